@@ -1,0 +1,43 @@
+"""The Record: what every stage did and why. Logs, `explain`, the report and the tests are views of it.
+
+A record is a list of entries ``{"kind": ..., ...}`` with plain values (numbers, strings, lists, dicts), in the order in which
+the stages wrote them. Passes only add; nobody edits. Kinds in use:
+
+    stage       name, seconds, artifact (text, when a debug folder is set)
+    decision    subject ("fuse", "inline", "save", ...), accepted, reason (class), detail, first, second, bytes, us
+    kernel      name, target, ops, origins, bytes, flops, predicted_us, source
+    library     op, reason, origins
+    fallback    what, reason
+    buffer      name, bytes, first, last, reuse
+    timing      what, seconds
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+
+@dataclass
+class Record:
+    entries: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, kind: str, **fields: Any) -> None:
+        self.entries.append({"kind": kind, **fields})
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in self.entries if e["kind"] == kind]
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Records the wall time of a block in seconds."""
+        start = perf_counter()
+        yield
+        self.add("timing", what=what, seconds=perf_counter() - start)
+
+    def to_json(self) -> str:
+        return json.dumps(self.entries, indent=1)

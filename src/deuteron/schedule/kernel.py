@@ -1,0 +1,113 @@
+"""The schedule's artifacts: nests of loops, kernels, steps. What code generators read.
+
+A `Nest` iterates ``parallel x reduced`` and runs its statements in order at each point where they live:
+
+    Fold    name[parallel] = fold of `body` over all `reduced` axes        (row reduction; value lives on `parallel`)
+            or, when `partial`: over the chunked parallel axis             (value lives on chunk x reduced, see below)
+    Prefix  name[parallel, reduced] = scan of `body` along the one reduced axis
+    Store   tensor[index] = value, at every point of `parallel` (level "row") or of parallel x reduced (level "point")
+
+Bodies and values are expressions whose loads are either of tensors in memory or of `Fold`/`Prefix` results of the same nest
+(those are registers: a load whose name is in `Nest.locals()`; its indices are to be ignored). A Store also makes nothing
+readable: a consumer in the same nest uses the stored expression itself, which interning shares.
+
+Chunked nests (a row and a column reduction of one tensor in one pass): `chunk = (axis, count)`. The parallel axis `axis` is
+walked by `count` independent workers, worker k taking rows ``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Fold` with
+`partial=True` is over that axis: each worker folds the `body` (which lives on parallel x reduced) over its rows and
+stores the result in `tensor[k, reduced...]`; a later kernel folds the count partial results in order, so results repeat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, Index
+from deuteron.ir.program import Extern, Layout, Origin
+
+
+@dataclass(frozen=True)
+class Fold:
+    name: str
+    kind: str  # a key of ir.expr.REDUCTIONS
+    body: Expr
+    partial: bool = False  # then `name` is also the tensor in memory [count, *reduced extents] that receives the results
+
+
+@dataclass(frozen=True)
+class Prefix:
+    name: str
+    kind: str
+    body: Expr
+
+
+@dataclass(frozen=True)
+class Store:
+    tensor: str
+    index: tuple[Index, ...]
+    value: Expr
+    level: str  # "row" | "point"
+    accumulate: str | None = None  # atomics or an ordered loop, as the target must; None assigns
+    mask: Expr | None = None
+
+
+Stmt = Union[Fold, Prefix, Store]
+
+
+@dataclass(frozen=True)
+class Nest:
+    parallel: tuple[Axis, ...]
+    reduced: tuple[Axis, ...]
+    stmts: tuple[Stmt, ...]
+    chunk: tuple[Axis, int] | None = None
+
+    def locals(self) -> dict[str, Stmt]:
+        return {s.name: s for s in self.stmts if isinstance(s, (Fold, Prefix))}
+
+    def exprs(self) -> tuple[Expr, ...]:
+        out: list[Expr] = []
+        for s in self.stmts:
+            out.append(s.value if isinstance(s, Store) else s.body)
+            if isinstance(s, Store) and s.mask is not None:
+                out.append(s.mask)
+        return tuple(out)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch. More than one nest: independent nests side by side (no nest reads what another writes).
+
+    `reads` and `writes` are tensors in memory with their layouts (a tensor both read and written is in both);
+    `bytes`/`flops` are what one call moves and computes at hinted sizes; `predicted_us` is the cost model's time.
+    """
+
+    name: str  # without target prefix: "red_fused_softmax_0"
+    nests: tuple[Nest, ...]
+    reads: tuple[tuple[str, Layout], ...]
+    writes: tuple[tuple[str, Layout], ...]
+    origins: tuple[Origin, ...]
+    device: str
+    bytes: int
+    flops: float
+    predicted_us: float
+
+
+@dataclass(frozen=True)
+class Alias:
+    """`name` is the memory of `target` from here on (see ir.program.Compute.target)."""
+
+    name: str
+    target: str
+
+
+Step = Union[Kernel, Extern]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps in execution order. `aliases[name] = owner` for tensors that live in another's memory."""
+
+    steps: tuple[Step, ...]
+    aliases: dict[str, str]
+    layouts: dict[str, Layout]
