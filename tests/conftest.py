@@ -1,0 +1,44 @@
+"""What every test starts from: own kernel cache, no network, few threads, a fresh Dynamo."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+_CACHE = "DEUTERON_CACHE_DIR"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # The controller makes the cache; xdist's workers inherit it and share what they build.
+    if _CACHE not in os.environ:
+        folder = tempfile.mkdtemp(prefix="deuteron-tests-")
+        os.environ[_CACHE] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # One thread a worker: OpenMP teams of several processes on few cores stall one another.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
