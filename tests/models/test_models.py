@@ -1,6 +1,6 @@
 """Whole models, forward and backward, against eager and float64; and with changing shapes.
 
-`DEUTERON_TEST_BACKEND` runs the same tests on another backend, to check the tests themselves.
+`TEST_BACKEND` runs the same tests on another backend, to check the tests themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from tests.models.compare import Errors, Trial, failures, train_step
 from tests.models.zoo import BY_NAME, CASES, cast
 
-BACKEND = os.environ.get("DEUTERON_TEST_BACKEND", "deuteron")
+BACKEND = os.environ.get("TEST_BACKEND", "deuteron")
 EXACT = [case.name for case in CASES if not case.random]
 
 

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deuteron.tools.models import Gpt, ResidualNet
+
 Inputs = tuple[Tensor, ...]
 
 
@@ -103,46 +105,13 @@ def contrastive(embedding: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------- GPT
 
 
-class GptBlock(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+def gpt(dropout: float) -> Callable[[bool], nn.Module]:
+    def build(large: bool) -> nn.Module:
+        if large:
+            return Gpt(50257, 768, 12, 6, 1024, dropout)
+        return Gpt(101, 48, 3, 2, 64, dropout, deviation=0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, c // self.heads).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).split(c, dim=2)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed = self.out(mixed.transpose(1, 2).reshape(b, t, c))
-        x = x + F.dropout(mixed, self.dropout, self.training)
-        hidden = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-        return x + F.dropout(hidden, self.dropout, self.training)
-
-
-class Gpt(nn.Module):
-    def __init__(self, large: bool, dropout: float = 0.0) -> None:
-        super().__init__()
-        vocab, width, heads, layers, context = (
-            (50257, 768, 12, 6, 1024) if large else (101, 48, 3, 2, 64)
-        )
-        self.token, self.place = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(GptBlock(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-        for p in self.parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, std=0.02 if large else 0.1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.token(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    return build
 
 
 def gpt_inputs(large: bool, batch: int | None, length: int | None) -> Inputs:
@@ -489,42 +458,13 @@ def huber(out: Tensor, target: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------- residual conv
 
 
-class ResidualBlock(nn.Module):
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(after), nn.BatchNorm2d(after)
-        self.skip: nn.Module = nn.Identity()
-        if stride != 1 or before != after:
-            self.skip = nn.Sequential(
-                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        return F.relu(y + self.skip(x))
-
-
-class ResidualNet(nn.Module):
-    def __init__(self, large: bool) -> None:
-        super().__init__()
-        w = 64 if large else 8
-        self.first = nn.Conv2d(3, w, 3, 2 if large else 1, 1, bias=False)
-        self.norm = nn.BatchNorm2d(w)
-        self.blocks = nn.Sequential(
-            ResidualBlock(w, w, 1), ResidualBlock(w, 2 * w, 2), ResidualBlock(2 * w, 4 * w, 2)
-        )
-        self.head = nn.Linear(4 * w, 10)
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = self.blocks(F.relu(self.norm(self.first(image))))
-        return self.head(x.mean((2, 3)))
+def residual(large: bool) -> nn.Module:
+    return ResidualNet(64, stride=2) if large else ResidualNet(8)
 
 
 CASES: tuple[Case, ...] = (
     Case("bert", SentenceBert, bert_inputs, contrastive, split=2),
-    Case("gpt", Gpt, gpt_inputs, next_token),
+    Case("gpt", gpt(0.0), gpt_inputs, next_token),
     Case("llama", Llama, llama_inputs, energy),
     Case("vit", Vit, image_inputs, classify),
     Case("unet", Unet, unet_inputs, squared),
@@ -534,7 +474,7 @@ CASES: tuple[Case, ...] = (
     Case("cross_entropy", linear, loss_inputs("classes"), smooth_cross_entropy),
     Case("kl", linear, loss_inputs("dense"), divergence),
     Case("huber", linear, loss_inputs("dense"), huber),
-    Case("gpt_dropout", lambda large: Gpt(large, 0.1), gpt_inputs, next_token, random=True),
-    Case("residual_conv", ResidualNet, image_inputs, classify),
+    Case("gpt_dropout", gpt(0.1), gpt_inputs, next_token, random=True),
+    Case("residual_conv", residual, image_inputs, classify),
 )
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
