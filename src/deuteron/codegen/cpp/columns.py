@@ -1,0 +1,319 @@
+"""Vector lanes along a parallel axis: a block of rows is reduced side by side, one lane each.
+
+    for other parallel axes and blocks of lanes (threads):
+        for each pass:                      an array of accumulators, one per lane
+            values per lane that the pass needs at every point
+            for reduced axes:
+                for lanes: the pass's body
+        row stores, for all lanes
+
+With few blocks and long columns the outermost reduced axis is cut into chunks as in `rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.folds import FLUSH, Accumulator
+from deuteron.codegen.cpp.loops import accesses, ordered, roots_of
+from deuteron.codegen.cpp.nests import (
+    ROW,
+    Env,
+    PassWriter,
+    Segment,
+    carry_dtype,
+    parallel_loops,
+    serial_loops,
+    size,
+    write_store,
+)
+from deuteron.codegen.cpp.passes import Pass
+from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
+from deuteron.ir.expr import REDUCTIONS, Expr, children
+from deuteron.ir.index import Axis, const, hint
+from deuteron.schedule.kernel import Prefix
+
+
+class Columns(PassWriter):
+    """Writes the passes over one block of lanes."""
+
+    def __init__(self, env: Env, v: Axis, cache: int, width: int) -> None:
+        loops = env.loops
+        outer = ordered(loops, loops.reduced)
+        super().__init__(env, v, outer, cache, frozenset((*loops.reduced, v)))
+        self.width = width
+        self.count = str(width)  # C text of the lanes in use
+        self.base = "0"
+
+    def lane_loop(self, lines: Sequence[str], simd: bool = True) -> None:
+        if simd:
+            self.env.em.scope.add("#pragma omp simd")
+        self.env.em.scope.loop(f"for (int l = 0; l < {self.count}; ++l)", lines)
+
+    def passes(self) -> None:
+        for k, p in enumerate(self.plan.passes):
+            accs = self.start(p, k)
+            self.walk(p, k, accs, None)
+            for name, a in accs.items():
+                self.env.em.scope.add(*a.flush_lanes(self.count))
+                self.bind(name, a, f"(float){a.name}_d[l]" if a.flushed else None)
+
+    def bind(self, name: str, a: Accumulator, text: str | None = None) -> None:
+        """What a later pass reads as the fold's result in lane l."""
+        if text is None:
+            text = f"(long long){a.name}_i[l]" if a.positional else f"{a.name}[l]"
+            if a.dtype == "bool" and not a.positional:
+                text = f"({text} != 0)"
+        self.env.em.scope.texts[
+            Expr("load", "i64" if a.positional else a.dtype, (), (name, (), None))
+        ] = text
+
+    def start(self, p: Pass, k: int) -> dict[str, Accumulator]:
+        em = self.env.em
+        accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
+        for a in accs.values():
+            em.scope.add(*a.declare(str(self.width), str(self.width)))
+        for s in p.prefixes:
+            name = self.carries[s.name] = em.fresh("carry")
+            kind = carry_dtype(s)
+            neutral = scalars.literal(REDUCTIONS[s.kind].identity(kind), kind)
+            em.scope.add(
+                f"alignas(64) {scalars.REGISTER[kind]} {name}[{self.width}];",
+                f"for (int l = 0; l < {self.width}; ++l) {name}[l] = {neutral};",
+            )
+        self.per_lane(p, k)
+        return accs
+
+    def per_lane(self, p: Pass, k: int) -> None:
+        """Computes once per lane what the pass needs at every point and does not depend on the point."""
+        em = self.env.em
+        reduced = frozenset(self.env.loops.reduced)
+        buffered = {n for n in self.buffers if self.plan.kept[n] < k}
+        found: dict[Expr, None] = {}
+        seen: set[Expr] = set()
+        stack = [r for part in p.parts for r in roots_of(part)]
+        while stack:
+            n = stack.pop()
+            if n in seen or n in buffered:
+                continue
+            seen.add(n)
+            deps = em.deps(n)
+            if deps & reduced:
+                stack.extend(children(n))
+            elif self.v in deps and n.op not in ("index", "load"):
+                if em.lookup(n) is None:
+                    found[n] = None
+        if not found:
+            return
+        em.axis_text[self.v] = f"({self.base} + l)"
+        names = []
+        with em.inside(self.v) as scope:
+            for n in found:
+                text, name = em.value(n), em.fresh("lane")
+                kind = scalars.REGISTER[n.dtype]
+                scope.add(f"{name}[l] = {text};")
+                names.append((n, name, kind))
+        for _, name, kind in names:
+            em.scope.add(f"alignas(64) {kind} {name}[{self.width}];")
+        self.lane_loop(scope.lines)
+        for n, name, _ in names:
+            em.scope.texts[n] = f"{name}[l]"
+
+    def walk(
+        self, p: Pass, k: int, accs: dict[str, Accumulator], chunk: tuple[str, str] | None
+    ) -> None:
+        em = self.env.em
+        flushed = [a for a in accs.values() if a.flushed]
+        known = all(a.extent.value is not None for a in self.outer)
+        counter = ""
+        if flushed and not (known and size(self.outer) <= 2 * FLUSH):
+            counter = em.fresh("n")
+            em.scope.add(f"int {counter} = 0;")
+
+        def innermost() -> None:
+            em.axis_text[self.v] = f"({self.base} + l)"
+            seg = Segment(
+                self.v,
+                const(0),
+                self.v.extent,
+                list(p.parts),
+                [(n, self.buffers[n]) for n in p.keep],
+                {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k},
+                self.linear,
+            )
+            linear = f"({em.index(self.linear)})*{self.width} + l" if self.buffers else None
+            position = em.axis_text[self.outer[0]] if len(self.outer) == 1 else "0"
+            with em.inside(self.v) as scope:
+                self.body(seg, accs, "l", position, linear)
+            self.lane_loop(scope.lines, self.v not in self.conflicts)
+            if counter:
+                em.scope.add(
+                    f"if (++{counter} == {2 * FLUSH}) {{ {counter} = 0;",
+                    *("  " + s for a in flushed for s in a.flush_lanes(self.count)),
+                    "}",
+                )
+
+        if chunk is None:
+            serial_loops(self.env, self.outer, innermost)
+            return
+        axis = self.outer[0]
+        name = em.name_axis(axis)
+        with em.inside(axis) as scope:
+            serial_loops(self.env, self.outer[1:], innermost)
+        em.scope.loop(
+            f"for (long long {name} = {chunk[0]}; {name} < {chunk[1]}; ++{name})", scope.lines
+        )
+
+    def row_writes(self) -> None:
+        em = self.env.em
+        if not self.plan.row_writes:
+            return
+        em.axis_text[self.v] = f"({self.base} + l)"
+        with em.inside(self.v) as scope:
+            for w in self.plan.row_writes:
+                write_store(self.env, w)
+        self.lane_loop(scope.lines, self.v not in self.conflicts)
+
+
+def width_of(env: Env, v: Axis, passes: int) -> int:
+    """Lanes of a block: wide for one pass (long contiguous reads), narrow enough for several that the block stays in L2."""
+    loops = env.loops
+    n = hint(v.extent) if v.extent.value is not None else 1 << 30
+    if passes <= 1:
+        return max(1, min(512, n))
+    each = sum(a.itemsize for a in accesses(loops)) * size(loops.reduced)
+    fit = max(1, env.machine.l2_bytes // 2 // max(1, each))
+    width = 64
+    while width * 2 <= min(fit, 512):
+        width *= 2
+    return max(1, min(width, n))
+
+
+def write_columns(env: Env, v: Axis) -> None:
+    """Writes the nest with lanes along the parallel axis `v`."""
+    em, loops = env.em, env.loops
+    probe = Columns(env, v, 0, 1)
+    width = width_of(env, v, len(probe.plan.passes))
+    others = ordered(loops, [a for a in loops.parallel if a != v])
+    free = [a for a in others if a not in probe.conflicts]
+    meet = [a for a in others if a in probe.conflicts]
+    has_scan = any(isinstance(p, Prefix) for p in loops.parts)
+    blocks = -(-hint(v.extent) // width)
+    sharable = not has_scan and probe.conflicts.isdisjoint(loops.reduced)
+    need = 2 * env.machine.threads
+    if env.threaded and size(free) * blocks < need and not meet:
+        n = hint(v.extent)
+        if sharable and size(loops.reduced) * n >= 8 * CHUNK_OPS and size(loops.reduced) >= 64:
+            write_shared_columns(env, v, others, len(probe.plan.passes))
+            return
+        least = 64 if v.extent.value is not None else 256
+        while width > least and size(free) * -(-n // width) < need:
+            width = max(least, width // 2)
+    row_bytes = env.machine.l2_bytes // 2 // width
+    cols = Columns(env, v, row_bytes, width)
+    em.scope.add(*cols.allocate(const(width)))
+    parallel = v not in cols.conflicts
+    count, block = em.fresh("blocks"), em.fresh("b")
+    em.scope.add(f"const long long {count} = ({env.extent(v)} + {width - 1}) / {width};")
+
+    def inner() -> None:
+        block_of(env, cols, v, block)
+        with em.inside(ROW) as scope:
+            cols.passes()
+            cols.row_writes()
+        em.scope.add(*scope.lines)
+
+    if parallel:
+        parallel_loops(env, free, [(block, count)], lambda: serial_loops(env, meet, inner))
+        return
+
+    def serial_blocks() -> None:
+        with em.inside() as scope:
+            inner()
+        em.scope.loop(f"for (long long {block} = 0; {block} < {count}; ++{block})", scope.lines)
+
+    parallel_loops(env, free, [], lambda: serial_loops(env, meet, serial_blocks))
+
+
+def block_of(env: Env, cols: Columns, v: Axis, block: str) -> None:
+    """Declares the first lane of a block and the number of its lanes."""
+    em, width = env.em, cols.width
+    n = env.extent(v)
+    exact = v.extent.value is not None and v.extent.value % width == 0
+    if exact and v.extent.value == width:
+        cols.base = "0"
+    else:
+        cols.base = em.fresh("v")
+        em.scope.add(f"const long long {cols.base} = {block} * {width};")
+    cols.count = str(width)
+    if not exact:
+        cols.count = em.fresh("m")
+        em.scope.add(
+            f"const int {cols.count} = (int)({n} - {cols.base} < {width} ? {n} - {cols.base} : {width});"
+        )
+
+
+def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int) -> None:
+    """All threads work on each block of columns: chunks of rows leave partial results that are combined in order."""
+    em, loops = env.em, env.loops
+    width = min(1024, hint(v.extent)) if v.extent.value is not None else 512
+    cols = Columns(env, v, 0, width)
+    axis = cols.outer[0]
+    per_step = size([a for a in loops.reduced if a != axis]) * width
+    length, count = chunk_counts(env, axis, per_step, 1)
+    block, blocks = em.fresh("b"), em.fresh("blocks")
+    em.scope.add(f"const long long {blocks} = ({env.extent(v)} + {width - 1}) / {width};")
+
+    def inner() -> None:
+        with em.inside(ROW) as scope:
+            block_of(env, cols, v, block)
+            for k, p in enumerate(cols.plan.passes):
+                _shared_pass(env, cols, k, p, length, count)
+            if cols.plan.row_writes:
+                _store_once(env, cols)
+            else:
+                em.scope.add("#pragma omp barrier")
+        em.scope.loop(f"for (long long {block} = 0; {block} < {blocks}; ++{block})", scope.lines)
+
+    serial_loops(env, others, inner)
+
+
+def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: str) -> None:
+    em, axis, width = env.em, cols.outer[0], cols.width
+    cols.per_lane(p, k)
+    c = em.fresh("c")
+    n = env.extent(axis)
+    shared: list[tuple[str, Accumulator]] = []
+    with em.inside() as scope:
+        low, high = em.fresh("lo"), em.fresh("hi")
+        scope.add(
+            f"const long long {low} = {c} * {length};",
+            f"const long long {high} = {low} + {length} < {n} ? {low} + {length} : {n};",
+        )
+        accs = cols.start(Pass(list(p.folds)), k) if p.folds else {}
+        cols.walk(p, k, accs, (low, high))
+        for name, a in accs.items():
+            shared.append((name, a))
+            kind = "double" if a.flushed else a.type
+            env.share(f"{a.name}_p", kind, CHUNKS * width)
+            extra = ""
+            if a.positional:
+                env.share(f"{a.name}_pi", "long long", CHUNKS * width)
+                extra = f" {a.name}_pi[{c} * {width} + l] = {a.name}_i[l];"
+            scope.add(*a.flush_lanes(cols.count))
+            value = f"{a.name}_d[l]" if a.flushed else f"{a.name}[l]"
+            cols.lane_loop([f"{a.name}_p[{c} * {width} + l] = {value};{extra}"])
+    em.scope.add("#pragma omp for schedule(static)")
+    em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
+    for name, a in shared:
+        em.scope.add(*a.gather_lanes(str(width), count, cols.count))
+        cols.bind(name, a, f"(float){a.name}_d[l]" if a.flushed else None)
+
+
+def _store_once(env: Env, cols: Columns) -> None:
+    em = env.em
+    em.scope.add("#pragma omp barrier", "#pragma omp single")
+    with em.inside() as scope:
+        cols.row_writes()
+    em.scope.loop("", scope.lines)

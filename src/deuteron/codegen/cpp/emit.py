@@ -1,0 +1,274 @@
+"""Writes values of an expression DAG as C++ constants, each at the outermost loop level where it can be computed.
+
+In: expressions with linear addresses (`loops.Loops`). Out: lines of C++ in a chain of `Scope`s, one per loop level.
+
+A scope provides axes (its loop variables). A node depends on axes; it is written into the first scope, from outside, whose
+axes and those of the scopes around it cover its own. Because the header of an inner loop is appended to its parent only when
+the inner loop is complete, what is hoisted stands before the loop. Addresses are hoisted in the same way, by terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from deuteron.codegen.cpp import scalars
+from deuteron.ir.expr import Expr, children
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, is_nonneg
+
+NONE: frozenset[Axis] = frozenset()
+
+
+class Scope:
+    """One loop level: the lines written so far, the axes known in it, and the values that it holds."""
+
+    __slots__ = ("axes", "lines", "sums", "texts")
+
+    def __init__(self, axes: frozenset[Axis]) -> None:
+        self.axes = axes  # cumulative: those of the scopes around it too
+        self.lines: list[str] = []
+        self.texts: dict[Expr, str] = {}
+        self.sums: dict[Index, str] = {}
+
+    def add(self, *lines: str) -> None:
+        self.lines.extend(lines)
+
+    def loop(self, head: str, body: Iterable[str]) -> None:
+        """Appends ``head { body }``."""
+        self.lines.append(f"{head} {{")
+        self.lines.extend("  " + line for line in body)
+        self.lines.append("}")
+
+
+class Emitter:
+    """The state of writing one nest: the chain of scopes, C names, and the prelude functions used so far."""
+
+    def __init__(self, tensors: Mapping[str, str], used: set[str], names: Iterator[int]) -> None:
+        self.tensors = tensors  # tensor -> C pointer name
+        self.used = used
+        self.numbers = names
+        self.chain: list[Scope] = [Scope(NONE)]
+        self.axis_text: dict[Axis, str] = {}
+        self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
+        self.buffered: dict[Expr, str] = {}  # values kept by an earlier pass -> where they are now
+        self._deps: dict[Expr, frozenset[Axis]] = {}
+
+    def fresh(self, stem: str) -> str:
+        return f"{stem}{next(self.numbers)}"
+
+    @property
+    def scope(self) -> Scope:
+        return self.chain[-1]
+
+    @contextmanager
+    def inside(self, *axes: Axis) -> Iterator[Scope]:
+        """A scope in which `axes` are loop variables. The caller puts its lines where they belong."""
+        scope = Scope(self.scope.axes | frozenset(axes))
+        self.chain.append(scope)
+        yield scope
+        popped = self.chain.pop()
+        assert popped is scope
+
+    def name_axis(self, axis: Axis, text: str | None = None) -> str:
+        """Gives an axis its C text; a new variable name unless `text` is given."""
+        if text is None:
+            clean = "".join(c for c in axis.name if c.isalnum())[:12]
+            text = self.fresh(f"i_{clean}_" if clean else "i_")
+        self.axis_text[axis] = text
+        return text
+
+    # -- dependence ------------------------------------------------------------------------------------------------
+
+    def deps(self, root: Expr) -> frozenset[Axis]:
+        """The axes on which the value depends; results of the nest depend on what they live on."""
+        found = self._deps.get(root)
+        if found is not None:
+            return found
+        for node in root.walk():
+            if node in self._deps:
+                continue
+            out: frozenset[Axis] = NONE
+            if node.op == "load" and node.attr[0] in self.result_axes:
+                out = self.result_axes[node.attr[0]]
+            else:
+                if node.op == "load":
+                    out = out.union(*(self.index_deps(i) for i in node.attr[1]))
+                elif node.op == "index":
+                    out = self.index_deps(node.attr)
+                elif node.op == "random":
+                    out = self.index_deps(node.attr[2])
+                for a in node.args:
+                    out |= self._deps[a]
+            self._deps[node] = out
+        return self._deps[root]
+
+    def index_deps(self, index: Index) -> frozenset[Axis]:
+        out: set[Axis] = set()
+        todo = [a for m, _ in index.terms for a in m]
+        while todo:
+            a = todo.pop()
+            if isinstance(a, Axis):
+                out.add(a)
+            elif isinstance(a, Value):
+                out |= self.deps(a.expr)
+            elif isinstance(a, (Div, Mod)):
+                todo.extend(x for i in (a.num, a.den) for m, _ in i.terms for x in m)
+            elif isinstance(a, MinMax):
+                todo.extend(x for i in (a.a, a.b) for m, _ in i.terms for x in m)
+        return frozenset(out)
+
+    def level(self, deps: frozenset[Axis]) -> int:
+        for k, scope in enumerate(self.chain):
+            if deps <= scope.axes:
+                return k
+        raise AssertionError(f"no loop provides {sorted(a.name for a in deps - self.scope.axes)}")
+
+    # -- values ----------------------------------------------------------------------------------------------------
+
+    def lookup(self, node: Expr) -> str | None:
+        if node.op == "literal":
+            return scalars.literal(node.attr, node.dtype)
+        for scope in reversed(self.chain):
+            found = scope.texts.get(node)
+            if found is not None:
+                return found
+        return None
+
+    def value(self, root: Expr) -> str:
+        """The C text of a value; whatever it needs is written first."""
+        found = self.lookup(root)
+        if found is not None:
+            return found
+        stack: list[tuple[Expr, bool]] = [(root, False)]
+        while stack:
+            node, ready = stack.pop()
+            if self.lookup(node) is not None:
+                continue
+            if ready:
+                self._define(node)
+                continue
+            stack.append((node, True))
+            if node not in self.buffered:
+                stack.extend((a, False) for a in reversed(children(node)))
+        text = self.lookup(root)
+        assert text is not None
+        return text
+
+    def _define(self, node: Expr) -> None:
+        at = self.level(self.deps(node))
+        scope = self.chain[at]
+        if node in self.buffered:
+            kind, text = scalars.REGISTER[node.dtype], self.buffered[node]
+        else:
+            kind, text = self._text(node, at)
+        name = self.fresh("t")
+        scope.add(f"const {kind} {name} = {text};")
+        scope.texts[node] = name
+
+    def _text(self, node: Expr, at: int) -> tuple[str, str]:
+        kind = scalars.REGISTER[node.dtype]
+        args = [self.value(a) for a in node.args]
+        if node.op == "load":
+            name, idx, fill = node.attr
+            assert name in self.tensors, f"result {name!r} is used before it is computed"
+            text = scalars.from_memory(
+                f"{self.tensors[name]}[{self.index(idx[0], at)}]", node.dtype, self.used
+            )
+            return (
+                kind,
+                f"{args[0]} ? {text} : {scalars.literal(fill, node.dtype)}" if args else text,
+            )
+        if node.op == "index":
+            return ("int" if fits_int(node.attr) else kind), self.index(node.attr, at)
+        if node.op == "cast":
+            return kind, scalars.convert(args[0], node.args[0].dtype, node.dtype, self.used)
+        if node.op == "random":
+            dist, stream, element = node.attr
+            name = f"d_{dist}64" if node.dtype == "f64" else f"d_{dist}"
+            self.used.add(name)
+            return kind, f"{name}({args[0]}, {stream}, {self.index(element, at)})"
+        return kind, scalars.operation(node.op, node.dtype, args, node.args[-1].dtype, self.used)
+
+    # -- indices ---------------------------------------------------------------------------------------------------
+
+    def index(self, index: Index, at: int | None = None) -> str:
+        """The text of an index; the parts that outer scopes know become their variables."""
+        at = len(self.chain) - 1 if at is None else at
+        levels: dict[int, dict[tuple, int]] = {}
+        for m, c in index.terms:
+            deps = frozenset(x for a in m for x in self.index_deps(Index({(a,): 1})))
+            levels.setdefault(min(at, self.level(deps)), {})[m] = c
+        carried: str | None = None
+        total: dict[tuple, int] = {}
+        for k in sorted(levels):
+            terms = levels[k]
+            total.update(terms)
+            scope = self.chain[k]
+            own = Index(terms)
+            if k == at:
+                rest = self._sum(own)
+                return rest if carried is None else f"{carried} + {rest}"
+            key = Index(total)
+            found = scope.sums.get(key)
+            if found is None:
+                text = self._sum(own) if carried is None else f"{carried} + {self._sum(own)}"
+                if own.value is not None or (
+                    len(own.terms) == 1 and carried is None and text.isidentifier()
+                ):
+                    found = text  # a constant or a plain variable needs no name
+                else:
+                    found = self.fresh("a")
+                    scope.add(f"const long long {found} = {text};")
+                scope.sums[key] = found
+            carried = found
+        return carried if carried is not None else "0"
+
+    def _sum(self, index: Index) -> str:
+        parts: list[str] = []
+        for m, c in reversed(index.terms):
+            factors = [self.atom(a) for a in m]
+            if not factors:
+                text = str(abs(c)) if abs(c) < 2**31 else f"{abs(c)}LL"
+            else:
+                if abs(c) != 1:
+                    factors.append(f"{abs(c)}LL")
+                text = "*".join(factors)
+            sign = "-" if c < 0 else "+"
+            parts.append(f" {sign} {text}" if parts else ("-" + text if c < 0 else text))
+        return "".join(parts) or "0"
+
+    def atom(self, a: object) -> str:
+        if isinstance(a, Axis):
+            return self.axis_text[a]
+        if isinstance(a, Sym):
+            return size_name(a)
+        if isinstance(a, Value):
+            return f"(long long){self.value(a.expr)}"
+        if isinstance(a, MinMax):
+            x, y = f"({self._sum(a.a)})", f"({self._sum(a.b)})"
+            return f"({x} {'<' if a.kind == 'min' else '>'} {y} ? {x} : {y})"
+        assert isinstance(a, (Div, Mod))
+        sign = "/" if isinstance(a, Div) else "%"
+        num, den = f"({self._sum(a.num)})", f"({self._sum(a.den)})"
+        if is_nonneg(a.num):
+            if fits_int(a.num) and fits_int(a.den):
+                return f"(long long)((unsigned){num} {sign} (unsigned){den})"
+            return f"(long long)((unsigned long long){num} {sign} (unsigned long long){den})"
+        return f"d_index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"
+
+
+def size_name(symbol: Sym) -> str:
+    return "s_" + "".join(c if c.isalnum() else "_" for c in symbol.name)
+
+
+def fits_int(index: Index) -> bool:
+    """Whether the value is proven to fit a 32-bit int (vector lanes of floats stay as wide)."""
+    low, high = bound(index, False), bound(index, True)
+    return (
+        low is not None
+        and high is not None
+        and low.value is not None
+        and high.value is not None
+        and low.value > -(2**31)
+        and high.value < 2**31
+    )

@@ -1,0 +1,223 @@
+"""Accumulators of folds: one value per vector lane, combined at the end in a fixed order.
+
+In: a fold's kind and dtype. Out: lines that declare, update, flush and finish its accumulators.
+
+Lane arrays (``float acc[64]``) instead of OpenMP reductions: the compiler keeps them in vector registers, several
+independent chains hide the latency of an add, and what is computed does not depend on how the compiler vectorises. Sums of
+f32 are flushed into double accumulators every few dozen additions per lane, so that their error stays that of the
+cascade summation that eager uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deuteron.codegen.cpp import scalars
+from deuteron.ir.expr import FLOATS, REDUCTIONS
+
+FLUSH = 32  # additions per f32 lane before the lane goes to the double accumulator (eager's cascade adds 16 to 64)
+
+
+def combine(kind: str, dtype: str, a: str, b: str, used: set[str]) -> str:
+    """Two partial results as one; `a` is the accumulator."""
+    name = {
+        "sum": "add",
+        "prod": "mul",
+        "max": "maximum",
+        "min": "minimum",
+        "any": "logical_or",
+        "all": "logical_and",
+    }[kind]
+    if dtype == "bool":
+        return f"({a} {'|' if name in ('logical_or', 'maximum', 'add') else '&'} {b})"
+    if dtype in FLOATS and kind in ("max", "min"):
+        used.add(f"d_{kind}_nan")
+        return f"d_{kind}_nan({a}, {b})"
+    return scalars._operation(name, [a, b], dtype, used)
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """`name` is the stem of its C variables: ``name[l]``, ``name_i[l]`` (positions), ``name_d`` (double sums)."""
+
+    name: str
+    kind: str
+    dtype: str  # of the body
+    used: set[str]
+
+    @property
+    def positional(self) -> bool:
+        return self.kind in ("argmax", "argmin")
+
+    @property
+    def flushed(self) -> bool:
+        return self.kind == "sum" and self.dtype in ("f32", "f16", "bf16")
+
+    @property
+    def type(self) -> str:
+        """Type of a lane. Flags are ints: vector masks of f32 are as wide."""
+        return (
+            "int" if self.dtype == "bool" and not self.positional else scalars.REGISTER[self.dtype]
+        )
+
+    @property
+    def result_type(self) -> str:
+        if self.positional:
+            return "long long"
+        return scalars.REGISTER[self.dtype]
+
+    @property
+    def identity(self) -> str:
+        value = REDUCTIONS[self.kind].identity(self.dtype)
+        return str(int(value)) if self.dtype == "bool" else scalars.literal(value, self.dtype)
+
+    def declare(self, lanes: str, double_lanes: str | None = None) -> list[str]:
+        """Arrays of `lanes` neutral elements. `double_lanes`: one double per lane instead of one for all."""
+        out = [f"alignas(64) {self.type} {self.name}[{lanes}];"]
+        init = [f"{self.name}[l] = {self.identity};"]
+        if self.positional:
+            out.append(f"alignas(64) {self.position_type} {self.name}_i[{lanes}];")
+            init.append(f"{self.name}_i[l] = 0;")
+        if self.flushed:
+            if double_lanes is None:
+                out.append(f"double {self.name}_d = 0;")
+            else:
+                out.append(f"alignas(64) double {self.name}_d[{double_lanes}];")
+                init.append(f"{self.name}_d[l] = 0;")
+        return [*out, f"for (int l = 0; l < {lanes}; ++l) {{ {' '.join(init)} }}"]
+
+    @property
+    def position_type(self) -> str:
+        return "long long" if self.dtype in ("f64", "i64") else "int"
+
+    def update(self, lane: str, value: str, position: str) -> list[str]:
+        """Folds `value` (at `position` along the reduced axis) into a lane."""
+        a = f"{self.name}[{lane}]"
+        if not self.positional:
+            cast = "(int)" if self.dtype == "bool" else ""
+            return [f"{a} = {combine(self.kind, self.dtype, a, cast + value, self.used)};"]
+        better = f"{value} {'>' if self.kind == 'argmax' else '<'} {a}"
+        if self.dtype in FLOATS:
+            better = f"({better}) | (({value} != {value}) & ({a} == {a}))"
+        t = f"{self.name}_t"
+        return [
+            f"const bool {t} = {better};",
+            f"{a} = {t} ? {value} : {a};",
+            f"{self.name}_i[{lane}] = {t} ? ({self.position_type})({position}) : {self.name}_i[{lane}];",
+        ]
+
+    def flush(self, lanes: int) -> list[str]:
+        """Adds all lanes to the one double and clears them."""
+        if not self.flushed:
+            return []
+        n, d = self.name, f"{self.name}_s"
+        return [
+            f"{{ double {d} = 0;",
+            f'_Pragma("omp simd reduction(+:{d})")',
+            f"for (int l = 0; l < {lanes}; ++l) {{ {d} += (double){n}[l]; {n}[l] = 0; }}",
+            f"{n}_d += {d}; }}",
+        ]
+
+    def flush_lanes(self, count: str) -> list[str]:
+        """Adds every lane to its own double and clears it."""
+        if not self.flushed:
+            return []
+        n = self.name
+        return [
+            '_Pragma("omp simd")',
+            f"for (int l = 0; l < {count}; ++l) {{ {n}_d[l] += (double){n}[l]; {n}[l] = 0; }}",
+        ]
+
+    def finish(self, lanes: int) -> list[str]:
+        """Combines the lanes into ``name_r``, in the order of lanes."""
+        n, kind = self.name, self.result_type
+        if self.flushed:
+            return [*self.flush(lanes), f"const float {n}_r = (float){n}_d;"]
+        if self.positional:
+            return [
+                f"{scalars.REGISTER[self.dtype]} {n}_b = {n}[0]; long long {n}_r = {n}_i[0];",
+                f"for (int l = 1; l < {lanes}; ++l) {{",
+                *(
+                    "  " + s
+                    for s in self.merge_position(f"{n}_b", f"{n}_r", f"{n}[l]", f"{n}_i[l]")
+                ),
+                "}",
+            ]
+        if self.dtype != "bool":
+            simd = {"sum": "+", "prod": "*"}.get(self.kind)
+            if simd and self.dtype in FLOATS:
+                return [
+                    f"{kind} {n}_r = {self.identity};",
+                    f'_Pragma("omp simd reduction({simd}:{n}_r)")',
+                    f"for (int l = 0; l < {lanes}; ++l) {n}_r {simd}= {n}[l];",
+                ]
+            step = combine(self.kind, self.dtype, f"{n}_r", f"{n}[l]", self.used)
+            return [f"{kind} {n}_r = {n}[0];", f"for (int l = 1; l < {lanes}; ++l) {n}_r = {step};"]
+        step = combine(self.kind, "bool", f"{n}_q", f"{n}[l]", self.used)
+        return [
+            f"int {n}_q = {n}[0];",
+            f"for (int l = 1; l < {lanes}; ++l) {n}_q = {step};",
+            f"const bool {n}_r = {n}_q != 0;",
+        ]
+
+    def merge_position(self, best: str, at: str, value: str, position: str) -> list[str]:
+        """Merges (value, position) into (best, at): the better value, on a tie the first position."""
+        better = f"{value} {'>' if self.kind == 'argmax' else '<'} {best}"
+        tie = f"{value} == {best}"
+        if self.dtype in FLOATS:
+            better = f"({better}) || ({value} != {value} && {best} == {best})"
+            tie = f"({tie} || ({value} != {value} && {best} != {best}))"
+        return [
+            f"if ({better}) {{ {best} = {value}; {at} = {position}; }}",
+            f"else if ({tie} && {position} < {at}) {at} = {position};",
+        ]
+
+    def gather(self, count: str) -> list[str]:
+        """Combines the partial results ``name_p[count]`` of a shared row, in order, into ``name_r``."""
+        n, kind = self.name, self.result_type
+        if self.flushed:
+            return [
+                f"double {n}_d = 0;",
+                f"for (long long c = 0; c < {count}; ++c) {n}_d += {n}_p[c];",
+                f"const float {n}_r = (float){n}_d;",
+            ]
+        if self.positional:
+            return [
+                f"{scalars.REGISTER[self.dtype]} {n}_b = {self.identity}; long long {n}_r = 0;",
+                f"for (long long c = 0; c < {count}; ++c) {{",
+                *(
+                    "  " + s
+                    for s in self.merge_position(f"{n}_b", f"{n}_r", f"{n}_p[c]", f"{n}_pi[c]")
+                ),
+                "}",
+            ]
+        step = combine(self.kind, self.dtype, f"{n}_r", f"{n}_p[c]", self.used)
+        return [
+            f"{kind} {n}_r = {self.identity};",
+            f"for (long long c = 0; c < {count}; ++c) {n}_r = {step};",
+        ]
+
+    def gather_lanes(self, width: str, count: str, lanes: str) -> list[str]:
+        """Combines ``name_p[count][width]`` over `count`, in order, into the lanes of a fresh array."""
+        n = self.name
+        at = f"{n}_p[c * {width} + l]"
+        if self.flushed:
+            declare = [
+                f"alignas(64) double {n}_d[{width}];",
+                f"for (int l = 0; l < {width}; ++l) {n}_d[l] = 0;",
+            ]
+            body = [f"{n}_d[l] += {at};"]
+        else:
+            declare = self.declare(width)
+            if self.positional:
+                body = self.merge_position(f"{n}[l]", f"{n}_i[l]", at, f"{n}_pi[c * {width} + l]")
+            else:
+                body = [f"{n}[l] = {combine(self.kind, self.dtype, f'{n}[l]', at, self.used)};"]
+        return [
+            *declare,
+            f"for (long long c = 0; c < {count}; ++c) {{",
+            "#pragma omp simd",
+            f"for (int l = 0; l < {lanes}; ++l) {{",
+            *("  " + s for s in body),
+            "} }",
+        ]

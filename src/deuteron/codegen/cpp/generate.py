@@ -1,0 +1,194 @@
+"""One C++ function per kernel, and one translation unit per graph.
+
+In: `schedule.kernel.Kernel` and the machine. Out: `CppKernel`, the text of
+
+    extern "C" void cpp_<kernel.name>(void** ptrs, const long long* sizes)
+
+`ptrs` follow `args`, `sizes` follow `sizes`. The translation unit includes no headers. Compile it with `FLAGS`; tensors of
+different dtypes may share memory, hence ``-fno-strict-aliasing``, and a product and a sum round separately, as in eager,
+hence ``-ffp-contract=off``. Two pointers may be equal when the memory planner reuses an operand that dies in the kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.columns import write_columns
+from deuteron.codegen.cpp.emit import Emitter, size_name
+from deuteron.codegen.cpp.loops import Loops, Write, accesses, prepare, vector
+from deuteron.codegen.cpp.nests import Env, Machine, size
+from deuteron.codegen.cpp.points import write_points
+from deuteron.codegen.cpp.rows import write_chunked, write_rows
+from deuteron.codegen.cpp.support import SUPPORT, support
+from deuteron.ir.expr import flops
+from deuteron.ir.index import Sym
+from deuteron.ir.program import Layout
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix
+
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+)
+BYTES_PER_US = 20e3  # one core, from its caches and memory, roughly
+FLOPS_PER_US = 16e3  # one core, vector code of mixed quality
+PARALLEL_US = 6.0  # below this a parallel region (2 to 5 us with warm threads) does not pay
+
+
+@dataclass(frozen=True)
+class CppKernel:
+    """The C++ of one kernel. `used` are the prelude's and support functions that it calls."""
+
+    name: str
+    source: str
+    args: tuple[tuple[str, str], ...]
+    sizes: tuple[Sym, ...]
+    used: frozenset[str]
+
+
+def generate(kernel: Kernel, machine: Machine) -> CppKernel:
+    """The C++ function of a kernel."""
+    layouts = dict(kernel.reads) | dict(kernel.writes)
+    written = {n for n, _ in kernel.writes}
+    pointers = {
+        n: f"p{i}_" + "".join(c if c.isalnum() else "_" for c in n)[:40]
+        for i, n in enumerate(layouts)
+    }
+    used: set[str] = set()
+    numbers = itertools.count()
+    nests = [prepare(_with_loop(n), layouts) for n in kernel.nests]
+    estimate = sum(estimated_us(n) for n in nests)
+    fixed = not _symbols(kernel)
+    threaded = machine.threads > 1 and (estimate > PARALLEL_US or not fixed)
+    shared: list[str] = []
+    body: list[str] = []
+    for loops in nests:
+        env = Env(loops, Emitter(pointers, used, numbers), machine, threaded, shared)
+        write_nest(env)
+        body += ["{", *("  " + s for s in env.em.chain[0].lines), "}"]
+    lines = [f'extern "C" void cpp_{kernel.name}(void** ptrs, const long long* sizes) {{']
+    for i, (name, lay) in enumerate(layouts.items()):
+        kind = ("" if name in written else "const ") + scalars.MEMORY[lay.dtype]
+        lines.append(
+            f"  {kind}* const {pointers[name]} = ({kind}*)ptrs[{i}];  // {name}: {_layout_text(lay)}"
+        )
+    symbols = _symbols(kernel)
+    lines += [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
+    lines += ["  " + s for s in shared]
+    if threaded:
+        guard = "" if fixed else f" if({_work_text(nests, numbers)})"
+        lines += [f"  #pragma omp parallel{guard}", "  {", *("    " + s for s in body), "  }"]
+    else:
+        lines += ["  " + s for s in body]
+    lines.append("}")
+    source = "\n".join([*_comments(kernel), *lines])
+    return CppKernel(
+        kernel.name, source, tuple(("tensor", n) for n in layouts), symbols, frozenset(used)
+    )
+
+
+def translation_unit(kernels: Sequence[CppKernel]) -> str:
+    """All kernels of a graph as one source without includes."""
+    from deuteron.codegen.cpp.prelude import prelude
+
+    used: set[str] = set().union(*(k.used for k in kernels))
+    return "\n".join(
+        [prelude(used - set(SUPPORT)), support(used), *(k.source for k in kernels), ""]
+    )
+
+
+def write_nest(env: Env) -> None:
+    """Chooses the vector axis and with it the way the nest is written."""
+    loops = env.loops
+    folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
+    if loops.chunk is not None:
+        v = vector(loops, loops.reduced)
+        assert v is not None
+        write_chunked(env, v)
+        return
+    if not folds and not any(isinstance(p, Write) and p.level == "row" for p in loops.parts):
+        env.loops = replace(loops, parallel=(*loops.parallel, *loops.reduced), reduced=())
+        write_points(env)
+        return
+    v = vector(loops, (*loops.parallel, *loops.reduced))
+    assert v is not None
+    if v in loops.reduced:
+        write_rows(env, v)
+    else:
+        write_columns(env, v)
+
+
+def _with_loop(nest: Nest) -> Nest:
+    """A fold over no axes gets one of extent 1, so that every fold has a loop."""
+    from deuteron.ir.index import Axis, const
+
+    if nest.reduced or not any(isinstance(s, (Fold, Prefix)) for s in nest.stmts):
+        return nest
+    return replace(nest, reduced=(Axis("single", const(1)),))
+
+
+def estimated_us(loops: Loops) -> float:
+    """Time of one core at hinted sizes; decides only whether threads pay."""
+    points = size((*loops.parallel, *loops.reduced))
+    bytes_each = sum(a.itemsize for a in accesses(loops))
+    return points * (
+        bytes_each / BYTES_PER_US + sum(flops(r) for r in loops.roots()) / FLOPS_PER_US
+    )
+
+
+def _work_text(nests: Sequence[Loops], numbers: Iterable[int]) -> str:
+    """C text: whether the work at the actual sizes pays for threads."""
+    em = Emitter({}, set(), iter(numbers))
+    parts = []
+    for n in nests:
+        axes = (*n.parallel, *n.reduced)
+        each = (
+            sum(a.itemsize for a in accesses(n)) / BYTES_PER_US
+            + sum(flops(r) for r in n.roots()) / FLOPS_PER_US
+        )
+        total = "*".join(f"(double)({em._sum(a.extent)})" for a in axes) or "1.0"
+        parts.append(f"{total}*{each:.3g}")
+    return f"{' + '.join(parts)} > {PARALLEL_US}"
+
+
+def _symbols(kernel: Kernel) -> tuple[Sym, ...]:
+    found: set[Sym] = set()
+    for _, lay in (*kernel.reads, *kernel.writes):
+        for i in (*lay.shape, *lay.strides, lay.offset):
+            found |= i.syms()
+    for nest in kernel.nests:
+        for a in (*nest.parallel, *nest.reduced):
+            found |= a.extent.syms()
+        for e in nest.exprs():
+            for i in e.indices():
+                found |= i.syms()
+        for s in nest.stmts:
+            for i in getattr(s, "index", ()):
+                found |= i.syms()
+    return tuple(sorted(found))
+
+
+def _layout_text(lay: Layout) -> str:
+    return f"{lay.dtype}{list(lay.shape)} strides {list(lay.strides)}"
+
+
+def _comments(kernel: Kernel) -> list[str]:
+    """What the kernel is, where it comes from, what it moves and computes."""
+    out = [
+        f"// {kernel.name}: {kernel.bytes} bytes, {kernel.flops:.0f} FLOPs, {kernel.predicted_us:.1f} us predicted"
+    ]
+    for o in kernel.origins:
+        where = f"  {o.line}" if o.line else ""
+        out.append(f"//   {o.node} = {o.op}{where}".replace("\\", "/").replace("\n", " "))
+    return out

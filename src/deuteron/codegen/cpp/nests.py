@@ -1,0 +1,300 @@
+"""What the ways of writing a nest share: the environment, loop headers, bodies of passes, stores.
+
+In: `loops.Loops` and its `passes.Plan`. Out: C++ lines in the emitter's scopes. `rows`, `columns` and `points` decide which
+loops run where; this module writes what stands inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.emit import Emitter
+from deuteron.codegen.cpp.folds import Accumulator, combine
+from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write
+from deuteron.codegen.cpp.passes import Pass, plan
+from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.index import Axis, Index, const, hint, product
+from deuteron.schedule.kernel import Fold, Prefix
+
+ROW = Axis(
+    "row", 1
+)  # provided by the scope of one row: what depends on a fold's result is not hoisted out of it
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the generator must know of the CPU. Bytes are per core."""
+
+    threads: int
+    l1_bytes: int
+    l2_bytes: int
+
+
+@dataclass
+class Env:
+    """The environment of one nest."""
+
+    loops: Loops
+    em: Emitter
+    machine: Machine
+    threaded: bool  # inside a parallel region
+    shared: list[str] = field(
+        default_factory=list
+    )  # declarations that all threads of the region share
+
+    def extent(self, axis: Axis | Index) -> str:
+        return self.em.index(axis.extent if isinstance(axis, Axis) else axis, 0)
+
+    def share(self, name: str, kind: str, count: int) -> None:
+        """Declares an array that all threads see, in memory of its own that the calling thread keeps."""
+        self.em.used.add("d_shared")
+        self.shared.append(
+            f"{kind}* const {name} = ({kind}*)d_shared<{len(self.shared)}>({count}LL * sizeof({kind}));"
+        )
+
+    def omp_for(self, collapse: int, nowait: bool = True) -> list[str]:
+        if not self.threaded:
+            return []
+        both = f" collapse({collapse})" if collapse > 1 else ""
+        return [f"#pragma omp for{both} schedule(static){' nowait' if nowait else ''}"]
+
+
+def size(axes: Sequence[Axis]) -> int:
+    return hint(product(a.extent for a in axes))
+
+
+def parallel_loops(
+    env: Env, axes: Sequence[Axis], extra: Sequence[tuple[str, str]], inner: Callable[[], None]
+) -> None:
+    """Nested loops over `axes` (outermost first) and `extra` (name, count), shared among threads; `inner` fills them.
+
+    Only as many loops are collapsed as the threads need, so that addresses can be hoisted between the others.
+    """
+    em, need = env.em, 16 * env.machine.threads
+    count, have = 0, 1
+    if extra:
+        count = len(axes)
+    else:
+        while count < len(axes) and have < need:
+            have *= max(1, hint(axes[count].extent))
+            count += 1
+    outer, rest = axes[:count], axes[count:]
+    heads = [(em.name_axis(a), env.extent(a)) for a in outer] + list(extra)
+    with em.inside(*outer) as scope:
+        serial_loops(env, rest, inner)
+    text = [f"for (long long {n} = 0; {n} < {e}; ++{n})" for n, e in heads]
+    if not text:
+        once = "#pragma omp single nowait"
+        env.em.scope.add(*([once] if env.threaded else []))
+        env.em.scope.loop("", scope.lines)
+        return
+    env.em.scope.add(*env.omp_for(len(text)), *text[:-1])
+    env.em.scope.loop(text[-1], scope.lines)
+
+
+def serial_loops(env: Env, axes: Sequence[Axis], inner: Callable[[], None]) -> None:
+    """Nested loops over `axes` in the thread that comes by."""
+    if not axes:
+        inner()
+        return
+    axis, em = axes[0], env.em
+    name = em.name_axis(axis)
+    with em.inside(axis) as scope:
+        serial_loops(env, axes[1:], inner)
+    em.scope.loop(f"for (long long {name} = 0; {name} < {env.extent(axis)}; ++{name})", scope.lines)
+
+
+def write_store(env: Env, w: Write) -> None:
+    """Writes one store at the current point."""
+    em = env.em
+    value = em.value(w.value)
+    mask = em.value(w.mask) if w.mask is not None else None
+    place = f"{em.tensors[w.tensor]}[{em.index(w.address)}]"
+    if w.accumulate is not None:
+        old = scalars.from_memory(place, w.dtype, em.used)
+        value = combine(w.accumulate, w.dtype, old, value, em.used)
+    line = f"{place} = {scalars.to_memory(value, w.dtype, em.used)};"
+    em.scope.add(f"if ({mask}) {line}" if mask is not None else line)
+
+
+def ordered_conflicts(loops: Loops, em: Emitter) -> set[Axis]:
+    """Axes along which two points may store to the same element: these run in order, in one thread."""
+    out: set[Axis] = set()
+    axes = set(loops.parallel) | set(loops.reduced)
+    for p in loops.parts:
+        if not isinstance(p, Write):
+            continue
+        domain = axes if p.level == "point" or not loops.reduced else set(loops.parallel)
+        for a in domain:
+            c = p.address.coefficient(a)
+            if (c is None and not _one_to_one(p.address, a, em)) or (
+                c is not None and c.value == 0
+            ):
+                out.add(a)
+    return out
+
+
+def _one_to_one(address: Index, axis: Axis, em: Emitter) -> bool:
+    """Whether the address depends on the axis only through its digits (div, mod), not through loaded values."""
+    from deuteron.ir.index import Value
+
+    return not any(isinstance(a, Value) and axis in em.deps(a.expr) for a in address.atoms())
+
+
+@dataclass
+class Segment:
+    """A stretch ``low <= v < low + count`` of the vector axis, in which conditions on v may be constant."""
+
+    axis: Axis
+    low: Index
+    count: Index
+    parts: list[Part]
+    keep: list[tuple[Expr, str]]  # values to put into buffers
+    buffered: dict[Expr, str]  # values to take from buffers
+    linear: Index  # the element of a row buffer
+
+
+class PassWriter:
+    """Writes the bodies of passes; knows the vector axis, buffers, and arrays of column folds."""
+
+    def __init__(
+        self, env: Env, v: Axis, outer: Sequence[Axis], cache: int, full: frozenset[Axis]
+    ) -> None:
+        loops = env.loops
+        for p in loops.parts:
+            if isinstance(p, Fold):
+                env.em.result_axes[p.name] = frozenset((*loops.parallel, ROW))
+            elif isinstance(p, Prefix):
+                env.em.result_axes[p.name] = frozenset((*loops.parallel, *loops.reduced, ROW))
+        self.env, self.v, self.outer = env, v, list(outer)
+        self.plan = plan(loops, env.em.deps, cache, full)
+        self.buffers: dict[Expr, str] = {}
+        self.columns: dict[str, str] = {}  # column fold -> array
+        self.carries: dict[str, str] = {}  # scan -> array of carries
+        order = [*self.outer, v] if v in loops.reduced else list(self.outer)
+        self.linear = const(0)
+        step = const(1)
+        for a in reversed(order):
+            self.linear = self.linear + a.index * step
+            step = step * a.extent
+        self.row_size = step
+        self.conflicts = ordered_conflicts(env.loops, env.em)
+
+    def allocate(self, width: Index | None = None) -> list[str]:
+        """Declares the row buffers (times `width` lanes) in thread-local scratch memory."""
+        lines = []
+        total = const(0)
+        env = self.env
+        count = self.row_size * (width if width is not None else const(1))
+        for node in self.plan.kept:
+            name = env.em.fresh("row")
+            self.buffers[node] = name
+            kind = scalars.REGISTER[node.dtype] if node.dtype != "bool" else "unsigned char"
+            lines.append(f"{kind}* const {name} = ({kind}*)(scratch + {env.extent(total)});")
+            item = 4 if node.dtype in scalars.HALF else ITEMSIZE[node.dtype]
+            total = total + (count * item + 63) // 64 * 64
+        if lines:
+            env.em.used.add("d_scratch")
+            lines.insert(0, f"char* const scratch = d_scratch({env.extent(total)});")
+        return lines
+
+    def segments(self, p: Pass, k: int) -> list[Segment]:
+        """The vector axis cut where conditions on it change."""
+        from deuteron.codegen.cpp.segments import cuts
+
+        inside = {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k}
+        marks = cuts(p.roots(), self.v)
+        if not marks:
+            return [
+                Segment(
+                    self.v,
+                    const(0),
+                    self.v.extent,
+                    list(p.parts),
+                    [(n, self.buffers[n]) for n in p.keep],
+                    inside,
+                    self.linear,
+                )
+            ]
+        out = []
+        edges = [const(0), *marks, self.v.extent]
+        for i in range(len(edges) - 1):
+            low, count = edges[i], edges[i + 1] - edges[i]
+            axis = Axis(f"{self.v.name}s{i}", count)
+            move = Rewriter({self.v: low + axis.index}, None, self.env.loops.results)
+            out.append(
+                Segment(
+                    axis,
+                    low,
+                    count,
+                    [move.part(x) for x in p.parts],
+                    [(move.expr(n), self.buffers[n]) for n in p.keep],
+                    {move.expr(n): b for n, b in inside.items()},
+                    move.index(self.linear),
+                )
+            )
+        return out
+
+    def body(
+        self,
+        seg: Segment,
+        accs: dict[str, Accumulator],
+        lane: str,
+        position: str,
+        lane_linear: str | None = None,
+    ) -> None:
+        """Everything that one point does, into the current scope."""
+        em = self.env.em
+        em.buffered = {
+            n: f"{b}[{lane_linear if lane_linear is not None else em.index(seg.linear)}]"
+            for n, b in seg.buffered.items()
+        }
+        keep = dict(seg.keep)
+
+        def put_kept(ready: Callable[[Expr], bool]) -> None:
+            for node in [n for n in keep if ready(n)]:
+                place = lane_linear if lane_linear is not None else em.index(seg.linear)
+                em.scope.add(f"{keep.pop(node)}[{place}] = {em.value(node)};")
+
+        put_kept(
+            lambda n: not any(x.op == "load" and x.attr[0] in self.prefix_names for x in n.walk())
+        )
+        for p in seg.parts:
+            if isinstance(p, Fold):
+                em.scope.add(*accs[p.name].update(lane, em.value(p.body), position))
+            elif isinstance(p, Prefix):
+                self._scan(p, lane)
+            elif isinstance(p, ColumnFold):
+                place = em.index(seg.linear)
+                cell = f"{self.columns[p.name]}[{place}]"
+                em.scope.add(
+                    f"{cell} = {combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
+                )
+            else:
+                write_store(self.env, p)
+        put_kept(lambda n: True)
+        em.buffered = {}
+
+    @property
+    def prefix_names(self) -> set[str]:
+        return {p.name for p in self.env.loops.parts if isinstance(p, Prefix)}
+
+    def _scan(self, p: Prefix, lane: str) -> None:
+        """One step of a scan: the carry of this lane takes in the value and is the scan's value here."""
+        em = self.env.em
+        kind = carry_dtype(p)
+        value = em.value(p.body)
+        wide = scalars.convert(value, p.body.dtype, kind, em.used)
+        cell = f"{self.carries[p.name]}[{lane}]"
+        em.scope.add(f"{cell} = {combine(p.kind, kind, cell, wide, em.used)};")
+        name = em.fresh("t")
+        out = scalars.convert(cell, kind, p.body.dtype, em.used)
+        em.scope.add(f"const {scalars.REGISTER[p.body.dtype]} {name} = {out};")
+        em.scope.texts[Expr("load", p.body.dtype, (), (p.name, (), None))] = name
+
+
+def carry_dtype(p: Prefix) -> str:
+    """What a scan carries: eager's cumsum and cumprod of f32 carry a double."""
+    return "f64" if p.kind in ("sum", "prod") and p.body.dtype == "f32" else p.body.dtype

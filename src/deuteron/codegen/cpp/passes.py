@@ -1,0 +1,178 @@
+"""Which part of a nest runs in which pass over the reduced axes, and which values are kept between passes.
+
+In: `loops.Loops`. Out: a list of `Pass`; pass k+1 may use the folds of pass k.
+
+A fold whose body uses a fold of pass k lives in pass k+1 or later. A point store runs in the last pass that still reads
+memory: the memory planner may give a result the memory of an operand that dies here, and later passes must still find the
+operand. Values that are dear to compute and needed in several passes are kept in a row buffer when the row fits the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from deuteron.codegen.cpp.loops import Loops, Part, Write, roots_of
+from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, children
+from deuteron.ir.index import Axis, hint, product
+from deuteron.schedule.kernel import Fold, Prefix
+
+Deps = Callable[[Expr], frozenset[Axis]]
+KEEP_FLOPS = 8.0  # a value this dear (vector FLOPs) is kept; a reload from L1/L2 costs about as much as 4 of them
+
+
+@dataclass
+class Pass:
+    """Parts that run in one pass over the reduced axes, in order; `keep` are values to put into row buffers."""
+
+    parts: list[Part] = field(default_factory=list)
+    keep: list[Expr] = field(default_factory=list)
+
+    @property
+    def folds(self) -> list[Fold]:
+        return [p for p in self.parts if isinstance(p, Fold)]
+
+    @property
+    def prefixes(self) -> list[Prefix]:
+        return [p for p in self.parts if isinstance(p, Prefix)]
+
+    def roots(self) -> list[Expr]:
+        return [r for p in self.parts for r in roots_of(p)]
+
+
+@dataclass
+class Plan:
+    passes: list[Pass]
+    row_writes: list[Write]
+    kept: dict[Expr, int]  # value -> pass that computes it
+    buffer_bytes: int  # of one row of all kept values, at hinted sizes
+
+
+def plan(loops: Loops, deps: Deps, cache_bytes: int, full: frozenset[Axis]) -> Plan:
+    """Orders the parts. `deps(expr)` gives the axes of a value; `cache_bytes` is what row buffers may take, of values that
+    depend on all the axes in `full`."""
+    ready: dict[str, int] = {}  # result -> first pass that may use it
+    placed: list[tuple[int, Part]] = []
+    row_writes: list[Write] = []
+    memo: dict[Expr, int] = {}
+    for p in loops.parts:
+        need = max((_need(r, ready, memo) for r in roots_of(p)), default=0)
+        if isinstance(p, Write) and p.level == "row" and loops.reduced:
+            row_writes.append(p)
+            continue
+        placed.append((need, p))
+        if isinstance(p, Fold):
+            ready[p.name] = need + 1
+        elif isinstance(p, Prefix):
+            ready[p.name] = need
+        memo.clear()
+    count = max((k for k, _ in placed), default=-1) + 1
+    passes = [Pass() for _ in range(count)]
+    for k, p in placed:
+        if not isinstance(p, Write):
+            passes[k].parts.append(p)
+    _place_writes(loops, placed, passes, deps)
+    kept = _choose_kept(loops, passes, ready, deps, cache_bytes, full)
+    size = hint(product(a.extent for a in loops.reduced)) * sum(ITEMSIZE[e.dtype] for e in kept)
+    return Plan(passes, row_writes, kept, size)
+
+
+def _need(root: Expr, ready: dict[str, int], memo: dict[Expr, int]) -> int:
+    """The first pass in which the value can be computed."""
+    for node in root.walk():
+        if node in memo:
+            continue
+        out = max((memo[c] for c in children(node)), default=0)
+        if node.op == "load" and node.attr[0] in ready:
+            out = max(out, ready[node.attr[0]])
+        memo[node] = out
+    return memo[root]
+
+
+def _place_writes(
+    loops: Loops, placed: list[tuple[int, Part]], passes: list[Pass], deps: Deps
+) -> None:
+    """Point stores in program order, each in the last pass that reads memory at its points."""
+    reduced = frozenset(loops.reduced)
+
+    def reads(k: int) -> bool:
+        return any(
+            n.op == "load" and n.attr[1] and deps(n) & reduced
+            for r in passes[k].roots()
+            for n in r.walk()
+        )
+
+    last = max((k for k in range(len(passes)) if reads(k)), default=0)
+    last = max([last, *(k for k, p in placed if isinstance(p, Write))])
+    for _, p in placed:
+        if isinstance(p, Write):
+            passes[last].parts.append(p)
+
+
+def _choose_kept(
+    loops: Loops,
+    passes: Sequence[Pass],
+    ready: dict[str, int],
+    deps: Deps,
+    cache_bytes: int,
+    full: frozenset[Axis],
+) -> dict[Expr, int]:
+    """Values used in several passes that are dear (or carried by a scan), as long as the row of them fits."""
+    if len(passes) < 2:
+        return {}
+    reduced = frozenset(loops.reduced)
+    prefixes = {p.name: k for k, q in enumerate(passes) for p in q.prefixes}
+    where: dict[Expr, list[int]] = {}
+    for k, q in enumerate(passes):
+        seen: set[Expr] = set()
+        for r in q.roots():
+            for n in r.walk():
+                if n not in seen:
+                    seen.add(n)
+                    where.setdefault(n, []).append(k)
+    row = hint(product(a.extent for a in loops.reduced))
+    kept: dict[Expr, int] = {}
+    budget = cache_bytes
+    shared = [n for n, ks in where.items() if len(ks) > 1 and full <= deps(n)]
+    inside = set(shared)
+    used_by: dict[Expr, list[Expr]] = {}
+    for n in where:
+        for c in children(n):
+            used_by.setdefault(c, []).append(n)
+    for n in sorted(shared, key=lambda e: e.id, reverse=True):
+        carried = n.op == "load" and n.attr[0] in prefixes
+        frontier = any(
+            u not in inside or where[u][-1] < where[n][-1] for u in used_by.get(n, ())
+        ) or _is_root(n, passes)
+        cost = _own_cost(n, reduced, deps, kept)
+        if n.op in ("literal", "index") or (not carried and (not frontier or cost < KEEP_FLOPS)):
+            continue
+        if carried or ITEMSIZE[n.dtype] * row <= budget:
+            kept[n] = prefixes[n.attr[0]] if carried else where[n][0]
+            budget -= ITEMSIZE[n.dtype] * row
+            passes[kept[n]].keep.append(n)
+    return kept
+
+
+def _is_root(n: Expr, passes: Sequence[Pass]) -> bool:
+    return any(n in q.roots() for q in passes)
+
+
+def _own_cost(root: Expr, reduced: frozenset[Axis], deps: Deps, kept: dict[Expr, int]) -> float:
+    """Vector FLOPs to compute the value again at every point."""
+    total, stack, seen = 0.0, [root], set()
+    while stack:
+        n = stack.pop()
+        if n in seen or (n in kept and n is not root) or not deps(n) & reduced:
+            continue
+        seen.add(n)
+        if n.op in SCALAR_OPS:
+            total += SCALAR_OPS[n.op][1]
+        elif n.op == "random":
+            total += 40.0
+        elif n.op == "load" and n.args:
+            total += 2.0
+        elif n.op == "load" and any(a.rank == 3 for i in n.attr[1] for a in i.atoms()):
+            total += 12.0  # a gather
+        stack.extend(children(n))
+    return total

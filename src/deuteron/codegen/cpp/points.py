@@ -1,0 +1,103 @@
+"""Nests without reductions: every point stores what it computes.
+
+for outer axes and blocks of the vector axis (threads):
+    for axes along which stores may meet (in order):
+        for the vector axis: the body
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deuteron.codegen.cpp.loops import ordered, vector
+from deuteron.codegen.cpp.nests import (
+    Env,
+    PassWriter,
+    ordered_conflicts,
+    parallel_loops,
+    serial_loops,
+    size,
+)
+from deuteron.ir.index import Axis, const, hint
+
+BLOCK = 4096  # points of a block: long enough that its start costs nothing, short enough to share evenly
+
+
+class Points(PassWriter):
+    """Writes the one pass over the points."""
+
+    def write(self) -> None:
+        env, em, v = self.env, self.env.em, self.v
+        axes = ordered(env.loops, [a for a in env.loops.parallel if a != v])
+        free = [a for a in axes if a not in self.conflicts]
+        meet = [a for a in axes if a in self.conflicts]
+        extra: list[tuple[str, str]] = []
+        block = self.block(size(free), size(meet))
+        if block:
+            length, count = em.fresh("len"), em.fresh("blocks")
+            n = env.extent(v)
+            em.scope.add(
+                f"const long long {length} = {block};",
+                f"const long long {count} = ({n} + {length} - 1) / {length};",
+            )
+            extra.append((em.fresh("b"), count))
+
+        def inner() -> None:
+            low, high = "0", env.extent(v)
+            if extra:
+                low, high = em.fresh("lo"), em.fresh("hi")
+                em.scope.add(
+                    f"const long long {low} = {extra[0][0]} * {length};",
+                    f"const long long {high} = {low} + {length} < {n} ? {low} + {length} : {n};",
+                )
+            serial_loops(env, meet, lambda: self.points(low, high))
+
+        parallel_loops(env, free, extra, inner)
+
+    def block(self, free: int, meet: int) -> str:
+        """The length of blocks of the vector axis, where its blocks must be shared among threads; else ''."""
+        env = self.env
+        need = 8 * env.machine.threads
+        if not env.threaded or free >= need or self.v in self.conflicts:
+            return ""
+        n = hint(self.v.extent)
+        if meet > 1:
+            # Stores that may meet are ordered within a block: as few blocks as feed the threads.
+            per = -(-n // max(1, env.machine.threads)) if self.v.extent.value is not None else 256
+            return str(max(64, -(-per // 64) * 64))
+        if free * n <= need * BLOCK and self.v.extent.value is not None:
+            return str(max(256, -(-n // max(1, need // max(1, free))) // 64 * 64))
+        return str(BLOCK)
+
+    def points(self, low: str, high: str) -> None:
+        env, em = self.env, self.env.em
+        cut = self.segments(self.plan.passes[0], 0)
+        for seg in cut:
+            start, end = low, high
+            if seg.axis != self.v:
+                s, n = env.extent(seg.low), env.extent(seg.count)
+                start, end = em.fresh("lo"), em.fresh("hi")
+                em.scope.add(
+                    f"const long long {start} = {low} > {s} ? {low} - {s} : 0;",
+                    f"const long long {end} = {high} - {s} < {n} ? {high} - {s} : {n};",
+                )
+            name = em.name_axis(seg.axis)
+            with em.inside(seg.axis, self.v) as scope:
+                self.body(seg, {}, "0", "0")
+            if self.v not in self.conflicts:
+                em.scope.add("#pragma omp simd")
+            em.scope.loop(
+                f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines
+            )
+
+
+def write_points(env: Env) -> None:
+    loops = env.loops
+    if not loops.parallel:
+        one = Axis("one", const(1))
+        env.loops = loops = replace(loops, parallel=(one,))
+    meeting = ordered_conflicts(loops, env.em)
+    candidates = [a for a in loops.parallel if a not in meeting] or list(loops.parallel)
+    v = vector(loops, candidates)
+    assert v is not None
+    Points(env, v, [], 0, frozenset()).write()

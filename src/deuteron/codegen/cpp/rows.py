@@ -1,0 +1,393 @@
+"""Vector lanes along a reduced axis: each row of the parallel axes is walked once per pass.
+
+    for rows (threads):            row-level values
+        for each pass:             accumulators of its folds, one per lane
+            for outer reduced axes:
+                for the vector axis in steps of the lanes:  the pass's body on all lanes
+            lanes combined: row-level results for the next pass
+        row stores
+
+With few rows and long ones, threads share each row instead: the outermost reduced axis is cut into a number of chunks that
+depends on sizes alone, each chunk leaves partial results, and every thread combines them in order (results repeat).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.folds import FLUSH, Accumulator
+from deuteron.codegen.cpp.loops import WORKER, ColumnFold, ordered
+from deuteron.codegen.cpp.nests import (
+    ROW,
+    Env,
+    PassWriter,
+    Segment,
+    carry_dtype,
+    parallel_loops,
+    serial_loops,
+    size,
+    write_store,
+)
+from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
+from deuteron.ir.expr import REDUCTIONS, Expr, flops
+from deuteron.ir.index import Axis, hint
+
+CHUNKS = 64  # most chunks of a shared row
+CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
+
+
+def lanes_of(p: Pass, row: int) -> int:
+    """Lanes of a pass: 64 (four registers of f32) hide the latency of a cheap body; dear or short ones take 16."""
+    cost = sum(flops(r) for r in p.roots())
+    narrow = any(r.dtype in ("f64", "i64") for r in p.roots())
+    if cost > KEEP_FLOPS or row < 256:
+        return 16
+    return 32 if narrow or any(f.kind.startswith("arg") for f in p.folds) else 64
+
+
+class Rows(PassWriter):
+    """Writes the passes over one row (or one chunk of it)."""
+
+    def __init__(self, env: Env, v: Axis, cache: int) -> None:
+        loops = env.loops
+        outer = ordered(loops, [a for a in loops.reduced if a != v])
+        super().__init__(env, v, outer, cache, frozenset(loops.reduced))
+
+    def row(self) -> None:
+        """All of one row, in a scope of its own: results of folds are known there and not outside."""
+        with self.env.em.inside(ROW) as scope:
+            self.passes()
+            for w in self.plan.row_writes:
+                write_store(self.env, w)
+        self.env.em.scope.add(*scope.lines)
+
+    def passes(self) -> None:
+        for k, p in enumerate(self.plan.passes):
+            accs = {
+                f.name: Accumulator(self.env.em.fresh("f"), f.kind, f.body.dtype, self.env.em.used)
+                for f in p.folds
+            }
+            lanes = self.start(p, accs)
+            self.walk(p, k, accs, lanes, None)
+            for f in p.folds:
+                self.env.em.scope.add(*accs[f.name].finish(lanes))
+                self.bind(f.name, accs[f.name])
+
+    def bind(self, name: str, acc: Accumulator) -> None:
+        self.env.em.scope.texts[
+            Expr("load", acc.dtype if not acc.positional else "i64", (), (name, (), None))
+        ] = f"{acc.name}_r"
+
+    def start(self, p: Pass, accs: dict[str, Accumulator]) -> int:
+        """Declares accumulators; returns the number of lanes (1 where the pass is serial)."""
+        env = self.env
+        serial = bool(p.prefixes)
+        lanes = 1 if serial else lanes_of(p, hint(self.v.extent))
+        for a in accs.values():
+            env.em.scope.add(*a.declare(str(lanes)))
+        for s in p.prefixes:
+            name = self.carries[s.name] = env.em.fresh("carry")
+            kind = carry_dtype(s)
+            neutral = scalars.literal(REDUCTIONS[s.kind].identity(kind), kind)
+            env.em.scope.add(f"{scalars.REGISTER[kind]} {name}[1] = {{{neutral}}};")
+        return lanes
+
+    def walk(
+        self,
+        p: Pass,
+        k: int,
+        accs: dict[str, Accumulator],
+        lanes: int,
+        chunk: tuple[Axis, str, str] | None,
+    ) -> None:
+        """The loops of a pass over the row; `chunk` = (axis, low, high) restricts the outermost one."""
+        env = self.env
+        flushed = [a for a in accs.values() if a.flushed]
+        per_v = max(1, hint(self.v.extent) // lanes)
+        inner = size(self.outer) * per_v
+        known = all(a.extent.value is not None for a in (*self.outer, self.v))
+        counter = ""
+        blocks = bool(flushed) and per_v > FLUSH
+        if flushed and not blocks and not (known and inner <= 2 * FLUSH):
+            if self.outer:
+                counter = env.em.fresh("n")
+                env.em.scope.add(f"int {counter} = 0;")
+            else:
+                blocks = True
+
+        def innermost() -> None:
+            for seg in self.segments(p, k):
+                self.vector_loop(
+                    p, seg, accs, lanes, blocks, chunk if chunk and chunk[0] == self.v else None
+                )
+            if counter:
+                env.em.scope.add(f"if (++{counter} == {max(1, FLUSH // per_v)}) {{ {counter} = 0;")
+                for a in flushed:
+                    env.em.scope.add(*("  " + s for s in a.flush(lanes)))
+                env.em.scope.add("}")
+
+        if chunk and chunk[0] != self.v:
+            axis, low, high = chunk
+            name = env.em.name_axis(axis)
+            with env.em.inside(axis) as scope:
+                serial_loops(env, self.outer[1:], innermost)
+            env.em.scope.loop(
+                f"for (long long {name} = {low}; {name} < {high}; ++{name})", scope.lines
+            )
+        else:
+            serial_loops(env, self.outer, innermost)
+
+    def vector_loop(
+        self,
+        p: Pass,
+        seg: Segment,
+        accs: dict[str, Accumulator],
+        lanes: int,
+        blocks: bool,
+        chunk: tuple[Axis, str, str] | None,
+    ) -> None:
+        env, em = self.env, self.env.em
+        low, high = "0", env.extent(seg.count)
+        if chunk:
+            low, high = chunk[1], chunk[2]
+            if seg.axis != self.v:
+                start, low, high = env.extent(seg.low), em.fresh("lo"), em.fresh("hi")
+                em.scope.add(
+                    f"const long long {low} = {chunk[1]} > {start} ? {chunk[1]} - {start} : 0;",
+                    f"const long long {high} = {chunk[2]} - {start} < {env.extent(seg.count)} ? "
+                    f"{chunk[2]} - {start} : {env.extent(seg.count)};",
+                )
+        base = em.name_axis(seg.axis)
+        if p.prefixes or (self.v in self.conflicts) or not accs:
+            serial = bool(p.prefixes) or self.v in self.conflicts
+            with em.inside(seg.axis, self.v) as scope:
+                self.body(seg, accs, "0", self.position(seg))
+            if not serial:
+                em.scope.add("#pragma omp simd")
+            em.scope.loop(f"for (long long {base} = {low}; {base} < {high}; ++{base})", scope.lines)
+            return
+        em.name_axis(seg.axis, f"({base} + l)")
+        with em.inside(seg.axis, self.v) as scope:
+            self.body(seg, accs, "l", self.position(seg))
+        body = ["  " + s for s in scope.lines]
+        exact = seg.count.value is not None and not chunk and seg.count.value % lanes == 0
+        if not blocks:
+            em.scope.add(*lane_loops(base, low, high, lanes, body, exact))
+            return
+        block, end = em.fresh("b"), em.fresh("e")
+        length = lanes * FLUSH
+        inner = [
+            f"const long long {end} = {block} + {length} < {high} ? {block} + {length} : {high};",
+            *lane_loops(base, block, end, lanes, body, exact),
+        ]
+        for a in accs.values():
+            inner += a.flush(lanes)
+        em.scope.loop(
+            f"for (long long {block} = {low}; {block} < {high}; {block} += {length})", inner
+        )
+
+    def position(self, seg: Segment) -> str:
+        """The place along the reduced axis, for argmax (then there is one reduced axis)."""
+        text = self.env.em.axis_text[seg.axis]
+        return text if seg.low.value == 0 else f"{self.env.extent(seg.low)} + {text}"
+
+
+def lane_loops(
+    base: str, low: str, high: str, lanes: int, body: Sequence[str], exact: bool
+) -> list[str]:
+    """``for base in low..high step lanes: for l in lanes: body``, and the rest."""
+    out = [
+        f"long long {base} = {low};",
+        f"for (; {base} + {lanes} <= {high}; {base} += {lanes}) {{",
+        "#pragma omp simd",
+        f"for (int l = 0; l < {lanes}; ++l) {{",
+        *body,
+        "} }",
+    ]
+    if not exact:
+        rest = "r_" + base
+        out += [
+            f"const int {rest} = (int)({high} - {base});",
+            "#pragma omp simd",
+            f"for (int l = 0; l < {rest}; ++l) {{",
+            *body,
+            "}",
+        ]
+    return ["{", *("  " + s for s in out), "}"]
+
+
+def write_rows(env: Env, v: Axis) -> None:
+    """Writes the nest with lanes along the reduced axis `v`."""
+    loops = env.loops
+    cache = env.machine.l2_bytes // 2
+    rows = Rows(env, v, cache)
+    parallel = ordered(loops, loops.parallel)
+    work = size(loops.reduced)
+    conflict = [a for a in parallel if a in rows.conflicts]
+    free = [a for a in parallel if a not in rows.conflicts]
+    has_scan = any(q.prefixes for q in rows.plan.passes)
+    shared_row = rows.conflicts.isdisjoint(loops.reduced) and not has_scan
+    if (
+        env.threaded
+        and size(free) < 2 * env.machine.threads
+        and work >= 4 * CHUNK_OPS
+        and shared_row
+    ):
+        write_shared_rows(env, v, parallel)
+        return
+    prelude = rows.allocate()
+    env.em.scope.add(*prelude)
+
+    parallel_loops(env, free, [], lambda: serial_loops(env, conflict, rows.row))
+
+
+def chunk_counts(env: Env, axis: Axis, ops: int, round_to: int) -> tuple[str, str]:
+    """C names of the chunk length along `axis` and of the number of chunks, from sizes alone."""
+    em = env.em
+    least = max(round_to, -(-CHUNK_OPS // max(1, ops)) // round_to * round_to)
+    n = env.extent(axis)
+    length, count = em.fresh("len"), em.fresh("chunks")
+    em.chain[0].add(
+        f"const long long {length}_0 = (({n} + {CHUNKS - 1}) / {CHUNKS} + {round_to - 1}) / {round_to} * {round_to};",
+        f"const long long {length} = {length}_0 > {least} ? {length}_0 : {least};",
+        f"const long long {count} = ({n} + {length} - 1) / {length};",
+    )
+    return length, count
+
+
+def write_shared_rows(env: Env, v: Axis, parallel: Sequence[Axis]) -> None:
+    """All threads work on each row; see the module's docstring."""
+    em, loops = env.em, env.loops
+    rows = Rows(env, v, 0)
+    axis = rows.outer[0] if rows.outer else v
+    per_step = size([a for a in loops.reduced if a != axis])
+    length, count = chunk_counts(env, axis, per_step, 64 if axis == v else 1)
+
+    def row() -> None:
+        with em.inside(ROW) as scope:
+            for k, p in enumerate(rows.plan.passes):
+                shared_pass(env, rows, k, p, axis, length, count)
+            if rows.plan.row_writes:
+                for w in rows.plan.row_writes:
+                    em.value(w.value)  # every thread has read what the stores may overwrite
+                scope.add("#pragma omp barrier", "#pragma omp single")
+                with em.inside() as stores:
+                    for w in rows.plan.row_writes:
+                        write_store(env, w)
+                scope.loop("", stores.lines)
+            elif parallel:
+                scope.add("#pragma omp barrier")
+        em.scope.add(*scope.lines)
+
+    serial_loops(env, parallel, row)
+
+
+def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, count: str) -> None:
+    em = env.em
+    accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
+    c = em.fresh("c")
+    for a in accs.values():
+        kind = "double" if a.flushed else scalars.REGISTER[a.dtype]
+        env.shared.append(f"alignas(64) {kind} {a.name}_p[{CHUNKS}];")
+        if a.positional:
+            env.shared.append(f"alignas(64) long long {a.name}_pi[{CHUNKS}];")
+    with em.inside() as scope:
+        low, high = em.fresh("lo"), em.fresh("hi")
+        scope.add(
+            f"const long long {low} = {c} * {length};",
+            f"const long long {high} = {low} + {length} < {env.extent(axis)} ? {low} + {length} : {env.extent(axis)};",
+        )
+        lanes = rows.start(p, accs)
+        rows.walk(p, k, accs, lanes, (axis, low, high))
+        for a in accs.values():
+            scope.add(*a.finish(lanes))
+            scope.add(
+                f"{a.name}_p[{c}] = {a.name}_{'d' if a.flushed else 'b' if a.positional else 'r'};"
+            )
+            if a.positional:
+                scope.add(f"{a.name}_pi[{c}] = {a.name}_r;")
+    em.scope.add("#pragma omp for schedule(static)")
+    em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
+    for f in p.folds:
+        em.scope.add(*accs[f.name].gather(count))
+        rows.bind(f.name, accs[f.name])
+
+
+def write_chunked(env: Env, v: Axis) -> None:
+    """Rows in chunks, one worker each; column folds of a worker go to its own row of the partial results."""
+    em, loops = env.em, env.loops
+    assert loops.chunk is not None
+    axis, count = loops.chunk
+    rows = Rows(env, v, env.machine.l2_bytes // 4)
+    others = ordered(loops, [a for a in loops.parallel if a != axis])
+    cols = [p for p in loops.parts if isinstance(p, ColumnFold)]
+    worker = em.name_axis(WORKER)
+    low, high, row_name = em.fresh("lo"), em.fresh("hi"), em.name_axis(axis)
+    rows_each = -(-hint(axis.extent) // count) * size(others)
+    two_level = rows_each > 4 * FLUSH or axis.extent.value is None
+    em.scope.add(*rows.allocate())
+    accs: list[tuple[ColumnFold, Accumulator]] = []
+    n = env.extent(rows.row_size)
+    total = ["0"]
+    scratch = em.fresh("cols")
+    for p in cols:
+        a = Accumulator(em.fresh("col"), p.kind, p.body.dtype, em.used)
+        accs.append((p, a))
+        rows.columns[p.name] = a.name
+        em.scope.add(f"{a.type}* const {a.name} = ({a.type}*)({scratch} + ({' + '.join(total)}));")
+        total.append(f"({n} * (long long)sizeof({a.type}) + 63) / 64 * 64")
+        if a.flushed and two_level:
+            em.scope.add(
+                f"double* const {a.name}_d = (double*)({scratch} + ({' + '.join(total)}));"
+            )
+            total.append(f"({n} * 8LL + 63) / 64 * 64")
+    where = len(em.scope.lines) - sum(1 + (a.flushed and two_level) for _, a in accs)
+    em.used.add("d_scratch_columns")
+    em.scope.lines.insert(where, f"char* const {scratch} = d_scratch_columns({' + '.join(total)});")
+    each = env.extent((axis.extent + (count - 1)) // count)
+    with em.inside(WORKER) as outer:
+        outer.add(
+            f"const long long {low} = {worker} * {each};",
+            f"const long long {high} = {low} + {each} < {env.extent(axis)} ? {low} + {each} : {env.extent(axis)};",
+        )
+        for _, a in accs:
+            double = f" {a.name}_d[l] = 0;" if a.flushed and two_level else ""
+            outer.add(
+                f"for (long long l = 0; l < {n}; ++l) {{ {a.name}[l] = {a.identity};{double} }}"
+            )
+        with em.inside(axis) as scope:
+            serial_loops(env, others, rows.row)
+            flush = [s for _, a in accs if two_level for s in a.flush_lanes(n)]
+            if flush:
+                every = max(1, FLUSH * 2 // size(others))
+                scope.loop(f"if (({row_name} - {low}) % {every} == {every - 1})", flush)
+        outer.loop(
+            f"for (long long {row_name} = {low}; {row_name} < {high}; ++{row_name})", scope.lines
+        )
+        for p, a in accs:
+            if two_level:
+                outer.add(*a.flush_lanes(n))
+            value = f"(float){a.name}_d" if a.flushed and two_level else a.name
+            store_columns(env, rows, p, value)
+    em.scope.add(*env.omp_for(1))
+    em.scope.loop(f"for (long long {worker} = 0; {worker} < {count}; ++{worker})", outer.lines)
+
+
+def store_columns(env: Env, rows: Rows, p: ColumnFold, array: str) -> None:
+    """Copies one worker's column results to memory."""
+    em = env.em
+    v = rows.v
+
+    def innermost() -> None:
+        name = em.name_axis(v)
+        with em.inside(v) as scope:
+            value = f"{array}[{em.index(rows.linear)}]"
+            place = f"{em.tensors[p.tensor]}[{em.index(p.address)}]"
+            scope.add(f"{place} = {scalars.to_memory(value, p.body.dtype, em.used)};")
+        em.scope.add("#pragma omp simd")
+        em.scope.loop(
+            f"for (long long {name} = 0; {name} < {env.extent(v)}; ++{name})", scope.lines
+        )
+
+    serial_loops(env, rows.outer, innermost)

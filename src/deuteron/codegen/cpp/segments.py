@@ -1,0 +1,65 @@
+"""Where to cut the vector axis so that conditions on it become constant (pad, cat, causal edges at fixed places)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deuteron.ir.expr import Expr, as_position
+from deuteron.ir.index import Axis, Index, divide_exact, is_nonneg
+
+MOST = 5  # cuts; each repeats the body
+
+
+def cuts(roots: Sequence[Expr], axis: Axis) -> list[Index]:
+    """Positions ``0 < p < extent`` in increasing order at which a comparison of `axis` with a constant changes.
+
+    Empty when the order of the positions is not proven, or when there are too many.
+    """
+    found: dict[Index, None] = {}
+    for r in roots:
+        for n in r.walk():
+            if n.op in ("lt", "le", "gt", "ge") and all(
+                a.op in ("index", "literal") for a in n.args
+            ):
+                for p in _edges(n, axis):
+                    found[p] = None
+    inside = [p for p in found if is_nonneg(p - 1) and is_nonneg(axis.extent - 1 - p)]
+    if (
+        not inside
+        or len(inside) > MOST
+        or len(inside)
+        != len([p for p in found if not (is_nonneg(-p) or is_nonneg(p - axis.extent))])
+    ):
+        return []
+    out: list[Index] = []
+    for p in inside:
+        k = 0
+        while k < len(out) and is_nonneg(p - out[k]):
+            k += 1
+        if k < len(out) and not is_nonneg(out[k] - p):
+            return []
+        out.insert(k, p)
+    return out
+
+
+def _edges(n: Expr, axis: Axis) -> list[Index]:
+    """The first positions at which the comparison may have another value than before."""
+    if any(
+        a.dtype == "bool" or (a.op == "literal" and not isinstance(a.attr, int)) for a in n.args
+    ):
+        return []
+    a, b = (as_position(x) for x in n.args)
+    d = a - b
+    c = d.coefficient(axis)
+    if c is None or c.value is None or c.value == 0:
+        return []
+    rest = d - axis.index * c
+    if rest.axes() or any(x.rank == 3 for x in rest.atoms()):
+        return []
+    zero = divide_exact(-rest, c)  # where a == b
+    if zero is None:
+        return []
+    first_after = zero + 1
+    rising = c.value > 0
+    strict_side = n.op in ("lt", "ge") if rising else n.op in ("gt", "le")
+    return [zero if strict_side else first_after]

@@ -1,0 +1,115 @@
+"""Builds kernels by hand, compiles them with g++ and runs them on torch tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from deuteron.codegen.cpp import FLAGS, CppKernel, Machine, generate, translation_unit
+from deuteron.ir.index import Sym, as_index
+from deuteron.ir.program import Layout, Origin
+from deuteron.schedule.kernel import Kernel, Nest
+
+MACHINE = Machine(threads=2, l1_bytes=32 << 10, l2_bytes=1 << 20)
+NAMES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.bool: "bool",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+}
+CACHE = Path(tempfile.gettempdir()) / "deuteron_cpp_tests"
+
+
+def layout(t: torch.Tensor) -> Layout:
+    return Layout(
+        tuple(as_index(n) for n in t.shape), tuple(as_index(s) for s in t.stride()), NAMES[t.dtype]
+    )
+
+
+def kernel(
+    nests: Sequence[Nest],
+    reads: Mapping[str, Layout],
+    writes: Mapping[str, Layout],
+    name: str = "test",
+) -> Kernel:
+    return Kernel(
+        name,
+        tuple(nests),
+        tuple(reads.items()),
+        tuple(writes.items()),
+        (Origin("n", "aten.test", ""),),
+        "cpu",
+        0,
+        0.0,
+        0.0,
+    )
+
+
+def build(source: str, extra: Sequence[str] = ()) -> ctypes.CDLL:
+    CACHE.mkdir(exist_ok=True)
+    stem = CACHE / hashlib.sha256((source + " ".join((*FLAGS, *extra))).encode()).hexdigest()[:20]
+    library = stem.with_suffix(".so")
+    if not library.exists():
+        stem.with_suffix(".cpp").write_text(source)
+        done = subprocess.run(
+            ["g++", *FLAGS, *extra, str(stem.with_suffix(".cpp")), "-o", str(library)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{done.stderr[:3000]}\n{source}"
+    return ctypes.CDLL(str(library))
+
+
+class Runner:
+    """One compiled kernel; call it with its tensors by name and sizes by symbol."""
+
+    def __init__(self, k: Kernel, machine: Machine = MACHINE) -> None:
+        self.cpp: CppKernel = generate(k, machine)
+        self.source = translation_unit([self.cpp])
+        self.function = getattr(build(self.source), f"cpp_{k.name}")
+
+    def pack(
+        self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[Sym, int] | None = None
+    ) -> tuple[object, object]:
+        ptrs = (ctypes.c_void_p * max(1, len(self.cpp.args)))(
+            *[tensors[n].data_ptr() for _, n in self.cpp.args]
+        )
+        values = (ctypes.c_longlong * max(1, len(self.cpp.sizes)))(
+            *[(sizes or {})[s] for s in self.cpp.sizes]
+        )
+        return ptrs, values
+
+    def __call__(
+        self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[Sym, int] | None = None
+    ) -> None:
+        self.function(*self.pack(tensors, sizes))
+
+
+def run(
+    nests: Sequence[Nest] | Nest,
+    tensors: Mapping[str, torch.Tensor],
+    outputs: Sequence[str],
+    machine: Machine = MACHINE,
+    reads: Sequence[str] | None = None,
+) -> Runner:
+    """Compiles and runs; tensors named in `outputs` are written."""
+    nests = [nests] if isinstance(nests, Nest) else list(nests)
+    all_reads = [n for n in tensors if n not in outputs] if reads is None else reads
+    k = kernel(
+        nests, {n: layout(tensors[n]) for n in all_reads}, {n: layout(tensors[n]) for n in outputs}
+    )
+    r = Runner(k, machine)
+    r(tensors)
+    return r
