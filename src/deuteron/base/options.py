@@ -43,6 +43,8 @@ class Options:
     cache: bool = _option(True, "Read and write the cache of built kernels.")
     workers: int = _option(0, "Processes that build kernels; 0: one per core, at most 8.", low=0)
     recompute: bool = _option(True, "Recompute cheap values in the backward pass instead of saving them.")
+    eager_random: bool = _option(False, "Draw random numbers as eager does (same numbers for the same seed), at "
+                                        "the price of library calls and saved masks.", codegen=True)
     fusion: bool = _option(True, "Let operations share kernels. False: one kernel per operation (to bisect).",
                            codegen=True)
     threads: int = _option(0, "Threads of CPU kernels; 0: torch.get_num_threads() at each call.", low=0, codegen=True)

@@ -1,0 +1,43 @@
+"""Deuteron: an operator-fusion compiler for PyTorch. ``torch.compile(model, backend="deuteron")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deuteron.base.errors import DeuteronError
+
+__all__ = ["DeuteronError", "compile", "explain"]
+__version__ = "0.1.0"
+
+
+def compile(
+    model: Callable[..., Any] | None = None,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> Any:
+    """``torch.compile`` with Deuteron; also a decorator. Options: see `deuteron.base.options.Options`.
+
+    A mode and options may be given together; an unknown one raises `OptionError` here, not at the first call.
+    """
+    import torch
+
+    from deuteron.backend import deuteron_backend
+    from deuteron.base.options import Options
+
+    Options.make(mode, options)
+    chosen = {**(options or {}), **({"mode": mode} if mode is not None else {})}
+    return torch.compile(
+        model, backend=deuteron_backend, options=chosen or None, dynamic=dynamic, fullgraph=fullgraph
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "explain":  # imported when asked for: it brings the report and its dependencies
+        from deuteron.tools.explain import explain
+
+        return explain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

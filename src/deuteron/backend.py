@@ -1,0 +1,160 @@
+"""The backend that Dynamo calls: ``torch.compile(model, backend="deuteron")``.
+
+In: Dynamo's FX graph. Out: a callable. AOTAutograd traces forward and backward into one joint graph with Deuteron's
+decompositions; `capture.partition` divides it; each part goes to `pipeline.compile_graph`.
+
+What was asked of a forward (options, who collects Records) is kept in a `Session`, because its backward
+compiles at the first ``.backward()``, perhaps in another thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from deuteron.base.options import Options
+from deuteron.base.record import Record
+from deuteron.capture import decompositions
+from deuteron.capture.partition import partition, static_inputs
+from deuteron.graph import random
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+class Runner(Protocol):
+    """Compiles one graph: `pipeline.compile_graph`, or a stand-in in tests."""
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: list[Any],
+        *,
+        phase: str,
+        options: Options,
+        record: Record,
+        static_inputs: frozenset[int] = frozenset(),
+    ) -> Boxed: ...
+
+
+_COLLECTORS: ContextVar[tuple[list[Record], ...]] = ContextVar("deuteron_collectors", default=())
+
+
+@contextmanager
+def collecting() -> Iterator[list[Record]]:
+    """Collects the Records of the graphs whose forward compiles inside the block, and of their backwards."""
+    found: list[Record] = []
+    token = _COLLECTORS.set((*_COLLECTORS.get(), found))
+    try:
+        yield found
+    finally:
+        _COLLECTORS.reset(token)
+
+
+@dataclass
+class Session:
+    """One Dynamo graph: what its forward, backward or inference compilation has in common."""
+
+    options: Options
+    runner: Runner
+    collectors: tuple[list[Record], ...]
+    joint: Record = field(default_factory=Record)
+
+    def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, Any]:
+        known = {k: v for k, v in kwargs.items() if k in ("num_fwd_outputs", "static_lifetime_input_indices")}
+        with self.joint.timed("partition"):
+            return partition(gm, inputs, **known, options=self.options, record=self.joint)
+
+    def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], *, phase: str) -> Boxed:
+        record = Record(list(self.joint.entries) if phase == "forward" else [])
+        record.add("graph", phase=phase, nodes=len(gm.graph.nodes))
+        for found in self.collectors:
+            found.append(record)
+        if phase == "inference" and not self.options.eager_random:
+            random.functionalize(gm, record)
+        static = static_inputs(gm) if phase != "inference" else inference_static_inputs()
+        if self.options.fallback == "aten":
+            return boxed(self.compile_or_fall_back(gm, inputs, phase, record, static))
+        return boxed(self.run(gm, inputs, phase, record, static))
+
+    def run(self, gm: fx.GraphModule, inputs: Sequence[Any], phase: str, record: Record, static: frozenset[int]) -> Any:
+        return self.runner(
+            gm, list(inputs), phase=phase, options=self.options, record=record, static_inputs=static
+        )
+
+    def compile_or_fall_back(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], phase: str, record: Record, static: frozenset[int]
+    ) -> Any:
+        """As the user asked with ``fallback="aten"``: a graph that cannot be compiled runs as traced."""
+        original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        try:
+            return self.run(gm, inputs, phase, record, static)
+        except Exception as e:  # noqa: BLE001 - any failure of the compiler; it is in the Record
+            record.add("fallback", what=f"{phase} graph of {len(original.graph.nodes)} nodes",
+                       reason=f"{type(e).__name__}: {e}")
+            return run_as_traced(original)
+
+
+def inference_static_inputs() -> frozenset[int]:
+    """Parameters and buffers among the inputs of the graph being compiled, as AOTAutograd knows them."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    return frozenset(getattr(metadata, "static_input_indices", None) or ())
+
+
+def run_as_traced(gm: fx.GraphModule) -> Boxed:
+    """Runs an FX graph through ATen."""
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(gm.forward)
+
+
+def boxed(compiled: Callable[..., Any]) -> Boxed:
+    """`compiled` takes one list, which it clears, and says so to AOTAutograd."""
+    if getattr(compiled, "_boxed_call", False):
+        return compiled
+
+    @functools.wraps(compiled, updated=())
+    def call(args: list[Any]) -> Sequence[Any]:
+        return compiled(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def compile_graph(*args: Any, **kwargs: Any) -> Boxed:
+    from deuteron.pipeline import compile_graph as run  # imported when first used: it brings the whole compiler
+
+    return run(*args, **kwargs)
+
+
+def deuteron_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    runner: Runner = compile_graph,
+) -> Callable[..., Any]:
+    """Dynamo's entry point; raises `OptionError` for a mode or option that does not exist."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    session = Session(Options.make(mode, options), runner, _COLLECTORS.get())
+    aot = aot_autograd(
+        fw_compiler=functools.partial(session.compile, phase="forward"),
+        bw_compiler=functools.partial(session.compile, phase="backward"),
+        inference_compiler=functools.partial(session.compile, phase="inference"),
+        decompositions=decompositions.table(),
+        partition_fn=session.partition,
+        keep_inference_input_mutations=True,
+    )
+    # Saved tensors are not written to by our backward; declared donated, they would make retain_graph=True fail.
+    with torch._functorch.config.patch(donated_buffer=False):
+        return aot(gm, example_inputs)

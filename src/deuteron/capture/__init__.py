@@ -1,0 +1,1 @@
+"""Capture: what AOTAutograd is told (decompositions) and how its joint graph is divided."""

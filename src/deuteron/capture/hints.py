@@ -1,0 +1,61 @@
+"""The one shim for the likely values of symbolic sizes. Asks nothing that would add a guard.
+
+In: a Python number, SymInt or fake tensor. Out: an int. A size that is known only at run time (unbacked) counts as
+`FALLBACK`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+
+# Elements that an unbacked size is taken to have: only the order of magnitude matters, and only to a cost model.
+FALLBACK = 4096
+
+
+class Hints:
+    """Likely values, each expression evaluated once."""
+
+    def __init__(self) -> None:
+        self._cache: dict[Any, int] = {}
+
+    def size(self, x: Any) -> int:
+        if not isinstance(x, torch.SymInt):
+            return int(x)
+        expr = x.node.expr
+        found = self._cache.get(expr)
+        if found is None:
+            found = self._cache[expr] = self._evaluate(expr, getattr(x.node, "shape_env", None))
+        return found
+
+    def numel(self, t: torch.Tensor) -> int:
+        n = 1
+        for s in t.shape:
+            n *= self.size(s)
+        return n
+
+    def bytes(self, val: Any) -> int:
+        """Bytes of a tensor's elements, or of all tensors in a tuple, list or dict."""
+        if isinstance(val, torch.Tensor):
+            return self.numel(val) * val.dtype.itemsize
+        if isinstance(val, (tuple, list)):
+            return sum(self.bytes(v) for v in val)
+        if isinstance(val, dict):
+            return sum(self.bytes(v) for v in val.values())
+        return 0
+
+    def _evaluate(self, expr: Any, env: Any) -> int:
+        values: dict[Any, Any] = {}
+        for s in expr.free_symbols:
+            known = None
+            for table in ("backed_var_to_val", "var_to_val"):  # the second is its name in torch 2.11
+                known = getattr(env, table, {}).get(s)
+                if known is not None:
+                    break
+            values[s] = sympy.Integer(FALLBACK if known is None else int(known))
+        try:
+            return max(0, int(expr.xreplace(values)))
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError):
+            return FALLBACK

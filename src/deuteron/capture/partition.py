@@ -1,0 +1,310 @@
+"""Divides a joint graph into forward and backward, and decides what is saved and what is recomputed.
+
+In: AOTAutograd's joint graph. Out: the forward graph (outputs, then saved values) and the backward graph.
+
+The decision is a minimum cut. Each forward value v has two vertices; which side of the cut they are on says what happens:
+
+    both on the forward's side     the backward does not need v
+    in | out divided               v is saved:       pay save(v)
+    both on the backward's side    v is recomputed:  pay recompute(v)
+
+Costs are bytes of memory traffic, or what takes as long (`Costs`). What may not be recomputed (library calls,
+random draws, effects, collectives) costs an infinite amount; what must be (tags of torch.utils.checkpoint) is
+forced to the backward's side. Of equal cuts the one nearest to the backward is taken: fewest operations repeated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners as P
+from torch._functorch.compile_utils import raise_getitems
+from torch.utils.checkpoint import CheckpointPolicy
+
+from deuteron.base.errors import DeuteronError
+from deuteron.base.options import Options
+from deuteron.base.record import Record
+from deuteron.capture.cut import INFINITE, Network, NoCut
+from deuteron.capture.hints import Hints
+from deuteron.graph import ops, random, rewrite
+
+# Saved bytes stay allocated from forward to backward; a saved byte counts this much beyond its traffic. Memory is
+# what limits batch sizes on GPUs, and on CPU pages that come back from the system are faulted in again.
+HELD = 1.5
+# Vector FLOPs that take as long as moving one byte: H200 67 TFLOP/s (f32) at 4.8 TB/s; a server core 50 GFLOP/s at
+# 6 GB/s. Only their order of magnitude matters.
+FLOPS_PER_BYTE = {"cuda": 14.0, "cpu": 8.0}
+SIMPLE_FLOPS, TRANSCENDENTAL_FLOPS, PHILOX_FLOPS = 1.0, 16.0, 40.0
+
+SAVE_TAGS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+RECOMPUTE_TAGS = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def must_recompute(node: fx.Node) -> bool:
+    return node.meta.get("recompute") in RECOMPUTE_TAGS
+
+
+def must_save(node: fx.Node) -> bool:
+    return node.meta.get("recompute") in SAVE_TAGS
+
+
+@dataclass
+class Costs:
+    """What saving and recomputing each forward value costs, in bytes."""
+
+    info: Any
+    options: Options
+    hints: Hints = field(default_factory=Hints)
+    depth: dict[fx.Node, int] = field(default_factory=dict)
+    outputs: frozenset[fx.Node] = frozenset()
+    _uses: dict[fx.Node, tuple[bool, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for n in self.info.fw_order:  # in graph order
+            base = max((self.depth.get(p, 0) for p in n.all_input_nodes), default=0)
+            self.depth[n] = base if n.op != "call_function" or ops.is_generated(n) else base + 1
+
+    def forward(self, n: fx.Node) -> bool:
+        return n in self.depth
+
+    def materialized(self, n: fx.Node) -> bool:
+        """Does the forward write `n` to memory even if it is not saved?"""
+        if n.op == "placeholder" or n in self.outputs or not ops.is_generated(n):
+            return True
+        if n.target is operator.getitem and not ops.is_generated(n.args[0]):
+            return True
+        for u in n.users:
+            if u not in self.depth:
+                continue
+            if ops.is_view(u):
+                if self.materialized(u):
+                    return True
+            elif not ops.is_generated(u) or self.depth[u] > self.depth[n]:
+                return True
+        return False
+
+    def backward_uses(self, n: fx.Node) -> tuple[bool, bool]:
+        """Is `n`, or a view of it, read in the backward by (generated code, a library call)?"""
+        found = self._uses.get(n)
+        if found is not None:
+            return found
+        generated = library = False
+        for u in n.users:
+            if u.op == "output":
+                continue
+            if ops.is_view(u):
+                g, l = self.backward_uses(u)
+                generated, library = generated or g, library or l
+            elif u in self.depth:
+                continue
+            elif ops.is_generated(u):
+                generated = True
+            else:
+                library = True
+        self._uses[n] = generated, library
+        return generated, library
+
+    def save(self, n: fx.Node) -> int:
+        val = n.meta.get("val")
+        if isinstance(val, torch.SymInt):
+            return 1
+        if n.op == "placeholder" and not isinstance(val, torch.Tensor):
+            return 1  # backward state, opaque objects: handed over, not stored
+        if not isinstance(val, torch.Tensor) or n.op == "get_attr":
+            return INFINITE  # tuples by their elements; floats and bools of sizes by the sizes
+        size = self.hints.bytes(val)
+        generated, library = self.backward_uses(n)
+        cost = 0.0 if library and not generated else 1.0  # read back, beyond the read that a library call does anyway
+        if not self.materialized(n):
+            cost += 1.0
+        if n.op != "placeholder" and n not in self.outputs:
+            cost += HELD
+        # Four units per byte; the one more prefers fewer tensors and keeps empty ones from being free.
+        return int(4 * size * cost) + 1
+
+    def recompute(self, n: fx.Node) -> int:
+        """The cost of computing `n` once more in the backward, given its inputs."""
+        if n.op == "get_attr" or not self.forward(n):
+            return 0
+        if ops.is_symbolic(n):
+            return INFINITE if _reads_data(n) and isinstance(n.meta["val"], torch.SymInt) else 0
+        if n.op == "placeholder" or must_save(n) or not ops.is_generated(n):
+            return INFINITE
+        if ops.is_view(n) or n.target is operator.getitem:
+            return 0
+        if not self.options.recompute:
+            return INFINITE
+        val = n.meta.get("val")
+        size = self.hints.bytes(val)
+        if ops.is_reduction(n):
+            # Not fused into its consumer for free: reads its input once more.
+            return int(4 * sum(self.hints.bytes(p.meta.get("val")) for p in n.all_input_nodes)) + 1
+        name = ops.packet(n.target)
+        if name in ops.SCATTERS:
+            return int(4 * 2 * size) + 1
+        first = val[0] if isinstance(val, (tuple, list)) else val
+        per_byte = FLOPS_PER_BYTE.get(first.device.type, FLOPS_PER_BYTE["cpu"])
+        flops = SIMPLE_FLOPS
+        if name in ops.TRANSCENDENTAL:
+            flops = TRANSCENDENTAL_FLOPS
+        elif name in ops.GENERATED:
+            flops = PHILOX_FLOPS
+        cost = self.hints.numel(first) * flops / per_byte
+        if self.backward_uses(n)[1]:
+            cost += size  # a library call wants it in memory
+        return int(4 * cost) + 1
+
+
+def _reads_data(n: fx.Node) -> bool:
+    """A size that depends on a tensor's elements (`item`, `nonzero`): computed once."""
+    return n.op == "call_function" and ops.is_overload(n) and (
+        torch.Tag.data_dependent_output in n.target.tags or torch.Tag.dynamic_output_shape in n.target.tags
+    )
+
+
+def needed_by_backward(graph: fx.Graph, info: Any) -> list[fx.Node]:
+    """Everything before the tangents that some gradient depends on, in graph order."""
+    needed: set[fx.Node] = set()
+    for n in reversed(graph.nodes):
+        if n.op == "output" or n in info.tangents_closure:
+            continue
+        if n in info.required_bw_nodes or any(
+            u in needed or (u in info.tangents_closure and u.op != "output") for u in n.users
+        ):
+            needed.add(n)
+    return [n for n in graph.nodes if n in needed]
+
+
+def choose_saved(graph: fx.Graph, info: Any, costs: Costs) -> list[fx.Node]:
+    """The values to save, in graph order: tensors and sizes alike."""
+    order = needed_by_backward(graph, info)
+    number = {n: i for i, n in enumerate(order)}
+    forced = {n for n in order if must_recompute(n) and n.op == "call_function"}
+    again = {n: 0 if n in forced else costs.recompute(n) for n in order}
+    net = Network(2 * len(order))
+    for n, i in number.items():
+        enter, leave = 2 * i, 2 * i + 1
+        net.edge(net.source, enter, again[n])
+        if n in forced:
+            net.edge(enter, net.sink, INFINITE)
+            continue
+        net.edge(enter, leave, costs.save(n))
+        if n in info.required_bw_nodes:  # itself a gradient, one that does not depend on the incoming ones
+            net.edge(leave, net.sink, INFINITE)
+        for u in n.users:
+            if u not in number:
+                if u in info.tangents_closure and u.op != "output":
+                    net.edge(leave, net.sink, INFINITE)
+            elif again[u] < INFINITE:  # what is never recomputed never needs its arguments again
+                net.edge(leave, 2 * number[u], INFINITE)
+    try:
+        late = net.sink_side()
+    except NoCut as e:
+        raise DeuteronError(
+            "a value that the backward pass needs can be neither saved nor recomputed: "
+            + " -> ".join(order[v // 2].name for v in e.path),
+            hint="a checkpoint policy may contradict itself",
+        ) from e
+    return [n for n, i in number.items() if 2 * i not in late and 2 * i + 1 in late]
+
+
+def note(record: Record, saved: Sequence[fx.Node], costs: Costs, info: Any, graph: fx.Graph) -> None:
+    """Writes to the Record what is saved, and what the backward recomputes instead of reading."""
+    kept = set(saved)
+    for n in saved:
+        if n.op != "placeholder" and isinstance(n.meta.get("val"), torch.Tensor):
+            record.add("decision", subject="save", accepted=True, first=n.name, second=str(n.target),
+                       reason="must save" if must_save(n) else "cheaper than recomputing", detail="",
+                       bytes=costs.hints.bytes(n.meta["val"]))
+    for n in graph.nodes:
+        if n.op != "call_function" or n in kept or n not in costs.depth or ops.is_symbolic(n):
+            continue
+        if any(u in info.tangents_closure and u.op != "output" for u in n.users):
+            record.add("decision", subject="recompute", accepted=True, first=n.name, second=str(n.target),
+                       reason="checkpoint" if must_recompute(n) else "cheaper than saving", detail="",
+                       bytes=costs.hints.bytes(n.meta.get("val")))
+
+
+def extract(
+    joint: fx.GraphModule, saved: Sequence[fx.Node], num_fwd_outputs: int, info: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two graphs, as AOTAutograd's runtime wants them: saved tensors, then opaque objects, then sizes."""
+    is_opaque = getattr(P, "is_opaque_node", lambda n: False)
+    symbols = [n for n in saved if P.is_sym_node(n)]
+    opaque = [n for n in saved if is_opaque(n)]
+    others = {*symbols, *opaque}
+    tensors = [n for n in saved if n not in others]
+    known = inspect.signature(P._extract_fwd_bwd_modules).parameters
+    extra: dict[str, Any] = {"static_lifetime_input_nodes": info.static_lifetime_input_nodes}
+    if "saved_opaque_nodes" in known:
+        extra["saved_opaque_nodes"] = opaque
+    else:
+        tensors += opaque
+    extra = {k: v for k, v in extra.items() if k in known}
+    return P._extract_fwd_bwd_modules(
+        joint, tensors, saved_sym_nodes=symbols, num_fwd_outputs=num_fwd_outputs, **extra
+    )
+
+
+def partition(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None = None,
+    options: Options,
+    record: Record,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's ``partition_fn``, with Deuteron's options and Record."""
+    if not options.eager_random:
+        random.functionalize(joint, record)
+    joint = rewrite(joint, record)
+    recomputes = P.has_recomputable_ops(joint)
+    recomputes_random = recomputes and P.has_recomputable_rng_ops(joint)
+    if recomputes:
+        joint = P.cleanup_recompute_tags(joint, is_default_partition=False)
+    for name in ("force_save_collectives", "force_save_effectful_ops", "force_save_bw_mutation_src"):
+        if (mark := getattr(P, name, None)) is not None:
+            mark(joint)
+    static = static_lifetime_input_indices or []
+    mark_static(joint, static)
+    info = P.classify_nodes(joint, static, num_fwd_outputs)
+    if not info.required_bw_nodes:
+        return P.default_partition(
+            joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+        )
+    outputs = next(iter(reversed(joint.graph.nodes))).all_input_nodes
+    costs = Costs(info, options, outputs=frozenset(n for n in outputs if n in info.fw_order))
+    saved = choose_saved(joint.graph, info, costs)
+    note(record, saved, costs, info, joint.graph)
+    forward, backward = extract(joint, saved, num_fwd_outputs, info)
+    if recomputes_random:
+        symbols = sum(1 for n in saved if P.is_sym_node(n))
+        forward, backward = P.functionalize_rng_ops(joint, forward, backward, symbols)
+    backward = P.reordering_to_mimic_autograd_engine(backward)
+    forward, backward = raise_getitems(forward), raise_getitems(backward)
+    if (thread := getattr(P, "thread_graphsafe_rng_from_hops", None)) is not None:
+        forward, backward = thread(forward, is_backward=False), thread(backward, is_backward=True)
+    return forward, backward
+
+
+STATIC = "deuteron_static"
+
+
+def mark_static(joint: fx.GraphModule, indices: Sequence[int]) -> None:
+    """Marks the placeholders whose addresses never change; the mark follows them into both graphs."""
+    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and "tangents" not in str(n.target)]
+    for i in indices:
+        primals[i].meta[STATIC] = True
+
+
+def static_inputs(gm: fx.GraphModule) -> frozenset[int]:
+    """Positions of the inputs that `mark_static` marked."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return frozenset(i for i, n in enumerate(placeholders) if n.meta.get(STATIC))

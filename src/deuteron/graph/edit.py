@@ -1,0 +1,60 @@
+"""Editing an FX graph without losing what later stages need of a node: its fake value, its origin, its tags.
+
+Everything that inserts nodes goes through `Editor.call`, which computes the fake result by running the operator on
+fake arguments, so that ``meta["val"]`` is true of every node, always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+# What a replacement inherits from the node that it stands for.
+INHERITED = (
+    "stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "recompute",
+    "ac_graph_id", "partitioner_tag", "has_backward_hook", "custom", "fwd_nn_module_stack", "fwd_source_fn_stack",
+    "autograd_backward",
+)
+
+
+class Editor:
+    """Inserts calls into one graph."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm, self.graph = gm, gm.graph
+        self.mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
+
+    def call(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """A new call at the current insertion point, with its fake result and the origin of `like`."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update({k: like.meta[k] for k in INHERITED if k in like.meta})
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with torch.no_grad(), outside_of_modes(), self.mode or nullcontext():
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    @contextmanager
+    def before(self, node: fx.Node) -> Iterator[None]:
+        with self.graph.inserting_before(node):
+            yield
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """`new` takes the place of `old`, which is erased."""
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+    def first_call(self) -> fx.Node:
+        """The first node after the placeholders."""
+        return next(n for n in self.graph.nodes if n.op != "placeholder")
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Running operators on fake tensors is not tracing: no dispatch mode of a caller may see it."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield

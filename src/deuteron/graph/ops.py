@@ -1,0 +1,194 @@
+"""What is known about ATen operators before lowering: by name, so that no torch version's absence breaks an import.
+
+In: an FX node or its target. Out: facts (is it random, a view, an effect; what does it compute). The tables are the one
+place that the rewrites and the partitioner consult.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@lru_cache(maxsize=None)
+def resolve(name: str) -> Any:
+    """``"aten.add.Tensor"`` as an operator overload, or None where this torch does not have it."""
+    namespace, packet, overload = name.split(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    return getattr(found, overload, None)
+
+
+def resolved(names: Iterable[str]) -> Iterator[Any]:
+    """Those of `names` that exist. ``"aten.add"`` stands for every overload."""
+    for name in names:
+        if name.count(".") == 2:
+            found = [resolve(name)]
+        else:
+            namespace, packet = name.split(".")
+            p = getattr(getattr(torch.ops, namespace), packet, None)
+            found = [getattr(p, o) for o in p.overloads()] if p is not None else []
+        yield from (f for f in found if f is not None)
+
+
+@lru_cache(maxsize=None)
+def packet(target: Any) -> str:
+    """``"aten.add"`` for every overload of it, the target's own name for what is no operator."""
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._schema.name.split('::')[-1]}"
+    return str(getattr(target, "__name__", target))
+
+
+def is_overload(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Draws from a generator: two calls differ."""
+    return is_overload(node) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_mutating(node: fx.Node) -> bool:
+    return is_overload(node) and node.target._schema.is_mutable
+
+
+def is_collective(node: fx.Node) -> bool:
+    return is_overload(node) and node.target.namespace in ("_c10d_functional", "c10d_functional", "c10d")
+
+
+# Calls that are kept although nothing reads them, beyond those whose schema says so.
+EFFECTS = frozenset((
+    "aten._assert_scalar", "aten._assert_async", "aten._functional_assert_async", "aten.sym_constrain_range",
+    "aten.sym_constrain_range_for_size", "aten._print",
+))
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Does more than return a value, or cannot be known not to. Random calls are no effects by this definition."""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output", "call_module", "call_method")
+    if is_symbolic(node) or node.target is operator.getitem:
+        return False
+    if not is_overload(node):
+        return not is_pure_callable(node.target)
+    if is_mutating(node) or is_collective(node) or packet(node.target) in EFFECTS:
+        return True
+    return node.is_impure(False)
+
+
+# Higher-order operators without effects beyond their results (their bodies are functional graphs).
+PURE_HIGHER_ORDER = frozenset((
+    "flex_attention", "flex_attention_backward", "cond", "while_loop", "scan", "associative_scan", "map_impl",
+    "invoke_subgraph", "triton_kernel_wrapper_functional", "auto_functionalized", "auto_functionalized_v2",
+    "run_with_rng_state", "out_dtype",
+))
+
+
+def is_pure_callable(target: Any) -> bool:
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return str(target.name() if callable(target.name) else target.name) in PURE_HIGHER_ORDER
+    module = getattr(target, "__module__", "") or ""
+    return module in ("_operator", "operator", "math", "builtins", "torch") or module.startswith("torch.fx.")
+
+
+def is_symbolic(node: fx.Node) -> bool:
+    """Computes a size, not a tensor."""
+    val = node.meta.get("val")
+    return isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) or (
+        isinstance(val, (bool, int, float)) and node.op == "call_function"
+    )
+
+
+@lru_cache(maxsize=None)
+def is_view_target(target: Any) -> bool:
+    """Returns a view of an argument, by its schema. Unlike `reshape`, always."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    returns = target._schema.returns
+    if packet(target) in ("aten._unsafe_view", "aten._reshape_alias"):
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_view(node: fx.Node) -> bool:
+    return is_view_target(node.target)
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def storage_of(node: fx.Node) -> Any:
+    """A hashable identity of the node's storage in the trace, or None where it has none."""
+    val = tensor_of(node)
+    if val is None:
+        return None
+    try:
+        return val.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, nested and wrapper tensors have no storage
+        return None
+
+
+# -- what an operator costs, per element of its result, in vector FLOPs -----------------------------------------------
+TRANSCENDENTAL = frozenset(
+    "aten." + n for n in (
+        "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc "
+        "erfinv sigmoid gelu silu mish softplus pow atan2 lgamma digamma logaddexp elu selu celu"
+    ).split()
+)
+REDUCTIONS = frozenset(
+    "aten." + n for n in (
+        "sum mean prod amax amin max min any all argmax argmin var var_mean std std_mean cumsum cumprod logcumsumexp "
+        "linalg_vector_norm norm _softmax _log_softmax native_layer_norm native_group_norm native_batch_norm aminmax "
+        "count_nonzero nansum logsumexp cummax cummin"
+    ).split()
+)
+# Memory is written at loaded places, or read twice: can be recomputed, but not in a consumer's loop.
+SCATTERS = frozenset(
+    "aten." + n for n in (
+        "index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add index_copy index_fill masked_scatter "
+        "slice_scatter select_scatter diagonal_scatter as_strided_scatter"
+    ).split()
+)
+GENERATED = frozenset(("deuteron.rand", "deuteron.randn", "deuteron.randint64"))
+POINTWISE = TRANSCENDENTAL | frozenset(
+    "aten." + n for n in (
+        "add sub mul div neg abs sign sgn floor ceil trunc round sqrt rsqrt reciprocal relu clamp clamp_min clamp_max "
+        "maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and "
+        "bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ __and__ "
+        "__or__ __xor__ where masked_fill fmod remainder floor_divide rsub square addcmul addcdiv lerp isnan isinf "
+        "isfinite signbit copysign hypot nextafter _to_copy clone copy full full_like zeros zeros_like ones ones_like "
+        "arange iota scalar_tensor constant_pad_nd cat gather index _unsafe_index index_select embedding flip roll "
+        "tril triu hardtanh hardsigmoid hardswish leaky_relu threshold lift_fresh_copy new_zeros new_ones new_full "
+        "ldexp xlogy frac nan_to_num eye repeat expand_copy permute_copy view_copy"
+    ).split()
+) | frozenset(("prims.convert_element_type", "prims.iota", "prims.device_put")) | GENERATED
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """One result element from few loaded elements (gathers and pads count; so do random numbers from a seed)."""
+    if node.op != "call_function":
+        return False
+    if is_overload(node) and torch.Tag.pointwise in node.target.tags and not is_mutating(node):
+        return True
+    return packet(node.target) in POINTWISE
+
+
+def is_reduction(node: fx.Node) -> bool:
+    return node.op == "call_function" and packet(node.target) in REDUCTIONS
+
+
+def is_generated(node: fx.Node) -> bool:
+    """Can be computed inside a generated kernel together with others: no library call, no effect."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_generated(source)
+    name = packet(node.target)
+    return is_pointwise(node) or is_view(node) or name in REDUCTIONS or name in SCATTERS
