@@ -1,16 +1,19 @@
-// Scalar functions of generated CPU code. No header is included: a unit that uses them compiles in milliseconds.
+// Scalar functions of generated CPU code. No header is included: a unit that uses them compiles in
+// milliseconds.
 //
-// A line `//@ name` opens a section; `prelude.py` emits `base`, the wanted sections and those they mention. The whole file is
-// valid C++17 too. Rules for what stands here:
-//  - f32 functions are branch-free (selects only) so that GCC vectorises loops that call them, on AVX2 and AVX-512. They cover
-//    the whole range, infinities, NaN, signed zeros and subnormal numbers included; errors are at most 2 ulp, tested.
-//  - No -ffast-math: results rely on NaN and infinity. Contraction of a*b+c to a fused multiply-add is harmless everywhere;
-//    where it is needed for accuracy it is written d_fma.
-//  - f64: exp, log, log1p are inline; the rest is libm, with its vector variants (libmvec) where glibc has them.
-//  - Functions that branch or loop are D_SLOW: the compiler makes a vector clone that does one lane after the other, so that the
-//    loop around them still vectorises.
-// Polynomials are minimax fits (Remez exchange, relative error, coefficients rounded to the type); the error of a fit is given
-// as a power of two.
+// A line `//@ name` opens a section; `prelude.py` emits `base`, the wanted sections and those they
+// mention. The whole file is valid C++17 too. Rules for what stands here:
+//  - f32 functions are branch-free (selects only) so that GCC vectorises loops that call them, on
+//    AVX2 and AVX-512. They cover the whole range, infinities, NaN, signed zeros and subnormal
+//    numbers included; errors are at most 2 ulp, tested.
+//  - No -ffast-math: results rely on NaN and infinity. Contraction of a*b+c to a fused multiply-add
+//    is harmless everywhere; where it is needed for accuracy it is written d_fma.
+//  - f64: exp, log, log1p are inline; the rest is libm, with its vector variants (libmvec) where
+//    glibc has them.
+//  - Functions that branch or loop are D_SLOW: the compiler makes a vector clone that does one lane
+//    after the other, so that the loop around them still vectorises.
+// Polynomials are minimax fits (Remez exchange, relative error, coefficients rounded to the type);
+// the error of a fit is given as a power of two.
 
 //@ base
 typedef signed char i8;
@@ -47,8 +50,8 @@ D_FN f64 d_fma(f64 a, f64 b, f64 c) { return a * b + c; }
 #endif
 
 //@ D_LIBM
-// Declarations of libm's functions. D_GLIBC_MINOR is set by the loader: 2.22 brought vector variants of six functions, 2.35 the
-// others; without them calls stay scalar.
+// Declarations of libm's functions. D_GLIBC_MINOR is set by the loader: 2.22 brought vector
+// variants of six functions, 2.35 the others; without them calls stay scalar.
 #ifndef D_GLIBC_MINOR
 #define D_GLIBC_MINOR 0
 #endif
@@ -68,7 +71,7 @@ D_FN f64 d_fma(f64 a, f64 b, f64 c) { return a * b + c; }
 //@ D_SLOW
 #define D_SLOW _Pragma("omp declare simd notinbranch") static __attribute__((noinline, const))
 
-// ---------------------------------------------------------------------------------------------- conversions
+// ------------------------------------------------------------------------------------- conversions
 
 //@ d_round_bf16
 // Nearest bf16 (ties to even) as a float.
@@ -98,8 +101,8 @@ D_FN f32 d_load_f16(u16 x) {
 }
 
 //@ d_round_f16
-// Nearest f16 (ties to even) as a float: adding and subtracting 1.5 * 2^(exponent + 13) rounds to 11 bits; subnormal numbers
-// use the exponent of the smallest normal one.
+// Nearest f16 (ties to even) as a float: adding and subtracting 1.5 * 2^(exponent + 13) rounds to
+// 11 bits; subnormal numbers use the exponent of the smallest normal one.
 D_FN f32 d_round_f16(f32 x) {
   u32 a = d_bits(x) & 0x7fffffffu;
   u32 e = a & 0x7f800000u;
@@ -132,14 +135,15 @@ template <class T> D_FN f64 d_to_f64(T x) { return (f64)x; }
 D_FN f64 d_to_f64(i64 x) {
   f64 high = d_f64((((u64)x >> 32) ^ 0x80000000ull) | 0x4530000000000000ull);
   f64 low = d_f64(((u64)x & 0xffffffffull) | 0x4330000000000000ull);
-  return (high - 19342813118337666422669312.0) + low;            // 2^84 + 2^63 + 2^52
+  return (high - 0x1.00000801p84) + low;                         // 2^84 + 2^63 + 2^52
 }
 #endif
 
 //@ d_to_f32
 template <class T> D_FN f32 d_to_f32(T x) { return (f32)x; }
 #if defined(__AVX2__) && !defined(__AVX512DQ__)
-// Through f64; bits that do not fit into 53 are folded into a sticky bit, so that there is one rounding.
+// Through f64; bits that do not fit into 53 are folded into a sticky bit, so that there is one
+// rounding.
 D_FN f32 d_to_f32(i64 x) {
   u64 sticky = (((u64)x & 2047ull) + 2047ull) & 2048ull;
   u64 folded = ((u64)x & ~4095ull) | ((u64)x & 2048ull) | sticky;
@@ -184,7 +188,7 @@ D_FN u8 d_to_u8(f32 x) { return (u8)d_to_i32(x - 4294967296.0f * __builtin_trunc
 D_FN u8 d_to_u8(f64 x) { return (u8)d_to_i64(x); }
 template <class T> D_FN u8 d_to_u8(T x) { return (u8)x; }
 
-// ---------------------------------------------------------------------------------------------- simple functions
+// -------------------------------------------------------------------------------- simple functions
 
 //@ d_neg
 D_FN f32 d_neg(f32 x) { return -x; }
@@ -278,11 +282,12 @@ D_FN f64 d_nextafter(f64 x, f64 y) {
   return x != x || y != y ? x + y : r;
 }
 
-// ---------------------------------------------------------------------------------------------- division with remainder
+// ------------------------------------------------------------------------- division with remainder
 
 //@ d_truncdiv
-// Integers: in f64 (f32 for 16 bits and fewer) the quotient is exact and vectorises; 64 bits are divided one by one. A zero
-// divisor gives 0 where ATen raises an error: the caller checks. The lowest number divided by -1 wraps around.
+// Integers: in f64 (f32 for 16 bits and fewer) the quotient is exact and vectorises; 64 bits are
+// divided one by one. A zero divisor gives 0 where ATen raises an error: the caller checks. The
+// lowest number divided by -1 wraps around.
 D_FN f32 d_truncdiv(f32 a, f32 b) { return __builtin_truncf(a / b); }
 D_FN f64 d_truncdiv(f64 a, f64 b) { return __builtin_trunc(a / b); }
 D_FN i32 d_truncdiv(i32 a, i32 b) {
@@ -290,34 +295,41 @@ D_FN i32 d_truncdiv(i32 a, i32 b) {
   i32 r = (i32)(q < 2147483648.0 ? q : -2147483648.0);
   return b == 0 ? 0 : r;
 }
-D_FN i16 d_truncdiv(i16 a, i16 b) { return b == 0 ? (i16)0 : (i16)(i32)((f32)a / (f32)(b == 0 ? 1 : b)); }
-D_FN i8 d_truncdiv(i8 a, i8 b) { return b == 0 ? (i8)0 : (i8)(i32)((f32)a / (f32)(b == 0 ? 1 : b)); }
-D_FN u8 d_truncdiv(u8 a, u8 b) { return b == 0 ? (u8)0 : (u8)(i32)((f32)a / (f32)(b == 0 ? 1 : b)); }
+template <class T> D_FN T d_truncdiv(T a, T b) {
+  i32 d = (i32)b, q = (i32)((f32)(i32)a / (f32)(d + (d == 0)));
+  return (T)(d == 0 ? 0 : q);
+}
 D_FN i64 d_truncdiv(i64 a, i64 b) {
   return b == 0 ? 0 : b == -1 ? (i64)(0 - (u64)a) : a / b;
 }
 
 //@ d_fmod
-// In f64 the truncated quotient of two floats is right below 2^29, and then a - q*b is exact.
+// Where the truncated quotient is exact, or one too large by rounding, a - q*b is exact and needs
+// one correction at most.
 extern "C" f32 fmodf(f32, f32) noexcept __attribute__((const));
 extern "C" f64 fmod(f64, f64) noexcept __attribute__((const));
 D_SLOW f32 d_fmod(f32 a, f32 b) {
-  f64 q = __builtin_trunc((f64)a / (f64)b);
+  f64 q = __builtin_trunc((f64)a / (f64)b);                      // exact below 2^29
   if (!(__builtin_fabs(q) < 536870912.0) || __builtin_fabsf(b) == D_INF) return fmodf(a, b);
   return __builtin_copysignf((f32)__builtin_fma(-q, (f64)b, (f64)a), a);
 }
-D_SLOW f64 d_fmod(f64 a, f64 b) { return fmod(a, b); }
+D_SLOW f64 d_fmod(f64 a, f64 b) {
+  f64 c = __builtin_fabs(a), d = __builtin_fabs(b), q = __builtin_trunc(c / d);
+  if (!(q < 9007199254740992.0) || d == __builtin_inf()) return fmod(a, b);
+  f64 r = __builtin_fma(-q, d, c);
+  return __builtin_copysign(r < 0.0 ? r + d : r, a);
+}
 template <class T> D_FN T d_fmod(T a, T b) { return (T)(a - b * d_truncdiv(a, b)); }
 
 //@ d_remainder
 // Python's: the sign of the divisor.
-D_SLOW f32 d_remainder(f32 a, f32 b) {
-  f32 r = d_fmod(a, b);
-  return r != 0.0f && (b < 0.0f) != (r < 0.0f) ? r + b : r;
+D_FN f32 d_remainder(f32 a, f32 b) {
+  f32 r = d_fmod(a, b), t = r + b;
+  return (r != 0.0f) & ((b < 0.0f) != (r < 0.0f)) ? t : r;
 }
-D_SLOW f64 d_remainder(f64 a, f64 b) {
-  f64 r = fmod(a, b);
-  return r != 0.0 && (b < 0.0) != (r < 0.0) ? r + b : r;
+D_FN f64 d_remainder(f64 a, f64 b) {
+  f64 r = d_fmod(a, b), t = r + b;
+  return (r != 0.0) & ((b < 0.0) != (r < 0.0)) ? t : r;
 }
 template <class T> D_FN T d_remainder(T a, T b) {
   T r = d_fmod(a, b);
@@ -325,22 +337,23 @@ template <class T> D_FN T d_remainder(T a, T b) {
 }
 
 //@ d_floordiv
-// Floats: ATen's (and Python's) rule, (a - a mod b) / b adjusted downwards and rounded to an integer.
-D_SLOW f32 d_floordiv(f32 a, f32 b) {
-  if (b == 0.0f) return a / b;
-  f32 m = d_fmod(a, b), q = (a - m) / b;
-  if (m != 0.0f && (b < 0.0f) != (m < 0.0f)) q -= 1.0f;
-  if (q == 0.0f) return __builtin_copysignf(0.0f, a / b);
-  f32 f = __builtin_floorf(q);
-  return q - f > 0.5f ? f + 1.0f : f;
+// f32: the floor of the exact quotient (f64 division cannot round it up to an integer below 2^29;
+// beyond, the result rounds anyway). f64: ATen's rule, (a - a mod b) / b adjusted downwards and
+// rounded to an integer. A zero has the sign of a / b; infinities give NaN when divided, -1 or 0 as
+// divisors.
+D_FN f32 d_floordiv(f32 a, f32 b) {
+  f32 q = (f32)__builtin_floor((f64)a / (f64)b);
+  q = __builtin_fabsf(b) == D_INF && a != 0.0f && (a < 0.0f) != (b < 0.0f) ? -1.0f : q;
+  return b != 0.0f && !(__builtin_fabsf(a) < D_INF) ? D_NAN : q;
 }
-D_SLOW f64 d_floordiv(f64 a, f64 b) {
-  if (b == 0.0) return a / b;
-  f64 m = fmod(a, b), q = (a - m) / b;
-  if (m != 0.0 && (b < 0.0) != (m < 0.0)) q -= 1.0;
-  if (q == 0.0) return __builtin_copysign(0.0, a / b);
+D_FN f64 d_floordiv(f64 a, f64 b) {
+  f64 m = d_fmod(a, b), d = a / b, q = (a - m) / b;
+  q = (m != 0.0) & ((b < 0.0) != (m < 0.0)) ? q - 1.0 : q;
   f64 f = __builtin_floor(q);
-  return q - f > 0.5 ? f + 1.0 : f;
+  f = q - f > 0.5 ? f + 1.0 : f;
+  f = q == 0.0 ? __builtin_copysign(0.0, d) : f;
+  u64 zero = b == 0.0 ? ~0ull : 0ull;                            // a mask, lest the call moves into a branch
+  return d_f64((d_bits(d) & zero) | (d_bits(f) & ~zero));
 }
 template <class T> D_FN T d_floordiv(T a, T b) {
   T q = d_truncdiv(a, b);
@@ -362,11 +375,12 @@ template <class T> D_FN T d_rshift(T a, T n) {
   return (T)(a >> (fits ? (i64)n : 8 * (i64)sizeof(T) - ((T)-1 < 0)));
 }
 
-// ---------------------------------------------------------------------------------------------- exp and log
+// ------------------------------------------------------------------------------------- exp and log
 
 //@ d_exp_part
-// e^t = p * 2^n with |log2 p| <= 1/2; t within +-2^21. 1.5 * 2^23 is added so that the mantissa's low bits hold n; they are
-// returned as they are, and `(s << 23) + 0x3f800000` are the bits of 2^n. q: 2^-28.2.
+// e^t = p * 2^n with |log2 p| <= 1/2; t within +-2^21. 1.5 * 2^23 is added so that the mantissa's
+// low bits hold n; they are returned as they are, and `(s << 23) + 0x3f800000` are the bits of 2^n.
+// q: 2^-28.2.
 D_FN f32 d_exp_part(f32 t, u32 &s) {
   f32 sum = d_fma(t, 1.44269504f, 12582912.0f);
   f32 k = sum - 12582912.0f;
@@ -381,7 +395,8 @@ D_FN f32 d_exp_part(f32 t, u32 &s) {
 }
 
 //@ d_scale
-// p * 2^n for n from -160 to 160, n in the low bits of s: two factors, so that large and subnormal results round once.
+// p * 2^n for n from -160 to 160, n in the low bits of s: two factors, so that large and subnormal
+// results round once.
 D_FN f32 d_scale(f32 p, u32 s) {
   i32 n = (i32)(s - 0x4b400000u);
   i32 h = n >> 1;
@@ -426,12 +441,9 @@ D_FN f64 d_exp(f64 x) {
   return (p * d_f64((d_bits(h) + 1023ull) << 52)) * d_f64((d_bits(g) + 1023ull) << 52);
 }
 
-//@ d_exp2
-D_SIMD35 D_LIBM(exp2)
-// 2^r: 2^-25.9, all of it the rounding of ln 2.
-D_FN f32 d_exp2(f32 x) {
-  f32 t = x > 130.0f ? 130.0f : x;
-  t = t < -151.0f ? -151.0f : t;
+//@ d_exp2_part
+// 2^t = p * 2^n as d_exp_part; 2^-25.9, all of it the rounding of ln 2.
+D_FN f32 d_exp2_part(f32 t, u32 &s) {
   f32 sum = t + 12582912.0f;
   f32 r = t - (sum - 12582912.0f);
   f32 q = d_fma(r, 0.000153532441f, 0.00133990031f);
@@ -439,7 +451,18 @@ D_FN f32 d_exp2(f32 x) {
   q = d_fma(q, r, 0.0555033199f);
   q = d_fma(q, r, 0.240226477f);
   q = d_fma(q, r, 0.693147182f);
-  return d_scale(d_fma(q, r, 1.0f), d_bits(sum));
+  s = d_bits(sum);
+  return d_fma(q, r, 1.0f);
+}
+
+//@ d_exp2
+D_SIMD35 D_LIBM(exp2)
+D_FN f32 d_exp2(f32 x) {
+  f32 t = x > 130.0f ? 130.0f : x;
+  t = t < -151.0f ? -151.0f : t;
+  u32 s;
+  f32 p = d_exp2_part(t, s);
+  return d_scale(p, s);
 }
 D_FN f64 d_exp2(f64 x) { return exp2(x); }
 
@@ -511,7 +534,8 @@ D_FN f64 d_log_edge(f64 x, f64 y) {
 }
 
 //@ d_log_tail64
-// log((1 + f) * 2^e) with s = f / (2 + f), log(1 + f) = 2 atanh(s) = f - (f^2/2 - s (f^2/2 + R)); R: 2^-66.
+// log((1 + f) * 2^e) with s = f / (2 + f), log(1 + f) = 2 atanh(s) = f - (f^2/2 - s (f^2/2 + R));
+// R: 2^-66.
 D_FN f64 d_log_tail64(f64 f, f64 e) {
   f64 s = f / (2.0 + f), z = s * s;
   f64 r = d_fma(z, 0.13235815680401197, 0.1325204146976466);
@@ -527,7 +551,8 @@ D_FN f64 d_log_tail64(f64 f, f64 e) {
 }
 
 //@ d_log_exponent64
-// e with u = m * 2^e, sqrt(1/2) <= m < sqrt(2), for the bits u of a positive normal number; as an integer biased by 1023.
+// e with u = m * 2^e, sqrt(1/2) <= m < sqrt(2), for the bits u of a positive normal number; as an
+// integer biased by 1023.
 D_FN u64 d_log_exponent64(u64 u) { return (u + (0x3ff0000000000000ull - 0x3fe6a09e667f3bcdull)) >> 52; }
 
 //@ d_log
@@ -585,12 +610,47 @@ D_FN f64 d_log1p(f64 x) {
   return __builtin_fabs(x) < 1e-20 ? x : y;
 }
 
+//@ d_log_tail40
+// d_log_tail64 to 2^-45: f32 functions that need more than f32.
+D_FN f64 d_log_tail40(f64 f, f64 e) {
+  f64 s = f / (2.0 + f), z = s * s;
+  f64 r = d_fma(z, 0.1958493352716572, 0.22176141857984977);
+  r = d_fma(r, z, 0.2857211008809074);
+  r = d_fma(r, z, 0.39999995614996886);
+  r = d_fma(r, z, 0.6666666667581493);
+  return d_fma(e, 0.6931471805599453, f - s * (f - r * z));
+}
+
+//@ d_log1p40
+// log(1 + x) to 2^-45 for x >= 0 whose logarithm an f32 can hold.
+D_FN f64 d_log1p40(f64 x) {
+  u64 b = d_log_exponent64(d_bits(1.0 + x));
+  f64 s = d_f64((2046ull - b) << 52);
+  f64 e = d_f64(b | 0x4330000000000000ull) - 4503599627371519.0;
+  return d_log_tail40(d_fma(x, s, s - 1.0), e);
+}
+
 //@ d_pow
 D_SIMD22 D_LIBM2(pow)
-// In f64, where y * log|x| has digits to spare.
+// e^(y log|x|) in f64 with 2^-38 or better; log: d_log_tail40, q of the exponential: 2^-39.7.
 D_FN f32 d_pow(f32 x, f32 y) {
   f32 a = __builtin_fabsf(x);
-  f32 r = (f32)d_exp((f64)y * d_log((f64)a));
+  u64 u = d_bits((f64)a), b = d_log_exponent64(u);
+  f64 e = d_f64(b | 0x4330000000000000ull) - 4503599627371519.0;
+  f64 l = d_log_edge((f64)a, d_log_tail40(d_f64(u - ((b - 1023ull) << 52)) - 1.0, e));
+  f64 t = (f64)y * l;
+  t = t > 90.0 ? 90.0 : t;
+  t = t < -105.0 ? -105.0 : t;
+  f64 sum = d_fma(t, 1.4426950408889634, 6755399441055744.0);
+  f64 z = d_fma(sum - 6755399441055744.0, -0.6931471805599453, t);
+  f64 q = d_fma(z, 2.4708221508193106e-05, 0.00019909006284391935);
+  q = d_fma(q, z, 0.0013889197690400016);
+  q = d_fma(q, z, 0.008333281705725126);
+  q = d_fma(q, z, 0.04166666439863868);
+  q = d_fma(q, z, 0.1666666678479191);
+  q = d_fma(q, z, 0.5000000000428465);
+  q = d_fma(q, z * z, z) + 1.0;
+  f32 r = (f32)(q * d_f64((d_bits(sum) + 1023ull) << 52));
   f32 h = 0.5f * y;
   bool whole = __builtin_truncf(y) == y, odd = whole && __builtin_truncf(h) != h;
   r = odd ? __builtin_copysignf(r, x) : r;
@@ -663,8 +723,8 @@ D_FN f64 d_cosh(f64 x) { return cosh(x); }
 D_SIMD35 D_LIBM(asinh)
 D_FN f32 d_asinh(f32 x) {
   f64 a = (f64)__builtin_fabsf(x), z = a * a;
-  f64 y = d_log1p(a + z / (1.0 + __builtin_sqrt(z + 1.0)));
-  y = a == __builtin_inf() ? a : y;
+  f64 y = d_log1p40(a + z / (1.0 + __builtin_sqrt(z + 1.0)));
+  y = a < __builtin_inf() ? y : a;
   return __builtin_copysignf((f32)y, x);
 }
 D_FN f64 d_asinh(f64 x) { return asinh(x); }
@@ -673,7 +733,9 @@ D_FN f64 d_asinh(f64 x) { return asinh(x); }
 D_SIMD35 D_LIBM(acosh)
 D_FN f32 d_acosh(f32 x) {
   f64 t = (f64)x - 1.0;
-  return (f32)d_log1p(t + __builtin_sqrt(d_fma(t, t, 2.0 * t)));
+  f32 y = (f32)d_log1p40(t + __builtin_sqrt(d_fma(t, t, 2.0 * t)));
+  y = x == D_INF ? x : y;
+  return x >= 1.0f ? y : D_NAN;
 }
 D_FN f64 d_acosh(f64 x) { return acosh(x); }
 
@@ -681,15 +743,18 @@ D_FN f64 d_acosh(f64 x) { return acosh(x); }
 D_SIMD35 D_LIBM(atanh)
 D_FN f32 d_atanh(f32 x) {
   f64 a = (f64)__builtin_fabsf(x);
-  return __builtin_copysignf((f32)(0.5 * d_log1p((a + a) / (1.0 - a))), x);
+  f32 y = (f32)(0.5 * d_log1p40((a + a) / (1.0 - a)));
+  y = a == 1.0 ? D_INF : y;
+  return a <= 1.0 ? __builtin_copysignf(y, x) : D_NAN;
 }
 D_FN f64 d_atanh(f64 x) { return atanh(x); }
 
-// ---------------------------------------------------------------------------------------------- trigonometry
+// ------------------------------------------------------------------------------------ trigonometry
 
 //@ d_trig_far
-// Quadrant and fraction of huge |x| (Payne and Hanek): the 24 bits of x are multiplied by the 96 bits of 2/pi that matter,
-// chosen by x's exponent from 2/pi written as 12 zero bits and 212 of its digits, modulo 4. |x| >= 2^13.
+// Quadrant and fraction of huge |x| (Payne and Hanek): the 24 bits of x are multiplied by the 96
+// bits of 2/pi that matter, chosen by x's exponent from 2/pi written as 12 zero bits and 212 of its
+// digits, modulo 4. |x| >= 2^13.
 D_FN f32 d_trig_far(f32 x, u32 &quadrant) {
   u32 u = d_bits(x) & 0x7fffffffu;
   u32 off = (u >> 23) - 140u;
@@ -712,7 +777,8 @@ D_FN f32 d_trig_far(f32 x, u32 &quadrant) {
 }
 
 //@ d_trig
-// x = quadrant * pi/2 + r, |r| <= pi/4, the quadrant modulo 4 in the low bits. Cody and Waite's three parts of pi/2 below 2^13.
+// x = quadrant * pi/2 + r, |r| <= pi/4, the quadrant modulo 4 in the low bits. Cody and Waite's
+// three parts of pi/2 below 2^13.
 D_FN f32 d_trig(f32 x, u32 &quadrant) {
   f32 sum = d_fma(x, 0.636619747f, 12582912.0f);
   f32 k = sum - 12582912.0f;
@@ -765,35 +831,40 @@ D_FN f64 d_cos(f64 x) { return cos(x); }
 
 //@ d_tan
 D_SIMD35 D_LIBM(tan)
+// sin r / cos r in f64 with the coefficients for f32: the quotient rounds once.
 D_FN f32 d_tan(f32 x) {
   u32 n;
-  f32 r = d_trig(x, n), z = r * r;
-  f32 s = d_sin_poly(r, z), c = d_cos_poly(z);
-  f32 y = n & 1u ? -c / s : s / c;
+  f32 r = d_trig(x, n);
+  f64 t = (f64)r, z = t * t;
+  f64 s = d_fma(d_fma(d_fma(z, 2.83251006e-06, -0.000198530644), z, 0.0083333794), z, -0.166666672);
+  f64 c = d_fma(d_fma(d_fma(z, 2.44323273e-05, -0.00138873095), z, 0.0416666456), z, -0.5);
+  s = d_fma(s * z, t, t), c = d_fma(c, z, 1.0);
+  f32 y = (f32)((n & 1u ? -c : s) / (n & 1u ? s : c));
   return x == 0.0f ? x : y;
 }
 D_FN f64 d_tan(f64 x) { return tan(x); }
 
 //@ d_asin_poly
-// asin s for |s| <= 1/2, z = s^2: 2^-31.6.
+// asin s - s for |s| <= 1/2, z = s^2: 2^-31.6 of asin s.
 D_FN f32 d_asin_poly(f32 s, f32 z) {
   f32 q = d_fma(z, 0.0376822613f, 0.0143203307f);
   q = d_fma(q, z, 0.0318385437f);
   q = d_fma(q, z, 0.0445133895f);
   q = d_fma(q, z, 0.0750052184f);
   q = d_fma(q, z, 0.166666597f);
-  return d_fma(q, z * s, s);
+  return q * (z * s);
 }
 
 //@ d_asin
 D_SIMD35 D_LIBM(asin)
+// pi/2 - 2 asin(root) above 1/2, with what the square root's rounding left out.
 D_FN f32 d_asin(f32 x) {
   f32 a = __builtin_fabsf(x), h = d_fma(a, -0.5f, 0.5f), root = __builtin_sqrtf(h);
   bool big = a > 0.5f;
-  f32 p = d_asin_poly(big ? root : a, big ? h : a * a);
-  f32 high = 1.57079637f - (2.0f * p + 4.37113883e-08f);
-  f32 y = big ? high : p;
-  return a <= 1.0f ? __builtin_copysignf(y, x) : D_NAN;
+  f32 s = big ? root : a, u = d_asin_poly(s, big ? h : a * a);
+  f32 rest = d_fma(-root, root, h) / (root + 1e-30f);            // twice the rounding error
+  f32 high = d_fma(root, -2.0f, 1.57079637f) - (d_fma(u, 2.0f, rest) + 4.37113883e-08f);
+  return a <= 1.0f ? __builtin_copysignf(big ? high : s + u, x) : D_NAN;
 }
 D_FN f64 d_asin(f64 x) { return asin(x); }
 
@@ -802,7 +873,7 @@ D_SIMD35 D_LIBM(acos)
 D_FN f32 d_acos(f32 x) {
   f32 a = __builtin_fabsf(x), h = d_fma(a, -0.5f, 0.5f), root = __builtin_sqrtf(h);
   bool big = a > 0.5f;
-  f32 p = d_asin_poly(big ? root : x, big ? h : x * x);
+  f32 s = big ? root : x, p = s + d_asin_poly(s, big ? h : x * x);
   f32 high = x > 0.0f ? 2.0f * p : 3.14159274f - (2.0f * p + 8.74227766e-08f);
   f32 y = big ? high : 1.57079637f - (p + 4.37113883e-08f);
   return a <= 1.0f ? y : D_NAN;
@@ -859,7 +930,7 @@ D_FN f32 d_hypot(f32 x, f32 y) {
 }
 D_FN f64 d_hypot(f64 x, f64 y) { return hypot(x, y); }
 
-// ---------------------------------------------------------------------------------------------- error and gamma functions
+// ----------------------------------------------------------------------- error and gamma functions
 
 //@ d_erf
 D_SIMD35 D_LIBM(erf)
@@ -881,7 +952,9 @@ D_FN f32 d_erf(f32 x) {
   l = d_fma(l, t, -0.913708985f);
   l = d_fma(l, t, -1.62955403f);
   l = d_fma(l, t, 0.000253731123f);
-  f32 high = 1.0f - d_exp2(l);
+  u32 n;
+  f32 p = d_exp2_part(l, n);
+  f32 high = d_fma(-p, d_f32((n << 23) + 0x3f800000u), 1.0f);
   return __builtin_copysignf(a < 0.92f ? low : high, x);
 }
 D_FN f64 d_erf(f64 x) { return erf(x); }
@@ -915,7 +988,8 @@ D_SLOW f64 d_lgamma(f64 x) { i32 sign; return x == -__builtin_inf() ? __builtin_
 D_FN f32 d_lgamma(f32 x) { return (f32)d_lgamma((f64)x); }
 
 //@ d_digamma
-// Reflection below 0, recurrence up to 10, then the asymptotic series (Abramowitz and Stegun 6.3.18).
+// Reflection below 0, recurrence up to 10, then the asymptotic series (Abramowitz and Stegun
+// 6.3.18).
 D_SLOW f64 d_digamma(f64 x) {
   if (x == 0.0) return __builtin_copysign(__builtin_inf(), -x);
   f64 r = 0.0;
@@ -934,7 +1008,34 @@ D_SLOW f64 d_digamma(f64 x) {
 D_FN f32 d_digamma(f32 x) { return (f32)d_digamma((f64)x); }
 
 //@ d_erfinv
-// A closed first guess, then Halley steps on erf (on erfc near 1, where erf has no digits left), in f64.
+// f32: x * P(w), w = -log(1 - x^2), one polynomial in w below 5 and one in sqrt(w) above (2^-23.5
+// and 2^-24.6).
+D_FN f32 d_erfinv(f32 x) {
+  f32 w = -d_log(d_fma(-x, x, 1.0f));
+  f32 a = w - 2.5f, b = __builtin_sqrtf(w) - 3.0f;
+  f32 p = d_fma(a, -8.76583073e-09f, 2.32702551e-08f);
+  p = d_fma(p, a, 4.65863337e-07f);
+  p = d_fma(p, a, -3.46311572e-06f);
+  p = d_fma(p, a, -4.96213124e-06f);
+  p = d_fma(p, a, 0.000218345813f);
+  p = d_fma(p, a, -0.00125274365f);
+  p = d_fma(p, a, -0.00417738827f);
+  p = d_fma(p, a, 0.24664028f);
+  p = d_fma(p, a, 1.50140941f);
+  f32 q = d_fma(b, 0.000113752409f, -0.000307962822f);
+  q = d_fma(q, b, -5.37846645e-05f);
+  q = d_fma(q, b, 0.00148307241f);
+  q = d_fma(q, b, -0.00359903625f);
+  q = d_fma(q, b, 0.00568774017f);
+  q = d_fma(q, b, -0.00763693778f);
+  q = d_fma(q, b, 0.00944519974f);
+  q = d_fma(q, b, 1.00167489f);
+  q = d_fma(q, b, 2.83297682f);
+  f32 y = x * (w < 5.0f ? p : q);
+  return __builtin_fabsf(x) == 1.0f ? __builtin_copysignf(D_INF, x) : y;
+}
+// f64: a closed first guess, then Halley steps on erf (on erfc near 1, where erf has no digits
+// left).
 D_SLOW f64 d_erfinv(f64 x) {
   f64 a = __builtin_fabs(x);
   if (!(a < 1.0)) return a == 1.0 ? __builtin_copysign(__builtin_inf(), x) : __builtin_nan("");
@@ -947,14 +1048,13 @@ D_SLOW f64 d_erfinv(f64 x) {
   }
   return x == 0.0 ? x : __builtin_copysign(y, x);
 }
-D_FN f32 d_erfinv(f32 x) { return (f32)d_erfinv((f64)x); }
 
-// ---------------------------------------------------------------------------------------------- random numbers
+// ---------------------------------------------------------------------------------- random numbers
 
 //@ d_philox
-// Philox-4x32-10 (Salmon et al., 2011). Counter = (low and high word of the element's number, low and high word of the
-// stream), key = (low and high word of the seed). Each element has a counter of its own, so results depend neither on
-// the number of threads nor on vector width.
+// Philox-4x32-10 (Salmon et al., 2011). Counter = (low and high word of the element's number, low
+// and high word of the stream), key = (low and high word of the seed). Each element has a counter
+// of its own, so results depend neither on the number of threads nor on vector width.
 D_FN void d_philox(i64 seed, i64 stream, i64 element, u32 &c0, u32 &c1, u32 &c2, u32 &c3) {
   u32 k0 = (u32)(u64)seed, k1 = (u32)((u64)seed >> 32);
   c0 = (u32)(u64)element, c1 = (u32)((u64)element >> 32), c2 = (u32)(u64)stream, c3 = (u32)((u64)stream >> 32);
@@ -984,7 +1084,8 @@ D_FN f64 d_rand64(i64 seed, i64 stream, i64 element) {
 }
 
 //@ d_randn
-// Normal: Box and Muller's sqrt(-2 ln u) cos(2 pi v), u = ((x0 >> 8) + 1) 2^-24 in (0, 1], v = (x1 >> 8) 2^-24 in [0, 1).
+// Normal: Box and Muller's sqrt(-2 ln u) cos(2 pi v), u = ((x0 >> 8) + 1) 2^-24 in (0, 1], v = (x1
+// >> 8) 2^-24 in [0, 1).
 D_FN f32 d_randn(i64 seed, i64 stream, i64 element) {
   u32 a, b, c, d;
   d_philox(seed, stream, element, a, b, c, d);

@@ -1,8 +1,8 @@
 """The scalar functions of generated C++: `prelude.h`, cut to what a translation unit uses.
 
-In: names of prelude functions (``d_exp``). Out: the text that opens the unit: types, macros and these functions with everything
-they mention, in an order that compiles. Nothing of it includes a header; the whole unit is self-contained text, so it is a
-sound cache key.
+In: names of prelude functions (``d_exp``). Out: the text that opens the unit: types, macros and
+these functions with everything they mention, in an order that compiles. Nothing of it includes a
+header; the whole unit is self-contained text, so it is a sound cache key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from importlib.resources import files
 
 from deuteron.ir.expr import SCALAR_OPS
 
-# g++ options under which the functions keep their promises (NaN, infinity, signed zeros) and vectorise.
+# g++ options under which the functions keep their promises (NaN, infinity, signed zeros) and
+# vectorise.
 CXX_FLAGS = ("-std=gnu++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
 _SECTION = re.compile(r"^//@ (\w+)\n", re.MULTILINE)
@@ -25,13 +26,19 @@ _NAME = re.compile(r"\b[dD]_\w+")
 
 @lru_cache(maxsize=1)
 def _sections() -> dict[str, tuple[str, frozenset[str]]]:
-    """Name -> (text without comment lines, names of the sections that it mentions), in the order of the file."""
+    """Name -> (text without comments, names of the sections it mentions), in the file's order."""
     parts = _SECTION.split(files(__package__).joinpath("prelude.h").read_text(encoding="utf-8"))
     texts = {}
     for name, text in zip(parts[1::2], parts[2::2], strict=True):
-        lines = (line.split("  // ")[0].rstrip() for line in text.splitlines() if not line.startswith("//"))
+        lines = (
+            line.split("  // ")[0].rstrip()
+            for line in text.splitlines()
+            if not line.startswith("//")
+        )
         texts[name] = "\n".join(line for line in lines if line)
-    owner = {"D_SIMD22": "D_LIBM", "D_SIMD35": "D_LIBM", "D_LIBM2": "D_LIBM"} | {n: n for n in texts}
+    owner = {"D_SIMD22": "D_LIBM", "D_SIMD35": "D_LIBM", "D_LIBM2": "D_LIBM"} | {
+        n: n for n in texts
+    }
     return {
         name: (text, frozenset(owner[m] for m in _NAME.findall(text) if m in owner) - {name})
         for name, text in texts.items()
@@ -40,16 +47,12 @@ def _sections() -> dict[str, tuple[str, frozenset[str]]]:
 
 @lru_cache(maxsize=1)
 def glibc_minor() -> int:
-    """The minor version of glibc 2, which says what libmvec offers; 0 without glibc."""
-    library, _, version = platform.libc_ver()[0], None, platform.libc_ver()[1]
-    if library != "glibc":
+    """The minor version of the running glibc 2, which says what libmvec offers; 0 without glibc."""
+    if platform.libc_ver()[0] != "glibc":
         return 0
-    try:  # what runs, not what the interpreter was built against
-        version = (os.confstr("CS_GNU_LIBC_VERSION") or f"glibc {version}").split()[-1]
-    except (AttributeError, ValueError):
-        pass
-    major, minor = version.split(".")[:2]
-    return int(minor) if major == "2" else 0
+    name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    major, _, minor = version.partition(".")
+    return int(minor.split(".")[0]) if (name, major) == ("glibc", "2") else 0
 
 
 def used_functions(code: str) -> set[str]:
@@ -58,7 +61,10 @@ def used_functions(code: str) -> set[str]:
 
 
 def prelude(used: Iterable[str]) -> str:
-    """C++ text that declares the functions `used` (with the prefix ``d_``). KeyError for one that does not exist."""
+    """C++ text that declares the functions `used` (named with their prefix ``d_``).
+
+    KeyError for a name that does not exist.
+    """
     sections = _sections()
     needed: set[str] = {"base"}
     stack = list(used)
@@ -71,5 +77,6 @@ def prelude(used: Iterable[str]) -> str:
     return head + "\n".join(text for name, (text, _) in sections.items() if name in needed) + "\n"
 
 
-# Scalar operations of the IR that the prelude implements as ``d_<name>`` (arithmetic and comparisons are C++'s own).
+# Scalar operations of the IR that the prelude implements as ``d_<name>`` (arithmetic and
+# comparisons are C++'s own).
 CPP_FUNCTIONS: frozenset[str] = frozenset(n for n in SCALAR_OPS if f"d_{n}" in _sections())
