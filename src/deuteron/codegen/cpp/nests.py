@@ -106,12 +106,13 @@ def serial_loops(env: Env, axes: Sequence[Axis], inner: Callable[[], None]) -> N
     em.scope.loop(f"for (long long {name} = 0; {name} < {env.extent(axis)}; ++{name})", scope.lines)
 
 
-def write_store(env: Env, w: Write) -> None:
-    """Writes one store at the current point."""
+def write_store(env: Env, w: Write, place: str | None = None) -> None:
+    """Writes one store at the current point (or to `place`)."""
     em = env.em
     value = em.value(w.value)
     mask = em.value(w.mask) if w.mask is not None else None
-    place = f"{em.tensors[w.tensor]}[{em.index(w.address)}]"
+    if place is None:
+        place = f"{em.tensors[w.tensor]}[{em.index(w.address)}]"
     if w.accumulate is not None:
         old = scalars.from_memory(place, w.dtype, em.used)
         value = combine(w.accumulate, w.dtype, old, value, em.used)
@@ -173,6 +174,8 @@ class PassWriter:
         self.buffers: dict[Expr, str] = {}
         self.columns: dict[str, str] = {}  # column fold -> array
         self.carries: dict[str, str] = {}  # scan -> array of carries
+        self.tiled: dict[Expr, str] = {}  # load -> its element in a staged tile
+        self.places: dict[Write, str] = {}  # store -> its element in a tile that is written out later
         order = [*self.outer, v] if v in loops.reduced else list(self.outer)
         self.linear = const(0)
         step = const(1)
@@ -247,7 +250,7 @@ class PassWriter:
     ) -> None:
         """Everything that one point does, into the current scope."""
         em = self.env.em
-        em.buffered = {
+        em.buffered = dict(self.tiled) | {
             n: f"{b}[{lane_linear if lane_linear is not None else em.index(seg.linear)}]"
             for n, b in seg.buffered.items()
         }
@@ -273,7 +276,7 @@ class PassWriter:
                     f"{cell} = {combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
                 )
             else:
-                write_store(self.env, p)
+                write_store(self.env, p, self.places.get(p))
         put_kept(lambda n: True)
         em.buffered = {}
 

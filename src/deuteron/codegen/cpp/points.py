@@ -18,6 +18,7 @@ from deuteron.codegen.cpp.nests import (
     serial_loops,
     size,
 )
+from deuteron.codegen.cpp.tiles import Tiles, crossing
 from deuteron.ir.index import Axis, const, hint
 
 BLOCK = 4096  # points of a block: long enough that its start costs nothing, short enough to share evenly
@@ -94,10 +95,13 @@ class Points(PassWriter):
 def write_points(env: Env) -> None:
     loops = env.loops
     if not loops.parallel:
-        one = Axis("one", const(1))
-        env.loops = loops = replace(loops, parallel=(one,))
+        env.loops = loops = replace(loops, parallel=(Axis("one", const(1)),))
     meeting = ordered_conflicts(loops, env.em)
     candidates = [a for a in loops.parallel if a not in meeting] or list(loops.parallel)
     v = vector(loops, candidates)
     assert v is not None
-    Points(env, v, [], 0, frozenset()).write()
+    crossed = crossing(loops, v) if not meeting else None
+    if crossed is not None:
+        Tiles(env, v, crossed).write()
+    else:
+        Points(env, v, [], 0, frozenset()).write()

@@ -37,9 +37,59 @@ def _extreme(kind: str) -> str:
     )
 
 
+_TRANSPOSE = """\
+#ifdef __AVX512F__
+typedef float d_v16 __attribute__((vector_size(64)));
+typedef int d_i16 __attribute__((vector_size(64)));
+// Sixteen rows of sixteen: four rounds that exchange halves, quarters, pairs and neighbours of rows.
+template <int S> static inline __attribute__((always_inline)) void d_exchange(d_v16 (&r)[16]) {
+  d_i16 low, high;
+  for (int k = 0; k < 16; ++k) {
+    low[k] = k & S ? (k ^ S) + 16 : k;
+    high[k] = k & S ? k + 16 : k ^ S;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if (i & S) continue;
+    d_v16 a = r[i], b = r[i + S];
+    r[i] = __builtin_shuffle(a, b, low);
+    r[i + S] = __builtin_shuffle(a, b, high);
+  }
+}
+static inline void d_transpose16(const char* from, long long from_stride, char* to, long long to_stride) {
+  d_v16 r[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) __builtin_memcpy(&r[i], from + i * from_stride * 4, 64);
+  d_exchange<8>(r); d_exchange<4>(r); d_exchange<2>(r); d_exchange<1>(r);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) __builtin_memcpy(to + i * to_stride * 4, &r[i], 64);
+}
+#endif
+// to[c][r] = from[r][c]
+template <class T> static __attribute__((noinline)) void d_transpose(
+    const T* from, long long from_stride, T* to, long long to_stride, long long rows, long long columns) {
+  long long done = 0;
+#ifdef __AVX512F__
+  if (sizeof(T) == 4) {
+    for (; done + 16 <= columns; done += 16) {
+      long long r = 0;
+      for (; r + 16 <= rows; r += 16)
+        d_transpose16((const char*)(from + r * from_stride + done), from_stride, (char*)(to + done * to_stride + r),
+                      to_stride);
+      for (; r < rows; ++r)
+        for (long long c = done; c < done + 16; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+    }
+  }
+#endif
+  for (long long r = 0; r < rows; ++r)
+    for (long long c = done; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+}"""
+
+
 SUPPORT: dict[str, str] = {
     "d_max_nan": _extreme("max"),
     "d_min_nan": _extreme("min"),
+    "d_transpose": _TRANSPOSE,
     "d_scratch": "static inline char* d_scratch(long long bytes) { return d_thread_memory<0>(bytes); }",
     "d_scratch_columns": "static inline char* d_scratch_columns(long long bytes) { return d_thread_memory<1>(bytes); }",
     "d_shared": "template <int k> static inline char* d_shared(long long bytes) "
