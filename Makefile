@@ -18,7 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  else "Deuteron needs Python 3.10 to 3.13; this is %d.%d. Say which: make PYTHON=python3.12 ..." % v)'
 	@command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null \
 	  || echo "note: no C++ compiler found; CPU programs will run through ATen"
-	test -x $(PY) || $(PYTHON) -m venv .venv
+	test -x $(PY) || $(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "python3 has no venv: install it (Debian: apt-get install python3-venv)"; exit 1; }
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 

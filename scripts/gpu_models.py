@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 
-from tests.models.compare import Errors, Trial, failures, train_step  # noqa: E402
+from tests.models.compare import Errors, Trial, failures  # noqa: E402
 from tests.models.zoo import CASES, Case, Step, cast  # noqa: E402
 
 Row = dict[str, Any]
@@ -65,6 +65,11 @@ class Runner:
         self.step.zero_grad(set_to_none=True)
         self.call(*self.inputs).backward()
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        self()
+        named = self.step.named_parameters()
+        return {"grad " + n: p.grad.clone() for n, p in named if p.grad is not None}
+
     def timed(self) -> float:
         """Device time of one step, ms."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -93,15 +98,9 @@ def check_small(case: Case, dtype: torch.dtype, name: str) -> list[str]:
     return failures(trial.errors(None), trial.errors(compiler(name)), dtype)
 
 
-def check_large(case: Case, dtype: torch.dtype, step: Step, inputs: Any, name: str) -> float:
-    """The largest relative distance of a tensor from eager's: a coarse check of large shapes."""
-    if case.random:
-        return 0.0
-    make = compiler(name)
-    assert make is not None
-    got_step = copy.deepcopy(step)
-    eager = train_step(copy.deepcopy(step), inputs)
-    return Errors.against(eager, train_step(got_step, inputs, make(got_step))).worst()
+def distance(eager: Runner, got: Runner) -> float:
+    """The largest relative distance of a gradient from eager's: a coarse check of large shapes."""
+    return Errors.against(eager.gradients(), got.gradients()).worst()
 
 
 def measure(case: Case, dtype: torch.dtype, names: list[str], rounds: int) -> Row:
@@ -110,9 +109,6 @@ def measure(case: Case, dtype: torch.dtype, names: list[str], rounds: int) -> Ro
     torch._dynamo.reset()
     step = case.step(large=True).to("cuda", dtype)
     inputs = cast(case.make_inputs(large=True), dtype, "cuda")
-    row["distance"] = check_large(case, dtype, step, inputs, names[-1])
-    # The checks' compiled step asked for gradients of inputs; the timed one is compiled anew.
-    torch._dynamo.reset()
     runners: dict[str, Runner] = {}
     for name in names:
         try:
@@ -127,6 +123,8 @@ def measure(case: Case, dtype: torch.dtype, names: list[str], rounds: int) -> Ro
             runners[name] = runner
         except Exception as error:
             row[f"{name} error"] = one_line(error)
+    if not case.random and names[-1] in runners:
+        row["distance"] = distance(runners["eager"], runners[names[-1]])
     times: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(rounds):
         for name, runner in runners.items():
@@ -160,7 +158,11 @@ def table(rows: list[Row], names: list[str]) -> str:
             ratios.append(time_ratio)
         line += f"{time_ratio:12.2f}{ratio('peak MB'):7.2f}{ratio('first call s'):9.2f}"
         bad = row.get("error") or row.get(f"{names[-1]} error") or "; ".join(row["wrong"][:2])
-        lines.append(line + "  " + (bad[:150] if bad else f"yes, {row['distance']:.1e} from eager"))
+        lines.append(
+            line
+            + "  "
+            + (bad[:150] if bad else f"yes, {row.get('distance', math.nan):.1e} from eager")
+        )
     if ratios:
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         lines.append(

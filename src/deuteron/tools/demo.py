@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -125,7 +124,7 @@ def show_curves(console: Console, curves: dict[str, list[float]], rows: dict[str
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("  step", no_wrap=True)
     count = min(len(c) for c in curves.values())
-    steps = sorted({round(i * (count - 1) / 4) for i in range(5)})
+    steps = sorted({round(i * (count - 1) / 3) for i in range(4)})
     for i in steps:
         table.add_column(str(i), justify="right", no_wrap=True)
     for title in ("curve", "steps/s", "off by"):
@@ -150,10 +149,8 @@ def curve_difference(eager: list[float], curve: list[float]) -> float:
 def show_table(console: Console, results: list[Result], backends: tuple[str, ...]) -> None:
     about = next((r for r in results if "device" in r), {})
     where = f"{about.get('device', '?')}, {about.get('threads', '?')} threads, torch "
-    table = Table(
-        title=f"{where}{about.get('torch', '?')}", title_justify="left", box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )  # fmt: skip
+    console.print(f"[bold]{where}{about.get('torch', '?')}[/]\n", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("program", "compiler"):
         table.add_column(column, no_wrap=True)
     for column in ("time\nms", "cold com-\npile, s", "kernels", "library\ncalls", "peak\nMB"):
@@ -164,9 +161,8 @@ def show_table(console: Console, results: list[Result], backends: tuple[str, ...
             name = result["name"] if k == 0 else ""
             last = row["backend"] == backends[-1]
             compiler = f"[bold]{row['backend']}[/]" if last else row["backend"]
-            end = k == len(result["rows"]) - 1
             if "error" in row:
-                table.add_row(name, compiler, "[red]failed[/]", end_section=end)
+                table.add_row(name, compiler, "[red]failed[/]")
                 continue
             table.add_row(
                 name,
@@ -177,8 +173,8 @@ def show_table(console: Console, results: list[Result], backends: tuple[str, ...
                 number(row.get("library"), "d"),
                 number(row.get("peak_mb"), ".1f"),
                 number(row.get("error_f64"), ".1e"),
-                end_section=end,
             )
+        table.add_row()
     console.print(table)
     console.print(
         "time: median of interleaved rounds (one pass over all batches, or one training step with "
