@@ -144,7 +144,10 @@ def source() -> str:
         loop(n, "i64 seed, i64 stream", t, f"d_{n}(seed, stream, i)") for n, t in RANDOM.items()
     ]
     parts.append(
-        "void philox(i64 seed, i64 stream, i64 i, u32 *o) { d_philox(seed, stream, i, o[0], o[1], o[2], o[3]); }\n"
+        parts.append(
+            "void philox(i64 seed, i64 stream, i64 i, u32 *o) {\n"
+            "  d_philox(seed, stream, i, o[0], o[1], o[2], o[3]);\n}\n"
+        )
     )
     body = 'extern "C" {\n' + "".join(parts) + "}\n"
     return prelude(used_functions(body)) + body
@@ -203,12 +206,16 @@ def call(
     return result
 
 
+# fmt: off
 SPECIAL = torch.tensor([
-    0.0, -0.0, 1, -1, 0.5, -0.5, 2, -2, 3, -3, 0.25, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-40, 1.17549435e-38,
-    3.4028234e38, -3.4028234e38, 1e6, -1e6, 1e10, 1e22, 1e30, 88.7, 88.73, 89, 91, -87, -88, -103.9, -104, -150, 127.99, 128,
-    -149, -150, 8191.99, 8192, 8193, 1e5, 16777216, math.pi, math.pi / 2, 1.5 * math.pi, 0.92, 0.6, 10, 9, 4, 0.9999999,
-    1.0000001, -0.9999999, 0.70710678, 1.41421356, 0.41421356, 2.0**63, 2.0**31, 2.0**-24, -(2.0**-24),
-])  # fmt: skip
+    0.0, -0.0, 1, -1, 0.5, -0.5, 2, -2, 3, -3, 0.25, math.inf, -math.inf, math.nan, 1e-45,
+    -1e-45, 1e-40, 1.17549435e-38, 3.4028234e38, -3.4028234e38, 1e6, -1e6, 1e10, 1e22, 1e30,
+    88.7, 88.73, 89, 91, -87, -88, -103.9, -104, -150, 127.99, 128, -149, -150, 8191.99, 8192,
+    8193, 1e5, 16777216, math.pi, math.pi / 2, 1.5 * math.pi, 0.92, 0.6, 10, 9, 4, 0.9999999,
+    1.0000001, -0.9999999, 0.70710678, 1.41421356, 0.41421356, 2.0**63, 2.0**31, 2.0**-24,
+    -(2.0**-24),
+])
+# fmt: on
 
 
 def samples(count: int = 1 << 15) -> torch.Tensor:

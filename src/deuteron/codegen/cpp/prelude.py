@@ -1,4 +1,4 @@
-"""The scalar functions of generated C++: `prelude.h`, cut to what a translation unit uses.
+"""The scalar functions of generated C++: `prelude*.h`, cut to what a translation unit uses.
 
 In: names of prelude functions (``d_exp``). Out: the text that opens the unit: types, macros and
 these functions with everything they mention, in an order that compiles. Nothing of it includes a
@@ -20,6 +20,7 @@ from deuteron.ir.expr import SCALAR_OPS
 # vectorise.
 CXX_FLAGS = ("-std=gnu++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
+FILES = ("prelude.h", "prelude_math.h", "prelude_trig.h")
 _SECTION = re.compile(r"^//@ (\w+)\n", re.MULTILINE)
 _NAME = re.compile(r"\b[dD]_\w+")
 
@@ -27,7 +28,9 @@ _NAME = re.compile(r"\b[dD]_\w+")
 @lru_cache(maxsize=1)
 def _sections() -> dict[str, tuple[str, frozenset[str]]]:
     """Name -> (text without comments, names of the sections it mentions), in the file's order."""
-    parts = _SECTION.split(files(__package__).joinpath("prelude.h").read_text(encoding="utf-8"))
+    folder = files(__package__)
+    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in FILES)
+    parts = _SECTION.split(text)
     texts = {}
     for name, text in zip(parts[1::2], parts[2::2], strict=True):
         lines = (
