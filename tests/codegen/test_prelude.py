@@ -144,10 +144,8 @@ def source() -> str:
         loop(n, "i64 seed, i64 stream", t, f"d_{n}(seed, stream, i)") for n, t in RANDOM.items()
     ]
     parts.append(
-        parts.append(
-            "void philox(i64 seed, i64 stream, i64 i, u32 *o) {\n"
-            "  d_philox(seed, stream, i, o[0], o[1], o[2], o[3]);\n}\n"
-        )
+        "void philox(i64 seed, i64 stream, i64 i, u32 *o) {\n"
+        "  d_philox(seed, stream, i, o[0], o[1], o[2], o[3]);\n}\n"
     )
     body = 'extern "C" {\n' + "".join(parts) + "}\n"
     return prelude(used_functions(body)) + body
