@@ -1,13 +1,177 @@
-"""stub"""
+"""Which ATen operators AOTAutograd decomposes, and which reach the lowering whole.
+
+In: nothing. Out: `table()`, operator overload -> function. The base is torch's core ATen set (composite operators,
+backward formulas of pointwise operators, losses, padding, upsampling, embedding and norm backwards, ...). This file
+states what differs from it, family by family:
+
+    WHOLE     in torch's set, but not decomposed here
+    FURTHER   torch knows how, but its core set keeps them whole; here they are decomposed
+    OWN       rules of this file
+
+All names are looked up; one that this torch does not have is left out.
+
+Numerics: torch's decompositions of half types compute in f32 and round once per operator, as eager does. Those
+that round more often than eager are in WHOLE or have a rule in OWN.
+"""
+
 from __future__ import annotations
-from collections.abc import Callable
+
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
+
 import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+from deuteron.graph import ops
+
+aten = torch.ops.aten
+Rule = Callable[..., Any]
+
+WHOLE: tuple[str, ...] = (
+    # Torch's rule returns the attention matrix where the backward expects log-sum-exp: wrong gradients.
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    # Contractions with an addend are one library call.
+    "aten.baddbmm",
+    # One scalar function each in the lowering: decomposed they would round more often than eager in half types.
+    "aten.addcmul", "aten.addcdiv", "aten.lerp", "aten.silu", "aten.square", "aten.rsub", "aten.clamp_min",
+    "aten.clamp_max", "aten.clip", "aten.floor_divide", "aten.sgn", "aten.std",
+    # Sums of half types accumulate in f32 in the lowering; a decomposed `sum.default` says nothing more.
+    "aten.sum",
+    # Data movement by a loaded index, or an order: nothing to gain from loops.
+    "aten.argsort", "aten.msort", "aten.isin", "aten.unique_dim",
+)
+
+FURTHER: tuple[str, ...] = (
+    # Softmax and norms are reductions with prologue and epilogue: decomposed they fuse with their neighbours.
+    "aten._softmax", "aten._log_softmax",
+    "aten.native_layer_norm", "aten.native_group_norm",
+    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._native_batch_norm_legit_functional",
+    "aten._native_batch_norm_legit_no_training", "aten._batch_norm_with_update",
+    "aten._batch_norm_with_update_functional", "aten._batch_norm_no_update", "aten.batch_norm_backward",
+    "aten.linalg_vector_norm", "aten.dist",
+    # Random: the graph's own rewrite knows rand, randn, bernoulli, uniform; these are formulas over them.
+    "aten.native_dropout", "aten.exponential", "aten.cauchy", "aten.geometric", "aten.log_normal",
+    "aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor",
+    "aten.rrelu_with_noise_backward",
+    # Pointwise formulas.
+    "aten.elu", "aten.hardtanh", "aten.leaky_relu", "aten.round.decimals", "aten.lcm", "aten.conj_physical",
+    "aten.addmv",
+    # Index arithmetic and gathers.
+    "aten.index_select", "aten.grid_sampler_2d", "aten.upsample_bicubic2d", "aten.upsample_bilinear2d",
+    "aten.upsample_trilinear3d", "aten.upsample_nearest2d.vec", "aten.tril_indices", "aten.triu_indices",
+    "aten.narrow_copy", "aten.permute_copy", "aten.view_copy", "aten.unbind_copy", "aten.lift",
+    "aten._adaptive_avg_pool2d",
+    "aten.new_empty_strided",
+)
+
+OWN: dict[str, Rule] = {}
+
+
+def own(*names: str) -> Callable[[Rule], Rule]:
+    def register(f: Rule) -> Rule:
+        for n in names:
+            assert n not in OWN, f"two rules for {n}"
+            OWN[n] = f
+        return f
+
+    return register
+
 
 @lru_cache(maxsize=1)
-def table() -> dict[Any, Callable[..., Any]]:
-    from torch._decomp import core_aten_decompositions
-    t = dict(core_aten_decompositions())
-    t.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)
-    return t
+def table() -> dict[Any, Rule]:
+    """The decomposition table. The same object each time; do not change it."""
+    found: dict[Any, Rule] = {}
+    found.update(core_aten_decompositions())
+    found.update(get_decompositions(list(ops.resolved(FURTHER))))
+    for target in ops.resolved(WHOLE):
+        found.pop(target, None)
+    for name, rule in OWN.items():
+        for target in ops.resolved((name,)):
+            found[target] = rule
+    for name, rule in foreach_rules():
+        for target in ops.resolved((name,)):
+            found[target] = rule
+    return found
+
+
+# -- convolution --------------------------------------------------------------------------------------------------------
+@own("aten.convolution_backward.default")
+def convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """On GPUs the bias gradient is a reduction that fuses with what made `grad`; oneDNN makes it along the way."""
+    if not output_mask[2] or grad.device.type != "cuda":
+        return NotImplemented
+    bias = aten.sum.dim_IntList(grad, [0, *range(2, grad.dim())])
+    dx, dw, _ = aten.convolution_backward.default(
+        grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
+        [output_mask[0], output_mask[1], False],
+    )
+    return dx, dw, bias
+
+
+# -- lists of tensors: optimizers ------------------------------------------------------------------------------------------
+# _foreach operator -> operator per tensor, where names or overloads differ. "List" overloads pair up two lists.
+FOREACH_UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal "
+    "round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
+).split()
+FOREACH_BINARY = "add sub mul div maximum minimum clamp_max clamp_min pow".split()
+
+
+def foreach_rules() -> list[tuple[str, Rule]]:
+    """Each list operator as its operator on every tensor."""
+    rules: list[tuple[str, Rule]] = []
+    for n in FOREACH_UNARY:
+        rules.append((f"aten._foreach_{n}.default", _each(getattr(torch, n))))
+    for n in FOREACH_BINARY:
+        f = _scalar_form(n)
+        for overload in ("Scalar", "ScalarList", "List", "Tensor"):
+            rules.append((f"aten._foreach_{n}.{overload}", _each(f)))
+    rules.append(("aten._foreach_pow.ScalarAndTensor", lambda base, exps: [torch.pow(base, e) for e in exps]))
+    for n in ("addcmul", "addcdiv"):
+        f = getattr(torch, n)
+        rules.append((f"aten._foreach_{n}.Scalar", _each_with_value(f)))
+        rules.append((f"aten._foreach_{n}.ScalarList", _each_with_value(f)))
+    for overload in ("Scalar", "List", "ScalarList"):
+        rules.append((f"aten._foreach_lerp.{overload}", _each(torch.lerp)))
+    rules.append(("aten._foreach_zero.default", _each(torch.zeros_like)))
+    rules.append(("aten._foreach_copy.default", lambda xs, ys, non_blocking=False: [
+        aten.copy.default(x, y) for x, y in zip(xs, ys)
+    ]))
+    rules.append(("aten._foreach_norm.Scalar", _foreach_norm))
+    return rules
+
+
+def _scalar_form(name: str) -> Rule:
+    """The binary operator for a tensor and a tensor or number."""
+    if name in ("maximum", "minimum"):
+        clamp = torch.clamp_min if name == "maximum" else torch.clamp_max
+        both = getattr(torch, name)
+        return lambda x, y, **kw: both(x, y) if isinstance(y, Tensor) else clamp(x, y)
+    return getattr(torch, name)
+
+
+def _each(f: Rule) -> Rule:
+    def rule(xs: Sequence[Tensor], *others: Any, **kwargs: Any) -> list[Tensor]:
+        """Lists pair up with `xs`; anything else is shared by all."""
+        columns = [o if isinstance(o, (list, tuple)) else [o] * len(xs) for o in others]
+        return [f(x, *row, **kwargs) for x, *row in zip(xs, *columns)]
+
+    return rule
+
+
+def _each_with_value(f: Rule) -> Rule:
+    def rule(xs: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], value: Any = 1) -> list[Tensor]:
+        values = value if isinstance(value, (list, tuple)) else [value] * len(xs)
+        return [f(x, p, q, value=v) for x, p, q, v in zip(xs, a, b, values)]
+
+    return rule
+
+
+def _foreach_norm(xs: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in xs]

@@ -77,7 +77,8 @@ def has_effect(node: fx.Node) -> bool:
         return not is_pure_callable(node.target)
     if is_mutating(node) or is_collective(node) or packet(node.target) in EFFECTS:
         return True
-    return node.is_impure(False)
+    schema = node.target._schema
+    return not schema.returns or any("ScriptObject" in str(a.type) for a in schema.arguments)
 
 
 # Higher-order operators without effects beyond their results (their bodies are functional graphs).

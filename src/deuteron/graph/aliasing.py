@@ -1,0 +1,57 @@
+"""Which results share memory, and which replacements would change what a caller can observe of it.
+
+In: a functional graph. Two graph outputs that share storage behave as one tensor for the caller's in-place writes, and
+so does an output that shares storage with an input. A rewrite may not create such sharing where the traced program
+has none, and may not read an input's storage where the traced program reads a copy made before the input is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from deuteron.graph import ops
+
+
+class Aliasing:
+    """Storages of a graph's inputs and outputs, kept up to date while nodes are replaced."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._storage: dict[fx.Node, Any] = {}
+        self.inputs = {self.storage(n) for n in graph.find_nodes(op="placeholder")} - {None}
+        output = next(iter(reversed(graph.nodes)))
+        self.outputs = {self.storage(n) for n in output.all_input_nodes} - {None}
+        self.direct = set(output.all_input_nodes)
+        self.written: set[Any] = set()
+        for n in graph.nodes:
+            if n.op == "call_function" and ops.is_mutating(n):
+                for a, s in zip(n.target._schema.arguments, n.args):
+                    if a.alias_info is not None and a.alias_info.is_write and isinstance(s, fx.Node):
+                        self.written.add(self.storage(s))
+
+    def storage(self, n: fx.Node) -> Any:
+        """The storage that `n` has at run time; a node that took another's place has its own."""
+        if n not in self._storage:
+            self._storage[n] = ops.storage_of(n)
+        return self._storage[n]
+
+    def may_replace(self, old: fx.Node, new: fx.Node) -> bool:
+        """May the users of `old` read `new` instead?"""
+        a, b = self.storage(old), self.storage(new)
+        if a is None or b is None or a == b:
+            # The same storage: only the identity of the tensor object changes. An output stays an own tensor.
+            return not (old in self.direct and (new in self.direct or new.op == "placeholder"))
+        if b in self.written:
+            return False
+        if a in self.outputs:
+            return b not in self.inputs and b not in self.outputs
+        return True
+
+    def replaced(self, old: fx.Node, new: fx.Node) -> None:
+        """To be called when `new` took the place of `old`, before `old` is erased."""
+        a, b = self.storage(old), self.storage(new)
+        if a != b and a is not None and a in self.outputs:
+            self.outputs.add(b)
+        if old in self.direct:
+            self.direct.add(new)

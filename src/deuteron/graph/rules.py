@@ -1,0 +1,278 @@
+"""The rewrites of single nodes: one row each. A row returns the node to read instead, or None.
+
+A row may return an existing node or insert a new one (through the `Editor`, before the node). It states an identity
+that holds bit by bit for every dtype that it lets through; whether sharing of storage permits the replacement is decided
+by `Aliasing`, not here. Float addition of 0.0 is no row: -0.0 + 0.0 is 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from deuteron.graph import ops
+from deuteron.graph.edit import Editor
+
+aten = torch.ops.aten
+Rewrite = Callable[[Editor, fx.Node], "fx.Node | None"]
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    rewrite: Rewrite
+
+
+ROWS: dict[str, list[Row]] = {}
+
+
+def row(name: str, *packets: str) -> Callable[[Rewrite], Rewrite]:
+    """Registers a rewrite for operators, named like ``aten.view``."""
+
+    def register(f: Rewrite) -> Rewrite:
+        for p in packets:
+            ROWS.setdefault(p, []).append(Row(name, f))
+        return f
+
+    return register
+
+
+# -- facts ------------------------------------------------------------------------------------------------------------
+def same_number(a: Any, b: Any) -> bool:
+    """Equal sizes, as far as that is known without a guard."""
+    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
+        return getattr(getattr(a, "node", None), "expr", a) == getattr(getattr(b, "node", None), "expr", b)
+    return a == b
+
+
+def same_numbers(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(same_number(x, y) for x, y in zip(a, b))
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same sizes, strides, dtype and device."""
+    return (
+        a.dtype == b.dtype and a.device == b.device and a.layout == b.layout == torch.strided
+        and same_numbers(a.shape, b.shape) and same_numbers(a.stride(), b.stride())
+        and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    )
+
+
+def val(x: Any) -> torch.Tensor | None:
+    return ops.tensor_of(x) if isinstance(x, fx.Node) else None
+
+
+def like_first(node: fx.Node) -> fx.Node | None:
+    """The first argument, if the result has its layout."""
+    x = node.args[0] if node.args else None
+    a, b = val(x), val(node)
+    return x if a is not None and b is not None and same_layout(a, b) else None  # type: ignore[return-value]
+
+
+def literal(x: Any) -> Any:
+    """A Python number, or None."""
+    return x if isinstance(x, (int, float)) and not isinstance(x, bool) else None
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+@row("view of the same layout", "aten.view", "aten._unsafe_view", "aten.expand", "aten.permute", "aten.slice",
+     "aten.squeeze", "aten.alias", "aten.detach", "aten.t", "aten.transpose", "aten._reshape_alias", "aten.flip")
+def same_view(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """x.view(x.shape) = x, x[:] = x, ..."""
+    if ops.packet(node.target) == "aten.flip" and node.args[1]:
+        return None
+    found = like_first(node)
+    if found is None or ops.packet(node.target) in ("aten.permute", "aten.t", "aten.transpose"):
+        # Equal layouts do not make a transposition of a square (or expanded) tensor an identity.
+        return found if found is not None and is_identity_order(node) else None
+    if ops.packet(node.target) == "aten.slice" and not is_full_slice(node):
+        return None
+    return found
+
+
+def is_identity_order(node: fx.Node) -> bool:
+    rank = node.meta["val"].dim()
+    name = ops.packet(node.target)
+    if name == "aten.permute":
+        return [d % max(rank, 1) for d in node.args[1]] == list(range(rank))  # type: ignore[union-attr]
+    if name == "aten.transpose":
+        return rank == 0 or node.args[1] % rank == node.args[2] % rank  # type: ignore[operator]
+    return rank < 2
+
+
+def is_full_slice(node: fx.Node) -> bool:
+    """Equal sizes say so, unless a step of -0 ... sizes are equal only for start 0 and step 1, or at most one element."""
+    start = node.args[2] if len(node.args) > 2 else node.kwargs.get("start")
+    step = node.args[4] if len(node.args) > 4 else node.kwargs.get("step", 1)
+    return start in (None, 0) and step == 1
+
+
+@row("copy of the same layout", "aten.clone", "aten._to_copy", "prims.convert_element_type", "aten.contiguous")
+def same_copy(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """A copy has the value of what it copies."""
+    if node.kwargs.get("non_blocking") or node.kwargs.get("pin_memory"):
+        return None
+    return like_first(node)
+
+
+# dtype -> those that hold all of its values
+WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+    torch.bool: (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+                 torch.float32, torch.float64),
+    torch.uint8: (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64),
+    torch.int8: (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64),
+    torch.int16: (torch.int32, torch.int64, torch.float32, torch.float64),
+    torch.int32: (torch.int64, torch.float64),
+}
+CASTS = ("aten._to_copy", "prims.convert_element_type")
+
+
+def only_casts(node: fx.Node) -> bool:
+    """Changes the dtype and nothing else."""
+    a, b = val(node.args[0]), val(node)
+    return (
+        ops.packet(node.target) in CASTS and a is not None and b is not None and a.device == b.device
+        and same_numbers(a.shape, b.shape) and same_numbers(a.stride(), b.stride())
+        and set(node.kwargs) <= {"dtype"}
+    )
+
+
+@row("cast there and back", *CASTS)
+def cast_back(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """x.to(wider).to(x.dtype) = x."""
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or not only_casts(node) or not only_casts(inner):
+        return None
+    source = inner.args[0]
+    a, b = val(source), val(inner)
+    assert isinstance(source, fx.Node) and a is not None and b is not None
+    if b.dtype in WIDER.get(a.dtype, ()) and node.meta["val"].dtype == a.dtype:
+        return source
+    return None
+
+
+@row("times one", "aten.mul", "aten.div", "aten.pow")
+def times_one(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """x * 1 = x / 1 = x ** 1 = x."""
+    other = node.args[1] if len(node.args) > 1 else None
+    if literal(other) != 1 or node.kwargs.get("rounding_mode") is not None:
+        return None
+    return like_first(node)
+
+
+@row("plus nothing", "aten.add", "aten.sub")
+def plus_zero(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """n + 0 = n for integers; x - 0 = x for all numbers."""
+    other = node.args[1] if len(node.args) > 1 else None
+    if literal(other) != 0 or str(other).startswith("-"):
+        return None
+    out = val(node)
+    if out is None or (out.dtype.is_floating_point or out.is_complex()) and ops.packet(node.target) == "aten.add":
+        return None
+    return like_first(node)
+
+
+@row("negated twice", "aten.neg", "aten.logical_not", "aten.bitwise_not")
+def twice(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """-(-x) = x; not not b = b."""
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not node.target:
+        return None
+    a, b = val(inner.args[0]), val(node)
+    if a is None or b is None or not same_layout(a, b):
+        return None
+    return inner.args[0]  # type: ignore[return-value]
+
+
+@row("concatenation of one", "aten.cat")
+def one_part(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """cat([x]) = x."""
+    parts = node.args[0]
+    if not isinstance(parts, (list, tuple)) or len(parts) != 1:
+        return None
+    a, b = val(parts[0]), val(node)
+    return parts[0] if a is not None and b is not None and same_layout(a, b) else None  # type: ignore[return-value]
+
+
+@row("writes everything", "aten.slice_scatter", "aten.copy")
+def whole_write(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """slice_scatter(x, y) over all of x, and copy(x, y), are y."""
+    if ops.packet(node.target) == "aten.slice_scatter":
+        start = node.args[3] if len(node.args) > 3 else node.kwargs.get("start")
+        step = node.args[5] if len(node.args) > 5 else node.kwargs.get("step", 1)
+        if start not in (None, 0) or step != 1:
+            return None
+    y = node.args[1]
+    a, b = val(y), val(node)
+    if a is None or b is None or not isinstance(y, fx.Node):
+        return None
+    if same_layout(a, b):
+        return y
+    if a.device == b.device and same_numbers(a.shape, b.shape) and same_numbers(a.stride(), b.stride()):
+        return editor.call(aten._to_copy.default, y, like=node, dtype=b.dtype)
+    return None
+
+
+# -- constants --------------------------------------------------------------------------------------------------------
+# Operators whose result on any device is the correctly rounded one: folding them changes no bit.
+EXACT = tuple(
+    "aten." + n for n in (
+        "add sub mul div neg abs maximum minimum eq ne lt le gt ge logical_and logical_or logical_not bitwise_not "
+        "bitwise_and bitwise_or where clamp_min clamp_max sqrt reciprocal rsub"
+    ).split()
+) + CASTS
+
+
+def constant(x: Any) -> torch.Tensor | None:
+    """The 0-d value of a tensor whose elements are all one number known now."""
+    out = val(x)
+    if out is None or x.op != "call_function" or out.dtype.is_complex:
+        return None
+    name = ops.packet(x.target)
+    fill: Any = None
+    if name in ("aten.full", "aten.full_like", "aten.new_full"):
+        fill = x.args[-1]
+    elif name == "aten.scalar_tensor":
+        fill = x.args[0]
+    elif name in ("aten.zeros", "aten.zeros_like", "aten.new_zeros"):
+        fill = 0
+    elif name in ("aten.ones", "aten.ones_like", "aten.new_ones"):
+        fill = 1
+    elif name in ("aten.expand", "aten.view", "aten.permute", "aten.unsqueeze", "aten.squeeze"):
+        return constant(x.args[0])
+    if not isinstance(fill, (bool, int, float)):
+        return None
+    return torch.full((), fill, dtype=out.dtype)
+
+
+@row("constant", *EXACT)
+def fold(editor: Editor, node: fx.Node) -> fx.Node | None:
+    """An exact operator on constants is a constant."""
+    out = val(node)
+    tensors = [a for a in node.args if isinstance(a, fx.Node)]
+    if not tensors or out is None or not out.is_contiguous() or not all(isinstance(s, int) for s in out.shape):
+        return None
+    if any(not isinstance(a, (fx.Node, bool, int, float)) for a in node.args):
+        return None
+    values = [constant(a) if isinstance(a, fx.Node) else a for a in node.args]
+    if any(v is None for v in values) or node.kwargs.get("device") is not None:
+        return None
+    # A 0-d argument promotes more weakly than others: give each constant the rank of what it stands for.
+    shaped = [v.reshape([1] * a.meta["val"].dim()) if isinstance(a, fx.Node) else v for v, a in zip(values, node.args)]
+    with torch.no_grad(), _outside():
+        result = node.target(*shaped, **node.kwargs)  # type: ignore[operator]
+    if result.dtype != out.dtype:
+        return None
+    return editor.call(aten.full.default, list(out.shape), result.reshape(()).item(), like=node, dtype=out.dtype,
+                       device=out.device, pin_memory=False)
+
+
+def _outside() -> Any:
+    return torch.utils._python_dispatch._disable_current_modes()
