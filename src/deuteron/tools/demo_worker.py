@@ -10,6 +10,7 @@ Rounds are interleaved, compiler by compiler, so that a change in the machine's 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -187,6 +188,22 @@ def count_inductor(sources: list[str]) -> dict[str, int]:
     return {"kernels": kernels, "library": library}
 
 
+def records(backend: str) -> Any:
+    """A context that yields what the compiler records of the graphs compiled in it."""
+    if backend != "deuteron":
+        return contextlib.nullcontext([])
+    from deuteron.backend import collecting
+
+    return collecting()
+
+
+def count_deuteron(found: list[Any]) -> dict[str, int]:
+    return {
+        "kernels": sum(len(record.of("kernel")) for record in found),
+        "library": sum(len(record.of("library")) for record in found),
+    }
+
+
 def cold(contender: Contender) -> None:
     """The first step: the time that compiling takes, and what Inductor generated."""
     sources: list[str] = []
@@ -194,16 +211,19 @@ def cold(contender: Contender) -> None:
         from torch._inductor.graph import GraphLowering
 
         GraphLowering.save_output_code = staticmethod(sources.append)
-    start = time.perf_counter()
-    out = contender.step(0) if contender.train else contender.infer(0)
-    contender.synchronize()
-    contender.facts["compile_s"] = time.perf_counter() - start
+    with records(contender.backend) as found:
+        start = time.perf_counter()
+        out = contender.step(0) if contender.train else contender.infer(0)
+        contender.synchronize()
+        contender.facts["compile_s"] = time.perf_counter() - start
     out = out if contender.train else contender.step(0)
     if contender.train:
         contender.losses.append(out.item())
     contender.facts["numbers"] = contender.numbers(out)
     if sources:
         contender.facts.update(count_inductor(sources))
+    if contender.backend == "deuteron":
+        contender.facts.update(count_deuteron(found))
 
 
 def warm_up() -> None:
