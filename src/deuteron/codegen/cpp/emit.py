@@ -50,6 +50,7 @@ class Emitter:
         self.chain: list[Scope] = [Scope(NONE)]
         self.axis_text: dict[Axis, str] = {}
         self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
+        self.guard: str | None = None  # in the innermost scope, lanes where it is false are off
         self.buffered: dict[Expr, str] = {}  # values kept by an earlier pass -> where they are now
         self._deps: dict[Expr, frozenset[Axis]] = {}
 
@@ -158,7 +159,8 @@ class Emitter:
         at = self.level(self.deps(node))
         scope = self.chain[at]
         if node in self.buffered:
-            kind, text = scalars.REGISTER[node.dtype], self.buffered[node]
+            kind = scalars.REGISTER[node.dtype]
+            text = self.guarded(self.buffered[node], node.dtype, at)
         else:
             kind, text = self._text(node, at)
         name = self.fresh("t")
@@ -174,10 +176,10 @@ class Emitter:
             text = scalars.from_memory(
                 f"{self.tensors[name]}[{self.index(idx[0], at)}]", node.dtype, self.used
             )
-            return (
-                kind,
-                f"{args[0]} ? {text} : {scalars.literal(fill, node.dtype)}" if args else text,
-            )
+            if args:
+                mask = f"({self.guard} & {args[0]})" if self.is_guarded(at) else args[0]
+                return kind, f"{mask} ? {text} : {scalars.literal(fill, node.dtype)}"
+            return kind, self.guarded(text, node.dtype, at)
         if node.op == "index":
             return ("int" if fits_int(node.attr) else kind), self.index(node.attr, at)
         if node.op == "cast":
@@ -188,6 +190,15 @@ class Emitter:
             self.used.add(name)
             return kind, f"{name}({args[0]}, {stream}, {self.index(element, at)})"
         return kind, scalars.operation(node.op, node.dtype, args, node.args[-1].dtype, self.used)
+
+    def is_guarded(self, at: int) -> bool:
+        return self.guard is not None and at == len(self.chain) - 1
+
+    def guarded(self, text: str, dtype: str, at: int) -> str:
+        """A read from memory, not done on lanes that are off."""
+        if not self.is_guarded(at):
+            return text
+        return f"{self.guard} ? {text} : {scalars.zero(dtype)}"
 
     # -- indices ---------------------------------------------------------------------------------------------------
 

@@ -90,33 +90,34 @@ class Accumulator:
     def position_type(self) -> str:
         return "long long" if self.dtype in ("f64", "i64") else "int"
 
-    def update(self, lane: str, value: str, position: str) -> list[str]:
-        """Folds `value` (at `position` along the reduced axis) into a lane."""
+    def update(self, lane: str, value: str, position: str, guard: str | None = None) -> list[str]:
+        """Folds `value` (at `position` along the reduced axis) into a lane, where `guard` holds."""
         a = f"{self.name}[{lane}]"
         if not self.positional:
             cast = "(int)" if self.dtype == "bool" else ""
-            return [f"{a} = {combine(self.kind, self.dtype, a, cast + value, self.used)};"]
+            new = combine(self.kind, self.dtype, a, cast + value, self.used)
+            return [f"{a} = {f'{guard} ? {new} : {a}' if guard else new};"]
         better = f"{value} {'>' if self.kind == 'argmax' else '<'} {a}"
         if self.dtype in FLOATS:
-            better = f"({better}) | (({value} != {value}) & ({a} == {a}))"
-        t = f"{self.name}_t"
+            better = f"(({better}) | (({value} != {value}) & ({a} == {a})))"
+        if guard:
+            better = f"{guard} & {better}"
+        t, at = f"{self.name}_t", f"{self.name}_i[{lane}]"
         return [
             f"const bool {t} = {better};",
             f"{a} = {t} ? {value} : {a};",
-            f"{self.name}_i[{lane}] = {t} ? ({self.position_type})({position}) : {self.name}_i[{lane}];",
+            f"{at} = {t} ? ({self.position_type})({position}) : {at};",
         ]
 
     def flush(self, lanes: int) -> list[str]:
         """Adds all lanes to the one double and clears them."""
         if not self.flushed:
             return []
-        n, d = self.name, f"{self.name}_s"
-        return [
-            f"{{ double {d} = 0;",
-            f'_Pragma("omp simd reduction(+:{d})")',
-            f"for (int l = 0; l < {lanes}; ++l) {{ {d} += (double){n}[l]; {n}[l] = 0; }}",
-            f"{n}_d += {d}; }}",
-        ]
+        n = self.name
+        if lanes * 4 % 64:
+            return [f"for (int l = 0; l < {lanes}; ++l) {{ {n}_d += (double){n}[l]; {n}[l] = 0; }}"]
+        self.used.add("d_lanes")
+        return [f"{n}_d += d_lanes_flush<{lanes}>({n});"]
 
     def flush_lanes(self, count: str) -> list[str]:
         """Adds every lane to its own double and clears it."""
@@ -143,21 +144,14 @@ class Accumulator:
                 ),
                 "}",
             ]
-        if self.dtype != "bool":
-            simd = {"sum": "+", "prod": "*"}.get(self.kind)
-            if simd and self.dtype in FLOATS:
-                return [
-                    f"{kind} {n}_r = {self.identity};",
-                    f'_Pragma("omp simd reduction({simd}:{n}_r)")',
-                    f"for (int l = 0; l < {lanes}; ++l) {n}_r {simd}= {n}[l];",
-                ]
-            step = combine(self.kind, self.dtype, f"{n}_r", f"{n}[l]", self.used)
-            return [f"{kind} {n}_r = {n}[0];", f"for (int l = 1; l < {lanes}; ++l) {n}_r = {step};"]
-        step = combine(self.kind, "bool", f"{n}_q", f"{n}[l]", self.used)
+        flag = " != 0" if self.dtype == "bool" else ""
+        if self.type in ("float", "double", "int", "long long") and lanes % 16 == 0:
+            self.used.add("d_lanes")
+            return [f"const {kind} {n}_r = d_lanes_{self.kind}<{lanes}>({n}){flag};"]
+        step = combine(self.kind, self.dtype, f"{n}[0]", f"{n}[l]", self.used)
         return [
-            f"int {n}_q = {n}[0];",
-            f"for (int l = 1; l < {lanes}; ++l) {n}_q = {step};",
-            f"const bool {n}_r = {n}_q != 0;",
+            f"for (int l = 1; l < {lanes}; ++l) {n}[0] = {step};",
+            f"const {kind} {n}_r = {n}[0]{flag};",
         ]
 
     def merge_position(self, best: str, at: str, value: str, position: str) -> list[str]:

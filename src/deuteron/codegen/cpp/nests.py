@@ -117,6 +117,8 @@ def write_store(env: Env, w: Write, place: str | None = None) -> None:
         old = scalars.from_memory(place, w.dtype, em.used)
         value = combine(w.accumulate, w.dtype, old, value, em.used)
     line = f"{place} = {scalars.to_memory(value, w.dtype, em.used)};"
+    if em.guard is not None:
+        mask = em.guard if mask is None else f"{em.guard} & {mask}"
     em.scope.add(f"if ({mask}) {line}" if mask is not None else line)
 
 
@@ -175,7 +177,9 @@ class PassWriter:
         self.columns: dict[str, str] = {}  # column fold -> array
         self.carries: dict[str, str] = {}  # scan -> array of carries
         self.tiled: dict[Expr, str] = {}  # load -> its element in a staged tile
-        self.places: dict[Write, str] = {}  # store -> its element in a tile that is written out later
+        self.places: dict[
+            Write, str
+        ] = {}  # store -> its element in a tile that is written out later
         order = [*self.outer, v] if v in loops.reduced else list(self.outer)
         self.linear = const(0)
         step = const(1)
@@ -255,25 +259,26 @@ class PassWriter:
             for n, b in seg.buffered.items()
         }
         keep = dict(seg.keep)
+        only = f"if ({em.guard}) " if em.guard is not None else ""
 
         def put_kept(ready: Callable[[Expr], bool]) -> None:
             for node in [n for n in keep if ready(n)]:
                 place = lane_linear if lane_linear is not None else em.index(seg.linear)
-                em.scope.add(f"{keep.pop(node)}[{place}] = {em.value(node)};")
+                em.scope.add(f"{only}{keep.pop(node)}[{place}] = {em.value(node)};")
 
         put_kept(
             lambda n: not any(x.op == "load" and x.attr[0] in self.prefix_names for x in n.walk())
         )
         for p in seg.parts:
             if isinstance(p, Fold):
-                em.scope.add(*accs[p.name].update(lane, em.value(p.body), position))
+                em.scope.add(*accs[p.name].update(lane, em.value(p.body), position, em.guard))
             elif isinstance(p, Prefix):
                 self._scan(p, lane)
             elif isinstance(p, ColumnFold):
                 place = em.index(seg.linear)
                 cell = f"{self.columns[p.name]}[{place}]"
                 em.scope.add(
-                    f"{cell} = {combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
+                    f"{only}{cell} = {combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
                 )
             else:
                 write_store(self.env, p, self.places.get(p))

@@ -34,6 +34,7 @@ from deuteron.ir.expr import REDUCTIONS, Expr, flops
 from deuteron.ir.index import Axis, hint
 
 CHUNKS = 64  # most chunks of a shared row
+SHORT = 512  # elements of a row below which the last lanes are worth masks instead of a loop
 CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
 
 
@@ -159,8 +160,8 @@ class Rows(PassWriter):
                     f"{chunk[2]} - {start} : {env.extent(seg.count)};",
                 )
         base = em.name_axis(seg.axis)
-        if p.prefixes or (self.v in self.conflicts) or not accs:
-            serial = bool(p.prefixes) or self.v in self.conflicts
+        serial = bool(p.prefixes) or self.v in self.conflicts
+        if serial or (not accs and hint(self.v.extent) > SHORT):
             with em.inside(seg.axis, self.v) as scope:
                 self.body(seg, accs, "0", self.position(seg))
             if not serial:
@@ -170,16 +171,21 @@ class Rows(PassWriter):
         em.name_axis(seg.axis, f"({base} + l)")
         with em.inside(seg.axis, self.v) as scope:
             self.body(seg, accs, "l", self.position(seg))
-        body = ["  " + s for s in scope.lines]
-        exact = seg.count.value is not None and not chunk and seg.count.value % lanes == 0
+        rest: list[str] | None = None
+        if seg.count.value is None or chunk or seg.count.value % lanes:
+            em.guard = f"(l < r_{base})"
+            with em.inside(seg.axis, self.v) as tail:
+                self.body(seg, accs, "l", self.position(seg))
+            em.guard = None
+            rest = tail.lines
         if not blocks:
-            em.scope.add(*lane_loops(base, low, high, lanes, body, exact))
+            em.scope.add(*lane_loops(base, low, high, lanes, scope.lines, rest))
             return
         block, end = em.fresh("b"), em.fresh("e")
         length = lanes * FLUSH
         inner = [
             f"const long long {end} = {block} + {length} < {high} ? {block} + {length} : {high};",
-            *lane_loops(base, block, end, lanes, body, exact),
+            *lane_loops(base, block, end, lanes, scope.lines, rest),
         ]
         for a in accs.values():
             inner += a.flush(lanes)
@@ -194,9 +200,9 @@ class Rows(PassWriter):
 
 
 def lane_loops(
-    base: str, low: str, high: str, lanes: int, body: Sequence[str], exact: bool
+    base: str, low: str, high: str, lanes: int, body: Sequence[str], rest: Sequence[str] | None
 ) -> list[str]:
-    """``for base in low..high step lanes: for l in lanes: body``, and the rest."""
+    """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last lanes, guarded."""
     out = [
         f"long long {base} = {low};",
         f"for (; {base} + {lanes} <= {high}; {base} += {lanes}) {{",
@@ -205,14 +211,15 @@ def lane_loops(
         *body,
         "} }",
     ]
-    if not exact:
-        rest = "r_" + base
+    if rest is not None:
+        count = "r_" + base
         out += [
-            f"const int {rest} = (int)({high} - {base});",
+            f"const int {count} = (int)({high} - {base});",
+            f"if ({count} > 0) {{",
             "#pragma omp simd",
-            f"for (int l = 0; l < {rest}; ++l) {{",
-            *body,
-            "}",
+            f"for (int l = 0; l < {lanes}; ++l) {{",
+            *rest,
+            "} }",
         ]
     return ["{", *("  " + s for s in out), "}"]
 

@@ -17,23 +17,14 @@ template <int kind> static inline char* d_thread_memory(long long bytes) {
   return memory;
 }
 """
-_TYPES = (
-    ("float", True),
-    ("double", True),
-    ("signed char", False),
-    ("unsigned char", False),
-    ("short", False),
-    ("int", False),
-    ("long long", False),
-)
 
 
 def _extreme(kind: str) -> str:
+    """Of accumulator `a` and value `b`: NaN where either is. The compare of `a` with itself is off the chain of loads."""
     sign = ">" if kind == "max" else "<"
     return "\n".join(
-        f"static inline {t} d_{kind}_nan({t} a, {t} b) {{ return (b {sign} a) | (b != b) ? b : a; }}"
-        for t, is_float in _TYPES
-        if is_float
+        f"static inline {t} d_{kind}_nan({t} a, {t} b) {{ {t} m = a {sign} b ? a : b; return a != a ? a : m; }}"
+        for t in ("float", "double")
     )
 
 
@@ -86,9 +77,89 @@ template <class T> static __attribute__((noinline)) void d_transpose(
 }"""
 
 
+_LANES = """\
+typedef float d_lanes_f __attribute__((vector_size(64)));
+typedef int d_lanes_i __attribute__((vector_size(64)));
+typedef double d_lanes_d __attribute__((vector_size(64)));
+typedef long long d_lanes_l __attribute__((vector_size(64)));
+static inline __attribute__((always_inline)) d_lanes_f d_swap(d_lanes_f x, d_lanes_i at) { return __builtin_shuffle(x, at); }
+static inline __attribute__((always_inline)) d_lanes_i d_swap(d_lanes_i x, d_lanes_i at) { return __builtin_shuffle(x, at); }
+static inline __attribute__((always_inline)) d_lanes_d d_swap(d_lanes_d x, d_lanes_l at) { return __builtin_shuffle(x, at); }
+static inline __attribute__((always_inline)) d_lanes_l d_swap(d_lanes_l x, d_lanes_l at) { return __builtin_shuffle(x, at); }
+// Combines an array of lanes (a multiple of 64 bytes) in registers: arrays into one register, then halves of it.
+template <class V, class I, class F> static inline __attribute__((always_inline)) V d_lanes(const void* from, int vectors, F f) {
+  V x;
+  __builtin_memcpy(&x, from, 64);
+#pragma GCC unroll 8
+  for (int k = 1; k < vectors; ++k) {
+    V y;
+    __builtin_memcpy(&y, (const char*)from + 64 * k, 64);
+    x = f(x, y);
+  }
+  if constexpr (sizeof(x[0]) == 4) {
+    x = f(x, d_swap(x, I{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    x = f(x, d_swap(x, I{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+    x = f(x, d_swap(x, I{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+    x = f(x, d_swap(x, I{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  } else {
+    x = f(x, d_swap(x, I{4, 5, 6, 7, 0, 1, 2, 3}));
+    x = f(x, d_swap(x, I{2, 3, 0, 1, 6, 7, 4, 5}));
+    x = f(x, d_swap(x, I{1, 0, 3, 2, 5, 4, 7, 6}));
+  }
+  return x;
+}
+template <class T> struct d_lane_types;
+template <> struct d_lane_types<float> { typedef d_lanes_f V; typedef d_lanes_i I; };
+template <> struct d_lane_types<int> { typedef d_lanes_i V; typedef d_lanes_i I; };
+template <> struct d_lane_types<double> { typedef d_lanes_d V; typedef d_lanes_l I; };
+template <> struct d_lane_types<long long> { typedef d_lanes_l V; typedef d_lanes_l I; };
+#define D_LANES(NAME, EXPRESSION)                                                                     \\
+  template <int n, class T> static inline __attribute__((always_inline)) T NAME(const T* a) {         \\
+    typedef typename d_lane_types<T>::V V;                                                            \\
+    return d_lanes<V, typename d_lane_types<T>::I>(                                                   \\
+        a, n * (int)sizeof(T) / 64, [](V x, V y) { return EXPRESSION; })[0];                          \\
+  }
+D_LANES(d_lanes_sum, x + y)
+D_LANES(d_lanes_prod, x * y)
+D_LANES(d_lanes_larger, x > y ? x : y)
+D_LANES(d_lanes_smaller, x < y ? x : y)
+D_LANES(d_lanes_any, x | y)
+D_LANES(d_lanes_all, x & y)
+// NaN where any lane is; its search runs beside that of the extreme.
+template <int n, class T> static inline __attribute__((always_inline)) T d_lanes_nan(const T* a) {
+  typedef typename d_lane_types<T>::V V;
+  V bad = {};
+#pragma GCC unroll 8
+  for (int k = 0; k < n * (int)sizeof(T) / 64; ++k) {
+    V x;
+    __builtin_memcpy(&x, (const char*)a + 64 * k, 64);
+    bad += x != x ? x : V{};
+  }
+  return d_lanes_sum<64 / sizeof(T)>((const T*)&bad);
+}
+template <int n, class T> static inline __attribute__((always_inline)) T d_lanes_max(const T* a) {
+  if ((T)0.5 == (T)0) return d_lanes_larger<n>(a);
+  T bad = d_lanes_nan<n>(a), m = d_lanes_larger<n>(a);
+  return bad != bad ? bad : m;
+}
+template <int n, class T> static inline __attribute__((always_inline)) T d_lanes_min(const T* a) {
+  if ((T)0.5 == (T)0) return d_lanes_smaller<n>(a);
+  T bad = d_lanes_nan<n>(a), m = d_lanes_smaller<n>(a);
+  return bad != bad ? bad : m;
+}
+// The sum of floats, in double; clears them.
+template <int n> static inline __attribute__((always_inline)) double d_lanes_flush(float* a) {
+  alignas(64) double b[n];
+  for (int l = 0; l < n; ++l) b[l] = (double)a[l];
+  for (int l = 0; l < n; ++l) a[l] = 0;
+  return d_lanes_sum<n>(b);
+}"""
+
+
 SUPPORT: dict[str, str] = {
     "d_max_nan": _extreme("max"),
     "d_min_nan": _extreme("min"),
+    "d_lanes": _LANES,
     "d_transpose": _TRANSPOSE,
     "d_scratch": "static inline char* d_scratch(long long bytes) { return d_thread_memory<0>(bytes); }",
     "d_scratch_columns": "static inline char* d_scratch_columns(long long bytes) { return d_thread_memory<1>(bytes); }",
