@@ -1,234 +1,368 @@
-"""`deuteron doctor`: what Deuteron finds on this machine; and the kernel cache, seen and cleared.
+"""What Deuteron finds on this machine, what is missing, and what to do about it; calibration.
 
-Out: lines that begin with ok, note or wrong, each with what to do. Exit status 1 when something is
-wrong, that is when programs would not be compiled here at all.
+In: nothing but the machine (and the cache folder of the options). Out: a dictionary of checks and
+devices (`doctor`), tables of it and an exit status (`examine`). With `calibrate`, each device's
+copy bandwidth, matrix-product rates and launch cost are measured and written to the JSON file that
+`base.device.device_spec_for` reads. Calibrate an idle machine: the figures are minima of times.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from deuteron.base.device import CALIBRATION, DeviceSpec, device_spec_for
+from deuteron.base.device import CALIBRATION, UNITS, DeviceSpec, device_spec, device_spec_for, key
 from deuteron.base.options import Options
+from deuteron.codegen.cpp.prelude import CXX_FLAGS, glibc_minor, prelude
 
-TORCH = ((2, 11), (2, 14))
+TESTED_TORCH = ((2, 11), (2, 13))  # oldest and newest that the tests run on
+OLDEST_PYTHON = (3, 10)
+DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Finding:
-    level: str  # "ok" | "note" | "wrong"
-    text: str
-    advice: str = ""
+class Check:
+    """A finding. `status` is ok, warning (works, but ...) or missing (what needs it cannot run)."""
 
-    def __str__(self) -> str:
-        return f"{self.level:6}{self.text}" + (f"\n      -> {self.advice}" if self.advice else "")
-
-
-def examine(calibrate: bool) -> int:
-    """Prints the findings; measures this machine first when asked to. Returns the exit status."""
-    options = Options.make()
-    if calibrate:
-        from deuteron.tools.calibrate import calibrate as measure
-
-        print("measuring this machine (a minute at most)", flush=True)
-        measure(options.cache_folder() / CALIBRATION)
-    wrong = False
-    for check in CHECKS:
-        for finding in check(options):
-            print(finding, flush=True)
-            wrong |= finding.level == "wrong"
-    return int(wrong)
+    what: str
+    status: str
+    found: str
+    hint: str = ""
 
 
-# ------------------------------------------------------------------------------------- checks
+def doctor(calibrate: bool = False, options: Options | None = None) -> dict[str, Any]:
+    """Plain values: `checks` (see `Check`), `devices` (`DeviceSpec.to_dict`), `calibration`.
 
-
-def check_versions(options: Options) -> Iterator[Finding]:
-    yield Finding("ok", f"Python {platform.python_version()} on {platform.system()}")
-    found = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
-    low, high = (".".join(map(str, v)) for v in TORCH)
-    if TORCH[0] <= found < TORCH[1]:
-        yield Finding("ok", f"torch {torch.__version__}")
-    else:
-        yield Finding(
-            "wrong", f"torch {torch.__version__}", f"install torch at least {low} and below {high}"
-        )
-    from torch._dynamo import list_backends
-
-    if "deuteron" in list_backends():
-        yield Finding("ok", 'torch.compile knows backend="deuteron"')
-    else:
-        yield Finding(
-            "wrong", "torch.compile does not know the backend", "install the package with pip"
-        )
-
-
-def check_compiler(options: Options) -> Iterator[Finding]:
-    """A C++ compiler that makes OpenMP programs."""
-    names = ("g++", "clang++", "c++")
-    path = next((p for p in map(shutil.which, names) if p), None)
-    if path is None:
-        yield Finding(
-            "note",
-            "no C++ compiler: CPU programs run through ATen",
-            f"install one of {', '.join(names)}",
-        )
-        return
-    with tempfile.TemporaryDirectory(prefix="deuteron-doctor-") as folder:
-        source, program = Path(folder) / "try.cpp", Path(folder) / "try.so"
-        source.write_text("#include <omp.h>\nextern int f() { return omp_get_max_threads(); }\n")
-        command = [path, "-O2", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(program)]
-        start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    seconds = time.perf_counter() - start
-    first = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
-    name = first.stdout.splitlines()[0] if first.stdout else path
-    if done.returncode:
-        yield Finding("wrong", f"{name} fails: {done.stderr.strip()[:300]}", "install OpenMP")
-    else:
-        yield Finding("ok", f"{name}, with OpenMP ({seconds:.2f} s for an empty library)")
-
-
-def check_triton(options: Options) -> Iterator[Finding]:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    try:
-        triton = version("triton") if importlib.util.find_spec("triton") else None
-    except PackageNotFoundError:
-        triton = "of unknown version"
-    for i, name in enumerate(gpus):
-        yield Finding("ok", f"cuda:{i} {name}")
-    if not gpus:
-        yield Finding("note", "no GPU that torch can use: programs on the CPU only")
-    if triton:
-        yield Finding("ok", f"triton {triton}")
-    elif gpus:
-        yield Finding("wrong", "no triton: nothing can be generated for the GPU", "install triton")
-    else:
-        yield Finding("note", "no triton (needed for GPUs only)")
-
-
-def describe(spec: DeviceSpec) -> str:
-    rates = ", ".join(f"{unit} {gflops / 1e3:.3g}" for unit, gflops in spec.gflops)
-    return (
-        f"{spec.kind} {spec.name}: {spec.bandwidth_gbps:.0f} GB/s, TFLOP/s {rates}, "
-        f"launch {spec.launch_us:.1f} us"
-    )
-
-
-def check_devices(options: Options) -> Iterator[Finding]:
-    kinds = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    for kind in kinds:
-        spec = device_spec_for(kind, options)
-        advice = "deuteron doctor --calibrate measures them" if spec.source != "measured" else ""
-        yield Finding(
-            "note" if advice else "ok", f"{describe(spec)} (figures: {spec.source})", advice
-        )
-
-
-def check_cache(options: Options) -> Iterator[Finding]:
+    `calibration` is the path of the file that was written, None without `calibrate`.
+    """
+    options = options or Options.make()
     folder = options.cache_folder()
-    near = folder
-    while not near.exists():
-        near = near.parent
-    if os.access(near, os.W_OK):
-        yield Finding("ok", cache_summary(folder))
-    else:
-        yield Finding(
-            "note",
-            f"the kernel cache {folder} is not writable: every process builds its kernels anew",
-            "set DEUTERON_CACHE_DIR",
-        )
+    checks = [_python(), _torch(), _triton(), _compiler(), _cache(folder), *_gpus()]
+    names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    written = _calibrate(names, folder / CALIBRATION) if calibrate else None
+    return {
+        "checks": [asdict(c) for c in checks],
+        "devices": [{"device": n, **device_spec_for(n, options).to_dict()} for n in names],
+        "calibration": str(written) if written else None,
+    }
 
 
-def check_program(options: Options) -> Iterator[Finding]:
-    """One small program, forward and backward, against eager."""
-    for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
-        start = time.perf_counter()
-        try:
-            same = small_program_is_right(device)
-        except Exception as error:  # what a doctor is asked for: it becomes a finding
-            message = str(error).split("Set TORCHDYNAMO_VERBOSE")[0].strip()
-            yield Finding("wrong", f"a small program does not compile on {device}: {message}")
-            continue
-        seconds = time.perf_counter() - start
-        if same:
-            yield Finding(
-                "ok", f"a small program compiles and is right on {device}, {seconds:.1f} s"
-            )
-        else:
-            yield Finding("wrong", f"a small program gives wrong numbers on {device}", "report it")
-
-
-def small_program_is_right(device: str) -> bool:
-    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(torch.nn.functional.layer_norm(x @ w, (32,)), -1).square().sum()
-
-    torch.manual_seed(0)
-    args = [torch.randn(64, 32, device=device), torch.randn(32, 32, device=device)]
-    results = []
-    for call in (f, torch.compile(f, backend="deuteron")):
-        leaves = [t.clone().requires_grad_() for t in args]
-        loss = call(*leaves)
-        loss.backward()
-        results.append([loss.detach(), *(t.grad for t in leaves)])
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*results))
-
-
-CHECKS: tuple[Callable[[Options], Iterator[Finding]], ...] = (
-    check_versions,
-    check_compiler,
-    check_triton,
-    check_devices,
-    check_cache,
-    check_program,
-)
-
-
-# -------------------------------------------------------------------------------------- cache
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Everything in the cache but the calibration."""
-    return [p for p in folder.rglob("*") if p.is_file() and p.name != CALIBRATION]
+def examine(calibrate: bool = False) -> int:
+    """Prints what `doctor` finds; 1 where something is missing, else 0."""
+    found = doctor(calibrate)
+    console = Console()
+    console.print(_checks_table(found["checks"]))
+    console.print(_devices_table(found["devices"]))
+    if found["calibration"]:
+        console.print(f"Measured figures are in {found['calibration']}")
+    return int(any(c["status"] == "missing" for c in found["checks"]))
 
 
 def cache_summary(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"kernel cache {folder}: empty"
-    files = files_of(folder)
-    size = sum(p.stat().st_size for p in files)
-    built = sum(p.suffix in (".so", ".cubin") for p in files)
-    return (
-        f"kernel cache {folder}: {built} built libraries, {len(files)} files, {size / 1e6:.1f} MB"
-    )
+    """Where the cache is, how many files of it there are, and their size."""
+    files = _cache_files(folder)
+    size = sum(f.stat().st_size for f in files)
+    return f"{folder}: {len(files)} files, {size / 1e6:.1f} MB"
 
 
 def clear_cache(folder: Path) -> str:
-    """Deletes what the cache holds; the calibration stays."""
-    if not folder.is_dir():
-        return f"kernel cache {folder}: empty already"
-    files = files_of(folder)
-    size = sum(p.stat().st_size for p in files)
-    for path in files:
-        path.unlink(missing_ok=True)
-    for path in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
-        if not any(path.iterdir()):
-            path.rmdir()
-    return f"kernel cache {folder}: deleted {len(files)} files, {size / 1e6:.1f} MB"
+    """Deletes the cache's own files (their names are content hashes), and nothing else there."""
+    files = _cache_files(folder)
+    size = sum(f.stat().st_size for f in files)
+    for file in files:
+        file.unlink(missing_ok=True)
+    above = {p for f in files for p in f.parents if folder in p.parents}
+    for sub in sorted(above, reverse=True):
+        if not any(sub.iterdir()):
+            sub.rmdir()
+    return f"{folder}: deleted {len(files)} files, {size / 1e6:.1f} MB"
 
 
-if __name__ == "__main__":
-    sys.exit(examine(calibrate=False))
+def _cache_files(folder: Path) -> list[Path]:
+    def hashed(path: Path) -> bool:
+        return any(re.search(r"[0-9a-f]{16}", part) for part in path.relative_to(folder).parts)
+
+    return [p for p in folder.rglob("*") if p.is_file() and hashed(p)] if folder.is_dir() else []
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+def _python() -> Check:
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    old = tuple(map(int, platform.python_version_tuple()[:2])) < OLDEST_PYTHON
+    if old:
+        return Check("Python", "missing", text, "Python 3.10 or newer is needed")
+    if platform.system() != "Linux":
+        return Check("Python", "warning", text, "only Linux is tested")
+    return Check("Python", "ok", text)
+
+
+def _torch() -> Check:
+    major, minor = (int(p) for p in torch.__version__.split(".")[:2])
+    oldest, newest = TESTED_TORCH
+    if (major, minor) < oldest:
+        return Check("PyTorch", "missing", torch.__version__, "PyTorch 2.11 or newer is needed")
+    if (major, minor) > newest:
+        return Check("PyTorch", "warning", torch.__version__, "newer than the versions tested")
+    return Check("PyTorch", "ok", torch.__version__)
+
+
+def _triton() -> Check:
+    if importlib.util.find_spec("triton") is None:
+        return Check("Triton", "warning", "not installed", "GPU kernels need it; CPU ones do not")
+    return Check("Triton", "ok", importlib.metadata.version("triton"))
+
+
+def _compiler() -> Check:
+    """Builds a unit as the CPU target does, and loads it."""
+    path = shutil.which("g++")
+    if path is None:
+        return Check("C++ compiler", "missing", "no g++", "install g++ (Debian: apt install g++)")
+    version = subprocess.run(
+        [path, "-dumpfullversion"], capture_output=True, text=True, check=False
+    )
+    start = perf_counter()
+    _, error = _build(path, prelude(["d_exp"]) + 'extern "C" f32 f(f32 x) { return d_exp(x); }\n')
+    if error:
+        return Check(
+            "C++ compiler", "missing", error[:200], "g++ 11 or newer with OpenMP is needed"
+        )
+    text = f"g++ {version.stdout.strip()}, a small unit in {perf_counter() - start:.2f} s"
+    if glibc_minor() < 35 and platform.machine() == "x86_64":
+        hint = "glibc 2.35 brings vector variants of the rarer float64 functions"
+        return Check("C++ compiler", "warning", f"{text}, glibc 2.{glibc_minor()}", hint)
+    return Check("C++ compiler", "ok", f"{text}, glibc 2.{glibc_minor()}")
+
+
+def _build(compiler: str, text: str) -> tuple[ctypes.CDLL | None, str]:
+    """(the loaded library, "") or (None, the compiler's message)."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "unit.cpp"), Path(folder, "unit.so")
+        source.write_text(text, encoding="utf-8")
+        command = [compiler, *CXX_FLAGS, "-march=native", "-shared", "-fPIC", str(source)]
+        done = subprocess.run(
+            [*command, "-o", str(library)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            return None, done.stderr.strip() or f"exit status {done.returncode}"
+        return ctypes.CDLL(str(library)), ""
+
+
+def _cache(folder: Path) -> Check:
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
+        return Check("Cache", "missing", f"{place} is not writable", "set DEUTERON_CACHE_DIR")
+    if folder.exists() and folder.stat().st_uid != os.getuid():
+        return Check(
+            "Cache", "missing", f"{folder} belongs to another user", "set DEUTERON_CACHE_DIR"
+        )
+    free = shutil.disk_usage(place).free
+    text = f"{cache_summary(folder)}; {free / 1e9:.0f} GB free"
+    return Check(
+        "Cache", "ok" if free > 1e9 else "warning", text, "" if free > 1e9 else "nearly full"
+    )
+
+
+def _gpus() -> list[Check]:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or "without CUDA"
+        return [Check("GPU", "ok", f"none (PyTorch built {built}): kernels run on the CPU")]
+    out = []
+    for i in range(torch.cuda.device_count()):
+        spec = device_spec(f"cuda:{i}")
+        major, minor = spec.capability or (0, 0)
+        text = f"{spec.name}, capability {major}.{minor}, {spec.memory / 2**30:.0f} GiB"
+        old = (major, minor) < (7, 0)
+        out.append(
+            Check(
+                f"GPU {i}",
+                "missing" if old else "ok",
+                text,
+                "Triton needs capability 7.0 or newer" if old else "",
+            )
+        )
+    return out
+
+
+# ------------------------------------------------------------------------------------ calibration
+
+
+def _calibrate(names: list[str], path: Path) -> Path:
+    """Measures the devices and replaces their entries in the file; other devices' entries stay."""
+    content: dict[str, Any] = {}
+    if path.is_file():
+        content = json.loads(path.read_text(encoding="utf-8"))
+    for name in names:
+        measure = _measure_cpu if name == "cpu" else _measure_gpu
+        content[key(device_spec(name))] = measure(torch.device(name))
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
+    ) as file:
+        json.dump(content, file, indent=1)
+    os.replace(file.name, path)
+    return path
+
+
+def _best(run: Callable[[], float], repeat: int = 5) -> float:
+    """The smallest of several times (us), after one that warms up."""
+    run()
+    return min(run() for _ in range(repeat))
+
+
+def _figures(
+    spec: DeviceSpec, copy_bytes: int, copy_us: float, rates: dict[str, float], launch_us: float
+) -> dict[str, Any]:
+    """An entry of the file. Only what differs from zero and what the device has a unit for."""
+    return {
+        "bandwidth_gbps": round(2 * copy_bytes / copy_us / 1e3, 1),
+        "gflops": {unit: round(rate, 1) for unit, rate in rates.items() if rate > 0},
+        "launch_us": round(launch_us, 2),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads() if spec.kind == "cpu" else 0,
+    }
+
+
+def _measure_cpu(device: torch.device) -> dict[str, Any]:
+    """Copies between warm buffers of eight times the last cache (64 MB at least, 1 GB at most)."""
+    spec = device_spec(device)
+    size = min(max(8 * max(spec.l2, spec.l3), 64 << 20), 1 << 30)
+    source = torch.ones(size // 4)
+    target = torch.empty_like(source)
+
+    def timed(call: Callable[[], Any]) -> float:
+        start = perf_counter()
+        call()
+        return (perf_counter() - start) * 1e6
+
+    copy = _best(lambda: timed(lambda: target.copy_(source)))
+    rates = {}
+    for unit in ("f32", "f64", "bf16"):
+        n = 1024 if unit == "f64" else 1536
+        a = torch.ones(n, n, dtype=DTYPES[unit])
+        product = partial(torch.matmul, a, a)
+        rates[unit] = 2 * n**3 / _best(partial(timed, product), 3) / 1e3
+    return _figures(spec, size, copy, rates, _region_us())
+
+
+def _region_us() -> float:
+    """The cost of a call that begins and ends a parallel region, in us."""
+    compiler = shutil.which("g++")
+    assert compiler is not None, "calibration needs g++"
+    text = """extern "C" void region(double *out, int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (int i = 0; i < threads; ++i) out[i * 16] += 1;
+}
+"""
+    library, error = _build(compiler, text)
+    assert library is not None, error
+    threads = torch.get_num_threads()
+    out = (ctypes.c_double * (16 * threads))()
+
+    def run() -> float:
+        start = perf_counter()
+        for _ in range(1000):
+            library.region(out, threads)
+        return (perf_counter() - start) * 1e3
+
+    return _best(run)
+
+
+def _measure_gpu(device: torch.device) -> dict[str, Any]:
+    """Copies 1 GiB (an eighth of the memory on small devices), products of 4096 or 8192."""
+    spec = device_spec(device)
+    with torch.cuda.device(device):
+        size = min(1 << 30, spec.memory // 8)
+        source = torch.ones(size // 4, device=device)
+        target = torch.empty_like(source)
+        copy = _best(lambda: _gpu_us(lambda: target.copy_(source)))
+        rates = {unit: _gpu_rate(unit, device) for unit in UNITS if spec.has(unit)}
+        return _figures(spec, size, copy, rates, _gpu_launch_us(device))
+
+
+def _gpu_us(call: Callable[[], Any], times: int = 5) -> float:
+    """Mean device time of a call, of several in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / times
+
+
+def _gpu_rate(unit: str, device: torch.device) -> float:
+    """GFLOP/s of a square matrix product."""
+    n = 8192 if unit in ("bf16", "f16", "int8") else 4096
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if unit == "tf32" else "highest")
+    try:
+        if unit == "int8":
+            a = torch.randint(-8, 8, (n, n), device=device, dtype=torch.int8)
+            b = a.t().contiguous().t()
+            return 2 * n**3 / _best(lambda: _gpu_us(lambda: torch._int_mm(a, b))) / 1e3
+        x = torch.randn(n, n, device=device).to(DTYPES["f32" if unit == "tf32" else unit])
+        return 2 * n**3 / _best(lambda: _gpu_us(lambda: x @ x)) / 1e3
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _gpu_launch_us(device: torch.device, kernels: int = 500) -> float:
+    """Time per kernel of many that do next to nothing, each after the other, without the host."""
+    x = torch.zeros(32, device=device)
+    graph = torch.cuda.CUDAGraph()
+    x.add_(1)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(kernels):
+            x.add_(1)
+    return _best(lambda: _gpu_us(graph.replay)) / kernels
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+COLORS = {"ok": "green", "warning": "yellow", "missing": "red"}
+
+
+def _checks_table(checks: list[dict[str, Any]]) -> Table:
+    table = Table("", "status", "found", "what to do", title="Deuteron on this machine")
+    for c in checks:
+        status = f"[{COLORS[c['status']]}]{c['status']}[/]"
+        table.add_row(c["what"], status, c["found"], c["hint"])
+    return table
+
+
+def _devices_table(devices: list[dict[str, Any]]) -> Table:
+    table = Table("device", "figures from", title="What the cost model assumes")
+    for column in ("GB/s", "f32 TFLOP/s", "bf16 TFLOP/s", "launch us", "cores", "L2 MB"):
+        table.add_column(column, justify="right")
+    for d in devices:
+        rates = d["gflops"]
+        table.add_row(
+            f"{d['device']} ({d['name']})", d["source"], f"{d['bandwidth_gbps']:.0f}",
+            f"{rates['f32'] / 1e3:.2f}", f"{rates['bf16'] / 1e3:.2f}" if "bf16" in rates else "-",
+            f"{d['launch_us']:.1f}", str(d["cores"]), f"{d['l2'] / 2**20:.0f}",
+        )  # fmt: skip
+    return table
