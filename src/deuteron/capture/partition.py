@@ -130,11 +130,13 @@ class Costs:
 
     def recompute(self, n: fx.Node) -> int:
         """The cost of computing `n` once more in the backward, given its inputs."""
+        if n.op == "placeholder":
+            return INFINITE
         if n.op == "get_attr" or not self.forward(n):
             return 0
         if ops.is_symbolic(n):
             return INFINITE if _reads_data(n) and isinstance(n.meta["val"], torch.SymInt) else 0
-        if n.op == "placeholder" or must_save(n) or not ops.is_generated(n):
+        if must_save(n) or not ops.is_generated(n):
             return INFINITE
         if ops.is_view(n) or n.target is operator.getitem:
             return 0

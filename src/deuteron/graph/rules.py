@@ -136,9 +136,11 @@ CASTS = ("aten._to_copy", "prims.convert_element_type")
 
 def only_casts(node: fx.Node) -> bool:
     """Changes the dtype and nothing else."""
+    if node.op != "call_function" or ops.packet(node.target) not in CASTS:
+        return False
     a, b = val(node.args[0]), val(node)
     return (
-        ops.packet(node.target) in CASTS and a is not None and b is not None and a.device == b.device
+        a is not None and b is not None and a.device == b.device
         and same_numbers(a.shape, b.shape) and same_numbers(a.stride(), b.stride())
         and set(node.kwargs) <= {"dtype"}
     )
