@@ -1,4 +1,4 @@
-"""Integer index algebra: canonical polynomials over axes, symbolic sizes, div, mod and loaded values.
+"""Integer index algebra: canonical polynomials over axes, sizes, div, mod and loaded values.
 
 An `Index` is an immutable, interned sum of monomials with integer coefficients. Its atoms are
 
@@ -8,16 +8,17 @@ An `Index` is an immutable, interned sum of monomials with integer coefficients.
 * `MinMax` the smaller or larger of two indices,
 * `Value`  an integer that the program computes (a gather's index).
 
-Equal polynomials are the same object, so ``is`` and ``==`` agree and hashing is cheap. All rewriting that needs
-facts about ranges (``(i*64 + j)//64 == i`` for ``0 <= j < 64``) asks `lower_bound`, which works on symbolic sizes:
-a polynomial in sizes is non-negative when it is so after substituting ``size = lowest + t`` with ``t >= 0``.
+Equal polynomials are the same object, so ``is`` and ``==`` agree and hashing is cheap. All
+rewriting that needs facts about ranges (``(i*64 + j)//64 == i`` for ``0 <= j < 64``) asks
+`is_nonneg` and `in_range` (`ir.ranges`), which work on symbolic sizes: a polynomial in sizes is
+non-negative when it is so after substituting ``size = lowest + t`` with ``t >= 0``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 if TYPE_CHECKING:
     from deuteron.ir.expr import Expr
@@ -27,42 +28,82 @@ Monomial = tuple["Atom", ...]
 
 
 class Atom:
-    """A factor of a monomial. `key` orders and identifies atoms; equal keys are equal atoms."""
+    """A factor of a monomial. Interned: equal atoms are the same object.
 
-    __slots__ = ("key", "rank")
+    `order` sorts atoms, simple ones first; `key` is its text and the same in every process.
+    """
+
+    __slots__ = ("key", "order", "rank")
+    _interned: dict[tuple[object, ...], Atom] = {}
     key: str
-    rank: int  # how deep atoms nest; orders atoms so that simple ones come first
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Atom) and self.key == other.key)
+    rank: int  # how deep atoms nest
+    order: tuple[int, str]
+    _parts: tuple[str, ...] = ()  # the constructor's arguments
 
     def __lt__(self, other: Atom) -> bool:
-        return (self.rank, self.key) < (other.rank, other.key)
+        return self.order < other.order
 
     def __repr__(self) -> str:
         return self.key
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, n) for n in self._parts)
+
+
+_A = TypeVar("_A", bound=Atom)
+
+
+def _intern_atom(
+    cls: type[_A], parts: tuple[object, ...], rank: int, key: str, **slots: object
+) -> _A:
+    new = object.__new__(cls)
+    new.rank, new.key, new.order = rank, key, (rank, key)
+    for name, value in slots.items():
+        setattr(new, name, value)
+    return cast(_A, Atom._interned.setdefault((cls, *parts), new))
+
 
 class Sym(Atom):
-    """A symbolic size. `low` is what is known of it without guarding (0 when nothing is)."""
+    """A symbolic size. `low` is what is known of it without guarding (0 when nothing is).
+
+    Symbols of one name that differ in `low` or `hint` are different symbols: a fact that was
+    proven for one program's ``s0 >= 2`` must not serve another's ``s0 >= 0``. A number that may be
+    negative has `low < 0`.
+    """
 
     __slots__ = ("hint", "low", "name")
+    _parts = ("name", "low", "hint")
+    name: str
+    low: int
+    hint: int | None
 
-    def __init__(self, name: str, low: int = 0, hint: int | None = None) -> None:
-        self.name, self.low, self.hint, self.key, self.rank = name, low, hint, name, 0
+    def __new__(cls, name: str, low: int = 0, hint: int | None = None) -> Sym:
+        found = Atom._interned.get((cls, name, low, hint))
+        if found is not None:
+            return cast(Sym, found)
+        key = name if low == 0 and hint is None else f"{name}{{{low},{hint}}}"
+        return _intern_atom(cls, (name, low, hint), 0, key, name=name, low=low, hint=hint)
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 class Axis(Atom):
     """A loop variable over ``range(extent)``. The name identifies it within a program."""
 
     __slots__ = ("extent", "name")
+    _parts = ("name", "extent")
+    name: str
+    extent: Index
 
-    def __init__(self, name: str, extent: IndexLike) -> None:
-        self.name, self.extent, self.rank = name, as_index(extent), 1
-        self.key = f"{name}:{self.extent!r}"
+    def __new__(cls, name: str, extent: IndexLike) -> Axis:
+        extent = as_index(extent)
+        found = Atom._interned.get((cls, name, extent))
+        if found is not None:
+            return cast(Axis, found)
+        return _intern_atom(
+            cls, (name, extent), 1, f"{name}:{extent.key}", name=name, extent=extent
+        )
 
     def __repr__(self) -> str:
         return self.name
@@ -76,81 +117,124 @@ class Div(Atom):
     """``num // den`` (floor), ``den > 0``."""
 
     __slots__ = ("den", "num")
+    _parts = ("num", "den")
+    num: Index
+    den: Index
 
-    def __init__(self, num: Index, den: Index) -> None:
-        self.num, self.den, self.key, self.rank = num, den, f"({num.key})//({den.key})", 2
+    def __new__(cls, num: Index, den: Index) -> Div:
+        found = Atom._interned.get((cls, num, den))
+        if found is not None:
+            return cast(Div, found)
+        return _intern_atom(cls, (num, den), 2, f"(({num.key})//({den.key}))", num=num, den=den)
 
     def __repr__(self) -> str:
-        return f"({self.num!r})//({self.den!r})"
+        return f"(({self.num!r})//({self.den!r}))"
 
 
 class Mod(Atom):
     """``num % den`` with the sign of `den`, ``den > 0``."""
 
     __slots__ = ("den", "num")
+    _parts = ("num", "den")
+    num: Index
+    den: Index
 
-    def __init__(self, num: Index, den: Index) -> None:
-        self.num, self.den, self.key, self.rank = num, den, f"({num.key})%({den.key})", 2
+    def __new__(cls, num: Index, den: Index) -> Mod:
+        found = Atom._interned.get((cls, num, den))
+        if found is not None:
+            return cast(Mod, found)
+        return _intern_atom(cls, (num, den), 2, f"(({num.key})%({den.key}))", num=num, den=den)
 
     def __repr__(self) -> str:
-        return f"({self.num!r})%({self.den!r})"
+        return f"(({self.num!r})%({self.den!r}))"
 
 
 class MinMax(Atom):
     """``min(a, b)`` or ``max(a, b)``."""
 
     __slots__ = ("a", "b", "kind")
+    _parts = ("kind", "a", "b")
+    kind: str
+    a: Index
+    b: Index
 
-    def __init__(self, kind: str, a: Index, b: Index) -> None:
-        self.kind, self.a, self.b, self.key, self.rank = kind, a, b, f"{kind}({a.key},{b.key})", 2
+    def __new__(cls, kind: str, a: Index, b: Index) -> MinMax:
+        found = Atom._interned.get((cls, kind, a, b))
+        if found is not None:
+            return cast(MinMax, found)
+        return _intern_atom(cls, (kind, a, b), 2, f"{kind}({a.key},{b.key})", kind=kind, a=a, b=b)
 
     def __repr__(self) -> str:
         return f"{self.kind}({self.a!r}, {self.b!r})"
 
 
 class Value(Atom):
-    """An integer computed by the program, e.g. loaded from an index tensor. Its range is not known."""
+    """An integer that the program computes, e.g. a loaded index. Its range is unknown."""
 
     __slots__ = ("expr",)
+    _parts = ("expr",)
+    expr: Expr
 
-    def __init__(self, expr: Expr) -> None:
-        self.expr, self.key, self.rank = expr, f"[{expr.key}]", 3
+    def __new__(cls, expr: Expr) -> Value:
+        found = Atom._interned.get((cls, expr))
+        if found is not None:
+            return cast(Value, found)
+        return _intern_atom(cls, (expr,), 3, f"[{expr.key}]", expr=expr)
 
     def __repr__(self) -> str:
         return f"[{self.expr!r}]"
 
 
-class Index:
-    """A canonical polynomial: monomials (sorted tuples of atoms) with non-zero integer coefficients."""
+def _order_terms(term: tuple[Monomial, int]) -> tuple[int, list[tuple[int, str]]]:
+    return len(term[0]), [a.order for a in term[0]]
 
-    __slots__ = ("__weakref__", "_hash", "key", "terms")
+
+def _order_atom(a: Atom) -> tuple[int, str]:
+    return a.order
+
+
+class Index:
+    """A canonical polynomial: monomials (sorted tuples of atoms) with non-zero coefficients."""
+
+    __slots__ = ("_atoms", "_key", "terms", "value")
     _interned: dict[tuple[tuple[Monomial, int], ...], Index] = {}
 
     terms: tuple[tuple[Monomial, int], ...]
-    key: str
+    value: int | None  # the integer, when the index is a constant
+    _key: str | None
+    _atoms: tuple[Atom, ...] | None
 
     def __new__(cls, terms: Mapping[Monomial, int]) -> Index:
-        items = tuple(
-            sorted(
-                ((m, c) for m, c in terms.items() if c),
-                key=lambda t: (len(t[0]), [(a.rank, a.key) for a in t[0]]),
-            )
-        )
+        kept = [t for t in terms.items() if t[1]]
+        if len(kept) > 1:
+            kept.sort(key=_order_terms)
+        items = tuple(kept)
         found = cls._interned.get(items)
         if found is None:
             found = object.__new__(cls)
-            found.terms, found._hash = items, hash(items)
-            found.key = _text(found, lambda a: a.key)
-            cls._interned[items] = found
+            found.terms, found._key, found._atoms = items, None, None
+            found.value = (
+                0 if not items else items[0][1] if len(items) == 1 and not items[0][0] else None
+            )
+            found = cls._interned.setdefault(items, found)
         return found
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Index, (dict(self.terms),)
+
+    __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int):
-            other = const(other)
+            return self.value == other
         return self is other
+
+    @property
+    def key(self) -> str:
+        """The index as text that is the same in every process."""
+        if self._key is None:
+            self._key = _text(self, lambda a: a.key)
+        return self._key
 
     def __repr__(self) -> str:
         return _text(self, repr)
@@ -184,7 +268,7 @@ class Index:
         out: dict[Monomial, int] = {}
         for m1, c1 in self.terms:
             for m2, c2 in other.terms:
-                m = tuple(sorted(m1 + m2)) if m1 and m2 else m1 or m2
+                m = tuple(sorted(m1 + m2, key=_order_atom)) if m1 and m2 else m1 or m2
                 out[m] = out.get(m, 0) + c1 * c2
         return Index(out)
 
@@ -196,33 +280,23 @@ class Index:
     def __mod__(self, other: IndexLike) -> Index:
         return mod(self, as_index(other))
 
-    @property
-    def value(self) -> int | None:
-        """The integer, when the index is a constant."""
-        if not self.terms:
-            return 0
-        if len(self.terms) == 1 and not self.terms[0][0]:
-            return self.terms[0][1]
-        return None
-
-    def atoms(self) -> Iterable[Atom]:
+    def atoms(self) -> tuple[Atom, ...]:
         """Every atom, also those inside div, mod, min, max and loaded values' own indices."""
-        seen: set[Atom] = set()
-        todo = [a for m, _ in self.terms for a in m]
-        while todo:
-            a = todo.pop()
-            if a in seen:
-                continue
-            seen.add(a)
-            yield a
-            for inner in _children(a):
-                todo.extend(x for m, _ in inner.terms for x in m)
-            if isinstance(a, Value):
-                for inner in a.expr.indices():
+        if self._atoms is None:
+            seen: dict[Atom, None] = {}
+            todo = [a for m, _ in self.terms for a in m]
+            while todo:
+                a = todo.pop()
+                if a in seen:
+                    continue
+                seen[a] = None
+                for inner in _children(a):
                     todo.extend(x for m, _ in inner.terms for x in m)
+            self._atoms = tuple(seen)
+        return self._atoms
 
     def axes(self) -> set[Axis]:
-        return {a for a in self.atoms() if isinstance(a, Axis)}
+        return {a for a in self.atoms() if a.rank == 1 and isinstance(a, Axis)}
 
     def syms(self) -> set[Sym]:
         found = {a for a in self.atoms() if isinstance(a, Sym)}
@@ -231,7 +305,7 @@ class Index:
         return found
 
     def coefficient(self, axis: Axis) -> Index | None:
-        """What multiplies `axis` where the index is affine in it; None where it is not. 0 where absent."""
+        """What multiplies `axis` where the index is affine in it (0 where absent); else None."""
         out: dict[Monomial, int] = {}
         for m, c in self.terms:
             count = m.count(axis)
@@ -241,7 +315,7 @@ class Index:
                 rest = tuple(a for a in m if a != axis)
                 out[rest] = out.get(rest, 0) + c
                 m = rest
-            if any(axis in Index({(a,): 1}).axes() for a in m if a.rank >= 2):
+            if any(axis in atom(a).atoms() for a in m if a.rank >= 2):
                 return None
         return Index(out)
 
@@ -250,7 +324,13 @@ def _text(index: Index, show: Callable[[Atom], str]) -> str:
     parts = []
     for m, c in reversed(index.terms):
         body = "*".join(show(a) for a in m)
-        text = body if c == 1 and body else f"{abs(c)}*{body}" if body and c != -1 else body or str(abs(c))
+        text = (
+            body
+            if c == 1 and body
+            else f"{abs(c)}*{body}"
+            if body and c != -1
+            else body or str(abs(c))
+        )
         parts.append(("-" if c < 0 else "+", text))
     if not parts:
         return "0"
@@ -263,6 +343,8 @@ def _children(a: Atom) -> tuple[Index, ...]:
         return (a.num, a.den)
     if isinstance(a, MinMax):
         return (a.a, a.b)
+    if isinstance(a, Value):
+        return a.expr.indices()
     return ()
 
 
@@ -287,22 +369,21 @@ def product(values: Iterable[IndexLike]) -> Index:
 
 def _recombine(out: dict[Monomial, int]) -> Index:
     """``k*(x//k) + x%k == x``, the identity that undoes an unflatten that is flattened again."""
-    for m, c in list(out.items()):
+    for m, c in out.items():
         for at in m:
-            if not isinstance(at, Mod) or m not in out:
+            if at.rank != 2 or not c or not isinstance(at, Mod):
                 continue
-            rest = tuple(a for a in m if a is not at)
-            pair = Index({rest: c}) * floordiv_atom(at) * at.den
-            if all(out.get(pm) == pc for pm, pc in pair.terms):
+            left = list(m)
+            left.remove(at)
+            rest = Index({tuple(left): c})
+            pair = rest * floordiv(at.num, at.den) * at.den
+            if all(pm != m and out.get(pm) == pc for pm, pc in pair.terms):
+                kept = dict(out)
                 for pm, _ in pair.terms:
-                    del out[pm]
-                del out[m]
-                return Index(out) + Index({rest: c}) * at.num
+                    del kept[pm]
+                del kept[m]
+                return Index(kept) + rest * at.num
     return Index(out)
-
-
-def floordiv_atom(at: Mod) -> Index:
-    return floordiv(at.num, at.den)
 
 
 def _divide_term(m: Monomial, c: int, den: Index) -> tuple[Monomial, int] | None:
@@ -365,9 +446,10 @@ def _split(num: Index, den: Index) -> tuple[Index, Index]:
         if q is not None:
             quotient[q[0]] = quotient.get(q[0], 0) + q[1]
         elif d is not None and abs(c) > d:
-            low = c % d if not m else c - d * int(c / d)
-            quotient[m] = quotient.get(m, 0) + (c - low) // d
-            rest[m] = rest.get(m, 0) + low
+            # Coefficients are cut towards zero: 3*i - 5*j over 4 keeps 3*i - j, not 3*i + 3*j.
+            whole = c // d if c > 0 or not m else -(-c // d)
+            quotient[m] = quotient.get(m, 0) + whole
+            rest[m] = rest.get(m, 0) + c - whole * d
         else:
             rest[m] = rest.get(m, 0) + c
     if d is not None and () in rest and not 0 <= rest[()] < d:
@@ -384,11 +466,24 @@ def _gcd(num: Index, den: Index) -> int:
     return g
 
 
+_QUOTIENTS: dict[tuple[Index, Index], Index] = {}
+_REMAINDERS: dict[tuple[Index, Index], Index] = {}
+
+
 def floordiv(num: Index, den: IndexLike) -> Index:
     """Floor division by a positive index, simplified by exact terms, ranges and common factors."""
     den = as_index(den)
+    found = _QUOTIENTS.get((num, den))
+    if found is None:
+        found = _QUOTIENTS[num, den] = _floordiv(num, den)
+    return found
+
+
+def _floordiv(num: Index, den: Index) -> Index:
     if den.value is not None and den.value <= 0:
-        raise ZeroDivisionError(f"index division of {num!r} by {den!r}: the divisor must be positive")
+        raise ZeroDivisionError(
+            f"index division of {num!r} by {den!r}: the divisor must be positive"
+        )
     if den.value == 1:
         return num
     if num.value is not None and den.value is not None:
@@ -396,6 +491,8 @@ def floordiv(num: Index, den: IndexLike) -> Index:
     quotient, rest = _split(num, den)
     if in_range(rest, den):
         return quotient
+    if _just_below(rest, den):
+        return quotient - 1
     g = _gcd(rest, den) if den.value is not None else 1
     if den.value is not None and g == 1 and () in dict(rest.terms):
         # floor((g*a + c) / (g*b)) == floor(a / b) for 0 <= c < g
@@ -404,7 +501,9 @@ def floordiv(num: Index, den: IndexLike) -> Index:
         if g2 > 1 and 0 <= dict(rest.terms)[()] < g2:
             rest, g = bare, g2
     if g > 1:
-        return quotient + floordiv(Index({m: c // g for m, c in rest.terms}), Index({m: c // g for m, c in den.terms}))
+        return quotient + floordiv(
+            Index({m: c // g for m, c in rest.terms}), Index({m: c // g for m, c in den.terms})
+        )
     if len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
         inner = rest.terms[0][0][0]
         if isinstance(inner, Div):
@@ -414,9 +513,21 @@ def floordiv(num: Index, den: IndexLike) -> Index:
     return quotient + atom(Div(rest, den))
 
 
+def _just_below(rest: Index, den: Index) -> bool:
+    """Whether ``-den <= rest < 0`` is proven. A divisor is at least 1, so -1 is."""
+    return rest.value == -1 or in_range(rest + den, den)
+
+
 def mod(num: Index, den: IndexLike) -> Index:
     """Modulo by a positive index (result in ``[0, den)``)."""
     den = as_index(den)
+    found = _REMAINDERS.get((num, den))
+    if found is None:
+        found = _REMAINDERS[num, den] = _mod(num, den)
+    return found
+
+
+def _mod(num: Index, den: Index) -> Index:
     if den.value is not None and den.value <= 0:
         raise ZeroDivisionError(f"index modulo of {num!r} by {den!r}: the divisor must be positive")
     if den.value == 1:
@@ -426,9 +537,14 @@ def mod(num: Index, den: IndexLike) -> Index:
     _, rest = _split(num, den)
     if in_range(rest, den):
         return rest
+    if _just_below(rest, den):
+        return rest + den
     g = _gcd(rest, den) if den.value is not None else 1
     if g > 1:
-        return mod(Index({m: c // g for m, c in rest.terms}), Index({m: c // g for m, c in den.terms})) * g
+        return (
+            mod(Index({m: c // g for m, c in rest.terms}), Index({m: c // g for m, c in den.terms}))
+            * g
+        )
     if len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
         inner = rest.terms[0][0][0]
         if isinstance(inner, Mod) and divide_exact(inner.den, den) is not None:
@@ -452,112 +568,6 @@ def maximum(a: IndexLike, b: IndexLike) -> Index:
     if is_nonneg(b - a):
         return b
     return atom(MinMax("max", *sorted((a, b), key=lambda x: x.key)))
-
-
-_BOUNDS: dict[tuple[Atom, bool], Index | None] = {}
-
-
-def _atom_bound(a: Atom, upper: bool) -> Index | None:
-    found = _BOUNDS.get((a, upper), _BOUNDS)
-    if found is not _BOUNDS:
-        return found  # type: ignore[return-value]
-    out: Index | None = None
-    if isinstance(a, Sym):
-        out = atom(a)
-    elif isinstance(a, Axis):
-        out = a.extent - 1 if upper else const(0)
-    elif isinstance(a, Div):
-        inner = bound(a.num, upper)
-        if inner is not None and a.den.value is not None:
-            out = floordiv(inner, a.den)
-        elif not upper and is_nonneg(a.num):
-            out = const(0)
-        elif upper and inner is not None and not a.den.axes() and is_nonneg(inner):
-            out = floordiv(inner, a.den)
-    elif isinstance(a, Mod):
-        out = (a.den - 1 if not a.den.axes() else bound(a.den - 1, True)) if upper else const(0)
-    elif isinstance(a, MinMax):
-        x, y = bound(a.a, upper), bound(a.b, upper)
-        if x is not None and y is not None:
-            out = minimum(x, y) if a.kind == "min" else maximum(x, y)
-        elif upper == (a.kind == "min"):
-            out = x if x is not None else y
-    _BOUNDS[(a, upper)] = out
-    return out
-
-
-def bound(index: Index, upper: bool) -> Index | None:
-    """A bound of `index` over all axes, as a polynomial in sizes; None where nothing is known."""
-    total = const(0)
-    for m, c in index.terms:
-        part = const(c)
-        take_upper = upper == (c > 0)
-        for a in m:
-            low = _atom_bound(a, False)
-            if low is None or (len(m) > 1 and not _size_nonneg(low)):
-                return None
-            b = low if not take_upper else _atom_bound(a, True)
-            if b is None:
-                return None
-            part = part * b
-        total = total + part
-    return total
-
-
-def _size_nonneg(size: Index) -> bool:
-    """Whether a polynomial in sizes is non-negative for all sizes at or above their known lowest."""
-    if size.value is not None:
-        return size.value >= 0
-    if all(c >= 0 for _, c in size.terms) and all(_plainly_nonneg(a) for m, _ in size.terms for a in m):
-        return True
-    shifted = const(0)
-    for m, c in size.terms:
-        part = const(c)
-        for a in m:
-            if isinstance(a, Sym):
-                part = part * (atom(Sym(a.name + "'")) + a.low)
-            elif _plainly_nonneg(a):
-                part = part * atom(a)
-            else:
-                return False
-        shifted = shifted + part
-    return all(c >= 0 for _, c in shifted.terms)
-
-
-def _plainly_nonneg(a: Atom) -> bool:
-    if isinstance(a, (Sym, Axis, Mod)):
-        return True
-    if isinstance(a, Div):
-        return is_nonneg(a.num)
-    if isinstance(a, MinMax):
-        test = all if a.kind == "min" else any
-        return test(is_nonneg(x) for x in (a.a, a.b))
-    return False
-
-
-_NONNEG: dict[Index, bool] = {}
-
-
-def is_nonneg(index: Index) -> bool:
-    """Whether ``index >= 0`` is proven for every value of the axes and sizes."""
-    if index.value is not None:
-        return index.value >= 0
-    found = _NONNEG.get(index)
-    if found is None:
-        _NONNEG[index] = False  # a proof that needs itself is no proof
-        low = bound(index, False)
-        found = low is not None and _size_nonneg(low)
-        _NONNEG[index] = found
-    return found
-
-
-def in_range(index: Index, extent: IndexLike) -> bool:
-    """Whether ``0 <= index < extent`` is proven.
-
-    With symbolic sizes an empty axis makes the upper bound negative and every statement about its elements
-    vacuously true, which is why ``extent - 1`` as the upper end needs no guard that the extent is positive.
-    """
-    return is_nonneg(index) and is_nonneg(as_index(extent) - 1 - index)
 
 
 def substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
@@ -589,7 +599,9 @@ def _substitute_atom(a: Atom, table: Mapping[Atom, Index]) -> Index:
     return atom(a)
 
 
-def evaluate(index: Index, env: Mapping[str, int], value: Callable[[Expr], int] | None = None) -> int:
+def evaluate(
+    index: Index, env: Mapping[str, int], value: Callable[[Expr], int] | None = None
+) -> int:
     """The integer for given axis and size values (by name)."""
     total = 0
     for m, c in index.terms:
@@ -622,3 +634,35 @@ def hint(index: IndexLike) -> int:
     for a in index.axes():
         env[a.name] = max(0, evaluate(a.extent, env) - 1)
     return evaluate(index, env)
+
+
+# Division asks what is in range and ranges divide: two files of one module, imported by this name.
+from deuteron.ir.ranges import bound, in_range, is_nonneg  # noqa: E402
+
+__all__ = [
+    "Atom",
+    "Axis",
+    "Div",
+    "Index",
+    "IndexLike",
+    "MinMax",
+    "Mod",
+    "Monomial",
+    "Sym",
+    "Value",
+    "as_index",
+    "atom",
+    "bound",
+    "const",
+    "divide_exact",
+    "evaluate",
+    "floordiv",
+    "hint",
+    "in_range",
+    "is_nonneg",
+    "maximum",
+    "minimum",
+    "mod",
+    "product",
+    "substitute",
+]

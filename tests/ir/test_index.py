@@ -1,0 +1,223 @@
+"""Index algebra means what Python's integers mean, and what it claims about ranges is true."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deuteron.ir.index import (
+    Axis,
+    Index,
+    Sym,
+    as_index,
+    atom,
+    bound,
+    const,
+    divide_exact,
+    evaluate,
+    floordiv,
+    hint,
+    in_range,
+    is_nonneg,
+    maximum,
+    minimum,
+    mod,
+    product,
+    substitute,
+)
+from tests.ir.trees import AXES, SYMS, Tree, build, divisors, meaning, tree_axes, trees, valuations
+
+quick = settings(max_examples=250, deadline=None)
+n, m = atom(Sym("n")), atom(Sym("m", 1))
+
+
+@quick
+@given(trees)
+def test_simplified_index_has_the_same_value(tree: Tree) -> None:
+    index = build(tree)
+    for env in valuations(tree_axes(tree), 2):
+        assert evaluate(index, env) == meaning(tree, env), f"{index!r} at {env}"
+
+
+@quick
+@given(trees)
+def test_proof_of_nonneg_holds_everywhere(tree: Tree) -> None:
+    index = build(tree)
+    if is_nonneg(index):
+        for env in valuations(tree_axes(tree)):
+            assert meaning(tree, env) >= 0, f"{index!r} at {env}"
+
+
+@quick
+@given(trees, trees)
+def test_in_range_holds_everywhere(tree: Tree, extent: Tree) -> None:
+    index, end = build(tree), build(extent)
+    if in_range(index, end):
+        for env in valuations(tree_axes(tree) | tree_axes(extent)):
+            assert 0 <= meaning(tree, env) < meaning(extent, env), f"{index!r} < {end!r} at {env}"
+
+
+@quick
+@given(trees, divisors, divisors)
+def test_flattened_and_split_again(tree: Tree, a: Tree, b: Tree) -> None:
+    """Reshapes there and back give the same values; the remainder is in range of its extent."""
+    index, d, e = build(tree), build(a), build(b)
+    there = index * d + index % d
+    back = (index // d) * d + index % d
+    twice = (index // (d * e)) * (d * e) + (index // d) % e * d + index % d
+    for env in valuations(tree_axes(tree), 2):
+        x, y = meaning(tree, env), meaning(a, env)
+        assert evaluate(there, env) == x * y + x % y
+        assert evaluate(back, env) == x == evaluate(twice, env)
+
+
+@quick
+@given(trees)
+def test_bounds_hold(tree: Tree) -> None:
+    index = build(tree)
+    low, high = bound(index, False), bound(index, True)
+    for env in valuations(tree_axes(tree)):
+        value = meaning(tree, env)
+        if low is not None:
+            assert evaluate(low, env) <= value, f"{low!r} <= {index!r} at {env}"
+        if high is not None:
+            assert value <= evaluate(high, env), f"{index!r} <= {high!r} at {env}"
+
+
+@quick
+@given(trees, st.sampled_from(AXES), trees)
+def test_substitute_is_evaluation_with_another_value(tree: Tree, axis: Axis, new: Tree) -> None:
+    index, other = build(tree), build(new)
+    moved = substitute(index, {axis: other})
+    for env in valuations(tree_axes(tree) | tree_axes(new), 2):
+        at = meaning(new, env)
+        limit = evaluate(axis.extent, env)
+        if 0 <= at < limit:  # elsewhere the index was simplified for values that the axis has not
+            assert evaluate(moved, env) == meaning(tree, {**env, axis.name: at})
+
+
+@quick
+@given(trees, trees)
+def test_divide_exact_multiplies_back(tree: Tree, den: Tree) -> None:
+    a, b = build(tree), build(den)
+    if b.value == 0:
+        return
+    q = divide_exact(a, b)
+    if q is not None:
+        for env in valuations(tree_axes(tree) | tree_axes(den), 2):
+            assert evaluate(q, env) * meaning(den, env) == meaning(tree, env)
+    back = divide_exact(a * b, b)
+    assert len(b.terms) != 1 or back is a
+
+
+@quick
+@given(trees, st.sampled_from(AXES))
+def test_coefficient_is_the_slope(tree: Tree, axis: Axis) -> None:
+    index = build(tree)
+    slope = index.coefficient(axis)
+    if slope is None:
+        return
+    assert axis not in slope.atoms()
+    for env in valuations(tree_axes(tree) | {axis}, 2):
+        if env[axis.name]:
+            before = {**env, axis.name: env[axis.name] - 1}
+            assert evaluate(index, env) - evaluate(index, before) == evaluate(slope, env)
+
+
+@quick
+@given(trees)
+def test_equal_text_is_the_same_object(tree: Tree) -> None:
+    index = build(tree)
+    assert build(tree) is index
+    assert Index(dict(reversed(index.terms))) is index
+    assert pickle.loads(pickle.dumps(index)) is index
+    names = {s.name: k + 3 for k, s in enumerate(SYMS)} | {a.name: k for k, a in enumerate(AXES)}
+    assert eval(repr(index), {"min": min, "max": max}, dict(names)) == evaluate(index, names)
+
+
+def test_facts_of_one_symbol_do_not_serve_another_of_its_name() -> None:
+    sure, unsure = atom(Sym("s0", 2)), atom(Sym("s0"))
+    assert is_nonneg(sure - 2)
+    assert not is_nonneg(unsure - 2)
+    assert not is_nonneg(atom(Sym("s0", -5)))
+    assert Axis("i", sure) is not Axis("i", unsure)
+    assert hint(atom(Sym("s0", 2, 7))) == 7 and hint(atom(Sym("s0", 2, 9))) == 9
+
+
+i, j, k = Axis("i", n), Axis("j", 64), Axis("k", m)
+I, J, K = i.index, j.index, k.index
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        ((I * 64 + J) // 64, I),
+        ((I * 64 + J) % 64, J),
+        ((I * m + K) // m, I),
+        ((I * m + K) % m, K),
+        ((I // 8) * 8 + I % 8, I),
+        ((I // m) * m + I % m, I),
+        ((I // 8) // 4, I // 32),
+        ((I * 6 + 3) // 9, (I * 2 + 1) // 3),
+        ((I * 6 + 2) // 9, (I * 2) // 3),
+        ((I % 64) % 8, I % 8),
+        ((I * 8) % 64, I % 8 * 8),
+        ((n * m - 1) // m, n - 1),
+        ((n * m - 1) % m, m - 1),
+        ((J + 128) // 64, const(2)),
+        ((J - 64) // 64, const(-1)),
+        (minimum(J, 64), J),
+        (maximum(J - 64, 0), const(0)),
+        (product([n, m, 2]), n * m * 2),
+        (as_index(3) - 3, const(0)),
+    ],
+)
+def test_simplifies(got: Index, expected: Index) -> None:
+    assert got is expected, f"{got!r} is not {expected!r}"
+
+
+def _axis(extent: Index) -> Index:
+    return Axis("a", extent).index
+
+
+@pytest.mark.parametrize(
+    ("index", "extent"),
+    [
+        (I * 64 + J, n * 64),
+        (I * m + K, n * m),
+        (_axis(n * m) // m, n),
+        (_axis(n * m) % m, m),
+        (n - 1 - I, n),
+        (_axis((n + 1) // 2) * 2, n),  # every second element
+        (_axis(n // 2) * 2 + 1, n),
+        (_axis(maximum(0, n - 5)) + 5, n),  # a slice from 5 on
+        (_axis(minimum(n, 5)), n),
+        (_axis(minimum(n, 5)), const(5)),
+        (_axis((n + 63) // 64) % 64, const(64)),
+        (minimum(I + 3, n - 1), n),
+        (J // 8 + J % 8 * 8, const(64)),
+        (_axis(n * 4) // 4 * 4 + 3, n * 4),
+    ],
+)
+def test_proves_in_range(index: Index, extent: Index) -> None:
+    assert in_range(index, extent)
+
+
+@pytest.mark.parametrize(
+    ("index", "extent"),
+    [(I + 1, n), (I - 1, n), (J, const(63)), (const(0), n), (_axis(n + 1), n), (J * 2, const(64)),
+     (maximum(I, 5), n), (I * J, n * 64 - 200)],
+)  # fmt: skip
+def test_does_not_prove_what_is_false(index: Index, extent: Index) -> None:
+    assert not in_range(index, extent)
+
+
+def test_division_by_what_is_not_positive_is_an_error() -> None:
+    for bad in (0, -3):
+        with pytest.raises(ZeroDivisionError):
+            floordiv(n, bad)
+        with pytest.raises(ZeroDivisionError):
+            mod(n, bad)
