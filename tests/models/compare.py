@@ -73,13 +73,13 @@ class Errors:
         return max(self.of.values(), default=0.0)
 
 
-def failures(eager: Errors, got: Errors, dtype: torch.dtype) -> list[str]:
+def failures(eager: Errors, got: Errors, dtype: torch.dtype, floor: float = 1e-6) -> list[str]:
     """Tensors whose error is more than twice eager's and more than one rounding of the dtype.
 
     The floor is 1e-6 where eager may be exact by chance; for half types, the rounding of the
     result itself.
     """
-    floor = max(1e-6, torch.finfo(dtype).eps / 2)
+    floor = max(floor, torch.finfo(dtype).eps / 2)
     return [
         f"{name}: error {e:.2e}, eager's {eager.of[name]:.2e}"
         for name, e in got.of.items()

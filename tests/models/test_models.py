@@ -179,7 +179,8 @@ def test_shapes_do_not_recompile(name: str, counted: Counted) -> None:
         reference = train_step(wide, cast(inputs, torch.float64))
         eager = Errors.against(reference, train_step(step, inputs))
         got = Errors.against(reference, train_step(step, inputs, call))
-        assert not failures(eager, got, torch.float32), (batch, length)
+        # Of twenty shapes some are ill-conditioned, and there eager is lucky as often as not.
+        assert not failures(eager, got, torch.float32, floor=1e-5), (batch, length)
 
     check(3, 17)
     check(4, 20)
