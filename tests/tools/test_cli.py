@@ -1,0 +1,90 @@
+"""The command line: usage errors name what to write; the demo judges results as it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from deuteron.tools.cli import app
+from deuteron.tools.demo import verdict
+from deuteron.tools.demo_programs import PROGRAMS, sentences
+from deuteron.tools.explaining import UsageError, load, tensor
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['deuteron', '--help']\n"
+        "from deuteron.tools import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_usage_errors_have_exit_status_2(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("def double(x):\n    return 2 * x\n")
+    runner = CliRunner()
+    for words in (
+        ["demo", "--programs", "gtp"],
+        ["demo", "--device", "tpu"],
+        ["explain", "nothing"],
+        ["explain", f"{tmp_path}/absent.py:f"],
+        ["explain", f"{tmp_path}/f.py:absent"],
+        ["explain", f"{tmp_path}/f.py:double"],  # no argument given
+        ["explain", f"{tmp_path}/f.py:double", "--input", "float32(8)"],
+    ):
+        assert runner.invoke(app, words).exit_code == 2, words
+
+
+def test_load_and_inputs(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("def double(x):\n    return 2 * x\n")
+    function, _ = load(f"{tmp_path}/f.py:double")
+    x = tensor("float32[2, 3]", "cpu")
+    assert torch.equal(function(x), 2 * x)
+    assert tensor("int64[5]", "cpu").dtype == torch.int64
+    assert tensor("bfloat16[]", "cpu").shape == ()
+    with pytest.raises(UsageError, match="it has double"):
+        load(f"{tmp_path}/f.py:single")
+
+
+def row(backend: str, **facts: Any) -> dict[str, Any]:
+    return {"backend": backend, "error_f64": 1e-7, "losses": [2.0, 1.0], "ms": 1.0, **facts}
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"),
+    [
+        ({}, ""),
+        ({"error_f64": 1e-2}, "error"),
+        ({"error_f64": float("nan")}, "error"),
+        ({"losses": [2.0, 1.5]}, "losses"),
+        ({"cosine": 0.99}, "cosine"),
+        ({"error": "DeuteronError: no"}, "failed"),
+    ],
+)
+def test_demo_judges(facts: dict[str, Any], word: str) -> None:
+    rows = [row("eager"), row("deuteron", **facts)]
+    found = verdict({"name": "gpt", "train": True, "rows": rows}, "deuteron")
+    assert (word in found[0]) if word else not found
+
+
+def test_demo_programs_run_in_eager() -> None:
+    """Each program's first batch: a finite loss near that of guessing, or unit embeddings."""
+    chance = {"gpt": 256, "residual": 10}
+    for name, make in PROGRAMS.items():
+        program = make("cpu")
+        with torch.no_grad():
+            out = program.module(*program.batches[0])
+        if program.train:
+            assert abs(out.item() - torch.tensor(chance[name]).log().item()) < 0.5
+        else:
+            torch.testing.assert_close(out.norm(dim=1), torch.ones(len(out)))
+            assert len({tuple(b[0].shape) for b in program.batches}) > 3
+    assert len(set(sentences(64))) == 64
