@@ -151,7 +151,7 @@ def deuteron_backend(
         fw_compiler=functools.partial(session.compile, phase="forward"),
         bw_compiler=functools.partial(session.compile, phase="backward"),
         inference_compiler=functools.partial(session.compile, phase="inference"),
-        decompositions=decompositions.table(),
+        decompositions=decompositions.table(session.options.eager_random),
         partition_fn=session.partition,
         keep_inference_input_mutations=True,
     )

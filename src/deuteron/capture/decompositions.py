@@ -17,7 +17,7 @@ that round more often than eager are in WHOLE or have a rule in OWN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ WHOLE: tuple[str, ...] = (
     "aten.clamp_max", "aten.clip", "aten.floor_divide", "aten.sgn", "aten.std",
     # Sums of half types accumulate in f32 in the lowering; a decomposed `sum.default` says nothing more.
     "aten.sum",
+    # The graph's own rewrite makes it a function of a seed, or leaves eager's call.
+    "aten.bernoulli",
     # Data movement by a loaded index, or an order: nothing to gain from loops.
     "aten.argsort", "aten.msort", "aten.isin", "aten.unique_dim",
 )
@@ -51,9 +53,6 @@ FURTHER: tuple[str, ...] = (
     "aten._native_batch_norm_legit_no_training", "aten._batch_norm_with_update",
     "aten._batch_norm_with_update_functional", "aten._batch_norm_no_update", "aten.batch_norm_backward",
     "aten.linalg_vector_norm", "aten.dist",
-    # Random: the graph's own rewrite knows rand, randn, bernoulli, uniform; these are formulas over them.
-    "aten.native_dropout", "aten.exponential", "aten.cauchy", "aten.geometric", "aten.log_normal",
-    "aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor",
     "aten.rrelu_with_noise_backward",
     # Pointwise formulas.
     "aten.elu", "aten.hardtanh", "aten.leaky_relu", "aten.round.decimals", "aten.lcm", "aten.conj_physical",
@@ -64,6 +63,12 @@ FURTHER: tuple[str, ...] = (
     "aten.narrow_copy", "aten.permute_copy", "aten.view_copy", "aten.unbind_copy", "aten.lift",
     "aten._adaptive_avg_pool2d",
     "aten.new_empty_strided",
+)
+
+# Formulas over rand and randn, which the graph's own rewrite makes functions of a seed.
+RANDOM: tuple[str, ...] = (
+    "aten.exponential", "aten.cauchy", "aten.geometric", "aten.log_normal", "aten.normal.Tensor_Tensor",
+    "aten.normal.Tensor_float", "aten.normal.float_Tensor",
 )
 
 OWN: dict[str, Rule] = {}
@@ -79,21 +84,34 @@ def own(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-@lru_cache(maxsize=1)
-def table() -> dict[Any, Rule]:
-    """The decomposition table. The same object each time; do not change it."""
+@lru_cache(maxsize=2)
+def table(eager_random: bool = False) -> dict[Any, Rule]:
+    """The decomposition table. The same object each time; do not change it.
+
+    With `eager_random` nothing is decomposed whose numbers would then differ from eager's.
+    """
     found: dict[Any, Rule] = {}
     found.update(core_aten_decompositions())
-    found.update(get_decompositions(list(ops.resolved(FURTHER))))
+    further = FURTHER if eager_random else FURTHER + RANDOM
+    found.update(get_decompositions(list(ops.resolved(further))))
     for target in ops.resolved(WHOLE):
         found.pop(target, None)
-    for name, rule in OWN.items():
-        for target in ops.resolved((name,)):
-            found[target] = rule
-    for name, rule in foreach_rules():
+    rules = [*OWN.items(), *foreach_rules(), ("aten.native_dropout.default", partial(native_dropout, eager_random))]
+    for name, rule in rules:
         for target in ops.resolved((name,)):
             found[target] = rule
     return found
+
+
+# -- random -----------------------------------------------------------------------------------------------------------
+def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) -> Any:
+    """(x * mask / (1 - p), mask). Eager draws like `bernoulli` on CPU, but not on GPUs."""
+    if eager_random and x.device.type != "cpu":
+        return NotImplemented
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = aten.bernoulli.p(x, 1.0 - p).to(torch.bool)
+    return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 
 # -- convolution --------------------------------------------------------------------------------------------------------

@@ -33,10 +33,11 @@ from deuteron.base.record import Record
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.capture.hints import Hints
 from deuteron.graph import ops, random, rewrite
+from deuteron.graph.edit import Editor
 
 # Saved bytes stay allocated from forward to backward; a saved byte counts this much beyond its traffic. Memory is
 # what limits batch sizes on GPUs, and on CPU pages that come back from the system are faulted in again.
-HELD = 1.5
+HELD = 2.0
 # Vector FLOPs that take as long as moving one byte: H200 67 TFLOP/s (f32) at 4.8 TB/s; a server core 50 GFLOP/s at
 # 6 GB/s. Only their order of magnitude matters.
 FLOPS_PER_BYTE = {"cuda": 14.0, "cpu": 8.0}
@@ -289,6 +290,8 @@ def partition(
     if recomputes_random:
         symbols = sum(1 for n in saved if P.is_sym_node(n))
         forward, backward = P.functionalize_rng_ops(joint, forward, backward, symbols)
+        Editor(forward).complete()
+        Editor(backward).complete()
     backward = P.reordering_to_mimic_autograd_engine(backward)
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     if (thread := getattr(P, "thread_graphsafe_rng_from_hops", None)) is not None:

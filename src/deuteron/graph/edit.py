@@ -33,10 +33,20 @@ class Editor:
         """A new call at the current insertion point, with its fake result and the origin of `like`."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update({k: like.meta[k] for k in INHERITED if k in like.meta})
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with torch.no_grad(), outside_of_modes(), self.mode or nullcontext():
-            node.meta["val"] = target(*values[0], **values[1])
+        node.meta["val"] = self.evaluate(node)
         return node
+
+    def evaluate(self, node: fx.Node) -> Any:
+        """The fake result of a call."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with torch.no_grad(), outside_of_modes(), self.mode or nullcontext():
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def complete(self) -> None:
+        """Gives a fake value to calls that another pass inserted without one."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and "val" not in node.meta:
+                node.meta["val"] = self.evaluate(node)
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:

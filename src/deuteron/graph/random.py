@@ -73,10 +73,8 @@ class Draw:
         return [torch.float64 if self.val.dtype == torch.float64 else torch.float32]
 
     def uniform(self, size: Sequence[Any]) -> fx.Node:
-        """Uniform on [0, 1), in the node's dtype where that is floating; never rounds up to 1."""
+        """Uniform on [0, 1) in the node's dtype; never rounds up to 1."""
         u = self.draw(RAND, size, self.seed, self.stream)
-        if not self.val.dtype.is_floating_point:
-            return u
         digits = DIGITS.get(self.val.dtype)
         if digits is not None:
             grid = self.call(aten.mul.Tensor, u, 2.0**digits)
@@ -122,12 +120,13 @@ def _randn_like(d: Draw) -> fx.Node:
 
 
 def _bernoulli_p(d: Draw) -> fx.Node:
-    u = d.uniform(d.sizes(d.node.args[0]))
+    # Compared in f32 whatever the dtype: on the grid of bf16 a probability of 0.001 would be one of 0.004.
+    u = d.draw(RAND, d.sizes(d.node.args[0]), d.seed, d.stream)
     return d.cast(d.call(aten.lt.Scalar, u, d.arg(1, "p", 0.5)))
 
 
 def _bernoulli(d: Draw) -> fx.Node:
-    u = d.uniform(d.sizes(d.node.args[0]))
+    u = d.draw(RAND, d.sizes(d.node.args[0]), d.seed, d.stream)
     return d.cast(d.call(aten.lt.Tensor, u, d.node.args[0]))
 
 
