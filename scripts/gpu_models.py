@@ -8,6 +8,7 @@ of the time), then the medians of CUDA-event times of eager, Inductor in its def
 Deuteron, interleaved round by round in one process. Writes a JSON row per model to
 $OUT/models.jsonl (./out without it) as it goes, and prints a table at the end. A model that fails
 prints one line and the rest goes on. Exit status 1 when a model failed or was wrong.
+`--small` tries the script itself on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ from tests.models.compare import Errors, Trial, failures  # noqa: E402
 from tests.models.zoo import CASES, Case, Step, cast  # noqa: E402
 
 Row = dict[str, Any]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CUDA = DEVICE == "cuda"
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
 
 
 def backend(name: str) -> Any:
@@ -72,6 +80,10 @@ class Runner:
 
     def timed(self) -> float:
         """Device time of one step, ms."""
+        if not CUDA:
+            begin = time.perf_counter()
+            self()
+            return (time.perf_counter() - begin) * 1e3
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self()
@@ -81,6 +93,8 @@ class Runner:
 
     def peak(self) -> float:
         """MB allocated at most during a step, over what was allocated before it."""
+        if not CUDA:
+            return math.nan
         self.step.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -94,7 +108,7 @@ def check_small(case: Case, dtype: torch.dtype, name: str) -> list[str]:
     if case.random:
         return []
     torch._dynamo.reset()
-    trial = Trial.of(case, dtype, "cuda")
+    trial = Trial.of(case, dtype, DEVICE)
     return failures(trial.errors(None), trial.errors(compiler(name)), dtype)
 
 
@@ -103,19 +117,24 @@ def distance(eager: Runner, got: Runner) -> float:
     return Errors.against(eager.gradients(), got.gradients()).worst()
 
 
-def measure(case: Case, dtype: torch.dtype, names: list[str], rounds: int) -> Row:
+def measure(
+    case: Case, dtype: torch.dtype, names: list[str], rounds: int, large: bool = True
+) -> Row:
     row: Row = {"model": case.name, "dtype": str(dtype).removeprefix("torch.")}
-    row["wrong"] = check_small(case, dtype, names[-1])
+    try:
+        row["wrong"] = check_small(case, dtype, names[-1])
+    except Exception as error:
+        row["wrong"] = [one_line(error)]
     torch._dynamo.reset()
-    step = case.step(large=True).to("cuda", dtype)
-    inputs = cast(case.make_inputs(large=True), dtype, "cuda")
+    step = case.step(large).to(DEVICE, dtype)
+    inputs = cast(case.make_inputs(large), dtype, DEVICE)
     runners: dict[str, Runner] = {}
     for name in names:
         try:
             runner = Runner(name, step, inputs)
             start = time.perf_counter()
             runner()
-            torch.cuda.synchronize()
+            synchronize()
             row[f"{name} first call s"] = round(time.perf_counter() - start, 2)
             for _ in range(3):
                 runner()
@@ -181,6 +200,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540, help="start no model after this")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--backend", default="deuteron")
+    parser.add_argument("--small", action="store_true", help="the tests' sizes")
     parser.add_argument("--skip-inductor", action="store_true")
     args = parser.parse_args()
     begin = time.perf_counter()
@@ -189,7 +209,9 @@ def main() -> int:
     names = ["eager"] + ([] if args.skip_inductor else ["inductor"]) + [args.backend]
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    print(torch.__version__, torch.cuda.get_device_name(), flush=True)
+    if not CUDA and not args.small:
+        parser.error("there is no GPU; --small tries the script on the CPU")
+    print(torch.__version__, torch.cuda.get_device_name() if CUDA else "cpu", flush=True)
     wanted = args.models.split(",")
     rows: list[Row] = []
     # Dtype outside: when time runs out, every model has run in the first one.
@@ -200,7 +222,7 @@ def main() -> int:
                 continue
             start = time.perf_counter()
             try:
-                row = measure(case, getattr(torch, dtype_name), names, args.rounds)
+                row = measure(case, getattr(torch, dtype_name), names, args.rounds, not args.small)
             except Exception as error:
                 row = {"model": case.name, "dtype": dtype_name, "wrong": [], "distance": math.nan}
                 row["error"] = one_line(error)
@@ -211,7 +233,8 @@ def main() -> int:
             problem = row.get("error") or row.get(f"{args.backend} error") or row["wrong"][:1]
             print(f"{case.name} {dtype_name} {row['seconds']} s {problem or 'ok'}", flush=True)
             torch._dynamo.reset()
-            torch.cuda.empty_cache()
+            if CUDA:
+                torch.cuda.empty_cache()
     print(table(rows, names))
     return int(any(r.get("error") or r.get(f"{args.backend} error") or r["wrong"] for r in rows))
 
