@@ -503,8 +503,9 @@ def test_every_loop_vectorises(built: tuple[ctypes.CDLL, str, str]) -> None:
         if line.startswith("for (i64 i = 0; i < n") and i + 1 not in vectorised
     }
     division = {f"{op}_i64" for op in ("floordiv", "truncdiv", "remainder", "fmod")}
-    # No vector instruction divides 64-bit integers.
-    assert scalar <= division, scalar
+    # No vector instruction divides 64-bit integers; GCC narrows the shifts to 16 bits, which AVX2
+    # cannot shift by counts of their own.
+    assert scalar <= division | {"rshift_i8", "rshift_u8"}, scalar
 
 
 def test_sections_stand_alone(tmp_path: Path) -> None:

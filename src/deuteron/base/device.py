@@ -37,13 +37,16 @@ KB, MB = 1 << 10, 1 << 20
 # large bf16 matrix product runs at 750 of 989 TFLOP/s.
 REACHED_BANDWIDTH = 0.89
 REACHED_TENSOR = 0.76
-# Between two short kernels of one stream; H200, measured, back to back.
-GPU_LAUNCH_US = 2.2
+# What one more short kernel costs; H200, measured: launched one by one, and replayed in a graph.
+GPU_LAUNCH_US, GPU_GRAPH_LAUNCH_US = 2.2, 0.96
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device's figures. `shared` and `registers` are bytes per multiprocessor (0 on CPUs)."""
+    """A device's figures. `shared` and `registers` are bytes per multiprocessor (0 on CPUs).
+
+    `launch_us` is what one more short kernel costs, `graph_launch_us` the same in a CUDA graph.
+    """
 
     kind: str
     name: str
@@ -51,6 +54,7 @@ class DeviceSpec:
     bandwidth_gbps: float
     gflops: tuple[tuple[str, float], ...]
     launch_us: float
+    graph_launch_us: float
     cores: int
     max_threads: int
     vector_bits: int
@@ -183,6 +187,7 @@ def _gpu(
         bandwidth_gbps=round(bandwidth * REACHED_BANDWIDTH, 1),
         gflops=_units(gflops),
         launch_us=GPU_LAUNCH_US,
+        graph_launch_us=GPU_GRAPH_LAUNCH_US,
         cores=cores,
         max_threads=1024,
         vector_bits=128,
@@ -296,21 +301,24 @@ def _cpu() -> _Cpu:
 
 
 def _generic_cpu() -> DeviceSpec:
-    """Two fused multiply-add units per core; memory at 18 GB/s per core, 200 GB/s at most.
+    """Two fused multiply-add units per core, of which programs reach 0.55.
 
-    Measured on two cores of an AMD EPYC (family 26): a copy moves 37.5 GB/s, a parallel region
-    costs 0.7 us. It grows with the cores (about 5 us for 64); the plain call of a kernel is 0.2 us.
+    Bandwidth and the cost of a parallel region follow two measurements: 37.5 GB/s and 0.7 us on
+    two cores (AMD EPYC, family 26), 77 GB/s and 4.1 us on sixteen (Intel Xeon with AMX). Without a
+    region the call of a kernel costs 0.2 us.
     """
     cpu = _cpu()
-    f32 = cpu.cores * cpu.mhz / 1e3 * 2 * 2 * cpu.vector_bits / 32
+    f32 = 0.55 * cpu.cores * cpu.mhz / 1e3 * 2 * 2 * cpu.vector_bits / 32
+    launch = 0.36 * cpu.cores**0.88 if cpu.cores > 1 else 0.2
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return DeviceSpec(
         kind="cpu",
         name=cpu.name,
         source="system",
-        bandwidth_gbps=min(18.0 * cpu.cores, 200.0),
+        bandwidth_gbps=27.0 * cpu.cores**0.4,
         gflops=_units({"f32": f32, "f64": f32 / 2}),
-        launch_us=0.4 * cpu.cores**0.6 if cpu.cores > 1 else 0.2,
+        launch_us=launch,
+        graph_launch_us=launch,
         cores=cpu.cores,
         max_threads=cpu.cores,
         vector_bits=cpu.vector_bits,
@@ -419,10 +427,12 @@ def calibrated(spec: DeviceSpec, content: Mapping[str, Any]) -> DeviceSpec:
         source="measured",
         bandwidth_gbps=float(entry.get("bandwidth_gbps", spec.bandwidth_gbps)),
         launch_us=float(entry.get("launch_us", spec.launch_us)),
+        graph_launch_us=float(entry.get("graph_launch_us", spec.graph_launch_us)),
         gflops=_units({**dict(spec.gflops), **entry.get("gflops", {})}),
     )
 
 
 def _figures(entry: Mapping[str, Any]) -> list[Any]:
-    plain = [entry[f] for f in ("bandwidth_gbps", "launch_us") if f in entry]
+    names = ("bandwidth_gbps", "launch_us", "graph_launch_us")
+    plain = [entry[f] for f in names if f in entry]
     return plain + list(entry.get("gflops", {}).values())

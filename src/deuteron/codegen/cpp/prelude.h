@@ -375,8 +375,9 @@ template <class T> D_FN T d_lshift(T a, T n) {
 }
 
 //@ d_rshift
-// A count below 0 or beyond the width gives the sign.
+// A count below 0 or beyond the width gives the sign. Narrow types shift as i32.
+D_FN i64 d_rshift(i64 a, i64 n) { return a >> ((u64)n < 63ull ? n : 63ll); }
 template <class T> D_FN T d_rshift(T a, T n) {
-  bool fits = (u64)(i64)n < 8 * sizeof(T) - ((T)-1 < 0);
-  return (T)(a >> (fits ? (i64)n : 8 * (i64)sizeof(T) - ((T)-1 < 0)));
+  i32 limit = 8 * (i32)sizeof(T) - ((T)-1 < 0);
+  return (T)((i32)a >> ((u32)(i32)n < (u32)limit ? (i32)n : limit));
 }
