@@ -2,60 +2,84 @@
 
 An `Expr` is frozen and interned; equality is identity. `op` says what it is:
 
-    literal   attr = Python value
+    literal   attr = Python value, rounded to the dtype
     index     attr = Index; the integer value of an index expression (i64)
-    load      attr = (tensor name, index per dimension, fill); args = () or (mask,): where the mask is false nothing is
-              read and the value is `fill`
+    load      attr = (tensor name, index per dimension, fill); args = () or (mask,): where the
+              mask is false nothing is read and the value is `fill`
     cast      args = (x,); converts to `dtype` as C and ATen do
     reduce    attr = (kind, axes); args = (body,): folds body over the axes (see `REDUCTIONS`)
     scan      attr = (kind, axis); args = (body,): inclusive prefix fold along the axis
-    random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10, counter = element index
+    random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10 with the
+              element as counter; "rand" on [0, 1), "randn", "rand_bits" (i64), as graph.random_ops
     otherwise a scalar operation of `SCALAR_OPS` with its arguments
 
-Data types are short names (`DTYPES`). Arithmetic is done in the dtype of the node: what computes in f32 and is
-rounded to bf16 says so with casts. Nothing in a code generator decides precision.
+Data types are short names (`DTYPES`). Arithmetic is done in the dtype of the node: what computes in
+f32 and is rounded to bf16 says so with casts. Nothing in a code generator decides precision.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import math
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deuteron.ir.index import Atom, Axis, Index, IndexLike, Value, as_index, atom, substitute
+from deuteron.ir.index import (
+    Atom,
+    Axis,
+    Index,
+    IndexLike,
+    Value,
+    as_index,
+    atom,
+    is_nonneg,
+    substitute,
+)
 
 DTYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
-ITEMSIZE = {"bool": 1, "u8": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+ITEMSIZE = dict(zip(DTYPES, (1, 1, 1, 2, 4, 8, 2, 2, 4, 8)))
 FLOATS = ("f16", "bf16", "f32", "f64")
 INTS = ("u8", "i8", "i16", "i32", "i64")
 
-# Scalar operations: number of arguments and approximate cost in vector FLOPs (used by the cost model only).
-SCALAR_OPS: dict[str, tuple[int, float]] = {
-    **{n: (1, 1.0) for n in ("neg", "abs", "sign", "floor", "ceil", "trunc", "round", "reciprocal", "logical_not",
-                             "bitwise_not", "isnan", "isinf", "signbit")},
-    **{n: (1, 4.0) for n in ("sqrt", "rsqrt")},
-    **{n: (1, 12.0) for n in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "sigmoid")},
-    **{n: (1, 20.0) for n in ("tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "erf",
-                              "erfc")},
-    **{n: (1, 40.0) for n in ("erfinv", "lgamma", "digamma", "i0", "i0e", "i1", "i1e", "ndtri")},
-    **{n: (2, 1.0) for n in ("add", "sub", "mul", "maximum", "minimum", "fmax", "fmin", "lt", "le", "gt", "ge", "eq",
-                             "ne", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or",
-                             "bitwise_xor", "lshift", "rshift", "copysign")},
-    **{n: (2, 4.0) for n in ("div", "floordiv", "truncdiv", "fmod", "remainder")},
-    **{n: (2, 30.0) for n in ("pow", "atan2", "nextafter", "hypot", "ldexp")},
-    "where": (3, 1.0), "fma": (3, 1.0),
-}
-COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_xor", "logical_not",
-                         "isnan", "isinf", "signbit"))
+# Scalar operations: number of arguments, approximate cost in vector FLOPs (cost model only), names.
+_OPS: tuple[tuple[int, float, str], ...] = (
+    (
+        1,
+        1.0,
+        "neg abs sign floor ceil trunc round reciprocal logical_not bitwise_not isnan isinf "
+        "signbit",
+    ),
+    (1, 4.0, "sqrt rsqrt"),
+    (1, 12.0, "exp exp2 expm1 log log2 log10 log1p sin cos sigmoid"),
+    (1, 20.0, "tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc"),
+    (1, 40.0, "erfinv lgamma digamma i0 i0e i1 i1e ndtri"),
+    (
+        2,
+        1.0,
+        "add sub mul maximum minimum fmax fmin lt le gt ge eq ne logical_and logical_or "
+        "logical_xor",
+    ),
+    (2, 1.0, "bitwise_and bitwise_or bitwise_xor lshift rshift copysign"),
+    (2, 4.0, "div floordiv truncdiv fmod remainder"),
+    (2, 30.0, "pow atan2 nextafter hypot ldexp"),
+    (3, 1.0, "where fma"),
+)
+SCALAR_OPS = {name: (arity, cost) for arity, cost, names in _OPS for name in names.split()}
+COMPARISONS = frozenset(
+    ("lt", "le", "gt", "ge", "eq", "ne", "isnan", "isinf", "signbit")
+    + ("logical_and", "logical_or", "logical_xor", "logical_not")
+)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A fold. `identity(dtype)` is its neutral element; `scalar_op` combines two partial results (None: own rule)."""
+    """A fold: its neutral element, and the scalar operation that combines two partial results."""
 
     identity: Callable[[str], Any]
-    scalar_op: str | None
+    scalar_op: str | None  # None: a rule of its own
 
 
 def _lowest(dtype: str) -> Any:
@@ -70,8 +94,9 @@ def _highest(dtype: str) -> Any:
     return {"bool": True, "u8": 255}.get(dtype, 2 ** (8 * ITEMSIZE[dtype] - 1) - 1)
 
 
-# max and min propagate NaN, as ATen's do. argmax and argmin return the i64 position along the single reduced axis of the
-# first extreme element (the first NaN where there is one); their partial results are (value, position) pairs.
+# max and min propagate NaN, as ATen's do. argmax and argmin return the i64 position along the one
+# reduced axis of the first extreme element (of the first NaN where there is one); their partial
+# results are (value, position) pairs.
 REDUCTIONS: dict[str, Reduction] = {
     "sum": Reduction(lambda d: 0, "add"),
     "prod": Reduction(lambda d: 1, "mul"),
@@ -88,36 +113,51 @@ SCANS = ("sum", "prod", "max", "min")
 class Expr:
     """One node; build it with the functions of this module, never directly."""
 
-    __slots__ = ("_hash", "_indices", "args", "attr", "dtype", "id", "op")
+    __slots__ = ("_children", "_indices", "_key", "_loads", "args", "attr", "dtype", "id", "op")
     _interned: dict[tuple[Any, ...], Expr] = {}
 
     op: str
     dtype: str
     args: tuple[Expr, ...]
     attr: Any
-    id: int
+    id: int  # counts nodes in this process: arguments before users
+    _children: tuple[Expr, ...] | None
+    _indices: tuple[Index, ...] | None
+    _key: str | None
+    _loads: tuple[Expr, ...] | None
 
     def __new__(cls, op: str, dtype: str, args: tuple[Expr, ...] = (), attr: Any = None) -> Expr:
-        mark = (type(attr), math.copysign(1.0, attr)) if isinstance(attr, (int, float)) and attr == attr else None
-        key = (op, dtype, args, "nan" if isinstance(attr, float) and attr != attr else attr, mark)
+        # 0, 0.0, -0.0 and False are equal in Python, NaN is not equal to itself; here text decides.
+        number = attr[2] if op == "load" else attr
+        if isinstance(number, (int, float)):
+            rest = attr[:2] if op == "load" else None
+            key: tuple[Any, ...] = (op, dtype, args, rest, type(number), repr(number))
+        else:
+            key = (op, dtype, args, attr)
         found = cls._interned.get(key)
         if found is None:
             found = object.__new__(cls)
             found.op, found.dtype, found.args, found.attr = op, dtype, args, attr
-            found.id, found._hash, found._indices = len(cls._interned), hash(key), None
-            cls._interned[key] = found
+            found.id = len(cls._interned)
+            found._children = found._indices = found._key = found._loads = None
+            found = cls._interned.setdefault(key, found)
         return found
 
-    def __hash__(self) -> int:
-        return self._hash
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Expr, (self.op, self.dtype, self.args, self.attr)
 
     def __repr__(self) -> str:
         return show(self)
 
     @property
     def key(self) -> str:
-        """Identifies the node within the process (indices of gathers are ordered by it)."""
-        return f"e{self.id}"
+        """Identifies the node by its structure, in every process (gathers are ordered by it)."""
+        if self._key is None:
+            for n in self.walk():
+                if n._key is None:
+                    text = f"{n.op}|{n.dtype}|{_attr_text(n)}|{','.join(a.key for a in n.args)}"
+                    n._key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._key or ""
 
     def indices(self) -> tuple[Index, ...]:
         """Every index used in the expression, at any depth."""
@@ -130,24 +170,26 @@ class Expr:
         return self._indices
 
     def walk(self) -> Iterator[Expr]:
-        """Every node once, arguments before users, loaded indices included. Iterative: depth has no limit."""
+        """Every node once, arguments before users, loaded indices included; depth has no limit."""
         seen: set[Expr] = set()
-        stack: list[tuple[Expr, bool]] = [(self, False)]
+        stack = [self]
         while stack:
-            node, ready = stack.pop()
-            if ready:
-                yield node
-                continue
+            node = stack[-1]
             if node in seen:
+                stack.pop()
                 continue
-            seen.add(node)
-            stack.append((node, True))
-            for arg in children(node):
-                if arg not in seen:
-                    stack.append((arg, False))
+            todo = [c for c in children(node) if c not in seen]
+            if todo:
+                stack.extend(reversed(todo))
+            else:
+                seen.add(node)
+                stack.pop()
+                yield node
 
     def loads(self) -> tuple[Expr, ...]:
-        return tuple(n for n in self.walk() if n.op == "load")
+        if self._loads is None:
+            self._loads = tuple(n for n in self.walk() if n.op == "load")
+        return self._loads
 
     def axes(self) -> set[Axis]:
         """Free and bound axes used."""
@@ -156,8 +198,10 @@ class Expr:
             out |= i.axes()
         return out
 
-    def substitute(self, table: Mapping[Atom, Index], loads: Mapping[Expr, Expr] | None = None) -> Expr:
-        """Replaces atoms in every index and, where given, whole nodes (`loads`: node -> node, tried first)."""
+    def substitute(
+        self, table: Mapping[Atom, Index], loads: Mapping[Expr, Expr] | None = None
+    ) -> Expr:
+        """Replaces atoms in every index and, where given, whole nodes (`loads`, tried first)."""
         return rewrite(self, lambda n, args: None, table, loads)
 
 
@@ -173,10 +217,29 @@ def own_indices(node: Expr) -> tuple[Index, ...]:
 
 def children(node: Expr) -> tuple[Expr, ...]:
     """Arguments, and expressions whose value is used as an index."""
-    out = list(node.args)
-    for i in own_indices(node):
-        out.extend(a.expr for a in i.atoms() if isinstance(a, Value))
-    return tuple(out)
+    found = node._children
+    if found is None:
+        out = list(node.args)
+        for i in own_indices(node):
+            out.extend(a.expr for a in i.atoms() if a.rank == 3 and isinstance(a, Value))
+        found = node._children = tuple(out)
+    return found
+
+
+def _attr_text(node: Expr) -> str:
+    """What a node is besides its operation, dtype and arguments, as text."""
+    if node.op == "load":
+        name, idx, fill = node.attr
+        return f"{name}[{','.join(i.key for i in idx)}]{fill!r}"
+    if node.op == "index":
+        return node.attr.key
+    if node.op == "random":
+        dist, stream, i = node.attr
+        return f"{dist},{stream},{i.key}"
+    if node.op in ("reduce", "scan"):
+        kind, axes = node.attr
+        return f"{kind},{','.join(a.key for a in (axes if isinstance(axes, tuple) else (axes,)))}"
+    return repr(node.attr)
 
 
 def rewrite(
@@ -185,7 +248,10 @@ def rewrite(
     table: Mapping[Atom, Index] | None = None,
     nodes: Mapping[Expr, Expr] | None = None,
 ) -> Expr:
-    """Rebuilds bottom-up. `rule(node, new_args)` may return a replacement; `table` replaces atoms in indices."""
+    """Rebuilds bottom-up. `rule(node, new_args)` may return a replacement.
+
+    `table` replaces atoms in indices, `nodes` whole nodes (tried first).
+    """
     done: dict[Expr, Expr] = dict(nodes or {})
     table = table or {}
     for node in root.walk():
@@ -197,14 +263,18 @@ def rewrite(
     return done[root]
 
 
-def rebuild(node: Expr, args: tuple[Expr, ...], table: Mapping[Atom, Index], done: Mapping[Expr, Expr]) -> Expr:
+def rebuild(
+    node: Expr, args: tuple[Expr, ...], table: Mapping[Atom, Index], done: Mapping[Expr, Expr]
+) -> Expr:
     """`node` with new arguments and with atoms in its indices replaced."""
+
     def move(i: Index) -> Index:
-        full: dict[Atom, Index] = dict(table)
-        for a in i.atoms():
-            if isinstance(a, Value) and a.expr in done:
-                full[a] = atom(Value(done[a.expr]))
-        return substitute(i, full)
+        changed: dict[Atom, Index] = {
+            a: as_position(done[a.expr])
+            for a in i.atoms()
+            if a.rank == 3 and isinstance(a, Value) and done.get(a.expr, a.expr) is not a.expr
+        }
+        return substitute(i, {**table, **changed} if changed else table)
 
     if node.op == "load":
         name, idx, fill = node.attr
@@ -218,7 +288,9 @@ def rebuild(node: Expr, args: tuple[Expr, ...], table: Mapping[Atom, Index], don
         kind, axes = node.attr
         bound = axes if isinstance(axes, tuple) else (axes,)
         moved = tuple(_moved_axis(a, table) for a in bound)
-        return Expr(node.op, node.dtype, args, (kind, moved if isinstance(axes, tuple) else moved[0]))
+        return Expr(
+            node.op, node.dtype, args, (kind, moved if isinstance(axes, tuple) else moved[0])
+        )
     if all(a is b for a, b in zip(args, node.args, strict=True)):
         return node
     return Expr(node.op, node.dtype, args, node.attr)
@@ -238,7 +310,7 @@ def literal(value: Any, dtype: str) -> Expr:
     if dtype == "bool":
         value = bool(value)
     elif dtype in FLOATS:
-        value = float(value)
+        value = _rounded(float(value), dtype)
     else:
         bits = 8 * ITEMSIZE[dtype]
         value = int(value) & ((1 << bits) - 1)
@@ -247,10 +319,29 @@ def literal(value: Any, dtype: str) -> Expr:
     return Expr("literal", dtype, (), value)
 
 
+def _rounded(value: float, dtype: str) -> float:
+    """The nearest number of `dtype`; through f32 for the half types, as ATen's scalars go."""
+    if dtype == "f64" or not math.isfinite(value):
+        return value
+    value = ctypes.c_float(value).value
+    if dtype == "f32" or not math.isfinite(value):
+        return value
+    if dtype == "f16":
+        try:
+            return struct.unpack("<e", struct.pack("<e", value))[0]
+        except OverflowError:
+            return math.copysign(math.inf, value)
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
 def index_value(index: IndexLike) -> Expr:
     """The value of an index as an i64 scalar."""
     index = as_index(index)
-    return literal(index.value, "i64") if index.value is not None else Expr("index", "i64", (), index)
+    return (
+        literal(index.value, "i64") if index.value is not None else Expr("index", "i64", (), index)
+    )
 
 
 def as_position(expr: Expr) -> Index:
@@ -262,7 +353,9 @@ def as_position(expr: Expr) -> Index:
     return atom(Value(cast(expr, "i64")))
 
 
-def load(name: str, indices: tuple[Index, ...], dtype: str, mask: Expr | None = None, fill: Any = 0) -> Expr:
+def load(
+    name: str, indices: tuple[Index, ...], dtype: str, mask: Expr | None = None, fill: Any = 0
+) -> Expr:
     if mask is None or (mask.op == "literal" and mask.attr):
         return Expr("load", dtype, (), (name, indices, None))
     if mask.op == "literal":
@@ -273,21 +366,25 @@ def load(name: str, indices: tuple[Index, ...], dtype: str, mask: Expr | None = 
 def cast(x: Expr, dtype: str) -> Expr:
     if x.dtype == dtype:
         return x
-    if x.op == "literal" and not (dtype in INTS and isinstance(x.attr, float) and not math.isfinite(x.attr)):
-        if dtype not in ("f16", "bf16", "f32") or _exact(x.attr, dtype):
-            return literal(x.attr, dtype)
+    if x.op == "literal" and _exact(x.attr, dtype):
+        return literal(x.attr, dtype)
     if x.op == "cast" and x.args[0].dtype == dtype and _widens(dtype, x.dtype):
         return x.args[0]
     return Expr("cast", dtype, (x,))
 
 
 def _exact(value: Any, dtype: str) -> bool:
-    bits = {"f16": 11, "bf16": 8, "f32": 24}[dtype]
-    if isinstance(value, float) and not math.isfinite(value):
+    """Whether a literal's conversion has one right answer that needs no rounding mode."""
+    if dtype == "bool" or isinstance(value, float) and value != value and dtype in FLOATS:
         return True
-    mantissa, exponent = math.frexp(float(value))
-    limit = 16 if dtype == "f16" else 128
-    return float(mantissa * 2**bits).is_integer() and -limit + 4 < exponent <= limit - (dtype == "f16")
+    if dtype in FLOATS:
+        try:
+            return dtype == "f64" or _rounded(float(value), dtype) == value
+        except OverflowError:
+            return False
+    if isinstance(value, float):  # C truncates what fits; what does not fit is the machine's affair
+        return math.isfinite(value) and literal(int(value), dtype).attr == int(value)
+    return True
 
 
 def _widens(a: str, b: str) -> bool:
@@ -320,12 +417,12 @@ def _fold(name: str, args: tuple[Expr, ...]) -> Expr | None:
         if cond.op == "literal":
             return a if cond.attr else b
         return a if a is b else None
-    if name == "logical_and":
+    if name == "logical_and" and all(a.dtype == "bool" for a in args):
         for x, y in (args, args[::-1]):
             if x.op == "literal":
                 return y if x.attr else x
         return args[0] if args[0] is args[1] else None
-    if name == "logical_or":
+    if name == "logical_or" and all(a.dtype == "bool" for a in args):
         for x, y in (args, args[::-1]):
             if x.op == "literal":
                 return x if x.attr else y
@@ -336,17 +433,16 @@ def _fold(name: str, args: tuple[Expr, ...]) -> Expr | None:
         for x, y in (args, args[::-1]):
             if x.op == "literal" and x.attr == 1.0:
                 return y
-    if name in ("add", "sub", "mul") and all(a.op in ("index", "literal") and a.dtype == "i64" for a in args):
-        a, b = (as_position(x) for x in args)
-        return index_value(a + b if name == "add" else a - b if name == "sub" else a * b)
-    if name in ("lt", "le", "gt", "ge") and all(a.op in ("index", "literal") and a.dtype == "i64" for a in args):
+    positions = all(a.dtype == "i64" and a.op in ("index", "literal") for a in args)
+    if positions and name in ("add", "sub", "mul"):
+        i, j = (as_position(x) for x in args)
+        return index_value(i + j if name == "add" else i - j if name == "sub" else i * j)
+    if positions and name in ("lt", "le", "gt", "ge"):
         return _compare(name, as_position(args[0]), as_position(args[1]))
     return None
 
 
 def _compare(name: str, a: Index, b: Index) -> Expr | None:
-    from deuteron.ir.index import is_nonneg
-
     if name in ("gt", "ge"):
         a, b, name = b, a, {"gt": "lt", "ge": "le"}[name]
     slack = 1 if name == "lt" else 0
@@ -370,7 +466,8 @@ def random(dist: str, seed: Expr, stream: int, element: Index, dtype: str) -> Ex
 
 
 def with_mask(root: Expr, mask: Expr) -> Expr:
-    """`root` with every load restricted to where `mask` holds (what it reads elsewhere is its fill)."""
+    """`root` with every load restricted to where `mask` holds (elsewhere it gives its fill)."""
+
     def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if node.op != "load":
             return None
@@ -389,7 +486,7 @@ def flops(root: Expr) -> float:
 
 
 def show(root: Expr) -> str:
-    """The expression as text, shared parts repeated (the printer of programs names them instead)."""
+    """The expression as text, shared parts repeated (the printer of programs names them)."""
     text: dict[Expr, str] = {}
     for n in root.walk():
         args = ", ".join(text[a] for a in n.args)
