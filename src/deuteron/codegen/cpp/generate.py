@@ -23,6 +23,7 @@ from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
 from deuteron.codegen.cpp.support import SUPPORT, support
+from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.ir.expr import flops
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
@@ -119,6 +120,10 @@ def write_nest(env: Env) -> None:
         return
     if not folds and not any(isinstance(p, Write) and p.level == "row" for p in loops.parts):
         env.loops = replace(loops, parallel=(*loops.parallel, *loops.reduced), reduced=())
+        write_points(env)
+        return
+    if worth_unrolling(loops):
+        env.loops = unroll(loops)
         write_points(env)
         return
     v = vector(loops, (*loops.parallel, *loops.reduced))

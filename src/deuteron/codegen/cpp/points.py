@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deuteron.codegen.cpp.loops import ordered, vector
+from deuteron.codegen.cpp.loops import Rewriter, ordered, roots_of, vector
 from deuteron.codegen.cpp.nests import (
     Env,
     PassWriter,
+    Segment,
     ordered_conflicts,
     parallel_loops,
     serial_loops,
     size,
 )
+from deuteron.codegen.cpp.segments import row_conditions
 from deuteron.codegen.cpp.tiles import Tiles, crossing
+from deuteron.ir.expr import literal
 from deuteron.ir.index import Axis, const, hint
 
 BLOCK = 4096  # points of a block: long enough that its start costs nothing, short enough to share evenly
@@ -82,14 +85,38 @@ class Points(PassWriter):
                     f"const long long {start} = {low} > {s} ? {low} - {s} : 0;",
                     f"const long long {end} = {high} - {s} < {n} ? {high} - {s} : {n};",
                 )
-            name = em.name_axis(seg.axis)
-            with em.inside(seg.axis, self.v) as scope:
-                self.body(seg, {}, "0", "0")
-            if self.v not in self.conflicts:
-                em.scope.add("#pragma omp simd")
-            em.scope.loop(
-                f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines
-            )
+            self.guarded_loop(seg, start, end)
+
+    def guarded_loop(self, seg: Segment, start: str, end: str) -> None:
+        """The loop over a segment; where loads are guarded by conditions of the row, once with them all true."""
+        em = self.env.em
+        inner = {self.v, seg.axis}
+        roots = [r for p in seg.parts for r in roots_of(p)]
+        conditions = row_conditions(roots, lambda n: bool(em.deps(n) & inner))
+        if not conditions:
+            self.loop(seg, start, end)
+            return
+        test = " & ".join(em.value(c) for c in conditions)
+        inside = Rewriter({}, None, self.env.loops.results)
+        inside.done = {c: literal(True, "bool") for c in conditions}
+        for r in roots:  # what the row itself loads stays guarded
+            for n in r.walk():
+                if n.op == "load" and not em.deps(n) & inner:
+                    inside.done[n] = n
+        parts = [inside.part(p) for p in seg.parts]
+        for head, body in ((f"if ({test})", parts), ("else", seg.parts)):
+            with em.inside() as scope:
+                self.loop(replace(seg, parts=body), start, end)
+            em.scope.loop(head, scope.lines)
+
+    def loop(self, seg: Segment, start: str, end: str) -> None:
+        em = self.env.em
+        name = em.name_axis(seg.axis)
+        with em.inside(seg.axis, self.v) as scope:
+            self.body(seg, {}, "0", "0")
+        if self.v not in self.conflicts:
+            em.scope.add("#pragma omp simd")
+        em.scope.loop(f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines)
 
 
 def write_points(env: Env) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deuteron.ir.expr import Expr, as_position
-from deuteron.ir.index import Axis, Index, divide_exact, is_nonneg
+from deuteron.ir.index import Axis, Index, const, divide_exact, is_nonneg
 
 MOST = 5  # cuts; each repeats the body
 
@@ -56,10 +56,33 @@ def _edges(n: Expr, axis: Axis) -> list[Index]:
     rest = d - axis.index * c
     if rest.axes() or any(x.rank == 3 for x in rest.atoms()):
         return []
-    zero = divide_exact(-rest, c)  # where a == b
+    round_up = (n.op in ("lt", "ge")) == (c.value > 0)
+    if rest.value is not None:
+        low = -rest.value // c.value  # floor of where a == b
+        exact = low * c.value == -rest.value
+        return [const(low if exact and round_up else low + 1)]
+    zero = divide_exact(-rest, c)
     if zero is None:
         return []
-    first_after = zero + 1
-    rising = c.value > 0
-    strict_side = n.op in ("lt", "ge") if rising else n.op in ("gt", "le")
-    return [zero if strict_side else first_after]
+    return [zero if round_up else zero + 1]
+
+
+def row_conditions(roots: Sequence[Expr], inner: Callable[[Expr], bool]) -> list[Expr]:
+    """Conditions that guard loads in the inner loop and are the same for all of the loop.
+
+    `inner(expr)` tells what depends on the inner loop.
+    """
+    found: dict[Expr, None] = {}
+    for r in roots:
+        for n in r.walk():
+            if n.op == "load" and n.args and inner(n):
+                for c in _conjuncts(n.args[0]):
+                    if not inner(c) and c.op != "literal":
+                        found[c] = None
+    return list(found)
+
+
+def _conjuncts(mask: Expr) -> list[Expr]:
+    if mask.op != "logical_and":
+        return [mask]
+    return [c for a in mask.args for c in _conjuncts(a)]

@@ -57,7 +57,7 @@ static inline void d_transpose16(const char* from, long long from_stride, char* 
 }
 #endif
 // to[c][r] = from[r][c]
-template <class T> static __attribute__((noinline)) void d_transpose(
+template <class T> static __attribute__((noinline, noclone)) void d_transpose(
     const T* from, long long from_stride, T* to, long long to_stride, long long rows, long long columns) {
   long long done = 0;
 #ifdef __AVX512F__

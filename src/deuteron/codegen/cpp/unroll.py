@@ -1,0 +1,105 @@
+"""Small reductions written out: a nest that reduces a few elements becomes a pointwise nest.
+
+In: `loops.Loops` whose reduced axes are short and static. Out: the same without reduced axes: each fold is the
+chain of its terms, each point store is one store per element. What the vector axis then sees are constant offsets
+instead of a loop: pooling windows, sums over a handful of heads or channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write, accesses, stride
+from deuteron.ir.expr import REDUCTIONS, Expr, index_value, op
+from deuteron.ir.index import Atom, Axis, Index, const, hint, product
+from deuteron.schedule.kernel import Fold, Prefix
+
+MOST_POINTS = 32  # elements of a row; more are better off in a loop
+MOST_NODES = 600  # operations after writing out; compile time
+
+
+def worth_unrolling(loops: Loops) -> bool:
+    """Whether the reduction is short and its rows are many and side by side in memory."""
+    sizes = [a.extent.value for a in loops.reduced]
+    if not sizes or any(n is None for n in sizes) or loops.chunk is not None:
+        return False
+    points = hint(product(a.extent for a in loops.reduced))
+    if not 1 < points <= MOST_POINTS or any(
+        isinstance(p, (Prefix, ColumnFold)) for p in loops.parts
+    ):
+        return False
+    nodes = sum(sum(1 for _ in r.walk()) for r in loops.roots())
+    if nodes * points > MOST_NODES:
+        return False
+    best = max((hint(a.extent) for a in loops.parallel if _near(loops, a)), default=0)
+    return best >= 16
+
+
+def _near(loops: Loops, axis: Axis) -> bool:
+    """Whether lanes along the axis touch neighbouring cache lines in every access."""
+    steps = [stride(a.address, axis) for a in accesses(loops)]
+    return all(s is not None and abs(s) <= MOST_POINTS for s in steps) and any(steps)
+
+
+def unroll(loops: Loops) -> Loops:
+    """Writes out all reduced axes."""
+    ranges = [range(hint(a.extent)) for a in loops.reduced]
+    tables: list[dict[Atom, Index]] = [
+        {a: const(i) for a, i in zip(loops.reduced, at, strict=True)}
+        for at in itertools.product(*ranges)
+    ]
+    values: dict[str, Expr] = {}
+    parts: list[Part] = []
+    for p in loops.parts:
+        movers = [_Mover(t, values) for t in tables]
+        if isinstance(p, Fold):
+            terms = [m.expr(p.body) for m in movers]
+            at = [index_value(t[loops.reduced[0]]) for t in tables]
+            values[p.name] = _fold(p.kind, terms, at)
+        elif isinstance(p, Write):
+            parts.extend(m.part(p) for m in (movers if p.level == "point" else movers[:1]))
+    return replace(loops, reduced=(), parts=tuple(parts), results=frozenset())
+
+
+def _fold(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
+    if kind not in ("argmax", "argmin"):
+        name = REDUCTIONS[kind].scalar_op
+        assert name is not None
+        return _tree(name, terms) if kind == "sum" else _chain(name, terms)
+    best, position = terms[0], at[0]
+    for term, i in zip(terms[1:], at[1:], strict=True):
+        better = op("gt" if kind == "argmax" else "lt", term, best)
+        if term.dtype in ("f32", "f64", "f16", "bf16"):
+            fresh = op("logical_and", op("isnan", term), op("logical_not", op("isnan", best)))
+            better = op("logical_or", better, fresh)
+        best, position = op("where", better, term, best), op("where", better, i, position)
+    return position
+
+
+def _chain(name: str, terms: list[Expr]) -> Expr:
+    out = terms[0]
+    for t in terms[1:]:
+        out = op(name, out, t)
+    return out
+
+
+def _tree(name: str, terms: list[Expr]) -> Expr:
+    """Pairs, so that a sum's error grows with the logarithm of its length."""
+    while len(terms) > 1:
+        pairs = [op(name, a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + terms[len(terms) // 2 * 2 :]
+    return terms[0]
+
+
+class _Mover(Rewriter):
+    """Fixes the reduced axes and puts folds' values where their results are read."""
+
+    def __init__(self, table: dict[Atom, Index], values: dict[str, Expr]) -> None:
+        super().__init__(table)
+        self.values = values
+
+    def _node(self, node: Expr) -> Expr:
+        if node.op == "load" and node.attr[0] in self.values:
+            return self.values[node.attr[0]]
+        return super()._node(node)
