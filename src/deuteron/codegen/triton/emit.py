@@ -1,0 +1,412 @@
+"""Writes values of an expression DAG as Triton variables, each at the outermost loop level where it can be computed.
+
+In: expressions with linear addresses (`codegen.cpp.loops.Loops`) and the tile's dimensions. Out: lines in a chain of `Scope`s.
+
+A tile has one or two dimensions (`Dim`); each flattens a group of axes. A value depends on some of the dimensions and has extent 1
+along the others, so that broadcasting does the rest; one that depends on none is a scalar. A scope provides dimensions: a node
+is written into the first scope, from outside, that has all that it depends on. What is hoisted out of a loop stands before it,
+because the loop is appended to the scope around it when it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from deuteron.codegen.triton import scalars
+from deuteron.ir.expr import Expr, children
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
+
+Dims = frozenset[str]
+NONE: Dims = frozenset()
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of the tile: `axes` flattened (the last one fastest), walked in blocks of `block` (a constexpr)."""
+
+    name: str  # "x", "y", "r"
+    axes: tuple[Axis, ...]
+    block: str
+    place: int  # position in the tile
+    masked: bool  # whether a block may reach beyond the end
+
+    @property
+    def count(self) -> Index:
+        return product(a.extent for a in self.axes)
+
+    def slice(self, rank: int) -> str:
+        """What turns a one-dimensional tensor into one along this dimension of the tile."""
+        return "" if rank == 1 else ("[:, None]", "[None, :]")[self.place]
+
+
+class Scope:
+    """One loop level: its lines, the dimensions known in it, and the values that it holds."""
+
+    __slots__ = ("axes", "dims", "lines", "sums", "texts")
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims  # cumulative: those of the scopes around it too
+        self.lines: list[str] = []
+        self.texts: dict[Expr, str] = {}
+        self.sums: dict[object, str] = {}
+        self.axes: dict[Axis, str] = {}
+
+    def add(self, *lines: str) -> None:
+        self.lines.extend(lines)
+
+    def block(self, head: str, lines: Sequence[str]) -> None:
+        """Appends ``head:`` and the lines under it."""
+        self.lines.append(f"{head}:")
+        self.lines.extend("    " + line for line in lines or ["pass"])
+
+
+class Emitter:
+    """The state of writing one nest: the tile, the chain of scopes, names of pointers and sizes."""
+
+    def __init__(
+        self,
+        dims: Sequence[Dim],
+        pointers: Mapping[str, str],
+        numbers: Iterator[int],
+        index_type: str,
+    ) -> None:
+        self.dims = {d.name: d for d in dims}
+        self.rank = len(dims)
+        self.pointers = pointers
+        self.numbers = numbers
+        self.index_type = index_type  # "tl.int32", "tl.int64" or the kernel's constexpr name
+        self.dim_of = {a: d.name for d in dims for a in d.axes}
+        self.chain: list[Scope] = [Scope(NONE)]
+        self.result_dims: dict[str, Dims] = {}
+        self.policies: dict[Expr, str] = {}  # load -> eviction policy
+        self._deps: dict[Expr, Dims] = {}
+        self._digits: dict[Axis, tuple[Index, bool]] = {}
+
+    def fresh(self, stem: str = "tmp") -> str:
+        return f"{stem}{next(self.numbers)}"
+
+    @property
+    def scope(self) -> Scope:
+        return self.chain[-1]
+
+    @contextmanager
+    def inside(self) -> Iterator[Scope]:
+        """A scope within the current one. The caller puts its lines where they belong."""
+        scope = Scope(self.scope.dims)
+        self.chain.append(scope)
+        yield scope
+        popped = self.chain.pop()
+        assert popped is scope
+
+    def enter(self, dim: Dim, offset: str) -> None:
+        """Writes the index and the mask of `dim` for the block that starts at `offset`; the scope has it from here on."""
+        name = dim.name
+        lanes = f"tl.arange(0, {dim.block}){dim.slice(self.rank)}"
+        wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
+        start = f"{offset} + " if offset != "0" else ""
+        self.scope.add(f"{name}index = {start}{lanes}{wide}")
+        if dim.masked:
+            self.scope.add(f"{name}mask = {name}index < {name}numel")
+        self.scope.dims |= {name}
+        if len(dim.axes) == 1:
+            self.scope.axes[dim.axes[0]] = f"{name}index"
+
+    def shape(self, dims: Dims) -> str:
+        """The text of the shape of a value that depends on `dims`."""
+        places = sorted(self.dims.values(), key=lambda d: d.place)
+        return "[" + ", ".join(d.block if d.name in dims else "1" for d in places) + "]"
+
+    # -- dependence --------------------------------------------------------------------------------------------------
+
+    def deps(self, root: Expr) -> Dims:
+        """The dimensions on which the value depends."""
+        found = self._deps.get(root)
+        if found is not None:
+            return found
+        for node in root.walk():
+            if node in self._deps:
+                continue
+            out: Dims = NONE
+            if node.op == "load" and node.attr[0] in self.result_dims:
+                out = self.result_dims[node.attr[0]]
+            else:
+                if node.op == "load":
+                    out = out.union(*(self.index_deps(i) for i in node.attr[1]))
+                elif node.op == "index":
+                    out = self.index_deps(node.attr)
+                elif node.op == "random":
+                    out = self.index_deps(node.attr[2])
+                for a in node.args:
+                    out |= self._deps[a]
+            self._deps[node] = out
+        return self._deps[root]
+
+    def index_deps(self, index: Index) -> Dims:
+        out: set[str] = set()
+        todo = [a for m, _ in index.terms for a in m]
+        while todo:
+            a = todo.pop()
+            if isinstance(a, Axis):
+                if a in self.dim_of:
+                    out.add(self.dim_of[a])
+            elif isinstance(a, Value):
+                out |= self.deps(a.expr)
+            elif isinstance(a, (Div, Mod)):
+                todo.extend(x for i in (a.num, a.den) for m, _ in i.terms for x in m)
+            elif isinstance(a, MinMax):
+                todo.extend(x for i in (a.a, a.b) for m, _ in i.terms for x in m)
+        return frozenset(out)
+
+    def level(self, dims: Dims) -> int:
+        for k, scope in enumerate(self.chain):
+            if dims <= scope.dims:
+                return k
+        raise AssertionError(f"no scope provides {sorted(dims - self.scope.dims)}")
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def lookup(self, node: Expr) -> str | None:
+        for scope in reversed(self.chain):
+            found = scope.texts.get(node)
+            if found is not None:
+                return found
+        if node.op == "literal":
+            return scalars.literal(node.attr, node.dtype, typed=True)
+        return None
+
+    def value(self, root: Expr) -> str:
+        """The text of a value; whatever it needs is written first."""
+        stack: list[tuple[Expr, bool]] = [(root, False)]
+        while stack:
+            node, ready = stack.pop()
+            if self.lookup(node) is not None:
+                continue
+            if ready:
+                self._define(node)
+                continue
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(children(node)))
+        text = self.lookup(root)
+        assert text is not None
+        return text
+
+    def _define(self, node: Expr) -> None:
+        if node.op == "load" and node.attr[0] in self.result_dims:
+            raise AssertionError(f"result {node.attr[0]!r} is used before it is computed")
+        scope = self.chain[self.level(self.deps(node))]
+        text = self._text(node)
+        name = self.fresh()
+        scope.add(f"{name} = {text}")
+        scope.texts[node] = name
+
+    def _text(self, node: Expr) -> str:
+        if node.op == "load":
+            return self._load(node)
+        if node.op == "index":
+            text = self.index(node.attr)
+            return (
+                f"({text}).to(tl.int64)"
+                if self.index_type != "tl.int64" or not self.deps(node)
+                else text
+            )
+        if node.op == "cast":
+            return scalars.convert(self.value(node.args[0]), node.args[0].dtype, node.dtype)
+        if node.op == "random":
+            dist, stream, element = node.attr
+            wide = "64" if node.dtype == "f64" else ""
+            place = self.index(element)
+            if element.value is not None:
+                place = f"tl.full([], {place}, tl.int64)"
+            return f"libm.{dist}{wide}({self.value(node.args[0])}, {stream}, {place})"
+        operand = node.args[-1].dtype
+        literals = [a.op == "literal" for a in node.args]
+        args = []
+        for k, a in enumerate(node.args):
+            others = all(literals[:k] + literals[k + 1 :])
+            if literals[k] and scalars.inlines(node.op, operand, k, others):
+                args.append(scalars.literal(a.attr, a.dtype))
+            else:
+                args.append(self.value(a))
+        return scalars.operation(node.op, node.dtype, args, operand)
+
+    def _load(self, node: Expr) -> str:
+        name, idx, fill = node.attr
+        address, cond = idx[0], node.args[0] if node.args else None
+        dims = self.index_deps(address)
+        masks = [self.value(cond)] if cond is not None else []
+        wanted = dims | (self.deps(cond) if cond is not None else NONE)
+        bounds = self.mask(wanted, self.level(wanted))
+        where = " & ".join([*([bounds] if bounds else []), *masks])
+        text = f"{self.pointers[name]} + {self.spread(self.index(address), dims, wanted)}"
+        policy = self.policies.get(node)
+        hint = f', eviction_policy="{policy}"' if policy else ""
+        if not where:
+            return f"tl.load({text}{hint})"
+        other = scalars.literal(
+            fill if fill is not None else 0, "i8" if node.dtype == "bool" else node.dtype
+        )
+        return f"tl.load({text}, {where}, other={other}{hint})"
+
+    def spread(self, index: str, have: Dims, want: Dims) -> str:
+        """An index text made to span the dimensions `want`."""
+        if have == want:
+            return f"({index})"
+        return f"({index} + tl.zeros({self.shape(want)}, tl.int32))"
+
+    def mask(self, dims: Dims, at: int | None = None) -> str:
+        """The text of the mask of the dimensions that need one, or nothing."""
+        names = [f"{d.name}mask" for d in self.dims.values() if d.masked and d.name in dims]
+        if len(names) < 2:
+            return names[0] if names else ""
+        scope = self.chain[self.level(dims)]
+        if "mask" not in scope.sums:
+            scope.add(f"mask = {' & '.join(names)}")
+            scope.sums["mask"] = "mask"
+        return "mask"
+
+    # -- indices -----------------------------------------------------------------------------------------------------
+
+    def index(self, index: Index) -> str:
+        """The text of an index: one variable for the part of each set of dimensions, kept where that set is known."""
+        for a in [a for m, _ in index.terms for a in m]:  # values that the index needs come first
+            self._prepare(a)
+        parts: dict[Dims, dict[tuple, int]] = {}
+        for m, c in index.terms:
+            parts.setdefault(self.index_deps(Index({m: c})), {})[m] = c
+        if NONE in parts and len(parts) > 1 and set(parts[NONE]) == {()}:
+            first = next(k for k in parts if k != NONE)
+            parts[first].update(parts.pop(NONE))
+        texts = [
+            self._part(Index(parts[d]), d) for d in sorted(parts, key=lambda d: (len(d), sorted(d)))
+        ]
+        return " + ".join(texts) or "0"
+
+    def _part(self, own: Index, dims: Dims) -> str:
+        scope = self.chain[self.level(dims)]
+        found = scope.sums.get(own)
+        if found is None:
+            text = self._sum(self._joined(own, dims))
+            simple = own.value is not None or (len(own.terms) == 1 and text.isidentifier())
+            if simple:
+                found = text
+            else:
+                found = self.fresh("at")
+                scope.add(f"{found} = {text}")
+            scope.sums[own] = found
+        return found
+
+    def _joined(self, own: Index, dims: Dims) -> Index:
+        """The index with runs of neighbouring axes of a dimension replaced by one axis each."""
+        for name in sorted(dims):
+            axes = self.dims[name].axes
+            for n in range(len(axes), 1, -1):
+                for i in range(len(axes) - n + 1):
+                    run = axes[i : i + n]
+                    flat = self._flat(run)
+                    step = own.coefficient(run[-1])
+                    if step is None or not step.terms or step.axes():
+                        continue
+                    rest = own - flat * step
+                    if not rest.axes() & set(run):
+                        own = rest + self._run(name, run).index * step
+        return own
+
+    def _flat(self, run: Sequence[Axis]) -> Index:
+        total = const(0)
+        for a in run:
+            total = total * a.extent + a.index
+        return total
+
+    def _run(self, name: str, run: Sequence[Axis]) -> Axis:
+        """An axis that stands for neighbouring axes of a dimension."""
+        dim = self.dims[name]
+        joined = Axis("_".join(a.name for a in run), product(a.extent for a in run))
+        if joined not in self.dim_of:
+            last = dim.axes.index(run[-1])
+            below = product(a.extent for a in dim.axes[last + 1 :])
+            self._digits[joined] = (below, dim.axes.index(run[0]) > 0)
+            self.dim_of[joined] = name
+        return joined
+
+    def _prepare(self, a: object) -> None:
+        """Writes what the text of an atom needs."""
+        if isinstance(a, Value):
+            self.value(a.expr)
+        elif isinstance(a, Axis):
+            self.axis(a)
+        elif isinstance(a, (Div, Mod)):
+            for i in (a.num, a.den):
+                for x in i.atoms():
+                    self._prepare(x)
+        elif isinstance(a, MinMax):
+            for i in (a.a, a.b):
+                for x in i.atoms():
+                    self._prepare(x)
+
+    def _sum(self, index: Index) -> str:
+        parts: list[str] = []
+        for m, c in sorted(index.terms, key=lambda t: not t[0]):
+            factors = [self.atom(a) for a in m]
+            if abs(c) != 1 or not factors:
+                factors.append(str(abs(c)))
+            sign = "-" if c < 0 else "+"
+            text = " * ".join(factors)
+            parts.append(f" {sign} {text}" if parts else (f"-{text}" if c < 0 else text))
+        return "".join(parts) or "0"
+
+    def axis(self, axis: Axis) -> str:
+        """The variable of an axis; written when it is first needed, from the index of its dimension."""
+        for scope in reversed(self.chain):
+            if axis in scope.axes:
+                return scope.axes[axis]
+        dim = self.dims[self.dim_of[axis]]
+        scope = self.chain[self.level(frozenset((dim.name,)))]
+        below, inner = self._digits.get(axis) or self._digit(dim, axis)
+        text = f"{dim.name}index"
+        if below.value != 1:
+            text += f" // {self._factor(below)}"
+        if inner:
+            text = (
+                f"({text}) % {self._factor(axis.extent)}"
+                if below.value != 1
+                else f"{text} % {self._factor(axis.extent)}"
+            )
+        name = text
+        if not text.isidentifier():
+            name = self.fresh(dim.name)
+            scope.add(f"{name} = {text}")
+        scope.axes[axis] = name
+        return name
+
+    def _digit(self, dim: Dim, axis: Axis) -> tuple[Index, bool]:
+        """An axis is a digit of its dimension's index: (what its unit is worth, whether others are worth more)."""
+        place = dim.axes.index(axis)
+        return product(a.extent for a in dim.axes[place + 1 :]), place > 0
+
+    def _factor(self, index: Index) -> str:
+        text = self._sum(index)
+        return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+    def atom(self, a: object) -> str:
+        if isinstance(a, Axis):
+            return self.axis(a)
+        if isinstance(a, Sym):
+            return size_name(a)
+        if isinstance(a, Value):
+            return f"{self.value(a.expr)}.to({self.index_type})"
+        if isinstance(a, MinMax):
+            return f"tl.{a.kind}imum({self._sum(a.a)}, {self._sum(a.b)})"
+        assert isinstance(a, (Div, Mod))
+        num, den = self._factor(a.num), self._factor(a.den)
+        if is_nonneg(a.num):
+            return f"({num} {'//' if isinstance(a, Div) else '%'} {den})"
+        return f"libm.index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"
+
+
+def size_name(symbol: Sym) -> str:
+    return "s_" + "".join(c if c.isalnum() else "_" for c in symbol.name)
+
+
+__all__ = ["NONE", "Dim", "Dims", "Emitter", "Scope", "size_name"]

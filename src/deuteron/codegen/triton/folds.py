@@ -1,0 +1,194 @@
+"""Triton text of folds: accumulators of a loop, their update, and what becomes of them at its end.
+
+An accumulator has an element for every element of the tile: each lane folds its own share of a row, and the lanes are combined
+once after the loop (so a sum of n elements rounds about n / lanes + log(lanes) times, like eager's).
+Masked elements never enter: an update is selected by the mask.
+"""
+
+from __future__ import annotations
+
+from deuteron.codegen.triton import scalars
+from deuteron.codegen.triton.emit import Emitter
+from deuteron.codegen.triton.passes import Online, Pass, Welford
+from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr
+from deuteron.schedule.kernel import Fold
+
+FULL = frozenset(("x", "r"))
+
+
+def combine(kind: str, dtype: str, a: str, b: str) -> str:
+    """One step of a fold or scan."""
+    match kind:
+        case "sum":
+            return f"{a} + {b}"
+        case "prod":
+            return f"{a} * {b}"
+        case "max" | "min":
+            return f"{'libm' if dtype in FLOATS else 'tl'}.{kind}imum({a}, {b})"
+        case "any":
+            return f"{a} | {b}"
+        case "all":
+            return f"{a} & {b}"
+    raise AssertionError(f"no step of a {kind}")
+
+
+def identity(kind: str, dtype: str) -> str:
+    return scalars.literal(REDUCTIONS[kind].identity(dtype), dtype)
+
+
+def constant(shape: str, kind: str, dtype: str) -> str:
+    return f"tl.full({shape}, {identity(kind, dtype)}, {scalars.TYPE[dtype]})"
+
+
+def full(em: Emitter, text: str, have: frozenset[str], dtype: str) -> str:
+    """A value in the shape of the whole tile."""
+    if have >= FULL:
+        return text
+    return f"tl.broadcast_to({text}, {em.shape(FULL)})"
+
+
+def fold_row(em: Emitter, f: Fold) -> str:
+    """The fold of a row that is in registers; returns its variable."""
+    dtype = f.body.dtype
+    text = full(em, em.value(f.body), em.deps(f.body), dtype)
+    mask = em.mask(frozenset("r"))
+    if mask:
+        text = f"tl.where({mask}, {text}, {identity(f.kind, dtype)})"
+    if dtype not in ("f32", "f64", "i32", "i64", "bool") or (mask and dtype in ("f64",)):
+        text = f"{text}.to({scalars.TYPE[dtype]})"
+    name = em.fresh(f"{clean(f.name)}_")
+    if f.kind.startswith("arg"):
+        place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
+        em.scope.add(f"{name} = libm.fold_{f.kind}({text}, {place}).to(tl.int64)")
+    else:
+        em.scope.add(f"{name} = libm.fold_{f.kind}({text})")
+    return name
+
+
+def clean(name: str) -> str:
+    out = "".join(c if c.isalnum() else "_" for c in name)
+    return out if out[:1].isalpha() else f"f_{out}"
+
+
+class Accumulators:
+    """The folds of one pass over a row in blocks."""
+
+    def __init__(self, em: Emitter, p: Pass) -> None:
+        self.em, self.merged = em, p.merged
+        self.folds = [f for f in p.parts if isinstance(f, Fold)]
+        self.names = {f.name: em.fresh(f"{clean(f.name)}_") for f in self.folds}
+        self.rescaled = {r.maximum for r in p.merged.values() if isinstance(r, Online)}
+        self.factors: dict[
+            str, tuple[str, str]
+        ] = {}  # maximum -> (factor of sums, factor of the element)
+
+    def declare(self) -> None:
+        em, shape = self.em, self.em.shape(FULL)
+        for f in self.folds:
+            name, dtype = self.names[f.name], f.body.dtype
+            rule = self.merged.get(f.name)
+            if isinstance(rule, Welford):
+                em.scope.add(
+                    *(
+                        f"{name}_{s} = tl.zeros({shape}, {scalars.TYPE[dtype]})"
+                        for s in ("mean", "m2")
+                    )
+                )
+                continue
+            em.scope.add(f"{name} = {constant(shape, f.kind, dtype)}")
+            if f.kind.startswith("arg"):
+                last = "9223372036854775807" if em.index_type == "tl.int64" else "2147483647"
+                em.scope.add(f"{name}_at = tl.full({shape}, {last}, {em.index_type})")
+
+    def update(self, f: Fold) -> None:
+        """One block of the row; the scope is the loop's."""
+        em, name, rule = self.em, self.names[f.name], self.merged.get(f.name)
+        if isinstance(rule, Online):
+            old, new = self.factors[rule.maximum]
+            term = new if rule.factor is None else f"{em.value(rule.factor)} * {new}"
+            self._assign({name: f"{name} * {old} + {term}"})
+        elif isinstance(rule, Welford):
+            self._welford(f, rule, name)
+        elif f.kind.startswith("arg"):
+            value, at = em.fresh("v"), em.fresh("i")
+            place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
+            em.scope.add(
+                f"{value}, {at} = libm.{f.kind}_combine({name}, {name}_at, {em.value(f.body)}, {place})"
+            )
+            self._assign({name: value, f"{name}_at": at})
+        elif f.name in self.rescaled:
+            value = em.value(f.body)
+            mask = em.mask(frozenset("r"))
+            if mask:
+                value = f"tl.where({mask}, {value}, {identity('max', f.body.dtype)})"
+            old, new = em.fresh("old"), em.fresh("new")
+            em.scope.add(f"{name}, {old}, {new} = libm.online_step({name}, {value})")
+            self.factors[f.name] = (old, new)
+        else:
+            self._assign({name: combine(f.kind, f.body.dtype, name, em.value(f.body))})
+
+    def _assign(self, new: dict[str, str]) -> None:
+        mask = self.em.mask(frozenset("r"))
+        for name, text in new.items():
+            self.em.scope.add(
+                f"{name} = tl.where({mask}, {text}, {name})" if mask else f"{name} = {text}"
+            )
+
+    def _welford(self, f: Fold, rule: Welford, name: str) -> None:
+        em, kind = self.em, scalars.TYPE[f.body.dtype]
+        value = em.value(rule.body)
+        if "share" not in em.scope.sums:
+            block = em.dims["r"].block
+            count = f"(tl.full([], 1, tl.int32) + roffset // {block})"
+            em.scope.add(f"share = 1.0 / {count}.to({kind})")
+            em.scope.sums["share"] = "share"
+        mean, m2 = em.fresh("mean"), em.fresh("m2_")
+        em.scope.add(f"{mean}, {m2} = libm.welford_step({name}_mean, {name}_m2, {value}, share)")
+        self._assign({f"{name}_mean": mean, f"{name}_m2": m2})
+
+    def finish(self) -> None:
+        """Combines the lanes; binds each fold's result in the current scope."""
+        em = self.em
+        rows: dict[str, str] = {}
+        later: list[tuple[Fold, Welford, str]] = []
+        for f in self.folds:
+            name, rule = self.names[f.name], self.merged.get(f.name)
+            if isinstance(rule, Welford):
+                later.append((f, rule, name))
+                continue
+            out = em.fresh(f"{clean(f.name)}_")
+            if f.kind.startswith("arg"):
+                em.scope.add(f"{out} = libm.fold_{f.kind}({name}, {name}_at).to(tl.int64)")
+            elif isinstance(rule, Online):
+                row, lanes = rows[rule.maximum], self.names[rule.maximum]
+                em.scope.add(
+                    f"{out} = libm.fold_sum({name} * libm.online_scale({lanes}, {row}))",
+                    f"{out} = libm.online_finish({out}, {row})",
+                )
+            else:
+                em.scope.add(f"{out} = libm.fold_{f.kind}({name})")
+            rows[f.name] = out
+            bind(em, f, out)
+        for f, rule, name in later:
+            self._finish_welford(f, rule, name)
+
+    def _finish_welford(self, f: Fold, rule: Welford, name: str) -> None:
+        em, kind, block = self.em, scalars.TYPE[f.body.dtype], self.em.dims["r"].block
+        count, n, mean, out = (em.fresh(s) for s in ("count", "n", "mean", f"{clean(f.name)}_"))
+        center = em.value(rule.center)
+        em.scope.add(
+            f"{count} = (rnumel - tl.arange(0, {block})[None, :] + {block} - 1) // {block}",
+            f"{count} = tl.broadcast_to(tl.maximum({count}, 0).to({kind}), {em.shape(FULL)})",
+            f"{mean}, {out}, {n} = libm.fold_welford({name}_mean, {name}_m2, {count})",
+            f"{out} = {out} + {n} * ({mean} - {center}) * ({mean} - {center})",
+        )
+        bind(em, f, out)
+
+
+def result(f: Fold) -> Expr:
+    """The expression by which others refer to a fold's result."""
+    return Expr("load", "i64" if f.kind.startswith("arg") else f.body.dtype, (), (f.name, (), None))
+
+
+def bind(em: Emitter, f: Fold, text: str) -> None:
+    em.scope.texts[result(f)] = text

@@ -1,0 +1,338 @@
+"""One Triton function per kernel, with what is needed to build and launch it.
+
+In: `schedule.kernel.Kernel` and the device. Out: `TritonKernel`: the text of a Python module whose function `name` is the kernel.
+
+Nothing here needs a GPU, Triton or torch. The text is deterministic. Several nests become functions of their own, which the
+kernel calls by ranges of program numbers (Triton inlines them).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.options import Options
+from deuteron.codegen.cpp.loops import WORKER, Loops, prepare
+from deuteron.codegen.triton.emit import size_name
+from deuteron.codegen.triton.nests import Names, write_nest
+from deuteron.codegen.triton.scalars import POINTER
+from deuteron.codegen.triton.tiling import Blocks, Form, choose
+from deuteron.ir.expr import own_indices
+from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, bound, product
+from deuteron.ir.program import Layout
+from deuteron.schedule.kernel import Kernel
+
+# An index may pass the end of its tensor by a block before its mask is applied.
+LIMIT_32 = 2**31 - 2**20
+
+HEADER = """import triton
+import triton.language as tl
+
+from deuteron.codegen.triton import libm
+"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Values of the constexprs, and launch parameters."""
+
+    constexprs: tuple[tuple[str, int], ...]
+    num_warps: int
+    num_stages: int = 1
+
+
+@dataclass(frozen=True)
+class TritonKernel:
+    """A kernel's source and launch description.
+
+    args         ("tensor", name) or ("size", Sym), in the order of `params`, their names in the function
+    types        Triton types of `params` ("*fp32", "i32"); sizes are "i64" where 64-bit indices are used
+    aligned      params that may be declared divisible by 16 (pointers in bytes): all pointers, and sizes whose hint is. Who
+                 launches checks it, and builds without the attribute where it does not hold
+    grid_source  Python expression over names of sizes and of constexprs; number of programs, 0 where there is nothing to do
+    wide_source  Python expression over names of sizes: whether 32-bit indices overflow. None: settled when compiled
+    configs      candidates; the first is the heuristic choice
+    """
+
+    name: str
+    source: str
+    args: tuple[tuple[str, str | Sym], ...]
+    params: tuple[str, ...]
+    types: tuple[str, ...]
+    constexprs: tuple[str, ...]
+    configs: tuple[Config, ...]
+    grid_source: str
+    aligned: tuple[str, ...]
+    wide_source: str | None = None
+    fp_fusion: bool = False  # eager rounds after each multiplication, and so does the kernel
+
+    def signature(self, wide: bool = False) -> dict[str, str]:
+        """Parameter -> Triton type, constexprs included; `wide` for sizes that make 32-bit indices overflow."""
+        types = ["i64" if wide and t == "i32" else t for t in self.types]
+        return dict(zip(self.params, types, strict=True)) | dict.fromkeys(
+            self.constexprs, "constexpr"
+        )
+
+    def constants(self, config: Config, wide: bool = False) -> dict[str, int]:
+        """Constexpr -> value."""
+        bits = {"INDEX_BITS": 64 if wide else 32} if "INDEX_BITS" in self.constexprs else {}
+        return dict(config.constexprs) | bits
+
+    def grid(self, config: Config, sizes: Mapping[str, int]) -> int:
+        """Number of programs for these sizes (by symbol name)."""
+        return int(
+            eval(self.grid_source, {"min": min, "max": max}, {**sizes, **dict(config.constexprs)})
+        )
+
+    def is_wide(self, sizes: Mapping[str, int]) -> bool:
+        """Whether these sizes need the 64-bit variant."""
+        return self.wide_source is not None and bool(
+            eval(self.wide_source, {"min": min, "max": max}, dict(sizes))
+        )
+
+
+def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -> TritonKernel:
+    """The Triton function of a kernel."""
+    layouts = dict(kernel.reads) | dict(kernel.writes)
+    name = f"triton_{kernel.name}"
+    pointers = _pointer_names(layouts)
+    nests = [prepare(n, layouts) for n in kernel.nests]
+    forms = [choose(n, spec) for n in nests]
+    symbols = _symbols(nests, layouts)
+    static, wide_source, wide = _width(nests, layouts)
+    index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
+    flags = [] if static else ["INDEX_BITS"]
+    blocks = [_block_names(f, i if len(forms) > 1 else None) for i, f in enumerate(forms)]
+    bodies = [
+        write_nest(n, f, Names(b, pointers, index_type), itertools.count())
+        for n, f, b in zip(nests, forms, blocks, strict=True)
+    ]
+    if not static:
+        choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
+        bodies = [[choice, *b] for b in bodies]
+    params = [*pointers.values(), *(size_name(s) for s in symbols)]
+    constexprs = [v for b in blocks for v in b.values()] + flags
+    source = _source(name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers)
+    sizes = "i64" if static and wide else "i32"
+    return TritonKernel(
+        name=name,
+        source=source,
+        args=(*(("tensor", n) for n in layouts), *(("size", s) for s in symbols)),
+        params=tuple(params),
+        types=(*(POINTER[lay.dtype] for lay in layouts.values()), *(sizes for _ in symbols)),
+        constexprs=tuple(constexprs),
+        configs=_configs(forms, blocks),
+        grid_source=" + ".join(
+            _grid(f, b, n) for f, b, n in zip(forms, blocks, nests, strict=True)
+        ),
+        aligned=(
+            *pointers.values(),
+            *(size_name(s) for s in symbols if s.hint and s.hint % 16 == 0),
+        ),
+        wide_source=wide_source,
+    )
+
+
+def _pointer_names(layouts: Mapping[str, Layout]) -> dict[str, str]:
+    """A readable parameter name for each tensor."""
+    out: dict[str, str] = {}
+    for name in layouts:
+        text = "".join(c if c.isalnum() else "_" for c in name)[:48]
+        text = f"{text}_ptr" if text[:1].isalpha() else f"t{text}_ptr"
+        out[name] = text if text not in out.values() else f"{text}{len(out)}"
+    return out
+
+
+def _block_names(form: Form, number: int | None) -> dict[str, str]:
+    tail = "" if number is None else f"_{number}"
+    return {d: f"{d.upper()}BLOCK{tail}" for d, _ in form.dims}
+
+
+def _configs(forms: Sequence[Form], blocks: Sequence[Mapping[str, str]]) -> tuple[Config, ...]:
+    out = []
+    for k in range(max(len(f.candidates) for f in forms)):
+        chosen: list[Blocks] = [f.candidates[min(k, len(f.candidates) - 1)] for f in forms]
+        values = tuple(
+            (names[d], n) for names, c in zip(blocks, chosen, strict=True) for d, n in c.sizes
+        )
+        out.append(
+            Config(values, max(c.num_warps for c in chosen), max(c.num_stages for c in chosen))
+        )
+    return tuple(dict.fromkeys(out))
+
+
+# -- sizes ----------------------------------------------------------------------------------------------------------------
+
+
+def _all_indices(nests: Iterable[Loops]) -> list[Index]:
+    """Every index that a kernel computes: addresses, indices used as values, extents of its axes."""
+    found: dict[Index, None] = {}
+    for n in nests:
+        for root in n.roots():
+            for node in root.walk():
+                found.update(dict.fromkeys(own_indices(node)))
+        found.update(dict.fromkeys(n.addresses()))
+        found.update(dict.fromkeys(a.extent for a in (*n.parallel, *n.reduced)))
+        found[product(a.extent for a in n.parallel)] = None
+        found[product(a.extent for a in n.reduced)] = None
+    return list(found)
+
+
+def _symbols(nests: Iterable[Loops], layouts: Mapping[str, Layout]) -> tuple[Sym, ...]:
+    found: set[Sym] = set()
+    for i in _all_indices(nests):
+        found |= i.syms()
+    return tuple(sorted(found))
+
+
+def _width(nests: Sequence[Loops], layouts: Mapping[str, Layout]) -> tuple[bool, str | None, bool]:
+    """(whether the sizes are known, Python test for 64-bit indices where not, whether they are needed where known)."""
+    ends: dict[Index, None] = {}
+    for lay in layouts.values():
+        ends[lay.extent() + lay.offset] = None
+    for i in _all_indices(nests):
+        if WORKER in i.axes():  # within the tensor of partial results, which is a layout
+            continue
+        top = bound(i, True)
+        if top is not None:
+            ends[top] = None
+    known = [e.value for e in ends if e.value is not None]
+    unknown = [e for e in ends if e.value is None]
+    if any(v > LIMIT_32 for v in known):
+        return True, None, True
+    if not unknown:
+        return True, None, False
+    tests = sorted({f"{python_text(e)} > {LIMIT_32}" for e in unknown})
+    return False, " or ".join(tests), False
+
+
+def python_text(index: Index) -> str:
+    """An index of sizes as a Python expression over their names."""
+    parts = []
+    for m, c in index.terms:
+        factors = [_python_atom(a) for a in m]
+        parts.append("*".join([str(c), *factors] if c != 1 or not factors else factors))
+    return "(" + (" + ".join(parts) or "0") + ")"
+
+
+def _python_atom(a: object) -> str:
+    if isinstance(a, Sym):
+        return a.name
+    if isinstance(a, MinMax):
+        return f"{a.kind}({python_text(a.a)}, {python_text(a.b)})"
+    assert isinstance(a, (Div, Mod)), f"{a!r} is no size"
+    return f"({python_text(a.num)} {'//' if isinstance(a, Div) else '%'} {python_text(a.den)})"
+
+
+def _blocks_text(count: Index, block: str) -> str:
+    return f"-(-{python_text(count)} // {block})"
+
+
+def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
+    """Python text of the number of programs of a nest."""
+    counts = {d: product(a.extent for a in axes) for d, axes in form.dims}
+    if form.kind == "points":
+        return " * ".join(_blocks_text(counts[d], b) for d, b in blocks.items())
+    if form.kind == "rows":
+        return _blocks_text(counts["x"], blocks["x"])
+    assert nest.chunk is not None
+    return (
+        f"{nest.chunk[1]} * {_blocks_text(counts['r'], blocks['r'])}"
+        if form.tiled
+        else str(nest.chunk[1])
+    )
+
+
+# -- text -----------------------------------------------------------------------------------------------------------------
+
+
+def _source(
+    name: str,
+    kernel: Kernel,
+    forms: Sequence[Form],
+    blocks: Sequence[Mapping[str, str]],
+    bodies: Sequence[list[str]],
+    params: list[str],
+    constexprs: list[str],
+    layouts: Mapping[str, Layout],
+    pointers: Mapping[str, str],
+) -> str:
+    lines = [HEADER]
+    signature = ", ".join([*params, *(f"{c}: tl.constexpr" for c in constexprs)])
+    notes = _comments(kernel, layouts, pointers)
+    if len(bodies) == 1:
+        lines += [*_function(name, signature, [*notes, "pid = tl.program_id(0)", *bodies[0]])]
+        return "\n".join([*lines, ""])
+    calls, start = [], []
+    for i, (form, names, body) in enumerate(zip(forms, blocks, bodies, strict=True)):
+        lines += [*_function(f"_{name}_{i}", f"pid, {signature}", body), "", ""]
+        start.append(f"blocks{i}")
+        calls.append(_call(i, name, [*params, *constexprs]))
+    main = [*notes, "pid = tl.program_id(0)"]
+    for i, (form, names) in enumerate(zip(forms, blocks, strict=True)):
+        main.append(f"blocks{i} = {_programs(form, names, kernel, i)}")
+    for i, call in enumerate(calls):
+        before = " + ".join(start[:i])
+        last = i == len(calls) - 1
+        head = "if" if i == 0 else "elif"
+        first = f"pid - ({before})" if before else "pid"
+        main += [
+            "else:" if last else f"{head} pid < {' + '.join(start[: i + 1])}:",
+            "    " + call.replace("PID", first),
+        ]
+    return "\n".join([*lines, *_function(name, signature, main), ""])
+
+
+def _call(i: int, name: str, args: list[str]) -> str:
+    return f"_{name}_{i}(PID, {', '.join(args)})"
+
+
+def _programs(form: Form, blocks: Mapping[str, str], kernel: Kernel, i: int) -> str:
+    """Triton text of the number of programs of a nest."""
+    counts = {d: product(a.extent for a in axes) for d, axes in form.dims}
+
+    def cut(d: str) -> str:
+        return f"tl.cdiv({_size_text(counts[d])}, {blocks[d]})"
+
+    if form.kind == "points":
+        return " * ".join(cut(d) for d in blocks)
+    if form.kind == "rows":
+        return cut("x")
+    chunk = kernel.nests[i].chunk
+    assert chunk is not None
+    return f"{chunk[1]} * {cut('r')}" if form.tiled else str(chunk[1])
+
+
+def _size_text(index: Index) -> str:
+    text = python_text(index)
+    for s in sorted(index.syms(), reverse=True):
+        text = text.replace(s.name, size_name(s))
+    return text.strip("()") if text.strip("()").isdigit() else text
+
+
+def _function(name: str, signature: str, body: Iterable[str]) -> list[str]:
+    return ["@triton.jit", f"def {name}({signature}):", *(f"    {line}" for line in body)]
+
+
+def _comments(
+    kernel: Kernel, layouts: Mapping[str, Layout], pointers: Mapping[str, str]
+) -> list[str]:
+    """What the kernel is, where it comes from, what it moves and computes."""
+    out = [
+        f"# {kernel.bytes} bytes, {kernel.flops:.0f} FLOPs, {kernel.predicted_us:.1f} us predicted"
+    ]
+    written, read = dict(kernel.writes), dict(kernel.reads)
+    for n, lay in layouts.items():
+        use = "in, out" if n in written and n in read else "out" if n in written else "in"
+        out.append(
+            f"#   {pointers[n]} ({use}): {lay.dtype}{list(lay.shape)} strides {list(lay.strides)}"
+        )
+    for o in kernel.origins:
+        where = f"  {o.line}" if o.line else ""
+        out.append(f"#   {o.node} = {o.op}{where}".replace("\n", " "))
+    return out
+
+
+__all__ = ["Config", "TritonKernel", "generate", "python_text"]

@@ -1,0 +1,570 @@
+"""Device functions that generated Triton kernels call (imported by them as `libm`).
+
+In: tensors of one dtype (f32 or f64 unless said otherwise). Out: a tensor of that dtype. Accuracy is that of eager PyTorch on
+CUDA, which uses the same libdevice functions. Triton's interpreter cannot call libdevice: there the same names are torch's
+functions on the interpreter's arrays, chosen once at import. Functions marked `@triton.jit` run in both.
+
+Fold combiners (`*_combine`) and `welford_*` are associative up to rounding.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# (signatures of device functions are Triton's)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import libdevice
+
+INTERPRETED = bool(knobs.runtime.interpret)
+
+# name here -> (libdevice's name, torch's name)
+_TABLE = {
+    "exp": ("exp", "exp"), "exp2": ("exp2", "exp2"), "expm1": ("expm1", "expm1"),
+    "log": ("log", "log"), "log2": ("log2", "log2"), "log10": ("log10", "log10"),
+    "log1p": ("log1p", "log1p"), "sin": ("sin", "sin"), "cos": ("cos", "cos"), "tan": ("tan", "tan"),
+    "asin": ("asin", "asin"), "acos": ("acos", "acos"), "atan": ("atan", "atan"),
+    "sinh": ("sinh", "sinh"), "cosh": ("cosh", "cosh"), "tanh": ("tanh", "tanh"),
+    "asinh": ("asinh", "asinh"), "acosh": ("acosh", "acosh"), "atanh": ("atanh", "atanh"),
+    "erf": ("erf", "erf"), "erfc": ("erfc", "erfc"), "erfinv": ("erfinv", "erfinv"),
+    "lgamma": ("lgamma", "lgamma"), "i0": ("cyl_bessel_i0", "i0"),
+    "i1": ("cyl_bessel_i1", "special.i1"), "ndtri": ("normcdfinv", "special.ndtri"),
+    "rsqrt": ("rsqrt", "rsqrt"), "trunc": ("trunc", "trunc"), "rint": ("rint", "round"),
+    "pow": ("pow", "pow"), "atan2": ("atan2", "atan2"), "nextafter": ("nextafter", "nextafter"),
+    "hypot": ("hypot", "hypot"), "copysign": ("copysign", "copysign"), "fmod": ("fmod", "fmod"),
+}  # fmt: skip
+
+
+def _interpreted(path: str) -> Callable[..., Any]:
+    """torch's function `path` on the arrays that Triton's interpreter holds."""
+    import numpy as np
+    import torch
+    from triton.runtime.interpreter import TensorHandle
+
+    function: Any = torch
+    for part in path.split("."):
+        function = getattr(function, part)
+
+    def call(*args: Any) -> Any:
+        arrays = [torch.from_numpy(np.ascontiguousarray(a.handle.data)) for a in args]
+        result = function(*arrays).numpy()
+        dtype = args[0].dtype
+        scalar = all(not a.type.is_block() for a in args)
+        kind = dtype if scalar else tl.block_type(dtype, list(result.shape))
+        return tl.core.tensor(TensorHandle(result, dtype), kind)
+
+    return call
+
+
+def _pick(name: str) -> Any:
+    device, host = _TABLE[name]
+    return _interpreted(host) if INTERPRETED else getattr(libdevice, device)
+
+
+exp = _pick("exp")
+exp2 = _pick("exp2")
+expm1 = _pick("expm1")
+log = _pick("log")
+log2 = _pick("log2")
+log10 = _pick("log10")
+log1p = _pick("log1p")
+sin = _pick("sin")
+cos = _pick("cos")
+tan = _pick("tan")
+asin = _pick("asin")
+acos = _pick("acos")
+atan = _pick("atan")
+sinh = _pick("sinh")
+cosh = _pick("cosh")
+tanh = _pick("tanh")
+asinh = _pick("asinh")
+acosh = _pick("acosh")
+atanh = _pick("atanh")
+erf = _pick("erf")
+erfc = _pick("erfc")
+erfinv = _pick("erfinv")
+lgamma = _pick("lgamma")
+i0 = _pick("i0")
+i1 = _pick("i1")
+ndtri = _pick("ndtri")
+rsqrt = _pick("rsqrt")
+trunc = _pick("trunc")
+rint = _pick("rint")  # ties to even
+pow = _pick("pow")
+atan2 = _pick("atan2")
+nextafter = _pick("nextafter")
+hypot = _pick("hypot")
+copysign = _pick("copysign")
+fmod = _pick("fmod")
+
+
+# -- arithmetic ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def div(a, b):
+    """IEEE division; `/` alone is approximate for f32."""
+    if a.dtype == tl.float32:
+        return tl.div_rn(a, b)
+    else:
+        return a / b
+
+
+@triton.jit
+def sqrt(x):
+    """The correctly rounded square root."""
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@triton.jit
+def sigmoid(x):
+    return div(tl.full([], 1.0, x.dtype), 1.0 + exp(-x))
+
+
+@triton.jit
+def maximum(a, b):
+    """NaN where either argument is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def fmax(a, b):
+    """The other argument where one is NaN."""
+    return tl.where(a != a, b, tl.where(b != b, a, tl.maximum(a, b)))
+
+
+@triton.jit
+def fmin(a, b):
+    return tl.where(a != a, b, tl.where(b != b, a, tl.minimum(a, b)))
+
+
+@triton.jit
+def sign(x):
+    """0 for NaN, as ATen's."""
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def signbit(x):
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True) < 0
+    else:
+        return x.to(tl.int64, bitcast=True) < 0
+
+
+@triton.jit
+def remainder(a, b):
+    """Python's: the sign of the divisor."""
+    r = fmod(a, b)
+    return tl.where((r != 0) & ((b < 0) != (r < 0)), r + b, r)
+
+
+@triton.jit
+def floordiv(a, b):
+    """Python's and ATen's rule for floats: (a - a mod b) / b adjusted downwards and rounded to an integer."""
+    q = div(a, b)
+    m = fmod(a, b)
+    d = div(a - m, b)
+    d = tl.where((m != 0) & ((b < 0) != (m < 0)), d - 1.0, d)
+    f = tl.floor(d)
+    f = tl.where(d - f > 0.5, f + 1.0, f)
+    return tl.where(b == 0, q, tl.where(d == 0, q * 0.0, f))
+
+
+@triton.jit
+def int_truncdiv(a, b):
+    """A zero divisor gives 0; ATen's result is undefined there on CUDA."""
+    return tl.where(b == 0, b, a // tl.where(b == 0, b + 1, b))
+
+
+@triton.jit
+def int_fmod(a, b):
+    return a - b * int_truncdiv(a, b)
+
+
+@triton.jit
+def int_floordiv(a, b):
+    q = int_truncdiv(a, b)
+    r = a - q * b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), q - 1, q).to(a.dtype)
+
+
+@triton.jit
+def int_remainder(a, b):
+    r = int_fmod(a, b)
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r).to(a.dtype)
+
+
+@triton.jit
+def index_div(a, b):
+    """Floor division of an index that may be negative by a positive one."""
+    q = a // b
+    return tl.where(a - q * b < 0, q - 1, q)
+
+
+@triton.jit
+def index_mod(a, b):
+    r = a % b
+    return tl.where(r < 0, r + b, r)
+
+
+@triton.jit
+def int_pow(a, n):
+    """Repeated squaring. A negative exponent gives 0 unless the base is 1 or -1, as ATen's."""
+    one = tl.where(a == a, 1, 0).to(a.dtype)
+    out = one
+    base = a
+    e = tl.where(n < 0, 0, n).to(tl.int64)
+    for _ in range(64):
+        out = tl.where((e & 1) != 0, out * base, out).to(a.dtype)
+        base = (base * base).to(a.dtype)
+        e = e >> 1
+    odd = (n & 1) != 0
+    negative = tl.where(a == 1, 1, tl.where(a == -1, tl.where(odd, -1, 1), 0)).to(a.dtype)
+    return tl.where(n < 0, negative, out)
+
+
+@triton.jit
+def lshift(a, n, BITS: tl.constexpr):
+    """A count below 0 or beyond the width gives 0."""
+    fits = (n >= 0) & (n < BITS)
+    zero = tl.where(fits, n, 0).to(a.dtype)
+    return tl.where(fits, a << zero, 0).to(a.dtype)
+
+
+@triton.jit
+def rshift(a, n, BITS: tl.constexpr):
+    """A count below 0 or beyond the width gives the sign."""
+    fits = (n >= 0) & (n < BITS)
+    return (a >> tl.where(fits, n, BITS - 1).to(a.dtype)).to(a.dtype)
+
+
+@triton.jit
+def ldexp(x, n):
+    """``x * 2**n``, in two steps so that a factor alone neither overflows nor vanishes."""
+    half = tl.floor(n * 0.5)
+    return x * exp2(half) * exp2(n - half)
+
+
+# -- special functions that libdevice does not have ---------------------------------------------------------------------
+
+
+@triton.jit
+def digamma(x):
+    """Reflection below 0, recurrence up to 10, then the asymptotic series (Abramowitz and Stegun 6.3.18), in f64."""
+    a = x.to(tl.float64)
+    pole = (a <= 0) & (a == tl.floor(a))
+    below = a < 0
+    fraction = a - tl.floor(a)
+    safe = tl.where(pole, 0.25, fraction).to(tl.float64)
+    reflected = -3.141592653589793 / tan(safe * 3.141592653589793)
+    y = tl.where(below, 1.0 - a, a)
+    y = tl.where(pole, 1.0, y).to(tl.float64)
+    r = tl.where(below, reflected, 0.0).to(tl.float64)
+    for _ in range(10):
+        small = y < 10.0
+        r = tl.where(small, r - 1.0 / y, r)
+        y = tl.where(small, y + 1.0, y)
+    z = 1.0 / (y * y)
+    s = 0.08333333333333333 * z - 0.021092796092796094
+    s = s * z + 0.007575757575757576
+    s = s * z - 0.004166666666666667
+    s = s * z + 0.003968253968253968
+    s = s * z - 0.008333333333333333
+    s = s * z + 0.08333333333333333
+    r = r + log(y) - 0.5 / y - s * z
+    r = tl.where(pole, tl.where(a == 0, -copysign(a * 0.0 + float("inf"), a), float("nan")), r)
+    return r.to(x.dtype)
+
+
+@triton.jit
+def _bessel_tail(a, MU: tl.constexpr):
+    """exp(-a) I(a) for large `a` (Abramowitz and Stegun 9.7.1), MU = 4 order^2; error below 1e-16 from 500 on."""
+    t = 1.0 / (8.0 * a)
+    s = 1.0 - (MU - 25) * t / 3.0
+    s = 1.0 - (MU - 9) * t / 2.0 * s
+    s = 1.0 - (MU - 1) * t * s
+    return s / tl.sqrt(6.283185307179586 * a)
+
+
+@triton.jit
+def i0e(x):
+    a = tl.abs(x.to(tl.float64))
+    near = tl.minimum(a, 500.0)
+    return tl.where(a <= 500.0, i0(near) * exp(-near), _bessel_tail(tl.maximum(a, 500.0), 0)).to(
+        x.dtype
+    )
+
+
+@triton.jit
+def i1e(x):
+    a = tl.abs(x.to(tl.float64))
+    near = tl.minimum(a, 500.0)
+    out = tl.where(a <= 500.0, i1(near) * exp(-near), _bessel_tail(tl.maximum(a, 500.0), 4))
+    return tl.where(x < 0, -out, out).to(x.dtype)
+
+
+# -- folds --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_combine(a, b):
+    return a + b
+
+
+@triton.jit
+def mul_combine(a, b):
+    return a * b
+
+
+@triton.jit
+def max_combine(a, b):
+    return maximum(a, b)
+
+
+@triton.jit
+def min_combine(a, b):
+    return minimum(a, b)
+
+
+@triton.jit
+def argmax_combine(a, i, b, j):
+    """The larger value; the first of equal ones; NaN is larger than all."""
+    first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@triton.jit
+def argmin_combine(a, i, b, j):
+    first = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@triton.jit
+def welford_combine(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
+    """Means and sums of squared deviations of two sets (Chan, Golub, LeVeque 1979)."""
+    n = n_a + n_b
+    share = tl.where(n == 0, n, n_b / tl.where(n == 0, n + 1.0, n))
+    delta = mean_b - mean_a
+    return mean_a + delta * share, m2_a + m2_b + delta * delta * n_a * share, n
+
+
+@triton.jit
+def fold_sum(x):
+    return tl.sum(x, 1)[:, None]
+
+
+@triton.jit
+def fold_prod(x):
+    return tl.reduce(x, 1, mul_combine)[:, None]
+
+
+@triton.jit
+def fold_max(x):
+    return tl.reduce(x, 1, max_combine)[:, None]
+
+
+@triton.jit
+def fold_min(x):
+    return tl.reduce(x, 1, min_combine)[:, None]
+
+
+@triton.jit
+def fold_any(x):
+    return tl.max(x.to(tl.int32), 1)[:, None] != 0
+
+
+@triton.jit
+def fold_all(x):
+    return tl.min(x.to(tl.int32), 1)[:, None] != 0
+
+
+@triton.jit
+def fold_argmax(x, i):
+    value, index = tl.reduce((x, i), 1, argmax_combine)
+    return index[:, None]
+
+
+@triton.jit
+def fold_argmin(x, i):
+    value, index = tl.reduce((x, i), 1, argmin_combine)
+    return index[:, None]
+
+
+@triton.jit
+def fold_welford(mean, m2, count):
+    mean, m2, count = tl.reduce((mean, m2, count), 1, welford_combine)
+    return mean[:, None], m2[:, None], count[:, None]
+
+
+@triton.jit
+def welford_step(mean, m2, x, share):
+    """One more element `x` in every lane; `share` = 1 / number of elements then."""
+    delta = x - mean
+    mean = mean + delta * share
+    return mean, m2 + delta * (x - mean)
+
+
+@triton.jit
+def online_step(m, x):
+    """For a running maximum `m` and an element `x`: (new maximum, factor of what was summed, factor of the element).
+
+    Both factors are exp(old or new exponent - new maximum), of which one is always 1: a single exponential.
+    """
+    e = tl.where(x == m, 1.0, exp(-tl.abs(x - m)))
+    up = x > m
+    return maximum(m, x), tl.where(up, e, 1.0), tl.where(up, 1.0, e)
+
+
+@triton.jit
+def online_scale(lane, row):
+    """What a lane's sum is multiplied by when its maximum becomes that of the row."""
+    return tl.where(lane == row, 1.0, exp(lane - row))
+
+
+@triton.jit
+def online_finish(total, row):
+    """A maximum that is infinite makes every term exp(inf - inf)."""
+    return tl.where(tl.abs(row) == float("inf"), float("nan"), total)
+
+
+# -- scans --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scan_sum(x):
+    return tl.associative_scan(x, 1, add_combine)
+
+
+@triton.jit
+def scan_prod(x):
+    return tl.associative_scan(x, 1, mul_combine)
+
+
+@triton.jit
+def scan_max(x):
+    return tl.associative_scan(x, 1, max_combine)
+
+
+@triton.jit
+def scan_min(x):
+    return tl.associative_scan(x, 1, min_combine)
+
+
+# -- random numbers -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def philox(seed, stream, element):
+    """Philox-4x32-10 (Salmon et al., 2011): counter (element, stream), key seed; 64 bits each, low word first.
+
+    The four words; see deuteron.graph.random_ops for the numbers made of them.
+    """
+    element = element.to(tl.int64)
+    zero = element * 0
+    seed = seed + zero
+    c0 = (element & 0xFFFFFFFF).to(tl.uint32)
+    c1 = ((element >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c2 = ((zero + stream) & 0xFFFFFFFF).to(tl.uint32)
+    c3 = (((zero + stream) >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        n0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        n2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = (p1 & 0xFFFFFFFF).to(tl.uint32)
+        c3 = (p0 & 0xFFFFFFFF).to(tl.uint32)
+        c0 = n0
+        c2 = n2
+        k0 = ((k0.to(tl.uint64) + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)
+        k1 = ((k1.to(tl.uint64) + 0xBB67AE85) & 0xFFFFFFFF).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _wide(a, b):
+    """53 bits of two words, as f64 in [0, 1)."""
+    word = (a.to(tl.int64) << 20) | (b >> 12).to(tl.int64)
+    return word.to(tl.float64) * 2.220446049250313e-16
+
+
+@triton.jit
+def rand(seed, stream, element):
+    a, b, c, d = philox(seed, stream, element)
+    return (a >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def rand64(seed, stream, element):
+    a, b, c, d = philox(seed, stream, element)
+    return _wide(a, b)
+
+
+@triton.jit
+def randn(seed, stream, element):
+    """Box and Muller: sqrt(-2 ln u) cos(2 pi v)."""
+    a, b, c, d = philox(seed, stream, element)
+    u = ((a >> 8) + 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    v = (b >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v)
+
+
+@triton.jit
+def randn64(seed, stream, element):
+    a, b, c, d = philox(seed, stream, element)
+    u = 1.0 - _wide(a, b)
+    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * _wide(c, d))
+
+
+@triton.jit
+def rand_bits(seed, stream, element):
+    """64 random bits: the first two words."""
+    a, b, c, d = philox(seed, stream, element)
+    return (b.to(tl.int64) << 32) | a.to(tl.int64)
+
+
+# -- folds over the rows of a tile (dimension 0), for columns ---------------------------------------------------------------
+
+
+@triton.jit
+def cols_sum(x):
+    return tl.sum(x, 0)[None, :]
+
+
+@triton.jit
+def cols_prod(x):
+    return tl.reduce(x, 0, mul_combine)[None, :]
+
+
+@triton.jit
+def cols_max(x):
+    return tl.reduce(x, 0, max_combine)[None, :]
+
+
+@triton.jit
+def cols_min(x):
+    return tl.reduce(x, 0, min_combine)[None, :]
+
+
+@triton.jit
+def cols_any(x):
+    return tl.max(x.to(tl.int32), 0)[None, :] != 0
+
+
+@triton.jit
+def cols_all(x):
+    return tl.min(x.to(tl.int32), 0)[None, :] != 0

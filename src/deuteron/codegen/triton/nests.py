@@ -1,0 +1,342 @@
+"""Writes the body of one nest: loops over blocks, folds, scans and stores.
+
+In: `Loops`, its `Form`, the block sizes that will be used (they decide which masks are needed). Out: lines of Triton.
+
+Within a pass all values are computed before the first store: a result may have the memory of an operand that dies here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from deuteron.codegen.cpp.loops import WORKER, ColumnFold, Loops, Write
+from deuteron.codegen.triton.emit import Dim, Dims, Emitter
+from deuteron.codegen.triton.folds import (
+    FULL,
+    Accumulators,
+    bind,
+    clean,
+    combine,
+    constant,
+    fold_row,
+    full,
+    identity,
+)
+from deuteron.codegen.triton.passes import Pass, plan, single
+from deuteron.codegen.triton.tiling import Form
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Index, product
+from deuteron.schedule.kernel import Fold, Prefix
+
+X: Dims = frozenset("x")
+R: Dims = frozenset("r")
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a nest's function refers to things: constexprs of block sizes by dimension, pointers by tensor."""
+
+    blocks: Mapping[str, str]
+    pointers: Mapping[str, str]
+    index_type: str
+
+
+def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
+    """The dimensions of a form; one is masked unless every candidate block divides it."""
+    out = []
+    for place, (name, axes) in enumerate(form.dims):
+        dim = Dim(name, axes, names.blocks[name], place, True)
+        count = dim.count.value
+        exact = count is not None and all(count % b.of(name) == 0 for b in form.candidates)
+        if form.kind == "chunk" and name == "x":
+            exact = False
+        out.append(Dim(name, axes, names.blocks[name], place, not exact))
+    return tuple(out)
+
+
+def write_nest(loops: Loops, form: Form, names: Names, numbers: Iterator[int]) -> list[str]:
+    """The lines of a nest's function, which has `pid`, the program's number within the nest."""
+    em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
+    writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
+    writer(loops, form, em)
+    return em.chain[0].lines
+
+
+def pid(em: Emitter) -> str:
+    return "pid" if em.index_type == "tl.int32" else f"pid.to({em.index_type})"
+
+
+def header(em: Emitter) -> None:
+    """The number of elements along each dimension."""
+    for d in em.dims.values():
+        if d.masked or d.name == "r" or em.rank == 2:
+            em.scope.add(f"{d.name}numel = {em.index(d.count)}")
+
+
+def write_points(loops: Loops, form: Form, em: Emitter) -> None:
+    header(em)
+    x = em.dims["x"]
+    if em.rank == 1:
+        em.scope.add(f"xoffset = {pid(em)} * {x.block}")
+    else:
+        y = em.dims["y"]
+        em.scope.add(
+            f"xblocks = tl.cdiv(xnumel, {x.block})",
+            f"yoffset = ({pid(em)} // xblocks) * {y.block}",
+            f"xoffset = ({pid(em)} % xblocks) * {x.block}",
+        )
+        em.enter(y, "yoffset")
+    em.enter(x, "xoffset")
+    everything = frozenset(em.dims)
+    stores(em, [(w, everything) for w in loops.parts if isinstance(w, Write)])
+
+
+# -- stores ---------------------------------------------------------------------------------------------------------------
+
+
+def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
+    """Stores at the dimensions given; all values first."""
+    lines = []
+    for w, dims in writes:
+        value = em.value(w.value)
+        have = em.index_deps(w.address)
+        masks = [em.value(w.mask)] if w.mask is not None else []
+        place = f"{em.pointers[w.tensor]} + {em.spread(em.index(w.address), have, dims)}"
+        bounds = em.mask(dims)
+        where = " & ".join([*([bounds] if bounds else []), *masks])
+        mask = f", {where}" if where else ""
+        if w.accumulate is None:
+            lines.append(f"tl.store({place}, {value}{mask})")
+        else:
+            name = {"sum": "add"}.get(w.accumulate, w.accumulate)
+            lines.append(f'tl.atomic_{name}({place}, {value}{mask or ", None"}, sem="relaxed")')
+    em.scope.add(*lines)
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
+    header(em)
+    x, r = em.dims["x"], em.dims["r"]
+    em.scope.add(f"xoffset = {pid(em)} * {x.block}")
+    em.enter(x, "xoffset")
+    declare_results(loops, em)
+    if form.persistent:
+        em.enter(r, "0")
+        hints(em, [single(loops)])
+        one_pass(loops, em)
+    else:
+        Passes(loops, em).write()
+
+
+def declare_results(loops: Loops, em: Emitter) -> None:
+    for p in loops.parts:
+        if isinstance(p, Fold):
+            em.result_dims[p.name] = X
+        elif isinstance(p, Prefix):
+            em.result_dims[p.name] = FULL
+
+
+def hints(em: Emitter, passes: list[Pass]) -> None:
+    """Eviction policies: what a later pass or another row reads again stays, the last reading of the rest lets go."""
+    em.policies = {}
+    for q in passes:
+        for root in q.roots():
+            for n in root.walk():
+                if n.op == "load" and n.attr[1] and em.deps(n) == R:
+                    em.policies[n] = "evict_last"
+
+
+def scan_result(p: Prefix) -> Expr:
+    return Expr("load", p.body.dtype, (), (p.name, (), None))
+
+
+def one_pass(loops: Loops, em: Emitter, columns: Mapping[str, str] | None = None) -> None:
+    """Everything of whole rows: the scope has both dimensions."""
+    writes: list[tuple[Write, Dims]] = []
+    for p in loops.parts:
+        if isinstance(p, Fold):
+            bind(em, p, fold_row(em, p))
+        elif isinstance(p, Prefix):
+            name = em.fresh(f"{clean(p.name)}_")
+            em.scope.add(
+                f"{name} = libm.scan_{p.kind}({masked_value(em, p.kind, p.body, em.mask(R))})"
+            )
+            em.scope.texts[scan_result(p)] = name
+        elif isinstance(p, ColumnFold):
+            assert columns is not None
+            update_column(em, p, columns[p.name])
+        else:
+            writes.append((p, X if p.level == "row" else FULL))
+    stores(em, writes)
+
+
+def masked_value(em: Emitter, kind: str, body: Expr, mask: str) -> str:
+    """A value in the shape of the tile, neutral where the mask is false."""
+    text = full(em, em.value(body), em.deps(body), body.dtype)
+    return f"tl.where({mask}, {text}, {identity(kind, body.dtype)})" if mask else text
+
+
+class Passes:
+    """Rows in blocks of r, pass by pass."""
+
+    def __init__(self, loops: Loops, em: Emitter) -> None:
+        self.loops, self.em = loops, em
+        row = frozenset(em.dims) - R
+        self.passes, self.row_writes = plan(loops, lambda e: em.deps(e) <= row)
+
+    def write(self) -> None:
+        em = self.em
+        for k, q in enumerate(self.passes):
+            self.policies(k)
+            accs = Accumulators(em, q)
+            accs.declare()
+            carries = self.declare_carries(q)
+            with em.inside() as scope:
+                em.enter(em.dims["r"], "roffset")
+                self.body(q, accs, carries)
+            em.scope.block(f"for roffset in range(0, rnumel, {em.dims['r'].block})", scope.lines)
+            accs.finish()
+        stores(em, [(w, X) for w in self.row_writes])
+
+    def policies(self, k: int) -> None:
+        """What a later pass reads again stays in the cache; the last reading lets go."""
+        em = self.em
+        later = {
+            n
+            for q in self.passes[k + 1 :]
+            for root in q.roots()
+            for n in root.walk()
+            if n.op == "load"
+        }
+        em.policies = {}
+        for root in self.passes[k].roots():
+            for n in root.walk():
+                if n.op == "load" and n.attr[1] and em.deps(n) & R:
+                    keep = n in later or em.deps(n) == R
+                    em.policies[n] = "evict_last" if keep else "evict_first"
+
+    def declare_carries(self, q: Pass) -> dict[str, str]:
+        em, out = self.em, {}
+        shape = em.shape(X)
+        for p in q.parts:
+            if isinstance(p, Prefix):
+                out[p.name] = em.fresh("carry")
+                em.scope.add(f"{out[p.name]} = {constant(shape, p.kind, p.body.dtype)}")
+        return out
+
+    def body(self, q: Pass, accs: Accumulators, carries: Mapping[str, str]) -> None:
+        em = self.em
+        writes: list[tuple[Write, Dims]] = []
+        for p in q.parts:
+            if isinstance(p, Fold):
+                accs.update(p)
+            elif isinstance(p, Prefix):
+                name, carry, block = (
+                    em.fresh(f"{clean(p.name)}_"),
+                    carries[p.name],
+                    em.fresh("block"),
+                )
+                dtype = p.body.dtype
+                em.scope.add(
+                    f"{block} = {masked_value(em, p.kind, p.body, em.mask(R))}",
+                    f"{name} = {combine(p.kind, dtype, carry, f'libm.scan_{p.kind}({block})')}",
+                    f"{carry} = {combine(p.kind, dtype, carry, f'libm.fold_{p.kind}({block})')}",
+                )
+                em.scope.texts[scan_result(p)] = name
+            elif isinstance(p, ColumnFold):
+                update_column_in_memory(em, p)
+            else:
+                writes.append((p, FULL))
+        stores(em, writes)
+
+
+# -- chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
+    """Worker k walks its rows; what it folds along them it stores at the end."""
+    assert loops.chunk is not None
+    axis, count = loops.chunk
+    x, r = em.dims["x"], em.dims["r"]
+    outer = em.scope
+    outer.add(f"rnumel = {em.index(r.count)}")
+    worker = "pid"
+    if form.tiled:
+        outer.add(f"rblocks = tl.cdiv(rnumel, {r.block})")
+        worker = "(pid // rblocks)"
+    wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
+    outer.add(f"worker = {worker}{wide}")
+    outer.axes[WORKER] = "worker"
+    inner = em.index(_others(loops))
+    each = em.index((axis.extent + (count - 1)) // count)
+    outer.add(f"low = worker * ({each}) * ({inner})")
+    outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
+    declare_results(loops, em)
+    if form.tiled:
+        outer.add(f"roffset = (pid % rblocks){wide} * {r.block}")
+    whole = form.persistent or form.tiled
+    columns: dict[str, str] = {}
+    if whole:
+        em.enter(r, "roffset" if form.tiled else "0")
+        hints(em, [single(loops)])
+        for p in loops.parts:
+            if isinstance(p, ColumnFold):
+                columns[p.name] = em.fresh(f"{clean(p.name)}_")
+                outer.add(f"{columns[p.name]} = {constant(em.shape(FULL), p.kind, p.body.dtype)}")
+    with em.inside() as scope:
+        em.enter(x, "xoffset")
+        if whole:
+            one_pass(loops, em, columns)
+        else:
+            Passes(loops, em).write()
+    outer.block(f"for xoffset in range(low, xnumel, {x.block})", scope.lines)
+    for p in loops.parts:
+        if isinstance(p, ColumnFold) and whole:
+            store_column(em, p, columns[p.name])
+
+
+def _others(loops: Loops) -> Index:
+    assert loops.chunk is not None
+    return product(a.extent for a in loops.parallel if a != loops.chunk[0])
+
+
+def update_column(em: Emitter, p: ColumnFold, name: str) -> None:
+    text = combine(p.kind, p.body.dtype, name, em.value(p.body))
+    mask = em.mask(X)
+    em.scope.add(f"{name} = tl.where({mask}, {text}, {name})" if mask else f"{name} = {text}")
+
+
+def store_column(em: Emitter, p: ColumnFold, name: str) -> None:
+    mask = em.mask(R)
+    tail = f", {mask}" if mask else ""
+    place = (
+        f"{em.pointers[p.tensor]} + {em.spread(em.index(p.address), em.index_deps(p.address), R)}"
+    )
+    em.scope.add(f"tl.store({place}, libm.cols_{p.kind}({name}){tail})")
+
+
+def update_column_in_memory(em: Emitter, p: ColumnFold) -> None:
+    """Columns too many for registers: the worker's row of the result is the accumulator."""
+    dtype = p.body.dtype
+    value = masked_value(em, p.kind, p.body, em.mask(X))
+    old, mask = em.fresh("old"), em.mask(R)
+    where = (
+        f"{mask} & (xoffset > low)"
+        if mask
+        else f"tl.full({em.shape(R)}, 1, tl.int1) & (xoffset > low)"
+    )
+    tail = f", {mask}" if mask else ""
+    place = (
+        f"{em.pointers[p.tensor]} + {em.spread(em.index(p.address), em.index_deps(p.address), R)}"
+    )
+    em.scope.add(
+        f"{old} = tl.load({place}, {where}, other={identity(p.kind, 'i8' if dtype == 'bool' else dtype)})",
+        f"tl.store({place}, {combine(p.kind, dtype, old, f'libm.cols_{p.kind}({value})')}{tail})",
+        "tl.debug_barrier()",
+    )
+
+
+__all__ = ["Names", "dims_of", "write_nest"]

@@ -1,0 +1,211 @@
+"""Triton text of scalar values: types, literals, conversions and operations of the IR.
+
+In: dtypes and texts of arguments. Out: the text of one expression. An argument that is a literal stands in the text as a Python
+number only where Triton gives it the other argument's type; elsewhere it is a typed scalar (`literal(..., typed=True)`).
+Operations on half types (the IR has hardly any) compute in f32 and round once. Functions come from `libm`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from deuteron.ir.expr import FLOATS, INTS, ITEMSIZE
+
+TYPE = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32",
+        "i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32",
+        "f64": "tl.float64"}  # fmt: skip
+POINTER = {"bool": "*i1", "u8": "*u8", "i8": "*i8", "i16": "*i16", "i32": "*i32", "i64": "*i64",
+           "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64"}  # fmt: skip
+HALF = ("f16", "bf16")
+
+INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
+         "ne": "!=", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}  # fmt: skip
+LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}
+# On booleans arithmetic is logic, as in ATen.
+BOOLEAN = {**INFIX, "add": "|", "mul": "&", "maximum": "|", "minimum": "&", "fmax": "|", "fmin": "&",
+           "sub": "!="}  # fmt: skip
+# Operations whose result on a half type is one of its values without a rounding.
+SAME = frozenset(("abs", "where", "maximum", "minimum", "neg"))
+LIBM = frozenset(
+    [
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "erf",
+        "erfc",
+        "erfinv",
+        "lgamma",
+        "digamma",
+        "i0",
+        "i0e",
+        "i1",
+        "i1e",
+        "ndtri",
+        "rsqrt",
+        "trunc",
+        "sigmoid",
+        "pow",
+        "atan2",
+        "nextafter",
+        "hypot",
+        "copysign",
+        "ldexp",
+        "fmod",
+        "remainder",
+        "floordiv",
+        "div",
+        "sqrt",
+        "sign",
+        "signbit",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+    ]
+)
+
+
+def literal(value: Any, dtype: str, typed: bool = False) -> str:
+    """A constant; `typed` as a scalar tensor of its dtype."""
+    if dtype == "bool":
+        text = "True" if value else "False"
+    elif dtype in FLOATS:
+        value = float(value)
+        if math.isnan(value):
+            text = 'float("nan")'
+        elif math.isinf(value):
+            text = f'float("{"-" if value < 0 else ""}inf")'
+        else:
+            text = repr(value)
+    else:
+        text = repr(int(value))
+    if typed:
+        return f"tl.full([], {text}, {TYPE[dtype]})"
+    return f"({text})" if text.startswith("-") else text
+
+
+def convert(text: str, source: str, target: str) -> str:
+    """C's conversion as ATen has it on CUDA: floats truncate towards zero, small integers are cut from a wider one."""
+    if source == target:
+        return text
+    if target == "bool":
+        return f"({text} != 0)"
+    if source in FLOATS and target in INTS and ITEMSIZE[target] < 4:
+        middle = "i64" if target == "u8" else "i32"
+        return f"{text}.to({TYPE[middle]}).to({TYPE[target]})"
+    if {source, target} & {"bf16"} and {source, target} != {"bf16", "f32"}:
+        return f"{text}.to(tl.float32).to({TYPE[target]})"
+    return f"{text}.to({TYPE[target]})"
+
+
+def inlines(name: str, operand: str, position: int, other_is_literal: bool) -> bool:
+    """Whether a literal argument may stand as a Python number in `operation`'s text."""
+    if other_is_literal or operand in HALF:
+        return False
+    return name in INFIX or (name == "where" and position > 0 and operand in ("f32", "i32", "i64"))
+
+
+def operation(name: str, dtype: str, args: list[str], operand: str) -> str:
+    """One scalar operation; `operand` is the arguments' dtype (of the last argument for `where`)."""
+    if operand in HALF and name not in SAME:
+        args = [f"{a}.to(tl.float32)" for a in args]
+        text = _operation(name, args, "f32")
+        return text if dtype == "bool" else convert(text, "f32", dtype)
+    return _operation(name, args, operand)
+
+
+def _operation(name: str, args: list[str], operand: str) -> str:
+    if name == "where":
+        return f"tl.where({', '.join(args)})"
+    if name == "logical_not":
+        return f"({args[0]} == 0)"
+    if name in LOGICAL:
+        a, b = args if operand == "bool" else [f"({x} != 0)" for x in args]
+        return f"{a} {LOGICAL[name]} {b}"
+    if operand == "bool":
+        return _boolean(name, args)
+    if operand in INTS:
+        return _integer(name, args, operand)
+    if name in INFIX:
+        return f"{args[0]} {INFIX[name]} {args[1]}"
+    if name in LIBM:
+        return f"libm.{name}({', '.join(args)})"
+    match name:
+        case "neg":
+            return f"-{args[0]}"
+        case "abs" | "floor" | "ceil" | "fma":
+            return f"tl.{name}({', '.join(args)})"
+        case "round":
+            return f"libm.rint({args[0]})"
+        case "reciprocal":
+            return f"libm.div({literal(1, operand, True)}, {args[0]})"
+        case "isnan":
+            return f"{args[0]} != {args[0]}"
+        case "isinf":
+            return f'tl.abs({args[0]}) == float("inf")'
+        case "truncdiv":
+            return f"libm.trunc(libm.div({', '.join(args)}))"
+    raise AssertionError(f"no Triton text for {name} on {operand}")
+
+
+def _boolean(name: str, args: list[str]) -> str:
+    if name in BOOLEAN and len(args) == 2:
+        return f"{args[0]} {BOOLEAN[name]} {args[1]}"
+    if name == "bitwise_not":
+        return f"({args[0]} == 0)"
+    if name in ("abs", "sign", "floor", "ceil", "trunc", "round"):
+        return args[0]
+    if name in ("isnan", "isinf", "signbit"):
+        return f"({args[0]} != {args[0]})"
+    raise AssertionError(f"no Triton text for {name} on bool")
+
+
+def _integer(name: str, args: list[str], dtype: str) -> str:
+    bits = 8 * ITEMSIZE[dtype]
+    if name in INFIX:
+        return f"{args[0]} {INFIX[name]} {args[1]}"
+    if name in ("floordiv", "truncdiv", "fmod", "remainder", "pow"):
+        return f"libm.int_{name}({', '.join(args)})"
+    match name:
+        case "div":
+            return f"libm.int_truncdiv({', '.join(args)})"
+        case "neg":
+            return f"-{args[0]}"
+        case "bitwise_not":
+            return f"~{args[0]}"
+        case "abs":
+            return args[0] if dtype == "u8" else f"tl.abs({args[0]})"
+        case "maximum" | "fmax":
+            return f"tl.maximum({', '.join(args)})"
+        case "minimum" | "fmin":
+            return f"tl.minimum({', '.join(args)})"
+        case "sign":
+            return f"libm.sign({args[0]})"
+        case "floor" | "ceil" | "trunc" | "round":
+            return args[0]
+        case "isnan" | "isinf":
+            return f"({args[0]} != {args[0]})"
+        case "signbit":
+            return f"({args[0]} < 0)"
+        case "lshift" | "rshift":
+            return f"libm.{name}({', '.join(args)}, {bits - (name == 'rshift' and dtype == 'u8')})"
+        case "fma":
+            return f"{args[0]} * {args[1]} + {args[2]}"
+    raise AssertionError(f"no Triton text for {name} on {dtype}")

@@ -1,0 +1,282 @@
+"""How a nest becomes a tile: which axes form its dimensions, which block sizes and warps are worth having.
+
+In: `Loops` with linear addresses, and the device. Out: a `Form`.
+
+    points   no folds: one dimension x where all accesses agree on the contiguous axis, else y and x (a transposition)
+    rows     x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped: blocks of r, pass by pass
+    chunk    rows x walked by a fixed number of workers; results of r are kept over the rows (see schedule.kernel)
+
+Every choice here is one of speed: any form with any blocks computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deuteron.base.device import DeviceSpec
+from deuteron.codegen.cpp.loops import ColumnFold, Loops, Write, accesses, ordered, points, stride
+from deuteron.ir.index import Axis, hint, product
+from deuteron.schedule.kernel import Fold, Prefix
+
+# Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such values alive.
+ROW_LIMIT = 16384
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Block sizes by dimension, and the launch's warps and stages."""
+
+    sizes: tuple[tuple[str, int], ...]  # ("x", 1024)
+    num_warps: int
+    num_stages: int = 1
+
+    def of(self, dim: str) -> int:
+        return dict(self.sizes)[dim]
+
+
+@dataclass(frozen=True)
+class Form:
+    """`dims`: name and axes of each dimension, outermost first; `candidates`: the heuristic choice first."""
+
+    kind: str
+    dims: tuple[tuple[str, tuple[Axis, ...]], ...]
+    candidates: tuple[Blocks, ...]
+    persistent: bool = False
+    tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
+
+
+def choose(loops: Loops, spec: DeviceSpec) -> Form:
+    """The form of a nest."""
+    if loops.chunk is not None:
+        return _chunk(loops, spec)
+    folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
+    if not folds and not any(
+        isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.parts
+    ):
+        return _points(loops, spec)
+    return _rows(loops, spec)
+
+
+def power(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def below(n: int) -> int:
+    """The largest power of two that is at most `n` (at least 1)."""
+    return 1 << (max(1, n).bit_length() - 1)
+
+
+def size(axes: Sequence[Axis]) -> int:
+    return max(1, hint(product(a.extent for a in axes)))
+
+
+def _unit_bytes(loops: Loops, axis: Axis) -> int:
+    """Bytes that are contiguous along `axis`."""
+    axes = (*loops.parallel, *loops.reduced)
+    return sum(
+        a.itemsize * points(a.address, axes)
+        for a in accesses(loops)
+        if stride(a.address, axis) == 1
+    )
+
+
+def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Axes from outermost to innermost, the one with most contiguous bytes innermost."""
+    order = ordered(loops, axes)
+    if len(order) > 1:
+        last = max(order, key=lambda a: (_unit_bytes(loops, a), order.index(a)))
+        if _unit_bytes(loops, last):
+            order = [a for a in order if a != last] + [last]
+    return tuple(order)
+
+
+# -- points ---------------------------------------------------------------------------------------------------------------
+
+
+def _points(loops: Loops, spec: DeviceSpec) -> Form:
+    order = _in_order(loops, (*loops.parallel, *loops.reduced))
+    other = _second_contiguous(loops, order)
+    if other is not None:
+        x = (order[-1],)
+        y = tuple(a for a in order[:-1] if a != other) + (other,)
+        return Form("points", (("y", y), ("x", x)), _tile_blocks(size(y), size(x)))
+    return Form("points", (("x", order),), _line_blocks(size(order), spec, _widest(loops)))
+
+
+def _widest(loops: Loops) -> int:
+    return max((a.itemsize for a in accesses(loops)), default=4)
+
+
+def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
+    """An axis along which a good part of the bytes is contiguous that is not along the innermost one."""
+    if len(order) < 2:
+        return None
+    inner = order[-1]
+    axes = (*loops.parallel, *loops.reduced)
+    total, gain = 0, dict.fromkeys(order[:-1], 0)
+    for access in accesses(loops):
+        moved = access.itemsize * points(access.address, axes)
+        total += moved
+        if stride(access.address, inner) in (0, 1):
+            continue
+        for a in gain:
+            if stride(access.address, a) == 1:
+                gain[a] += moved
+    best = max(gain, key=lambda a: gain[a])
+    worth = gain[best] * 8 > total and hint(best.extent) >= 4 and hint(inner.extent) >= 2
+    return best if worth else None
+
+
+def _line_blocks(count: int, spec: DeviceSpec, itemsize: int) -> tuple[Blocks, ...]:
+    """16 bytes per thread and access or more, but enough programs for every multiprocessor."""
+    best = 1024 if itemsize >= 4 else 2048
+    while best > 128 and count < best * 2 * spec.cores:
+        best //= 2
+    warps = {128: 2, 256: 4}.get(best, 4)
+    out = [Blocks((("x", best),), warps)]
+    for block, w in ((512, 4), (1024, 4), (2048, 8)):
+        if block != best and count >= block * spec.cores:
+            out.append(Blocks((("x", block),), w))
+    return tuple(out)
+
+
+def _tile_blocks(ny: int, nx: int) -> tuple[Blocks, ...]:
+    def tile(edge: int, warps: int) -> Blocks:
+        x = min(edge, power(nx))
+        y = min(edge * edge // x, power(ny))
+        x = min(edge * edge // y, power(nx))
+        return Blocks((("y", y), ("x", x)), warps)
+
+    return (tile(32, 4), tile(64, 8))
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------------
+
+
+def _row_loads(loops: Loops) -> int:
+    """Distinct values that are read for every element of a row."""
+    reduced = set(loops.reduced)
+    found = {
+        n
+        for root in loops.roots()
+        for n in root.walk()
+        if n.op == "load" and n.attr[1] and n.attr[1][0].axes() & reduced
+    }
+    return max(1, len(found))
+
+
+def _rows(loops: Loops, spec: DeviceSpec) -> Form:
+    x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
+    if any(
+        isinstance(p, Prefix) or (isinstance(p, Fold) and p.kind.startswith("arg"))
+        for p in loops.parts
+    ):
+        r = loops.reduced
+    nx, nr = size(x), size(r)
+    columns = bool(x) and _unit_bytes(loops, x[-1]) > (_unit_bytes(loops, r[-1]) if r else 0)
+    known = product(a.extent for a in r).value is not None
+    limit = ROW_LIMIT // (1 if _row_loads(loops) <= 2 else 2 if _row_loads(loops) <= 4 else 4)
+    if columns:
+        limit //= 16  # at least 16 columns at once
+    persistent = known and power(nr) <= limit
+    if persistent and columns:
+        candidates = _column_tiles(nx, nr, spec, persistent=True)
+    elif persistent:
+        candidates = _row_tiles(nx, nr, spec)
+    elif columns:
+        candidates = _column_tiles(nx, nr, spec, persistent=False)
+    else:
+        candidates = _long_rows(nx, nr)
+    return Form("rows", (("x", x), ("r", r)), candidates, persistent)
+
+
+def warps_for(elements: int, each: int = 16) -> int:
+    """Warps so that a thread has about `each` elements."""
+    return min(16, max(1, below(elements // (32 * each))))
+
+
+def _row_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+    """Whole rows; several short ones at once, as long as every multiprocessor has two programs."""
+    r = power(nr)
+
+    def tile(elements: int) -> Blocks:
+        x = min(max(1, elements // r), power(nx), 128)
+        while x > 1 and nx < x * 2 * spec.cores:
+            x //= 2
+        return Blocks((("x", x), ("r", r)), warps_for(x * r))
+
+    found = dict.fromkeys((tile(2048), tile(1024), tile(4096)))
+    return tuple(found)
+
+
+def _column_tiles(nx: int, nr: int, spec: DeviceSpec, persistent: bool) -> tuple[Blocks, ...]:
+    """Contiguous along x: at least 32 bytes of a row at once, few enough columns that there are many programs."""
+
+    def tile(x: int, elements: int) -> Blocks:
+        x = min(x, power(nx))
+        while x > 8 and nx < x * spec.cores:
+            x //= 2
+        r = power(nr) if persistent else min(power(nr), max(1, elements // x))
+        return Blocks((("x", x), ("r", r)), warps_for(x * r))
+
+    found = dict.fromkeys((tile(64, 4096), tile(32, 4096), tile(128, 4096)))
+    return tuple(found)
+
+
+def _long_rows(nx: int, nr: int) -> tuple[Blocks, ...]:
+    """Blocks of 4096 elements keep 16 KB in flight per program; shorter rows take what they need."""
+
+    def tile(r: int, warps: int) -> Blocks:
+        block = min(r, power(nr))
+        x = max(1, min(1024 // block, power(nx)))
+        return Blocks((("x", x), ("r", block)), min(warps, warps_for(block * x, 8)))
+
+    found = dict.fromkeys((tile(4096, 16), tile(2048, 8), tile(8192, 16)))
+    return tuple(found)
+
+
+# -- chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
+    assert loops.chunk is not None
+    axis, count = loops.chunk
+    x = (axis, *ordered(loops, [a for a in loops.parallel if a != axis]))
+    r = _in_order(loops, loops.reduced)
+    rows = max(1, size(x) // count)
+    nr = size(r)
+    row_parts = any(
+        isinstance(p, (Fold, Prefix)) or (isinstance(p, Write) and p.level == "row")
+        for p in loops.parts
+    )
+    known = product(a.extent for a in r).value is not None
+    if not row_parts:
+        candidates = []
+        for width, elements in ((128, 2048), (64, 2048), (256, 4096)):
+            wide = min(width, power(nr))
+            deep = min(power(rows), max(1, elements // wide))
+            candidates.append(Blocks((("x", deep), ("r", wide)), warps_for(wide * deep)))
+        return Form("chunk", (("x", x), ("r", r)), tuple(dict.fromkeys(candidates)), tiled=True)
+    if known and power(nr) <= ROW_LIMIT:
+        wide = power(nr)
+        found = dict.fromkeys(
+            Blocks(
+                (("x", min(power(rows), max(1, e // wide))), ("r", wide)),
+                warps_for(e if e > wide else wide),
+            )
+            for e in (2048, 1024, 4096)
+        )
+        return Form("chunk", (("x", x), ("r", r)), tuple(found), persistent=True)
+    block = min(4096, power(nr))
+    return Form(
+        "chunk", (("x", x), ("r", r)), (Blocks((("x", 1), ("r", block)), warps_for(block, 8)),)
+    )
+
+
+def column_folds(loops: Loops) -> list[ColumnFold]:
+    return [p for p in loops.parts if isinstance(p, ColumnFold)]
+
+
+__all__ = ["Blocks", "Form", "choose", "column_folds", "size"]

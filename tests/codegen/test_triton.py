@@ -1,0 +1,114 @@
+"""The Triton generator on hand-built kernels: values under Triton's interpreter, and ahead-of-time builds without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HERE = Path(__file__).parent
+spec = importlib.util.spec_from_file_location("triton_cases", HERE / "triton_cases.py")
+assert spec is not None and spec.loader is not None
+cases = importlib.util.module_from_spec(spec)
+sys.modules["triton_cases"] = cases
+spec.loader.exec_module(cases)
+
+
+@lru_cache(maxsize=1)
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What every case gives in one interpreting process."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", str(HERE / "triton_cases.py"), *cases.CASES]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {entry["case"]: entry for entry in lines}
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_values(name: str) -> None:
+    found = interpreted()[name]
+    assert "failure" not in found, found["failure"]
+    wrong = {k: v for k, v in found["errors"].items() if not v <= 1}
+    assert not wrong, f"error over tolerance, by output: {wrong}"
+    assert set(found["errors"]) == set(cases.CASES[name]().expected)
+
+
+def compiled(kernel: Any, config: Any, capability: int, folder: Path, wide: bool = False) -> str:
+    """The PTX of a kernel."""
+    function = cases.module(kernel, folder)
+    signature = kernel.signature(wide)
+    order = list(signature)
+    constants = {(order.index(n),): v for n, v in kernel.constants(config, wide).items()}
+    attrs = {(order.index(n),): [["tt.divisibility", 16]] for n in kernel.aligned}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": kernel.fp_fusion}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_builds_without_gpu(name: str, tmp_path: Path) -> None:
+    _, kernel = cases.build(name)
+    assert ".entry" in compiled(kernel, kernel.configs[0], 90, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pointwise", "softmax_online", "chunk_persistent", "argmax_looped"])
+def test_builds_for_ampere_and_wide(name: str, tmp_path: Path) -> None:
+    _, kernel = cases.build(name)
+    assert ".target sm_80" in compiled(kernel, kernel.configs[-1], 80, tmp_path)
+    if kernel.wide_source is not None:
+        assert "add.s64" in compiled(kernel, kernel.configs[0], 90, tmp_path, wide=True)
+
+
+def test_loads_of_16_bytes(tmp_path: Path) -> None:
+    i = cases.axis("i", 1 << 24)
+    body = cases.cast(cases.op("exp", cases.cast(cases.at("x", i, dtype="bf16"), "f32")), "bf16")
+    layout = cases.lay(1 << 24, dtype="bf16")
+    nest = cases.Nest((i,), (), (cases.store("y", (i,), body),))
+    kernel = cases.generate(cases.Kernel("poi", (nest,), (("x", layout),), (("y", layout),), (), "cuda", 0, 0, 0), cases.SPEC)
+    text = compiled(kernel, kernel.configs[0], 90, tmp_path)
+    assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+
+
+def test_same_kernel_same_text() -> None:
+    assert cases.build("layer_norm_welford")[1].source == cases.build("layer_norm_welford")[1].source
+
+
+def test_wide_indices() -> None:
+    n = cases.Sym("s0", 0, 1000)
+    i = cases.axis("i", cases.atom(n))
+    nest = cases.Nest((i,), (), (cases.store("y", (i,), cases.at("x", i)),))
+    layout = cases.lay(cases.atom(n))
+    kernel = cases.generate(cases.Kernel("poi", (nest,), (("x", layout),), (("y", layout),), (), "cuda", 0, 0, 0), cases.SPEC)
+    assert not kernel.is_wide({"s0": 1000}) and kernel.is_wide({"s0": 2**31})
+    assert kernel.signature()["s_s0"] == "i32" and kernel.signature(wide=True)["s_s0"] == "i64"
+    assert kernel.grid(kernel.configs[0], {"s0": 0}) == 0
+    big = cases.lay(2**32)
+    i = cases.axis("i", 2**32)
+    nest = cases.Nest((i,), (), (cases.store("y", (i,), cases.at("x", i)),))
+    kernel = cases.generate(cases.Kernel("poi", (nest,), (("x", big),), (("y", big),), (), "cuda", 0, 0, 0), cases.SPEC)
+    assert "to(tl.int64)" in kernel.source and kernel.wide_source is None
+
+
+def test_one_pass_where_an_identity_allows_it() -> None:
+    """The loops of a looped softmax and layer norm: one for the folds, one for the stores."""
+    for name in ("softmax_online", "layer_norm_welford"):
+        assert cases.build(name)[1].source.count("for roffset") == 2
