@@ -278,7 +278,8 @@ def rebuild(
 
     if node.op == "load":
         name, idx, fill = node.attr
-        return Expr("load", node.dtype, args, (name, tuple(move(i) for i in idx), fill))
+        mask = args[0] if args else None
+        return load(name, tuple(move(i) for i in idx), node.dtype, mask, fill)
     if node.op == "index":
         return index_value(move(node.attr))
     if node.op == "random":
@@ -293,6 +294,10 @@ def rebuild(
         )
     if all(a is b for a, b in zip(args, node.args, strict=True)):
         return node
+    if node.op == "cast":
+        return cast(args[0], node.dtype)
+    if node.op in SCALAR_OPS:
+        return op(node.op, *args, dtype=node.dtype)
     return Expr(node.op, node.dtype, args, node.attr)
 
 

@@ -1,0 +1,535 @@
+"""Reference executor: what a program means, computed by torch one whole tensor at a time.
+
+In: a `Program` and its inputs. Out: its outputs, with the strides and aliases that the program says. It is slow and
+checks what it does: a load or store outside its tensor raises `IndexError`.
+
+Every axis has a dimension of its own; a value has size 1 in the dimensions that it does not depend on. Sums and products of
+floats are accumulated in f64 and rounded once, so that they are at least as exact as any kernel's. Large iteration spaces
+are computed in blocks of at most `BLOCK` points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product as cartesian
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deuteron.ir.expr import FLOATS, INTS, REDUCTIONS, Expr
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, evaluate
+from deuteron.ir.program import Compute, Constant, Extern, Input, Layout, Output, Program, ViewArg
+
+BLOCK = 1 << 20  # points per block: 4 MiB per f32 value of the expression
+TO_TORCH = {
+    "bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32,
+    "i64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
+}  # fmt: skip
+Range = tuple[int, int]
+
+
+# -- scalar operations ---------------------------------------------------------------------------
+
+
+def _divided(kind: str, a: Tensor, b: Tensor) -> Tensor:
+    """Division with remainder; by an integer zero, the quotient is 0 and the remainder is `a`."""
+    zero = None if a.dtype.is_floating_point else b == 0
+    if zero is not None:
+        b = torch.where(zero, torch.ones_like(b), b)
+    if kind in ("floordiv", "truncdiv"):
+        out = torch.div(a, b, rounding_mode=kind[:5])
+        return out if zero is None else torch.where(zero, torch.zeros_like(out), out)
+    out = (torch.fmod if kind == "fmod" else torch.remainder)(a, b)
+    return out if zero is None else torch.where(zero, a.expand_as(out), out)
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (
+        (a.double() * b.double() + c.double()).to(a.dtype)
+        if a.dtype != torch.float64
+        else a * b + c
+    )
+
+
+_SAME_NAME = """neg abs sign floor ceil trunc round reciprocal logical_not bitwise_not isnan isinf signbit sqrt rsqrt exp
+    exp2 expm1 log log2 log10 log1p sin cos sigmoid tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv
+    lgamma digamma maximum minimum fmax fmin lt le gt ge eq ne logical_and logical_or logical_xor bitwise_and
+    bitwise_or bitwise_xor copysign atan2 nextafter hypot ldexp pow add mul where""".split()
+_TABLE: dict[str, Callable[..., Tensor]] = {
+    **{name: getattr(torch, name) for name in _SAME_NAME},
+    **{name: getattr(torch.special, name) for name in ("i0", "i0e", "i1", "i1e", "ndtri")},
+    "sub": lambda a, b: torch.logical_xor(a, b) if a.dtype == torch.bool else a - b,
+    "div": torch.true_divide,
+    "floordiv": lambda a, b: _divided("floordiv", a, b),
+    "truncdiv": lambda a, b: _divided("truncdiv", a, b),
+    "fmod": lambda a, b: _divided("fmod", a, b),
+    "remainder": lambda a, b: _divided("remainder", a, b),
+    "lshift": torch.bitwise_left_shift,
+    "rshift": torch.bitwise_right_shift,
+    "fma": _fma,
+}
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def scalar_op(name: str, args: Sequence[Tensor]) -> Tensor:
+    """One operation of `SCALAR_OPS`; half types compute in f32, as ATen's kernels do, for the caller to round."""
+    if name != "nextafter" and any(a.dtype in _HALVES for a in args):
+        args = [a.float() if a.dtype in _HALVES else a for a in args]
+    return _TABLE[name](*args)
+
+
+# -- folds ---------------------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What sums and products accumulate in."""
+    return torch.float64 if x.dtype.is_floating_point else x.dtype
+
+
+def fold(kind: str, x: Tensor, dims: Sequence[int], dtype: str) -> Tensor:
+    """`x` folded over `dims`, which stay with size 1. The result has the fold's dtype."""
+    out_dtype = torch.int64 if kind.startswith("arg") else x.dtype
+    if any(x.shape[d] == 0 for d in dims):
+        shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+        value = 0 if kind.startswith("arg") else REDUCTIONS[kind].identity(dtype)
+        return torch.full(shape, value, dtype=out_dtype, device=x.device)
+    if not dims:
+        return torch.zeros_like(x, dtype=out_dtype) if kind.startswith("arg") else x
+    if kind.startswith("arg"):
+        assert len(dims) == 1, f"{kind} is along one axis"
+        x = x.to(torch.uint8) if x.dtype == torch.bool else x
+        return getattr(torch, kind)(x, dim=dims[0], keepdim=True)
+    if kind in ("any", "all") or x.dtype == torch.bool:
+        every = REDUCTIONS[kind].scalar_op in ("logical_and", "minimum", "mul")
+        x = x.to(torch.bool)
+        for d in dims:
+            x = torch.all(x, dim=d, keepdim=True) if every else torch.any(x, dim=d, keepdim=True)
+        return x.to(out_dtype)
+    if kind == "sum":
+        return torch.sum(x, dim=list(dims), keepdim=True, dtype=_wide(x)).to(out_dtype)
+    if kind == "prod":
+        for d in dims:
+            x = torch.prod(x, dim=d, keepdim=True, dtype=_wide(x))
+        return x.to(out_dtype)
+    return (torch.amax if kind == "max" else torch.amin)(x, dim=list(dims), keepdim=True)
+
+
+def prefix(kind: str, x: Tensor, dim: int) -> Tensor:
+    """The inclusive scan of `x` along `dim`, in its dtype."""
+    if x.dtype == torch.bool:
+        return prefix(kind, x.to(torch.uint8), dim).ne(0)
+    if kind == "sum":
+        return torch.cumsum(x, dim, dtype=_wide(x)).to(x.dtype)
+    if kind == "prod":
+        return torch.cumprod(x, dim, dtype=_wide(x)).to(x.dtype)
+    if x.numel() == 0:
+        return x
+    return (torch.cummax if kind == "max" else torch.cummin)(x, dim).values
+
+
+# -- random numbers ------------------------------------------------------------------------------
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(seed: Tensor, stream: int, element: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10's four words, as i64 in ``[0, 2**32)``.
+
+    Counter = (low and high word of `element`, low and high word of `stream`), key = low and high word of `seed`
+    (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+    """
+    c0, c1 = element & _WORD, (element >> 32) & _WORD
+    c2, c3 = torch.full_like(c0, stream & _WORD), torch.full_like(c0, (stream >> 32) & _WORD)
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(10):
+        # The product of two 32-bit words has the right 64 bits in i64, though its sign may be wrong.
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, ((p0 >> 32) & _WORD) ^ c3 ^ k1
+        c1, c3 = p1 & _WORD, p0 & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def random_values(dist: str, seed: Tensor, stream: int, element: Tensor, dtype: str) -> Tensor:
+    """Element `element` of a stream: "rand" on [0, 1), "randn" (Box and Muller), or 64 "rand_bits"."""
+    x0, x1, x2, x3 = philox(seed, stream, element)
+    if dist == "rand_bits":
+        return (x1 << 32) | x0
+    if dtype == "f64":
+        u = ((x0 << 20) | (x1 >> 12)).to(torch.float64) * 2.0**-52
+        if dist == "rand":
+            return u
+        u, v = 1.0 - u, ((x2 << 20) | (x3 >> 12)).to(torch.float64) * 2.0**-52
+    else:
+        if dist == "rand":
+            return ((x0 >> 8).to(torch.float32) * 2.0**-24).to(TO_TORCH[dtype])
+        u = ((x0 >> 8) + 1).to(torch.float32) * 2.0**-24
+        v = (x1 >> 8).to(torch.float32) * 2.0**-24
+    assert dist == "randn", f"no distribution {dist!r}"
+    return (torch.sqrt(-2.0 * torch.log(u)) * torch.cos(2.0 * math.pi * v)).to(TO_TORCH[dtype])
+
+
+# -- expressions ---------------------------------------------------------------------------------
+
+
+def bound_axes(roots: Iterable[Expr]) -> list[Axis]:
+    """The axes of folds and scans inside expressions."""
+    found: dict[Axis, None] = {}
+    for root in roots:
+        for n in root.walk():
+            if n.op == "reduce":
+                found.update(dict.fromkeys(n.attr[1]))
+            elif n.op == "scan":
+                found[n.attr[1]] = None
+    return list(found)
+
+
+class Evaluator:
+    """Values of expressions over a block of an iteration space.
+
+    `axes` are all axes, each with its dimension; `ranges` restricts some to a block. `locals` are values that loads of
+    these names give, with one dimension per axis (registers of a kernel).
+    """
+
+    def __init__(
+        self,
+        axes: Sequence[Axis],
+        sizes: Mapping[str, int],
+        tensors: Mapping[str, Tensor],
+        device: Any,
+        ranges: Mapping[Axis, Range] | None = None,
+    ) -> None:
+        self.dims = {a: d for d, a in enumerate(dict.fromkeys(axes))}
+        self.sizes, self.tensors, self.device = sizes, tensors, device
+        self.ranges = {a: (0, evaluate(a.extent, sizes)) for a in self.dims} | dict(ranges or {})
+        self.locals: dict[str, Tensor] = {}
+        self.done: dict[Expr, Tensor] = {}
+        self.numbers: dict[Index, Tensor] = {}
+
+    def count(self, axis: Axis) -> int:
+        low, high = self.ranges[axis]
+        return max(0, high - low)
+
+    def value(self, root: Expr) -> Tensor:
+        for n in root.walk():
+            if n not in self.done:
+                self.done[n] = self._value(n)
+        return self.done[root]
+
+    def spread(self, x: Tensor, axes: Iterable[Axis]) -> Tensor:
+        """`x` with its full extent along `axes`."""
+        shape = list(x.shape)
+        for a in axes:
+            shape[self.dims[a]] = self.count(a)
+        return x.expand(shape)
+
+    def _value(self, n: Expr) -> Tensor:
+        args = [self.done[a] for a in n.args]
+        if n.op == "literal":
+            return self.constant(n.attr, n.dtype)
+        if n.op == "index":
+            return self.index(n.attr)
+        if n.op == "load":
+            return self._load(n)
+        if n.op == "cast":
+            return args[0].to(TO_TORCH[n.dtype])
+        if n.op == "reduce":
+            kind, axes = n.attr
+            return fold(
+                kind, self.spread(args[0], axes), [self.dims[a] for a in axes], n.args[0].dtype
+            )
+        if n.op == "scan":
+            kind, axis = n.attr
+            return prefix(kind, self.spread(args[0], (axis,)), self.dims[axis])
+        if n.op == "random":
+            dist, stream, element = n.attr
+            return random_values(dist, args[0], stream, self.index(element), n.dtype)
+        return scalar_op(n.op, args).to(TO_TORCH[n.dtype])
+
+    def constant(self, value: Any, dtype: str) -> Tensor:
+        return torch.full([1] * len(self.dims), value, dtype=TO_TORCH[dtype], device=self.device)
+
+    # -- indices -----------------------------------------------------------------------------------
+
+    def index(self, index: Index) -> Tensor:
+        """The integer value of an index, as i64."""
+        found = self.numbers.get(index)
+        if found is None:
+            total = self.constant(0, "i64")
+            for m, c in index.terms:
+                part = self.constant(c, "i64")
+                for a in m:
+                    part = part * self._atom(a)
+                total = total + part
+            found = self.numbers[index] = total
+        return found
+
+    def _atom(self, a: Any) -> Tensor:
+        if isinstance(a, Sym):
+            return self.constant(self.sizes[a.name], "i64")
+        if isinstance(a, Axis):
+            low, high = self.ranges[a]
+            shape = [1] * len(self.dims)
+            shape[self.dims[a]] = max(0, high - low)
+            return torch.arange(low, max(low, high), device=self.device).view(shape)
+        if isinstance(a, (Div, Mod)):
+            return _divided(
+                "floordiv" if isinstance(a, Div) else "remainder",
+                self.index(a.num),
+                self.index(a.den),
+            )
+        if isinstance(a, MinMax):
+            pick = torch.minimum if a.kind == "min" else torch.maximum
+            return pick(self.index(a.a), self.index(a.b))
+        assert isinstance(a, Value)
+        return self.value(a.expr)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def _load(self, n: Expr) -> Tensor:
+        name, indices, fill = n.attr
+        if name in self.locals:
+            return self.locals[name]
+        t = self.tensors[name]
+        assert t.dtype == TO_TORCH[n.dtype], f"{name} is {t.dtype}, its load {n.dtype}"
+        assert t.dim() == len(indices), f"{name} has rank {t.dim()}, its load {len(indices)}"
+        at = [self.index(i) for i in indices]
+        mask = self.done[n.args[0]] if n.args else None
+        at = in_bounds(name, at, t.shape, mask)
+        if mask is None:
+            return t[tuple(at)] if at else t.reshape([1] * len(self.dims))
+        other = torch.full((), fill, dtype=t.dtype, device=t.device)
+        if t.numel() == 0:
+            return other.expand(torch.broadcast_shapes(mask.shape, *(i.shape for i in at)))
+        return torch.where(mask, t[tuple(at)] if at else t, other)
+
+
+def in_bounds(
+    name: str, at: Sequence[Tensor], shape: Sequence[int], mask: Tensor | None
+) -> list[Tensor]:
+    """The positions, those where `mask` is false moved to 0; `IndexError` where one is outside."""
+    out = []
+    for d, i in enumerate(at):
+        if mask is not None:
+            i = torch.where(mask, i, torch.zeros_like(i))
+        if i.numel() and (mask is None or bool(mask.any())):
+            low, high = int(i.min()), int(i.max())
+            if low < 0 or high >= shape[d]:
+                raise IndexError(
+                    f"{name}: index {low if low < 0 else high} in dimension {d} of size {shape[d]}"
+                )
+        out.append(i)
+    return out
+
+
+def blocks(
+    axes: Sequence[Axis], others: Sequence[Axis], sizes: Mapping[str, int], limit: int = BLOCK
+) -> Iterator[dict[Axis, Range]]:
+    """Ranges of `axes` that together cover them, with at most `limit` points each counting all of `others`.
+
+    The first axes are cut first, down to one value each where it must be.
+    """
+    extents = {a: evaluate(a.extent, sizes) for a in dict.fromkeys((*axes, *others))}
+    points = math.prod(extents.values())
+    cuts: list[list[tuple[Axis, Range]]] = []
+    for a in axes:
+        if points <= limit or a in others:
+            continue
+        n = extents[a]
+        pieces = min(n, -(-points // limit))
+        step = -(-n // pieces)
+        points = points // n * step
+        cuts.append([(a, (k, min(n, k + step))) for k in range(0, n, step)])
+    for chosen in cartesian(*cuts):
+        yield dict(chosen)
+
+
+# -- stores --------------------------------------------------------------------------------------
+
+
+def write(
+    name: str,
+    target: Tensor,
+    at: Sequence[Tensor],
+    value: Tensor,
+    accumulate: str | None,
+    mask: Tensor | None,
+) -> None:
+    """``target[at] (accumulate)= value`` at every point where `mask` holds; all arguments of one shape."""
+    value, at = value.reshape(-1), [i.reshape(-1) for i in at]
+    if mask is not None:
+        keep = mask.reshape(-1)
+        value, at = value[keep], [i[keep] for i in at]
+    in_bounds(name, at, target.shape, None)
+    if value.numel() == 0:
+        return
+    if accumulate is None:
+        if at:
+            target.index_put_(tuple(at), value)
+        else:
+            target.copy_(value[-1])
+        return
+    flat = torch.zeros_like(value, dtype=torch.int64)
+    for i, n in zip(at, target.shape, strict=True):
+        flat = flat * n + i
+    kind = {"sum": "sum", "prod": "prod", "max": "amax", "min": "amin"}[accumulate]
+    whole = target.reshape(-1).clone()
+    if whole.dtype == torch.bool:
+        whole = whole.to(torch.uint8)
+        kind = {"sum": "amax", "prod": "amin"}.get(kind, kind)
+    whole.scatter_reduce_(0, flat, value.to(whole.dtype), kind, include_self=True)
+    target.copy_(whole.to(target.dtype).view(target.shape))
+
+
+def allocate(layout: Layout, sizes: Mapping[str, int]) -> Tensor:
+    """A zeroed tensor of the layout."""
+    shape, strides, offset = (
+        [evaluate(i, sizes) for i in part]
+        for part in (layout.shape, layout.strides, (layout.offset,))
+    )
+    span = (
+        1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
+    )
+    flat = torch.zeros(offset[0] + span, dtype=TO_TORCH[layout.dtype], device=layout.device)
+    return flat.as_strided(shape, strides, offset[0])
+
+
+# -- programs ------------------------------------------------------------------------------------
+
+
+def run_program(p: Program, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of `p`. Inputs that the program mutates are mutated."""
+    run = _Run(p, inputs)
+    for d in p.defs:
+        run.define(d)
+    return [run.output(o) for o in p.outputs]
+
+
+def input_sizes(p: Program, inputs: Sequence[Any]) -> dict[str, int]:
+    """The values of the symbols that inputs define."""
+    out = {}
+    for sym, (kind, position, dim) in p.sizes:
+        x = inputs[position]
+        out[sym.name] = (
+            int(x) if kind == "int" else x.shape[dim] if kind == "shape" else x.stride(dim)
+        )
+    return out
+
+
+class _Run:
+    """One execution: tensors by name and sizes by name, growing with each definition."""
+
+    def __init__(self, p: Program, inputs: Sequence[Any]) -> None:
+        self.program, self.inputs = p, inputs
+        self.sizes = input_sizes(p, inputs)
+        self.tensors: dict[str, Tensor] = {}
+
+    def define(self, d: Any) -> None:
+        if isinstance(d, Input):
+            self.tensors[d.name] = self._checked(d.name, d.layout, self.inputs[d.position])
+        elif isinstance(d, Constant):
+            stored = self.program.constants
+            self.tensors[d.name] = self._checked(
+                d.name, d.layout, stored.get(d.name, stored.get(d.digest))
+            )
+        elif isinstance(d, Extern):
+            self._call(d)
+        else:
+            assert isinstance(d, Compute)
+            compute(d, self.tensors, self.sizes)
+
+    def _checked(self, name: str, layout: Layout, t: Tensor) -> Tensor:
+        shape = tuple(evaluate(i, self.sizes) for i in layout.shape)
+        assert tuple(t.shape) == shape, f"{name} has shape {tuple(t.shape)}, its layout {shape}"
+        assert t.dtype == TO_TORCH[layout.dtype], f"{name} is {t.dtype}, its layout {layout.dtype}"
+        return t.detach()
+
+    def _view(self, v: ViewArg | Output, t: Tensor) -> Tensor:
+        shape, strides = ([evaluate(i, self.sizes) for i in part] for part in (v.shape, v.strides))
+        return t.as_strided(shape, strides, t.storage_offset() + evaluate(v.offset, self.sizes))
+
+    def argument(self, x: Any) -> Any:
+        if isinstance(x, ViewArg):
+            return self._view(x, self.tensors[x.tensor])
+        if isinstance(x, Index):
+            return evaluate(x, self.sizes)
+        if isinstance(x, (tuple, list)):
+            return [self.argument(y) for y in x]
+        # An object that lowering keeps in `callables` (graphs, kernels) is referred to by its key.
+        key = getattr(x, "key", None)
+        return self.program.callables[key] if isinstance(key, str) else x
+
+    def _call(self, d: Extern) -> None:
+        f = self.program.callables.get(d.op) or resolve(d.op)
+        out = f(*(self.argument(a) for a in d.args), **{k: self.argument(v) for k, v in d.kwargs})
+        results = list(out) if isinstance(out, (tuple, list)) else [out]
+        for k, sym in enumerate(d.sizes):
+            if sym is not None:
+                self.sizes[sym.name] = int(results[k])
+        for k, name in enumerate(d.names):
+            if name is None:
+                continue
+            layout, t = d.layouts[k], results[k]
+            assert layout is not None
+            t = self._checked(name, layout, t)
+            strides = tuple(evaluate(s, self.sizes) for s in layout.strides)
+            shared = d.aliases[k] if d.aliases else None
+            if shared is None and any(
+                a != b and n > 1 for a, b, n in zip(t.stride(), strides, t.shape, strict=True)
+            ):
+                t = allocate(layout, self.sizes).copy_(t)
+            self.tensors[name] = t
+
+    def output(self, o: Output) -> Any:
+        if o.tensor is None:
+            return evaluate(o.value, self.sizes) if isinstance(o.value, Index) else o.value
+        t = self.tensors[o.tensor]
+        if o.dtype is not None and TO_TORCH.get(o.dtype, getattr(torch, o.dtype, None)) != t.dtype:
+            t = t.view(TO_TORCH.get(o.dtype) or getattr(torch, o.dtype))
+        return self._view(o, t)
+
+
+def resolve(op: str) -> Callable[..., Any]:
+    """The operator under torch.ops: "aten.mm.default"."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def compute(d: Compute, tensors: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
+    """Adds the tensor that a `Compute` defines."""
+    roots = [d.body] + ([d.mask] if d.mask is not None else [])
+    if d.target is None:
+        tensors[d.name] = allocate(d.layout, sizes)
+    else:
+        tensors[d.name] = tensors[d.target]
+    target = tensors[d.name]
+    results = []
+    inner = bound_axes(roots)
+    for ranges in blocks(d.axes, inner, sizes):
+        ev = Evaluator((*d.axes, *inner), sizes, tensors, d.layout.device, ranges)
+        results.append(points(ev, d.axes, d.body, d.store_index, d.mask))
+    for (
+        value,
+        at,
+        mask,
+    ) in results:  # after all reads: what is overwritten may be read by other points
+        write(d.name, target, at, value, d.accumulate, mask)
+
+
+def points(
+    ev: Evaluator, axes: Sequence[Axis], body: Expr, index: Sequence[Index], mask: Expr | None
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Value, position and mask of every point of `axes` in the evaluator's block, each of the same shape."""
+    shape = [1] * len(ev.dims)
+    for a in axes:
+        shape[ev.dims[a]] = ev.count(a)
+    value = ev.value(body).expand(shape)
+    at = [ev.index(i).expand(shape) for i in index]
+    return value, at, None if mask is None else ev.value(mask).expand(shape)
+
+
+__all__ = ["BLOCK", "FLOATS", "INTS", "TO_TORCH", "Evaluator", "run_program", "scalar_op"]
