@@ -113,6 +113,7 @@ def run_as_traced(gm: fx.GraphModule) -> Boxed:
     """Runs an FX graph through ATen."""
     from torch._functorch.aot_autograd import make_boxed_func
 
+    gm.recompile()
     return make_boxed_func(gm.forward)
 
 

@@ -17,7 +17,7 @@ that round more often than eager are in WHOLE or have a rule in OWN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ WHOLE: tuple[str, ...] = (
     "aten.sum",
     # The graph's own rewrite makes it a function of a seed, or leaves eager's call.
     "aten.bernoulli",
+    # Torch's rule loses the memory format of its input.
+    "aten.max_unpool2d", "aten.max_unpool3d",
     # Data movement by a loaded index, or an order: nothing to gain from loops.
     "aten.argsort", "aten.msort", "aten.isin", "aten.unique_dim",
 )
@@ -100,7 +102,54 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name, rule in rules:
         for target in ops.resolved((name,)):
             found[target] = rule
+    for name, wrap in WRAPPED.items():
+        for target in ops.resolved((name,)):
+            if target in found:
+                found[target] = wrap(found[target])
     return found
+
+
+# -- torch's rules, with eager's precision --------------------------------------------------------------------------------
+HALF = (torch.float16, torch.bfloat16)
+
+
+def in_f32(rule: Rule) -> Rule:
+    """Eager makes one pass over half types with an f32 accumulator; torch's rule would round after each step."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype not in HALF:
+            return rule(x, *args, **kwargs)
+        wide = [a.float() if isinstance(a, Tensor) and a.dtype in HALF else a for a in args]
+        results = rule(x.float(), *wide, **kwargs)
+        if isinstance(results, Tensor):
+            return results.to(x.dtype)
+        return tuple(r.to(x.dtype) if r.dtype == torch.float32 else r for r in results)
+
+    return wrapped
+
+
+def f32_statistics(rule: Rule) -> Rule:
+    """Half input with f32 parameters or buffers: eager saves f32 statistics; torch's rule rounds them on CPU."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if x.dtype not in HALF or not any(a.dtype == torch.float32 for a in others):
+            return rule(x, *args, **kwargs)
+        out, *statistics = rule(x.float(), *args, **kwargs)
+        return (out.to(x.dtype), *statistics)
+
+    return wrapped
+
+
+WRAPPED: dict[str, Callable[[Rule], Rule]] = {
+    "aten.nll_loss_forward.default": in_f32,
+    "aten.nll_loss2d_forward.default": in_f32,
+    "aten._native_batch_norm_legit_functional.default": f32_statistics,
+    "aten._batch_norm_with_update_functional.default": f32_statistics,
+    "aten._native_batch_norm_legit.no_stats": f32_statistics,
+}
 
 
 # -- random -----------------------------------------------------------------------------------------------------------
@@ -112,6 +161,28 @@ def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) 
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = aten.bernoulli.p(x, 1.0 - p).to(torch.bool)
     return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+# -- pointwise ---------------------------------------------------------------------------------------------------------
+@own("aten.round.decimals")
+def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
+    """Scaled, rounded and scaled back in the compute dtype, as eager does; torch's rule emits private operators."""
+    if not x.dtype.is_floating_point:
+        return NotImplemented
+    wide = x.float() if x.dtype in HALF else x
+    scale = 10.0 ** abs(decimals)
+    if decimals == 0:
+        out = aten.round.default(wide)
+    elif decimals > 0:
+        out = aten.round.default(wide * scale) / scale
+    else:
+        out = aten.round.default(wide / scale) * scale
+    return out.to(x.dtype)
+
+
+@own("aten._efficientzerotensor.default")
+def efficient_zeros(size: Sequence[int], **kwargs: Any) -> Tensor:
+    return aten.full.default(size, 0, **{k: v for k, v in kwargs.items() if v is not None})
 
 
 # -- convolution --------------------------------------------------------------------------------------------------------

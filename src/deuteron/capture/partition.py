@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners as P
-from torch._functorch.compile_utils import raise_getitems
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deuteron.base.errors import DeuteronError
@@ -292,11 +291,44 @@ def partition(
         forward, backward = P.functionalize_rng_ops(joint, forward, backward, symbols)
         Editor(forward).complete()
         Editor(backward).complete()
-    backward = P.reordering_to_mimic_autograd_engine(backward)
-    forward, backward = raise_getitems(forward), raise_getitems(backward)
+    recompute_late(backward.graph)
     if (thread := getattr(P, "thread_graphsafe_rng_from_hops", None)) is not None:
         forward, backward = thread(forward, is_backward=False), thread(backward, is_backward=True)
     return forward, backward
+
+
+def recompute_late(graph: fx.Graph) -> None:
+    """Moves what does not depend on incoming gradients to just before its first use by what does: what is recomputed
+    lives briefly. The order among the others, and of effects, stays."""
+    late: set[fx.Node] = set()
+    for n in graph.nodes:
+        if n.op == "placeholder":
+            if "tangents" in str(n.target):
+                late.add(n)
+        elif ops.has_effect(n) or any(a in late for a in n.all_input_nodes):
+            late.add(n)
+    placed: set[fx.Node] = {n for n in graph.nodes if n.op == "placeholder"}
+    output = next(iter(reversed(graph.nodes)))
+    for n in list(graph.nodes):
+        if n in late and n.op not in ("placeholder", "output"):
+            _place(n, placed, output)
+    for n in output.all_input_nodes:
+        _place(n, placed, output)
+
+
+def _place(node: fx.Node, placed: set[fx.Node], output: fx.Node) -> None:
+    """Moves `node`, after its arguments, to the end of what is placed."""
+    todo = [node]
+    while todo:
+        n = todo[-1]
+        missing = [a for a in n.all_input_nodes if a not in placed]
+        if missing:
+            todo += missing
+            continue
+        todo.pop()
+        if n not in placed:
+            placed.add(n)
+            output.prepend(n)
 
 
 STATIC = "deuteron_static"

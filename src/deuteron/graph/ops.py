@@ -56,8 +56,11 @@ def is_mutating(node: fx.Node) -> bool:
     return is_overload(node) and node.target._schema.is_mutable
 
 
+COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
+
+
 def is_collective(node: fx.Node) -> bool:
-    return is_overload(node) and node.target.namespace in ("_c10d_functional", "c10d_functional", "c10d")
+    return is_overload(node) and node.target.namespace in COLLECTIVES
 
 
 # Calls that are kept although nothing reads them, beyond those whose schema says so.
@@ -73,11 +76,16 @@ def has_effect(node: fx.Node) -> bool:
         return node.op in ("placeholder", "output", "call_module", "call_method")
     if is_symbolic(node) or node.target is operator.getitem:
         return False
-    if not is_overload(node):
-        return not is_pure_callable(node.target)
-    if is_mutating(node) or is_collective(node) or packet(node.target) in EFFECTS:
+    return target_has_effect(node.target)
+
+
+@lru_cache(maxsize=None)
+def target_has_effect(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return not is_pure_callable(target)
+    schema = target._schema
+    if schema.is_mutable or packet(target) in EFFECTS or target.namespace in COLLECTIVES:
         return True
-    schema = node.target._schema
     return not schema.returns or any("ScriptObject" in str(a.type) for a in schema.arguments)
 
 

@@ -195,7 +195,7 @@ def why_not(node: fx.Node) -> str | None:
 
 
 def functionalize(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
-    """Replaces every random node that has a row; in place. Idempotent."""
+    """Replaces every random node that has a row; in place. Idempotent. Does not recompile the module."""
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and ops.is_random(n) and n.target is not SEED]
     chosen = []
     for n in nodes:
@@ -219,5 +219,4 @@ def functionalize(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
                 seeds[device].meta.pop("ac_graph_id", None)
         with editor.before(n):
             editor.replace(n, ROWS[str(n.target)](Draw(editor, n, seeds[device], stream)))
-    gm.recompile()
     return gm

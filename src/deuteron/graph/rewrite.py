@@ -22,14 +22,12 @@ from deuteron.graph.rules import ROWS
 
 
 def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
-    """Applies every rewrite; in place. Idempotent."""
+    """Applies every rewrite; in place. Idempotent. Who runs the module itself recompiles it first."""
     before = len(gm.graph.nodes)
     with record.timed("graph rewrites"):
-        remove_dead(gm)
         applied = apply_rows(gm)
         merged = merge_common(gm)
-        remove_dead(gm)
-        gm.recompile()
+        remove_dead(gm.graph)
     record.add("rewrite", rules=applied, merged=merged, nodes_before=before, nodes_after=len(gm.graph.nodes))
     return gm
 
@@ -53,6 +51,8 @@ def apply_rows(gm: fx.GraphModule) -> dict[str, int]:
     return applied
 
 
-def remove_dead(gm: fx.GraphModule) -> None:
+def remove_dead(graph: fx.Graph) -> None:
     """Drops what nobody reads and what has no effect. A random draw that nobody reads goes too."""
-    gm.graph.eliminate_dead_code(is_impure_node=ops.has_effect)
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and not ops.has_effect(node):
+            graph.erase_node(node)
