@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from deuteron.codegen.cpp import FLAGS, CppKernel, Machine, generate, translation_unit
+from deuteron.codegen.cpp import FLAGS, CppKernel, Machine, generate_for, translation_unit
 from deuteron.ir.index import Sym, as_index
 from deuteron.ir.program import Layout, Origin
 from deuteron.schedule.kernel import Kernel, Nest
@@ -76,7 +76,7 @@ class Runner:
     """One compiled kernel; call it with its tensors by name and sizes by symbol."""
 
     def __init__(self, k: Kernel, machine: Machine = MACHINE) -> None:
-        self.cpp: CppKernel = generate(k, machine)
+        self.cpp: CppKernel = generate_for(k, machine)
         self.source = translation_unit([self.cpp])
         self.function = getattr(build(self.source), f"cpp_{k.name}")
 

@@ -446,7 +446,9 @@ def test_integers_wrap_around() -> None:
 
 
 def test_in_place_operand() -> None:
-    """The planner may give the result the memory of an operand that dies: later passes still find the operand."""
+    """The planner may give the result the memory of an operand that dies: later passes still find
+    the operand.
+    """
     x = torch.randn(40, 300)
     want = torch.softmax(x, 1)
     i, j = ax("i", 40), ax("j", 300)

@@ -12,11 +12,12 @@ With few blocks and long columns the outermost reduced axis is cut into chunks a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.emit import smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
-from deuteron.codegen.cpp.loops import accesses, ordered, roots_of
+from deuteron.codegen.cpp.loops import Write, accesses, ordered, roots_of, stride
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
@@ -33,6 +34,8 @@ from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
 from deuteron.schedule.kernel import Prefix
+
+SIDE = 64  # rows of a tile through which stores along the reduced axis are transposed
 
 
 class Columns(PassWriter):
@@ -56,15 +59,14 @@ class Columns(PassWriter):
             accs = self.start(p, k)
             self.walk(p, k, accs, None)
             for name, a in accs.items():
-                self.env.em.scope.add(*a.flush_lanes(self.count))
-                self.bind(name, a, f"(float){a.name}_d[l]" if a.flushed else None)
+                self.env.em.scope.add(*a.flush_lanes(self.count), *a.settle_lanes(self.count))
+                self.bind(name, a)
 
-    def bind(self, name: str, a: Accumulator, text: str | None = None) -> None:
+    def bind(self, name: str, a: Accumulator) -> None:
         """What a later pass reads as the fold's result in lane l."""
-        if text is None:
-            text = f"(long long){a.name}_i[l]" if a.positional else f"{a.name}[l]"
-            if a.dtype == "bool" and not a.positional:
-                text = f"({text} != 0)"
+        text = f"(long long){a.name}_i[l]" if a.positional else f"{a.name}[l]"
+        if a.dtype == "bool" and not a.positional:
+            text = f"({text} != 0)"
         self.env.em.scope.texts[
             Expr("load", "i64" if a.positional else a.dtype, (), (name, (), None))
         ] = text
@@ -86,7 +88,9 @@ class Columns(PassWriter):
         return accs
 
     def per_lane(self, p: Pass, k: int) -> None:
-        """Computes once per lane what the pass needs at every point and does not depend on the point."""
+        """Computes once per lane what the pass needs at every point and does not depend on the
+        point.
+        """
         em = self.env.em
         reduced = frozenset(self.env.loops.reduced)
         buffered = {n for n in self.buffers if self.plan.kept[n] < k}
@@ -154,16 +158,65 @@ class Columns(PassWriter):
                     "}",
                 )
 
-        if chunk is None:
+        crossed = [] if chunk else self.crossed_stores(p)
+        if crossed:
+            serial_loops(self.env, self.outer[:-1], lambda: self.tiled_stores(crossed, innermost))
+        elif chunk is None:
             serial_loops(self.env, self.outer, innermost)
-            return
-        axis = self.outer[0]
-        name = em.name_axis(axis)
-        with em.inside(axis) as scope:
-            serial_loops(self.env, self.outer[1:], innermost)
-        em.scope.loop(
-            f"for (long long {name} = {chunk[0]}; {name} < {chunk[1]}; ++{name})", scope.lines
-        )
+        else:
+            axis = self.outer[0]
+            name = em.name_axis(axis)
+            with em.inside(axis) as scope:
+                serial_loops(self.env, self.outer[1:], innermost)
+            em.scope.loop(
+                f"for (long long {name} = {chunk[0]}; {name} < {chunk[1]}; ++{name})", scope.lines
+            )
+
+    def crossed_stores(self, p: Pass) -> list[Write]:
+        """Stores that are contiguous along the innermost reduced axis and far apart along the
+        lanes.
+        """
+        return [
+            w
+            for w in p.parts
+            if isinstance(w, Write)
+            and w.accumulate is None
+            and w.mask is None
+            and abs(stride(w.address, self.v) or 0) > 4
+            and stride(w.address, self.outer[-1]) == 1
+        ]
+
+    def tiled_stores(self, crossed: Sequence[Write], innermost: Callable[[], None]) -> None:
+        """The innermost reduced axis in blocks; a block's stores go to tiles that are then
+        transposed into place.
+        """
+        env, em, u = self.env, self.env.em, self.outer[-1]
+        block, count, row = em.fresh("b"), em.fresh("m"), em.fresh("u")
+        n = env.extent(u)
+        em.used.add("d_transpose")
+        with em.inside() as outer:
+            outer.add(f"const int {count} = (int){smaller(f'{n} - {block}', str(SIDE))};")
+            for w in crossed:
+                tile = em.fresh("tile")
+                outer.add(f"alignas(64) {scalars.MEMORY[w.dtype]} {tile}[{SIDE * self.width}];")
+                self.places[w] = f"{tile}[{row} * {self.width} + l]"
+            em.name_axis(u, f"({block} + {row})")
+            with em.inside(u) as scope:
+                innermost()
+            outer.loop(f"for (int {row} = 0; {row} < {count}; ++{row})", scope.lines)
+            em.name_axis(u, block)
+            em.name_axis(self.v, self.base)
+            for w in crossed:
+                step = w.address.coefficient(self.v)
+                assert step is not None
+                with em.inside(u, self.v) as corner:
+                    place, step_text = em.index(w.address), em.index(step)
+                outer.add(
+                    *corner.lines,
+                    f"d_transpose({self.places.pop(w).split('[')[0]}, {self.width}, "
+                    f"{em.tensors[w.tensor]} + {place}, {step_text}, {count}, {self.count});",
+                )
+        em.scope.loop(f"for (long long {block} = 0; {block} < {n}; {block} += {SIDE})", outer.lines)
 
     def row_writes(self) -> None:
         em = self.env.em
@@ -177,7 +230,9 @@ class Columns(PassWriter):
 
 
 def width_of(env: Env, v: Axis, passes: int) -> int:
-    """Lanes of a block: wide for one pass (long contiguous reads), narrow enough for several that the block stays in L2."""
+    """Lanes of a block: wide for one pass (long contiguous reads), narrow enough for several that
+    the block stays in L2.
+    """
     loops = env.loops
     n = hint(v.extent) if v.extent.value is not None else 1 << 30
     if passes <= 1:
@@ -249,13 +304,13 @@ def block_of(env: Env, cols: Columns, v: Axis, block: str) -> None:
     cols.count = str(width)
     if not exact:
         cols.count = em.fresh("m")
-        em.scope.add(
-            f"const int {cols.count} = (int)({n} - {cols.base} < {width} ? {n} - {cols.base} : {width});"
-        )
+        em.scope.add(f"const int {cols.count} = (int){smaller(f'{n} - {cols.base}', str(width))};")
 
 
 def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int) -> None:
-    """All threads work on each block of columns: chunks of rows leave partial results that are combined in order."""
+    """All threads work on each block of columns: chunks of rows leave partial results that are
+    combined in order.
+    """
     em, loops = env.em, env.loops
     width = min(1024, hint(v.extent)) if v.extent.value is not None else 512
     cols = Columns(env, v, 0, width)
@@ -289,7 +344,7 @@ def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: s
         low, high = em.fresh("lo"), em.fresh("hi")
         scope.add(
             f"const long long {low} = {c} * {length};",
-            f"const long long {high} = {low} + {length} < {n} ? {low} + {length} : {n};",
+            f"const long long {high} = {smaller(f'{low} + {length}', n)};",
         )
         accs = cols.start(Pass(list(p.folds)), k) if p.folds else {}
         cols.walk(p, k, accs, (low, high))
@@ -308,7 +363,7 @@ def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: s
     em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
     for name, a in shared:
         em.scope.add(*a.gather_lanes(str(width), count, cols.count))
-        cols.bind(name, a, f"(float){a.name}_d[l]" if a.flushed else None)
+        cols.bind(name, a)
 
 
 def _store_once(env: Env, cols: Columns) -> None:

@@ -1,10 +1,13 @@
-"""Writes values of an expression DAG as C++ constants, each at the outermost loop level where it can be computed.
+"""Writes values of an expression DAG as C++ constants, each at the outermost loop level where it
+can be computed.
 
-In: expressions with linear addresses (`loops.Loops`). Out: lines of C++ in a chain of `Scope`s, one per loop level.
+In: expressions with linear addresses (`loops.Loops`). Out: lines of C++ in a chain of `Scope`s,
+one per loop level.
 
-A scope provides axes (its loop variables). A node depends on axes; it is written into the first scope, from outside, whose
-axes and those of the scopes around it cover its own. Because the header of an inner loop is appended to its parent only when
-the inner loop is complete, what is hoisted stands before the loop. Addresses are hoisted in the same way, by terms.
+A scope provides axes (its loop variables). A node depends on axes; it is written into the first
+scope, from outside, whose axes and those of the scopes around it cover its own. Because the
+header of an inner loop is appended to its parent only when the inner loop is complete, what is
+hoisted stands before the loop. Addresses are hoisted in the same way, by terms.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ NONE: frozenset[Axis] = frozenset()
 
 
 class Scope:
-    """One loop level: the lines written so far, the axes known in it, and the values that it holds."""
+    """One loop level: its lines so far, the axes known in it, and the values that it holds."""
 
     __slots__ = ("axes", "lines", "sums", "texts")
 
@@ -41,7 +44,9 @@ class Scope:
 
 
 class Emitter:
-    """The state of writing one nest: the chain of scopes, C names, and the prelude functions used so far."""
+    """The state of writing one nest: the chain of scopes, C names, and the prelude functions used
+    so far.
+    """
 
     def __init__(self, tensors: Mapping[str, str], used: set[str], names: Iterator[int]) -> None:
         self.tensors = tensors  # tensor -> C pointer name
@@ -63,7 +68,7 @@ class Emitter:
 
     @contextmanager
     def inside(self, *axes: Axis) -> Iterator[Scope]:
-        """A scope in which `axes` are loop variables. The caller puts its lines where they belong."""
+        """A scope in which `axes` are loop variables. The caller places its lines."""
         scope = Scope(self.scope.axes | frozenset(axes))
         self.chain.append(scope)
         yield scope
@@ -78,7 +83,8 @@ class Emitter:
         self.axis_text[axis] = text
         return text
 
-    # -- dependence ------------------------------------------------------------------------------------------------
+    # -- dependence ------------------------------------------------------------------------------
+    # ------------------
 
     def deps(self, root: Expr) -> frozenset[Axis]:
         """The axes on which the value depends; results of the nest depend on what they live on."""
@@ -124,7 +130,8 @@ class Emitter:
                 return k
         raise AssertionError(f"no loop provides {sorted(a.name for a in deps - self.scope.axes)}")
 
-    # -- values ----------------------------------------------------------------------------------------------------
+    # -- values ----------------------------------------------------------------------------------
+    # ------------------
 
     def lookup(self, node: Expr) -> str | None:
         if node.op == "literal":
@@ -200,7 +207,8 @@ class Emitter:
             return text
         return f"{self.guard} ? {text} : {scalars.zero(dtype)}"
 
-    # -- indices ---------------------------------------------------------------------------------------------------
+    # -- indices ---------------------------------------------------------------------------------
+    # ------------------
 
     def index(self, index: Index, at: int | None = None) -> str:
         """The text of an index; the parts that outer scopes know become their variables."""
@@ -266,6 +274,18 @@ class Emitter:
                 return f"(long long)((unsigned){num} {sign} (unsigned){den})"
             return f"(long long)((unsigned long long){num} {sign} (unsigned long long){den})"
         return f"d_index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"
+
+
+def smaller(a: str, b: str) -> str:
+    """C text of the smaller of two integers."""
+    return str(min(int(a), int(b))) if a.isdigit() and b.isdigit() else f"({a} < {b} ? {a} : {b})"
+
+
+def difference(a: str, b: str) -> str:
+    """C text of ``max(a - b, 0)``."""
+    if a.isdigit() and b.isdigit():
+        return str(max(int(a) - int(b), 0))
+    return a if b == "0" else "0" if a == "0" else f"({a} > {b} ? {a} - {b} : 0)"
 
 
 def size_name(symbol: Sym) -> str:

@@ -2,10 +2,10 @@
 
 In: a fold's kind and dtype. Out: lines that declare, update, flush and finish its accumulators.
 
-Lane arrays (``float acc[64]``) instead of OpenMP reductions: the compiler keeps them in vector registers, several
-independent chains hide the latency of an add, and what is computed does not depend on how the compiler vectorises. Sums of
-f32 are flushed into double accumulators every few dozen additions per lane, so that their error stays that of the
-cascade summation that eager uses.
+Lane arrays (``float acc[64]``) instead of OpenMP reductions: the compiler keeps them in vector
+registers, several independent chains hide the latency of an add, and what is computed does not
+depend on how the compiler vectorises. Sums of f32 are flushed into double accumulators every few
+dozen additions per lane, so that their error stays that of the cascade summation that eager uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from deuteron.codegen.cpp import scalars
 from deuteron.ir.expr import FLOATS, REDUCTIONS
 
-FLUSH = 32  # additions per f32 lane before the lane goes to the double accumulator (eager's cascade adds 16 to 64)
+# Additions per f32 lane before it goes to the double accumulator (eager's cascade adds 16 to 64).
+FLUSH = 32
 
 
 def combine(kind: str, dtype: str, a: str, b: str, used: set[str]) -> str:
@@ -38,7 +39,9 @@ def combine(kind: str, dtype: str, a: str, b: str, used: set[str]) -> str:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """`name` is the stem of its C variables: ``name[l]``, ``name_i[l]`` (positions), ``name_d`` (double sums)."""
+    """`name` is the stem of its C variables: ``name[l]``, ``name_i[l]`` (positions), ``name_d``
+    (double sums).
+    """
 
     name: str
     kind: str
@@ -72,7 +75,9 @@ class Accumulator:
         return str(int(value)) if self.dtype == "bool" else scalars.literal(value, self.dtype)
 
     def declare(self, lanes: str, double_lanes: str | None = None) -> list[str]:
-        """Arrays of `lanes` neutral elements. `double_lanes`: one double per lane instead of one for all."""
+        """Arrays of `lanes` neutral elements. `double_lanes`: one double per lane instead of one
+        for all.
+        """
         out = [f"alignas(64) {self.type} {self.name}[{lanes}];"]
         init = [f"{self.name}[l] = {self.identity};"]
         if self.positional:
@@ -129,6 +134,16 @@ class Accumulator:
             f"for (int l = 0; l < {count}; ++l) {{ {n}_d[l] += (double){n}[l]; {n}[l] = 0; }}",
         ]
 
+    def settle_lanes(self, count: str) -> list[str]:
+        """The double sums as floats, in the lanes."""
+        if not self.flushed:
+            return []
+        n = self.name
+        return [
+            "#pragma omp simd",
+            f"for (int l = 0; l < {count}; ++l) {n}[l] = (float){n}_d[l];",
+        ]
+
     def finish(self, lanes: int) -> list[str]:
         """Combines the lanes into ``name_r``, in the order of lanes."""
         n, kind = self.name, self.result_type
@@ -155,7 +170,7 @@ class Accumulator:
         ]
 
     def merge_position(self, best: str, at: str, value: str, position: str) -> list[str]:
-        """Merges (value, position) into (best, at): the better value, on a tie the first position."""
+        """Merges (value, position) into (best, at): the better value, the first on a tie."""
         better = f"{value} {'>' if self.kind == 'argmax' else '<'} {best}"
         tie = f"{value} == {best}"
         if self.dtype in FLOATS:
@@ -167,7 +182,9 @@ class Accumulator:
         ]
 
     def gather(self, count: str) -> list[str]:
-        """Combines the partial results ``name_p[count]`` of a shared row, in order, into ``name_r``."""
+        """Combines the partial results ``name_p[count]`` of a shared row, in order, into
+        ``name_r``.
+        """
         n, kind = self.name, self.result_type
         if self.flushed:
             return [
@@ -192,7 +209,9 @@ class Accumulator:
         ]
 
     def gather_lanes(self, width: str, count: str, lanes: str) -> list[str]:
-        """Combines ``name_p[count][width]`` over `count`, in order, into the lanes of a fresh array."""
+        """Combines ``name_p[count][width]`` over `count`, in order, into the lanes of a fresh
+        array.
+        """
         n = self.name
         at = f"{n}_p[c * {width} + l]"
         if self.flushed:
@@ -200,6 +219,7 @@ class Accumulator:
                 f"alignas(64) double {n}_d[{width}];",
                 f"for (int l = 0; l < {width}; ++l) {n}_d[l] = 0;",
             ]
+            declare.append(f"alignas(64) float {n}[{width}];")
             body = [f"{n}_d[l] += {at};"]
         else:
             declare = self.declare(width)
@@ -214,4 +234,5 @@ class Accumulator:
             f"for (int l = 0; l < {lanes}; ++l) {{",
             *("  " + s for s in body),
             "} }",
+            *self.settle_lanes(lanes),
         ]

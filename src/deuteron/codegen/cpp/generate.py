@@ -4,9 +4,10 @@ In: `schedule.kernel.Kernel` and the machine. Out: `CppKernel`, the text of
 
     extern "C" void cpp_<kernel.name>(void** ptrs, const long long* sizes)
 
-`ptrs` follow `args`, `sizes` follow `sizes`. The translation unit includes no headers. Compile it with `FLAGS`; tensors of
-different dtypes may share memory, hence ``-fno-strict-aliasing``, and a product and a sum round separately, as in eager,
-hence ``-ffp-contract=off``. Two pointers may be equal when the memory planner reuses an operand that dies in the kernel.
+`ptrs` follow `args`, `sizes` follow `sizes`. The translation unit includes no headers. Compile it
+with `FLAGS`; tensors of different dtypes may share memory, hence ``-fno-strict-aliasing``, and a
+product and a sum round separately, as in eager, hence ``-ffp-contract=off``. Two pointers may be
+equal when the memory planner reuses an operand that dies in the kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from deuteron.base.device import DeviceSpec
+from deuteron.base.options import Options
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.columns import write_columns
 from deuteron.codegen.cpp.emit import Emitter, size_name
@@ -22,7 +25,7 @@ from deuteron.codegen.cpp.loops import Loops, Write, accesses, prepare, vector
 from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
-from deuteron.codegen.cpp.support import SUPPORT, support
+from deuteron.codegen.cpp.support import sections, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.ir.expr import flops
 from deuteron.ir.index import Sym
@@ -58,8 +61,16 @@ class CppKernel:
     used: frozenset[str]
 
 
-def generate(kernel: Kernel, machine: Machine) -> CppKernel:
-    """The C++ function of a kernel."""
+def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -> CppKernel:
+    """The C++ function of a kernel for a CPU."""
+    threads = options.threads if options is not None and options.threads else spec.cores
+    return generate_for(kernel, Machine(threads, spec.l1, spec.l2))
+
+
+def generate_for(kernel: Kernel, machine: Machine) -> CppKernel:
+    """The C++ function of a kernel; `machine` decides tile sizes and whether rows are shared among
+    threads.
+    """
     layouts = dict(kernel.reads) | dict(kernel.writes)
     written = {n for n, _ in kernel.writes}
     pointers = {
@@ -82,7 +93,8 @@ def generate(kernel: Kernel, machine: Machine) -> CppKernel:
     for i, (name, lay) in enumerate(layouts.items()):
         kind = ("" if name in written else "const ") + scalars.MEMORY[lay.dtype]
         lines.append(
-            f"  {kind}* const {pointers[name]} = ({kind}*)ptrs[{i}];  // {name}: {_layout_text(lay)}"
+            f"  {kind}* const {pointers[name]} = ({kind}*)ptrs[{i}];"
+            f"  // {name}: {_layout_text(lay)}"
         )
     symbols = _symbols(kernel)
     lines += [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
@@ -105,7 +117,7 @@ def translation_unit(kernels: Sequence[CppKernel]) -> str:
 
     used: set[str] = set().union(*(k.used for k in kernels))
     return "\n".join(
-        [prelude(used - set(SUPPORT)), support(used), *(k.source for k in kernels), ""]
+        [prelude(used - sections().keys()), support(used), *(k.source for k in kernels), ""]
     )
 
 
@@ -191,7 +203,8 @@ def _layout_text(lay: Layout) -> str:
 def _comments(kernel: Kernel) -> list[str]:
     """What the kernel is, where it comes from, what it moves and computes."""
     out = [
-        f"// {kernel.name}: {kernel.bytes} bytes, {kernel.flops:.0f} FLOPs, {kernel.predicted_us:.1f} us predicted"
+        f"// {kernel.name}: {kernel.bytes} bytes, {kernel.flops:.0f} FLOPs, "
+        f"{kernel.predicted_us:.1f} us predicted"
     ]
     for o in kernel.origins:
         where = f"  {o.line}" if o.line else ""

@@ -2,19 +2,21 @@
 
 In: a `schedule.kernel.Nest` and the layouts of its tensors. Out: `Loops`, in which
 
-* every load and store has one index, its linear address in elements; loads of the nest's own results have none,
-* axes of extent 1 are gone, an axis seen as ``a // k`` and ``a % k`` with ``k`` dividing its extent is two axes, and
+* every load and store has one index, its linear address in elements; loads of the nest's own
+results have none,
+* axes of extent 1 are gone, an axis seen as ``a // k`` and ``a % k`` with ``k`` dividing its
+extent is two axes, and
   neighbouring axes that every address walks as one are one axis,
 * conditions that became constant are folded.
 
-The order of axes carries no meaning: `vector` picks the one for vector lanes, `ordered` the loop order, from strides.
+The order of axes carries no meaning: `vector` picks the one for vector lanes, `ordered` the loop
+order, from strides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Union
 
 from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, load, op, rebuild
 from deuteron.ir.index import (
@@ -50,7 +52,9 @@ class Write:
 
 @dataclass(frozen=True)
 class ColumnFold:
-    """A `Fold` over the chunked axis; worker k stores its result at ``address`` (with `worker` standing for k)."""
+    """A `Fold` over the chunked axis; worker k stores its result at ``address`` (with `worker`
+    standing for k).
+    """
 
     name: str
     kind: str
@@ -59,7 +63,7 @@ class ColumnFold:
     address: Index
 
 
-Part = Union[Fold, Prefix, Write, ColumnFold]
+Part = Fold | Prefix | Write | ColumnFold
 WORKER = Axis("worker", 1 << 30)
 
 
@@ -177,7 +181,9 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
 
 
 def _fixed(loops: Loops) -> set[Axis]:
-    """Axes that must stay what they are: the chunked one, and reduced ones whose positions or order are results."""
+    """Axes that must stay what they are: the chunked one, and reduced ones whose positions or order
+    are results.
+    """
     out = {loops.chunk[0]} if loops.chunk else set()
     for p in loops.parts:
         if isinstance(p, Prefix) or (isinstance(p, Fold) and p.kind.startswith("arg")):
@@ -334,7 +340,9 @@ def accesses(loops: Loops) -> list[Access]:
 
 
 def stride(address: Index, axis: Axis) -> int | None:
-    """Elements from one point of the axis to the next at hinted sizes; None where it is not constant."""
+    """Elements from one point of the axis to the next at hinted sizes; None where it is not
+    constant.
+    """
     c = address.coefficient(axis)
     return None if c is None or c.axes() else hint(c)
 
@@ -346,7 +354,9 @@ def points(address: Index, axes: Iterable[Axis]) -> int:
 
 
 def _strided_cost(step: int | None, store: bool) -> float:
-    """Cost per byte of a vector access with this stride, a contiguous one being 1 (measured, f32, AVX-512)."""
+    """Cost per byte of a vector access with this stride, a contiguous one being 1 (measured, f32,
+    AVX-512).
+    """
     if step == 1:
         return 1.0
     if step is not None and abs(step) <= 4:
@@ -355,7 +365,8 @@ def _strided_cost(step: int | None, store: bool) -> float:
 
 
 def lane_cost(loops: Loops, axis: Axis, found: Sequence[tuple[Access, int]]) -> float:
-    """Bytes moved with vector lanes along `axis`, those that are not contiguous weighted; short axes waste lanes.
+    """Bytes moved with vector lanes along `axis`, those that are not contiguous weighted; short
+    axes waste lanes.
 
     `found` are accesses with the number of passes that do them.
     """
@@ -384,7 +395,9 @@ def vector(loops: Loops, candidates: Sequence[Axis]) -> Axis | None:
 
 
 def _times_read(loops: Loops) -> dict[Access, int]:
-    """Accesses and the number of passes over the reduced axes that do them (one per depth of dependent folds)."""
+    """Accesses and the number of passes over the reduced axes that do them (one per depth of
+    dependent folds).
+    """
     depth: dict[str, int] = {}
     seen: dict[Access, set[int]] = {}
     for p in loops.parts:

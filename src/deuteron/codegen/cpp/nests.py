@@ -1,7 +1,7 @@
 """What the ways of writing a nest share: the environment, loop headers, bodies of passes, stores.
 
-In: `loops.Loops` and its `passes.Plan`. Out: C++ lines in the emitter's scopes. `rows`, `columns` and `points` decide which
-loops run where; this module writes what stands inside them.
+In: `loops.Loops` and its `passes.Plan`. Out: C++ lines in the emitter's scopes. `rows`, `columns`
+and `points` decide which loops run where; this module writes what stands inside them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class Env:
         return self.em.index(axis.extent if isinstance(axis, Axis) else axis, 0)
 
     def share(self, name: str, kind: str, count: int) -> None:
-        """Declares an array that all threads see, in memory of its own that the calling thread keeps."""
+        """Declares an array that all threads see, in memory of its own that the calling thread
+        keeps.
+        """
         self.em.used.add("d_shared")
-        self.shared.append(
-            f"{kind}* const {name} = ({kind}*)d_shared<{len(self.shared)}>({count}LL * sizeof({kind}));"
-        )
+        memory = f"d_shared<{len(self.shared)}>({count}LL * sizeof({kind}))"
+        self.shared.append(f"{kind}* const {name} = ({kind}*){memory};")
 
     def omp_for(self, collapse: int, nowait: bool = True) -> list[str]:
         if not self.threaded:
@@ -68,9 +69,11 @@ def size(axes: Sequence[Axis]) -> int:
 def parallel_loops(
     env: Env, axes: Sequence[Axis], extra: Sequence[tuple[str, str]], inner: Callable[[], None]
 ) -> None:
-    """Nested loops over `axes` (outermost first) and `extra` (name, count), shared among threads; `inner` fills them.
+    """Nested loops over `axes` (outermost first) and `extra` (name, count), shared among threads;
+    `inner` fills them.
 
-    Only as many loops are collapsed as the threads need, so that addresses can be hoisted between the others.
+    Only as many loops are collapsed as the threads need, so that addresses can be hoisted between
+    the others.
     """
     em, need = env.em, 16 * env.machine.threads
     count, have = 0, 1
@@ -123,7 +126,7 @@ def write_store(env: Env, w: Write, place: str | None = None) -> None:
 
 
 def ordered_conflicts(loops: Loops, em: Emitter) -> set[Axis]:
-    """Axes along which two points may store to the same element: these run in order, in one thread."""
+    """Axes along which two points may store to the same element: run in order, by one thread."""
     out: set[Axis] = set()
     axes = set(loops.parallel) | set(loops.reduced)
     for p in loops.parts:
@@ -140,7 +143,9 @@ def ordered_conflicts(loops: Loops, em: Emitter) -> set[Axis]:
 
 
 def _one_to_one(address: Index, axis: Axis, em: Emitter) -> bool:
-    """Whether the address depends on the axis only through its digits (div, mod), not through loaded values."""
+    """Whether the address depends on the axis only through its digits (div, mod), not through
+    loaded values.
+    """
     from deuteron.ir.index import Value
 
     return not any(isinstance(a, Value) and axis in em.deps(a.expr) for a in address.atoms())
@@ -148,7 +153,9 @@ def _one_to_one(address: Index, axis: Axis, em: Emitter) -> bool:
 
 @dataclass
 class Segment:
-    """A stretch ``low <= v < low + count`` of the vector axis, in which conditions on v may be constant."""
+    """A stretch ``low <= v < low + count`` of the vector axis, in which conditions on v may be
+    constant.
+    """
 
     axis: Axis
     low: Index
@@ -278,7 +285,8 @@ class PassWriter:
                 place = em.index(seg.linear)
                 cell = f"{self.columns[p.name]}[{place}]"
                 em.scope.add(
-                    f"{only}{cell} = {combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
+                    f"{only}{cell} = "
+                    f"{combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
                 )
             else:
                 write_store(self.env, p, self.places.get(p))
@@ -290,7 +298,9 @@ class PassWriter:
         return {p.name for p in self.env.loops.parts if isinstance(p, Prefix)}
 
     def _scan(self, p: Prefix, lane: str) -> None:
-        """One step of a scan: the carry of this lane takes in the value and is the scan's value here."""
+        """One step of a scan: the carry of this lane takes in the value and is the scan's value
+        here.
+        """
         em = self.env.em
         kind = carry_dtype(p)
         value = em.value(p.body)

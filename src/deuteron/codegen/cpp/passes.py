@@ -1,10 +1,12 @@
-"""Which part of a nest runs in which pass over the reduced axes, and which values are kept between passes.
+"""Which part of a nest runs in which pass over the reduced axes, and which values are kept
+between passes.
 
 In: `loops.Loops`. Out: a list of `Pass`; pass k+1 may use the folds of pass k.
 
-A fold whose body uses a fold of pass k lives in pass k+1 or later. A point store runs in the last pass that still reads
-memory: the memory planner may give a result the memory of an operand that dies here, and later passes must still find the
-operand. Values that are dear to compute and needed in several passes are kept in a row buffer when the row fits the cache.
+A fold whose body uses a fold of pass k lives in pass k+1 or later. A point store runs in the last
+pass that still reads memory: the memory planner may give a result the memory of an operand that
+dies here, and later passes must still find the operand. Values that are dear to compute and
+needed in several passes are kept in a row buffer when the row fits the cache.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from deuteron.ir.index import Axis, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 
 Deps = Callable[[Expr], frozenset[Axis]]
-KEEP_FLOPS = 8.0  # a value this dear (vector FLOPs) is kept; a reload from L1/L2 costs about as much as 4 of them
+# A value this dear (vector FLOPs) is kept; a reload from L1 or L2 costs about as much as 4 of them.
+KEEP_FLOPS = 8.0
 
 
 @dataclass
 class Pass:
-    """Parts that run in one pass over the reduced axes, in order; `keep` are values to put into row buffers."""
+    """Parts that run in one pass over the reduced axes, in order; `keep` are values to put into row
+    buffers.
+    """
 
     parts: list[Part] = field(default_factory=list)
     keep: list[Expr] = field(default_factory=list)
@@ -49,8 +54,8 @@ class Plan:
 
 
 def plan(loops: Loops, deps: Deps, cache_bytes: int, full: frozenset[Axis]) -> Plan:
-    """Orders the parts. `deps(expr)` gives the axes of a value; `cache_bytes` is what row buffers may take, of values that
-    depend on all the axes in `full`."""
+    """Orders the parts. `deps(expr)` gives the axes of a value; `cache_bytes` is what row buffers
+    may take, of values that depend on all the axes in `full`."""
     ready: dict[str, int] = {}  # result -> first pass that may use it
     placed: list[tuple[int, Part]] = []
     row_writes: list[Write] = []
@@ -117,7 +122,9 @@ def _choose_kept(
     cache_bytes: int,
     full: frozenset[Axis],
 ) -> dict[Expr, int]:
-    """Values used in several passes that are dear (or carried by a scan), as long as the row of them fits."""
+    """Values used in several passes that are dear (or carried by a scan), as long as the row of
+    them fits.
+    """
     if len(passes) < 2:
         return {}
     reduced = frozenset(loops.reduced)

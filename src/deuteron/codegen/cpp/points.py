@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from deuteron.codegen.cpp.emit import difference, smaller
 from deuteron.codegen.cpp.loops import Rewriter, ordered, roots_of, vector
 from deuteron.codegen.cpp.nests import (
     Env,
@@ -24,7 +25,8 @@ from deuteron.codegen.cpp.tiles import Tiles, crossing
 from deuteron.ir.expr import literal
 from deuteron.ir.index import Axis, const, hint
 
-BLOCK = 4096  # points of a block: long enough that its start costs nothing, short enough to share evenly
+# Points of a block: long enough that its start costs nothing, short enough to share evenly.
+BLOCK = 4096
 
 
 class Points(PassWriter):
@@ -52,14 +54,16 @@ class Points(PassWriter):
                 low, high = em.fresh("lo"), em.fresh("hi")
                 em.scope.add(
                     f"const long long {low} = {extra[0][0]} * {length};",
-                    f"const long long {high} = {low} + {length} < {n} ? {low} + {length} : {n};",
+                    f"const long long {high} = {smaller(f'{low} + {length}', n)};",
                 )
             serial_loops(env, meet, lambda: self.points(low, high))
 
         parallel_loops(env, free, extra, inner)
 
     def block(self, free: int, meet: int) -> str:
-        """The length of blocks of the vector axis, where its blocks must be shared among threads; else ''."""
+        """The length of blocks of the vector axis, where its blocks must be shared among threads;
+        else ''.
+        """
         env = self.env
         need = 8 * env.machine.threads
         if not env.threaded or free >= need or self.v in self.conflicts:
@@ -80,15 +84,20 @@ class Points(PassWriter):
             start, end = low, high
             if seg.axis != self.v:
                 s, n = env.extent(seg.low), env.extent(seg.count)
-                start, end = em.fresh("lo"), em.fresh("hi")
-                em.scope.add(
-                    f"const long long {start} = {low} > {s} ? {low} - {s} : 0;",
-                    f"const long long {end} = {high} - {s} < {n} ? {high} - {s} : {n};",
-                )
+                if high == env.extent(self.v):
+                    start, end = "0", n  # all of the axis
+                else:
+                    start, end = em.fresh("lo"), em.fresh("hi")
+                    em.scope.add(
+                        f"const long long {start} = {difference(low, s)};",
+                        f"const long long {end} = {smaller(f'{high} - {s}', n)};",
+                    )
             self.guarded_loop(seg, start, end)
 
     def guarded_loop(self, seg: Segment, start: str, end: str) -> None:
-        """The loop over a segment; where loads are guarded by conditions of the row, once with them all true."""
+        """The loop over a segment; where loads are guarded by conditions of the row, once with them
+        all true.
+        """
         em = self.env.em
         inner = {self.v, seg.axis}
         roots = [r for p in seg.parts for r in roots_of(p)]

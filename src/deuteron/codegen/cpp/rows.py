@@ -7,8 +7,9 @@
             lanes combined: row-level results for the next pass
         row stores
 
-With few rows and long ones, threads share each row instead: the outermost reduced axis is cut into a number of chunks that
-depends on sizes alone, each chunk leaves partial results, and every thread combines them in order (results repeat).
+With few rows and long ones, threads share each row instead: the outermost reduced axis is cut
+into a number of chunks that depends on sizes alone, each chunk leaves partial results, and every
+thread combines them in order (results repeat).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.emit import difference, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.loops import WORKER, ColumnFold, ordered
 from deuteron.codegen.cpp.nests import (
@@ -39,7 +41,9 @@ CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
 
 
 def lanes_of(p: Pass, row: int) -> int:
-    """Lanes of a pass: 64 (four registers of f32) hide the latency of a cheap body; dear or short ones take 16."""
+    """Lanes of a pass: 64 (four registers of f32) hide the latency of a cheap body; dear or short
+    ones take 16.
+    """
     cost = sum(flops(r) for r in p.roots())
     narrow = any(r.dtype in ("f64", "i64") for r in p.roots())
     if cost > KEEP_FLOPS or row < 256:
@@ -56,7 +60,7 @@ class Rows(PassWriter):
         super().__init__(env, v, outer, cache, frozenset(loops.reduced))
 
     def row(self) -> None:
-        """All of one row, in a scope of its own: results of folds are known there and not outside."""
+        """All of one row, in a scope of its own: folds' results are known there, not outside."""
         with self.env.em.inside(ROW) as scope:
             self.passes()
             for w in self.plan.row_writes:
@@ -102,7 +106,9 @@ class Rows(PassWriter):
         lanes: int,
         chunk: tuple[Axis, str, str] | None,
     ) -> None:
-        """The loops of a pass over the row; `chunk` = (axis, low, high) restricts the outermost one."""
+        """The loops of a pass over the row; `chunk` = (axis, low, high) restricts the outermost
+        one.
+        """
         env = self.env
         flushed = [a for a in accs.values() if a.flushed]
         per_v = max(1, hint(self.v.extent) // lanes)
@@ -155,9 +161,9 @@ class Rows(PassWriter):
             if seg.axis != self.v:
                 start, low, high = env.extent(seg.low), em.fresh("lo"), em.fresh("hi")
                 em.scope.add(
-                    f"const long long {low} = {chunk[1]} > {start} ? {chunk[1]} - {start} : 0;",
-                    f"const long long {high} = {chunk[2]} - {start} < {env.extent(seg.count)} ? "
-                    f"{chunk[2]} - {start} : {env.extent(seg.count)};",
+                    f"const long long {low} = {difference(chunk[1], start)};",
+                    f"const long long {high} = "
+                    f"{smaller(f'{chunk[2]} - {start}', env.extent(seg.count))};",
                 )
         base = em.name_axis(seg.axis)
         serial = bool(p.prefixes) or self.v in self.conflicts
@@ -184,7 +190,7 @@ class Rows(PassWriter):
         block, end = em.fresh("b"), em.fresh("e")
         length = lanes * FLUSH
         inner = [
-            f"const long long {end} = {block} + {length} < {high} ? {block} + {length} : {high};",
+            f"const long long {end} = {smaller(f'{block} + {length}', high)};",
             *lane_loops(base, block, end, lanes, scope.lines, rest),
         ]
         for a in accs.values():
@@ -202,7 +208,9 @@ class Rows(PassWriter):
 def lane_loops(
     base: str, low: str, high: str, lanes: int, body: Sequence[str], rest: Sequence[str] | None
 ) -> list[str]:
-    """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last lanes, guarded."""
+    """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last
+    lanes, guarded.
+    """
     out = [
         f"long long {base} = {low};",
         f"for (; {base} + {lanes} <= {high}; {base} += {lanes}) {{",
@@ -256,7 +264,8 @@ def chunk_counts(env: Env, axis: Axis, ops: int, round_to: int) -> tuple[str, st
     n = env.extent(axis)
     length, count = em.fresh("len"), em.fresh("chunks")
     em.chain[0].add(
-        f"const long long {length}_0 = (({n} + {CHUNKS - 1}) / {CHUNKS} + {round_to - 1}) / {round_to} * {round_to};",
+        f"const long long {length}_0 = (({n} + {CHUNKS - 1}) / {CHUNKS} + {round_to - 1})"
+        f" / {round_to} * {round_to};",
         f"const long long {length} = {length}_0 > {least} ? {length}_0 : {least};",
         f"const long long {count} = ({n} + {length} - 1) / {length};",
     )
@@ -303,7 +312,7 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
         low, high = em.fresh("lo"), em.fresh("hi")
         scope.add(
             f"const long long {low} = {c} * {length};",
-            f"const long long {high} = {low} + {length} < {env.extent(axis)} ? {low} + {length} : {env.extent(axis)};",
+            f"const long long {high} = {smaller(f'{low} + {length}', env.extent(axis))};",
         )
         lanes = rows.start(p, accs)
         rows.walk(p, k, accs, lanes, (axis, low, high))
@@ -322,7 +331,9 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
 
 
 def write_chunked(env: Env, v: Axis) -> None:
-    """Rows in chunks, one worker each; column folds of a worker go to its own row of the partial results."""
+    """Rows in chunks, one worker each; column folds of a worker go to its own row of the partial
+    results.
+    """
     em, loops = env.em, env.loops
     assert loops.chunk is not None
     axis, count = loops.chunk
@@ -356,7 +367,7 @@ def write_chunked(env: Env, v: Axis) -> None:
     with em.inside(WORKER) as outer:
         outer.add(
             f"const long long {low} = {worker} * {each};",
-            f"const long long {high} = {low} + {each} < {env.extent(axis)} ? {low} + {each} : {env.extent(axis)};",
+            f"const long long {high} = {smaller(f'{low} + {each}', env.extent(axis))};",
         )
         for _, a in accs:
             double = f" {a.name}_d[l] = 0;" if a.flushed and two_level else ""

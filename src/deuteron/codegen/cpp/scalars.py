@@ -1,10 +1,12 @@
 """C++ text of scalar values: types, literals, conversions and operations of the IR.
 
-In: dtypes and texts of arguments. Out: the text of one C++ expression, and in `used` the prelude functions it calls.
+In: dtypes and texts of arguments. Out: the text of one C++ expression, and in `used` the prelude
+functions it calls.
 
-Registers and memory differ for the half types: they are stored as ``unsigned short`` and live in registers as a ``float`` that
-holds a representable value, so widening is free and narrowing is one rounding (`d_round_f16`, `d_round_bf16`). ``bool`` is a
-byte in memory. Integer arithmetic wraps around: it is done in the unsigned type of the same width.
+Registers and memory differ for the half types: they are stored as ``unsigned short`` and live in
+registers as a ``float`` that holds a representable value, so widening is free and narrowing is
+one rounding (`d_round_f16`, `d_round_bf16`). ``bool`` is a byte in memory. Integer arithmetic
+wraps around: it is done in the unsigned type of the same width.
 """
 
 from __future__ import annotations
@@ -123,7 +125,9 @@ def to_memory(text: str, dtype: str, used: set[str]) -> str:
 
 
 def convert(text: str, source: str, target: str, used: set[str]) -> str:
-    """C's conversion, as ATen's: floats truncate towards zero, small integers are cut from a 64-bit one."""
+    """C's conversion, as ATen's: floats truncate towards zero, small integers are cut from a 64-bit
+    one.
+    """
     if source == target:
         return text
     if target == "bool":
@@ -142,7 +146,7 @@ def convert(text: str, source: str, target: str, used: set[str]) -> str:
 
 
 def operation(name: str, dtype: str, args: list[str], operand: str, used: set[str]) -> str:
-    """One scalar operation; `operand` is the arguments' dtype (of the last argument for `where`)."""
+    """One scalar operation; `operand` is the arguments' dtype (`where`: of the last)."""
     text = _operation(name, args, operand, used)
     if dtype in HALF and name not in _EXACT:
         used.add(f"d_round_{dtype}")
@@ -157,7 +161,8 @@ def _operation(name: str, args: list[str], operand: str, used: set[str]) -> str:
         flags = args if operand == "bool" else [f"({a} != 0)" for a in args]
         if name == "logical_not":
             return f"(!{flags[0]})"
-        return f"({flags[0]} {dict(logical_and='&', logical_or='|', logical_xor='!=')[name]} {flags[1]})"
+        sign = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}[name]
+        return f"({flags[0]} {sign} {flags[1]})"
     if operand == "bool":
         return _boolean(name, args, used)
     if operand in INTS:

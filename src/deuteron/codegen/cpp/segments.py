@@ -1,4 +1,4 @@
-"""Where to cut the vector axis so that conditions on it become constant (pad, cat, causal edges at fixed places)."""
+"""Where to cut the vector axis so that conditions on it become constant (pad, cat, fixed edges)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ MOST = 5  # cuts; each repeats the body
 
 
 def cuts(roots: Sequence[Expr], axis: Axis) -> list[Index]:
-    """Positions ``0 < p < extent`` in increasing order at which a comparison of `axis` with a constant changes.
+    """Positions ``0 < p < extent`` in increasing order at which a comparison of `axis` with a
+    constant changes.
 
     Empty when the order of the positions is not proven, or when there are too many.
     """

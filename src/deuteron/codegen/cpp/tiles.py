@@ -13,19 +13,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.emit import smaller
 from deuteron.codegen.cpp.loops import Loops, Write, accesses, ordered, points, stride
 from deuteron.codegen.cpp.nests import Env, PassWriter, Segment, parallel_loops
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, const, hint
 
-# Elements of a tile along u and v. Measured on a transpose of 4096 x 2048 f32 (one core of an EPYC, 1 MiB of
-# L2): 3.5 ms; 64 x 64 3.9, 32 x 32 4.6, 128 x 128 3.4 but twice the memory; with v blocks inside 0 to 20% slower.
+# Elements of a tile along u and v. Measured on a transpose of 4096 x 2048 f32 (one core of an
+# EPYC, 1 MiB of
+# L2): 3.5 ms; 64 x 64 3.9, 32 x 32 4.6, 128 x 128 3.4 but twice the memory; with v blocks inside
+# 0 to 20% slower.
 SIDE_U, SIDE_V = 64, 128
 LEAST = 8  # extents below this gain nothing from whole cache lines
 
 
 def crossing(loops: Loops, v: Axis) -> Axis | None:
-    """The axis along which most of what is strided along `v` is contiguous; None where tiles do not pay."""
+    """The axis along which most of what is strided along `v` is contiguous; None where tiles do not
+    pay.
+    """
     if hint(v.extent) < LEAST:
         return None
     axes = (*loops.parallel, *loops.reduced)
@@ -69,14 +74,14 @@ class Tiles(PassWriter):
             else:
                 count[axis] = em.fresh("m")
                 left = f"{n} - {first[axis]}"
-                em.scope.add(f"const int {count[axis]} = (int)({left} < {side} ? {left} : {side});")
+                em.scope.add(f"const int {count[axis]} = (int){smaller(left, str(side))};")
         em.used.add("d_transpose")
         if self.copies(first, count):
             return
         uu, vv = em.fresh("u"), em.fresh("v")
         cell = f"{uu} * {SIDE_V} + {vv}"
         parts = self.plan.passes[0].parts
-        loads = self.crossed_loads([r for r in self.plan.passes[0].roots()])
+        loads = self.crossed_loads(self.plan.passes[0].roots())
         for node in loads:
             name = em.fresh("tile")
             em.scope.add(f"alignas(64) {scalars.MEMORY[node.dtype]} {name}[{SIDE_U * SIDE_V}];")
@@ -106,8 +111,9 @@ class Tiles(PassWriter):
         em, parts = self.env.em, self.plan.passes[0].parts
         pairs = []
         for p in parts:
-            plain = isinstance(p, Write) and p.accumulate is None and p.mask is None
-            if not plain or p.value.op != "load" or p.value.args or p.value.dtype != p.dtype:
+            if not isinstance(p, Write) or p.accumulate is not None or p.mask is not None:
+                return False
+            if p.value.op != "load" or p.value.args or p.value.dtype != p.dtype:
                 return False
             source = p.value.attr[1][0]
             if not self.is_crossed(source) or stride(p.address, self.v) != 1:
@@ -118,8 +124,8 @@ class Tiles(PassWriter):
             out = p.address.coefficient(self.u)
             assert out is not None
             em.scope.add(
-                f"d_transpose({em.tensors[p.value.attr[0]]} + {a}, {step}, {em.tensors[p.tensor]} + {b}, "
-                f"{em.index(out)}, {count[self.v]}, {count[self.u]});"
+                f"d_transpose({em.tensors[p.value.attr[0]]} + {a}, {step}, "
+                f"{em.tensors[p.tensor]} + {b}, {em.index(out)}, {count[self.v]}, {count[self.u]});"
             )
         return True
 

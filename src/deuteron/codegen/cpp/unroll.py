@@ -1,8 +1,9 @@
 """Small reductions written out: a nest that reduces a few elements becomes a pointwise nest.
 
-In: `loops.Loops` whose reduced axes are short and static. Out: the same without reduced axes: each fold is the
-chain of its terms, each point store is one store per element. What the vector axis then sees are constant offsets
-instead of a loop: pooling windows, sums over a handful of heads or channels.
+In: `loops.Loops` whose reduced axes are short and static. Out: the same without reduced axes:
+each fold is the chain of its terms, each point store is one store per element. What the vector
+axis then sees are constant offsets instead of a loop: pooling windows, sums over a handful of
+heads or channels.
 """
 
 from __future__ import annotations

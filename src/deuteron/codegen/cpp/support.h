@@ -1,0 +1,171 @@
+// Helpers of generated CPU code that are not scalar operations: scratch memory, lanes, tiles.
+// Sections as in prelude.h, whose `base` is always there; `support.py` adds those that a unit uses.
+
+//@ d_max_nan
+// Of accumulator `a` and value `b`: NaN where either is. Comparing `a` with itself is off the chain
+// of loads.
+D_FN f32 d_max_nan(f32 a, f32 b) { f32 m = a > b ? a : b; return a != a ? a : m; }
+D_FN f64 d_max_nan(f64 a, f64 b) { f64 m = a > b ? a : b; return a != a ? a : m; }
+
+//@ d_min_nan
+D_FN f32 d_min_nan(f32 a, f32 b) { f32 m = a < b ? a : b; return a != a ? a : m; }
+D_FN f64 d_min_nan(f64 a, f64 b) { f64 m = a < b ? a : b; return a != a ? a : m; }
+
+//@ d_index_div
+D_FN i64 d_index_div(i64 a, i64 b) { i64 q = a / b; return q - (a % b != 0 && (a < 0) != (b < 0)); }
+
+//@ d_index_mod
+D_FN i64 d_index_mod(i64 a, i64 b) { i64 r = a % b; return r + (r != 0 && (r < 0) != (b < 0) ? b : 0); }
+
+//@ d_memory
+extern "C" void* aligned_alloc(unsigned long, unsigned long) noexcept;
+extern "C" void free(void*) noexcept;
+// Memory of one thread that grows to the largest request and stays: returning it to the system
+// costs more than keeping it.
+template <int kind> static inline char* d_memory(i64 bytes) {
+  static __thread char* memory = nullptr;
+  static __thread i64 have = 0;
+  if (bytes > have) {
+    free(memory);
+    have = (bytes + 4095) / 4096 * 4096;
+    memory = (char*)aligned_alloc(64, have);
+  }
+  return memory;
+}
+
+//@ d_scratch
+static inline char* d_scratch(i64 bytes) { return d_memory<0>(bytes); }
+
+//@ d_scratch_columns
+static inline char* d_scratch_columns(i64 bytes) { return d_memory<1>(bytes); }
+
+//@ d_shared
+template <int k> static inline char* d_shared(i64 bytes) { return d_memory<2 + k>(bytes); }
+
+//@ d_lanes
+typedef f32 d_v_f32 __attribute__((vector_size(64)));
+typedef i32 d_v_i32 __attribute__((vector_size(64)));
+typedef f64 d_v_f64 __attribute__((vector_size(64)));
+typedef i64 d_v_i64 __attribute__((vector_size(64)));
+template <class T> struct d_lane;
+template <> struct d_lane<f32> { typedef d_v_f32 V; typedef d_v_i32 I; };
+template <> struct d_lane<i32> { typedef d_v_i32 V; typedef d_v_i32 I; };
+template <> struct d_lane<f64> { typedef d_v_f64 V; typedef d_v_i64 I; };
+template <> struct d_lane<i64> { typedef d_v_i64 V; typedef d_v_i64 I; };
+D_FN d_v_f32 d_swap(d_v_f32 x, d_v_i32 at) { return __builtin_shuffle(x, at); }
+D_FN d_v_i32 d_swap(d_v_i32 x, d_v_i32 at) { return __builtin_shuffle(x, at); }
+D_FN d_v_f64 d_swap(d_v_f64 x, d_v_i64 at) { return __builtin_shuffle(x, at); }
+D_FN d_v_i64 d_swap(d_v_i64 x, d_v_i64 at) { return __builtin_shuffle(x, at); }
+// Combines an array of lanes (a multiple of 64 bytes) in registers: arrays into one register, then
+// halves of it.
+template <class V, class I, class F> D_FN V d_lanes(const void* from, int vectors, F f) {
+  V x;
+  __builtin_memcpy(&x, from, 64);
+#pragma GCC unroll 8
+  for (int k = 1; k < vectors; ++k) {
+    V y;
+    __builtin_memcpy(&y, (const char*)from + 64 * k, 64);
+    x = f(x, y);
+  }
+  if constexpr (sizeof(x[0]) == 4) {
+    x = f(x, d_swap(x, I{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    x = f(x, d_swap(x, I{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+    x = f(x, d_swap(x, I{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+    x = f(x, d_swap(x, I{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  } else {
+    x = f(x, d_swap(x, I{4, 5, 6, 7, 0, 1, 2, 3}));
+    x = f(x, d_swap(x, I{2, 3, 0, 1, 6, 7, 4, 5}));
+    x = f(x, d_swap(x, I{1, 0, 3, 2, 5, 4, 7, 6}));
+  }
+  return x;
+}
+#define D_LANES(NAME, EXPRESSION)                                                 \
+  template <int n, class T> D_FN T NAME(const T* a) {                             \
+    typedef typename d_lane<T>::V V;                                              \
+    return d_lanes<V, typename d_lane<T>::I>(a, n * (int)sizeof(T) / 64,          \
+                                             [](V x, V y) { return EXPRESSION; })[0]; \
+  }
+D_LANES(d_lanes_sum, x + y)
+D_LANES(d_lanes_prod, x * y)
+D_LANES(d_lanes_larger, x > y ? x : y)
+D_LANES(d_lanes_smaller, x < y ? x : y)
+D_LANES(d_lanes_any, x | y)
+D_LANES(d_lanes_all, x & y)
+// NaN where any lane is; its search runs beside that of the extreme.
+template <int n, class T> D_FN T d_lanes_nan(const T* a) {
+  typedef typename d_lane<T>::V V;
+  V bad = {};
+#pragma GCC unroll 8
+  for (int k = 0; k < n * (int)sizeof(T) / 64; ++k) {
+    V x;
+    __builtin_memcpy(&x, (const char*)a + 64 * k, 64);
+    bad += x != x ? x : V{};
+  }
+  return d_lanes_sum<64 / sizeof(T)>((const T*)&bad);
+}
+template <int n, class T> D_FN T d_lanes_max(const T* a) {
+  if ((T)0.5 == (T)0) return d_lanes_larger<n>(a);
+  T bad = d_lanes_nan<n>(a), m = d_lanes_larger<n>(a);
+  return bad != bad ? bad : m;
+}
+template <int n, class T> D_FN T d_lanes_min(const T* a) {
+  if ((T)0.5 == (T)0) return d_lanes_smaller<n>(a);
+  T bad = d_lanes_nan<n>(a), m = d_lanes_smaller<n>(a);
+  return bad != bad ? bad : m;
+}
+// The sum of floats, in double; clears them.
+template <int n> D_FN f64 d_lanes_flush(f32* a) {
+  alignas(64) f64 b[n];
+  for (int l = 0; l < n; ++l) b[l] = (f64)a[l];
+  for (int l = 0; l < n; ++l) a[l] = 0;
+  return d_lanes_sum<n>(b);
+}
+
+//@ d_transpose
+#ifdef __AVX512F__
+typedef f32 d_row __attribute__((vector_size(64)));
+typedef i32 d_places __attribute__((vector_size(64)));
+// Rows that lie S apart exchange blocks of S elements.
+template <int S> D_FN void d_exchange(d_row (&r)[16]) {
+  d_places low, high;
+  for (int k = 0; k < 16; ++k) {
+    low[k] = k & S ? (k ^ S) + 16 : k;
+    high[k] = k & S ? k + 16 : k ^ S;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if (i & S) continue;
+    d_row a = r[i], b = r[i + S];
+    r[i] = __builtin_shuffle(a, b, low);
+    r[i + S] = __builtin_shuffle(a, b, high);
+  }
+}
+// 16 x 16 elements of four bytes; strides in bytes.
+static inline void d_transpose16(const char* from, i64 from_stride, char* to, i64 to_stride) {
+  d_row r[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) __builtin_memcpy(&r[i], from + i * from_stride, 64);
+  d_exchange<8>(r), d_exchange<4>(r), d_exchange<2>(r), d_exchange<1>(r);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) __builtin_memcpy(to + i * to_stride, &r[i], 64);
+}
+#endif
+// to[c][r] = from[r][c]
+template <class T> static __attribute__((noinline, noclone)) void d_transpose(
+    const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
+  i64 done = 0;
+#ifdef __AVX512F__
+  if (sizeof(T) == 4) {
+    for (; done + 16 <= columns; done += 16) {
+      i64 r = 0;
+      for (; r + 16 <= rows; r += 16)
+        d_transpose16((const char*)(from + r * from_stride + done), from_stride * 4,
+                      (char*)(to + done * to_stride + r), to_stride * 4);
+      for (; r < rows; ++r)
+        for (i64 c = done; c < done + 16; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+    }
+  }
+#endif
+  for (i64 r = 0; r < rows; ++r)
+    for (i64 c = done; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+}
