@@ -1,11 +1,11 @@
 """Reference executor: what a program means, computed by torch one whole tensor at a time.
 
-In: a `Program` and its inputs. Out: its outputs, with the strides and aliases that the program says. It is slow and
-checks what it does: a load or store outside its tensor raises `IndexError`.
+In: a `Program` and its inputs. Out: its outputs, with the strides and aliases that the program
+says. It is slow and checks what it does: a load or store outside its tensor raises `IndexError`.
 
-Every axis has a dimension of its own; a value has size 1 in the dimensions that it does not depend on. Sums and products of
-floats are accumulated in f64 and rounded once, so that they are at least as exact as any kernel's. Large iteration spaces
-are computed in blocks of at most `BLOCK` points.
+Every axis has a dimension of its own; a value has size 1 in the dimensions that it does not depend
+on. Sums and products of floats are accumulated in f64 and rounded once, so that they are at least
+as exact as any kernel's. Large iteration spaces are computed in blocks of at most `BLOCK` points.
 """
 
 from __future__ import annotations
@@ -23,10 +23,18 @@ from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, evaluat
 from deuteron.ir.program import Compute, Constant, Extern, Input, Layout, Output, Program, ViewArg
 
 BLOCK = 1 << 20  # points per block: 4 MiB per f32 value of the expression
-TO_TORCH = {
-    "bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32,
-    "i64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
-}  # fmt: skip
+TO_TORCH: dict[str, torch.dtype] = {
+    "bool": torch.bool,
+    "u8": torch.uint8,
+    "i8": torch.int8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+}
 Range = tuple[int, int]
 
 
@@ -53,10 +61,40 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     )
 
 
-_SAME_NAME = """neg abs sign floor ceil trunc round reciprocal logical_not bitwise_not isnan isinf signbit sqrt rsqrt exp
-    exp2 expm1 log log2 log10 log1p sin cos sigmoid tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv
-    lgamma digamma maximum minimum fmax fmin lt le gt ge eq ne logical_and logical_or logical_xor bitwise_and
-    bitwise_or bitwise_xor copysign atan2 nextafter hypot ldexp pow add mul where""".split()
+_SAME_NAME = (
+    *("neg", "abs", "sign", "floor", "ceil", "trunc", "round", "reciprocal", "sqrt", "rsqrt"),
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "sigmoid", "where"),
+    *(
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+    ),
+    *(
+        "erf",
+        "erfc",
+        "erfinv",
+        "lgamma",
+        "digamma",
+        "add",
+        "mul",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+    ),
+    *("lt", "le", "gt", "ge", "eq", "ne", "isnan", "isinf", "signbit", "copysign", "nextafter"),
+    *("logical_and", "logical_or", "logical_xor", "logical_not", "atan2", "hypot", "ldexp"),
+    *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
+)
 _TABLE: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in _SAME_NAME},
     **{name: getattr(torch.special, name) for name in ("i0", "i0e", "i1", "i1e", "ndtri")},
@@ -74,7 +112,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def scalar_op(name: str, args: Sequence[Tensor]) -> Tensor:
-    """One operation of `SCALAR_OPS`; half types compute in f32, as ATen's kernels do, for the caller to round."""
+    """One operation of `SCALAR_OPS`; half types compute in f32, as ATen's kernels do, for the
+    caller to round.
+    """
     if name != "nextafter" and any(a.dtype in _HALVES for a in args):
         args = [a.float() if a.dtype in _HALVES else a for a in args]
     return _TABLE[name](*args)
@@ -137,14 +177,16 @@ _WORD = 0xFFFFFFFF
 def philox(seed: Tensor, stream: int, element: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox-4x32-10's four words, as i64 in ``[0, 2**32)``.
 
-    Counter = (low and high word of `element`, low and high word of `stream`), key = low and high word of `seed`
-    (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+    Counter = (low and high word of `element`, low and high word of `stream`), key = low and high
+    word of `seed` (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC
+    2011).
     """
     c0, c1 = element & _WORD, (element >> 32) & _WORD
     c2, c3 = torch.full_like(c0, stream & _WORD), torch.full_like(c0, (stream >> 32) & _WORD)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(10):
-        # The product of two 32-bit words has the right 64 bits in i64, though its sign may be wrong.
+        # The product of two 32-bit words has the right 64 bits in i64, though its sign may be
+        # wrong.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, ((p0 >> 32) & _WORD) ^ c3 ^ k1
         c1, c3 = p1 & _WORD, p0 & _WORD
@@ -153,7 +195,9 @@ def philox(seed: Tensor, stream: int, element: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def random_values(dist: str, seed: Tensor, stream: int, element: Tensor, dtype: str) -> Tensor:
-    """Element `element` of a stream: "rand" on [0, 1), "randn" (Box and Muller), or 64 "rand_bits"."""
+    """Element `element` of a stream: "rand" on [0, 1), "randn" (Box and Muller), or 64
+    "rand_bits".
+    """
     x0, x1, x2, x3 = philox(seed, stream, element)
     if dist == "rand_bits":
         return (x1 << 32) | x0
@@ -189,8 +233,8 @@ def bound_axes(roots: Iterable[Expr]) -> list[Axis]:
 class Evaluator:
     """Values of expressions over a block of an iteration space.
 
-    `axes` are all axes, each with its dimension; `ranges` restricts some to a block. `locals` are values that loads of
-    these names give, with one dimension per axis (registers of a kernel).
+    `axes` are all axes, each with its dimension; `ranges` restricts some to a block. `locals` are
+    values that loads of these names give, with one dimension per axis (registers of a kernel).
     """
 
     def __init__(
@@ -327,7 +371,8 @@ def in_bounds(
 def blocks(
     axes: Sequence[Axis], others: Sequence[Axis], sizes: Mapping[str, int], limit: int = BLOCK
 ) -> Iterator[dict[Axis, Range]]:
-    """Ranges of `axes` that together cover them, with at most `limit` points each counting all of `others`.
+    """Ranges of `axes` that together cover them, with at most `limit` points each counting all of
+    `others`.
 
     The first axes are cut first, down to one value each where it must be.
     """
@@ -357,7 +402,9 @@ def write(
     accumulate: str | None,
     mask: Tensor | None,
 ) -> None:
-    """``target[at] (accumulate)= value`` at every point where `mask` holds; all arguments of one shape."""
+    """``target[at] (accumulate)= value`` at every point where `mask` holds; all arguments of one
+    shape.
+    """
     value, at = value.reshape(-1), [i.reshape(-1) for i in at]
     if mask is not None:
         keep = mask.reshape(-1)
@@ -523,7 +570,9 @@ def compute(d: Compute, tensors: dict[str, Tensor], sizes: Mapping[str, int]) ->
 def points(
     ev: Evaluator, axes: Sequence[Axis], body: Expr, index: Sequence[Index], mask: Expr | None
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """Value, position and mask of every point of `axes` in the evaluator's block, each of the same shape."""
+    """Value, position and mask of every point of `axes` in the evaluator's block, each of the
+    same shape.
+    """
     shape = [1] * len(ev.dims)
     for a in axes:
         shape[ev.dims[a]] = ev.count(a)

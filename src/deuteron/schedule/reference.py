@@ -1,0 +1,94 @@
+"""Reference executor of kernels: what one launch means, computed by torch.
+
+In: a `Kernel`, tensors by name, sizes by name. The kernel's results are written into the given
+tensors. Tests and the run-time self-check compare generated kernels with it. Everything is read
+before anything is written, as a kernel's stores only overwrite what their own point has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from deuteron.ir.index import Axis, evaluate
+from deuteron.ir.reference import (
+    Evaluator,
+    Range,
+    blocks,
+    bound_axes,
+    fold,
+    points,
+    prefix,
+    write,
+)
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Store
+
+Pending = tuple[str, list[Tensor], Tensor, str | None, Tensor | None]
+
+
+def run_kernel(kernel: Kernel, tensors: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
+    """Executes `kernel`. `tensors` has each tensor that it reads or writes, in its logical shape.
+    """
+    results: list[Pending] = []
+    for nest in kernel.nests:
+        results += run_nest(nest, tensors, sizes, kernel.device)
+    for name, at, value, accumulate, mask in results:
+        write(name, tensors[name], at, value, accumulate, mask)
+
+
+def run_nest(
+    nest: Nest, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], device: str
+) -> list[Pending]:
+    """What the nest stores: tensor, positions, values, how, and where."""
+    inner = bound_axes(nest.exprs())
+    axes = (*nest.parallel, *nest.reduced, *inner)
+    out: list[Pending] = []
+    for worker, ranges in _workers(nest, (*nest.reduced, *inner), sizes):
+        ev = Evaluator(axes, sizes, tensors, device, ranges)
+        for s in nest.stmts:
+            if isinstance(s, Fold) and s.partial:
+                out.append(_partial(s, nest, ev, worker))
+            elif isinstance(s, Fold):
+                full = ev.spread(ev.value(s.body), nest.reduced)
+                dims = [ev.dims[a] for a in nest.reduced]
+                ev.locals[s.name] = fold(s.kind, full, dims, s.body.dtype)
+            elif isinstance(s, Prefix):
+                (axis,) = nest.reduced
+                ev.locals[s.name] = prefix(
+                    s.kind, ev.spread(ev.value(s.body), (axis,)), ev.dims[axis]
+                )
+            else:
+                out.append(_stored(s, nest, ev))
+    return out
+
+
+def _workers(
+    nest: Nest, whole: tuple[Axis, ...], sizes: Mapping[str, int]
+) -> list[tuple[int, dict[Axis, Range]]]:
+    """The parts in which the nest is computed: workers' rows, or blocks of its parallel axes."""
+    if nest.chunk is None:
+        return [(0, r) for r in blocks(nest.parallel, whole, sizes)]
+    axis, count = nest.chunk
+    n = evaluate(axis.extent, sizes)
+    step = -(-n // count)
+    return [(k, {axis: (min(n, k * step), min(n, (k + 1) * step))}) for k in range(count)]
+
+
+def _partial(s: Fold, nest: Nest, ev: Evaluator, worker: int) -> Pending:
+    """One worker's fold over its rows, for row `worker` of the tensor ``[count, *reduced]``."""
+    full = ev.spread(ev.value(s.body), (*nest.parallel, *nest.reduced))
+    value = fold(s.kind, full, [ev.dims[a] for a in nest.parallel], s.body.dtype)
+    at = [torch.full_like(value, worker, dtype=torch.int64)]
+    at += [ev.index(a.index).expand(value.shape) for a in nest.reduced]
+    return s.name, at, value, None, None
+
+
+def _stored(s: Store, nest: Nest, ev: Evaluator) -> Pending:
+    axes = nest.parallel if s.level == "row" else (*nest.parallel, *nest.reduced)
+    value, at, mask = points(ev, axes, s.value, s.index, s.mask)
+    return s.tensor, at, value, s.accumulate, mask
+
+
+__all__ = ["run_kernel", "run_nest"]
