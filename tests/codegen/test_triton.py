@@ -1,4 +1,6 @@
-"""The Triton generator on hand-built kernels: values under Triton's interpreter, and ahead-of-time builds without a GPU."""
+"""The Triton generator on hand-built kernels: values under Triton's interpreter, and ahead-of-time
+builds without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from deuteron.base.options import Options
 
 HERE = Path(__file__).parent
 spec = importlib.util.spec_from_file_location("triton_cases", HERE / "triton_cases.py")
@@ -55,8 +59,16 @@ def compiled(kernel: Any, config: Any, capability: int, folder: Path, wide: bool
     constants = {(order.index(n),): v for n, v in kernel.constants(config, wide).items()}
     attrs = {(order.index(n),): [["tt.divisibility", 16]] for n in kernel.aligned}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": kernel.fp_fusion}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    options = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": kernel.fp_fusion,
+        "debug": kernel.debug,
+        "sanitize_overflow": False,
+    }
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm[
+        "ptx"
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +82,9 @@ def test_builds_without_gpu(name: str, tmp_path: Path) -> None:
     assert ".entry" in compiled(kernel, kernel.configs[0], 90, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pointwise", "softmax_online", "chunk_persistent", "argmax_looped"])
+@pytest.mark.parametrize(
+    "name", ["pointwise", "softmax_online", "chunk_persistent", "argmax_looped"]
+)
 def test_builds_for_ampere_and_wide(name: str, tmp_path: Path) -> None:
     _, kernel = cases.build(name)
     assert ".target sm_80" in compiled(kernel, kernel.configs[-1], 80, tmp_path)
@@ -83,13 +97,18 @@ def test_loads_of_16_bytes(tmp_path: Path) -> None:
     body = cases.cast(cases.op("exp", cases.cast(cases.at("x", i, dtype="bf16"), "f32")), "bf16")
     layout = cases.lay(1 << 24, dtype="bf16")
     nest = cases.Nest((i,), (), (cases.store("y", (i,), body),))
-    kernel = cases.generate(cases.Kernel("poi", (nest,), (("x", layout),), (("y", layout),), (), "cuda", 0, 0, 0), cases.SPEC)
+    kernel = cases.generate(
+        cases.Kernel("poi", (nest,), (("x", layout),), (("y", layout),), (), "cuda", 0, 0, 0),
+        cases.SPEC,
+    )
     text = compiled(kernel, kernel.configs[0], 90, tmp_path)
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
 
 
 def test_same_kernel_same_text() -> None:
-    assert cases.build("layer_norm_welford")[1].source == cases.build("layer_norm_welford")[1].source
+    assert (
+        cases.build("layer_norm_welford")[1].source == cases.build("layer_norm_welford")[1].source
+    )
 
 
 def test_wide_indices() -> None:
@@ -97,14 +116,19 @@ def test_wide_indices() -> None:
     i = cases.axis("i", cases.atom(n))
     nest = cases.Nest((i,), (), (cases.store("y", (i,), cases.at("x", i)),))
     layout = cases.lay(cases.atom(n))
-    kernel = cases.generate(cases.Kernel("poi", (nest,), (("x", layout),), (("y", layout),), (), "cuda", 0, 0, 0), cases.SPEC)
+    kernel = cases.generate(
+        cases.Kernel("poi", (nest,), (("x", layout),), (("y", layout),), (), "cuda", 0, 0, 0),
+        cases.SPEC,
+    )
     assert not kernel.is_wide({"s0": 1000}) and kernel.is_wide({"s0": 2**31})
     assert kernel.signature()["s_s0"] == "i32" and kernel.signature(wide=True)["s_s0"] == "i64"
     assert kernel.grid(kernel.configs[0], {"s0": 0}) == 0
     big = cases.lay(2**32)
     i = cases.axis("i", 2**32)
     nest = cases.Nest((i,), (), (cases.store("y", (i,), cases.at("x", i)),))
-    kernel = cases.generate(cases.Kernel("poi", (nest,), (("x", big),), (("y", big),), (), "cuda", 0, 0, 0), cases.SPEC)
+    kernel = cases.generate(
+        cases.Kernel("poi", (nest,), (("x", big),), (("y", big),), (), "cuda", 0, 0, 0), cases.SPEC
+    )
     assert "to(tl.int64)" in kernel.source and kernel.wide_source is None
 
 
@@ -112,3 +136,12 @@ def test_one_pass_where_an_identity_allows_it() -> None:
     """The loops of a looped softmax and layer norm: one for the folds, one for the stores."""
     for name in ("softmax_online", "layer_norm_welford"):
         assert cases.build(name)[1].source.count("for roffset") == 2
+
+
+def test_loaded_indices_are_checked(tmp_path: Path) -> None:
+    made, kernel = cases.build("gather")
+    assert kernel.debug and "__assertfail" in compiled(kernel, kernel.configs[0], 90, tmp_path)
+    unchecked = cases.generate(
+        made.kernel("gather"), cases.SPEC, Options.make(None, {"bounds_check": False})
+    )
+    assert not unchecked.debug and "device_assert" not in unchecked.source

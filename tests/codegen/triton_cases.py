@@ -1,8 +1,9 @@
-"""Hand-built kernels for the Triton generator, and a program that runs them under Triton's interpreter.
+"""Hand-built kernels for the Triton generator, and a program that runs them under Triton's
+interpreter.
 
-``python triton_cases.py NAME...`` (with TRITON_INTERPRET=1) runs cases and prints one JSON line each:
-the largest error relative to what is allowed, by output. The same cases are compiled ahead of time
-by test_triton.py.
+``python triton_cases.py NAME...`` (with TRITON_INTERPRET=1) runs cases and prints one JSON line
+each: the largest error relative to what is allowed, by output. The same cases are compiled ahead of
+time by test_triton.py.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from deuteron.ir.program import Layout, contiguous, contiguous_strides
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Store
 
 SPEC = named_gpu("H200")
-TORCH = {"bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32,
-         "i64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32,
-         "f64": torch.float64}  # fmt: skip
+TORCH = {"bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
+         "i32": torch.int32, "i64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16,
+         "f32": torch.float32, "f64": torch.float64}  # fmt: skip
 
 
 @dataclass
@@ -71,15 +72,25 @@ def strided(shape: Sequence[int], strides: Sequence[int], dtype: str = "f32") ->
 
 
 def at(name: str, *indices: Axis | IndexLike, dtype: str = "f32") -> Expr:
-    return load(name, tuple(i.index if isinstance(i, Axis) else as_index(i) for i in indices), dtype)
+    return load(
+        name, tuple(i.index if isinstance(i, Axis) else as_index(i) for i in indices), dtype
+    )
 
 
 def local(name: str, *axes: Axis, dtype: str = "f32") -> Expr:
     return load(name, tuple(a.index for a in axes), dtype)
 
 
-def store(tensor: str, indices: Sequence[Axis | IndexLike], value: Expr, level: str = "point", **more: Any) -> Store:
-    return Store(tensor, tuple(i.index if isinstance(i, Axis) else as_index(i) for i in indices), value, level, **more)
+def store(
+    tensor: str, indices: Sequence[Axis | IndexLike], value: Expr, level: str = "point", **more: Any
+) -> Store:
+    return Store(
+        tensor,
+        tuple(i.index if isinstance(i, Axis) else as_index(i) for i in indices),
+        value,
+        level,
+        **more,
+    )
 
 
 def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -96,8 +107,12 @@ def pointwise() -> Case:
     y = op("div", op("sin", op("mul", x, b)), op("add", op("exp", x), literal(1.5, "f32")))
     inputs = {"x": rand(7, 33), "b": rand(33, seed=1)}
     want = torch.sin(inputs["x"] * inputs["b"]) / (torch.exp(inputs["x"]) + 1.5)
-    return Case([Nest((i, j), (), (store("y", (i, j), y),))],
-                {"x": lay(7, 33), "b": lay(33), "y": lay(7, 33)}, inputs, {"y": want})
+    return Case(
+        [Nest((i, j), (), (store("y", (i, j), y),))],
+        {"x": lay(7, 33), "b": lay(33), "y": lay(7, 33)},
+        inputs,
+        {"y": want},
+    )
 
 
 @case
@@ -106,8 +121,13 @@ def flat_half() -> Case:
     x = cast(at("x", i, j, dtype="bf16"), "f32")
     y = cast(op("mul", op("sigmoid", x), x), "bf16")
     data = rand(4, 128, dtype=torch.bfloat16)
-    return Case([Nest((i, j), (), (store("y", (i, j), y),))], {"x": lay(4, 128, dtype="bf16"), "y": lay(4, 128, dtype="bf16")},
-                {"x": data}, {"y": (data.float() * torch.sigmoid(data.float())).bfloat16()}, tolerance=1e-2)
+    return Case(
+        [Nest((i, j), (), (store("y", (i, j), y),))],
+        {"x": lay(4, 128, dtype="bf16"), "y": lay(4, 128, dtype="bf16")},
+        {"x": data},
+        {"y": (data.float() * torch.sigmoid(data.float())).bfloat16()},
+        tolerance=1e-2,
+    )
 
 
 @case
@@ -115,17 +135,26 @@ def transposed() -> Case:
     i, j = axis("i", 48), axis("j", 40)
     y = op("add", at("x", i, j), at("z", i, j))
     x, z = rand(40, 48).t(), rand(48, 40, seed=1)
-    return Case([Nest((i, j), (), (store("y", (i, j), y),))],
-                {"x": strided((48, 40), (1, 48)), "z": lay(48, 40), "y": lay(48, 40)},
-                {"x": x, "z": z}, {"y": x + z}, tolerance=0)
+    return Case(
+        [Nest((i, j), (), (store("y", (i, j), y),))],
+        {"x": strided((48, 40), (1, 48)), "z": lay(48, 40), "y": lay(48, 40)},
+        {"x": x, "z": z},
+        {"y": x + z},
+        tolerance=0,
+    )
 
 
 @case
 def permuted_batch() -> Case:
     n, c, s = axis("n", 3), axis("c", 20), axis("s", 35)
     x = rand(3, 20, 35)
-    return Case([Nest((n, s, c), (), (store("y", (n, s, c), op("neg", at("x", n, c, s))),))],
-                {"x": lay(3, 20, 35), "y": lay(3, 35, 20)}, {"x": x}, {"y": -x.transpose(1, 2).contiguous()}, tolerance=0)
+    return Case(
+        [Nest((n, s, c), (), (store("y", (n, s, c), op("neg", at("x", n, c, s))),))],
+        {"x": lay(3, 20, 35), "y": lay(3, 35, 20)},
+        {"x": x},
+        {"y": -x.transpose(1, 2).contiguous()},
+        tolerance=0,
+    )
 
 
 @case
@@ -133,40 +162,116 @@ def dtypes() -> Case:
     i = axis("i", 50)
     a, b = at("a", i, dtype="i32"), at("b", i, dtype="i32")
     f = at("f", i)
-    mixed = op("where", op("logical_and", at("m", i, dtype="bool"), op("lt", a, b)), cast(a, "f32"), f)
+    mixed = op(
+        "where", op("logical_and", at("m", i, dtype="bool"), op("lt", a, b)), cast(a, "f32"), f
+    )
     stores = (
         store("q", (i,), op("floordiv", a, b)), store("t", (i,), op("truncdiv", a, b)),
         store("r", (i,), op("remainder", a, b)), store("w", (i,), mixed),
         store("c", (i,), op("ge", f, literal(0.0, "f32"))), store("h", (i,), cast(f, "f16")),
-        store("k", (i,), cast(f, "i64")), store("d", (i,), op("mul", cast(f, "f64"), literal(0.1, "f64"))),
+        store("k", (i,), cast(f, "i64")),
+        store("d", (i,), op("mul", cast(f, "f64"), literal(0.1, "f64"))),
         store("u", (i,), cast(a, "u8")), store("p", (i,), index_value(i.index * 3 + 1)),
-        store("s", (i,), op("lshift", b, literal(3, "i32"))), store("n", (i,), op("logical_not", at("m", i, dtype="bool"))),
+        store("s", (i,), op("lshift", b, literal(3, "i32"))),
+        store("n", (i,), op("logical_not", at("m", i, dtype="bool"))),
     )  # fmt: skip
     g = torch.Generator().manual_seed(3)
     ta = torch.randint(-40, 40, (50,), generator=g, dtype=torch.int32)
-    tb = torch.randint(1, 9, (50,), generator=g, dtype=torch.int32) * torch.tensor([1, -1] * 25, dtype=torch.int32)
+    tb = torch.randint(1, 9, (50,), generator=g, dtype=torch.int32) * torch.tensor(
+        [1, -1] * 25, dtype=torch.int32
+    )
     tf, tm = rand(50) * 10, torch.rand(50, generator=g) < 0.5
     want = {
-        "q": torch.div(ta, tb, rounding_mode="floor"), "t": torch.div(ta, tb, rounding_mode="trunc"),
-        "r": torch.remainder(ta, tb), "w": torch.where(tm & (ta < tb), ta.float(), tf), "c": tf >= 0,
+        "q": torch.div(ta, tb, rounding_mode="floor"),
+        "t": torch.div(ta, tb, rounding_mode="trunc"),
+        "r": torch.remainder(ta, tb),
+        "w": torch.where(tm & (ta < tb), ta.float(), tf), "c": tf >= 0,
         "h": tf.half(), "k": tf.long(), "d": tf.double() * 0.1, "u": ta.to(torch.uint8),
         "p": torch.arange(50) * 3 + 1, "s": tb << 3, "n": ~tm,
     }  # fmt: skip
-    kinds = dict(a="i32", b="i32", f="f32", m="bool", q="i32", t="i32", r="i32", w="f32", c="bool", h="f16", k="i64",
-                 d="f64", u="u8", p="i64", s="i32", n="bool")
-    return Case([Nest((i,), (), stores)], {n: lay(50, dtype=d) for n, d in kinds.items()},
-                {"a": ta, "b": tb, "f": tf, "m": tm}, want, tolerance=0)
+    kinds = dict(
+        a="i32",
+        b="i32",
+        f="f32",
+        m="bool",
+        q="i32",
+        t="i32",
+        r="i32",
+        w="f32",
+        c="bool",
+        h="f16",
+        k="i64",
+        d="f64",
+        u="u8",
+        p="i64",
+        s="i32",
+        n="bool",
+    )
+    return Case(
+        [Nest((i,), (), stores)],
+        {n: lay(50, dtype=d) for n, d in kinds.items()},
+        {"a": ta, "b": tb, "f": tf, "m": tm},
+        want,
+        tolerance=0,
+    )
 
 
-UNARY = ("exp2 expm1 log log2 log10 log1p cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc erfinv sqrt rsqrt "
-         "reciprocal floor ceil trunc round abs sign lgamma digamma i0 i0e i1 i1e ndtri isnan isinf signbit").split()
+UNARY = [
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "erf",
+    "erfc",
+    "erfinv",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+    "abs",
+    "sign",
+    "lgamma",
+    "digamma",
+    "i0",
+    "i0e",
+    "i1",
+    "i1e",
+    "ndtri",
+    "isnan",
+    "isinf",
+    "signbit",
+]
 
 
 @case
 def functions() -> Case:
     i = axis("i", 40)
-    special = {"i0": "i0", "i0e": "special.i0e", "i1": "special.i1", "i1e": "special.i1e", "ndtri": "special.ndtri"}
-    x = torch.cat([rand(30) * 2, torch.rand(6), torch.tensor([0.0, -0.0, float("inf"), float("nan")])])
+    special = {
+        "i0": "i0",
+        "i0e": "special.i0e",
+        "i1": "special.i1",
+        "i1e": "special.i1e",
+        "ndtri": "special.ndtri",
+    }
+    x = torch.cat(
+        [rand(30) * 2, torch.rand(6), torch.tensor([0.0, -0.0, float("inf"), float("nan")])]
+    )
     stmts, want, layouts = [], {}, {"x": lay(40)}
     for name in UNARY:
         out = op(name, at("x", i))
@@ -183,15 +288,36 @@ def functions() -> Case:
 def binary_functions() -> Case:
     i = axis("i", 60)
     a, b = at("a", i), at("b", i)
-    names = ["pow", "atan2", "hypot", "fmod", "remainder", "floordiv", "truncdiv", "maximum", "minimum", "fmax", "fmin",
-             "copysign", "nextafter"]
+    names = [
+        "pow",
+        "atan2",
+        "hypot",
+        "fmod",
+        "remainder",
+        "floordiv",
+        "truncdiv",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+        "copysign",
+        "nextafter",
+    ]
     ta, tb = rand(60) * 5, rand(60, seed=1)
     ta[3], tb[5], ta[7] = float("nan"), float("nan"), float("inf")
-    ref = {"truncdiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-           "floordiv": lambda x, y: torch.div(x, y, rounding_mode="floor")}
+    ref = {
+        "truncdiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+        "floordiv": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    }
     want = {f"y_{n}": ref.get(n, getattr(torch, n, None))(ta, tb) for n in names}
     stmts = tuple(store(f"y_{n}", (i,), op(n, a, b)) for n in names)
-    return Case([Nest((i,), (), stmts)], {n: lay(60) for n in ("a", "b", *want)}, {"a": ta, "b": tb}, want, tolerance=4e-6)
+    return Case(
+        [Nest((i,), (), stmts)],
+        {n: lay(60) for n in ("a", "b", *want)},
+        {"a": ta, "b": tb},
+        want,
+        tolerance=4e-6,
+    )
 
 
 @case
@@ -202,20 +328,38 @@ def symbolic() -> Case:
     y = op("mul", at("x", i, j), at("b", j))
     stmts = (store("y", (i, j), y), store("z", (flat,), op("add", y, literal(1.0, "f32"))))
     x, b = rand(9, 13), rand(13, seed=1)
-    return Case([Nest((i, j), (), stmts)], {"x": lay(atom(n), atom(m)), "b": lay(atom(m)), "y": lay(atom(n), atom(m)),
-                                            "z": lay(atom(n) * atom(m))},
-                {"x": x, "b": b}, {"y": x * b, "z": (x * b + 1).flatten()}, sizes={"s0": 9, "s1": 13})
+    return Case(
+        [Nest((i, j), (), stmts)],
+        {
+            "x": lay(atom(n), atom(m)),
+            "b": lay(atom(m)),
+            "y": lay(atom(n), atom(m)),
+            "z": lay(atom(n) * atom(m)),
+        },
+        {"x": x, "b": b},
+        {"y": x * b, "z": (x * b + 1).flatten()},
+        sizes={"s0": 9, "s1": 13},
+    )
 
 
 @case
 def masked_load() -> Case:
     """A pad by one on both sides."""
     i = axis("i", 22)
-    inside = op("logical_and", op("ge", index_value(i.index), literal(1, "i64")), op("lt", index_value(i.index), literal(21, "i64")))
+    inside = op(
+        "logical_and",
+        op("ge", index_value(i.index), literal(1, "i64")),
+        op("lt", index_value(i.index), literal(21, "i64")),
+    )
     y = load("x", (i.index - 1,), "f32", inside, -2.5)
     x = rand(20)
-    return Case([Nest((i,), (), (store("y", (i,), y),))], {"x": lay(20), "y": lay(22)}, {"x": x},
-                {"y": torch.nn.functional.pad(x, (1, 1), value=-2.5)}, tolerance=0)
+    return Case(
+        [Nest((i,), (), (store("y", (i,), y),))],
+        {"x": lay(20), "y": lay(22)},
+        {"x": x},
+        {"y": torch.nn.functional.pad(x, (1, 1), value=-2.5)},
+        tolerance=0,
+    )
 
 
 @case
@@ -223,8 +367,13 @@ def gather() -> Case:
     i, j = axis("i", 11), axis("j", 24)
     row = E.as_position(at("idx", i, dtype="i64"))
     w, idx = rand(30, 24), torch.randint(0, 30, (11,), generator=torch.Generator().manual_seed(0))
-    return Case([Nest((i, j), (), (store("y", (i, j), load("w", (row, j.index), "f32")),))],
-                {"w": lay(30, 24), "idx": lay(11, dtype="i64"), "y": lay(11, 24)}, {"w": w, "idx": idx}, {"y": w[idx]}, tolerance=0)
+    return Case(
+        [Nest((i, j), (), (store("y", (i, j), load("w", (row, j.index), "f32")),))],
+        {"w": lay(30, 24), "idx": lay(11, dtype="i64"), "y": lay(11, 24)},
+        {"w": w, "idx": idx},
+        {"y": w[idx]},
+        tolerance=0,
+    )
 
 
 @case
@@ -234,8 +383,12 @@ def scatter_add() -> Case:
     stmt = store("y", (row, j.index), at("g", i, j), accumulate="sum")
     g, y = rand(11, 8), rand(5, 8, seed=1)
     idx = torch.randint(0, 5, (11,), generator=torch.Generator().manual_seed(0))
-    return Case([Nest((i, j), (), (stmt,))], {"g": lay(11, 8), "idx": lay(11, dtype="i64"), "y": lay(5, 8)},
-                {"g": g, "idx": idx, "y": y}, {"y": y.clone().index_add_(0, idx, g)})
+    return Case(
+        [Nest((i, j), (), (stmt,))],
+        {"g": lay(11, 8), "idx": lay(11, dtype="i64"), "y": lay(5, 8)},
+        {"g": g, "idx": idx, "y": y},
+        {"y": y.clone().index_add_(0, idx, g)},
+    )
 
 
 @case
@@ -247,17 +400,31 @@ def scatter_max() -> Case:
     g, y = rand(40), torch.zeros(6)
     idx = torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(0))
     want = y.clone().scatter_reduce_(0, idx[g > -1], g[g > -1], "amax")
-    return Case([Nest((i,), (), (stmt,))], {"g": lay(40), "idx": lay(40, dtype="i64"), "y": lay(6)},
-                {"g": g, "idx": idx, "y": y}, {"y": want}, tolerance=0)
+    return Case(
+        [Nest((i,), (), (stmt,))],
+        {"g": lay(40), "idx": lay(40, dtype="i64"), "y": lay(6)},
+        {"g": g, "idx": idx, "y": y},
+        {"y": want},
+        tolerance=0,
+    )
 
 
 @case
 def aliased_stores() -> Case:
     """Values are computed before stores: the first store may write where a later value is read."""
     i = axis("i", 20)
-    stmts = (store("b", (i,), op("add", at("a", i), literal(1.0, "f32"))), store("c", (i,), op("mul", at("b", i), literal(2.0, "f32"))))
+    stmts = (
+        store("b", (i,), op("add", at("a", i), literal(1.0, "f32"))),
+        store("c", (i,), op("mul", at("b", i), literal(2.0, "f32"))),
+    )
     a, b = rand(20), rand(20, seed=1)
-    return Case([Nest((i,), (), stmts)], {n: lay(20) for n in "abc"}, {"a": a, "b": b}, {"b": a + 1, "c": b * 2}, tolerance=0)
+    return Case(
+        [Nest((i,), (), stmts)],
+        {n: lay(20) for n in "abc"},
+        {"a": a, "b": b},
+        {"b": a + 1, "c": b * 2},
+        tolerance=0,
+    )
 
 
 @case
@@ -267,18 +434,47 @@ def random_numbers() -> Case:
     i, j = axis("i", 5), axis("j", 9)
     seed = load("seed", (), "i64")
     where = i.index * 9 + j.index
-    stmts = (store("u", (i, j), E.random("rand", seed, 3, where, "f32")), store("n", (i, j), E.random("randn", seed, 4, where, "f32")),
-             store("v", (i, j), E.random("rand", seed, 5, where, "f64")), store("b", (i, j), E.random("rand_bits", seed, 6, where, "i64")))
+    stmts = (
+        store("u", (i, j), E.random("rand", seed, 3, where, "f32")),
+        store("n", (i, j), E.random("randn", seed, 4, where, "f32")),
+        store("v", (i, j), E.random("rand", seed, 5, where, "f64")),
+        store("b", (i, j), E.random("rand_bits", seed, 6, where, "i64")),
+    )
     del random_ops
     tseed = torch.tensor(0x123456789ABCDEF)
     rand_op, randn_op = torch.ops.deuteron.rand, torch.ops.deuteron.randn
     words = torch.ops.deuteron.randint64(tseed, 6, 0, 2**62, [5, 9])
-    want = {"u": rand_op(tseed, 3, [5, 9], torch.float32), "n": randn_op(tseed, 4, [5, 9], torch.float32),
-            "v": rand_op(tseed, 5, [5, 9], torch.float64), "b": words}
-    stmts = (*stmts[:3], store("b", (i, j), op("remainder", op("bitwise_and", stmts[3].value, literal(2**63 - 1, "i64")),
-                                             literal(2**62, "i64"))))
-    return Case([Nest((i, j), (), stmts)], {"seed": lay(dtype="i64"), "u": lay(5, 9), "n": lay(5, 9), "v": lay(5, 9, dtype="f64"),
-                                            "b": lay(5, 9, dtype="i64")}, {"seed": tseed}, want, tolerance=2e-6)
+    want = {
+        "u": rand_op(tseed, 3, [5, 9], torch.float32),
+        "n": randn_op(tseed, 4, [5, 9], torch.float32),
+        "v": rand_op(tseed, 5, [5, 9], torch.float64),
+        "b": words,
+    }
+    stmts = (
+        *stmts[:3],
+        store(
+            "b",
+            (i, j),
+            op(
+                "remainder",
+                op("bitwise_and", stmts[3].value, literal(2**63 - 1, "i64")),
+                literal(2**62, "i64"),
+            ),
+        ),
+    )
+    return Case(
+        [Nest((i, j), (), stmts)],
+        {
+            "seed": lay(dtype="i64"),
+            "u": lay(5, 9),
+            "n": lay(5, 9),
+            "v": lay(5, 9, dtype="f64"),
+            "b": lay(5, 9, dtype="i64"),
+        },
+        {"seed": tseed},
+        want,
+        tolerance=2e-6,
+    )
 
 
 @case
@@ -286,12 +482,18 @@ def side_by_side() -> Case:
     i, j = axis("i", 30), axis("j", 12)
     k, r = axis("k", 4), axis("r", 10)
     s = Fold("s", "sum", at("z", k, r))
-    nests = [Nest((i,), (), (store("y", (i,), op("neg", at("x", i))),)),
-             Nest((k,), (r,), (s, store("t", (k,), local("s", k), "row"))),
-             Nest((j,), (), (store("w", (j,), op("abs", at("v", j))),))]
+    nests = [
+        Nest((i,), (), (store("y", (i,), op("neg", at("x", i))),)),
+        Nest((k,), (r,), (s, store("t", (k,), local("s", k), "row"))),
+        Nest((j,), (), (store("w", (j,), op("abs", at("v", j))),)),
+    ]
     x, z, v = rand(30), rand(4, 10), rand(12)
-    return Case(nests, {"x": lay(30), "y": lay(30), "z": lay(4, 10), "t": lay(4), "v": lay(12), "w": lay(12)},
-                {"x": x, "z": z, "v": v}, {"y": -x, "t": z.sum(1), "w": v.abs()})
+    return Case(
+        nests,
+        {"x": lay(30), "y": lay(30), "z": lay(4, 10), "t": lay(4), "v": lay(12), "w": lay(12)},
+        {"x": x, "z": z, "v": v},
+        {"y": -x, "t": z.sum(1), "w": v.abs()},
+    )
 
 
 # ------------------------------------------------------------------------------------------ rows
@@ -311,8 +513,13 @@ def softmax(rows: int, cols: int, **more: Any) -> Case:
     if rows > 2:
         x[1, :] = float("-inf")
         x[2, 3] = float("nan")
-    return Case([Nest((i,), (r,), softmax_stmts(at("x", i, r), (i,), r))], {"x": lay(rows, cols), "y": lay(rows, cols)},
-                {"x": x}, {"y": torch.softmax(x.double(), 1).float()}, **more)
+    return Case(
+        [Nest((i,), (r,), softmax_stmts(at("x", i, r), (i,), r))],
+        {"x": lay(rows, cols), "y": lay(rows, cols)},
+        {"x": x},
+        {"y": torch.softmax(x.double(), 1).float()},
+        **more,
+    )
 
 
 @case
@@ -339,17 +546,36 @@ def layer_norm(rows: int, cols: int, extent: IndexLike, dtype: str = "f32", **mo
     d = op("sub", x, mean)
     rstd = op("rsqrt", op("add", op("div", local("v", i), n), literal(1e-5, "f32")))
     y = cast(op("add", op("mul", op("mul", d, rstd), at("w", r)), at("b", r)), dtype)
-    stmts = (Fold("s", "sum", x), Fold("v", "sum", op("mul", d, d)), store("y", (i, r), y), store("mean", (i,), mean, "row"),
-             store("rstd", (i,), rstd, "row"))
+    stmts = (
+        Fold("s", "sum", x),
+        Fold("v", "sum", op("mul", d, d)),
+        store("y", (i, r), y),
+        store("mean", (i,), mean, "row"),
+        store("rstd", (i,), rstd, "row"),
+    )
     tx = (rand(rows, cols) * 3 + 100).to(TORCH[dtype])
     tw, tb = rand(cols, seed=1), rand(cols, seed=2)
     wide = tx.double()
     mu, var = wide.mean(1, keepdim=True), wide.var(1, unbiased=False, keepdim=True)
-    want = {"y": ((wide - mu) / (var + 1e-5).sqrt() * tw + tb).to(TORCH[dtype]), "mean": mu[:, 0].float(),
-            "rstd": (1 / (var + 1e-5).sqrt())[:, 0].float()}
-    return Case([Nest((i,), (r,), stmts)],
-                {"x": lay(rows, extent, dtype=dtype), "w": lay(extent), "b": lay(extent), "y": lay(rows, extent, dtype=dtype),
-                 "mean": lay(rows), "rstd": lay(rows)}, {"x": tx, "w": tw, "b": tb}, want, **more)
+    want = {
+        "y": ((wide - mu) / (var + 1e-5).sqrt() * tw + tb).to(TORCH[dtype]),
+        "mean": mu[:, 0].float(),
+        "rstd": (1 / (var + 1e-5).sqrt())[:, 0].float(),
+    }
+    return Case(
+        [Nest((i,), (r,), stmts)],
+        {
+            "x": lay(rows, extent, dtype=dtype),
+            "w": lay(extent),
+            "b": lay(extent),
+            "y": lay(rows, extent, dtype=dtype),
+            "mean": lay(rows),
+            "rstd": lay(rows),
+        },
+        {"x": tx, "w": tw, "b": tb},
+        want,
+        **more,
+    )
 
 
 @case
@@ -364,23 +590,39 @@ def layer_norm_half() -> Case:
 
 @case
 def layer_norm_welford() -> Case:
-    return layer_norm(5, 70, atom(Sym("s0", 0, 90)), sizes={"s0": 70}, blocks={"RBLOCK": 16}, tolerance=3e-5)
+    return layer_norm(
+        5, 70, atom(Sym("s0", 0, 90)), sizes={"s0": 70}, blocks={"RBLOCK": 16}, tolerance=3e-5
+    )
 
 
 @case
 def full_sum() -> Case:
     r = axis("r", 300)
     x = rand(300)
-    return Case([Nest((), (r,), (Fold("s", "sum", at("x", r)), store("y", (), local("s"), "row")))],
-                {"x": lay(300), "y": lay()}, {"x": x}, {"y": x.sum()})
+    return Case(
+        [Nest((), (r,), (Fold("s", "sum", at("x", r)), store("y", (), local("s"), "row")))],
+        {"x": lay(300), "y": lay()},
+        {"x": x},
+        {"y": x.sum()},
+    )
 
 
 @case
 def column_sum() -> Case:
     i, r = axis("i", 40), axis("r", 50)
     x = rand(50, 40)
-    return Case([Nest((i,), (r,), (Fold("s", "sum", at("x", r, i)), store("y", (i,), local("s", i), "row")))],
-                {"x": lay(50, 40), "y": lay(40)}, {"x": x}, {"y": x.sum(0)})
+    return Case(
+        [
+            Nest(
+                (i,),
+                (r,),
+                (Fold("s", "sum", at("x", r, i)), store("y", (i,), local("s", i), "row")),
+            )
+        ],
+        {"x": lay(50, 40), "y": lay(40)},
+        {"x": x},
+        {"y": x.sum(0)},
+    )
 
 
 @case
@@ -388,9 +630,21 @@ def column_max_looped() -> Case:
     i, r = axis("i", 24), axis("r", atom(Sym("s0", 0, 500)))
     x = rand(50, 24)
     x[3, 5] = float("nan")
-    return Case([Nest((i,), (r,), (Fold("s", "max", at("x", r, i)), store("y", (i,), local("s", i), "row")))],
-                {"x": lay(atom(Sym("s0", 0, 500)), 24), "y": lay(24)}, {"x": x}, {"y": x.amax(0)}, sizes={"s0": 50},
-                blocks={"RBLOCK": 8}, tolerance=0)
+    return Case(
+        [
+            Nest(
+                (i,),
+                (r,),
+                (Fold("s", "max", at("x", r, i)), store("y", (i,), local("s", i), "row")),
+            )
+        ],
+        {"x": lay(atom(Sym("s0", 0, 500)), 24), "y": lay(24)},
+        {"x": x},
+        {"y": x.amax(0)},
+        sizes={"s0": 50},
+        blocks={"RBLOCK": 8},
+        tolerance=0,
+    )
 
 
 @case
@@ -398,8 +652,18 @@ def batch_norm_sums() -> Case:
     """Two reduced axes around a parallel one."""
     c, n, s = axis("c", 6), axis("n", 3), axis("s", 20)
     x = rand(3, 6, 20)
-    return Case([Nest((c,), (n, s), (Fold("a", "sum", at("x", n, c, s)), store("y", (c,), local("a", c), "row")))],
-                {"x": lay(3, 6, 20), "y": lay(6)}, {"x": x}, {"y": x.sum((0, 2))})
+    return Case(
+        [
+            Nest(
+                (c,),
+                (n, s),
+                (Fold("a", "sum", at("x", n, c, s)), store("y", (c,), local("a", c), "row")),
+            )
+        ],
+        {"x": lay(3, 6, 20), "y": lay(6)},
+        {"x": x},
+        {"y": x.sum((0, 2))},
+    )
 
 
 def positions(extent: IndexLike, **more: Any) -> Case:
@@ -410,10 +674,22 @@ def positions(extent: IndexLike, **more: Any) -> Case:
     x[2] = float("-inf")
     x[3, 39] = 8.0
     xs = at("x", i, r)
-    stmts = (Fold("a", "argmax", xs), Fold("b", "argmin", xs), Fold("c", "max", xs), store("p", (i,), local("a", i, dtype="i64"), "row"),
-             store("q", (i,), local("b", i, dtype="i64"), "row"), store("v", (i,), local("c", i), "row"))
-    return Case([Nest((i,), (r,), stmts)], {"x": lay(6, extent), "p": lay(6, dtype="i64"), "q": lay(6, dtype="i64"), "v": lay(6)},
-                {"x": x}, {"p": x.argmax(1), "q": x.argmin(1), "v": x.amax(1)}, tolerance=0, **more)
+    stmts = (
+        Fold("a", "argmax", xs),
+        Fold("b", "argmin", xs),
+        Fold("c", "max", xs),
+        store("p", (i,), local("a", i, dtype="i64"), "row"),
+        store("q", (i,), local("b", i, dtype="i64"), "row"),
+        store("v", (i,), local("c", i), "row"),
+    )
+    return Case(
+        [Nest((i,), (r,), stmts)],
+        {"x": lay(6, extent), "p": lay(6, dtype="i64"), "q": lay(6, dtype="i64"), "v": lay(6)},
+        {"x": x},
+        {"p": x.argmax(1), "q": x.argmin(1), "v": x.amax(1)},
+        tolerance=0,
+        **more,
+    )
 
 
 @case
@@ -433,14 +709,28 @@ def other_folds() -> Case:
     big = op("gt", f, literal(0.5, "f32"))
     folds = {"prod": f, "min": f, "any": big, "all": op("gt", f, literal(-1.5, "f32")), "sum": k}
     x, ks = rand(4, 21), torch.arange(84).reshape(4, 21) * 3
-    want = {"prod": x.prod(1), "min": x.amin(1), "any": (x > 0.5).any(1), "all": (x > -1.5).all(1), "sum": ks.sum(1),
-            "imax": ks.to(torch.int32).amax(1)}
+    want = {
+        "prod": x.prod(1),
+        "min": x.amin(1),
+        "any": (x > 0.5).any(1),
+        "all": (x > -1.5).all(1),
+        "sum": ks.sum(1),
+        "imax": ks.to(torch.int32).amax(1),
+    }
     stmts: list = [Fold(f"f_{n}", n, b) for n, b in folds.items()]
     stmts.append(Fold("f_imax", "max", cast(k, "i32")))
     kinds = {"prod": "f32", "min": "f32", "any": "bool", "all": "bool", "sum": "i64", "imax": "i32"}
     stmts += [store(n, (i,), local(f"f_{n}", i, dtype=d), "row") for n, d in kinds.items()]
-    return Case([Nest((i,), (r,), tuple(stmts))], {"x": lay(4, 21), "k": lay(4, 21, dtype="i64"), **{n: lay(4, dtype=d) for n, d in kinds.items()}},
-                {"x": x, "k": ks}, want)
+    return Case(
+        [Nest((i,), (r,), tuple(stmts))],
+        {
+            "x": lay(4, 21),
+            "k": lay(4, 21, dtype="i64"),
+            **{n: lay(4, dtype=d) for n, d in kinds.items()},
+        },
+        {"x": x, "k": ks},
+        want,
+    )
 
 
 def scans(extent: IndexLike, **more: Any) -> Case:
@@ -450,10 +740,24 @@ def scans(extent: IndexLike, **more: Any) -> Case:
     q = Prefix("q", "max", xs)
     total = Fold("t", "sum", xs)
     ps, qs = load("p", (i.index, r.index), "f32"), load("q", (i.index, r.index), "f32")
-    stmts = (p, q, total, store("a", (i, r), ps), store("b", (i, r), qs), store("c", (i, r), op("div", ps, local("t", i))))
+    stmts = (
+        p,
+        q,
+        total,
+        store("a", (i, r), ps),
+        store("b", (i, r), qs),
+        store("c", (i, r), op("div", ps, local("t", i))),
+    )
     x = rand(3, 37).abs()
     want = {"a": x.cumsum(1), "b": x.cummax(1)[0], "c": x.cumsum(1) / x.sum(1, keepdim=True)}
-    return Case([Nest((i,), (r,), stmts)], {n: lay(3, extent) for n in "xabc"}, {"x": x}, want, tolerance=4e-6, **more)
+    return Case(
+        [Nest((i,), (r,), stmts)],
+        {n: lay(3, extent) for n in "xabc"},
+        {"x": x},
+        want,
+        tolerance=4e-6,
+        **more,
+    )
 
 
 @case
@@ -476,7 +780,12 @@ def norm_backward(rows: int, cols: int, count: int, extent: IndexLike, **more: A
     gx = op("mul", g, x)
     s = Fold("s", "sum", op("mul", gx, w))
     dx = op("sub", op("mul", g, w), op("mul", x, local("s", i)))
-    stmts = (s, store("dx", (i, r), dx), Fold("dw", "sum", gx, partial=True), Fold("db", "sum", g, partial=True))
+    stmts = (
+        s,
+        store("dx", (i, r), dx),
+        Fold("dw", "sum", gx, partial=True),
+        Fold("db", "sum", g, partial=True),
+    )
     tg, tx, tw = rand(rows, cols), rand(rows, cols, seed=1), rand(cols, seed=2)
     each = -(-rows // count)
     parts = {"dw": torch.zeros(count, cols), "db": torch.zeros(count, cols)}
@@ -484,9 +793,21 @@ def norm_backward(rows: int, cols: int, count: int, extent: IndexLike, **more: A
         part = slice(k * each, min((k + 1) * each, rows))
         parts["dw"][k], parts["db"][k] = (tg * tx)[part].sum(0), tg[part].sum(0)
     want = {"dx": tg * tw - tx * (tg * tx * tw).sum(1, keepdim=True), **parts}
-    return Case([Nest((i,), (r,), stmts, (i, count))],
-                {"g": lay(rows, extent), "x": lay(rows, extent), "w": lay(extent), "dx": lay(rows, extent), "dw": lay(count, extent),
-                 "db": lay(count, extent)}, {"g": tg, "x": tx, "w": tw}, want, tolerance=1e-5, **more)
+    return Case(
+        [Nest((i,), (r,), stmts, (i, count))],
+        {
+            "g": lay(rows, extent),
+            "x": lay(rows, extent),
+            "w": lay(extent),
+            "dx": lay(rows, extent),
+            "dw": lay(count, extent),
+            "db": lay(count, extent),
+        },
+        {"g": tg, "x": tx, "w": tw},
+        want,
+        tolerance=1e-5,
+        **more,
+    )
 
 
 @case
@@ -496,17 +817,27 @@ def chunk_persistent() -> Case:
 
 @case
 def chunk_looped() -> Case:
-    return norm_backward(13, 20, 4, atom(Sym("s0", 0, 64)), sizes={"s0": 20}, blocks={"RBLOCK": 8, "XBLOCK": 2})
+    return norm_backward(
+        13, 20, 4, atom(Sym("s0", 0, 64)), sizes={"s0": 20}, blocks={"RBLOCK": 8, "XBLOCK": 2}
+    )
 
 
 @case
 def chunk_columns() -> Case:
     i, r = axis("i", 29), axis("r", 45)
-    stmts = (Fold("p", "sum", at("x", i, r), partial=True), Fold("q", "max", at("x", i, r), partial=True))
+    stmts = (
+        Fold("p", "sum", at("x", i, r), partial=True),
+        Fold("q", "max", at("x", i, r), partial=True),
+    )
     x = rand(29, 45)
     cut = [x[k * 6 : (k + 1) * 6] for k in range(5)]
     want = {"p": torch.stack([c.sum(0) for c in cut]), "q": torch.stack([c.amax(0) for c in cut])}
-    return Case([Nest((i,), (r,), stmts, (i, 5))], {"x": lay(29, 45), "p": lay(5, 45), "q": lay(5, 45)}, {"x": x}, want)
+    return Case(
+        [Nest((i,), (r,), stmts, (i, 5))],
+        {"x": lay(29, 45), "p": lay(5, 45), "q": lay(5, 45)},
+        {"x": x},
+        want,
+    )
 
 
 # ------------------------------------------------------------------------------------------- run
@@ -538,10 +869,14 @@ def strides_of(layout: Layout, sizes: dict[str, int]) -> tuple[list[int], list[i
     def number(i: Index) -> int:
         return evaluate(i, sizes)
 
-    return [number(n) for n in layout.shape], [number(s) for s in layout.strides or contiguous_strides(())]
+    return [number(n) for n in layout.shape], [
+        number(s) for s in layout.strides or contiguous_strides(())
+    ]
 
 
-def launch(function: Any, made: Case, kernel: TritonKernel, config: Config, device: str = "cpu") -> dict[str, torch.Tensor]:
+def launch(
+    function: Any, made: Case, kernel: TritonKernel, config: Config, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
     """Runs the kernel on copies of the inputs; the outputs."""
     memory: dict[str, torch.Tensor] = {}
     for n, layout in made.layouts.items():
@@ -577,7 +912,9 @@ def main(names: Sequence[str]) -> None:
             out: dict[str, Any] = {"case": name, "errors": {}}
             try:
                 got = launch(module(kernel, Path(folder)), made, kernel, config_of(made, kernel))
-                out["errors"] = {n: error(got[n], made.expected[n], made.tolerance) for n in made.expected}
+                out["errors"] = {
+                    n: error(got[n], made.expected[n], made.tolerance) for n in made.expected
+                }
             except Exception as e:  # reported to the test that asked
                 out["failure"] = f"{type(e).__name__}: {e}"
             print(json.dumps(out), flush=True)

@@ -1,4 +1,6 @@
-"""Triton code generation for GPUs: a kernel in, the source of a Triton function and its launch description out."""
+"""Triton code generation for GPUs: a kernel in, the source of a Triton function and its launch
+description out.
+"""
 
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 

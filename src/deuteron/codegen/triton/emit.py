@@ -1,10 +1,13 @@
-"""Writes values of an expression DAG as Triton variables, each at the outermost loop level where it can be computed.
+"""Writes values of an expression DAG as Triton variables, each at the outermost loop level where it
+can be computed.
 
-In: expressions with linear addresses (`codegen.cpp.loops.Loops`) and the tile's dimensions. Out: lines in a chain of `Scope`s.
+In: expressions with linear addresses (`codegen.cpp.loops.Loops`) and the tile's dimensions. Out:
+lines in a chain of `Scope`s.
 
-A tile has one or two dimensions (`Dim`); each flattens a group of axes. A value depends on some of the dimensions and has extent 1
-along the others, so that broadcasting does the rest; one that depends on none is a scalar. A scope provides dimensions: a node
-is written into the first scope, from outside, that has all that it depends on. What is hoisted out of a loop stands before it,
+A tile has one or two dimensions (`Dim`); each flattens a group of axes. A value depends on some of
+the dimensions and has extent 1 along the others, so that broadcasting does the rest; one that
+depends on none is a scalar. A scope provides dimensions: a node is written into the first scope,
+from outside, that has all that it depends on. What is hoisted out of a loop stands before it,
 because the loop is appended to the scope around it when it is complete.
 """
 
@@ -24,7 +27,9 @@ NONE: Dims = frozenset()
 
 @dataclass(frozen=True)
 class Dim:
-    """A dimension of the tile: `axes` flattened (the last one fastest), walked in blocks of `block` (a constexpr)."""
+    """A dimension of the tile: `axes` flattened (the last one fastest), walked in blocks of `block`
+    (a constexpr).
+    """
 
     name: str  # "x", "y", "r"
     axes: tuple[Axis, ...]
@@ -82,6 +87,7 @@ class Emitter:
         self.result_dims: dict[str, Dims] = {}
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
+        self.checked = False  # whether the text has assertions
         self._digits: dict[Axis, tuple[Index, bool]] = {}
 
     def fresh(self, stem: str = "tmp") -> str:
@@ -101,7 +107,9 @@ class Emitter:
         assert popped is scope
 
     def enter(self, dim: Dim, offset: str) -> None:
-        """Writes the index and the mask of `dim` for the block that starts at `offset`; the scope has it from here on."""
+        """Writes the index and the mask of `dim` for the block that starts at `offset`; the scope
+        has it from here on.
+        """
         name = dim.name
         lanes = f"tl.arange(0, {dim.block}){dim.slice(self.rank)}"
         wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
@@ -118,7 +126,7 @@ class Emitter:
         places = sorted(self.dims.values(), key=lambda d: d.place)
         return "[" + ", ".join(d.block if d.name in dims else "1" for d in places) + "]"
 
-    # -- dependence --------------------------------------------------------------------------------------------------
+    # -- dependence --------------------------------------------------------------------------------
 
     def deps(self, root: Expr) -> Dims:
         """The dimensions on which the value depends."""
@@ -165,7 +173,7 @@ class Emitter:
                 return k
         raise AssertionError(f"no scope provides {sorted(dims - self.scope.dims)}")
 
-    # -- values ------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def lookup(self, node: Expr) -> str | None:
         for scope in reversed(self.chain):
@@ -196,6 +204,9 @@ class Emitter:
         if node.op == "load" and node.attr[0] in self.result_dims:
             raise AssertionError(f"result {node.attr[0]!r} is used before it is computed")
         scope = self.chain[self.level(self.deps(node))]
+        if node.op == "check":
+            scope.texts[node] = self._check(node, scope)
+            return
         text = self._text(node)
         name = self.fresh()
         scope.add(f"{name} = {text}")
@@ -230,6 +241,16 @@ class Emitter:
             else:
                 args.append(self.value(a))
         return scalars.operation(node.op, node.dtype, args, operand)
+
+    def _check(self, node: Expr, scope: Scope) -> str:
+        """Asserts that an index is within its dimension; its value."""
+        text, extent = self.value(node.args[0]), self._factor(node.attr)
+        bounds = self.mask(self.deps(node))
+        masks = [self.value(a) for a in node.args[1:]] + ([bounds] if bounds else [])
+        outside = " & ".join([f"(({text} < 0) | ({text} >= {extent}))", *masks])
+        scope.add(f'tl.device_assert(({outside}) == 0, "index out of bounds")')
+        self.checked = True
+        return text
 
     def _load(self, node: Expr) -> str:
         name, idx, fill = node.attr
@@ -266,10 +287,12 @@ class Emitter:
             scope.sums["mask"] = "mask"
         return "mask"
 
-    # -- indices -----------------------------------------------------------------------------------------------------
+    # -- indices -----------------------------------------------------------------------------------
 
     def index(self, index: Index) -> str:
-        """The text of an index: one variable for the part of each set of dimensions, kept where that set is known."""
+        """The text of an index: one variable for the part of each set of dimensions, kept where
+        that set is known.
+        """
         for a in [a for m, _ in index.terms for a in m]:  # values that the index needs come first
             self._prepare(a)
         parts: dict[Dims, dict[tuple, int]] = {}
@@ -357,7 +380,9 @@ class Emitter:
         return "".join(parts) or "0"
 
     def axis(self, axis: Axis) -> str:
-        """The variable of an axis; written when it is first needed, from the index of its dimension."""
+        """The variable of an axis; written when it is first needed, from the index of its
+        dimension.
+        """
         for scope in reversed(self.chain):
             if axis in scope.axes:
                 return scope.axes[axis]
@@ -381,7 +406,9 @@ class Emitter:
         return name
 
     def _digit(self, dim: Dim, axis: Axis) -> tuple[Index, bool]:
-        """An axis is a digit of its dimension's index: (what its unit is worth, whether others are worth more)."""
+        """An axis is a digit of its dimension's index: (what its unit is worth, whether others are
+        worth more).
+        """
         place = dim.axes.index(axis)
         return product(a.extent for a in dim.axes[place + 1 :]), place > 0
 

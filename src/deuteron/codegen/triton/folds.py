@@ -1,8 +1,8 @@
 """Triton text of folds: accumulators of a loop, their update, and what becomes of them at its end.
 
-An accumulator has an element for every element of the tile: each lane folds its own share of a row, and the lanes are combined
-once after the loop (so a sum of n elements rounds about n / lanes + log(lanes) times, like eager's).
-Masked elements never enter: an update is selected by the mask.
+An accumulator has an element for every element of the tile: each lane folds its own share of a row,
+and the lanes are combined once after the loop (so a sum of n elements rounds about n / lanes +
+log(lanes) times, like eager's). Masked elements never enter: an update is selected by the mask.
 """
 
 from __future__ import annotations
@@ -112,9 +112,8 @@ class Accumulators:
         elif f.kind.startswith("arg"):
             value, at = em.fresh("v"), em.fresh("i")
             place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
-            em.scope.add(
-                f"{value}, {at} = libm.{f.kind}_combine({name}, {name}_at, {em.value(f.body)}, {place})"
-            )
+            pair = f"{name}, {name}_at, {em.value(f.body)}, {place}"
+            em.scope.add(f"{value}, {at} = libm.{f.kind}_combine({pair})")
             self._assign({name: value, f"{name}_at": at})
         elif f.name in self.rescaled:
             value = em.value(f.body)

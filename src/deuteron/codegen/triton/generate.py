@@ -1,9 +1,10 @@
 """One Triton function per kernel, with what is needed to build and launch it.
 
-In: `schedule.kernel.Kernel` and the device. Out: `TritonKernel`: the text of a Python module whose function `name` is the kernel.
+In: `schedule.kernel.Kernel` and the device. Out: `TritonKernel`: the text of a Python module whose
+function `name` is the kernel.
 
-Nothing here needs a GPU, Triton or torch. The text is deterministic. Several nests become functions of their own, which the
-kernel calls by ranges of program numbers (Triton inlines them).
+Nothing here needs a GPU, Triton or torch. The text is deterministic. Several nests become functions
+of their own, which the kernel calls by ranges of program numbers (Triton inlines them).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
 from deuteron.codegen.cpp.loops import WORKER, Loops, prepare
+from deuteron.codegen.triton.checks import with_checks
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.scalars import POINTER
@@ -47,12 +49,16 @@ class Config:
 class TritonKernel:
     """A kernel's source and launch description.
 
-    args         ("tensor", name) or ("size", Sym), in the order of `params`, their names in the function
-    types        Triton types of `params` ("*fp32", "i32"); sizes are "i64" where 64-bit indices are used
-    aligned      params that may be declared divisible by 16 (pointers in bytes): all pointers, and sizes whose hint is. Who
-                 launches checks it, and builds without the attribute where it does not hold
-    grid_source  Python expression over names of sizes and of constexprs; number of programs, 0 where there is nothing to do
-    wide_source  Python expression over names of sizes: whether 32-bit indices overflow. None: settled when compiled
+    args         ("tensor", name) or ("size", Sym), in the order of `params`, their names in the
+                 function
+    types        Triton types of `params` ("*fp32", "i32"); sizes are "i64" with 64-bit indices
+    aligned      params that may be declared divisible by 16 (pointers in bytes): all pointers, and
+                 sizes whose hint is. Who launches checks it, and builds without the attribute where
+                 it does not hold
+    grid_source  Python expression over names of sizes and of constexprs; number of programs, 0
+                 where there is nothing to do
+    wide_source  Python expression over names of sizes: whether 32-bit indices overflow. None where
+                 the sizes are known
     configs      candidates; the first is the heuristic choice
     """
 
@@ -66,10 +72,13 @@ class TritonKernel:
     grid_source: str
     aligned: tuple[str, ...]
     wide_source: str | None = None
+    debug: bool = False  # build with debug=True (and sanitize_overflow=False): it asserts
     fp_fusion: bool = False  # eager rounds after each multiplication, and so does the kernel
 
     def signature(self, wide: bool = False) -> dict[str, str]:
-        """Parameter -> Triton type, constexprs included; `wide` for sizes that make 32-bit indices overflow."""
+        """Parameter -> Triton type, constexprs included; `wide` for sizes that make 32-bit indices
+        overflow.
+        """
         types = ["i64" if wide and t == "i32" else t for t in self.types]
         return dict(zip(self.params, types, strict=True)) | dict.fromkeys(
             self.constexprs, "constexpr"
@@ -98,17 +107,19 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     layouts = dict(kernel.reads) | dict(kernel.writes)
     name = f"triton_{kernel.name}"
     pointers = _pointer_names(layouts)
-    nests = [prepare(n, layouts) for n in kernel.nests]
+    checked = options is None or options.bounds_check
+    nests = [prepare(with_checks(n, layouts) if checked else n, layouts) for n in kernel.nests]
     forms = [choose(n, spec) for n in nests]
     symbols = _symbols(nests, layouts)
     static, wide_source, wide = _width(nests, layouts)
     index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
     flags = [] if static else ["INDEX_BITS"]
     blocks = [_block_names(f, i if len(forms) > 1 else None) for i, f in enumerate(forms)]
-    bodies = [
+    written = [
         write_nest(n, f, Names(b, pointers, index_type), itertools.count())
         for n, f, b in zip(nests, forms, blocks, strict=True)
     ]
+    bodies = [lines for lines, _ in written]
     if not static:
         choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
         bodies = [[choice, *b] for b in bodies]
@@ -132,6 +143,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
             *(size_name(s) for s in symbols if s.hint and s.hint % 16 == 0),
         ),
         wide_source=wide_source,
+        debug=any(asserts for _, asserts in written),
     )
 
 
@@ -163,11 +175,11 @@ def _configs(forms: Sequence[Form], blocks: Sequence[Mapping[str, str]]) -> tupl
     return tuple(dict.fromkeys(out))
 
 
-# -- sizes ----------------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 
 def _all_indices(nests: Iterable[Loops]) -> list[Index]:
-    """Every index that a kernel computes: addresses, indices used as values, extents of its axes."""
+    """Every index that a kernel computes: addresses, index values, extents of its axes."""
     found: dict[Index, None] = {}
     for n in nests:
         for root in n.roots():
@@ -188,7 +200,9 @@ def _symbols(nests: Iterable[Loops], layouts: Mapping[str, Layout]) -> tuple[Sym
 
 
 def _width(nests: Sequence[Loops], layouts: Mapping[str, Layout]) -> tuple[bool, str | None, bool]:
-    """(whether the sizes are known, Python test for 64-bit indices where not, whether they are needed where known)."""
+    """(whether the sizes are known, Python test for 64-bit indices where not, whether they are
+    needed where known).
+    """
     ends: dict[Index, None] = {}
     for lay in layouts.values():
         ends[lay.extent() + lay.offset] = None
@@ -245,7 +259,7 @@ def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
     )
 
 
-# -- text -----------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def _source(
@@ -266,7 +280,7 @@ def _source(
         lines += [*_function(name, signature, [*notes, "pid = tl.program_id(0)", *bodies[0]])]
         return "\n".join([*lines, ""])
     calls, start = [], []
-    for i, (form, names, body) in enumerate(zip(forms, blocks, bodies, strict=True)):
+    for i, body in enumerate(bodies):
         lines += [*_function(f"_{name}_{i}", f"pid, {signature}", body), "", ""]
         start.append(f"blocks{i}")
         calls.append(_call(i, name, [*params, *constexprs]))

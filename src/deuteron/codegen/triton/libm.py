@@ -1,8 +1,9 @@
 """Device functions that generated Triton kernels call (imported by them as `libm`).
 
-In: tensors of one dtype (f32 or f64 unless said otherwise). Out: a tensor of that dtype. Accuracy is that of eager PyTorch on
-CUDA, which uses the same libdevice functions. Triton's interpreter cannot call libdevice: there the same names are torch's
-functions on the interpreter's arrays, chosen once at import. Functions marked `@triton.jit` run in both.
+In: tensors of one dtype (f32 or f64 unless said otherwise). Out: a tensor of that dtype. Accuracy
+is that of eager PyTorch on CUDA, which uses the same libdevice functions. Triton's interpreter
+cannot call libdevice: there the same names are torch's functions on the interpreter's arrays,
+chosen once at import. Functions marked `@triton.jit` run in both.
 
 Fold combiners (`*_combine`) and `welford_*` are associative up to rounding.
 """
@@ -26,7 +27,8 @@ INTERPRETED = bool(knobs.runtime.interpret)
 _TABLE = {
     "exp": ("exp", "exp"), "exp2": ("exp2", "exp2"), "expm1": ("expm1", "expm1"),
     "log": ("log", "log"), "log2": ("log2", "log2"), "log10": ("log10", "log10"),
-    "log1p": ("log1p", "log1p"), "sin": ("sin", "sin"), "cos": ("cos", "cos"), "tan": ("tan", "tan"),
+    "log1p": ("log1p", "log1p"),
+    "sin": ("sin", "sin"), "cos": ("cos", "cos"), "tan": ("tan", "tan"),
     "asin": ("asin", "asin"), "acos": ("acos", "acos"), "atan": ("atan", "atan"),
     "sinh": ("sinh", "sinh"), "cosh": ("cosh", "cosh"), "tanh": ("tanh", "tanh"),
     "asinh": ("asinh", "asinh"), "acosh": ("acosh", "acosh"), "atanh": ("atanh", "atanh"),
@@ -102,7 +104,7 @@ copysign = _pick("copysign")
 fmod = _pick("fmod")
 
 
-# -- arithmetic ---------------------------------------------------------------------------------------------------------
+# -- arithmetic ------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -173,7 +175,9 @@ def remainder(a, b):
 
 @triton.jit
 def floordiv(a, b):
-    """Python's and ATen's rule for floats: (a - a mod b) / b adjusted downwards and rounded to an integer."""
+    """Python's and ATen's rule for floats: (a - a mod b) / b adjusted downwards and rounded to an
+    integer.
+    """
     q = div(a, b)
     m = fmod(a, b)
     d = div(a - m, b)
@@ -258,12 +262,14 @@ def ldexp(x, n):
     return x * exp2(half) * exp2(n - half)
 
 
-# -- special functions that libdevice does not have ---------------------------------------------------------------------
+# -- special functions that libdevice does not have ------------------------------------------------
 
 
 @triton.jit
 def digamma(x):
-    """Reflection below 0, recurrence up to 10, then the asymptotic series (Abramowitz and Stegun 6.3.18), in f64."""
+    """Reflection below 0, recurrence up to 10, then the asymptotic series (Abramowitz and Stegun
+    6.3.18), in f64.
+    """
     a = x.to(tl.float64)
     pole = (a <= 0) & (a == tl.floor(a))
     below = a < 0
@@ -291,7 +297,9 @@ def digamma(x):
 
 @triton.jit
 def _bessel_tail(a, MU: tl.constexpr):
-    """exp(-a) I(a) for large `a` (Abramowitz and Stegun 9.7.1), MU = 4 order^2; error below 1e-16 from 500 on."""
+    """exp(-a) I(a) for large `a` (Abramowitz and Stegun 9.7.1), MU = 4 order^2; error below 1e-16
+    from 500 on.
+    """
     t = 1.0 / (8.0 * a)
     s = 1.0 - (MU - 25) * t / 3.0
     s = 1.0 - (MU - 9) * t / 2.0 * s
@@ -316,7 +324,7 @@ def i1e(x):
     return tl.where(x < 0, -out, out).to(x.dtype)
 
 
-# -- folds --------------------------------------------------------------------------------------------------------------
+# -- folds -----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -419,9 +427,11 @@ def welford_step(mean, m2, x, share):
 
 @triton.jit
 def online_step(m, x):
-    """For a running maximum `m` and an element `x`: (new maximum, factor of what was summed, factor of the element).
+    """For a running maximum `m` and an element `x`: (new maximum, factor of what was summed, factor
+    of the element).
 
-    Both factors are exp(old or new exponent - new maximum), of which one is always 1: a single exponential.
+    Both factors are exp(old or new exponent - new maximum), of which one is always 1: a single
+    exponential.
     """
     e = tl.where(x == m, 1.0, exp(-tl.abs(x - m)))
     up = x > m
@@ -440,7 +450,7 @@ def online_finish(total, row):
     return tl.where(tl.abs(row) == float("inf"), float("nan"), total)
 
 
-# -- scans --------------------------------------------------------------------------------------------------------------
+# -- scans -----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -463,12 +473,13 @@ def scan_min(x):
     return tl.associative_scan(x, 1, min_combine)
 
 
-# -- random numbers -----------------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 
 @triton.jit
 def philox(seed, stream, element):
-    """Philox-4x32-10 (Salmon et al., 2011): counter (element, stream), key seed; 64 bits each, low word first.
+    """Philox-4x32-10 (Salmon et al., 2011): counter (element, stream), key seed; 64 bits each, low
+    word first.
 
     The four words; see deuteron.graph.random_ops for the numbers made of them.
     """
@@ -537,7 +548,7 @@ def rand_bits(seed, stream, element):
     return (b.to(tl.int64) << 32) | a.to(tl.int64)
 
 
-# -- folds over the rows of a tile (dimension 0), for columns ---------------------------------------------------------------
+# -- folds over the rows of a tile (dimension 0), for columns --------------------------------------
 
 
 @triton.jit

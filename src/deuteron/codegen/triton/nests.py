@@ -1,8 +1,10 @@
 """Writes the body of one nest: loops over blocks, folds, scans and stores.
 
-In: `Loops`, its `Form`, the block sizes that will be used (they decide which masks are needed). Out: lines of Triton.
+In: `Loops`, its `Form`, the block sizes that will be used (they decide which masks are needed).
+Out: lines of Triton.
 
-Within a pass all values are computed before the first store: a result may have the memory of an operand that dies here.
+Within a pass all values are computed before the first store: a result may have the memory of an
+operand that dies here.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ R: Dims = frozenset("r")
 
 @dataclass(frozen=True)
 class Names:
-    """How a nest's function refers to things: constexprs of block sizes by dimension, pointers by tensor."""
+    """How a nest's function refers to things: constexprs of block sizes by dimension, pointers by
+    tensor.
+    """
 
     blocks: Mapping[str, str]
     pointers: Mapping[str, str]
@@ -55,12 +59,16 @@ def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
     return tuple(out)
 
 
-def write_nest(loops: Loops, form: Form, names: Names, numbers: Iterator[int]) -> list[str]:
-    """The lines of a nest's function, which has `pid`, the program's number within the nest."""
+def write_nest(
+    loops: Loops, form: Form, names: Names, numbers: Iterator[int]
+) -> tuple[list[str], bool]:
+    """The lines of a nest's function, which has `pid`, the program's number within the nest; and
+    whether it asserts anything.
+    """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
-    return em.chain[0].lines
+    return em.chain[0].lines, em.checked
 
 
 def pid(em: Emitter) -> str:
@@ -92,7 +100,7 @@ def write_points(loops: Loops, form: Form, em: Emitter) -> None:
     stores(em, [(w, everything) for w in loops.parts if isinstance(w, Write)])
 
 
-# -- stores ---------------------------------------------------------------------------------------------------------------
+# -- stores ----------------------------------------------------------------------------------------
 
 
 def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
@@ -114,7 +122,7 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
     em.scope.add(*lines)
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
@@ -140,7 +148,9 @@ def declare_results(loops: Loops, em: Emitter) -> None:
 
 
 def hints(em: Emitter, passes: list[Pass]) -> None:
-    """Eviction policies: what a later pass or another row reads again stays, the last reading of the rest lets go."""
+    """Eviction policies: what a later pass or another row reads again stays, the last reading of
+    the rest lets go.
+    """
     em.policies = {}
     for q in passes:
         for root in q.roots():
@@ -253,7 +263,7 @@ class Passes:
         stores(em, writes)
 
 
-# -- chunks ---------------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
 def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
@@ -332,8 +342,9 @@ def update_column_in_memory(em: Emitter, p: ColumnFold) -> None:
     place = (
         f"{em.pointers[p.tensor]} + {em.spread(em.index(p.address), em.index_deps(p.address), R)}"
     )
+    other = identity(p.kind, "i8" if dtype == "bool" else dtype)
     em.scope.add(
-        f"{old} = tl.load({place}, {where}, other={identity(p.kind, 'i8' if dtype == 'bool' else dtype)})",
+        f"{old} = tl.load({place}, {where}, other={other})",
         f"tl.store({place}, {combine(p.kind, dtype, old, f'libm.cols_{p.kind}({value})')}{tail})",
         "tl.debug_barrier()",
     )

@@ -1,20 +1,22 @@
-"""Which part of a nest runs in which pass over the reduced axes, when a row does not fit into registers.
+"""Which part of a nest runs in which pass over the reduced axes, when a row does not fit into
+registers.
 
-In: `Loops`. Out: a list of `Pass`; pass k+1 may use the folds of pass k. A point store runs in the last pass that still reads
-memory: the memory planner may give a result the memory of an operand that dies here, and later passes must still find it.
+In: `Loops`. Out: a list of `Pass`; pass k+1 may use the folds of pass k. A point store runs in the
+last pass that still reads memory: the memory planner may give a result the memory of an operand
+that dies here, and later passes must still find it.
 
-A fold that needs an earlier fold over the same axes costs one more pass, unless an identity lets both run in one. Two are known;
-both are recognised by their form alone:
+A fold that needs an earlier fold over the same axes costs one more pass, unless an identity lets
+both run in one. Two are known; both are recognised by their form alone:
 
-    online    s = sum g exp(b - m),  m = max b        the running sum is rescaled whenever the running maximum grows
-    welford   v = sum (b - e)^2,  e constant in a row  v = M2 + n (mean - e)^2 with Welford's running mean and M2 of b
+    online    s = sum g exp(b - m), m = max b: the running sum is rescaled when the maximum grows
+    welford   v = sum (b - e)^2, e constant in a row: v = M2 + n (mean - e)^2 with Welford's running
+              mean and M2 of b
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Union
 
 from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Write, roots_of
 from deuteron.ir.expr import FLOATS, Expr, children, op
@@ -23,7 +25,9 @@ from deuteron.schedule.kernel import Fold, Prefix
 
 @dataclass(frozen=True)
 class Online:
-    """``sum(factor * exp(b - m))`` where the fold `maximum` is m, over b; `factor` None stands for 1."""
+    """``sum(factor * exp(b - m))`` where the fold `maximum` is m, over b; `factor` None stands for
+    1.
+    """
 
     maximum: str
     factor: Expr | None
@@ -31,18 +35,22 @@ class Online:
 
 @dataclass(frozen=True)
 class Welford:
-    """``sum((body - center)**2)``; `center` is constant in a row and may need folds of the same pass."""
+    """``sum((body - center)**2)``; `center` is constant in a row and may need folds of the same
+    pass.
+    """
 
     body: Expr
     center: Expr
 
 
-Merge = Union[Online, Welford]
+Merge = Online | Welford
 
 
 @dataclass
 class Pass:
-    """Parts that run in one pass over the reduced axes, in order; `merged` says which folds run by an identity."""
+    """Parts that run in one pass over the reduced axes, in order; `merged` says which folds run by
+    an identity.
+    """
 
     parts: list[Part] = field(default_factory=list)
     merged: dict[str, Merge] = field(default_factory=dict)
@@ -67,7 +75,9 @@ def single(loops: Loops) -> Pass:
 
 
 def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], list[Write]]:
-    """Passes and the row stores that follow them. `row_level(e)`: whether e is constant along the reduced axes."""
+    """Passes and the row stores that follow them. `row_level(e)`: whether e is constant along the
+    reduced axes.
+    """
     folds = {p.name: p for p in loops.parts if isinstance(p, Fold)}
     ready: dict[str, int] = {}  # result -> first pass that may use it
     placed: list[tuple[int, Part]] = []

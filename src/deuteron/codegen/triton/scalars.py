@@ -1,8 +1,9 @@
 """Triton text of scalar values: types, literals, conversions and operations of the IR.
 
-In: dtypes and texts of arguments. Out: the text of one expression. An argument that is a literal stands in the text as a Python
-number only where Triton gives it the other argument's type; elsewhere it is a typed scalar (`literal(..., typed=True)`).
-Operations on half types (the IR has hardly any) compute in f32 and round once. Functions come from `libm`.
+In: dtypes and texts of arguments. Out: the text of one expression. An argument that is a literal
+stands in the text as a Python number only where Triton gives it the other argument's type;
+elsewhere it is a typed scalar (`literal(..., typed=True)`). Operations on half types (the IR has
+hardly any) compute in f32 and round once. Functions come from `libm`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ POINTER = {"bool": "*i1", "u8": "*u8", "i8": "*i8", "i16": "*i16", "i32": "*i32"
            "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64"}  # fmt: skip
 HALF = ("f16", "bf16")
 
-INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
-         "ne": "!=", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}  # fmt: skip
+INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+         "eq": "==", "ne": "!=", "bitwise_and": "&", "bitwise_or": "|",
+         "bitwise_xor": "^"}  # fmt: skip
 LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}
 # On booleans arithmetic is logic, as in ATen.
-BOOLEAN = {**INFIX, "add": "|", "mul": "&", "maximum": "|", "minimum": "&", "fmax": "|", "fmin": "&",
-           "sub": "!="}  # fmt: skip
+BOOLEAN = {**INFIX, "add": "|", "mul": "&", "maximum": "|", "minimum": "&", "fmax": "|",
+           "fmin": "&", "sub": "!="}  # fmt: skip
 # Operations whose result on a half type is one of its values without a rounding.
 SAME = frozenset(("abs", "where", "maximum", "minimum", "neg"))
 LIBM = frozenset(
@@ -102,7 +104,9 @@ def literal(value: Any, dtype: str, typed: bool = False) -> str:
 
 
 def convert(text: str, source: str, target: str) -> str:
-    """C's conversion as ATen has it on CUDA: floats truncate towards zero, small integers are cut from a wider one."""
+    """C's conversion as ATen has it on CUDA: floats truncate towards zero, small integers are cut
+    from a wider one.
+    """
     if source == target:
         return text
     if target == "bool":
@@ -123,7 +127,7 @@ def inlines(name: str, operand: str, position: int, other_is_literal: bool) -> b
 
 
 def operation(name: str, dtype: str, args: list[str], operand: str) -> str:
-    """One scalar operation; `operand` is the arguments' dtype (of the last argument for `where`)."""
+    """One scalar operation; `operand` is the arguments' dtype (of the last one for `where`)."""
     if operand in HALF and name not in SAME:
         args = [f"{a}.to(tl.float32)" for a in args]
         text = _operation(name, args, "f32")

@@ -1,10 +1,13 @@
-"""How a nest becomes a tile: which axes form its dimensions, which block sizes and warps are worth having.
+"""How a nest becomes a tile: which axes form its dimensions, which block sizes are worth having.
 
 In: `Loops` with linear addresses, and the device. Out: a `Form`.
 
-    points   no folds: one dimension x where all accesses agree on the contiguous axis, else y and x (a transposition)
-    rows     x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped: blocks of r, pass by pass
-    chunk    rows x walked by a fixed number of workers; results of r are kept over the rows (see schedule.kernel)
+    points   no folds: one dimension x where all accesses agree on the contiguous axis, else y and x
+             (a transposition)
+    rows     x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped:
+             blocks of r, pass by pass
+    chunk    rows x walked by a fixed number of workers; results of r are kept over the rows (see
+             schedule.kernel)
 
 Every choice here is one of speed: any form with any blocks computes the same.
 """
@@ -19,7 +22,8 @@ from deuteron.codegen.cpp.loops import ColumnFold, Loops, Write, accesses, order
 from deuteron.ir.index import Axis, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 
-# Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such values alive.
+# Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
+# values alive.
 ROW_LIMIT = 16384
 
 
@@ -37,7 +41,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Form:
-    """`dims`: name and axes of each dimension, outermost first; `candidates`: the heuristic choice first."""
+    """`dims`: name and axes of each dimension, outermost first; `candidates`: the heuristic choice
+    first.
+    """
 
     kind: str
     dims: tuple[tuple[str, tuple[Axis, ...]], ...]
@@ -92,7 +98,7 @@ def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
     return tuple(order)
 
 
-# -- points ---------------------------------------------------------------------------------------------------------------
+# -- points ----------------------------------------------------------------------------------------
 
 
 def _points(loops: Loops, spec: DeviceSpec) -> Form:
@@ -110,7 +116,9 @@ def _widest(loops: Loops) -> int:
 
 
 def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
-    """An axis along which a good part of the bytes is contiguous that is not along the innermost one."""
+    """An axis along which a good part of the bytes is contiguous that is not along the innermost
+    one.
+    """
     if len(order) < 2:
         return None
     inner = order[-1]
@@ -152,7 +160,7 @@ def _tile_blocks(ny: int, nx: int) -> tuple[Blocks, ...]:
     return (tile(32, 4), tile(64, 8))
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def _row_loads(loops: Loops) -> int:
@@ -212,7 +220,9 @@ def _row_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
 
 
 def _column_tiles(nx: int, nr: int, spec: DeviceSpec, persistent: bool) -> tuple[Blocks, ...]:
-    """Contiguous along x: at least 32 bytes of a row at once, few enough columns that there are many programs."""
+    """Contiguous along x: at least 32 bytes of a row at once, few enough columns that there are
+    many programs.
+    """
 
     def tile(x: int, elements: int) -> Blocks:
         x = min(x, power(nx))
@@ -226,7 +236,7 @@ def _column_tiles(nx: int, nr: int, spec: DeviceSpec, persistent: bool) -> tuple
 
 
 def _long_rows(nx: int, nr: int) -> tuple[Blocks, ...]:
-    """Blocks of 4096 elements keep 16 KB in flight per program; shorter rows take what they need."""
+    """Blocks of 4096 elements keep 16 KB in flight per program; short rows take what they need."""
 
     def tile(r: int, warps: int) -> Blocks:
         block = min(r, power(nr))
@@ -237,7 +247,7 @@ def _long_rows(nx: int, nr: int) -> tuple[Blocks, ...]:
     return tuple(found)
 
 
-# -- chunks ---------------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
 def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
