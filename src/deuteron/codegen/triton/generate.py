@@ -185,6 +185,8 @@ def _all_indices(nests: Iterable[Loops]) -> list[Index]:
         for root in n.roots():
             for node in root.walk():
                 found.update(dict.fromkeys(own_indices(node)))
+                if node.op == "check":
+                    found[node.attr] = None
         found.update(dict.fromkeys(n.addresses()))
         found.update(dict.fromkeys(a.extent for a in (*n.parallel, *n.reduced)))
         found[product(a.extent for a in n.parallel)] = None

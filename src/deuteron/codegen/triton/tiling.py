@@ -112,7 +112,12 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
 
 
 def _widest(loops: Loops) -> int:
-    return max((a.itemsize for a in accesses(loops)), default=4)
+    """Bytes of the elements that most of the traffic consists of."""
+    moved: dict[int, int] = {}
+    axes = (*loops.parallel, *loops.reduced)
+    for a in accesses(loops):
+        moved[a.itemsize] = moved.get(a.itemsize, 0) + a.itemsize * points(a.address, axes)
+    return max(moved, key=lambda n: moved[n], default=4)
 
 
 def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
