@@ -178,13 +178,17 @@ class Expr:
             if node in seen:
                 stack.pop()
                 continue
-            todo = [c for c in children(node) if c not in seen]
-            if todo:
-                stack.extend(reversed(todo))
-            else:
-                seen.add(node)
-                stack.pop()
-                yield node
+            below = node._children
+            if below is None:
+                below = children(node)
+            if below:
+                todo = [c for c in below if c not in seen]
+                if todo:
+                    stack.extend(reversed(todo))
+                    continue
+            seen.add(node)
+            stack.pop()
+            yield node
 
     def loads(self) -> tuple[Expr, ...]:
         if self._loads is None:

@@ -196,13 +196,14 @@ def _order_atom(a: Atom) -> tuple[int, str]:
 class Index:
     """A canonical polynomial: monomials (sorted tuples of atoms) with non-zero coefficients."""
 
-    __slots__ = ("_atoms", "_key", "terms", "value")
+    __slots__ = ("_atoms", "_key", "_syms", "terms", "value")
     _interned: dict[tuple[tuple[Monomial, int], ...], Index] = {}
 
     terms: tuple[tuple[Monomial, int], ...]
     value: int | None  # the integer, when the index is a constant
     _key: str | None
     _atoms: tuple[Atom, ...] | None
+    _syms: frozenset[Sym] | None
 
     def __new__(cls, terms: Mapping[Monomial, int]) -> Index:
         kept = [t for t in terms.items() if t[1]]
@@ -212,7 +213,8 @@ class Index:
         found = cls._interned.get(items)
         if found is None:
             found = object.__new__(cls)
-            found.terms, found._key, found._atoms = items, None, None
+            found.terms = items
+            found._key = found._atoms = found._syms = None
             found.value = (
                 0 if not items else items[0][1] if len(items) == 1 and not items[0][0] else None
             )
@@ -299,10 +301,16 @@ class Index:
         return {a for a in self.atoms() if a.rank == 1 and isinstance(a, Axis)}
 
     def syms(self) -> set[Sym]:
-        found = {a for a in self.atoms() if isinstance(a, Sym)}
-        for axis in self.axes():
-            found |= axis.extent.syms()
-        return found
+        """The sizes that it depends on, those of its axes' extents included."""
+        if self._syms is None:
+            found: set[Sym] = set()
+            for a in self.atoms():
+                if isinstance(a, Sym):
+                    found.add(a)
+                elif isinstance(a, Axis):
+                    found |= a.extent.syms()
+            self._syms = frozenset(found)
+        return set(self._syms)
 
     def coefficient(self, axis: Axis) -> Index | None:
         """What multiplies `axis` where the index is affine in it (0 where absent); else None."""
