@@ -1,4 +1,5 @@
-"""Deuteron: an operator-fusion compiler for PyTorch. ``torch.compile(model, backend="deuteron")``."""
+"""Deuteron: an operator-fusion compiler for PyTorch. ``torch.compile(model,
+backend="deuteron")``."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ def compile(
     dynamic: bool | None = None,
     fullgraph: bool = False,
 ) -> Any:
-    """``torch.compile`` with Deuteron; also a decorator. Options: see `deuteron.base.options.Options`.
+    """``torch.compile`` with Deuteron; also a decorator. Options: see
+    `deuteron.base.options.Options`.
 
-    A mode and options may be given together; an unknown one raises `OptionError` here, not at the first call.
+    A mode and options may be given together; an unknown one raises `OptionError` here, not at the
+    first call.
     """
     import torch
 
@@ -31,7 +34,11 @@ def compile(
     Options.make(mode, options)
     chosen = {**(options or {}), **({"mode": mode} if mode is not None else {})}
     return torch.compile(
-        model, backend=deuteron_backend, options=chosen or None, dynamic=dynamic, fullgraph=fullgraph
+        model,
+        backend=deuteron_backend,
+        options=chosen or None,
+        dynamic=dynamic,
+        fullgraph=fullgraph,
     )
 
 

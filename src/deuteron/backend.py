@@ -1,10 +1,11 @@
 """The backend that Dynamo calls: ``torch.compile(model, backend="deuteron")``.
 
-In: Dynamo's FX graph. Out: a callable. AOTAutograd traces forward and backward into one joint graph with Deuteron's
-decompositions; `capture.partition` divides it; each part goes to `pipeline.compile_graph`.
+In: Dynamo's FX graph. Out: a callable. AOTAutograd traces forward and backward into one joint
+graph with Deuteron's decompositions; `capture.partition` divides it; each part goes to
+`pipeline.compile_graph`.
 
-What was asked of a forward (options, who collects Records) is kept in a `Session`, because its backward
-compiles at the first ``.backward()``, perhaps in another thread.
+What was asked of a forward (options, who collects Records) is kept in a `Session`, because its
+backward compiles at the first ``.backward()``, perhaps in another thread.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _COLLECTORS: ContextVar[tuple[list[Record], ...]] = ContextVar("deuteron_collect
 
 @contextmanager
 def collecting() -> Iterator[list[Record]]:
-    """Collects the Records of the graphs whose forward compiles inside the block, and of their backwards."""
+    """Collects the Records of the graphs whose forward compiles inside the block, and of their
+    backwards."""
     found: list[Record] = []
     token = _COLLECTORS.set((*_COLLECTORS.get(), found))
     try:
@@ -67,8 +69,14 @@ class Session:
     collectors: tuple[list[Record], ...]
     joint: Record = field(default_factory=Record)
 
-    def partition(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, Any]:
-        known = {k: v for k, v in kwargs.items() if k in ("num_fwd_outputs", "static_lifetime_input_indices")}
+    def partition(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[Any, Any]:
+        known = {
+            k: v
+            for k, v in kwargs.items()
+            if k in ("num_fwd_outputs", "static_lifetime_input_indices")
+        }
         with self.joint.timed("partition"):
             return partition(gm, inputs, **known, options=self.options, record=self.joint)
 
@@ -84,26 +92,43 @@ class Session:
             return boxed(self.compile_or_fall_back(gm, inputs, phase, record, static))
         return boxed(self.run(gm, inputs, phase, record, static))
 
-    def run(self, gm: fx.GraphModule, inputs: Sequence[Any], phase: str, record: Record, static: frozenset[int]) -> Any:
+    def run(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        phase: str,
+        record: Record,
+        static: frozenset[int],
+    ) -> Any:
         return self.runner(
             gm, list(inputs), phase=phase, options=self.options, record=record, static_inputs=static
         )
 
     def compile_or_fall_back(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], phase: str, record: Record, static: frozenset[int]
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        phase: str,
+        record: Record,
+        static: frozenset[int],
     ) -> Any:
-        """As the user asked with ``fallback="aten"``: a graph that cannot be compiled runs as traced."""
+        """As the user asked with ``fallback="aten"``: a graph that cannot be compiled runs as
+        traced."""
         original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         try:
             return self.run(gm, inputs, phase, record, static)
         except Exception as e:  # noqa: BLE001 - any failure of the compiler; it is in the Record
-            record.add("fallback", what=f"{phase} graph of {len(original.graph.nodes)} nodes",
-                       reason=f"{type(e).__name__}: {e}")
+            record.add(
+                "fallback",
+                what=f"{phase} graph of {len(original.graph.nodes)} nodes",
+                reason=f"{type(e).__name__}: {e}",
+            )
             return run_as_traced(original)
 
 
 def inference_static_inputs() -> frozenset[int]:
-    """Parameters and buffers among the inputs of the graph being compiled, as AOTAutograd knows them."""
+    """Parameters and buffers among the inputs of the graph being compiled, as AOTAutograd knows
+    them."""
     context = torch._guards.TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
     return frozenset(getattr(metadata, "static_input_indices", None) or ())
@@ -131,7 +156,9 @@ def boxed(compiled: Callable[..., Any]) -> Boxed:
 
 
 def compile_graph(*args: Any, **kwargs: Any) -> Boxed:
-    from deuteron.pipeline import compile_graph as run  # imported when first used: it brings the whole compiler
+    from deuteron.pipeline import (
+        compile_graph as run,
+    )  # imported when first used: it brings the whole compiler
 
     return run(*args, **kwargs)
 
@@ -156,6 +183,7 @@ def deuteron_backend(
         partition_fn=session.partition,
         keep_inference_input_mutations=True,
     )
-    # Saved tensors are not written to by our backward; declared donated, they would make retain_graph=True fail.
+    # Saved tensors are not written to by our backward; declared donated, they would make
+    # retain_graph=True fail.
     with torch._functorch.config.patch(donated_buffer=False):
         return aot(gm, example_inputs)

@@ -1,4 +1,5 @@
-"""Runs graphs as traced, through FX, so that capture and graph rewrites are tested without lowering or code generation."""
+"""Runs graphs as traced, through FX, so that capture and graph rewrites are tested without
+lowering or code generation."""
 
 from __future__ import annotations
 
@@ -15,15 +16,24 @@ from deuteron.base.record import Record
 
 @dataclass
 class Traced:
-    """A backend that keeps what it was given. `graphs` holds (phase, graph) in the order of compilation."""
+    """A backend that keeps what it was given. `graphs` holds (phase, graph) in the order of
+    compilation."""
 
     graphs: list[tuple[str, fx.GraphModule]] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     static: list[frozenset[int]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
-    def runner(self, gm: fx.GraphModule, inputs: list[Any], *, phase: str, options: Any, record: Record,
-               static_inputs: frozenset[int] = frozenset()) -> Any:
+    def runner(
+        self,
+        gm: fx.GraphModule,
+        inputs: list[Any],
+        *,
+        phase: str,
+        options: Any,
+        record: Record,
+        static_inputs: frozenset[int] = frozenset(),
+    ) -> Any:
         check_values(gm)
         self.graphs.append((phase, gm))
         self.records.append(record)
@@ -37,8 +47,12 @@ class Traced:
         return [p for p, _ in self.graphs]
 
     def targets(self, phase: str | None = None) -> list[str]:
-        return [str(n.target) for p, g in self.graphs for n in g.graph.nodes
-                if n.op == "call_function" and phase in (None, p)]
+        return [
+            str(n.target)
+            for p, g in self.graphs
+            for n in g.graph.nodes
+            if n.op == "call_function" and phase in (None, p)
+        ]
 
     def compile(self, f: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
         return torch.compile(f, backend=self, **kwargs)
@@ -66,13 +80,20 @@ def tensors(x: Any) -> list[torch.Tensor]:
 def fresh(args: Sequence[Any]) -> list[Any]:
     """Copies with the same strides and requires_grad."""
     return [
-        a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
+        a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
+        for a in args
     ]
 
 
-def same(f: Callable[..., Any], *args: Any, backend: Traced | None = None, tolerance: float = 1e-6,
-         **kwargs: Any) -> Traced:
-    """Compiled and eager agree: outputs (values, dtype, strides, sharing), gradients, and what became of the inputs."""
+def same(
+    f: Callable[..., Any],
+    *args: Any,
+    backend: Traced | None = None,
+    tolerance: float = 1e-6,
+    **kwargs: Any,
+) -> Traced:
+    """Compiled and eager agree: outputs (values, dtype, strides, sharing), gradients, and what
+    became of the inputs."""
     torch._dynamo.reset()
     backend = backend or Traced()
     compiled = backend.compile(f, **kwargs)
@@ -95,7 +116,9 @@ def same(f: Callable[..., Any], *args: Any, backend: Traced | None = None, toler
         for e, g in zip(tensors(eager_args), tensors(args_c)):
             assert (e.grad is None) == (g.grad is None)
             if e.grad is not None:
-                torch.testing.assert_close(g.grad, e.grad, rtol=tolerance, atol=tolerance, equal_nan=True)
+                torch.testing.assert_close(
+                    g.grad, e.grad, rtol=tolerance, atol=tolerance, equal_nan=True
+                )
     return backend
 
 
@@ -103,5 +126,7 @@ def sharing(outputs: list[torch.Tensor], inputs: list[Any]) -> list[list[int]]:
     """For each output the positions, among inputs and outputs, of those that share its storage."""
     everything = [*tensors(inputs), *outputs]
     where = [t.untyped_storage().data_ptr() if t.numel() else -i for i, t in enumerate(everything)]
-    return [[i for i, w in enumerate(where) if w == where[len(everything) - len(outputs) + k]]
-            for k in range(len(outputs))]
+    return [
+        [i for i, w in enumerate(where) if w == where[len(everything) - len(outputs) + k]]
+        for k in range(len(outputs))
+    ]

@@ -22,7 +22,7 @@ def grad(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-# -- aliasing and mutation --------------------------------------------------------------------------------------------
+# -- aliasing and mutation -------------------------------------------------------------------------
 def test_views_as_outputs():
     same(lambda x: (x.view(-1), x[1:], x.t(), x + 1), T(4, 6))
     same(lambda x: ((y := x * 2), y.view(-1), y.t()), grad(4, 6))
@@ -96,7 +96,7 @@ def test_batch_norm_buffers():
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
 
 
-# -- modes ------------------------------------------------------------------------------------------------------------
+# -- modes -----------------------------------------------------------------------------------------
 def test_phases():
     traced = Traced()
     net = nn.Linear(4, 4)
@@ -135,7 +135,9 @@ def test_graph_breaks():
 def test_dynamic_shapes_compile_once():
     torch._dynamo.reset()
     traced = Traced()
-    f = traced.compile(lambda x: F.layer_norm(x, (x.shape[-1],)).softmax(-1).mean() * x.shape[0], dynamic=True)
+    f = traced.compile(
+        lambda x: F.layer_norm(x, (x.shape[-1],)).softmax(-1).mean() * x.shape[0], dynamic=True
+    )
     for n in (8, 12, 13, 400):
         x = grad(n, 16)
         y = x.detach().clone().requires_grad_()
@@ -205,7 +207,7 @@ def test_backward_in_another_thread():
     assert x.grad is not None
 
 
-# -- options and errors -----------------------------------------------------------------------------------------------
+# -- options and errors ----------------------------------------------------------------------------
 def test_options():
     assert Options.make("max-autotune").autotune
     assert Options.make("max-autotune", {"autotune": False}).autotune is False

@@ -20,25 +20,40 @@ def saved(traced: Traced) -> list[torch.Tensor]:
     """The tensors that cross from forward to backward, except inputs and incoming gradients."""
     backward = dict(traced.graphs)["backward"]
     return [
-        n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")
-        if isinstance(n.meta["val"], torch.Tensor) and not n.name.startswith(("primals", "tangents"))
+        n.meta["val"]
+        for n in backward.graph.find_nodes(op="placeholder")
+        if isinstance(n.meta["val"], torch.Tensor)
+        and not n.name.startswith(("primals", "tangents"))
     ]
 
 
 def test_chain_is_recomputed_from_its_input():
-    traced = same(lambda x: (x.sin() * 2 + 1).exp().cos(), torch.randn(1000, requires_grad=True), tolerance=1e-5)
+    traced = same(
+        lambda x: (x.sin() * 2 + 1).exp().cos(),
+        torch.randn(1000, requires_grad=True),
+        tolerance=1e-5,
+    )
     assert saved(traced) == []
 
 
 def test_saves_all_when_told():
     traced = Traced(options={"recompute": False})
-    same(lambda x: (x.sin() * 2 + 1).exp().cos(), torch.randn(100, requires_grad=True), backend=traced, tolerance=1e-5)
+    same(
+        lambda x: (x.sin() * 2 + 1).exp().cos(),
+        torch.randn(100, requires_grad=True),
+        backend=traced,
+        tolerance=1e-5,
+    )
     assert saved(traced)
     assert "aten.exp.default" not in traced.targets("backward")
 
 
 def test_small_statistics_are_saved_not_recomputed():
-    traced = same(lambda x: F.layer_norm(x, (512,)).sin(), torch.randn(64, 512, requires_grad=True), tolerance=1e-5)
+    traced = same(
+        lambda x: F.layer_norm(x, (512,)).sin(),
+        torch.randn(64, 512, requires_grad=True),
+        tolerance=1e-5,
+    )
     assert sorted(tuple(v.shape) for v in saved(traced)) == [(64, 1), (64, 1)]
     assert not any("mean" in t and "var" in t for t in traced.targets("backward"))
 
@@ -57,7 +72,12 @@ def test_views_save_their_base():
         q, k, v = (x @ w).chunk(3, -1)
         return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
 
-    traced = same(f, torch.randn(2, 8, 16, requires_grad=True), torch.randn(16, 48, requires_grad=True), tolerance=1e-4)
+    traced = same(
+        f,
+        torch.randn(2, 8, 16, requires_grad=True),
+        torch.randn(16, 48, requires_grad=True),
+        tolerance=1e-4,
+    )
     assert sum(v.numel() for v in saved(traced)) <= 2 * 8 * 48 + 2 * 8 * 8 + 2 * 2 * 8
 
 
@@ -66,8 +86,11 @@ def test_sizes_are_saved_as_numbers():
     x = torch.randn(8, 1000, requires_grad=True)
     traced.compile(lambda x: x.sum(0).sin() * x.shape[0], dynamic=True)(x).sum().backward()
     backward = dict(traced.graphs)["backward"]
-    shapes = [tuple(n.meta["val"].shape) for n in backward.graph.find_nodes(op="placeholder")
-              if isinstance(n.meta["val"], torch.Tensor)]
+    shapes = [
+        tuple(n.meta["val"].shape)
+        for n in backward.graph.find_nodes(op="placeholder")
+        if isinstance(n.meta["val"], torch.Tensor)
+    ]
     assert all(len(s) == 1 for s in shapes), "x itself is not needed, only how long it is"
 
 
@@ -78,11 +101,16 @@ def test_checkpoint_recomputes_a_matmul():
         return torch.tanh(x @ w) @ w
 
     def f(x):
-        return checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False).sum()
+        return checkpoint(
+            block, checkpoint(block, x, use_reentrant=False), use_reentrant=False
+        ).sum()
 
     traced = same(f, torch.randn(4, 32, requires_grad=True), tolerance=1e-4)
     assert len(saved(traced)) == 1, "only what lies between the two regions"
-    forward, backward = traced.targets("forward").count("aten.mm.default"), traced.targets("backward")
+    forward, backward = (
+        traced.targets("forward").count("aten.mm.default"),
+        traced.targets("backward"),
+    )
     assert forward == 4 and backward.count("aten.mm.default") >= 4 + 4 + 1
 
 
@@ -102,13 +130,17 @@ def test_gradient_that_does_not_depend_on_the_incoming_one():
 
 
 def test_decisions_are_recorded():
-    traced = same(lambda x: F.layer_norm(x, (64,)).exp(), torch.randn(8, 64, requires_grad=True), tolerance=1e-5)
+    traced = same(
+        lambda x: F.layer_norm(x, (64,)).exp(),
+        torch.randn(8, 64, requires_grad=True),
+        tolerance=1e-5,
+    )
     entries = [e for e in traced.records[0].of("decision") if e["subject"] in ("save", "recompute")]
     assert {e["subject"] for e in entries} == {"save", "recompute"}
     assert all(e["bytes"] > 0 and e["reason"] for e in entries)
 
 
-# -- the cut ----------------------------------------------------------------------------------------------------------
+# -- the cut ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(20))
 def test_cut_against_networkx(seed):
     rng = random.Random(seed)
@@ -128,7 +160,9 @@ def test_cut_against_networkx(seed):
         before = graph.edges[u, v]["capacity"] if graph.has_edge(u, v) else 0
         graph.add_edge(u, v, capacity=before + c)
     late = {*net.sink_side(), net.sink}
-    crossing = sum(c for u, v, c in edges if place.get(u, u) not in late and place.get(v, v) in late)
+    crossing = sum(
+        c for u, v, c in edges if place.get(u, u) not in late and place.get(v, v) in late
+    )
     assert crossing == networkx.minimum_cut_value(graph, "s", "t")
 
 
@@ -149,7 +183,8 @@ def test_nearest_to_the_sink():
 
 
 def test_long_chain_is_fast():
-    """A graph like a residual network of 3000 values: every tenth is never recomputed, all are wanted later."""
+    """A graph like a residual network of 3000 values: every tenth is never recomputed, all are
+    wanted later."""
     rng = random.Random(0)
     n = 3000
     net = Network(2 * n)

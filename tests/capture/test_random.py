@@ -1,4 +1,5 @@
-"""Random numbers as functions of a seed: reference, distribution, agreement of forward and backward, reproducibility."""
+"""Random numbers as functions of a seed: reference, distribution, agreement of forward and
+backward, reproducibility."""
 
 from __future__ import annotations
 
@@ -20,23 +21,29 @@ def test_philox_known_answers():
 
 def test_elements_do_not_depend_on_the_size():
     seed = torch.tensor(1234)
-    assert torch.equal(RAND(seed, 3, [1000], torch.float32)[:10], RAND(seed, 3, [10], torch.float32))
+    assert torch.equal(
+        RAND(seed, 3, [1000], torch.float32)[:10], RAND(seed, 3, [10], torch.float32)
+    )
     assert not torch.equal(RAND(seed, 3, [10], torch.float32), RAND(seed, 4, [10], torch.float32))
-    assert not torch.equal(RAND(seed, 3, [10], torch.float32), RAND(seed + 1, 3, [10], torch.float32))
+    assert not torch.equal(
+        RAND(seed, 3, [10], torch.float32), RAND(seed + 1, 3, [10], torch.float32)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_distributions(dtype):
     seed, n = torch.tensor(-7), 400_000
     u, z = RAND(seed, 0, [n], dtype), RANDN(seed, 1, [n], dtype)
-    assert u.dtype == dtype and 0 <= float(u.min()) and float(u.max()) < 1
+    assert u.dtype == dtype and float(u.min()) >= 0 and float(u.max()) < 1
     # 5 standard errors of mean and variance; kurtosis of a normal distribution is 3
     assert abs(float(u.mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
     assert abs(float(z.mean())) < 5 / n**0.5
     assert abs(float(z.var()) - 1) < 5 * (2 / n) ** 0.5
     assert abs(float((z**4).mean()) - 3) < 5 * (96 / n) ** 0.5
     counts = torch.bincount((u * 16).long(), minlength=16)
-    assert float(((counts - n / 16) ** 2 / (n / 16)).sum()) < 50  # chi-squared, 15 degrees of freedom: p < 1e-5
+    assert (
+        float(((counts - n / 16) ** 2 / (n / 16)).sum()) < 50
+    )  # chi-squared, 15 degrees of freedom: p < 1e-5
     i = RANDINT64(seed, 2, -3, 5, [n])
     assert (int(i.min()), int(i.max())) == (-3, 4)
     counts = torch.bincount(i + 3)
@@ -45,7 +52,9 @@ def test_distributions(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dropout_gradients_use_the_mask_of_the_forward(dtype, monkeypatch):
-    monkeypatch.setitem(partition.FLOPS_PER_BYTE, "cpu", 1e9)  # arithmetic is free: only the seed should cross
+    monkeypatch.setitem(
+        partition.FLOPS_PER_BYTE, "cpu", 1e9
+    )  # arithmetic is free: only the seed should cross
     traced = Traced()
     f = traced.compile(lambda x: F.dropout(x * 2, 0.3))
     x = torch.ones(4000, dtype=dtype, requires_grad=True)
@@ -54,7 +63,9 @@ def test_dropout_gradients_use_the_mask_of_the_forward(dtype, monkeypatch):
     assert torch.equal(y == 0, x.grad == 0)
     assert abs(float((y == 0).float().mean()) - 0.3) < 0.04
     names = traced.targets()
-    assert "deuteron.rand.default" in names and not any("native_dropout" in n or "aten.rand" in n for n in names)
+    assert "deuteron.rand.default" in names and not any(
+        "native_dropout" in n or "aten.rand" in n for n in names
+    )
     backward = dict(traced.graphs)["backward"]
     saved = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
     assert [tuple(v.shape) for v in saved] == [(), (4000,)]
@@ -83,7 +94,10 @@ def test_same_seed_same_numbers():
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     assert not any(torch.equal(a, b) for a, b in zip(first[:2], second[:2]))
     assert traced.targets().count("deuteron.seed.default") == 1
-    assert not any(n.startswith("aten.") and ("rand" in n or "bernoulli" in n or "uniform" in n) for n in traced.targets())
+    assert not any(
+        n.startswith("aten.") and ("rand" in n or "bernoulli" in n or "uniform" in n)
+        for n in traced.targets()
+    )
     assert float(first[1].max()) < 4 and 2.5 < float(first[3].mean()) < 3.5
 
 

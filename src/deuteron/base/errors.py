@@ -1,4 +1,5 @@
-"""The errors that Deuteron raises: a class each, with a message, a hint and the place in the user's code.
+"""The errors that Deuteron raises: a class each, with a message, a hint and the place in the
+user's code.
 
 Every error survives pickling (build errors cross process borders) and prints as::
 
@@ -59,16 +60,28 @@ class UnsupportedOp(DeuteronError):
 
 
 class VerifyError(DeuteronError):
-    """A stage produced an artifact that breaks an invariant. Names the invariant, the node and the guilty pass."""
+    """A stage produced an artifact that breaks an invariant. Names the invariant, the node and the
+    guilty pass."""
 
     def __init__(
-        self, message: str, hint: str = "", where: str = "", invariant: str = "", node: str = "", guilty: str = "",
+        self,
+        message: str,
+        hint: str = "",
+        where: str = "",
+        invariant: str = "",
+        node: str = "",
+        guilty: str = "",
     ) -> None:
         super().__init__(message, hint, where)
         self.invariant, self.node, self.guilty = invariant, node, guilty
 
     def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "invariant": self.invariant, "node": self.node, "guilty": self.guilty}
+        return {
+            **super().fields(),
+            "invariant": self.invariant,
+            "node": self.node,
+            "guilty": self.guilty,
+        }
 
     def lines(self) -> list[str]:
         named = (("invariant", self.invariant), ("node", self.node), ("after pass", self.guilty))
@@ -79,13 +92,24 @@ class BuildError(DeuteronError):
     """A compiler refused generated source. `command` reproduces it on the file at `source`."""
 
     def __init__(
-        self, message: str, hint: str = "", where: str = "", source: str = "", output: str = "", command: str = "",
+        self,
+        message: str,
+        hint: str = "",
+        where: str = "",
+        source: str = "",
+        output: str = "",
+        command: str = "",
     ) -> None:
         super().__init__(message, hint, where)
         self.source, self.output, self.command = source, output, command
 
     def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "source": self.source, "output": self.output, "command": self.command}
+        return {
+            **super().fields(),
+            "source": self.source,
+            "output": self.output,
+            "command": self.command,
+        }
 
     def lines(self) -> list[str]:
         out = super().lines()
@@ -99,4 +123,5 @@ class BuildError(DeuteronError):
 
 
 class CacheError(DeuteronError):
-    """The cache folder cannot be used (not ours, not writable). A bad entry is rebuilt and is no error."""
+    """The cache folder cannot be used (not ours, not writable). A bad entry is rebuilt and is no
+    error."""

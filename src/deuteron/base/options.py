@@ -1,9 +1,9 @@
 """Options: one frozen value that a compilation receives. The only reader of the environment.
 
-In: the `mode` or `options` of ``torch.compile`` and the variables ``DEUTERON_<FIELD>``. Out: an `Options`.
-An explicit option wins over the environment, which wins over the mode, which wins over the default.
-Every field names its unit and whether generated code depends on it (`codegen=True` in its metadata);
-`Options.codegen_key` covers exactly those.
+In: the `mode` or `options` of ``torch.compile`` and the variables ``DEUTERON_<FIELD>``. Out: an
+`Options`. An explicit option wins over the environment, which wins over the mode, which wins over
+the default. Every field names its unit and whether generated code depends on it (`codegen=True` in
+its metadata); `Options.codegen_key` covers exactly those.
 """
 
 from __future__ import annotations
@@ -24,44 +24,86 @@ ALIASES = {"DEBUG": "debug_dir"}
 
 
 def _option(
-    default: Any, doc: str, *, codegen: bool = False, choices: tuple[str, ...] = (), low: int | None = None
+    default: Any,
+    doc: str,
+    *,
+    codegen: bool = False,
+    choices: tuple[str, ...] = (),
+    low: int | None = None,
 ) -> Any:
-    return field(default=default, metadata={"doc": doc, "codegen": codegen, "choices": choices, "low": low})
+    return field(
+        default=default, metadata={"doc": doc, "codegen": codegen, "choices": choices, "low": low}
+    )
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user can decide about a compilation. See each field's ``doc``, or `Options.describe`."""
+    """What a user can decide about a compilation. See each field's ``doc``, or
+    `Options.describe`."""
 
-    mode: str = _option("default", "The mode that the other defaults came from.",
-                        choices=("default", "reduce-overhead", "max-autotune"))
-    fallback: str = _option("error", "When a graph cannot be compiled: raise ('error'), or run it through ATen and "
-                                     "say so in the Record ('aten').", choices=("error", "aten"))
+    mode: str = _option(
+        "default",
+        "The mode that the other defaults came from.",
+        choices=("default", "reduce-overhead", "max-autotune"),
+    )
+    fallback: str = _option(
+        "error",
+        "When a graph cannot be compiled: raise ('error'), or run it through ATen and "
+        "say so in the Record ('aten').",
+        choices=("error", "aten"),
+    )
     verify: bool = _option(False, "Check every stage's artifact, not only the cheap invariants.")
-    debug_dir: str | None = _option(None, "Folder that receives each stage's artifact of each graph.")
-    cache_dir: str | None = _option(None, "Folder of built kernels; default: the user's cache folder / deuteron.")
+    debug_dir: str | None = _option(
+        None, "Folder that receives each stage's artifact of each graph."
+    )
+    cache_dir: str | None = _option(
+        None, "Folder of built kernels; default: the user's cache folder / deuteron."
+    )
     cache: bool = _option(True, "Read and write the cache of built kernels.")
     workers: int = _option(0, "Processes that build kernels; 0: one per core, at most 8.", low=0)
-    recompute: bool = _option(True, "Recompute cheap values in the backward pass instead of saving them.")
-    eager_random: bool = _option(False, "Draw random numbers as eager does (same numbers for the same seed), at "
-                                        "the price of library calls and saved masks.", codegen=True)
-    fusion: bool = _option(True, "Let operations share kernels. False: one kernel per operation (to bisect).",
-                           codegen=True)
-    threads: int = _option(0, "Threads of CPU kernels; 0: torch.get_num_threads() at each call.", low=0, codegen=True)
-    device_spec: str | None = _option(None, "JSON file that overrides the measured device figures of the cost model.",
-                                      codegen=True)
-    cudagraphs: bool = _option(False, "Replay captured CUDA graphs where a call's addresses and sizes allow it.")
-    autotune: bool = _option(False, "Measure candidate configurations where the cost model finds them close.",
-                             codegen=True)
-    bounds_check: bool = _option(True, "Check indices that are loaded from tensors, as eager does.", codegen=True)
+    recompute: bool = _option(
+        True, "Recompute cheap values in the backward pass instead of saving them."
+    )
+    eager_random: bool = _option(
+        False,
+        "Draw random numbers as eager does (same numbers for the same seed), at "
+        "the price of library calls and saved masks.",
+        codegen=True,
+    )
+    fusion: bool = _option(
+        True,
+        "Let operations share kernels. False: one kernel per operation (to bisect).",
+        codegen=True,
+    )
+    threads: int = _option(
+        0, "Threads of CPU kernels; 0: torch.get_num_threads() at each call.", low=0, codegen=True
+    )
+    device_spec: str | None = _option(
+        None,
+        "JSON file that overrides the measured device figures of the cost model.",
+        codegen=True,
+    )
+    cudagraphs: bool = _option(
+        False, "Replay captured CUDA graphs where a call's addresses and sizes allow it."
+    )
+    autotune: bool = _option(
+        False,
+        "Measure candidate configurations where the cost model finds them close.",
+        codegen=True,
+    )
+    bounds_check: bool = _option(
+        True, "Check indices that are loaded from tensors, as eager does.", codegen=True
+    )
 
     @staticmethod
     def make(mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
-        """The options of one ``torch.compile`` call; raises `OptionError` for what does not exist."""
+        """The options of one ``torch.compile`` call; raises `OptionError` for what does not
+        exist."""
         return _make(mode, options, os.environ)
 
     def codegen_key(self) -> str:
-        """A stable string of the options that generated code depends on. Files count with their content."""
+        """A stable string of the options that generated code depends on. Files count with their
+        content."""
         parts = []
         for f in fields(self):
             if not f.metadata["codegen"]:
@@ -102,7 +144,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _make(mode: str | None, options: Mapping[str, Any] | None, environment: Mapping[str, str]) -> Options:
+def _make(
+    mode: str | None, options: Mapping[str, Any] | None, environment: Mapping[str, str]
+) -> Options:
     if mode is not None and mode not in MODES:
         raise OptionError(f"no mode {mode!r}", hint=_nearest(mode, MODES))
     known = {f.name: f for f in fields(Options)}
@@ -110,18 +154,20 @@ def _make(mode: str | None, options: Mapping[str, Any] | None, environment: Mapp
     for name, text in sorted(environment.items()):
         if not name.startswith(PREFIX):
             continue
-        short = name[len(PREFIX):]
+        short = name[len(PREFIX) :]
         target = ALIASES.get(short, short.lower())
         if target not in known:
-            raise OptionError(f"no option for environment variable {name}",
-                              hint=_nearest(name, [PREFIX + k.upper() for k in known]))
+            raise OptionError(
+                f"no option for environment variable {name}",
+                hint=_nearest(name, [PREFIX + k.upper() for k in known]),
+            )
         values[target] = _parse(target, text, name)
     for name, value in (options or {}).items():
         if name not in known:
             raise OptionError(f"no option {name!r}", hint=_nearest(name, known))
         values[name] = _checked(name, value)
-    if (values["mode"] not in MODES):
-        raise OptionError(f"no mode {values['mode']!r}", hint=_nearest(values["mode"], MODES))
+    if values["mode"] not in MODES:
+        raise OptionError(f"no mode {values['mode']!r}", hint=_nearest(str(values["mode"]), MODES))
     if mode is None and values["mode"] != "default":  # options={"mode": ...} or DEUTERON_MODE
         values = {**MODES[values["mode"]], **values}
     return Options(**values)
@@ -146,8 +192,17 @@ def _kind(name: str) -> type:
 def _parse(name: str, text: str, source: str) -> Any:
     kind = _kind(name)
     if kind is bool:
-        table = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False,
-                 "off": False, "": False}
+        table = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+            "": False,
+        }
         if text.strip().lower() not in table:
             raise OptionError(f"{source}={text!r} is not a boolean", hint="use 0 or 1")
         return table[text.strip().lower()]
@@ -175,7 +230,11 @@ def _checked(name: str, value: Any) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise OptionError(f"option {name!r} takes {kind.__name__}, not {value!r}", hint=meta["doc"])
     if meta["choices"] and value not in meta["choices"]:
-        raise OptionError(f"option {name!r} has no value {value!r}", hint=_nearest(value, meta["choices"]))
+        raise OptionError(
+            f"option {name!r} has no value {value!r}", hint=_nearest(str(value), meta["choices"])
+        )
     if meta["low"] is not None and value < meta["low"]:
-        raise OptionError(f"option {name!r} is at least {meta['low']}, not {value}", hint=meta["doc"])
+        raise OptionError(
+            f"option {name!r} is at least {meta['low']}, not {value}", hint=meta["doc"]
+        )
     return value

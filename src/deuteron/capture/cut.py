@@ -1,10 +1,11 @@
 """Minimum cut of a network whose vertices are 0..n-1 with a source and a sink.
 
-In: edges (u, v, capacity), capacities non-negative integers or `INFINITE`. Out: the set of vertices on the sink's side
-of the minimum cut that lies nearest to the sink. Every finite cut must exist; else `NoCut` names the path.
+In: edges (u, v, capacity), capacities non-negative integers or `INFINITE`. Out: the set of
+vertices on the sink's side of the minimum cut that lies nearest to the sink. Every finite cut must
+exist; else `NoCut` names the path.
 
-Dinic's algorithm, run for each connected component by itself: what cannot be recomputed divides a joint graph
-into many small components, so that the whole is close to linear in practice.
+Dinic's algorithm, run for each connected component by itself: what cannot be recomputed divides a
+joint graph into many small components, so that the whole is close to linear in practice.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Network:
         return self._reaches_sink()
 
     def _components(self) -> list[list[int]]:
-        """Vertices that hang together without source and sink, and touch both (others carry no flow)."""
+        """Vertices that hang together without source and sink, and touch both (others carry no
+        flow)."""
         seen = [False] * self.n
         found = []
         for start in range(self.n):
@@ -87,7 +89,8 @@ class Network:
                         pass
 
     def _distances(self, part: list[int], level: list[int]) -> bool:
-        """Sets level[u] = 1 + edges from u to the sink through free edges (0: none); is the source reached?"""
+        """Sets level[u] = 1 + edges from u to the sink through free edges (0: none); is the source
+        reached?"""
         for u in part:
             level[u] = 0
         reached = False
@@ -110,7 +113,8 @@ class Network:
         return reached
 
     def _push(self, entry: int, level: list[int], current: list[int]) -> bool:
-        """One augmenting path that starts with edge `entry`; False when there is none in this level graph."""
+        """One augmenting path that starts with edge `entry`; False when there is none in this
+        level graph."""
         path = [entry]
         while True:
             u = self.head[path[-1]]
@@ -121,7 +125,8 @@ class Network:
                 e = edges[i]
                 v = self.head[e]
                 if self.room[e] > 0 and (
-                    (v == self.sink and level[u] == 1) or (v < self.n and 0 < level[v] == level[u] - 1)
+                    (v == self.sink and level[u] == 1)
+                    or (v < self.n and 0 < level[v] == level[u] - 1)
                 ):
                     break
                 i += 1

@@ -1,8 +1,8 @@
 """Which ATen operators AOTAutograd decomposes, and which reach the lowering whole.
 
-In: nothing. Out: `table()`, operator overload -> function. The base is torch's core ATen set (composite operators,
-backward formulas of pointwise operators, losses, padding, upsampling, embedding and norm backwards, ...). This file
-states what differs from it, family by family:
+In: nothing. Out: `table()`, operator overload -> function. The base is torch's core ATen set
+(composite operators, backward formulas of pointwise operators, losses, padding, upsampling,
+embedding and norm backwards, ...). This file states what differs from it, family by family:
 
     WHOLE     in torch's set, but not decomposed here
     FURTHER   torch knows how, but its core set keeps them whole; here they are decomposed
@@ -10,8 +10,8 @@ states what differs from it, family by family:
 
 All names are looked up; one that this torch does not have is left out.
 
-Numerics: torch's decompositions of half types compute in f32 and round once per operator, as eager does. Those
-that round more often than eager are in WHOLE or have a rule in OWN.
+Numerics: torch's decompositions of half types compute in f32 and round once per operator, as eager
+does. Those that round more often than eager are in WHOLE or have a rule in OWN.
 """
 
 from __future__ import annotations
@@ -30,47 +30,93 @@ aten = torch.ops.aten
 Rule = Callable[..., Any]
 
 WHOLE: tuple[str, ...] = (
-    # Torch's rule returns the attention matrix where the backward expects log-sum-exp: wrong gradients.
+    # Torch's rule returns the attention matrix where the backward expects log-sum-exp: wrong
+    # gradients.
     "aten._scaled_dot_product_flash_attention_for_cpu",
     # Contractions with an addend are one library call.
     "aten.baddbmm",
-    # One scalar function each in the lowering: decomposed they would round more often than eager in half types.
-    "aten.addcmul", "aten.addcdiv", "aten.lerp", "aten.silu", "aten.square", "aten.rsub", "aten.clamp_min",
-    "aten.clamp_max", "aten.clip", "aten.floor_divide", "aten.sgn", "aten.std",
-    # Sums of half types accumulate in f32 in the lowering; a decomposed `sum.default` says nothing more.
+    # One scalar function each in the lowering: decomposed they would round more often than eager
+    # in half types.
+    "aten.addcmul",
+    "aten.addcdiv",
+    "aten.lerp",
+    "aten.silu",
+    "aten.square",
+    "aten.rsub",
+    "aten.clamp_min",
+    "aten.clamp_max",
+    "aten.clip",
+    "aten.floor_divide",
+    "aten.sgn",
+    "aten.std",
+    # Sums of half types accumulate in f32 in the lowering; a decomposed `sum.default` says nothing
+    # more.
     "aten.sum",
     # The graph's own rewrite makes it a function of a seed, or leaves eager's call.
     "aten.bernoulli",
     # Torch's rule loses the memory format of its input.
-    "aten.max_unpool2d", "aten.max_unpool3d",
+    "aten.max_unpool2d",
+    "aten.max_unpool3d",
     # Data movement by a loaded index, or an order: nothing to gain from loops.
-    "aten.argsort", "aten.msort", "aten.isin", "aten.unique_dim",
+    "aten.argsort",
+    "aten.msort",
+    "aten.isin",
+    "aten.unique_dim",
 )
 
 FURTHER: tuple[str, ...] = (
-    # Softmax and norms are reductions with prologue and epilogue: decomposed they fuse with their neighbours.
-    "aten._softmax", "aten._log_softmax",
-    "aten.native_layer_norm", "aten.native_group_norm",
-    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._native_batch_norm_legit_functional",
-    "aten._native_batch_norm_legit_no_training", "aten._batch_norm_with_update",
-    "aten._batch_norm_with_update_functional", "aten._batch_norm_no_update", "aten.batch_norm_backward",
-    "aten.linalg_vector_norm", "aten.dist",
+    # Softmax and norms are reductions with prologue and epilogue: decomposed they fuse with their
+    # neighbours.
+    "aten._softmax",
+    "aten._log_softmax",
+    "aten.native_layer_norm",
+    "aten.native_group_norm",
+    "aten.native_batch_norm",
+    "aten._native_batch_norm_legit",
+    "aten._native_batch_norm_legit_functional",
+    "aten._native_batch_norm_legit_no_training",
+    "aten._batch_norm_with_update",
+    "aten._batch_norm_with_update_functional",
+    "aten._batch_norm_no_update",
+    "aten.batch_norm_backward",
+    "aten.linalg_vector_norm",
+    "aten.dist",
     "aten.rrelu_with_noise_backward",
     # Pointwise formulas.
-    "aten.elu", "aten.hardtanh", "aten.leaky_relu", "aten.round.decimals", "aten.lcm", "aten.conj_physical",
+    "aten.elu",
+    "aten.hardtanh",
+    "aten.leaky_relu",
+    "aten.round.decimals",
+    "aten.lcm",
+    "aten.conj_physical",
     "aten.addmv",
     # Index arithmetic and gathers.
-    "aten.index_select", "aten.grid_sampler_2d", "aten.upsample_bicubic2d", "aten.upsample_bilinear2d",
-    "aten.upsample_trilinear3d", "aten.upsample_nearest2d.vec", "aten.tril_indices", "aten.triu_indices",
-    "aten.narrow_copy", "aten.permute_copy", "aten.view_copy", "aten.unbind_copy", "aten.lift",
+    "aten.index_select",
+    "aten.grid_sampler_2d",
+    "aten.upsample_bicubic2d",
+    "aten.upsample_bilinear2d",
+    "aten.upsample_trilinear3d",
+    "aten.upsample_nearest2d.vec",
+    "aten.tril_indices",
+    "aten.triu_indices",
+    "aten.narrow_copy",
+    "aten.permute_copy",
+    "aten.view_copy",
+    "aten.unbind_copy",
+    "aten.lift",
     "aten._adaptive_avg_pool2d",
     "aten.new_empty_strided",
 )
 
 # Formulas over rand and randn, which the graph's own rewrite makes functions of a seed.
 RANDOM: tuple[str, ...] = (
-    "aten.exponential", "aten.cauchy", "aten.geometric", "aten.log_normal", "aten.normal.Tensor_Tensor",
-    "aten.normal.Tensor_float", "aten.normal.float_Tensor",
+    "aten.exponential",
+    "aten.cauchy",
+    "aten.geometric",
+    "aten.log_normal",
+    "aten.normal.Tensor_Tensor",
+    "aten.normal.Tensor_float",
+    "aten.normal.float_Tensor",
 )
 
 OWN: dict[str, Rule] = {}
@@ -98,7 +144,11 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     found.update(get_decompositions(list(ops.resolved(further))))
     for target in ops.resolved(WHOLE):
         found.pop(target, None)
-    rules = [*OWN.items(), *foreach_rules(), ("aten.native_dropout.default", partial(native_dropout, eager_random))]
+    rules: list[tuple[str, Rule]] = [
+        *OWN.items(),
+        *foreach_rules(),
+        ("aten.native_dropout.default", partial(native_dropout, eager_random)),
+    ]
     for name, rule in rules:
         for target in ops.resolved((name,)):
             found[target] = rule
@@ -109,12 +159,13 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     return found
 
 
-# -- torch's rules, with eager's precision --------------------------------------------------------------------------------
+# -- torch's rules, with eager's precision ---------------------------------------------------------
 HALF = (torch.float16, torch.bfloat16)
 
 
 def in_f32(rule: Rule) -> Rule:
-    """Eager makes one pass over half types with an f32 accumulator; torch's rule would round after each step."""
+    """Eager makes one pass over half types with an f32 accumulator; torch's rule would round after
+    each step."""
 
     @wraps(rule)
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +181,8 @@ def in_f32(rule: Rule) -> Rule:
 
 
 def f32_statistics(rule: Rule) -> Rule:
-    """Half input with f32 parameters or buffers: eager saves f32 statistics; torch's rule rounds them on CPU."""
+    """Half input with f32 parameters or buffers: eager saves f32 statistics; torch's rule rounds
+    them on CPU."""
 
     @wraps(rule)
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +204,7 @@ WRAPPED: dict[str, Callable[[Rule], Rule]] = {
 }
 
 
-# -- random -----------------------------------------------------------------------------------------------------------
+# -- random ----------------------------------------------------------------------------------------
 def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) -> Any:
     """(x * mask / (1 - p), mask). Eager draws like `bernoulli` on CPU, but not on GPUs."""
     if eager_random and x.device.type != "cpu":
@@ -163,10 +215,11 @@ def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) 
     return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 
-# -- pointwise ---------------------------------------------------------------------------------------------------------
+# -- pointwise -------------------------------------------------------------------------------------
 @own("aten.round.decimals")
 def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
-    """Scaled, rounded and scaled back in the compute dtype, as eager does; torch's rule emits private operators."""
+    """Scaled, rounded and scaled back in the compute dtype, as eager does; torch's rule emits
+    private operators."""
     if not x.dtype.is_floating_point:
         return NotImplemented
     wide = x.float() if x.dtype in HALF else x
@@ -185,31 +238,78 @@ def efficient_zeros(size: Sequence[int], **kwargs: Any) -> Tensor:
     return aten.full.default(size, 0, **{k: v for k, v in kwargs.items() if v is not None})
 
 
-# -- convolution --------------------------------------------------------------------------------------------------------
+# -- convolution -----------------------------------------------------------------------------------
 @own("aten.convolution_backward.default")
 def convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    """On GPUs the bias gradient is a reduction that fuses with what made `grad`; oneDNN makes it along the way."""
+    """On GPUs the bias gradient is a reduction that fuses with what made `grad`; oneDNN makes it
+    along the way."""
     if not output_mask[2] or grad.device.type != "cuda":
         return NotImplemented
     bias = aten.sum.dim_IntList(grad, [0, *range(2, grad.dim())])
     dx, dw, _ = aten.convolution_backward.default(
-        grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
+        grad,
+        x,
+        weight,
+        bias_sizes,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
         [output_mask[0], output_mask[1], False],
     )
     return dx, dw, bias
 
 
-# -- lists of tensors: optimizers ------------------------------------------------------------------------------------------
-# _foreach operator -> operator per tensor, where names or overloads differ. "List" overloads pair up two lists.
-FOREACH_UNARY = (
-    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal "
-    "round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
-).split()
-FOREACH_BINARY = "add sub mul div maximum minimum clamp_max clamp_min pow".split()
+# -- lists of tensors: optimizers ------------------------------------------------------------------
+# _foreach operator -> operator per tensor, where names or overloads differ. "List" overloads pair
+# up two lists.
+FOREACH_UNARY = [
+    "abs",
+    "acos",
+    "asin",
+    "atan",
+    "ceil",
+    "cos",
+    "cosh",
+    "erf",
+    "erfc",
+    "exp",
+    "expm1",
+    "floor",
+    "frac",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "neg",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+]
+FOREACH_BINARY = ["add", "sub", "mul", "div", "maximum", "minimum", "clamp_max", "clamp_min", "pow"]
 
 
 def foreach_rules() -> list[tuple[str, Rule]]:
@@ -221,7 +321,9 @@ def foreach_rules() -> list[tuple[str, Rule]]:
         f = _scalar_form(n)
         for overload in ("Scalar", "ScalarList", "List", "Tensor"):
             rules.append((f"aten._foreach_{n}.{overload}", _each(f)))
-    rules.append(("aten._foreach_pow.ScalarAndTensor", lambda base, exps: [torch.pow(base, e) for e in exps]))
+    rules.append(
+        ("aten._foreach_pow.ScalarAndTensor", lambda base, exps: [torch.pow(base, e) for e in exps])
+    )
     for n in ("addcmul", "addcdiv"):
         f = getattr(torch, n)
         rules.append((f"aten._foreach_{n}.Scalar", _each_with_value(f)))
@@ -229,9 +331,12 @@ def foreach_rules() -> list[tuple[str, Rule]]:
     for overload in ("Scalar", "List", "ScalarList"):
         rules.append((f"aten._foreach_lerp.{overload}", _each(torch.lerp)))
     rules.append(("aten._foreach_zero.default", _each(torch.zeros_like)))
-    rules.append(("aten._foreach_copy.default", lambda xs, ys, non_blocking=False: [
-        aten.copy.default(x, y) for x, y in zip(xs, ys)
-    ]))
+    rules.append(
+        (
+            "aten._foreach_copy.default",
+            lambda xs, ys, non_blocking=False: [aten.copy.default(x, y) for x, y in zip(xs, ys)],
+        )
+    )
     rules.append(("aten._foreach_norm.Scalar", _foreach_norm))
     return rules
 
@@ -255,12 +360,16 @@ def _each(f: Rule) -> Rule:
 
 
 def _each_with_value(f: Rule) -> Rule:
-    def rule(xs: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], value: Any = 1) -> list[Tensor]:
+    def rule(
+        xs: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], value: Any = 1
+    ) -> list[Tensor]:
         values = value if isinstance(value, (list, tuple)) else [value] * len(xs)
         return [f(x, p, q, value=v) for x, p, q, v in zip(xs, a, b, values)]
 
     return rule
 
 
-def _foreach_norm(xs: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _foreach_norm(
+    xs: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in xs]

@@ -1,7 +1,7 @@
 """The one shim for the likely values of symbolic sizes. Asks nothing that would add a guard.
 
-In: a Python number, SymInt or fake tensor. Out: an int. A size that is known only at run time (unbacked) counts as
-`FALLBACK`.
+In: a Python number, SymInt or fake tensor. Out: an int. A size that is known only at run time
+(unbacked) counts as `FALLBACK`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import sympy
 import torch
 
-# Elements that an unbacked size is taken to have: only the order of magnitude matters, and only to a cost model.
+# Elements that an unbacked size is taken to have: only the order of magnitude matters, and only to
+# a cost model.
 FALLBACK = 4096
 
 
@@ -50,7 +51,10 @@ class Hints:
         values: dict[Any, Any] = {}
         for s in expr.free_symbols:
             known = None
-            for table in ("backed_var_to_val", "var_to_val"):  # the second is its name in torch 2.11
+            for table in (
+                "backed_var_to_val",
+                "var_to_val",
+            ):  # the second is its name in torch 2.11
                 known = getattr(env, table, {}).get(s)
                 if known is not None:
                     break

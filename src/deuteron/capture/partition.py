@@ -1,16 +1,20 @@
-"""Divides a joint graph into forward and backward, and decides what is saved and what is recomputed.
+"""Divides a joint graph into forward and backward, and decides what is saved and what is
+recomputed.
 
-In: AOTAutograd's joint graph. Out: the forward graph (outputs, then saved values) and the backward graph.
+In: AOTAutograd's joint graph. Out: the forward graph (outputs, then saved values) and the backward
+graph.
 
-The decision is a minimum cut. Each forward value v has two vertices; which side of the cut they are on says what happens:
+The decision is a minimum cut. Each forward value v has two vertices; which side of the cut they
+are on says what happens:
 
     both on the forward's side     the backward does not need v
     in | out divided               v is saved:       pay save(v)
     both on the backward's side    v is recomputed:  pay recompute(v)
 
-Costs are bytes of memory traffic, or what takes as long (`Costs`). What may not be recomputed (library calls,
-random draws, effects, collectives) costs an infinite amount; what must be (tags of torch.utils.checkpoint) is
-forced to the backward's side. Of equal cuts the one nearest to the backward is taken: fewest operations repeated.
+Costs are bytes of memory traffic, or what takes as long (`Costs`). What may not be recomputed
+(library calls, random draws, effects, collectives) costs an infinite amount; what must be (tags of
+torch.utils.checkpoint) is forced to the backward's side. Of equal cuts the one nearest to the
+backward is taken: fewest operations repeated.
 """
 
 from __future__ import annotations
@@ -34,11 +38,12 @@ from deuteron.capture.hints import Hints
 from deuteron.graph import ops, random, rewrite
 from deuteron.graph.edit import Editor
 
-# Saved bytes stay allocated from forward to backward; a saved byte counts this much beyond its traffic. Memory is
-# what limits batch sizes on GPUs, and on CPU pages that come back from the system are faulted in again.
+# Saved bytes stay allocated from forward to backward; a saved byte counts this much beyond its
+# traffic. Memory is what limits batch sizes on GPUs, and on CPU pages that come back from the
+# system are faulted in again.
 HELD = 2.0
-# Vector FLOPs that take as long as moving one byte: H200 67 TFLOP/s (f32) at 4.8 TB/s; a server core 50 GFLOP/s at
-# 6 GB/s. Only their order of magnitude matters.
+# Vector FLOPs that take as long as moving one byte: H200 67 TFLOP/s (f32) at 4.8 TB/s; a server
+# core 50 GFLOP/s at 6 GB/s. Only their order of magnitude matters.
 FLOPS_PER_BYTE = {"cuda": 14.0, "cpu": 8.0}
 SIMPLE_FLOPS, TRANSCENDENTAL_FLOPS, PHILOX_FLOPS = 1.0, 16.0, 40.0
 
@@ -120,12 +125,15 @@ class Costs:
             return INFINITE  # tuples by their elements; floats and bools of sizes by the sizes
         size = self.hints.bytes(val)
         generated, library = self.backward_uses(n)
-        cost = 0.0 if library and not generated else 1.0  # read back, beyond the read that a library call does anyway
+        cost = (
+            0.0 if library and not generated else 1.0
+        )  # read back, beyond the read that a library call does anyway
         if not self.materialized(n):
             cost += 1.0
         if n.op != "placeholder" and n not in self.outputs:
             cost += HELD
-        # Four units per byte; the one more prefers fewer tensors and keeps empty ones from being free.
+        # Four units per byte; the one more prefers fewer tensors and keeps empty ones from being
+        # free.
         return int(4 * size * cost) + 1
 
     def recompute(self, n: fx.Node) -> int:
@@ -165,8 +173,13 @@ class Costs:
 
 def _reads_data(n: fx.Node) -> bool:
     """A size that depends on a tensor's elements (`item`, `nonzero`): computed once."""
-    return n.op == "call_function" and ops.is_overload(n) and (
-        torch.Tag.data_dependent_output in n.target.tags or torch.Tag.dynamic_output_shape in n.target.tags
+    return (
+        n.op == "call_function"
+        and ops.is_overload(n)
+        and (
+            torch.Tag.data_dependent_output in n.target.tags
+            or torch.Tag.dynamic_output_shape in n.target.tags
+        )
     )
 
 
@@ -197,7 +210,9 @@ def choose_saved(graph: fx.Graph, info: Any, costs: Costs) -> list[fx.Node]:
             net.edge(enter, net.sink, INFINITE)
             continue
         net.edge(enter, leave, costs.save(n))
-        if n in info.required_bw_nodes:  # itself a gradient, one that does not depend on the incoming ones
+        if (
+            n in info.required_bw_nodes
+        ):  # itself a gradient, one that does not depend on the incoming ones
             net.edge(leave, net.sink, INFINITE)
         for u in n.users:
             if u not in number:
@@ -216,27 +231,44 @@ def choose_saved(graph: fx.Graph, info: Any, costs: Costs) -> list[fx.Node]:
     return [n for n, i in number.items() if 2 * i not in late and 2 * i + 1 in late]
 
 
-def note(record: Record, saved: Sequence[fx.Node], costs: Costs, info: Any, graph: fx.Graph) -> None:
+def note(
+    record: Record, saved: Sequence[fx.Node], costs: Costs, info: Any, graph: fx.Graph
+) -> None:
     """Writes to the Record what is saved, and what the backward recomputes instead of reading."""
     kept = set(saved)
     for n in saved:
         if n.op != "placeholder" and isinstance(n.meta.get("val"), torch.Tensor):
-            record.add("decision", subject="save", accepted=True, first=n.name, second=str(n.target),
-                       reason="must save" if must_save(n) else "cheaper than recomputing", detail="",
-                       bytes=costs.hints.bytes(n.meta["val"]))
+            record.add(
+                "decision",
+                subject="save",
+                accepted=True,
+                first=n.name,
+                second=str(n.target),
+                reason="must save" if must_save(n) else "cheaper than recomputing",
+                detail="",
+                bytes=costs.hints.bytes(n.meta["val"]),
+            )
     for n in graph.nodes:
         if n.op != "call_function" or n in kept or n not in costs.depth or ops.is_symbolic(n):
             continue
         if any(u in info.tangents_closure and u.op != "output" for u in n.users):
-            record.add("decision", subject="recompute", accepted=True, first=n.name, second=str(n.target),
-                       reason="checkpoint" if must_recompute(n) else "cheaper than saving", detail="",
-                       bytes=costs.hints.bytes(n.meta.get("val")))
+            record.add(
+                "decision",
+                subject="recompute",
+                accepted=True,
+                first=n.name,
+                second=str(n.target),
+                reason="checkpoint" if must_recompute(n) else "cheaper than saving",
+                detail="",
+                bytes=costs.hints.bytes(n.meta.get("val")),
+            )
 
 
 def extract(
     joint: fx.GraphModule, saved: Sequence[fx.Node], num_fwd_outputs: int, info: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The two graphs, as AOTAutograd's runtime wants them: saved tensors, then opaque objects, then sizes."""
+    """The two graphs, as AOTAutograd's runtime wants them: saved tensors, then opaque objects,
+    then sizes."""
     is_opaque = getattr(P, "is_opaque_node", lambda n: False)
     symbols = [n for n in saved if P.is_sym_node(n)]
     opaque = [n for n in saved if is_opaque(n)]
@@ -271,7 +303,11 @@ def partition(
     recomputes_random = recomputes and P.has_recomputable_rng_ops(joint)
     if recomputes:
         joint = P.cleanup_recompute_tags(joint, is_default_partition=False)
-    for name in ("force_save_collectives", "force_save_effectful_ops", "force_save_bw_mutation_src"):
+    for name in (
+        "force_save_collectives",
+        "force_save_effectful_ops",
+        "force_save_bw_mutation_src",
+    ):
         if (mark := getattr(P, name, None)) is not None:
             mark(joint)
     static = static_lifetime_input_indices or []
@@ -279,7 +315,10 @@ def partition(
     info = P.classify_nodes(joint, static, num_fwd_outputs)
     if not info.required_bw_nodes:
         return P.default_partition(
-            joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+            joint,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static,
         )
     outputs = next(iter(reversed(joint.graph.nodes))).all_input_nodes
     costs = Costs(info, options, outputs=frozenset(n for n in outputs if n in info.fw_order))
@@ -298,8 +337,8 @@ def partition(
 
 
 def recompute_late(graph: fx.Graph) -> None:
-    """Moves what does not depend on incoming gradients to just before its first use by what does: what is recomputed
-    lives briefly. The order among the others, and of effects, stays."""
+    """Moves what does not depend on incoming gradients to just before its first use by what does:
+    what is recomputed lives briefly. The order among the others, and of effects, stays."""
     late: set[fx.Node] = set()
     for n in graph.nodes:
         if n.op == "placeholder":
@@ -335,8 +374,11 @@ STATIC = "deuteron_static"
 
 
 def mark_static(joint: fx.GraphModule, indices: Sequence[int]) -> None:
-    """Marks the placeholders whose addresses never change; the mark follows them into both graphs."""
-    primals = [n for n in joint.graph.nodes if n.op == "placeholder" and "tangents" not in str(n.target)]
+    """Marks the placeholders whose addresses never change; the mark follows them into both
+    graphs."""
+    primals = [
+        n for n in joint.graph.nodes if n.op == "placeholder" and "tangents" not in str(n.target)
+    ]
     for i in indices:
         primals[i].meta[STATIC] = True
 

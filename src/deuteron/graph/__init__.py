@@ -1,4 +1,5 @@
-"""Rewrites of ATen FX graphs before lowering. A graph goes in and the same graph, smaller, comes out."""
+"""Rewrites of ATen FX graphs before lowering. A graph goes in and the same graph, smaller, comes
+out."""
 
 from __future__ import annotations
 

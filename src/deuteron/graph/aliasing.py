@@ -1,8 +1,9 @@
 """Which results share memory, and which replacements would change what a caller can observe of it.
 
-In: a functional graph. Two graph outputs that share storage behave as one tensor for the caller's in-place writes, and
-so does an output that shares storage with an input. A rewrite may not create such sharing where the traced program
-has none, and may not read an input's storage where the traced program reads a copy made before the input is written.
+In: a functional graph. Two graph outputs that share storage behave as one tensor for the caller's
+in-place writes, and so does an output that shares storage with an input. A rewrite may not create
+such sharing where the traced program has none, and may not read an input's storage where the
+traced program reads a copy made before the input is written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ class Aliasing:
         for n in graph.nodes:
             if n.op == "call_function" and ops.is_mutating(n):
                 for a, s in zip(n.target._schema.arguments, n.args):
-                    if a.alias_info is not None and a.alias_info.is_write and isinstance(s, fx.Node):
+                    if (
+                        a.alias_info is not None
+                        and a.alias_info.is_write
+                        and isinstance(s, fx.Node)
+                    ):
                         self.written.add(self.storage(s))
 
     def storage(self, n: fx.Node) -> Any:
@@ -40,7 +45,8 @@ class Aliasing:
         """May the users of `old` read `new` instead?"""
         a, b = self.storage(old), self.storage(new)
         if a is None or b is None or a == b:
-            # The same storage: only the identity of the tensor object changes. An output stays an own tensor.
+            # The same storage: only the identity of the tensor object changes. An output stays an
+            # own tensor.
             return not (old in self.direct and (new in self.direct or new.op == "placeholder"))
         if b in self.written:
             return False

@@ -1,8 +1,8 @@
 """Common subexpressions: two calls of the same operator on the same arguments become one.
 
-In: a functional graph. Out: the number of merged nodes. Never merged: random draws, calls with effects, uninitialized
-memory, higher-order operators, anything across a write or another effect, and results whose merging the caller
-could observe (`Aliasing`). Each node is hashed once: linear.
+In: a functional graph. Out: the number of merged nodes. Never merged: random draws, calls with
+effects, uninitialized memory, higher-order operators, anything across a write or another effect,
+and results whose merging the caller could observe (`Aliasing`). Each node is hashed once: linear.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from torch import fx
 from deuteron.graph import ops
 from deuteron.graph.aliasing import Aliasing
 
-UNINITIALIZED = frozenset((
-    "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.empty_permuted", "aten.new_empty",
-    "aten.new_empty_strided",
-))
+UNINITIALIZED = frozenset(
+    (
+        "aten.empty",
+        "aten.empty_like",
+        "aten.empty_strided",
+        "aten.empty_permuted",
+        "aten.new_empty",
+        "aten.new_empty_strided",
+    )
+)
 # Tags that tell two nodes apart: what a checkpoint recomputes is not the same as what is kept.
 TAGS = ("recompute", "ac_graph_id")
 
@@ -65,7 +71,10 @@ def mergeable(node: fx.Node) -> bool:
 def key_of(node: fx.Node) -> Any:
     """A hashable key that is equal for equal calls; None where an argument cannot be hashed."""
     parts = (
-        node.target, freeze(node.args), freeze(node.kwargs), tuple(str(node.meta.get(t)) for t in TAGS),
+        node.target,
+        freeze(node.args),
+        freeze(node.kwargs),
+        tuple(str(node.meta.get(t)) for t in TAGS),
     )
     try:
         hash(parts)
@@ -75,7 +84,8 @@ def key_of(node: fx.Node) -> Any:
 
 
 def freeze(x: Any) -> Any:
-    """Types count: 1, 1.0 and True differ, and so do 0.0 and -0.0. Symbolic numbers count by their expression."""
+    """Types count: 1, 1.0 and True differ, and so do 0.0 and -0.0. Symbolic numbers count by their
+    expression."""
     if isinstance(x, fx.Node):
         return x
     if isinstance(x, (tuple, list)):

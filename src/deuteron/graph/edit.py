@@ -1,7 +1,8 @@
-"""Editing an FX graph without losing what later stages need of a node: its fake value, its origin, its tags.
+"""Editing an FX graph without losing what later stages need of a node: its fake value, its origin,
+its tags.
 
-Everything that inserts nodes goes through `Editor.call`, which computes the fake result by running the operator on
-fake arguments, so that ``meta["val"]`` is true of every node, always.
+Everything that inserts nodes goes through `Editor.call`, which computes the fake result by running
+the operator on fake arguments, so that ``meta["val"]`` is true of every node, always.
 """
 
 from __future__ import annotations
@@ -16,8 +17,19 @@ from torch._guards import detect_fake_mode
 
 # What a replacement inherits from the node that it stands for.
 INHERITED = (
-    "stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "recompute",
-    "ac_graph_id", "partitioner_tag", "has_backward_hook", "custom", "fwd_nn_module_stack", "fwd_source_fn_stack",
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "original_aten",
+    "from_node",
+    "seq_nr",
+    "recompute",
+    "ac_graph_id",
+    "partitioner_tag",
+    "has_backward_hook",
+    "custom",
+    "fwd_nn_module_stack",
+    "fwd_source_fn_stack",
     "autograd_backward",
 )
 
@@ -30,7 +42,8 @@ class Editor:
         self.mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
 
     def call(self, target: Callable[..., Any], *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-        """A new call at the current insertion point, with its fake result and the origin of `like`."""
+        """A new call at the current insertion point, with its fake result and the origin of
+        `like`."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update({k: like.meta[k] for k in INHERITED if k in like.meta})
         node.meta["val"] = self.evaluate(node)

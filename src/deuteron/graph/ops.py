@@ -1,21 +1,22 @@
-"""What is known about ATen operators before lowering: by name, so that no torch version's absence breaks an import.
+"""What is known about ATen operators before lowering: by name, so that no torch version's absence
+breaks an import.
 
-In: an FX node or its target. Out: facts (is it random, a view, an effect; what does it compute). The tables are the one
-place that the rewrites and the partitioner consult.
+In: an FX node or its target. Out: facts (is it random, a view, an effect; what does it compute).
+The tables are the one place that the rewrites and the partitioner consult.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 
-@lru_cache(maxsize=None)
+@cache
 def resolve(name: str) -> Any:
     """``"aten.add.Tensor"`` as an operator overload, or None where this torch does not have it."""
     namespace, packet, overload = name.split(".")
@@ -35,7 +36,7 @@ def resolved(names: Iterable[str]) -> Iterator[Any]:
         yield from (f for f in found if f is not None)
 
 
-@lru_cache(maxsize=None)
+@cache
 def packet(target: Any) -> str:
     """``"aten.add"`` for every overload of it, the target's own name for what is no operator."""
     if isinstance(target, torch._ops.OpOverload):
@@ -64,14 +65,21 @@ def is_collective(node: fx.Node) -> bool:
 
 
 # Calls that are kept although nothing reads them, beyond those whose schema says so.
-EFFECTS = frozenset((
-    "aten._assert_scalar", "aten._assert_async", "aten._functional_assert_async", "aten.sym_constrain_range",
-    "aten.sym_constrain_range_for_size", "aten._print",
-))
+EFFECTS = frozenset(
+    (
+        "aten._assert_scalar",
+        "aten._assert_async",
+        "aten._functional_assert_async",
+        "aten.sym_constrain_range",
+        "aten.sym_constrain_range_for_size",
+        "aten._print",
+    )
+)
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Does more than return a value, or cannot be known not to. Random calls are no effects by this definition."""
+    """Does more than return a value, or cannot be known not to. Random calls are no effects by
+    this definition."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output", "call_module", "call_method")
     if is_symbolic(node) or node.target is operator.getitem:
@@ -79,7 +87,7 @@ def has_effect(node: fx.Node) -> bool:
     return target_has_effect(node.target)
 
 
-@lru_cache(maxsize=None)
+@cache
 def target_has_effect(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return not is_pure_callable(target)
@@ -90,18 +98,32 @@ def target_has_effect(target: Any) -> bool:
 
 
 # Higher-order operators without effects beyond their results (their bodies are functional graphs).
-PURE_HIGHER_ORDER = frozenset((
-    "flex_attention", "flex_attention_backward", "cond", "while_loop", "scan", "associative_scan", "map_impl",
-    "invoke_subgraph", "triton_kernel_wrapper_functional", "auto_functionalized", "auto_functionalized_v2",
-    "run_with_rng_state", "out_dtype",
-))
+PURE_HIGHER_ORDER = frozenset(
+    (
+        "flex_attention",
+        "flex_attention_backward",
+        "cond",
+        "while_loop",
+        "scan",
+        "associative_scan",
+        "map_impl",
+        "invoke_subgraph",
+        "triton_kernel_wrapper_functional",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "run_with_rng_state",
+        "out_dtype",
+    )
+)
 
 
 def is_pure_callable(target: Any) -> bool:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return str(target.name() if callable(target.name) else target.name) in PURE_HIGHER_ORDER
     module = getattr(target, "__module__", "") or ""
-    return module in ("_operator", "operator", "math", "builtins", "torch") or module.startswith("torch.fx.")
+    return module in ("_operator", "operator", "math", "builtins", "torch") or module.startswith(
+        "torch.fx."
+    )
 
 
 def is_symbolic(node: fx.Node) -> bool:
@@ -112,7 +134,7 @@ def is_symbolic(node: fx.Node) -> bool:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_view_target(target: Any) -> bool:
     """Returns a view of an argument, by its schema. Unlike `reshape`, always."""
     if not isinstance(target, torch._ops.OpOverload):
@@ -139,48 +161,228 @@ def storage_of(node: fx.Node) -> Any:
         return None
     try:
         return val.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse, nested and wrapper tensors have no storage
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ):  # sparse, nested and wrapper tensors have no storage
         return None
 
 
-# -- what an operator costs, per element of its result, in vector FLOPs -----------------------------------------------
+# -- what an operator costs, per element of its result, in vector FLOPs ----------------------------
 TRANSCENDENTAL = frozenset(
-    "aten." + n for n in (
-        "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc "
-        "erfinv sigmoid gelu silu mish softplus pow atan2 lgamma digamma logaddexp elu selu celu"
-    ).split()
+    "aten." + n
+    for n in [
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "erf",
+        "erfc",
+        "erfinv",
+        "sigmoid",
+        "gelu",
+        "silu",
+        "mish",
+        "softplus",
+        "pow",
+        "atan2",
+        "lgamma",
+        "digamma",
+        "logaddexp",
+        "elu",
+        "selu",
+        "celu",
+    ]
 )
 REDUCTIONS = frozenset(
-    "aten." + n for n in (
-        "sum mean prod amax amin max min any all argmax argmin var var_mean std std_mean cumsum cumprod logcumsumexp "
-        "linalg_vector_norm norm _softmax _log_softmax native_layer_norm native_group_norm native_batch_norm aminmax "
-        "count_nonzero nansum logsumexp cummax cummin"
-    ).split()
+    "aten." + n
+    for n in [
+        "sum",
+        "mean",
+        "prod",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "any",
+        "all",
+        "argmax",
+        "argmin",
+        "var",
+        "var_mean",
+        "std",
+        "std_mean",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "linalg_vector_norm",
+        "norm",
+        "_softmax",
+        "_log_softmax",
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "aminmax",
+        "count_nonzero",
+        "nansum",
+        "logsumexp",
+        "cummax",
+        "cummin",
+    ]
 )
-# Memory is written at loaded places, or read twice: can be recomputed, but not in a consumer's loop.
+# Memory is written at loaded places, or read twice: can be recomputed, but not in a consumer's
+# loop.
 SCATTERS = frozenset(
-    "aten." + n for n in (
-        "index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add index_copy index_fill masked_scatter "
-        "slice_scatter select_scatter diagonal_scatter as_strided_scatter"
-    ).split()
+    "aten." + n
+    for n in [
+        "index_put",
+        "_unsafe_index_put",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "masked_scatter",
+        "slice_scatter",
+        "select_scatter",
+        "diagonal_scatter",
+        "as_strided_scatter",
+    ]
 )
 GENERATED = frozenset(("deuteron.rand", "deuteron.randn", "deuteron.randint64"))
-POINTWISE = TRANSCENDENTAL | frozenset(
-    "aten." + n for n in (
-        "add sub mul div neg abs sign sgn floor ceil trunc round sqrt rsqrt reciprocal relu clamp clamp_min clamp_max "
-        "maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and "
-        "bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ __and__ "
-        "__or__ __xor__ where masked_fill fmod remainder floor_divide rsub square addcmul addcdiv lerp isnan isinf "
-        "isfinite signbit copysign hypot nextafter _to_copy clone copy full full_like zeros zeros_like ones ones_like "
-        "arange iota scalar_tensor constant_pad_nd cat gather index _unsafe_index index_select embedding flip roll "
-        "tril triu hardtanh hardsigmoid hardswish leaky_relu threshold lift_fresh_copy new_zeros new_ones new_full "
-        "ldexp xlogy frac nan_to_num eye repeat expand_copy permute_copy view_copy"
-    ).split()
-) | frozenset(("prims.convert_element_type", "prims.iota", "prims.device_put")) | GENERATED
+POINTWISE = (
+    TRANSCENDENTAL
+    | frozenset(
+        "aten." + n
+        for n in [
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "neg",
+            "abs",
+            "sign",
+            "sgn",
+            "floor",
+            "ceil",
+            "trunc",
+            "round",
+            "sqrt",
+            "rsqrt",
+            "reciprocal",
+            "relu",
+            "clamp",
+            "clamp_min",
+            "clamp_max",
+            "maximum",
+            "minimum",
+            "fmax",
+            "fmin",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+            "logical_not",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_xor",
+            "bitwise_not",
+            "bitwise_left_shift",
+            "bitwise_right_shift",
+            "__lshift__",
+            "__rshift__",
+            "__and__",
+            "__or__",
+            "__xor__",
+            "where",
+            "masked_fill",
+            "fmod",
+            "remainder",
+            "floor_divide",
+            "rsub",
+            "square",
+            "addcmul",
+            "addcdiv",
+            "lerp",
+            "isnan",
+            "isinf",
+            "isfinite",
+            "signbit",
+            "copysign",
+            "hypot",
+            "nextafter",
+            "_to_copy",
+            "clone",
+            "copy",
+            "full",
+            "full_like",
+            "zeros",
+            "zeros_like",
+            "ones",
+            "ones_like",
+            "arange",
+            "iota",
+            "scalar_tensor",
+            "constant_pad_nd",
+            "cat",
+            "gather",
+            "index",
+            "_unsafe_index",
+            "index_select",
+            "embedding",
+            "flip",
+            "roll",
+            "tril",
+            "triu",
+            "hardtanh",
+            "hardsigmoid",
+            "hardswish",
+            "leaky_relu",
+            "threshold",
+            "lift_fresh_copy",
+            "new_zeros",
+            "new_ones",
+            "new_full",
+            "ldexp",
+            "xlogy",
+            "frac",
+            "nan_to_num",
+            "eye",
+            "repeat",
+            "expand_copy",
+            "permute_copy",
+            "view_copy",
+        ]
+    )
+    | frozenset(("prims.convert_element_type", "prims.iota", "prims.device_put"))
+    | GENERATED
+)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """One result element from few loaded elements (gathers and pads count; so do random numbers from a seed)."""
+    """One result element from few loaded elements (gathers and pads count; so do random numbers
+    from a seed)."""
     if node.op != "call_function":
         return False
     if is_overload(node) and torch.Tag.pointwise in node.target.tags and not is_mutating(node):
@@ -193,7 +395,8 @@ def is_reduction(node: fx.Node) -> bool:
 
 
 def is_generated(node: fx.Node) -> bool:
-    """Can be computed inside a generated kernel together with others: no library call, no effect."""
+    """Can be computed inside a generated kernel together with others: no library call, no
+    effect."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:

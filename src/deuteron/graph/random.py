@@ -1,12 +1,13 @@
 """Random operators become functions of one seed per device and call.
 
-In: an FX graph (joint, or of inference) with ATen's random operators. Out: the same graph with one ``deuteron::seed``
-per device and pure ``deuteron::rand``/``randn``/``randint64`` calls, each with a stream of its own. So forward and
-backward agree on every number, saving 8 bytes instead of a mask, and a number can be recomputed where it is used.
-``torch.manual_seed`` determines the seeds, hence the numbers; they are not eager's numbers.
+In: an FX graph (joint, or of inference) with ATen's random operators. Out: the same graph with one
+``deuteron::seed`` per device and pure ``deuteron::rand``/``randn``/``randint64`` calls, each with
+a stream of its own. So forward and backward agree on every number, saving 8 bytes instead of a
+mask, and a number can be recomputed where it is used. ``torch.manual_seed`` determines the seeds,
+hence the numbers; they are not eager's numbers.
 
-Operators without a row here (`multinomial`, `randperm`, `poisson`, ...), and calls with a generator of their own, stay
-calls of ATen.
+Operators without a row here (`multinomial`, `randperm`, `poisson`, ...), and calls with a
+generator of their own, stay calls of ATen.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from deuteron.graph.edit import Editor
 from deuteron.graph.random_ops import RAND, RANDINT64, RANDN, SEED
 
 aten = torch.ops.aten
-# Bits of a uniform number that the type holds exactly; eager draws the same grid (f64: 53 there, 52 here).
+# Bits of a uniform number that the type holds exactly; eager draws the same grid (f64: 53 there,
+# 52 here).
 DIGITS = {torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -57,7 +59,10 @@ class Draw:
             size = self.arg(0, "size")
             return list(size)
         shape = tensor.meta["val"].shape
-        return [s if isinstance(s, int) else self.call(aten.sym_size.int, tensor, d) for d, s in enumerate(shape)]
+        return [
+            s if isinstance(s, int) else self.call(aten.sym_size.int, tensor, d)
+            for d, s in enumerate(shape)
+        ]
 
     def draw(self, target: Callable[..., Any], size: Sequence[Any], *args: Any) -> fx.Node:
         """Drawn in storage order and permuted, so that the strides are the traced ones."""
@@ -95,12 +100,17 @@ class Draw:
 
 
 def storage_order(val: torch.Tensor) -> list[int]:
-    """Dimensions from the outermost in memory to the innermost, without asking a symbolic stride a question."""
+    """Dimensions from the outermost in memory to the innermost, without asking a symbolic stride a
+    question."""
     strides = val.stride()
     dims = list(range(val.dim()))
     if not all(isinstance(s, int) for s in (*strides, *val.shape)):
         return dims
-    return sorted(dims, key=lambda d: (-strides[d] if val.shape[d] != 1 else 0, d)) if not val.is_contiguous() else dims
+    return (
+        sorted(dims, key=lambda d: (-strides[d] if val.shape[d] != 1 else 0, d))
+        if not val.is_contiguous()
+        else dims
+    )
 
 
 def _rand(d: Draw) -> fx.Node:
@@ -120,7 +130,8 @@ def _randn_like(d: Draw) -> fx.Node:
 
 
 def _bernoulli_p(d: Draw) -> fx.Node:
-    # Compared in f32 whatever the dtype: on the grid of bf16 a probability of 0.001 would be one of 0.004.
+    # Compared in f32 whatever the dtype: on the grid of bf16 a probability of 0.001 would be one
+    # of 0.004.
     u = d.draw(RAND, d.sizes(d.node.args[0]), d.seed, d.stream)
     return d.cast(d.call(aten.lt.Scalar, u, d.arg(1, "p", 0.5)))
 
@@ -176,7 +187,8 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def why_not(node: fx.Node) -> str | None:
-    """The reason for which a random node stays a call of ATen; None: it has a row and is replaced."""
+    """The reason for which a random node stays a call of ATen; None: it has a row and is
+    replaced."""
     if str(node.target) not in ROWS:
         return "no rule makes this operator a function of a seed"
     if node.kwargs.get("generator") is not None:
@@ -195,15 +207,27 @@ def why_not(node: fx.Node) -> str | None:
 
 
 def functionalize(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
-    """Replaces every random node that has a row; in place. Idempotent. Does not recompile the module."""
-    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and ops.is_random(n) and n.target is not SEED]
+    """Replaces every random node that has a row; in place. Idempotent. Does not recompile the
+    module."""
+    nodes = [
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and ops.is_random(n) and n.target is not SEED
+    ]
     chosen = []
     for n in nodes:
         reason = why_not(n)
         if reason is None:
             chosen.append(n)
-        record.add("decision", subject="random", accepted=reason is None, first=n.name, second=str(n.target),
-                   reason="function of a seed" if reason is None else "library", detail=reason or "")
+        record.add(
+            "decision",
+            subject="random",
+            accepted=reason is None,
+            first=n.name,
+            second=str(n.target),
+            reason="function of a seed" if reason is None else "library",
+            detail=reason or "",
+        )
     if not chosen:
         return gm
     editor = Editor(gm)
@@ -214,7 +238,8 @@ def functionalize(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
         with editor.before(editor.first_call()):
             if device not in seeds:
                 seeds[device] = editor.call(SEED, device, like=n)
-                # A seed is drawn once and never again, whatever a checkpoint asks of the numbers made from it.
+                # A seed is drawn once and never again, whatever a checkpoint asks of the numbers
+                # made from it.
                 seeds[device].meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 seeds[device].meta.pop("ac_graph_id", None)
         with editor.before(n):

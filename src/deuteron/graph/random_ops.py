@@ -1,19 +1,21 @@
-"""Random numbers as functions of a seed: the operators, their fake results and their reference implementation.
+"""Random numbers as functions of a seed: the operators, their fake results and their reference
+implementation.
 
     deuteron::seed(device) -> i64[]                draws from torch's generator of that device
     deuteron::rand(seed, stream, size, dtype)      uniform on [0, 1), f32 or f64
     deuteron::randn(seed, stream, size, dtype)     standard normal, f32 or f64
     deuteron::randint64(seed, stream, low, high, size)   i64, low <= x < high
 
-`rand`, `randn` and `randint64` are pure: element i (row-major, in `size`) is Philox-4x32-10 (Salmon, Moraes, Dror, Shaw:
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011) with counter (i, stream) and key seed, each 64 bits as two
-words, low word first. With the resulting words x0..x3:
+`rand`, `randn` and `randint64` are pure: element i (row-major, in `size`) is Philox-4x32-10
+(Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with counter
+(i, stream) and key seed, each 64 bits as two words, low word first. With the resulting words
+x0..x3:
 
     rand f32    (x0 >> 8) * 2**-24
     rand f64    (x0 << 20 | x1 >> 12) * 2**-52
-    randn f32   sqrt(-2 ln u) cos(2 pi v),  u = ((x0 >> 8) + 1) * 2**-24 in (0, 1],  v = (x1 >> 8) * 2**-24
-    randn f64   the same with u = 1 - (x0 << 20 | x1 >> 12) * 2**-52,  v = (x2 << 20 | x3 >> 12) * 2**-52
-    randint64   low + ((x1 << 32 | x0) & (2**63 - 1)) % (high - low)
+    randn f32   sqrt(-2 ln u) cos(2 pi v),  u = ((x0 >> 8) + 1) * 2**-24 in (0, 1],  v = (x1 >> 8)
+    * 2**-24 randn f64   the same with u = 1 - (x0 << 20 | x1 >> 12) * 2**-52,  v = (x2 << 20 | x3
+    >> 12) * 2**-52 randint64   low + ((x1 << 32 | x0) & (2**63 - 1)) % (high - low)
 
 Uniform numbers and integers are equal bit by bit in every implementation; normal ones to rounding.
 """
@@ -35,7 +37,9 @@ _library = torch.library.Library("deuteron", "DEF")
 _library.define("seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _library.define("rand(Tensor seed, int stream, SymInt[] size, ScalarType dtype) -> Tensor")
 _library.define("randn(Tensor seed, int stream, SymInt[] size, ScalarType dtype) -> Tensor")
-_library.define("randint64(Tensor seed, int stream, SymInt low, SymInt high, SymInt[] size) -> Tensor")
+_library.define(
+    "randint64(Tensor seed, int stream, SymInt low, SymInt high, SymInt[] size) -> Tensor"
+)
 
 
 def philox(seed: Tensor, stream: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,8 +52,10 @@ def philox(seed: Tensor, stream: int, count: int) -> tuple[Tensor, Tensor, Tenso
         # A product of two 32-bit words wraps in i64, with the right 64 bits: both halves are exact.
         p0, p1 = c0 * M0, c2 * M1
         c0, c1, c2, c3 = (
-            ((p1 >> 32) & WORD) ^ c1 ^ k0, p1 & WORD,
-            ((p0 >> 32) & WORD) ^ c3 ^ k1, p0 & WORD,
+            ((p1 >> 32) & WORD) ^ c1 ^ k0,
+            p1 & WORD,
+            ((p0 >> 32) & WORD) ^ c3 ^ k1,
+            p0 & WORD,
         )
         k0, k1 = (k0 + W0) & WORD, (k1 + W1) & WORD
     return c0, c1, c2, c3

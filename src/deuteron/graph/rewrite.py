@@ -1,12 +1,12 @@
 """The table of rewrites of ATen graphs, and the pass that applies it.
 
-In: a functional FX graph (joint, forward, backward or inference) with fake values. Out: the same graph, rewritten in
-place, with fewer nodes. Invariants: results are bit-identical; strides and dtypes of outputs stay; which outputs share
-storage with which inputs and outputs stays; random draws, mutations, collectives and assertions keep their number
-and their order.
+In: a functional FX graph (joint, forward, backward or inference) with fake values. Out: the same
+graph, rewritten in place, with fewer nodes. Invariants: results are bit-identical; strides and
+dtypes of outputs stay; which outputs share storage with which inputs and outputs stays; random
+draws, mutations, collectives and assertions keep their number and their order.
 
-One walk in graph order tries each node's rows; then common subexpressions merge (`cse`) and dead code goes. All of it is
-linear in the size of the graph.
+One walk in graph order tries each node's rows; then common subexpressions merge (`cse`) and dead
+code goes. All of it is linear in the size of the graph.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from deuteron.graph.rules import ROWS
 
 
 def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
-    """Applies every rewrite; in place. Idempotent. Who runs the module itself recompiles it first."""
+    """Applies every rewrite; in place. Idempotent. Who runs the module itself recompiles it
+    first."""
     before = len(gm.graph.nodes)
     with record.timed("graph rewrites"):
         applied = apply_rows(gm)
         merged = merge_common(gm)
         remove_dead(gm.graph)
-    record.add("rewrite", rules=applied, merged=merged, nodes_before=before, nodes_after=len(gm.graph.nodes))
+    record.add(
+        "rewrite",
+        rules=applied,
+        merged=merged,
+        nodes_before=before,
+        nodes_after=len(gm.graph.nodes),
+    )
     return gm
 
 

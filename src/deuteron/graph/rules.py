@@ -1,8 +1,9 @@
 """The rewrites of single nodes: one row each. A row returns the node to read instead, or None.
 
-A row may return an existing node or insert a new one (through the `Editor`, before the node). It states an identity
-that holds bit by bit for every dtype that it lets through; whether sharing of storage permits the replacement is decided
-by `Aliasing`, not here. Float addition of 0.0 is no row: -0.0 + 0.0 is 0.0.
+A row may return an existing node or insert a new one (through the `Editor`, before the node). It
+states an identity that holds bit by bit for every dtype that it lets through; whether sharing of
+storage permits the replacement is decided by `Aliasing`, not here. Float addition of 0.0 is no
+row: -0.0 + 0.0 is 0.0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from deuteron.graph import ops
-from deuteron.graph.edit import Editor
+from deuteron.graph.edit import Editor, outside_of_modes
 
 aten = torch.ops.aten
 Rewrite = Callable[[Editor, fx.Node], "fx.Node | None"]
@@ -41,11 +42,13 @@ def row(name: str, *packets: str) -> Callable[[Rewrite], Rewrite]:
     return register
 
 
-# -- facts ------------------------------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 def same_number(a: Any, b: Any) -> bool:
     """Equal sizes, as far as that is known without a guard."""
     if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
-        return getattr(getattr(a, "node", None), "expr", a) == getattr(getattr(b, "node", None), "expr", b)
+        return getattr(getattr(a, "node", None), "expr", a) == getattr(
+            getattr(b, "node", None), "expr", b
+        )
     return a == b
 
 
@@ -56,9 +59,13 @@ def same_numbers(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same sizes, strides, dtype and device."""
     return (
-        a.dtype == b.dtype and a.device == b.device and a.layout == b.layout == torch.strided
-        and same_numbers(a.shape, b.shape) and same_numbers(a.stride(), b.stride())
-        and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+        a.dtype == b.dtype
+        and a.device == b.device
+        and a.layout == b.layout == torch.strided
+        and same_numbers(a.shape, b.shape)
+        and same_numbers(a.stride(), b.stride())
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
     )
 
 
@@ -78,9 +85,22 @@ def literal(x: Any) -> Any:
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) else None
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
-@row("view of the same layout", "aten.view", "aten._unsafe_view", "aten.expand", "aten.permute", "aten.slice",
-     "aten.squeeze", "aten.alias", "aten.detach", "aten.t", "aten.transpose", "aten._reshape_alias", "aten.flip")
+# -- rows ------------------------------------------------------------------------------------------
+@row(
+    "view of the same layout",
+    "aten.view",
+    "aten._unsafe_view",
+    "aten.expand",
+    "aten.permute",
+    "aten.slice",
+    "aten.squeeze",
+    "aten.alias",
+    "aten.detach",
+    "aten.t",
+    "aten.transpose",
+    "aten._reshape_alias",
+    "aten.flip",
+)
 def same_view(editor: Editor, node: fx.Node) -> fx.Node | None:
     """x.view(x.shape) = x, x[:] = x, ..."""
     if ops.packet(node.target) == "aten.flip" and node.args[1]:
@@ -105,13 +125,20 @@ def is_identity_order(node: fx.Node) -> bool:
 
 
 def is_full_slice(node: fx.Node) -> bool:
-    """Equal sizes say so, unless a step of -0 ... sizes are equal only for start 0 and step 1, or at most one element."""
+    """Equal sizes say so, unless a step of -0 ... sizes are equal only for start 0 and step 1, or
+    at most one element."""
     start = node.args[2] if len(node.args) > 2 else node.kwargs.get("start")
     step = node.args[4] if len(node.args) > 4 else node.kwargs.get("step", 1)
     return start in (None, 0) and step == 1
 
 
-@row("copy of the same layout", "aten.clone", "aten._to_copy", "prims.convert_element_type", "aten.contiguous")
+@row(
+    "copy of the same layout",
+    "aten.clone",
+    "aten._to_copy",
+    "prims.convert_element_type",
+    "aten.contiguous",
+)
 def same_copy(editor: Editor, node: fx.Node) -> fx.Node | None:
     """A copy has the value of what it copies."""
     if node.kwargs.get("non_blocking") or node.kwargs.get("pin_memory"):
@@ -124,8 +151,17 @@ WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
-    torch.bool: (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-                 torch.float32, torch.float64),
+    torch.bool: (
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ),
     torch.uint8: (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64),
     torch.int8: (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64),
     torch.int16: (torch.int32, torch.int64, torch.float32, torch.float64),
@@ -140,8 +176,11 @@ def only_casts(node: fx.Node) -> bool:
         return False
     a, b = val(node.args[0]), val(node)
     return (
-        a is not None and b is not None and a.device == b.device
-        and same_numbers(a.shape, b.shape) and same_numbers(a.stride(), b.stride())
+        a is not None
+        and b is not None
+        and a.device == b.device
+        and same_numbers(a.shape, b.shape)
+        and same_numbers(a.stride(), b.stride())
         and set(node.kwargs) <= {"dtype"}
     )
 
@@ -176,7 +215,11 @@ def plus_zero(editor: Editor, node: fx.Node) -> fx.Node | None:
     if literal(other) != 0 or str(other).startswith("-"):
         return None
     out = val(node)
-    if out is None or (out.dtype.is_floating_point or out.is_complex()) and ops.packet(node.target) == "aten.add":
+    if (
+        out is None
+        or (out.dtype.is_floating_point or out.is_complex())
+        and ops.packet(node.target) == "aten.add"
+    ):
         return None
     return like_first(node)
 
@@ -217,23 +260,56 @@ def whole_write(editor: Editor, node: fx.Node) -> fx.Node | None:
         return None
     if same_layout(a, b):
         return y
-    if a.device == b.device and same_numbers(a.shape, b.shape) and same_numbers(a.stride(), b.stride()):
+    if (
+        a.device == b.device
+        and same_numbers(a.shape, b.shape)
+        and same_numbers(a.stride(), b.stride())
+    ):
         return editor.call(aten._to_copy.default, y, like=node, dtype=b.dtype)
     return None
 
 
-# -- constants --------------------------------------------------------------------------------------------------------
+# -- constants -------------------------------------------------------------------------------------
 # Operators whose result on any device is the correctly rounded one: folding them changes no bit.
-EXACT = tuple(
-    "aten." + n for n in (
-        "add sub mul div neg abs maximum minimum eq ne lt le gt ge logical_and logical_or logical_not bitwise_not "
-        "bitwise_and bitwise_or where clamp_min clamp_max sqrt reciprocal rsub"
-    ).split()
-) + CASTS
+EXACT = (
+    tuple(
+        "aten." + n
+        for n in [
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "neg",
+            "abs",
+            "maximum",
+            "minimum",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "logical_and",
+            "logical_or",
+            "logical_not",
+            "bitwise_not",
+            "bitwise_and",
+            "bitwise_or",
+            "where",
+            "clamp_min",
+            "clamp_max",
+            "sqrt",
+            "reciprocal",
+            "rsub",
+        ]
+    )
+    + CASTS
+)
 
 
-def constant(x: Any) -> torch.Tensor | None:
-    """The 0-d value of a tensor whose elements are all one number known now."""
+def constant(x: fx.Node) -> bool | int | float | None:
+    """The number that all elements of a tensor are known to be, before it is rounded to its
+    dtype."""
     out = val(x)
     if out is None or x.op != "call_function" or out.dtype.is_complex:
         return None
@@ -248,33 +324,44 @@ def constant(x: Any) -> torch.Tensor | None:
     elif name in ("aten.ones", "aten.ones_like", "aten.new_ones"):
         fill = 1
     elif name in ("aten.expand", "aten.view", "aten.permute", "aten.unsqueeze", "aten.squeeze"):
-        return constant(x.args[0])
-    if not isinstance(fill, (bool, int, float)):
-        return None
-    return torch.full((), fill, dtype=out.dtype)
+        return constant(x.args[0]) if isinstance(x.args[0], fx.Node) else None
+    return fill if isinstance(fill, (bool, int, float)) else None
 
 
 @row("constant", *EXACT)
 def fold(editor: Editor, node: fx.Node) -> fx.Node | None:
     """An exact operator on constants is a constant."""
     out = val(node)
-    tensors = [a for a in node.args if isinstance(a, fx.Node)]
-    if not tensors or out is None or not out.is_contiguous() or not all(isinstance(s, int) for s in out.shape):
+    if out is None or not out.is_contiguous() or not all(isinstance(s, int) for s in out.shape):
         return None
-    if any(not isinstance(a, (fx.Node, bool, int, float)) for a in node.args):
+    if node.kwargs.get("device") is not None or not any(isinstance(a, fx.Node) for a in node.args):
         return None
-    values = [constant(a) if isinstance(a, fx.Node) else a for a in node.args]
-    if any(v is None for v in values) or node.kwargs.get("device") is not None:
-        return None
-    # A 0-d argument promotes more weakly than others: give each constant the rank of what it stands for.
-    shaped = [v.reshape([1] * a.meta["val"].dim()) if isinstance(a, fx.Node) else v for v, a in zip(values, node.args)]
-    with torch.no_grad(), _outside():
-        result = node.target(*shaped, **node.kwargs)  # type: ignore[operator]
+    # (number, dtype, rank) of tensors: a 0-d argument promotes more weakly than others.
+    values: list[Any] = []
+    for a in node.args:
+        if isinstance(a, fx.Node):
+            fill, fake = constant(a), val(a)
+            if fill is None or fake is None:
+                return None
+            values.append((fill, fake.dtype, fake.dim()))
+        elif isinstance(a, (bool, int, float)):
+            values.append(a)
+        else:
+            return None
+    with torch.no_grad(), outside_of_modes():  # real tensors, not fake ones of the trace
+        real = [
+            torch.full([1] * v[2], v[0], dtype=v[1]) if isinstance(v, tuple) else v for v in values
+        ]
+        result = node.target(*real, **node.kwargs)  # type: ignore[operator]
+        number = result.reshape(()).item()
     if result.dtype != out.dtype:
         return None
-    return editor.call(aten.full.default, list(out.shape), result.reshape(()).item(), like=node, dtype=out.dtype,
-                       device=out.device, pin_memory=False)
-
-
-def _outside() -> Any:
-    return torch.utils._python_dispatch._disable_current_modes()
+    return editor.call(
+        aten.full.default,
+        list(out.shape),
+        number,
+        like=node,
+        dtype=out.dtype,
+        device=out.device,
+        pin_memory=False,
+    )
