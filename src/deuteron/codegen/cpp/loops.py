@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, load, op, rebuild
+from deuteron.ir.expr import ITEMSIZE, Expr, as_position, load, rebuild
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -26,7 +26,6 @@ from deuteron.ir.index import (
     Index,
     Mod,
     Value,
-    atom,
     const,
     divide_exact,
     hint,
@@ -121,26 +120,17 @@ class Rewriter:
         if node.op == "load" and node.attr[0] in self.results:
             return Expr("load", node.dtype, (), (node.attr[0], (), None))
         new = rebuild(node, args, self.table, self.done)
-        if new.op == "load":
+        if new.op == "load" and self.layouts is not None:
             name, idx, fill = new.attr
-            if self.layouts is not None:
-                idx = (self.layouts[name].address(idx),)
-            return load(
-                name,
-                idx,
-                new.dtype,
-                new.args[0] if new.args else None,
-                fill if fill is not None else 0,
-            )
-        if new.op in SCALAR_OPS and new is not node:
-            return op(new.op, *args, dtype=new.dtype)
+            mask = new.args[0] if new.args else None
+            return load(name, (self.layouts[name].address(idx),), new.dtype, mask, fill)
         return new
 
     def index(self, index: Index) -> Index:
         table = dict(self.table)
         for a in index.atoms():
             if isinstance(a, Value):
-                table[a] = atom(Value(self.expr(a.expr)))
+                table[a] = as_position(self.expr(a.expr))
         return substitute(index, table)
 
     def part(self, part: Part) -> Part:

@@ -137,6 +137,8 @@ def _choose_kept(
                 if n not in seen:
                     seen.add(n)
                     where.setdefault(n, []).append(k)
+                    if n.op == "load" and prefixes.get(n.attr[0], k) not in where[n]:
+                        where[n].insert(0, prefixes[n.attr[0]])
     row = hint(product(a.extent for a in loops.reduced))
     kept: dict[Expr, int] = {}
     budget = cache_bytes
