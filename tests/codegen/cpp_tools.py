@@ -78,7 +78,8 @@ class Runner:
     def __init__(self, k: Kernel, machine: Machine = MACHINE) -> None:
         self.cpp: CppKernel = generate_for(k, machine)
         self.source = translation_unit([self.cpp])
-        self.function = getattr(build(self.source), f"cpp_{k.name}")
+        self.library = build(self.source)
+        self.function = getattr(self.library, f"cpp_{k.name}")
 
     def pack(
         self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[Sym, int] | None = None

@@ -454,3 +454,25 @@ def test_in_place_operand() -> None:
     i, j = ax("i", 40), ax("j", 300)
     run(softmax_nest((i,), j, i, j), {"x": x, "y": x}, ["y"])
     torch.testing.assert_close(x, want)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_index_out_of_range_is_reported(inner: bool) -> None:
+    import ctypes
+
+    n, k, d = 40, 7, 33
+    table = torch.randn(d, k) if inner else torch.randn(k, d)
+    where, y = torch.randint(0, k, (n,)), torch.empty(d, n) if inner else torch.empty(n, d)
+    i, j = ax("i", n), ax("j", d)
+    at = as_position(ld("where", i, dtype="i64"))
+    order = (j, i) if inner else (i, j)
+    index = (j.index, at) if inner else (at, j.index)
+    nest = Nest((i, j), (), (Store("y", idx(*order), load("table", index, "f32"), "point"),))
+    r = run(nest, {"table": table, "where": where, "y": y}, ["y"])
+    assert torch.equal(y, table[:, where] if inner else table[where])
+    error = ctypes.c_int.in_dll(r.library, "cpp_index_error")
+    assert error.value == 0
+    where[17] = k
+    r({"table": table, "where": where, "y": y})
+    assert error.value == 1
+    assert r.cpp.checks

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.emit import smaller
+from deuteron.codegen.cpp.emit import Scope, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.loops import Write, accesses, ordered, roots_of, stride
 from deuteron.codegen.cpp.nests import (
@@ -49,10 +49,10 @@ class Columns(PassWriter):
         self.count = str(width)  # C text of the lanes in use
         self.base = "0"
 
-    def lane_loop(self, lines: Sequence[str], simd: bool = True) -> None:
+    def lane_loop(self, body: Scope, simd: bool = True) -> None:
         if simd:
-            self.env.em.scope.add("#pragma omp simd")
-        self.env.em.scope.loop(f"for (int l = 0; l < {self.count}; ++l)", lines)
+            self.env.em.scope.add(self.env.em.simd(body))
+        self.env.em.scope.loop(f"for (int l = 0; l < {self.count}; ++l)", body.lines)
 
     def passes(self) -> None:
         for k, p in enumerate(self.plan.passes):
@@ -120,7 +120,7 @@ class Columns(PassWriter):
                 names.append((n, name, kind))
         for _, name, kind in names:
             em.scope.add(f"alignas(64) {kind} {name}[{self.width}];")
-        self.lane_loop(scope.lines)
+        self.lane_loop(scope)
         for n, name, _ in names:
             em.scope.texts[n] = f"{name}[l]"
 
@@ -150,7 +150,7 @@ class Columns(PassWriter):
             position = em.axis_text[self.outer[0]] if len(self.outer) == 1 else "0"
             with em.inside(self.v) as scope:
                 self.body(seg, accs, "l", position, linear)
-            self.lane_loop(scope.lines, self.v not in self.conflicts)
+            self.lane_loop(scope, self.v not in self.conflicts)
             if counter:
                 em.scope.add(
                     f"if (++{counter} == {2 * FLUSH}) {{ {counter} = 0;",
@@ -226,7 +226,7 @@ class Columns(PassWriter):
         with em.inside(self.v) as scope:
             for w in self.plan.row_writes:
                 write_store(self.env, w)
-        self.lane_loop(scope.lines, self.v not in self.conflicts)
+        self.lane_loop(scope, self.v not in self.conflicts)
 
 
 def width_of(env: Env, v: Axis, passes: int) -> int:
@@ -358,7 +358,9 @@ def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: s
                 extra = f" {a.name}_pi[{c} * {width} + l] = {a.name}_i[l];"
             scope.add(*a.flush_lanes(cols.count))
             value = f"{a.name}_d[l]" if a.flushed else f"{a.name}[l]"
-            cols.lane_loop([f"{a.name}_p[{c} * {width} + l] = {value};{extra}"])
+            with em.inside() as out:
+                out.add(f"{a.name}_p[{c} * {width} + l] = {value};{extra}")
+            cols.lane_loop(out)
     em.scope.add("#pragma omp for schedule(static)")
     em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
     for name, a in shared:

@@ -25,11 +25,12 @@ NONE: frozenset[Axis] = frozenset()
 class Scope:
     """One loop level: its lines so far, the axes known in it, and the values that it holds."""
 
-    __slots__ = ("axes", "lines", "sums", "texts")
+    __slots__ = ("axes", "checked", "lines", "sums", "texts")
 
     def __init__(self, axes: frozenset[Axis]) -> None:
         self.axes = axes  # cumulative: those of the scopes around it too
         self.lines: list[str] = []
+        self.checked = False  # whether its lines report indices that are out of range
         self.texts: dict[Expr, str] = {}
         self.sums: dict[Index, str] = {}
 
@@ -55,6 +56,7 @@ class Emitter:
         self.chain: list[Scope] = [Scope(NONE)]
         self.axis_text: dict[Axis, str] = {}
         self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
+        self.checked = False  # whether anything reports to `bad`
         self.guard: str | None = None  # in the innermost scope, lanes where it is false are off
         self.buffered: dict[Expr, str] = {}  # values kept by an earlier pass -> where they are now
         self._deps: dict[Expr, frozenset[Axis]] = {}
@@ -165,6 +167,9 @@ class Emitter:
     def _define(self, node: Expr) -> None:
         at = self.level(self.deps(node))
         scope = self.chain[at]
+        if node.op == "check":
+            self._check(node, scope)
+            return
         if node in self.buffered:
             kind = scalars.REGISTER[node.dtype]
             text = self.guarded(self.buffered[node], node.dtype, at)
@@ -173,6 +178,20 @@ class Emitter:
         name = self.fresh("t")
         scope.add(f"const {kind} {name} = {text};")
         scope.texts[node] = name
+
+    def _check(self, node: Expr, scope: Scope) -> None:
+        """Reports an index that is out of range in `bad`, and goes on with 0."""
+        value, extent = self.value(node.args[0]), self.index(node.attr, 0)
+        outside = f"((unsigned long long){value} >= (unsigned long long)({extent}))"
+        mask = f" & {self.value(node.args[1])}" if len(node.args) > 1 else ""
+        name = self.fresh("t")
+        scope.add(f"bad |= {outside}{mask};", f"const long long {name} = {outside} ? 0 : {value};")
+        scope.texts[node] = name
+        scope.checked = self.checked = True
+
+    def simd(self, scope: Scope) -> str:
+        """The pragma of a vector loop with the scope's lines."""
+        return "#pragma omp simd" + (" reduction(|:bad)" if scope.checked else "")
 
     def _text(self, node: Expr, at: int) -> tuple[str, str]:
         kind = scalars.REGISTER[node.dtype]

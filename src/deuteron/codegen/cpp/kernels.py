@@ -52,22 +52,28 @@ PARALLEL_US = 6.0  # below this a parallel region (2 to 5 us with warm threads) 
 
 @dataclass(frozen=True)
 class CppKernel:
-    """The C++ of one kernel. `used` are the prelude's and support functions that it calls."""
+    """The C++ of one kernel. `used` are the prelude's and support functions that it calls.
+
+    Where `checks`, the unit has ``extern "C" int cpp_index_error``, which a kernel sets to 1 (and
+    nobody resets) when an index that it loaded is out of range; it then went on with index 0.
+    """
 
     name: str
     source: str
     args: tuple[tuple[str, str], ...]
     sizes: tuple[Sym, ...]
     used: frozenset[str]
+    checks: bool = False  # whether it may set `cpp_index_error`
 
 
 def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -> CppKernel:
     """The C++ function of a kernel for a CPU."""
     threads = options.threads if options is not None and options.threads else spec.cores
-    return generate_for(kernel, Machine(threads, spec.l1, spec.l2))
+    checked = options is None or options.bounds_check
+    return generate_for(kernel, Machine(threads, spec.l1, spec.l2), checked)
 
 
-def generate_for(kernel: Kernel, machine: Machine) -> CppKernel:
+def generate_for(kernel: Kernel, machine: Machine, checked: bool = True) -> CppKernel:
     """The C++ function of a kernel; `machine` decides tile sizes and whether rows are shared among
     threads.
     """
@@ -79,16 +85,21 @@ def generate_for(kernel: Kernel, machine: Machine) -> CppKernel:
     }
     used: set[str] = set()
     numbers = itertools.count()
-    nests = [prepare(_with_loop(n), layouts) for n in kernel.nests]
+    nests = [prepare(_with_loop(n), layouts, checked) for n in kernel.nests]
     estimate = sum(estimated_us(n) for n in nests)
     fixed = not _symbols(kernel)
     threaded = machine.threads > 1 and (estimate > PARALLEL_US or not fixed)
     shared: list[str] = []
     body: list[str] = []
+    checks = False
     for loops in nests:
         env = Env(loops, Emitter(pointers, used, numbers), machine, threaded, shared)
         write_nest(env)
-        body += ["{", *("  " + s for s in env.em.chain[0].lines), "}"]
+        inside = env.em.chain[0].lines
+        if env.em.checked:
+            inside = ["int bad = 0;", *inside, "if (bad) cpp_index_error = 1;"]
+            checks = True
+        body += ["{", *("  " + s for s in inside), "}"]
     lines = [f'extern "C" void cpp_{kernel.name}(void** ptrs, const long long* sizes) {{']
     for i, (name, lay) in enumerate(layouts.items()):
         kind = ("" if name in written else "const ") + scalars.MEMORY[lay.dtype]
@@ -107,7 +118,12 @@ def generate_for(kernel: Kernel, machine: Machine) -> CppKernel:
     lines.append("}")
     source = "\n".join([*_comments(kernel), *lines])
     return CppKernel(
-        kernel.name, source, tuple(("tensor", n) for n in layouts), symbols, frozenset(used)
+        kernel.name,
+        source,
+        tuple(("tensor", n) for n in layouts),
+        symbols,
+        frozenset(used),
+        checks,
     )
 
 
@@ -116,8 +132,9 @@ def translation_unit(kernels: Sequence[CppKernel]) -> str:
     from deuteron.codegen.cpp.prelude import prelude
 
     used: set[str] = set().union(*(k.used for k in kernels))
+    head = ['extern "C" { int cpp_index_error = 0; }'] if any(k.checks for k in kernels) else []
     return "\n".join(
-        [prelude(used - sections().keys()), support(used), *(k.source for k in kernels), ""]
+        [*head, prelude(used - sections().keys()), support(used), *(k.source for k in kernels), ""]
     )
 
 

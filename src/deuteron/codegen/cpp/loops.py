@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deuteron.ir.expr import ITEMSIZE, Expr, as_position, load, rebuild
+from deuteron.ir.expr import ITEMSIZE, Expr, as_position, index_value, load, rebuild
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -26,9 +26,11 @@ from deuteron.ir.index import (
     Index,
     Mod,
     Value,
+    atom,
     const,
     divide_exact,
     hint,
+    in_range,
     product,
     substitute,
 )
@@ -102,8 +104,10 @@ class Rewriter:
         table: Mapping[Atom, Index],
         layouts: Mapping[str, Layout] | None = None,
         results: frozenset[str] = frozenset(),
+        checked: bool = False,
     ) -> None:
         self.table, self.layouts, self.results = dict(table), layouts, results
+        self.checked = checked
         self.done: dict[Expr, Expr] = {}
 
     def expr(self, root: Expr) -> Expr:
@@ -123,8 +127,16 @@ class Rewriter:
         if new.op == "load" and self.layouts is not None:
             name, idx, fill = new.attr
             mask = new.args[0] if new.args else None
-            return load(name, (self.layouts[name].address(idx),), new.dtype, mask, fill)
+            return load(name, (self.address(name, idx, mask),), new.dtype, mask, fill)
         return new
+
+    def address(self, name: str, index: tuple[Index, ...], mask: Expr | None) -> Index:
+        """The linear address; where `checked`, dimensions that loaded values index are checked."""
+        assert self.layouts is not None
+        lay = self.layouts[name]
+        if self.checked:
+            index = tuple(_check(i, n, mask) for i, n in zip(index, lay.shape, strict=True))
+        return lay.address(index)
 
     def index(self, index: Index) -> Index:
         table = dict(self.table)
@@ -144,10 +156,21 @@ class Rewriter:
         return replace(part, body=self.expr(part.body))
 
 
-def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
+def _check(index: Index, extent: Index, mask: Expr | None) -> Index:
+    """The index, through a node ``check(value[, mask])`` with the extent as its attribute.
+
+    The node's value is the index where that is in range and 0 elsewhere, after it was reported.
+    """
+    if not any(isinstance(a, Value) for a in index.atoms()) or in_range(index, extent):
+        return index
+    args = (index_value(index),) if mask is None else (index_value(index), mask)
+    return atom(Value(Expr("check", "i64", args, extent)))
+
+
+def prepare(nest: Nest, layouts: Mapping[str, Layout], checked: bool = False) -> Loops:
     """The loops of a nest, with linear addresses and canonical axes."""
     results = frozenset(nest.locals())
-    flat = Rewriter({}, layouts, results)
+    flat = Rewriter({}, layouts, results, checked)
     parts: list[Part] = []
     for s in nest.stmts:
         if isinstance(s, Fold) and s.partial:
@@ -162,7 +185,7 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
         else:
             mask = flat.expr(s.mask) if s.mask is not None else None
             lay = layouts[s.tensor]
-            address = flat.index(lay.address(s.index))
+            address = flat.address(s.tensor, tuple(flat.index(i) for i in s.index), mask)
             parts.append(
                 Write(s.tensor, address, flat.expr(s.value), s.level, s.accumulate, mask, lay.dtype)
             )

@@ -124,7 +124,7 @@ class Points(PassWriter):
         with em.inside(seg.axis, self.v) as scope:
             self.body(seg, {}, "0", "0")
         if self.v not in self.conflicts:
-            em.scope.add("#pragma omp simd")
+            em.scope.add(em.simd(scope))
         em.scope.loop(f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines)
 
 

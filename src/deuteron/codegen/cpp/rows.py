@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.emit import difference, smaller
+from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.loops import WORKER, ColumnFold, ordered
 from deuteron.codegen.cpp.nests import (
@@ -171,27 +171,27 @@ class Rows(PassWriter):
             with em.inside(seg.axis, self.v) as scope:
                 self.body(seg, accs, "0", self.position(seg))
             if not serial:
-                em.scope.add("#pragma omp simd")
+                em.scope.add(em.simd(scope))
             em.scope.loop(f"for (long long {base} = {low}; {base} < {high}; ++{base})", scope.lines)
             return
         em.name_axis(seg.axis, f"({base} + l)")
         with em.inside(seg.axis, self.v) as scope:
             self.body(seg, accs, "l", self.position(seg))
-        rest: list[str] | None = None
+        rest: Scope | None = None
         if seg.count.value is None or chunk or seg.count.value % lanes:
             em.guard = f"(l < r_{base})"
             with em.inside(seg.axis, self.v) as tail:
                 self.body(seg, accs, "l", self.position(seg))
             em.guard = None
-            rest = tail.lines
+            rest = tail
         if not blocks:
-            em.scope.add(*lane_loops(base, low, high, lanes, scope.lines, rest))
+            em.scope.add(*lane_loops(em, base, low, high, lanes, scope, rest))
             return
         block, end = em.fresh("b"), em.fresh("e")
         length = lanes * FLUSH
         inner = [
             f"const long long {end} = {smaller(f'{block} + {length}', high)};",
-            *lane_loops(base, block, end, lanes, scope.lines, rest),
+            *lane_loops(em, base, block, end, lanes, scope, rest),
         ]
         for a in accs.values():
             inner += a.flush(lanes)
@@ -206,7 +206,7 @@ class Rows(PassWriter):
 
 
 def lane_loops(
-    base: str, low: str, high: str, lanes: int, body: Sequence[str], rest: Sequence[str] | None
+    em: Emitter, base: str, low: str, high: str, lanes: int, body: Scope, rest: Scope | None
 ) -> list[str]:
     """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last
     lanes, guarded.
@@ -214,9 +214,9 @@ def lane_loops(
     out = [
         f"long long {base} = {low};",
         f"for (; {base} + {lanes} <= {high}; {base} += {lanes}) {{",
-        "#pragma omp simd",
+        em.simd(body),
         f"for (int l = 0; l < {lanes}; ++l) {{",
-        *body,
+        *body.lines,
         "} }",
     ]
     if rest is not None:
@@ -224,9 +224,9 @@ def lane_loops(
         out += [
             f"const int {count} = (int)({high} - {base});",
             f"if ({count} > 0) {{",
-            "#pragma omp simd",
+            em.simd(rest),
             f"for (int l = 0; l < {lanes}; ++l) {{",
-            *rest,
+            *rest.lines,
             "} }",
         ]
     return ["{", *("  " + s for s in out), "}"]

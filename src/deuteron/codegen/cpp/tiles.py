@@ -139,7 +139,7 @@ class Tiles(PassWriter):
         with em.inside(u) as rows:
             with em.inside(v) as scope:
                 self.body(seg, {}, "0", "0")
-            rows.add("#pragma omp simd")
+            rows.add(em.simd(scope))
             rows.loop(f"for (int {vv} = 0; {vv} < {count[v]}; ++{vv})", scope.lines)
         em.scope.loop(f"for (int {uu} = 0; {uu} < {count[u]}; ++{uu})", rows.lines)
 
