@@ -195,6 +195,65 @@ def test_higher_order_ops():
     same(lambda x: torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (x,)), T(4))
 
 
+def test_writes_through_views():
+    def f(x):
+        y = x.clone()
+        y[1:3] += 1
+        y[:, 0].mul_(2)
+        y.t()[0] = 5
+        return y
+
+    same(f, grad(5, 6))
+    same(f, T(5, 6), dynamic=True)
+
+
+def test_per_sample_gradients():
+    same(lambda x: torch.func.vmap(torch.func.grad(lambda v: (v**3).sum()))(x), T(4, 5))
+
+
+def test_hooks_and_autograd_functions():
+    class Exponential(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return g * x.exp()
+
+    def f(x):
+        y = Exponential.apply(x)
+        y.register_hook(lambda g: g * 2)
+        return y.cos()
+
+    same(f, grad(4))
+
+
+def test_boolean_masks_and_scalars():
+    config = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with torch._dynamo.config.patch(**config):
+        same(lambda x: x[x > 0] * 2, T(10), fullgraph=True)
+        same(lambda x: x[torch.nonzero(x[:, 0] > 0).squeeze(1)] ** 2, grad(10, 3), fullgraph=True)
+        same(lambda x, y: (x * y.sum().item()).sin(), grad(10), T(3), fullgraph=True)
+
+
+def test_complex_numbers_and_transforms():
+    same(lambda x: torch.fft.rfft(x).abs().log1p(), grad(4, 16), tolerance=1e-5)
+
+
+def test_whole_layers():
+    same(
+        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+        grad(2, 5, 16),
+        tolerance=1e-5,
+    )
+    rnn = nn.LSTM(8, 8, batch_first=True)
+    same(lambda x: rnn(x)[0], grad(2, 5, 8), tolerance=1e-5)
+    same(nn.EmbeddingBag(10, 4), torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2]))
+
+
 def test_backward_in_another_thread():
     traced = Traced()
     with collecting() as records:

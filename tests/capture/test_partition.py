@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from tests.capture.helpers import Traced, same
@@ -112,6 +117,49 @@ def test_checkpoint_recomputes_a_matmul():
         traced.targets("backward"),
     )
     assert forward == 4 and backward.count("aten.mm.default") >= 4 + 4 + 1
+
+
+def test_selective_checkpoint_saves_what_the_policy_says():
+    w = torch.randn(32, 32, requires_grad=True)
+
+    def policy(ctx, op, *args, **kwargs):
+        keep = op == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def f(x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(
+            lambda v: torch.tanh(torch.sin(v) @ w) @ w, x, use_reentrant=False, context_fn=contexts
+        )
+
+    traced = same(f, torch.randn(4, 32, requires_grad=True), tolerance=1e-4)
+    assert traced.targets("backward").count("aten.mm.default") == 4
+    assert "aten.sin.default" in traced.targets("backward")
+
+
+def test_checkpoint_with_changing_shapes():
+    w = torch.randn(32, 32, requires_grad=True)
+
+    def f(x):
+        block = checkpoint(lambda v: F.layer_norm(torch.tanh(v @ w), (32,)), x, use_reentrant=False)
+        return block.sum() * x.shape[0]
+
+    same(f, torch.randn(5, 32, requires_grad=True), tolerance=1e-4, dynamic=True)
+
+
+def test_effects_keep_their_order_in_the_backward():
+    """What is recomputed moves to its use; writes to inputs stay where they are."""
+
+    def f(x, seen):
+        y = (x * 2).sin()
+        y.register_hook(lambda g: (seen.add_(g.sum()), None)[1])
+        return y.exp()
+
+    x = torch.randn(6, requires_grad=True)
+    a, b = torch.zeros(()), torch.zeros(())
+    f(x, a).sum().backward()
+    Traced().compile(f)(x, b).sum().backward()
+    torch.testing.assert_close(a, b)
 
 
 def test_gradient_that_does_not_depend_on_the_incoming_one():

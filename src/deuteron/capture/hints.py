@@ -48,17 +48,11 @@ class Hints:
         return 0
 
     def _evaluate(self, expr: Any, env: Any) -> int:
-        values: dict[Any, Any] = {}
-        for s in expr.free_symbols:
-            known = None
-            for table in (
-                "backed_var_to_val",
-                "var_to_val",
-            ):  # the second is its name in torch 2.11
-                known = getattr(env, table, {}).get(s)
-                if known is not None:
-                    break
-            values[s] = sympy.Integer(FALLBACK if known is None else int(known))
+        # The table of likely values has one name in torch 2.13 and another in 2.11.
+        known = getattr(env, "backed_var_to_val", None)
+        if known is None:
+            known = getattr(env, "var_to_val", {})
+        values = {s: sympy.Integer(int(known.get(s, FALLBACK))) for s in expr.free_symbols}
         try:
             return max(0, int(expr.xreplace(values)))
         except (TypeError, ValueError, ZeroDivisionError, OverflowError):
