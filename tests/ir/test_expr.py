@@ -35,7 +35,9 @@ def same(a: Any, b: Any) -> bool:
 @given(st.floats(), st.sampled_from(FLOATS))
 def test_float_literals_are_numbers_of_their_dtype(value: float, dtype: str) -> None:
     got = literal(value, dtype).attr
-    expected = torch.tensor(value, dtype=torch.float64).to(torch.float32 if dtype != "f64" else torch.float64)
+    expected = torch.tensor(value, dtype=torch.float64).to(
+        torch.float32 if dtype != "f64" else torch.float64
+    )
     assert same(got, expected.to(TO_TORCH[dtype]).item())
 
 

@@ -1,0 +1,369 @@
+"""Verifier of schedules: names the first broken invariant, the step and the guilty stage.
+
+In: a `Schedule` and the `Program` that it executes. Out: nothing, or a `VerifyError`.
+
+Invariants by name (those of expressions are `ir.verify`'s)
+
+    written      a tensor is written before it is read; every output of the program is written
+    nests        no nest of a kernel reads or overwrites memory that another nest of it writes
+    locals       registers of a nest are defined before use, once, and are no tensors in memory
+    levels       what is stored or folded depends on axes that exist at its place
+    axes         loops of a nest are distinct; a chunked axis is a parallel one
+    once         every library call of the program is executed once, impure ones in their order; a
+                 tensor is written by one step
+    overwritten  a reader of memory comes before its overwriter; in one nest the overwriter reads it
+                 only where it writes, and no later loop reads it
+    interface    a kernel's `reads` and `writes` are the tensors that its nests read and write
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from deuteron.ir.expr import REDUCTIONS, SCANS, Expr, own_indices
+from deuteron.ir.index import Axis, Value
+from deuteron.ir.program import Compute, Constant, Extern, Input, Layout, Program
+from deuteron.ir.verify import (
+    ACCUMULATES,
+    Fault,
+    check_load,
+    check_position,
+    error,
+    facts,
+    index_axes,
+    label,
+    views,
+)
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Schedule, Stmt, Store
+
+
+def verify_schedule(
+    schedule: Schedule, program: Program, stage: str = "schedule", strict: bool = False
+) -> None:
+    """Raises `VerifyError` for the first invariant that `schedule` breaks; `stage` is who made
+    it.
+    """
+    state = _State(schedule, program, strict)
+    for step in schedule.steps:
+        name = label(step) if isinstance(step, Extern) else f"kernel {step.name}"
+        try:
+            if isinstance(step, Extern):
+                state.call(step)
+            else:
+                state.kernel(step)
+        except Fault as fault:
+            raise error(fault, name, step.origins, stage) from None
+    try:
+        state.finish()
+    except Fault as fault:
+        raise error(fault, "the whole schedule", (), stage) from None
+
+
+def loads_of(e: Expr) -> tuple[Expr, ...]:
+    return facts(e).loads
+
+
+def free_outside(root: Expr, local: Mapping[str, Stmt]) -> frozenset[Axis]:
+    """The free axes of an expression, without the indices of registers, which mean nothing."""
+    free: dict[Expr, frozenset[Axis]] = {}
+    for n in root.walk():
+        found = frozenset[Axis]().union(*(free[a] for a in n.args))
+        if n.op == "reduce":
+            found -= set(n.attr[1])
+        elif n.op == "scan":
+            found |= {n.attr[1]}
+        elif n.op != "load" or n.attr[0] not in local:
+            for i in own_indices(n):
+                found |= index_axes(i)
+        free[n] = found
+    return free[root]
+
+
+def stmt_exprs(s: Stmt) -> tuple[Expr, ...]:
+    """What a statement evaluates, the positions of a store included."""
+    if not isinstance(s, Store):
+        return (s.body,)
+    values = [a.expr for i in s.index for a in i.atoms() if isinstance(a, Value)]
+    return (s.value, *values) if s.mask is None else (s.value, s.mask, *values)
+
+
+class _State:
+    """What is written so far, and which names of a memory are stale."""
+
+    def __init__(self, schedule: Schedule, program: Program, strict: bool) -> None:
+        self.schedule, self.program, self.strict = schedule, program, strict
+        self.layouts = schedule.layouts
+        self.written = {d.name for d in program.defs if isinstance(d, (Input, Constant))}
+        self.target = {
+            d.name: d.target
+            for d in program.defs
+            if isinstance(d, Compute) and d.target is not None
+        }
+        self.stale: dict[str, str] = {}  # name -> who overwrote its memory
+        self.names: dict[str, list[str]] = {}  # memory -> names that were written into it
+        for name in self.written:
+            self.names.setdefault(self.memory(name), []).append(name)
+        self.calls: list[Extern] = []
+
+    def memory(self, name: str) -> str:
+        """The tensor whose memory `name` lives in."""
+        seen = set()
+        while name in self.schedule.aliases and name not in seen:
+            seen.add(name)
+            name = self.schedule.aliases[name]
+        return name
+
+    def layout(self, name: str) -> Layout:
+        layout = self.layouts.get(name)
+        if layout is None:
+            raise Fault("written", f"{name} has no layout")
+        return layout
+
+    def readable(self, name: str) -> None:
+        if name not in self.written:
+            raise Fault("written", f"{name} is read before it is written")
+        if name in self.stale:
+            by = self.stale[name]
+            raise Fault("overwritten", f"{name} is read after {by} overwrote its memory")
+
+    def define(self, name: str) -> None:
+        """`name` is written: older names of its memory are stale from now on."""
+        if name in self.written:
+            raise Fault("once", f"{name} is written by two steps")
+        memory = self.memory(name)
+        if name in self.target or memory != name:
+            for older in self.names.get(memory, ()):
+                self.stale[older] = name
+            self.names[memory] = []
+        self.names.setdefault(memory, []).append(name)
+        self.written.add(name)
+
+    def call(self, step: Extern) -> None:
+        for v in views((step.args, tuple(v for _, v in step.kwargs))):
+            self.readable(v.tensor)
+        for name in step.mutates:
+            self.readable(name)
+        self.calls.append(step)
+        for k, result in enumerate(step.names):
+            if result is None:
+                continue
+            if result in self.written:
+                raise Fault("once", f"{result} is written by two steps")
+            shared = step.aliases[k] if step.aliases else None
+            memory = self.memory(result if shared is None else shared)
+            self.names.setdefault(memory, []).append(result)
+            self.written.add(result)
+
+    def finish(self) -> None:
+        for o in self.program.outputs:
+            if o.tensor is not None:
+                self.readable(o.tensor)
+        calls = [d for d in self.program.defs if isinstance(d, Extern)]
+        for d in calls:
+            n = sum(c is d or c == d for c in self.calls)
+            if n != 1:
+                raise Fault("once", f"the call {label(d)} is executed {n} times")
+        wanted = [d.names for d in calls if d.impure]
+        if [c.names for c in self.calls if c.impure] != wanted:
+            raise Fault("once", "impure calls are executed in another order than the program's")
+
+    # -- kernels -----------------------------------------------------------------------------------
+
+    def kernel(self, k: Kernel) -> None:
+        reads: list[set[str]] = []
+        writes: list[set[str]] = []
+        for nest in k.nests:
+            r, w = self.nest(nest)
+            reads.append(r)
+            writes.append(w)
+        self.interface(k, set().union(*reads), set().union(*writes))
+        if len(k.nests) > 1:
+            self.independent(reads, writes)
+        for name in dict.fromkeys(n for w in writes for n in sorted(w)):
+            self.define(name)
+
+    def independent(self, reads: list[set[str]], writes: list[set[str]]) -> None:
+        owner: dict[str, tuple[int, str]] = {}
+        for k, names in enumerate(writes):
+            for name in names:
+                j, other = owner.setdefault(self.memory(name), (k, name))
+                if j != k:
+                    raise Fault("nests", f"nests {j} and {k} write {other} and {name}, one memory")
+        for k, names in enumerate(reads):
+            for name in names:
+                j, other = owner.get(self.memory(name), (k, name))
+                if j != k:
+                    raise Fault("nests", f"nest {k} reads {name}, nest {j} writes {other}")
+
+    def interface(self, k: Kernel, reads: set[str], writes: set[str]) -> None:
+        for what, listed, found in (("reads", k.reads, reads), ("writes", k.writes, writes)):
+            names = {n for n, _ in listed}
+            for name in sorted(found - names):
+                raise Fault("interface", f"{name} is not among the kernel's {what}")
+            for name, layout in listed:
+                if layout != self.layout(name):
+                    raise Fault("interface", f"{name} has another layout in the kernel's {what}")
+        unwritten = {n for n, _ in k.writes} - writes
+        if unwritten:
+            raise Fault("interface", f"{sorted(unwritten)} are listed and not written")
+
+    def nest(self, nest: Nest) -> tuple[set[str], set[str]]:
+        """Checks one nest; returns the tensors in memory that it reads and writes."""
+        _check_axes(nest)
+        parallel, whole = frozenset(nest.parallel), frozenset((*nest.parallel, *nest.reduced))
+        local = nest.locals()
+        depends: dict[str, frozenset[Axis]] = {}  # registers defined so far -> axes they live on
+        reads: set[str] = set()
+        writes: set[str] = set()
+        names = set()
+        for s in nest.stmts:
+            free = frozenset[Axis]()
+            for e in stmt_exprs(s):
+                known = facts(e)
+                bound = whole.intersection(known.bound)
+                if bound:
+                    raise Fault("axes", f"a fold inside a body binds the loop {sorted(bound)}")
+                own = known.free if not local else free_outside(e, local)
+                free |= own | self.loads(known.loads, local, depends, reads)
+            if not isinstance(s, Store):
+                if s.name in names:
+                    raise Fault("locals", f"{s.name} is defined twice")
+                names.add(s.name)
+            depends.update(self.stmt(s, nest, free, parallel, whole, writes))
+        clash = reads & writes
+        if clash:
+            raise Fault("nests", f"a nest reads {sorted(clash)}, which it stores itself")
+        self.in_place(nest)
+        return reads, writes
+
+    def loads(
+        self,
+        loads: Iterable[Expr],
+        local: dict[str, Stmt],
+        depends: dict[str, frozenset[Axis]],
+        reads: set[str],
+    ) -> frozenset[Axis]:
+        """Checks what an expression loads; returns the axes on which its registers live."""
+        registers = frozenset[Axis]()
+        for n in loads:
+            name = n.attr[0]
+            if name not in local:
+                check_load(n, self.layout(name), self.strict)
+                self.readable(name)
+                reads.add(name)
+                continue
+            s = local[name]
+            if name not in depends:
+                later = (
+                    "is a partial result" if isinstance(s, Fold) and s.partial else "comes later"
+                )
+                raise Fault("locals", f"{name} is used, which {later}")
+            assert not isinstance(s, Store)
+            dtype = "i64" if s.kind.startswith("arg") else s.body.dtype
+            if n.dtype != dtype:
+                raise Fault("dtypes", f"register {name} is {dtype}, its load {n.dtype}")
+            registers |= depends[name]
+        return registers
+
+    def stmt(
+        self,
+        s: Stmt,
+        nest: Nest,
+        free: frozenset[Axis],
+        parallel: frozenset[Axis],
+        whole: frozenset[Axis],
+        writes: set[str],
+    ) -> dict[str, frozenset[Axis]]:
+        """Checks one statement; returns the register that it defines with the axes it lives on."""
+        if isinstance(s, Store):
+            self.store(s, free, parallel if s.level == "row" else whole, writes)
+            return {}
+        outside = free - whole
+        if outside:
+            raise Fault("levels", f"{s.name} depends on {sorted(outside)}, no loops of its nest")
+        if isinstance(s, Prefix):
+            if len(nest.reduced) != 1:
+                raise Fault("levels", f"the scan {s.name} runs along {len(nest.reduced)} axes")
+            if s.kind not in SCANS:
+                raise Fault("kinds", f"no scan {s.kind!r}")
+        else:
+            if s.kind not in REDUCTIONS:
+                raise Fault("kinds", f"no reduction {s.kind!r}")
+            if s.partial:
+                return self.partial(s, nest, writes)
+        if s.name in self.layouts and s.name in self.written:
+            raise Fault("locals", f"the register {s.name} has the name of a tensor in memory")
+        return {s.name: whole if isinstance(s, Prefix) else parallel}
+
+    def partial(self, s: Fold, nest: Nest, writes: set[str]) -> dict[str, frozenset[Axis]]:
+        if nest.chunk is None:
+            raise Fault("levels", f"{s.name} is a partial fold of a nest without chunks")
+        layout, count = self.layout(s.name), nest.chunk[1]
+        shape = [a.extent for a in nest.reduced]
+        if layout.shape[0].value != count or list(layout.shape[1:]) != shape:
+            raise Fault("layouts", f"{s.name} is {list(layout.shape)}, not {[count, *shape]}")
+        dtype = "i64" if s.kind.startswith("arg") else s.body.dtype
+        if layout.dtype != dtype:
+            raise Fault("dtypes", f"{s.name} is {layout.dtype}, its fold {dtype}")
+        writes.add(s.name)
+        return {}
+
+    def store(
+        self, s: Store, free: frozenset[Axis], there: frozenset[Axis], writes: set[str]
+    ) -> None:
+        if s.level not in ("row", "point"):
+            raise Fault("levels", f"no level {s.level!r}")
+        for i in s.index:
+            free |= index_axes(i)
+        outside = free - there
+        if outside:
+            raise Fault("levels", f"the {s.level} store to {s.tensor} depends on {sorted(outside)}")
+        layout = self.layout(s.tensor)
+        if s.value.dtype != layout.dtype:
+            raise Fault(
+                "dtypes", f"{s.value.dtype} is stored to {s.tensor}, which is {layout.dtype}"
+            )
+        if s.mask is not None and s.mask.dtype != "bool":
+            raise Fault("dtypes", f"the mask of the store to {s.tensor} is {s.mask.dtype}")
+        if s.accumulate is not None and s.accumulate not in ACCUMULATES:
+            raise Fault("kinds", f"no accumulation {s.accumulate!r}")
+        masked = s.mask is not None
+        check_position(f"store to {s.tensor}", s.index, layout, masked, self.strict)
+        writes.add(s.tensor)
+
+    def in_place(self, nest: Nest) -> None:
+        """Loads of memory that the nest overwrites: at the stored place, and before it is lost."""
+        stores = [(k, s) for k, s in enumerate(nest.stmts) if isinstance(s, Store)]
+        owners = {self.memory(s.tensor): (k, s) for k, s in reversed(stores)}
+        local = nest.locals()
+        for k, stmt in enumerate(nest.stmts):
+            for n in (n for e in stmt_exprs(stmt) for n in loads_of(e)):
+                if n.attr[0] in local or self.memory(n.attr[0]) not in owners:
+                    continue
+                at, store = owners[self.memory(n.attr[0])]
+                if n.attr[1] != store.index or store.accumulate is not None:
+                    raise Fault(
+                        "overwritten",
+                        f"{n!r} is read in the nest that overwrites it at {list(store.index)}",
+                    )
+                same_pass = (
+                    isinstance(stmt, Store)
+                    and stmt.level == store.level
+                    and not any(isinstance(x, (Fold, Prefix)) for x in nest.stmts[at:k])
+                    and any(n in loads_of(e) for e in stmt_exprs(store))
+                )
+                if k > at and not same_pass:
+                    raise Fault("overwritten", f"{n!r} is read after the store to {store.tensor}")
+
+
+def _check_axes(nest: Nest) -> None:
+    axes = (*nest.parallel, *nest.reduced)
+    if len({a.name for a in axes}) != len(axes):
+        raise Fault("axes", f"the loops {list(axes)} are not distinct")
+    if nest.chunk is not None:
+        axis, count = nest.chunk
+        if axis not in nest.parallel or count < 1:
+            raise Fault("axes", f"{count} chunks of {axis!r}, among parallel {list(nest.parallel)}")
+
+
+__all__ = ["verify_schedule"]
