@@ -87,6 +87,7 @@ class Emitter:
         self.result_dims: dict[str, Dims] = {}
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
+        self.stages = "1"  # text of the number of stages of software pipelines
         self.checked = False  # whether the text has assertions
         self._digits: dict[Axis, tuple[Index, bool]] = {}
 

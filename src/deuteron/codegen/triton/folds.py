@@ -14,6 +14,7 @@ from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr
 from deuteron.schedule.kernel import Fold
 
 FULL = frozenset(("x", "r"))
+LOWEST = {"f32": "-3.4028234663852886e38", "f64": "-1.7976931348623157e308"}
 
 
 def combine(kind: str, dtype: str, a: str, b: str) -> str:
@@ -77,25 +78,26 @@ class Accumulators:
         self.em, self.merged = em, p.merged
         self.folds = [f for f in p.parts if isinstance(f, Fold)]
         self.names = {f.name: em.fresh(f"{clean(f.name)}_") for f in self.folds}
-        self.rescaled = {r.maximum for r in p.merged.values() if isinstance(r, Online)}
-        self.factors: dict[
-            str, tuple[str, str]
-        ] = {}  # maximum -> (factor of sums, factor of the element)
+        self.sums: dict[str, list[str]] = {}  # maximum -> sums that are rescaled with it
+        self.plain: dict[str, str] = {}  # maximum -> one of them with factor 1
+        for name, rule in p.merged.items():
+            if isinstance(rule, Online):
+                self.sums.setdefault(rule.maximum, []).append(name)
+                if rule.factor is None:
+                    self.plain[rule.maximum] = name
+        self.steps: dict[str, tuple[str, str]] = {}  # maximum -> (grew, e) of the current block
 
     def declare(self) -> None:
         em, shape = self.em, self.em.shape(FULL)
         for f in self.folds:
             name, dtype = self.names[f.name], f.body.dtype
-            rule = self.merged.get(f.name)
-            if isinstance(rule, Welford):
-                em.scope.add(
-                    *(
-                        f"{name}_{s} = tl.zeros({shape}, {scalars.TYPE[dtype]})"
-                        for s in ("mean", "m2")
-                    )
-                )
-                continue
-            em.scope.add(f"{name} = {constant(shape, f.kind, dtype)}")
+            if isinstance(self.merged.get(f.name), Welford):
+                zeros = f"tl.zeros({shape}, {scalars.TYPE[dtype]})"
+                em.scope.add(f"{name}_mean = {zeros}", f"{name}_m2 = {zeros}")
+            elif f.name in self.plain:
+                em.scope.add(f"{name} = tl.full({shape}, {LOWEST[dtype]}, {scalars.TYPE[dtype]})")
+            else:
+                em.scope.add(f"{name} = {constant(shape, f.kind, dtype)}")
             if f.kind.startswith("arg"):
                 last = "9223372036854775807" if em.index_type == "tl.int64" else "2147483647"
                 em.scope.add(f"{name}_at = tl.full({shape}, {last}, {em.index_type})")
@@ -104,9 +106,10 @@ class Accumulators:
         """One block of the row; the scope is the loop's."""
         em, name, rule = self.em, self.names[f.name], self.merged.get(f.name)
         if isinstance(rule, Online):
-            old, new = self.factors[rule.maximum]
-            term = new if rule.factor is None else f"{em.value(rule.factor)} * {new}"
-            self._assign({name: f"{name} * {old} + {term}"})
+            one = scalars.literal(1, f.body.dtype, typed=True)
+            term = one if rule.factor is None else em.value(rule.factor)
+            up, e = self.steps[rule.maximum]
+            self._assign({name: f"libm.online_add({name}, {term}, {up}, {e})"})
         elif isinstance(rule, Welford):
             self._welford(f, rule, name)
         elif f.kind.startswith("arg"):
@@ -115,16 +118,23 @@ class Accumulators:
             pair = f"{name}, {name}_at, {em.value(f.body)}, {place}"
             em.scope.add(f"{value}, {at} = libm.{f.kind}_combine({pair})")
             self._assign({name: value, f"{name}_at": at})
-        elif f.name in self.rescaled:
-            value = em.value(f.body)
-            mask = em.mask(frozenset("r"))
-            if mask:
-                value = f"tl.where({mask}, {value}, {identity('max', f.body.dtype)})"
-            old, new = em.fresh("old"), em.fresh("new")
-            em.scope.add(f"{name}, {old}, {new} = libm.online_step({name}, {value})")
-            self.factors[f.name] = (old, new)
+        elif f.name in self.sums:
+            self._maximum(f, name)
         else:
             self._assign({name: combine(f.kind, f.body.dtype, name, em.value(f.body))})
+
+    def _maximum(self, f: Fold, name: str) -> None:
+        """A maximum with which sums are rescaled."""
+        em, value = self.em, self.em.value(f.body)
+        finite = f.name in self.plain
+        mask = em.mask(frozenset("r"))
+        if mask:
+            other = LOWEST[f.body.dtype] if finite else identity("max", f.body.dtype)
+            value = f"tl.where({mask}, {value}, {other})"
+        step = "online_step" if finite else "online_step_infinite"
+        up, e = em.fresh("up"), em.fresh("e")
+        em.scope.add(f"{name}, {up}, {e} = libm.{step}({name}, {value})")
+        self.steps[f.name] = (up, e)
 
     def _assign(self, new: dict[str, str]) -> None:
         mask = self.em.mask(frozenset("r"))
@@ -148,28 +158,40 @@ class Accumulators:
     def finish(self) -> None:
         """Combines the lanes; binds each fold's result in the current scope."""
         em = self.em
-        rows: dict[str, str] = {}
-        later: list[tuple[Fold, Welford, str]] = []
         for f in self.folds:
             name, rule = self.names[f.name], self.merged.get(f.name)
-            if isinstance(rule, Welford):
-                later.append((f, rule, name))
+            if rule is not None:
                 continue
             out = em.fresh(f"{clean(f.name)}_")
             if f.kind.startswith("arg"):
                 em.scope.add(f"{out} = libm.fold_{f.kind}({name}, {name}_at).to(tl.int64)")
-            elif isinstance(rule, Online):
-                row, lanes = rows[rule.maximum], self.names[rule.maximum]
-                em.scope.add(
-                    f"{out} = libm.fold_sum({name} * libm.online_scale({lanes}, {row}))",
-                    f"{out} = libm.online_finish({out}, {row})",
-                )
             else:
                 em.scope.add(f"{out} = libm.fold_{f.kind}({name})")
-            rows[f.name] = out
+            if f.name in self.sums:
+                self._finish_online(f, name, out)
             bind(em, f, out)
-        for f, rule, name in later:
-            self._finish_welford(f, rule, name)
+        for f in self.folds:
+            rule = self.merged.get(f.name)
+            if isinstance(rule, Welford):
+                self._finish_welford(f, rule, self.names[f.name])
+
+    def _finish_online(self, f: Fold, lanes: str, row: str) -> None:
+        """The sums that were rescaled with the maximum `row`. No element but minus infinity leaves
+        a sum with factor 1 at 0, and a finite maximum where there was none.
+        """
+        em = self.em
+        sums = [s for s in self.folds if s.name in self.sums[f.name]]
+        names = {s.name: em.fresh(f"{clean(s.name)}_") for s in sums}
+        scale = em.fresh("scale")
+        em.scope.add(f"{scale} = libm.online_scale({lanes}, {row})")
+        for s in sums:
+            em.scope.add(f"{names[s.name]} = libm.fold_sum({self.names[s.name]} * {scale})")
+        if f.name in self.plain:
+            low = scalars.literal(float("-inf"), f.body.dtype)
+            em.scope.add(f"{row} = tl.where({names[self.plain[f.name]]} == 0, {low}, {row})")
+        for s in sums:
+            em.scope.add(f"{names[s.name]} = libm.online_finish({names[s.name]}, {row})")
+            bind(em, s, names[s.name])
 
     def _finish_welford(self, f: Fold, rule: Welford, name: str) -> None:
         em, kind, block = self.em, scalars.TYPE[f.body.dtype], self.em.dims["r"].block

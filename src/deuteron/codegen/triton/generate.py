@@ -115,8 +115,9 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
     flags = [] if static else ["INDEX_BITS"]
     blocks = [_block_names(f, i if len(forms) > 1 else None) for i, f in enumerate(forms)]
+    stages = ["STAGES"] if any(f.loops for f in forms) else []
     written = [
-        write_nest(n, f, Names(b, pointers, index_type), itertools.count())
+        write_nest(n, f, Names(b, pointers, index_type, "STAGES"), itertools.count())
         for n, f, b in zip(nests, forms, blocks, strict=True)
     ]
     bodies = [lines for lines, _ in written]
@@ -124,7 +125,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
         bodies = [[choice, *b] for b in bodies]
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
-    constexprs = [v for b in blocks for v in b.values()] + flags
+    constexprs = [v for b in blocks for v in b.values()] + stages + flags
     source = _source(name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers)
     sizes = "i64" if static and wide else "i32"
     return TritonKernel(
@@ -166,12 +167,13 @@ def _configs(forms: Sequence[Form], blocks: Sequence[Mapping[str, str]]) -> tupl
     out = []
     for k in range(max(len(f.candidates) for f in forms)):
         chosen: list[Blocks] = [f.candidates[min(k, len(f.candidates) - 1)] for f in forms]
-        values = tuple(
+        values = [
             (names[d], n) for names, c in zip(blocks, chosen, strict=True) for d, n in c.sizes
-        )
-        out.append(
-            Config(values, max(c.num_warps for c in chosen), max(c.num_stages for c in chosen))
-        )
+        ]
+        stages = max(c.stages for c in chosen)
+        if any(f.loops for f in forms):
+            values.append(("STAGES", stages))
+        out.append(Config(tuple(values), max(c.num_warps for c in chosen), stages))
     return tuple(dict.fromkeys(out))
 
 

@@ -421,21 +421,32 @@ def fold_welford(mean, m2, count):
 def welford_step(mean, m2, x, share):
     """One more element `x` in every lane; `share` = 1 / number of elements then."""
     delta = x - mean
-    mean = mean + delta * share
-    return mean, m2 + delta * (x - mean)
+    mean = tl.fma(delta, share, mean)
+    return mean, tl.fma(delta, x - mean, m2)
 
 
 @triton.jit
 def online_step(m, x):
-    """For a running maximum `m` and an element `x`: (new maximum, factor of what was summed, factor
-    of the element).
+    """For a running maximum `m` and an element `x`: (new maximum, whether it grew, e).
 
-    Both factors are exp(old or new exponent - new maximum), of which one is always 1: a single
-    exponential.
+    What was summed for the old maximum, and the element's exp(x - new maximum), are 1 or e times
+    what they are for the other one: a single exponential. `m` starts at the lowest finite number,
+    so that minus infinity adds exp(-inf) = 0 and is never subtracted from itself.
     """
-    e = tl.where(x == m, 1.0, exp(-tl.abs(x - m)))
-    up = x > m
-    return maximum(m, x), tl.where(up, e, 1.0), tl.where(up, 1.0, e)
+    d = x - m
+    return maximum(m, x), d > 0, exp(-tl.abs(d))
+
+
+@triton.jit
+def online_step_infinite(m, x):
+    """The same for an `m` that starts at minus infinity."""
+    return maximum(m, x), x > m, tl.where(x == m, 1.0, exp(-tl.abs(x - m)))
+
+
+@triton.jit
+def online_add(total, term, up, e):
+    """``total * e + term`` where the maximum grew, else ``total + term * e``."""
+    return tl.fma(tl.where(up, total, term), e, tl.where(up, term, total))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ operand that dies here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.codegen.cpp.loops import WORKER, ColumnFold, Loops, Write
 from deuteron.codegen.triton.emit import Dim, Dims, Emitter
@@ -44,6 +44,7 @@ class Names:
     blocks: Mapping[str, str]
     pointers: Mapping[str, str]
     index_type: str
+    stages: str = "1"  # of the loops' software pipelines
 
 
 def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
@@ -66,6 +67,7 @@ def write_nest(
     whether it asserts anything.
     """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
+    em.stages = names.stages
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
     return em.chain[0].lines, em.checked
@@ -204,12 +206,36 @@ class Passes:
             accs = Accumulators(em, q)
             accs.declare()
             carries = self.declare_carries(q)
-            with em.inside() as scope:
-                em.enter(em.dims["r"], "roffset")
-                self.body(q, accs, carries)
-            em.scope.block(f"for roffset in range(0, rnumel, {em.dims['r'].block})", scope.lines)
+            r = em.dims["r"]
+            if r.masked and (accs.folds or carries):
+                # Whole blocks without masks, then what is left: selects cost as much as the fold.
+                em.scope.add(f"rwhole = rnumel // {r.block} * {r.block}")
+                em.dims["r"] = replace(r, masked=False)
+                self.loop(
+                    q,
+                    accs,
+                    carries,
+                    "for roffset in tl.range(0, rwhole, {block}, num_stages={stages})",
+                )
+                em.dims["r"] = r
+                em.scope.add("roffset = rwhole")
+                self.loop(q, accs, carries, "if rwhole < rnumel")
+            else:
+                self.loop(
+                    q,
+                    accs,
+                    carries,
+                    "for roffset in tl.range(0, rnumel, {block}, num_stages={stages})",
+                )
             accs.finish()
         stores(em, [(w, X) for w in self.row_writes])
+
+    def loop(self, q: Pass, accs: Accumulators, carries: Mapping[str, str], head: str) -> None:
+        em = self.em
+        with em.inside() as scope:
+            em.enter(em.dims["r"], "roffset")
+            self.body(q, accs, carries)
+        em.scope.block(head.format(block=em.dims["r"].block, stages=em.stages), scope.lines)
 
     def policies(self, k: int) -> None:
         """What a later pass reads again stays in the cache; the last reading lets go."""
@@ -302,7 +328,8 @@ def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
             one_pass(loops, em, columns)
         else:
             Passes(loops, em).write()
-    outer.block(f"for xoffset in range(low, xnumel, {x.block})", scope.lines)
+    stages = f", num_stages={em.stages}" if whole else ""
+    outer.block(f"for xoffset in tl.range(low, xnumel, {x.block}{stages})", scope.lines)
     for p in loops.parts:
         if isinstance(p, ColumnFold) and whole:
             store_column(em, p, columns[p.name])

@@ -33,7 +33,7 @@ class Blocks:
 
     sizes: tuple[tuple[str, int], ...]  # ("x", 1024)
     num_warps: int
-    num_stages: int = 1
+    stages: int = 1  # of the software pipeline of its loops
 
     def of(self, dim: str) -> int:
         return dict(self.sizes)[dim]
@@ -50,6 +50,11 @@ class Form:
     candidates: tuple[Blocks, ...]
     persistent: bool = False
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
+
+    @property
+    def loops(self) -> bool:
+        """Whether its text has loops over blocks."""
+        return self.kind == "chunk" or (self.kind == "rows" and not self.persistent)
 
 
 def choose(loops: Loops, spec: DeviceSpec) -> Form:
@@ -162,21 +167,22 @@ def _tile_blocks(ny: int, nx: int) -> tuple[Blocks, ...]:
         x = min(edge * edge // y, power(nx))
         return Blocks((("y", y), ("x", x)), warps)
 
-    return (tile(32, 4), tile(64, 8))
+    return (tile(64, 8), tile(32, 4))
 
 
 # -- rows ------------------------------------------------------------------------------------------
 
 
 def _row_loads(loops: Loops) -> int:
-    """Distinct values that are read for every element of a row."""
-    reduced = set(loops.reduced)
-    found = {
-        n
-        for root in loops.roots()
-        for n in root.walk()
-        if n.op == "load" and n.attr[1] and n.attr[1][0].axes() & reduced
-    }
+    """Distinct values that are read for every element of every row."""
+    reduced, parallel = set(loops.reduced), set(loops.parallel)
+    found = set()
+    for root in loops.roots():
+        for n in root.walk():
+            if n.op == "load" and n.attr[1]:
+                axes = n.attr[1][0].axes()
+                if axes & reduced and (axes & parallel or not parallel):
+                    found.add(n)
     return max(1, len(found))
 
 
@@ -197,7 +203,7 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     if persistent and columns:
         candidates = _column_tiles(nx, nr, spec, persistent=True)
     elif persistent:
-        candidates = _row_tiles(nx, nr, spec)
+        candidates = _row_tiles(nx, nr, _widest(loops), spec)
     elif columns:
         candidates = _column_tiles(nx, nr, spec, persistent=False)
     else:
@@ -210,17 +216,18 @@ def warps_for(elements: int, each: int = 16) -> int:
     return min(16, max(1, below(elements // (32 * each))))
 
 
-def _row_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+def _row_tiles(nx: int, nr: int, itemsize: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
     """Whole rows; several short ones at once, as long as every multiprocessor has two programs."""
     r = power(nr)
 
-    def tile(elements: int) -> Blocks:
+    def tile(elements: int, each: int) -> Blocks:
         x = min(max(1, elements // r), power(nx), 128)
         while x > 1 and nx < x * 2 * spec.cores:
             x //= 2
-        return Blocks((("x", x), ("r", r)), warps_for(x * r))
+        return Blocks((("x", x), ("r", r)), warps_for(x * r, each))
 
-    found = dict.fromkeys((tile(2048), tile(1024), tile(4096)))
+    each = 16 if itemsize >= 4 else 32
+    found = dict.fromkeys((tile(1024, each), tile(1024, each // 2), tile(2048, each)))
     return tuple(found)
 
 
