@@ -63,8 +63,9 @@ def softmax() -> Program:
 
 
 def everything() -> tuple[Program, list[Any]]:
-    """One of each: constants, calls, sizes, gathers, masks, scatters, scans, random numbers, casts."""
+    """Constants, calls, sizes, gathers, masks, scatters, scans, random numbers, casts."""
     i, j, a, b, c, d, e, f, g, h = (Axis(n, N if n in "iacegh" else 4) for n in "ijabcdefgh")
+    z, ranks = Axis("z", 4), lay(N, dtype="i64")
     ids = cast(read("ids", a, dtype="i64"), "i64")
     inside = op("lt", E.index_value(b.index), literal(3, "i64"))
     gather = E.load(
@@ -87,7 +88,7 @@ def everything() -> tuple[Program, list[Any]]:
             Compute("half", (i, j), half, lay(N, 4)),
             Compute("got", (a, b), gather, lay(N, 4)),
             Compute("kept", (c, d), kept, lay(N, 4)),
-            Extern(("mm",), "aten.mm.default", (product, turned), (), (lay(N, 4),), reason="a call"),
+            Extern(("mm",), "aten.mm.default", (product, turned), (), (lay(N, 4),), reason="why"),
             Extern(
                 (None, "sorted_"), "aten.sort.stable",
                 (ViewArg("ids", (N,), (const(1),), const(0)),), (("stable", True), ("dim", -1)),
@@ -100,8 +101,7 @@ def everything() -> tuple[Program, list[Any]]:
                 (atom(Value(read("ids", g, dtype="i64"))),), "sum",
                 mask=op("lt", E.index_value(g.index), literal(5, "i64")),
             ),  # fmt: skip
-            Compute("best", (h,), E.reduce("argmax", (Axis("z", 4),), read("scan", h, Axis("z", 4))),
-                    lay(N, dtype="i64")),
+            Compute("best", (h,), E.reduce("argmax", (z,), read("scan", h, z)), ranks),
         ),
         (
             whole("kept", lay(N, 4)), whole("scan", lay(N, 4)), whole("counts", lay(5)),
@@ -115,7 +115,8 @@ def everything() -> tuple[Program, list[Any]]:
     )  # fmt: skip
     torch.manual_seed(1)
     inputs = [
-        torch.randn(6, 4), torch.tensor([4, 0, 2, 2, 1, 4]), torch.randn(5, 4), torch.tensor(-(2**61) + 7),
+        torch.randn(6, 4), torch.tensor([4, 0, 2, 2, 1, 4]), torch.randn(5, 4),
+        torch.tensor(-(2**61) + 7),
     ]  # fmt: skip
     return program, inputs
 
@@ -144,10 +145,8 @@ def schedule_of(
     layouts: dict[str, Layout],
     aliases: dict[str, str] | None = None,
 ) -> Schedule:
-    kernel = Kernel(
-        "k0", nests, tuple((n, layouts[n]) for n in reads), tuple((n, layouts[n]) for n in writes), (),
-        "cpu", 0, 0.0, 0.0,
-    )  # fmt: skip
+    read_, written = (tuple((n, layouts[n]) for n in names) for names in (reads, writes))
+    kernel = Kernel("k0", nests, read_, written, (), "cpu", 0, 0.0, 0.0)
     return Schedule((kernel,), aliases or {}, layouts)
 
 

@@ -22,7 +22,7 @@ x = E.load("x", (i.index, j.index), "f32")
 idx = E.load("idx", (j.index,), "i64")
 
 numbers = st.one_of(
-    st.sampled_from([0.0, -0.0, 1.0, 0.1, math.inf, -math.inf, math.nan, 65519.9, 65520.0, 1e300, 3e-8]),
+    st.sampled_from([0.0, -0.0, 1.0, 0.1, math.inf, -math.inf, math.nan, 65519.9, 65520.0, 1e300]),
     st.floats(), st.integers(-(2**70), 2**70), st.booleans(),
 )  # fmt: skip
 

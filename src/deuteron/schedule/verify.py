@@ -155,9 +155,6 @@ class _State:
             self.written.add(result)
 
     def finish(self) -> None:
-        for o in self.program.outputs:
-            if o.tensor is not None:
-                self.readable(o.tensor)
         calls = [d for d in self.program.defs if isinstance(d, Extern)]
         for d in calls:
             n = sum(c is d or c == d for c in self.calls)
@@ -166,6 +163,9 @@ class _State:
         wanted = [d.names for d in calls if d.impure]
         if [c.names for c in self.calls if c.impure] != wanted:
             raise Fault("once", "impure calls are executed in another order than the program's")
+        for o in self.program.outputs:
+            if o.tensor is not None:
+                self.readable(o.tensor)
 
     # -- kernels -----------------------------------------------------------------------------------
 
@@ -176,9 +176,11 @@ class _State:
             r, w = self.nest(nest)
             reads.append(r)
             writes.append(w)
-        self.interface(k, set().union(*reads), set().union(*writes))
         if len(k.nests) > 1:
             self.independent(reads, writes)
+        for name in sorted(set().union(*reads)):
+            self.readable(name)
+        self.interface(k, set().union(*reads), set().union(*writes))
         for name in dict.fromkeys(n for w in writes for n in sorted(w)):
             self.define(name)
 
@@ -249,7 +251,6 @@ class _State:
             name = n.attr[0]
             if name not in local:
                 check_load(n, self.layout(name), self.strict)
-                self.readable(name)
                 reads.add(name)
                 continue
             s = local[name]
