@@ -476,3 +476,21 @@ def test_index_out_of_range_is_reported(inner: bool) -> None:
     r({"table": table, "where": where, "y": y})
     assert error.value == 1
     assert r.cpp.checks
+
+
+def test_reduction_inside_an_expression() -> None:
+    from deuteron.ir.expr import reduce
+
+    a, b = torch.randn(20, 30), torch.randn(30, 50)
+    y = torch.empty(20, 50)
+    i, j, k, m = ax("i", 20), ax("j", 50), ax("k", 30), ax("m", 30)
+    dot = reduce("sum", (k,), op("mul", ld("a", i, k), ld("b", k, j)))
+    top = reduce("max", (m,), ld("a", i, m))
+    nest = Nest((i, j), (), (Store("y", idx(i, j), op("sub", op("neg", dot), top), "point"),))
+    run(nest, {"a": a, "b": b, "y": y}, ["y"])
+    torch.testing.assert_close(y, -(a @ b) - a.amax(1, keepdim=True))
+    z = torch.empty(20)
+    total = Fold("f", "sum", op("exp", dot))
+    nest = Nest((i,), (j,), (total, Store("z", idx(i), ref("f"), "row")))
+    run(nest, {"a": a, "b": b, "z": z}, ["z"])
+    torch.testing.assert_close(z, (a @ b).exp().sum(1), rtol=1e-4, atol=1e-4)

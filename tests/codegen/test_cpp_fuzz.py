@@ -215,7 +215,7 @@ def eval_size(n: Index, env: dict[str, int]) -> int:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_random_kernels(group: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if threads > 1:  # share among threads whatever can be shared, however small
-        monkeypatch.setattr("deuteron.codegen.cpp.kernels.PARALLEL_US", 0.0)
+        monkeypatch.setattr("deuteron.codegen.cpp.kernels.PARALLEL_US", -1.0)
         monkeypatch.setattr("deuteron.codegen.cpp.rows.CHUNK_OPS", 16)
         monkeypatch.setattr("deuteron.codegen.cpp.columns.CHUNK_OPS", 16)
     machine = Machine(threads, 32 << 10, 1 << 20)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import Scope, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
-from deuteron.codegen.cpp.loops import Write, accesses, ordered, roots_of, stride
+from deuteron.codegen.cpp.loops import Write, ordered, roots_of, stride
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
@@ -237,7 +237,7 @@ def width_of(env: Env, v: Axis, passes: int) -> int:
     n = hint(v.extent) if v.extent.value is not None else 1 << 30
     if passes <= 1:
         return max(1, min(512, n))
-    each = sum(a.itemsize for a in accesses(loops)) * size(loops.reduced)
+    each = sum(a.itemsize for a in loops.accesses) * size(loops.reduced)
     fit = max(1, env.machine.l2_bytes // 2 // max(1, each))
     width = 64
     while width * 2 <= min(fit, 512):

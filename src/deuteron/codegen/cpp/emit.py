@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.folds import Accumulator
 from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, is_nonneg
 
@@ -57,7 +58,9 @@ class Emitter:
         self.axis_text: dict[Axis, str] = {}
         self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
         self.checked = False  # whether anything reports to `bad`
-        self.guard: str | None = None  # in the innermost scope, lanes where it is false are off
+        # In scopes from `guard_level` on, lanes where `guard` is false are off.
+        self.guard: str | None = None
+        self.guard_level = 0
         self.buffered: dict[Expr, str] = {}  # values kept by an earlier pass -> where they are now
         self._deps: dict[Expr, frozenset[Axis]] = {}
 
@@ -108,6 +111,8 @@ class Emitter:
                     out = self.index_deps(node.attr[2])
                 for a in node.args:
                     out |= self._deps[a]
+                if node.op == "reduce":
+                    out -= frozenset(node.attr[1])
             self._deps[node] = out
         return self._deps[root]
 
@@ -158,7 +163,7 @@ class Emitter:
                 self._define(node)
                 continue
             stack.append((node, True))
-            if node not in self.buffered:
+            if node not in self.buffered and node.op != "reduce":
                 stack.extend((a, False) for a in reversed(children(node)))
         text = self.lookup(root)
         assert text is not None
@@ -170,6 +175,9 @@ class Emitter:
         if node.op == "check":
             self._check(node, scope)
             return
+        if node.op == "reduce" and node not in self.buffered:
+            self._reduce(node, at)
+            return
         if node in self.buffered:
             kind = scalars.REGISTER[node.dtype]
             text = self.guarded(self.buffered[node], node.dtype, at)
@@ -178,6 +186,26 @@ class Emitter:
         name = self.fresh("t")
         scope.add(f"const {kind} {name} = {text};")
         scope.texts[node] = name
+
+    def _reduce(self, node: Expr, at: int) -> None:
+        """A fold inside an expression: a serial loop at its level (sums of floats in double)."""
+        kind, axes = node.attr
+        acc = Accumulator(self.fresh("f"), kind, node.args[0].dtype, self.used)
+        outer, self.chain = self.chain, self.chain[: at + 1]
+        self.scope.add(*acc.declare("1"))
+        heads = []
+        for a in axes:
+            name, n = self.name_axis(a), self.index(a.extent, 0)
+            heads.append(f"for (long long {name} = 0; {name} < {n}; ++{name})")
+        with self.inside(*axes) as scope:
+            scope.add(*acc.update("0", self.value(node.args[0]), self.axis_text[axes[0]]))
+            scope.add(*acc.flush(1))
+        self.scope.add(*heads[:-1])
+        self.scope.loop(heads[-1], scope.lines)
+        self.scope.add(*acc.finish(1))
+        self.scope.texts[node] = f"{acc.name}_r"
+        self.scope.checked |= scope.checked
+        self.chain = outer
 
     def _check(self, node: Expr, scope: Scope) -> None:
         """Reports an index that is out of range in `bad`, and goes on with 0."""
@@ -218,7 +246,7 @@ class Emitter:
         return kind, scalars.operation(node.op, node.dtype, args, node.args[-1].dtype, self.used)
 
     def is_guarded(self, at: int) -> bool:
-        return self.guard is not None and at == len(self.chain) - 1
+        return self.guard is not None and at >= self.guard_level
 
     def guarded(self, text: str, dtype: str, at: int) -> str:
         """A read from memory, not done on lanes that are off."""

@@ -21,13 +21,12 @@ from deuteron.base.options import Options
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.columns import write_columns
 from deuteron.codegen.cpp.emit import Emitter, size_name
-from deuteron.codegen.cpp.loops import Loops, Write, accesses, prepare, vector
+from deuteron.codegen.cpp.loops import Loops, Write, prepare, vector
 from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
 from deuteron.codegen.cpp.support import sections, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
-from deuteron.ir.expr import flops
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix
@@ -45,9 +44,14 @@ FLAGS = (
     "-fPIC",
     "-shared",
 )
-BYTES_PER_US = 20e3  # one core, from its caches and memory, roughly
-FLOPS_PER_US = 16e3  # one core, vector code of mixed quality
-PARALLEL_US = 6.0  # below this a parallel region (2 to 5 us with warm threads) does not pay
+# One core of an EPYC with AVX-512, data in its caches: x + 1 of 32 K floats takes 1.3 us
+# (200 KB/us; a third of that from L3), exp of 16 K floats 3.4 us (12 FLOPs each).
+BYTES_PER_US = 100e3
+FLOPS_PER_US = 50e3
+# Where threads begin to pay: the 32 K additions above take as long on two threads as on one. A
+# region of many threads costs more.
+PARALLEL_US = 1.5
+PARALLEL_US_PER_THREAD = 0.1
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def generate_for(kernel: Kernel, machine: Machine, checked: bool = True) -> CppK
     nests = [prepare(_with_loop(n), layouts, checked) for n in kernel.nests]
     estimate = sum(estimated_us(n) for n in nests)
     fixed = not _symbols(kernel)
-    threaded = machine.threads > 1 and (estimate > PARALLEL_US or not fixed)
+    threaded = machine.threads > 1 and (estimate > _least_us(machine) or not fixed)
     shared: list[str] = []
     body: list[str] = []
     checks = False
@@ -111,7 +115,7 @@ def generate_for(kernel: Kernel, machine: Machine, checked: bool = True) -> CppK
     lines += [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
     lines += ["  " + s for s in shared]
     if threaded:
-        guard = "" if fixed else f" if({_work_text(nests, numbers)})"
+        guard = "" if fixed else f" if({_work_text(nests, machine, numbers)})"
         lines += [f"  #pragma omp parallel{guard}", "  {", *("    " + s for s in body), "  }"]
     else:
         lines += ["  " + s for s in body]
@@ -175,25 +179,24 @@ def _with_loop(nest: Nest) -> Nest:
 def estimated_us(loops: Loops) -> float:
     """Time of one core at hinted sizes; decides only whether threads pay."""
     points = size((*loops.parallel, *loops.reduced))
-    bytes_each = sum(a.itemsize for a in accesses(loops))
-    return points * (
-        bytes_each / BYTES_PER_US + sum(flops(r) for r in loops.roots()) / FLOPS_PER_US
-    )
+    bytes_each = sum(a.itemsize for a in loops.accesses)
+    return points * (bytes_each / BYTES_PER_US + loops.flops / FLOPS_PER_US)
 
 
-def _work_text(nests: Sequence[Loops], numbers: Iterable[int]) -> str:
+def _least_us(machine: Machine) -> float:
+    return PARALLEL_US + PARALLEL_US_PER_THREAD * machine.threads
+
+
+def _work_text(nests: Sequence[Loops], machine: Machine, numbers: Iterable[int]) -> str:
     """C text: whether the work at the actual sizes pays for threads."""
     em = Emitter({}, set(), iter(numbers))
     parts = []
     for n in nests:
         axes = (*n.parallel, *n.reduced)
-        each = (
-            sum(a.itemsize for a in accesses(n)) / BYTES_PER_US
-            + sum(flops(r) for r in n.roots()) / FLOPS_PER_US
-        )
+        each = sum(a.itemsize for a in n.accesses) / BYTES_PER_US + n.flops / FLOPS_PER_US
         total = "*".join(f"(double)({em._sum(a.extent)})" for a in axes) or "1.0"
         parts.append(f"{total}*{each:.3g}")
-    return f"{' + '.join(parts)} > {PARALLEL_US}"
+    return f"{' + '.join(parts)} > {_least_us(machine)}"
 
 
 def _symbols(kernel: Kernel) -> tuple[Sym, ...]:

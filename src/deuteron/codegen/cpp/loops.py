@@ -17,8 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from deuteron.ir.expr import ITEMSIZE, Expr, as_position, index_value, load, rebuild
+from deuteron.ir.expr import (
+    ITEMSIZE,
+    SCALAR_OPS,
+    Expr,
+    as_position,
+    children,
+    index_value,
+    load,
+    own_indices,
+    rebuild,
+)
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -82,8 +93,54 @@ class Loops:
             out.extend(roots_of(p))
         return out
 
+    @cached_property
+    def nodes(self) -> list[Expr]:
+        """Every node of all expressions once, arguments before users."""
+        return unique_nodes(self.roots())
+
+    @cached_property
+    def flops(self) -> float:
+        """Vector FLOPs of one point."""
+        return flops_of(self.nodes)
+
+    @cached_property
+    def accesses(self) -> list[Access]:
+        """The distinct reads and writes of memory."""
+        found: dict[Access, None] = {}
+        for n in self.nodes:
+            if n.op == "load" and n.attr[1]:
+                found[read_of(n)] = None
+        for p in self.parts:
+            if isinstance(p, Write):
+                found[written_by(p)] = None
+        return list(found)
+
     def addresses(self) -> list[Index]:
         return [p.address for p in self.parts if isinstance(p, (Write, ColumnFold))]
+
+
+def unique_nodes(roots: Iterable[Expr]) -> list[Expr]:
+    """Every node under `roots` once, arguments before users."""
+    seen: dict[Expr, None] = {}
+    for root in roots:
+        stack: list[tuple[Expr, bool]] = [(root, False)]
+        while stack:
+            node, ready = stack.pop()
+            if node in seen:
+                continue
+            if ready:
+                seen[node] = None
+            else:
+                stack.append((node, True))
+                stack.extend((c, False) for c in children(node) if c not in seen)
+    return list(seen)
+
+
+def flops_of(nodes: Iterable[Expr]) -> float:
+    """Approximate vector FLOPs of computing these nodes once."""
+    return sum(
+        SCALAR_OPS[n.op][1] if n.op in SCALAR_OPS else 30.0 * (n.op == "random") for n in nodes
+    )
 
 
 def roots_of(part: Part) -> list[Expr]:
@@ -238,8 +295,8 @@ def _drop_unit(loops: Loops) -> Loops:
 
 def all_indices(loops: Loops) -> list[Index]:
     found: dict[Index, None] = dict.fromkeys(loops.addresses())
-    for root in loops.roots():
-        found.update(dict.fromkeys(root.indices()))
+    for node in loops.nodes:
+        found.update(dict.fromkeys(own_indices(node)))
     return list(found)
 
 
@@ -335,21 +392,18 @@ def _mergeable(indices: Sequence[Index], a: Axis, b: Axis) -> bool:
 class Access:
     """One distinct address that is read or written, and the bytes of its elements."""
 
+    tensor: str
     address: Index
     itemsize: int
     store: bool
 
 
-def accesses(loops: Loops) -> list[Access]:
-    found: dict[Access, None] = {}
-    for root in loops.roots():
-        for n in root.walk():
-            if n.op == "load" and n.attr[1]:
-                found[Access(n.attr[1][0], ITEMSIZE[n.dtype], False)] = None
-    for p in loops.parts:
-        if isinstance(p, Write):
-            found[Access(p.address, ITEMSIZE[p.dtype], True)] = None
-    return list(found)
+def read_of(node: Expr) -> Access:
+    return Access(node.attr[0], node.attr[1][0], ITEMSIZE[node.dtype], False)
+
+
+def written_by(part: Write) -> Access:
+    return Access(part.tensor, part.address, ITEMSIZE[part.dtype], True)
 
 
 def stride(address: Index, axis: Axis) -> int | None:
@@ -414,7 +468,7 @@ def _times_read(loops: Loops) -> dict[Access, int]:
     depth: dict[str, int] = {}
     seen: dict[Access, set[int]] = {}
     for p in loops.parts:
-        nodes = {n for r in roots_of(p) for n in r.walk()}
+        nodes = unique_nodes(roots_of(p))
         need = max((depth.get(n.attr[0], 0) for n in nodes if n.op == "load"), default=0)
         if isinstance(p, Fold):
             depth[p.name] = need + 1
@@ -422,15 +476,15 @@ def _times_read(loops: Loops) -> dict[Access, int]:
             depth[p.name] = need
         for n in nodes:
             if n.op == "load" and n.attr[1]:
-                seen.setdefault(Access(n.attr[1][0], ITEMSIZE[n.dtype], False), set()).add(need)
+                seen.setdefault(read_of(n), set()).add(need)
         if isinstance(p, Write):
-            seen.setdefault(Access(p.address, ITEMSIZE[p.dtype], True), set()).add(need)
+            seen.setdefault(written_by(p), set()).add(need)
     return {a: len(ks) for a, ks in seen.items()}
 
 
 def ordered(loops: Loops, axes: Iterable[Axis]) -> list[Axis]:
     """Axes from the outermost loop to the innermost: large strides outside."""
-    found = accesses(loops)
+    found = loops.accesses
     index = {a: i for i, a in enumerate((*loops.parallel, *loops.reduced))}
 
     def weight(a: Axis) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
-from deuteron.codegen.cpp.loops import WORKER, ColumnFold, ordered
+from deuteron.codegen.cpp.loops import WORKER, ColumnFold, flops_of, ordered, unique_nodes
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
@@ -32,7 +32,7 @@ from deuteron.codegen.cpp.nests import (
     write_store,
 )
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
-from deuteron.ir.expr import REDUCTIONS, Expr, flops
+from deuteron.ir.expr import REDUCTIONS, Expr
 from deuteron.ir.index import Axis, hint
 
 CHUNKS = 64  # most chunks of a shared row
@@ -44,7 +44,7 @@ def lanes_of(p: Pass, row: int) -> int:
     """Lanes of a pass: 64 (four registers of f32) hide the latency of a cheap body; dear or short
     ones take 16.
     """
-    cost = sum(flops(r) for r in p.roots())
+    cost = flops_of(unique_nodes(p.roots()))
     narrow = any(r.dtype in ("f64", "i64") for r in p.roots())
     if cost > KEEP_FLOPS or row < 256:
         return 16
@@ -179,7 +179,7 @@ class Rows(PassWriter):
             self.body(seg, accs, "l", self.position(seg))
         rest: Scope | None = None
         if seg.count.value is None or chunk or seg.count.value % lanes:
-            em.guard = f"(l < r_{base})"
+            em.guard, em.guard_level = f"(l < r_{base})", len(em.chain)
             with em.inside(seg.axis, self.v) as tail:
                 self.body(seg, accs, "l", self.position(seg))
             em.guard = None

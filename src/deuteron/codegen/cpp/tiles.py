@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
-from deuteron.codegen.cpp.loops import Loops, Write, accesses, ordered, points, stride
+from deuteron.codegen.cpp.loops import Loops, Write, ordered, points, stride
 from deuteron.codegen.cpp.nests import Env, PassWriter, Segment, parallel_loops
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, const, hint
@@ -35,7 +35,7 @@ def crossing(loops: Loops, v: Axis) -> Axis | None:
         return None
     axes = (*loops.parallel, *loops.reduced)
     weight: dict[Axis, int] = {}
-    for a in accesses(loops):
+    for a in loops.accesses:
         step = stride(a.address, v)
         if step in (0, 1) or step is None:
             continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write, accesses, stride
+from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write, stride
 from deuteron.ir.expr import REDUCTIONS, Expr, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
@@ -30,7 +30,7 @@ def worth_unrolling(loops: Loops) -> bool:
         isinstance(p, (Prefix, ColumnFold)) for p in loops.parts
     ):
         return False
-    nodes = sum(sum(1 for _ in r.walk()) for r in loops.roots())
+    nodes = len(loops.nodes)
     if nodes * points > MOST_NODES:
         return False
     best = max((hint(a.extent) for a in loops.parallel if _near(loops, a)), default=0)
@@ -39,7 +39,7 @@ def worth_unrolling(loops: Loops) -> bool:
 
 def _near(loops: Loops, axis: Axis) -> bool:
     """Whether lanes along the axis touch neighbouring cache lines in every access."""
-    steps = [stride(a.address, axis) for a in accesses(loops)]
+    steps = [stride(a.address, axis) for a in loops.accesses]
     return all(s is not None and abs(s) <= MOST_POINTS for s in steps) and any(steps)
 
 
