@@ -1,7 +1,7 @@
 """Writes values of an expression DAG as Triton variables, each at the outermost loop level where it
 can be computed.
 
-In: expressions with linear addresses (`codegen.cpp.loops.Loops`) and the tile's dimensions. Out:
+In: expressions with linear addresses (`loops.Loops`) and the tile's dimensions. Out:
 lines in a chain of `Scope`s.
 
 A tile has one or two dimensions (`Dim`); each flattens a group of axes. A value depends on some of

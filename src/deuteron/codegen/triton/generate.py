@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
-from deuteron.codegen.cpp.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.checks import with_checks
 from deuteron.codegen.triton.emit import size_name
+from deuteron.codegen.triton.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.tiling import Blocks, Form, choose

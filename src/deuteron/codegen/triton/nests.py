@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from deuteron.codegen.cpp.loops import WORKER, ColumnFold, Loops, Write
 from deuteron.codegen.triton.emit import Dim, Dims, Emitter
 from deuteron.codegen.triton.folds import (
     FULL,
@@ -25,6 +24,7 @@ from deuteron.codegen.triton.folds import (
     full,
     identity,
 )
+from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import Expr

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Write, roots_of
+from deuteron.codegen.triton.loops import ColumnFold, Loops, Part, Write, roots_of
 from deuteron.ir.expr import FLOATS, Expr, children, op
 from deuteron.schedule.kernel import Fold, Prefix
 

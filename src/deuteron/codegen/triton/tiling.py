@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
-from deuteron.codegen.cpp.loops import ColumnFold, Loops, Write, accesses, ordered, points, stride
+from deuteron.codegen.triton.loops import (
+    ColumnFold,
+    Loops,
+    Write,
+    accesses,
+    ordered,
+    points,
+    stride,
+)
 from deuteron.ir.index import Axis, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 

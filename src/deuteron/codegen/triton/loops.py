@@ -1,0 +1,430 @@
+"""From a scheduled nest to loops that are good for C++: addresses, axes, statements.
+
+In: a `schedule.kernel.Nest` and the layouts of its tensors. Out: `Loops`, in which
+
+* every load and store has one index, its linear address in elements; loads of the nest's own
+results have none, * axes of extent 1 are gone, an axis seen as ``a // k`` and ``a % k`` with ``k``
+dividing its extent is two axes, and
+  neighbouring axes that every address walks as one are one axis,
+* conditions that became constant are folded.
+
+The order of axes carries no meaning: `vector` picks the one for vector lanes, `ordered` the loop
+order, from strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Union
+
+from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, load, op, rebuild
+from deuteron.ir.index import (
+    Atom,
+    Axis,
+    Div,
+    Index,
+    Mod,
+    Value,
+    atom,
+    const,
+    divide_exact,
+    hint,
+    product,
+    substitute,
+)
+from deuteron.ir.program import Layout
+from deuteron.schedule.kernel import Fold, Nest, Prefix
+
+
+@dataclass(frozen=True)
+class Write:
+    """A store at a linear address."""
+
+    tensor: str
+    address: Index
+    value: Expr
+    level: str
+    accumulate: str | None
+    mask: Expr | None
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ColumnFold:
+    """A `Fold` over the chunked axis; worker k stores its result at ``address`` (with `worker`
+    standing for k).
+    """
+
+    name: str
+    kind: str
+    body: Expr
+    tensor: str
+    address: Index
+
+
+Part = Union[Fold, Prefix, Write, ColumnFold]
+WORKER = Axis("worker", 1 << 30)
+
+
+@dataclass(frozen=True)
+class Loops:
+    parallel: tuple[Axis, ...]
+    reduced: tuple[Axis, ...]
+    parts: tuple[Part, ...]
+    chunk: tuple[Axis, int] | None = None
+    results: frozenset[str] = field(default_factory=frozenset)  # names of folds and prefixes
+
+    def roots(self) -> list[Expr]:
+        out: list[Expr] = []
+        for p in self.parts:
+            out.extend(roots_of(p))
+        return out
+
+    def addresses(self) -> list[Index]:
+        return [p.address for p in self.parts if isinstance(p, (Write, ColumnFold))]
+
+
+def roots_of(part: Part) -> list[Expr]:
+    if isinstance(part, Write):
+        out = [part.value] + ([part.mask] if part.mask is not None else [])
+    else:
+        out = [part.body]
+    if isinstance(part, (Write, ColumnFold)):
+        out.extend(a.expr for a in part.address.atoms() if isinstance(a, Value))
+    return out
+
+
+class Rewriter:
+    """Replaces atoms in indices, in many roots that share nodes; folds what becomes constant."""
+
+    def __init__(
+        self,
+        table: Mapping[Atom, Index],
+        layouts: Mapping[str, Layout] | None = None,
+        results: frozenset[str] = frozenset(),
+    ) -> None:
+        self.table, self.layouts, self.results = dict(table), layouts, results
+        self.done: dict[Expr, Expr] = {}
+
+    def expr(self, root: Expr) -> Expr:
+        found = self.done.get(root)
+        if found is not None:
+            return found
+        for node in root.walk():
+            if node not in self.done:
+                self.done[node] = self._node(node)
+        return self.done[root]
+
+    def _node(self, node: Expr) -> Expr:
+        args = tuple(self.done[a] for a in node.args)
+        if node.op == "load" and node.attr[0] in self.results:
+            return Expr("load", node.dtype, (), (node.attr[0], (), None))
+        new = rebuild(node, args, self.table, self.done)
+        if new.op == "load":
+            name, idx, fill = new.attr
+            if self.layouts is not None:
+                idx = (self.layouts[name].address(idx),)
+            return load(
+                name,
+                idx,
+                new.dtype,
+                new.args[0] if new.args else None,
+                fill if fill is not None else 0,
+            )
+        if new.op in SCALAR_OPS and new is not node:
+            return op(new.op, *args, dtype=new.dtype)
+        return new
+
+    def index(self, index: Index) -> Index:
+        table = dict(self.table)
+        for a in index.atoms():
+            if isinstance(a, Value):
+                table[a] = atom(Value(self.expr(a.expr)))
+        return substitute(index, table)
+
+    def part(self, part: Part) -> Part:
+        if isinstance(part, Write):
+            mask = self.expr(part.mask) if part.mask is not None else None
+            return replace(
+                part, address=self.index(part.address), value=self.expr(part.value), mask=mask
+            )
+        if isinstance(part, ColumnFold):
+            return replace(part, address=self.index(part.address), body=self.expr(part.body))
+        return replace(part, body=self.expr(part.body))
+
+
+def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
+    """The loops of a nest, with linear addresses and canonical axes."""
+    results = frozenset(nest.locals())
+    flat = Rewriter({}, layouts, results)
+    parts: list[Part] = []
+    for s in nest.stmts:
+        if isinstance(s, Fold) and s.partial:
+            place = (WORKER.index, *(a.index for a in nest.reduced))
+            parts.append(
+                ColumnFold(
+                    s.name, s.kind, flat.expr(s.body), s.name, layouts[s.name].address(place)
+                )
+            )
+        elif isinstance(s, (Fold, Prefix)):
+            parts.append(replace(s, body=flat.expr(s.body)))
+        else:
+            mask = flat.expr(s.mask) if s.mask is not None else None
+            lay = layouts[s.tensor]
+            address = flat.index(lay.address(s.index))
+            parts.append(
+                Write(s.tensor, address, flat.expr(s.value), s.level, s.accumulate, mask, lay.dtype)
+            )
+    loops = Loops(nest.parallel, nest.reduced, tuple(parts), nest.chunk, results)
+    return _merge(_split(_drop_unit(loops)))
+
+
+def _fixed(loops: Loops) -> set[Axis]:
+    """Axes that must stay what they are: the chunked one, and reduced ones whose positions or order
+    are results.
+    """
+    out = {loops.chunk[0]} if loops.chunk else set()
+    for p in loops.parts:
+        if isinstance(p, Prefix) or (isinstance(p, Fold) and p.kind.startswith("arg")):
+            out |= set(loops.reduced)
+    return out
+
+
+def _apply(
+    loops: Loops, table: Mapping[Atom, Index], parallel: Iterable[Axis], reduced: Iterable[Axis]
+) -> Loops:
+    move = Rewriter(table, None, loops.results)
+    return replace(
+        loops,
+        parallel=tuple(parallel),
+        reduced=tuple(reduced),
+        parts=tuple(move.part(p) for p in loops.parts),
+    )
+
+
+def _drop_unit(loops: Loops) -> Loops:
+    folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
+    drop = {
+        a
+        for a in (*loops.parallel, *loops.reduced)
+        if a.extent.value == 1 and a not in _fixed(loops)
+    }
+    if folds and loops.reduced and all(a in drop for a in loops.reduced):
+        drop.discard(loops.reduced[-1])  # a fold needs a loop
+    if not drop:
+        return loops
+    table: dict[Atom, Index] = {a: const(0) for a in drop}
+    return _apply(
+        loops,
+        table,
+        (a for a in loops.parallel if a not in drop),
+        (a for a in loops.reduced if a not in drop),
+    )
+
+
+def all_indices(loops: Loops) -> list[Index]:
+    found: dict[Index, None] = dict.fromkeys(loops.addresses())
+    for root in loops.roots():
+        found.update(dict.fromkeys(root.indices()))
+    return list(found)
+
+
+def _split(loops: Loops) -> Loops:
+    """Splits axes until no ``a // k`` or ``a % k`` with ``k`` dividing the extent is left."""
+    for count in range(12):
+        axes = set(loops.parallel) | set(loops.reduced)
+        found = next(
+            (
+                c
+                for i in all_indices(loops)
+                for a in i.atoms()
+                if isinstance(a, (Div, Mod))
+                for c in _split_points(a)
+                if c[0] in axes and c[0] not in _fixed(loops)
+            ),
+            None,
+        )
+        if found is None:
+            return loops
+        axis, size, outer_extent = found
+        outer = Axis(f"{axis.name}o{count}", outer_extent)
+        inner = Axis(f"{axis.name}i{count}", size)
+
+        def put(
+            group: Sequence[Axis], axis: Axis = axis, pair: tuple[Axis, Axis] = (outer, inner)
+        ) -> list[Axis]:
+            return [x for a in group for x in (pair if a == axis else (a,))]
+
+        loops = _apply(
+            loops, {axis: outer.index * size + inner.index}, put(loops.parallel), put(loops.reduced)
+        )
+    return loops
+
+
+def _split_points(a: Div | Mod) -> list[tuple[Axis, Index, Index]]:
+    """(axis, size of its inner part, extent of its outer part) that would simplify a div or mod."""
+    out = []
+    for axis in sorted(a.num.axes()):
+        c = a.num.coefficient(axis)
+        if c is None or c.value == 0 or a.den.axes():
+            continue
+        size = divide_exact(a.den, c)
+        if size is None or size.value == 1:
+            continue
+        outer = divide_exact(axis.extent, size)
+        if outer is not None and outer.value != 1:
+            out.append((axis, size, outer))
+    return out
+
+
+def _merge(loops: Loops) -> Loops:
+    fixed = _fixed(loops)
+    while True:
+        indices = all_indices(loops)
+        pair = next(
+            (
+                p
+                for group in (loops.parallel, loops.reduced)
+                for p in _pairs(group)
+                if p[0] not in fixed and p[1] not in fixed and _mergeable(indices, *p)
+            ),
+            None,
+        )
+        if pair is None:
+            return loops
+        a, b = pair
+        both = Axis(f"{a.name}{b.name}", a.extent * b.extent)
+        table: dict[Atom, Index] = {a: both.index // b.extent, b: both.index % b.extent}
+
+        def put(
+            group: Sequence[Axis], gone: Axis = a, last: Axis = b, both: Axis = both
+        ) -> list[Axis]:
+            return [both if x == last else x for x in group if x != gone]
+
+        loops = _apply(loops, table, put(loops.parallel), put(loops.reduced))
+
+
+def _pairs(group: Sequence[Axis]) -> list[tuple[Axis, Axis]]:
+    return [(a, b) for a in group for b in group if a != b]
+
+
+def _mergeable(indices: Sequence[Index], a: Axis, b: Axis) -> bool:
+    """Whether every index sees the pair only as ``a*extent(b) + b``."""
+    for i in indices:
+        ca, cb = i.coefficient(a), i.coefficient(b)
+        if ca is None or cb is None or ca is not cb * b.extent:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Access:
+    """One distinct address that is read or written, and the bytes of its elements."""
+
+    address: Index
+    itemsize: int
+    store: bool
+
+
+def accesses(loops: Loops) -> list[Access]:
+    found: dict[Access, None] = {}
+    for root in loops.roots():
+        for n in root.walk():
+            if n.op == "load" and n.attr[1]:
+                found[Access(n.attr[1][0], ITEMSIZE[n.dtype], False)] = None
+    for p in loops.parts:
+        if isinstance(p, Write):
+            found[Access(p.address, ITEMSIZE[p.dtype], True)] = None
+    return list(found)
+
+
+def stride(address: Index, axis: Axis) -> int | None:
+    """Elements from one point of the axis to the next at hinted sizes; None where it is not
+    constant.
+    """
+    c = address.coefficient(axis)
+    return None if c is None or c.axes() else hint(c)
+
+
+def points(address: Index, axes: Iterable[Axis]) -> int:
+    """How many elements the address visits, at hinted sizes."""
+    used = address.axes()
+    return max(1, hint(product(a.extent for a in axes if a in used)))
+
+
+def _strided_cost(step: int | None, store: bool) -> float:
+    """Cost per byte of a vector access with this stride, a contiguous one being 1 (measured, f32,
+    AVX-512).
+    """
+    if step == 1:
+        return 1.0
+    if step is not None and abs(step) <= 4:
+        return 2.0  # neighbours that shuffles sort out
+    return 5.0 if store else 6.0  # one element at a time, a cache line each
+
+
+def lane_cost(loops: Loops, axis: Axis, found: Sequence[tuple[Access, int]]) -> float:
+    """Bytes moved with vector lanes along `axis`, those that are not contiguous weighted; short
+    axes waste lanes.
+
+    `found` are accesses with the number of passes that do them.
+    """
+    axes = (*loops.parallel, *loops.reduced)
+    total = 4.0 * size_of(axes)
+    for a, times in found:
+        if axis in a.address.axes():
+            cost = _strided_cost(stride(a.address, axis), a.store)
+            total += cost * times * a.itemsize * points(a.address, axes)
+    return total / min(1.0, max(1, hint(axis.extent)) / 16)
+
+
+def size_of(axes: Iterable[Axis]) -> int:
+    return max(1, hint(product(a.extent for a in axes)))
+
+
+def vector(loops: Loops, candidates: Sequence[Axis]) -> Axis | None:
+    """The axis for vector lanes: the one along which memory is read and written most cheaply."""
+    if not candidates:
+        return None
+    found = [(a, 1 if a.store else max(1, times)) for a, times in _times_read(loops).items()]
+    return min(
+        candidates,
+        key=lambda a: (lane_cost(loops, a, found), a not in loops.reduced, -hint(a.extent), a.name),
+    )
+
+
+def _times_read(loops: Loops) -> dict[Access, int]:
+    """Accesses and the number of passes over the reduced axes that do them (one per depth of
+    dependent folds).
+    """
+    depth: dict[str, int] = {}
+    seen: dict[Access, set[int]] = {}
+    for p in loops.parts:
+        nodes = {n for r in roots_of(p) for n in r.walk()}
+        need = max((depth.get(n.attr[0], 0) for n in nodes if n.op == "load"), default=0)
+        if isinstance(p, Fold):
+            depth[p.name] = need + 1
+        elif isinstance(p, Prefix):
+            depth[p.name] = need
+        for n in nodes:
+            if n.op == "load" and n.attr[1]:
+                seen.setdefault(Access(n.attr[1][0], ITEMSIZE[n.dtype], False), set()).add(need)
+        if isinstance(p, Write):
+            seen.setdefault(Access(p.address, ITEMSIZE[p.dtype], True), set()).add(need)
+    return {a: len(ks) for a, ks in seen.items()}
+
+
+def ordered(loops: Loops, axes: Iterable[Axis]) -> list[Axis]:
+    """Axes from the outermost loop to the innermost: large strides outside."""
+    found = accesses(loops)
+    index = {a: i for i, a in enumerate((*loops.parallel, *loops.reduced))}
+
+    def weight(a: Axis) -> float:
+        total = 0.0
+        for x in found:
+            step = stride(x.address, a)
+            total += x.itemsize * (abs(step) if step is not None else 64) * (2 if x.store else 1)
+        return total
+
+    return sorted(axes, key=lambda a: (-weight(a), index[a]))
