@@ -22,6 +22,7 @@ from deuteron.codegen.cpp.nests import (
 )
 from deuteron.codegen.cpp.segments import row_conditions
 from deuteron.codegen.cpp.tiles import Tiles, crossing
+from deuteron.codegen.cpp.unroll import interleaved, write_out
 from deuteron.ir.expr import literal
 from deuteron.ir.index import Axis, const, hint
 
@@ -133,6 +134,9 @@ def write_points(env: Env) -> None:
     if not loops.parallel:
         env.loops = loops = replace(loops, parallel=(Axis("one", const(1)),))
     meeting = ordered_conflicts(loops, env.em)
+    short = interleaved(loops) if not meeting else None
+    if short is not None:
+        env.loops = loops = write_out(loops, short)
     candidates = [a for a in loops.parallel if a not in meeting] or list(loops.parallel)
     v = vector(loops, candidates)
     assert v is not None

@@ -17,6 +17,7 @@ from deuteron.ir.index import Atom, Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 
 MOST_POINTS = 32  # elements of a row; more are better off in a loop
+MOST_INTERLEAVED = 8  # elements of a short axis between lanes
 MOST_NODES = 600  # operations after writing out; compile time
 
 
@@ -104,3 +105,29 @@ class _Mover(Rewriter):
         if node.op == "load" and node.attr[0] in self.values:
             return self.values[node.attr[0]]
         return super()._node(node)
+
+
+def interleaved(loops: Loops) -> Axis | None:
+    """A short axis whose elements lie next to each other between lanes of a longer one.
+
+    Colours of a pixel, real and imaginary parts, rotary pairs: lanes along the long axis read
+    every second or third element, and the compiler sorts them out when all are in one body.
+    """
+    for a in loops.parallel:
+        n = a.extent.value
+        if n is None or not 2 <= n <= MOST_INTERLEAVED or len(loops.nodes) * n > MOST_NODES:
+            continue
+        for v in loops.parallel:
+            if v == a or hint(v.extent) < 16 or not _near(loops, v):
+                continue
+            if any(stride(x.address, a) == 1 and stride(x.address, v) == n for x in loops.accesses):
+                return a
+    return None
+
+
+def write_out(loops: Loops, axis: Axis) -> Loops:
+    """One copy of every store per element of a parallel axis of a pointwise nest."""
+    movers = [Rewriter({axis: const(i)}) for i in range(hint(axis.extent))]
+    parts = tuple(m.part(p) for m in movers for p in loops.parts)
+    rest = tuple(a for a in loops.parallel if a != axis)
+    return replace(loops, parallel=rest, parts=parts)
