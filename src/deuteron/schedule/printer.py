@@ -1,0 +1,114 @@
+"""Schedules as text: each kernel's loops and what happens in them, each library call.
+
+In: a `Schedule`. Out: text for people (debug folders, reports); it does not read back. Expressions
+are those of `ir.printer`; registers (folds and scans of the nest) appear by their names::
+
+    kernel softmax_0 on cpu: 4096 bytes, 9000 flops, 1.2 us
+        reads x: f32[s0, 8]
+        writes y: f32[s0, 8]
+        for i < s0; over j < 8:
+            top = max[j](x[i, j])
+            _1 = exp(x[i, j] - top)
+            total = sum[j](_1)
+            y[i, j] = _1 / total
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, Value
+from deuteron.ir.printer import (
+    Expressions,
+    call_text,
+    index_text,
+    layout_text,
+    name_text,
+    origin_lines,
+)
+from deuteron.ir.program import Layout
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Schedule, Stmt, Store
+
+
+def print_schedule(schedule: Schedule) -> str:
+    """The schedule as text, one step after the other."""
+    lines = [f"{name} is memory of {owner}" for name, owner in sorted(schedule.aliases.items())]
+    for step in schedule.steps:
+        lines += origin_lines(step.origins)
+        if isinstance(step, Kernel):
+            lines += kernel_lines(step, schedule.layouts)
+        else:
+            lines.append(call_text(step))
+    return "\n".join(lines) + "\n"
+
+
+def kernel_lines(k: Kernel, layouts: Mapping[str, Layout] | None = None) -> list[str]:
+    """One kernel. `layouts`: those of all tensors, where loads may be of others than it lists."""
+    cost = f"{k.bytes} bytes, {k.flops:.0f} flops, {k.predicted_us:.1f} us"
+    out = [f"kernel {k.name} on {k.device}: {cost}"]
+    for what, listed in (("reads", k.reads), ("writes", k.writes)):
+        out += [f"    {what} {name}: {layout_text(layout)}" for name, layout in listed]
+    known = {**(layouts or {}), **dict(k.reads), **dict(k.writes)}
+    for nest in k.nests:
+        out += [f"    {line}" for line in nest_lines(nest, known)]
+    return out
+
+
+def nest_lines(nest: Nest, layouts: Mapping[str, Layout]) -> list[str]:
+    """One nest: its loops, then its statements in order."""
+    head = f"for {_loops(nest.parallel)}" if nest.parallel else "once"
+    if nest.reduced:
+        head += f"; over {_loops(nest.reduced)}"
+    if nest.chunk is not None:
+        head += f"; {nest.chunk[0]!r} in {nest.chunk[1]} chunks"
+    out = [f"{head}:"]
+    dtypes = {n: lay.dtype for n, lay in layouts.items()}
+    ex = Expressions(dtypes, (r for s in nest.stmts for r in _roots(s)), nest.locals())
+    for s in nest.stmts:
+        shown = len(ex.lines)
+        if isinstance(s, Store):
+            text = _store(s, nest, ex)
+        else:
+            text = _local(s, nest, ex)
+        out += [f"    {line}" for line in (*ex.lines[shown:], text)]
+    return out
+
+
+def _roots(s: Stmt) -> list[Expr]:
+    if not isinstance(s, Store):
+        return [s.body]
+    positions = [a.expr for i in s.index for a in i.atoms() if isinstance(a, Value)]
+    return [s.value, *([s.mask] if s.mask is not None else []), *positions]
+
+
+def _loops(axes: Iterable[Axis]) -> str:
+    return ", ".join(f"{a!r} < {index_text(a.extent)}" for a in axes)
+
+
+def _local(s: Fold | Prefix, nest: Nest, ex: Expressions) -> str:
+    (body,) = ex.print([s.body])
+    over = nest.parallel if isinstance(s, Fold) and s.partial else nest.reduced
+    axes = ", ".join(repr(a) for a in over)
+    kind = f"scan_{s.kind}" if isinstance(s, Prefix) else s.kind
+    name = name_text(s.name)
+    if isinstance(s, Fold) and s.partial:
+        name += f"[chunk, {', '.join(repr(a) for a in nest.reduced)}]"
+    return f"{name} = {kind}[{axes}]({body})"
+
+
+def _store(s: Store, nest: Nest, ex: Expressions) -> str:
+    texts = ex.print(_roots(s))
+    sign = "=" if s.accumulate is None else f"={s.accumulate}="
+    place = ", ".join(map(ex.index, s.index)) or "()"
+    text = f"{name_text(s.tensor)}[{place}] {sign} {texts[0]}"
+    if s.mask is not None:
+        text += f"  where {texts[1]}"
+    # What the indices do not show: a store per row in a nest with inner loops.
+    inner = {a for i in s.index for a in i.axes()} & set(nest.reduced)
+    return (
+        text if not nest.reduced or (s.level == "point") == bool(inner) else f"{text}  # {s.level}"
+    )
+
+
+__all__ = ["kernel_lines", "nest_lines", "print_schedule"]
