@@ -513,6 +513,7 @@ def softmax(rows: int, cols: int, **more: Any) -> Case:
     if rows > 2:
         x[1, :] = float("-inf")
         x[2, 3] = float("nan")
+        x[3, :] = torch.finfo(torch.float32).min
     return Case(
         [Nest((i,), (r,), softmax_stmts(at("x", i, r), (i,), r))],
         {"x": lay(rows, cols), "y": lay(rows, cols)},
@@ -593,6 +594,40 @@ def layer_norm_welford() -> Case:
     return layer_norm(
         5, 70, atom(Sym("s0", 0, 90)), sizes={"s0": 70}, blocks={"RBLOCK": 16}, tolerance=3e-5
     )
+
+
+def ragged(cols: int, **more: Any) -> Case:
+    """Rows that are not aligned to 16 bytes."""
+    i, r = axis("i", 5), axis("r", atom(Sym("s0", 0, 8191)))
+    x = cast(at("x", i, r, dtype="f16"), "f32")
+    stmts = (
+        *softmax_stmts(x, (i,), r),
+        Fold("a", "argmax", x),
+        store("p", (i,), local("a", i, dtype="i64"), "row"),
+    )
+    n = atom(Sym("s0", 0, 8191))
+    layouts = {"x": lay(5, n, dtype="f16"), "y": lay(5, n), "p": lay(5, dtype="i64")}
+    tx = rand(5, cols, dtype=torch.float16)
+    want = {"y": torch.softmax(tx.double(), 1).float(), "p": tx.argmax(1)}
+    return Case(
+        [Nest((i,), (r,), stmts)],
+        layouts,
+        {"x": tx},
+        want,
+        {"s0": cols},
+        blocks={"RBLOCK": 16},
+        **more,
+    )
+
+
+@case
+def ragged_rows() -> Case:
+    return ragged(51)
+
+
+@case
+def ragged_short_rows() -> Case:
+    return ragged(13)
 
 
 @case

@@ -88,6 +88,7 @@ class Emitter:
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
         self.stages = "1"  # text of the number of stages of software pipelines
+        self.row_start: Index | None = None  # address of a row that is read from before its start
         self.checked = False  # whether the text has assertions
         self._digits: dict[Axis, tuple[Index, bool]] = {}
 
@@ -115,9 +116,14 @@ class Emitter:
         lanes = f"tl.arange(0, {dim.block}){dim.slice(self.rank)}"
         wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
         start = f"{offset} + " if offset != "0" else ""
-        self.scope.add(f"{name}index = {start}{lanes}{wide}")
+        if name == "r" and self.row_start is not None:
+            self.scope.add(f"rlane = {start}{lanes}{wide}", "rindex = rlane - rshift")
+            below = "(rindex >= 0) & "
+        else:
+            self.scope.add(f"{name}index = {start}{lanes}{wide}")
+            below = ""
         if dim.masked:
-            self.scope.add(f"{name}mask = {name}index < {name}numel")
+            self.scope.add(f"{name}mask = {below}({name}index < {name}numel)")
         self.scope.dims |= {name}
         if len(dim.axes) == 1:
             self.scope.axes[dim.axes[0]] = f"{name}index"
@@ -232,6 +238,10 @@ class Emitter:
             if element.value is not None:
                 place = f"tl.full([], {place}, tl.int64)"
             return f"libm.{dist}{wide}({self.value(node.args[0])}, {stream}, {place})"
+        if node.op == "div" and node.dtype == "f32":
+            a, b = node.args
+            if self.deps(b) < self.deps(a) and a.op != "literal":
+                return f"libm.div_by({self.value(a)}, {self._divisor(b)})"
         operand = node.args[-1].dtype
         literals = [a.op == "literal" for a in node.args]
         args = []
@@ -242,6 +252,17 @@ class Emitter:
             else:
                 args.append(self.value(a))
         return scalars.operation(node.op, node.dtype, args, operand)
+
+    def _divisor(self, b: Expr) -> str:
+        """What `libm.div_by` needs of a divisor that serves many elements."""
+        text = self.value(b)
+        scope = self.chain[self.level(self.deps(b))]
+        found = scope.sums.get((b, "divisor"))
+        if found is None:
+            names = [self.fresh(s) for s in ("by", "inverse", "scale")]
+            found = scope.sums[(b, "divisor")] = ", ".join(names)
+            scope.add(f"{found} = libm.divisor({text})")
+        return found
 
     def _check(self, node: Expr, scope: Scope) -> str:
         """Asserts that an index is within its dimension; its value."""
@@ -294,6 +315,8 @@ class Emitter:
         """The text of an index: one variable for the part of each set of dimensions, kept where
         that set is known.
         """
+        if self.row_start is not None and index is self.row_start + self.dims["r"].axes[0].index:
+            return "rstart + rlane"
         for a in [a for m, _ in index.terms for a in m]:  # values that the index needs come first
             self._prepare(a)
         parts: dict[Dims, dict[tuple, int]] = {}

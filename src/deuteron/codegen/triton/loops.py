@@ -1,22 +1,20 @@
-"""From a scheduled nest to loops that are good for C++: addresses, axes, statements.
+"""From a scheduled nest to loops that are good for tiles: addresses, axes, statements.
 
 In: a `schedule.kernel.Nest` and the layouts of its tensors. Out: `Loops`, in which
 
 * every load and store has one index, its linear address in elements; loads of the nest's own
-results have none, * axes of extent 1 are gone, an axis seen as ``a // k`` and ``a % k`` with ``k``
-dividing its extent is two axes, and
-  neighbouring axes that every address walks as one are one axis,
+  results have none,
+* axes of extent 1 are gone, an axis seen as ``a // k`` and ``a % k`` with ``k`` dividing its extent
+  is two axes, and neighbouring axes that every address walks as one are one axis,
 * conditions that became constant are folded.
 
-The order of axes carries no meaning: `vector` picks the one for vector lanes, `ordered` the loop
-order, from strides.
+The order of axes carries no meaning: `ordered` takes it from strides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Union
 
 from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, load, op, rebuild
 from deuteron.ir.index import (
@@ -63,7 +61,7 @@ class ColumnFold:
     address: Index
 
 
-Part = Union[Fold, Prefix, Write, ColumnFold]
+Part = Fold | Prefix | Write | ColumnFold
 WORKER = Axis("worker", 1 << 30)
 
 
@@ -351,68 +349,6 @@ def points(address: Index, axes: Iterable[Axis]) -> int:
     """How many elements the address visits, at hinted sizes."""
     used = address.axes()
     return max(1, hint(product(a.extent for a in axes if a in used)))
-
-
-def _strided_cost(step: int | None, store: bool) -> float:
-    """Cost per byte of a vector access with this stride, a contiguous one being 1 (measured, f32,
-    AVX-512).
-    """
-    if step == 1:
-        return 1.0
-    if step is not None and abs(step) <= 4:
-        return 2.0  # neighbours that shuffles sort out
-    return 5.0 if store else 6.0  # one element at a time, a cache line each
-
-
-def lane_cost(loops: Loops, axis: Axis, found: Sequence[tuple[Access, int]]) -> float:
-    """Bytes moved with vector lanes along `axis`, those that are not contiguous weighted; short
-    axes waste lanes.
-
-    `found` are accesses with the number of passes that do them.
-    """
-    axes = (*loops.parallel, *loops.reduced)
-    total = 4.0 * size_of(axes)
-    for a, times in found:
-        if axis in a.address.axes():
-            cost = _strided_cost(stride(a.address, axis), a.store)
-            total += cost * times * a.itemsize * points(a.address, axes)
-    return total / min(1.0, max(1, hint(axis.extent)) / 16)
-
-
-def size_of(axes: Iterable[Axis]) -> int:
-    return max(1, hint(product(a.extent for a in axes)))
-
-
-def vector(loops: Loops, candidates: Sequence[Axis]) -> Axis | None:
-    """The axis for vector lanes: the one along which memory is read and written most cheaply."""
-    if not candidates:
-        return None
-    found = [(a, 1 if a.store else max(1, times)) for a, times in _times_read(loops).items()]
-    return min(
-        candidates,
-        key=lambda a: (lane_cost(loops, a, found), a not in loops.reduced, -hint(a.extent), a.name),
-    )
-
-
-def _times_read(loops: Loops) -> dict[Access, int]:
-    """Accesses and the number of passes over the reduced axes that do them (one per depth of
-    dependent folds).
-    """
-    depth: dict[str, int] = {}
-    seen: dict[Access, set[int]] = {}
-    for p in loops.parts:
-        nodes = {n for r in roots_of(p) for n in r.walk()}
-        need = max((depth.get(n.attr[0], 0) for n in nodes if n.op == "load"), default=0)
-        if isinstance(p, Fold):
-            depth[p.name] = need + 1
-        elif isinstance(p, Prefix):
-            depth[p.name] = need
-        for n in nodes:
-            if n.op == "load" and n.attr[1]:
-                seen.setdefault(Access(n.attr[1][0], ITEMSIZE[n.dtype], False), set()).add(need)
-        if isinstance(p, Write):
-            seen.setdefault(Access(p.address, ITEMSIZE[p.dtype], True), set()).add(need)
-    return {a: len(ks) for a, ks in seen.items()}
 
 
 def ordered(loops: Loops, axes: Iterable[Axis]) -> list[Axis]:

@@ -25,7 +25,7 @@ from deuteron.codegen.triton.folds import (
     identity,
 )
 from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write
-from deuteron.codegen.triton.passes import Pass, plan, single
+from deuteron.codegen.triton.passes import Pass, Welford, plan, single
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, product
@@ -138,7 +138,7 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
         hints(em, [single(loops)])
         one_pass(loops, em)
     else:
-        Passes(loops, em).write()
+        Passes(loops, em, form.start).write()
 
 
 def declare_results(loops: Loops, em: Emitter) -> None:
@@ -194,10 +194,25 @@ def masked_value(em: Emitter, kind: str, body: Expr, mask: str) -> str:
 class Passes:
     """Rows in blocks of r, pass by pass."""
 
-    def __init__(self, loops: Loops, em: Emitter) -> None:
+    def __init__(self, loops: Loops, em: Emitter, start: tuple[Index, int] | None = None) -> None:
         self.loops, self.em = loops, em
         row = frozenset(em.dims) - R
         self.passes, self.row_writes = plan(loops, lambda e: em.deps(e) <= row)
+        merged = [rule for q in self.passes for rule in q.merged.values()]
+        if start is not None and not any(isinstance(rule, Welford) for rule in merged):
+            self.align(*start)
+
+    def align(self, row: Index, vector: int) -> None:
+        """Lets the loops start at the multiple of `vector` elements before the row."""
+        em, r = self.em, self.em.dims["r"]
+        em.scope.add(
+            f"rfirst = tl.max({em.index(row)} + tl.zeros({em.shape(X)}, tl.int32))",
+            f"rstart = rfirst // {vector} * {vector}",
+            "rshift = rfirst - rstart",
+            f"rblocks = tl.cdiv(rnumel + rshift, {r.block})",
+        )
+        em.row_start = row
+        em.dims["r"] = replace(r, masked=True)
 
     def write(self) -> None:
         em = self.em
@@ -207,7 +222,16 @@ class Passes:
             accs.declare()
             carries = self.declare_carries(q)
             r = em.dims["r"]
-            if r.masked and (accs.folds or carries):
+            if em.row_start is not None:
+                # The first and the last block have masks, those between have none.
+                both = f"0, rblocks * {r.block}, tl.maximum(rblocks - 1, 1) * {r.block}"
+                self.loop(q, accs, carries, f"for roffset in tl.range({both})")
+                em.dims["r"] = replace(r, masked=False)
+                inner = f"{r.block}, (rblocks - 1) * {r.block}, {r.block}"
+                stages = f"num_stages={em.stages}"
+                self.loop(q, accs, carries, f"for roffset in tl.range({inner}, {stages})")
+                em.dims["r"] = r
+            elif r.masked and (accs.folds or carries):
                 # Whole blocks without masks, then what is left: selects cost as much as the fold.
                 em.scope.add(f"rwhole = rnumel // {r.block} * {r.block}")
                 em.dims["r"] = replace(r, masked=False)

@@ -27,7 +27,7 @@ from deuteron.codegen.triton.loops import (
     points,
     stride,
 )
-from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
@@ -57,6 +57,7 @@ class Form:
     dims: tuple[tuple[str, tuple[Axis, ...]], ...]
     candidates: tuple[Blocks, ...]
     persistent: bool = False
+    start: tuple[Index, int] | None = None  # see `_ragged`
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
 
     @property
@@ -216,7 +217,39 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
         candidates = _column_tiles(nx, nr, spec, persistent=False)
     else:
         candidates = _long_rows(nx, nr)
-    return Form("rows", (("x", x), ("r", r)), candidates, persistent)
+    start = None
+    if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
+        start = _ragged(loops, r)
+    return Form("rows", (("x", x), ("r", r)), candidates, persistent, start)
+
+
+def _ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
+    """Rows whose length is not a multiple of 16 bytes: (address of a row, elements in 16 bytes).
+
+    Read from the start of the row such a row comes element by element. The loop over it starts at
+    the multiple of 16 bytes before it instead, and masks what is not its own. None where rows are
+    aligned, or where the order of blocks matters.
+    """
+    if len(r) != 1 or any(isinstance(p, Prefix) for p in loops.parts):
+        return None
+    moved: dict[Index, int] = {}
+    width = 8
+    for a in accesses(loops):
+        if stride(a.address, r[0]) == 1:
+            row = a.address - r[0].index
+            moved[row] = moved.get(row, 0) + points(a.address, (*loops.parallel, *r)) * a.itemsize
+            width = min(width, a.itemsize)
+    if not moved:
+        return None
+    row = max(moved, key=lambda i: moved[i])
+    vector = 16 // width
+    if row.axes() & set(r) or any(isinstance(a, Value) for a in row.atoms()):
+        return None
+    aligned = all(
+        c % vector == 0 or any(isinstance(a, Sym) and (a.hint or 1) % 16 == 0 for a in m)
+        for m, c in row.terms
+    )
+    return None if aligned else (row, vector)
 
 
 def warps_for(elements: int, each: int = 16) -> int:
