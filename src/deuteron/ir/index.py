@@ -258,7 +258,13 @@ class Index:
         return Index({m: -c for m, c in self.terms})
 
     def __sub__(self, other: IndexLike) -> Index:
-        return self + (-as_index(other))
+        other = as_index(other)
+        if not other.terms:
+            return self
+        out = dict(self.terms)
+        for m, c in other.terms:
+            out[m] = out.get(m, 0) - c
+        return _recombine(out)
 
     def __rsub__(self, other: IndexLike) -> Index:
         return as_index(other) + (-self)
@@ -356,8 +362,14 @@ def _children(a: Atom) -> tuple[Index, ...]:
     return ()
 
 
+_CONSTANTS: dict[int, Index] = {}
+
+
 def const(value: int) -> Index:
-    return Index({(): int(value)})
+    found = _CONSTANTS.get(value)
+    if found is None:
+        found = _CONSTANTS[value] = Index({(): int(value)})
+    return found
 
 
 def atom(a: Atom) -> Index:
