@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from deuteron.codegen.cpp import FLAGS, CppKernel, Machine, generate_for, translation_unit
-from deuteron.ir.index import Sym, as_index
+from deuteron.ir.expr import Expr, literal, load, op
+from deuteron.ir.index import Axis, Sym, as_index
 from deuteron.ir.program import Layout, Origin
-from deuteron.schedule.kernel import Kernel, Nest
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Store
 
 MACHINE = Machine(threads=2, l1_bytes=32 << 10, l2_bytes=1 << 20)
 NAMES = {
@@ -114,3 +115,67 @@ def run(
     r = Runner(k, machine)
     r(tensors)
     return r
+
+
+SERIAL = Machine(threads=1, l1_bytes=32 << 10, l2_bytes=1 << 20)
+
+
+def ax(name: str, n: object) -> Axis:
+    return Axis(name, n)
+
+
+def ld(name: str, *axes: object, dtype: str = "f32") -> Expr:
+    return load(name, tuple(a.index if isinstance(a, Axis) else as_index(a) for a in axes), dtype)
+
+
+def ref(name: str, dtype: str = "f32") -> Expr:
+    return load(name, (), dtype)
+
+
+def idx(*axes: Axis) -> tuple:
+    return tuple(a.index for a in axes)
+
+
+def lit(x: object, d: str = "f32") -> Expr:
+    return literal(x, d)
+
+
+def softmax_nest(p: tuple[Axis, ...], r: Axis, *where: Axis) -> Nest:
+    x = ld("x", *where)
+    e = op("exp", op("sub", x, ref("m")))
+    return Nest(
+        p,
+        (r,),
+        (
+            Fold("m", "max", x),
+            Fold("s", "sum", e),
+            Store("y", idx(*where), op("div", e, ref("s")), "point"),
+        ),
+    )
+
+
+def layer_norm_nest(p: Axis, r: Axis, n: int) -> Nest:
+    x = ld("x", p, r)
+    mean = op("mul", ref("s"), lit(1.0 / n))
+    d = op("sub", x, mean)
+    rstd = op("rsqrt", op("add", op("mul", ref("q"), lit(1.0 / n)), lit(1e-5)))
+    y = op("add", op("mul", op("mul", d, rstd), ld("w", r)), ld("b", r))
+    return Nest(
+        (p,),
+        (r,),
+        (
+            Fold("s", "sum", x),
+            Fold("q", "sum", op("mul", d, d)),
+            Store("mean", idx(p), mean, "row"),
+            Store("rstd", idx(p), rstd, "row"),
+            Store("y", idx(p, r), y, "point"),
+        ),
+    )
+
+
+def sum_nest(shape: tuple[int, int], dim: int, kind: str = "sum") -> Nest:
+    a, b = ax("i", shape[0]), ax("j", shape[1])
+    p, r = (b, a) if dim == 0 else (a, b)
+    dtype = "i64" if kind.startswith("arg") else "f32"
+    fold = Fold("f", kind, ld("x", a, b))
+    return Nest((p,), (r,), (fold, Store("y", idx(p), ref("f", dtype), "row")))

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import math
-import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-from deuteron.codegen.cpp import FLAGS, Machine
-from deuteron.ir.expr import Expr, as_position, cast, index_value, literal, load, op
-from deuteron.ir.index import Axis, Sym, as_index, atom
+from deuteron.ir.expr import as_position, cast, index_value, load, op
+from deuteron.ir.index import Sym, atom
 from deuteron.ir.program import contiguous
 from deuteron.schedule.kernel import Fold, Nest, Prefix, Store
-from tests.codegen.cpp_tools import NAMES, Runner, build, kernel, run
-
-SERIAL = Machine(threads=1, l1_bytes=32 << 10, l2_bytes=1 << 20)
-
-
-def ax(name: str, n: object) -> Axis:
-    return Axis(name, n)
-
-
-def ld(name: str, *axes: object, dtype: str = "f32") -> Expr:
-    return load(name, tuple(a.index if isinstance(a, Axis) else as_index(a) for a in axes), dtype)
-
-
-def ref(name: str, dtype: str = "f32") -> Expr:
-    return load(name, (), dtype)
-
-
-def idx(*axes: Axis) -> tuple:
-    return tuple(a.index for a in axes)
-
-
-def lit(x: object, d: str = "f32") -> Expr:
-    return literal(x, d)
+from tests.codegen.cpp_tools import (
+    NAMES,
+    Runner,
+    ax,
+    idx,
+    kernel,
+    layer_norm_nest,
+    ld,
+    lit,
+    ref,
+    run,
+    softmax_nest,
+)
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 50), (64, 64), (1,), (0,), (5, 0), (300, 1000)])
@@ -76,20 +62,6 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert torch.equal(y, x.float())
     assert torch.equal(z, (x.float() * 0.7).to(dtype))
     assert torch.equal(m, torch.maximum(x, torch.ones((), dtype=dtype)))
-
-
-def softmax_nest(p: tuple[Axis, ...], r: Axis, *where: Axis) -> Nest:
-    x = ld("x", *where)
-    e = op("exp", op("sub", x, ref("m")))
-    return Nest(
-        p,
-        (r,),
-        (
-            Fold("m", "max", x),
-            Fold("s", "sum", e),
-            Store("y", idx(*where), op("div", e, ref("s")), "point"),
-        ),
-    )
 
 
 @pytest.mark.parametrize("shape", [(4, 7), (33, 64), (100, 1000), (2, 100000), (1, 3), (6, 4096)])
@@ -184,25 +156,6 @@ def test_sum_error(shape: tuple[int, int], dim: int) -> None:
     assert (y - exact).abs().max() <= 2 * (
         x.sum(dim) - exact
     ).abs().max() + 1e-7 * exact.abs().max()
-
-
-def layer_norm_nest(p: Axis, r: Axis, n: int) -> Nest:
-    x = ld("x", p, r)
-    mean = op("mul", ref("s"), lit(1.0 / n))
-    d = op("sub", x, mean)
-    rstd = op("rsqrt", op("add", op("mul", ref("q"), lit(1.0 / n)), lit(1e-5)))
-    y = op("add", op("mul", op("mul", d, rstd), ld("w", r)), ld("b", r))
-    return Nest(
-        (p,),
-        (r,),
-        (
-            Fold("s", "sum", x),
-            Fold("q", "sum", op("mul", d, d)),
-            Store("mean", idx(p), mean, "row"),
-            Store("rstd", idx(p), rstd, "row"),
-            Store("y", idx(p, r), y, "point"),
-        ),
-    )
 
 
 @pytest.mark.parametrize("shape", [(5, 17), (64, 768), (1, 40000), (2, 300000)])
@@ -457,155 +410,3 @@ def test_in_place_operand() -> None:
     i, j = ax("i", 40), ax("j", 300)
     run(softmax_nest((i,), j, i, j), {"x": x, "y": x}, ["y"])
     torch.testing.assert_close(x, want)
-
-
-@pytest.mark.parametrize("inner", [True, False])
-def test_index_out_of_range_is_reported(inner: bool) -> None:
-    import ctypes
-
-    n, k, d = 40, 7, 33
-    table = torch.randn(d, k) if inner else torch.randn(k, d)
-    where, y = torch.randint(0, k, (n,)), torch.empty(d, n) if inner else torch.empty(n, d)
-    i, j = ax("i", n), ax("j", d)
-    at = as_position(ld("where", i, dtype="i64"))
-    order = (j, i) if inner else (i, j)
-    index = (j.index, at) if inner else (at, j.index)
-    nest = Nest((i, j), (), (Store("y", idx(*order), load("table", index, "f32"), "point"),))
-    r = run(nest, {"table": table, "where": where, "y": y}, ["y"])
-    assert torch.equal(y, table[:, where] if inner else table[where])
-    error = ctypes.c_int.in_dll(r.library, "cpp_index_error")
-    assert error.value == 0
-    where[17] = k
-    r({"table": table, "where": where, "y": y})
-    assert error.value == 1
-    assert r.cpp.checks
-
-
-def test_reduction_inside_an_expression() -> None:
-    from deuteron.ir.expr import reduce
-
-    a, b = torch.randn(20, 30), torch.randn(30, 50)
-    y = torch.empty(20, 50)
-    i, j, k, m = ax("i", 20), ax("j", 50), ax("k", 30), ax("m", 30)
-    dot = reduce("sum", (k,), op("mul", ld("a", i, k), ld("b", k, j)))
-    top = reduce("max", (m,), ld("a", i, m))
-    nest = Nest((i, j), (), (Store("y", idx(i, j), op("sub", op("neg", dot), top), "point"),))
-    run(nest, {"a": a, "b": b, "y": y}, ["y"])
-    torch.testing.assert_close(y, -(a @ b) - a.amax(1, keepdim=True))
-    z = torch.empty(20)
-    total = Fold("f", "sum", op("exp", dot))
-    nest = Nest((i,), (j,), (total, Store("z", idx(i), ref("f"), "row")))
-    run(nest, {"a": a, "b": b, "z": z}, ["z"])
-    torch.testing.assert_close(z, (a @ b).exp().sum(1), rtol=1e-4, atol=1e-4)
-
-
-def sum_nest(shape: tuple[int, int], dim: int, kind: str = "sum") -> Nest:
-    a, b = ax("i", shape[0]), ax("j", shape[1])
-    p, r = (b, a) if dim == 0 else (a, b)
-    dtype = "i64" if kind.startswith("arg") else "f32"
-    fold = Fold("f", kind, ld("x", a, b))
-    return Nest((p,), (r,), (fold, Store("y", idx(p), ref("f", dtype), "row")))
-
-
-@pytest.mark.parametrize(
-    "shape,dim", [((0, 5), 0), ((5, 0), 1), ((0, 5), 1), ((1, 1), 0), ((1, 7), 0)]
-)
-def test_empty_and_single(shape: tuple[int, int], dim: int) -> None:
-    x, y = torch.randn(shape), torch.full((shape[1 - dim],), 7.0)
-    run(sum_nest(shape, dim), {"x": x, "y": y}, ["y"])
-    torch.testing.assert_close(y, x.sum(dim))
-
-
-@pytest.mark.parametrize("shape,dim", [((3, 500_000), 1), ((200_000, 24), 0), ((4096, 512), 0)])
-def test_results_do_not_depend_on_threads(shape: tuple[int, int], dim: int) -> None:
-    x, y = torch.randn(shape), torch.empty(shape[1 - dim])
-    r = run(sum_nest(shape, dim), {"x": x, "y": y}, ["y"], Machine(4, 32 << 10, 1 << 20))
-    seen = []
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            r({"x": x, "y": y})
-            seen.append(y.clone())
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(s, seen[0]) for s in seen)
-    torch.testing.assert_close(y, x.sum(dim), rtol=1e-4, atol=1e-3)
-
-
-def test_chunked_with_symbolic_sizes() -> None:
-    n, m = Sym("s0", 0, 100), Sym("s1", 0, 64)
-    i, j = ax("i", atom(n)), ax("j", atom(m))
-    body = op("mul", ld("x", i, j), ld("x", i, j))
-    nest = Nest(
-        (i,),
-        (j,),
-        (
-            Fold("s", "sum", ld("x", i, j)),
-            Fold("q", "sum", body, True),
-            Fold("top", "max", ld("x", i, j), True),
-            Store("z", idx(i), ref("s"), "row"),
-        ),
-        (i, 5),
-    )
-    lay = contiguous((atom(n), atom(m)), "f32")
-    part = contiguous((as_index(5), atom(m)), "f32")
-    writes = {"q": part, "top": part, "z": contiguous((atom(n),), "f32")}
-    r = Runner(kernel([nest], {"x": lay}, writes))
-    for a, b in ((100, 64), (1, 3), (4, 200), (3000, 17)):
-        x, q, top, z = torch.randn(a, b), torch.empty(5, b), torch.empty(5, b), torch.empty(a)
-        r({"x": x, "q": q, "top": top, "z": z}, {n: a, m: b})
-        torch.testing.assert_close(q.sum(0), (x * x).sum(0), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(top.amax(0), x.amax(0))
-        torch.testing.assert_close(z, x.sum(1), rtol=1e-4, atol=1e-4)
-
-
-def cases() -> dict[str, tuple[Nest, dict[str, torch.Tensor], list[str]]]:
-    """Kernels whose main loops must be vector code."""
-    x, y = torch.randn(300, 1000), torch.empty(300, 1000)
-    w, b, mean, rstd = (torch.randn(n) for n in (1000, 1000, 300, 300))
-    i, j = ax("i", 300), ax("j", 1000)
-    norm = {"x": x, "w": w, "b": b, "y": y, "mean": mean, "rstd": rstd}
-    return {
-        "softmax": (softmax_nest((i,), j, i, j), {"x": x, "y": y}, ["y"]),
-        "softmax0": (softmax_nest((j,), i, i, j), {"x": x, "y": y}, ["y"]),
-        "norm": (layer_norm_nest(i, j, 1000), norm, ["y", "mean", "rstd"]),
-        "sum": (sum_nest((300, 1000), 1), {"x": x, "y": y[:, 0].contiguous()}, ["y"]),
-        "argmax0": (sum_nest((300, 1000), 0, "argmax"), {"x": x, "y": w.long()}, ["y"]),
-    }
-
-
-@pytest.mark.parametrize("name", list(cases()))
-def test_main_loops_are_vector_code(name: str, tmp_path: Path) -> None:
-    nest, tensors, outputs = cases()[name]
-    r = run(nest, tensors, outputs, SERIAL)
-    file = tmp_path / "k.cpp"
-    file.write_text(r.source)
-    flags = [f for f in FLAGS if f != "-shared"]
-    done = subprocess.run(
-        ["g++", *flags, "-c", str(file), "-o", str(tmp_path / "k.o"), "-fopt-info-vec-optimized"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    wide = "64 byte" if "avx512f" in Path("/proc/cpuinfo").read_text() else "32 byte"
-    found = {
-        int(m[1]) for m in re.finditer(rf"k\.cpp:(\d+):.*vectorized using {wide}", done.stderr)
-    }
-    lines = r.source.splitlines()
-    inner = [
-        k for k, s in enumerate(lines, 1) if "#pragma omp simd" in s and "float t" in lines[k + 1]
-    ]
-    assert inner and all(found & set(range(k, k + 9)) for k in inner), (found, inner, r.source)
-
-
-def test_without_avx512() -> None:
-    """The same sources are right on machines with narrower vectors."""
-    for nest, tensors, outputs in cases().values():
-        r = run(nest, tensors, outputs)
-        want = {n: tensors[n].clone() for n in outputs}
-        library = build(r.source, ("-mno-avx512f", "-mprefer-vector-width=256", "-Wno-psabi"))
-        ptrs, sizes = r.pack(tensors)
-        library.cpp_test(ptrs, sizes)
-        for n in outputs:
-            torch.testing.assert_close(tensors[n], want[n], rtol=1e-5, atol=1e-5)

@@ -58,6 +58,7 @@ class Emitter:
         self.axis_text: dict[Axis, str] = {}
         self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
         self.checked = False  # whether anything reports to `bad`
+        self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
         self.guard: str | None = None
         self.guard_level = 0
@@ -238,6 +239,9 @@ class Emitter:
             return ("int" if fits_int(node.attr) else kind), self.index(node.attr, at)
         if node.op == "cast":
             return kind, scalars.convert(args[0], node.args[0].dtype, node.dtype, self.used)
+        if node in self.near:
+            self.used |= scalars.NEAR_USES
+            return kind, f"d_{node.op}_near({args[0]})"
         if node.op == "random":
             dist, stream, element = node.attr
             name = f"d_{dist}64" if node.dtype == "f64" else f"d_{dist}"

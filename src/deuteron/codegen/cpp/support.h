@@ -169,3 +169,26 @@ template <class T> static __attribute__((noinline, noclone)) void d_transpose(
   for (i64 r = 0; r < rows; ++r)
     for (i64 c = done; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
 }
+
+//@ d_near
+// sin and cos of arguments below 8192: prelude's, without the reduction of large arguments.
+D_FN f32 d_trig_near(f32 x, u32 &quadrant) {
+  f32 sum = d_fma(x, 0.636619747f, 12582912.0f);
+  f32 k = sum - 12582912.0f;
+  f32 r = d_fma(k, -1.57079637f, x);
+  quadrant = d_bits(sum);
+  return d_fma(k, 1.71512451e-15f, d_fma(k, 4.37113883e-08f, r));
+}
+D_FN f32 d_sin_near(f32 x) {
+  u32 n;
+  f32 r = d_trig_near(x, n), z = r * r;
+  f32 s = d_sin_poly(r, z), c = d_cos_poly(z);
+  f32 y = d_f32(d_bits(n & 1u ? c : s) ^ ((n & 2u) << 30));
+  return x == 0.0f ? x : y;
+}
+D_FN f32 d_cos_near(f32 x) {
+  u32 n;
+  f32 r = d_trig_near(x, n), z = r * r;
+  f32 s = d_sin_poly(r, z), c = d_cos_poly(z);
+  return d_f32(d_bits(n & 1u ? s : c) ^ (((n + 1u) & 2u) << 30));
+}

@@ -1,0 +1,241 @@
+"""Generated C++: special versions of loops, vector code, threads, unusual sizes."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from deuteron.codegen.cpp import FLAGS, Machine
+from deuteron.ir.expr import as_position, index_value, load, op
+from deuteron.ir.index import Sym, as_index, atom
+from deuteron.ir.program import contiguous
+from deuteron.schedule.kernel import Fold, Nest, Store
+from tests.codegen.cpp_tools import (
+    SERIAL,
+    Runner,
+    ax,
+    build,
+    idx,
+    kernel,
+    layer_norm_nest,
+    ld,
+    lit,
+    ref,
+    run,
+    softmax_nest,
+    sum_nest,
+)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_index_out_of_range_is_reported(inner: bool) -> None:
+    import ctypes
+
+    n, k, d = 40, 7, 33
+    table = torch.randn(d, k) if inner else torch.randn(k, d)
+    where, y = torch.randint(0, k, (n,)), torch.empty(d, n) if inner else torch.empty(n, d)
+    i, j = ax("i", n), ax("j", d)
+    at = as_position(ld("where", i, dtype="i64"))
+    order = (j, i) if inner else (i, j)
+    index = (j.index, at) if inner else (at, j.index)
+    nest = Nest((i, j), (), (Store("y", idx(*order), load("table", index, "f32"), "point"),))
+    r = run(nest, {"table": table, "where": where, "y": y}, ["y"])
+    assert torch.equal(y, table[:, where] if inner else table[where])
+    error = ctypes.c_int.in_dll(r.library, "cpp_index_error")
+    assert error.value == 0
+    where[17] = k
+    r({"table": table, "where": where, "y": y})
+    assert error.value == 1
+    assert r.cpp.checks
+
+
+def test_reduction_inside_an_expression() -> None:
+    from deuteron.ir.expr import reduce
+
+    a, b = torch.randn(20, 30), torch.randn(30, 50)
+    y = torch.empty(20, 50)
+    i, j, k, m = ax("i", 20), ax("j", 50), ax("k", 30), ax("m", 30)
+    dot = reduce("sum", (k,), op("mul", ld("a", i, k), ld("b", k, j)))
+    top = reduce("max", (m,), ld("a", i, m))
+    nest = Nest((i, j), (), (Store("y", idx(i, j), op("sub", op("neg", dot), top), "point"),))
+    run(nest, {"a": a, "b": b, "y": y}, ["y"])
+    torch.testing.assert_close(y, -(a @ b) - a.amax(1, keepdim=True))
+    z = torch.empty(20)
+    total = Fold("f", "sum", op("exp", dot))
+    nest = Nest((i,), (j,), (total, Store("z", idx(i), ref("f"), "row")))
+    run(nest, {"a": a, "b": b, "z": z}, ["z"])
+    torch.testing.assert_close(z, (a @ b).exp().sum(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape,dim", [((0, 5), 0), ((5, 0), 1), ((0, 5), 1), ((1, 1), 0), ((1, 7), 0)]
+)
+def test_empty_and_single(shape: tuple[int, int], dim: int) -> None:
+    x, y = torch.randn(shape), torch.full((shape[1 - dim],), 7.0)
+    run(sum_nest(shape, dim), {"x": x, "y": y}, ["y"])
+    torch.testing.assert_close(y, x.sum(dim))
+
+
+@pytest.mark.parametrize("shape,dim", [((3, 500_000), 1), ((200_000, 24), 0), ((4096, 512), 0)])
+def test_results_do_not_depend_on_threads(shape: tuple[int, int], dim: int) -> None:
+    x, y = torch.randn(shape), torch.empty(shape[1 - dim])
+    r = run(sum_nest(shape, dim), {"x": x, "y": y}, ["y"], Machine(4, 32 << 10, 1 << 20))
+    seen = []
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            r({"x": x, "y": y})
+            seen.append(y.clone())
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(s, seen[0]) for s in seen)
+    torch.testing.assert_close(y, x.sum(dim), rtol=1e-4, atol=1e-3)
+
+
+def test_chunked_with_symbolic_sizes() -> None:
+    n, m = Sym("s0", 0, 100), Sym("s1", 0, 64)
+    i, j = ax("i", atom(n)), ax("j", atom(m))
+    body = op("mul", ld("x", i, j), ld("x", i, j))
+    nest = Nest(
+        (i,),
+        (j,),
+        (
+            Fold("s", "sum", ld("x", i, j)),
+            Fold("q", "sum", body, True),
+            Fold("top", "max", ld("x", i, j), True),
+            Store("z", idx(i), ref("s"), "row"),
+        ),
+        (i, 5),
+    )
+    lay = contiguous((atom(n), atom(m)), "f32")
+    part = contiguous((as_index(5), atom(m)), "f32")
+    writes = {"q": part, "top": part, "z": contiguous((atom(n),), "f32")}
+    r = Runner(kernel([nest], {"x": lay}, writes))
+    for a, b in ((100, 64), (1, 3), (4, 200), (3000, 17)):
+        x, q, top, z = torch.randn(a, b), torch.empty(5, b), torch.empty(5, b), torch.empty(a)
+        r({"x": x, "q": q, "top": top, "z": z}, {n: a, m: b})
+        torch.testing.assert_close(q.sum(0), (x * x).sum(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(top.amax(0), x.amax(0))
+        torch.testing.assert_close(z, x.sum(1), rtol=1e-4, atol=1e-4)
+
+
+def cases() -> dict[str, tuple[Nest, dict[str, torch.Tensor], list[str]]]:
+    """Kernels whose main loops must be vector code."""
+    x, y = torch.randn(300, 1000), torch.empty(300, 1000)
+    w, b, mean, rstd = (torch.randn(n) for n in (1000, 1000, 300, 300))
+    i, j = ax("i", 300), ax("j", 1000)
+    norm = {"x": x, "w": w, "b": b, "y": y, "mean": mean, "rstd": rstd}
+    return {
+        "softmax": (softmax_nest((i,), j, i, j), {"x": x, "y": y}, ["y"]),
+        "softmax0": (softmax_nest((j,), i, i, j), {"x": x, "y": y}, ["y"]),
+        "norm": (layer_norm_nest(i, j, 1000), norm, ["y", "mean", "rstd"]),
+        "sum": (sum_nest((300, 1000), 1), {"x": x, "y": y[:, 0].contiguous()}, ["y"]),
+        "argmax0": (sum_nest((300, 1000), 0, "argmax"), {"x": x, "y": w.long()}, ["y"]),
+    }
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_main_loops_are_vector_code(name: str, tmp_path: Path) -> None:
+    nest, tensors, outputs = cases()[name]
+    r = run(nest, tensors, outputs, SERIAL)
+    file = tmp_path / "k.cpp"
+    file.write_text(r.source)
+    flags = [f for f in FLAGS if f != "-shared"]
+    done = subprocess.run(
+        ["g++", *flags, "-c", str(file), "-o", str(tmp_path / "k.o"), "-fopt-info-vec-optimized"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wide = "64 byte" if "avx512f" in Path("/proc/cpuinfo").read_text() else "32 byte"
+    found = {
+        int(m[1]) for m in re.finditer(rf"k\.cpp:(\d+):.*vectorized using {wide}", done.stderr)
+    }
+    lines = r.source.splitlines()
+    inner = [
+        k for k, s in enumerate(lines, 1) if "#pragma omp simd" in s and "float t" in lines[k + 1]
+    ]
+    assert inner and all(found & set(range(k, k + 9)) for k in inner), (found, inner, r.source)
+
+
+def test_without_avx512() -> None:
+    """The same sources are right on machines with narrower vectors."""
+    for nest, tensors, outputs in cases().values():
+        r = run(nest, tensors, outputs)
+        want = {n: tensors[n].clone() for n in outputs}
+        library = build(r.source, ("-mno-avx512f", "-mprefer-vector-width=256", "-Wno-psabi"))
+        ptrs, sizes = r.pack(tensors)
+        library.cpp_test(ptrs, sizes)
+        for n in outputs:
+            torch.testing.assert_close(tensors[n], want[n], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_fast_versions_know_their_range(name: str) -> None:
+    x = torch.randn(5000) * 3
+    x[700:720] = torch.tensor([1e5, -3e7, 1e30, math.inf, math.nan] * 4)
+    x[4999] = 8192.0
+    want = getattr(torch, name)(x.double() * 2).float()
+    a = ax("i", 5000)
+    value = op(name, op("mul", ld("x", a), lit(2.0)))
+    run(Nest((a,), (), (Store("y", idx(a), value, "point"),)), {"x": x, "y": x}, ["y"])
+    torch.testing.assert_close(x, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_interleaved_pairs() -> None:
+    """Rotary embedding of pairs: conditions on a short axis fold when it is written out."""
+    x, c, s = torch.randn(3, 40, 64), torch.randn(40, 32), torch.randn(40, 32)
+    y = torch.empty(3, 40, 64)
+    b, t, d = ax("b", 3), ax("t", 40), ax("d", 64)
+    half = d.index // 2
+    even = op("lt", index_value(d.index % 2), lit(1, "i64"))
+    x0, x1 = (load("x", (b.index, t.index, half * 2 + k), "f32") for k in (0, 1))
+    cos, sin = load("c", (t.index, half), "f32"), load("s", (t.index, half), "f32")
+    first = op("sub", op("mul", x0, cos), op("mul", x1, sin))
+    second = op("add", op("mul", x1, cos), op("mul", x0, sin))
+    nest = Nest(
+        (b, t, d), (), (Store("y", idx(b, t, d), op("where", even, first, second), "point"),)
+    )
+    r = run(nest, {"x": x, "c": c, "s": s, "y": y}, ["y"])
+    u, v = x[..., 0::2], x[..., 1::2]
+    torch.testing.assert_close(y, torch.stack([u * c - v * s, v * c + u * s], -1).flatten(-2))
+    assert "? t" not in r.cpp.source
+
+
+@pytest.mark.parametrize("h", [7, 32])
+def test_pooling_window(h: int) -> None:
+    """A short reduction with borders: written out, with a version of the inside without masks."""
+    x = torch.randn(2, 5, h, 32)
+    o = (h + 1) // 2
+    y, at = torch.empty(2, 5, o, 16), torch.empty(2, 5, o, 16)
+    n, c, i, j, u, v = (ax(k, e) for k, e in zip("ncijuv", (2, 5, o, 16, 3, 3)))
+    row, col = i.index * 2 + u.index - 1, j.index * 2 + v.index - 1
+    mask = None
+    for index, size in ((row, h), (col, 32)):
+        low = op("ge", index_value(index), lit(0, "i64"))
+        both = op("logical_and", low, op("lt", index_value(index), lit(size, "i64")))
+        mask = both if mask is None else op("logical_and", mask, both)
+    top = load("x", (n.index, c.index, row, col), "f32", mask, -math.inf)
+    mean = load("x", (n.index, c.index, row, col), "f32", mask, 0.0)
+    run(
+        Nest(
+            (n, c, i, j),
+            (u, v),
+            (
+                Fold("m", "max", top),
+                Fold("s", "sum", mean),
+                Store("y", idx(n, c, i, j), ref("m"), "row"),
+                Store("at", idx(n, c, i, j), op("mul", ref("s"), lit(1 / 9)), "row"),
+            ),
+        ),
+        {"x": x, "y": y, "at": at},
+        ["y", "at"],
+    )
+    assert torch.equal(y, torch.nn.functional.max_pool2d(x, 3, 2, 1))
+    torch.testing.assert_close(at, torch.nn.functional.avg_pool2d(x, 3, 2, 1))
