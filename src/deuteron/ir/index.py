@@ -644,16 +644,14 @@ def evaluate(
 
 
 def hint(index: IndexLike) -> int:
-    """The size that the cost model assumes: symbols at their hints, axes at their extents' end."""
+    """What the cost model assumes: symbols at their hints, axes at their ends, loaded values 0."""
     index = as_index(index)
     if index.value is not None:
         return index.value
-    env: dict[str, int] = {}
-    for s in index.syms():
-        env[s.name] = s.hint if s.hint is not None else max(s.low, 128)
+    env = {s.name: s.hint if s.hint is not None else max(s.low, 128) for s in index.syms()}
     for a in index.axes():
-        env[a.name] = max(0, evaluate(a.extent, env) - 1)
-    return evaluate(index, env)
+        env[a.name] = max(0, hint(a.extent) - 1)
+    return evaluate(index, env, lambda e: 0)
 
 
 # Division asks what is in range and ranges divide: two files of one module, imported by this name.
