@@ -590,71 +590,8 @@ def maximum(a: IndexLike, b: IndexLike) -> Index:
     return atom(MinMax("max", *sorted((a, b), key=lambda x: x.key)))
 
 
-def substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
-    """`index` with atoms replaced, re-simplified."""
-    if not table or not any(a in table for a in index.atoms()):
-        return index
-    total = const(0)
-    for m, c in index.terms:
-        part = const(c)
-        for a in m:
-            part = part * _substitute_atom(a, table)
-        total = total + part
-    return total
-
-
-def _substitute_atom(a: Atom, table: Mapping[Atom, Index]) -> Index:
-    found = table.get(a)
-    if found is not None:
-        return found
-    if isinstance(a, Div):
-        return floordiv(substitute(a.num, table), substitute(a.den, table))
-    if isinstance(a, Mod):
-        return mod(substitute(a.num, table), substitute(a.den, table))
-    if isinstance(a, MinMax):
-        pick = minimum if a.kind == "min" else maximum
-        return pick(substitute(a.a, table), substitute(a.b, table))
-    if isinstance(a, Value):
-        return atom(Value(a.expr.substitute(table)))
-    return atom(a)
-
-
-def evaluate(
-    index: Index, env: Mapping[str, int], value: Callable[[Expr], int] | None = None
-) -> int:
-    """The integer for given axis and size values (by name)."""
-    total = 0
-    for m, c in index.terms:
-        for a in m:
-            if isinstance(a, (Sym, Axis)):
-                c *= env[a.name]
-            elif isinstance(a, Div):
-                c *= evaluate(a.num, env, value) // evaluate(a.den, env, value)
-            elif isinstance(a, Mod):
-                c *= evaluate(a.num, env, value) % evaluate(a.den, env, value)
-            elif isinstance(a, MinMax):
-                pick = min if a.kind == "min" else max
-                c *= pick(evaluate(a.a, env, value), evaluate(a.b, env, value))
-            elif isinstance(a, Value) and value is not None:
-                c *= value(a.expr)
-            else:
-                raise TypeError(f"cannot evaluate {a!r} in {index!r}")
-        total += c
-    return total
-
-
-def hint(index: IndexLike) -> int:
-    """What the cost model assumes: symbols at their hints, axes at their ends, loaded values 0."""
-    index = as_index(index)
-    if index.value is not None:
-        return index.value
-    env = {s.name: s.hint if s.hint is not None else max(s.low, 128) for s in index.syms()}
-    for a in index.axes():
-        env[a.name] = max(0, hint(a.extent) - 1)
-    return evaluate(index, env, lambda e: 0)
-
-
-# Division asks what is in range and ranges divide: two files of one module, imported by this name.
+# Division asks what is in range and ranges divide: files of one module, imported by this name.
+from deuteron.ir.evaluate import evaluate, hint, substitute  # noqa: E402
 from deuteron.ir.ranges import bound, in_range, is_nonneg  # noqa: E402
 
 __all__ = [
