@@ -30,7 +30,7 @@ DTYPES = {
     "bool": torch.bool,
     "i32": torch.int32,
 }
-SEEDS = range(4)  # groups of 16 kernels
+SEEDS = range(3)  # groups of 16 kernels
 
 
 class Maker:
@@ -196,12 +196,50 @@ class Maker:
             over = parallel if level == "row" else axes
             value = self.expr(over, known + (points if level == "point" else []), 2)
             dtype = self.r.choice(["f32", "f32", "bf16", "f64"])
-            name = self.tensor([a.extent for a in over], dtype, write=True)
-            out.append(Store(name, tuple(a.index for a in over), cast(value, dtype), level))
+            index = [a.index for a in over]
+            shape = [a.extent for a in over]
+            mask, accumulate = None, None
+            if over and self.r.random() < 0.15:
+                mask = op("lt", self.bounded(over, []), literal(0.1, "f32"))
+            if over and self.r.random() < 0.25:
+                accumulate = self.r.choice(["sum", "max", "min"])
+                dtype = "f64" if accumulate == "sum" else dtype
+                if self.r.random() < 0.6:  # scatter along one axis, perhaps onto the same element
+                    a = self.r.choice(over)
+                    where = self.tensor([a.extent], "i64")
+                    self.tensors[where].abs_()
+                    k = over.index(a)
+                    index[k] = as_position(load(where, (a.index,), "i64"))
+                    shape[k] = as_index(6)
+            name = self.tensor(shape, dtype, write=True)
+            out.append(Store(name, tuple(index), cast(value, dtype), level, accumulate, mask))
         return out
 
+    def chunked(self) -> Nest:
+        """Row results, and column folds over chunks of the rows."""
+        i, j = self.axis("i"), self.axis("j")
+        k = self.axis("k") if self.r.random() < 0.3 else None
+        axes, reduced = [i, j] + ([k] if k else []), [j] + ([k] if k else [])
+        count = self.r.choice([1, 3, 4])
+        stmts: list[Fold | Prefix | Store] = [Fold("f", "sum", self.bounded(axes, []))]
+        known = [load("f", (), "f32")]
+        for kind in self.r.sample(["sum", "max", "min"], 2):
+            name = self.tensor([as_index(count), *(a.extent for a in reduced)], "f32", write=True)
+            stmts.append(Fold(name, kind, self.bounded(axes, known), True))
+        stmts += self.stores(axes, [i], reduced, known, [])
+        # A worker's column folds need its rows in one place: no scatter along the rows.
+        keep = [s for s in stmts if not isinstance(s, Store) or s.accumulate is None]
+        self.writes = {n: lay for n, lay in self.writes.items() if self.used(n, keep)}
+        return Nest((i,), tuple(reduced), tuple(keep), (i, count))
+
+    def used(self, name: str, stmts: list[Fold | Prefix | Store]) -> bool:
+        return any((s.tensor if isinstance(s, Store) else s.name) == name for s in stmts)
+
     def kernel(self) -> Kernel:
-        nests = [self.nest() for _ in range(self.r.choice([1, 1, 2]))]
+        if self.r.random() < 0.15:
+            nests = [self.chunked()]
+        else:
+            nests = [self.nest() for _ in range(self.r.choice([1, 1, 2]))]
         return replace(kernel(nests, self.layouts, self.writes), name=f"k{self.seed}")
 
 
@@ -226,7 +264,7 @@ def test_random_kernels(group: int, threads: int, monkeypatch: pytest.MonkeyPatc
         want = {n: t.clone() if n in m.writes else t for n, t in m.tensors.items()}
         for n in m.writes:
             base = m.tensors[n]
-            want[n] = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype)
+            want[n] = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype).copy_(base)
         run_kernel(k, want, {s.name: v for s, v in m.sizes.items()})
         ptrs = (ctypes.c_void_p * len(cpp.args))(*[m.tensors[n].data_ptr() for _, n in cpp.args])
         sizes = (ctypes.c_longlong * max(1, len(cpp.sizes)))(*[m.sizes[s] for s in cpp.sizes])
