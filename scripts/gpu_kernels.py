@@ -467,7 +467,8 @@ def fits(kernel: TritonKernel, config: Config) -> bool:
     """Whether the text, whose masks follow from the candidates, is right for these blocks."""
     first = dict(kernel.configs[0].constexprs)
     return all(
-        v <= first[n] or f"{n[0].lower()}mask" in kernel.source for n, v in config.constexprs
+        n == "STAGES" or v <= first[n] or f"{n[0].lower()}mask" in kernel.source
+        for n, v in config.constexprs
     ) and not (
         "for roffset" not in kernel.source
         and dict(config.constexprs).get("RBLOCK", 0) != first.get("RBLOCK", 0)

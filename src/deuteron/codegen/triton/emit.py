@@ -242,6 +242,9 @@ class Emitter:
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
                 return f"libm.div_by({self.value(a)}, {self._divisor(b)})"
+        narrowed = self._narrowed(node) if node.op in ("eq", "ne") else None
+        if narrowed is not None:
+            return narrowed
         operand = node.args[-1].dtype
         literals = [a.op == "literal" for a in node.args]
         args = []
@@ -252,6 +255,24 @@ class Emitter:
             else:
                 args.append(self.value(a))
         return scalars.operation(node.op, node.dtype, args, operand)
+
+    def _narrowed(self, node: Expr) -> str | None:
+        """A comparison of an index with an i64 that many elements share, in 32 bits."""
+        for index, other in (node.args, node.args[::-1]):
+            if index.op != "index" or other.op in ("index", "literal"):
+                continue
+            if self.index_type != "tl.int32" or not is_nonneg(index.attr):
+                continue
+            if not self.deps(other) < self.deps(index):
+                continue
+            text = self.value(other)
+            scope = self.chain[self.level(self.deps(other))]
+            key = (other, "narrow")
+            if key not in scope.sums:
+                scope.sums[key] = self.fresh()
+                scope.add(f"{scope.sums[key]} = libm.narrow({text})")
+            return f"({self.index(index.attr)}) {scalars.INFIX[node.op]} {scope.sums[key]}"
+        return None
 
     def _divisor(self, b: Expr) -> str:
         """What `libm.div_by` needs of a divisor that serves many elements."""

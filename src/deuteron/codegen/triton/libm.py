@@ -234,6 +234,12 @@ def int_remainder(a, b):
 
 
 @triton.jit
+def narrow(x):
+    """An i64 as i32, for comparing with an index: what is no 32-bit index equals none."""
+    return tl.where((x >= 0) & (x < 2147483648), x, -1).to(tl.int32)
+
+
+@triton.jit
 def index_div(a, b):
     """Floor division of an index that may be negative by a positive one."""
     q = a // b
