@@ -220,7 +220,7 @@ class Rows(PassWriter):
         """
         em, step = self.env.em, self.step
         if k != 1 or step is None or any(isinstance(w, Write) for w in self.plan.passes[1].parts):
-            return []  # where the pass stores, fetches get in the way of the stores (1.4 times slower)
+            return []  # fetches get in the way of stores (1.4 times slower)
         found: dict[tuple[str, Index, bool], int] = {}
         for n in unique_nodes(self.plan.passes[0].roots()):
             if n.op == "load" and n.attr[1] and not n.args:
