@@ -536,6 +536,40 @@ def report(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def fuzz(count: int, folder: Path) -> bool:
+    """Random kernels against the reference executor; whether one was wrong."""
+    from deuteron.schedule.reference import run_kernel
+    from tests.codegen.test_cpp_fuzz import Maker
+
+    failed = 0
+    for seed in range(count):
+        maker = Maker(seed)
+        kernel = maker.kernel()
+        sizes = {s.name: v for s, v in maker.sizes.items()}
+        device = {n: _on_gpu(x) for n, x in maker.tensors.items()}
+        run_kernel(kernel, maker.tensors, sizes)
+        made = generate(kernel, device_spec("cuda"))
+        config = made.configs[seed % len(made.configs)]
+        args = [device[str(v)] if k == "tensor" else sizes[v.name] for k, v in made.args]  # type: ignore[union-attr]
+        options = {"num_warps": config.num_warps, "enable_fp_fusion": made.fp_fusion}
+        grid = made.grid(config, sizes)
+        if grid:
+            function_of(made, folder)[(grid,)](*args, **made.constants(config), **options)
+        for n in maker.writes:
+            want, got = maker.tensors[n].double(), device[n].cpu().double()
+            allowed = 2e-2 if maker.tensors[n].dtype == torch.bfloat16 else 2e-4
+            if not torch.allclose(got, want, rtol=allowed, atol=allowed, equal_nan=True):
+                failed += 1
+                print(f"seed {seed}: {n} off by {float((got - want).abs().max()):.3g}", flush=True)
+    print(f"{count} random kernels, {failed} wrong outputs")
+    return failed > 0
+
+
+def _on_gpu(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+    return out.copy_(x)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="parts of kernels' names, by commas")
@@ -544,6 +578,7 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=int, default=tiling.ROW_LIMIT, help="longest row in registers"
     )
+    parser.add_argument("--fuzz", type=int, default=0, help="only random kernels: how many")
     parser.add_argument("--seconds", type=float, default=300)
     options = parser.parse_args()
     tiling.ROW_LIMIT = options.limit
@@ -554,6 +589,9 @@ def main() -> int:
         return 0
     out = Path(os.environ.get("OUT", "out"))
     out.mkdir(parents=True, exist_ok=True)
+    if options.fuzz:
+        with tempfile.TemporaryDirectory() as folder:
+            return int(fuzz(options.fuzz, Path(folder)))
     flush = torch.zeros(1 << 28, device="cuda")  # 250 us: the launch is queued by then
     end, failed = time.perf_counter() + options.seconds, False
     with tempfile.TemporaryDirectory() as folder, open(out / "kernels.jsonl", "w") as lines:

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deuteron.base.options import Options
+from tests.codegen.test_cpp_fuzz import Maker
 
 HERE = Path(__file__).parent
 spec = importlib.util.spec_from_file_location("triton_cases", HERE / "triton_cases.py")
@@ -31,15 +32,19 @@ sys.modules["triton_cases"] = cases
 spec.loader.exec_module(cases)
 
 
-@lru_cache(maxsize=1)
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What every case gives in one interpreting process."""
+def interpret(*arguments: str) -> list[dict[str, Any]]:
+    """What an interpreting process reports."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", str(HERE / "triton_cases.py"), *cases.CASES]
+    command = [sys.executable, "-W", "ignore", str(HERE / "triton_cases.py"), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {entry["case"]: entry for entry in lines}
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@lru_cache(maxsize=1)
+def interpreted() -> dict[str, dict[str, Any]]:
+    """All cases, in one process."""
+    return {entry["case"]: entry for entry in interpret(*cases.CASES)}
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -145,3 +150,24 @@ def test_loaded_indices_are_checked(tmp_path: Path) -> None:
         made.kernel("gather"), cases.SPEC, Options.make(None, {"bounds_check": False})
     )
     assert not unchecked.debug and "device_assert" not in unchecked.source
+
+
+def test_random_kernels() -> None:
+    """Against the reference executor."""
+    found = interpret("--fuzz", "0", "20")
+    assert len(found) > 8
+    for entry in found:
+        assert "failure" not in entry, (entry["case"], entry["failure"])
+        assert all(v <= 1 for v in entry["errors"].values()), entry
+
+
+def test_random_kernels_build(tmp_path: Path) -> None:
+    for seed in range(100, 110):
+        kernel = cases.generate(Maker(seed).kernel(), cases.SPEC)
+        config = kernel.configs[-1]
+        assert compiled(kernel, config, 90, tmp_path, wide=kernel.wide_source is not None)
+
+
+def test_windows_are_written_out() -> None:
+    source = cases.build("pooling_window")[1].source
+    assert "RBLOCK" not in source and "for " not in source

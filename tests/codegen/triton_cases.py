@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -496,6 +497,80 @@ def side_by_side() -> Case:
     )
 
 
+@case
+def pooling_window() -> Case:
+    """A short fold over windows that overlap: written out."""
+    n, i, j, u, v = (axis(k, e) for k, e in zip("nijuv", (2, 9, 16, 3, 3)))
+    row, col = i.index * 2 + u.index - 1, j.index * 2 + v.index - 1
+    mask = None
+    for index, size in ((row, 18), (col, 32)):
+        low = op("ge", index_value(index), literal(0, "i64"))
+        both = op("logical_and", low, op("lt", index_value(index), literal(size, "i64")))
+        mask = both if mask is None else op("logical_and", mask, both)
+    at_row = (n.index, row, col)
+    top, mean = (load("x", at_row, "f32", mask, fill) for fill in (float("-inf"), 0.0))
+    stmts = (
+        Fold("m", "max", top),
+        Fold("s", "sum", mean),
+        store("y", (n, i, j), local("m", n, i, j), "row"),
+        store("z", (n, i, j), op("mul", local("s", n, i, j), literal(1 / 9, "f32")), "row"),
+    )
+    x = rand(2, 18, 32)
+    want = {
+        "y": torch.nn.functional.max_pool2d(x, 3, 2, 1),
+        "z": torch.nn.functional.avg_pool2d(x, 3, 2, 1),
+    }
+    layouts = {"x": lay(2, 18, 32), "y": lay(2, 9, 16), "z": lay(2, 9, 16)}
+    return Case([Nest((n, i, j), (u, v), stmts)], layouts, {"x": x}, want)
+
+
+@case
+def folds_inside() -> Case:
+    """Folds inside expressions: a long one is a loop, a short one is written out."""
+    i, j, k, m = axis("i", 6), axis("j", 9), axis("k", 40), axis("m", 5)
+    dot = E.reduce("sum", (k,), op("mul", at("a", i, k), at("b", k, j)))
+    top = E.reduce("max", (m,), at("a", i, m))
+    low = E.reduce("min", (k,), at("b", k, 3))
+    value = op("sub", op("sub", op("neg", dot), top), low)
+    total = Fold("f", "sum", op("tanh", dot))
+    nests = [
+        Nest((i, j), (), (store("y", (i, j), value),)),
+        Nest((i,), (j,), (total, store("z", (i,), local("f", i), "row"))),
+    ]
+    a, b = rand(6, 40), rand(40, 9, seed=1)
+    want = {
+        "y": -(a @ b) - a[:, :5].amax(1, keepdim=True) - b[:, 3].amin(),
+        "z": (a @ b).tanh().sum(1),
+    }
+    layouts = {"a": lay(6, 40), "b": lay(40, 9), "y": lay(6, 9), "z": lay(6)}
+    return Case(nests, layouts, {"a": a, "b": b}, want, tolerance=1e-5)
+
+
+@case
+def scatter_half() -> Case:
+    """Updates without an instruction: compare and swap."""
+    i = axis("i", 30)
+    place = E.as_position(at("idx", i, dtype="i64"))
+    g = at("g", i, dtype="bf16")
+    kinds = {"s": "sum", "p": "prod", "m": "max", "n": "min"}
+    stmts = tuple(store(n, (place,), g, accumulate=k) for n, k in kinds.items())
+    tg = (torch.arange(30) % 4 - 1).to(torch.bfloat16)
+    idx = torch.arange(30) % 7
+    outs = {n: torch.ones(7, dtype=torch.bfloat16) for n in kinds}
+    want = {
+        n: outs[n].clone().scatter_reduce_(0, idx, tg, {"max": "amax", "min": "amin"}.get(k, k))
+        for n, k in kinds.items()
+    }
+    layouts = {n: lay(7, dtype="bf16") for n in kinds}
+    return Case(
+        [Nest((i,), (), stmts)],
+        {"g": lay(30, dtype="bf16"), "idx": lay(30, dtype="i64"), **layouts},
+        {"g": tg, "idx": idx, **outs},
+        want,
+        tolerance=0,
+    )
+
+
 # ------------------------------------------------------------------------------------------ rows
 
 
@@ -940,7 +1015,50 @@ def error(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> float:
     return float(off.nan_to_num(float("inf")).max()) if off.numel() else 0.0
 
 
+FUZZ_POINTS = 4000  # of a kernel: the interpreter takes about 50 us for each 100
+
+
+def fuzz(low: int, high: int, folder: Path) -> None:
+    """Random kernels of seeds low .. high against the reference executor."""
+    from deuteron.schedule.reference import run_kernel
+    from tests.codegen.test_cpp_fuzz import Maker
+
+    for seed in range(low, high):
+        maker = Maker(seed)
+        kernel = maker.kernel()
+        loops = [[maker.extent(a) for a in (*n.parallel, *n.reduced)] for n in kernel.nests]
+        if sum(math.prod(extents) for extents in loops) > FUZZ_POINTS:
+            continue
+        sizes = {s.name: v for s, v in maker.sizes.items()}
+        tensors = dict(maker.tensors)
+        for n in maker.writes:
+            base = maker.tensors[n]
+            tensors[n] = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype)
+            tensors[n].copy_(base)
+        run_kernel(kernel, tensors, sizes)
+        out: dict[str, Any] = {"case": f"seed {seed}", "errors": {}}
+        try:
+            made = generate(kernel, SPEC)
+            args = [
+                maker.tensors[v] if kind == "tensor" else sizes[v.name] for kind, v in made.args
+            ]
+            grid = made.grid(made.configs[0], sizes)
+            if grid:
+                module(made, folder)[(grid,)](*args, **made.constants(made.configs[0]))
+            for n in maker.writes:
+                half = maker.tensors[n].dtype == torch.bfloat16
+                allowed = 2e-2 if half else 2e-4
+                out["errors"][n] = error(maker.tensors[n], tensors[n], allowed)
+        except Exception as e:  # reported to the test that asked
+            out["failure"] = f"{type(e).__name__}: {e}"
+        print(json.dumps(out), flush=True)
+
+
 def main(names: Sequence[str]) -> None:
+    if names and names[0] == "--fuzz":
+        with tempfile.TemporaryDirectory() as folder:
+            fuzz(int(names[1]), int(names[2]), Path(folder))
+        return
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             made, kernel = build(name)

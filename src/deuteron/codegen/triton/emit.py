@@ -18,9 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deuteron.codegen.triton import scalars
-from deuteron.ir.expr import Expr, children
+from deuteron.codegen.triton.scalars import TYPE
+from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
 
+PLAIN = ("index", "literal")
+COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 Dims = frozenset[str]
 NONE: Dims = frozenset()
 
@@ -87,6 +90,7 @@ class Emitter:
         self.result_dims: dict[str, Dims] = {}
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
+        self.bound: set[Axis] = set()  # axes of folds inside expressions
         self.stages = "1"  # text of the number of stages of software pipelines
         self.row_start: Index | None = None  # address of a row that is read from before its start
         self.checked = False  # whether the text has assertions
@@ -155,6 +159,8 @@ class Emitter:
                     out = self.index_deps(node.attr[2])
                 for a in node.args:
                     out |= self._deps[a]
+                if node.op == "reduce":
+                    out -= {bound_name(a) for a in node.attr[1]}
             self._deps[node] = out
         return self._deps[root]
 
@@ -166,6 +172,8 @@ class Emitter:
             if isinstance(a, Axis):
                 if a in self.dim_of:
                     out.add(self.dim_of[a])
+                elif a in self.bound:
+                    out.add(bound_name(a))
             elif isinstance(a, Value):
                 out |= self.deps(a.expr)
             elif isinstance(a, (Div, Mod)):
@@ -202,6 +210,8 @@ class Emitter:
                 self._define(node)
                 continue
             stack.append((node, True))
+            if node.op == "reduce":  # its body is written inside its loop
+                continue
             stack.extend((a, False) for a in reversed(children(node)))
         text = self.lookup(root)
         assert text is not None
@@ -211,6 +221,9 @@ class Emitter:
         if node.op == "load" and node.attr[0] in self.result_dims:
             raise AssertionError(f"result {node.attr[0]!r} is used before it is computed")
         scope = self.chain[self.level(self.deps(node))]
+        if node.op == "reduce":
+            scope.texts[node] = self._reduce(node)
+            return
         if node.op == "check":
             scope.texts[node] = self._check(node, scope)
             return
@@ -242,7 +255,7 @@ class Emitter:
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
                 return f"libm.div_by({self.value(a)}, {self._divisor(b)})"
-        narrowed = self._narrowed(node) if node.op in ("eq", "ne") else None
+        narrowed = self._narrowed(node) if node.op in COMPARE else None
         if narrowed is not None:
             return narrowed
         operand = node.args[-1].dtype
@@ -258,10 +271,16 @@ class Emitter:
 
     def _narrowed(self, node: Expr) -> str | None:
         """A comparison of an index with an i64 that many elements share, in 32 bits."""
+        if self.index_type != "tl.int32":
+            return None
+        sign = scalars.INFIX[node.op]
+        plain = [self._plain_index(a) for a in node.args]
+        if all(plain) and any(a.op == "index" for a in node.args):
+            return f"{plain[0]} {sign} {plain[1]}"
         for index, other in (node.args, node.args[::-1]):
-            if index.op != "index" or other.op in ("index", "literal"):
+            if node.op not in ("eq", "ne") or index.op != "index" or other.op in PLAIN:
                 continue
-            if self.index_type != "tl.int32" or not is_nonneg(index.attr):
+            if not is_nonneg(index.attr):
                 continue
             if not self.deps(other) < self.deps(index):
                 continue
@@ -271,7 +290,15 @@ class Emitter:
             if key not in scope.sums:
                 scope.sums[key] = self.fresh()
                 scope.add(f"{scope.sums[key]} = libm.narrow({text})")
-            return f"({self.index(index.attr)}) {scalars.INFIX[node.op]} {scope.sums[key]}"
+            return f"({self.index(index.attr)}) {sign} {scope.sums[key]}"
+        return None
+
+    def _plain_index(self, node: Expr) -> str | None:
+        """An index or a constant in the index type."""
+        if node.op == "index":
+            return f"({self.index(node.attr)})"
+        if node.op == "literal" and abs(node.attr) < 2**31:
+            return scalars.literal(node.attr, "i64")
         return None
 
     def _divisor(self, b: Expr) -> str:
@@ -284,6 +311,31 @@ class Emitter:
             found = scope.sums[(b, "divisor")] = ", ".join(names)
             scope.add(f"{found} = libm.divisor({text})")
         return found
+
+    def _reduce(self, node: Expr) -> str:
+        """A fold inside an expression: a loop over single elements."""
+        kind, axes = node.attr
+        body = node.args[0]
+        assert not kind.startswith("arg"), f"a long {kind} inside an expression"
+        at = self.level(self.deps(node))
+        outer, dtype = self.chain[at], body.dtype
+        name = self.fresh("fold")
+        identity = scalars.literal(REDUCTIONS[kind].identity(dtype), dtype)
+        outer.add(f"{name} = tl.full({self.shape(self.deps(node))}, {identity}, {TYPE[dtype]})")
+        kept, self.chain = self.chain, self.chain[: at + 1]
+        heads = []
+        for a in axes:
+            text = self.fresh("k")
+            heads.append(f"for {text} in range(0, {self.index(a.extent)})")
+            self.chain.append(Scope(self.scope.dims | {bound_name(a)}))
+            self.scope.axes[a] = text
+        scalar = scalars.fold_step(kind, dtype, name, self.value(body))
+        self.scope.add(f"{name} = {scalar}")
+        for head in reversed(heads):
+            inner = self.chain.pop()
+            self.scope.block(head, inner.lines)
+        self.chain = kept
+        return name
 
     def _check(self, node: Expr, scope: Scope) -> str:
         """Asserts that an index is within its dimension; its value."""
@@ -367,7 +419,7 @@ class Emitter:
 
     def _joined(self, own: Index, dims: Dims) -> Index:
         """The index with runs of neighbouring axes of a dimension replaced by one axis each."""
-        for name in sorted(dims):
+        for name in sorted(dims & set(self.dims)):
             axes = self.dims[name].axes
             for n in range(len(axes), 1, -1):
                 for i in range(len(axes) - n + 1):
@@ -475,6 +527,11 @@ class Emitter:
         if is_nonneg(a.num):
             return f"({num} {'//' if isinstance(a, Div) else '%'} {den})"
         return f"libm.index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"
+
+
+def bound_name(axis: Axis) -> str:
+    """The dimension that stands for an axis of a fold inside an expression."""
+    return f"bound {axis.key}"
 
 
 def size_name(symbol: Sym) -> str:

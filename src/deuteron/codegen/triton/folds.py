@@ -10,27 +10,12 @@ from __future__ import annotations
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.passes import Online, Pass, Welford
-from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr
+from deuteron.codegen.triton.scalars import fold_step
+from deuteron.ir.expr import REDUCTIONS, Expr
 from deuteron.schedule.kernel import Fold
 
 FULL = frozenset(("x", "r"))
 LOWEST = {"f32": "-3.4028234663852886e38", "f64": "-1.7976931348623157e308"}
-
-
-def combine(kind: str, dtype: str, a: str, b: str) -> str:
-    """One step of a fold or scan."""
-    match kind:
-        case "sum":
-            return f"{a} + {b}"
-        case "prod":
-            return f"{a} * {b}"
-        case "max" | "min":
-            return f"{'libm' if dtype in FLOATS else 'tl'}.{kind}imum({a}, {b})"
-        case "any":
-            return f"{a} | {b}"
-        case "all":
-            return f"{a} & {b}"
-    raise AssertionError(f"no step of a {kind}")
 
 
 def identity(kind: str, dtype: str) -> str:
@@ -121,7 +106,7 @@ class Accumulators:
         elif f.name in self.sums:
             self._maximum(f, name)
         else:
-            self._assign({name: combine(f.kind, f.body.dtype, name, em.value(f.body))})
+            self._assign({name: fold_step(f.kind, f.body.dtype, name, em.value(f.body))})
 
     def _maximum(self, f: Fold, name: str) -> None:
         """A maximum with which sums are rescaled."""

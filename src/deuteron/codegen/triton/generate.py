@@ -21,6 +21,7 @@ from deuteron.codegen.triton.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.tiling import Blocks, Form, choose
+from deuteron.codegen.triton.unroll import written_out
 from deuteron.ir.expr import own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, bound, product
 from deuteron.ir.program import Layout
@@ -108,7 +109,10 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     name = f"triton_{kernel.name}"
     pointers = _pointer_names(layouts)
     checked = options is None or options.bounds_check
-    nests = [prepare(with_checks(n, layouts) if checked else n, layouts) for n in kernel.nests]
+    nests = [
+        written_out(prepare(with_checks(n, layouts) if checked else n, layouts))
+        for n in kernel.nests
+    ]
     forms = [choose(n, spec) for n in nests]
     symbols = _symbols(nests, layouts)
     static, wide_source, wide = _width(nests, layouts)

@@ -118,6 +118,8 @@ class Rewriter:
         args = tuple(self.done[a] for a in node.args)
         if node.op == "load" and node.attr[0] in self.results:
             return Expr("load", node.dtype, (), (node.attr[0], (), None))
+        if node.op in SCALAR_OPS and args != node.args:
+            return op(node.op, *args, dtype=node.dtype)
         new = rebuild(node, args, self.table, self.done)
         if new.op == "load":
             name, idx, fill = new.attr
@@ -130,8 +132,6 @@ class Rewriter:
                 new.args[0] if new.args else None,
                 fill if fill is not None else 0,
             )
-        if new.op in SCALAR_OPS and new is not node:
-            return op(new.op, *args, dtype=new.dtype)
         return new
 
     def index(self, index: Index) -> Index:

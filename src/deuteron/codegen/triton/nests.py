@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.triton.emit import Dim, Dims, Emitter
 from deuteron.codegen.triton.folds import (
     FULL,
     Accumulators,
     bind,
     clean,
-    combine,
     constant,
     fold_row,
     full,
@@ -26,8 +26,9 @@ from deuteron.codegen.triton.folds import (
 )
 from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write
 from deuteron.codegen.triton.passes import Pass, Welford, plan, single
+from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.tiling import Form
-from deuteron.ir.expr import Expr
+from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Index, product
 from deuteron.schedule.kernel import Fold, Prefix
 
@@ -68,6 +69,9 @@ def write_nest(
     """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
     em.stages = names.stages
+    for node in (n for root in loops.roots() for n in root.walk()):
+        if node.op == "reduce":
+            em.bound.update(node.attr[1])
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
     return em.chain[0].lines, em.checked
@@ -119,9 +123,35 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
         if w.accumulate is None:
             lines.append(f"tl.store({place}, {value}{mask})")
         else:
-            name = {"sum": "add"}.get(w.accumulate, w.accumulate)
-            lines.append(f'tl.atomic_{name}({place}, {value}{mask or ", None"}, sem="relaxed")')
+            lines.append(accumulate(em, w, dims, value, where))
     em.scope.add(*lines)
+
+
+# What `tl.atomic_add`, `_max` and `_min` do on sm_80 and later as eager does.
+ATOMICS = {
+    "sum": ("f16", "f32", "f64", "i32", "i64"),
+    "max": ("i32", "i64"),
+    "min": ("i32", "i64"),
+}
+
+
+def accumulate(em: Emitter, w: Write, dims: Dims, value: str, where: str) -> str:
+    """An atomic update; by compare and swap where there is no instruction for it."""
+    assert w.accumulate is not None
+    pointer = em.pointers[w.tensor]
+    index = em.spread(em.index(w.address), em.index_deps(w.address), dims)
+    if w.dtype in ATOMICS.get(w.accumulate, ()):
+        name = {"sum": "add"}.get(w.accumulate, w.accumulate)
+        mask = where or "None"
+        return f'tl.atomic_{name}({pointer} + {index}, {value}, {mask}, sem="relaxed")'
+    if ITEMSIZE[w.dtype] < 2:
+        raise UnsupportedOp(
+            f"no atomic {w.accumulate} of {w.dtype}",
+            hint="accumulate in a wider type, or call the library",
+        )
+    everything = f"tl.full({em.shape(dims)}, 1, tl.int1)"
+    mask = f"{everything} & {where}" if where else everything
+    return f'libm.atomic_update({pointer}, {index}, {value}, {mask}, "{w.accumulate}")'
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -302,8 +332,8 @@ class Passes:
                 dtype = p.body.dtype
                 em.scope.add(
                     f"{block} = {masked_value(em, p.kind, p.body, em.mask(R))}",
-                    f"{name} = {combine(p.kind, dtype, carry, f'libm.scan_{p.kind}({block})')}",
-                    f"{carry} = {combine(p.kind, dtype, carry, f'libm.fold_{p.kind}({block})')}",
+                    f"{name} = {fold_step(p.kind, dtype, carry, f'libm.scan_{p.kind}({block})')}",
+                    f"{carry} = {fold_step(p.kind, dtype, carry, f'libm.fold_{p.kind}({block})')}",
                 )
                 em.scope.texts[scan_result(p)] = name
             elif isinstance(p, ColumnFold):
@@ -365,7 +395,7 @@ def _others(loops: Loops) -> Index:
 
 
 def update_column(em: Emitter, p: ColumnFold, name: str) -> None:
-    text = combine(p.kind, p.body.dtype, name, em.value(p.body))
+    text = fold_step(p.kind, p.body.dtype, name, em.value(p.body))
     mask = em.mask(X)
     em.scope.add(f"{name} = tl.where({mask}, {text}, {name})" if mask else f"{name} = {text}")
 
@@ -396,7 +426,7 @@ def update_column_in_memory(em: Emitter, p: ColumnFold) -> None:
     other = identity(p.kind, "i8" if dtype == "bool" else dtype)
     em.scope.add(
         f"{old} = tl.load({place}, {where}, other={other})",
-        f"tl.store({place}, {combine(p.kind, dtype, old, f'libm.cols_{p.kind}({value})')}{tail})",
+        f"tl.store({place}, {fold_step(p.kind, dtype, old, f'libm.cols_{p.kind}({value})')}{tail})",
         "tl.debug_barrier()",
     )
 

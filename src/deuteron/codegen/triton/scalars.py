@@ -213,3 +213,19 @@ def _integer(name: str, args: list[str], dtype: str) -> str:
         case "fma":
             return f"{args[0]} * {args[1]} + {args[2]}"
     raise AssertionError(f"no Triton text for {name} on {dtype}")
+
+
+def fold_step(kind: str, dtype: str, a: str, b: str) -> str:
+    """One step of a fold or scan."""
+    match kind:
+        case "sum":
+            return f"{a} + {b}"
+        case "prod":
+            return f"{a} * {b}"
+        case "max" | "min":
+            return f"{'libm' if dtype in FLOATS else 'tl'}.{kind}imum({a}, {b})"
+        case "any":
+            return f"{a} | {b}"
+        case "all":
+            return f"{a} & {b}"
+    raise AssertionError(f"no step of a {kind}")

@@ -1,0 +1,144 @@
+"""Short folds written out.
+
+In: `loops.Loops`. Out: the same in which
+
+* a nest that reduces a few static elements, with neighbouring rows side by side in memory (a
+  pooling window), has no reduced axes: a fold is the tree of its terms, a point store is one store
+  per element;
+* a fold inside an expression over a few static elements is the tree of its terms. Longer ones stay
+  nodes, which the writer makes loops of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deuteron.codegen.triton.loops import Loops, Part, Rewriter, Write, accesses, stride
+from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, index_value, op
+from deuteron.ir.index import Atom, Axis, Index, const, hint
+from deuteron.schedule.kernel import Fold
+
+MOST_POINTS = 32
+MOST_NODES = 600  # of the text; compile time
+
+
+def points_of(axes: Sequence[Axis]) -> int | None:
+    """The number of points of static axes."""
+    total = 1
+    for a in axes:
+        if a.extent.value is None:
+            return None
+        total *= a.extent.value
+    return total
+
+
+def written_out(loops: Loops) -> Loops:
+    """The nest without short folds."""
+    loops = _inner(loops)
+    return _unrolled(loops) if _worth(loops) else loops
+
+
+def _worth(loops: Loops) -> bool:
+    if not loops.reduced or loops.chunk is not None:
+        return False
+    if not all(isinstance(p, (Fold, Write)) for p in loops.parts):
+        return False
+    points = points_of(loops.reduced)
+    if points is None or not 1 < points <= MOST_POINTS:
+        return False
+    nodes = len({n for r in loops.roots() for n in r.walk()})
+    near = [a for a in loops.parallel if hint(a.extent) >= 16 and _near(loops, a)]
+    return nodes * points <= MOST_NODES and bool(near)
+
+
+def _near(loops: Loops, axis: Axis) -> bool:
+    """Whether neighbours along the axis are a few elements apart, and not whole contiguous rows."""
+    steps = [(stride(a.address, axis), a) for a in accesses(loops)]
+    if not all(s is not None and abs(s) <= 4 for s, _ in steps) or not any(s for s, _ in steps):
+        return False
+    if len(loops.reduced) > 1:
+        return True
+    (r,) = loops.reduced
+    rows = [a for s, a in steps if stride(a.address, r) == 1 and s == hint(r.extent)]
+    return not rows
+
+
+class _Element(Rewriter):
+    """Everything at one point of axes that disappear; results of folds are their values."""
+
+    def __init__(self, table: dict[Atom, Index], values: dict[str, Expr]) -> None:
+        super().__init__(table)
+        self.values = values
+
+    def _node(self, node: Expr) -> Expr:
+        if node.op == "load" and node.attr[0] in self.values:
+            return self.values[node.attr[0]]
+        return super()._node(node)
+
+
+def _tables(axes: Sequence[Axis]) -> list[dict[Atom, Index]]:
+    ranges = [range(hint(a.extent)) for a in axes]
+    return [
+        {a: const(i) for a, i in zip(axes, at, strict=True)} for at in itertools.product(*ranges)
+    ]
+
+
+def _unrolled(loops: Loops) -> Loops:
+    tables = _tables(loops.reduced)
+    values: dict[str, Expr] = {}
+    parts: list[Part] = []
+    for p in loops.parts:
+        elements = [_Element(t, values) for t in tables]
+        if isinstance(p, Fold):
+            at = [index_value(t[loops.reduced[0]]) for t in tables]
+            values[p.name] = tree(p.kind, [e.expr(p.body) for e in elements], at)
+        else:
+            assert isinstance(p, Write)
+            parts.extend(e.part(p) for e in (elements if p.level == "point" else elements[:1]))
+    return replace(loops, reduced=(), parts=tuple(parts), results=frozenset())
+
+
+class _Inner(Rewriter):
+    def _node(self, node: Expr) -> Expr:
+        if node.op == "reduce":
+            kind, axes = node.attr
+            points = points_of(axes)
+            body = self.done[node.args[0]]
+            if points is not None and 0 < points <= MOST_POINTS:
+                tables = _tables(axes)
+                at = [index_value(t[axes[0]]) for t in tables]
+                return tree(kind, [Rewriter(t).expr(body) for t in tables], at)
+        return super()._node(node)
+
+
+def _inner(loops: Loops) -> Loops:
+    if not any(n.op == "reduce" for r in loops.roots() for n in r.walk()):
+        return loops
+    move = _Inner({}, None, loops.results)
+    return replace(loops, parts=tuple(move.part(p) for p in loops.parts))
+
+
+def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
+    """The fold of `terms`, whose positions are `at`."""
+    if kind in ("argmax", "argmin"):
+        return _position(kind, terms, at)
+    name = REDUCTIONS[kind].scalar_op
+    assert name is not None
+    while len(terms) > 1:
+        pairs = [op(name, a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + (terms[-1:] if len(terms) % 2 else [])
+    return terms[0]
+
+
+def _position(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
+    """The position of the first extreme term; the first NaN where there is one."""
+    best, position = terms[0], at[0]
+    for term, i in zip(terms[1:], at[1:], strict=True):
+        better = op("gt" if kind == "argmax" else "lt", term, best)
+        if term.dtype in FLOATS:
+            fresh = op("logical_and", op("isnan", term), op("logical_not", op("isnan", best)))
+            better = op("logical_or", better, fresh)
+        best, position = op("where", better, term, best), op("where", better, i, position)
+    return position
