@@ -154,7 +154,7 @@ def test_loaded_indices_are_checked(tmp_path: Path) -> None:
 
 def test_random_kernels() -> None:
     """Against the reference executor."""
-    found = interpret("--fuzz", "0", "20")
+    found = interpret("--fuzz", "0", "40")
     assert len(found) > 8
     for entry in found:
         assert "failure" not in entry, (entry["case"], entry["failure"])

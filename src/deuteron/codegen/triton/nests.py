@@ -9,6 +9,8 @@ operand that dies here.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -74,7 +76,21 @@ def write_nest(
             em.bound.update(node.attr[1])
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
-    return em.chain[0].lines, em.checked
+    return used(em.chain[0].lines), em.checked
+
+
+def used(lines: list[str]) -> list[str]:
+    """The lines without definitions that nothing uses (comparisons in 32 bits leave some)."""
+    while True:
+        count = Counter(w for line in lines for w in re.findall(r"[A-Za-z_]\w*", line))
+        kept = []
+        for line in lines:
+            name = re.match(r"\s*([a-z]+\d+) = ", line)
+            if name is None or count[name[1]] > 1:
+                kept.append(line)
+        if len(kept) == len(lines):
+            return kept
+        lines = kept
 
 
 def pid(em: Emitter) -> str:
