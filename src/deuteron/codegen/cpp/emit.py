@@ -324,7 +324,9 @@ class Emitter:
             if fits_int(a.num) and fits_int(a.den):
                 return f"(long long)((unsigned){num} {sign} (unsigned){den})"
             return f"(long long)((unsigned long long){num} {sign} (unsigned long long){den})"
-        return f"d_index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"
+        name = "d_index_div" if isinstance(a, Div) else "d_index_mod"
+        self.used.add(name)
+        return f"{name}({num}, {den})"
 
 
 def smaller(a: str, b: str) -> str:

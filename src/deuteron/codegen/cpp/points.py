@@ -124,10 +124,13 @@ class Points(PassWriter):
                 if n.op == "load" and not em.deps(n) & inner:
                     inside.done[n] = n
         parts = [inside.part(p) for p in seg.parts]
-        for head, body in ((f"if ({test})", parts), ("else", seg.parts)):
+        branches = []
+        for body in (parts, seg.parts):
             with em.inside() as scope:
                 self.loop(replace(seg, parts=body), start, end)
-            em.scope.loop(head, scope.lines)
+            branches.append(scope.lines)
+        em.scope.loop(f"if ({test})", branches[0])
+        em.scope.loop("else", branches[1])
 
     def loop(self, seg: Segment, start: str, end: str) -> None:
         """One vector loop; calls that have a fast version for small arguments get it per block."""
@@ -149,12 +152,15 @@ class Points(PassWriter):
             extra = ", bad" if scope.checked else ""
             block.add(f"#pragma omp simd reduction(|:far{extra})")
             block.loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", scope.lines)
-            for head, near in (("if (far)", frozenset()), ("else", frozenset(calls))):
+            branches = []
+            for near in (frozenset(), frozenset(calls)):
                 em.near = near
                 with em.inside() as branch:
                     self.plain_loop(seg, low, high)
-                block.loop(head, branch.lines)
+                branches.append(branch.lines)
             em.near = frozenset()
+            block.loop("if (far)", branches[0])
+            block.loop("else", branches[1])
         em.scope.loop(
             f"for (long long {low} = {start}; {low} < {end}; {low} += {NEAR_BLOCK})", block.lines
         )
