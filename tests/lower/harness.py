@@ -194,6 +194,26 @@ def check(
     return low
 
 
+def check_half(f: Callable[..., Any], *args: Any) -> Lowered:
+    """As `check`, for half types: the error against f64 is at most twice eager's (plus one
+    rounding of the result)."""
+
+    def listed(*xs: Any) -> Any:
+        return tensors([f(*xs)])
+
+    low = lowered(trace(listed, args))
+    wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    exact, eager, got = listed(*wide), listed(*clones(args)), low.run(*clones(args))
+    for x, e, g in zip(exact, eager, got, strict=True):
+        assert (g.shape, g.dtype) == (e.shape, e.dtype)
+        if not e.is_floating_point():
+            assert torch.equal(g, e)
+            continue
+        bound = 2 * (e.double() - x).abs().max() + x.abs().max() * torch.finfo(e.dtype).eps + 1e-6
+        assert (g.double() - x).abs().max() <= bound
+    return low
+
+
 def clones(xs: Sequence[Any]) -> list[Any]:
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in xs]
 
