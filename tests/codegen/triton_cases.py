@@ -933,6 +933,11 @@ def chunk_looped() -> Case:
 
 
 @case
+def chunk_empty_worker() -> Case:
+    return norm_backward(5, 20, 4, atom(Sym("s0", 0, 64)), sizes={"s0": 20}, blocks={"RBLOCK": 8})
+
+
+@case
 def chunk_columns() -> Case:
     i, r = axis("i", 29), axis("r", 45)
     stmts = (

@@ -392,6 +392,8 @@ def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
             if isinstance(p, ColumnFold):
                 columns[p.name] = em.fresh(f"{clean(p.name)}_")
                 outer.add(f"{columns[p.name]} = {constant(em.shape(FULL), p.kind, p.body.dtype)}")
+    else:
+        clear_columns(em, [p for p in loops.parts if isinstance(p, ColumnFold)])
     with em.inside() as scope:
         em.enter(x, "xoffset")
         if whole:
@@ -419,30 +421,37 @@ def update_column(em: Emitter, p: ColumnFold, name: str) -> None:
 def store_column(em: Emitter, p: ColumnFold, name: str) -> None:
     mask = em.mask(R)
     tail = f", {mask}" if mask else ""
-    place = (
-        f"{em.pointers[p.tensor]} + {em.spread(em.index(p.address), em.index_deps(p.address), R)}"
-    )
-    em.scope.add(f"tl.store({place}, libm.cols_{p.kind}({name}){tail})")
+    em.scope.add(f"tl.store({column_place(em, p)}, libm.cols_{p.kind}({name}){tail})")
+
+
+def column_place(em: Emitter, p: ColumnFold) -> str:
+    index = em.spread(em.index(p.address), em.index_deps(p.address), R)
+    return f"{em.pointers[p.tensor]} + {index}"
+
+
+def clear_columns(em: Emitter, folds: list[ColumnFold]) -> None:
+    """Columns too many for registers: the worker's row of the result is the accumulator."""
+    r = em.dims["r"]
+    with em.inside() as scope:
+        em.enter(r, "roffset")
+        mask = em.mask(R)
+        tail = f", {mask}" if mask else ""
+        for p in folds:
+            neutral = constant(em.shape(R), p.kind, p.body.dtype)
+            scope.add(f"tl.store({column_place(em, p)}, {neutral}{tail})")
+    em.scope.block(f"for roffset in range(0, rnumel, {r.block})", scope.lines)
+    em.scope.add("tl.debug_barrier()")
 
 
 def update_column_in_memory(em: Emitter, p: ColumnFold) -> None:
-    """Columns too many for registers: the worker's row of the result is the accumulator."""
     dtype = p.body.dtype
     value = masked_value(em, p.kind, p.body, em.mask(X))
-    old, mask = em.fresh("old"), em.mask(R)
-    where = (
-        f"{mask} & (xoffset > low)"
-        if mask
-        else f"tl.full({em.shape(R)}, 1, tl.int1) & (xoffset > low)"
-    )
+    old, mask, place = em.fresh("old"), em.mask(R), column_place(em, p)
     tail = f", {mask}" if mask else ""
-    place = (
-        f"{em.pointers[p.tensor]} + {em.spread(em.index(p.address), em.index_deps(p.address), R)}"
-    )
-    other = identity(p.kind, "i8" if dtype == "bool" else dtype)
+    new = fold_step(p.kind, dtype, old, f"libm.cols_{p.kind}({value})")
     em.scope.add(
-        f"{old} = tl.load({place}, {where}, other={other})",
-        f"tl.store({place}, {fold_step(p.kind, dtype, old, f'libm.cols_{p.kind}({value})')}{tail})",
+        f"{old} = tl.load({place}{tail})",
+        f"tl.store({place}, {new}{tail})",
         "tl.debug_barrier()",
     )
 

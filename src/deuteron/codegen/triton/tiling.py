@@ -308,8 +308,8 @@ def _long_rows(loops: Loops, nx: int, nr: int) -> tuple[Blocks, ...]:
 
 
 def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
-    """H200: with a pipeline of two rows, layer norm's backward takes 132 instead of 155 us (rows of
-    4096, bf16) and 80 instead of 106 us (768, f32).
+    """H200, layer norm's backward: rows of 4096 (bf16) with a pipeline of one, two, three rows take
+    157, 134, 103 us; rows of 768 (f32), two at once, 106, 80, 90 us.
     """
     assert loops.chunk is not None
     axis, count = loops.chunk
@@ -323,10 +323,10 @@ def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
         for p in loops.parts
     ):
         found = []
-        for width, elements in ((64, 2048), (128, 2048), (256, 4096)):
+        for width, elements, stages in ((64, 2048, 2), (128, 2048, 2), (64, 2048, 1)):
             wide = min(width, power(nr))
             deep = min(power(rows), max(1, elements // wide))
-            found.append(Blocks((("x", deep), ("r", wide)), warps_for(wide * deep)))
+            found.append(Blocks((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages))
         return Form("chunk", dims, tuple(dict.fromkeys(found)), tiled=True)
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
@@ -334,7 +334,8 @@ def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
         block = min(4096, wide)
         return Form("chunk", dims, (Blocks((("x", 1), ("r", block)), warps_for(block, 8)),))
     found = []
-    for elements, stages in ((2048, 2), (1024, 2), (2048, 3), (2048, 1)):
+    depth = 3 if wide >= 2048 else 2
+    for elements, stages in ((2048, depth), (1024, depth), (2048, 5 - depth), (2048, 1)):
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
         found.append(Blocks(blocks, warps_for(max(elements, wide)), stages))
