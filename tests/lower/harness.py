@@ -19,17 +19,19 @@ import deuteron.lower.factories
 import deuteron.lower.indexing
 import deuteron.lower.nn
 import deuteron.lower.pointwise
+import deuteron.lower.pooling
 import deuteron.lower.reductions
 import deuteron.lower.views  # noqa: F401
 from deuteron.base.record import Record
 from deuteron.capture.decompositions import table
+from deuteron.graph import ops
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, atom
 from deuteron.ir.index import Value as Loaded
 from deuteron.ir.program import Input, Output, Program
 from deuteron.ir.reference import run_program
 from deuteron.ir.verify import verify_program
-from deuteron.lower.core import LOWERINGS, Declined, LowerContext, Value
+from deuteron.lower.core import LOWERINGS, Declined, LowerContext, Value, supported
 
 
 @dataclass
@@ -44,9 +46,14 @@ class Lowered:
 
 def trace(f: Callable[..., Any], args: Sequence[Any], dynamic: bool = False) -> fx.GraphModule:
     mode = "symbolic" if dynamic else "fake"
-    return make_fx(torch.func.functionalize(f), decomposition_table=table(), tracing_mode=mode)(
-        *args
-    )
+    rules = table()
+    gm = make_fx(torch.func.functionalize(f), decomposition_table=rules, tracing_mode=mode)(*args)
+    if any(ops.is_mutating(n) for n in gm.graph.nodes):  # decompositions that write in place
+        gm = make_fx(torch.func.functionalize(gm), decomposition_table=rules, tracing_mode=mode)(
+            *args
+        )
+    gm.graph.eliminate_dead_code()
+    return gm
 
 
 def is_view(e: Expr) -> bool:
@@ -126,6 +133,8 @@ def call(ctx: LowerContext, node: fx.Node) -> Any:
     if isinstance(val, (torch.SymInt, int)):
         return ctx.size(val)
     f = find(node.target)
+    if not all(supported(v) for v in tensors(val)):
+        raise Declined("a type that the loop IR does not hold")
     if f is None:
         raise Declined(f"no lowering for {node.target}")
     out = f(ctx, *args, **kwargs)

@@ -134,14 +134,12 @@ def unflatten(position: Index, shape: Sequence[Index]) -> tuple[Index, ...]:
 
 
 def reshaped(idx: Sequence[Index], new: Sequence[Index], old: Sequence[Index]) -> list[Index]:
-    """Where element `idx` of shape `new` is in shape `old`.
+    """Where element `idx` of shape `new` is in shape `old`; no extent may be the number 0.
 
     Dimensions are cut into groups with equal products from both ends, so that only those are
     flattened together that a reshape mixes.
     """
     out = [const(0)] * len(old)
-    if any(n.value == 0 for n in (*new, *old)):
-        return out
     a = [d for d, n in enumerate(new) if n.value != 1]
     b = [d for d, n in enumerate(old) if n.value != 1]
     for ga, gb in _groups([new[d] for d in a], [old[d] for d in b]):

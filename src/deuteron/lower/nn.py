@@ -12,8 +12,8 @@ from typing import Any
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
-from deuteron.ir.index import Index, const
-from deuteron.lower.access import wrap_dim
+from deuteron.ir.index import Index
+from deuteron.lower.access import loaded, wrap_dim
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, scalar
 from deuteron.lower.pooling import fold_of, small_axes
@@ -161,36 +161,54 @@ def addmm(
 
 
 # -- nearest neighbours ----------------------------------------------------------------------------
-def whole_factors(
-    ctx: LowerContext, small: Sequence[Index], large: Sequence[Index], scales: Sequence[Any]
-) -> list[Index]:
-    """How many times larger each dimension is; declines where that is no whole number."""
-    out = []
-    for n, m, scale in zip(small, large, scales, strict=True):
-        factor = m // n if n.value != 0 else const(0)
-        if factor.value in (None, 0) or n * factor is not m or scale not in (None, factor.value):
-            raise ctx.decline("nearest neighbours by a factor that is no whole number")
-        out.append(factor)
-    return out
+def whole_factor(small: Index, large: Index, scale: Any) -> Index | None:
+    """How many times larger a dimension becomes, where that is a whole number."""
+    if small.value == 0:
+        return None
+    factor = large // small
+    if factor.value in (None, 0) or small * factor is not large:
+        return None
+    return factor if scale is None or scale == factor.value else None
 
 
-def upsampled(ctx: LowerContext, x: Value, scales: Sequence[Any]) -> Value:
+def nearest(ctx: LowerContext, i: Index, n: Index, m: Index, scale: Any, exact: bool) -> Index:
+    """The input that output i of m copies, of n: ATen's arithmetic, which is in f32."""
+    factor = whole_factor(n, m, scale)
+    if factor is not None:
+        return i // factor
+    if n is m and not exact:
+        return i
+    if scale is None and (n.value is None or m.value is None):
+        raise ctx.decline("nearest neighbours by a factor that is known at run time only")
+    ratio = 1.0 / scale if scale else float(n.value or 0) / float(m.value or 1)
+    place = cast(index_value(i), "f32")
+    if exact:
+        place = op("add", place, literal(0.5, "f32"))
+    place = cast(op("floor", op("mul", place, literal(ratio, "f32"))), "i64")
+    return loaded(op("minimum", place, index_value(n - 1)))
+
+
+def upsampled(ctx: LowerContext, x: Value, scales: Sequence[Any], exact: bool) -> Value:
     shape = ctx.shape_of(ctx.fake())
     r = len(scales)
-    factors = whole_factors(ctx, x.shape[-r:], shape[-r:], scales)
 
     def element(idx: tuple[Index, ...]) -> Expr:
-        near = [i // f for i, f in zip(idx[-r:], factors, strict=True)]
-        return x.at([*idx[:-r], *near])
+        sizes = zip(idx[-r:], x.shape[-r:], shape[-r:], scales, strict=True)
+        return x.at([*idx[:-r], *(nearest(ctx, i, n, m, s, exact) for i, n, m, s in sizes)])
 
     return make(ctx, shape, element)
 
 
-def gathered(ctx: LowerContext, grad: Value, scales: Sequence[Any]) -> Value:
+def gathered(ctx: LowerContext, grad: Value, scales: Sequence[Any], exact: bool) -> Value:
     """Each input's gradient: the sum over its copies."""
     shape = ctx.shape_of(ctx.fake())
     r, wide = len(scales), compute_dtype(grad.dtype)
-    factors = whole_factors(ctx, shape[-r:], grad.shape[-r:], scales)
+    factors: list[Index] = []
+    for n, m, s in zip(shape[-r:], grad.shape[-r:], scales, strict=True):
+        factor = whole_factor(n, m, s)
+        if factor is None:
+            raise ctx.decline("gradient of nearest neighbours by a factor that is not whole")
+        factors.append(factor)
     axes, k = small_axes(ctx, factors)
 
     def element(idx: tuple[Index, ...]) -> Expr:
@@ -201,16 +219,19 @@ def gathered(ctx: LowerContext, grad: Value, scales: Sequence[Any]) -> Value:
     return make(ctx, shape, element)
 
 
-def _nearest(rank: int, backward: bool) -> Callable[..., Value]:
+def _nearest(rank: int, exact: bool, backward: bool) -> Callable[..., Value]:
     def lower(ctx: LowerContext, x: Value, *args: Any) -> Value:
-        sizes = 2 if backward else 1
-        scales = list(args[sizes:]) or [None] * rank
-        return (gathered if backward else upsampled)(ctx, x, scales)
+        scales = list(args[2 if backward else 1 :]) or [None] * rank
+        if len(scales) == 1 and isinstance(scales[0], (list, tuple)):
+            scales = list(scales[0])  # overloads "vec" list them
+        scales = scales if scales != [None] else [None] * rank
+        return (gathered if backward else upsampled)(ctx, x, scales, exact)
 
     return lower
 
 
 for _r in (1, 2, 3):
-    for _name in ("upsample_nearest", "_upsample_nearest_exact"):
-        lowering(f"aten.{_name}{_r}d.default")(_nearest(_r, False))
-        lowering(f"aten.{_name}{_r}d_backward.default")(_nearest(_r, True))
+    for _name, _exact in (("upsample_nearest", False), ("_upsample_nearest_exact", True)):
+        for _overload in ("default", "vec"):
+            lowering(f"aten.{_name}{_r}d.{_overload}")(_nearest(_r, _exact, False))
+        lowering(f"aten.{_name}{_r}d_backward.default")(_nearest(_r, _exact, True))

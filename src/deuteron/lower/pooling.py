@@ -230,8 +230,8 @@ def adaptive_max_pool3d(ctx: LowerContext, x: Value, size: Any) -> Any:
 def adaptive_windows(
     ctx: LowerContext, x: Sequence[Index], out: Sequence[Index], rank: int
 ) -> list[Windows]:
-    if any(n.value == 0 for n in (*x, *out)):
-        raise ctx.decline("adaptive pooling of an empty tensor")
+    if any(n.value == 0 for n in (*x[-rank:], *out[-rank:])):
+        raise ctx.decline("adaptive pooling from or to nothing")
     return [adaptive(n, m) for n, m in zip(x[-rank:], out[-rank:], strict=True)]
 
 

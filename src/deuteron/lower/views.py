@@ -62,6 +62,8 @@ def argument(ctx: LowerContext, position: int, name: str) -> torch.Tensor:
 )
 def view(ctx: LowerContext, x: Value, *args: Any, **kwargs: Any) -> Value:
     shape = result_shape(ctx)
+    if any(n.value == 0 for n in shape):
+        return nothing(ctx, shape, x.dtype)
     return make(ctx, shape, lambda idx: x.at(reshaped(idx, shape, x.shape)))
 
 
