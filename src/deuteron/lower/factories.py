@@ -112,9 +112,7 @@ def randn(ctx: LowerContext, seed: Value, stream: int, *args: Any, **kwargs: Any
 
 
 @lowering("deuteron.randint64")
-def randint64(
-    ctx: LowerContext, seed: Value, stream: int, low: Any, high: Any, size: Any
-) -> Value:
+def randint64(ctx: LowerContext, seed: Value, stream: int, low: Any, high: Any, size: Any) -> Value:
     bits = drawn(ctx, "rand_bits", seed, stream, "i64")
     first, count = ctx.size(low), ctx.size(high) - ctx.size(low)
 

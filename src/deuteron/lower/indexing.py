@@ -18,7 +18,7 @@ import torch
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, literal, op
 from deuteron.ir.index import Axis, Index, const, product
-from deuteron.lower.access import both, flatten, loaded, masked, unflatten, wrap_dim
+from deuteron.lower.access import both, flatten, loaded, masked, nothing, unflatten, wrap_dim
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, operand
 
@@ -171,6 +171,10 @@ def index_select(ctx: LowerContext, x: Value, dim: int, indices: Value) -> Value
     return make(ctx, shape, element)
 
 
+def as_type(ctx: LowerContext, x: Value, dtype: str) -> Value:
+    return make(ctx, x.shape, lambda idx: cast(x.at(idx), dtype))
+
+
 def at_least_1d(ctx: LowerContext, x: Value) -> Value:
     return x if x.rank else make(ctx, [const(1)], lambda idx: x.at(()))
 
@@ -178,6 +182,8 @@ def at_least_1d(ctx: LowerContext, x: Value) -> Value:
 @lowering("aten.gather.default")
 def gather(ctx: LowerContext, x: Value, dim: int, indices: Value, **kwargs: Any) -> Value:
     dim, rank = wrap_dim(dim, x.rank), indices.rank
+    if any(n.value == 0 for n in indices.shape):
+        return nothing(ctx, indices.shape, x.dtype)
     x = at_least_1d(ctx, x)
 
     def element(idx: tuple[Index, ...]) -> Expr:
@@ -224,9 +230,14 @@ def scatter_along(
     mean: bool = False,
 ) -> Value:
     """``out[.., indices[i], ..] (kind)= source[i]``, with `source` a tensor or a number."""
+    if any(n.value == 0 for n in indices.shape):
+        return ctx.define(x)
     scalar_result = x.rank == 0
     x, indices = at_least_1d(ctx, x), at_least_1d(ctx, indices)
     source = at_least_1d(ctx, source) if isinstance(source, Value) else source
+    dtype = x.dtype
+    if mean and ACCUMULATORS.get(dtype) == "f32":  # rounded once, after the division
+        x = as_type(ctx, x, "f32")
     dim = wrap_dim(dim, x.rank)
 
     def points() -> tuple[tuple[Axis, ...], list[Index]]:
@@ -237,11 +248,12 @@ def scatter_along(
 
     axes, place = points()
     at = [a.index for a in axes]
-    body = source.at(at) if isinstance(source, Value) else operand(source, at, x.dtype)
+    body = operand(source, at, x.dtype)
     out = folded(ctx, x, (axes, place), points(), body, kind, include_self)
     if mean:
         out = averaged(ctx, out, points(), include_self)
-    return make(ctx, [], lambda idx: out.at([const(0)])) if scalar_result else out
+    shape = [] if scalar_result else out.shape
+    return make(ctx, shape, lambda idx: cast(out.at(idx or [const(0)]), dtype))
 
 
 Points = tuple[tuple[Axis, ...], list[Index]]
@@ -306,8 +318,6 @@ def scatter_reduce(
     *,
     include_self: bool = True,
 ) -> Value:
-    if reduce == "mean" and ACCUMULATORS.get(x.dtype) == "f32":
-        raise ctx.decline("a mean of half numbers would round its sum")
     return scatter_along(
         ctx, x, dim, indices, source, KINDS[reduce], include_self, reduce == "mean"
     )
@@ -324,15 +334,11 @@ def index_reduce(
     *,
     include_self: bool = True,
 ) -> Value:
-    if reduce == "mean" and ACCUMULATORS.get(x.dtype) == "f32":
-        raise ctx.decline("a mean of half numbers would round its sum")
     x1, source, along = (at_least_1d(ctx, v) for v in (x, source, indices))
     dim = wrap_dim(dim, x1.rank)
     # Each position stands for a whole slice of the source.
     spread = make(ctx, source.shape, lambda idx: along.at([idx[dim]]))
-    return scatter_along(
-        ctx, x, dim, spread, source, KINDS[reduce], include_self, reduce == "mean"
-    )
+    return scatter_along(ctx, x, dim, spread, source, KINDS[reduce], include_self, reduce == "mean")
 
 
 # -- search ----------------------------------------------------------------------------------------

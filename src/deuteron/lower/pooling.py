@@ -126,8 +126,7 @@ def fixed_windows(
     stride = per_dim(stride, rank) if stride not in ([], (), None) else kernel
     rest = zip(kernel, stride, per_dim(padding, rank), per_dim(dilation, rank), strict=True)
     return [
-        fixed(ctx, n, m, *params)
-        for n, m, params in zip(x[-rank:], out[-rank:], rest, strict=True)
+        fixed(ctx, n, m, *params) for n, m, params in zip(x[-rank:], out[-rank:], rest, strict=True)
     ]
 
 
@@ -145,9 +144,7 @@ def fold_of(kind: str, axes: tuple[Axis, ...], body: Expr) -> Expr:
 
 # -- forward ---------------------------------------------------------------------------------------
 def extents(windows: Sequence[Windows]) -> list[Index]:
-    return [
-        w.longest if w.step.value == 1 else (w.longest - 1) // w.step + 1 for w in windows
-    ]
+    return [w.longest if w.step.value == 1 else (w.longest - 1) // w.step + 1 for w in windows]
 
 
 def read(x: Value, windows: Sequence[Windows], idx: Sequence[Index], k: Sequence[Index]) -> Any:
@@ -157,9 +154,7 @@ def read(x: Value, windows: Sequence[Windows], idx: Sequence[Index], k: Sequence
     return both(*(here for here, _ in places)), x.at([*idx[:-r], *(i for _, i in places)])
 
 
-def max_pool(
-    ctx: LowerContext, x: Value, windows: Sequence[Windows]
-) -> tuple[Value, Value]:
+def max_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows]) -> tuple[Value, Value]:
     """Values, and positions within the flattened spatial dimensions."""
     shape = ctx.shape_of(ctx.fake())
     wide, r = compute_dtype(x.dtype), len(windows)
@@ -259,9 +254,7 @@ def average_divisor(
     return divisor
 
 
-def mean_pool(
-    ctx: LowerContext, x: Value, windows: Sequence[Windows], divisor: Divisor
-) -> Value:
+def mean_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows], divisor: Divisor) -> Value:
     wide, r = compute_dtype(x.dtype), len(windows)
     axes, k = small_axes(ctx, extents(windows))
 
@@ -288,9 +281,7 @@ def avg_pool2d(
 ) -> Value:
     out = ctx.shape_of(ctx.fake())
     windows = fixed_windows(ctx, x.shape, out, rank, kernel, stride, padding)
-    divisor = average_divisor(
-        windows, per_dim(padding, rank), count_include_pad, divisor_override
-    )
+    divisor = average_divisor(windows, per_dim(padding, rank), count_include_pad, divisor_override)
     return mean_pool(ctx, x, windows, divisor)
 
 
@@ -366,9 +357,7 @@ def avg_pool2d_backward(
     rank: int = 2,
 ) -> Value:
     windows = fixed_windows(ctx, x.shape, grad.shape, rank, kernel, stride, padding)
-    divisor = average_divisor(
-        windows, per_dim(padding, rank), count_include_pad, divisor_override
-    )
+    divisor = average_divisor(windows, per_dim(padding, rank), count_include_pad, divisor_override)
     return spread_mean(ctx, grad, windows, divisor)
 
 
@@ -378,9 +367,7 @@ def avg_pool3d_backward(ctx: LowerContext, grad: Value, *args: Any, **kwargs: An
 
 
 @lowering("aten._adaptive_avg_pool2d_backward.default")
-def adaptive_avg_pool2d_backward(
-    ctx: LowerContext, grad: Value, x: Value, rank: int = 2
-) -> Value:
+def adaptive_avg_pool2d_backward(ctx: LowerContext, grad: Value, x: Value, rank: int = 2) -> Value:
     windows = adaptive_windows(ctx, x.shape, grad.shape, rank)
     return spread_mean(ctx, grad, windows, adaptive_divisor(windows))
 
@@ -390,9 +377,7 @@ def adaptive_avg_pool3d_backward(ctx: LowerContext, grad: Value, x: Value) -> Va
     return adaptive_avg_pool2d_backward(ctx, grad, x, 3)
 
 
-def spread_max(
-    ctx: LowerContext, grad: Value, windows: Sequence[Windows], indices: Value
-) -> Value:
+def spread_max(ctx: LowerContext, grad: Value, windows: Sequence[Windows], indices: Value) -> Value:
     """Each output's gradient goes to the one input that it came from."""
     sizes = [w.inputs for w in windows]
 
@@ -434,7 +419,5 @@ def adaptive_max_pool2d_backward(
 
 
 @lowering("aten.adaptive_max_pool3d_backward.default")
-def adaptive_max_pool3d_backward(
-    ctx: LowerContext, grad: Value, x: Value, indices: Value
-) -> Value:
+def adaptive_max_pool3d_backward(ctx: LowerContext, grad: Value, x: Value, indices: Value) -> Value:
     return adaptive_max_pool2d_backward(ctx, grad, x, indices, 3)

@@ -94,9 +94,7 @@ def expand(ctx: LowerContext, x: Value, *args: Any, **kwargs: Any) -> Value:
 def broadcast_in_dim(ctx: LowerContext, x: Value, shape: Any, dims: Sequence[int]) -> Value:
     def element(idx: tuple[Index, ...]) -> Expr:
         at = [idx[d] for d in dims]
-        return x.at(
-            [const(0) if n.value == 1 else i for i, n in zip(at, x.shape, strict=True)]
-        )
+        return x.at([const(0) if n.value == 1 else i for i, n in zip(at, x.shape, strict=True)])
 
     return make(ctx, result_shape(ctx), element)
 
