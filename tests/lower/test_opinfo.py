@@ -41,6 +41,7 @@ REASONS = (
     "whole",
     "size of the result",
     "or to nothing",
+    "embedding_renorm",
 )
 SAMPLES = 6
 

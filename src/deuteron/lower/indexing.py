@@ -18,9 +18,10 @@ import torch
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, literal, op
 from deuteron.ir.index import Axis, Index, const, product
-from deuteron.lower.access import both, flatten, loaded, masked, nothing, unflatten, wrap_dim
+from deuteron.lower.access import both, flatten, loaded, masked, nothing, unflatten, wrap, wrap_dim
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, operand
+from deuteron.lower.positions import exact, inlined
 
 # What memory is accumulated in: atomics of smaller types are slow or absent, and round each time.
 ACCUMULATORS = {"f16": "f32", "bf16": "f32", "bool": "i32", "u8": "i32", "i8": "i32", "i16": "i32"}
@@ -36,12 +37,15 @@ MOST_STEPS = 12
 class Places:
     """Index tensors of ``x[...]``: their broadcast shape, and where its dimensions go."""
 
-    def __init__(self, ctx: LowerContext, x: Value, indices: Sequence[Value | None]) -> None:
+    def __init__(
+        self, ctx: LowerContext, x: Value, indices: Sequence[Value | None], unsafe: bool = False
+    ) -> None:
+        """With `unsafe` no position that is computed here is negative."""
         given = [(d, i) for d, i in enumerate(indices) if i is not None]
         for _, i in given:
             if i.dtype in ("bool", "u8"):
                 raise ctx.decline("how many elements a mask selects is known at run time only")
-        self.x, self.given = x, dict(given)
+        self.ctx, self.x, self.given, self.unsafe = ctx, x, dict(given), unsafe
         dims = [d for d, _ in given]
         self.shape = broadcast_shape([i.shape for _, i in given])
         self.rest = [d for d in range(x.rank) if d not in self.given]
@@ -60,8 +64,14 @@ class Places:
         for d, i in zip(self.rest, others, strict=True):
             out[d] = i
         for d, v in self.given.items():
-            out[d] = loaded(broadcast(v, mine), self.x.shape[d])
+            out[d] = self.position(broadcast(v, mine), self.x.shape[d])
         return out
+
+    def position(self, e: Expr, extent: Index) -> Index:
+        known = exact(inlined(self.ctx, e))
+        if known is None:
+            return loaded(e, extent)
+        return known if self.unsafe else wrap(known, extent)
 
 
 def broadcast_shape(shapes: Sequence[Sequence[Index]]) -> list[Index]:
@@ -74,10 +84,17 @@ def broadcast_shape(shapes: Sequence[Sequence[Index]]) -> list[Index]:
     return out
 
 
-@lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
-def index(ctx: LowerContext, x: Value, indices: Sequence[Value | None]) -> Value:
-    places = Places(ctx, x, indices)
+@lowering("aten.index.Tensor")
+def index(
+    ctx: LowerContext, x: Value, indices: Sequence[Value | None], unsafe: bool = False
+) -> Value:
+    places = Places(ctx, x, indices, unsafe)
     return make(ctx, ctx.shape_of(ctx.fake()), lambda idx: x.at(places.at(idx)))
+
+
+@lowering("aten._unsafe_index.Tensor")
+def unsafe_index(ctx: LowerContext, x: Value, indices: Sequence[Value | None]) -> Value:
+    return index(ctx, x, indices, unsafe=True)
 
 
 @lowering("aten.index_put", "aten._unsafe_index_put")

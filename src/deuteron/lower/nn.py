@@ -17,6 +17,7 @@ from deuteron.lower.access import loaded, wrap_dim
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, scalar
 from deuteron.lower.pooling import fold_of, small_axes
+from deuteron.lower.positions import exact as exact_index
 
 
 # -- scans -----------------------------------------------------------------------------------------
@@ -185,7 +186,9 @@ def nearest(ctx: LowerContext, i: Index, n: Index, m: Index, scale: Any, exact: 
     if exact:
         place = op("add", place, literal(0.5, "f32"))
     place = cast(op("floor", op("mul", place, literal(ratio, "f32"))), "i64")
-    return loaded(op("minimum", place, index_value(n - 1)))
+    place = op("minimum", place, index_value(n - 1))
+    known = exact_index(place)
+    return known if known is not None else loaded(place)
 
 
 def upsampled(ctx: LowerContext, x: Value, scales: Sequence[Any], exact: bool) -> Value:

@@ -311,6 +311,8 @@ def _mergeable(indices: Sequence[Index], a: Axis, b: Axis) -> bool:
     """Whether every index sees the pair only as ``a*extent(b) + b``."""
     for i in indices:
         ca, cb = i.coefficient(a), i.coefficient(b)
+        if b.extent.value == 0:
+            return False
         if ca is None or cb is None or ca is not cb * b.extent:
             return False
     return True

@@ -98,6 +98,8 @@ def literal(value: Any, dtype: str, typed: bool = False) -> str:
             text = repr(value)
     else:
         text = repr(int(value))
+    if typed and dtype == "bf16":  # the interpreter has no constants of bf16
+        return f"tl.full([], {text}, tl.float32).to(tl.bfloat16)"
     if typed:
         return f"tl.full([], {text}, {TYPE[dtype]})"
     return f"({text})" if text.startswith("-") else text

@@ -12,11 +12,12 @@ In: `loops.Loops`. Out: the same in which
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.codegen.triton.loops import Loops, Part, Rewriter, Write, accesses, stride
-from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, index_value, op
+from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, index_value, literal, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint
 from deuteron.schedule.kernel import Fold
 
@@ -132,13 +133,17 @@ def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     return terms[0]
 
 
+def _isnan(x: Expr) -> Expr:
+    return literal(math.isnan(x.attr), "bool") if x.op == "literal" else op("isnan", x)
+
+
 def _position(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     """The position of the first extreme term; the first NaN where there is one."""
     best, position = terms[0], at[0]
     for term, i in zip(terms[1:], at[1:], strict=True):
         better = op("gt" if kind == "argmax" else "lt", term, best)
         if term.dtype in FLOATS:
-            fresh = op("logical_and", op("isnan", term), op("logical_not", op("isnan", best)))
+            fresh = op("logical_and", _isnan(term), op("logical_not", _isnan(best)))
             better = op("logical_or", better, fresh)
         best, position = op("where", better, term, best), op("where", better, i, position)
     return position

@@ -1,0 +1,332 @@
+"""Lowering: an ATen FX graph becomes a `Program` of the loop IR.
+
+In: a functional FX graph with fake tensors in ``meta["val"]``. Out: a `Program`. Every call becomes either loop IR, by a
+function registered with `lowering`, or a library call (`Extern`) whose reason goes to the Record. Views are index maps.
+
+While a graph is lowered a tensor is a `Value`: an expression over one axis per dimension. A pointwise or reduced result is
+defined as a `Compute` per FX node, so that the scheduler decides what shares a kernel; a view of it is only another `Value`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from deuteron.base.record import Record
+from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Atom, Axis, Index, IndexLike, Sym, as_index, const
+from deuteron.ir.program import (
+    Compute,
+    Constant,
+    Def,
+    Extern,
+    Input,
+    Layout,
+    Origin,
+    Output,
+    Program,
+    ViewArg,
+    contiguous_strides,
+)
+from deuteron.lower import sizes as S
+
+TORCH_DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "bool", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
+    torch.int64: "i64", torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64",
+}
+TO_TORCH = {short: t for t, short in TORCH_DTYPES.items()}
+
+Lowering = Callable[..., Any]
+LOWERINGS: dict[str, Lowering] = {}
+
+
+def lowering(*names: str) -> Callable[[Lowering], Lowering]:
+    """Registers a function for ATen operators: "aten.add.Tensor", or "aten.add" for every overload."""
+
+    def register(f: Lowering) -> Lowering:
+        for n in names:
+            assert n not in LOWERINGS, f"two lowerings for {n}"
+            LOWERINGS[n] = f
+        return f
+
+    return register
+
+
+class Declined(Exception):
+    """A lowering says no: the call becomes a library call for this reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor as an expression over one fresh axis per dimension."""
+
+    axes: tuple[Axis, ...]
+    expr: Expr
+
+    @property
+    def dtype(self) -> str:
+        return self.expr.dtype
+
+    @property
+    def shape(self) -> tuple[Index, ...]:
+        return tuple(a.extent for a in self.axes)
+
+    @property
+    def rank(self) -> int:
+        return len(self.axes)
+
+    def at(self, indices: Sequence[IndexLike]) -> Expr:
+        """The element at `indices` (one per dimension)."""
+        assert len(indices) == len(self.axes), f"{len(indices)} indices for rank {len(self.axes)}"
+        table: dict[Atom, Index] = {a: as_index(i) for a, i in zip(self.axes, indices, strict=True)}
+        return self.expr.substitute(table)
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A Python object among a library call's arguments, kept in `Program.callables` under `key`."""
+
+    key: str
+
+
+@dataclass
+class LowerContext:
+    record: Record
+    device: str = "cpu"
+    defs: list[Def] = field(default_factory=list)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    env: dict[fx.Node, Any] = field(default_factory=dict)
+    symbols: S.Symbols = field(default_factory=S.Symbols)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    callables: dict[str, Any] = field(default_factory=dict)
+    node: fx.Node | None = None
+    choose_contraction: Callable[..., str | None] = lambda *a, **k: None
+    _axis: int = 0
+    _names: set[str] = field(default_factory=set)
+
+    # -- building values ------------------------------------------------------------------------------------------
+    def axes(self, shape: Sequence[IndexLike]) -> tuple[Axis, ...]:
+        out = []
+        for extent in shape:
+            out.append(Axis(f"i{self._axis}", extent))
+            self._axis += 1
+        return tuple(out)
+
+    def size(self, x: Any) -> Index:
+        """An int, SymInt, sympy expression, FX node or Index as an Index, without guards."""
+        if isinstance(x, Index):
+            return x
+        if isinstance(x, fx.Node):
+            return self.size(self.env.get(x, x.meta["val"]))
+        return self.symbols.index(x)
+
+    def shape_of(self, fake: torch.Tensor) -> tuple[Index, ...]:
+        return tuple(self.size(s) for s in fake.shape)
+
+    def layout_of(self, fake: torch.Tensor) -> Layout:
+        return Layout(
+            self.shape_of(fake), tuple(self.size(s) for s in fake.stride()), TORCH_DTYPES[fake.dtype],
+            str(fake.device), self.size(fake.storage_offset()),
+        )
+
+    def dense_layout(self, fake: torch.Tensor) -> Layout:
+        """The fake tensor's own strides where they fill memory without holes, else contiguous ones."""
+        shape = self.shape_of(fake)
+        strides = tuple(self.size(s) for s in fake.stride())
+        if not is_dense(shape, strides):
+            strides = contiguous_strides(shape)
+        return Layout(shape, strides, TORCH_DTYPES[fake.dtype], str(fake.device))
+
+    def decline(self, reason: str) -> Declined:
+        """`raise ctx.decline(why)`: the current node becomes a library call."""
+        return Declined(reason)
+
+    def fake(self) -> torch.Tensor:
+        """The (first) fake result of the node being lowered."""
+        assert self.node is not None
+        val = self.node.meta["val"]
+        return val[0] if isinstance(val, (tuple, list)) else val
+
+    # -- defining tensors -----------------------------------------------------------------------------------------
+    def fresh_name(self, wish: str) -> str:
+        name, n = wish, 1
+        while name in self._names:
+            n += 1
+            name = f"{wish}_{n}"
+        self._names.add(name)
+        return name
+
+    def origins(self) -> tuple[Origin, ...]:
+        if self.node is None:
+            return ()
+        return (Origin(self.node.name, str(self.node.target), source_line(self.node)),)
+
+    def add(self, d: Def) -> None:
+        self.defs.append(d)
+        if isinstance(d, Extern):
+            self.layouts.update({n: lay for n, lay in zip(d.names, d.layouts, strict=True) if n and lay})
+        else:
+            self.layouts[d.name] = d.layout
+
+    def load(self, name: str) -> Value:
+        """The value that reads tensor `name`."""
+        layout = self.layouts[name]
+        axes = self.axes(layout.shape)
+        return Value(axes, E.load(name, tuple(a.index for a in axes), layout.dtype))
+
+    def define(self, value: Value, layout: Layout | None = None, wish: str | None = None) -> Value:
+        """Gives `value` a tensor of its own (reductions inside it get theirs first) and returns a read of it."""
+        wish = wish or (self.node.name if self.node is not None else "t")
+        body = self._own_reductions(value, wish)
+        name = self.fresh_name(wish)
+        layout = layout or Layout(value.shape, contiguous_strides(value.shape), value.dtype, self.device)
+        if layout.dtype != value.dtype:
+            layout = replace(layout, dtype=value.dtype)
+        self.add(Compute(name, value.axes, body, layout, origins=self.origins()))
+        return self.load(name)
+
+    def _own_reductions(self, value: Value, wish: str) -> Expr:
+        """The body with every fold that is not its root defined as a tensor over the axes that it depends on."""
+        root = value.expr
+        table: dict[Expr, Expr] = {}
+        for n in root.walk():
+            if n.op not in ("reduce", "scan") or n is root:
+                continue
+            inner = E.rewrite(n, lambda m, a: None, None, {k: v for k, v in table.items() if k is not n})
+            axes = tuple(a for a in value.axes if a in inner.axes())
+            bound = n.attr[1] if isinstance(n.attr[1], tuple) else (n.attr[1],)
+            if n.op == "scan":
+                axes = axes + tuple(b for b in bound if b not in axes)
+            name = self.fresh_name(f"{wish}_{n.attr[0]}")
+            shape = tuple(a.extent for a in axes)
+            self.add(Compute(name, axes, inner, Layout(shape, contiguous_strides(shape), inner.dtype, self.device),
+                             origins=self.origins()))
+            table[n] = E.load(name, tuple(a.index for a in axes), inner.dtype)
+        return E.rewrite(root, lambda m, a: None, None, table) if table else root
+
+    def materialize(self, value: Value, name_hint: str | None = None, layout: Layout | None = None) -> str:
+        """The name of a tensor in memory that holds exactly `value` (the same shape, in order)."""
+        name = whole_tensor(value)
+        if name is not None and (layout is None or self.layouts[name].strides == layout.strides):
+            return name
+        return self.define(value, layout, name_hint).expr.attr[0]
+
+    def scatter(self, base: Value, axes: tuple[Axis, ...], index: tuple[Index, ...], body: Expr,
+                accumulate: str | None = None, mask: Expr | None = None) -> Value:
+        """A copy of `base` into which ``copy[index] (accumulate)= body`` is done for every point of `axes`."""
+        layout = self.dense_layout(self.fake())
+        if layout.shape != base.shape:
+            layout = Layout(base.shape, contiguous_strides(base.shape), base.dtype, self.device)
+        wish = self.node.name if self.node is not None else "t"
+        copy = self.define(base, layout, f"{wish}_base").expr.attr[0]
+        body = self._own_reductions(Value(axes, body), wish)
+        name = self.fresh_name(wish)
+        self.add(Compute(name, axes, body, self.layouts[copy], copy, index, accumulate, self.origins(), mask))
+        return self.load(name)
+
+    # -- arguments of library calls ---------------------------------------------------------------------------------
+    def view_arg(self, value: Value, layout: Layout | None = None) -> ViewArg:
+        """`value` as a strided view of a tensor in memory; computed into one where it is not."""
+        found = self.strided(value)
+        if found is not None:
+            return found
+        name = self.define(value, layout).expr.attr[0]
+        lay = self.layouts[name]
+        return ViewArg(name, lay.shape, lay.strides, const(0))
+
+    def strided(self, value: Value) -> ViewArg | None:
+        """`value` as a strided view (offset relative to its tensor's first element), or None."""
+        e = value.expr
+        if e.op != "load" or e.args:
+            return None
+        lay = self.layouts[e.attr[0]]
+        address = const(0)
+        for i, s in zip(e.attr[1], lay.strides, strict=True):
+            address = address + i * s
+        strides: list[Index] = []
+        for a in value.axes:
+            step = address.coefficient(a)
+            if step is None or step.axes():
+                return None
+            strides.append(step)
+            address = address - step * a.index
+        if any(a.rank > 0 for m, _ in address.terms for a in m if not isinstance(a, Sym)) and address.axes():
+            return None
+        if address.axes() or any(c < 0 for s in strides for _, c in s.terms if s.value is not None):
+            return None
+        return ViewArg(e.attr[0], value.shape, tuple(strides), address)
+
+
+def is_dense(shape: tuple[Index, ...], strides: tuple[Index, ...]) -> bool:
+    """Whether the strides are those of some order of the dimensions, without holes or overlap."""
+    left = [(s, n) for s, n in zip(strides, shape, strict=True) if n.value != 1]
+    step = const(1)
+    while left:
+        for pair in left:
+            if pair[0] is step:
+                break
+        else:
+            return False
+        left.remove(pair)
+        step = step * pair[1]
+    return True
+
+
+def whole_tensor(value: Value) -> str | None:
+    """The tensor of which `value` is a plain read, if it is."""
+    e = value.expr
+    if e.op == "load" and not e.args and e.attr[1] == tuple(a.index for a in value.axes):
+        return e.attr[0]
+    return None
+
+
+def make(ctx: LowerContext, shape: Sequence[IndexLike], f: Callable[[tuple[Index, ...]], Expr]) -> Value:
+    """The tensor of the given shape whose element at `idx` is ``f(idx)``."""
+    axes = ctx.axes(shape)
+    return Value(axes, f(tuple(a.index for a in axes)))
+
+
+def source_line(node: fx.Node) -> str:
+    """ "file:line: code" of the innermost user frame that made the node, or ""."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [x.strip() for x in trace.strip().splitlines()]
+    for k in range(len(lines) - 1, -1, -1):
+        if lines[k].startswith("File "):
+            parts = lines[k].split('"')
+            number = lines[k].split("line ")[1].split(",")[0] if "line " in lines[k] else "?"
+            code = lines[k + 1] if k + 1 < len(lines) else ""
+            return f"{parts[1]}:{number}: {code}"
+    return ""
+
+
+def supported(fake: Any) -> bool:
+    """Whether the loop IR can hold the tensor: a plain strided tensor of a known dtype."""
+    return (
+        isinstance(fake, torch.Tensor)
+        and fake.dtype in TORCH_DTYPES
+        and fake.layout == torch.strided
+        and not fake.is_conj()
+        and not fake.is_neg()
+    )
+
+
+def flat_values(x: Any) -> Iterable[Value]:
+    if isinstance(x, Value):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for y in x:
+            yield from flat_values(y)
+
+
+__all__ = ["LOWERINGS", "TORCH_DTYPES", "TO_TORCH", "Declined", "LowerContext", "Opaque", "Output", "Program", "Value",
+           "make", "lowering", "operator", "Input", "Constant"]

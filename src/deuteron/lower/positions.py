@@ -1,0 +1,133 @@
+"""Positions that are computed from the loop variables alone become index maps.
+
+In: an integer expression. Out: the same number as an `Index`, or None where it has no such form.
+With it `x[arange(n) // 2]`, and torch's decompositions of upsampling, rolling and padding, read
+memory at an index that the scheduler and the code generators can reason about, not at one that is
+loaded. Invariant: equal for every value of the axes; float arithmetic is decided by trying all.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from deuteron.ir.expr import FLOATS, SCALAR_OPS, Expr, as_position, flops
+from deuteron.ir.index import (
+    Atom,
+    Axis,
+    Index,
+    const,
+    floordiv,
+    in_range,
+    is_nonneg,
+    maximum,
+    minimum,
+    mod,
+)
+from deuteron.ir.program import Compute
+from deuteron.ir.reference import Evaluator
+from deuteron.lower.core import LowerContext
+
+LONGEST = 1 << 15  # values of an axis that are tried, at most
+MOST_FLOPS = 64.0  # of what is computed again at each use instead of being read
+
+
+def reads_nothing(e: Expr) -> bool:
+    """Whether the expression is cheap arithmetic on loop variables, sizes and numbers."""
+    plain = all(n.op in ("literal", "index", "cast") or n.op in SCALAR_OPS for n in e.walk())
+    return plain and flops(e) <= MOST_FLOPS
+
+
+def inlined(ctx: LowerContext, e: Expr) -> Expr:
+    """`e` with reads of tensors replaced that are themselves computed from nothing."""
+    loads = [n for n in e.walk() if n.op == "load" and not n.args]
+    table: dict[Expr, Expr] = {}
+    if loads:
+        names = {n.attr[0] for n in loads}
+        found = {d.name: d for d in ctx.defs if isinstance(d, Compute) and d.name in names}
+        for n in loads:
+            d = found.get(n.attr[0])
+            if d is None or d.target is not None or not reads_nothing(d.body):
+                continue
+            at: dict[Atom, Index] = dict(zip(d.axes, n.attr[1], strict=True))
+            table[n] = d.body.substitute(at)
+    return e.substitute({}, table) if table else e
+
+
+def exact(e: Expr) -> Index | None:
+    """The expression's value as an index."""
+    if e.dtype in FLOATS or e.dtype == "bool":
+        return None
+    if e.op in ("index", "literal"):
+        return as_position(e)
+    if e.op == "cast":
+        (x,) = e.args
+        if x.dtype in FLOATS:
+            return fitted(e)
+        i = exact(x)
+        fits = i is not None and (e.dtype == "i64" or e.dtype == "i32" and in_range(i, 2**31))
+        return i if fits else None
+    if e.dtype != "i64" or not e.args:
+        return None
+    args = [exact(a) for a in e.args]
+    if any(a is None for a in args):
+        return None
+    return _combined(e.op, [a for a in args if a is not None])
+
+
+def _combined(name: str, args: list[Index]) -> Index | None:
+    a, b = args[0], args[-1]
+    divisor = len(args) == 2 and b.value is not None and b.value > 0
+    if name == "add":
+        return a + b
+    if name == "sub":
+        return a - b
+    if name == "mul":
+        return a * b
+    if name == "neg":
+        return -a
+    if name == "abs":
+        return a if is_nonneg(a) else maximum(a, -a)
+    if name in ("maximum", "minimum"):
+        return maximum(a, b) if name == "maximum" else minimum(a, b)
+    if divisor and (name == "floordiv" or name == "truncdiv" and is_nonneg(a)):
+        return floordiv(a, b)
+    if divisor and name == "remainder":
+        return mod(a, b)
+    return None
+
+
+def fitted(e: Expr) -> Index | None:
+    """An integer made of float arithmetic on one axis, as ``(i*m + s)//k + b``: tried on all of its
+    values."""
+    axes = e.axes()
+    if len(axes) != 1 or not reads_nothing(e) or any(i.syms() for i in e.indices()):
+        return None
+    (axis,) = axes
+    n = axis.extent.value
+    return _fit(e, axis, n) if n is not None and 0 < n <= LONGEST else None
+
+
+@lru_cache(maxsize=1024)
+def _fit(e: Expr, axis: Axis, n: int) -> Index | None:
+    i = torch.arange(n)
+    values = Evaluator([axis], {}, {}, "cpu").value(e).to(torch.int64).expand(n)
+    first = int(values[0])
+    steps = values[1:] - values[:-1]
+    changes = steps.nonzero().flatten()
+    if len(changes) == 0:
+        return const(first)
+    step = int(steps[0])
+    if bool((steps == step).all()):
+        return axis.index * step + first
+    # Runs of k equal values, the first of them maybe shorter.
+    start = int(changes[0]) + 1
+    k = int(changes[1]) + 1 - start if len(changes) > 1 else max(start, n - start)
+    shift = max(k - start, 0)
+    if bool(((i + shift) // k + first == values).all()):
+        return floordiv(axis.index + shift, k) + first
+    return None
+
+
+__all__ = ["exact", "inlined", "reads_nothing"]

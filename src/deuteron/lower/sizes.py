@@ -1,0 +1,123 @@
+"""Symbolic sizes of torch (SymInt, sympy) as `Index`, without adding guards.
+
+`Symbols` also knows where each symbol's value is found at run time: an integer input, a dimension or stride of an input, the
+result of a library call (unbacked sizes), or a Python expression of other symbols for what index algebra cannot hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+from deuteron.ir.index import Index, Sym, as_index, atom, const, floordiv, maximum, minimum, mod
+
+
+@dataclass
+class Symbols:
+    cache: dict[Any, Index] = field(default_factory=dict)
+    known: dict[str, Sym] = field(default_factory=dict)
+    computed: dict[str, tuple[Sym, str]] = field(default_factory=dict)  # symbol -> Python source over other symbols
+    shape_env: Any = None
+
+    def index(self, x: Any) -> Index:
+        if isinstance(x, Index):
+            return x
+        if isinstance(x, bool) or isinstance(x, int):
+            return const(int(x))
+        if isinstance(x, torch.SymInt):
+            self.shape_env = self.shape_env or getattr(x.node, "shape_env", None)
+            return self.from_sympy(x.node.expr)
+        if isinstance(x, sympy.Basic):
+            return self.from_sympy(x)
+        raise TypeError(f"not a size: {x!r} ({type(x).__name__})")
+
+    def from_sympy(self, e: Any) -> Index:
+        found = self.cache.get(e)
+        if found is None:
+            found = self.cache[e] = self._convert(e)
+        return found
+
+    def symbol(self, s: Any) -> Sym:
+        found = self.known.get(s.name)
+        if found is None:
+            low, hint = 0, None
+            env = self.shape_env
+            if env is not None:
+                low = _lowest(env, s)
+                hint = _hint(env, s)
+            found = self.known[s.name] = Sym(s.name, low, hint)
+        return found
+
+    def _convert(self, e: Any) -> Index:
+        if e.is_Integer:
+            return const(int(e))
+        if e.is_Symbol:
+            return atom(self.symbol(e))
+        kind = type(e).__name__
+        if e.is_Add:
+            total = const(0)
+            for a in e.args:
+                total = total + self.from_sympy(a)
+            return total
+        if e.is_Mul and all(a.is_integer for a in e.args):
+            out = const(1)
+            for a in e.args:
+                out = out * self.from_sympy(a)
+            return out
+        if e.is_Pow and e.exp.is_Integer and 0 <= int(e.exp) <= 8:
+            out = const(1)
+            for _ in range(int(e.exp)):
+                out = out * self.from_sympy(e.base)
+            return out
+        if kind in ("FloorDiv", "CleanDiv"):
+            return floordiv(self.from_sympy(e.args[0]), self.from_sympy(e.args[1]))
+        if kind in ("Mod", "PythonMod"):
+            return mod(self.from_sympy(e.args[0]), self.from_sympy(e.args[1]))
+        if kind == "ModularIndexing":
+            base, div, m = (self.from_sympy(a) for a in e.args)
+            return mod(floordiv(base, div), m)
+        if kind in ("Max", "Min"):
+            pick = maximum if kind == "Max" else minimum
+            out = self.from_sympy(e.args[0])
+            for a in e.args[1:]:
+                out = pick(out, self.from_sympy(a))
+            return out
+        return self._computed(e)
+
+    def _computed(self, e: Any) -> Index:
+        """A size that index algebra has no form for: a new symbol, evaluated at run time in Python."""
+        from torch.utils._sympy.printers import PythonPrinter
+
+        for s in e.free_symbols:
+            self.symbol(s)
+        name = f"z{len(self.computed)}"
+        hint = None
+        values = {s: self.known[s.name].hint for s in e.free_symbols}
+        if all(v is not None for v in values.values()):
+            hint = int(e.xreplace({s: sympy.Integer(v) for s, v in values.items()}))
+        sym = Sym(name, 0, hint)
+        self.known[name] = sym
+        self.computed[name] = (sym, PythonPrinter().doprint(e))
+        return as_index(atom(sym))
+
+
+def _lowest(env: Any, s: Any) -> int:
+    """The known lower end of a symbol's range; asks nothing that would add a guard."""
+    found = getattr(env, "var_to_range", {}).get(s)
+    if found is None:
+        return 0
+    try:
+        return max(0, int(found.lower))
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _hint(env: Any, s: Any) -> int | None:
+    for table in ("backed_var_to_val", "var_to_val"):
+        found = getattr(env, table, {}).get(s)
+        if found is not None:
+            return int(found)
+    return None
