@@ -1,10 +1,13 @@
-"""The Record: what every stage did and why. Logs, `explain`, the report and the tests are views of it.
+"""The Record: what every stage did and why. Logs, `explain`, the report and the tests are views of
+it.
 
-A record is a list of entries ``{"kind": ..., ...}`` with plain values (numbers, strings, lists, dicts), in the order in which
+A record is a list of entries ``{"kind": ..., ...}`` with plain values (numbers, strings, lists,
+dicts), in the order in which
 the stages wrote them. Passes only add; nobody edits. Kinds in use:
 
     stage       name, seconds, artifact (text, when a debug folder is set)
-    decision    subject ("fuse", "inline", "save", ...), accepted, reason (class), detail, first, second, bytes, us
+    decision    subject ("fuse", "inline", "save", ...), accepted, reason (class), detail, first,
+                second, bytes, us
     kernel      name, target, ops, origins, bytes, flops, predicted_us, source
     library     op, reason, origins
     fallback    what, reason

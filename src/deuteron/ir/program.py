@@ -1,21 +1,26 @@
 """The loop IR: a program is a list of tensors, each defined once.
 
-    Input                       a graph input (activation, parameter, buffer), strides as the caller gives them
+    Input                       a graph input (activation, parameter, buffer), strides as the caller
+    gives them
     Constant                    a tensor known at compile time
     Extern(op, args)            a library call, one or more results
-    Compute(axes, body)         ``name[axes] = body`` for every point of the axes (row-major, first axis outermost)
+    Compute(axes, body)         ``name[axes] = body`` for every point of the axes (row-major, first
+    axis outermost)
 
-A `Compute` with `target` writes into the memory of an earlier tensor instead of its own (scatter, mutation of an input):
-for every point, ``target[index] (accumulate)= body``; afterwards `name` is that memory and `target` may not be read again.
+A `Compute` with `target` writes into the memory of an earlier tensor instead of its own (scatter,
+mutation of an input):
+for every point, ``target[index] (accumulate)= body``; afterwards `name` is that memory and `target`
+may not be read again.
 
-Invariants (`ir.verify`): names are defined once and before use; axes are distinct; index arity equals rank; dtypes agree;
+Invariants (`ir.verify`): names are defined once and before use; axes are distinct; index arity
+equals rank; dtypes agree;
 every load is in range or masked; a target has no reader after its overwriter.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, Sym, const, hint, product
@@ -69,7 +74,8 @@ def contiguous(shape: tuple[Index, ...], dtype: str, device: str = "cpu") -> Lay
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor comes from: FX node, ATen operator, the user's source line ("file:line: code" or "")."""
+    """Where a tensor comes from: FX node, ATen operator, the user's source line
+    ("file:line: code" or "")."""
 
     node: str
     op: str
@@ -92,7 +98,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class ViewArg:
-    """An argument of a library call: a strided view (shape, strides, offset in elements) of a tensor."""
+    """An argument of a library call: a strided view (shape, strides, offset in elements) of a
+    tensor."""
 
     tensor: str
     shape: tuple[Index, ...]
@@ -102,11 +109,15 @@ class ViewArg:
 
 @dataclass(frozen=True)
 class Extern:
-    """A library call. `args` and `kwargs` hold Python scalars, `Index` (sizes), `ViewArg`, and tuples of these.
+    """A library call. `args` and `kwargs` hold Python scalars, `Index` (sizes), `ViewArg`, and
+    tuples of these.
 
-    `results` are the output tensors in order (None: an output that is no tensor or that nobody reads); `names` likewise;
-    `sizes[k]` names the symbol that output k defines at run time when it is an integer. `mutates` lists tensors that the
-    call writes in place (their memory is read and written; order is kept). `reason` says why it is a library call.
+    `results` are the output tensors in order (None: an output that is no tensor or that nobody
+    reads); `names` likewise;
+    `sizes[k]` names the symbol that output k defines at run time when it is an integer. `mutates`
+    lists tensors that the
+    call writes in place (their memory is read and written; order is kept). `reason` says why it is
+    a library call.
     """
 
     names: tuple[str | None, ...]
@@ -119,7 +130,9 @@ class Extern:
     sizes: tuple[Sym | None, ...] = ()
     origins: tuple[Origin, ...] = ()
     reason: str = ""
-    impure: bool = False  # keeps its place relative to other impure calls (random state, collectives, effects)
+    impure: bool = (
+        False  # keeps its place relative to other impure calls (random state, collectives, effects)
+    )
 
 
 @dataclass(frozen=True)
@@ -129,8 +142,12 @@ class Compute:
     body: Expr
     layout: Layout
     target: str | None = None
-    index: tuple[Index, ...] | None = None  # where each point is stored; None: at the axes themselves
-    accumulate: str | None = None  # None assigns; "sum", "prod", "max", "min" combine with what is there
+    index: tuple[Index, ...] | None = (
+        None  # where each point is stored; None: at the axes themselves
+    )
+    accumulate: str | None = (
+        None  # None assigns; "sum", "prod", "max", "min" combine with what is there
+    )
     origins: tuple[Origin, ...] = ()
     mask: Expr | None = None  # points where it is false store nothing (only with `target`)
 
@@ -143,12 +160,13 @@ class Compute:
         return self.body.op == "reduce"
 
 
-Def = Union[Input, Constant, Extern, Compute]
+Def = Input | Constant | Extern | Compute
 
 
 @dataclass(frozen=True)
 class Output:
-    """One result of the program: a strided view of a tensor, or (tensor None) a size, or a Python literal."""
+    """One result of the program: a strided view of a tensor, or (tensor None) a size, or a Python
+    literal."""
 
     tensor: str | None
     shape: tuple[Index, ...] = ()
@@ -160,11 +178,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Program:
-    """`sizes[s]` says where symbol s is read: (input position, dimension or None for the integer input itself)."""
+    """`sizes[s]` says where symbol s is read: (input position, dimension or None for the integer
+    input itself)."""
 
     defs: tuple[Def, ...]
     outputs: tuple[Output, ...]
-    sizes: tuple[tuple[Sym, tuple[str, int, int]], ...] = ()  # (symbol, ("int"|"shape"|"stride", input position, dim))
+    sizes: tuple[
+        tuple[Sym, tuple[str, int, int]], ...
+    ] = ()  # (symbol, ("int"|"shape"|"stride", input position, dim))
     constants: dict[str, Any] = field(default_factory=dict, compare=False)
     callables: dict[str, Any] = field(default_factory=dict, compare=False)
     num_inputs: int = 0
@@ -180,7 +201,8 @@ class Program:
 
 
 def tensors_read(d: Def) -> tuple[str, ...]:
-    """Names of the tensors that a definition reads (its target included, since it keeps what is not overwritten)."""
+    """Names of the tensors that a definition reads (its target included, since it keeps what is not
+    overwritten)."""
     found: dict[str, None] = {}
     if isinstance(d, Compute):
         exprs = [d.body] + ([d.mask] if d.mask is not None else [])
@@ -198,6 +220,7 @@ def tensors_read(d: Def) -> tuple[str, ...]:
         if d.target is not None:
             found[d.target] = None
     elif isinstance(d, Extern):
+
         def visit(x: Any) -> None:
             if isinstance(x, ViewArg):
                 found[x.tensor] = None

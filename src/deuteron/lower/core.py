@@ -1,10 +1,14 @@
 """Lowering: an ATen FX graph becomes a `Program` of the loop IR.
 
-In: a functional FX graph with fake tensors in ``meta["val"]``. Out: a `Program`. Every call becomes either loop IR, by a
-function registered with `lowering`, or a library call (`Extern`) whose reason goes to the Record. Views are index maps.
+In: a functional FX graph with fake tensors in ``meta["val"]``. Out: a `Program`. Every call becomes
+either loop IR, by a
+function registered with `lowering`, or a library call (`Extern`) whose reason goes to the Record.
+Views are index maps.
 
-While a graph is lowered a tensor is a `Value`: an expression over one axis per dimension. A pointwise or reduced result is
-defined as a `Compute` per FX node, so that the scheduler decides what shares a kernel; a view of it is only another `Value`.
+While a graph is lowered a tensor is a `Value`: an expression over one axis per dimension. A
+pointwise or reduced result is
+defined as a `Compute` per FX node, so that the scheduler decides what shares a kernel; a view of it
+is only another `Value`.
 """
 
 from __future__ import annotations
@@ -37,8 +41,16 @@ from deuteron.ir.program import (
 from deuteron.lower import sizes as S
 
 TORCH_DTYPES: dict[torch.dtype, str] = {
-    torch.bool: "bool", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
-    torch.int64: "i64", torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64",
+    torch.bool: "bool",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
 }
 TO_TORCH = {short: t for t, short in TORCH_DTYPES.items()}
 
@@ -47,7 +59,8 @@ LOWERINGS: dict[str, Lowering] = {}
 
 
 def lowering(*names: str) -> Callable[[Lowering], Lowering]:
-    """Registers a function for ATen operators: "aten.add.Tensor", or "aten.add" for every overload."""
+    """Registers a function for ATen operators: "aten.add.Tensor", or "aten.add" for every
+    overload."""
 
     def register(f: Lowering) -> Lowering:
         for n in names:
@@ -114,7 +127,8 @@ class LowerContext:
     _axis: int = 0
     _names: set[str] = field(default_factory=set)
 
-    # -- building values ------------------------------------------------------------------------------------------
+    # -- building values
+    # ------------------------------------------------------------------------------------------
     def axes(self, shape: Sequence[IndexLike]) -> tuple[Axis, ...]:
         out = []
         for extent in shape:
@@ -135,12 +149,16 @@ class LowerContext:
 
     def layout_of(self, fake: torch.Tensor) -> Layout:
         return Layout(
-            self.shape_of(fake), tuple(self.size(s) for s in fake.stride()), TORCH_DTYPES[fake.dtype],
-            str(fake.device), self.size(fake.storage_offset()),
+            self.shape_of(fake),
+            tuple(self.size(s) for s in fake.stride()),
+            TORCH_DTYPES[fake.dtype],
+            str(fake.device),
+            self.size(fake.storage_offset()),
         )
 
     def dense_layout(self, fake: torch.Tensor) -> Layout:
-        """The fake tensor's own strides where they fill memory without holes, else contiguous ones."""
+        """The fake tensor's own strides where they fill memory without holes, else contiguous
+        ones."""
         shape = self.shape_of(fake)
         strides = tuple(self.size(s) for s in fake.stride())
         if not is_dense(shape, strides):
@@ -157,7 +175,8 @@ class LowerContext:
         val = self.node.meta["val"]
         return val[0] if isinstance(val, (tuple, list)) else val
 
-    # -- defining tensors -----------------------------------------------------------------------------------------
+    # -- defining tensors
+    # -----------------------------------------------------------------------------------------
     def fresh_name(self, wish: str) -> str:
         name, n = wish, 1
         while name in self._names:
@@ -174,7 +193,9 @@ class LowerContext:
     def add(self, d: Def) -> None:
         self.defs.append(d)
         if isinstance(d, Extern):
-            self.layouts.update({n: lay for n, lay in zip(d.names, d.layouts, strict=True) if n and lay})
+            self.layouts.update(
+                {n: lay for n, lay in zip(d.names, d.layouts, strict=True) if n and lay}
+            )
         else:
             self.layouts[d.name] = d.layout
 
@@ -185,45 +206,68 @@ class LowerContext:
         return Value(axes, E.load(name, tuple(a.index for a in axes), layout.dtype))
 
     def define(self, value: Value, layout: Layout | None = None, wish: str | None = None) -> Value:
-        """Gives `value` a tensor of its own (reductions inside it get theirs first) and returns a read of it."""
+        """Gives `value` a tensor of its own (reductions inside it get theirs first) and returns a
+        read of it."""
         wish = wish or (self.node.name if self.node is not None else "t")
         body = self._own_reductions(value, wish)
         name = self.fresh_name(wish)
-        layout = layout or Layout(value.shape, contiguous_strides(value.shape), value.dtype, self.device)
+        layout = layout or Layout(
+            value.shape, contiguous_strides(value.shape), value.dtype, self.device
+        )
         if layout.dtype != value.dtype:
             layout = replace(layout, dtype=value.dtype)
         self.add(Compute(name, value.axes, body, layout, origins=self.origins()))
         return self.load(name)
 
     def _own_reductions(self, value: Value, wish: str) -> Expr:
-        """The body with every fold that is not its root defined as a tensor over the axes that it depends on."""
+        """The body with every fold that is not its root defined as a tensor over the axes that it
+        depends on."""
         root = value.expr
         table: dict[Expr, Expr] = {}
         for n in root.walk():
             if n.op not in ("reduce", "scan") or n is root:
                 continue
-            inner = E.rewrite(n, lambda m, a: None, None, {k: v for k, v in table.items() if k is not n})
+            inner = E.rewrite(
+                n, lambda m, a: None, None, {k: v for k, v in table.items() if k is not n}
+            )
             axes = tuple(a for a in value.axes if a in inner.axes())
             bound = n.attr[1] if isinstance(n.attr[1], tuple) else (n.attr[1],)
             if n.op == "scan":
                 axes = axes + tuple(b for b in bound if b not in axes)
             name = self.fresh_name(f"{wish}_{n.attr[0]}")
             shape = tuple(a.extent for a in axes)
-            self.add(Compute(name, axes, inner, Layout(shape, contiguous_strides(shape), inner.dtype, self.device),
-                             origins=self.origins()))
+            self.add(
+                Compute(
+                    name,
+                    axes,
+                    inner,
+                    Layout(shape, contiguous_strides(shape), inner.dtype, self.device),
+                    origins=self.origins(),
+                )
+            )
             table[n] = E.load(name, tuple(a.index for a in axes), inner.dtype)
         return E.rewrite(root, lambda m, a: None, None, table) if table else root
 
-    def materialize(self, value: Value, name_hint: str | None = None, layout: Layout | None = None) -> str:
+    def materialize(
+        self, value: Value, name_hint: str | None = None, layout: Layout | None = None
+    ) -> str:
         """The name of a tensor in memory that holds exactly `value` (the same shape, in order)."""
         name = whole_tensor(value)
         if name is not None and (layout is None or self.layouts[name].strides == layout.strides):
             return name
         return self.define(value, layout, name_hint).expr.attr[0]
 
-    def scatter(self, base: Value, axes: tuple[Axis, ...], index: tuple[Index, ...], body: Expr,
-                accumulate: str | None = None, mask: Expr | None = None) -> Value:
-        """A copy of `base` into which ``copy[index] (accumulate)= body`` is done for every point of `axes`."""
+    def scatter(
+        self,
+        base: Value,
+        axes: tuple[Axis, ...],
+        index: tuple[Index, ...],
+        body: Expr,
+        accumulate: str | None = None,
+        mask: Expr | None = None,
+    ) -> Value:
+        """A copy of `base` into which ``copy[index] (accumulate)= body`` is done for every point of
+        `axes`."""
         layout = self.dense_layout(self.fake())
         if layout.shape != base.shape:
             layout = Layout(base.shape, contiguous_strides(base.shape), base.dtype, self.device)
@@ -231,10 +275,15 @@ class LowerContext:
         copy = self.define(base, layout, f"{wish}_base").expr.attr[0]
         body = self._own_reductions(Value(axes, body), wish)
         name = self.fresh_name(wish)
-        self.add(Compute(name, axes, body, self.layouts[copy], copy, index, accumulate, self.origins(), mask))
+        self.add(
+            Compute(
+                name, axes, body, self.layouts[copy], copy, index, accumulate, self.origins(), mask
+            )
+        )
         return self.load(name)
 
-    # -- arguments of library calls ---------------------------------------------------------------------------------
+    # -- arguments of library calls
+    # ---------------------------------------------------------------------------------
     def view_arg(self, value: Value, layout: Layout | None = None) -> ViewArg:
         """`value` as a strided view of a tensor in memory; computed into one where it is not."""
         found = self.strided(value)
@@ -260,7 +309,10 @@ class LowerContext:
                 return None
             strides.append(step)
             address = address - step * a.index
-        if any(a.rank > 0 for m, _ in address.terms for a in m if not isinstance(a, Sym)) and address.axes():
+        if (
+            any(a.rank > 0 for m, _ in address.terms for a in m if not isinstance(a, Sym))
+            and address.axes()
+        ):
             return None
         if address.axes() or any(c < 0 for s in strides for _, c in s.terms if s.value is not None):
             return None
@@ -290,7 +342,9 @@ def whole_tensor(value: Value) -> str | None:
     return None
 
 
-def make(ctx: LowerContext, shape: Sequence[IndexLike], f: Callable[[tuple[Index, ...]], Expr]) -> Value:
+def make(
+    ctx: LowerContext, shape: Sequence[IndexLike], f: Callable[[tuple[Index, ...]], Expr]
+) -> Value:
     """The tensor of the given shape whose element at `idx` is ``f(idx)``."""
     axes = ctx.axes(shape)
     return Value(axes, f(tuple(a.index for a in axes)))
@@ -328,5 +382,19 @@ def flat_values(x: Any) -> Iterable[Value]:
             yield from flat_values(y)
 
 
-__all__ = ["LOWERINGS", "TORCH_DTYPES", "TO_TORCH", "Declined", "LowerContext", "Opaque", "Output", "Program", "Value",
-           "make", "lowering", "operator", "Input", "Constant"]
+__all__ = [
+    "LOWERINGS",
+    "TORCH_DTYPES",
+    "TO_TORCH",
+    "Declined",
+    "LowerContext",
+    "Opaque",
+    "Output",
+    "Program",
+    "Value",
+    "make",
+    "lowering",
+    "operator",
+    "Input",
+    "Constant",
+]

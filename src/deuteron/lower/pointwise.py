@@ -1,7 +1,9 @@
 """Pointwise ATen operators as scalar expressions.
 
-Type promotion is ATen's: the result dtype is the fake tensor's, arguments are cast to the common dtype, half types compute in
-f32 and round once. One row per operator in the tables below; operators that need more than a row are functions after them.
+Type promotion is ATen's: the result dtype is the fake tensor's, arguments are cast to the common
+dtype, half types compute in
+f32 and round once. One row per operator in the tables below; operators that need more than a row
+are functions after them.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ def compute_dtype(dtype: str) -> str:
 
 
 def broadcast(value: Value, idx: Sequence[Index]) -> Expr:
-    """The element of `value` at output position `idx`, broadcasting as ATen does (aligned at the right)."""
-    tail = idx[len(idx) - value.rank:] if value.rank else ()
-    return value.at([const(0) if a.extent.value == 1 else i for a, i in zip(value.axes, tail, strict=True)])
+    """The element of `value` at output position `idx`, broadcasting as ATen does (aligned at the
+    right)."""
+    tail = idx[len(idx) - value.rank :] if value.rank else ()
+    return value.at(
+        [const(0) if a.extent.value == 1 else i for a, i in zip(value.axes, tail, strict=True)]
+    )
 
 
 def scalar(x: Any, dtype: str) -> Expr:
@@ -46,17 +51,26 @@ def common_dtype(ctx: LowerContext, args: Sequence[Any]) -> str:
     """The dtype to which ATen promotes the arguments (not the result: comparisons give bool)."""
     assert ctx.node is not None
     raw = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in ctx.node.args]
-    raw = [a for a in raw if isinstance(a, (torch.Tensor, bool, int, float, torch.SymInt, torch.SymFloat))]
+    raw = [
+        a
+        for a in raw
+        if isinstance(a, (torch.Tensor, bool, int, float, torch.SymInt, torch.SymFloat))
+    ]
     _, result = elementwise_dtypes(*raw[: len(args)], type_promotion_kind=KIND.DEFAULT)
     return TORCH_DTYPES[result]
 
 
-def pointwise(ctx: LowerContext, args: Sequence[Any], f: Callable[..., Expr], dtype: str | None = None) -> Value:
-    """``f`` over broadcast arguments cast to `dtype` (default: compute dtype of the result), cast to the result dtype."""
+def pointwise(
+    ctx: LowerContext, args: Sequence[Any], f: Callable[..., Expr], dtype: str | None = None
+) -> Value:
+    """``f`` over broadcast arguments cast to `dtype` (default: compute dtype of the result), cast
+    to the result dtype."""
     fake = ctx.fake()
     out = TORCH_DTYPES[fake.dtype]
     dtype = dtype or compute_dtype(out)
-    return make(ctx, ctx.shape_of(fake), lambda idx: cast(f(*(operand(a, idx, dtype) for a in args)), out))
+    return make(
+        ctx, ctx.shape_of(fake), lambda idx: cast(f(*(operand(a, idx, dtype) for a in args)), out)
+    )
 
 
 def _simple(name: str) -> Callable[..., Value]:
@@ -67,14 +81,74 @@ def _simple(name: str) -> Callable[..., Value]:
 
 
 # aten name -> scalar op, result computed in the compute dtype of the result
-UNARY = (
-    "neg abs floor ceil trunc sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
-    "cosh tanh asinh acosh atanh erf erfc erfinv sigmoid lgamma digamma reciprocal bitwise_not"
-).split()
-BINARY = "maximum minimum fmax fmin atan2 fmod remainder copysign nextafter hypot bitwise_and bitwise_or bitwise_xor".split()
-SPECIAL = {"special_i0e": "i0e", "special_i1": "i1", "special_i1e": "i1e", "special_ndtri": "ndtri", "i0": "i0"}
-BOOL_FORM = {"maximum": "logical_or", "minimum": "logical_and", "bitwise_and": "logical_and", "bitwise_or": "logical_or",
-             "bitwise_xor": "logical_xor", "bitwise_not": "logical_not", "fmax": "logical_or", "fmin": "logical_and"}
+UNARY = [
+    "neg",
+    "abs",
+    "floor",
+    "ceil",
+    "trunc",
+    "sqrt",
+    "rsqrt",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "erf",
+    "erfc",
+    "erfinv",
+    "sigmoid",
+    "lgamma",
+    "digamma",
+    "reciprocal",
+    "bitwise_not",
+]
+BINARY = [
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "atan2",
+    "fmod",
+    "remainder",
+    "copysign",
+    "nextafter",
+    "hypot",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+]
+SPECIAL = {
+    "special_i0e": "i0e",
+    "special_i1": "i1",
+    "special_i1e": "i1e",
+    "special_ndtri": "ndtri",
+    "i0": "i0",
+}
+BOOL_FORM = {
+    "maximum": "logical_or",
+    "minimum": "logical_and",
+    "bitwise_and": "logical_and",
+    "bitwise_or": "logical_or",
+    "bitwise_xor": "logical_xor",
+    "bitwise_not": "logical_not",
+    "fmax": "logical_or",
+    "fmin": "logical_and",
+}
 INT_IDENTITY = ("floor", "ceil", "trunc", "round")
 
 
@@ -109,12 +183,14 @@ def _comparison(name: str) -> Callable[..., Value]:
     def lower(ctx: LowerContext, a: Any, b: Any) -> Value:
         dtype = common_dtype(ctx, (a, b))
         if dtype == "bool":
-            table = {"eq": lambda x, y: op("logical_not", op("logical_xor", x, y)),
-                     "ne": lambda x, y: op("logical_xor", x, y),
-                     "lt": lambda x, y: op("logical_and", op("logical_not", x), y),
-                     "le": lambda x, y: op("logical_or", op("logical_not", x), y),
-                     "gt": lambda x, y: op("logical_and", x, op("logical_not", y)),
-                     "ge": lambda x, y: op("logical_or", x, op("logical_not", y))}
+            table = {
+                "eq": lambda x, y: op("logical_not", op("logical_xor", x, y)),
+                "ne": lambda x, y: op("logical_xor", x, y),
+                "lt": lambda x, y: op("logical_and", op("logical_not", x), y),
+                "le": lambda x, y: op("logical_or", op("logical_not", x), y),
+                "gt": lambda x, y: op("logical_and", x, op("logical_not", y)),
+                "ge": lambda x, y: op("logical_or", x, op("logical_not", y)),
+            }
             return pointwise(ctx, (a, b), table[name], "bool")
         return pointwise(ctx, (a, b), lambda x, y: op(name, x, y), compute_dtype(dtype))
 
@@ -132,7 +208,9 @@ def _truth(x: Expr) -> Expr:
 def _logical(name: str) -> Callable[..., Value]:
     def lower(ctx: LowerContext, *args: Any) -> Value:
         def f(idx: Sequence[Index]) -> Expr:
-            return op(name, *(_truth(cast(broadcast(a, idx), compute_dtype(a.dtype))) for a in args))
+            return op(
+                name, *(_truth(cast(broadcast(a, idx), compute_dtype(a.dtype))) for a in args)
+            )
 
         return make(ctx, ctx.shape_of(ctx.fake()), f)
 
@@ -178,20 +256,26 @@ def add(ctx: LowerContext, a: Any, b: Any, *, alpha: Any = 1) -> Value:
 @lowering("aten.sub")
 def sub(ctx: LowerContext, a: Any, b: Any, *, alpha: Any = 1) -> Value:
     return pointwise(
-        ctx, (a, b), lambda x, y: op("sub", x, y if alpha == 1 else op("mul", y, scalar(alpha, y.dtype)))
+        ctx,
+        (a, b),
+        lambda x, y: op("sub", x, y if alpha == 1 else op("mul", y, scalar(alpha, y.dtype))),
     )
 
 
 @lowering("aten.rsub")
 def rsub(ctx: LowerContext, a: Any, b: Any, alpha: Any = 1) -> Value:
     return pointwise(
-        ctx, (a, b), lambda x, y: op("sub", y, x if alpha == 1 else op("mul", x, scalar(alpha, x.dtype)))
+        ctx,
+        (a, b),
+        lambda x, y: op("sub", y, x if alpha == 1 else op("mul", x, scalar(alpha, x.dtype))),
     )
 
 
 @lowering("aten.mul")
 def mul(ctx: LowerContext, a: Any, b: Any) -> Value:
-    return pointwise(ctx, (a, b), lambda x, y: op("logical_and" if x.dtype == "bool" else "mul", x, y))
+    return pointwise(
+        ctx, (a, b), lambda x, y: op("logical_and" if x.dtype == "bool" else "mul", x, y)
+    )
 
 
 @lowering("aten.div")
@@ -215,11 +299,16 @@ def pow_(ctx: LowerContext, a: Any, b: Any) -> Value:
             return pointwise(ctx, (a,), lambda x: _power(x, b))
         raise ctx.decline("integer power with a tensor exponent is not generated")
     if isinstance(b, (int, float)) and not isinstance(b, bool):
-        # The exponents that ATen's own pow kernel special-cases; the same arithmetic gives the same rounding.
+        # The exponents that ATen's own pow kernel special-cases; the same arithmetic gives the same
+        # rounding.
         special: dict[float, Callable[[Expr], Expr]] = {
-            0.5: lambda x: op("sqrt", x), -0.5: lambda x: op("rsqrt", x), 1.0: lambda x: x,
-            2.0: lambda x: op("mul", x, x), 3.0: lambda x: op("mul", op("mul", x, x), x),
-            -1.0: lambda x: op("reciprocal", x), -2.0: lambda x: op("reciprocal", op("mul", x, x)),
+            0.5: lambda x: op("sqrt", x),
+            -0.5: lambda x: op("rsqrt", x),
+            1.0: lambda x: x,
+            2.0: lambda x: op("mul", x, x),
+            3.0: lambda x: op("mul", op("mul", x, x), x),
+            -1.0: lambda x: op("reciprocal", x),
+            -2.0: lambda x: op("reciprocal", op("mul", x, x)),
             0.0: lambda x: literal(1.0, x.dtype),
         }
         if float(b) in special:
@@ -343,14 +432,20 @@ def gelu(ctx: LowerContext, x: Value, *, approximate: str = "none") -> Value:
             cube = op("mul", op("mul", v, v), v)
             inner = op("mul", beta, op("add", v, op("mul", literal(0.044715, v.dtype), cube)))
             return op("mul", op("mul", half, v), op("add", one, op("tanh", inner)))
-        return op("mul", op("mul", v, half), op("add", one, op("erf", op("mul", v, literal(math.sqrt(0.5), v.dtype)))))
+        return op(
+            "mul",
+            op("mul", v, half),
+            op("add", one, op("erf", op("mul", v, literal(math.sqrt(0.5), v.dtype)))),
+        )
 
     return pointwise(ctx, (x,), f)
 
 
 @lowering("aten.silu")
 def silu(ctx: LowerContext, x: Value) -> Value:
-    return pointwise(ctx, (x,), lambda v: op("div", v, op("add", literal(1.0, v.dtype), op("exp", op("neg", v)))))
+    return pointwise(
+        ctx, (x,), lambda v: op("div", v, op("add", literal(1.0, v.dtype), op("exp", op("neg", v))))
+    )
 
 
 @lowering("aten.square")

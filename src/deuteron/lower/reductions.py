@@ -1,7 +1,9 @@
 """Reductions of ATen as folds (`Reduce`) with their prologues and epilogues.
 
-Sums of half types accumulate in f32 and round once at the end, as ATen's do; integer sums in i64. Means divide the sum,
-variances are two folds (the mean, then squares about it): how many passes that takes is the scheduler's concern.
+Sums of half types accumulate in f32 and round once at the end, as ATen's do; integer sums in i64.
+Means divide the sum,
+variances are two folds (the mean, then squares about it): how many passes that takes is the
+scheduler's concern.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ from typing import Any
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, literal, op
-from deuteron.ir.index import Index, const, product
-from deuteron.ir.index import is_nonneg
+from deuteron.ir.index import Index, const, is_nonneg, product
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import _truth, compute_dtype, scalar
 
@@ -24,8 +25,15 @@ def dims_of(x: Value, dim: Any) -> tuple[int, ...]:
     return tuple(sorted({d % max(x.rank, 1) for d in dims})) if x.rank else ()
 
 
-def fold(ctx: LowerContext, x: Value, dims: Sequence[int], keepdim: bool, kind: str, body: Callable[[Expr], Expr],
-         after: Callable[[Expr], Expr] = lambda e: e) -> Value:
+def fold(
+    ctx: LowerContext,
+    x: Value,
+    dims: Sequence[int],
+    keepdim: bool,
+    kind: str,
+    body: Callable[[Expr], Expr],
+    after: Callable[[Expr], Expr] = lambda e: e,
+) -> Value:
     """``after(fold of body(x) over dims)``."""
     kept = [d for d in range(x.rank) if d not in dims]
     bound = ctx.axes([x.axes[d].extent for d in dims])
@@ -60,36 +68,75 @@ def count(x: Value, dims: Sequence[int]) -> Index:
 
 
 @lowering("aten.sum")
-def sum_(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+def sum_(
+    ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
     out = TORCH_DTYPES[ctx.fake().dtype]
     acc = compute_dtype(out)
-    # An explicit dtype casts the elements first (and rounds them to it), then accumulates in its compute dtype.
-    return fold(ctx, x, dims_of(x, dim), keepdim, "sum", lambda e: cast(cast(e, out) if dtype else e, acc),
-                lambda e: cast(e, out))
+    # An explicit dtype casts the elements first (and rounds them to it), then accumulates in its
+    # compute dtype.
+    return fold(
+        ctx,
+        x,
+        dims_of(x, dim),
+        keepdim,
+        "sum",
+        lambda e: cast(cast(e, out) if dtype else e, acc),
+        lambda e: cast(e, out),
+    )
 
 
 @lowering("aten.mean")
-def mean(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+def mean(
+    ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
     out = TORCH_DTYPES[ctx.fake().dtype]
     acc, dims = compute_dtype(out), dims_of(x, dim)
     n = scalar(count(x, dims), acc)
-    return fold(ctx, x, dims, keepdim, "sum", lambda e: cast(cast(e, out) if dtype else e, acc),
-                lambda e: cast(op("div", e, n), out))
+    return fold(
+        ctx,
+        x,
+        dims,
+        keepdim,
+        "sum",
+        lambda e: cast(cast(e, out) if dtype else e, acc),
+        lambda e: cast(op("div", e, n), out),
+    )
 
 
 @lowering("aten.prod")
-def prod(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+def prod(
+    ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
     out = TORCH_DTYPES[ctx.fake().dtype]
     acc = compute_dtype(out)
-    return fold(ctx, x, dims_of(x, dim), keepdim, "prod", lambda e: cast(cast(e, out), acc), lambda e: cast(e, out))
+    return fold(
+        ctx,
+        x,
+        dims_of(x, dim),
+        keepdim,
+        "prod",
+        lambda e: cast(cast(e, out), acc),
+        lambda e: cast(e, out),
+    )
 
 
 def _extreme(kind: str) -> Callable[..., Value]:
     def lower(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
         acc = compute_dtype(x.dtype)
         if acc == "bool":
-            return fold(ctx, x, dims_of(x, dim), keepdim, "any" if kind == "max" else "all", lambda e: e)
-        return fold(ctx, x, dims_of(x, dim), keepdim, kind, lambda e: cast(e, acc), lambda e: cast(e, x.dtype))
+            return fold(
+                ctx, x, dims_of(x, dim), keepdim, "any" if kind == "max" else "all", lambda e: e
+            )
+        return fold(
+            ctx,
+            x,
+            dims_of(x, dim),
+            keepdim,
+            kind,
+            lambda e: cast(e, acc),
+            lambda e: cast(e, x.dtype),
+        )
 
     return lower
 
@@ -124,14 +171,18 @@ def _flatten(ctx: LowerContext, x: Value) -> Value:
 
 
 @lowering("aten.argmax", "aten.argmin")
-def arg_extreme(ctx: LowerContext, x: Value, dim: int | None = None, keepdim: bool = False) -> Value:
+def arg_extreme(
+    ctx: LowerContext, x: Value, dim: int | None = None, keepdim: bool = False
+) -> Value:
     assert ctx.node is not None
     kind = "argmax" if "argmax" in str(ctx.node.target) else "argmin"
     return _position(ctx, x, kind, dim, keepdim)
 
 
 @lowering("aten.max.dim", "aten.min.dim")
-def extreme_dim(ctx: LowerContext, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
+def extreme_dim(
+    ctx: LowerContext, x: Value, dim: int, keepdim: bool = False
+) -> tuple[Value, Value]:
     assert ctx.node is not None
     kind = "max" if "max" in str(ctx.node.target) else "min"
     return _extreme(kind)(ctx, x, dim, keepdim), _position(ctx, x, "arg" + kind, dim, keepdim)
@@ -142,30 +193,60 @@ def any_all(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False)
     assert ctx.node is not None
     kind = "any" if "any" in str(ctx.node.target) else "all"
     out = TORCH_DTYPES[ctx.fake().dtype]
-    return fold(ctx, x, dims_of(x, dim), keepdim, kind, lambda e: _truth(cast(e, compute_dtype(e.dtype))),
-                lambda e: cast(e, out))
+    return fold(
+        ctx,
+        x,
+        dims_of(x, dim),
+        keepdim,
+        kind,
+        lambda e: _truth(cast(e, compute_dtype(e.dtype))),
+        lambda e: cast(e, out),
+    )
 
 
-def moments(ctx: LowerContext, x: Value, dim: Any, correction: Any, keepdim: bool) -> tuple[Value, Value]:
+def moments(
+    ctx: LowerContext, x: Value, dim: Any, correction: Any, keepdim: bool
+) -> tuple[Value, Value]:
     """(variance, mean) in the compute dtype."""
     acc, dims = compute_dtype(x.dtype), dims_of(x, dim)
     n = count(x, dims)
     size = scalar(n, acc)
-    center = ctx.define(fold(ctx, x, dims, True, "sum", lambda e: cast(e, acc), lambda e: op("div", e, size)),
-                        wish=f"{ctx.node.name if ctx.node else 't'}_mean")
+    center = ctx.define(
+        fold(ctx, x, dims, True, "sum", lambda e: cast(e, acc), lambda e: op("div", e, size)),
+        wish=f"{ctx.node.name if ctx.node else 't'}_mean",
+    )
     correction = 1 if correction is None else correction
     if isinstance(correction, Index):
         correction = correction.value
     if isinstance(correction, int) or float(correction).is_integer():
         # max(0, n - correction), as ATen: too few elements divide by zero
         rest = n - int(correction)
-        divisor = scalar(rest, acc) if is_nonneg(rest) else op("maximum", scalar(rest, acc), scalar(0, acc))
+        divisor = (
+            scalar(rest, acc)
+            if is_nonneg(rest)
+            else op("maximum", scalar(rest, acc), scalar(0, acc))
+        )
     else:
         divisor = op("maximum", op("sub", size, scalar(correction, acc)), scalar(0, acc))
 
-    deviation = make(ctx, x.shape, lambda idx: op(
-        "sub", cast(x.at(idx), acc), center.at([const(0) if d in dims else i for d, i in enumerate(idx)])))
-    var = fold(ctx, deviation, dims, keepdim, "sum", lambda e: op("mul", e, e), lambda e: op("div", e, divisor))
+    deviation = make(
+        ctx,
+        x.shape,
+        lambda idx: op(
+            "sub",
+            cast(x.at(idx), acc),
+            center.at([const(0) if d in dims else i for d, i in enumerate(idx)]),
+        ),
+    )
+    var = fold(
+        ctx,
+        deviation,
+        dims,
+        keepdim,
+        "sum",
+        lambda e: op("mul", e, e),
+        lambda e: op("div", e, divisor),
+    )
     if keepdim:
         return var, center
     kept = [a.extent for d, a in enumerate(x.axes) if d not in dims]
@@ -182,18 +263,24 @@ def _rounded(ctx: LowerContext, v: Value, dtype: str) -> Value:
 
 
 @lowering("aten.var_mean.correction")
-def var_mean(ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+def var_mean(
+    ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
     var, center = moments(ctx, x, dim, correction, keepdim)
     return _rounded(ctx, var, x.dtype), _rounded(ctx, center, x.dtype)
 
 
 @lowering("aten.var.correction")
-def var_(ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+def var_(
+    ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Value:
     return _rounded(ctx, moments(ctx, x, dim, correction, keepdim)[0], x.dtype)
 
 
 @lowering("aten.std.correction")
-def std_(ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+def std_(
+    ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Value:
     var, _ = moments(ctx, x, dim, correction, keepdim)
     return make(ctx, var.shape, lambda idx: cast(op("sqrt", var.at(idx)), x.dtype))
 

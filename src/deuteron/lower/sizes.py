@@ -1,7 +1,9 @@
 """Symbolic sizes of torch (SymInt, sympy) as `Index`, without adding guards.
 
-`Symbols` also knows where each symbol's value is found at run time: an integer input, a dimension or stride of an input, the
-result of a library call (unbacked sizes), or a Python expression of other symbols for what index algebra cannot hold.
+`Symbols` also knows where each symbol's value is found at run time: an integer input, a dimension
+or stride of an input, the
+result of a library call (unbacked sizes), or a Python expression of other symbols for what index
+algebra cannot hold.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from deuteron.ir.index import Index, Sym, as_index, atom, const, floordiv, maxim
 class Symbols:
     cache: dict[Any, Index] = field(default_factory=dict)
     known: dict[str, Sym] = field(default_factory=dict)
-    computed: dict[str, tuple[Sym, str]] = field(default_factory=dict)  # symbol -> Python source over other symbols
+    computed: dict[str, tuple[Sym, str]] = field(
+        default_factory=dict
+    )  # symbol -> Python source over other symbols
     shape_env: Any = None
 
     def index(self, x: Any) -> Index:
         if isinstance(x, Index):
             return x
-        if isinstance(x, bool) or isinstance(x, int):
+        if isinstance(x, (bool, int)):
             return const(int(x))
         if isinstance(x, torch.SymInt):
             self.shape_env = self.shape_env or getattr(x.node, "shape_env", None)
@@ -88,7 +92,8 @@ class Symbols:
         return self._computed(e)
 
     def _computed(self, e: Any) -> Index:
-        """A size that index algebra has no form for: a new symbol, evaluated at run time in Python."""
+        """A size that index algebra has no form for: a new symbol, evaluated at run time in
+        Python."""
         from torch.utils._sympy.printers import PythonPrinter
 
         for s in e.free_symbols:

@@ -1,26 +1,35 @@
 """The schedule's artifacts: nests of loops, kernels, steps. What code generators read.
 
-A `Nest` iterates ``parallel x reduced`` and runs its statements in order at each point where they live:
+A `Nest` iterates ``parallel x reduced`` and runs its statements in order at each point where they
+live:
 
-    Fold    name[parallel] = fold of `body` over all `reduced` axes        (row reduction; value lives on `parallel`)
-            or, when `partial`: over the chunked parallel axis             (value lives on chunk x reduced, see below)
+    Fold    name[parallel] = fold of `body` over all `reduced` axes        (row reduction; value
+    lives on `parallel`)
+            or, when `partial`: over the chunked parallel axis             (value lives on chunk x
+            reduced, see below)
     Prefix  name[parallel, reduced] = scan of `body` along the one reduced axis
-    Store   tensor[index] = value, at every point of `parallel` (level "row") or of parallel x reduced (level "point")
+    Store   tensor[index] = value, at every point of `parallel` (level "row") or of parallel x
+    reduced (level "point")
 
-Bodies and values are expressions whose loads are either of tensors in memory or of `Fold`/`Prefix` results of the same nest
-(those are registers: a load whose name is in `Nest.locals()`; its indices are to be ignored). A Store also makes nothing
+Bodies and values are expressions whose loads are either of tensors in memory or of `Fold`/`Prefix`
+results of the same nest
+(those are registers: a load whose name is in `Nest.locals()`; its indices are to be ignored). A
+Store also makes nothing
 readable: a consumer in the same nest uses the stored expression itself, which interning shares.
 
-Chunked nests (a row and a column reduction of one tensor in one pass): `chunk = (axis, count)`. The parallel axis `axis` is
-walked by `count` independent workers, worker k taking rows ``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Fold` with
-`partial=True` is over that axis: each worker folds the `body` (which lives on parallel x reduced) over its rows and
-stores the result in `tensor[k, reduced...]`; a later kernel folds the count partial results in order, so results repeat.
+Chunked nests (a row and a column reduction of one tensor in one pass): `chunk = (axis, count)`. The
+parallel axis `axis` is
+walked by `count` independent workers, worker k taking rows ``k*ceil(n/count) <= axis <
+(k+1)*ceil(n/count)``. A `Fold` with
+`partial=True` is over that axis: each worker folds the `body` (which lives on parallel x reduced)
+over its rows and
+stores the result in `tensor[k, reduced...]`; a later kernel folds the count partial results in
+order, so results repeat.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Union
 
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index
@@ -32,7 +41,8 @@ class Fold:
     name: str
     kind: str  # a key of ir.expr.REDUCTIONS
     body: Expr
-    partial: bool = False  # then `name` is also the tensor in memory [count, *reduced extents] that receives the results
+    # then `name` is also the tensor in memory [count, *reduced extents] that receives the results
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Store:
     mask: Expr | None = None
 
 
-Stmt = Union[Fold, Prefix, Store]
+Stmt = Fold | Prefix | Store
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,13 @@ class Nest:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch. More than one nest: independent nests side by side (no nest reads what another writes).
+    """One launch. More than one nest: independent nests side by side (no nest reads what another
+    writes).
 
-    `reads` and `writes` are tensors in memory with their layouts (a tensor both read and written is in both);
-    `bytes`/`flops` are what one call moves and computes at hinted sizes; `predicted_us` is the cost model's time.
+    `reads` and `writes` are tensors in memory with their layouts (a tensor both read and written is
+    in both);
+    `bytes`/`flops` are what one call moves and computes at hinted sizes; `predicted_us` is the cost
+    model's time.
     """
 
     name: str  # without target prefix: "red_fused_softmax_0"
@@ -101,12 +114,13 @@ class Alias:
     target: str
 
 
-Step = Union[Kernel, Extern]
+Step = Kernel | Extern
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps in execution order. `aliases[name] = owner` for tensors that live in another's memory."""
+    """Steps in execution order. `aliases[name] = owner` for tensors that live in another's
+    memory."""
 
     steps: tuple[Step, ...]
     aliases: dict[str, str]

@@ -29,8 +29,8 @@ Pending = tuple[str, list[Tensor], Tensor, str | None, Tensor | None]
 
 
 def run_kernel(kernel: Kernel, tensors: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
-    """Executes `kernel`. `tensors` has each tensor that it reads or writes, in its logical shape.
-    """
+    """Executes `kernel`. `tensors` has each tensor that it reads or writes, in its logical
+    shape."""
     results: list[Pending] = []
     for nest in kernel.nests:
         results += run_nest(nest, tensors, sizes, kernel.device)
