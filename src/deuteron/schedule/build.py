@@ -1,0 +1,190 @@
+"""Groups in execution order become the `Schedule`.
+
+In: steps (groups and library calls) and the program. Out: kernels with names that say what is
+inside, their nests, and what each moves, computes and is predicted to take.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from deuteron.base.device import DeviceSpec
+from deuteron.ir.expr import Expr
+from deuteron.ir.program import Compute, Extern, Layout, Origin, Program, tensors_read
+from deuteron.schedule.group import Group, Member
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Schedule, Step, Store
+from deuteron.schedule.profit import Cost, cost
+
+LONGEST_NAME = 72
+
+
+def needed_outside(program: Program) -> set[str]:
+    """Tensors that outputs view."""
+    return {o.tensor for o in program.outputs if o.tensor is not None}
+
+
+def memory_of(program: Program) -> dict[str, str]:
+    """For each tensor that lives in another's memory, the owner."""
+    owner: dict[str, str] = {}
+    for d in program.defs:
+        if isinstance(d, Compute) and d.target is not None:
+            owner[d.name] = owner.get(d.target, d.target)
+        elif isinstance(d, Extern):
+            for name, other in zip(d.names, d.aliases):
+                if name is not None and other is not None:
+                    owner[name] = owner.get(other, other)
+    return owner
+
+
+class Namer:
+    """Distinct kernel names."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def name(self, groups: Sequence[Group]) -> str:
+        members = [m for g in groups for m in g.members]
+        kind = "poi"
+        if any(m.kind in ("fold", "column", "scan") for m in members):
+            kind = "con" if any(_contracts(m) for m in members) else "red"
+        words: dict[str, None] = {}
+        for m in members:
+            for o in m.compute.origins:
+                words[_word(o.op)] = None
+        text = "_".join(w for w in words if w) or "fused"
+        if len(text) > LONGEST_NAME:
+            text = text[:LONGEST_NAME].rsplit("_", 1)[0]
+        out = f"{kind}_fused_{text}_{self.count}"
+        self.count += 1
+        return out
+
+
+def _word(op: str) -> str:
+    """ "aten.add.Tensor" -> "add"."""
+    parts = op.split(".")
+    return re.sub(r"\W", "", parts[1] if len(parts) > 1 else parts[0]).strip("_")
+
+
+def _contracts(m: Member) -> bool:
+    """Whether it is a sum of products of two tensors that do not both have all axes."""
+    body = m.compute.body
+    if body.op != "reduce" or body.attr[0] != "sum":
+        return False
+    inner = body.args[0]
+    while inner.op == "cast":
+        inner = inner.args[0]
+    if inner.op != "mul":
+        return False
+    axes = [
+        frozenset(a for r in x.loads() for i in r.attr[1] for a in i.axes()) for x in inner.args
+    ]
+    return bool(axes[0] - axes[1]) and bool(axes[1] - axes[0])
+
+
+def origins_of(groups: Iterable[Group]) -> tuple[Origin, ...]:
+    found: dict[Origin, None] = {}
+    for g in groups:
+        for m in g.members:
+            found.update(dict.fromkeys(m.compute.origins))
+    return tuple(found)
+
+
+def accesses(nest: Nest) -> tuple[dict[str, None], dict[str, None]]:
+    """Tensors in memory that a nest reads and writes."""
+    local = nest.locals()
+    reads: dict[str, None] = {}
+    writes: dict[str, None] = {}
+
+    def visit(e: Expr) -> None:
+        for n in e.loads():
+            if n.attr[0] not in local:
+                reads[n.attr[0]] = None
+
+    for s in nest.stmts:
+        if isinstance(s, Store):
+            visit(s.value)
+            if s.mask is not None:
+                visit(s.mask)
+            for i in s.index:
+                for a in i.atoms():
+                    if a.rank == 3:
+                        visit(a.expr)  # type: ignore[attr-defined]
+            writes[s.tensor] = None
+        else:
+            visit(s.body)
+            if isinstance(s, Fold) and s.partial:
+                writes[s.name] = None
+    return reads, writes
+
+
+def kernel(
+    groups: Sequence[Group],
+    stored: set[str],
+    layouts: dict[str, Layout],
+    spec: DeviceSpec,
+    name: str,
+    device: str,
+) -> Kernel:
+    """One launch: a nest per group."""
+    nests: list[Nest] = []
+    costs: list[Cost] = []
+    reads: dict[str, None] = {}
+    writes: dict[str, None] = {}
+    for g in groups:
+        keep = [m.name for m in g.members if m.name in stored]
+        nest = g.nest(layouts, keep)
+        r, w = accesses(nest)
+        reads.update(r)
+        writes.update(w)
+        nests.append(nest)
+        costs.append(cost(g, layouts, keep, spec))
+    return Kernel(
+        name=name,
+        nests=tuple(nests),
+        reads=tuple((n, layouts[n]) for n in reads),
+        writes=tuple((n, layouts[n]) for n in writes),
+        origins=origins_of(groups),
+        device=device,
+        bytes=sum(c.bytes for c in costs),
+        flops=sum(c.flops for c in costs),
+        predicted_us=max(sum(c.us for c in costs), 0.0),
+    )
+
+
+def prefixes(nest: Nest) -> bool:
+    return any(isinstance(s, Prefix) for s in nest.stmts)
+
+
+def build(
+    steps: Sequence[Sequence[Group] | Extern],
+    program: Program,
+    layouts: dict[str, Layout],
+    specs: dict[str, DeviceSpec],
+    partials: Iterable[str] = (),
+) -> Schedule:
+    """The schedule; `steps` are in execution order."""
+    reader: dict[str, set[int]] = {}
+    for k, step in enumerate(steps):
+        if isinstance(step, Extern):
+            for n in (*tensors_read(step), *step.mutates):
+                reader.setdefault(n, set()).add(k)
+        else:
+            for g in step:
+                for n in g.inputs:
+                    reader.setdefault(n, set()).add(k)
+    outside = needed_outside(program)
+    namer = Namer()
+    out: list[Step] = []
+    for k, step in enumerate(steps):
+        if isinstance(step, Extern):
+            out.append(step)
+            continue
+        made = {n for g in step for n in g.names}
+        stored = {n for n in made if n in outside or reader.get(n)}
+        device = layouts[step[0].members[0].name].device
+        out.append(kernel(step, stored, layouts, specs[device], namer.name(step), device))
+    return Schedule(tuple(out), memory_of(program), layouts)
+
+
+__all__ = ["accesses", "build", "kernel", "memory_of", "needed_outside"]

@@ -1,0 +1,263 @@
+"""Groups: computations that share a nest, each placed in its loops.
+
+In: `Compute` definitions. Out: a `Group`, whose `nest()` is what code generators read. A group is a
+value; merging makes a new one. Inside, every member's result is an expression at the nest's current
+point: what a member reads from another is that expression, and interning shares it.
+
+    point    a pointwise computation, one element per point (or, level "row", per row)
+    fold     a reduction over all reduced axes, its result lives on rows
+    column   a reduction over the rows of a chunked nest: partial results, one row per worker
+    scan     a prefix fold along the reduced axis
+    write    anything that stores at computed places or combines with what is there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Atom, Axis, Index, Value, substitute
+from deuteron.ir.program import Compute, Layout, tensors_read
+from deuteron.schedule.kernel import Fold, Nest, Prefix, Stmt, Store
+from deuteron.schedule.space import Map, Space, same_element
+
+
+class Misplaced(Exception):
+    """A member reads another at an element that the nest does not have at that point."""
+
+    def __init__(self, tensor: str, wanted: Sequence[Index], there: Sequence[Index]) -> None:
+        super().__init__(f"{tensor} is at {list(there)}, read at {list(wanted)}")
+        self.tensor, self.wanted, self.there = tensor, tuple(wanted), tuple(there)
+
+
+@dataclass(frozen=True)
+class Read:
+    """One place where a computation reads a tensor: the indices over its own axes."""
+
+    tensor: str
+    index: tuple[Index, ...]
+
+
+def kind_of(c: Compute) -> str:
+    """What a computation is when it stands alone."""
+    if c.body.op == "reduce":
+        return "fold"
+    if c.body.op == "scan":
+        return "scan"
+    plain = c.index is None or c.index == tuple(a.index for a in c.axes)
+    return "point" if plain and c.accumulate is None and c.mask is None else "write"
+
+
+def bound_axes(c: Compute) -> tuple[Axis, ...]:
+    """The axes that its fold binds, or that its scan runs along."""
+    if c.body.op == "reduce":
+        return c.body.attr[1]
+    return (c.body.attr[1],) if c.body.op == "scan" else ()
+
+
+_READS: dict[tuple[Expr, ...], tuple[Read, ...]] = {}
+
+
+def reads_of(c: Compute) -> tuple[Read, ...]:
+    """Every place where `c` reads memory (its target is no read)."""
+    roots = [c.body] + ([c.mask] if c.mask is not None else [])
+    roots += [a.expr for i in c.index or () for a in i.atoms() if isinstance(a, Value)]
+    key = tuple(roots)
+    found = _READS.get(key)
+    if found is None:
+        reads = {
+            Read(n.attr[0], n.attr[1]): None for r in roots for n in r.walk() if n.op == "load"
+        }
+        found = _READS[key] = tuple(reads)
+    return found
+
+
+@dataclass(frozen=True)
+class Member:
+    """A computation in a group. `at`: its own axes (bound ones too) as indices over the nest's."""
+
+    compute: Compute
+    at: Map
+    kind: str
+    level: str  # "row" | "point": on which axes it is evaluated
+
+    @property
+    def name(self) -> str:
+        return self.compute.name
+
+    @cached_property
+    def index(self) -> tuple[Index, ...]:
+        """Where the element of the current point is."""
+        return tuple(substitute(i, self.at) for i in self.compute.store_index)
+
+    @cached_property
+    def reads(self) -> tuple[Read, ...]:
+        """Reads, over the nest's axes."""
+        return tuple(
+            Read(r.tensor, tuple(substitute(i, self.at) for i in r.index))
+            for r in reads_of(self.compute)
+        )
+
+    def moved(self, table: Map, level: str | None = None, kind: str | None = None) -> Member:
+        """The member in another nest whose loops are given by `table`."""
+        at = {a: substitute(i, table) for a, i in self.at.items()}
+        return Member(self.compute, at, kind or self.kind, level or self.level)
+
+
+def alone(c: Compute) -> Group:
+    """The group of one computation."""
+    kind = kind_of(c)
+    bound = bound_axes(c)
+    space = Space(tuple(a for a in c.axes if a not in bound), bound)
+    at: Map = {a: a.index for a in space.axes}
+    level = "point" if kind in ("scan", "write") or kind == "point" else "row"
+    return Group(space, (Member(c, at, kind, level),))
+
+
+@dataclass(frozen=True)
+class Group:
+    space: Space
+    members: tuple[Member, ...]
+    chunk: tuple[Axis, int] | None = None
+    partials: dict[str, str] = field(default_factory=dict)  # column member -> its partial tensor
+
+    @cached_property
+    def names(self) -> dict[str, Member]:
+        return {m.name: m for m in self.members}
+
+    @property
+    def folds(self) -> bool:
+        """Whether the nest's reduced loops mean something (they cannot become parallel)."""
+        return any(m.kind in ("fold", "scan", "column") for m in self.members)
+
+    @cached_property
+    def reads(self) -> dict[str, dict[tuple[Index, ...], None]]:
+        """Tensors in memory that are read, with each index vector."""
+        out: dict[str, dict[tuple[Index, ...], None]] = {}
+        for m in self.members:
+            for r in m.reads:
+                if r.tensor not in self.names:
+                    out.setdefault(r.tensor, {})[r.index] = None
+        return out
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """What must exist before the nest starts: tensors read, and targets that are written into."""
+        found: dict[str, None] = {}
+        for m in self.members:
+            for name in tensors_read(m.compute):
+                if name not in self.names:
+                    found[name] = None
+        return tuple(found)
+
+    def values(self, shapes: dict[str, Layout]) -> dict[str, Expr]:
+        """Each member's expression at the current point; a fold's or scan's is the body that it
+        folds."""
+        return Builder(self, shapes).build()
+
+    def nest(self, layouts: dict[str, Layout], stored: Iterable[str]) -> Nest:
+        """The nest; `stored` names the members that are needed in memory."""
+        values = self.values(layouts)
+        keep = set(stored)
+        stmts: list[Stmt] = []
+        for m in self.members:
+            c = m.compute
+            if m.kind == "column":
+                kind = c.body.attr[0]
+                stmts.append(Fold(self.partials[m.name], kind, values[m.name], partial=True))
+                continue
+            if m.kind == "fold":
+                stmts.append(Fold(register(m), c.body.attr[0], values[m.name]))
+            elif m.kind == "scan":
+                stmts.append(Prefix(register(m), c.body.attr[0], values[m.name]))
+            if m.name in keep or c.target is not None:
+                stmts.append(self._store(m, values, layouts))
+        return Nest(self.space.parallel, self.space.reduced, tuple(stmts), self.chunk)
+
+    def _store(self, m: Member, values: dict[str, Expr], layouts: dict[str, Layout]) -> Store:
+        c = m.compute
+        value = result(m) if m.kind in ("fold", "scan") else values[m.name]
+        index, mask = m.index, None
+        if m.kind == "write":
+            builder = Builder(self, layouts, values)
+            index = tuple(builder.index(i, m.at) for i in c.store_index)
+            mask = builder.expr(c.mask, m.at) if c.mask is not None else None
+        return Store(m.name, index, value, m.level, c.accumulate, mask)
+
+
+def register(m: Member) -> str:
+    """The name of a fold's or scan's value inside its nest."""
+    return f"{m.name}.r"
+
+
+def result(m: Member) -> Expr:
+    """A fold's or scan's value as an expression."""
+    return E.load(register(m), m.index, m.compute.body.dtype)
+
+
+class Builder:
+    """Writes the members' expressions over the nest's axes."""
+
+    def __init__(
+        self, group: Group, layouts: dict[str, Layout], values: dict[str, Expr] | None = None
+    ) -> None:
+        self.group, self.layouts = group, layouts
+        self.values: dict[str, Expr] = dict(values or {})
+
+    def build(self) -> dict[str, Expr]:
+        for m in self.group.members:
+            root = m.compute.body
+            if m.kind in ("fold", "scan", "column"):
+                root = root.args[0]
+            self.values[m.name] = self.expr(root, m.at)
+        return self.values
+
+    def expr(self, root: Expr, at: Map) -> Expr:
+        table: Map = {a: i for a, i in at.items() if not (isinstance(a, Axis) and i is a.index)}
+        done: dict[Expr, Expr] = {}
+        for node in root.walk():
+            args = tuple(done[a] for a in node.args)
+            new = E.rebuild(node, args, table, done)
+            if new.op == "load" and new.attr[0] in self.group.names:
+                new = self.local(new)
+            done[node] = new
+        return done[root]
+
+    def index(self, i: Index, at: Map) -> Index:
+        """An index over a member's axes, over the nest's; what it loads is resolved too."""
+        table: dict[Atom, Index] = dict(at)
+        for a in i.atoms():
+            if isinstance(a, Value):
+                table[a] = E.as_position(self.expr(a.expr, at))
+        return substitute(i, table)
+
+    def local(self, load: Expr) -> Expr:
+        """What a load of a member's tensor is at this point."""
+        name, index, fill = load.attr
+        m = self.group.names[name]
+        if not same_element(m.index, index, self.layouts[name].shape):
+            raise Misplaced(name, index, m.index)
+        value = result(m) if m.kind in ("fold", "scan") else self.values[name]
+        if not load.args:
+            return value
+        return E.op("where", load.args[0], value, E.literal(fill, value.dtype))
+
+
+def placed(m: Member, **changes: object) -> Member:
+    return replace(m, **changes)  # type: ignore[arg-type]
+
+
+__all__ = [
+    "Group",
+    "Member",
+    "Misplaced",
+    "Read",
+    "alone",
+    "bound_axes",
+    "kind_of",
+    "reads_of",
+    "register",
+]

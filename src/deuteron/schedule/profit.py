@@ -1,0 +1,151 @@
+"""What a kernel costs: a roofline of the device, at hinted sizes.
+
+In: a `Group` and the tensors that it must leave in memory. Out: a `Cost`: bytes that must move,
+FLOPs, how much of the device its loops can occupy, microseconds. Nothing here decides legality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deuteron.base.device import DeviceSpec
+from deuteron.ir.expr import ITEMSIZE, flops
+from deuteron.ir.index import hint, product
+from deuteron.ir.program import Layout
+from deuteron.schedule.group import Group, Member
+
+# What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
+# share: H200, one program per multiprocessor, copies of 1 to 132 programs.
+ONE_CORE = 1.6
+# A kernel's own time besides moving and computing (its start, its tail); H200, empty kernel between
+# others in a CUDA graph takes 1 us, a small one 2.
+GPU_KERNEL_US = 1.0
+CPU_KERNEL_US = 0.3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`occupancy`: the share of the device's bandwidth that the loops can use, 0 to 1."""
+
+    bytes: int
+    flops: float
+    occupancy: float
+    us: float
+
+
+def bytes_of(layout: Layout) -> int:
+    return hint(layout.numel) * ITEMSIZE[layout.dtype]
+
+
+def bytes_read(group: Group, name: str, layout: Layout) -> int:
+    """Bytes of one tensor that the group reads: all of it, or as much as its points touch."""
+    touched = 0
+    axes = set(group.space.axes)
+    for index in group.reads[name]:
+        used = {a for i in index for a in i.axes()}
+        bound = used - axes
+        touched += hint(product(a.extent for a in used & axes)) * hint(
+            product(a.extent for a in bound)
+        )
+    return min(hint(layout.numel), touched) * ITEMSIZE[layout.dtype]
+
+
+def bytes_written(m: Member, layout: Layout, points: int) -> int:
+    if m.kind == "write":
+        each = ITEMSIZE[layout.dtype]
+        return min(hint(layout.numel), points) * each * (2 if m.compute.accumulate else 1)
+    return bytes_of(layout)
+
+
+def work(group: Group) -> float:
+    """FLOPs of one execution."""
+    points, rows = group.space.size(), hint(group.space.rows)
+    total = 0.0
+    for m in group.members:
+        inner = 1
+        body = m.compute.body
+        if m.kind in ("fold", "scan", "column"):
+            each, body = 1.0, body.args[0]
+        else:
+            each = 0.0
+        nested = {a for a in body.axes() if a not in m.at}
+        if nested:
+            inner = hint(product(a.extent for a in nested))
+        each += flops(body) * inner
+        total += each * (points if m.kind != "point" or m.level == "point" else rows)
+    return total
+
+
+def occupancy(group: Group, spec: DeviceSpec) -> float:
+    """The share of the device that the parallel loops can keep busy."""
+    if group.chunk is not None:
+        return min(1.0, group.chunk[1] * ONE_CORE / spec.cores)
+    if not group.folds:
+        return 1.0
+    rows = hint(group.space.rows)
+    if spec.kind == "cpu":
+        # Threads share long rows where one fold stands alone; dependent ones wait for one another.
+        return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
+    row = hint(product(a.extent for a in group.space.reduced))
+    # Rows that lie side by side in memory are walked together by one program.
+    programs = rows if row >= 256 or not _columns(group) else max(1, rows // 32)
+    if _columns(group):
+        programs = max(1, rows // 32)
+    return min(1.0, programs * ONE_CORE / spec.cores)
+
+
+def _columns(group: Group) -> bool:
+    """Whether the fastest-varying axis of what is read most is a parallel one."""
+    best, found = 0, False
+    for indices in group.reads.values():
+        for index in indices:
+            if not index:
+                continue
+            used = {a for i in index for a in i.axes()}
+            size = hint(product(a.extent for a in used))
+            inner = index[-1].axes()
+            if size > best and inner:
+                best, found = size, any(a in group.space.parallel for a in inner)
+    return found
+
+
+def chained(group: Group) -> bool:
+    """Whether a fold, or a store at points, depends on another fold of the same rows."""
+    made: set[str] = set()
+    for m in group.members:
+        below = any(r.tensor in made for r in m.reads)
+        if below and (m.kind in ("fold", "scan") or m.level == "point"):
+            return True
+        if m.kind in ("fold", "scan") or below:
+            made.add(m.name)
+    return False
+
+
+def cost(group: Group, layouts: dict[str, Layout], stored: Iterable[str], spec: DeviceSpec) -> Cost:
+    """The predicted cost of a group as one kernel."""
+    moved = sum(bytes_read(group, n, layouts[n]) for n in group.reads)
+    points = group.space.size()
+    for n in dict.fromkeys(stored):
+        moved += bytes_written(group.names[n], layouts[n], points)
+    for m in group.members:
+        if m.kind == "column":
+            part = layouts[group.partials[m.name]]
+            moved += bytes_of(part)
+    done = work(group)
+    share = occupancy(group, spec)
+    return Cost(moved, done, share, time_us(moved, done, share, spec))
+
+
+def time_us(moved: float, done: float, share: float, spec: DeviceSpec) -> float:
+    """Microseconds of a kernel that moves and computes this much on a share of the device."""
+    fixed = CPU_KERNEL_US if spec.kind == "cpu" else GPU_KERNEL_US
+    return fixed + max(spec.memory_us(moved), spec.compute_us(done)) / max(share, 1e-3)
+
+
+def launch_us(spec: DeviceSpec) -> float:
+    """What one more kernel costs beyond what it does."""
+    return CPU_KERNEL_US if spec.kind == "cpu" else spec.launch_us
+
+
+__all__ = ["Cost", "bytes_of", "bytes_read", "chained", "cost", "launch_us", "occupancy", "time_us"]

@@ -1,0 +1,206 @@
+"""Iteration spaces and the maps between them.
+
+In: index maps of one tensor, as seen from two loop nests. Out: which loop of one nest is which loop
+(or which part of a loop) of the other, as a substitution of axes.
+
+A tensor is seen through the flat number of its element, row-major. Where a nest walks a tensor
+densely (``Σ weight·axis`` with weights that are products of the inner extents), each of its axes is
+``(number // weight) % extent``, whatever loops the other nest computes the number with. Reshapes,
+splits and permutations of loops need no case of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from deuteron.ir.index import (
+    Atom,
+    Axis,
+    Index,
+    atom,
+    const,
+    divide_exact,
+    floordiv,
+    hint,
+    mod,
+    product,
+    substitute,
+)
+
+Map = dict[Atom, Index]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The loops of a nest. Without `reduced` the points are all parallel."""
+
+    parallel: tuple[Axis, ...]
+    reduced: tuple[Axis, ...] = ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.parallel + self.reduced
+
+    @property
+    def points(self) -> Index:
+        return product(a.extent for a in self.axes)
+
+    @property
+    def rows(self) -> Index:
+        return product(a.extent for a in self.parallel)
+
+    def size(self) -> int:
+        """Points at hinted sizes."""
+        return hint(self.points)
+
+
+def flat(indices: Sequence[Index], shape: Sequence[Index]) -> Index:
+    """The row-major number of an element."""
+    out = const(0)
+    for i, n in zip(indices, shape, strict=True):
+        out = out * n + i
+    return out
+
+
+def steps(number: Index, axes: Iterable[Axis]) -> list[tuple[Axis, Index]] | None:
+    """The axes that `number` is linear in, with their weights; None where it is not linear."""
+    known = set(axes)
+    out: list[tuple[Axis, Index]] = []
+    rest = number
+    for a in number.atoms():
+        if not isinstance(a, Axis):
+            if a.rank:  # not a size
+                return None
+            continue
+        if a not in known:
+            return None
+        weight = number.coefficient(a)
+        if weight is None or weight.axes():
+            return None
+        out.append((a, weight))
+        rest = rest - weight * a.index
+    return out if not rest.axes() else None
+
+
+def dense(number: Index, axes: Iterable[Axis]) -> list[tuple[Axis, Index]] | None:
+    """Innermost first, the axes of a number that runs over ``0 .. product(extents)`` exactly once;
+    None where it does not."""
+    found = steps(number, axes)
+    if found is None:
+        return None
+    rest = number
+    for a, w in found:
+        rest = rest - w * a.index
+    if rest.value != 0:
+        return None
+    by_weight = {w: a for a, w in found}
+    if len(by_weight) != len(found):
+        return None
+    out: list[tuple[Axis, Index]] = []
+    step = const(1)
+    while by_weight:
+        a = by_weight.pop(step, None)
+        if a is None:
+            return None
+        out.append((a, step))
+        step = step * a.extent
+    return out
+
+
+def paired(u: Index, v: Index, ours: Iterable[Axis], theirs: Iterable[Axis]) -> Map:
+    """Axes of `v` that appear with the same weight and extent as one axis of `u`."""
+    a, b = steps(u, ours), steps(v, theirs)
+    if a is None or b is None:
+        return {}
+    table = {(w, x.extent): x for x, w in a}
+    if len(table) != len(a):
+        return {}
+    return {y: table[w, y.extent].index for y, w in b if (w, y.extent) in table}
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One tensor's element as both nests number it. `exact`: `ours` is known to be one-to-one."""
+
+    tensor: str
+    ours: Index
+    theirs: Index
+    exact: bool
+    count: Index  # elements of the tensor
+
+
+def solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) -> Map:
+    """For each axis of their nest, its value in terms of our axes; axes that no equation
+    determines are missing."""
+    table: Map = {a: const(0) for a in theirs if a.extent.value == 1}
+    for e in sorted(equations, key=lambda e: -len(e.theirs.axes())):
+        found = _from_dense(e, ours, theirs) or paired(e.ours, e.theirs, ours.axes, theirs)
+        for a, i in found.items():
+            table.setdefault(a, i)
+    return table
+
+
+def _from_dense(e: Equation, ours: Space, theirs: Sequence[Axis]) -> Map:
+    form = dense(e.theirs, theirs)
+    if form is None:
+        return {}
+    total = product(a.extent for a, _ in form)
+    mine = dense(e.ours, ours.axes)
+    if mine is not None:
+        if product(a.extent for a, _ in mine) is not total:
+            return {}
+    elif not e.exact or total is not e.count:
+        return {}
+    out: Map = {}
+    for k, (a, w) in enumerate(form):
+        i = floordiv(e.ours, w)
+        out[a] = i if k == len(form) - 1 else mod(i, a.extent)
+    return out
+
+
+def match_rest(table: Map, free: Sequence[Axis], theirs: Sequence[Axis]) -> bool:
+    """Pairs the axes of theirs that are not in `table` with `free`, in order, by extent."""
+    left = [a for a in theirs if a not in table]
+    mine = [a for a in free if a.extent.value != 1]
+    if [a.extent for a in left] != [a.extent for a in mine]:
+        return False
+    table.update({b: a.index for a, b in zip(mine, left, strict=True)})
+    return True
+
+
+def image(table: Mapping[Atom, Index], axes: Iterable[Axis]) -> set[Axis]:
+    """The axes of ours that the images of `axes` depend on."""
+    out: set[Axis] = set()
+    for a in axes:
+        out |= table[a].axes()
+    return out
+
+
+def same_element(u: Sequence[Index], v: Sequence[Index], shape: Sequence[Index]) -> bool:
+    """Whether two index vectors name the same element at every point."""
+    if tuple(u) == tuple(v):
+        return True
+    return flat(u, shape) is flat(v, shape)
+
+
+def moved(indices: Sequence[Index], table: Mapping[Atom, Index]) -> tuple[Index, ...]:
+    return tuple(substitute(i, table) for i in indices)
+
+
+__all__ = [
+    "Equation",
+    "Map",
+    "Space",
+    "atom",
+    "dense",
+    "divide_exact",
+    "flat",
+    "image",
+    "match_rest",
+    "moved",
+    "paired",
+    "same_element",
+    "solve",
+    "steps",
+]
