@@ -190,6 +190,9 @@ class Program:
     callables: dict[str, Any] = field(default_factory=dict, compare=False)
     num_inputs: int = 0
 
+    def computes(self) -> tuple[Compute, ...]:
+        return tuple(d for d in self.defs if isinstance(d, Compute))
+
     def layouts(self) -> dict[str, Layout]:
         out: dict[str, Layout] = {}
         for d in self.defs:

@@ -1,6 +1,11 @@
 """Scheduling: which computations share a kernel.
 
-In: a `Program`. Out: a `Schedule`.
+In: a `Program`. Out: a `Schedule`, and every decision in the Record. The passes, in order:
+
+    normalize    canonical axes; producers written into their readers
+    dag          what must run before what
+    fuse         best-first merges: `legality` says whether, `profit` says how much
+    build        kernels with names, nests and costs
 """
 
 from __future__ import annotations
@@ -8,24 +13,33 @@ from __future__ import annotations
 from deuteron.base.device import DeviceSpec, device_spec_for
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.ir.program import Compute, Extern, Program
-from deuteron.schedule.build import build
-from deuteron.schedule.group import Group, alone
+from deuteron.ir.program import Extern, Program
+from deuteron.schedule.build import build, memory_of, needed_outside
+from deuteron.schedule.dag import Dag
+from deuteron.schedule.fuse import Fusion
+from deuteron.schedule.group import Group
 from deuteron.schedule.kernel import Schedule
+from deuteron.schedule.normalize import canonical, normalize
 
 
 def schedule(program: Program, options: Options, record: Record) -> Schedule:
-    """One kernel per computation."""
+    """Kernels and library calls in execution order."""
     layouts = program.layouts()
     specs: dict[str, DeviceSpec] = {
         d: device_spec_for(d, options) for d in sorted({lay.device for lay in layouts.values()})
     }
+    owner = memory_of(program)
+    if options.fusion:
+        computes = normalize(program, layouts, specs, record)
+    else:
+        computes = {d.name: canonical(d) for d in program.computes()}
+    dag = Dag.of(program, computes, owner)
+    outside = needed_outside(program)
+    if options.fusion:
+        Fusion(dag, layouts, owner, outside, specs, record).run()
     steps: list[list[Group] | Extern] = []
-    for d in program.defs:
-        if isinstance(d, Extern):
-            steps.append(d)
-        elif isinstance(d, Compute):
-            steps.append([alone(d)])
+    for node in dag.order():
+        steps.append([node.content] if isinstance(node.content, Group) else node.content)
     return build(steps, program, layouts, specs)
 
 

@@ -176,7 +176,7 @@ def build(
     outside = needed_outside(program)
     namer = Namer()
     out: list[Step] = []
-    for k, step in enumerate(steps):
+    for step in steps:
         if isinstance(step, Extern):
             out.append(step)
             continue

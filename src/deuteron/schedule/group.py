@@ -19,7 +19,7 @@ from functools import cached_property
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Atom, Axis, Index, Value, substitute
+from deuteron.ir.index import Atom, Axis, Index, Value, const, substitute
 from deuteron.ir.program import Compute, Layout, tensors_read
 from deuteron.schedule.kernel import Fold, Nest, Prefix, Stmt, Store
 from deuteron.schedule.space import Map, Space, same_element
@@ -83,6 +83,8 @@ class Member:
     at: Map
     kind: str
     level: str  # "row" | "point": on which axes it is evaluated
+    position: int = 0  # in the program; members are evaluated in this order
+    copy: bool = False  # computed again here; another group keeps the tensor
 
     @property
     def name(self) -> str:
@@ -104,17 +106,17 @@ class Member:
     def moved(self, table: Map, level: str | None = None, kind: str | None = None) -> Member:
         """The member in another nest whose loops are given by `table`."""
         at = {a: substitute(i, table) for a, i in self.at.items()}
-        return Member(self.compute, at, kind or self.kind, level or self.level)
+        return replace(self, at=at, kind=kind or self.kind, level=level or self.level)
 
 
-def alone(c: Compute) -> Group:
+def alone(c: Compute, position: int = 0) -> Group:
     """The group of one computation."""
     kind = kind_of(c)
     bound = bound_axes(c)
-    space = Space(tuple(a for a in c.axes if a not in bound), bound)
-    at: Map = {a: a.index for a in space.axes}
-    level = "point" if kind in ("scan", "write") or kind == "point" else "row"
-    return Group(space, (Member(c, at, kind, level),))
+    loops = tuple(a for a in bound if a.extent.value != 1) or bound[:1]
+    space = Space(tuple(a for a in c.axes if a not in bound and a.extent.value != 1), loops)
+    at: Map = {a: a.index if a in space.axes else const(0) for a in (*c.axes, *bound)}
+    return Group(space, (Member(c, at, kind, "row" if kind == "fold" else "point", position),))
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ class Group:
         """Whether the nest's reduced loops mean something (they cannot become parallel)."""
         return any(m.kind in ("fold", "scan", "column") for m in self.members)
 
+    @property
+    def fixed(self) -> bool:
+        """Whether rows and reduced loops are told apart."""
+        return bool(self.space.reduced)
+
     @cached_property
     def reads(self) -> dict[str, dict[tuple[Index, ...], None]]:
         """Tensors in memory that are read, with each index vector."""
@@ -145,7 +152,7 @@ class Group:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """What must exist before the nest starts: tensors read, and targets that are written into."""
+        """What must exist before the nest starts: tensors read, and targets written into."""
         found: dict[str, None] = {}
         for m in self.members:
             for name in tensors_read(m.compute):
@@ -244,10 +251,6 @@ class Builder:
         if not load.args:
             return value
         return E.op("where", load.args[0], value, E.literal(fill, value.dtype))
-
-
-def placed(m: Member, **changes: object) -> Member:
-    return replace(m, **changes)  # type: ignore[arg-type]
 
 
 __all__ = [

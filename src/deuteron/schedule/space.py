@@ -100,9 +100,9 @@ def dense(number: Index, axes: Iterable[Axis]) -> list[tuple[Axis, Index]] | Non
     out: list[tuple[Axis, Index]] = []
     step = const(1)
     while by_weight:
-        a = by_weight.pop(step, None)
-        if a is None:
+        if step not in by_weight:
             return None
+        a = by_weight.pop(step)
         out.append((a, step))
         step = step * a.extent
     return out

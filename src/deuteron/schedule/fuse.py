@@ -1,0 +1,233 @@
+"""Best-first search over legal merges, largest predicted saving first.
+
+In: the `Dag` of single computations and library calls. Out: the same graph with groups merged, and
+every pair that was considered in the Record, fused or refused, with the reason.
+
+Candidates are pairs of groups that share a tensor: a maker and a reader, or two readers. A merge
+changes the neighbours' savings; they are scored again when they come up. Ties go to the earlier
+pair, so that the result depends on the program alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.record import Record
+from deuteron.ir.program import Extern, Layout
+from deuteron.schedule import profit
+from deuteron.schedule.dag import Dag, Node
+from deuteron.schedule.group import Group
+from deuteron.schedule.legality import Refusal, fits
+
+# Kernels larger than this take long to compile and spill registers.
+MOST_MEMBERS = 64
+# Readers of one tensor that are paired as siblings, each with this many that follow.
+SIBLINGS = 6
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A merge that may be done: what it saves, and the group that results."""
+
+    us: float
+    bytes: int
+    group: Group
+
+
+class Fusion:
+    def __init__(
+        self,
+        dag: Dag,
+        layouts: dict[str, Layout],
+        owner: Mapping[str, str],
+        outside: set[str],
+        specs: Mapping[str, DeviceSpec],
+        record: Record,
+    ) -> None:
+        self.dag, self.layouts, self.owner = dag, layouts, owner
+        self.outside, self.specs, self.record = outside, specs, record
+        self.costs: dict[int, profit.Cost] = {}
+        self.verdicts: dict[tuple[int, int], tuple[Refusal, Offer | None, str]] = {}
+        self.heap: list[tuple[float, int, int, int, int]] = []
+        self.offers: dict[tuple[int, int], Offer] = {}
+
+    # -- what a group leaves in memory ----------------------------------------------------------
+    def stored(self, group: Group, inside: set[int]) -> list[str]:
+        """Members whose tensors somebody else needs."""
+        return [
+            m.name
+            for m in group.members
+            if not m.copy
+            and (
+                m.name in self.outside
+                or m.compute.target is not None
+                or self.dag.readers.get(m.name, set()) - inside
+            )
+        ]
+
+    def cost(self, node: Node) -> profit.Cost:
+        found = self.costs.get(node.id)
+        if found is None:
+            assert isinstance(node.content, Group)
+            keep = self.stored(node.content, {node.id})
+            found = self.costs[node.id] = profit.cost(
+                node.content, self.layouts, keep, self.spec(node.content)
+            )
+        return found
+
+    def spec(self, group: Group) -> DeviceSpec:
+        return self.specs[self.layouts[group.members[0].name].device]
+
+    # -- candidates -----------------------------------------------------------------------------
+    def neighbours(self, node: Node) -> Iterable[Node]:
+        """Groups that share a tensor with `node`."""
+        found: dict[int, None] = {}
+        group = node.content
+        assert isinstance(group, Group)
+        for name in group.reads:
+            home = self.dag.home.get(name)
+            if home is not None:
+                found[home] = None
+            near = sorted(
+                self.dag.readers.get(name, ()), key=lambda k: (self.dag.nodes[k].first, k)
+            )
+            if node.id in near:
+                at = near.index(node.id)
+                found.update(dict.fromkeys(near[max(0, at - SIBLINGS) : at + SIBLINGS + 1]))
+        for m in group.members:
+            if not m.copy:
+                found.update(dict.fromkeys(sorted(self.dag.readers.get(m.name, ()))))
+        found.pop(node.id, None)
+        return [n for k in found if isinstance((n := self.dag.nodes[k]).content, Group)]
+
+    def consider(self, x: Node, y: Node) -> None:
+        a, b = (x, y) if (x.first, x.id) < (y.first, y.id) else (y, x)
+        key = (a.id, b.id)
+        if key in self.offers or key in self.verdicts:
+            return
+        found = self.offer(a, b)
+        if isinstance(found, Refusal):
+            self.verdicts[key] = (found, None, "")
+            return
+        self.offers[key] = found
+        heapq.heappush(self.heap, (-found.us, a.first, b.first, a.id, b.id))
+
+    def offer(self, a: Node, b: Node) -> Offer | Refusal:
+        """The merge of two groups, or why it is not to be had (cycles are asked for later)."""
+        assert isinstance(a.content, Group) and isinstance(b.content, Group)
+        if len(a.content.members) + len(b.content.members) > MOST_MEMBERS:
+            return Refusal("too large", f"more than {MOST_MEMBERS} operations in one kernel")
+        merged = fits(a.content, b.content, self.layouts, self.owner)
+        if isinstance(merged, Refusal):
+            return merged
+        spec = self.spec(merged)
+        keep = self.stored(merged, {a.id, b.id})
+        one, two = self.cost(a), self.cost(b)
+        both = profit.cost(merged, self.layouts, keep, spec)
+        saved = one.us + two.us - both.us + profit.launch_us(spec)
+        moved = one.bytes + two.bytes - both.bytes
+        if saved <= 0:
+            share = min(one.occupancy, two.occupancy)
+            if both.occupancy < share:
+                return Refusal(
+                    "parallelism lost",
+                    f"together {both.occupancy:.0%} of the device is busy, apart {share:.0%}: "
+                    f"{both.us:.1f} us against {one.us + two.us:.1f} us, "
+                    f"{moved} bytes would be saved",
+                )
+            return Refusal("no gain", f"{both.us:.1f} us against {one.us + two.us:.1f} us")
+        return Offer(saved, moved, merged)
+
+    # -- the search -------------------------------------------------------------------------------
+    def run(self) -> None:
+        for node in list(self.dag.nodes.values()):
+            if isinstance(node.content, Group):
+                for other in self.neighbours(node):
+                    if other.id > node.id:
+                        self.consider(node, other)
+        while self.heap:
+            _, _, _, i, j = heapq.heappop(self.heap)
+            offer = self.offers.pop((i, j), None)
+            a, b = self.dag.nodes.get(i), self.dag.nodes.get(j)
+            if offer is None or a is None or b is None:
+                continue
+            between = self.dag.path_around(a, b)
+            if between is not None:
+                self.verdicts[i, j] = (_cycle(between), offer, "")
+                continue
+            self.accept(a, b, offer)
+        self.report()
+
+    def accept(self, a: Node, b: Node, offer: Offer) -> None:
+        first, second = self.link(a, b)
+        self.record.add(
+            "decision",
+            subject="fuse",
+            accepted=True,
+            reason="saves memory traffic" if offer.bytes > 0 else "saves a launch",
+            detail="",
+            first=first,
+            second=second,
+            bytes=offer.bytes,
+            us=round(offer.us, 3),
+        )
+        touched = {*a.content.reads, *b.content.reads}  # type: ignore[union-attr]
+        node = self.dag.merge(a, b, offer.group)
+        for name in touched:  # who makes what the pair shared may now store less
+            home = self.dag.home.get(name)
+            if home is not None:
+                self.costs.pop(home, None)
+        for other in self.neighbours(node):
+            self.consider(node, other)
+
+    def link(self, a: Node, b: Node) -> tuple[str, str]:
+        """The two computations by which a pair is known: a maker and a reader, or two readers."""
+        for x, y in ((a, b), (b, a)):
+            assert isinstance(x.content, Group) and isinstance(y.content, Group)
+            for m in y.content.members:
+                for r in m.reads:
+                    if r.tensor in x.content.names:
+                        return (r.tensor, m.name)
+        return (_last(a), _last(b))
+
+    def report(self) -> None:
+        """Pairs that are still apart, with the reason."""
+        for (i, j), (why, offer, _) in self.verdicts.items():
+            a, b = self.dag.nodes.get(i), self.dag.nodes.get(j)
+            if a is None or b is None:
+                continue
+            first, second = self.link(a, b)
+            self.record.add(
+                "decision",
+                subject="fuse",
+                accepted=False,
+                reason=why.reason,
+                detail=why.detail,
+                first=first,
+                second=second,
+                bytes=offer.bytes if offer else self.shared(a, b),
+                us=round(offer.us, 3) if offer else 0.0,
+            )
+
+    def shared(self, a: Node, b: Node) -> int:
+        """Bytes of the tensors that both touch."""
+        assert isinstance(a.content, Group) and isinstance(b.content, Group)
+        touch = [{*g.reads, *g.names} for g in (a.content, b.content)]
+        return sum(self.layouts[n].nbytes_hint for n in touch[0] & touch[1])
+
+
+def _last(n: Node) -> str:
+    assert isinstance(n.content, Group)
+    return n.content.members[-1].name
+
+
+def _cycle(through: Node) -> Refusal:
+    what = through.content
+    name = what.op if isinstance(what, Extern) else what.members[0].name
+    return Refusal("cycle", f"{name} needs one of them and the other needs {name}")
+
+
+__all__ = ["Fusion"]

@@ -1,0 +1,251 @@
+"""Whether two groups may share a nest, from index maps and dependences alone.
+
+In: two groups. Out: the group that computes both, or a `Refusal` that says why there is none, with
+both index maps where they differ. Cost plays no part here (`profit`), nor do paths through other
+kernels (`fuse` asks for those).
+
+One nest stays as it is (the base); the other's loops (the guest's) become indices over the base's,
+found from the tensors that both touch. Rows stay rows: a guest with folds fits where its parallel
+loops are the base's parallel ones and its reduced loops the reduced ones. A guest whose folds run
+over the base's rows becomes column folds of a chunked nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from deuteron.ir.index import Axis, Index, as_index, product
+from deuteron.ir.program import Layout
+from deuteron.schedule.group import Group, Member
+from deuteron.schedule.space import (
+    Equation,
+    Map,
+    Space,
+    flat,
+    image,
+    match_rest,
+    same_element,
+    solve,
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why not. `reason` is a class of reasons, `detail` the case with its index maps."""
+
+    reason: str
+    detail: str = ""
+
+
+def fits(
+    a: Group, b: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]
+) -> Group | Refusal:
+    """The nest that computes both groups, `a`'s members before `b`'s where they depend."""
+    for g in (a, b):
+        if any(m.kind == "write" for m in g.members):
+            return Refusal("scatter", f"{_writers(g)} stores at computed places")
+    devices = {layouts[g.members[0].name].device for g in (a, b)}
+    if len(devices) > 1:
+        return Refusal("device", " and ".join(sorted(devices)))
+    first: Refusal | None = None
+    for base, guest in _orders(a, b):
+        table = correspond(base, guest, layouts)
+        if isinstance(table, Refusal):
+            first = first or table
+            continue
+        placed = place(base, guest, table)
+        if isinstance(placed, Refusal):
+            first = first or placed
+            continue
+        bad = consistent(placed, layouts, owner)
+        if bad is None:
+            return placed
+        first = first or bad
+    assert first is not None
+    return first
+
+
+def _writers(g: Group) -> str:
+    return ", ".join(m.name for m in g.members if m.kind == "write")
+
+
+def _orders(a: Group, b: Group) -> tuple[tuple[Group, Group], ...]:
+    """Who is base: the one with folds, else the one with more points, else the first."""
+    if a.fixed != b.fixed:
+        return ((a, b),) if a.fixed else ((b, a),)
+    if b.space.size() > a.space.size():
+        return ((b, a), (a, b))
+    return ((a, b), (b, a))
+
+
+# -- which loop is which ---------------------------------------------------------------------------
+def equations(base: Group, guest: Group, layouts: Mapping[str, Layout]) -> list[Equation]:
+    """What both nests say of the elements of the tensors that both touch."""
+    out: list[Equation] = []
+
+    def add(name: str, ours: Sequence[Index], theirs: Sequence[Index], exact: bool) -> None:
+        lay = layouts[name]
+        out.append(Equation(name, flat(ours, lay.shape), flat(theirs, lay.shape), exact, lay.numel))
+
+    for name, indices in guest.reads.items():
+        m = base.names.get(name)
+        if m is not None:
+            for theirs in indices:
+                add(name, m.index, theirs, True)
+        for ours in base.reads.get(name, ()):
+            for theirs in indices:
+                add(name, ours, theirs, False)
+    for name, indices in base.reads.items():
+        m = guest.names.get(name)
+        if m is not None:
+            for ours in indices:
+                add(name, ours, m.index, False)
+    return out
+
+
+def correspond(base: Group, guest: Group, layouts: Mapping[str, Layout]) -> Map | Refusal:
+    """Each loop of the guest as an index over the base's loops."""
+    theirs = guest.space.axes
+    table = solve(equations(base, guest, layouts), base.space, theirs)
+    missing = [x for x in theirs if x not in table]
+    if missing:
+        used = image(table, [x for x in theirs if x in table])
+        free = [x for x in base.space.axes if x not in used]
+        if not match_rest(table, free, theirs):
+            return Refusal(
+                "iteration spaces differ",
+                f"{_loops(base.space)} and {_loops(guest.space)}: nothing relates {missing}",
+            )
+    return table
+
+
+def _loops(s: Space) -> str:
+    text = "x".join(repr(a.extent) for a in s.parallel) or "1"
+    return f"[{text} | {'x'.join(repr(a.extent) for a in s.reduced)}]" if s.reduced else f"[{text}]"
+
+
+# -- where the guest's members live ---------------------------------------------------------------
+def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
+    """Base and guest in one nest."""
+    space = base.space
+    rows, cols = set(space.parallel), set(space.reduced)
+    everything = image(table, guest.space.axes)
+    if guest.fixed:
+        p, r = image(table, guest.space.parallel), image(table, guest.space.reduced)
+        if p <= rows and r <= cols:
+            if not _covers(guest.space.parallel, p, table) or guest.space.rows is not space.rows:
+                return _different(base, guest, "rows")
+            if guest.space.points is not space.points:
+                return _different(base, guest, "reduced loops")
+            return _joined(base, guest, [m.moved(table) for m in guest.members])
+        if p <= cols and r <= rows:
+            return Refusal("rows against columns", "one folds over the other's rows")
+        return _different(base, guest, "reduced loops")
+    if guest.space.points is space.points and _covers(guest.space.axes, everything, table):
+        return _joined(base, guest, [m.moved(table) for m in guest.members])
+    if not space.reduced and not guest.space.reduced:
+        # The guest becomes the rows of a nest whose other loops are reduced ones.
+        whole = _whole_axes(table, guest.space.axes)
+        if whole is None or not whole < rows:
+            return _different(base, guest, "loops")
+        parallel = tuple(a for a in space.parallel if a in whole)
+        if product(a.extent for a in parallel) is not guest.space.points:
+            return _different(base, guest, "loops")
+        space = Space(parallel, tuple(a for a in space.parallel if a not in whole))
+        members = [m.moved(table, level="row") for m in guest.members]
+        return _joined(replace(base, space=space), guest, members)
+    if everything <= rows and guest.space.points is space.rows:
+        if not _covers(guest.space.axes, everything, table):
+            return _different(base, guest, "rows")
+        return _joined(base, guest, [m.moved(table, level="row") for m in guest.members])
+    return _different(base, guest, "loops")
+
+
+def _covers(axes: Sequence[Axis], images: set[Axis], table: Map) -> bool:
+    """Whether the images are one-to-one: no loop of the base stands for two of the guest's, unless
+    as its parts (quotients and remainders of one number)."""
+    whole = [table[a] for a in axes if a.extent.value != 1]
+    plain = [i for i in whole if i in {a.index for a in images}]
+    if len(set(plain)) != len(plain):
+        return False
+    parts = [i for i in whole if i not in set(plain)]
+    taken = {a for i in plain for a in i.axes()}
+    return not any(i.axes() & taken for i in parts) and len(set(parts)) == len(parts)
+
+
+def _whole_axes(table: Map, axes: Sequence[Axis]) -> set[Axis] | None:
+    out: set[Axis] = set()
+    for a in axes:
+        if a.extent.value == 1:
+            continue
+        (*_,) = used = tuple(table[a].axes())
+        if len(used) != 1 or table[a] is not used[0].index or used[0] in out:
+            return None
+        out.add(used[0])
+    return out
+
+
+def _different(base: Group, guest: Group, what: str) -> Refusal:
+    return Refusal(
+        "iteration spaces differ", f"{what} of {_loops(base.space)} and {_loops(guest.space)}"
+    )
+
+
+def _joined(base: Group, guest: Group, members: Sequence[Member]) -> Group:
+    both = sorted((*base.members, *members), key=lambda m: m.position)
+    return Group(base.space, tuple(both), base.chunk, {**base.partials, **guest.partials})
+
+
+# -- dependences inside ---------------------------------------------------------------
+def consistent(g: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]) -> Refusal | None:
+    """Every member finds what it reads at the nest's current point, and nothing is overwritten
+    before it is read."""
+    seen: dict[str, Member] = {}
+    for m in g.members:
+        for r in m.reads:
+            p = g.names.get(r.tensor)
+            if p is None:
+                continue
+            if p.name not in seen:
+                return Refusal("order", f"{m.name} reads {p.name} before it is there")
+            if p.kind == "column":
+                return Refusal("columns", f"{m.name} reads {p.name}, known when all rows are done")
+            if not same_element(p.index, r.index, layouts[r.tensor].shape):
+                return Refusal(
+                    "index maps differ",
+                    f"{p.name} is made at {_text(p.index)} and read by {m.name} at "
+                    f"{_text(r.index)}",
+                )
+            if m.level == "row" and p.level == "point" and m.kind not in ("fold", "scan"):
+                return Refusal("levels", f"{m.name} is per row, {p.name} per point")
+        seen[m.name] = m
+    return overwritten(g, owner)
+
+
+def overwritten(g: Group, owner: Mapping[str, str]) -> Refusal | None:
+    """Reads of memory that the nest writes into: only by the point that writes there."""
+    for k, m in enumerate(g.members):
+        if m.compute.target is None:
+            continue
+        memory = owner[m.name]
+        for j, other in enumerate(g.members):
+            for r in other.reads:
+                if owner.get(r.tensor, r.tensor) != memory or r.tensor in g.names:
+                    continue
+                if r.index != m.index or j > k and other is not m:
+                    return Refusal(
+                        "overwritten",
+                        f"{other.name} reads {r.tensor} at {_text(r.index)}, {m.name} overwrites "
+                        f"it at {_text(m.index)}",
+                    )
+            if other is not m and other.compute.target is not None and owner[other.name] == memory:
+                return Refusal("overwritten", f"{other.name} and {m.name} write {memory}")
+    return None
+
+
+def _text(index: Sequence[Index]) -> str:
+    return "[" + ", ".join(repr(as_index(i)) for i in index) + "]"
+
+
+__all__ = ["Refusal", "correspond", "fits", "place"]

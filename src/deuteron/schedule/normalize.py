@@ -1,0 +1,204 @@
+"""Before fusion: computations with canonical axes, and producers that have no place of their own.
+
+In: a `Program`. Out: its computations by name, in which
+
+* the k-th axis is called ``d<k>`` and the k-th bound axis ``r<k>``, so that loops over equal shapes
+  are the same axes and most substitutions are none,
+* a pointwise producer is written into its one reader, whatever index map the reader uses (pads,
+  flips, slices, reshapes), unless that computes elements more often than memory traffic would cost,
+* what is cheaper to compute than to read (casts, masks, positions) is written into every reader.
+
+Tensors that are needed in memory (outputs, library calls, targets) keep their definitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.record import Record
+from deuteron.ir import expr as E
+from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.index import Axis, Value, hint, product
+from deuteron.ir.program import Compute, Extern, Layout, Program, tensors_read
+from deuteron.schedule.group import bound_axes, kind_of, reads_of
+from deuteron.schedule.space import Map
+
+# A producer of at most this many FLOPs an element, reading no more bytes than it writes, is
+# computed at every use: the arithmetic hides behind the load that remains.
+FREE_FLOPS = 2.0
+# Expressions do not grow without end (a chain of a thousand producers with one reader each).
+MOST_NODES = 400
+
+
+def canonical(c: Compute) -> Compute:
+    """The computation with axes named by position."""
+    axes = tuple(Axis(f"d{k}", a.extent) for k, a in enumerate(c.axes))
+    table: Map = {a: b.index for a, b in zip(c.axes, axes, strict=True)}
+    if c.body.op == "reduce":
+        bound = (Axis(f"r{k}", a.extent) for k, a in enumerate(bound_axes(c)))
+        table.update({a: b.index for a, b in zip(bound_axes(c), bound)})
+    index = None
+    if c.index is not None:
+        index = tuple(E.as_position(E.index_value(i).substitute(table)) for i in c.index)
+    mask = c.mask.substitute(table) if c.mask is not None else None
+    return replace(c, axes=axes, body=c.body.substitute(table), index=index, mask=mask)
+
+
+class Inliner:
+    """Writes producers into their readers, in program order."""
+
+    def __init__(
+        self, program: Program, layouts: Mapping[str, Layout], specs: Mapping[str, DeviceSpec]
+    ) -> None:
+        self.layouts, self.specs = layouts, specs
+        self.memory = {o.tensor for o in program.outputs}
+        self.computes: dict[str, Compute] = {}
+        self.sites: dict[str, int] = {}  # tensor -> places that read it
+        self.size: dict[Expr, int] = {}
+        for d in program.defs:
+            if isinstance(d, Extern):
+                self.memory.update((*tensors_read(d), *d.mutates))
+            elif isinstance(d, Compute):
+                if d.target is not None:
+                    self.memory.update((d.name, d.target))
+                for r in reads_of(d):
+                    self.sites[r.tensor] = self.sites.get(r.tensor, 0) + 1
+        self.overwritten: set[str | None] = {
+            d.target for d in program.defs if isinstance(d, Compute) and d.target is not None
+        }
+        for d in program.defs:
+            if isinstance(d, Extern):
+                self.overwritten.update(d.mutates)
+
+    def add(self, c: Compute) -> None:
+        c = canonical(c)
+        if self.sites.get(c.name, 0) or c.name in self.memory:
+            self.computes[c.name] = self.inlined(c)
+
+    def inlined(self, c: Compute) -> Compute:
+        loads = {n for root in self.roots(c) for n in root.walk() if n.op == "load"}
+        table: dict[Expr, Expr] = {}
+        total = self.nodes(c.body)
+        # Loads whose index is itself loaded come after those inside the index.
+        for n in sorted(loads, key=lambda n: n.id):
+            p = self.computes.get(n.attr[0])
+            if p is None or any(isinstance(a, Value) for i in n.attr[1] for a in i.atoms()):
+                continue
+            if total + self.nodes(p.body) > MOST_NODES or not self.worth(p, n, c):
+                continue
+            total += self.nodes(p.body)
+            table[n] = _element(p, n)
+        if not table:
+            return c
+        body = c.body.substitute({}, table)
+        mask = c.mask.substitute({}, table) if c.mask is not None else None
+        index = c.index
+        if index is not None:
+            index = tuple(E.as_position(E.index_value(i).substitute({}, table)) for i in index)
+        origins = dict.fromkeys(
+            o for n in table for o in self.computes[n.attr[0]].origins
+        ) | dict.fromkeys(c.origins)
+        return replace(c, body=body, mask=mask, index=index, origins=tuple(origins))
+
+    @staticmethod
+    def roots(c: Compute) -> list[Expr]:
+        out = [c.body] + ([c.mask] if c.mask is not None else [])
+        return out + [E.index_value(i) for i in c.index or ()]
+
+    def nodes(self, e: Expr) -> int:
+        found = self.size.get(e)
+        if found is None:
+            found = self.size[e] = sum(1 for _ in e.walk())
+        return found
+
+    def worth(self, p: Compute, load: Expr, c: Compute) -> bool:
+        """Whether the reader should compute the element itself."""
+        if kind_of(p) != "point" or p.target is not None:
+            return False
+        reads = reads_of(p)
+        if any(r.tensor in self.overwritten for r in reads):
+            return False  # what is overwritten later is read in its own order
+        work = E.flops(p.body)
+        moved = sum(ITEMSIZE[self.layouts[r.tensor].dtype] for r in reads)
+        if work <= FREE_FLOPS and moved <= ITEMSIZE[p.body.dtype]:
+            return True
+        if p.name in self.memory:
+            return False
+        lay = self.layouts[p.name]
+        points = hint(product(a.extent for a in (*c.axes, *_inner(c))))
+        often = points / max(1, hint(lay.numel))
+        if self.sites[p.name] == 1 and often <= 1.0:
+            return True
+        if _aligned(load, c):
+            return False  # the same loops: fusion decides
+        spec = self.specs[lay.device]
+        more = spec.compute_us(work * (points - hint(lay.numel)))
+        if self.sites[p.name] == 1:
+            saved = spec.launch_us + spec.memory_us(2 * hint(lay.numel) * ITEMSIZE[lay.dtype])
+        else:
+            saved = spec.memory_us(min(points, hint(lay.numel)) * ITEMSIZE[lay.dtype])
+            more += spec.memory_us(min(points, hint(lay.numel)) * moved)
+        return more < saved
+
+
+def _inner(c: Compute) -> tuple[Axis, ...]:
+    return bound_axes(c) if c.body.op == "reduce" else ()
+
+
+def _aligned(load: Expr, c: Compute) -> bool:
+    """Whether the load walks the reader's own loops, some of them or all, in order."""
+    axes = (*c.axes, *_inner(c))
+    used = [i for i in load.attr[1] if i.value != 0]
+    plain = {a.index: k for k, a in enumerate(axes)}
+    return not load.args and len(used) == len(set(used)) and all(i in plain for i in used)
+
+
+def _element(p: Compute, load: Expr) -> Expr:
+    """The producer's body at the place where it is read."""
+    _, index, fill = load.attr
+    table: Map = {a: i for a, i in zip(p.axes, index, strict=True) if i is not a.index}
+    value = p.body.substitute(table) if table else p.body
+    if not load.args:
+        return value
+    mask = load.args[0]
+    return E.op("where", mask, E.with_mask(value, mask), E.literal(fill, value.dtype))
+
+
+def normalize(
+    program: Program,
+    layouts: Mapping[str, Layout],
+    specs: Mapping[str, DeviceSpec],
+    record: Record,
+) -> dict[str, Compute]:
+    """The computations that fusion starts from."""
+    inliner = Inliner(program, layouts, specs)
+    for d in program.defs:
+        if isinstance(d, Compute):
+            inliner.add(d)
+    # What every reader computes for itself is gone.
+    live: dict[str, Compute] = {}
+    needed = set(inliner.memory)
+    for name, c in reversed(inliner.computes.items()):
+        if name in needed:
+            live[name] = c
+            needed.update(r.tensor for r in reads_of(c))
+            if c.target is not None:
+                needed.add(c.target)
+        else:
+            record.add(
+                "decision",
+                subject="inline",
+                accepted=True,
+                reason="one reader or cheaper than a read",
+                detail="",
+                first=name,
+                second="",
+                bytes=2 * layouts[name].nbytes_hint,
+                us=0.0,
+            )
+    return dict(reversed(live.items()))
+
+
+__all__ = ["canonical", "normalize"]
