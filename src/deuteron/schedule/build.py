@@ -132,7 +132,7 @@ def kernel(
     reads: dict[str, None] = {}
     writes: dict[str, None] = {}
     for g in groups:
-        keep = [m.name for m in g.members if m.name in stored]
+        keep = [m.name for m in g.members if m.name in stored and not m.copy]
         nest = g.nest(layouts, keep)
         r, w = accesses(nest)
         reads.update(r)
@@ -180,7 +180,7 @@ def build(
         if isinstance(step, Extern):
             out.append(step)
             continue
-        made = {n for g in step for n in g.names}
+        made = {m.name for g in step for m in g.members if not m.copy and m.kind != "column"}
         stored = {n for n in made if n in outside or reader.get(n)}
         device = layouts[step[0].members[0].name].device
         out.append(kernel(step, stored, layouts, specs[device], namer.name(step), device))

@@ -8,7 +8,7 @@ must be kept.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.ir.program import Compute, Extern, Program, tensors_read
@@ -124,12 +124,34 @@ class Dag:
             for m in old.content.members:
                 if not m.copy:
                     self.home[m.name] = new.id
+        for name in content.partials.values():
+            self.home[name] = new.id
+        for old in (a, b):
+            assert isinstance(old.content, Group)
             for name in old.content.inputs:
                 self.readers[name].discard(old.id)
             del self.nodes[old.id]
         for name in content.inputs:
             self.readers.setdefault(name, set()).add(new.id)
         return new
+
+    def finish(self, main: Node, tail: Sequence[tuple[Compute, int]]) -> list[Node]:
+        """Nodes for computations that took names over from members of `main`."""
+        later = set(main.after)
+        nodes: list[Node] = []
+        for c, position in tail:
+            node = self.add(alone(c, position), position, position)
+            nodes.append(node)
+            for k in later:
+                self.edge(node.id, k)
+            self.edge(main.id, node.id)
+            assert isinstance(node.content, Group)
+            for name in node.content.inputs:
+                self.readers.setdefault(name, set()).add(node.id)
+                if name in self.home:
+                    self.edge(self.home[name], node.id)
+            self.home[c.name] = node.id
+        return nodes
 
     def order(self) -> Iterator[Node]:
         """Nodes in an order that respects the edges, as near to the program's as can be."""

@@ -18,9 +18,10 @@ from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
 from deuteron.ir.program import Extern, Layout
 from deuteron.schedule import profit
+from deuteron.schedule.columns import Chunked, columns
 from deuteron.schedule.dag import Dag, Node
 from deuteron.schedule.group import Group
-from deuteron.schedule.legality import Refusal, fits
+from deuteron.schedule.legality import Refusal, correspond, fits
 
 # Kernels larger than this take long to compile and spill registers.
 MOST_MEMBERS = 64
@@ -35,6 +36,7 @@ class Offer:
     us: float
     bytes: int
     group: Group
+    chunked: Chunked | None = None  # then `group` is its main part
 
 
 class Fusion:
@@ -61,6 +63,7 @@ class Fusion:
             m.name
             for m in group.members
             if not m.copy
+            and m.kind != "column"
             and (
                 m.name in self.outside
                 or m.compute.target is not None
@@ -121,25 +124,63 @@ class Fusion:
         if len(a.content.members) + len(b.content.members) > MOST_MEMBERS:
             return Refusal("too large", f"more than {MOST_MEMBERS} operations in one kernel")
         merged = fits(a.content, b.content, self.layouts, self.owner)
-        if isinstance(merged, Refusal):
-            return merged
+        found: Offer | Refusal
+        if isinstance(merged, Group):
+            found = self.score(a, b, merged)
+            if isinstance(found, Offer) or found.reason != "parallelism lost":
+                return found
+        else:
+            found = merged
+            if merged.reason not in ("rows against columns", "index maps differ"):
+                return merged
+        other = self.across(a, b)
+        return found if other is None else other
+
+    def score(
+        self, a: Node, b: Node, merged: Group, chunked: Chunked | None = None
+    ) -> Offer | Refusal:
         spec = self.spec(merged)
         keep = self.stored(merged, {a.id, b.id})
         one, two = self.cost(a), self.cost(b)
         both = profit.cost(merged, self.layouts, keep, spec)
-        saved = one.us + two.us - both.us + profit.launch_us(spec)
-        moved = one.bytes + two.bytes - both.bytes
-        if saved <= 0:
-            share = min(one.occupancy, two.occupancy)
-            if both.occupancy < share:
-                return Refusal(
-                    "parallelism lost",
-                    f"together {both.occupancy:.0%} of the device is busy, apart {share:.0%}: "
-                    f"{both.us:.1f} us against {one.us + two.us:.1f} us, "
-                    f"{moved} bytes would be saved",
-                )
-            return Refusal("no gain", f"{both.us:.1f} us against {one.us + two.us:.1f} us")
-        return Offer(saved, moved, merged)
+        us, moved = both.us, both.bytes
+        saved = one.us + two.us + profit.launch_us(spec)
+        if chunked is not None:
+            late = profit.tail(chunked.layouts.values(), spec)
+            us, moved, saved = us + late.us, moved + late.bytes, saved - profit.launch_us(spec)
+        saved -= us
+        moved = one.bytes + two.bytes - moved
+        if saved > 0:
+            return Offer(saved, moved, merged, chunked)
+        share = min(one.occupancy, two.occupancy)
+        if both.occupancy < share:
+            return Refusal(
+                "parallelism lost",
+                f"together {both.occupancy:.0%} of the device is busy, apart {share:.0%}: "
+                f"{us:.1f} us against {one.us + two.us:.1f} us, {moved} bytes would be saved",
+            )
+        return Refusal("no gain", f"{us:.1f} us against {one.us + two.us:.1f} us")
+
+    def across(self, a: Node, b: Node) -> Offer | None:
+        """One group's folds as column folds of the other's nest, where that is possible and pays."""
+        best: Offer | None = None
+        for x, y in ((a, b), (b, a)):
+            base, guest = x.content, y.content
+            assert isinstance(base, Group) and isinstance(guest, Group)
+            if not guest.folds or guest.chunk is not None:
+                continue
+            table = correspond(base, guest, self.layouts)
+            if isinstance(table, Refusal):
+                continue
+            spec = self.spec(base)
+            found = columns(base, guest, table, self.layouts, self.owner, spec)
+            if isinstance(found, Refusal):
+                continue
+            self.layouts.update(found.layouts)
+            offer = self.score(a, b, found.main, found)
+            if isinstance(offer, Offer) and (best is None or offer.us > best.us):
+                best = offer
+        return best
 
     # -- the search -------------------------------------------------------------------------------
     def run(self) -> None:
@@ -176,12 +217,14 @@ class Fusion:
         )
         touched = {*a.content.reads, *b.content.reads}  # type: ignore[union-attr]
         node = self.dag.merge(a, b, offer.group)
+        late = self.dag.finish(node, offer.chunked.tail) if offer.chunked is not None else []
         for name in touched:  # who makes what the pair shared may now store less
             home = self.dag.home.get(name)
             if home is not None:
                 self.costs.pop(home, None)
-        for other in self.neighbours(node):
-            self.consider(node, other)
+        for new in (node, *late):
+            for other in self.neighbours(new):
+                self.consider(new, other)
 
     def link(self, a: Node, b: Node) -> tuple[str, str]:
         """The two computations by which a pair is known: a maker and a reader, or two readers."""

@@ -180,7 +180,7 @@ class Group:
                 stmts.append(Fold(register(m), c.body.attr[0], values[m.name]))
             elif m.kind == "scan":
                 stmts.append(Prefix(register(m), c.body.attr[0], values[m.name]))
-            if m.name in keep or c.target is not None:
+            if (m.name in keep or c.target is not None) and not m.copy:
                 stmts.append(self._store(m, values, layouts))
         return Nest(self.space.parallel, self.space.reduced, tuple(stmts), self.chunk)
 

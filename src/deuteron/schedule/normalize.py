@@ -75,16 +75,16 @@ class Inliner:
     def add(self, c: Compute) -> None:
         c = canonical(c)
         if self.sites.get(c.name, 0) or c.name in self.memory:
-            self.computes[c.name] = self.inlined(c)
+            # What is read at loaded places waits until those places are expressions.
+            self.computes[c.name] = self.inlined(self.inlined(c, False), True)
 
-    def inlined(self, c: Compute) -> Compute:
+    def inlined(self, c: Compute, gathers: bool) -> Compute:
         loads = {n for root in self.roots(c) for n in root.walk() if n.op == "load"}
         table: dict[Expr, Expr] = {}
         total = self.nodes(c.body)
-        # Loads whose index is itself loaded come after those inside the index.
         for n in sorted(loads, key=lambda n: n.id):
             p = self.computes.get(n.attr[0])
-            if p is None or any(isinstance(a, Value) for i in n.attr[1] for a in i.atoms()):
+            if p is None or _gathers(n) is not gathers:
                 continue
             if total + self.nodes(p.body) > MOST_NODES or not self.worth(p, n, c):
                 continue
@@ -141,6 +141,10 @@ class Inliner:
             saved = spec.memory_us(min(points, hint(lay.numel)) * ITEMSIZE[lay.dtype])
             more += spec.memory_us(min(points, hint(lay.numel)) * moved)
         return more < saved
+
+
+def _gathers(load: Expr) -> bool:
+    return any(isinstance(a, Value) for i in load.attr[1] for a in i.atoms())
 
 
 def _inner(c: Compute) -> tuple[Axis, ...]:
