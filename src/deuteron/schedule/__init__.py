@@ -5,6 +5,8 @@ In: a `Program`. Out: a `Schedule`, and every decision in the Record. The passes
     normalize    canonical axes; producers written into their readers
     dag          what must run before what
     fuse         best-first merges: `legality` says whether, `profit` says how much
+    split        folds with few rows in two steps
+    join         short kernels in one launch
     build        kernels with names, nests and costs
 """
 
@@ -17,9 +19,10 @@ from deuteron.ir.program import Extern, Program
 from deuteron.schedule.build import build, memory_of, needed_outside
 from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
-from deuteron.schedule.group import Group
+from deuteron.schedule.join import Joiner, Launch
 from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.normalize import canonical, normalize
+from deuteron.schedule.split import relieve
 
 
 def schedule(program: Program, options: Options, record: Record) -> Schedule:
@@ -34,13 +37,20 @@ def schedule(program: Program, options: Options, record: Record) -> Schedule:
     else:
         computes = {d.name: canonical(d) for d in program.computes()}
     dag = Dag.of(program, computes, owner)
-    outside = needed_outside(program)
+    fusion = Fusion(dag, layouts, owner, needed_outside(program), specs, record)
     if options.fusion:
-        Fusion(dag, layouts, owner, outside, specs, record).run()
-    steps: list[list[Group] | Extern] = []
-    for node in dag.order():
-        steps.append([node.content] if isinstance(node.content, Group) else node.content)
-    return build(steps, program, layouts, specs)
+        fusion.run()
+        relieve(fusion)
+        fusion.report()
+    groups = [
+        n.content if isinstance(n.content, Extern) else (n.content, fusion.cost(n).us)
+        for n in dag.order()
+    ]
+    if options.fusion:
+        launches = Joiner(layouts, owner, specs, record).run(groups)
+    else:
+        launches = [s if isinstance(s, Extern) else Launch.of(*s, layouts) for s in groups]
+    return build(launches, program, layouts, specs)
 
 
 __all__ = ["schedule"]

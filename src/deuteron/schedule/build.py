@@ -13,7 +13,8 @@ from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import Expr
 from deuteron.ir.program import Compute, Extern, Layout, Origin, Program, tensors_read
 from deuteron.schedule.group import Group, Member
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Schedule, Step, Store
+from deuteron.schedule.join import Launch
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Step, Store
 from deuteron.schedule.profit import Cost, cost
 
 LONGEST_NAME = 72
@@ -125,6 +126,7 @@ def kernel(
     spec: DeviceSpec,
     name: str,
     device: str,
+    barriers: tuple[int, ...] = (),
 ) -> Kernel:
     """One launch: a nest per group."""
     nests: list[Nest] = []
@@ -148,42 +150,47 @@ def kernel(
         device=device,
         bytes=sum(c.bytes for c in costs),
         flops=sum(c.flops for c in costs),
-        predicted_us=max(sum(c.us for c in costs), 0.0),
+        predicted_us=sum(c.us for c in costs),
+        barriers=barriers,
     )
 
 
-def prefixes(nest: Nest) -> bool:
-    return any(isinstance(s, Prefix) for s in nest.stmts)
+def readers(steps: Sequence[Launch | Extern]) -> dict[str, set[int]]:
+    """Who reads each tensor: groups are counted one by one, calls after them."""
+    out: dict[str, set[int]] = {}
+    k = 0
+    for step in steps:
+        if isinstance(step, Extern):
+            for n in (*tensors_read(step), *step.mutates):
+                out.setdefault(n, set()).add(k)
+            k += 1
+            continue
+        for g in step.groups:
+            for n in g.inputs:
+                out.setdefault(n, set()).add(k)
+            k += 1
+    return out
 
 
 def build(
-    steps: Sequence[Sequence[Group] | Extern],
+    steps: Sequence[Launch | Extern],
     program: Program,
     layouts: dict[str, Layout],
     specs: dict[str, DeviceSpec],
-    partials: Iterable[str] = (),
 ) -> Schedule:
     """The schedule; `steps` are in execution order."""
-    reader: dict[str, set[int]] = {}
-    for k, step in enumerate(steps):
-        if isinstance(step, Extern):
-            for n in (*tensors_read(step), *step.mutates):
-                reader.setdefault(n, set()).add(k)
-        else:
-            for g in step:
-                for n in g.inputs:
-                    reader.setdefault(n, set()).add(k)
-    outside = needed_outside(program)
-    namer = Namer()
+    read, outside, namer = readers(steps), needed_outside(program), Namer()
     out: list[Step] = []
     for step in steps:
         if isinstance(step, Extern):
             out.append(step)
             continue
-        made = {m.name for g in step for m in g.members if not m.copy and m.kind != "column"}
-        stored = {n for n in made if n in outside or reader.get(n)}
-        device = layouts[step[0].members[0].name].device
-        out.append(kernel(step, stored, layouts, specs[device], namer.name(step), device))
+        made = {m.name for g in step.groups for m in g.members if not m.copy and m.kind != "column"}
+        stored = {n for n in made if n in outside or read.get(n)}
+        spec, name = specs[step.device], namer.name(step.groups)
+        out.append(
+            kernel(step.groups, stored, layouts, spec, name, step.device, tuple(step.barriers))
+        )
     return Schedule(tuple(out), memory_of(program), layouts)
 
 

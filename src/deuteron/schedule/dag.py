@@ -119,14 +119,14 @@ class Dag:
             self.nodes[k].after = (self.nodes[k].after - gone) | {new.id}
         for k in new.after:
             self.nodes[k].before = (self.nodes[k].before - gone) | {new.id}
-        for old in (a, b):
+        for old in {a.id: a, b.id: b}.values():
             assert isinstance(old.content, Group)
             for m in old.content.members:
                 if not m.copy:
                     self.home[m.name] = new.id
-        for name in content.partials.values():
-            self.home[name] = new.id
-        for old in (a, b):
+        for name in (*content.names, *content.partials.values()):
+            self.home.setdefault(name, new.id)
+        for old in {a.id: a, b.id: b}.values():
             assert isinstance(old.content, Group)
             for name in old.content.inputs:
                 self.readers[name].discard(old.id)

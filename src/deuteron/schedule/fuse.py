@@ -11,12 +11,12 @@ pair, so that the result depends on the program alone.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
-from deuteron.ir.program import Extern, Layout
+from deuteron.ir.program import Compute, Extern, Layout
 from deuteron.schedule import profit
 from deuteron.schedule.columns import Chunked, columns
 from deuteron.schedule.dag import Dag, Node
@@ -162,7 +162,7 @@ class Fusion:
         return Refusal("no gain", f"{us:.1f} us against {one.us + two.us:.1f} us")
 
     def across(self, a: Node, b: Node) -> Offer | None:
-        """One group's folds as column folds of the other's nest, where that is possible and pays."""
+        """One group's folds as column folds of the other's nest, where that is legal and pays."""
         best: Offer | None = None
         for x, y in ((a, b), (b, a)):
             base, guest = x.content, y.content
@@ -184,11 +184,13 @@ class Fusion:
 
     # -- the search -------------------------------------------------------------------------------
     def run(self) -> None:
-        for node in list(self.dag.nodes.values()):
-            if isinstance(node.content, Group):
-                for other in self.neighbours(node):
-                    if other.id > node.id:
-                        self.consider(node, other)
+        self.resume([n for n in self.dag.nodes.values() if isinstance(n.content, Group)])
+
+    def resume(self, nodes: Sequence[Node]) -> None:
+        """Merges whatever pays among these nodes and their neighbours."""
+        for node in nodes:
+            for other in self.neighbours(node):
+                self.consider(node, other)
         while self.heap:
             _, _, _, i, j = heapq.heappop(self.heap)
             offer = self.offers.pop((i, j), None)
@@ -200,7 +202,11 @@ class Fusion:
                 self.verdicts[i, j] = (_cycle(between), offer, "")
                 continue
             self.accept(a, b, offer)
-        self.report()
+
+    def replace(self, node: Node, group: Group, tail: Sequence[tuple[Compute, int]]) -> list[Node]:
+        """Another way to do a node's work: `group` first, then `tail`."""
+        new = self.dag.merge(node, node, group)
+        return [new, *self.dag.finish(new, tail)]
 
     def accept(self, a: Node, b: Node, offer: Offer) -> None:
         first, second = self.link(a, b)

@@ -1,30 +1,23 @@
 """The schedule's artifacts: nests of loops, kernels, steps. What code generators read.
 
-A `Nest` iterates ``parallel x reduced`` and runs its statements in order at each point where they
-live:
+A `Nest` iterates ``parallel x reduced`` and runs its statements in order, each at every point where
+it lives:
 
-    Fold    name[parallel] = fold of `body` over all `reduced` axes        (row reduction; value
-    lives on `parallel`)
-            or, when `partial`: over the chunked parallel axis             (value lives on chunk x
-            reduced, see below)
+    Fold    name[parallel] = fold of `body` over all reduced axes: the value lives on rows; or, when
+            `partial`, over the rows of one worker of a chunked nest (below)
     Prefix  name[parallel, reduced] = scan of `body` along the one reduced axis
-    Store   tensor[index] = value, at every point of `parallel` (level "row") or of parallel x
-    reduced (level "point")
+    Store   tensor[index] = value, at every row (level "row") or every point (level "point")
 
-Bodies and values are expressions whose loads are either of tensors in memory or of `Fold`/`Prefix`
-results of the same nest
-(those are registers: a load whose name is in `Nest.locals()`; its indices are to be ignored). A
-Store also makes nothing
-readable: a consumer in the same nest uses the stored expression itself, which interning shares.
+Bodies and values are expressions whose loads are of tensors in memory, or of results of the same
+nest: registers, whose name is in `Nest.locals()` and whose indices are to be ignored. A Store makes
+nothing readable: who needs the value in the same nest uses the stored expression, which interning
+shares.
 
-Chunked nests (a row and a column reduction of one tensor in one pass): `chunk = (axis, count)`. The
-parallel axis `axis` is
-walked by `count` independent workers, worker k taking rows ``k*ceil(n/count) <= axis <
-(k+1)*ceil(n/count)``. A `Fold` with
-`partial=True` is over that axis: each worker folds the `body` (which lives on parallel x reduced)
-over its rows and
-stores the result in `tensor[k, reduced...]`; a later kernel folds the count partial results in
-order, so results repeat.
+Chunked nests do a row and a column reduction of one tensor in one pass: ``chunk = (axis, count)``.
+The parallel axis is walked by `count` independent workers, worker k taking the rows
+``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Fold` with `partial` folds its body, which
+lives on parallel x reduced, over the worker's rows and stores the result in
+``name[k, reduced...]``; a later nest folds the partial results in order, so that results repeat.
 """
 
 from __future__ import annotations
@@ -86,8 +79,11 @@ class Nest:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch. More than one nest: independent nests side by side (no nest reads what another
-    writes).
+    """One launch. More than one nest: side by side, where no nest reads what another writes.
+
+    `barriers` are positions in `nests` before which all earlier nests are complete, in all threads
+    and programs; what they wrote may then be read. On a GPU the nests after a barrier are small:
+    the program that finishes last runs them.
 
     `reads` and `writes` are tensors in memory with their layouts (a tensor both read and written is
     in both);
@@ -104,14 +100,12 @@ class Kernel:
     bytes: int
     flops: float
     predicted_us: float
+    barriers: tuple[int, ...] = ()
 
-
-@dataclass(frozen=True)
-class Alias:
-    """`name` is the memory of `target` from here on (see ir.program.Compute.target)."""
-
-    name: str
-    target: str
+    def parts(self) -> tuple[tuple[Nest, ...], ...]:
+        """Nests between barriers."""
+        cuts = (0, *self.barriers, len(self.nests))
+        return tuple(self.nests[a:b] for a, b in zip(cuts, cuts[1:]))
 
 
 Step = Kernel | Extern

@@ -138,7 +138,9 @@ class Inliner:
         if self.sites[p.name] == 1:
             saved = spec.launch_us + spec.memory_us(2 * hint(lay.numel) * ITEMSIZE[lay.dtype])
         else:
-            saved = spec.memory_us(min(points, hint(lay.numel)) * ITEMSIZE[lay.dtype])
+            # The other readers may share a kernel with the producer, which then stores nothing.
+            touched = min(points, hint(lay.numel)) + hint(lay.numel)
+            saved = spec.memory_us(touched * ITEMSIZE[lay.dtype])
             more += spec.memory_us(min(points, hint(lay.numel)) * moved)
         return more < saved
 

@@ -50,7 +50,9 @@ def kernel_lines(k: Kernel, layouts: Mapping[str, Layout] | None = None) -> list
     for what, listed in (("reads", k.reads), ("writes", k.writes)):
         out += [f"    {what} {name}: {layout_text(layout)}" for name, layout in listed]
     known = {**(layouts or {}), **dict(k.reads), **dict(k.writes)}
-    for nest in k.nests:
+    for i, nest in enumerate(k.nests):
+        if i in k.barriers:
+            out.append("    barrier")
         out += [f"    {line}" for line in nest_lines(nest, known)]
     return out
 

@@ -88,15 +88,14 @@ def occupancy(group: Group, spec: DeviceSpec) -> float:
         # Threads share long rows where one fold stands alone; dependent ones wait for one another.
         return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
     row = hint(product(a.extent for a in group.space.reduced))
-    # Rows that lie side by side in memory are walked together by one program.
-    programs = rows if row >= 256 or not _columns(group) else max(1, rows // 32)
-    if _columns(group):
-        programs = max(1, rows // 32)
+    # Rows that lie side by side in memory are walked together by one program; short ones too.
+    together = 32 if side_by_side(group) else max(1, 256 // max(1, row))
+    programs = max(1, rows // together)
     return min(1.0, programs * ONE_CORE / spec.cores)
 
 
-def _columns(group: Group) -> bool:
-    """Whether the fastest-varying axis of what is read most is a parallel one."""
+def side_by_side(group: Group) -> bool:
+    """Rows lie side by side in memory: the fastest axis of what is read most is a parallel one."""
     best, found = 0, False
     for indices in group.reads.values():
         for index in indices:

@@ -31,11 +31,12 @@ Pending = tuple[str, list[Tensor], Tensor, str | None, Tensor | None]
 def run_kernel(kernel: Kernel, tensors: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
     """Executes `kernel`. `tensors` has each tensor that it reads or writes, in its logical
     shape."""
-    results: list[Pending] = []
-    for nest in kernel.nests:
-        results += run_nest(nest, tensors, sizes, kernel.device)
-    for name, at, value, accumulate, mask in results:
-        write(name, tensors[name], at, value, accumulate, mask)
+    for part in kernel.parts():
+        results: list[Pending] = []
+        for nest in part:
+            results += run_nest(nest, tensors, sizes, kernel.device)
+        for name, at, value, accumulate, mask in results:
+            write(name, tensors[name], at, value, accumulate, mask)
 
 
 def run_nest(

@@ -170,19 +170,24 @@ class _State:
     # -- kernels -----------------------------------------------------------------------------------
 
     def kernel(self, k: Kernel) -> None:
-        reads: list[set[str]] = []
-        writes: list[set[str]] = []
-        for nest in k.nests:
-            r, w = self.nest(nest)
-            reads.append(r)
-            writes.append(w)
-        if len(k.nests) > 1:
-            self.independent(reads, writes)
-        for name in sorted(set().union(*reads)):
-            self.readable(name)
-        self.interface(k, set().union(*reads), set().union(*writes))
-        for name in dict.fromkeys(n for w in writes for n in sorted(w)):
-            self.define(name)
+        reads: set[str] = set()
+        writes: set[str] = set()
+        inside: set[str] = set()
+        for part in k.parts():
+            if not part:
+                raise Fault("nests", f"a part of {k.name} between barriers has no nest")
+            found = [self.nest(nest) for nest in part]
+            if len(part) > 1:
+                self.independent([r for r, _ in found], [w for _, w in found])
+            for name in sorted(set().union(*(r for r, _ in found))):
+                if name not in inside:
+                    self.readable(name)
+            reads |= set().union(*(r for r, _ in found))
+            for name in dict.fromkeys(n for _, w in found for n in sorted(w)):
+                self.define(name)
+                inside.add(name)
+            writes |= set().union(*(w for _, w in found))
+        self.interface(k, reads, writes)
 
     def independent(self, reads: list[set[str]], writes: list[set[str]]) -> None:
         owner: dict[str, tuple[int, str]] = {}

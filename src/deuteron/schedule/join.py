@@ -1,0 +1,130 @@
+"""Kernels joined into one launch although they share no loops.
+
+In: groups and calls in execution order. Out: the same order, with neighbouring groups as nests of
+one kernel where a launch costs more than it is worth. Nests side by side are independent; where one
+needs another's results, a barrier stands between them: on a CPU all threads wait, on a GPU the
+program that finishes last goes on alone, so that only little may follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.record import Record
+from deuteron.ir.program import Extern, Layout
+from deuteron.schedule import profit
+from deuteron.schedule.group import Group
+
+# Nests of one kernel, at most: registers and code size are those of the largest.
+MOST_NESTS = 12
+# Kernels up to this long are worth joining, in launches; longer ones hide the launch.
+SHORT = 4.0
+# What one program reads at the end of a kernel, at most (H200: 50 GB/s alone, 2 us).
+GPU_TAIL_BYTES = 1 << 17
+CPU_SHORT_US = 30.0
+
+
+@dataclass
+class Launch:
+    """The nests of one kernel."""
+
+    groups: list[Group]
+    device: str
+    us: float
+    barriers: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(group: Group, us: float, layouts: Mapping[str, Layout]) -> Launch:
+        return Launch([group], layouts[group.members[0].name].device, us)
+
+    def since_barrier(self) -> list[Group]:
+        return self.groups[self.barriers[-1] if self.barriers else 0 :]
+
+
+def made(groups: Iterable[Group]) -> set[str]:
+    """Tensors in memory that the groups may write."""
+    out: set[str] = set()
+    for g in groups:
+        out.update(m.name for m in g.members if not m.copy)
+        out.update(g.partials.values())
+    return out
+
+
+class Joiner:
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        owner: Mapping[str, str],
+        specs: Mapping[str, DeviceSpec],
+        record: Record,
+    ) -> None:
+        self.layouts, self.owner, self.specs, self.record = layouts, owner, specs, record
+
+    def memory(self, names: Iterable[str]) -> set[str]:
+        return {self.owner.get(n, n) for n in names}
+
+    def needs(self, first: Sequence[Group], second: Group) -> bool:
+        """Whether `second` reads or overwrites what `first` touches, or the other way round."""
+        written = self.memory(made(first))
+        read = self.memory(n for g in first for n in g.inputs)
+        theirs = self.memory(made([second]))
+        return bool(written & self.memory(second.inputs) or (read | written) & theirs)
+
+    def run(self, steps: Sequence[tuple[Group, float] | Extern]) -> list[Launch | Extern]:
+        out: list[Launch | Extern] = []
+        for step in steps:
+            if isinstance(step, Extern):
+                out.append(step)
+                continue
+            group, us = step
+            last = out[-1] if out else None
+            if isinstance(last, Launch) and self.join(last, group, us):
+                continue
+            out.append(Launch.of(group, us, self.layouts))
+        return out
+
+    def join(self, k: Launch, group: Group, us: float) -> bool:
+        device = self.layouts[group.members[0].name].device
+        if device != k.device or len(k.groups) >= MOST_NESTS:
+            return False
+        spec = self.specs[device]
+        depends = self.needs(k.since_barrier(), group)
+        if depends and not self.may_follow(k, group, us, spec):
+            return False
+        limit = CPU_SHORT_US if spec.kind == "cpu" else SHORT * spec.launch_us
+        if not depends and min(us, k.us) > limit:
+            return False
+        if depends:
+            k.barriers.append(len(k.groups))
+        elif k.barriers and spec.kind != "cpu" and not self.may_follow(k, group, us, spec):
+            return False
+        self.record.add(
+            "decision",
+            subject="join",
+            accepted=True,
+            reason="a barrier costs less than a launch" if depends else "independent and short",
+            detail="",
+            first=k.groups[-1].members[-1].name,
+            second=group.members[-1].name,
+            bytes=0,
+            us=round(profit.launch_us(spec), 3),
+        )
+        k.groups.append(group)
+        k.us += us
+        return True
+
+    def may_follow(self, k: Launch, group: Group, us: float, spec: DeviceSpec) -> bool:
+        """Whether `group` may run behind a barrier in the same kernel."""
+        if any(m.kind == "write" for g in (*k.groups, group) for m in g.members):
+            return False
+        if spec.kind == "cpu":
+            return us <= CPU_SHORT_US
+        if group.chunk is not None or any(m.kind == "scan" for m in group.members):
+            return False
+        keep = [m.name for m in group.members]
+        return profit.cost(group, dict(self.layouts), keep, spec).bytes <= GPU_TAIL_BYTES
+
+
+__all__ = ["Joiner", "Launch"]
