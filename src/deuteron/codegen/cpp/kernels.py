@@ -96,7 +96,9 @@ def generate_for(kernel: Kernel, machine: Machine, checked: bool = True) -> CppK
     shared: list[str] = []
     body: list[str] = []
     checks = False
-    for loops in nests:
+    for k, loops in enumerate(nests):
+        if k in kernel.barriers and threaded:
+            body.append("#pragma omp barrier")
         env = Env(loops, Emitter(pointers, used, numbers), machine, threaded, shared)
         write_nest(env)
         inside = env.em.chain[0].lines
