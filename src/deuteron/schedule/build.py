@@ -134,7 +134,7 @@ def kernel(
     reads: dict[str, None] = {}
     writes: dict[str, None] = {}
     for g in groups:
-        keep = [m.name for m in g.members if m.name in stored and not m.copy]
+        keep = [m.name for m in g.members if m.name in stored and not m.copy and m.kind != "column"]
         nest = g.nest(layouts, keep)
         r, w = accesses(nest)
         reads.update(r)

@@ -122,8 +122,10 @@ class Dag:
         for old in {a.id: a, b.id: b}.values():
             assert isinstance(old.content, Group)
             for m in old.content.members:
-                if not m.copy:
+                if not m.copy and m.kind != "column":
                     self.home[m.name] = new.id
+            for name in old.content.partials.values():
+                self.home[name] = new.id
         for name in (*content.names, *content.partials.values()):
             self.home.setdefault(name, new.id)
         for old in {a.id: a, b.id: b}.values():

@@ -128,7 +128,8 @@ class Group:
 
     @cached_property
     def names(self) -> dict[str, Member]:
-        return {m.name: m for m in self.members}
+        """Members by name; a column fold's name belongs to who combines its partial results."""
+        return {m.name: m for m in self.members if m.kind != "column"}
 
     @property
     def folds(self) -> bool:

@@ -202,15 +202,16 @@ def consistent(g: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]
     """Every member finds what it reads at the nest's current point, and nothing is overwritten
     before it is read."""
     seen: dict[str, Member] = {}
+    partial = set(g.partials.values())
     for m in g.members:
         for r in m.reads:
             p = g.names.get(r.tensor)
+            if r.tensor in partial:
+                return Refusal("columns", f"{m.name} reads {r.tensor}, complete after all rows")
             if p is None:
                 continue
             if p.name not in seen:
                 return Refusal("order", f"{m.name} reads {p.name} before it is there")
-            if p.kind == "column":
-                return Refusal("columns", f"{m.name} reads {p.name}, known when all rows are done")
             if not same_element(p.index, r.index, layouts[r.tensor].shape):
                 return Refusal(
                     "index maps differ",

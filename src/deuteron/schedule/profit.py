@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import ITEMSIZE, flops
-from deuteron.ir.index import hint, product
+from deuteron.ir.index import const, hint, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
 
@@ -103,7 +103,7 @@ def side_by_side(group: Group) -> bool:
                 continue
             used = {a for i in index for a in i.axes()}
             size = hint(product(a.extent for a in used))
-            inner = index[-1].axes()
+            inner = {a for a in index[-1].axes() if index[-1].coefficient(a) is const(1)}
             if size > best and inner:
                 best, found = size, any(a in group.space.parallel for a in inner)
     return found
