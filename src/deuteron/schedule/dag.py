@@ -35,11 +35,12 @@ class Dag:
     nodes: dict[int, Node]
     home: dict[str, int]  # tensor -> the node that makes it
     readers: dict[str, set[int]]  # tensor -> nodes that read it
-    next_id: int
+    owner: Mapping[str, str]
+    next_id: int = 0
 
     @staticmethod
     def of(program: Program, computes: Mapping[str, Compute], owner: Mapping[str, str]) -> Dag:
-        dag = Dag({}, {}, {}, 0)
+        dag = Dag({}, {}, {}, owner)
         writer: dict[str, int] = {}  # memory -> its last writer
         since: dict[str, set[int]] = {}  # memory -> readers since then
         impure: int | None = None
@@ -144,16 +145,27 @@ class Dag:
         for c, position in tail:
             node = self.add(alone(c, position), position, position)
             nodes.append(node)
-            for k in later:
-                self.edge(node.id, k)
             self.edge(main.id, node.id)
             assert isinstance(node.content, Group)
+            memory = {self.owner.get(n, n) for n in node.content.inputs}
+            for k in later:
+                if memory & self.overwrites(self.nodes[k]):
+                    self.edge(node.id, k)
+            for k in self.readers.get(c.name, ()):
+                self.edge(node.id, k)
             for name in node.content.inputs:
                 self.readers.setdefault(name, set()).add(node.id)
                 if name in self.home:
                     self.edge(self.home[name], node.id)
             self.home[c.name] = node.id
         return nodes
+
+    def overwrites(self, node: Node) -> set[str]:
+        """Memory that a node writes into although it is another's."""
+        what = node.content
+        if isinstance(what, Extern):
+            return {self.owner.get(n, n) for n in what.mutates}
+        return {self.owner[m.name] for m in what.members if m.compute.target is not None}
 
     def order(self) -> Iterator[Node]:
         """Nodes in an order that respects the edges, as near to the program's as can be."""
