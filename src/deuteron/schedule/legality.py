@@ -71,7 +71,9 @@ def _writers(g: Group) -> str:
 
 
 def _orders(a: Group, b: Group) -> tuple[tuple[Group, Group], ...]:
-    """Who is base: the one with folds, else the one with more points, else the first."""
+    """Who is base: the chunked one, else the one with folds, else the one with more points, else the first."""
+    if (a.chunk is None) != (b.chunk is None):
+        return ((b, a),) if a.chunk is None else ((a, b),)
     if a.fixed != b.fixed:
         return ((a, b),) if a.fixed else ((b, a),)
     if b.space.size() > a.space.size():
@@ -129,6 +131,11 @@ def _loops(s: Space) -> str:
 def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
     """Base and guest in one nest."""
     space = base.space
+    if guest.chunk is not None:
+        assert base.chunk is not None
+        (axis, count), (other, n) = base.chunk, guest.chunk
+        if table[other] is not axis.index or n != count:
+            return Refusal("chunked", f"rows cut along {axis} in {count}, along {other} in {n}")
     rows, cols = set(space.parallel), set(space.reduced)
     everything = image(table, guest.space.axes)
     if guest.fixed:
