@@ -71,7 +71,8 @@ def _writers(g: Group) -> str:
 
 
 def _orders(a: Group, b: Group) -> tuple[tuple[Group, Group], ...]:
-    """Who is base: the chunked one, else the one with folds, else the one with more points, else the first."""
+    """Who is base: the chunked nest, else one with folds, else one with more points, else the
+    first."""
     if (a.chunk is None) != (b.chunk is None):
         return ((b, a),) if a.chunk is None else ((a, b),)
     if a.fixed != b.fixed:
