@@ -6,6 +6,7 @@ In: a `Program`. Out: a `Schedule`, and every decision in the Record. The passes
     dag          what must run before what
     fuse         best-first merges: `legality` says whether, `profit` says how much
     split        folds with few rows in two steps
+    recompute    what is cheaper to compute again than to read
     join         short kernels in one launch
     build        kernels with names, nests and costs
 """
@@ -22,6 +23,7 @@ from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.join import Joiner, Launch
 from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.normalize import canonical, normalize
+from deuteron.schedule.recompute import recompute
 from deuteron.schedule.split import relieve
 
 
@@ -41,6 +43,8 @@ def schedule(program: Program, options: Options, record: Record) -> Schedule:
     if options.fusion:
         fusion.run()
         relieve(fusion)
+        recompute(fusion)
+        fusion.prune()
         fusion.report()
     groups = [
         n.content if isinstance(n.content, Extern) else (n.content, fusion.cost(n).us)

@@ -134,7 +134,7 @@ def kernel(
     reads: dict[str, None] = {}
     writes: dict[str, None] = {}
     for g in groups:
-        keep = [m.name for m in g.members if m.name in stored and not m.copy and m.kind != "column"]
+        keep = [m.name for m in g.members if m.name in stored and m.kind != "column"]
         nest = g.nest(layouts, keep)
         r, w = accesses(nest)
         reads.update(r)
@@ -185,7 +185,7 @@ def build(
         if isinstance(step, Extern):
             out.append(step)
             continue
-        made = {m.name for g in step.groups for m in g.members if not m.copy and m.kind != "column"}
+        made = {m.name for g in step.groups for m in g.members if m.kind != "column"}
         stored = {n for n in made if n in outside or read.get(n)}
         spec, name = specs[step.device], namer.name(step.groups)
         out.append(

@@ -123,7 +123,7 @@ class Dag:
         for old in {a.id: a, b.id: b}.values():
             assert isinstance(old.content, Group)
             for m in old.content.members:
-                if not m.copy and m.kind != "column":
+                if m.kind != "column":
                     self.home[m.name] = new.id
             for name in old.content.partials.values():
                 self.home[name] = new.id
@@ -137,6 +137,17 @@ class Dag:
         for name in content.inputs:
             self.readers.setdefault(name, set()).add(new.id)
         return new
+
+    def remove(self, node: Node) -> None:
+        """Forgets a node whose results nobody needs; what it ordered stays ordered."""
+        assert isinstance(node.content, Group)
+        for a in node.before:
+            self.nodes[a].after = self.nodes[a].after - {node.id} | node.after
+        for b in node.after:
+            self.nodes[b].before = self.nodes[b].before - {node.id} | node.before
+        for name in node.content.inputs:
+            self.readers[name].discard(node.id)
+        del self.nodes[node.id]
 
     def finish(self, main: Node, tail: Sequence[tuple[Compute, int]]) -> list[Node]:
         """Nodes for computations that took names over from members of `main`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
@@ -62,8 +62,7 @@ class Fusion:
         return [
             m.name
             for m in group.members
-            if not m.copy
-            and m.kind != "column"
+            if m.kind != "column"
             and (
                 m.name in self.outside
                 or m.compute.target is not None
@@ -101,8 +100,7 @@ class Fusion:
                 at = near.index(node.id)
                 found.update(dict.fromkeys(near[max(0, at - SIBLINGS) : at + SIBLINGS + 1]))
         for m in group.members:
-            if not m.copy:
-                found.update(dict.fromkeys(sorted(self.dag.readers.get(m.name, ()))))
+            found.update(dict.fromkeys(sorted(self.dag.readers.get(m.name, ()))))
         found.pop(node.id, None)
         return [n for k in found if isinstance((n := self.dag.nodes[k]).content, Group)]
 
@@ -207,6 +205,22 @@ class Fusion:
         """Another way to do a node's work: `group` first, then `tail`."""
         new = self.dag.merge(node, node, group)
         return [new, *self.dag.finish(new, tail)]
+
+    def prune(self) -> None:
+        """Removes members that nobody needs any more, and groups without others."""
+        for node in reversed(list(self.dag.order())):
+            if not isinstance(node.content, Group):
+                continue
+            needed = set(self.stored(node.content, {node.id}))
+            live = []
+            for m in reversed(node.content.members):
+                if m.name in needed or m.kind == "column":
+                    live.append(m)
+                    needed.update(r.tensor for r in m.reads)
+            if not live:
+                self.dag.remove(node)
+            elif len(live) < len(node.content.members):
+                self.replace(node, replace(node.content, members=tuple(reversed(live))), ())
 
     def accept(self, a: Node, b: Node, offer: Offer) -> None:
         first, second = self.link(a, b)

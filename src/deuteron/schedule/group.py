@@ -84,7 +84,6 @@ class Member:
     kind: str
     level: str  # "row" | "point": on which axes it is evaluated
     position: int = 0  # in the program; members are evaluated in this order
-    copy: bool = False  # computed again here; another group keeps the tensor
 
     @property
     def name(self) -> str:
@@ -181,7 +180,7 @@ class Group:
                 stmts.append(Fold(register(m), c.body.attr[0], values[m.name]))
             elif m.kind == "scan":
                 stmts.append(Prefix(register(m), c.body.attr[0], values[m.name]))
-            if (m.name in keep or c.target is not None) and not m.copy:
+            if m.name in keep or c.target is not None:
                 stmts.append(self._store(m, values, layouts))
         return Nest(self.space.parallel, self.space.reduced, tuple(stmts), self.chunk)
 

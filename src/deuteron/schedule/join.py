@@ -47,7 +47,7 @@ def made(groups: Iterable[Group]) -> set[str]:
     """Tensors in memory that the groups may write."""
     out: set[str] = set()
     for g in groups:
-        out.update(m.name for m in g.members if not m.copy)
+        out.update(m.name for m in g.members)
         out.update(g.partials.values())
     return out
 

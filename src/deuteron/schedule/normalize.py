@@ -13,7 +13,7 @@ Tensors that are needed in memory (outputs, library calls, targets) keep their d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
@@ -79,7 +79,7 @@ class Inliner:
             self.computes[c.name] = self.inlined(self.inlined(c, False), True)
 
     def inlined(self, c: Compute, gathers: bool) -> Compute:
-        loads = {n for root in self.roots(c) for n in root.walk() if n.op == "load"}
+        loads = {n for root in roots(c) for n in root.walk() if n.op == "load"}
         table: dict[Expr, Expr] = {}
         total = self.nodes(c.body)
         for n in sorted(loads, key=lambda n: n.id):
@@ -89,23 +89,8 @@ class Inliner:
             if total + self.nodes(p.body) > MOST_NODES or not self.worth(p, n, c):
                 continue
             total += self.nodes(p.body)
-            table[n] = _element(p, n)
-        if not table:
-            return c
-        body = c.body.substitute({}, table)
-        mask = c.mask.substitute({}, table) if c.mask is not None else None
-        index = c.index
-        if index is not None:
-            index = tuple(E.as_position(E.index_value(i).substitute({}, table)) for i in index)
-        origins = dict.fromkeys(
-            o for n in table for o in self.computes[n.attr[0]].origins
-        ) | dict.fromkeys(c.origins)
-        return replace(c, body=body, mask=mask, index=index, origins=tuple(origins))
-
-    @staticmethod
-    def roots(c: Compute) -> list[Expr]:
-        out = [c.body] + ([c.mask] if c.mask is not None else [])
-        return out + [E.index_value(i) for i in c.index or ()]
+            table[n] = element(p, n)
+        return written_into(c, table, [self.computes[n.attr[0]] for n in table])
 
     def nodes(self, e: Expr) -> int:
         found = self.size.get(e)
@@ -145,6 +130,32 @@ class Inliner:
         return more < saved
 
 
+def roots(c: Compute) -> list[Expr]:
+    """The expressions in which a computation reads."""
+    out = [c.body] + ([c.mask] if c.mask is not None else [])
+    return out + [E.index_value(i) for i in c.index or ()]
+
+
+def written_into(c: Compute, table: Mapping[Expr, Expr], producers: Iterable[Compute]) -> Compute:
+    """`c` with loads replaced by what `producers` compute."""
+    if not table:
+        return c
+    body = c.body.substitute({}, table)
+    mask = c.mask.substitute({}, table) if c.mask is not None else None
+    index = c.index
+    if index is not None:
+        index = tuple(E.as_position(E.index_value(i).substitute({}, table)) for i in index)
+    origins = dict.fromkeys(o for p in producers for o in p.origins) | dict.fromkeys(c.origins)
+    return replace(c, body=body, mask=mask, index=index, origins=tuple(origins))
+
+
+def inlined(c: Compute, producer: Compute) -> Compute:
+    """`c` computing the producer's elements itself, wherever it reads them."""
+    loads = {n for root in roots(c) for n in root.walk() if n.op == "load"}
+    table = {n: element(producer, n) for n in loads if n.attr[0] == producer.name}
+    return written_into(c, table, [producer])
+
+
 def _gathers(load: Expr) -> bool:
     return any(isinstance(a, Value) for i in load.attr[1] for a in i.atoms())
 
@@ -161,7 +172,7 @@ def _aligned(load: Expr, c: Compute) -> bool:
     return not load.args and len(used) == len(set(used)) and all(i in plain for i in used)
 
 
-def _element(p: Compute, load: Expr) -> Expr:
+def element(p: Compute, load: Expr) -> Expr:
     """The producer's body at the place where it is read."""
     _, index, fill = load.attr
     table: Map = {a: i for a, i in zip(p.axes, index, strict=True) if i is not a.index}
@@ -207,4 +218,4 @@ def normalize(
     return dict(reversed(live.items()))
 
 
-__all__ = ["canonical", "normalize"]
+__all__ = ["canonical", "inlined", "normalize"]
