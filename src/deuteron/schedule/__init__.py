@@ -44,7 +44,6 @@ def schedule(program: Program, options: Options, record: Record) -> Schedule:
         fusion.run()
         relieve(fusion)
         recompute(fusion)
-        fusion.prune()
         fusion.report()
     groups = [
         n.content if isinstance(n.content, Extern) else (n.content, fusion.cost(n).us)

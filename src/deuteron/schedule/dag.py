@@ -71,8 +71,10 @@ class Dag:
                 dag.readers.setdefault(name, set()).add(node.id)
                 since.setdefault(memory, set()).add(node.id)
             for memory in writes:
-                for other in (*since.get(memory, ()), *([writer[memory]] * (memory in writer))):
+                for other in since.get(memory, ()):
                     dag.edge(other, node.id)
+                if memory in writer:
+                    dag.edge(writer[memory], node.id)
                 writer[memory], since[memory] = node.id, set()
             for name in names:
                 dag.home[name] = node.id

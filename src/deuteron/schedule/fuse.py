@@ -187,6 +187,8 @@ class Fusion:
     def resume(self, nodes: Sequence[Node]) -> None:
         """Merges whatever pays among these nodes and their neighbours."""
         for node in nodes:
+            if not isinstance(node.content, Group):
+                continue
             for other in self.neighbours(node):
                 self.consider(node, other)
         while self.heap:

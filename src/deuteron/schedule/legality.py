@@ -210,7 +210,7 @@ def consistent(g: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]
     """Every member finds what it reads at the nest's current point, and nothing is overwritten
     before it is read."""
     seen: dict[str, Member] = {}
-    partial = set(g.partials.values())
+    partial = {*g.partials, *g.partials.values()}
     for m in g.members:
         for r in m.reads:
             p = g.names.get(r.tensor)

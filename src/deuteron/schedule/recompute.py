@@ -24,20 +24,24 @@ MOST_PRODUCERS = 24
 
 
 def recompute(fusion: Fusion) -> None:
-    """Tries every tensor that is written for other kernels only, in program order."""
+    """Tries every tensor that is written for other kernels only, in program order; then lets the
+    changed groups fuse."""
+    known = set(fusion.dag.nodes)
     for node in sorted(fusion.dag.nodes.values(), key=lambda n: (n.first, n.id)):
         if not isinstance(node.content, Group) or node.id not in fusion.dag.nodes:
             continue
         for m in node.content.members:
             if m.kind == "point" and m.compute.target is None:
                 node = attempt(fusion, node, m)
+    fusion.prune()
+    fusion.resume([n for k, n in fusion.dag.nodes.items() if k not in known])
 
 
 def attempt(fusion: Fusion, node: Node, m: Member) -> Node:
     """Lets all readers compute `m` if that pays. Returns the node that `m` is in now."""
     dag = fusion.dag
     readers = [dag.nodes[k] for k in sorted(dag.readers.get(m.name, ())) if k != node.id]
-    if not readers or m.name in fusion.outside:
+    if not readers or m.name in fusion.outside or m.name in fusion.owner.values():
         return node
     if not all(isinstance(r.content, Group) for r in readers):
         return node

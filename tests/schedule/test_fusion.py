@@ -1,0 +1,134 @@
+"""What shares a kernel: counts of kernels, values by the reference executor, on both devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.schedule.tools import scheduled
+
+DEVICES = ["cpu", "H200"]
+ROWS, COLS = 96, 64
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (ROWS, COLS)))
+
+
+def norm_backward(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    d = x - x.mean(-1, keepdim=True)
+    rstd = (d.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    xh, g = d * rstd, dy * w
+    dx = (g - g.mean(-1, keepdim=True) - xh * (g * xh).mean(-1, keepdim=True)) * rstd
+    return dx, (dy * xh).sum(0), dy.sum(0)
+
+
+def rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def swiglu_backward(dy: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(a)
+    return dy * b * (s + a * s * (1 - s)), dy * a * s
+
+
+COUNTS: list[tuple[str, Any, tuple[Any, ...], int]] = [
+    ("sin((x+1)*2)", lambda x: ((x + 1) * 2).sin(), (x(),), 1),
+    ("written-out GELU", gelu, (x(),), 1),
+    ("softmax", lambda x: torch.softmax(x, -1), (x(),), 1),
+    ("softmax of columns", lambda x: torch.softmax(x, 0), (x(),), 1),
+    ("layer norm", lambda x, w, b: F.layer_norm(x, (COLS,), w, b), (x(), x(COLS), x(COLS)), 1),
+    ("layer norm backward", norm_backward, (x(), x(), x(COLS)), 2),
+    ("RMS norm", rms_norm, (x(), x(COLS)), 1),
+    ("cross-entropy", F.cross_entropy, (x(), torch.randint(0, COLS, (ROWS,))), 1),
+    ("SwiGLU", lambda a, b: F.silu(a) * b, (x(), x()), 1),
+    ("SwiGLU of halves", lambda x: F.silu(x[:, :32]) * x[:, 32:], (x(),), 1),
+    ("SwiGLU backward", swiglu_backward, (x(), x(), x()), 1),
+    ("GroupNorm + SiLU", lambda x: F.silu(F.group_norm(x, 4)), (x(8, 16, 6, 6),), 2),
+    ("row and column sums", lambda x: (x.sum(0), x.sum(1)), (x(),), 2),
+    ("transpose and add", lambda a, b: a.t().contiguous() + b, (x(8, 9), x(9, 8)), 1),
+    ("heads", lambda x: x.view(ROWS, 4, 16).transpose(0, 1).exp().sum(-1), (x(),), 1),
+    ("cat of products", lambda a, b: torch.cat([a * 2, b.exp()], 1).relu(), (x(), x()), 1),
+    ("scan", lambda x: x.exp().cumsum(-1) * 2, (x(),), 1),
+    ("three outputs", lambda x: (x + 1, (x + 1).exp(), x.sum(-1)), (x(),), 1),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name,f,args,most", COUNTS, ids=[c[0] for c in COUNTS])
+def test_counts(name: str, f: Any, args: tuple[Any, ...], most: int, device: str) -> None:
+    found = scheduled(f, *args, device=device)
+    assert len(found.kernels) <= most
+
+
+@pytest.mark.parametrize("name,f,args,most", COUNTS[:8], ids=[c[0] for c in COUNTS[:8]])
+def test_symbolic_sizes_fuse_alike(name: str, f: Any, args: tuple[Any, ...], most: int) -> None:
+    if name == "layer norm":
+        pytest.skip("normalized_shape is a number here")
+    assert len(scheduled(f, *args, dynamic=True).kernels) <= most
+
+
+def test_unfused() -> None:
+    """The option that bisects: one kernel per operation."""
+    found = scheduled(lambda x: ((x + 1) * 2).sin(), x(), fusion=False)
+    assert len(found.kernels) == 3
+
+
+def test_long_rows_are_split() -> None:
+    found = scheduled(lambda x: x.sum(-1), x(4, 300_000), device="H200")
+    assert found.accepted("split")
+    assert found.kernels[0].nests[0].parallel[-1].extent.value > 16
+
+
+def test_columns_are_chunked() -> None:
+    found = scheduled(lambda x: (x * 2).sum(0), x(4096, 64), device="H200")
+    assert found.accepted("split")
+    assert found.kernels[0].nests[0].chunk is not None
+
+
+def test_positions_survive() -> None:
+    """Position folds are not split: partial results would lose the order of equals."""
+    found = scheduled(lambda x: x.argmax(-1), x(4, 100_000), device="H200")
+    assert not found.accepted("split")
+
+
+def test_recomputed_in_readers() -> None:
+    """What three kernels of different loops read is cheaper to compute than to store."""
+
+    def f(a: Tensor) -> tuple[Tensor, ...]:
+        s = (a * 2 + 1) / 3
+        return s.exp().sum(0), s.reshape(-1, 25).amax(-1), s.reshape(-1, 20).amin(-1)
+
+    found = scheduled(f, x(2000, 50), device="H200")
+    written = {name for k in found.kernels for name, _ in k.writes}
+    assert "div" not in written
+
+
+def test_mutation_in_place() -> None:
+    """The overwritten tensor is read in the same kernel, at the point that overwrites it."""
+
+    def f(a: Tensor) -> Tensor:
+        y = (a * 2).exp()
+        return y / y.sum(-1, keepdim=True)
+
+    assert len(scheduled(f, x()).kernels) == 1
+
+
+@pytest.mark.parametrize("n", [500, 1000])
+def test_long_chains(n: int) -> None:
+    def f(x: Tensor) -> Tensor:
+        for k in range(n):
+            x = x.sin() if k % 3 else x + 1.5
+        return x
+
+    found = scheduled(f, x(4, 5))
+    assert len(found.kernels) <= n // 30 + 1
