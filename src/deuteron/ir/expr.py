@@ -41,6 +41,11 @@ from deuteron.ir.index import (
 
 DTYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
 ITEMSIZE = dict(zip(DTYPES, (1, 1, 1, 2, 4, 8, 2, 2, 4, 8)))
+# Tensors of these are only moved and handed to library calls.
+ITEMSIZE.update(
+    dict(complex32=4, complex64=8, complex128=16, uint16=2, uint32=4, uint64=8)
+    | {f"float8_{k}": 1 for k in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
+)
 FLOATS = ("f16", "bf16", "f32", "f64")
 INTS = ("u8", "i8", "i16", "i32", "i64")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from deuteron.ir.expr import FLOATS, INTS, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, evaluate
@@ -455,13 +456,17 @@ def run_program(p: Program, inputs: Sequence[Any]) -> list[Any]:
 
 
 def input_sizes(p: Program, inputs: Sequence[Any]) -> dict[str, int]:
-    """The values of the symbols that inputs define."""
-    out = {}
-    for sym, (kind, position, dim) in p.sizes:
-        x = inputs[position]
-        out[sym.name] = (
-            int(x) if kind == "int" else x.shape[dim] if kind == "shape" else x.stride(dim)
-        )
+    """Sizes that the inputs tell; those that library calls decide come later."""
+    out: dict[str, int] = {}
+    for sym, (kind, where, dim) in p.sizes:
+        if kind == "int":
+            out[sym.name] = int(inputs[where])
+        elif kind == "shape":
+            out[sym.name] = int(inputs[where].shape[dim])
+        elif kind == "stride":
+            out[sym.name] = int(inputs[where].stride(dim))
+        elif kind == "expr":
+            out[sym.name] = int(eval(where, {"math": math}, out))
     return out
 
 
@@ -511,13 +516,16 @@ class _Run:
     def _call(self, d: Extern) -> None:
         f = self.program.callables.get(d.op) or resolve(d.op)
         out = f(*(self.argument(a) for a in d.args), **{k: self.argument(v) for k, v in d.kwargs})
-        results = list(out) if isinstance(out, (tuple, list)) else [out]
+        results = tree_leaves(out)
         for k, sym in enumerate(d.sizes):
             if sym is not None:
                 self.sizes[sym.name] = int(results[k])
         for k, name in enumerate(d.names):
             if name is None:
                 continue
+            for sym, (kind, tensor, dim) in self.program.sizes:
+                if kind == "result" and tensor == name:
+                    self.sizes[sym.name] = int(results[k].shape[dim])
             layout, t = d.layouts[k], results[k]
             assert layout is not None
             t = self._checked(name, layout, t)

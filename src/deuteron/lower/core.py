@@ -54,6 +54,12 @@ TORCH_DTYPES: dict[torch.dtype, str] = {
 }
 TO_TORCH = {short: t for t, short in TORCH_DTYPES.items()}
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The IR's name; for what only library calls touch (complex, fp8), torch's own."""
+    return TORCH_DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
 Lowering = Callable[..., Any]
 LOWERINGS: dict[str, Lowering] = {}
 
@@ -123,6 +129,10 @@ class LowerContext:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     callables: dict[str, Any] = field(default_factory=dict)
     node: fx.Node | None = None
+    overwritten: set[str] = field(default_factory=set)  # tensors whose memory is another's now
+    renamed: dict[str, str] = field(default_factory=dict)  # overwritten tensor -> its newest name
+    sized: dict[Sym, tuple[str, int]] = field(default_factory=dict)  # sizes that a result tells
+    storages: dict[str, Any] = field(default_factory=dict)  # tensor -> its fake's memory
     choose_contraction: Callable[..., str | None] = lambda *a, **k: None
     _axis: int = 0
     _names: set[str] = field(default_factory=set)
@@ -148,12 +158,12 @@ class LowerContext:
         return tuple(self.size(s) for s in fake.shape)
 
     def layout_of(self, fake: torch.Tensor) -> Layout:
+        """The traced strides, from the tensor's own first element."""
         return Layout(
             self.shape_of(fake),
             tuple(self.size(s) for s in fake.stride()),
-            TORCH_DTYPES[fake.dtype],
+            dtype_name(fake.dtype),
             str(fake.device),
-            self.size(fake.storage_offset()),
         )
 
     def dense_layout(self, fake: torch.Tensor) -> Layout:
@@ -163,7 +173,10 @@ class LowerContext:
         strides = tuple(self.size(s) for s in fake.stride())
         if not is_dense(shape, strides):
             strides = contiguous_strides(shape)
-        return Layout(shape, strides, TORCH_DTYPES[fake.dtype], str(fake.device))
+        return Layout(shape, strides, dtype_name(fake.dtype), str(fake.device))
+
+    def default_layout(self, value: Value, device: str) -> Layout:
+        return Layout(value.shape, contiguous_strides(value.shape), value.dtype, device)
 
     def decline(self, reason: str) -> Declined:
         """`raise ctx.decline(why)`: the current node becomes a library call."""

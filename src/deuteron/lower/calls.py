@@ -1,0 +1,202 @@
+"""Library calls: an FX call that is not generated becomes an `Extern`.
+
+In: an FX node, its arguments as lowered so far, and the reason. Out: an `Extern` in the program,
+and the node's results as values. What the call overwrites, what its results share memory with and
+which sizes it decides at run time are read off the operator's schema and the fake results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from deuteron.ir.index import Sym, as_index
+from deuteron.ir.program import Extern, Layout, ViewArg
+from deuteron.lower.core import LowerContext, Value
+
+Overload = torch._ops.OpOverload
+
+
+def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) -> Any:
+    """Adds the call; returns its results in the structure that the operator has."""
+    val = node.meta.get("val")
+    exact = needs_exact_strides(node)
+    given = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    storages = {storage(n.meta["val"]): n for n in reversed(given)}
+    call_args = tuple(argument(ctx, a, n, exact) for a, n in zip(args, node.args, strict=True))
+    call_kwargs = tuple((k, argument(ctx, v, node.kwargs[k], exact)) for k, v in kwargs.items())
+    leaves, spec = tree_flatten(val)
+    names: list[str | None] = []
+    layouts: list[Layout | None] = []
+    aliases: list[str | None] = []
+    sizes: list[Sym | None] = []
+    for k, fake in enumerate(leaves):
+        name, layout, shared, size = None, None, None, None
+        if isinstance(fake, torch.Tensor):
+            name = ctx.fresh_name(node.name if len(leaves) == 1 else f"{node.name}_{k}")
+            layout = ctx.layout_of(fake)
+            ctx.storages[name] = storage(fake)
+            source = storages.get(storage(fake))
+            if source is not None:
+                shared = memory_of(ctx, ctx.env.get(source))
+        elif isinstance(fake, torch.SymInt):
+            (size,) = ctx.size(fake).syms() or (None,)
+        names.append(name)
+        layouts.append(layout)
+        aliases.append(shared)
+        sizes.append(size)
+    declare_sizes(ctx, leaves, names)
+    mutated = tuple(dict.fromkeys(overwritten(node, call_args, dict(call_kwargs))))
+    view = any(aliases) and not mutated
+    ctx.add(
+        Extern(
+            tuple(names),
+            operator_key(ctx, node),
+            call_args,
+            call_kwargs,
+            tuple(layouts),
+            mutated,
+            tuple(aliases),
+            tuple(sizes) if any(sizes) else (),
+            ctx.origins(),
+            reason,
+            is_impure(node, leaves),
+        )
+    )
+    if not view:
+        ctx.record.add(
+            "library",
+            op=str(node.target),
+            reason=reason,
+            origins=[{"node": o.node, "op": o.op, "line": o.line} for o in ctx.origins()],
+        )
+    for name in mutated:
+        ctx.overwritten.add(name)
+    found = [
+        ctx.load(n) if n else ctx.size(f) if isinstance(f, torch.SymInt) else f
+        for n, f in zip(names, leaves, strict=True)
+    ]
+    return tree_unflatten(found, spec)
+
+
+def argument(ctx: LowerContext, x: Any, node: Any, exact: bool) -> Any:
+    """One argument as an `Extern` holds it."""
+    if isinstance(x, Value):
+        fake = node.meta["val"] if isinstance(node, fx.Node) else None
+        return tensor_argument(ctx, x, fake, exact)
+    if isinstance(x, (list, tuple)):
+        parts = node if isinstance(node, (list, tuple)) else [None] * len(x)
+        return tuple(argument(ctx, a, n, exact) for a, n in zip(x, parts, strict=True))
+    if isinstance(x, dict):
+        raise ctx.decline("a dictionary among a call's arguments")
+    return x
+
+
+def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> ViewArg:
+    """A tensor argument, with the traced strides where the operator may depend on them."""
+    view = ctx.strided(x)
+    if fake is None:
+        return view or ctx.view_arg(x)
+    layout = ctx.dense_layout(fake)
+    wanted = tuple(ctx.size(s) for s in fake.stride())
+    if view is not None:
+        same = all(
+            a is b or n.value == 1 for a, b, n in zip(view.strides, wanted, x.shape, strict=True)
+        )
+        if same or not exact:
+            return view
+    name = ctx.define(x, layout).expr.attr[0]
+    lay = ctx.layouts[name]
+    return ViewArg(name, lay.shape, lay.strides, as_index(0))
+
+
+def needs_exact_strides(node: fx.Node) -> bool:
+    """Operators outside ATen are given what was traced; ATen's own take any strides."""
+    target = node.target
+    if not isinstance(target, Overload):
+        return True
+    tags = target.tags
+    if torch.Tag.needs_exact_strides in tags or torch.Tag.needs_fixed_stride_order in tags:
+        return True
+    # Strides decide the layout of a convolution's and of attention's results.
+    return (
+        target.namespace not in ("aten", "prims")
+        or "backward" in target._schema.name
+        or any(w in target._schema.name for w in ("convolution", "attention", "view_as"))
+    )
+
+
+def operator_key(ctx: LowerContext, node: fx.Node) -> str:
+    """The operator's name under torch.ops, or a key of `Program.callables`."""
+    target = node.target
+    if isinstance(target, Overload):
+        return str(target)
+    key = getattr(target, "__name__", type(target).__name__)
+    while key in ctx.callables and ctx.callables[key] is not target:
+        key += "_"
+    ctx.callables[key] = target
+    return key
+
+
+def overwritten(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """Tensors that the call writes in place."""
+    target = node.target
+    if isinstance(target, Overload):
+        for k, a in enumerate(target._schema.arguments):
+            if a.alias_info is not None and a.alias_info.is_write:
+                given = args[k] if k < len(args) and not a.kwarg_only else kwargs.get(a.name)
+                yield from tensors(given)
+    elif "mutation" in getattr(target, "__name__", ""):
+        yield from tensors((args, tuple(kwargs.values())))
+
+
+def tensors(x: Any) -> Iterator[str]:
+    if isinstance(x, ViewArg):
+        yield x.tensor
+    elif isinstance(x, (tuple, list)):
+        for y in x:
+            yield from tensors(y)
+
+
+def is_impure(node: fx.Node, results: list[Any]) -> bool:
+    """Whether the call must keep its place: it has effects besides its results."""
+    target = node.target
+    if not isinstance(target, Overload):
+        return not any(isinstance(r, torch.Tensor) for r in results)
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return True
+    return target.namespace.startswith("_c10d") or not results or all(r is None for r in results)
+
+
+def storage(t: Any) -> Any:
+    """What identifies the memory of a fake tensor; a new object where it has none."""
+    try:
+        return torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse and the like
+        return object()
+
+
+def memory_of(ctx: LowerContext, x: Any) -> str | None:
+    """The tensor in memory that a value is a view of."""
+    if not isinstance(x, Value) or x.expr.op != "load":
+        return None
+    view = ctx.strided(x)
+    return view.tensor if view is not None else None
+
+
+def declare_sizes(ctx: LowerContext, leaves: list[Any], names: list[str | None]) -> None:
+    """Sizes that only the result itself tells (nonzero, unique)."""
+    for fake, name in zip(leaves, names, strict=True):
+        if name is None:
+            continue
+        for d, n in enumerate(ctx.shape_of(fake)):
+            for s in n.syms():
+                if s.name.startswith("u") and s not in ctx.sized:
+                    ctx.sized[s] = (name, d)
+
+
+__all__ = ["emit", "memory_of", "storage"]

@@ -1,0 +1,460 @@
+"""The driver of lowering: an FX graph, node by node, becomes a `Program`.
+
+In: a functional FX graph with fake tensors in ``meta["val"]``, as AOTAutograd and `graph.rewrite`
+leave it. Out: a `Program`. A call becomes what its `lowering` makes of it, or, where there is none,
+where it declines, or where a tensor is of a kind that the loop IR does not hold, a library call
+with the reason in the Record. Views stay values; everything else is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+import deuteron.lower.factories
+import deuteron.lower.indexing
+import deuteron.lower.nn
+import deuteron.lower.pointwise
+import deuteron.lower.pooling
+import deuteron.lower.reductions
+import deuteron.lower.views  # noqa: F401
+from deuteron.base.errors import UnsupportedOp
+from deuteron.base.record import Record
+from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Index, Sym, as_index, hint, product
+from deuteron.ir.index import Value as Loaded
+from deuteron.ir.program import (
+    Compute,
+    Constant,
+    Extern,
+    Input,
+    Output,
+    Program,
+    ViewArg,
+    tensors_read,
+)
+from deuteron.lower import calls
+from deuteron.lower.core import (
+    LOWERINGS,
+    TORCH_DTYPES,
+    Declined,
+    LowerContext,
+    Opaque,
+    Value,
+    make,
+    source_line,
+    supported,
+)
+from deuteron.lower.pointwise import broadcast
+
+# Products of matrices up to this many multiplications are generated, with what surrounds them.
+SMALL_PRODUCT = 32**3
+ASSERTIONS = ("aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
+
+
+def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
+    """ "generated", or why the library multiplies: matrix-vector and small products move more than
+    they compute."""
+    *batch, m, k = a.shape
+    n = b.shape[-1]
+    if hint(n) == 1 or hint(m) == 1:
+        return "generated"
+    work = hint(product([*batch, m, n, k]))
+    if work <= SMALL_PRODUCT:
+        return "generated"
+    return f"{hint(m)}x{hint(k)} by {hint(k)}x{hint(n)}: the library's matrix product is faster"
+
+
+def lower(
+    gm: fx.GraphModule,
+    record: Record,
+    contraction: Callable[..., str | None] = choose_contraction,
+) -> Program:
+    """The program of a graph. Raises `UnsupportedOp` for a node that can neither be generated nor
+    called."""
+    return Driver(gm, record, contraction).run()
+
+
+class Driver:
+    def __init__(
+        self, gm: fx.GraphModule, record: Record, contraction: Callable[..., str | None]
+    ) -> None:
+        self.gm = gm
+        self.ctx = LowerContext(record, choose_contraction=contraction)
+        self.sizes: dict[Sym, tuple[str, Any, int]] = {}
+        self.position = 0
+        self.outputs: list[Output] = []
+        self.returned: dict[str, Any] = {}  # tensor -> the storage that it was returned as
+
+    def run(self) -> Program:
+        for node in self.gm.graph.nodes:
+            self.ctx.node = node
+            try:
+                self.node(node)
+            except Declined as d:
+                raise self.unsupported(node, d.reason) from None
+        ctx = self.ctx
+        for sym, source in ctx.symbols.computed.values():
+            self.sizes.setdefault(sym, ("expr", source, 0))
+        for sym, (name, dim) in ctx.sized.items():
+            self.sizes.setdefault(sym, ("result", name, dim))
+        return live(
+            Program(
+                tuple(ctx.defs),
+                tuple(self.outputs),
+                tuple(self.sizes.items()),
+                dict(ctx.constants),
+                dict(ctx.callables),
+                self.position,
+            )
+        )
+
+    def unsupported(self, node: fx.Node, reason: str) -> UnsupportedOp:
+        return UnsupportedOp(
+            f"{node.target} can be neither generated nor called: {reason}",
+            hint='options={"fallback": "aten"} runs the whole graph as traced',
+            where=source_line(node),
+            op=str(node.target),
+        )
+
+    def node(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.ctx.env[node] = self.placeholder(node)
+            self.position += 1
+        elif node.op == "get_attr":
+            self.ctx.env[node] = self.attribute(node)
+        elif node.op == "call_function":
+            self.ctx.env[node] = self.call(node)
+        elif node.op == "output":
+            results = node.args[0]
+            for r in results if isinstance(results, (tuple, list)) else [results]:
+                self.outputs.append(self.output(r))
+        else:
+            raise self.unsupported(node, f"FX nodes of kind {node.op!r}")
+
+    # -- what the graph is given ------------------------------------------------------------------
+    def placeholder(self, node: fx.Node) -> Any:
+        ctx, val = self.ctx, node.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            name = ctx.fresh_name(node.name)
+            layout = ctx.layout_of(val)
+            ctx.storages[name] = calls.storage(val)
+            ctx.add(Input(name, layout, self.position))
+            for kind, parts in (("shape", layout.shape), ("stride", layout.strides)):
+                for d, n in enumerate(parts):
+                    (sym, *more) = n.syms() or (None,)
+                    if sym is not None and not more and n is as_index_of(sym):
+                        self.sizes.setdefault(sym, (kind, self.position, d))
+            return ctx.load(name)
+        if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
+            size = ctx.size(val)
+            for sym in size.syms():
+                if size is as_index_of(sym):
+                    self.sizes[sym] = ("int", self.position, 0)
+            return size
+        if val is None:
+            return None
+        raise self.unsupported(node, f"an argument of type {type(val).__name__}")
+
+    def attribute(self, node: fx.Node) -> Any:
+        ctx = self.ctx
+        found: Any = self.gm
+        for part in str(node.target).split("."):
+            found = getattr(found, part)
+        if not isinstance(found, torch.Tensor):
+            key = ctx.fresh_name(node.name)
+            ctx.callables[key] = found
+            return Opaque(key)
+        fake = node.meta.get("val", found)
+        if supported(found) and found.numel() == 1 and found.device.type == "cpu":
+            number = E.literal(found.item(), TORCH_DTYPES[found.dtype])
+            return make(ctx, ctx.shape_of(fake), lambda idx: number)
+        name = ctx.fresh_name(node.name)
+        ctx.constants[name] = found
+        ctx.add(Constant(name, ctx.layout_of(fake), digest(found)))
+        return ctx.load(name)
+
+    # -- calls ------------------------------------------------------------------------------------
+    def call(self, node: fx.Node) -> Any:
+        ctx, val = self.ctx, node.meta.get("val")
+        args = tuple(self.value(a) for a in node.args)
+        kwargs = {k: self.value(v) for k, v in node.kwargs.items()}
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        name = str(node.target)
+        if name.startswith(ASSERTIONS):
+            return None  # what Dynamo guards
+        if not isinstance(node.target, torch._ops.OpOverload) and isinstance(
+            val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+        ):
+            return self.number(val)
+        reason = self.obstacle(node, val)
+        f = LOWERINGS.get(name) or LOWERINGS.get(name.rsplit(".", 1)[0])
+        if reason is None and f is None:
+            if isinstance(val, (torch.SymInt, int)) and "sym_" in name:
+                return ctx.size(val)
+            reason = f"{name} is not generated"
+        if reason is None and f is not None:
+            mark = len(ctx.defs)
+            try:
+                return self.lowered(node, f, self.moved(node, args), kwargs, val)
+            except Declined as d:
+                del ctx.defs[mark:]
+                reason = d.reason
+        assert reason is not None
+        if name == "aten.copy_.default":
+            reason = f"copy into an input: {reason}"
+        return calls.emit(ctx, node, args, kwargs, reason)
+
+    def value(self, x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return self.ctx.env[x]
+        if isinstance(x, (list, tuple)):
+            return (
+                type(x)(self.value(y) for y in x)
+                if type(x) in (list, tuple)
+                else [self.value(y) for y in x]
+            )
+        if isinstance(x, dict):
+            return {k: self.value(v) for k, v in x.items()}
+        if isinstance(x, slice):
+            return slice(self.value(x.start), self.value(x.stop), self.value(x.step))
+        return x
+
+    def number(self, val: Any) -> Any:
+        """A size, or a number made of sizes."""
+        if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
+            return self.ctx.size(val)
+        return val
+
+    def obstacle(self, node: fx.Node, val: Any) -> str | None:
+        """Why the loop IR cannot hold a tensor of this call."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return f"{node.target} is a function of its own"
+        devices = set()
+        for n in node.all_input_nodes:
+            fake = n.meta.get("val")
+            for t in leaves(fake):
+                if not supported(t):
+                    return kind_text(t)
+                if t.dim():
+                    devices.add(str(t.device))
+        for t in leaves(val):
+            if not supported(t):
+                return kind_text(t)
+            devices.add(str(t.device))
+        return f"tensors on {' and '.join(sorted(devices))}" if len(devices) > 1 else None
+
+    def moved(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with single CPU numbers brought to the device of the result."""
+        fakes = leaves(node.meta.get("val"))
+        if not fakes or fakes[0].device.type == "cpu":
+            return args
+        device = fakes[0].device
+
+        def move(x: Any, n: Any) -> Any:
+            if isinstance(n, fx.Node) and isinstance(x, Value):
+                fake = n.meta["val"]
+                if fake.device != device:
+                    return self.to_device(x, device)
+            if isinstance(n, (list, tuple)):
+                return type(n)(move(a, b) for a, b in zip(x, n, strict=True))
+            return x
+
+        return tuple(move(a, n) for a, n in zip(args, node.args, strict=True))
+
+    def to_device(self, x: Value, device: torch.device) -> Value:
+        ctx = self.ctx
+        name = ctx.fresh_name("moved")
+        layout = ctx.default_layout(x, str(device))
+        ctx.add(
+            Extern(
+                (name,),
+                "aten._to_copy.default",
+                (ctx.view_arg(x),),
+                (("device", device),),
+                (layout,),
+                origins=ctx.origins(),
+                reason="a number on the CPU is used on the device",
+            )
+        )
+        return ctx.load(name)
+
+    def lowered(
+        self, node: fx.Node, f: Callable[..., Any], args: Any, kwargs: Any, val: Any
+    ) -> Any:
+        fakes = leaves(val)
+        if fakes:
+            self.ctx.device = str(fakes[0].device)
+        if str(node.target) == "aten.copy_.default":
+            return self.copied(node, args)
+        out = f(self.ctx, *args, **kwargs)
+        if isinstance(out, (tuple, list)):
+            return type(out)(self.settle(v, t) for v, t in zip(out, val, strict=True))
+        return self.settle(out, val)
+
+    def copied(self, node: fx.Node, args: Any) -> Value:
+        """``aten.copy_`` into an input, or into a strided view of one."""
+        ctx, dst, src = self.ctx, args[0], args[1]
+        e = dst.expr
+        if e.op != "load" or e.args or ctx.strided(dst) is None:
+            raise ctx.decline("not a plain view of a tensor")
+        old = e.attr[0]
+        newest = ctx.renamed.get(old, old)
+        self.keep_old(node, {old, newest})
+        src = self.value(node.args[1])
+        if any(n.attr[0] in (old, newest) and n.attr[1] != e.attr[1] for n in src.expr.loads()):
+            src = ctx.define(src)
+        index = e.attr[1]
+        body = E.cast(broadcast(src, [a.index for a in dst.axes]), dst.dtype)
+        name = ctx.fresh_name(f"{old}_new")
+        plain = index == tuple(a.index for a in dst.axes)
+        layout = ctx.layouts[newest]
+        ctx.add(
+            Compute(
+                name,
+                dst.axes,
+                body,
+                layout,
+                newest,
+                None if plain else index,
+                origins=ctx.origins(),
+            )
+        )
+        ctx.renamed[old] = name
+        ctx.overwritten.update((old, newest))
+        at: dict[Any, Any] = {}
+        return Value(dst.axes, E.load(name, index, dst.dtype).substitute(at))
+
+    def keep_old(self, node: fx.Node, names: set[str]) -> None:
+        """Gives values that still read memory about to be overwritten a tensor of their own."""
+        ctx = self.ctx
+        later = set()
+        n = node.next
+        while n.op != "root":
+            later.update(n.all_input_nodes)
+            n = n.next
+        for n in later:
+            v = ctx.env.get(n)
+            if n is node.args[0] or not isinstance(v, Value):
+                continue
+            if any(x.attr[0] in names for x in v.expr.loads()) and n.op != "placeholder":
+                ctx.env[n] = ctx.define(v, ctx.default_layout(v, ctx.device), n.name)
+
+    def settle(self, v: Any, fake: Any) -> Any:
+        """A result: a view stays a value, anything else gets a tensor."""
+        if v is None or not isinstance(v, Value):
+            return v
+        ctx = self.ctx
+        assert v.shape == ctx.shape_of(fake), f"{ctx.node}: {v.shape}, traced {tuple(fake.shape)}"
+        assert v.dtype == TORCH_DTYPES[fake.dtype], f"{ctx.node}: {v.dtype}, traced {fake.dtype}"
+        return v if is_view(v.expr) else ctx.define(v, ctx.dense_layout(fake))
+
+    # -- what the graph gives ---------------------------------------------------------------------
+    def output(self, r: Any) -> Output:
+        if not isinstance(r, fx.Node):
+            return Output(None, value=as_index(r) if type(r) is int else r)
+        ctx, v, fake = self.ctx, self.ctx.env[r], r.meta.get("val")
+        if not isinstance(v, Value):
+            return Output(None, value=v)
+        ctx.node = r
+        ctx.device = str(fake.device)
+        wanted = tuple(ctx.size(s) for s in fake.stride())
+        memory = calls.storage(fake)
+        view = ctx.strided(v)
+        if view is not None and self.may_return(view, memory, wanted, v):
+            self.returned[view.tensor] = memory
+            return Output(view.tensor, view.shape, wanted, view.offset)
+        layout = ctx.dense_layout(fake)
+        name = ctx.define(v, layout).expr.attr[0]
+        self.returned[name] = memory
+        return Output(name, layout.shape, layout.strides)
+
+    def may_return(self, view: ViewArg, memory: Any, wanted: Any, v: Value) -> bool:
+        """Whether the view has the traced strides, and shares memory only as traced."""
+        if view.tensor in self.ctx.overwritten:
+            return False
+        if any(
+            a is not b and n.value not in (0, 1)
+            for a, b, n in zip(view.strides, wanted, v.shape, strict=True)
+        ):
+            return False
+        source = self.ctx.storages.get(view.tensor)
+        if source is not None and source != memory:
+            return False
+        return self.returned.get(view.tensor, memory) == memory
+
+
+def as_index_of(sym: Sym) -> Index:
+    from deuteron.ir.index import atom
+
+    return atom(sym)
+
+
+def is_view(e: Expr) -> bool:
+    """Whether the expression only says where an element is."""
+    if e.op not in ("load", "literal", "index"):
+        return False
+    return not any(isinstance(a, Loaded) for i in e.indices() for a in i.atoms())
+
+
+def leaves(x: Any) -> list[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = list(x.values())
+    return [t for y in x for t in leaves(y)] if isinstance(x, (list, tuple)) else []
+
+
+def kind_text(t: torch.Tensor) -> str:
+    if t.layout != torch.strided:
+        return f"{t.layout} tensors are not generated"
+    if t.is_conj() or t.is_neg():
+        return "lazily conjugated or negated tensors are not generated"
+    return f"{t.dtype} is not generated"
+
+
+def digest(t: torch.Tensor) -> str:
+    """Identifies a constant by its content."""
+    h = hashlib.sha256(f"{t.dtype} {tuple(t.shape)} {t.device}".encode())
+    flat = t.detach().cpu().contiguous().reshape(-1)
+    h.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return h.hexdigest()[:32]
+
+
+def live(p: Program) -> Program:
+    """The program without pure definitions that nobody reads."""
+    needed = {o.tensor for o in p.outputs} | {s[1] for _, s in p.sizes if s[0] == "result"}
+    targets = {d.name for d in p.defs if isinstance(d, Input)}
+    kept = []
+    for d in reversed(p.defs):
+        if isinstance(d, Compute):
+            keep = d.name in needed or d.target in targets
+            if keep and d.target is not None:
+                targets.add(d.name)
+        elif isinstance(d, Extern):
+            keep = d.impure or bool(d.mutates) or any(n in needed for n in d.names)
+            keep = keep or any(s is not None for s in d.sizes)
+        else:
+            keep = isinstance(d, Input) or d.name in needed
+        if keep:
+            kept.append(d)
+            needed.update(tensors_read(d))
+    constants = {d.name for d in kept if isinstance(d, Constant)}
+    return Program(
+        tuple(reversed(kept)),
+        p.outputs,
+        p.sizes,
+        {k: v for k, v in p.constants.items() if k in constants},
+        p.callables,
+        p.num_inputs,
+    )
+
+
+__all__ = ["choose_contraction", "lower"]
