@@ -480,16 +480,19 @@ def random(dist: str, seed: Expr, stream: int, element: Index, dtype: str) -> Ex
 
 
 def with_mask(root: Expr, mask: Expr) -> Expr:
-    """`root` with every load restricted to where `mask` holds (elsewhere it gives its fill)."""
-
-    def rule(node: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        if node.op != "load":
-            return None
-        name, idx, fill = node.attr
-        both = op("logical_and", mask, args[0]) if args else mask
-        return load(name, idx, node.dtype, both, fill if fill is not None else 0)
-
-    return rewrite(root, rule)
+    """`root` with every load restricted to where `mask` holds (elsewhere it gives its fill), those
+    inside loaded indices included."""
+    if mask.op == "literal" and mask.attr:
+        return root
+    done: dict[Expr, Expr] = {}
+    for node in root.walk():
+        new = rebuild(node, tuple(done[a] for a in node.args), {}, done)
+        if new.op == "load":
+            name, idx, fill = new.attr
+            when = op("logical_and", mask, new.args[0]) if new.args else mask
+            new = load(name, idx, new.dtype, when, fill if fill is not None else 0)
+        done[node] = new
+    return done[root]
 
 
 def flops(root: Expr) -> float:

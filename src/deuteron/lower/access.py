@@ -56,22 +56,6 @@ def within(idx: Sequence[Index], shape: Sequence[Index]) -> Expr:
 
 
 # -- masked reads ----------------------------------------------------------------------------------
-def restricted(root: Expr, mask: Expr) -> Expr:
-    """`root` without any read where `mask` is false, reads of loaded indices included."""
-    if mask is TRUE:
-        return root
-    done: dict[Expr, Expr] = {}
-    for node in root.walk():
-        args = tuple(done[a] for a in node.args)
-        new = E.rebuild(node, args, {}, done)
-        if new.op == "load":
-            name, idx, fill = new.attr
-            when = op("logical_and", mask, new.args[0]) if new.args else mask
-            new = E.load(name, idx, new.dtype, when, fill if fill is not None else 0)
-        done[node] = new
-    return done[root]
-
-
 def masked(mask: Expr, value: Expr, fill: Any = 0) -> Expr:
     """`value` where `mask` holds, elsewhere `fill` (a number or an expression); reads nothing
     there."""
@@ -80,7 +64,7 @@ def masked(mask: Expr, value: Expr, fill: Any = 0) -> Expr:
         return value if mask.attr else other
     if value.op == "load" and not value.args and other.op == "literal":
         return E.load(value.attr[0], value.attr[1], value.dtype, mask, other.attr)
-    return op("where", mask, restricted(value, mask), other)
+    return op("where", mask, E.with_mask(value, mask), other)
 
 
 # -- positions -------------------------------------------------------------------------------------
@@ -199,7 +183,6 @@ __all__ = [
     "masked",
     "nothing",
     "reshaped",
-    "restricted",
     "unflatten",
     "within",
     "wrap",
