@@ -61,6 +61,9 @@ class Options:
     )
     cache: bool = _option(True, "Read and write the cache of built kernels.")
     workers: int = _option(0, "Processes that build kernels; 0: one per core, at most 8.", low=0)
+    build_timeout: int = _option(
+        300, "Seconds after which a build is given up; the compiler is then killed.", low=1
+    )
     recompute: bool = _option(
         True, "Recompute cheap values in the backward pass instead of saving them."
     )
