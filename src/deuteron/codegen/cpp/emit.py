@@ -213,6 +213,8 @@ class Emitter:
         value, extent = self.value(node.args[0]), self.index(node.attr, 0)
         outside = f"((unsigned long long){value} >= (unsigned long long)({extent}))"
         mask = f" & {self.value(node.args[1])}" if len(node.args) > 1 else ""
+        if self.is_guarded(next(k for k, x in enumerate(self.chain) if x is scope)):
+            mask += f" & {self.guard}"
         name = self.fresh("t")
         scope.add(f"bad |= {outside}{mask};", f"const long long {name} = {outside} ? 0 : {value};")
         scope.texts[node] = name

@@ -381,6 +381,8 @@ def _pairs(group: Sequence[Axis]) -> list[tuple[Axis, Axis]]:
 
 def _mergeable(indices: Sequence[Index], a: Axis, b: Axis) -> bool:
     """Whether every index sees the pair only as ``a*extent(b) + b``."""
+    if b.extent.value == 0:
+        return False
     for i in indices:
         ca, cb = i.coefficient(a), i.coefficient(b)
         if ca is None or cb is None or ca is not cb * b.extent:
