@@ -44,6 +44,7 @@ from deuteron.memory.plan import MemoryPlan, plan_memory
 from deuteron.runtime import build_cpp
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch import load as load_module
+from deuteron.runtime.launch_cuda import Sequence as Launcher
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.printer import print_schedule
@@ -125,11 +126,21 @@ class Compilation:
 
     def do_load(self) -> str:
         assert self.emitted is not None
-        launchers: dict[str, Any] = {}
+        launchers = {
+            q.name: Launcher(
+                [self.triton(n) for n in q.kernels], q.places, q.sizes, q.device, self.options
+            )
+            for q in self.emitted.sequences
+        }
         name = f"deuteron_{self.phase}_{self.number}.py"
         path = str(self.debug / "emit.py") if self.debug else f"<{name}>"
         self.call = load_module(self.emitted, self.library, launchers, {}, path)
         return ""
+
+    def triton(self, name: str) -> TritonKernel:
+        found = self.kernels[name]
+        assert isinstance(found, TritonKernel)
+        return found
 
     # -- around them ------------------------------------------------------------------------------
     def steps(self) -> list[Kernel]:

@@ -66,21 +66,39 @@ def sizes_text(parts: Sequence[Index]) -> str:
 
 
 @dataclass(frozen=True)
+class Launches:
+    """Consecutive GPU kernels: for each the numbers of its tensors among the addresses of the call,
+    and the names of the sizes that the call passes."""
+
+    name: str
+    device: str
+    kernels: tuple[str, ...]
+    places: tuple[tuple[int, ...], ...]
+    sizes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Emitted:
     """The module's text, the C++ translation unit's segment functions, and what the text refers to
     by name: values that have no text, by the names that the module uses."""
 
     text: str
     segments: str
+    sequences: tuple[Launches, ...]
     objects: dict[str, Any]
 
 
 @dataclass
 class Segment:
-    """Consecutive CPU kernels, called at once."""
+    """Consecutive kernels of one device, called at once."""
 
     name: str
-    kernels: list[CppKernel] = field(default_factory=list)
+    device: str
+    kernels: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # of its C++ function
+    places: list[tuple[int, ...]] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)  # lines of the module that follow the call
+    checks: bool = False
     pointers: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -107,6 +125,7 @@ class Writer:
         self.lines: list[str] = []
         self.head: list[str] = []
         self.segments: list[str] = []
+        self.sequences: list[Launches] = []
         self.objects: dict[str, Any] = {}
         self.ops: dict[str, str] = {}
         self.variables: dict[str, str] = {}
@@ -173,17 +192,15 @@ class Writer:
             if isinstance(step, Extern):
                 self.close()
                 self.extern(step)
-            elif step.device == "cpu":
-                self.cpu(step)
             else:
-                self.gpu(step)
+                self.generated(step)
             dead = [self.variable(n) for n in self.plan.dies.get(k, ())]
             if dead:
                 self.pending(f"del {', '.join(dead)}")
         self.close()
         outs = ", ".join(self.output(o) for o in self.program.outputs)
         self.line(f"return ({outs}{',' if len(self.program.outputs) == 1 else ''})")
-        return Emitted(self.text(), "\n".join(self.segments), self.objects)
+        return Emitted(self.text(), "\n".join(self.segments), tuple(self.sequences), self.objects)
 
     def line(self, text: str) -> None:
         self.lines.append("    " + text)
@@ -193,7 +210,7 @@ class Writer:
         if self.open is None:
             self.line(text)
         else:
-            self.after.append(text)
+            self.open.after.append(text)
 
     def inputs(self) -> None:
         names = ["_"] * self.program.num_inputs
@@ -234,51 +251,71 @@ class Writer:
         )
 
     # -- generated kernels ------------------------------------------------------------------------
-    def cpu(self, step: Kernel) -> None:
-        k = self.kernels[step.name]
-        assert isinstance(k, CppKernel)
+    def generated(self, step: Kernel) -> None:
+        """Adds a kernel to the open segment, or opens one."""
+        if self.open is not None and self.open.device != step.device:
+            self.close()
         if self.open is None:
-            self.open = Segment(f"seg_{self.count}")
-            self.after: list[str] = []
+            kind = "seg" if step.device == "cpu" else "gpu"
+            self.open = Segment(f"{kind}_{self.count}", step.device)
             self.count += 1
-        seg = self.open
-        seg.kernels.append(k)
+        self.open.kernels.append(step.name)
+        k = self.kernels[step.name]
+        if isinstance(k, CppKernel):
+            self.cpu(k, self.open)
+        else:
+            self.gpu(k, self.open)
+
+    def cpu(self, k: CppKernel, seg: Segment) -> None:
         args = []
         for _, name in k.args:
             text, offset = self.pointer(name)
             base = f"p[{seg.pointer(text)}]"
-            if offset is None:
+            if offset is None or offset == "0":
                 args.append(base)
             elif self.static:
-                args.append(f"(char*){base} + {offset}" if offset != "0" else base)
+                args.append(f"(char*){base} + {offset}")
             else:
                 args.append(f"(char*){base} + s[{seg.number(offset)}]")
         numbers = [f"s[{seg.number(s.name)}]" for s in k.sizes]
         z = f"const long long z[] = {{{', '.join(numbers)}}}; " if numbers else ""
-        self.body(seg).append(
+        seg.lines.append(
             f"  {{ void* q[] = {{{', '.join(args)}}}; {z}cpp_{k.name}(q, {'z' if z else '0'}); }}"
         )
+        seg.checks |= k.checks
 
-    def body(self, seg: Segment) -> list[str]:
-        if not hasattr(seg, "lines"):
-            seg.lines = []  # type: ignore[attr-defined]
-        return seg.lines  # type: ignore[attr-defined]
+    def gpu(self, k: TritonKernel, seg: Segment) -> None:
+        place = []
+        for kind, what in k.args:
+            if kind == "size":
+                assert isinstance(what, Sym)
+                seg.number(what.name)
+                continue
+            assert isinstance(what, str)
+            text, offset = self.pointer(what)
+            place.append(seg.pointer(text if offset in (None, "0") else f"{text} + {offset}"))
+        seg.places.append(tuple(place))
 
     def close(self) -> None:
         """Calls the open segment."""
         seg, self.open = self.open, None
         if seg is None:
             return
-        head = f'extern "C" void {seg.name}(void** p, const long long* s) {{'
-        self.segments += [head, *self.body(seg), "}"]
-        names = ", ".join(k.name for k in seg.kernels)
-        self.line(f"# {names}")
-        numbers = self.array(seg)
-        n = len(seg.pointers)
-        self.line(f"{seg.name}(pointers({n})({', '.join(seg.pointers)}), {numbers})")
-        if any(k.checks for k in seg.kernels):
+        addresses = f"pointers({len(seg.pointers)})({', '.join(seg.pointers)})"
+        self.line(f"# {', '.join(seg.kernels)}")
+        if seg.device == "cpu":
+            head = f'extern "C" void {seg.name}(void** p, const long long* s) {{'
+            self.segments += [head, *seg.lines, "}"]
+            self.line(f"{seg.name}({addresses}, {self.array(seg)})")
+        else:
+            names = tuple(seg.numbers)
+            kernels, places = tuple(seg.kernels), tuple(seg.places)
+            self.sequences.append(Launches(seg.name, seg.device, kernels, places, names))
+            sizes = "".join(n + ", " for n in names)
+            self.line(f'{seg.name}(stream("{seg.device}"), {addresses}, ({sizes.rstrip()}))')
+        if seg.checks:
             self.line(f"check_indices({seg.name!r})")
-        for text in self.after:
+        for text in seg.after:
             self.line(text)
 
     def array(self, seg: Segment) -> str:
@@ -291,25 +328,6 @@ class Writer:
             return text
         self.arrays.append((f"z_{seg.name}", text))
         return f"z_{seg.name}"
-
-    def gpu(self, step: Kernel) -> None:
-        k = self.kernels[step.name]
-        assert isinstance(k, TritonKernel)
-        self.close()
-        pointers, numbers = [], []
-        for kind, what in k.args:
-            if kind == "size":
-                assert isinstance(what, Sym)
-                numbers.append(what.name)
-                continue
-            assert isinstance(what, str)
-            text, offset = self.pointer(what)
-            pointers.append(text if offset in (None, "0") else f"{text} + {offset}")
-        tail = "," if len(numbers) == 1 else ""
-        self.line(
-            f"{k.name}(stream({step.device!r}), ({', '.join(pointers)},), "
-            f"({', '.join(numbers)}{tail}))"
-        )
 
     # -- library calls ----------------------------------------------------------------------------
     def extern(self, d: Extern) -> None:
@@ -441,9 +459,8 @@ class Writer:
             at = self.lines.index("    LAYOUT")
             self.lines[at : at + 1] = use
             self.head.append("LAYOUTS = {}")
-        triton = [k.name for k in self.kernels.values() if isinstance(k, TritonKernel)]
         segs = [s.split("(")[0].split()[-1] for s in self.segments if s.startswith("extern")]
-        bound = [*segs, *triton, *self.objects]
+        bound = [*segs, *(q.name for q in self.sequences), *self.objects]
         return "\n".join(
             [
                 f'"""{self.title}"""',

@@ -56,7 +56,7 @@ def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
     for place, (name, axes) in enumerate(form.dims):
         dim = Dim(name, axes, names.blocks[name], place, True)
         count = dim.count.value
-        exact = bool(count) and all(count % b.of(name) == 0 for b in form.candidates)
+        exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in form.candidates)
         if form.kind == "chunk" and name == "x":
             exact = False
         out.append(Dim(name, axes, names.blocks[name], place, not exact))

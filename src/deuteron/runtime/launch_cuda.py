@@ -1,0 +1,250 @@
+"""Launching Triton kernels with little host time.
+
+In: the kernels between two library calls. Out: a `Sequence`, called with a stream, addresses and
+sizes. One call of a small C function launches them all; it is compiled once for the machine and
+needs no headers. Which variant of a kernel runs (16-byte alignment, 64-bit indices) and how many
+programs it has is decided from addresses and sizes, and remembered per sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Ordered
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from deuteron.base.errors import DeuteronError
+from deuteron.base.options import Options
+from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.ir.index import Sym
+from deuteron.runtime import build_cpp
+from deuteron.runtime.build_triton import Binary, build
+
+SOURCE = """
+typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                        unsigned, void*, void**, void**);
+struct kernel {
+  void* function;
+  unsigned grid, block, shared;
+  int count, aligned;
+  const int* args;
+};
+
+// 0, or minus the number (from 1) of a kernel whose addresses are not aligned, before anything of
+// it or after it ran, or 1000 * its number + CUDA's error.
+extern "C" int deuteron_launch(launch_t launch, int from, int n, const kernel* ks, void** p,
+                               long long* s, void* stream) {
+  void* none = 0;
+  for (int i = from; i < n; ++i) {
+    const kernel* k = ks + i;
+    if (!k->grid) continue;
+    void** params = (void**)__builtin_alloca(sizeof(void*) * (k->count + 2));
+    unsigned long long low = 0;
+    for (int j = 0; j < k->count; ++j) {
+      int a = k->args[j];
+      if (a >= 0) { params[j] = p + a; low |= (unsigned long long)p[a]; }
+      else params[j] = s + (-a - 1);
+    }
+    if (k->aligned && (low & 15)) return -(i + 1);
+    params[k->count] = params[k->count + 1] = &none;
+    int rc = launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
+    if (rc) return 1000 * (i + 1) + rc;
+  }
+  return 0;
+}
+"""
+
+
+class _Kernel(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint),
+        ("block", ctypes.c_uint),
+        ("shared", ctypes.c_uint),
+        ("count", ctypes.c_int),
+        ("aligned", ctypes.c_int),
+        ("args", ctypes.POINTER(ctypes.c_int)),
+    ]
+
+
+class LaunchError(DeuteronError):
+    """CUDA refused a launch."""
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _launcher(options: Options) -> tuple[Any, int]:
+    lib = build_cpp.load(build_cpp.build(SOURCE, ("-O2", "-fPIC", "-shared"), options))
+    address = ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value
+    assert address is not None
+    return lib.deuteron_launch, address
+
+
+_POOL = ThreadPoolExecutor(max_workers=8, thread_name_prefix="deuteron-triton")
+
+
+@dataclass
+class Loaded:
+    function: int
+    block: int
+    shared: int
+
+
+class Variants:
+    """The binaries of one kernel on one device, built when they are first needed."""
+
+    def __init__(self, kernel: TritonKernel, device: torch.device, options: Options) -> None:
+        self.kernel, self.device, self.options = kernel, device, options
+        major, minor = torch.cuda.get_device_capability(device)
+        self.capability = major * 10 + minor
+        self.loaded: dict[tuple[bool, bool], Loaded] = {}
+        # Most calls have aligned addresses and small tensors: that variant is built ahead.
+        wide = kernel.wide_source is None and "i64" in kernel.types[len(kernel.types) :]
+        self.first: tuple[tuple[bool, bool], Future[Binary]] = (
+            (True, wide),
+            _POOL.submit(build, kernel, kernel.configs[0], self.capability, options, True, wide),
+        )
+
+    def get(self, aligned: bool, wide: bool) -> Loaded:
+        found = self.loaded.get((aligned, wide))
+        if found is None:
+            if self.first[0] == (aligned, wide):
+                binary = self.first[1].result()
+            else:
+                config = self.kernel.configs[0]
+                binary = build(self.kernel, config, self.capability, self.options, aligned, wide)
+            found = self.loaded[aligned, wide] = self.load(binary)
+        return found
+
+    def load(self, binary: Binary) -> Loaded:
+        """Loads the code into the device's context."""
+        driver = _driver()
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream()  # makes the context current
+            code, module, function = ctypes.create_string_buffer(binary.code), _out(), _out()
+            _ok(driver.cuModuleLoadData(ctypes.byref(module), code), "loading", binary.name)
+            name = binary.name.encode()
+            _ok(
+                driver.cuModuleGetFunction(ctypes.byref(function), module, name),
+                "finding",
+                binary.name,
+            )
+            if binary.shared > 48 << 10:  # 8: the most dynamic shared memory that it may ask for
+                _ok(
+                    driver.cuFuncSetAttribute(function, 8, binary.shared),
+                    "shared memory of",
+                    binary.name,
+                )
+        assert function.value is not None
+        return Loaded(function.value, 32 * binary.num_warps, binary.shared)
+
+
+def _out() -> ctypes.c_void_p:
+    return ctypes.c_void_p(0)
+
+
+def _ok(rc: int, what: str, name: str) -> None:
+    if rc:
+        raise LaunchError(f"CUDA error {rc} at {what} {name}")
+
+
+class Sequence:
+    """Kernels that run one after the other. `places[k]` are the numbers of kernel k's tensors in
+    the addresses of a call; `names` are the sizes of a call, in order."""
+
+    def __init__(
+        self,
+        kernels: Ordered[TritonKernel],
+        places: Ordered[Ordered[int]],
+        names: Ordered[str],
+        device: str,
+        options: Options,
+    ) -> None:
+        self.kernels, self.names = list(kernels), list(names)
+        at = torch.device(device)
+        self.variants = [Variants(k, at, options) for k in kernels]
+        self.options = options
+        self.prepared: dict[Any, Any] = {}
+        self.arrays: list[Any] = []
+        for k, place in zip(kernels, places, strict=True):
+            left = iter(place)
+            codes = [
+                next(left) if kind == "tensor" else -self.names.index(_name(what)) - 1
+                for kind, what in k.args
+            ]
+            self.arrays.append((ctypes.c_int * max(1, len(codes)))(*codes))
+        self.n = len(self.kernels)
+
+    def __call__(self, stream: int, pointers: Any, sizes: tuple[int, ...] = ()) -> None:
+        found = self.prepared.get(sizes)
+        if found is None:
+            found = self.prepare(sizes)
+        table, numbers, launch, address = found
+        rc = launch(address, 0, self.n, table, pointers, numbers, stream)
+        if rc:
+            self.slow(rc, table, pointers, numbers, stream, sizes)
+
+    def prepare(self, sizes: tuple[int, ...]) -> Any:
+        """The launch table for sizes."""
+        env = dict(zip(self.names, sizes, strict=True))
+        table = (_Kernel * self.n)()
+        for k in range(self.n):
+            self.fill(table[k], k, env, self.sizes_aligned(k, env))
+        launch, address = _launcher(self.options)
+        launch.argtypes = [ctypes.c_void_p] + [ctypes.c_int] * 2 + [ctypes.c_void_p] * 4
+        numbers = (ctypes.c_longlong * max(1, len(sizes)))(*sizes)
+        found = self.prepared[sizes] = (table, numbers, launch, address)
+        return found
+
+    def sizes_aligned(self, k: int, env: dict[str, int]) -> bool:
+        kernel = self.kernels[k]
+        by_param = {
+            p: what.name
+            for p, (kind, what) in zip(kernel.params, kernel.args, strict=True)
+            if kind == "size" and isinstance(what, Sym)
+        }
+        return all(env[by_param[p]] % 16 == 0 for p in kernel.aligned if p in by_param)
+
+    def fill(self, row: Any, k: int, env: dict[str, int], aligned: bool) -> None:
+        kernel = self.kernels[k]
+        loaded = self.variants[k].get(aligned, kernel.is_wide(env))
+        row.function, row.block, row.shared = loaded.function, loaded.block, loaded.shared
+        row.grid = kernel.grid(kernel.configs[0], env)
+        row.count, row.aligned = len(kernel.args), int(aligned)
+        row.args = ctypes.cast(self.arrays[k], ctypes.POINTER(ctypes.c_int))
+
+    def slow(
+        self, rc: int, table: Any, pointers: Any, numbers: Any, stream: int, sizes: tuple[int, ...]
+    ) -> None:
+        """Goes on with the variant for addresses that are not aligned."""
+        own = (_Kernel * self.n)()
+        ctypes.memmove(own, table, ctypes.sizeof(own))
+        env = dict(zip(self.names, sizes, strict=True))
+        launch, address = _launcher(self.options)
+        while rc < 0:
+            k = -rc - 1
+            self.fill(own[k], k, env, False)
+            rc = launch(address, k, self.n, own, pointers, numbers, stream)
+        if rc:
+            number, error = divmod(rc, 1000)
+            name = self.kernels[number - 1].name
+            raise LaunchError(
+                f"CUDA error {error} at the launch of {name}",
+                hint="errors of earlier kernels appear here too; CUDA_LAUNCH_BLOCKING=1 finds them",
+            )
+
+
+def _name(what: Any) -> str:
+    assert isinstance(what, Sym)
+    return what.name
+
+
+__all__ = ["LaunchError", "Sequence"]
