@@ -8,13 +8,14 @@ which sizes it decides at run time are read off the operator's schema and the fa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deuteron.ir.index import Sym, as_index
+from deuteron.ir.index import Axis, Sym, as_index, const
 from deuteron.ir.program import Extern, Layout, ViewArg
 from deuteron.lower.core import LowerContext, Value
 
@@ -109,9 +110,18 @@ def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> View
         )
         if same or not exact:
             return view
+    if exact and layout.strides != wanted:
+        # Memory with holes, as traced (padded for alignment); broadcast dimensions are stored once.
+        once = [
+            const(0) if s.value == 0 and n.value != 1 else a.index
+            for a, s, n in zip(x.axes, wanted, x.shape, strict=True)
+        ]
+        axes = tuple(a if i is a.index else Axis(a.name, 1) for a, i in zip(x.axes, once))
+        x = Value(axes, x.at(once))
+        layout = replace(layout, shape=x.shape, strides=wanted)
     name = ctx.define(x, layout).expr.attr[0]
-    lay = ctx.layouts[name]
-    return ViewArg(name, lay.shape, lay.strides, as_index(0))
+    shape = ctx.shape_of(fake)
+    return ViewArg(name, shape, layout.strides, as_index(0))
 
 
 def needs_exact_strides(node: fx.Node) -> bool:

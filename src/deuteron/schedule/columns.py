@@ -86,6 +86,10 @@ def columns(
     tail += [(m.compute, m.position) for m in after]
     both = sorted((*base.members, *moved), key=lambda m: m.position)
     main = Group(space, tuple(both), chunk, partials)
+    names = {m.name for m in after}
+    for m in both:
+        if any(r.tensor in names for r in m.reads):
+            return Refusal("columns", f"{m.name} needs what is computed per column")
     bad = consistent(main, layouts, owner)
     return bad if bad is not None else Chunked(main, tuple(tail), made)
 
@@ -112,10 +116,6 @@ def _parts(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Re
             late.add(m.name)
         else:
             return Refusal("chunked", f"{m.name} needs all rows before it can start")
-    early = {m.name for m in after}
-    for m in (*points, *folds):
-        if any(r.tensor in early for r in m.reads):
-            return Refusal("chunked", f"{m.name} needs what is computed per column")
     return points, folds, after
 
 

@@ -22,6 +22,7 @@ ONE_CORE = 1.6
 # others in a CUDA graph takes 1 us, a small one 2.
 GPU_KERNEL_US = 1.0
 CPU_KERNEL_US = 0.3
+SCATTERED = 0.25
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def work(group: Group) -> float:
 def occupancy(group: Group, spec: DeviceSpec) -> float:
     """The share of the device that the parallel loops can keep busy."""
     if group.chunk is not None:
-        return min(1.0, group.chunk[1] * ONE_CORE / spec.cores)
+        # Workers that walk down columns read a few bytes of each line of memory at a time.
+        walk = SCATTERED if side_by_side(group) else 1.0
+        return walk * min(1.0, group.chunk[1] * ONE_CORE / spec.cores)
     if not group.folds:
         return 1.0
     rows = hint(group.space.rows)
