@@ -172,27 +172,43 @@ class Sequence:
         at = torch.device(device)
         self.variants = [Variants(k, at, options) for k in kernels]
         self.options = options
+        self.device = at
         self.prepared: dict[Any, Any] = {}
+        self.counters: dict[int, torch.Tensor] = {}
         self.arrays: list[Any] = []
         for k, place in zip(kernels, places, strict=True):
             left = iter(place)
-            codes = [
-                next(left) if kind == "tensor" else -self.names.index(_name(what)) - 1
-                for kind, what in k.args
-            ]
+            codes = []
+            for kind, what in k.args:
+                if kind == "tensor":
+                    codes.append(next(left))
+                elif kind == "size":
+                    codes.append(-self.names.index(_name(what)) - 1)
+                else:  # the address of the counter follows the sizes
+                    codes.append(-len(self.names) - 1)
             self.arrays.append((ctypes.c_int * max(1, len(codes)))(*codes))
         self.n = len(self.kernels)
 
     def __call__(self, stream: int, pointers: Any, sizes: tuple[int, ...] = ()) -> None:
-        found = self.prepared.get(sizes)
+        found = self.prepared.get((stream, sizes))
         if found is None:
-            found = self.prepare(sizes)
+            found = self.prepare(stream, sizes)
         table, numbers, launch, address = found
         rc = launch(address, 0, self.n, table, pointers, numbers, stream)
         if rc:
             self.slow(rc, table, pointers, numbers, stream, sizes)
 
-    def prepare(self, sizes: tuple[int, ...]) -> Any:
+    def counter(self, stream: int) -> int:
+        """The address of a zero that kernels on this stream count their programs with."""
+        if not any(kind == "counter" for k in self.kernels for kind, _ in k.args):
+            return 0
+        found = self.counters.get(stream)
+        if found is None:
+            found = self.counters[stream] = torch.zeros(1, dtype=torch.int32, device=self.device)
+            torch.cuda.current_stream(self.device).synchronize()
+        return found.data_ptr()
+
+    def prepare(self, stream: int, sizes: tuple[int, ...]) -> Any:
         """The launch table for sizes."""
         env = dict(zip(self.names, sizes, strict=True))
         table = (_Kernel * self.n)()
@@ -200,8 +216,8 @@ class Sequence:
             self.fill(table[k], k, env, self.sizes_aligned(k, env))
         launch, address = _launcher(self.options)
         launch.argtypes = [ctypes.c_void_p] + [ctypes.c_int] * 2 + [ctypes.c_void_p] * 4
-        numbers = (ctypes.c_longlong * max(1, len(sizes)))(*sizes)
-        found = self.prepared[sizes] = (table, numbers, launch, address)
+        numbers = (ctypes.c_longlong * (len(sizes) + 1))(*sizes, self.counter(stream))
+        found = self.prepared[stream, sizes] = (table, numbers, launch, address)
         return found
 
     def sizes_aligned(self, k: int, env: dict[str, int]) -> bool:

@@ -121,8 +121,8 @@ class Joiner:
             return False
         if spec.kind == "cpu":
             return us <= CPU_SHORT_US
-        if spec.kind != "cpu":
-            return False  # TODO: the last program goes on
+        if group.chunk is not None or any(m.kind == "scan" for m in group.members):
+            return False
         keep = [m.name for m in group.members]
         return profit.cost(group, dict(self.layouts), keep, spec).bytes <= GPU_TAIL_BYTES
 

@@ -30,6 +30,9 @@ from deuteron.schedule.kernel import Kernel
 # An index may pass the end of its tensor by a block before its mask is applied.
 LIMIT_32 = 2**31 - 2**20
 
+# Counts the programs that are done, in kernels with barriers.
+COUNTER = "counter_ptr"
+
 HEADER = """import triton
 import triton.language as tl
 
@@ -50,8 +53,8 @@ class Config:
 class TritonKernel:
     """A kernel's source and launch description.
 
-    args         ("tensor", name) or ("size", Sym), in the order of `params`, their names in the
-                 function
+    args         ("tensor", name), ("size", Sym) or ("counter", ""), in the order of `params`, their
+                 names in the function; the counter is an int32 that is 0 before and after a launch
     types        Triton types of `params` ("*fp32", "i32"); sizes are "i64" with 64-bit indices
     aligned      params that may be declared divisible by 16 (pointers in bytes): all pointers, and
                  sizes whose hint is. Who launches checks it, and builds without the attribute where
@@ -129,19 +132,30 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
         bodies = [[choice, *b] for b in bodies]
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
+    params += [COUNTER] * bool(kernel.barriers)
     constexprs = [v for b in blocks for v in b.values()] + stages + flags
     source = _source(name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers)
     sizes = "i64" if static and wide else "i32"
+    counter = bool(kernel.barriers)
     return TritonKernel(
         name=name,
         source=source,
-        args=(*(("tensor", n) for n in layouts), *(("size", s) for s in symbols)),
+        args=(
+            *(("tensor", n) for n in layouts),
+            *(("size", s) for s in symbols),
+            *([("counter", "")] * counter),
+        ),
         params=tuple(params),
-        types=(*(POINTER[lay.dtype] for lay in layouts.values()), *(sizes for _ in symbols)),
+        types=(
+            *(POINTER[lay.dtype] for lay in layouts.values()),
+            *(sizes for _ in symbols),
+            *(["*i32"] * counter),
+        ),
         constexprs=tuple(constexprs),
         configs=_configs(forms, blocks),
         grid_source=" + ".join(
-            _grid(f, b, n) for f, b, n in zip(forms, blocks, nests, strict=True)
+            _grid(f, b, n)
+            for f, b, n in list(zip(forms, blocks, nests, strict=True))[: _main(kernel)]
         ),
         aligned=(
             *pointers.values(),
@@ -295,16 +309,44 @@ def _source(
     main = [*notes, "pid = tl.program_id(0)"]
     for i, (form, names) in enumerate(zip(forms, blocks, strict=True)):
         main.append(f"blocks{i} = {_programs(form, names, kernel, i)}")
-    for i, call in enumerate(calls):
+    side_by_side = calls[: _main(kernel)]
+    for i, call in enumerate(side_by_side):
         before = " + ".join(start[:i])
-        last = i == len(calls) - 1
+        last = i == len(side_by_side) - 1
         head = "if" if i == 0 else "elif"
         first = f"pid - ({before})" if before else "pid"
+        if len(side_by_side) == 1:
+            main.append(call.replace("PID", "pid"))
+            break
         main += [
             "else:" if last else f"{head} pid < {' + '.join(start[: i + 1])}:",
             "    " + call.replace("PID", first),
         ]
+    main += _tail(kernel, calls)
     return "\n".join([*lines, *_function(name, signature, main), ""])
+
+
+def _main(kernel: Kernel) -> int:
+    """The number of nests before the first barrier."""
+    return kernel.barriers[0] if kernel.barriers else len(kernel.nests)
+
+
+def _tail(kernel: Kernel, calls: Sequence[str]) -> list[str]:
+    """What the program that finishes last does: all programs of the nests behind barriers, one
+    after the other. The counter is 0 before and after the kernel."""
+    if not kernel.barriers:
+        return []
+    out = [
+        "tl.debug_barrier()",
+        f'ticket = tl.atomic_add({COUNTER}, 1, sem="acq_rel", scope="gpu")',
+        "if ticket == tl.num_programs(0) - 1:",
+        f"    tl.store({COUNTER}, 0)",
+    ]
+    for i in range(kernel.barriers[0], len(calls)):
+        if i in kernel.barriers[1:]:
+            out.append("    tl.debug_barrier()")
+        out += [f"    for p{i} in range(blocks{i}):", "        " + calls[i].replace("PID", f"p{i}")]
+    return out
 
 
 def _call(i: int, name: str, args: list[str]) -> str:

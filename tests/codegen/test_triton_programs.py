@@ -1,0 +1,56 @@
+"""What the scheduler makes of whole programs, as Triton kernels: values under the interpreter, and
+ahead-of-time builds for two generations of GPUs, on a machine without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from deuteron.base.options import Options
+from deuteron.runtime.build_triton import build
+from tests.codegen.triton_programs import PROGRAMS, kernels
+from tests.schedule.tools import scheduled
+
+SCRIPT = Path(__file__).with_name("triton_programs.py")
+
+
+@lru_cache(maxsize=1)
+def interpreted() -> dict[str, dict[str, Any]]:
+    """All programs, in one process."""
+    root = str(SCRIPT.parents[2])
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([root, *sys.path]),
+    }
+    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {entry["program"]: entry for entry in lines}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values(name: str) -> None:
+    found = interpreted()[name]
+    assert "failure" not in found, found["failure"]
+    assert found["error"] <= 1
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_builds_ahead_of_time(name: str, capability: int, tmp_path: Path) -> None:
+    f, args = PROGRAMS[name]
+    options = Options.make(options={"cache_dir": str(tmp_path)})
+    for kernel in kernels(scheduled(f, *args, device="H200", check=False)):
+        binary = build(kernel, kernel.configs[0], capability, options)
+        assert binary.code and binary.shared <= 163 << 10
