@@ -291,6 +291,8 @@ class Writer:
                 assert isinstance(what, Sym)
                 seg.number(what.name)
                 continue
+            if kind == "counter":
+                continue
             assert isinstance(what, str)
             text, offset = self.pointer(what)
             place.append(seg.pointer(text if offset in (None, "0") else f"{text} + {offset}"))

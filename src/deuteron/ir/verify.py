@@ -33,6 +33,7 @@ from deuteron.ir.expr import (
     COMPARISONS,
     DTYPES,
     FLOATS,
+    ITEMSIZE,
     REDUCTIONS,
     SCALAR_OPS,
     SCANS,
@@ -365,7 +366,7 @@ def check_load(n: Expr, layout: Layout, strict: bool = False) -> None:
 def check_layout(name: str, layout: Layout) -> None:
     if len(layout.shape) != len(layout.strides):
         raise Fault("layouts", f"{name} has shape and strides of two lengths")
-    if layout.dtype not in DTYPES:
+    if layout.dtype not in ITEMSIZE:
         raise Fault("dtypes", f"{name} has no dtype {layout.dtype!r}")
 
 
