@@ -20,7 +20,7 @@ from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, hint
 from deuteron.ir.program import Constant, Extern, Input, Layout, Output, Program, ViewArg
-from deuteron.memory.plan import MemoryPlan, span
+from deuteron.memory.plan import OUT_VARIANTS, MemoryPlan, span
 from deuteron.schedule.kernel import Kernel, Schedule
 
 TORCH_NAMES = {
@@ -338,6 +338,11 @@ class Writer:
                 self.line(f"# {o.line}".replace("\n", " "))
         args = [self.argument(a) for a in d.args]
         args += [f"{k}={self.argument(v)}" for k, v in d.kwargs]
+        if d.op in OUT_VARIANTS:
+            assert d.names[0] is not None
+            args.append(f"out={self.variable(d.names[0])}")
+            self.line(f"{self.operator(OUT_VARIANTS[d.op])}({', '.join(args)})")
+            return
         text = f"{self.operator(d.op)}({', '.join(args)})"
         names = [self.variable(n) if n is not None else "_" for n in d.names]
         for k, s in enumerate(d.sizes):

@@ -51,6 +51,7 @@ from deuteron.lower.core import (
     source_line,
     supported,
 )
+from deuteron.lower.padding import padded
 from deuteron.lower.pointwise import broadcast
 
 # Products of matrices up to this many multiplications are generated, with what surrounds them.
@@ -104,16 +105,15 @@ class Driver:
             self.sizes.setdefault(sym, ("expr", source, 0))
         for sym, (name, dim) in ctx.sized.items():
             self.sizes.setdefault(sym, ("result", name, dim))
-        return live(
-            Program(
-                tuple(ctx.defs),
-                tuple(self.outputs),
-                tuple(self.sizes.items()),
-                dict(ctx.constants),
-                dict(ctx.callables),
-                self.position,
-            )
+        program = Program(
+            tuple(ctx.defs),
+            tuple(self.outputs),
+            tuple(self.sizes.items()),
+            dict(ctx.constants),
+            dict(ctx.callables),
+            self.position,
         )
+        return padded(live(program))
 
     def unsupported(self, node: fx.Node, reason: str) -> UnsupportedOp:
         return UnsupportedOp(

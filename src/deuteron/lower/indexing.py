@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOATS, Expr, cast, literal, op
+from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
 from deuteron.ir.index import Axis, Index, const, product
 from deuteron.lower.access import both, flatten, loaded, masked, nothing, unflatten, wrap, wrap_dim
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
-from deuteron.lower.pointwise import broadcast, compute_dtype, operand
+from deuteron.lower.pointwise import broadcast, compute_dtype, operand, scalar
 from deuteron.lower.positions import exact, inlined
 
 # What memory is accumulated in: atomics of smaller types are slow or absent, and round each time.
@@ -307,9 +307,43 @@ def averaged(ctx: LowerContext, total: Value, points: Points, include_self: bool
     return make(ctx, total.shape, element)
 
 
+def one_each(
+    ctx: LowerContext, x: Value, dim: int, indices: Value, source: Any, add: bool
+) -> Value | None:
+    """A scatter of one element per row, as a comparison at every element of the row (one-hot
+    vectors, the gradient of a gather): nothing is written twice, and it fuses like arithmetic.
+
+    An index outside the row, for which eager raises, then selects nothing.
+    """
+    if not x.rank or indices.rank != x.rank:
+        return None
+    dim = wrap_dim(dim, x.rank)
+    if indices.shape[dim].value != 1 or any(
+        a is not b for d, (a, b) in enumerate(zip(indices.shape, x.shape)) if d != dim
+    ):
+        return None
+    wide = compute_dtype(x.dtype)
+
+    def element(idx: tuple[Index, ...]) -> Expr:
+        first = [const(0) if d == dim else i for d, i in enumerate(idx)]
+        here = op("eq", index_value(idx[dim]), cast(indices.at(first), "i64"))
+        old = x.at(idx)
+        new = (
+            cast(source.at(first), x.dtype)
+            if isinstance(source, Value)
+            else scalar(source, x.dtype)
+        )
+        if add:
+            new = cast(op("add", cast(old, wide), cast(new, wide)), x.dtype)
+        return op("where", here, new, old)
+
+    return make(ctx, x.shape, element)
+
+
 @lowering("aten.scatter.src", "aten.scatter.value")
 def scatter(ctx: LowerContext, x: Value, dim: int, indices: Value, source: Any) -> Value:
-    return scatter_along(ctx, x, dim, indices, source, None)
+    found = one_each(ctx, x, dim, indices, source, False)
+    return found if found is not None else scatter_along(ctx, x, dim, indices, source, None)
 
 
 @lowering("aten.scatter.reduce", "aten.scatter.value_reduce")
@@ -321,7 +355,8 @@ def scatter_with(
 
 @lowering("aten.scatter_add.default")
 def scatter_add(ctx: LowerContext, x: Value, dim: int, indices: Value, source: Value) -> Value:
-    return scatter_along(ctx, x, dim, indices, source, "sum")
+    found = one_each(ctx, x, dim, indices, source, True) if x.dtype != "bool" else None
+    return found if found is not None else scatter_along(ctx, x, dim, indices, source, "sum")
 
 
 @lowering("aten.scatter_reduce.two")

@@ -12,10 +12,11 @@ from typing import Any
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
-from deuteron.ir.index import Index
+from deuteron.ir.index import Index, const
 from deuteron.lower.access import loaded, wrap_dim
+from deuteron.lower.calls import emit
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
-from deuteron.lower.pointwise import broadcast, compute_dtype, scalar
+from deuteron.lower.pointwise import broadcast, compute_dtype, pointwise, scalar
 from deuteron.lower.pooling import fold_of, small_axes
 from deuteron.lower.positions import exact as exact_index
 
@@ -131,6 +132,18 @@ def product_sum(ctx: LowerContext, a: Value, b: Value) -> Callable[[Sequence[Ind
         return fold_of("sum", axes, op("mul", cast(x, wide), cast(y, wide)))
 
     return element
+
+
+@lowering("aten.convolution.default")
+def convolution(ctx: LowerContext, x: Value, w: Value, bias: Value | None, *rest: Any) -> Value:
+    """On a GPU the bias is added by the kernel that reads the result: the library would launch one
+    of its own for it."""
+    reason = "the library's convolution is faster"
+    if bias is None or ctx.fake().device.type == "cpu" or ctx.node is None:
+        raise ctx.decline(reason)
+    plain = emit(ctx, ctx.node, (x, w, None, *rest), {}, reason)
+    column = make(ctx, [bias.shape[0], *[const(1)] * (x.rank - 2)], lambda idx: bias.at(idx[:1]))
+    return pointwise(ctx, (plain, column), lambda a, b: op("add", a, b))
 
 
 @lowering("aten.mm.default", "aten.bmm.default")

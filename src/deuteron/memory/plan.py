@@ -24,6 +24,8 @@ from deuteron.memory.lifetimes import Lifetimes, overwritable
 from deuteron.schedule.kernel import Kernel, Schedule
 
 ALIGNMENT = 256
+# Calls that write their result into memory of ours, with the strides that we choose.
+OUT_VARIANTS = {f"aten.{n}.default": f"aten.{n}.out" for n in ("mm", "bmm", "addmm", "baddbmm")}
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def span(layout: Layout) -> Index:
 def plan_memory(schedule: Schedule, program: Program, record: Record) -> MemoryPlan:
     """The plan of one call."""
     life = Lifetimes.of(schedule, program)
-    made = {n for s in schedule.steps if isinstance(s, Extern) for n in s.names if n}
+    calls = (s for s in schedule.steps if isinstance(s, Extern) and s.op not in OUT_VARIANTS)
+    made = {n for s in calls for n in s.names if n}
     ours = [n for n in life.first if n not in life.external and n not in made]
     kept = {n for n in ours if n in life.returned or n in life.called}
     home = _reuse(schedule, life, set(ours))
