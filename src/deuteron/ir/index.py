@@ -479,11 +479,18 @@ def _split(num: Index, den: Index) -> tuple[Index, Index]:
     return Index(quotient), Index(rest)
 
 
-def _gcd(num: Index, den: Index) -> int:
-    g = 0
-    for _, c in (*num.terms, *den.terms):
-        g = math.gcd(g, c)
-    return g
+def _factored(num: Index, den: Index) -> tuple[Index, Index, int] | None:
+    """``num == big*g + small`` with ``0 <= small < g`` and g > 1 a factor of the number `den`:
+    the quotient is then that of ``big`` by ``den/g``, and small is left of the remainder."""
+    if den.value is None:
+        return None
+    for g in sorted({math.gcd(den.value, c) for m, c in num.terms if m}, reverse=True):
+        if g > 1:
+            big = {m: c // g for m, c in num.terms if c % g == 0}
+            small = Index({m: c for m, c in num.terms if c % g})
+            if in_range(small, const(g)):
+                return Index(big), small, g
+    return None
 
 
 _QUOTIENTS: dict[tuple[Index, Index], Index] = {}
@@ -513,17 +520,10 @@ def _floordiv(num: Index, den: Index) -> Index:
         return quotient
     if _just_below(rest, den):
         return quotient - 1
-    g = _gcd(rest, den) if den.value is not None else 1
-    if den.value is not None and g == 1 and () in dict(rest.terms):
-        # floor((g*a + c) / (g*b)) == floor(a / b) for 0 <= c < g
-        bare = Index({m: c for m, c in rest.terms if m})
-        g2 = _gcd(bare, den)
-        if g2 > 1 and 0 <= dict(rest.terms)[()] < g2:
-            rest, g = bare, g2
-    if g > 1:
-        return quotient + floordiv(
-            Index({m: c // g for m, c in rest.terms}), Index({m: c // g for m, c in den.terms})
-        )
+    found = _factored(rest, den)
+    if found is not None:
+        big, _, g = found
+        return quotient + floordiv(big, (den.value or 1) // g)
     if len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
         inner = rest.terms[0][0][0]
         if isinstance(inner, Div):
@@ -559,12 +559,10 @@ def _mod(num: Index, den: Index) -> Index:
         return rest
     if _just_below(rest, den):
         return rest + den
-    g = _gcd(rest, den) if den.value is not None else 1
-    if g > 1:
-        return (
-            mod(Index({m: c // g for m, c in rest.terms}), Index({m: c // g for m, c in den.terms}))
-            * g
-        )
+    found = _factored(rest, den)
+    if found is not None:
+        big, small, g = found
+        return mod(big, (den.value or 1) // g) * g + small
     if len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
         inner = rest.terms[0][0][0]
         if isinstance(inner, Mod) and divide_exact(inner.den, den) is not None:
