@@ -71,6 +71,9 @@ class _Kernel(ctypes.Structure):
     ]
 
 
+NO_CONTEXT = 201
+
+
 class LaunchError(DeuteronError):
     """CUDA refused a launch."""
 
@@ -127,31 +130,32 @@ class Variants:
     def load(self, binary: Binary) -> Loaded:
         """Loads the code into the device's context."""
         driver = _driver()
-        with torch.cuda.device(self.device):
-            torch.cuda.current_stream()  # makes the context current
-            code, module, function = ctypes.create_string_buffer(binary.code), _out(), _out()
-            _ok(driver.cuModuleLoadData(ctypes.byref(module), code), "loading", binary.name)
-            name = binary.name.encode()
-            _ok(
-                driver.cuModuleGetFunction(ctypes.byref(function), module, name),
-                "finding",
-                binary.name,
-            )
-            if binary.shared > 48 << 10:  # 8: the most dynamic shared memory that it may ask for
-                _ok(
-                    driver.cuFuncSetAttribute(function, 8, binary.shared),
-                    "shared memory of",
-                    binary.name,
-                )
+        enter(self.device)
+        code, module, function = ctypes.create_string_buffer(binary.code), _out(), _out()
+        _ok(driver.cuModuleLoadData(ctypes.byref(module), code), "loading", binary.name)
+        name = binary.name.encode()
+        _ok(driver.cuModuleGetFunction(ctypes.byref(function), module, name), "finding", name)
+        if binary.shared > 48 << 10:  # 8: the most dynamic shared memory that it may ask for
+            _ok(driver.cuFuncSetAttribute(function, 8, binary.shared), "shared memory of", name)
         assert function.value is not None
         return Loaded(function.value, 32 * binary.num_warps, binary.shared)
+
+
+def enter(device: torch.device) -> None:
+    """Makes the device's context current in this thread: one that never ran anything (autograd's,
+    at a backward's first call) has none."""
+    driver, context = _driver(), _out()
+    rc = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index or 0)
+    _ok(rc, "the context of", str(device))
+    _ok(driver.cuCtxSetCurrent(context), "the context of", str(device))
+    driver.cuDevicePrimaryCtxRelease_v2(device.index or 0)
 
 
 def _out() -> ctypes.c_void_p:
     return ctypes.c_void_p(0)
 
 
-def _ok(rc: int, what: str, name: str) -> None:
+def _ok(rc: int, what: str, name: str | bytes) -> None:
     if rc:
         raise LaunchError(f"CUDA error {rc} at {what} {name}")
 
@@ -245,9 +249,12 @@ class Sequence:
         ctypes.memmove(own, table, ctypes.sizeof(own))
         env = dict(zip(self.names, sizes, strict=True))
         launch, address = _launcher(self.options)
-        while rc < 0:
-            k = -rc - 1
-            self.fill(own[k], k, env, False)
+        while rc < 0 or rc % 1000 == NO_CONTEXT:
+            k = -rc - 1 if rc < 0 else rc // 1000 - 1
+            if rc < 0:
+                self.fill(own[k], k, env, False)
+            else:
+                enter(self.device)
             rc = launch(address, k, self.n, own, pointers, numbers, stream)
         if rc:
             number, error = divmod(rc, 1000)
