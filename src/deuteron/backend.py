@@ -87,6 +87,8 @@ class Session:
             found.append(record)
         if phase == "inference" and not self.options.eager_random:
             random.functionalize(gm, record)
+        if phase == "forward":
+            nothing_donated()
         static = static_inputs(gm) if phase != "inference" else inference_static_inputs()
         if self.options.fallback == "aten":
             return boxed(self.compile_or_fall_back(gm, inputs, phase, record, static))
@@ -132,6 +134,15 @@ def inference_static_inputs() -> frozenset[int]:
     context = torch._guards.TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
     return frozenset(getattr(metadata, "static_input_indices", None) or ())
+
+
+def nothing_donated() -> None:
+    """Says of the graph being compiled that its backward overwrites nothing. Left unsaid, a
+    ``backward(retain_graph=True)`` after one without would be refused."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is not None and getattr(metadata, "bw_donated_idxs", None) is None:
+        metadata.bw_donated_idxs = []
 
 
 def run_as_traced(gm: fx.GraphModule) -> Boxed:

@@ -51,7 +51,6 @@ from deuteron.lower.core import (
     source_line,
     supported,
 )
-from deuteron.lower.padding import padded
 from deuteron.lower.pointwise import broadcast
 
 # Products of matrices up to this many multiplications are generated, with what surrounds them.
@@ -113,7 +112,7 @@ class Driver:
             dict(ctx.callables),
             self.position,
         )
-        return padded(live(program))
+        return live(program)
 
     def unsupported(self, node: fx.Node, reason: str) -> UnsupportedOp:
         return UnsupportedOp(
@@ -173,11 +172,14 @@ class Driver:
             return Opaque(key)
         fake = node.meta.get("val", found)
         if supported(found) and found.numel() == 1 and found.device.type == "cpu":
-            number = E.literal(found.item(), TORCH_DTYPES[found.dtype])
+            with torch.utils._python_dispatch._disable_current_modes():  # a real tensor
+                value = found.item()
+            number = E.literal(value, TORCH_DTYPES[found.dtype])
             return make(ctx, ctx.shape_of(fake), lambda idx: number)
         name = ctx.fresh_name(node.name)
         ctx.constants[name] = found
-        ctx.add(Constant(name, ctx.layout_of(fake), digest(found)))
+        with torch.utils._python_dispatch._disable_current_modes():
+            ctx.add(Constant(name, ctx.layout_of(fake), digest(found)))
         return ctx.load(name)
 
     # -- calls ------------------------------------------------------------------------------------
@@ -374,14 +376,16 @@ class Driver:
         layout = ctx.dense_layout(fake)
         name = ctx.define(v, layout).expr.attr[0]
         self.returned[name] = memory
-        return Output(name, layout.shape, layout.strides)
+        empty = any(n.value == 0 for n in layout.shape)
+        return Output(name, layout.shape, wanted if empty else layout.strides)
 
     def may_return(self, view: ViewArg, memory: Any, wanted: Any, v: Value) -> bool:
         """Whether the view has the traced strides, and shares memory only as traced."""
         if view.tensor in self.ctx.overwritten:
             return False
-        if any(
-            a is not b and n.value not in (0, 1)
+        empty = any(n.value == 0 for n in v.shape)
+        if not empty and any(
+            a is not b and n.value != 1
             for a, b, n in zip(view.strides, wanted, v.shape, strict=True)
         ):
             return False

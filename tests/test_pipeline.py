@@ -1,0 +1,357 @@
+"""Whole programs through ``torch.compile``: what the memory plan, the emitted module and its launch
+must get right, whatever the kernels are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deuteron.backend import deuteron_backend
+
+Function = Callable[..., Any]
+
+
+def compiled(f: Function, **kw: Any) -> Function:
+    return torch.compile(f, backend=deuteron_backend, fullgraph=True, **kw)
+
+
+def leaves(x: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(x) if isinstance(t, Tensor)]
+
+
+def same(f: Function, *args: Any, **kw: Any) -> Function:
+    """Checks values, types, strides, sharing of memory, mutation; returns the compiled function."""
+    g = compiled(f, **kw)
+    check(f, g, *args)
+    check(f, g, *args)
+    return g
+
+
+def copies(args: tuple[Any, ...]) -> list[Any]:
+    """Clones that keep strides and share memory with one another as the originals do."""
+    storages: dict[int, Tensor] = {}
+    out: list[Any] = []
+    for a in args:
+        if not isinstance(a, Tensor):
+            out.append(a)
+            continue
+        key = a.untyped_storage().data_ptr()
+        if key not in storages:
+            whole = torch.empty(0, dtype=a.dtype).set_(a.untyped_storage())
+            storages[key] = whole.clone()
+        t = storages[key].as_strided(a.shape, a.stride(), a.storage_offset())
+        out.append(t.detach().requires_grad_() if a.requires_grad else t)
+    return out
+
+
+def sharing(tensors: list[Tensor]) -> list[int]:
+    """For each tensor the first one of the list whose memory it shares."""
+    ptrs = [t.untyped_storage().data_ptr() if t.numel() else -k for k, t in enumerate(tensors)]
+    return [ptrs.index(p) for p in ptrs]
+
+
+def check(f: Function, g: Function, *args: Any) -> None:
+    a, b = copies(args), copies(args)
+    want, got = f(*a), g(*b)
+    wants, gots = leaves(want), leaves(got)
+    assert len(wants) == len(gots)
+    for w, o in zip(wants, gots, strict=True):
+        assert o.stride() == w.stride(), (o.stride(), w.stride())
+        assert o.requires_grad == w.requires_grad
+        torch.testing.assert_close(o, w, equal_nan=True)
+    assert sharing(leaves(b) + gots) == sharing(leaves(a) + wants)
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        torch.testing.assert_close(y.detach(), x.detach(), equal_nan=True)
+    if any(w.requires_grad for w in wants):
+        grads = [torch.randn_like(w) for w in wants if w.requires_grad]
+        torch.autograd.backward([w for w in wants if w.requires_grad], grads)
+        torch.autograd.backward([o for o in gots if o.requires_grad], grads)
+        for x, y in zip(leaves(a), leaves(b), strict=True):
+            if x.grad is not None:
+                assert y.grad is not None
+                torch.testing.assert_close(y.grad, x.grad)
+
+
+R = torch.randn
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (1, 1), (0, 8), (4, 0), (3, 17)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_chain(shape: tuple[int, ...], dynamic: bool) -> None:
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        y = (x.sin() + 1) * 2
+        return y, y.softmax(-1), y.sum(0), y.mean()
+
+    same(f, R(shape), dynamic=dynamic)
+    same(f, R(shape, requires_grad=True), dynamic=dynamic)
+
+
+def test_training_of_a_network() -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
+    g = compiled(net)
+    x = R(5, 8)
+    for _ in range(2):
+        net.zero_grad()
+        net(x).square().mean().backward()
+        want = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        net.zero_grad()
+        g(x).square().mean().backward()
+        for p, w in zip(net.parameters(), want, strict=True):
+            torch.testing.assert_close(p.grad, w)
+
+
+# -- outputs -----------------------------------------------------------------------------------
+
+
+def test_outputs_survive_later_calls() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.softmax(-1)
+        return y, (y @ y.T).relu()
+
+    g = compiled(f)
+    xs = [R(6, 6) for _ in range(4)]
+    kept = [g(x) for x in xs]
+    for x, (a, b) in zip(xs, kept, strict=True):
+        torch.testing.assert_close((a, b), f(x))
+
+
+def test_one_result_returned_several_times() -> None:
+    same(lambda x: ((y := x + 1), y, y.T, y[1:], y.view(-1)), R(4, 6))
+
+
+def test_inputs_and_their_views_are_returned() -> None:
+    same(lambda x, y: (x, y.T, x[0], y + 1), R(4, 6), R(2, 3))
+
+
+def test_numbers_and_none_are_returned() -> None:
+    same(lambda x: (x.shape[0], None, x + 1, x.shape[0] * x.shape[1]), R(4, 6), dynamic=True)
+
+
+def test_constants() -> None:
+    c = torch.arange(6.0)
+    same(lambda x: (x + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), c * 1, torch.ones(3)), R(6))
+
+
+def test_nothing_to_compute() -> None:
+    same(lambda x: x.view(-1), R(2, 3))
+    same(lambda x: (x, x.detach()), R(2, 3))
+
+
+# -- mutation ----------------------------------------------------------------------------------
+
+
+def test_inputs_are_overwritten() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        z = x * 2
+        x.add_(y)
+        y.mul_(3)
+        return z + x
+
+    same(f, R(4, 6), R(4, 6))
+    same(f, R(4, 6), R(4, 6), dynamic=True)
+
+
+def test_views_of_inputs_are_overwritten() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        before = x.clone()
+        x[1:].add_(y)
+        x.T[0] = 7
+        return before + x
+
+    same(f, R(4, 6), R(3, 6))
+
+
+def test_swapped_inputs() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        t = x.clone()
+        x.copy_(y)
+        y.copy_(t)
+        return x - y
+
+    same(f, R(4, 6), R(4, 6))
+
+
+def test_inputs_that_share_memory() -> None:
+    whole = R(24)
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return (x.sum() + y).sin()
+
+    same(f, whole[:16].view(4, 4), whole[8:].view(4, 4))
+
+
+def test_batch_norm_updates_its_statistics() -> None:
+    net = nn.BatchNorm2d(3)
+    other = nn.BatchNorm2d(3)
+    g = compiled(other)
+    for _ in range(3):
+        x = R(2, 3, 5, 5)
+        torch.testing.assert_close(g(x), net(x))
+    torch.testing.assert_close(dict(other.named_buffers()), dict(net.named_buffers()))
+
+
+# -- library calls -----------------------------------------------------------------------------
+
+
+def test_library_calls_between_kernels() -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        a = (x + 1) @ w
+        b = a.relu() @ w
+        values, where = b.sort(dim=-1)
+        top = values.exp().topk(3)
+        return top.values * 2, where, (a + b).cumsum(1)
+
+    w = R(64, 64) / 32
+    same(f, R(40, 64), w)
+    same(f, R(40, 64, requires_grad=True), w.requires_grad_(), dynamic=True)
+
+
+def test_library_results_that_share_memory_with_their_argument() -> None:
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        c = torch.view_as_complex(x * 2)
+        d = c * c.conj()
+        r = torch.view_as_real(d)
+        return r.sin() + x, c.abs(), torch.view_as_real(c) + 1
+
+    same(f, R(5, 7, 2))
+    same(lambda c: (torch.view_as_real(c).sin(), c * 2), R(5, 7, dtype=torch.complex64))
+
+
+def test_convolution_network() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    )
+    x = R(2, 3, 8, 8, requires_grad=True)
+    want = net(x)
+    want.sum().backward()
+    grad, x.grad = x.grad, None
+    out = compiled(net)(x)
+    out.sum().backward()
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(x.grad, grad, atol=1e-5, rtol=1e-4)
+
+
+def test_sizes_that_a_call_decides() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        i = x.nonzero()
+        return i * 2 + 1, i.sum(0)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        g = compiled(f)
+        for x in (R(6).relu(), torch.zeros(6), torch.ones(6)):
+            torch.testing.assert_close(g(x), f(x))
+
+
+def test_indices_out_of_range() -> None:
+    g = compiled(lambda x, i: x[i] * 2)
+    x = R(5, 3)
+    torch.testing.assert_close(g(x, torch.tensor([4, -5, 0])), x[torch.tensor([4, -5, 0])] * 2)
+    with pytest.raises(IndexError):
+        g(x, torch.tensor([0, 5, 1]))
+    torch.testing.assert_close(g(x, torch.tensor([1, 1, 1])), x[torch.tensor([1, 1, 1])] * 2)
+
+
+# -- changing sizes ----------------------------------------------------------------------------
+
+
+def test_sizes_change_without_compiling_again() -> None:
+    def f(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = x.softmax(-1)
+        z = (y * 2) @ w
+        return y.sum(0), z.relu(), torch.cat([z, y @ w]).T, y[1:] - y[:-1]
+
+    g = compiled(f, dynamic=True)
+    w = R(7, 5)
+    for n in (4, 2, 11, 31, 2, 4, 97):
+        x = R(n, 7)
+        torch.testing.assert_close(g(x, w), f(x, w))
+
+
+def test_strided_inputs() -> None:
+    same(lambda x: (x + 1, x.sum(0)), R(8, 6).T)
+    same(lambda x: (x + 1, x.sum(0)), R(8, 6)[::2, 1::2])
+    same(lambda x: (x * 2).sum(1), R(1, 6).expand(8, 6))
+    same(lambda x: x * 2, R(30)[3:])
+
+
+# -- autograd ----------------------------------------------------------------------------------
+
+
+def test_backward_twice() -> None:
+    x = R(4, 6, requires_grad=True)
+    y = compiled(lambda x: (x.sin().softmax(-1) * x).sum())(x)
+    y.backward(retain_graph=True)
+    first = x.grad.clone() if x.grad is not None else None
+    x.grad = None
+    y.backward()
+    torch.testing.assert_close(x.grad, first)
+
+
+def test_backward_once_then_twice() -> None:
+    g = compiled(lambda x: x.sin().softmax(-1) * x)
+    for retain in (False, True, False):
+        x = R(4, 6, requires_grad=True)
+        y = g(x)
+        y.backward(torch.ones(4, 6), retain_graph=retain)
+        if retain:
+            y.backward(torch.ones(4, 6))
+
+
+def test_gradients_with_other_strides() -> None:
+    x = R(4, 6, requires_grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+    y = compiled(f)(x)
+    for grad in (R(6, 4).T, torch.ones(()).expand(4, 6), R(8, 6)[::2]):
+        (got,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+        (want,) = torch.autograd.grad(f(x), x, grad)
+        torch.testing.assert_close(got, want)
+
+
+def test_some_outputs_without_gradient() -> None:
+    x = R(4, 6, requires_grad=True)
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sin(), x.detach() * 2, (x > 0), x.exp()
+
+    out = compiled(f)(x)
+    out[3].sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().exp())
+
+
+# -- calls at once -----------------------------------------------------------------------------
+
+
+def test_threads() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).softmax(-1).T @ x).sum(0) * 2
+
+    g = compiled(f)
+    w = R(64, 64)
+    g(R(96, 64), w)
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        made = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            x = torch.randn(96, 64, generator=made)
+            if not torch.allclose(g(x, w), f(x, w), atol=1e-3, rtol=1e-4):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
