@@ -18,6 +18,7 @@ from deuteron.graph import ops
 from deuteron.graph.aliasing import Aliasing
 from deuteron.graph.cse import merge_common
 from deuteron.graph.edit import Editor
+from deuteron.graph.padding import pad_products
 from deuteron.graph.rules import ROWS
 
 
@@ -29,6 +30,9 @@ def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
         applied = apply_rows(gm)
         merged = merge_common(gm)
         remove_dead(gm.graph)
+        if pad_products(gm, record):
+            merged += merge_common(gm)
+            remove_dead(gm.graph)
     record.add(
         "rewrite",
         rules=applied,

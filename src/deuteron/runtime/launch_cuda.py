@@ -134,9 +134,11 @@ class Variants:
         code, module, function = ctypes.create_string_buffer(binary.code), _out(), _out()
         _ok(driver.cuModuleLoadData(ctypes.byref(module), code), "loading", binary.name)
         name = binary.name.encode()
-        _ok(driver.cuModuleGetFunction(ctypes.byref(function), module, name), "finding", name)
+        _ok(
+            driver.cuModuleGetFunction(ctypes.byref(function), module, name), "finding", binary.name
+        )
         if binary.shared > 48 << 10:  # 8: the most dynamic shared memory that it may ask for
-            _ok(driver.cuFuncSetAttribute(function, 8, binary.shared), "shared memory of", name)
+            _ok(driver.cuFuncSetAttribute(function, 8, binary.shared), "setting up", binary.name)
         assert function.value is not None
         return Loaded(function.value, 32 * binary.num_warps, binary.shared)
 
@@ -155,7 +157,7 @@ def _out() -> ctypes.c_void_p:
     return ctypes.c_void_p(0)
 
 
-def _ok(rc: int, what: str, name: str | bytes) -> None:
+def _ok(rc: int, what: str, name: str) -> None:
     if rc:
         raise LaunchError(f"CUDA error {rc} at {what} {name}")
 
