@@ -18,6 +18,7 @@ from deuteron.graph import ops
 from deuteron.graph.aliasing import Aliasing
 from deuteron.graph.cse import merge_common
 from deuteron.graph.edit import Editor
+from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
 from deuteron.graph.rules import ROWS
 
@@ -30,7 +31,7 @@ def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
         applied = apply_rows(gm)
         merged = merge_common(gm)
         remove_dead(gm.graph)
-        if pad_products(gm, record):
+        if pad_products(gm, record) + channels_last(gm, record):
             merged += merge_common(gm)
             remove_dead(gm.graph)
     record.add(

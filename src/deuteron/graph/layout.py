@@ -1,0 +1,146 @@
+"""Channels-last memory for graphs of convolutions.
+
+In: an ATen graph with fake values. Out: the same, in place, with the inputs of two-dimensional
+convolutions in channels-last order, and with the strides that follow from that in every fake value
+downstream. The libraries' convolutions work in that order and otherwise convert before and after
+each (H200, a residual network in bf16: half of the step). What the graph returns keeps the strides
+that it was traced with.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from deuteron.base.record import Record
+from deuteron.graph.edit import Editor
+
+aten = torch.ops.aten
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+FORMATS = (torch.contiguous_format, torch.channels_last)
+# With fewer channels a convolution is as fast either way, and the conversion is not free.
+LEAST_CHANNELS = 16
+
+
+def channels_last(gm: fx.GraphModule, record: Record) -> int:
+    """Converts what pays; returns the number of convolutions whose input changed."""
+    found = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS and _plain(n)]
+    if not found or not _worth(found):
+        return 0
+    outputs = gm.graph.output_node()
+    before = {n: _strides(n) for n in outputs.all_input_nodes}
+    if any(_format_of(s, n.meta["val"]) is None for n, s in before.items() if s is not None):
+        return 0
+    editor = Editor(gm)
+    changed: set[fx.Node] = set()
+    count = 0
+    for node in list(gm.graph.nodes):
+        if node in found:
+            count += _convert(editor, node, changed)
+        if node.op == "call_function" and any(a in changed for a in node.all_input_nodes):
+            _refresh(editor, node, changed)
+    if count:
+        _restore(editor, outputs, before)
+        record.add(
+            "decision",
+            subject="layout",
+            accepted=True,
+            reason="channels last",
+            detail=f"{count} convolutions",
+            first=found[0].name,
+            second="",
+            bytes=0,
+            us=0.0,
+        )
+    return count
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    """The activations that a convolution reads: its input, and the gradient of its result."""
+    count = 2 if node.target is aten.convolution_backward.default else 1
+    return [a for a in node.args[:count] if isinstance(a, fx.Node)]
+
+
+def _plain(node: fx.Node) -> bool:
+    """A two-dimensional convolution of known sizes that the library converts for."""
+    fakes = [a.meta.get("val") for a in _tensors(node)]
+    return all(
+        isinstance(t, torch.Tensor)
+        and t.dim() == 4
+        and all(type(n) is int and n > 0 for n in t.shape)
+        and (t.device.type == "cpu" or t.itemsize == 2)
+        for t in fakes
+    )
+
+
+def _work(node: fx.Node) -> float:
+    weight: Any = node.args[2 if node.target is aten.convolution_backward.default else 1]
+    x = _tensors(node)[0].meta["val"]
+    return math.prod(weight.meta["val"].shape) * x.shape[2] * x.shape[3]
+
+
+def _worth(found: list[fx.Node]) -> bool:
+    """Whether most of the work is done on many channels."""
+    total = sum(_work(n) for n in found)
+    wide = sum(_work(n) for n in found if _tensors(n)[0].meta["val"].shape[1] >= LEAST_CHANNELS)
+    return wide > 0.5 * total
+
+
+def _strides(node: fx.Node) -> tuple[Any, ...] | None:
+    val = node.meta.get("val")
+    return tuple(val.stride()) if isinstance(val, torch.Tensor) else None
+
+
+def _format_of(strides: tuple[Any, ...], t: torch.Tensor) -> torch.memory_format | None:
+    """The memory format that has these strides; None for others."""
+    for f in FORMATS[: 2 if t.dim() == 4 else 1]:
+        if torch.empty(t.shape, device="meta").contiguous(memory_format=f).stride() == strides:
+            return f
+    return None
+
+
+def _convert(editor: Editor, node: fx.Node, changed: set[fx.Node]) -> int:
+    done = 0
+    for k, a in enumerate(_tensors(node)):
+        if a.meta["val"].is_contiguous(memory_format=torch.channels_last):
+            continue
+        with editor.before(node):
+            new = editor.call(aten.clone.default, a, like=node, memory_format=torch.channels_last)
+        node.update_arg(k, new)
+        changed.add(new)
+        done = 1
+    return done
+
+
+def _refresh(editor: Editor, node: fx.Node, changed: set[fx.Node]) -> None:
+    """The fake result for arguments with new strides."""
+    old = node.meta.get("val")
+    try:
+        new = editor.evaluate(node)
+    except RuntimeError:
+        if node.target not in (aten.view.default, aten._unsafe_view.default):
+            raise
+        node.target = aten.reshape.default  # no view any more
+        new = editor.evaluate(node)
+    if not isinstance(old, torch.Tensor) or new.stride() != old.stride():
+        changed.add(node)
+    node.meta["val"] = new
+
+
+def _restore(
+    editor: Editor, outputs: fx.Node, before: dict[fx.Node, tuple[Any, ...] | None]
+) -> None:
+    """What is returned has the strides that were promised."""
+    for node, strides in before.items():
+        if strides is None or _strides(node) == strides:
+            continue
+        memory_format = _format_of(strides, node.meta["val"])
+        with editor.before(outputs):
+            new = editor.call(aten.clone.default, node, like=node, memory_format=memory_format)
+        outputs.replace_input_with(node, new)
+
+
+__all__ = ["channels_last"]
