@@ -16,23 +16,26 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import fx
+from torch._functorch.aot_autograd import make_boxed_func
 
 from deuteron.base.device import device_spec_for
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.codegen.cpp.kernels import FLAGS, CppKernel, translation_unit
+from deuteron.codegen.assemble import Generated
+from deuteron.codegen.cpp.kernels import FLAGS, CppKernel
 from deuteron.codegen.cpp.kernels import generate as generate_cpp
-from deuteron.codegen.module import Emitted, emit
+from deuteron.codegen.module import Emitted, Request, emit
+from deuteron.codegen.share import structure, tensors_of
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.codegen.triton.generate import generate as generate_triton
 from deuteron.graph.rewrite import rewrite
@@ -45,12 +48,22 @@ from deuteron.runtime import build_cpp
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch import load as load_module
 from deuteron.runtime.launch_cuda import Sequence as Launcher
+from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.printer import print_schedule
 from deuteron.schedule.verify import verify_schedule
 
 STAGES = ("rewrite", "lower", "schedule", "memory", "generate", "emit", "load")
+# What each stage leaves in the debug folder.
+FILES = {
+    "rewrite": "graph.txt",
+    "lower": "program.txt",
+    "schedule": "schedule.txt",
+    "memory": "memory.txt",
+    "generate": "kernels.txt",
+    "emit": "module.py",
+}
 _NUMBERS = itertools.count()
 
 
@@ -67,9 +80,8 @@ class Compilation:
     program: Program | None = None
     schedule: Schedule | None = None
     plan: MemoryPlan | None = None
-    kernels: dict[str, CppKernel | TritonKernel] = field(default_factory=dict)
+    kernels: dict[str, Generated] = field(default_factory=dict)
     emitted: Emitted | None = None
-    unit: str = ""
     library: Future[Path] | None = None
     call: Call | None = None
 
@@ -95,15 +107,19 @@ class Compilation:
         return "\n".join(map(str, self.record.of("buffer"))) if self.debug else ""
 
     def do_generate(self) -> str:
-        assert self.schedule is not None
         specs = {k.device: device_spec_for(k.device, self.options) for k in self.steps()}
+        alike: dict[Hashable, tuple[Kernel, Generated]] = {}
         for k in self.steps():
-            generate = generate_cpp if k.device == "cpu" else generate_triton
-            made = generate(k, specs[k.device], self.options)
-            self.kernels[k.name] = made
+            key = structure(k)
+            found = alike.get(key)
+            if found is None:
+                make = generate_cpp if k.device == "cpu" else generate_triton
+                found = alike[key] = (k, make(k, specs[k.device], self.options))
+            made = self.kernels[k.name] = relabelled(*found, k)
+            prefix = "cpp" if k.device == "cpu" else "triton"
             self.record.add(
                 "kernel",
-                name=made.name if isinstance(made, TritonKernel) else f"cpp_{made.name}",
+                name=f"{prefix}_{k.name}",
                 target=k.device,
                 ops=[o.op for o in k.origins],
                 origins=[{"node": o.node, "op": o.op, "line": o.line} for o in k.origins],
@@ -111,30 +127,46 @@ class Compilation:
                 flops=k.flops,
                 predicted_us=k.predicted_us,
                 source=made.source,
+                same_code_as="" if found[0] is k else f"{prefix}_{found[0].name}",
             )
-        return "\n\n".join(k.source for k in self.kernels.values()) if self.debug else ""
+        return "\n\n".join(made.source for _, made in alike.values())
 
     def do_emit(self) -> str:
         assert self.program is not None and self.schedule is not None and self.plan is not None
-        title = f"{self.phase} graph {self.number}: {len(self.kernels)} kernels."
-        self.emitted = emit(self.program, self.schedule, self.plan, self.kernels, title)
-        cpu = [k for k in self.kernels.values() if isinstance(k, CppKernel)]
-        if cpu:
-            self.unit = translation_unit(cpu) + self.emitted.segments + "\n"
-            self.library = build_cpp.submit(self.unit, FLAGS, self.options)
+        calls = len(self.schedule.steps) - len(self.kernels)
+        about = [f"{len(self.kernels)} kernels, {calls} library calls."]
+        asked = ((f.name, getattr(self.options, f.name), f.default) for f in fields(Options))
+        about += [f"{name} = {value!r}" for name, value, usual in asked if value != usual]
+        self.emitted = emit(
+            self.program,
+            self.schedule,
+            self.plan,
+            self.kernels,
+            Request(
+                f"{self.phase} graph {self.number} of this process, compiled by Deuteron.",
+                tuple(about),
+                self.options.threads,
+                self.options.verify,
+            ),
+        )
+        if self.emitted.sequences:
+            build_cpp.compiler()  # launching needs it
+        if self.emitted.unit:
+            self.library = build_cpp.submit(self.emitted.unit, FLAGS, self.options)
         return self.emitted.text
 
     def do_load(self) -> str:
         assert self.emitted is not None
-        launchers = {
-            q.name: Launcher(
-                [self.triton(n) for n in q.kernels], q.places, q.sizes, q.device, self.options
-            )
-            for q in self.emitted.sequences
-        }
-        name = f"deuteron_{self.phase}_{self.number}.py"
-        path = str(self.debug / "emit.py") if self.debug else f"<{name}>"
-        self.call = load_module(self.emitted, self.library, launchers, {}, path)
+        extra: dict[str, Any] = {}
+        known: dict[Any, Any] = {}
+        for q in self.emitted.sequences:
+            kernels = [self.triton(n) for n in q.kernels]
+            extra[q.name] = Launcher(kernels, q.places, q.sizes, q.device, self.options, known)
+        if self.options.verify:
+            extra["watch"] = Watcher(self.steps(), self.kernels, self.options).watch
+        name = f"<deuteron {self.phase} graph {self.number}>"
+        path = str(self.debug / FILES["emit"]) if self.debug else name
+        self.call = load_module(self.emitted, self.library, extra, path)
         return ""
 
     def triton(self, name: str) -> TritonKernel:
@@ -155,23 +187,46 @@ class Compilation:
         return Path(self.options.debug_dir) / f"{self.phase}_{self.number}"
 
     def run(self) -> Call:
-        for stage in STAGES:
-            with self.stage(stage) as texts:
-                texts.append(getattr(self, f"do_{stage}")())
+        for name in STAGES:
+            start = perf_counter()
+            try:
+                text = getattr(self, f"do_{name}")()
+            except (DeuteronError, torch.OutOfMemoryError):
+                raise
+            except Exception as e:
+                raise internal_error(name, e) from e
+            self.record.add("stage", name=name, seconds=perf_counter() - start)
+            if self.debug is not None:
+                self.write(name, text)
         assert self.call is not None
         return self.call
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[list[str]]:
-        start = perf_counter()
-        texts: list[str] = []
-        yield texts
-        self.record.add("stage", name=name, seconds=perf_counter() - start)
-        if self.debug and texts and texts[0]:
-            self.debug.mkdir(parents=True, exist_ok=True)
-            suffix = {"emit": ".py"}.get(name, ".txt")
-            (self.debug / f"{name}{suffix}").write_text(texts[0])
-            (self.debug / "record.json").write_text(self.record.to_json())
+    def write(self, stage: str, text: str) -> None:
+        """One artifact in the debug folder, and the Record so far."""
+        assert self.debug is not None
+        self.debug.mkdir(parents=True, exist_ok=True)
+        if text:
+            (self.debug / FILES[stage]).write_text(text)
+        (self.debug / "record.json").write_text(self.record.to_json())
+
+
+def relabelled(first: Kernel, made: Generated, kernel: Kernel) -> Generated:
+    """The code generated for `first`, with the arguments of a kernel that is like it."""
+    if first is kernel:
+        return made
+    names = dict(zip(tensors_of(first), tensors_of(kernel), strict=True))
+    if isinstance(made, CppKernel):
+        return replace(made, args=tuple((kind, names[n]) for kind, n in made.args))
+    args = tuple((kind, names[str(w)] if kind == "tensor" else w) for kind, w in made.args)
+    return replace(made, args=args)
+
+
+def internal_error(stage: str, e: Exception) -> DeuteronError:
+    """What the user sees of a failure that nobody foresaw."""
+    return DeuteronError(
+        f"the compiler failed at stage {stage!r}: {type(e).__name__}: {e}",
+        hint='please report it; options={"fallback": "aten"} runs such a graph through ATen',
+    )
 
 
 def compile_graph(
@@ -186,17 +241,12 @@ def compile_graph(
     """Compiles one ATen graph. Raises `DeuteronError` where it cannot; without a C++ compiler the
     graph runs as traced."""
     try:
-        call = Compilation(gm, phase, options, record, static_inputs).run()
+        return Compilation(gm, phase, options, record, static_inputs).run()
     except build_cpp.NoCompiler as e:
         warn_once(str(e))
         record.add("fallback", what=f"{phase} graph", reason=e.message)
-        from torch._functorch.aot_autograd import make_boxed_func
-
         gm.recompile()
         return make_boxed_func(gm.forward)
-    except DeuteronError:
-        raise
-    return call
 
 
 _WARNED: set[str] = set()

@@ -1,112 +1,31 @@
 """The emitted module: a Python program that is one compiled graph.
 
-In: the schedule, its memory plan, kernels' sources. Out: the text of a module with a function
-``call(args)``, which takes the graph's inputs as a list, clears it and returns the outputs. It is
-what runs inside ``torch.compile``, and what a person reads; started by itself it makes inputs of
-the traced sizes and times a call.
+In: the schedule, its memory plan, the generated kernels. Out: the text of a module with the
+kernels' sources and a function ``call(args)``, which takes the graph's inputs as a list, clears it
+and returns the outputs. It is what runs inside ``torch.compile``, and what a person reads; started
+by itself (``python module.py``) it makes inputs of the traced sizes and times a call.
+
+Nothing of the user's (file names, source lines) leaves the comments and strings it is put in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
-from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.codegen.segments import Address, Launches, Segment
+from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
 from deuteron.ir.expr import ITEMSIZE
-from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, hint
+from deuteron.ir.index import Index, const
 from deuteron.ir.program import Constant, Extern, Input, Layout, Output, Program, ViewArg
-from deuteron.memory.plan import OUT_VARIANTS, MemoryPlan, span
+from deuteron.memory.plan import OUT_VARIANTS, MemoryPlan
 from deuteron.schedule.kernel import Kernel, Schedule
-
-TORCH_NAMES = {
-    "bool": "bool",
-    "u8": "uint8",
-    "i8": "int8",
-    "i16": "int16",
-    "i32": "int32",
-    "i64": "int64",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f32": "float32",
-    "f64": "float64",
-}
-
-
-def source(i: Index) -> str:
-    """An index of sizes as a Python expression."""
-    if i.value is not None:
-        return str(i.value)
-    parts = []
-    for m, c in i.terms:
-        words = [_atom(a) for a in m]
-        if c != 1 or not words:
-            words.insert(0, str(c))
-        parts.append("*".join(words))
-    return " + ".join(parts).replace("+ -", "- ")
-
-
-def _atom(a: Any) -> str:
-    if isinstance(a, Div):
-        return f"(({source(a.num)})//({source(a.den)}))"
-    if isinstance(a, Mod):
-        return f"(({source(a.num)})%({source(a.den)}))"
-    if isinstance(a, MinMax):
-        return f"{a.kind}({source(a.a)}, {source(a.b)})"
-    assert isinstance(a, Sym), a
-    return a.name
-
-
-def sizes_text(parts: Sequence[Index]) -> str:
-    return "(" + "".join(f"{source(i)}, " for i in parts).rstrip(" ") + ")"
-
-
-@dataclass(frozen=True)
-class Launches:
-    """Consecutive GPU kernels: for each the numbers of its tensors among the addresses of the call,
-    and the names of the sizes that the call passes."""
-
-    name: str
-    device: str
-    kernels: tuple[str, ...]
-    places: tuple[tuple[int, ...], ...]
-    sizes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """The module's text, the C++ translation unit's segment functions, and what the text refers to
-    by name: values that have no text, by the names that the module uses."""
-
-    text: str
-    segments: str
-    sequences: tuple[Launches, ...]
-    objects: dict[str, Any]
-
-
-@dataclass
-class Segment:
-    """Consecutive kernels of one device, called at once."""
-
-    name: str
-    device: str
-    kernels: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)  # of its C++ function
-    places: list[tuple[int, ...]] = field(default_factory=list)
-    after: list[str] = field(default_factory=list)  # lines of the module that follow the call
-    checks: bool = False
-    pointers: dict[str, int] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def pointer(self, text: str) -> int:
-        return self.pointers.setdefault(text, len(self.pointers))
-
-    def number(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
 
 
 class Writer:
@@ -117,29 +36,39 @@ class Writer:
         program: Program,
         schedule: Schedule,
         plan: MemoryPlan,
-        kernels: dict[str, CppKernel | TritonKernel],
-        title: str,
+        kernels: dict[str, Generated],
+        request: Request,
     ) -> None:
         self.program, self.schedule, self.plan = program, schedule, plan
-        self.kernels, self.title = kernels, title
+        self.kernels, self.request = kernels, request
         self.lines: list[str] = []
         self.head: list[str] = []
-        self.segments: list[str] = []
+        self.segments: list[Segment] = []
         self.sequences: list[Launches] = []
         self.objects: dict[str, Any] = {}
         self.ops: dict[str, str] = {}
         self.variables: dict[str, str] = {}
+        self.taken = {*SUPPORT, *(s.name for s, _ in program.sizes), "torch", "math", "args"}
+        self.taken |= {"min", "max", "call", "run", "layout", "sizes", "found", "before", "main"}
+        self.dead: list[str] = []
         self.open: Segment | None = None
         self.count = 0
         self.symbols = [s for s, (kind, _, _) in program.sizes if kind != "result"]
-        self.static = not self.symbols
         self.late = {s: where for s, where in program.sizes if where[0] == "result"}
+        self.waiting = {s.name: str(where[1]) for s, where in program.sizes if where[0] == "expr"}
+        known = {s.name for s, where in program.sizes if where[0] in ("int", "shape", "stride")}
+        self.known = known
+        self.symbols = [s for s in self.symbols if s.name not in self.waiting or self.ready(s.name)]
+        self.static = not self.symbols
         self.arrays: list[tuple[str, str]] = []  # name, text of an array that depends on sizes
         self.offsets: dict[str, list[int]] = {}
         self.totals: dict[str, int] = {}
+        self.views: dict[tuple[str, str], str] = {}  # (device, dtype) -> typed workspace
         if self.static:
             for device, arena in plan.arenas.items():
                 self.offsets[device], self.totals[device] = arena.offsets({})
+        gpus = dict.fromkeys(lay.device for lay in schedule.layouts.values() if is_gpu(lay.device))
+        self.gpus = tuple(gpus)
 
     # -- names ------------------------------------------------------------------------------------
     def variable(self, name: str) -> str:
@@ -147,178 +76,216 @@ class Writer:
         root = self.plan.home.get(name, name)
         found = self.variables.get(root)
         if found is None:
-            base = "".join(c if c.isalnum() else "_" for c in root)
-            found = base if base.isidentifier() and base not in RESERVED else f"t_{base}"
-            while found in self.variables.values():
-                found += "_"
+            found = identifier(root, self.taken)
+            if re.match(r"(seg|gpu|op|at|total|space|base|z|array)_", found):
+                found = identifier("t_" + found, self.taken)
             self.variables[root] = found
+            self.taken.add(found)
         return found
 
     def object(self, value: Any, wish: str) -> str:
         for k, v in self.objects.items():
             if v is value:
                 return k
-        name = f"{wish}_{len(self.objects)}"
+        name = identifier(f"{wish}_{len(self.objects)}", self.taken)
+        self.taken.add(name)
         self.objects[name] = value
         return name
-
-    def pointer(self, name: str) -> tuple[str, str | None]:
-        """(Python text of an address, text of an offset to add or None) of a tensor."""
-        root = self.plan.home.get(name, name)
-        place = self.plan.slot.get(root)
-        if place is None:
-            return f"{self.variable(root)}.data_ptr()", None
-        device, k = place
-        base = f"base_{self.arena(device)}"
-        if self.static:
-            return base, str(self.offsets[device][k])
-        return base, f"at_{self.arena(device)}_{k}"
 
     def arena(self, device: str) -> int:
         return list(self.plan.arenas).index(device)
 
+    def place(self, name: str) -> tuple[str, str] | None:
+        """(device, text of the offset in bytes) of a tensor in a workspace."""
+        found = self.plan.slot.get(self.plan.home.get(name, name))
+        if found is None:
+            return None
+        device, k = found
+        if self.static:
+            return device, str(self.offsets[device][k])
+        return device, f"at_{self.arena(device)}_{k}"
+
+    def address(self, name: str) -> Address:
+        place = self.place(name)
+        if place is None:
+            return f"{self.variable(name)}.data_ptr()", None
+        return f"base_{self.arena(place[0])}", place[1]
+
+    def ready(self, name: str) -> bool:
+        """Whether a size that is computed from others can be computed now."""
+        return set(re.findall(r"[A-Za-z_]\w*", self.waiting[name])) <= self.known | {
+            *("math", "min", "max", "abs", "int", "float", "round", "floor", "ceil", "trunc"),
+            *("sqrt", "pow", "log2", "e", "and", "or", "not"),
+        }
+
     # -- the whole --------------------------------------------------------------------------------
     def write(self) -> Emitted:
         self.inputs()
-        self.workspaces()
+        if not self.static:
+            self.lines.append("LAYOUT")  # replaced when everything is known
         made: dict[int, list[str]] = {}
         for name, k in self.plan.buffers.items():
             made.setdefault(k, []).append(name)
         for k, step in enumerate(self.schedule.steps):
+            for device, arena in self.plan.arenas.items():
+                if arena.first == k:
+                    self.workspace(device)
             for name in made.get(k, ()):
-                lay = self.schedule.layouts[name]
-                # What is allocated before its sizes are known would be wrong.
-                self.line(f"{self.variable(name)} = {self.empty(lay)}")
+                self.line(f"{self.variable(name)} = {self.empty(self.schedule.layouts[name])}")
             if isinstance(step, Extern):
                 self.close()
                 self.extern(step)
             else:
                 self.generated(step)
-            dead = [self.variable(n) for n in self.plan.dies.get(k, ())]
-            if dead:
-                self.pending(f"del {', '.join(dead)}")
+            self.let_go(k)
         self.close()
-        outs = ", ".join(self.output(o) for o in self.program.outputs)
-        self.line(f"return ({outs}{',' if len(self.program.outputs) == 1 else ''})")
-        return Emitted(self.text(), "\n".join(self.segments), tuple(self.sequences), self.objects)
+        outs = [self.output(o) for o in self.program.outputs]
+        self.add("return (", outs, ",)" if len(outs) == 1 else ")")
+        layout = [] if self.static else self.layout()
+        variables = {self.variable(n): t for n, t in self.program.constants.items()}
+        body = Body(
+            self.head,
+            layout,
+            self.lines,
+            self.segments,
+            self.sequences,
+            self.objects,
+            {v: t for v, t in variables.items() if v in self.objects},
+            self.gpus,
+        )
+        return assemble(body, self.program, self.kernels, self.request)
 
     def line(self, text: str) -> None:
-        self.lines.append("    " + text)
+        if self.dead:
+            dead, self.dead = self.dead, []
+            rows = wrapped("del (", dead, ")", "    ")
+            self.lines += [r[4:] for r in rows] if len(rows) > 1 else [f"del {', '.join(dead)}"]
+        self.lines.append(text)
 
-    def pending(self, text: str) -> None:
-        """A line after the open segment's call."""
+    def add(self, head: str, parts: Sequence[str], tail: str) -> None:
+        for text in wrapped(head, parts, tail, "    "):
+            self.line(text[4:])
+
+    def let_go(self, k: int) -> None:
+        """Deletes what is not needed after step k, once the open segment has run."""
+        names = [self.variable(n) for n in self.plan.dies.get(k, ()) if n not in self.plan.slot]
+        for device in self.plan.spaces.get(k, ()):
+            names.append(f"space_{self.arena(device)}")
+            names += [v for (d, _), v in self.views.items() if d == device]
         if self.open is None:
-            self.line(text)
+            self.dead += names
         else:
-            self.open.after.append(text)
+            self.open.after += names
 
     def inputs(self) -> None:
         names = ["_"] * self.program.num_inputs
-        scalars = {w[1]: s.name for s, w in self.program.sizes if w[0] == "int"}
-        for k, name in scalars.items():
-            names[k] = name
+        for s, (kind, where, _) in self.program.sizes:
+            if kind == "int":
+                names[where] = s.name
         for d in self.program.defs:
             if isinstance(d, Input):
                 names[d.position] = self.variable(d.name)
             elif isinstance(d, Constant):
                 self.objects[self.variable(d.name)] = self.program.constants[d.name]
         if names:
-            self.line(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+            self.add("(", names, ",) = args" if len(names) == 1 else ") = args")
         self.line("args.clear()")
         for s, (kind, where, dim) in self.program.sizes:
             if kind in ("shape", "stride"):
                 what = f"shape[{dim}]" if kind == "shape" else f"stride({dim})"
                 self.line(f"{s.name} = {names[where]}.{what}")
-            elif kind == "expr":
-                self.line(f"{s.name} = {where}")
+        self.compute_sizes()
 
-    def workspaces(self) -> None:
-        if not self.static:
-            self.lines.append("    LAYOUT")  # replaced when everything is known
-        for device, arena in self.plan.arenas.items():
-            if not arena.slots:
-                continue
-            k = self.arena(device)
-            total = str(self.totals[device]) if self.static else f"total_{k}"
-            self.line(f'space_{k} = workspace({total}, "{device}")')
-            self.line(f"base_{k} = space_{k}.data_ptr()")
+    def compute_sizes(self) -> None:
+        """Sizes that are computed from those known so far."""
+        for name in [n for n in self.waiting if self.ready(n)]:
+            self.line(f"{name} = {self.waiting.pop(name)}")
+            self.known.add(name)
+
+    def workspace(self, device: str) -> None:
+        k = self.arena(device)
+        total = str(self.totals[device]) if self.static else f"total_{k}"
+        self.line(f"space_{k} = {self.allocate(f'({total},)', '(1,)', 'torch.uint8', device)}")
+        self.line(f"base_{k} = space_{k}.data_ptr()")
 
     def empty(self, lay: Layout) -> str:
-        dtype = TORCH_NAMES.get(lay.dtype, lay.dtype)
-        return (
-            f"empty({sizes_text(lay.shape)}, {sizes_text(lay.strides)}, torch.{dtype}, "
-            f'"{lay.device}")'
-        )
+        shape, strides = sizes_text(lay.shape), sizes_text(lay.strides)
+        return self.allocate(shape, strides, dtype_text(lay.dtype), lay.device)
+
+    def allocate(self, shape: str, strides: str, dtype: str, device: str) -> str:
+        if device == "cpu":
+            return f"empty_cpu({shape}, {strides}, {dtype})"
+        if self.gpus == (device,):  # the current one during the call
+            return f"empty_cuda({shape}, {strides}, {dtype})"
+        return f"empty({shape}, {strides}, {dtype}, {device!r})"
 
     # -- generated kernels ------------------------------------------------------------------------
     def generated(self, step: Kernel) -> None:
         """Adds a kernel to the open segment, or opens one."""
         if self.open is not None and self.open.device != step.device:
             self.close()
+        if self.request.watch:
+            self.watch(step)
         if self.open is None:
             kind = "seg" if step.device == "cpu" else "gpu"
             self.open = Segment(f"{kind}_{self.count}", step.device)
             self.count += 1
-        self.open.kernels.append(step.name)
         k = self.kernels[step.name]
+        tensors = [self.address(str(what)) for kind, what in k.args if kind == "tensor"]
         if isinstance(k, CppKernel):
-            self.cpu(k, self.open)
+            self.open.cpu(step.name, k, tensors)
         else:
-            self.gpu(k, self.open)
+            self.open.gpu(step.name, k, tensors)
+        if self.request.watch:
+            self.close()
+            self.line("check()")
 
-    def cpu(self, k: CppKernel, seg: Segment) -> None:
-        args = []
-        for _, name in k.args:
-            text, offset = self.pointer(name)
-            base = f"p[{seg.pointer(text)}]"
-            if offset is None or offset == "0":
-                args.append(base)
-            elif self.static:
-                args.append(f"(char*){base} + {offset}")
-            else:
-                args.append(f"(char*){base} + s[{seg.number(offset)}]")
-        numbers = [f"s[{seg.number(s.name)}]" for s in k.sizes]
-        z = f"const long long z[] = {{{', '.join(numbers)}}}; " if numbers else ""
-        seg.lines.append(
-            f"  {{ void* q[] = {{{', '.join(args)}}}; {z}cpp_{k.name}(q, {'z' if z else '0'}); }}"
-        )
-        seg.checks |= k.checks
-
-    def gpu(self, k: TritonKernel, seg: Segment) -> None:
-        place = []
-        for kind, what in k.args:
-            if kind == "size":
-                assert isinstance(what, Sym)
-                seg.number(what.name)
-                continue
-            if kind == "counter":
-                continue
-            assert isinstance(what, str)
-            text, offset = self.pointer(what)
-            place.append(seg.pointer(text if offset in (None, "0") else f"{text} + {offset}"))
-        seg.places.append(tuple(place))
+    def watch(self, step: Kernel) -> None:
+        """Keeps a kernel's operands, to compare its results with the reference afterwards."""
+        tensors = []
+        for name, lay in (dict(step.reads) | dict(step.writes)).items():
+            tensors.append(f"{name!r}: {self.view(name, lay.shape, lay.strides, const(0))}")
+        sizes = [f"{s.name!r}: {s.name}" for s in self.symbols]
+        sizes += [f"{s.name!r}: {s.name}" for s in self.late if s.name in self.known]
+        self.add(f"check = watch({step.name!r}, {{", tensors, f"}}, {{{', '.join(sizes)}}})")
 
     def close(self) -> None:
         """Calls the open segment."""
         seg, self.open = self.open, None
         if seg is None:
             return
-        addresses = f"pointers({len(seg.pointers)})({', '.join(seg.pointers)})"
-        self.line(f"# {', '.join(seg.kernels)}")
+        for name in seg.kernels:
+            same = self.kernels[name].name.removeprefix("triton_")
+            self.line(comment(name if same == name else f"{name}, the code of {same}"))
+        array = f"array_{len(seg.pointers)}"
+        text = f"{array} = pointers({len(seg.pointers)})"
+        if text not in self.head:
+            self.head.append(text)
         if seg.device == "cpu":
-            head = f'extern "C" void {seg.name}(void** p, const long long* s) {{'
-            self.segments += [head, *seg.lines, "}"]
-            self.line(f"{seg.name}({addresses}, {self.array(seg)})")
+            if not self.segments and not self.request.threads:
+                self.line("threads()")
+            self.segments.append(seg)
+            numbers = self.array(seg)
+            self.add(f"{seg.name}({array}(", list(seg.pointers), f"), {numbers})")
         else:
-            names = tuple(seg.numbers)
-            kernels, places = tuple(seg.kernels), tuple(seg.places)
-            self.sequences.append(Launches(seg.name, seg.device, kernels, places, names))
-            sizes = "".join(n + ", " for n in names)
-            self.line(f'{seg.name}(stream("{seg.device}"), {addresses}, ({sizes.rstrip()}))')
-        if seg.checks:
-            self.line(f"check_indices({seg.name!r})")
-        for text in seg.after:
-            self.line(text)
+            self.sequences.append(seg.launches())
+            sizes = "".join(n + ", " for n in seg.numbers).rstrip()
+            now = f"stream({torch.device(seg.device).index or 0})"
+            several = len(self.gpus) > 1
+            if several:
+                self.line(f"enter_device({torch.device(seg.device).index or 0})")
+            self.add(f"{seg.name}({now}, {array}(", list(seg.pointers), f"), ({sizes}))")
+        if seg.checked:
+            self.line(f"check_indices({self.checked(seg)!r})")
+        self.dead += seg.after
+
+    def checked(self, seg: Segment) -> str:
+        """Where in the user's code the segment's loaded indices come from."""
+        kernels = {s.name: s for s in self.schedule.steps if isinstance(s, Kernel)}
+        found = [o for n in seg.checked for o in kernels[n].origins]
+        words = ("index", "gather", "scatter", "embedding", "select", "take", "put")
+        some = [o for o in found if any(w in o.op for w in words)] or found
+        return "; ".join(dict.fromkeys(f"{o.op} at {o.line}" if o.line else o.op for o in some))
 
     def array(self, seg: Segment) -> str:
         """The sizes that a segment takes, as an array: known once for all calls of these sizes,
@@ -326,7 +293,8 @@ class Writer:
         if not seg.numbers:
             return "None"
         text = f"numbers({len(seg.numbers)})({', '.join(seg.numbers)})"
-        if any(s.name in seg.numbers for s in self.late):
+        early = {s.name for s in self.symbols}
+        if not all(n in early or n.startswith("at_") for n in seg.numbers):
             return text
         self.arrays.append((f"z_{seg.name}", text))
         return f"z_{seg.name}"
@@ -335,38 +303,48 @@ class Writer:
     def extern(self, d: Extern) -> None:
         for o in d.origins[:1]:
             if o.line:
-                self.line(f"# {o.line}".replace("\n", " "))
+                self.line(comment(o.line))
         args = [self.argument(a) for a in d.args]
         args += [f"{k}={self.argument(v)}" for k, v in d.kwargs]
         if d.op in OUT_VARIANTS:
             assert d.names[0] is not None
-            args.append(f"out={self.variable(d.names[0])}")
-            self.line(f"{self.operator(OUT_VARIANTS[d.op])}({', '.join(args)})")
+            lay = self.schedule.layouts[d.names[0]]
+            args.append(f"out={self.view(d.names[0], lay.shape, lay.strides, lay.offset)}")
+            self.add(f"{OUT_VARIANTS[d.op]}(", args, ")")
             return
-        text = f"{self.operator(d.op)}({', '.join(args)})"
+        operator = self.operator(d.op)
         names = [self.variable(n) if n is not None else "_" for n in d.names]
         for k, s in enumerate(d.sizes):
             if s is not None:
                 names[k] = s.name
         if not names or all(n == "_" for n in names):
-            self.line(text)
+            self.add(f"{operator}(", args, ")")
             return
-        if len(names) == 1 and self.flat(d):
-            self.line(f"{names[0]} = {text}")
+        flat = self.flat(d)
+        to = ", ".join(names) + ("," if len(names) == 1 and not flat else "")
+        if flat:
+            self.add(f"{to} = {operator}(", args, ")")
         else:
-            tail = "," if len(names) == 1 else ""
-            inner = text if self.flat(d) else f"leaves({text})"
-            self.line(f"{', '.join(names)}{tail} = {inner}")
+            self.add(f"{to} = leaves({operator}(", args, "))")
+        self.results(d)
+
+    def results(self, d: Extern) -> None:
+        """Sizes that only the results tell, and strides that the program was compiled for."""
         for k, n in enumerate(d.names):
-            if n is None:
-                continue
+            if n is not None:
+                for s, (_, tensor, dim) in self.late.items():
+                    if tensor == n:
+                        self.line(f"{s.name} = {self.variable(n)}.shape[{dim}]")
+                        self.known.add(s.name)
+            size = d.sizes[k] if d.sizes else None
+            if size is not None:
+                self.known.add(size.name)
+        self.compute_sizes()
+        for k, n in enumerate(d.names):
             lay = d.layouts[k]
-            assert lay is not None
-            shared = d.aliases[k] if d.aliases else None
-            for s, (_, tensor, dim) in self.late.items():
-                if tensor == n:
-                    self.line(f"{s.name} = {self.variable(n)}.shape[{dim}]")
-            if shared is None and lay.strides and lay.dtype in ITEMSIZE:
+            if n is None or lay is None or (d.aliases and d.aliases[k] is not None):
+                continue
+            if lay.strides and lay.dtype in ITEMSIZE:
                 v = self.variable(n)
                 self.line(f"{v} = as_traced({v}, {sizes_text(lay.strides)})")
 
@@ -385,7 +363,8 @@ class Writer:
     def operator(self, op: str) -> str:
         found = self.ops.get(op)
         if found is None:
-            found = "op_" + "".join(c if c.isalnum() else "_" for c in op)
+            found = identifier("op_" + op.removesuffix(".default"), self.taken)
+            self.taken.add(found)
             self.ops[op] = found
             if op in self.program.callables:
                 self.objects[found] = self.program.callables[op]
@@ -416,22 +395,53 @@ class Writer:
     def view(
         self, name: str, shape: tuple[Index, ...], strides: tuple[Index, ...], offset: Index
     ) -> str:
-        v = self.variable(name)
+        """A strided view of a tensor; the tensor itself where that is what it is."""
         lay = self.schedule.layouts[name]
-        same = lay.shape == shape and all(
-            a is b or n.value == 1 for a, b, n in zip(lay.strides, strides, shape, strict=True)
+        place = self.place(name)
+        if place is not None:
+            at = self.shifted(place[1], ITEMSIZE[lay.dtype], offset)
+            base = self.typed(place[0], lay.dtype)
+            return f"view({base}, {sizes_text(shape)}, {sizes_text(strides)}, {at})"
+        v = self.variable(name)
+        home = self.schedule.layouts.get(self.plan.home.get(name, name), lay)
+        if home.dtype != lay.dtype:
+            v = f"typed({v}, {dtype_text(lay.dtype)})"
+        same = home.shape == shape and all(
+            a is b or n.value == 1 for a, b, n in zip(home.strides, strides, shape, strict=True)
         )
         if same and offset.value == 0:
             return v
         return f"view({v}, {sizes_text(shape)}, {sizes_text(strides)}, {source(offset)})"
+
+    def shifted(self, at: str, itemsize: int, offset: Index) -> str:
+        """Elements from the start of a workspace."""
+        start = str(int(at) // itemsize) if at.isdigit() else f"{at}//{itemsize}"
+        if offset.value is not None and start.isdigit():
+            return str(int(start) + offset.value)
+        return start if offset.value == 0 else f"{start} + {source(offset)}"
+
+    def typed(self, device: str, dtype: str) -> str:
+        """The variable that holds a device's workspace as a tensor of a dtype."""
+        found = self.views.get((device, dtype))
+        if found is None:
+            k = self.arena(device)
+            found = self.views[device, dtype] = f"space_{k}_{dtype}"
+            made = next(j for j, x in enumerate(self.lines) if x.startswith(f"base_{k} = "))
+            self.lines.insert(made + 1, f"{found} = typed(space_{k}, {dtype_text(dtype)})")
+        return found
 
     def output(self, o: Output) -> str:
         if o.tensor is None:
             return source(o.value) if isinstance(o.value, Index) else repr(o.value)
         lay = self.schedule.layouts[o.tensor]
         if lay.shape == o.shape and lay.strides == o.strides and o.offset.value == 0:
-            return self.variable(o.tensor)
+            home = self.schedule.layouts[self.plan.home.get(o.tensor, o.tensor)]
+            if (home.shape, home.strides, home.dtype) == (lay.shape, lay.strides, lay.dtype):
+                return self.variable(o.tensor)
         v = self.variable(o.tensor)
+        home = self.schedule.layouts[self.plan.home.get(o.tensor, o.tensor)]
+        if home.dtype != lay.dtype:
+            v = f"typed({v}, {dtype_text(lay.dtype)})"
         return f"view({v}, {sizes_text(o.shape)}, {sizes_text(o.strides)}, {source(o.offset)})"
 
     # -- the text ---------------------------------------------------------------------------------
@@ -451,150 +461,33 @@ class Writer:
         for name, text in self.arrays:
             out.append(f"    {name} = {text}")
             results.append(name)
-        out.append(f"    return ({''.join(r + ', ' for r in results)})")
-        self.results = results
-        return [*out, ""]
-
-    def text(self) -> str:
-        layout = [] if self.static else self.layout()
-        if not self.static:
-            key = "".join(s.name + ", " for s in self.symbols)
-            use = [f"    sizes = ({key})", "    found = LAYOUTS.get(sizes)"]
-            use += ["    if found is None:", "        found = remember(LAYOUTS, sizes, layout)"]
-            if self.results:
-                use.append(f"    ({''.join(r + ', ' for r in self.results)}) = found")
-            at = self.lines.index("    LAYOUT")
-            self.lines[at : at + 1] = use
+        out.append(f"    return ({''.join(r + ', ' for r in results).rstrip()})")
+        at = self.lines.index("LAYOUT")
+        use = [f"sizes = ({''.join(s.name + ', ' for s in self.symbols).rstrip()})"]
+        use += ["found = LAYOUTS.get(sizes)", "if found is None:"]
+        use += ["    found = remember(LAYOUTS, sizes, layout)"]
+        if results:
+            use.append(f"({''.join(r + ', ' for r in results).rstrip()}) = found")
             self.head.append("LAYOUTS = {}")
-        segs = [s.split("(")[0].split()[-1] for s in self.segments if s.startswith("extern")]
-        bound = [*segs, *(q.name for q in self.sequences), *self.objects]
-        return "\n".join(
-            [
-                f'"""{self.title}"""',
-                "",
-                "import torch",
-                "",
-                "from deuteron.runtime.support import (",
-                "    as_traced, empty, leaves, numbers, place, pointers, remember,",
-                "    stream, view, workspace,",
-                ")",
-                "",
-                *self.head,
-                *(["", f"# set by who loads this module: {', '.join(bound)}"] if bound else []),
-                "",
-                *layout,
-                "def call(args):",
-                *self.lines,
-                "",
-                *self.main(),
-            ]
-        )
-
-    def main(self) -> list[str]:
-        """What makes the module a program of its own."""
-        parts = []
-        for d in inputs_of(self.program):
-            if isinstance(d, Input):
-                lay = d.layout
-                shape = tuple(hint(n) for n in lay.shape)
-                strides = tuple(hint(n) for n in lay.strides)
-                dtype = TORCH_NAMES.get(lay.dtype, lay.dtype)
-                extent = max(1, hint(span(lay)))
-                parts.append(f"({shape}, {strides}, torch.{dtype}, {lay.device!r}, {extent})")
-            else:
-                parts.append(repr(d))
-        return [
-            "INPUTS = [",
-            *(f"    {p}," for p in parts),
-            "]",
-            "",
-            'if __name__ == "__main__":',
-            "    from deuteron.runtime.alone import main",
-            "",
-            "    main(__file__, INPUTS)",
-            "",
-        ]
+        else:
+            out, use = [], []
+        self.lines[at : at + 1] = use
+        return [*out, "", ""] if out else []
 
 
-def inputs_of(program: Program) -> Iterable[Input | int | None]:
-    """Each argument of ``call``: a tensor's definition, the hint of a size, or None."""
-    out: list[Input | int | None] = [None] * program.num_inputs
-    for d in program.defs:
-        if isinstance(d, Input):
-            out[d.position] = d
-    for s, (kind, where, _) in program.sizes:
-        if kind == "int":
-            out[where] = s.hint or 0
-    return out
-
-
-RESERVED = frozenset(
-    [
-        "args",
-        "torch",
-        "as_traced",
-        "check_indices",
-        "empty",
-        "leaves",
-        "numbers",
-        "place",
-        "pointers",
-        "remember",
-        "stream",
-        "view",
-        "workspace",
-        "layout",
-        "call",
-        "sizes",
-        "found",
-        "and",
-        "as",
-        "assert",
-        "break",
-        "class",
-        "continue",
-        "def",
-        "del",
-        "elif",
-        "else",
-        "except",
-        "finally",
-        "for",
-        "from",
-        "global",
-        "if",
-        "import",
-        "in",
-        "is",
-        "lambda",
-        "not",
-        "or",
-        "pass",
-        "raise",
-        "return",
-        "try",
-        "while",
-        "with",
-        "yield",
-        "None",
-        "True",
-        "False",
-        "LAYOUTS",
-        "INPUTS",
-        "main",
-    ]
-)
+def is_gpu(device: str) -> bool:
+    return device.split(":")[0] == "cuda"
 
 
 def emit(
     program: Program,
     schedule: Schedule,
     plan: MemoryPlan,
-    kernels: dict[str, CppKernel | TritonKernel],
-    title: str,
+    kernels: dict[str, Generated],
+    request: Request,
 ) -> Emitted:
-    """The module of a graph; `kernels` by `Kernel.name`."""
-    return Writer(program, schedule, plan, kernels, title).write()
+    """The module of a graph; `kernels` by `Kernel.name`, each with the arguments of that launch."""
+    return Writer(program, schedule, plan, kernels, request).write()
 
 
-__all__ = ["Emitted", "emit", "source"]
+__all__ = ["Emitted", "Request", "emit"]

@@ -6,11 +6,13 @@ and the last step that touches it. Memory that lives in another's counts for its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.index import Value
 from deuteron.ir.program import Constant, Input, Layout, Program, tensors_read
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Store
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Stmt, Store
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Lifetimes:
     last: dict[str, int]
     external: frozenset[str]  # inputs and constants: not ours to reuse
     called: frozenset[str]  # tensors that library calls read or write
-    returned: frozenset[str]
+    pinned: frozenset[str]  # tensors that others may hold on to: views of them, or calls of unknown
+    returned: frozenset[str]  # code, which may still read them when they have returned
     end: int
 
     @staticmethod
@@ -34,12 +37,16 @@ class Lifetimes:
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         called: set[str] = set()
+        pinned: set[str] = set()
         for k, step in enumerate(schedule.steps):
             if isinstance(step, Kernel):
                 touched = [n for n, _ in (*step.reads, *step.writes)]
             else:
                 touched = [*tensors_read(step), *(n for n in step.names if n)]
                 called.update(root(n) for n in touched)
+                if not step.op.startswith(("aten.", "prims.")):
+                    pinned.update(root(n) for n in touched)
+                pinned.update(root(n) for n in step.aliases if n is not None)
             for name in touched:
                 first.setdefault(root(name), k)
                 last[root(name)] = k
@@ -49,7 +56,13 @@ class Lifetimes:
             last[name] = end
         external = {d.name for d in program.defs if isinstance(d, (Input, Constant))}
         return Lifetimes(
-            first, last, frozenset(external), frozenset(called), frozenset(returned), end
+            first,
+            last,
+            frozenset(external),
+            frozenset(called),
+            frozenset(pinned),
+            frozenset(returned),
+            end,
         )
 
 
@@ -61,42 +74,79 @@ def overwritable(kernel: Kernel, written: str, read: str, layouts: dict[str, Lay
         return False
     if any(name == read for name, _ in kernel.writes):
         return False
-    found: Nest | None = None
-    for nest in kernel.nests:
-        touches = any(n.attr[0] == read for e in nest.exprs() for n in e.loads())
-        stores = any(_writes(s, written) for s in nest.stmts)
-        if touches or stores:
-            if found is not None:
-                return False
-            found = nest
-    return found is not None and _in_place(found, written, read)
+    touching = [
+        nest
+        for nest in kernel.nests
+        if any(_reads(s, read) or _writes(s, written) for s in nest.stmts)
+    ]
+    return len(touching) == 1 and _in_place(touching[0], written, read)
 
 
-def _writes(s: object, name: str) -> bool:
-    return (
-        isinstance(s, Store)
-        and s.tensor == name
-        or isinstance(s, Fold)
-        and s.partial
-        and s.name == name
-    )
+def _expressions(s: Stmt) -> list[Expr]:
+    """What a statement evaluates, loaded positions of a store included."""
+    if not isinstance(s, Store):
+        return [s.body]
+    loaded = [a.expr for i in s.index for a in i.atoms() if isinstance(a, Value)]
+    return [s.value, *loaded, *([s.mask] if s.mask is not None else [])]
+
+
+def _loads(s: Stmt) -> Iterator[Expr]:
+    for e in _expressions(s):
+        yield from e.loads()
+
+
+def _reads(s: Stmt, name: str) -> bool:
+    return any(n.attr[0] == name for n in _loads(s))
+
+
+def _writes(s: Stmt, name: str) -> bool:
+    if isinstance(s, Store):
+        return s.tensor == name
+    return isinstance(s, Fold) and s.partial and s.name == name
 
 
 def _in_place(nest: Nest, written: str, read: str) -> bool:
-    stores = [k for k, s in enumerate(nest.stmts) if _writes(s, written)]
+    """Who generates code runs a statement as soon as the folds that it uses are known, and
+    statements of one loop in their order. So the overwriting store comes last when it uses all
+    folds that read the operand, and all folds that other readers of the operand use."""
+    stores = [s for s in nest.stmts if _writes(s, written)]
     if len(stores) != 1:
         return False
-    store = nest.stmts[stores[0]]
+    store = stores[0]
     if not isinstance(store, Store) or store.accumulate is not None or store.mask is not None:
         return False
-    for k, s in enumerate(nest.stmts):
-        roots: list[Expr] = [s.value] if isinstance(s, Store) else [s.body]
-        if isinstance(s, Store) and s.mask is not None:
-            roots.append(s.mask)
-        loads = [n for e in roots for n in e.loads() if n.attr[0] == read]
-        if loads and (k > stores[0] or any(n.attr[1] != store.index for n in loads)):
+    waits = _waits(nest)
+    mine = waits[id(store)]
+    seen = False
+    for s in nest.stmts:
+        if not _reads(s, read):
+            seen = seen or s is store
+            continue
+        if any(n.attr[1] != store.index for n in _loads(s) if n.attr[0] == read):
+            return False
+        if s is store:
+            seen = True
+        elif isinstance(s, Store):
+            if seen or s.level != store.level or not waits[id(s)] <= mine:
+                return False
+        elif s.name not in mine:
             return False
     return True
+
+
+def _waits(nest: Nest) -> dict[int, frozenset[str]]:
+    """For each statement the folds and scans that it uses, those that they use included."""
+    local = nest.locals()
+    known: dict[str, frozenset[str]] = {}
+    out: dict[int, frozenset[str]] = {}
+    for s in nest.stmts:
+        found: frozenset[str] = frozenset()
+        for name in {n.attr[0] for n in _loads(s)} & local.keys():
+            found |= known.get(name, frozenset()) | {name}
+        out[id(s)] = found
+        if not isinstance(s, Store):
+            known[s.name] = found
+    return out
 
 
 __all__ = ["Lifetimes", "overwritable"]

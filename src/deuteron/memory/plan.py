@@ -4,28 +4,35 @@ In: a `Schedule`. Out: a `MemoryPlan`. A tensor is one of
 
     input, constant   as given
     result            allocated by the library call that makes it
-    buffer            allocated by itself: outputs, and what library calls read or write
-    workspace         bytes of the call's one workspace, shared by tensors that do not live at once
+    buffer            allocated by itself: outputs, and what others may hold on to
+    workspace         bytes of the call's one workspace per device, shared by tensors that do not
+                      live at once
 
-Two tensors also share memory where a kernel overwrites an operand that dies there. Sizes may be
-symbolic: `Arena.offsets` places the workspace's tensors for actual sizes, deterministically.
+Two tensors also share memory where a kernel overwrites an operand that dies there. Where one
+workspace for the whole call would raise the peak (large tensors that are not needed while library
+calls allocate theirs), large tensors are buffers instead. Sizes may be symbolic: `Arena.offsets`
+places the workspace's tensors for actual sizes, deterministically.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from deuteron.base.record import Record
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, evaluate, hint
-from deuteron.ir.program import Extern, Layout, Program
+from deuteron.ir.program import Compute, Extern, Layout, Program
 from deuteron.memory.lifetimes import Lifetimes, overwritable
 from deuteron.schedule.kernel import Kernel, Schedule
 
 ALIGNMENT = 256
 # Calls that write their result into memory of ours, with the strides that we choose.
-OUT_VARIANTS = {f"aten.{n}.default": f"aten.{n}.out" for n in ("mm", "bmm", "addmm", "baddbmm")}
+OUT_VARIANTS = {f"aten.{n}.default": f"torch.{n}" for n in ("mm", "bmm", "addmm", "baddbmm")}
+# Tensors of at least so many bytes may leave the workspace, where that lowers the peak by this
+# much: each then costs an allocation per call, about 0.5 us.
+LARGE = 1 << 20
+WORTH = 0.97
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,14 @@ class Arena:
     @property
     def lives(self) -> tuple[tuple[int, int], ...]:
         return tuple((s.first, s.last) for s in self.slots)
+
+    @property
+    def first(self) -> int:
+        return min(s.first for s in self.slots)
+
+    @property
+    def last(self) -> int:
+        return max(s.last for s in self.slots)
 
     def offsets(self, sizes: Mapping[str, int]) -> tuple[list[int], int]:
         """Byte offset of each slot for these sizes, and the total."""
@@ -80,13 +95,16 @@ def place(need: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[i
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`home[name]` is the tensor in whose memory `name` lives (itself, mostly)."""
+    """`home[name]` is the tensor at whose address `name` lives (itself, where it is not listed).
+    Buffers and arenas are made before the step of their number; `dies` lists what to let go after a
+    step."""
 
     home: dict[str, str]
-    buffers: dict[str, int]  # own allocation -> the step before which it is made
+    buffers: dict[str, int]
     arenas: dict[str, Arena]  # by device
     slot: dict[str, tuple[str, int]]  # workspace tensor -> (device, number of its slot)
-    dies: dict[int, list[str]] = field(default_factory=dict)  # step -> tensors to let go after it
+    dies: dict[int, list[str]]
+    spaces: dict[int, list[str]]  # step -> devices whose workspace is not used after it
 
 
 def span(layout: Layout) -> Index:
@@ -96,67 +114,135 @@ def span(layout: Layout) -> Index:
     return layout.extent()
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Memory that one or more tensors share, one after the other or as views."""
+
+    root: str
+    layout: Layout
+    first: int
+    last: int
+    names: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> Index:
+        return span(self.layout) * ITEMSIZE[self.layout.dtype]
+
+
 def plan_memory(schedule: Schedule, program: Program, record: Record) -> MemoryPlan:
     """The plan of one call."""
     life = Lifetimes.of(schedule, program)
     calls = (s for s in schedule.steps if isinstance(s, Extern) and s.op not in OUT_VARIANTS)
     made = {n for s in calls for n in s.names if n}
     ours = [n for n in life.first if n not in life.external and n not in made]
-    kept = {n for n in ours if n in life.returned or n in life.called}
-    home = _reuse(schedule, life, set(ours))
-    for name, target in schedule.aliases.items():
-        home[name] = home.get(target, target)
-    groups: dict[str, list[str]] = {}
-    for name in ours:
-        groups.setdefault(home.get(name, name), []).append(name)
+    home = _overwriting(program)
+    reused = _reuse(schedule, life, set(ours))
+    home |= reused | {name: reused[at] for name, at in home.items() if at in reused}
+    pieces = _pieces(schedule, life, ours, reused)
+    late = {s for s, (kind, _, _) in program.sizes if kind == "result"}
+    alone = {
+        p.root
+        for p in pieces
+        if set(p.names) & (life.returned | life.pinned) or p.nbytes.syms() & late
+    }
+    others = [n for n in life.first if n in made]
+    alone = _lower_peak(pieces, alone, [_piece(schedule, life, n) for n in others], schedule)
     buffers: dict[str, int] = {}
     slots: dict[str, list[Slot]] = {}
     slot: dict[str, tuple[str, int]] = {}
-    last = dict(life.last)
-    for root, names in groups.items():
-        lay = schedule.layouts[root]
-        first = min(life.first[n] for n in names)
-        end = max(life.last[n] for n in names)
-        for n in names:
-            last[n] = end
-        if kept & set(names):
-            buffers[root] = first
+    for p in pieces:
+        if p.root in alone:
+            buffers[p.root] = p.first
         else:
-            listed = slots.setdefault(lay.device, [])
-            slot[root] = (lay.device, len(listed))
-            nbytes = span(lay) * ITEMSIZE[lay.dtype]
-            listed.append(Slot(root, nbytes, first, end))
+            listed = slots.setdefault(p.layout.device, [])
+            slot[p.root] = (p.layout.device, len(listed))
+            listed.append(Slot(p.root, p.nbytes, p.first, p.last))
         record.add(
             "buffer",
-            name=root,
-            bytes=hint(span(lay)) * ITEMSIZE[lay.dtype],
-            first=first,
-            last=end,
-            reuse=[n for n in names if n != root],
+            name=p.root,
+            bytes=hint(p.nbytes),
+            first=p.first,
+            last=p.last,
+            reuse=[n for n in p.names if n != p.root],
+            place="own" if p.root in alone else "workspace",
         )
+    arenas = {d: Arena(d, tuple(s)) for d, s in slots.items()}
+    dies = _deaths(schedule, program, life, pieces, home)
+    spaces: dict[int, list[str]] = {}
+    for d, a in arenas.items():
+        spaces.setdefault(a.last, []).append(d)
+    return MemoryPlan(home, buffers, arenas, slot, dies, spaces)
+
+
+def _overwriting(program: Program) -> dict[str, str]:
+    """Tensors that are written into the memory of an earlier one, at its address."""
+    home: dict[str, str] = {}
+    for d in program.defs:
+        if isinstance(d, Compute) and d.target is not None:
+            home[d.name] = home.get(d.target, d.target)
+    return home
+
+
+def _piece(schedule: Schedule, life: Lifetimes, name: str) -> Piece:
+    return Piece(name, schedule.layouts[name], life.first[name], life.last[name], (name,))
+
+
+def _pieces(
+    schedule: Schedule, life: Lifetimes, ours: Sequence[str], reused: Mapping[str, str]
+) -> list[Piece]:
+    groups: dict[str, list[str]] = {}
+    for name in ours:
+        groups.setdefault(reused.get(name, name), []).append(name)
+    return [
+        Piece(
+            root,
+            schedule.layouts[root],
+            min(life.first[n] for n in names),
+            max(life.last[n] for n in names),
+            tuple(names),
+        )
+        for root, names in groups.items()
+    ]
+
+
+def _deaths(
+    schedule: Schedule,
+    program: Program,
+    life: Lifetimes,
+    pieces: Sequence[Piece],
+    home: Mapping[str, str],
+) -> dict[int, list[str]]:
+    """Tensors to let go after each step: when nobody needs their memory any more. Constants stay,
+    and so do inputs' other names."""
+    last = dict(life.last)
+    for p in pieces:
+        last.update(dict.fromkeys(p.names, p.last))
+    constants = set(program.constants)
+    for name, owner in schedule.aliases.items():
+        if owner in last:
+            last[name] = last[owner]
     dies: dict[int, list[str]] = {}
     for name, k in last.items():
-        if k < life.end and name not in slot and home.get(name, name) == name:
+        if k < life.end and name not in constants and home.get(name, name) == name:
             dies.setdefault(k, []).append(name)
-    arenas = {d: Arena(d, tuple(s)) for d, s in slots.items()}
-    return MemoryPlan(home, buffers, arenas, slot, dies)
+    return dies
 
 
 def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str]) -> dict[str, str]:
     """Tensors written over an operand that dies in the same kernel."""
     home: dict[str, str] = {}
     taken: set[str] = set()
-    aliased = {*schedule.aliases, *schedule.aliases.values()}
+    untouchable = {*schedule.aliases, *schedule.aliases.values(), *life.pinned}
     for k, step in enumerate(schedule.steps):
         if not isinstance(step, Kernel):
             continue
         dying = [
             n
             for n, _ in step.reads
-            if n in ours and life.last[n] == k and life.first[n] < k and n not in aliased
+            if n in ours and life.last[n] == k and life.first[n] < k and n not in untouchable
         ]
         for written, _ in step.writes:
-            if written not in ours or life.first[written] != k or written in aliased:
+            if written not in ours or life.first[written] != k or written in untouchable:
                 continue
             for n in dying:
                 if n not in taken and overwritable(step, written, n, schedule.layouts):
@@ -166,4 +252,60 @@ def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str]) -> dict[str, str
     return home
 
 
-__all__ = ["Arena", "MemoryPlan", "place", "plan_memory", "span"]
+# -- the peak -----------------------------------------------------------------------------------
+
+
+def _lower_peak(
+    pieces: Sequence[Piece], alone: set[str], others: Sequence[Piece], schedule: Schedule
+) -> set[str]:
+    """The pieces with memory of their own: `alone`, and large ones too where that lowers the
+    peak."""
+    large = {p.root for p in pieces if p.root not in alone and hint(p.nbytes) >= LARGE}
+    if not large:
+        return alone
+    before = _peak(pieces, alone, others, schedule)
+    after = _peak(pieces, alone | large, others, schedule)
+    return alone | large if after < WORTH * before else alone
+
+
+def _peak(
+    pieces: Sequence[Piece], alone: set[str], others: Sequence[Piece], schedule: Schedule
+) -> int:
+    """Most bytes in use at once, at hinted sizes. Kernels between two library calls are launched
+    together: what they need is allocated before the first, and freed after the last."""
+    starts, ends = _runs(schedule)
+    change = [0] * (len(starts) + 2)
+
+    def add(first: int, last: int, nbytes: int) -> None:
+        change[starts[min(first, len(starts) - 1)]] += nbytes
+        change[(ends[last] if last < len(ends) else len(ends)) + 1] -= nbytes
+
+    for p in (*(p for p in pieces if p.root in alone), *others):
+        if p.layout.dtype in ITEMSIZE:
+            add(p.first, p.last, hint(p.nbytes))
+    inside = [p for p in pieces if p.root not in alone]
+    if inside:
+        _, total = place([hint(p.nbytes) for p in inside], [(p.first, p.last) for p in inside])
+        add(min(p.first for p in inside), max(p.last for p in inside), total)
+    now = most = 0
+    for c in change:
+        now += c
+        most = max(most, now)
+    return most
+
+
+def _runs(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """For each step the first and the last of the steps that run in one go with it."""
+    n = len(schedule.steps)
+    starts, ends = list(range(n)), list(range(n))
+    for k in range(1, n):
+        a, b = schedule.steps[k - 1], schedule.steps[k]
+        if isinstance(a, Kernel) and isinstance(b, Kernel) and a.device == b.device:
+            starts[k] = starts[k - 1]
+    for k in reversed(range(n - 1)):
+        if starts[k + 1] == starts[k]:
+            ends[k] = ends[k + 1]
+    return starts, ends
+
+
+__all__ = ["OUT_VARIANTS", "Arena", "MemoryPlan", "place", "plan_memory", "span"]

@@ -1,20 +1,20 @@
 """Loading: the emitted module's text and the built kernels become a callable.
 
-In: `codegen.module.Emitted`, the C++ unit's build, the Triton kernels. Out: ``call``, which takes
-the graph's inputs as a list, clears it, and returns its outputs.
+In: `codegen.assemble.Emitted`, the C++ unit's build, what launches GPU kernels. Out: ``call``,
+which takes the graph's inputs as a list, clears it, and returns its outputs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from deuteron.codegen.module import Emitted
+from deuteron.codegen.assemble import Emitted
 from deuteron.runtime import build_cpp
 from deuteron.runtime.support import IndexOutOfRange
 
@@ -22,51 +22,44 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 
 def load(
-    emitted: Emitted,
-    library: Future[Path] | None,
-    launchers: Mapping[str, Any],
-    where: Mapping[str, str],
-    path: str,
+    emitted: Emitted, library: Future[Path] | None, extra: Mapping[str, Any], path: str
 ) -> Call:
-    """The callable of a graph. `where`: segment -> the user's lines whose indices it checks."""
+    """The callable of a graph. `extra`: what launches GPU kernels, by the names of the module's
+    sequences, and what else it uses by name."""
     names: dict[str, Any] = {"__name__": "deuteron_graph", "__file__": path}
-    names.update(emitted.objects)
-    names.update(launchers)
     code: CodeType = compile(emitted.text, path, "exec")
     # Tracebacks show the emitted lines although there may be no such file.
     linecache.cache[path] = (len(emitted.text), None, emitted.text.splitlines(True), path)
     exec(code, names)
+    names.update(emitted.objects)
+    names.update(extra)
     if library is not None:
-        bind(names, emitted, build_cpp.load(library.result()), where)
+        bind(names, emitted.segments, build_cpp.load(library.result()))
     call: Call = names["call"]
     return call
 
 
-def bind(
-    names: dict[str, Any], emitted: Emitted, lib: ctypes.CDLL, where: Mapping[str, str]
-) -> None:
-    """Gives the module its C++ functions."""
-    for line in emitted.segments.splitlines():
-        if line.startswith('extern "C"'):
-            name = line.split("(")[0].split()[-1]
-            function = getattr(lib, name)
-            function.restype = None
-            names[name] = function
+def bind(names: dict[str, Any], segments: Iterable[str], lib: ctypes.CDLL) -> None:
+    """Gives a module its C++ functions."""
+    for name in segments:
+        function = getattr(lib, name)
+        function.restype = None
+        names[name] = function
     try:
         flag = ctypes.c_int.in_dll(lib, "cpp_index_error")
     except ValueError:
         return
 
-    def check_indices(segment: str) -> None:
+    def check_indices(where: str) -> None:
         if flag.value:
             flag.value = 0
             raise IndexOutOfRange(
-                "an index that the program loads is out of range",
+                "index out of range: an index that the program loads from a tensor",
                 hint="eager raises here too; check the tensor of indices",
-                where=where.get(segment, ""),
+                where=where,
             )
 
     names["check_indices"] = check_indices
 
 
-__all__ = ["Call", "load"]
+__all__ = ["Call", "bind", "load"]

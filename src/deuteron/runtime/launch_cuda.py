@@ -173,10 +173,17 @@ class Sequence:
         names: Ordered[str],
         device: str,
         options: Options,
+        known: dict[tuple[str, str], Variants] | None = None,
     ) -> None:
+        """`known`: variants by kernel and device, of all sequences of a program: kernels that are
+        alike are built and loaded once."""
         self.kernels, self.names = list(kernels), list(names)
         at = torch.device(device)
-        self.variants = [Variants(k, at, options) for k in kernels]
+        known = {} if known is None else known
+        for k in kernels:
+            if (k.name, device) not in known:
+                known[k.name, device] = Variants(k, at, options)
+        self.variants = [known[k.name, device] for k in kernels]
         self.options = options
         self.device = at
         self.prepared: dict[Any, Any] = {}

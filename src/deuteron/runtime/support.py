@@ -1,6 +1,8 @@
 """What emitted modules call: memory, views, addresses.
 
 Everything here is on the path of every call, so each function does one thing and checks nothing.
+What torch keeps for its own compilers (allocation and views without the dispatcher) is used where
+this torch has it: 0.4 us instead of 1.0 for an allocation, 0.5 instead of 0.9 for a view.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from deuteron.memory.plan import place
 
 # Layouts of the workspace that are kept, by sizes; who sees more shapes than this computes again.
 MOST_LAYOUTS = 4096
+_FAST = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
 @cache
@@ -37,14 +40,28 @@ def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, devi
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def workspace(nbytes: int, device: str) -> Tensor:
-    """Bytes that the call may use until it returns."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+def _empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
-def view(t: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
-    """A strided view; `offset` in elements, from the tensor's own first one."""
+def _empty_cuda(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _view(t: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
     return torch.as_strided(t, shape, strides, t.storage_offset() + offset)
+
+
+# Allocate on the CPU; on the current GPU.
+empty_cpu: Callable[..., Tensor] = getattr(_FAST, "_empty_strided_cpu", _empty_cpu)
+empty_cuda: Callable[..., Tensor] = getattr(_FAST, "_empty_strided_cuda", _empty_cuda)
+# A strided view (tensor, shape, strides, offset); the offset is in elements from its first one.
+view: Callable[..., Tensor] = getattr(_FAST, "_reinterpret_tensor", _view)
+
+
+def typed(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same memory as elements of another type."""
+    return t.view(dtype)
 
 
 def as_traced(t: Tensor, strides: Sequence[int]) -> Tensor:
@@ -64,9 +81,18 @@ def remember(table: dict[Any, Any], sizes: Any, layout: Callable[..., Any]) -> A
     return found
 
 
-def stream(device: str) -> int:
-    """The current CUDA stream of a device."""
-    return torch._C._cuda_getCurrentRawStream(torch.device(device).index or 0)
+def _no_cuda(*args: Any) -> int:
+    raise DeuteronError("this program is for a GPU, and torch has no CUDA here")
+
+
+# The current CUDA stream of a device, by its number.
+stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+# Makes a device the current one and returns which one was; sets it back.
+enter_device: Callable[[int], int] = getattr(torch._C, "_cuda_exchangeDevice", _no_cuda)
+leave_device: Callable[[int], int] = getattr(torch._C, "_cuda_maybeExchangeDevice", enter_device)
+
+# Gives a thread that never ran a parallel loop torch's number of OpenMP threads; 0.02 us.
+threads: Callable[[], int] = torch.get_num_threads
 
 
 class IndexOutOfRange(DeuteronError, IndexError):
@@ -77,12 +103,17 @@ __all__ = [
     "IndexOutOfRange",
     "as_traced",
     "empty",
+    "empty_cpu",
+    "empty_cuda",
+    "enter_device",
+    "leave_device",
     "leaves",
     "numbers",
     "place",
     "pointers",
     "remember",
     "stream",
+    "threads",
+    "typed",
     "view",
-    "workspace",
 ]

@@ -1,0 +1,234 @@
+"""The parts of an emitted module, put together.
+
+In: the lines of ``call`` and what they refer to (`Body`), generated kernels. Out: `Emitted`: the
+module's text, with the kernels' sources before ``call`` and, behind it, what makes the module a
+program of its own.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
+from deuteron.codegen.segments import OPENMP, Launches, Segment
+from deuteron.codegen.text import dtype_text, long_string, wrapped
+from deuteron.codegen.triton.generate import Config, TritonKernel
+from deuteron.ir.index import Sym, hint
+from deuteron.ir.program import Input, Program
+
+SUPPORT = (
+    *("as_traced", "empty", "empty_cpu", "empty_cuda", "enter_device", "leave_device", "leaves"),
+    *("numbers", "place", "pointers", "remember", "stream", "threads", "typed", "view"),
+)
+Generated = CppKernel | TritonKernel
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The module's text, the C++ translation unit of its CPU kernels ("" without any), and what the
+    text refers to by name and does not define: `segments` are C++ functions of the unit,
+    `sequences` GPU kernels, `objects` values that have no text."""
+
+    text: str
+    unit: str
+    segments: tuple[str, ...]
+    sequences: tuple[Launches, ...]
+    objects: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a module is asked to be: its first line, lines about it, the threads of CPU kernels (0:
+    as many as torch uses), and whether each kernel's results are compared with the reference."""
+
+    title: str
+    about: tuple[str, ...] = ()
+    threads: int = 0
+    watch: bool = False
+
+
+@dataclass(frozen=True)
+class Body:
+    """What was written step by step. `head`: lines before ``call``; `layout`: the function that
+    places tensors for given sizes; `lines`: those of ``call``; `constants` are among `objects`."""
+
+    head: list[str]
+    layout: list[str]
+    lines: list[str]
+    segments: list[Segment]
+    sequences: list[Launches]
+    objects: dict[str, Any]
+    constants: dict[str, torch.Tensor]
+    gpus: tuple[str, ...]
+
+
+def assemble(
+    body: Body, program: Program, kernels: dict[str, Generated], request: Request
+) -> Emitted:
+    unit = translation(body, kernels, request.threads)
+    segments = tuple(s.name for s in body.segments)
+    bound = [*segments, *(q.name for q in body.sequences), *body.objects]
+    about = "set by who loads this module: " + ", ".join(bound)
+    text = [
+        long_string("\n".join([request.title, "", *request.about, ""])),
+        *("", "import math", "", "import torch", ""),
+        *wrapped("from deuteron.runtime.support import (", SUPPORT, ")"),
+        "",
+        *sources(unit, kernels),
+        *body.head,
+        *(textwrap.wrap(about, 98, initial_indent="# ", subsequent_indent="# ") if bound else []),
+        *("", "", *body.layout, *calling(body), "", ""),
+        *main(body, program, kernels, segments),
+    ]
+    return Emitted("\n".join(text), unit, segments, tuple(body.sequences), body.objects)
+
+
+def translation(body: Body, kernels: dict[str, Generated], threads: int) -> str:
+    """The C++ of all CPU kernels, those that share code once."""
+    cpp = {k.name: k for k in kernels.values() if isinstance(k, CppKernel)}
+    if not cpp:
+        return ""
+    functions = [x for s in body.segments for x in s.function(threads)]
+    openmp = [OPENMP] if threads else []
+    return "\n".join([translation_unit(list(cpp.values())), *openmp, *functions, ""])
+
+
+def calling(body: Body) -> list[str]:
+    """The function ``call``; kernels of a GPU run with their device as the current one."""
+    lines = [f"    {x}" for x in body.lines]
+    if not body.gpus:
+        return ["def call(args):", *lines]
+    return [
+        *("def run(args):", *lines, "", ""),
+        "def call(args):",
+        f"    before = enter_device({torch.device(body.gpus[0]).index or 0})",
+        "    try:",
+        "        return run(args)",
+        "    finally:",
+        "        leave_device(before)",
+    ]
+
+
+def sources(unit: str, kernels: dict[str, Generated]) -> Iterator[str]:
+    if unit:
+        yield f"CPP = {long_string(chr(10) + unit)}"
+        yield ""
+    for k in {k.name: k for k in kernels.values() if isinstance(k, TritonKernel)}.values():
+        yield f"{k.name}_source = {long_string(chr(10) + k.source)}"
+        yield ""
+
+
+def main(
+    body: Body, program: Program, kernels: dict[str, Generated], segments: Sequence[str]
+) -> Iterator[str]:
+    """What makes the module a program of its own."""
+    triton = {n: k for n, k in kernels.items() if isinstance(k, TritonKernel)}
+    yield 'if __name__ == "__main__":'
+    if triton:
+        yield "    from deuteron.codegen.triton.generate import Config, TritonKernel"
+        yield "    from deuteron.ir.index import Sym"
+    yield "    from deuteron.runtime import alone"
+    yield ""
+    yield "    alone.main("
+    yield "        globals(),"
+    yield "        inputs=["
+    yield from (f"            {x}," for x in examples(program))
+    yield "        ],"
+    yield "        constants={"
+    for name, t in body.constants.items():
+        about = f"{tuple(t.shape)}, {tuple(t.stride())}, {t.dtype}, {str(t.device)!r}"
+        yield f"            {name!r}: ({about}),"
+    yield "        },"
+    yield f"        missing={[n for n in body.objects if n not in body.constants]!r},"
+    yield f"        segments={list(segments)!r},"
+    yield "        sequences=["
+    for q in body.sequences:
+        yield "            ("
+        yield f"                {q.name!r}, {q.device!r}, {q.places!r}, {q.sizes!r},"
+        yield "                ["
+        yield from (f"                    {triton_text(triton[n])}," for n in q.kernels)
+        yield "                ],"
+        yield "            ),"
+    yield "        ],"
+    yield "    )"
+    yield ""
+
+
+def examples(program: Program) -> Iterator[str]:
+    """For each argument the shape, strides, dtype and device of a tensor, or a number, or None."""
+    for d in inputs_of(program):
+        if isinstance(d, Input):
+            lay = d.layout
+            shape = tuple(hint(n) for n in lay.shape)
+            strides = tuple(hint(n) for n in lay.strides)
+            yield f"({shape}, {strides}, {dtype_text(lay.dtype)}, {lay.device!r})"
+        else:
+            yield repr(d)
+
+
+def triton_text(k: TritonKernel) -> str:
+    """The kernel as an expression; its source is a variable of the module."""
+    parts = []
+    for f in fields(k):
+        value = getattr(k, f.name)
+        text = f"{k.name}_source" if f.name == "source" else repr(value)
+        if f.name == "args":
+            text = "".join(f"({kind!r}, {what_text(what)}), " for kind, what in value)
+            text = f"({text})"
+        parts.append(f"{f.name}={text}")
+    return f"TritonKernel({', '.join(parts)})"
+
+
+def what_text(x: str | Sym) -> str:
+    return repr(x) if isinstance(x, str) else f"Sym({x.name!r}, {x.low!r}, {x.hint!r})"
+
+
+def inputs_of(program: Program) -> Iterable[Input | int | None]:
+    """Each argument of ``call``: a tensor's definition, the hint of a size, or None."""
+    out: list[Input | int | None] = [None] * program.num_inputs
+    for d in program.defs:
+        if isinstance(d, Input):
+            out[d.position] = d
+    for s, (kind, where, _) in program.sizes:
+        if kind == "int":
+            out[where] = s.hint or 0
+    return out
+
+
+def triton_fields(k: TritonKernel) -> dict[str, Any]:
+    """A kernel without its source, as plain values that JSON holds."""
+    out = {f.name: getattr(k, f.name) for f in fields(k) if f.name != "source"}
+    args = [[kind, w if isinstance(w, str) else [w.name, w.low, w.hint]] for kind, w in k.args]
+    configs = [[c.constexprs, c.num_warps, c.num_stages] for c in k.configs]
+    return {**out, "args": args, "configs": configs}
+
+
+def triton_kernel(known: dict[str, Any], source: str) -> TritonKernel:
+    """The kernel of `triton_fields`."""
+
+    def frozen(x: Any) -> Any:
+        return tuple(frozen(y) for y in x) if isinstance(x, list) else x
+
+    values = {name: frozen(x) for name, x in known.items()}
+    values["args"] = tuple(
+        (kind, w if isinstance(w, str) else Sym(*w)) for kind, w in known["args"]
+    )
+    values["configs"] = tuple(Config(frozen(a), b, c) for a, b, c in known["configs"])
+    return TritonKernel(source=source, **values)
+
+
+__all__ = [
+    "SUPPORT",
+    "Body",
+    "Emitted",
+    "Generated",
+    "Request",
+    "assemble",
+    "triton_fields",
+    "triton_kernel",
+]
