@@ -20,7 +20,8 @@ FARTHEST = 4096
 
 @dataclass
 class Node:
-    """A group or a call; `first` and `last` are positions of its definitions in the program."""
+    """A group or a call; `first` and `last` are positions of its definitions in the program, `rank`
+    is where it would like to run."""
 
     id: int
     content: Group | Extern
@@ -28,6 +29,7 @@ class Node:
     last: int
     before: set[int] = field(default_factory=set)
     after: set[int] = field(default_factory=set)
+    rank: float = 0.0
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Dag:
         return dag
 
     def add(self, content: Group | Extern, first: int, last: int) -> Node:
-        node = Node(self.next_id, content, first, last)
+        node = Node(self.next_id, content, first, last, rank=last)
         self.nodes[node.id] = node
         self.next_id += 1
         return node
@@ -115,6 +117,7 @@ class Dag:
 
     def merge(self, a: Node, b: Node, content: Group) -> Node:
         new = self.add(content, min(a.first, b.first), max(a.last, b.last))
+        new.rank = max(a.rank, b.rank)
         new.before = (a.before | b.before) - {a.id, b.id}
         new.after = (a.after | b.after) - {a.id, b.id}
         gone = {a.id, b.id}
@@ -157,6 +160,7 @@ class Dag:
         nodes: list[Node] = []
         for c, position in tail:
             node = self.add(alone(c, position), position, position)
+            node.rank = -1.0  # at once: the partial results are still in the caches
             nodes.append(node)
             self.edge(main.id, node.id)
             assert isinstance(node.content, Group)
@@ -183,7 +187,7 @@ class Dag:
     def order(self) -> Iterator[Node]:
         """Nodes in an order that respects the edges, as near to the program's as can be."""
         waiting = {k: len(n.before) for k, n in self.nodes.items()}
-        ready = [(n.last, k) for k, n in self.nodes.items() if not n.before]
+        ready = [(n.rank, k) for k, n in self.nodes.items() if not n.before]
         heapq.heapify(ready)
         while ready:
             _, k = heapq.heappop(ready)
@@ -191,7 +195,7 @@ class Dag:
             for j in self.nodes[k].after:
                 waiting[j] -= 1
                 if waiting[j] == 0:
-                    heapq.heappush(ready, (self.nodes[j].last, j))
+                    heapq.heappush(ready, (self.nodes[j].rank, j))
 
 
 __all__ = ["Dag", "Node"]

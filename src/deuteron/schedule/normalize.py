@@ -28,6 +28,8 @@ from deuteron.schedule.space import Map
 # A producer of at most this many FLOPs an element, reading no more bytes than it writes, is
 # computed at every use: the arithmetic hides behind the load that remains.
 FREE_FLOPS = 2.0
+# At most this much arithmetic on single numbers is repeated in each kernel that needs the result.
+SCALAR_FLOPS = 64.0
 # Expressions do not grow without end (a chain of a thousand producers with one reader each).
 MOST_NODES = 400
 
@@ -116,6 +118,8 @@ class Inliner:
         often = points / max(1, hint(lay.numel))
         if self.sites[p.name] == 1 and often <= 1.0:
             return True
+        if lay.numel.value == 1:
+            return work <= SCALAR_FLOPS  # computed once, outside of all loops
         if _aligned(load, c):
             return False  # the same loops: fusion decides
         spec = self.specs[lay.device]
