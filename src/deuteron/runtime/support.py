@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves as leaves
 
 from deuteron.base.errors import DeuteronError
 from deuteron.memory.plan import place
+from deuteron.runtime.host_memory import POOL
 
 # Layouts of the workspace that are kept, by sizes; who sees more shapes than this computes again.
 MOST_LAYOUTS = 4096
@@ -36,7 +37,11 @@ def numbers(n: int) -> Any:
     return ctypes.c_longlong * n
 
 
-def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+def empty(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str
+) -> Tensor:
+    if device == "cpu":
+        return POOL.empty_strided(shape, strides, dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 

@@ -1,0 +1,134 @@
+"""The self-check names the kernel that is wrong, and leaves what runs it alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deuteron.pipeline as pipeline
+from deuteron.backend import deuteron_backend
+from deuteron.base.errors import VerifyError
+from deuteron.runtime.verify import compare, moved
+
+R = torch.randn
+
+
+def checked(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    asked = {"verify": True, **options}
+    return torch.compile(f, backend=deuteron_backend, fullgraph=True, options=asked)
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
+    """A bug in every generated kernel with that text."""
+    real = pipeline.generate_cpp
+
+    def generate(*args: Any) -> Any:
+        made = real(*args)
+        return replace(made, source=re.sub(right, wrong, made.source))
+
+    monkeypatch.setattr(pipeline, "generate_cpp", generate)
+
+
+def f(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = torch.softmax(x @ w, -1) * 3
+    z = torch.nn.functional.layer_norm(y @ w, (x.shape[1],))
+    return z, y.sum(0), (z > 0.5), z.argmax(-1), z.to(torch.bfloat16).cumsum(0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_right_kernels_pass(dynamic: bool) -> None:
+    x, w = R(48, 64), R(64, 64)
+    asked = {"verify": True}
+    g = torch.compile(f, backend=deuteron_backend, dynamic=dynamic, options=asked)
+    for n in (48, 7) if dynamic else (48,):
+        torch.testing.assert_close(g(x[:n], w)[:2], f(x[:n], w)[:2])
+
+
+def test_overwritten_inputs_pass() -> None:
+    def g(x: Tensor, i: Tensor) -> Tensor:
+        x.add_(1)
+        x.index_add_(0, i, torch.ones(3, 4))
+        return x * 2
+
+    x, i = R(5, 4), torch.tensor([1, 1, 4])
+    a, b = x.clone(), x.clone()
+    torch.testing.assert_close(checked(g)(a, i), g(b, i))
+    torch.testing.assert_close(a, b)
+
+
+def test_wrong_kernel_is_named_and_runs_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def program(x: Tensor) -> Tensor:
+        y = torch.sort(x.sin() + 1).values
+        return (y * 1.25).sum(0)
+
+    planted(monkeypatch, r"1\.25f?", "1.26f")
+    with pytest.raises(VerifyError) as caught:
+        checked(program, debug_dir=str(tmp_path))(R(6, 8))
+    error = caught.value
+    assert "mul" in error.node
+    assert "test_verify.py" in error.where and "1.25" in error.where
+    assert "sum" in str(error) or "mul" in str(error)
+    (folder,) = tmp_path.glob("wrong_*")
+    assert str(folder) in error.hint
+    assert "1.26f" in (folder / "kernel.cpp").read_text()
+    command = [sys.executable, "-m", "deuteron.runtime.alone", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "differs by up to" in done.stdout
+
+
+def test_right_kernel_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the folder holds is enough: with the bug taken out by hand it is right."""
+    planted(monkeypatch, r"1\.25f?", "1.26f")
+    with pytest.raises(VerifyError):
+        checked(lambda x: x * 1.25, debug_dir=str(tmp_path))(R(6, 8))
+    (folder,) = tmp_path.glob("wrong_*")
+    text = (folder / "kernel.cpp").read_text()
+    (folder / "kernel.cpp").write_text(text.replace("1.26f", "1.25f"))
+    command = [sys.executable, "-m", "deuteron.runtime.alone", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal" in done.stdout
+
+
+def test_comparison() -> None:
+    want = R(100)
+    other = want * (1 + 1e-7)
+    assert compare("t", want.clone(), want, other) is None
+    got = want.clone()
+    got[7] = got[7] + 1e-3
+    found = compare("t", got, want, other)
+    assert found is not None and found.at == (7,) and found.wrong == 1
+    got[7] = float("nan")
+    assert compare("t", got, want, other) is not None
+    want[7] = other[7] = float("nan")
+    assert compare("t", got, want, other) is None
+    whole = torch.arange(5)
+    assert compare("t", whole + 1, whole, whole) is not None
+    assert compare("t", whole, whole, whole) is None
+    # What rounding decides may differ as often as it does under moved inputs.
+    flags, flipped = torch.zeros(5, dtype=torch.bool), torch.zeros(5, dtype=torch.bool)
+    flipped[2] = True
+    assert compare("t", flipped, flags, flipped) is None
+    assert compare("t", ~flags, flags, flipped) is not None
+
+
+def test_moved_inputs() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x = R(1000).to(dtype)
+        y = moved(x, 0)
+        change = ((y.double() - x.double()) / x.double()).abs().max()
+        assert 0 < change <= 2 * torch.finfo(dtype).eps
+    i = torch.arange(4)
+    assert torch.equal(moved(i, 0), i)
