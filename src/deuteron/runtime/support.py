@@ -37,16 +37,8 @@ def numbers(n: int) -> Any:
     return ctypes.c_longlong * n
 
 
-def empty(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str
-) -> Tensor:
-    if device == "cpu":
-        return POOL.empty_strided(shape, strides, dtype)
+def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def _empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
 def _empty_cuda(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -58,7 +50,7 @@ def _view(t: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) 
 
 
 # Allocate on the CPU; on the current GPU.
-empty_cpu: Callable[..., Tensor] = getattr(_FAST, "_empty_strided_cpu", _empty_cpu)
+empty_cpu: Callable[..., Tensor] = POOL.empty_strided
 empty_cuda: Callable[..., Tensor] = getattr(_FAST, "_empty_strided_cuda", _empty_cuda)
 # A strided view (tensor, shape, strides, offset); the offset is in elements from its first one.
 view: Callable[..., Tensor] = getattr(_FAST, "_reinterpret_tensor", _view)
