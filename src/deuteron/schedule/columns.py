@@ -137,9 +137,18 @@ def _combine(m: Member, partial: str, space: Space, count: int) -> Compute | Non
 
 
 def rows_of(guest: Group) -> tuple[Group, Map]:
-    """An empty nest of the guest's rows, to turn a group of column folds by itself."""
-    space = Space(guest.space.reduced, guest.space.parallel)
-    return Group(space, ()), {a: a.index for a in guest.space.axes}
+    """An empty nest of the guest's rows, in one loop, to turn a group of column folds by itself."""
+    table: Map = {a: a.index for a in guest.space.axes}
+    rows = guest.space.reduced
+    if len(rows) > 1:
+        whole = Axis("rows", product(a.extent for a in rows))
+        left = whole.index
+        for a in reversed(rows[1:]):
+            table[a] = mod(left, a.extent)
+            left = floordiv(left, a.extent)
+        table[rows[0]] = left
+        rows = (whole,)
+    return Group(Space(rows, guest.space.parallel), ()), table
 
 
 __all__ = ["Chunked", "columns", "rows_of"]

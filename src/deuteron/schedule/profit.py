@@ -6,7 +6,7 @@ FLOPs, how much of the device its loops can occupy, microseconds. Nothing here d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
@@ -23,6 +23,8 @@ ONE_CORE = 1.6
 GPU_KERNEL_US = 1.0
 CPU_KERNEL_US = 0.3
 SCATTERED = 0.25
+# Below this share of the device a fold is worth a second kernel.
+LOW = 0.6
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,11 @@ def work(group: Group) -> float:
     return total
 
 
-def occupancy(group: Group, spec: DeviceSpec) -> float:
+def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
     """The share of the device that the parallel loops can keep busy."""
     if group.chunk is not None:
         # Workers that walk down columns read a few bytes of each line of memory at a time.
-        walk = SCATTERED if side_by_side(group) else 1.0
+        walk = SCATTERED if side_by_side(group, layouts) else 1.0
         return walk * min(1.0, group.chunk[1] * ONE_CORE / spec.cores)
     if not group.folds:
         return 1.0
@@ -92,21 +94,26 @@ def occupancy(group: Group, spec: DeviceSpec) -> float:
         return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
     row = hint(product(a.extent for a in group.space.reduced))
     # Rows that lie side by side in memory are walked together by one program; short ones too.
-    together = 32 if side_by_side(group) else max(1, 256 // max(1, row))
+    together = 32 if side_by_side(group, layouts) else max(1, 256 // max(1, row))
     programs = max(1, rows // together)
     return min(1.0, programs * ONE_CORE / spec.cores)
 
 
-def side_by_side(group: Group) -> bool:
+def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
     """Rows lie side by side in memory: the fastest axis of what is read most is a parallel one."""
     best, found = 0, False
-    for indices in group.reads.values():
+    for name, indices in group.reads.items():
+        strides = layouts[name].strides
         for index in indices:
-            if not index:
-                continue
             used = {a for i in index for a in i.axes()}
             size = hint(product(a.extent for a in used))
-            inner = {a for a in index[-1].axes() if index[-1].coefficient(a) is const(1)}
+            inner = {
+                a
+                for i, s in zip(index, strides, strict=True)
+                if s.value == 1
+                for a in i.axes()
+                if i.coefficient(a) is const(1)
+            }
             if size > best and inner:
                 best, found = size, any(a in group.space.parallel for a in inner)
     return found
@@ -124,8 +131,15 @@ def chained(group: Group) -> bool:
     return False
 
 
-def cost(group: Group, layouts: dict[str, Layout], stored: Iterable[str], spec: DeviceSpec) -> Cost:
-    """The predicted cost of a group as one kernel."""
+def cost(
+    group: Group,
+    layouts: dict[str, Layout],
+    stored: Iterable[str],
+    spec: DeviceSpec,
+    whole: bool = False,
+) -> Cost:
+    """The predicted cost of a group: as one kernel, or (unless `whole`) in two steps where `split`
+    will do it so."""
     moved = sum(bytes_read(group, n, layouts[n]) for n in group.reads)
     points = group.space.size()
     for n in dict.fromkeys(stored):
@@ -135,8 +149,23 @@ def cost(group: Group, layouts: dict[str, Layout], stored: Iterable[str], spec: 
             part = layouts[group.partials[m.name]]
             moved += bytes_of(part)
     done = work(group)
-    share = occupancy(group, spec)
-    return Cost(moved, done, share, time_us(moved, done, share, spec))
+    share = occupancy(group, layouts, spec)
+    us = time_us(moved, done, share, spec)
+    if not whole and share < LOW and splittable(group, spec):
+        halves = time_us(moved, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
+        if halves < us:
+            return Cost(moved, done, 1.0, halves)
+    return Cost(moved, done, share, us)
+
+
+def splittable(group: Group, spec: DeviceSpec) -> bool:
+    """Whether its folds may be partial folds and a combination."""
+    if spec.kind == "cpu" or group.chunk is not None or not group.folds or chained(group):
+        return False
+    kinds = {m.compute.body.attr[0] for m in group.members if m.kind == "fold"}
+    return not any(k.startswith("arg") for k in kinds) and not any(
+        m.kind == "scan" or m.compute.target is not None for m in group.members
+    )
 
 
 def tail(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:

@@ -27,8 +27,6 @@ from deuteron.schedule.legality import Refusal, fits
 PARTS = 4
 # A part has at least this many elements.
 SHORTEST = 2048
-# Below this share of the device a fold is worth a second kernel.
-LOW = 0.6
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,11 @@ def relieve(fusion: Fusion) -> None:
         if not isinstance(group, Group) or not group.folds or group.chunk is not None:
             continue
         spec = fusion.spec(group)
-        now = fusion.cost(node)
-        if spec.kind == "cpu" or now.occupancy >= LOW:
+        if not profit.splittable(group, spec):
+            continue
+        keep = fusion.stored(group, {node.id})
+        now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
+        if now.occupancy >= profit.LOW:
             continue
         found = split(group, fusion, spec)
         if found is None:
@@ -55,7 +56,7 @@ def relieve(fusion: Fusion) -> None:
         fusion.layouts.update(found.layouts)
         keep = fusion.stored(found.main, {node.id})
         keep += [n for n in found.layouts if n in found.main.names]
-        first = profit.cost(found.main, fusion.layouts, keep, spec)
+        first = profit.cost(found.main, fusion.layouts, keep, spec, whole=True)
         late = profit.tail(found.layouts.values(), spec)
         then = first.us + late.us + profit.launch_us(spec)
         if then >= now.us:
@@ -76,7 +77,7 @@ def relieve(fusion: Fusion) -> None:
 
 
 def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
-    if profit.side_by_side(group):
+    if profit.side_by_side(group, fusion.layouts):
         base, table = rows_of(group)
         found = columns(base, group, table, fusion.layouts, fusion.owner, spec)
         if isinstance(found, Refusal):
