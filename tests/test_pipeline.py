@@ -3,15 +3,27 @@ must get right, whatever the kernels are."""
 
 from __future__ import annotations
 
+import json
+import linecache
+import re
+import subprocess
+import sys
 import threading
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
-from deuteron.backend import deuteron_backend
+import deuteron.pipeline as pipeline
+from deuteron.backend import collecting, deuteron_backend
+from deuteron.base.errors import BuildError, DeuteronError
+from deuteron.runtime import build_cpp
 
 Function = Callable[..., Any]
 
@@ -355,3 +367,133 @@ def test_threads() -> None:
     for t in threads:
         t.join()
     assert not wrong
+
+
+# -- what is left behind -----------------------------------------------------------------------
+
+
+def test_debug_folder_holds_every_artifact(tmp_path: Path) -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return torch.sort(torch.softmax(x @ w, -1)).values + torch.arange(32)
+
+    x, w = R(24, 32), R(32, 32)
+    g = torch.compile(f, backend=deuteron_backend, options={"debug_dir": str(tmp_path)})
+    torch.testing.assert_close(g(x, w), f(x, w))
+    (folder,) = tmp_path.iterdir()
+    for name in ("graph", "program", "schedule", "memory", "kernels"):
+        assert (folder / f"{name}.txt").read_text()
+    text = (folder / "module.py").read_text()
+    assert "test_pipeline.py" in text and "softmax" in text and "def call(args):" in text
+    assert {e["kind"] for e in json.loads((folder / "record.json").read_text())} >= {
+        *("stage", "kernel", "library", "buffer", "decision")
+    }
+    done = subprocess.run(
+        [sys.executable, str(folder / "module.py")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+ calls, median [\d.]+ us, best [\d.]+ us\n", done.stdout)
+
+
+def test_module_with_constants_and_changing_sizes_runs_alone(tmp_path: Path) -> None:
+    c = torch.rand(5, 3)
+
+    def f(x: Tensor, i: Tensor) -> Tensor:
+        return (x @ c.T)[i].relu() + torch.tensor([[1.0, 2, 3, 4, 5]])
+
+    asked = {"debug_dir": str(tmp_path)}
+    g = torch.compile(f, backend=deuteron_backend, dynamic=True, options=asked)
+    x, i = R(4, 3), torch.tensor([0, 3, 3])
+    torch.testing.assert_close(g(x, i), f(x, i))
+    (folder,) = tmp_path.iterdir()
+    done = subprocess.run(
+        [sys.executable, str(folder / "module.py")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_and_lines_of_the_user_stay_in_comments(tmp_path: Path) -> None:
+    """A source line with quotes, line ends and code in it changes nothing."""
+    nasty = 'x = (x + 1)  # """ \\\\ \'\'\' */ R"( ??/ \f import os; os.abort()'
+    path = tmp_path / 'we"""ird\\.py'
+    path.write_text(f"def f(x):\n    {nasty}\n    return x.sin().sum(0)\n")
+    names: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    linecache.checkcache()
+    x = R(4, 6)
+    asked = {"debug_dir": str(tmp_path / "out")}
+    g = torch.compile(names["f"], backend=deuteron_backend, options=asked)
+    torch.testing.assert_close(g(x), (x + 1).sin().sum(0))
+    (folder,) = (tmp_path / "out").iterdir()
+    done = subprocess.run(
+        [sys.executable, str(folder / "module.py")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- failures ----------------------------------------------------------------------------------
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program runs through ATen, forward and backward, and says so once."""
+
+    def none() -> tuple[str, str]:
+        raise build_cpp.NoCompiler("no C++ compiler was found", hint="install one")
+
+    monkeypatch.setattr(build_cpp, "compiler", none)
+    monkeypatch.setattr(pipeline, "_WARNED", set())
+    x = R(4, 6, requires_grad=True)
+
+    def f(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x.sin(), 0.5).softmax(-1).sum(0) * torch.tensor(2.0)
+
+    with collecting() as records, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = compiled(f)(x)
+        out.sum().backward()
+    assert out.shape == (6,)
+    assert x.grad is not None
+    assert len([w for w in caught if "C++ compiler" in str(w.message)]) == 1
+    assert [r.of("fallback") != [] for r in records] == [True, True]
+
+
+def test_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(pipeline, "generate_cpp", broken)
+    x = R(4, 6)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(lambda x: x + 1)(x)
+    error = caught.value.inner_exception
+    assert isinstance(error, DeuteronError)
+    assert "stage 'generate': ZeroDivisionError: oh" in error.message
+    assert 'options={"fallback": "aten"}' in error.hint
+    g = torch.compile(lambda x: x + 1, backend=deuteron_backend, options={"fallback": "aten"})
+    with collecting() as records:
+        torch.testing.assert_close(g(x), x + 1)
+    assert "oh" in records[0].of("fallback")[0]["reason"]
+
+
+def test_compiler_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error shows the source's path, the compiler's words and a command that repeats them."""
+    real = pipeline.generate_cpp
+
+    def generate(*args: Any) -> Any:
+        made = real(*args)
+        return replace(made, source=made.source + "\nint broken(;\n")
+
+    monkeypatch.setattr(pipeline, "generate_cpp", generate)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(lambda x: x + 1)(R(4, 6))
+    error = caught.value.inner_exception
+    assert isinstance(error, BuildError)
+    assert "broken" in Path(error.source).read_text()
+    assert "broken" in error.output
+    done = subprocess.run(error.command, shell=True, capture_output=True, text=True)
+    assert done.returncode != 0 and "broken" in done.stderr
+
+
+def test_threads_of_the_option() -> None:
+    x = R(300, 1000)
+    g = torch.compile(lambda x: x.softmax(-1), backend=deuteron_backend, options={"threads": 1})
+    torch.testing.assert_close(g(x), x.softmax(-1))

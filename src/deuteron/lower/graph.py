@@ -23,7 +23,7 @@ import deuteron.lower.pointwise
 import deuteron.lower.pooling
 import deuteron.lower.reductions
 import deuteron.lower.views  # noqa: F401
-from deuteron.base.errors import UnsupportedOp
+from deuteron.base.errors import DeuteronError, UnsupportedOp
 from deuteron.base.record import Record
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
@@ -99,6 +99,15 @@ class Driver:
                 self.node(node)
             except Declined as d:
                 raise self.unsupported(node, d.reason) from None
+            except DeuteronError:
+                raise
+            except Exception as e:
+                raise UnsupportedOp(
+                    f"the compiler failed to lower {node.target}: {type(e).__name__}: {e}",
+                    hint='please report it; options={"fallback": "aten"} runs the graph as traced',
+                    where=source_line(node),
+                    op=str(node.target),
+                ) from e
         ctx = self.ctx
         for sym, source in ctx.symbols.computed.values():
             self.sizes.setdefault(sym, ("expr", source, 0))

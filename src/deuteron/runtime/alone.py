@@ -70,14 +70,13 @@ def timed(call: Any, args: list[Any]) -> list[float]:
     """Seconds of calls, after a few that are not counted."""
     gpu = any(isinstance(a, Tensor) and a.is_cuda for a in args)
     times: list[float] = []
-    for k in range(10**6):
+    end = perf_counter() + SECONDS
+    while len(times) < 8 or perf_counter() < end:
         start = perf_counter()
         call(list(args))
         if gpu:
             torch.cuda.synchronize()
         times.append(perf_counter() - start)
-        if k >= 8 and sum(times) > SECONDS:
-            break
     return times[3:]
 
 

@@ -67,7 +67,7 @@ def moved(t: Tensor, seed: int) -> Tensor:
     if not t.dtype.is_floating_point:
         return copy(t)
     made = torch.Generator().manual_seed(seed)
-    way = torch.randint(-1, 2, t.shape, generator=made).to(t.device)
+    way = torch.randint(-1, 2, t.shape, generator=made).double().to(t.device)
     out = copy(t)
     return out.copy_(t.double() * (1.0 + torch.finfo(t.dtype).eps * way))
 
