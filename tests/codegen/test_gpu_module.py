@@ -1,0 +1,174 @@
+"""Modules emitted for a GPU, run without one: their kernels by the reference executor, on tensors
+found at the addresses that the module passes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deuteron.pipeline as pipeline
+from deuteron.backend import deuteron_backend
+from deuteron.base.device import named_gpu
+from deuteron.codegen.segments import Launches
+from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.ir.index import evaluate
+from deuteron.ir.program import Layout
+from deuteron.lower.core import TO_TORCH
+from deuteron.memory.plan import span
+from deuteron.pipeline import Compilation
+from deuteron.runtime import build_cpp
+from deuteron.runtime.launch import load
+from deuteron.schedule.kernel import Kernel, Schedule
+from deuteron.schedule.reference import run_kernel
+
+R = torch.randn
+DEVICE = "cuda:1"
+
+
+def on_gpu(lay: Layout) -> Layout:
+    return replace(lay, device=DEVICE)
+
+
+def moved(s: Schedule) -> Schedule:
+    """The schedule as if its tensors were on a GPU."""
+    steps = [
+        replace(
+            k,
+            device=DEVICE,
+            reads=tuple((n, on_gpu(lay)) for n, lay in k.reads),
+            writes=tuple((n, on_gpu(lay)) for n, lay in k.writes),
+        )
+        if isinstance(k, Kernel)
+        else k
+        for k in s.steps
+    ]
+    return Schedule(tuple(steps), s.aliases, {n: on_gpu(lay) for n, lay in s.layouts.items()})
+
+
+def tensor_at(address: int, lay: Layout, sizes: dict[str, int]) -> Tensor:
+    shape = [evaluate(n, sizes) for n in lay.shape]
+    strides = [evaluate(n, sizes) for n in lay.strides]
+    dtype = TO_TORCH[lay.dtype]
+    nbytes = evaluate(span(lay), sizes) * dtype.itemsize
+    if not nbytes:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    assert address % dtype.itemsize == 0
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
+
+
+class Pretended(Compilation):
+    """Compiles for a GPU and loads for the CPU."""
+
+    def do_schedule(self) -> str:
+        text = super().do_schedule()
+        assert self.schedule is not None
+        self.original = {k.name: k for k in self.schedule.steps if isinstance(k, Kernel)}
+        self.schedule = moved(self.schedule)
+        return text
+
+    def do_load(self) -> str:
+        assert self.emitted is not None and not self.emitted.unit
+        self.device = 0
+        self.entered: list[int] = []
+        extra: dict[str, Any] = {q.name: self.launcher(q) for q in self.emitted.sequences}
+        extra |= {"stream": lambda d: 70 + d, "enter_device": self.enter}
+        extra |= {"leave_device": self.enter, "empty_cuda": self.empty}
+        self.call = load(self.emitted, None, extra, "<test>")
+        return ""
+
+    def enter(self, device: int) -> int:
+        before, self.device = self.device, device
+        self.entered.append(device)
+        return before
+
+    def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+        assert self.device == 1
+        out = torch.empty_strided(shape, strides, dtype=dtype)
+        return out.view(torch.uint8).fill_(0xFF).view(dtype) if out.dim() and out.numel() else out
+
+    def launcher(self, q: Launches) -> Callable[..., None]:
+        def call(stream: int, pointers: Any, sizes: tuple[int, ...]) -> None:
+            assert stream == 71 and q.device == DEVICE and self.device == 1
+            env = dict(zip(q.sizes, sizes, strict=True))
+            for name, places in zip(q.kernels, q.places, strict=True):
+                made, kernel = self.kernels[name], self.original[name]
+                assert isinstance(made, TritonKernel)
+                layouts = dict(kernel.reads) | dict(kernel.writes)
+                names = [str(what) for kind, what in made.args if kind == "tensor"]
+                tensors = {
+                    n: tensor_at(pointers[p] or 0, layouts[n], env)
+                    for n, p in zip(names, places, strict=True)
+                }
+                run_kernel(kernel, tensors, env)
+
+        return call
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., Any]]:
+    monkeypatch.setattr(pipeline, "device_spec_for", lambda d, o: named_gpu("H200"))
+    monkeypatch.setattr(build_cpp, "compiler", lambda: ("", ""))
+
+    def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
+        found = Pretended(gm, phase, options, record, **kw)
+        seen.append(found)
+        return found.run()
+
+    seen: list[Pretended] = []
+
+    def compiled(f: Callable[..., Any], **kw: Any) -> Callable[..., Any]:
+        backend = functools.partial(deuteron_backend, runner=runner)
+        g = torch.compile(f, backend=backend, fullgraph=True, **kw)
+        g.seen = seen
+        return g
+
+    return compiled
+
+
+def blocks(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    y = torch.softmax(x @ w, -1)
+    z = torch.sort(y * x).values @ w
+    return z + x, y.sum(0), z[1:].T
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_forward(pretend: Any, dynamic: bool) -> None:
+    g = pretend(blocks, dynamic=dynamic)
+    w = R(40, 40) / 40
+    for n in (48, 48, 7) if dynamic else (48, 48):
+        x = R(n, 40)
+        torch.testing.assert_close(g(x, w), blocks(x, w), rtol=1e-4, atol=1e-4)
+    assert g.seen[0].entered[:2] == [1, 0]
+
+
+def test_training(pretend: Any) -> None:
+    net = nn.Sequential(
+        *[nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))] * 2
+    )
+    x = R(33, 32, requires_grad=True)
+    out = pretend(net)(x)
+    out.square().sum().backward()
+    got, x.grad = [x.grad, *(p.grad for p in net.parameters())], None
+    net.zero_grad()
+    want = net(x)
+    want.square().sum().backward()
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    for a, b in zip(got, [x.grad, *(p.grad for p in net.parameters())], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_the_device_is_left_as_it_was_found(pretend: Any) -> None:
+    """Also where the call fails."""
+    g = pretend(lambda x, i: x[i].sin())
+    g(R(5), torch.tensor([1]))
+    with pytest.raises(IndexError):
+        g(R(5), torch.tensor([7]))
+    assert g.seen[0].device == 0
