@@ -86,7 +86,8 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
         # Workers that walk down columns read a few bytes of each line of memory at a time.
         walk = SCATTERED if side_by_side(group, layouts) else 1.0
         return walk * min(1.0, group.chunk[1] * ONE_CORE / spec.cores)
-    if not group.folds:
+    apart = group.fixed and any(m.level == "row" for m in group.members)
+    if not group.folds and (spec.kind == "cpu" or not apart):
         return 1.0
     rows = hint(group.space.rows)
     if spec.kind == "cpu":
