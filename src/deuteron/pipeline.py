@@ -1,15 +1,8 @@
-"""The compiler's spine: the stages through which every graph goes, in one table.
+"""The compiler's spine: the stages through which every graph goes, in one table (`STAGES`).
 
-    rewrite    fx.GraphModule -> fx.GraphModule     constants, common subexpressions, algebra
-    lower      fx.GraphModule -> Program            loop IR and library calls
-    schedule   Program -> Schedule                  kernels: what shares loops, in which order
-    memory     Schedule -> MemoryPlan               where every tensor lives
-    generate   Schedule -> sources                  C++ and Triton text of every kernel
-    emit       sources -> module                    the Python program that runs the kernels
-    load       module -> callable                   build, cache, bind
-
-Each stage is a function from one artifact to the next. After the stages that make IR a verifier
-checks the artifact; with a debug folder, each artifact is written there as text.
+In: an ATen graph as AOTAutograd leaves it. Out: a callable. Each stage is a function from one
+artifact to the next. After the stages that make IR a verifier checks the artifact; each stage's
+time is in the Record, and with a debug folder each artifact is written there as text.
 """
 
 from __future__ import annotations
@@ -54,16 +47,33 @@ from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.printer import print_schedule
 from deuteron.schedule.verify import verify_schedule
 
-STAGES = ("rewrite", "lower", "schedule", "memory", "generate", "emit", "load")
-# What each stage leaves in the debug folder.
-FILES = {
-    "rewrite": "graph.txt",
-    "lower": "program.txt",
-    "schedule": "schedule.txt",
-    "memory": "memory.txt",
-    "generate": "kernels.txt",
-    "emit": "module.py",
-}
+
+@dataclass(frozen=True)
+class Stage:
+    """A method ``do_<name>`` of `Compilation`: from what, to what, and the file that shows it."""
+
+    name: str
+    takes: str
+    gives: str
+    file: str
+
+
+STAGES = (
+    # constants, common subexpressions, algebra on ATen's operators
+    Stage("rewrite", "fx.GraphModule", "fx.GraphModule", "graph.txt"),
+    # every operator becomes loops, or a library call
+    Stage("lower", "fx.GraphModule", "ir.program.Program", "program.txt"),
+    # which loops share a kernel, in which order everything runs
+    Stage("schedule", "ir.program.Program", "schedule.kernel.Schedule", "schedule.txt"),
+    # where every tensor lives
+    Stage("memory", "schedule.kernel.Schedule", "memory.plan.MemoryPlan", "memory.txt"),
+    # C++ and Triton text of every kernel
+    Stage("generate", "schedule.kernel.Schedule", "CppKernel | TritonKernel", "kernels.txt"),
+    # the Python program that runs the kernels; the C++ compiler starts
+    Stage("emit", "all of these", "codegen.assemble.Emitted", "module.py"),
+    # kernels built or taken from the cache, and bound to the program
+    Stage("load", "codegen.assemble.Emitted", "a callable", ""),
+)
 _NUMBERS = itertools.count()
 
 
@@ -165,7 +175,7 @@ class Compilation:
         if self.options.verify:
             extra["watch"] = Watcher(self.steps(), self.kernels, self.options).watch
         name = f"<deuteron {self.phase} graph {self.number}>"
-        path = str(self.debug / FILES["emit"]) if self.debug else name
+        path = str(self.debug / "module.py") if self.debug else name
         self.call = load_module(self.emitted, self.library, extra, path)
         return ""
 
@@ -187,26 +197,26 @@ class Compilation:
         return Path(self.options.debug_dir) / f"{self.phase}_{self.number}"
 
     def run(self) -> Call:
-        for name in STAGES:
+        for stage in STAGES:
             start = perf_counter()
             try:
-                text = getattr(self, f"do_{name}")()
+                text = getattr(self, f"do_{stage.name}")()
             except (DeuteronError, torch.OutOfMemoryError):
                 raise
             except Exception as e:
-                raise internal_error(name, e) from e
-            self.record.add("stage", name=name, seconds=perf_counter() - start)
+                raise internal_error(stage.name, e) from e
+            self.record.add("stage", name=stage.name, seconds=perf_counter() - start)
             if self.debug is not None:
-                self.write(name, text)
+                self.write(stage.file, text)
         assert self.call is not None
         return self.call
 
-    def write(self, stage: str, text: str) -> None:
+    def write(self, file: str, text: str) -> None:
         """One artifact in the debug folder, and the Record so far."""
         assert self.debug is not None
         self.debug.mkdir(parents=True, exist_ok=True)
-        if text:
-            (self.debug / FILES[stage]).write_text(text)
+        if file:
+            (self.debug / file).write_text(text)
         (self.debug / "record.json").write_text(self.record.to_json())
 
 
@@ -258,4 +268,4 @@ def warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-__all__ = ["STAGES", "Compilation", "compile_graph"]
+__all__ = ["STAGES", "Compilation", "Stage", "compile_graph"]
