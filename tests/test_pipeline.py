@@ -436,7 +436,7 @@ def test_names_and_lines_of_the_user_stay_in_comments(tmp_path: Path) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program runs through ATen, forward and backward, and says so once."""
 
-    def none() -> tuple[str, str]:
+    def none(cxx: str | None = None) -> None:
         raise build_cpp.NoCompiler("no C++ compiler was found", hint="install one")
 
     monkeypatch.setattr(build_cpp, "compiler", none)

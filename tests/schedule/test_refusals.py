@@ -1,4 +1,4 @@
-"""Ten pairs that do not share a nest, and the reason that the Record gives for each."""
+"""Eleven pairs that do not share a nest, and the reason that the Record gives for each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deuteron.schedule.group import alone
-from deuteron.schedule.legality import Refusal, fits
+from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis
+from deuteron.ir.program import Compute, contiguous
+from deuteron.schedule.group import Group, alone
+from deuteron.schedule.legality import Refusal, consistent, fits
 from tests.schedule.tools import Scheduled, scheduled
 
 
@@ -63,9 +67,8 @@ def test_parallelism_lost() -> None:
     def f(x):
         return torch.softmax(x, -1)
 
-    found = scheduled(f, torch.randn(2, 262_144), device="H200", check=False)
-    reasons = {d["reason"] for d in found.record.of("decision") if not d["accepted"]}
-    assert reasons & {"parallelism lost", "no gain", "iteration spaces differ"}
+    d = one(scheduled(f, torch.randn(2, 262_144), device="H200", check=False), "parallelism lost")
+    assert "% of the device is busy" in d["detail"]
 
 
 def test_too_large() -> None:
@@ -103,3 +106,41 @@ def test_nothing_shared() -> None:
     assert isinstance(refusal, Refusal)
     assert refusal.reason == "iteration spaces differ"
     assert "[4x3] and [7]" in refusal.detail or "[7] and [4x3]" in refusal.detail
+
+
+def computed(name: str, axes: tuple[Axis, ...], body: Expr, target: str | None = None) -> Compute:
+    layout = contiguous(tuple(a.extent for a in axes), body.dtype)
+    return Compute(name, axes, body, layout, target)
+
+
+def test_overwritten() -> None:
+    """A reversed read of memory that the other overwrites point by point."""
+    i = Axis("d0", 8)
+    back = computed("back", (i,), E.load("x", (7 - i.index,), "f32"))
+    new = computed("new", (i,), E.load("y", (i.index,), "f32"), target="x")
+    layouts = dict.fromkeys(("x", "y", "back", "new"), back.layout)
+    refusal = fits(alone(back, 0), alone(new, 1), layouts, {"new": "x"})
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason in ("overwritten", "iteration spaces differ")
+    both = Group(alone(back).space, (*alone(back, 0).members, *alone(new, 1).members))
+    found = consistent(both, layouts, {"new": "x"})
+    assert found is not None
+    assert found.reason == "overwritten"
+    assert "reads x at" in found.detail
+
+
+def test_columns_before_all_rows() -> None:
+    """A row that needs a column's sum, in the nest that computes the columns row by row."""
+    i, j = Axis("d0", 4), Axis("r0", 6)
+    at = (i.index, j.index)
+    total = alone(computed("total", (j,), E.reduce("sum", (i,), E.load("x", at, "f32"))), 0)
+    scaled = E.op("div", E.load("x", at, "f32"), E.load("total", (j.index,), "f32"))
+    rows = alone(computed("rows", (i,), E.reduce("max", (j,), scaled)), 1)
+    column = replace(total.members[0], kind="column", level="point")
+    both = Group(rows.space, (column, *rows.members), (i, 2), {"total": "total.part"})
+    layouts = {"x": contiguous((i.extent, j.extent), "f32")}
+    layouts |= {m.name: m.compute.layout for m in both.members}
+    found = consistent(both, layouts, {})
+    assert found is not None
+    assert found.reason == "columns"
+    assert "complete after all rows" in found.detail

@@ -205,6 +205,7 @@ class Fusion:
 
     def replace(self, node: Node, group: Group, tail: Sequence[tuple[Compute, int]]) -> list[Node]:
         """Another way to do a node's work: `group` first, then `tail`."""
+        self.report(node.id)
         new = self.dag.merge(node, node, group)
         return [new, *self.dag.finish(new, tail)]
 
@@ -258,10 +259,12 @@ class Fusion:
                         return (r.tensor, m.name)
         return (_last(a), _last(b))
 
-    def report(self) -> None:
-        """Pairs that are still apart, with the reason."""
-        for (i, j), (why, offer, _) in self.verdicts.items():
-            a, b = self.dag.nodes.get(i), self.dag.nodes.get(j)
+    def report(self, of: int | None = None) -> None:
+        """Writes down the pairs that are apart, with the reason: those of one node that is about to
+        be done in another way, or all that are left."""
+        for key in [k for k in self.verdicts if of is None or of in k]:
+            why, offer, _ = self.verdicts.pop(key)
+            a, b = (self.dag.nodes.get(k) for k in key)
             if a is None or b is None:
                 continue
             first, second = self.link(a, b)
