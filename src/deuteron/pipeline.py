@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -92,7 +91,7 @@ class Compilation:
     plan: MemoryPlan | None = None
     kernels: dict[str, Generated] = field(default_factory=dict)
     emitted: Emitted | None = None
-    library: Future[Path] | None = None
+    library: build_cpp.Build | None = None
     call: Call | None = None
 
     # -- the stages -------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ class Compilation:
             ),
         )
         if self.emitted.sequences:
-            build_cpp.compiler()  # launching needs it
+            build_cpp.compiler(self.options.cxx)  # launching needs it
         if self.emitted.unit:
             self.library = build_cpp.submit(self.emitted.unit, FLAGS, self.options)
         return self.emitted.text

@@ -64,6 +64,9 @@ class Options:
     build_timeout: int = _option(
         300, "Seconds after which a build is given up; the compiler is then killed.", low=1
     )
+    cxx: str | None = _option(
+        None, "C++ compiler, perhaps with arguments; default: the first of c++, g++, clang++."
+    )
     recompute: bool = _option(
         True, "Recompute cheap values in the backward pass instead of saving them."
     )
@@ -138,6 +141,11 @@ class Options:
         except AttributeError:  # not on macOS
             cores = os.cpu_count() or 1
         return min(8, cores)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a program that is started: ours, with some changes."""
+    return {**os.environ, **changes}
 
 
 MODES: dict[str, dict[str, Any]] = {

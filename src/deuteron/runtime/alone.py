@@ -53,7 +53,7 @@ def main(
         )
     options = Options.make()
     if "CPP" in module:
-        bind(module, segments, build_cpp.load(build_cpp.build(module["CPP"], FLAGS, options)))
+        bind(module, segments, build_cpp.build(module["CPP"], FLAGS, options))
     for name, device, places, sizes, kernels in sequences:
         from deuteron.runtime.launch_cuda import Sequence as Launcher
 
@@ -89,7 +89,7 @@ def again(folder: Path) -> int:
         launch_triton(about, (folder / "kernel.py").read_text(), given)
     else:
         unit = (folder / "kernel.cpp").read_text()
-        lib = build_cpp.load(build_cpp.build(unit, FLAGS, Options.make()))
+        lib = build_cpp.build(unit, FLAGS, Options.make())
         addresses = [given[n].data_ptr() for n in about["args"]]
         sizes = [about["sizes"][s] for s in about["symbols"]]
         torch.get_num_threads()

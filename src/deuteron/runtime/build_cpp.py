@@ -1,27 +1,40 @@
-"""C++ translation units become shared libraries.
+"""C++ translation units become loaded libraries.
 
-In: source text and compiler flags. Out: a loaded library. All kernels of a graph are one unit and
-one run of the compiler, which starts as soon as the text exists and runs beside the rest of the
-compilation. Results are kept in the cache under everything that decides them: text, flags, compiler
-and processor.
+In: source text and compiler flags. Out: a library. All kernels of a graph are one unit and one run
+of the compiler, which starts as soon as the text exists and runs beside the rest of the
+compilation. Libraries are kept in the cache under everything that decides them: text, flags,
+compiler, processor, and this package's version.
+
+A compiler that hangs is killed after ``build_timeout`` seconds, and one that runs is killed when
+the program is interrupted or ends; what it was writing is deleted with the folder it ran in.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
-import tempfile
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
+import deuteron
 from deuteron.base.errors import BuildError, DeuteronError
-from deuteron.base.options import Options
+from deuteron.base.options import Options, environment
 from deuteron.runtime.cache import Cache, key_of
+
+COMPILERS = ("c++", "g++", "clang++")
+# What compilers say, in the language of LC_ALL=C, when a disk is full.
+NO_SPACE = ("No space left on device", "Disk quota exceeded")
+SECONDS_TO_END = 2.0  # for builds to tidy up when the program ends
 
 
 class NoCompiler(DeuteronError):
@@ -29,15 +42,20 @@ class NoCompiler(DeuteronError):
 
 
 @cache
-def compiler() -> tuple[str, str]:
-    """Path of the C++ compiler, and a text that identifies it."""
-    for name in ("c++", "g++", "clang++"):
-        path = shutil.which(name)
+def compiler(cxx: str | None = None) -> tuple[tuple[str, ...], str]:
+    """The command of the C++ compiler (the option `cxx`, else the first that is found), and a text
+    that identifies it."""
+    for name in (cxx,) if cxx else COMPILERS:
+        # A path may have spaces; what is no program as a whole is a command with arguments.
+        words = [name] if shutil.which(name) else shlex.split(name)
+        path = shutil.which(words[0]) if words else None
         if path is not None:
             info = os.stat(os.path.realpath(path))
-            return path, f"{os.path.realpath(path)} {info.st_size} {info.st_mtime_ns}"
+            identity = f"{os.path.realpath(path)} {info.st_size} {info.st_mtime_ns} {words[1:]}"
+            return (path, *words[1:]), identity
+    tried = f"the option cxx is {cxx!r}" if cxx else ", ".join(COMPILERS)
     raise NoCompiler(
-        "no C++ compiler was found (c++, g++, clang++): CPU programs run through ATen",
+        f"no C++ compiler was found ({tried}): CPU programs run through ATen",
         hint="install one (Debian: apt-get install g++) to have them compiled",
     )
 
@@ -45,86 +63,229 @@ def compiler() -> tuple[str, str]:
 @cache
 def processor() -> str:
     """What ``-march=native`` means here."""
+    wanted = ("flags", "Features", "model name", "CPU part")
+    found: dict[str, str] = {}
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        with open("/proc/cpuinfo") as f:
+            for line in f:  # one core's lines: the file is long and slow on large machines
+                if not line.strip() and found:
+                    break
+                if line.startswith(wanted):
+                    name, _, value = line.partition(":")
+                    found[name.strip()] = value.strip()
     except OSError:
         return platform.processor() + platform.machine()
-    wanted = ("flags", "Features", "model name", "CPU part")
-    found = {x.split(":")[0].strip(): x.split(":", 1)[1] for x in lines if x.startswith(wanted)}
     return " ".join(v for _, v in sorted(found.items()))
 
 
-_POOL = ThreadPoolExecutor(max_workers=4, thread_name_prefix="deuteron-build")
+# --------------------------------------------------------------------------------------- building
 
 
-def submit(source: str, flags: Sequence[str], options: Options) -> Future[Path]:
+class Build:
+    """A build that was started; `result` waits for it."""
+
+    def __init__(self, source: str, flags: Sequence[str], options: Options) -> None:
+        self.source, self.flags, self.options = source, tuple(flags), options
+        self.future: Future[ctypes.CDLL] = Future()
+        self.process = os.getpid()
+        self.thread = threading.Thread(target=self._run, name="deuteron-build", daemon=True)
+        _STATE.builds.add(self)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            with _STATE.slots(self.options.worker_count()):
+                self.future.set_result(build(self.source, self.flags, self.options))
+        except BaseException as e:  # noqa: BLE001 - raised again by `result`
+            self.future.set_exception(e)
+        finally:
+            _STATE.builds.discard(self)
+
+    def result(self) -> ctypes.CDLL:
+        """The library. Raises `BuildError`. An interrupt while it waits ends the compiler."""
+        if os.getpid() != self.process and not self.future.done():
+            # Threads do not live on in a forked child.
+            return build(self.source, self.flags, self.options)
+        try:
+            return self.future.result()
+        except BaseException:
+            if not self.future.done():
+                _STATE.kill(self.thread)
+            raise
+
+
+class _State:
+    """What runs in this process."""
+
+    def __init__(self) -> None:
+        self.reset()
+        atexit.register(self.end)
+        os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        """Also after a fork: builds belong to the parent."""
+        self.builds: set[Build] = set()
+        self.running: dict[threading.Thread, subprocess.Popen[str]] = {}
+        self.limit: threading.BoundedSemaphore | None = None
+        self.lock = threading.Lock()
+        self.ending = False
+
+    def slots(self, count: int) -> threading.BoundedSemaphore:
+        with self.lock:
+            if self.limit is None:
+                self.limit = threading.BoundedSemaphore(count)
+            return self.limit
+
+    def kill(self, thread: threading.Thread) -> None:
+        found = self.running.get(thread)
+        if found is not None:
+            _kill(found)
+
+    def end(self) -> None:
+        """The program ends: so do its compilers, and their folders."""
+        self.ending = True
+        for p in tuple(self.running.values()):
+            _kill(p)
+        for b in tuple(self.builds):
+            b.thread.join(SECONDS_TO_END)
+
+
+_STATE = _State()
+
+
+def submit(source: str, flags: Sequence[str], options: Options) -> Build:
     """Starts a build; raises `NoCompiler` at once where there is none."""
-    compiler()
-    return _POOL.submit(build, source, tuple(flags), options)
+    compiler(options.cxx)
+    return Build(source, flags, options)
 
 
-def build(source: str, flags: Sequence[str], options: Options) -> Path:
-    """The shared library of a unit, from the cache or built."""
-    path, identity = compiler()
+def build(source: str, flags: Sequence[str], options: Options) -> ctypes.CDLL:
+    """The library of a unit, from the cache or built. Raises `NoCompiler`, `BuildError`."""
+    command, identity = compiler(options.cxx)
     cache = Cache.open(options)
-    key = key_of(source, " ".join(flags), identity, processor())
+    key = key_of(source, " ".join(flags), identity, processor(), deuteron.__version__)
+    command = (*command, *flags)
+    try:
+        return _load(cache, _built(cache, key, source, command, options))
+    except OSError:
+        cache.drop(key, ".so")  # it was deleted meanwhile, or does not fit this machine after all
+    path = _built(cache, key, source, command, options)
+    try:
+        return _load(cache, path)
+    except OSError as e:
+        raise BuildError(
+            f"a library that was just built cannot be loaded: {e}",
+            hint="where the cache's disk is mounted noexec, set DEUTERON_CACHE_DIR to another",
+            source=str(path),
+        ) from e
+
+
+def _built(cache: Cache, key: str, source: str, command: Sequence[str], options: Options) -> Path:
     found = cache.get(key, ".so")
     if found is not None:
         return found
-    with cache.lock(key):
+    with cache.lock(key, options.build_timeout + 10.0):
         found = cache.get(key, ".so")
-        return found if found is not None else _compile(source, flags, path, cache, key, options)
+        if found is not None:
+            return found
+        return cache.put(key, ".so", _compile(source, command, cache, key, options))
 
 
 def _compile(
-    source: str, flags: Sequence[str], path: str, cache: Cache, key: str, options: Options
-) -> Path:
-    with tempfile.TemporaryDirectory(prefix="deuteron-build-") as folder:
-        text, out = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
-        text.write_text(source)
-        command = [path, *flags, str(text), "-o", str(out)]
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=options.build_timeout,
-                stdin=subprocess.DEVNULL,
-            )
-            output, failed = done.stderr + done.stdout, done.returncode != 0
-        except subprocess.TimeoutExpired:
-            output, failed = f"no result after {options.build_timeout} s", True
-        if failed or not out.exists():
-            kept = cache.put(key, ".cpp", source.encode())
-            command[-3:] = [str(kept), "-o", os.devnull]
-            raise BuildError(
-                "the C++ compiler refused generated source",
-                hint='please report it; options={"fallback": "aten"} runs the graph through ATen',
-                source=str(kept),
-                output=output,
-                command=" ".join(command),
-            )
-        return cache.put(key, ".so", out.read_bytes())
+    source: str, command: Sequence[str], cache: Cache, key: str, options: Options
+) -> bytes:
+    """The bytes of the library."""
+    output = "no folder to build in: the disks are full or cannot be written"
+    with contextlib.closing(cache.workplaces()) as folders:
+        for folder in folders:
+            text, out = folder / "kernels.cpp", folder / "kernels.so"
+            try:
+                text.write_text(source)
+                output = _run([*command, str(text), "-o", str(out)], folder, options.build_timeout)
+                if not output:
+                    return out.read_bytes()
+            except OSError as e:
+                output = str(e)
+            if not any(words in output for words in NO_SPACE):
+                break
+    kept = cache.put(key, ".cpp", source.encode())
+    raise BuildError(
+        "the C++ compiler failed on generated source",
+        hint='please report it; options={"fallback": "aten"} runs the graph through ATen',
+        source=str(kept),
+        output=output,
+        command=shlex.join([*command, str(kept), "-o", os.devnull]),
+    )
+
+
+def _run(command: Sequence[str], folder: Path, seconds: float) -> str:
+    """Runs a compiler; returns what went wrong, or nothing. It has a process group of its own, so
+    that it ends with all that it started, and its temporary files lie in `folder`."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment(LC_ALL="C", TMPDIR=str(folder)),
+        start_new_session=True,
+    )
+    me = threading.current_thread()
+    _STATE.running[me] = process
+    try:
+        if _STATE.ending:
+            _kill(process)
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"no result after {seconds} s (option build_timeout); it was killed"
+    finally:
+        _kill(process)
+        _STATE.running.pop(me, None)
+        if process.stdout is not None:
+            process.stdout.close()
+    if process.returncode:
+        return output.strip() or f"exit status {process.returncode}"
+    return ""
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a compiler and what it started; nothing where it has ended."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# ---------------------------------------------------------------------------------------- loading
 
 
 @cache
-def openmp() -> None:
+def _openmp() -> None:
     """Makes the OpenMP runtime that torch loaded the one that kernels use: two of them would fight
     for the cores, and torch.set_num_threads would reach only one."""
+    # The threads of a team do not live on in a forked child, where the next parallel region would
+    # wait for them for ever (in torch's own operators too).
+    os.register_at_fork(after_in_child=_one_thread)
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return
     for line in maps.splitlines():
-        name = line.rpartition("/")[2]
-        if name.startswith("libgomp"):
+        if line.rpartition("/")[2].startswith("libgomp"):
             ctypes.CDLL(line[line.index("/") :], mode=ctypes.RTLD_GLOBAL)
             return
 
 
-def load(path: Path) -> ctypes.CDLL:
-    openmp()
-    return ctypes.CDLL(str(path))
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
 
 
-__all__ = ["NoCompiler", "build", "load", "submit"]
+def _load(cache: Cache, path: Path) -> ctypes.CDLL:
+    _openmp()
+    return ctypes.CDLL(cache.pinned(path))
+
+
+__all__ = ["Build", "NoCompiler", "build", "compiler", "submit"]

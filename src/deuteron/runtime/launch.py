@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -22,7 +20,7 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 
 def load(
-    emitted: Emitted, library: Future[Path] | None, extra: Mapping[str, Any], path: str
+    emitted: Emitted, library: build_cpp.Build | None, extra: Mapping[str, Any], path: str
 ) -> Call:
     """The callable of a graph. `extra`: what launches GPU kernels, by the names of the module's
     sequences, and what else it uses by name."""
@@ -34,7 +32,7 @@ def load(
     names.update(emitted.objects)
     names.update(extra)
     if library is not None:
-        bind(names, emitted.segments, build_cpp.load(library.result()))
+        bind(names, emitted.segments, library.result())
     call: Call = names["call"]
     return call
 

@@ -85,7 +85,7 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _launcher(options: Options) -> tuple[Any, int]:
-    lib = build_cpp.load(build_cpp.build(SOURCE, ("-O2", "-fPIC", "-shared"), options))
+    lib = build_cpp.build(SOURCE, ("-O2", "-fPIC", "-shared"), options)
     address = ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value
     assert address is not None
     return lib.deuteron_launch, address

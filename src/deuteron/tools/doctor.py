@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
@@ -32,6 +31,7 @@ from rich.table import Table
 from deuteron.base.device import CALIBRATION, device_spec, device_spec_for, key
 from deuteron.base.options import Options
 from deuteron.codegen.cpp.prelude import CXX_FLAGS, glibc_minor, prelude
+from deuteron.runtime.cache import Cache
 
 TESTED_TORCH = ((2, 11), (2, 13))  # oldest and newest that the tests run on
 OLDEST_PYTHON = (3, 10)
@@ -79,29 +79,14 @@ def examine(calibrate: bool = False) -> int:
 
 def cache_summary(folder: Path) -> str:
     """Where the cache is, how many files of it there are, and their size."""
-    files = _cache_files(folder)
-    size = sum(f.stat().st_size for f in files)
-    return f"{folder}: {len(files)} files, {size / 1e6:.1f} MB"
+    found = Cache(folder).info()
+    return f"{folder}: {found['files']} files, {found['bytes'] / 1e6:.1f} MB"
 
 
 def clear_cache(folder: Path) -> str:
-    """Deletes the cache's own files (their names are content hashes), and nothing else there."""
-    files = _cache_files(folder)
-    size = sum(f.stat().st_size for f in files)
-    for file in files:
-        file.unlink(missing_ok=True)
-    above = {p for f in files for p in f.parents if folder in p.parents}
-    for sub in sorted(above, reverse=True):
-        if not any(sub.iterdir()):
-            sub.rmdir()
-    return f"{folder}: deleted {len(files)} files, {size / 1e6:.1f} MB"
-
-
-def _cache_files(folder: Path) -> list[Path]:
-    def hashed(path: Path) -> bool:
-        return any(re.search(r"[0-9a-f]{16}", part) for part in path.relative_to(folder).parts)
-
-    return [p for p in folder.rglob("*") if p.is_file() and hashed(p)] if folder.is_dir() else []
+    """Deletes the cache's own files, and nothing else there."""
+    found = Cache(folder).clear()
+    return f"{folder}: deleted {found['files']} files, {found['bytes'] / 1e6:.1f} MB"
 
 
 # ----------------------------------------------------------------------------------------- checks
