@@ -87,6 +87,43 @@ def doctor(
     raise typer.Exit(examine(calibrate))
 
 
+@app.command()
+def coverage(
+    ops: Annotated[str, typer.Option(help="Regular expression of operator names.")] = "",
+    dtypes: Annotated[str, typer.Option(help="By comma; default: all eight.")] = "",
+    parts: Annotated[
+        str, typer.Option(help="forward, backward, inplace, method, layouts, dynamic; by comma.")
+    ] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    jobs: Annotated[int, typer.Option(help="Worker processes.")] = 2,
+    samples: Annotated[int, typer.Option(help="Of an operator, at most; 0: all.")] = 48,
+    backend: Annotated[str, typer.Option(help="The backend that is tested.")] = "deuteron",
+    state: Annotated[Path, typer.Option(help="Where results are kept.")] = Path(
+        "out/coverage.jsonl"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what the state holds.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Write the table, as Markdown.")] = None,
+) -> None:
+    """Every operator of PyTorch's own test samples, compiled and compared with eager."""
+    from deuteron.tools.coverage import run_coverage
+    from deuteron.tools.coverage_cases import DTYPES, PARTS
+
+    asked = listed(dtypes, DTYPES), listed(parts, PARTS)
+    command = f"deuteron coverage --device {device} --samples {samples}"
+    raise typer.Exit(
+        run_coverage(ops, *asked, device, jobs, samples, backend, state, resume, write, command)
+    )
+
+
+def listed(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Values given by comma; none means all."""
+    names = tuple(text.split(",")) if text else known
+    for n in names:
+        if n not in known:
+            raise typer.BadParameter(f"{n!r} is not one of {', '.join(known)}")
+    return names
+
+
 @cache_app.command("info")
 def cache_info() -> None:
     """Where the cache is, how many kernels it holds, their size."""

@@ -1,0 +1,352 @@
+"""One job of `deuteron coverage`: the cases of one operator, dtype and part, compiled and compared.
+
+In: a `Job`. Out: a row of plain values. Many cases go into one graph, because compiling a graph
+costs more than its cases; a graph that fails is halved until the case is found that fails alone.
+
+What Dynamo cannot take is traced with make_fx and given to the backend directly. A failure is ours
+unless `aot_eager`, which runs the same capture without a compiler, fails in the same way.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from deuteron.backend import collecting
+from deuteron.tools.coverage_cases import Case, Unsuitable, cases, entries, suitable
+from deuteron.tools.oracle import Oracle, Seen, copies, differences, observed, see
+
+BATCH = 12  # cases in one graph
+SHOWN = 4  # failures of a job that are described
+Results = list[tuple[Any, Sequence[Tensor]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    op: str
+    dtype: str
+    part: str
+    device: str = "cpu"
+    most: int = 48  # cases; 0: all
+    backend: str = "deuteron"
+
+    @property
+    def key(self) -> str:
+        return f"{self.op}|{self.dtype}|{self.part}|{self.device}"
+
+
+@dataclass
+class Row:
+    """The outcome of a job. `captured` says how the graph was made; `why` what Dynamo said."""
+
+    key: str
+    op: str
+    dtype: str
+    part: str
+    right: int = 0
+    wrong: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+    captured: str = "dynamo"
+    why: str = ""
+    kernels: int = 0
+    library: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def plain(self) -> dict[str, Any]:
+        return {**asdict(self), "skipped": dict(self.skipped), "noted": dict(self.noted)}
+
+
+@dataclass
+class Trial:
+    """A case and what eager makes of it."""
+
+    case: Case
+    oracle: Oracle
+    kind: str  # "exact", "random" (its numbers depend on the seed), "unset" (on nothing)
+
+
+class Uncaptured(Exception):
+    """Neither Dynamo nor make_fx makes a graph of a case."""
+
+
+class Runner:
+    """Runs cases of one job through a backend."""
+
+    def __init__(self, job: Job, row: Row) -> None:
+        self.job, self.row = job, row
+        self.backward = job.part == "backward"
+        self.dynamic = job.part == "dynamic"
+        self.direct = False  # Dynamo has declined: trace with make_fx
+
+    # -- capture ----------------------------------------------------------------------------------
+    def run(
+        self, trials: Sequence[Trial], backend: Any, options: dict[str, Any] | None
+    ) -> list[Seen]:
+        """The cases as one graph."""
+        made = [copies(t.case.tensors) for t in trials]
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        call = self.by_make_fx if self.direct else self.by_dynamo
+        results = call(trials, made, backend, options)
+        return observed(list(zip(results, made)), self.backward)
+
+    def by_dynamo(
+        self, trials: Sequence[Trial], made: list[list[Tensor]], backend: Any, options: Any
+    ) -> list[Any]:
+        op = trials[0].case.op
+
+        def program(calls: list[Any]) -> list[Any]:
+            return [op(*args, **kwargs) for args, kwargs in calls]
+
+        compiled = torch.compile(
+            program, backend=backend, fullgraph=True, dynamic=self.dynamic, options=options
+        )
+        return compiled([t.case.arguments(x) for t, x in zip(trials, made)])
+
+    def by_make_fx(
+        self, trials: Sequence[Trial], made: list[list[Tensor]], backend: Any, options: Any
+    ) -> list[Any]:
+        form: list[Any] = []
+
+        def program(*flat: Tensor) -> list[Any]:
+            rest, out = list(flat), []
+            for t in trials:
+                mine, rest = rest[: len(t.case.tensors)], rest[len(t.case.tensors) :]
+                out.append(t.case.run(mine))
+            leaves, spec = tree_flatten(out)
+            form[:] = [spec, leaves]
+            return [x for x in leaves if isinstance(x, Tensor)]
+
+        flat = [x for xs in made for x in xs]
+        plain = [x.detach() for x in copies(flat)]
+        gm = make_fx(program)(*plain)
+        lookup = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+        given = {"options": options} if options else {}
+        with torch.set_grad_enabled(self.backward):
+            results = iter(lookup(gm, flat, **given)(*flat))
+        leaves = [next(results) if isinstance(x, Tensor) else x for x in form[1]]
+        return tree_unflatten(leaves, form[0])
+
+    # -- verdicts ---------------------------------------------------------------------------------
+    def check(self, trials: list[Trial]) -> None:
+        """Compiles, compares, and takes the trials apart where that fails."""
+        options = {"eager_random": True} if any(t.kind == "random" for t in trials) else None
+        if self.job.backend != "deuteron":
+            options = None
+        try:
+            with collecting() as records:
+                seen = self.run(trials, self.job.backend, options)
+        except Exception as e:  # noqa: BLE001 - whatever it is, it belongs to some case
+            self.failed(trials, e)
+            return
+        self.count(records)
+        for t, s in zip(trials, seen):
+            found = self.problems(t, s)
+            if not found:
+                self.row.right += 1
+            elif len(trials) > 1:
+                self.check_alone(t, found)
+            else:
+                self.judge(t, found)
+
+    def problems(self, trial: Trial, seen: Seen) -> list[str]:
+        found = differences(seen, trial.oracle)
+        if trial.kind == "unset" and found:
+            found = [p for p in found if "elements, first at" not in p]
+        return found
+
+    def check_alone(self, trial: Trial, found: list[str]) -> None:
+        """A case that is wrong beside others counts even when it is right alone."""
+        before = len(self.row.wrong)
+        right = self.row.right
+        self.check([trial])
+        if len(self.row.wrong) == before and self.row.right > right:
+            self.row.right -= 1
+            self.wrong(trial, "only beside others: " + "; ".join(found))
+
+    def judge(self, trial: Trial, found: list[str]) -> None:
+        """What torch's own capture shows in the same way is noted and not wrong."""
+        witness = self.witness(trial)
+        if isinstance(witness, Seen):
+            same = set(differences(witness, trial.oracle))
+            for p in found:
+                if p in same:
+                    self.row.noted["as aot_eager: " + p] += 1
+            found = [p for p in found if p not in same]
+        if found:
+            self.wrong(trial, "; ".join(found))
+        else:
+            self.row.right += 1
+
+    def witness(self, trial: Trial) -> Seen | Exception:
+        try:
+            return self.run([trial], "aot_eager", None)[0]
+        except Exception as e:  # noqa: BLE001 - it is returned
+            return e
+
+    def wrong(self, trial: Trial, text: str) -> None:
+        self.row.wrong.append(f"{trial.case.name}: {text}")
+
+    def failed(self, trials: list[Trial], error: Exception) -> None:
+        if len(trials) > 1 and not (not self.direct and uncapturable(error)):
+            half = len(trials) // 2
+            self.check(trials[:half])
+            self.check(trials[half:])
+            return
+        if not self.direct and uncapturable(error):
+            self.direct = True
+            self.row.captured, self.row.why = "make_fx", reason(error)
+            self.check(trials)
+            self.direct = len(trials) > 1 or self.row.right == 0
+            return
+        [trial] = trials
+        witness = self.witness(trial)
+        if isinstance(witness, Seen):
+            self.row.errors.append(f"{trial.case.name}: {reason(error)}")
+        else:
+            self.row.skipped["torch's capture fails: " + reason(witness)] += 1
+            if self.direct:
+                self.row.captured = "none"
+
+    def count(self, records: Sequence[Any]) -> None:
+        for r in records:
+            self.row.kernels += len(r.of("kernel"))
+            for e in r.of("library"):
+                self.row.library.setdefault(str(e["op"]), str(e["reason"]))
+            for e in r.of("fallback"):
+                self.row.library.setdefault(str(e["what"]), str(e["reason"]))
+
+
+def uncapturable(error: Exception) -> bool:
+    """Dynamo says that it cannot make one graph of the program."""
+    import torch._dynamo.exc as exc
+
+    backend = getattr(exc, "BackendCompilerFailed", ())
+    return isinstance(error, exc.TorchDynamoException) and not isinstance(error, backend)
+
+
+def reason(error: Exception) -> str:
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [x.strip() for x in str(inner).splitlines() if x.strip()]
+    return f"{type(inner).__name__}: {' | '.join(lines[:3])}"[:400]
+
+
+# -- a job -----------------------------------------------------------------------------------------
+def trial(case: Case, backward: bool) -> Trial:
+    """Runs eager; raises `Unsuitable` where eager does."""
+    suitable(case)
+
+    def run(tensors: list[Tensor], seed: int = 0) -> Seen:
+        return see(case.run, tensors, backward, seed)
+
+    def wide(tensors: list[Tensor]) -> Seen:
+        return see(case.wide, tensors, backward)
+
+    try:
+        oracle = Oracle(run, wide, case.tensors)
+        other = run(copies(case.tensors), 1)
+        again = run(copies(case.tensors))
+    except Exception as e:  # noqa: BLE001 - eager's own refusal
+        raise Unsuitable(f"eager: {type(e).__name__}") from None
+    if not repeats(oracle.eager, again):
+        return Trial(case, oracle, "unset")
+    return Trial(case, oracle, "exact" if repeats(oracle.eager, other) else "random")
+
+
+def repeats(a: Seen, b: Seen) -> bool:
+    if list(a.values) != list(b.values):
+        return False
+    for x, y in zip(a.values.values(), b.values.values()):
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            if x.shape != y.shape or x.layout != y.layout:
+                return False
+            if x.layout == torch.strided and not torch.equal(bits(x), bits(y)):
+                return False
+        elif x != y and not (x != x and y != y):
+            return False
+    return True
+
+
+def bits(t: Tensor) -> Tensor:
+    """NaN is NaN."""
+    t = t.resolve_conj().resolve_neg()
+    if t.dtype.is_complex:
+        t = torch.view_as_real(t)
+    return t.nan_to_num(0.125, 1e30, -1e30) if t.dtype.is_floating_point else t
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """All cases of one operator, dtype and part."""
+    start = time.perf_counter()
+    row = Row(job.key, job.op, job.dtype, job.part)
+    op = entries()[job.op]
+    runner = Runner(job, row)
+    trials: list[Trial] = []
+    for case in cases(op, getattr(torch, job.dtype), job.part, job.device, job.most):
+        try:
+            trials.append(trial(case, runner.backward))
+        except Unsuitable as e:
+            row.skipped[str(e)] += 1
+    with warnings.catch_warnings(), capturing():
+        warnings.simplefilter("ignore")
+        for kind in ("exact", "unset", "random"):
+            some = [t for t in trials if t.kind == kind]
+            size = 1 if kind == "random" else 4 if runner.dynamic else BATCH
+            for k in range(0, len(some), size):
+                runner.check(some[k : k + size])
+    row.seconds = round(time.perf_counter() - start, 2)
+    row.wrong, row.errors = brief(row.wrong), brief(row.errors)
+    return row.plain()
+
+
+def brief(texts: list[str]) -> list[str]:
+    if len(texts) <= SHOWN:
+        return texts
+    return [*texts[:SHOWN], f"and {len(texts) - SHOWN} more"]
+
+
+def capturing() -> AbstractContextManager[None]:
+    """Dynamo takes what it can into one graph."""
+    return torch._dynamo.config.patch(
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+    )
+
+
+def seedless() -> None:
+    """Torch's samples of random operators set a seed inside the function, which no graph holds;
+    here the seed is set outside."""
+    import torch.testing._internal.common_methods_invocations as module
+
+    def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    if hasattr(module, "wrapper_set_seed"):
+        module.wrapper_set_seed = call
+
+
+def work(connection: Any) -> None:
+    """A worker process: jobs come, rows go, until the other end closes."""
+    import logging
+
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    seedless()
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        connection.send(run_job(job))

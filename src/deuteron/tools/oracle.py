@@ -1,0 +1,371 @@
+"""Runs of a program, and whether one run shows what another does.
+
+In: a function of flat tensors. Out: `Seen` (results, gradients, inputs afterwards, who shares
+memory with whom), and `differences` between a compiled run and eager's.
+
+What counts as the same value is found out, not fixed. Close to eager by a few units in the last
+place is right. Else a float64 run of eager decides: the error is at most twice eager's, plus what
+moving the inputs by a unit in the last place does to the result. NaN and inf are where eager has
+them, or where float64 has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+HALVES = (torch.float16, torch.bfloat16)
+# Units in the last place, of the element and of the tensor's mean magnitude, that are always
+# allowed: vector functions are within 4, and sums are taken in another order.
+ULPS = 4.0
+# Eager's own error, as a share of the mean magnitude, from which on eager is no measure by itself.
+LOST = {torch.float16: 0.3, torch.bfloat16: 0.3}
+LOST_ELSE = 0.02
+MOVES = 3  # runs with inputs moved by a unit in the last place
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+def flat_storage(t: Tensor) -> Tensor:
+    """All of a tensor's storage as one row of its dtype."""
+    storage = t.untyped_storage()
+    out = torch.empty(0, dtype=t.dtype, device=t.device)
+    return out.set_(storage, 0, (storage.nbytes() // t.element_size(),))
+
+
+def copies(
+    tensors: Sequence[Tensor],
+    change: Callable[[Tensor], Tensor] = Tensor.clone,
+    grad: bool = True,
+) -> list[Tensor]:
+    """Copies with the same strides, offsets and sharing of memory; `change` makes a copy of one
+    flat storage."""
+    made: dict[tuple[int, torch.dtype], Tensor] = {}
+    out = []
+    with torch.no_grad():
+        for t in tensors:
+            lazy = t.is_conj() or t.is_neg()
+            plain = t.detach().clone() if lazy else t.detach()
+            key = (plain.untyped_storage()._cdata if lazy else t.untyped_storage()._cdata, t.dtype)
+            if lazy or key not in made:
+                made[key] = change(flat_storage(plain.resolve_conj().resolve_neg()))
+            base = made[key]
+            copy = torch.empty(0, dtype=base.dtype, device=base.device).set_(
+                base.untyped_storage(), plain.storage_offset(), plain.shape, plain.stride()
+            )
+            out.append(copy.requires_grad_(t.requires_grad and grad))
+    return out
+
+
+def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return copies(tensors, lambda s: s.to(WIDE.get(s.dtype, s.dtype), copy=True))
+
+
+def moved(tensors: Sequence[Tensor], seed: int, wide: bool) -> list[Tensor]:
+    """Floating elements moved by up to a unit in the last place of their own dtype."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(s: Tensor) -> Tensor:
+        to = WIDE.get(s.dtype, s.dtype) if wide else s.dtype
+        if not (s.dtype.is_floating_point or s.dtype.is_complex):
+            return s.clone()
+        real = s.real.dtype if s.dtype.is_complex else s.dtype
+        way = torch.randint(-1, 2, s.shape, generator=generator).double().to(s.device)
+        other = s.to(WIDE.get(s.dtype, s.dtype)) * (1.0 + torch.finfo(real).eps * way)
+        return other.to(to)
+
+    return copies(tensors, change)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+@dataclass
+class Seen:
+    """What a run shows. `values`: label -> tensor or plain value. `strides`, `shared` per output:
+    what it shares memory with (an input or an earlier output), and at which offset."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+
+    def part(self, prefix: str) -> Seen:
+        """What concerns the labels that begin so."""
+        return Seen(
+            {k: v for k, v in self.values.items() if k.startswith(prefix)},
+            {k: v for k, v in self.strides.items() if k.startswith(prefix)},
+            {k: v for k, v in self.shared.items() if k.startswith(prefix)},
+        )
+
+
+def cotangent(t: Tensor, seed: int) -> Tensor:
+    """A fixed gradient of a result: multiples of 1/8, the same in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    way = torch.randint(-8, 9, t.shape, generator=generator).to(t.device)
+    return (way.double() / 8).to(t.dtype)
+
+
+def differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided
+
+
+def significant(t: Tensor) -> tuple[int, ...]:
+    """Strides, where they matter; -1 where they do not."""
+    if t.numel() == 0:
+        return (-1,) * t.dim()
+    return tuple(s if n > 1 else -1 for n, s in zip(t.shape, t.stride()))
+
+
+def sharing(outputs: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, str]:
+    owners: dict[int, str] = {}
+    out = {}
+    for name, t in inputs.items():
+        owners.setdefault(t.untyped_storage()._cdata, name)
+    for name, t in outputs.items():
+        if not isinstance(t, Tensor) or t.layout != torch.strided:
+            continue
+        key = t.untyped_storage()._cdata
+        if t.untyped_storage().nbytes() == 0:
+            continue
+        same = next((k for k, x in inputs.items() if x is t), None)
+        if same is not None:
+            out[name] = f"is {same}"
+        elif key in owners:
+            out[name] = f"shares {owners[key]} at {t.storage_offset()}"
+        else:
+            owners[key] = name
+    return out
+
+
+def see(
+    run: Callable[[list[Tensor]], Any], inputs: list[Tensor], backward: bool, seed: int = 0
+) -> Seen:
+    """Runs `run` on `inputs` (which it may change), and its backward from fixed gradients."""
+    torch.manual_seed(seed)
+    return observed([(run(inputs), inputs)], backward)[0]
+
+
+def observed(calls: Sequence[tuple[Any, Sequence[Tensor]]], backward: bool) -> list[Seen]:
+    """What calls show that ran as one: (result, inputs after the call) of each. One backward
+    through all of them runs here, from fixed gradients."""
+    rows = [
+        (
+            {f"out{i}": x for i, x in enumerate(tree_flatten(result)[0])},
+            {f"in{i}": x for i, x in enumerate(inputs)},
+        )
+        for result, inputs in calls
+    ]
+    shared = [sharing(outputs, inputs) for outputs, inputs in rows]
+    grads = gradients(rows) if backward else [{} for _ in rows]
+    out = []
+    for (outputs, inputs), places, found in zip(rows, shared, grads):
+        seen = Seen(shared=places)
+        for k, x in outputs.items():
+            seen.values[k] = x.detach().clone() if isinstance(x, Tensor) else x
+            if isinstance(x, Tensor) and x.layout == torch.strided:
+                seen.strides[k] = significant(x)
+            if isinstance(x, Tensor):
+                seen.values[f"{k} requires grad"] = x.requires_grad
+        for k, g in found.items():
+            seen.values[k] = g.detach().clone() if g is not None else None
+        for k, x in inputs.items():
+            seen.values[f"{k} afterwards"] = x.detach().clone()
+        out.append(seen)
+    return out
+
+
+def gradients(
+    rows: Sequence[tuple[dict[str, Any], dict[str, Tensor]]],
+) -> list[dict[str, Tensor | None]]:
+    """Of each row's inputs that require one, all by one backward."""
+    ends: list[Tensor] = []
+    given: list[Tensor] = []
+    starts: list[Tensor] = []
+    owners: list[tuple[int, str]] = []
+    out: list[dict[str, Tensor | None]] = [{} for _ in rows]
+    for row, (outputs, inputs) in enumerate(rows):
+        mine = [x for x in outputs.values() if differentiable(x)]
+        leaves = {k: x for k, x in inputs.items() if x.requires_grad}
+        if mine and leaves:
+            ends += mine
+            given += [cotangent(x, i) for i, x in enumerate(mine)]
+            starts += leaves.values()
+            owners += [(row, k) for k in leaves]
+    if starts:
+        found = torch.autograd.grad(ends, starts, given, allow_unused=True)
+        for (row, k), g in zip(owners, found):
+            out[row][f"grad of {k}"] = g
+    return out
+
+
+# -- comparison ------------------------------------------------------------------------------------
+class Oracle:
+    """Eager's run, and, when they are asked for, runs in float64 and of moved inputs.
+
+    `run` takes flat inputs; `wide` too, and computes in float64 (it may replace dtype arguments).
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Tensor]], Seen],
+        wide: Callable[[list[Tensor]], Seen],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        self.run, self.wide, self.inputs = run, wide, list(inputs)
+        self.eager = run(copies(inputs))
+
+    def attempt(self, f: Callable[[list[Tensor]], Seen], given: list[Tensor]) -> Seen | None:
+        try:
+            return f(given)
+        except Exception:  # noqa: BLE001 - eager cannot do this in float64: it is then no measure
+            return None
+
+    @cached_property
+    def exact(self) -> Seen | None:
+        return self.attempt(self.wide, widened(self.inputs))
+
+    @cached_property
+    def others(self) -> list[Seen]:
+        """Runs that differ from `eager` and `exact` by rounding only."""
+        given = [(self.wide, moved(self.inputs, k, True)) for k in range(MOVES)]
+        given += [(self.run, moved(self.inputs, k, False)) for k in range(MOVES)]
+        return [s for s in (self.attempt(f, x) for f, x in given) if s is not None]
+
+    def like(self, seen: Seen | None, name: str) -> Tensor | None:
+        """A value of another run, when it has the form of eager's."""
+        e = self.eager.values[name]
+        x = None if seen is None else seen.values.get(name)
+        if not isinstance(x, Tensor) or x.shape != e.shape or x.layout != e.layout:
+            return None
+        same = x.dtype in (e.dtype, WIDE.get(e.dtype, e.dtype))
+        return x if same else None
+
+
+def differences(got: Seen, oracle: Oracle) -> list[str]:
+    """Every way in which `got` is not what eager shows, in words; empty when it is right."""
+    want = oracle.eager
+    out = []
+    if list(got.values) != list(want.values):
+        return [f"results {', '.join(got.values)} instead of {', '.join(want.values)}"]
+    for name, e in want.values.items():
+        problem = difference(name, got.values[name], e, oracle)
+        if problem is not None:
+            out.append(f"{name}: {problem}")
+    for name, s in want.strides.items():
+        if got.strides.get(name) != s and not any(p.startswith(f"{name}:") for p in out):
+            out.append(f"{name}: strides {got.strides.get(name)} instead of {s}")
+    for name in dict.fromkeys([*want.shared, *got.shared]):
+        a, b = got.shared.get(name, "has its own memory"), want.shared.get(name)
+        b = "has its own memory" if b is None else b
+        if a != b:
+            out.append(f"{name}: {a}, in eager {b}")
+    return out
+
+
+def difference(name: str, g: Any, e: Any, oracle: Oracle) -> str | None:
+    if not isinstance(e, Tensor) or not isinstance(g, Tensor):
+        same = type(g) is type(e) and (g == e or (g != g and e != e))
+        return None if same else f"{g!r} instead of {e!r}"
+    if (g.shape, g.dtype, g.device.type) != (e.shape, e.dtype, e.device.type):
+        return f"{g.dtype} {list(g.shape)} on {g.device} instead of {e.dtype} {list(e.shape)}"
+    if e.layout != torch.strided:
+        return None if torch.equal(g.to_dense(), e.to_dense()) else "other elements (sparse)"
+    if e.numel() == 0:
+        return None
+    if not (e.dtype.is_floating_point or e.dtype.is_complex):
+        return whole_difference(name, g, e, oracle)
+    return real_difference(name, g, e, oracle)
+
+
+def whole_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | None:
+    """Integers and truth values are eager's, except where rounding decides."""
+    bad = g != e
+    if not bool(bad.any()):
+        return None
+    for other in (oracle.exact, *oracle.others):
+        x = oracle.like(other, name)
+        if x is not None:
+            bad &= x == e
+    return words(bad, g, e, None) if bool(bad.any()) else None
+
+
+def parts(t: Tensor) -> Tensor:
+    """Real numbers of a tensor, in float64."""
+    t = t.resolve_conj().resolve_neg()
+    return (torch.view_as_real(t) if t.dtype.is_complex else t).double()
+
+
+def real_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | None:
+    real = e.real.dtype if e.dtype.is_complex else e.dtype
+    eps = torch.finfo(real).eps
+    tiny = torch.finfo(real).tiny
+    a, b = parts(g), parts(e)
+    level = float(b[b.isfinite()].abs().mean()) if bool(b.isfinite().any()) else 0.0
+    same = (a == b) | (a.isnan() & b.isnan())
+    # A quarter of what float64 may allow further down: most results end here.
+    near = (a - b).abs() <= eps * (b.abs() + level / 4) + tiny
+    if bool((same | near).all()):
+        return None
+    wide = oracle.like(oracle.exact, name)
+    if wide is None:  # nothing to measure by: close as torch's own tests ask
+        scale = 1e-2 if real in HALVES else 1e4 * eps
+        bad = ~(same | ((a - b).abs() <= scale * (b.abs() + level)))
+        return words(bad, g, e, None) if bool(bad.any()) else None
+    x = parts(wide)
+    rounded = parts(wide.to(e.dtype))
+    # Beyond the dtype's range (or in it, where eager left it on the way) float64 is right too.
+    same |= (a == rounded) | (a.isnan() & rounded.isnan())
+    known = x.isfinite() & b.isfinite() & a.isfinite()
+    own = torch.where(known, (b - x).abs(), torch.zeros_like(x))
+    level = float(x[known].abs().mean()) if bool(known.any()) else 0.0
+    error = float(own.max())
+    lost = error > LOST.get(real, LOST_ELSE) * level + tiny
+    if lost:  # a few of eager's elements are wrong by far, as where rounding decides: not a measure
+        error = 4 * float(own.flatten().kthvalue(max(1, int(0.9 * own.numel()))).values)
+    allowed = 2 * error + ULPS * eps * (x.abs() + level) + tiny
+    off = (a - x).abs()
+    bad = ~(same | (known & (off <= allowed)))
+    if lost:
+        bad &= ~((a - b).abs() <= allowed)
+    if not bool(bad.any()):
+        return None
+    spread = torch.zeros_like(x)
+    for k, other in enumerate(oracle.others):
+        y = oracle.like(other, name)
+        if y is None:
+            continue
+        z = parts(y)
+        jumped = z.isfinite() != (x.isfinite() if k < MOVES else b.isfinite())
+        base = x if k < MOVES else b
+        change = torch.where(z.isfinite() & base.isfinite(), (z - base).abs(), spread)
+        spread = torch.maximum(spread, change)
+        bad &= ~jumped
+    finite = spread[known]
+    typical = float(finite.mean()) if finite.numel() else 0.0
+    bad &= ~(known & (off <= allowed + 8 * torch.clamp(spread, min=typical)))
+    return words(bad, g, e, wide) if bool(bad.any()) else None
+
+
+def words(bad: Tensor, g: Tensor, e: Tensor, x: Tensor | None) -> str:
+    """Where and by how much."""
+    while bad.dim() > g.dim():
+        bad = bad.any(-1)
+    at = tuple(int(i) for i in bad.nonzero()[0])
+    exact = "" if x is None else f", exactly {x[at].item()}"
+    return (
+        f"{int(bad.sum())} of {g.numel()} elements, first at {list(at)}: "
+        f"{g[at].item()} instead of {e[at].item()}{exact}"
+    )
+
+
+__all__ = ["Oracle", "Seen", "copies", "differences", "observed", "see"]
