@@ -10,6 +10,7 @@ Nothing of the user's (file names, source lines) leaves the comments and strings
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Sequence
@@ -113,10 +114,8 @@ class Writer:
 
     def ready(self, name: str) -> bool:
         """Whether a size that is computed from others can be computed now."""
-        return set(re.findall(r"[A-Za-z_]\w*", self.waiting[name])) <= self.known | {
-            *("math", "min", "max", "abs", "int", "float", "round", "floor", "ceil", "trunc"),
-            *("sqrt", "pow", "log2", "e", "and", "or", "not"),
-        }
+        names = {n.id for n in ast.walk(ast.parse(self.waiting[name])) if isinstance(n, ast.Name)}
+        return names <= self.known | {"math", "torch", "min", "max", "abs", "int", "float", "round"}
 
     # -- the whole --------------------------------------------------------------------------------
     def write(self) -> Emitted:
@@ -304,8 +303,10 @@ class Writer:
         for o in d.origins[:1]:
             if o.line:
                 self.line(comment(o.line))
-        args = [self.argument(a) for a in d.args]
-        args += [f"{k}={self.argument(v)}" for k, v in d.kwargs]
+        # ATen takes lists; functions of Python's (higher-order operators) were given tuples.
+        listed = d.op not in self.program.callables
+        args = [self.argument(a, listed) for a in d.args]
+        args += [f"{k}={self.argument(v, listed)}" for k, v in d.kwargs]
         if d.op in OUT_VARIANTS:
             assert d.names[0] is not None
             lay = self.schedule.layouts[d.names[0]]
@@ -372,13 +373,14 @@ class Writer:
                 self.head.append(f"{found} = torch.ops.{op}")
         return found
 
-    def argument(self, x: Any) -> str:
+    def argument(self, x: Any, listed: bool = True) -> str:
         if isinstance(x, ViewArg):
             return self.view(x.tensor, x.shape, x.strides, x.offset)
         if isinstance(x, Index):
             return source(x)
         if isinstance(x, (tuple, list)):
-            return "[" + ", ".join(self.argument(y) for y in x) + "]"
+            inside = "".join(self.argument(y, listed) + ", " for y in x)
+            return f"[{inside.rstrip(', ')}]" if listed else f"({inside.rstrip()})"
         if x is None or isinstance(x, (bool, int, str)):
             return repr(x)
         if isinstance(x, float):

@@ -466,7 +466,7 @@ def input_sizes(p: Program, inputs: Sequence[Any]) -> dict[str, int]:
         elif kind == "stride":
             out[sym.name] = int(inputs[where].stride(dim))
         elif kind == "expr":
-            out[sym.name] = int(eval(str(where), {"math": math}, out))
+            out[sym.name] = int(eval(str(where), {"math": math, "torch": torch}, out))
     return out
 
 

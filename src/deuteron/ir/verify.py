@@ -25,6 +25,7 @@ Invariants by name
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -309,6 +310,8 @@ def _example(index: Index, extent: Index) -> str:
     # Sizes that were seen satisfy whatever the traced program demands of them; others may not
     # (two products of sizes that are known to be equal).
     seen = bool(syms) and all(s.hint is not None for s in syms)
+    if any(s.hint is None and re.fullmatch(r"u\d+", s.name) for s in syms):
+        return "open"  # a size that torch itself knows only at run time, checked there
     for size in range(1 if seen else 4):
         env = {s.name: _sample(s, size, rng) for s in syms}
         try:

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deuteron.ir.index import Axis, Sym, as_index, const
+from deuteron.ir.index import Axis, Index, Sym, as_index, const
 from deuteron.ir.program import Extern, Layout, ViewArg
-from deuteron.lower.core import LowerContext, Value
+from deuteron.lower.core import LowerContext, Opaque, Value
 
 Overload = torch._ops.OpOverload
 
@@ -93,7 +93,11 @@ def argument(ctx: LowerContext, x: Any, node: Any, exact: bool) -> Any:
         parts = node if isinstance(node, (list, tuple)) else [None] * len(x)
         return tuple(argument(ctx, a, n, exact) for a, n in zip(x, parts, strict=True))
     if isinstance(x, dict):
-        raise ctx.decline("a dictionary among a call's arguments")
+        if any(isinstance(v, (Value, Index)) for v in tree_flatten(x)[0]):
+            raise ctx.decline("a dictionary of tensors among a call's arguments")
+        key = ctx.fresh_name("settings")
+        ctx.callables[key] = x
+        return Opaque(key)
     return x
 
 

@@ -206,6 +206,8 @@ class Driver:
         ):
             return self.number(val)
         reason = self.obstacle(node, val)
+        if node.meta.get("unbacked_bindings") and leaves(val):
+            reason = reason or "the result's size is known only at run time"
         f = LOWERINGS.get(name) or LOWERINGS.get(name.rsplit(".", 1)[0])
         if reason is None and f is None:
             if isinstance(val, (torch.SymInt, int)) and "sym_" in name:

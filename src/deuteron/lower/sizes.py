@@ -16,6 +16,9 @@ import torch
 
 from deuteron.ir.index import Index, Sym, as_index, atom, const, floordiv, maximum, minimum, mod
 
+# What is known of a whole number of which nothing is known.
+LOWEST = -(2**62)
+
 
 @dataclass
 class Symbols:
@@ -114,15 +117,13 @@ def _lowest(env: Any, s: Any) -> int:
     found = getattr(env, "var_to_range", {}).get(s)
     if found is None:
         return 0
-    try:
-        return max(0, int(found.lower))
-    except (TypeError, ValueError, OverflowError):
-        return 0
+    lower = found.lower
+    return int(lower) if getattr(lower, "is_Integer", False) else LOWEST
 
 
 def _hint(env: Any, s: Any) -> int | None:
-    for table in ("backed_var_to_val", "var_to_val"):
-        found = getattr(env, table, {}).get(s)
-        if found is not None:
-            return int(found)
+    for table in ("backed_var_to_val", "var_to_val"):  # the newer name, the older
+        if hasattr(env, table):
+            found = getattr(env, table).get(s)
+            return None if found is None else int(found)
     return None
