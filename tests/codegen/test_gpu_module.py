@@ -115,7 +115,7 @@ class Pretended(Compilation):
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., Any]]:
     monkeypatch.setattr(pipeline, "device_spec_for", lambda d, o: named_gpu("H200"))
-    monkeypatch.setattr(build_cpp, "compiler", lambda: ("", ""))
+    monkeypatch.setattr(build_cpp, "compiler", lambda *_: ("", ""))
 
     def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
         found = Pretended(gm, phase, options, record, **kw)

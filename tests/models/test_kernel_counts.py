@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,8 @@ class Block(nn.Module):
 
 def test_gpt_block_against_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPT block's train step: no more kernels than Inductor makes of it in the same process."""
+    if " " in sys.prefix:
+        pytest.skip("Inductor's own builds fail in a path with spaces")
     from torch._inductor.graph import GraphLowering
 
     block = Block()
