@@ -1,0 +1,326 @@
+"""Functions run in processes of their own, beside the compilation.
+
+In: a function that another process can import, and arguments that can be pickled. Out: a `Task`,
+whose `result` waits. The processes start when there is work, several where there is much, and end
+when there has been none for a while, or when this process ends in whatever way. They are fresh
+interpreters, which import the function's module and nothing else: not torch, not the user's
+program. A crash, a hang or an interrupt there is an error here, and nothing worse.
+
+With one core, or where no process can be started, the function runs here when its result is asked
+for. Pickles travel only between this process and its own children.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import queue
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, BinaryIO
+
+from deuteron.base.errors import BuildError
+
+# Idle processes end after this time: each holds the memory of the modules it imported.
+IDLE_SECONDS = 60.0
+_LENGTH = struct.Struct("<Q")
+# The child's interpreter finds modules where this one does.
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}\nfrom deuteron.runtime.workers import serve\nserve()\n"
+)
+
+
+class Task:
+    """A function that was submitted."""
+
+    def __init__(self, builder: Builder, function: Callable[..., Any], args: tuple[Any, ...]):
+        self.builder, self.function, self.args = builder, function, args
+        self.future: Future[Any] = Future()
+        self.process = os.getpid()
+        self.lost = False  # whether a process died with it
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def result(self) -> Any:
+        """What the function returned, or raises what it raised; `BuildError` where its process
+        died or took too long."""
+        if not self.future.done() and (
+            os.getpid() != self.process  # a forked child has no thread that waits for the process
+            or self.builder.withdraw(self)
+        ):
+            self.run()
+        return self.future.result()
+
+    def run(self) -> None:
+        """Runs it here."""
+        try:
+            value = self.function(*self.args)
+        except Exception as e:  # noqa: BLE001 - raised again by `result`
+            self.future.set_exception(e)
+        else:
+            self.future.set_result(value)
+
+
+class Builder:
+    """At most `count` processes; 1: none. A call may take `seconds`."""
+
+    def __init__(self, count: int, seconds: float = 300.0) -> None:
+        self.count, self.seconds = count, seconds
+        self._reset()
+        os.register_at_fork(after_in_child=self._after_fork)
+        atexit.register(self.close)
+
+    def _reset(self) -> None:
+        self._waiting: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._workers: set[_Worker] = set()
+        self._free = 0  # workers that wait for a task
+        self._closed = False
+
+    def _after_fork(self) -> None:
+        """The processes are the parent's. A copy of their pipes kept open here would keep them
+        alive after the parent's end."""
+        for worker in self._workers:
+            worker.disown()
+        self._reset()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Task:
+        task = Task(self, function, args)
+        if self.count > 1:
+            with self._changed:
+                self._waiting.append(task)
+                if self._free < len(self._waiting) and len(self._workers) < self.count:
+                    self._hire()
+                self._changed.notify()
+        return task
+
+    def withdraw(self, task: Task) -> bool:
+        """Whether the task is the caller's to run: nobody else has it, or will."""
+        with self._changed:
+            if self.count > 1 and self._workers:
+                return False
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(task)
+                return True
+            return self.count <= 1
+
+    def processes(self) -> list[int]:
+        """Numbers of the processes that live."""
+        return [w.process.pid for w in tuple(self._workers)]
+
+    def close(self) -> None:
+        """Ends the processes, whatever they do."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for worker in tuple(self._workers):
+            worker.kill()
+
+    def _hire(self) -> bool:
+        try:
+            worker = _Worker()
+        except OSError:  # no memory, no process left: whoever asks for the result runs the task
+            return False
+        self._workers.add(worker)
+        threading.Thread(
+            target=self._serve, args=(worker,), name="deuteron-worker", daemon=True
+        ).start()
+        return True
+
+    def _serve(self, worker: _Worker) -> None:
+        """A worker's life, in a thread: hands it tasks one after the other."""
+        left: list[Task] = []
+        try:
+            while worker.alive and (task := self._next()) is not None:
+                self._do(worker, task)
+        finally:
+            worker.kill()
+            with self._changed:
+                self._workers.discard(worker)
+                if self._waiting and not self._workers and not self._closed and not self._hire():
+                    left, self._waiting = list(self._waiting), deque()
+        for task in left:
+            task.run()
+
+    def _next(self) -> Task | None:
+        """The next task; None where there was none for a while."""
+        with self._changed:
+            if not self._waiting and not self._closed:
+                self._free += 1
+                self._changed.wait_for(lambda: self._waiting or self._closed, IDLE_SECONDS)
+                self._free -= 1
+            return self._waiting.popleft() if self._waiting and not self._closed else None
+
+    def _do(self, worker: _Worker, task: Task) -> None:
+        try:
+            good, value = worker.call(task.function, task.args, self.seconds)
+        except (OSError, EOFError, pickle.UnpicklingError) as e:
+            code = worker.kill(patience=0.0 if isinstance(e, TimeoutError) else 1.0)
+            good, value = False, _lost(task, e, code)
+            if not task.lost and not isinstance(e, TimeoutError):
+                # Another process may do better: this one may have been ended from outside.
+                task.lost = True
+                with self._changed:
+                    self._waiting.appendleft(task)
+                    self._changed.notify()
+                return
+        except BaseException as e:  # noqa: BLE001 - arguments that cannot be pickled, for one
+            good, value = False, e
+        if good:
+            task.future.set_result(value)
+        else:
+            task.future.set_exception(value)
+
+
+def _lost(task: Task, error: Exception, code: int | None) -> BuildError:
+    name = f"{task.function.__module__}.{task.function.__qualname__}"
+    if isinstance(error, TimeoutError):
+        return BuildError(
+            f"a build did not end in time ({name}): {error}",
+            hint="the option build_timeout says how many seconds a build may take",
+        )
+    if code is not None and code < 0:
+        ended = f"it was ended by signal {-code} ({signal.strsignal(-code)})"
+    else:
+        ended = f"its exit status was {code}"
+    return BuildError(
+        f"the process that built kernels died ({name}): {ended}",
+        hint="signal 9 may be the system's, out of memory: lower the option workers",
+        output=str(error),
+    )
+
+
+class _Worker:
+    """A process, from this side. One thread talks to it."""
+
+    def __init__(self) -> None:
+        if not sys.executable:
+            raise OSError("this interpreter is part of another program")
+        path = [p for p in sys.path if isinstance(p, str)]
+        # A session of its own: Ctrl-C in the terminal is for this process, which ends it.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(path=path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self.alive = True
+        self.mine = True
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float
+    ) -> tuple[bool, Any]:
+        """(True, result) or (False, exception)."""
+        message = pickle.dumps((function, args))
+        assert self.process.stdin is not None and self.process.stdout is not None
+        _write(self.process.stdin, message)
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self.process.stdout, selectors.EVENT_READ)
+            if not waiting.select(seconds):
+                raise TimeoutError(f"it was stopped after {seconds:g} s")
+        found: tuple[bool, Any] = pickle.loads(_read(self.process.stdout))
+        return found
+
+    def kill(self, patience: float = 0.0) -> int | None:
+        """Ends the process with all that it started; returns its exit status, its own where it ends
+        by itself within `patience` seconds."""
+        if not self.mine:
+            return None
+        self.alive = False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        with contextlib.suppress(OSError):
+            if self.process.poll() is None:
+                self._close()
+                os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self._close()
+        return code
+
+    def _close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+    def disown(self) -> None:
+        """In a forked child: it is the parent's."""
+        self.mine = self.alive = False
+        self._close()
+        self.process.returncode = 0  # nobody here may wait for it
+
+
+# ----------------------------------------------------------------------------- in the other process
+
+
+def serve() -> None:
+    """Runs what comes, until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    source, sink = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
+    # What the functions print must not mix with the answers.
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(source, messages), daemon=True).start()
+    while True:
+        _write(sink, _answer(messages.get()))
+
+
+def _listen(source: BinaryIO, messages: queue.SimpleQueue[bytes]) -> None:
+    """Passes on what comes. When the pipe ends, nobody waits for a result any more: the process
+    ends too, in the middle of a task, with all that it started."""
+    try:
+        while True:
+            messages.put(_read(source))
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def _answer(message: bytes) -> bytes:
+    try:
+        function, args = pickle.loads(message)
+        return pickle.dumps((True, function(*args)))
+    except BaseException as e:  # noqa: BLE001 - the other process raises it
+        try:
+            text = pickle.dumps((False, e))
+            pickle.loads(text)
+            return text
+        except Exception:  # noqa: BLE001 - an exception that does not travel
+            return pickle.dumps((False, BuildError(f"{type(e).__name__}: {e}")))
+
+
+def _write(pipe: Any, message: bytes) -> None:
+    data = memoryview(_LENGTH.pack(len(message)) + message)
+    while data:
+        data = data[pipe.write(data) :]
+
+
+def _read(pipe: BinaryIO | Any) -> bytes:
+    (size,) = _LENGTH.unpack(_exactly(pipe, _LENGTH.size))
+    return _exactly(pipe, size)
+
+
+def _exactly(pipe: Any, size: int) -> bytes:
+    parts = []
+    while size:
+        part = pipe.read(min(size, 1 << 20))
+        if not part:
+            raise EOFError("the pipe ended")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+__all__ = ["Builder", "Task", "serve"]
