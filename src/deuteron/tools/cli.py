@@ -115,6 +115,39 @@ def coverage(
     )
 
 
+@app.command()
+def fuzz(
+    seconds: Annotated[float, typer.Option(help="How long programs are started.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of the first program; the next ones count on.")] = 0,
+    count: Annotated[int | None, typer.Option(help="How many, whatever the time.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    jobs: Annotated[int, typer.Option(help="Worker processes.")] = 2,
+    lines: Annotated[int, typer.Option(help="Of a program, at most.")] = 40,
+    backend: Annotated[str, typer.Option(help="The backend that is tested.")] = "deuteron",
+    out: Annotated[Path, typer.Option(help="Folder for failing programs.")] = Path("out/fuzz"),
+    cut: Annotated[bool, typer.Option(help="Cut failing programs down.")] = True,
+) -> None:
+    """Random programs, compiled and compared with eager; failures are cut down and kept."""
+    from deuteron.tools.fuzz import Task, run_fuzz
+
+    task = Task(seed, device, backend, lines, cut=cut, folder=str(out))
+    raise typer.Exit(run_fuzz(seed, None if count is not None else seconds, count, jobs, task))
+
+
+@app.command()
+def reduce(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="With `fn` and `inputs()`.")],
+    out: Annotated[Path | None, typer.Option(help="Default: FILE with .small before .py.")] = None,
+    seconds: Annotated[float, typer.Option(help="How long at most.")] = 300.0,
+    backend: Annotated[str | None, typer.Option(help="Default: what the file says.")] = None,
+) -> None:
+    """Cut a failing program down to the smallest that still fails."""
+    from deuteron.tools.reduce import run_reduce
+
+    target = out or file.with_suffix(".small.py")
+    raise typer.Exit(run_reduce(file, target, seconds, backend))
+
+
 def listed(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """Values given by comma; none means all."""
     names = tuple(text.split(",")) if text else known

@@ -46,6 +46,10 @@ def jobs_for(
 
 
 # -- running ---------------------------------------------------------------------------------------
+class Lost(Exception):
+    """A worker died, hung or could not answer; says which."""
+
+
 class Worker:
     """A process that runs jobs, started anew after a crash, a hang, or many jobs."""
 
@@ -62,12 +66,12 @@ class Worker:
         other.close()
         self.done = 0
 
-    def run(self, job: Job, limit: float) -> dict[str, Any]:
+    def run(self, job: Any, limit: float) -> dict[str, Any]:
+        """The job's row; raises `Lost`."""
         if self.process is None or self.done >= JOBS_PER_PROCESS:
             self.stop()
             self.start()
         self.done += 1
-        start = time.perf_counter()
         try:
             self.connection.send(job)
             if self.connection.poll(limit):
@@ -79,9 +83,7 @@ class Worker:
         except Exception as e:  # noqa: BLE001 - the worker's own exception, sent as its reply
             failure = f"{type(e).__name__}: {e}"
         self.stop(kill=True)
-        row = {"key": job.key, "op": job.op, "dtype": job.dtype, "part": job.part}
-        seconds = round(time.perf_counter() - start, 2)
-        return {**row, "right": 0, "wrong": [], "errors": [failure], "seconds": seconds}
+        raise Lost(failure)
 
     def stop(self, kill: bool = False) -> None:
         if self.process is not None:
@@ -120,7 +122,11 @@ def run_all(
                 job = todo.get_nowait()
             except Empty:
                 break
-            row = worker.run(job, limit)
+            try:
+                row = worker.run(job, limit)
+            except Lost as e:
+                row = {"key": job.key, "op": job.op, "dtype": job.dtype, "part": job.part}
+                row |= {"right": 0, "wrong": [], "errors": [str(e)]}
             with lock, state.open("a") as f:
                 f.write(json.dumps(row) + "\n")
                 finished.append(row)

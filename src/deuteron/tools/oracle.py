@@ -224,22 +224,29 @@ class Oracle:
         self.run, self.wide, self.inputs = run, wide, list(inputs)
         self.eager = run(copies(inputs))
 
-    def attempt(self, f: Callable[[list[Tensor]], Seen], given: list[Tensor]) -> Seen | None:
+    def attempt(self, given: list[Tensor], wide: bool) -> Seen | None:
+        usual = torch.get_default_dtype()
         try:
-            return f(given)
+            if wide:  # what integers become when divided
+                torch.set_default_dtype(torch.float64)
+            return self.wide(given) if wide else self.run(given)
         except Exception:  # noqa: BLE001 - eager cannot do this in float64: it is then no measure
             return None
+        finally:
+            torch.set_default_dtype(usual)
 
     @cached_property
     def exact(self) -> Seen | None:
-        return self.attempt(self.wide, widened(self.inputs))
+        return self.attempt(widened(self.inputs), True)
 
     @cached_property
-    def others(self) -> list[Seen]:
+    def others(self) -> list[Seen | None]:
         """Runs that differ from `eager` and `exact` by rounding only."""
-        given = [(self.wide, moved(self.inputs, k, True)) for k in range(MOVES)]
-        given += [(self.run, moved(self.inputs, k, False)) for k in range(MOVES)]
-        return [s for s in (self.attempt(f, x) for f, x in given) if s is not None]
+        return [
+            self.attempt(moved(self.inputs, k, wide), wide)
+            for wide in (True, False)
+            for k in range(MOVES)
+        ]
 
     def like(self, seen: Seen | None, name: str) -> Tensor | None:
         """A value of another run, when it has the form of eager's."""

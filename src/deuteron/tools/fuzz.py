@@ -1,0 +1,189 @@
+"""`deuteron fuzz`: random programs, compiled and compared with eager.
+
+In: seeds. Out: counts, and for each failure a runnable file, cut down to the smallest program that
+still fails. Programs run in worker processes: a crash or a hang is a failure like others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deuteron.tools.coverage import Lost, Worker
+from deuteron.tools.fuzz_programs import program
+from deuteron.tools.oracle import copies, see
+from deuteron.tools.reduce import reduced
+from deuteron.tools.reproduce import Failure, How, Straight, Unusable, file_text
+
+LIMIT = 240.0  # seconds for a program: its compilation takes less than one, cutting down up to 120
+CUTTING = 120.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One program."""
+
+    seed: int
+    device: str = "cpu"
+    backend: str = "deuteron"
+    lines: int = 40
+    options: tuple[tuple[str, Any], ...] = ()
+    cut: bool = True
+    folder: str = "out/fuzz"
+
+
+def run_task(task: Task) -> dict[str, Any]:
+    """The verdict on one program: right, wrong, error, torch (its capture fails alone), refused
+    (eager does not run it, as with other sizes)."""
+    p = program(task.seed, task.lines)
+    how = How(p.backward, p.dynamic, task.backend, dict(task.options))
+    row: dict[str, Any] = {"seed": task.seed, "lines": len(p.lines), "text": "", "file": ""}
+    whole = runnable(p.straight(task.device), p.backward)
+    try:
+        failure = whole.check(how)
+    except Unusable as e:
+        return {**row, "verdict": "refused", "text": str(e)}
+    if failure is None:
+        return {**row, "verdict": "right"}
+    row |= {"verdict": failure.kind, "text": failure.text}
+    if failure.kind != "torch":
+        row["file"] = str(kept(task, whole, how, failure))
+    return row
+
+
+def runnable(p: Straight, backward: bool) -> Straight:
+    """With those sets of inputs that eager takes; the first one at least."""
+    fn, good = p.function(), [0]
+    for k, given in enumerate(p.sets()[1:], start=1):
+        try:
+            see(lambda xs: fn(*xs), copies(given), backward)
+        except Exception:  # noqa: BLE001 - other sizes need not suit the program
+            continue
+        good.append(k)
+    return replace(p, inputs={n: tuple(ts[k] for k in good) for n, ts in p.inputs.items()})
+
+
+def kept(task: Task, whole: Straight, how: How, failure: Failure) -> Path:
+    """The file of a failure."""
+    folder = Path(task.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{failure.kind}_{task.seed}.py"
+    about = f"deuteron fuzz --seed {task.seed} --count 1\n{failure}"
+    path.write_text(file_text(whole, how, about))
+    if task.cut:
+        small, failure, how = reduced(whole, how, failure, CUTTING)
+        about = f"Cut down from: deuteron fuzz --seed {task.seed} --count 1\n{failure}"
+        path.write_text(file_text(small, how, about))
+    return path
+
+
+def work(connection: Any) -> None:
+    """A worker process: tasks come, rows go."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        connection.send(run_task(task))
+
+
+@dataclass
+class Tally:
+    """What came of all programs."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def bad(self) -> int:
+        return self.verdicts["wrong"] + self.verdicts["error"]
+
+    def __str__(self) -> str:
+        total = sum(self.verdicts.values())
+        text = ", ".join(f"{n} {v}" for v, n in self.verdicts.most_common())
+        return f"{total} programs in {self.seconds:.0f} s: {text}"
+
+
+def fuzz(
+    first: int,
+    seconds: float | None,
+    count: int | None,
+    processes: int,
+    template: Task,
+    say: Callable[[str], None],
+    limit: float = LIMIT,
+) -> Tally:
+    """Programs of the seeds `first`, `first` + 1, ... until the time or the count is used up."""
+    tally, lock, began = Tally(), threading.Lock(), time.perf_counter()
+    seeds = iter(range(first, first + count if count is not None else 1 << 60))
+
+    def loop() -> None:
+        worker = Worker(work)
+        while seconds is None or time.perf_counter() - began < seconds:
+            with lock:
+                seed = next(seeds, None)
+            if seed is None:
+                break
+            task = Task(**{**template.__dict__, "seed": seed})
+            try:
+                row = worker.run(task, limit)
+            except Lost as e:
+                row = {"seed": seed, "verdict": "error", "text": str(e), "file": ""}
+            with lock:
+                note(row)
+        worker.stop()
+
+    def note(row: dict[str, Any]) -> None:
+        if "verdict" not in row:  # from the worker's frame: a crash, a hang
+            row = {
+                "seed": int(row["key"]),
+                "verdict": "error",
+                "text": row["errors"][0],
+                "file": "",
+            }
+        tally.verdicts[row["verdict"]] += 1
+        if row["verdict"] in ("wrong", "error"):
+            tally.failures.append(row)
+            say(f"seed {row['seed']}: {row['verdict']}: {row['text'][:300]}")
+            if row["file"]:
+                say(f"    {row['file']}")
+        if sum(tally.verdicts.values()) % 100 == 0:
+            tally.seconds = time.perf_counter() - began
+            say(str(tally))
+
+    threads = [threading.Thread(target=loop) for _ in range(max(1, processes))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    tally.seconds = time.perf_counter() - began
+    return tally
+
+
+def run_fuzz(
+    seed: int,
+    seconds: float | None,
+    count: int | None,
+    processes: int,
+    template: Task,
+) -> int:
+    """The command. Exit status 1 where anything failed; the last failure's program is printed."""
+    tally = fuzz(seed, seconds, count, processes, template, lambda text: print(text, flush=True))
+    print(tally)
+    files = [Path(f["file"]) for f in tally.failures if f["file"]]
+    if files:
+        smallest = min(files, key=lambda f: f.stat().st_size)
+        print(f"\nthe smallest failing program, {smallest}:\n\n{smallest.read_text()}")
+    return 1 if tally.bad() else 0

@@ -1,0 +1,368 @@
+"""A program in a file: how it is written, read, run through a backend and judged.
+
+In: a `Straight` program (lines without branches, inputs as tensors). Out: `check`'s verdict, and
+files that run by themselves::
+
+    def fn(x0, x1): ...
+    def inputs(): return [x0, x1]            or a list of such lists, run one after the other
+
+`BACKWARD`, `DYNAMIC` and `OPTIONS` in such a file say how it is run; `python FILE` runs it and
+prints what is wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deuteron.tools.oracle import Oracle, Seen, copies, differences, observed, see
+
+SHOWN = 400  # elements of a tensor that is written out; a larger one is drawn
+HALVES = ("float32", "float16", "bfloat16")
+
+
+class Unusable(Exception):
+    """A program that eager itself does not run."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`kind`: wrong, error, or torch (its capture alone fails in the same way)."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+    def like(self, other: Failure | None) -> bool:
+        """Whether another is the same failure, as far as one can tell."""
+        if other is None or other.kind != self.kind:
+            return False
+        if self.kind == "wrong":
+            return True
+        return self.text.split(":")[0] == other.text.split(":")[0]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a program is run."""
+
+    backward: bool = False
+    dynamic: bool = False
+    backend: Any = "deuteron"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+Fn = Callable[..., Any]
+
+
+# -- judging ---------------------------------------------------------------------------------------
+def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failure | None:
+    """Compiles `fn`, calls it on each set of inputs twice, and compares with eager. `wide` is the
+    same program in float64."""
+    oracles, drew = [], False
+    for given in sets:
+        torch.manual_seed(0)
+        before = torch.random.get_rng_state()
+        try:
+            oracles.append(
+                Oracle(
+                    lambda xs: see(lambda ys: fn(*ys), xs, how.backward),
+                    lambda xs: see(lambda ys: wide(*ys), xs, how.backward),
+                    given,
+                )
+            )
+        except Exception as e:  # noqa: BLE001 - eager's own refusal
+            raise Unusable(f"{type(e).__name__}: {e}") from None
+        drew |= not torch.equal(before, torch.random.get_rng_state())
+    if drew and how.backend == "deuteron":
+        how = replace(how, options={**how.options, "eager_random": True})
+    try:
+        found = problems(run(fn, sets, how), oracles)
+    except Exception as e:  # noqa: BLE001 - whatever the compiler or its program raises
+        return blame(fn, sets, how, e)
+    if found:
+        try:
+            torch_too = set(problems(run(fn, sets, witness(how)), oracles))
+        except Exception:  # noqa: BLE001 - then it is no excuse
+            torch_too = set()
+        if torch_too.issuperset(found):
+            return Failure("torch", "; ".join(found))
+        return Failure("wrong", "; ".join(p for p in found if p not in torch_too))
+    return None
+
+
+def problems(seen: list[list[Seen]], oracles: Sequence[Oracle]) -> list[str]:
+    out = []
+    for k, (calls, oracle) in enumerate(zip(seen, oracles)):
+        for n, s in enumerate(calls):
+            where = (f"inputs {k}, " if len(oracles) > 1 else "") + ("call 2, " if n else "")
+            out += [where + p for p in differences(s, oracle)]
+    return out
+
+
+def run(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> list[list[Seen]]:
+    """What two calls on each set of inputs show. Results of the first call are looked at after the
+    second: they must not have changed."""
+    torch._dynamo.reset()
+    given = {"options": how.options} if how.options else {}
+    compiled = torch.compile(
+        fn, backend=how.backend, fullgraph=True, dynamic=how.dynamic or None, **given
+    )
+    out = []
+    with torch._dynamo.config.patch(
+        automatic_dynamic_shapes=how.dynamic, assume_static_by_default=not how.dynamic
+    ):
+        for inputs in sets:
+            calls = []
+            for _ in range(2):
+                mine = copies(inputs)
+                torch.manual_seed(0)
+                calls.append((compiled(*mine), mine))
+            out.append([observed([c], how.backward)[0] for c in calls])
+    return out
+
+
+def witness(how: How) -> How:
+    """The same capture without a compiler."""
+    return replace(how, backend="aot_eager", options={})
+
+
+def blame(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How, error: Exception) -> Failure:
+    text = described(error)
+    try:
+        run(fn, sets, witness(how))
+    except Exception as e:  # noqa: BLE001 - torch's capture fails as well
+        return Failure("torch", described(e))
+    return Failure("error", text)
+
+
+def described(error: Exception) -> str:
+    inner = getattr(error, "inner_exception", None) or error
+    return f"{type(inner).__name__}: {inner}"
+
+
+# -- straight programs -----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Line:
+    """``target = text``, or `text` alone where it changes something in place."""
+
+    text: str
+    target: str | None
+
+    def __str__(self) -> str:
+        return self.text if self.target is None else f"{self.target} = {self.text}"
+
+    def words(self) -> set[str]:
+        return words(self.text)
+
+
+def words(text: str) -> set[str]:
+    """Names in a text."""
+    return set("".join(c if c.isalnum() or c == "_" else " " for c in text).split())
+
+
+@dataclass(frozen=True)
+class Straight:
+    """`inputs`: name -> its tensor in each set. `imports`: what the lines use beyond torch and
+    F."""
+
+    inputs: dict[str, tuple[Tensor, ...]]
+    lines: tuple[Line, ...]
+    outputs: tuple[str, ...]
+    imports: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        body = "".join(f"    {x}\n" for x in self.lines)
+        results = "".join(f"{o}, " for o in self.outputs)
+        return f"def fn({', '.join(self.inputs)}):\n{body}    return ({results})\n"
+
+    def function(self, wide: bool = False) -> Fn:
+        text = widened_text(self.text()) if wide else self.text()
+        space = self.space()
+        exec(compile(text, "<program>", "exec"), space)
+        return space["fn"]
+
+    def space(self) -> dict[str, Any]:
+        space: dict[str, Any] = {}
+        exec("\n".join(("import torch", "import torch.nn.functional as F", *self.imports)), space)
+        return space
+
+    def sets(self) -> list[list[Tensor]]:
+        count = len(next(iter(self.inputs.values()))) if self.inputs else 1
+        return [[ts[k] for ts in self.inputs.values()] for k in range(count)]
+
+    def check(self, how: How) -> Failure | None:
+        return check(self.function(), self.function(wide=True), self.sets(), how)
+
+
+def widened_text(text: str) -> str:
+    """The program's text with float64 for the floating dtypes that it names."""
+    for name in HALVES:
+        text = text.replace(f"torch.{name}", "torch.float64")
+    return text
+
+
+def straight(source: str, sets: Sequence[Sequence[Tensor]], name: str = "fn") -> Straight | None:
+    """A function without branches, read from its source; None where it has any other form."""
+    tree = ast.parse(source)
+    [function] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    imports = [ast.unparse(n) for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    lines: list[Line] = []
+    for node in function.body[:-1]:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) for t in node.targets):
+            if isinstance(node.value, ast.Constant) and node.value.value is None:
+                continue  # how FX says that a name is no longer used
+            first = ast.unparse(node.targets[0])
+            lines.append(Line(ast.unparse(node.value), first))
+            lines += [Line(first, ast.unparse(t)) for t in node.targets[1:]]
+        elif isinstance(node, (ast.Expr, ast.AugAssign, ast.Assign)):
+            lines.append(Line(ast.unparse(node), None))
+        else:
+            return None
+    last = function.body[-1]
+    if not isinstance(last, ast.Return) or last.value is None:
+        return None
+    results = last.value.elts if isinstance(last.value, (ast.Tuple, ast.List)) else [last.value]
+    outputs = []
+    for k, value in enumerate(results):
+        if not isinstance(value, ast.Name):
+            lines.append(Line(ast.unparse(value), f"result{k}"))
+        outputs.append(value.id if isinstance(value, ast.Name) else f"result{k}")
+    names = [a.arg for a in function.args.args]
+    if any(len(s) != len(names) for s in sets):
+        return None
+    inputs = {n: tuple(s[k] for s in sets) for k, n in enumerate(names)}
+    return Straight(inputs, tuple(lines), tuple(outputs), tuple(imports))
+
+
+# -- files -----------------------------------------------------------------------------------------
+def tensor(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, data: Any) -> Tensor:
+    """A tensor of a file: `data` is its storage, as a list, or a seed to draw it from."""
+    if isinstance(data, list):
+        flat = torch.tensor(data, dtype=dtype)
+    else:
+        seed, count = data
+        g = torch.Generator().manual_seed(seed)
+        if dtype.is_floating_point:
+            flat = torch.randn(count, generator=g).to(dtype)
+        else:
+            flat = torch.randint(0, 2, (count,), generator=g).to(dtype)
+    return flat.as_strided(shape, strides)
+
+
+def extent(t: Tensor) -> int:
+    """Elements of memory that a tensor reaches over."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+
+
+def storage_of(t: Tensor) -> Tensor:
+    return t.detach().as_strided((extent(t),), (1,))
+
+
+def tensor_text(t: Tensor) -> str:
+    """Source text of a tensor, exactly where it is small."""
+    t = t.detach().resolve_conj().resolve_neg().cpu()
+    shape, strides = tuple(t.shape), tuple(t.stride())
+    flat = storage_of(t)
+    data = str(flat.tolist()) if flat.numel() <= SHOWN else f"(0, {flat.numel()})"
+    for word in ("inf", "nan"):
+        data = data.replace(word, f'float("{word}")')
+    return f"tensor({shape}, {strides}, {t.dtype}, {data})"
+
+
+def drawn(p: Straight) -> Straight:
+    """The program with those inputs that its file would draw."""
+
+    def other(t: Tensor) -> Tensor:
+        if extent(t) <= SHOWN:
+            return t
+        made = tensor(tuple(t.shape), tuple(t.stride()), t.dtype, (0, extent(t)))
+        return made.to(t.device).requires_grad_(t.requires_grad)
+
+    return replace(p, inputs={n: tuple(map(other, ts)) for n, ts in p.inputs.items()})
+
+
+def file_text(p: Straight, how: How, about: str) -> str:
+    """A runnable file."""
+    rows = []
+    for given in p.sets():
+        row = [
+            f"            {tensor_text(t)}{'.requires_grad_()' if t.requires_grad else ''},\n"
+            for t in given
+        ]
+        rows.append("        [\n" + "".join(row) + "        ],\n")
+    comment = "".join(f"# {line}\n" for line in about.splitlines())
+    imports = "".join(
+        f"{x}\n" for x in p.imports if x not in ("import torch", "import torch.nn.functional as F")
+    )
+    backend = f"BACKEND = {how.backend!r}\n" if isinstance(how.backend, str) else ""
+    return (
+        f"{comment}import torch\nimport torch.nn.functional as F\n{imports}\n"
+        f"from deuteron.tools.reproduce import main, tensor\n\n"
+        f"BACKWARD = {how.backward}\nDYNAMIC = {how.dynamic}\nOPTIONS = {how.options!r}\n{backend}"
+        f"\n\n{p.text()}\n\n"
+        f"def inputs():\n    return [\n{''.join(rows)}    ]\n\n\n"
+        f'if __name__ == "__main__":\n    main(__file__)\n'
+    )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A file's program."""
+
+    fn: Fn
+    sets: list[list[Tensor]]
+    how: How
+    source: str
+
+
+def load(path: Path, backend: str | None = None) -> Loaded:
+    """A file with `fn` and `inputs()`. Without `BACKWARD`, the backward runs where inputs require
+    gradients."""
+    space = runpy.run_path(str(path))
+    missing = [n for n in ("fn", "inputs") if not callable(space.get(n))]
+    if missing:
+        raise Unusable(f"{path} has no {' and no '.join(missing)}")
+    given = space["inputs"]()
+    sets = [list(s) for s in given] if isinstance(given[0], (list, tuple)) else [list(given)]
+    wants = any(t.requires_grad for s in sets for t in s)
+    how = How(
+        bool(space.get("BACKWARD", wants)),
+        bool(space.get("DYNAMIC", len(sets) > 1)),
+        backend or space.get("BACKEND", "deuteron"),
+        dict(space.get("OPTIONS", {})),
+    )
+    return Loaded(space["fn"], sets, how, path.read_text())
+
+
+def wide_function(found: Loaded) -> Fn:
+    """The file's function in float64."""
+    space: dict[str, Any] = {"torch": torch, "F": F, "__name__": "wide", "__file__": "wide"}
+    exec(compile(widened_text(found.source), "<wide>", "exec"), space)
+    return space["fn"]
+
+
+def main(file: str) -> None:
+    """Runs a file's program; exit status 1 and the failure in words where it fails."""
+    found = load(Path(file))
+    failure = check(found.fn, wide_function(found), found.sets, found.how)
+    print("right" if failure is None else failure)
+    sys.exit(0 if failure is None else 1)
+
+
+__all__ = ["Failure", "How", "Line", "Straight", "check", "file_text", "load", "main", "straight"]
