@@ -31,10 +31,21 @@ if TYPE_CHECKING:
     from deuteron.ir.expr import Expr
 
 
+_SUBSTITUTED: dict[tuple[Index, tuple[tuple[Atom, Index], ...]], Index] = {}
+
+
 def substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
     """`index` with atoms replaced, re-simplified."""
     if not table or not any(a in table for a in index.atoms()):
         return index
+    key = (index, tuple(table.items()))
+    found = _SUBSTITUTED.get(key)
+    if found is None:
+        found = _SUBSTITUTED[key] = _substitute(index, table)
+    return found
+
+
+def _substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
     total = const(0)
     for m, c in index.terms:
         part = const(c)
@@ -89,7 +100,10 @@ def hint(index: IndexLike) -> int:
     index = as_index(index)
     if index.value is not None:
         return index.value
+    if index._hint is not None:
+        return index._hint
     env = {s.name: s.hint if s.hint is not None else max(s.low, 128) for s in index.syms()}
     for a in index.axes():
         env[a.name] = max(0, hint(a.extent) - 1)
-    return evaluate(index, env, lambda e: 0)
+    index._hint = evaluate(index, env, lambda e: 0)
+    return index._hint

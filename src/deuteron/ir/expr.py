@@ -73,6 +73,7 @@ _OPS: tuple[tuple[int, float, str], ...] = (
     (3, 1.0, "where fma"),
 )
 SCALAR_OPS = {name: (arity, cost) for arity, cost, names in _OPS for name in names.split()}
+NO_OP = (0, 0.0)
 COMPARISONS = frozenset(
     ("lt", "le", "gt", "ge", "eq", "ne", "isnan", "isinf", "signbit")
     + ("logical_and", "logical_or", "logical_xor", "logical_not")
@@ -118,7 +119,13 @@ SCANS = ("sum", "prod", "max", "min")
 class Expr:
     """One node; build it with the functions of this module, never directly."""
 
-    __slots__ = ("_children", "_indices", "_key", "_loads", "args", "attr", "dtype", "id", "op")
+    __slots__ = ("_axes", "_children", "_flops", "_indices", "_key", "_loads") + (
+        "args",
+        "attr",
+        "dtype",
+        "id",
+        "op",
+    )
     _interned: dict[tuple[Any, ...], Expr] = {}
 
     op: str
@@ -126,7 +133,9 @@ class Expr:
     args: tuple[Expr, ...]
     attr: Any
     id: int  # counts nodes in this process: arguments before users
+    _axes: frozenset[Axis] | None
     _children: tuple[Expr, ...] | None
+    _flops: float | None
     _indices: tuple[Index, ...] | None
     _key: str | None
     _loads: tuple[Expr, ...] | None
@@ -144,7 +153,8 @@ class Expr:
             found = object.__new__(cls)
             found.op, found.dtype, found.args, found.attr = op, dtype, args, attr
             found.id = len(cls._interned)
-            found._children = found._indices = found._key = found._loads = None
+            found._axes = found._children = found._flops = None
+            found._indices = found._key = found._loads = None
             found = cls._interned.setdefault(key, found)
         return found
 
@@ -200,12 +210,11 @@ class Expr:
             self._loads = tuple(n for n in self.walk() if n.op == "load")
         return self._loads
 
-    def axes(self) -> set[Axis]:
+    def axes(self) -> frozenset[Axis]:
         """Free and bound axes used."""
-        out: set[Axis] = set()
-        for i in self.indices():
-            out |= i.axes()
-        return out
+        if self._axes is None:
+            self._axes = frozenset().union(*(i.axes() for i in self.indices()))
+        return self._axes
 
     def substitute(
         self, table: Mapping[Atom, Index], loads: Mapping[Expr, Expr] | None = None
@@ -497,9 +506,10 @@ def with_mask(root: Expr, mask: Expr) -> Expr:
 
 def flops(root: Expr) -> float:
     """Approximate vector FLOPs of one evaluation."""
-    return sum(SCALAR_OPS[n.op][1] for n in root.walk() if n.op in SCALAR_OPS) + sum(
-        30.0 for n in root.walk() if n.op == "random"
-    )
+    if root._flops is None:
+        ops = (n.op for n in root.walk())
+        root._flops = sum(30.0 if o == "random" else SCALAR_OPS.get(o, NO_OP)[1] for o in ops)
+    return root._flops
 
 
 def show(root: Expr) -> str:

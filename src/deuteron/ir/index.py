@@ -196,13 +196,15 @@ def _order_atom(a: Atom) -> tuple[int, str]:
 class Index:
     """A canonical polynomial: monomials (sorted tuples of atoms) with non-zero coefficients."""
 
-    __slots__ = ("_atoms", "_key", "_syms", "terms", "value")
+    __slots__ = ("_atoms", "_axes", "_hint", "_key", "_syms", "terms", "value")
     _interned: dict[tuple[tuple[Monomial, int], ...], Index] = {}
 
     terms: tuple[tuple[Monomial, int], ...]
     value: int | None  # the integer, when the index is a constant
     _key: str | None
     _atoms: tuple[Atom, ...] | None
+    _axes: frozenset[Axis] | None
+    _hint: int | None
     _syms: frozenset[Sym] | None
 
     def __new__(cls, terms: Mapping[Monomial, int]) -> Index:
@@ -214,7 +216,7 @@ class Index:
         if found is None:
             found = object.__new__(cls)
             found.terms = items
-            found._key = found._atoms = found._syms = None
+            found._key = found._atoms = found._axes = found._hint = found._syms = None
             found.value = (
                 0 if not items else items[0][1] if len(items) == 1 and not items[0][0] else None
             )
@@ -273,6 +275,8 @@ class Index:
         other = as_index(other)
         if other.value == 1:
             return self
+        if self.value == 1:
+            return other
         out: dict[Monomial, int] = {}
         for m1, c1 in self.terms:
             for m2, c2 in other.terms:
@@ -303,8 +307,10 @@ class Index:
             self._atoms = tuple(seen)
         return self._atoms
 
-    def axes(self) -> set[Axis]:
-        return {a for a in self.atoms() if a.rank == 1 and isinstance(a, Axis)}
+    def axes(self) -> frozenset[Axis]:
+        if self._axes is None:
+            self._axes = frozenset(a for a in self.atoms() if a.rank == 1 and isinstance(a, Axis))
+        return self._axes
 
     def syms(self) -> set[Sym]:
         """The sizes that it depends on, those of its axes' extents included."""
@@ -372,8 +378,14 @@ def const(value: int) -> Index:
     return found
 
 
+_ATOMS: dict[Atom, Index] = {}
+
+
 def atom(a: Atom) -> Index:
-    return Index({(a,): 1})
+    found = _ATOMS.get(a)
+    if found is None:
+        found = _ATOMS[a] = Index({(a,): 1})
+    return found
 
 
 def as_index(value: IndexLike) -> Index:

@@ -20,6 +20,7 @@ every load is in range or masked; a target has no reader after its overwriter.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from deuteron.ir.expr import ITEMSIZE, Expr
@@ -36,11 +37,11 @@ class Layout:
     device: str = "cpu"
     offset: Index = field(default_factory=lambda: const(0))
 
-    @property
+    @cached_property
     def numel(self) -> Index:
         return product(self.shape)
 
-    @property
+    @cached_property
     def nbytes_hint(self) -> int:
         """Bytes of the elements at the hinted sizes."""
         return hint(self.numel) * ITEMSIZE[self.dtype]

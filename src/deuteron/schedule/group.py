@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import Expr
-from deuteron.ir.index import Atom, Axis, Index, Value, const, substitute
+from deuteron.ir.expr import Expr, flops
+from deuteron.ir.index import Atom, Axis, Index, Value, atom, const, hint, product, substitute
 from deuteron.ir.program import Compute, Layout, tensors_read
 from deuteron.schedule.kernel import Fold, Nest, Prefix, Stmt, Store
 from deuteron.schedule.space import Map, Space, same_element
@@ -104,8 +104,26 @@ class Member:
 
     def moved(self, table: Map, level: str | None = None, kind: str | None = None) -> Member:
         """The member in another nest whose loops are given by `table`."""
-        at = {a: substitute(i, table) for a, i in self.at.items()}
-        return replace(self, at=at, kind=kind or self.kind, level=level or self.level)
+        level, kind = level or self.level, kind or self.kind
+        if any(i is not atom(a) for a, i in table.items()):
+            at = {a: substitute(i, table) for a, i in self.at.items()}
+            return replace(self, at=at, kind=kind, level=level)
+        if (level, kind) == (self.level, self.kind):
+            return self
+        new = replace(self, kind=kind, level=level)
+        known = {k: v for k, v in self.__dict__.items() if k in ("index", "reads", "effort")}
+        new.__dict__.update(known)  # the same loops: what was derived from them stays
+        return new
+
+    @cached_property
+    def effort(self) -> float:
+        """FLOPs of one evaluation, at one point or row."""
+        each, body = 0.0, self.compute.body
+        if self.kind in ("fold", "scan", "column"):
+            each, body = 1.0, body.args[0]
+        nested = body.axes() - self.at.keys()
+        inner = hint(product(a.extent for a in nested)) if nested else 1
+        return each + flops(body) * inner
 
 
 def alone(c: Compute, position: int = 0) -> Group:

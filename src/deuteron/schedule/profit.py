@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
-from deuteron.ir.expr import ITEMSIZE, flops
-from deuteron.ir.index import const, hint, product
+from deuteron.ir.expr import ITEMSIZE
+from deuteron.ir.index import Index, const, hint, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
 
@@ -43,15 +43,20 @@ def bytes_of(layout: Layout) -> int:
 
 def bytes_read(group: Group, name: str, layout: Layout) -> int:
     """Bytes of one tensor that the group reads: all of it, or as much as its points touch."""
-    touched = 0
-    axes = set(group.space.axes)
-    for index in group.reads[name]:
-        used = {a for i in index for a in i.axes()}
-        bound = used - axes
-        touched += hint(product(a.extent for a in used & axes)) * hint(
-            product(a.extent for a in bound)
-        )
+    touched = sum(elements(index) for index in group.reads[name])
     return min(hint(layout.numel), touched) * ITEMSIZE[layout.dtype]
+
+
+_ELEMENTS: dict[tuple[Index, ...], int] = {}
+
+
+def elements(index: tuple[Index, ...]) -> int:
+    """Elements that one read touches: all combinations of the loops in its index."""
+    found = _ELEMENTS.get(index)
+    if found is None:
+        used = {a for i in index for a in i.axes()}
+        found = _ELEMENTS[index] = hint(product(a.extent for a in used))
+    return found
 
 
 def bytes_written(m: Member, layout: Layout, points: int) -> int:
@@ -64,20 +69,10 @@ def bytes_written(m: Member, layout: Layout, points: int) -> int:
 def work(group: Group) -> float:
     """FLOPs of one execution."""
     points, rows = group.space.size(), hint(group.space.rows)
-    total = 0.0
-    for m in group.members:
-        inner = 1
-        body = m.compute.body
-        if m.kind in ("fold", "scan", "column"):
-            each, body = 1.0, body.args[0]
-        else:
-            each = 0.0
-        nested = {a for a in body.axes() if a not in m.at}
-        if nested:
-            inner = hint(product(a.extent for a in nested))
-        each += flops(body) * inner
-        total += each * (points if m.kind != "point" or m.level == "point" else rows)
-    return total
+    return sum(
+        m.effort * (points if m.kind != "point" or m.level == "point" else rows)
+        for m in group.members
+    )
 
 
 def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:

@@ -11,8 +11,9 @@ splits and permutations of loops need no case of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from deuteron.ir.index import (
     Atom,
@@ -38,15 +39,15 @@ class Space:
     parallel: tuple[Axis, ...]
     reduced: tuple[Axis, ...] = ()
 
-    @property
+    @cached_property
     def axes(self) -> tuple[Axis, ...]:
         return self.parallel + self.reduced
 
-    @property
+    @cached_property
     def points(self) -> Index:
         return product(a.extent for a in self.axes)
 
-    @property
+    @cached_property
     def rows(self) -> Index:
         return product(a.extent for a in self.parallel)
 
@@ -55,12 +56,19 @@ class Space:
         return hint(self.points)
 
 
+_NUMBERS: dict[tuple[tuple[Index, ...], tuple[Index, ...]], Index] = {}
+
+
 def flat(indices: Sequence[Index], shape: Sequence[Index]) -> Index:
     """The row-major number of an element."""
-    out = const(0)
-    for i, n in zip(indices, shape, strict=True):
-        out = out * n + i
-    return out
+    key = (tuple(indices), tuple(shape))
+    found = _NUMBERS.get(key)
+    if found is None:
+        found = const(0)
+        for i, n in zip(*key, strict=True):
+            found = found * n + i
+        _NUMBERS[key] = found
+    return found
 
 
 def steps(number: Index, axes: Iterable[Axis]) -> list[tuple[Axis, Index]] | None:
@@ -130,9 +138,21 @@ class Equation:
     count: Index  # elements of the tensor
 
 
+_SOLVED: dict[Hashable, Map] = {}
+
+
 def solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) -> Map:
     """For each axis of their nest, its value in terms of our axes; axes that no equation
     determines are missing."""
+    said = dict.fromkeys((e.ours, e.theirs, e.exact, e.count) for e in equations)
+    key = (tuple(said), ours.axes, tuple(theirs))
+    found = _SOLVED.get(key)
+    if found is None:
+        found = _SOLVED[key] = _solve(equations, ours, theirs)
+    return dict(found)
+
+
+def _solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) -> Map:
     table: Map = {a: const(0) for a in theirs if a.extent.value == 1}
     for e in sorted(equations, key=lambda e: -len(e.theirs.axes())):
         found = _from_dense(e, ours, theirs) or paired(e.ours, e.theirs, ours.axes, theirs)
