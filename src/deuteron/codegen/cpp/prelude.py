@@ -20,7 +20,7 @@ from deuteron.ir.expr import SCALAR_OPS
 # vectorise.
 CXX_FLAGS = ("-std=gnu++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
-FILES = ("prelude.h", "prelude_math.h", "prelude_trig.h")
+FILES = ("prelude.h", "prelude_math.h", "prelude_trig.h", "prelude_special.h")
 _SECTION = re.compile(r"^//@ (\w+)\n", re.MULTILINE)
 _NAME = re.compile(r"\b[dD]_\w+")
 
