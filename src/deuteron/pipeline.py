@@ -23,6 +23,7 @@ from deuteron.base.device import device_spec_for
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
+from deuteron.capture.partition import donated_inputs
 from deuteron.codegen.assemble import Generated
 from deuteron.codegen.cpp.kernels import FLAGS, CppKernel
 from deuteron.codegen.cpp.kernels import generate as generate_cpp
@@ -85,6 +86,7 @@ class Compilation:
     options: Options
     record: Record
     static_inputs: frozenset[int] = frozenset()
+    donated: frozenset[int] = frozenset()  # inputs that may be overwritten, where a call says so
     number: int = field(default_factory=lambda: next(_NUMBERS))
     program: Program | None = None
     schedule: Schedule | None = None
@@ -96,6 +98,7 @@ class Compilation:
 
     # -- the stages -------------------------------------------------------------------------------
     def do_rewrite(self) -> str:
+        self.donated = donated_inputs(self.graph)
         rewrite(self.graph, self.record)
         return self.graph.print_readable(print_output=False) if self.debug else ""
 
@@ -112,7 +115,7 @@ class Compilation:
 
     def do_memory(self) -> str:
         assert self.program is not None and self.schedule is not None
-        self.plan = plan_memory(self.schedule, self.program, self.record)
+        self.plan = plan_memory(self.schedule, self.program, self.record, self.donated)
         return "\n".join(map(str, self.record.of("buffer"))) if self.debug else ""
 
     def do_generate(self) -> str:

@@ -22,7 +22,16 @@ from deuteron.ir.index import Sym, hint
 from deuteron.ir.program import Input, Program
 
 SUPPORT = (
-    *("as_traced", "empty", "empty_cpu", "empty_cuda", "enter_device", "leave_device", "leaves"),
+    *(
+        "as_traced",
+        "empty",
+        "empty_cpu",
+        "empty_cuda",
+        "enter_device",
+        "keeps_graph",
+        "leave_device",
+        "leaves",
+    ),
     *("numbers", "place", "pointers", "remember", "stream", "threads", "typed", "view"),
 )
 Generated = CppKernel | TritonKernel

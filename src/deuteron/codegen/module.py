@@ -50,7 +50,18 @@ class Writer:
         self.ops: dict[str, str] = {}
         self.variables: dict[str, str] = {}
         self.taken = {*SUPPORT, *(s.name for s, _ in program.sizes), "torch", "math", "args"}
-        self.taken |= {"min", "max", "call", "run", "layout", "sizes", "found", "before", "main"}
+        self.taken |= {
+            "min",
+            "max",
+            "call",
+            "run",
+            "layout",
+            "sizes",
+            "found",
+            "before",
+            "main",
+            "donated",
+        }
         self.dead: list[str] = []
         self.open: Segment | None = None
         self.count = 0
@@ -130,7 +141,10 @@ class Writer:
                 if arena.first == k:
                     self.workspace(device)
             for name in made.get(k, ()):
-                self.line(f"{self.variable(name)} = {self.empty(self.schedule.layouts[name])}")
+                made_as = self.empty(self.schedule.layouts[name])
+                if name in self.plan.given:
+                    made_as = f"{self.variable(self.plan.given[name])} if donated else {made_as}"
+                self.line(f"{self.variable(name)} = {made_as}")
             if isinstance(step, Extern):
                 self.close()
                 self.extern(step)
@@ -189,6 +203,8 @@ class Writer:
         if names:
             self.add("(", names, ",) = args" if len(names) == 1 else ") = args")
         self.line("args.clear()")
+        if self.plan.given:
+            self.line("donated = not keeps_graph()")
         for s, (kind, where, dim) in self.program.sizes:
             if kind in ("shape", "stride"):
                 what = f"shape[{dim}]" if kind == "shape" else f"stride({dim})"

@@ -8,7 +8,8 @@ In: a `Schedule`. Out: a `MemoryPlan`. A tensor is one of
     workspace         bytes of the call's one workspace per device, shared by tensors that do not
                       live at once
 
-Two tensors also share memory where a kernel overwrites an operand that dies there. Where one
+Two tensors also share memory where a kernel overwrites an operand that dies there; such operands
+are inputs too that the caller gives away, as autograd does in most calls (`given`). Where one
 workspace for the whole call would raise the peak (large tensors that are not needed while library
 calls allocate theirs), large tensors are buffers instead. Sizes may be symbolic: `Arena.offsets`
 places the workspace's tensors for actual sizes, deterministically.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from deuteron.base.record import Record
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, evaluate, hint
-from deuteron.ir.program import Compute, Extern, Layout, Program
+from deuteron.ir.program import Compute, Extern, Input, Layout, Program
 from deuteron.memory.lifetimes import Lifetimes, overwritable
 from deuteron.schedule.kernel import Kernel, Schedule
 
@@ -33,6 +34,9 @@ OUT_VARIANTS = {f"aten.{n}.default": f"torch.{n}" for n in ("mm", "bmm", "addmm"
 # much: each then costs an allocation per call, about 0.5 us.
 LARGE = 1 << 20
 WORTH = 0.97
+# Inputs that are given away are overwritten from so many bytes on; smaller ones are not worth the
+# question, which each call asks.
+GIVEN = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class MemoryPlan:
     slot: dict[str, tuple[str, int]]  # workspace tensor -> (device, number of its slot)
     dies: dict[int, list[str]]
     spaces: dict[int, list[str]]  # step -> devices whose workspace is not used after it
+    given: dict[str, str]  # buffer -> the input whose memory it takes, where the caller gives it
 
 
 def span(layout: Layout) -> Index:
@@ -126,27 +131,43 @@ class Piece:
 
     @property
     def nbytes(self) -> Index:
-        return span(self.layout) * ITEMSIZE[self.layout.dtype]
+        return _nbytes(self.layout)
 
 
-def plan_memory(schedule: Schedule, program: Program, record: Record) -> MemoryPlan:
-    """The plan of one call."""
+def _nbytes(layout: Layout) -> Index:
+    return span(layout) * ITEMSIZE.get(layout.dtype, 0)
+
+
+def plan_memory(
+    schedule: Schedule, program: Program, record: Record, donated: frozenset[int] = frozenset()
+) -> MemoryPlan:
+    """The plan of one call. `donated`: positions of inputs that may be overwritten where the caller
+    says so at the call."""
     life = Lifetimes.of(schedule, program)
     calls = (s for s in schedule.steps if isinstance(s, Extern) and s.op not in OUT_VARIANTS)
     made = {n for s in calls for n in s.names if n}
     ours = [n for n in life.first if n not in life.external and n not in made]
     home = _overwriting(program)
-    reused = _reuse(schedule, life, set(ours))
+    gifts = {
+        d.name
+        for d in program.defs
+        if isinstance(d, Input) and d.position in donated and hint(_nbytes(d.layout)) >= GIVEN
+    }
+    reused = _reuse(schedule, life, set(ours), gifts)
+    given = {name: at for name, at in reused.items() if at in gifts}
+    for name in given:
+        del reused[name]
     home |= reused | {name: reused[at] for name, at in home.items() if at in reused}
     pieces = _pieces(schedule, life, ours, reused)
     late = {s for s, (kind, _, _) in program.sizes if kind == "result"}
     alone = {
         p.root
         for p in pieces
-        if set(p.names) & (life.returned | life.pinned) or p.nbytes.syms() & late
+        if set(p.names) & (life.returned | life.pinned | given.keys()) or p.nbytes.syms() & late
     }
     others = [n for n in life.first if n in made]
-    alone = _lower_peak(pieces, alone, [_piece(schedule, life, n) for n in others], schedule)
+    counted = [p for p in pieces if p.root not in given]
+    alone |= _lower_peak(counted, alone, [_piece(schedule, life, n) for n in others], schedule)
     buffers: dict[str, int] = {}
     slots: dict[str, list[Slot]] = {}
     slot: dict[str, tuple[str, int]] = {}
@@ -164,14 +185,14 @@ def plan_memory(schedule: Schedule, program: Program, record: Record) -> MemoryP
             first=p.first,
             last=p.last,
             reuse=[n for n in p.names if n != p.root],
-            place="own" if p.root in alone else "workspace",
+            place=given.get(p.root, "own") if p.root in alone else "workspace",
         )
     arenas = {d: Arena(d, tuple(s)) for d, s in slots.items()}
     dies = _deaths(schedule, program, life, pieces, home)
     spaces: dict[int, list[str]] = {}
     for d, a in arenas.items():
         spaces.setdefault(a.last, []).append(d)
-    return MemoryPlan(home, buffers, arenas, slot, dies, spaces)
+    return MemoryPlan(home, buffers, arenas, slot, dies, spaces, given)
 
 
 def _overwriting(program: Program) -> dict[str, str]:
@@ -228,11 +249,16 @@ def _deaths(
     return dies
 
 
-def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str]) -> dict[str, str]:
-    """Tensors written over an operand that dies in the same kernel."""
+def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str], gifts: set[str]) -> dict[str, str]:
+    """Tensors written over an operand that dies in the same kernel: an input that is given away, or
+    else a tensor of ours."""
     home: dict[str, str] = {}
     taken: set[str] = set()
     untouchable = {*schedule.aliases, *schedule.aliases.values(), *life.pinned}
+
+    def owner(n: str) -> str:
+        return n if home.get(n, n) in gifts else home.get(n, n)
+
     for k, step in enumerate(schedule.steps):
         if not isinstance(step, Kernel):
             continue
@@ -241,12 +267,17 @@ def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str]) -> dict[str, str
             for n, _ in step.reads
             if n in ours and life.last[n] == k and life.first[n] < k and n not in untouchable
         ]
+        dead = [n for n, _ in step.reads if n in gifts and life.last[n] == k]
+        dying = [n for n in dead if n not in untouchable] + dying
         for written, _ in step.writes:
             if written not in ours or life.first[written] != k or written in untouchable:
                 continue
             for n in dying:
-                if n not in taken and overwritable(step, written, n, schedule.layouts):
-                    home[written] = home.get(n, n)
+                same = (
+                    n not in gifts or schedule.layouts[n].dtype == schedule.layouts[written].dtype
+                )
+                if n not in taken and same and overwritable(step, written, n, schedule.layouts):
+                    home[written] = n if n in gifts else owner(n)
                     taken.add(n)
                     break
     return home

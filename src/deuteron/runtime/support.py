@@ -92,6 +92,17 @@ leave_device: Callable[[int], int] = getattr(torch._C, "_cuda_maybeExchangeDevic
 threads: Callable[[], int] = torch.get_num_threads
 
 
+def _keeps_graph() -> bool:
+    return True
+
+
+# Whether the backward that is running may be followed by another (``retain_graph=True``), or none
+# is running. If not, tensors that were saved for it alone may be overwritten.
+keeps_graph: Callable[[], bool] = getattr(
+    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", _keeps_graph
+)
+
+
 class IndexOutOfRange(DeuteronError, IndexError):
     """An index that the program loaded from a tensor is outside the tensor that it indexes."""
 
@@ -103,6 +114,7 @@ __all__ = [
     "empty_cpu",
     "empty_cuda",
     "enter_device",
+    "keeps_graph",
     "leave_device",
     "leaves",
     "numbers",
