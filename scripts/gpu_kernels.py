@@ -32,7 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import torch  # noqa: E402
 
 from deuteron.base.device import device_spec, named_gpu  # noqa: E402
-from deuteron.codegen.triton import Config, TritonKernel, generate, tiling  # noqa: E402
+from deuteron.codegen.triton import tiling  # noqa: E402
+from deuteron.codegen.triton.generate import Config, TritonKernel, generate  # noqa: E402
 from deuteron.ir.expr import ITEMSIZE, Expr, cast, index_value, literal, load, op  # noqa: E402
 from deuteron.ir.index import Axis, IndexLike, as_index, evaluate  # noqa: E402
 from deuteron.ir.program import Layout, contiguous  # noqa: E402

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from deuteron.base.device import named_gpu
-from deuteron.codegen.triton import Config, TritonKernel, generate
+from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, index_value, literal, load, op
 from deuteron.ir.index import Axis, Index, IndexLike, Sym, as_index, atom, evaluate

@@ -2,25 +2,39 @@
 
 In: `codegen.triton.generate.TritonKernel`, one of its configurations, and a GPU by compute
 capability. Out: a `Binary`: machine code and what its launch needs. Building touches no GPU, so it
-runs anywhere, for any GPU, in any process. Results are kept in the cache as the code itself and a
-JSON file; nothing of Triton is imported where they are found there.
+runs anywhere, for any GPU, in any process: in processes of its own where there are several cores
+(`submit`), where nothing of torch is imported. Results are kept in the cache as the code itself and
+a JSON file; nothing of Triton is imported where they are found there.
+
+``python -m deuteron.runtime.build_triton FILE`` builds again what could not be built.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
+import shlex
 import sys
-from dataclasses import dataclass
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import deuteron
 from deuteron.base.errors import BuildError, DeuteronError
 from deuteron.base.options import Options
-from deuteron.codegen.triton.generate import Config, TritonKernel
+from deuteron.runtime import workers
 from deuteron.runtime.cache import Cache, key_of
+from deuteron.runtime.workers import Builder, Task
+
+if TYPE_CHECKING:  # it imports torch, which the building process has no use for
+    from deuteron.codegen.triton.generate import Config, TritonKernel
+
+REPORT = 'please report it; options={"fallback": "aten"} runs the graph through ATen'
 
 
 class NoTriton(DeuteronError):
@@ -37,6 +51,43 @@ class Binary:
     shared: int
     registers: int = 0
     spills: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that decides a binary, in plain values. `divisible`: parameters that are multiples
+    of 16, by number."""
+
+    name: str
+    source: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, int], ...]
+    divisible: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    fp_fusion: bool
+    debug: bool
+    capability: int
+
+    def key(self) -> str:
+        return key_of(repr(self), version(), library_text())
+
+
+def job_of(kernel: TritonKernel, config: Config, capability: int, aligned: bool, wide: bool) -> Job:
+    """A variant of a kernel: for `aligned` pointers and sizes (multiples of 16), for `wide` indices
+    (of 64 bits). `capability` is 90 for an H200."""
+    return Job(
+        kernel.name,
+        kernel.source,
+        tuple(kernel.signature(wide).items()),
+        tuple(kernel.constants(config, wide).items()),
+        tuple(kernel.params.index(p) for p in kernel.aligned) if aligned else (),
+        config.num_warps,
+        config.num_stages,
+        kernel.fp_fusion,
+        kernel.debug,
+        capability,
+    )
 
 
 @cache
@@ -57,20 +108,44 @@ def version() -> str:
 @cache
 def library_text() -> str:
     """The source of the functions that kernels import."""
-    from deuteron.codegen.triton import libm
-
-    return Path(libm.__file__).read_text()
+    return (Path(deuteron.__file__).parent / "codegen" / "triton" / "libm.py").read_text()
 
 
 @lru_cache(maxsize=256)
 def module(path: Path) -> ModuleType:
     """The generated module; Triton reads its functions' text from the file."""
-    spec = importlib.util.spec_from_file_location(f"deuteron_kernel_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found
-    spec.loader.exec_module(found)
+    found = ModuleType(f"deuteron_kernel_{path.stem}")
+    found.__file__ = str(path)
+    sys.modules[found.__name__] = found
+    # Not by an import, which would leave a compiled file that nobody checks.
+    exec(compile(path.read_text(), str(path), "exec"), found.__dict__)
     return found
+
+
+# ---------------------------------------------------------------------------------------- building
+
+
+@cache
+def _builder(count: int, seconds: int) -> Builder:
+    return Builder(count, seconds)
+
+
+def submit(
+    kernel: TritonKernel,
+    config: Config,
+    capability: int,
+    options: Options,
+    aligned: bool = True,
+    wide: bool = False,
+) -> Task | Binary:
+    """Starts a build, unless the cache has it. Raises `NoTriton`."""
+    job = job_of(kernel, config, capability, aligned, wide)
+    found = _read(Cache.open(options), job.key())
+    if found is not None:
+        return found
+    return _builder(options.worker_count(), options.build_timeout).submit(
+        built, job, options, explain=lambda e: _explained(e, job, options)
+    )
 
 
 def build(
@@ -81,72 +156,67 @@ def build(
     aligned: bool = True,
     wide: bool = False,
 ) -> Binary:
-    """The binary of a variant: `aligned` pointers and sizes are multiples of 16; `wide` indices
-    have 64 bits. `capability` is 90 for an H200."""
-    cache = Cache.open(options)
-    key = key_of(
-        kernel.source, repr((config, capability, aligned, wide)), version(), library_text()
-    )
-    found = _read(cache, key)
-    if found is not None:
-        return found
-    with cache.lock(key):
+    """The binary of a variant, from the cache or built. Raises `NoTriton`, `BuildError`."""
+    found = submit(kernel, config, capability, options, aligned, wide)
+    return found if isinstance(found, Binary) else found.result()
+
+
+def built(job: Job, options: Options) -> Binary:
+    """The binary, from the cache or built in this process."""
+    cache, key = Cache.open(options), job.key()
+    with cache.lock(key, options.build_timeout + 10.0):
         found = _read(cache, key)
         if found is not None:
             return found
-        made, about = _compile(kernel, config, capability, cache, key, aligned, wide)
-        cache.put(key, ".cubin", made)
+        code, about = _compile(job, cache, options)
+        cache.put(key, ".cubin", code)
         cache.put(key, ".json", json.dumps(about).encode())
-        return Binary(code=made, **about)
+        return Binary(code=code, **about)
 
 
 def _read(cache: Cache, key: str) -> Binary | None:
     code, about = cache.get(key, ".cubin"), cache.get(key, ".json")
     if code is None or about is None:
         return None
-    return Binary(code=code.read_bytes(), **json.loads(about.read_text()))
+    try:
+        return Binary(code=code.read_bytes(), **json.loads(about.read_text()))
+    except FileNotFoundError:  # deleted meanwhile
+        return None
 
 
-def _compile(
-    kernel: TritonKernel,
-    config: Config,
-    capability: int,
-    cache: Cache,
-    key: str,
-    aligned: bool,
-    wide: bool,
-) -> tuple[bytes, dict[str, Any]]:
+def _compile(job: Job, cache: Cache, options: Options) -> tuple[bytes, dict[str, Any]]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    path = cache.put(key_of(kernel.source), ".py", kernel.source.encode())
-    jit = getattr(module(path), kernel.name)
-    attrs = {}
-    if aligned:
-        attrs = {(kernel.params.index(p),): [["tt.divisibility", 16]] for p in kernel.aligned}
+    path = cache.put(key_of(job.source), ".py", job.source.encode())
     source = ASTSource(
-        fn=jit,
-        signature=kernel.signature(wide),
-        constexprs=kernel.constants(config, wide),
-        attrs=attrs,
+        fn=getattr(module(path), job.name),
+        signature=dict(job.signature),
+        constexprs=dict(job.constants),
+        attrs={(p,): [["tt.divisibility", 16]] for p in job.divisible},
     )
     asked = {
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "enable_fp_fusion": kernel.fp_fusion,
+        "num_warps": job.num_warps,
+        "num_stages": job.num_stages,
+        "enable_fp_fusion": job.fp_fusion,
     }
-    if kernel.debug:
+    if job.debug:
         asked |= {"debug": True, "sanitize_overflow": False}
     try:
-        done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=asked)
+        with _own_folder(cache):
+            done = triton.compile(
+                source, target=GPUTarget("cuda", job.capability, 32), options=asked
+            )
     except Exception as e:
-        raise BuildError(
-            f"Triton refused the generated kernel {kernel.name}",
-            hint='please report it; options={"fallback": "aten"} runs the graph through ATen',
-            source=str(path),
-            output=f"{type(e).__name__}: {e}",
-            command=f"{sys.executable} {path}",
+        raise _explained(
+            BuildError(
+                f"Triton refused the generated kernel {job.name}",
+                hint=REPORT,
+                output=f"{type(e).__name__}: {e}",
+            ),
+            job,
+            options,
         ) from e
     about = {
         "name": done.metadata.name,
@@ -156,4 +226,64 @@ def _compile(
     return done.asm["cubin"], about
 
 
-__all__ = ["Binary", "NoTriton", "build"]
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextlib.contextmanager
+def _own_folder(cache: Cache) -> Iterator[None]:
+    """Triton keeps its intermediate files in a folder that is deleted afterwards, not in the user's
+    home: the cache has what counts, and there may be no home."""
+    from triton import knobs
+
+    with (
+        _ONE_AT_A_TIME,
+        contextlib.closing(cache.workplaces()) as places,
+        knobs.cache.scope(),
+    ):
+        folder = next(places, None)
+        if folder is None:
+            raise OSError("no folder to build in: the disks are full or cannot be written")
+        knobs.cache.dir = str(folder)
+        if workers.serving:  # elsewhere other threads make temporary files, and use Triton
+            tempfile.tempdir = str(folder)
+            _skip_key()
+        yield
+
+
+@cache
+def _skip_key() -> None:
+    """Triton's own cache, which is not used, would read and hash all of Triton first: 0.5 of the
+    0.8 s that the first kernel of a process takes."""
+    from triton.runtime import cache as triton_cache
+
+    if hasattr(triton_cache, "triton_key"):
+        triton_cache.triton_key = version
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def _explained(error: BuildError, job: Job, options: Options) -> BuildError:
+    """The error with the kernel's source and a command that builds it again."""
+    cache = Cache.open(options)
+    path = cache.put(key_of(job.source), ".py", job.source.encode())
+    file = cache.put(job.key(), ".job.json", json.dumps(asdict(job)).encode())
+    command = shlex.join([sys.executable, "-m", "deuteron.runtime.build_triton", str(file)])
+    fields = {**error.fields(), "source": str(path), "command": command}
+    return BuildError(**fields)
+
+
+def main(file: Path) -> None:
+    """Builds what the file says, whatever the cache has."""
+    found = json.loads(file.read_text())
+    for name in ("signature", "constants"):
+        found[name] = tuple((k, v) for k, v in found[name])
+    job = Job(**{**found, "divisible": tuple(found["divisible"])})
+    binary = built(job, replace(Options.make(), cache=False))
+    print(f"{binary.name}: {len(binary.code)} bytes, {binary.num_warps} warps")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+
+__all__ = ["Binary", "Job", "NoTriton", "build", "submit"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Ordered
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +21,8 @@ from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
-from deuteron.runtime.build_triton import Binary, build
+from deuteron.runtime.build_triton import Binary, build, submit
+from deuteron.runtime.workers import Task
 
 SOURCE = """
 typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
@@ -91,9 +91,6 @@ def _launcher(options: Options) -> tuple[Any, int]:
     return lib.deuteron_launch, address
 
 
-_POOL = ThreadPoolExecutor(max_workers=8, thread_name_prefix="deuteron-triton")
-
-
 @dataclass
 class Loaded:
     function: int
@@ -111,16 +108,17 @@ class Variants:
         self.loaded: dict[tuple[bool, bool], Loaded] = {}
         # Most calls have aligned addresses and small tensors: that variant is built ahead.
         wide = kernel.wide_source is None and "i64" in kernel.types[len(kernel.types) :]
-        self.first: tuple[tuple[bool, bool], Future[Binary]] = (
+        self.first: tuple[tuple[bool, bool], Task | Binary] = (
             (True, wide),
-            _POOL.submit(build, kernel, kernel.configs[0], self.capability, options, True, wide),
+            submit(kernel, kernel.configs[0], self.capability, options, True, wide),
         )
 
     def get(self, aligned: bool, wide: bool) -> Loaded:
         found = self.loaded.get((aligned, wide))
         if found is None:
             if self.first[0] == (aligned, wide):
-                binary = self.first[1].result()
+                first = self.first[1]
+                binary = first if isinstance(first, Binary) else first.result()
             else:
                 config = self.kernel.configs[0]
                 binary = build(self.kernel, config, self.capability, self.options, aligned, wide)

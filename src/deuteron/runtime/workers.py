@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,6 +33,8 @@ from deuteron.base.errors import BuildError
 
 # Idle processes end after this time: each holds the memory of the modules it imported.
 IDLE_SECONDS = 60.0
+# Whether this process is one that `Builder` started.
+serving = False
 _LENGTH = struct.Struct("<Q")
 # The child's interpreter finds modules where this one does.
 _PROGRAM = (
@@ -39,11 +42,21 @@ _PROGRAM = (
 )
 
 
-class Task:
-    """A function that was submitted."""
+Explain = Callable[[BuildError], BuildError]
 
-    def __init__(self, builder: Builder, function: Callable[..., Any], args: tuple[Any, ...]):
+
+class Task:
+    """A function that was submitted. `explain` may add to the error of a process that died."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        explain: Explain | None = None,
+    ) -> None:
         self.builder, self.function, self.args = builder, function, args
+        self.explain = explain
         self.future: Future[Any] = Future()
         self.process = os.getpid()
         self.lost = False  # whether a process died with it
@@ -94,8 +107,10 @@ class Builder:
             worker.disown()
         self._reset()
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> Task:
-        task = Task(self, function, args)
+    def submit(
+        self, function: Callable[..., Any], *args: Any, explain: Explain | None = None
+    ) -> Task:
+        task = Task(self, function, args, explain)
         if self.count > 1:
             with self._changed:
                 self._waiting.append(task)
@@ -163,7 +178,9 @@ class Builder:
 
     def _do(self, worker: _Worker, task: Task) -> None:
         try:
-            good, value = worker.call(task.function, task.args, self.seconds)
+            good, value, heard = worker.call(task.function, task.args, self.seconds)
+            for text in heard:
+                warnings.warn(text, stacklevel=1)
         except (OSError, EOFError, pickle.UnpicklingError) as e:
             code = worker.kill(patience=0.0 if isinstance(e, TimeoutError) else 1.0)
             good, value = False, _lost(task, e, code)
@@ -183,6 +200,11 @@ class Builder:
 
 
 def _lost(task: Task, error: Exception, code: int | None) -> BuildError:
+    found = _lost_error(task, error, code)
+    return task.explain(found) if task.explain is not None else found
+
+
+def _lost_error(task: Task, error: Exception, code: int | None) -> BuildError:
     name = f"{task.function.__module__}.{task.function.__qualname__}"
     if isinstance(error, TimeoutError):
         return BuildError(
@@ -220,8 +242,8 @@ class _Worker:
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float
-    ) -> tuple[bool, Any]:
-        """(True, result) or (False, exception)."""
+    ) -> tuple[bool, Any, list[str]]:
+        """(True, result) or (False, exception), and the warnings on the way."""
         message = pickle.dumps((function, args))
         assert self.process.stdin is not None and self.process.stdout is not None
         _write(self.process.stdin, message)
@@ -229,7 +251,7 @@ class _Worker:
             waiting.register(self.process.stdout, selectors.EVENT_READ)
             if not waiting.select(seconds):
                 raise TimeoutError(f"it was stopped after {seconds:g} s")
-        found: tuple[bool, Any] = pickle.loads(_read(self.process.stdout))
+        found: tuple[bool, Any, list[str]] = pickle.loads(_read(self.process.stdout))
         return found
 
     def kill(self, patience: float = 0.0) -> int | None:
@@ -266,6 +288,8 @@ class _Worker:
 
 def serve() -> None:
     """Runs what comes, until the pipe ends."""
+    global serving
+    serving = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source, sink = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
     # What the functions print must not mix with the answers.
@@ -289,16 +313,22 @@ def _listen(source: BinaryIO, messages: queue.SimpleQueue[bytes]) -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    try:
-        function, args = pickle.loads(message)
-        return pickle.dumps((True, function(*args)))
-    except BaseException as e:  # noqa: BLE001 - the other process raises it
+    with warnings.catch_warnings(record=True) as caught:
         try:
-            text = pickle.dumps((False, e))
-            pickle.loads(text)
-            return text
-        except Exception:  # noqa: BLE001 - an exception that does not travel
-            return pickle.dumps((False, BuildError(f"{type(e).__name__}: {e}")))
+            function, args = pickle.loads(message)
+            good, value = True, function(*args)
+        except BaseException as e:  # noqa: BLE001 - the other process raises it
+            good, value = False, e
+    heard = [str(w.message) for w in caught]
+    try:
+        answer = pickle.dumps((good, value, heard))
+        if not good:
+            pickle.loads(answer)
+        return answer
+    except Exception as e:  # noqa: BLE001 - a result or an exception that does not travel
+        if good:
+            return pickle.dumps((False, e, heard))
+        return pickle.dumps((False, BuildError(f"{type(value).__name__}: {value}"), heard))
 
 
 def _write(pipe: Any, message: bytes) -> None:

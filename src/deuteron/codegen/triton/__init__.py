@@ -1,7 +1,3 @@
 """Triton code generation for GPUs: a kernel in, the source of a Triton function and its launch
-description out.
+description out (`generate`). Processes that build import `libm` alone, without torch.
 """
-
-from deuteron.codegen.triton.generate import Config, TritonKernel, generate
-
-__all__ = ["Config", "TritonKernel", "generate"]

@@ -1,0 +1,162 @@
+"""Triton builds: once, in processes without torch, anywhere; errors can be reproduced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from deuteron.base.errors import BuildError
+from deuteron.base.options import Options
+from deuteron.codegen.triton.generate import Config, TritonKernel
+from deuteron.runtime import build_triton
+from deuteron.runtime.build_triton import Binary, build, submit
+
+SOURCE = """import triton
+import triton.language as tl
+
+from deuteron.codegen.triton import libm
+
+
+@triton.jit
+def kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    tl.store(y_ptr + i, {value}, mask=i < n)
+"""
+CONFIG = Config((("BLOCK", 256),), num_warps=4)
+
+
+def kernel(value: str = "libm.exp(x) + 1") -> TritonKernel:
+    return TritonKernel(
+        name="kernel",
+        source=SOURCE.format(value=value),
+        args=(),
+        params=("x_ptr", "y_ptr", "n"),
+        types=("*fp32", "*fp32", "i32"),
+        constexprs=("BLOCK",),
+        configs=(CONFIG,),
+        grid_source="1",
+        aligned=("x_ptr", "y_ptr", "n"),
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_builders() -> Iterator[None]:
+    build_triton._builder.cache_clear()
+    yield
+    build_triton._builder.cache_clear()
+
+
+def options(folder: Path, **others: object) -> Options:
+    return Options.make(options={"cache_dir": str(folder), **others})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_builds_once(tmp_path: Path, workers: int) -> None:
+    asked = options(tmp_path, workers=workers)
+    first = submit(kernel(), CONFIG, 90, asked)
+    assert not isinstance(first, Binary)
+    binary = first.result()
+    assert binary.code[:4] == b"\x7fELF" and binary.num_warps == 4 and binary.name == "kernel"
+    assert submit(kernel(), CONFIG, 90, asked) == binary
+    assert build(kernel(), CONFIG, 90, asked) == binary
+    other = build(kernel(), CONFIG, 90, asked, aligned=False)
+    assert other.code != binary.code
+    assert build(kernel(), CONFIG, 80, asked).code != binary.code
+    kept = {p.suffix for p in (tmp_path / "kernels").glob("??/*")}
+    assert kept == {".cubin", ".json", ".py", ".sha256"}
+    assert not [p for p in (tmp_path / "kernels" / "tmp").iterdir() if p.suffix != ".lock"]
+
+
+def test_warm_starts_start_nothing(tmp_path: Path) -> None:
+    """Neither a process nor Triton."""
+    build(kernel(), CONFIG, 90, options(tmp_path))
+    code = f"""
+    import sys
+    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    import test_build_triton as t
+    import subprocess
+    def none(*args, **kwargs): raise AssertionError("a process")
+    subprocess.Popen = none
+    assert isinstance(t.submit(t.kernel(), t.CONFIG, 90, t.options({str(tmp_path)!r})), t.Binary)
+    assert "triton.compiler" not in sys.modules
+    """
+    code = textwrap.dedent(code).replace('pytest.importorskip("triton")', "")
+    head = "import pytest; pytest.importorskip = lambda name: None\n"
+    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_refused(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(BuildError, match="Triton refused") as caught:
+        build(kernel("tl.no_such_function(x)"), CONFIG, 90, options(tmp_path, workers=workers))
+    error = caught.value
+    assert "no_such_function" in Path(error.source).read_text()
+    assert "no_such_function" in error.output
+    again = subprocess.run(error.command, shell=True, capture_output=True, text=True)
+    assert again.returncode == 1 and "no_such_function" in again.stderr
+
+
+def test_commands_build(tmp_path: Path) -> None:
+    """What an error suggests works, where the cause is gone."""
+    job = build_triton.job_of(kernel(), CONFIG, 90, True, False)
+    error = build_triton._explained(BuildError("oh"), job, options(tmp_path))
+    done = subprocess.run(error.command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 0 and "4 warps" in done.stdout, done.stderr
+
+
+def test_hangs_and_crashes(tmp_path: Path) -> None:
+    """The building process ends, and the error shows what it was building."""
+    for text, words in (
+        ("import time\ntime.sleep(1000)\n", "in time"),
+        ("import os\nos.abort()\n", "signal 6"),
+    ):
+        bad = replace(kernel(), source=text + SOURCE.format(value="x"))
+        asked = options(tmp_path, workers=2, build_timeout=2)
+        with pytest.raises(BuildError, match=words) as caught:
+            build(bad, CONFIG, 90, asked)
+        assert Path(caught.value.source).read_text() == bad.source
+        assert "build_triton" in caught.value.command
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_home(tmp_path: Path, workers: int) -> None:
+    """Triton's own folder in the user's home is neither needed nor made."""
+    code = f"""
+    import sys
+    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    import test_build_triton as t
+    asked = t.options({str(tmp_path / "cache")!r}, workers={workers})
+    assert t.build(t.kernel(), t.CONFIG, 90, asked).code
+    """
+    home = tmp_path / "home"
+    home.write_text("not a folder")
+    env = {**os.environ, "HOME": str(home)}
+    env.pop("TRITON_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    def none(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    build_triton.version.cache_clear()
+    with pytest.raises(build_triton.NoTriton, match="not installed"):
+        submit(kernel(), CONFIG, 90, options(tmp_path))
+    build_triton.version.cache_clear()
