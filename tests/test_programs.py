@@ -341,3 +341,26 @@ def test_double_backward_is_refused() -> None:
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(grad.sum(), x)
+
+
+STRIDED = {
+    "padded and cut": lambda x: F.pad(x * 2, (0, 3))[:, :5],
+    "flipped and selected": lambda x: (x * 2).flip(0).select(1, 2),
+    "expanded": lambda x: (x * 2).amax(1, keepdim=True).expand(4, 7),
+    "windows": lambda x: (x * 2).unfold(1, 3, 1),
+    "every second": lambda x: (x * 2)[:, ::2],
+    "transposed": lambda x: (x * 2)[:, 1:3].t(),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strides_of_results(name: str, dynamic: bool) -> None:
+    """Views of computed values have eager's strides; a saved one is read by a library call that
+    was traced with them."""
+    torch._dynamo.reset()
+    f, x = STRIDED[name], torch.randn(4, 5)
+    want = f(x)
+    got = torch.compile(f, backend="deuteron", dynamic=dynamic)(x)
+    assert torch.equal(got, want)
+    assert got.stride() == want.stride()

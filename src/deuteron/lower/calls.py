@@ -7,7 +7,7 @@ which sizes it decides at run time are read off the operator's schema and the fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,17 +115,22 @@ def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> View
         if same or not exact:
             return view
     if exact and layout.strides != wanted:
-        # Memory with holes, as traced (padded for alignment); broadcast dimensions are stored once.
-        once = [
-            const(0) if s.value == 0 and n.value != 1 else a.index
-            for a, s, n in zip(x.axes, wanted, x.shape, strict=True)
-        ]
-        axes = tuple(a if i is a.index else Axis(a.name, 1) for a, i in zip(x.axes, once))
-        x = Value(axes, x.at(once))
-        layout = replace(layout, shape=x.shape, strides=wanted)
+        x, layout = with_strides(x, layout, wanted)
     name = ctx.define(x, layout).expr.attr[0]
     shape = ctx.shape_of(fake)
     return ViewArg(name, shape, layout.strides, as_index(0))
+
+
+def with_strides(x: Value, layout: Layout, wanted: Sequence[Index]) -> tuple[Value, Layout]:
+    """What to store, and how, so that a view of it has the `wanted` strides: memory with holes, as
+    traced (padded for alignment), where broadcast dimensions are stored once."""
+    once = [
+        const(0) if s.value == 0 and n.value != 1 else a.index
+        for a, s, n in zip(x.axes, wanted, x.shape, strict=True)
+    ]
+    axes = tuple(a if i is a.index else Axis(a.name, 1) for a, i in zip(x.axes, once, strict=True))
+    x = Value(axes, x.at(once))
+    return x, replace(layout, shape=x.shape, strides=tuple(wanted))
 
 
 def needs_exact_strides(node: fx.Node) -> bool:
@@ -213,4 +218,4 @@ def declare_sizes(ctx: LowerContext, leaves: list[Any], names: list[str | None])
                     ctx.sized[s] = (name, d)
 
 
-__all__ = ["emit", "memory_of", "storage"]
+__all__ = ["emit", "memory_of", "storage", "with_strides"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -384,11 +384,13 @@ class Driver:
         if view is not None and self.may_return(view, memory, wanted, v):
             self.returned[view.tensor] = memory
             return Output(view.tensor, view.shape, wanted, view.offset)
-        layout = ctx.dense_layout(fake)
+        layout, shape = ctx.dense_layout(fake), v.shape
+        empty = any(n.value == 0 for n in shape)
+        if not empty and layout.strides != wanted and apart(shape, wanted):
+            v, layout = calls.with_strides(v, layout, wanted)
         name = ctx.define(v, layout).expr.attr[0]
         self.returned[name] = memory
-        empty = any(n.value == 0 for n in layout.shape)
-        return Output(name, layout.shape, wanted if empty else layout.strides)
+        return Output(name, shape, wanted if empty else layout.strides)
 
     def may_return(self, view: ViewArg, memory: Any, wanted: Any, v: Value) -> bool:
         """Whether the view has the traced strides, and shares memory only as traced."""
@@ -404,6 +406,18 @@ class Driver:
         if source is not None and source != memory:
             return False
         return self.returned.get(view.tensor, memory) == memory
+
+
+def apart(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
+    """Whether no two elements share memory, but for broadcast dimensions."""
+    reach = 1
+    for stride, n in sorted((hint(s), hint(n)) for s, n in zip(strides, shape, strict=True)):
+        if stride == 0 or n == 1:
+            continue
+        if stride < reach:
+            return False
+        reach = stride * n
+    return True
 
 
 def as_index_of(sym: Sym) -> Index:
