@@ -145,8 +145,7 @@ def program(name: str) -> str | None:
 def model(name: str) -> str | None:
     case = next(c for c in CASES if c.name == name)
     trial = Trial.of(case, torch.float32, D)
-    eager = trial.errors(None)
-    got = trial.errors(
+    eager, got = trial.errors_over_starts(
         lambda step: torch.compile(step, backend=deuteron_backend, dynamic=False, fullgraph=True)
     )
     bad = failures(eager, got, torch.float32)

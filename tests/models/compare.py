@@ -8,6 +8,7 @@ normalisation); those are measured against the typical gradient of the model.
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,6 +70,13 @@ class Errors:
             out[name] = rms(have.double().to(want.device) - want) / scale
         return Errors(out)
 
+    @staticmethod
+    def over(runs: list[Errors]) -> Errors:
+        """Root mean squares over several runs: one run's rounding may be lucky."""
+        return Errors(
+            {n: math.sqrt(statistics.fmean(r.of[n] ** 2 for r in runs)) for n in runs[0].of}
+        )
+
     def worst(self) -> float:
         return max(self.of.values(), default=0.0)
 
@@ -108,3 +116,24 @@ class Trial:
         step = copy.deepcopy(self.step)
         call = None if compiler is None else compiler(step)
         return Errors.against(self.reference, train_step(step, self.inputs, call))
+
+    def errors_over_starts(
+        self, compiler: Callable[[nn.Module], Callable[..., Tensor]], starts: int = 5
+    ) -> tuple[Errors, Errors]:
+        """Eager's and the compiled program's, over several starts (weights moved by 2 %)."""
+        step = copy.deepcopy(self.step)
+        call, start = compiler(step), copy.deepcopy(self.step.state_dict())
+        eager, got = [], []
+        for seed in range(starts):
+            step.load_state_dict(start)
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for p in step.parameters() if seed else ():
+                    noise = torch.randn(p.shape, generator=generator).to(p)
+                    p.add_(noise * 0.02 * p.double().square().mean().sqrt().to(p))
+            wide, own = copy.deepcopy(step).double(), copy.deepcopy(step)
+            inputs = tuple(t.double() if t.is_floating_point() else t for t in self.inputs)
+            reference = train_step(wide, inputs)
+            eager.append(Errors.against(reference, train_step(own, self.inputs)))
+            got.append(Errors.against(reference, train_step(step, self.inputs, call)))
+        return Errors.over(eager), Errors.over(got)
