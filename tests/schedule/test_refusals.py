@@ -144,3 +144,21 @@ def test_columns_before_all_rows() -> None:
     assert found is not None
     assert found.reason == "columns"
     assert "complete after all rows" in found.detail
+
+
+def test_positions_along_one_loop() -> None:
+    """A position in a flattened window is no position along two loops."""
+    i, j, k = Axis("r0", 4), Axis("r1", 6), Axis("r2", 24)
+    x = E.load("x", (i.index, j.index), "f32")
+    largest = alone(computed("largest", (), E.reduce("max", (i, j), x)), 0)
+    row = E.load("x", (k.index // 6, k.index % 6), "f32")
+    where = alone(computed("where", (), E.reduce("argmax", (k,), row)), 1)
+    layouts = {"x": contiguous((i.extent, j.extent), "f32")}
+    layouts |= {m.name: m.compute.layout for g in (largest, where) for m in g.members}
+    moved = where.members[0].moved({k: i.index * 6 + j.index})
+    found = consistent(Group(largest.space, (*largest.members, moved)), layouts, {})
+    assert found is not None
+    assert "counts along one loop" in found.detail
+    both = fits(largest, where, layouts, {})
+    assert isinstance(both, Group)
+    assert both.space.reduced == (k,)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from deuteron.ir.index import Axis, Index, as_index, product
 from deuteron.ir.program import Layout
-from deuteron.schedule.group import Group, Member
+from deuteron.schedule.group import Group, Member, bound_axes
 from deuteron.schedule.space import (
     Equation,
     Map,
@@ -212,6 +212,8 @@ def consistent(g: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]
     seen: dict[str, Member] = {}
     partial = {*g.partials, *g.partials.values()}
     for m in g.members:
+        if not in_line(m, g.space):
+            return Refusal("positions", f"{m.name} counts along one loop, not {_loops(g.space)}")
         for r in m.reads:
             p = g.names.get(r.tensor)
             if r.tensor in partial:
@@ -230,6 +232,16 @@ def consistent(g: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]
                 return Refusal("levels", f"{m.name} is per row, {p.name} per point")
         seen[m.name] = m
     return overwritten(g, owner)
+
+
+def in_line(m: Member, space: Space) -> bool:
+    """Whether a scan or a fold of positions runs along the nest's one reduced loop, as it must."""
+    if m.kind != "scan" and not (m.kind == "fold" and m.compute.body.attr[0].startswith("arg")):
+        return True
+    (along, *more), loops = bound_axes(m.compute), space.reduced
+    if along.extent.value == 1:
+        return product(a.extent for a in loops).value == 1
+    return not more and len(loops) == 1 and m.at[along] is loops[0].index
 
 
 def overwritten(g: Group, owner: Mapping[str, str]) -> Refusal | None:

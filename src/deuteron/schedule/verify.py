@@ -295,6 +295,8 @@ class _State:
         else:
             if s.kind not in REDUCTIONS:
                 raise Fault("kinds", f"no reduction {s.kind!r}")
+            if s.kind.startswith("arg") and len(nest.reduced) != 1:
+                raise Fault("levels", f"{s.name} counts along {len(nest.reduced)} axes")
             if s.partial:
                 return self.partial(s, nest, writes)
         if s.name in self.layouts and s.name in self.written:
