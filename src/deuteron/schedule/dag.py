@@ -8,14 +8,13 @@ must be kept.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.ir.program import Compute, Extern, Program, tensors_read
 from deuteron.schedule.group import Group, alone
-
-# Paths are searched at most this far; a pair that is farther apart is not merged.
-FARTHEST = 4096
+from deuteron.schedule.order import Order
 
 
 @dataclass
@@ -32,6 +31,49 @@ class Node:
     rank: float = 0.0
 
 
+@dataclass(frozen=True)
+class Region:
+    """Nodes between `first` and `last` in the order: all that depend on the first (`forward`), or
+    all that the last depends on."""
+
+    first: Node
+    last: Node
+    forward: bool
+    nodes: set[int]
+
+
+class _Search:
+    """What can be reached from `start` without passing `end` in the order, one edge at a time."""
+
+    def __init__(self, dag: Dag, start: Node, end: Node, forward: bool) -> None:
+        self.dag, self.end, self.forward, self.done = dag, end.id, forward, False
+        self.seen: set[int] = set()
+        self.limit = dag.order_of.label[end.id]
+        self.stack = [(start.id, iter(start.after if forward else start.before))]
+        self.start = start.id
+
+    def step(self, others: set[int]) -> int | None:
+        """Follows one edge; a node on a path, where it finds one."""
+        while self.stack:
+            here, edges = self.stack[-1]
+            k = next(edges, None)
+            if k is None:
+                self.stack.pop()
+                continue
+            if k == self.end:
+                return None if here == self.start else here
+            if k in self.seen or (self.dag.order_of.label[k] > self.limit) is self.forward:
+                return None
+            if k in others:
+                return k
+            self.seen.add(k)
+            node = self.dag.nodes[k]
+            self.stack.append((k, iter(node.after if self.forward else node.before)))
+            return None
+        self.done = True
+        return None
+
+
 @dataclass
 class Dag:
     nodes: dict[int, Node]
@@ -39,6 +81,9 @@ class Dag:
     readers: dict[str, set[int]]  # tensor -> nodes that read it
     owner: Mapping[str, str]
     next_id: int = 0
+    order_of: Order = field(default_factory=Order)  # nodes, each after what it needs
+    # tensor -> (first, id) of the nodes that read it, in order
+    near: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, computes: Mapping[str, Compute], owner: Mapping[str, str]) -> Dag:
@@ -70,7 +115,7 @@ class Dag:
                     dag.edge(writer[memory], node.id)
                 if name in dag.home:
                     dag.edge(dag.home[name], node.id)
-                dag.readers.setdefault(name, set()).add(node.id)
+                dag.reads(name, node)
                 since.setdefault(memory, set()).add(node.id)
             for memory in writes:
                 for other in since.get(memory, ()):
@@ -84,11 +129,26 @@ class Dag:
                     writer.setdefault(owner[name], node.id)
         return dag
 
-    def add(self, content: Group | Extern, first: int, last: int) -> Node:
+    def add(
+        self, content: Group | Extern, first: int, last: int, after: Node | None = None
+    ) -> Node:
+        """A node without edges, at the end of the order or right after another."""
         node = Node(self.next_id, content, first, last, rank=last)
         self.nodes[node.id] = node
         self.next_id += 1
+        self.order_of.insert(node.id, self.order_of.last if after is None else after.id)
         return node
+
+    def reads(self, name: str, node: Node) -> None:
+        found = self.readers.setdefault(name, set())
+        if node.id not in found:
+            found.add(node.id)
+            insort(self.near.setdefault(name, []), (node.first, node.id))
+
+    def reads_no_more(self, name: str, node: Node) -> None:
+        self.readers[name].remove(node.id)
+        near = self.near[name]
+        del near[bisect_left(near, (node.first, node.id))]
 
     def edge(self, a: int, b: int) -> None:
         if a != b:
@@ -98,25 +158,30 @@ class Dag:
     def path_around(self, a: Node, b: Node) -> Node | None:
         """A node on a path from `a` to `b`, or back, that leaves the pair: merging would make a
         cycle through it."""
-        return self._path(a, b) or self._path(b, a)
+        found = self._between(a, b)
+        return self.nodes[found] if isinstance(found, int) else None
 
-    def _path(self, a: Node, b: Node) -> Node | None:
-        # Every edge leads from an earlier definition to a later one.
-        seen = {a.id, b.id}
-        stack = [(n, n) for n in sorted(a.after - seen) if self.nodes[n].first < b.last]
-        while stack:
-            n, start = stack.pop()
-            if n in seen:
-                continue
-            seen.add(n)
-            node = self.nodes[n]
-            if b.id in node.after or len(seen) > FARTHEST:
-                return self.nodes[start]
-            stack += [(k, start) for k in node.after - seen if self.nodes[k].first < b.last]
-        return None
+    def _between(self, a: Node, b: Node) -> int | Region:
+        """A node on a path between the two, or the nodes that keep them apart in the order.
+
+        Only nodes that stand between the two in the order can be on a path. Two searches meet, from
+        the earlier forward and from the later back, edge by edge in turn: who has seen all that it
+        can reach ends both.
+        """
+        if self.order_of.label[a.id] > self.order_of.label[b.id]:
+            a, b = b, a
+        ahead, behind = _Search(self, a, b, True), _Search(self, b, a, False)
+        while True:
+            for one, other in ((behind, ahead), (ahead, behind)):
+                met = one.step(other.seen)
+                if met is not None:
+                    return met
+                if one.done:
+                    return Region(a, b, one.forward, one.seen - {b.id, a.id})
 
     def merge(self, a: Node, b: Node, content: Group) -> Node:
-        new = self.add(content, min(a.first, b.first), max(a.last, b.last))
+        place = self._place(a, b)
+        new = self.add(content, min(a.first, b.first), max(a.last, b.last), place)
         new.rank = max(a.rank, b.rank)
         new.before = (a.before | b.before) - {a.id, b.id}
         new.after = (a.after | b.after) - {a.id, b.id}
@@ -136,12 +201,29 @@ class Dag:
             self.home.setdefault(name, new.id)
         for old in {a.id: a, b.id: b}.values():
             assert isinstance(old.content, Group)
-            for name in old.content.inputs:
-                self.readers[name].discard(old.id)
-            del self.nodes[old.id]
+            self._forget(old)
         for name in content.inputs:
-            self.readers.setdefault(name, set()).add(new.id)
+            self.reads(name, new)
         return new
+
+    def _place(self, a: Node, b: Node) -> Node:
+        """Makes room in the order for both in one place: the one after which they may stand."""
+        if a is b:
+            return a
+        region = self._between(a, b)
+        assert isinstance(region, Region), "merging these would make a cycle"
+        if region.forward:
+            self.order_of.move(region.nodes, region.last.id)
+            return region.last
+        self.order_of.move(region.nodes, self.order_of.previous[region.first.id])
+        return region.first
+
+    def _forget(self, node: Node) -> None:
+        assert isinstance(node.content, Group)
+        for name in node.content.inputs:
+            self.reads_no_more(name, node)
+        self.order_of.remove(node.id)
+        del self.nodes[node.id]
 
     def remove(self, node: Node) -> None:
         """Forgets a node whose results nobody needs; what it ordered stays ordered."""
@@ -150,16 +232,14 @@ class Dag:
             self.nodes[a].after = self.nodes[a].after - {node.id} | node.after
         for b in node.after:
             self.nodes[b].before = self.nodes[b].before - {node.id} | node.before
-        for name in node.content.inputs:
-            self.readers[name].discard(node.id)
-        del self.nodes[node.id]
+        self._forget(node)
 
     def finish(self, main: Node, tail: Sequence[tuple[Compute, int]]) -> list[Node]:
         """Nodes for computations that took names over from members of `main`."""
         later = set(main.after)
         nodes: list[Node] = []
         for c, position in tail:
-            node = self.add(alone(c, position), position, position)
+            node = self.add(alone(c, position), position, position, nodes[-1] if nodes else main)
             node.rank = -1.0  # at once: the partial results are still in the caches
             nodes.append(node)
             self.edge(main.id, node.id)
@@ -171,7 +251,7 @@ class Dag:
             for k in self.readers.get(c.name, ()):
                 self.edge(node.id, k)
             for name in node.content.inputs:
-                self.readers.setdefault(name, set()).add(node.id)
+                self.reads(name, node)
                 if name in self.home:
                     self.edge(self.home[name], node.id)
             self.home[c.name] = node.id

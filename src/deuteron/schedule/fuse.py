@@ -11,6 +11,7 @@ pair, so that the result depends on the program alone.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,9 @@ from deuteron.schedule.legality import Refusal, correspond, fits
 MOST_MEMBERS = 64
 # Readers of one tensor that are paired as siblings, each with this many that follow.
 SIBLINGS = 6
+# Readers of one tensor that are tried with its maker: the first ones; when they are merged, the
+# next come up.
+READERS = 64
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Fusion:
             and (
                 m.name in self.outside
                 or m.compute.target is not None
-                or self.dag.readers.get(m.name, set()) - inside
+                or any(k not in inside for k in self.dag.readers.get(m.name, ()))
             )
         ]
 
@@ -93,14 +97,11 @@ class Fusion:
             home = self.dag.home.get(name)
             if home is not None:
                 found[home] = None
-            near = sorted(
-                self.dag.readers.get(name, ()), key=lambda k: (self.dag.nodes[k].first, k)
-            )
-            if node.id in near:
-                at = near.index(node.id)
-                found.update(dict.fromkeys(near[max(0, at - SIBLINGS) : at + SIBLINGS + 1]))
+            near = self.dag.near[name]
+            at = bisect_left(near, (node.first, node.id))
+            found.update((k, None) for _, k in near[max(0, at - SIBLINGS) : at + SIBLINGS + 1])
         for m in group.members:
-            found.update(dict.fromkeys(sorted(self.dag.readers.get(m.name, ()))))
+            found.update((k, None) for _, k in self.dag.near.get(m.name, ())[:READERS])
         found.pop(node.id, None)
         return [n for k in found if isinstance((n := self.dag.nodes[k]).content, Group)]
 
