@@ -148,6 +148,40 @@ def reduce(
     raise typer.Exit(run_reduce(file, target, seconds, backend))
 
 
+@app.command()
+def bench(
+    suites: Annotated[
+        list[str] | None, typer.Argument(metavar="[SUITE]...", help="Default: all suites.")
+    ] = None,
+    vs: Annotated[str, typer.Option(help="Contenders beside deuteron, by comma.")] = (
+        "eager,inductor"
+    ),
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU when there is one.")] = (
+        "auto"
+    ),
+    dtype: Annotated[str, typer.Option(help="fp32, bf16; by comma; default: all.")] = "",
+    only: Annotated[str, typer.Option(help="Regular expression of suite and case.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="The short selection of cases.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes that compile beforehand; -1: cores.")] = -1,
+    each: Annotated[float, typer.Option(help="Seconds of timing per case, about.")] = 0.5,
+    seconds: Annotated[float, typer.Option(help="Start nothing after so long.")] = 3600.0,
+    json: Annotated[Path | None, typer.Option(help="Write all rows here.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for logs and plots.")] = Path("out/bench"),
+    list_: Annotated[bool, typer.Option("--list", help="Only print the cases.")] = False,
+) -> None:
+    """Times beside eager and Inductor, interleaved, and beside the limit that memory sets."""
+    from deuteron.tools.bench.command import Asked, run_command
+
+    raise typer.Exit(
+        run_command(
+            Asked(tuple(suites or ()), vs, device, dtype, only, quick, jobs, each, seconds),
+            json,
+            out,
+            list_,
+        )
+    )
+
+
 def listed(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """Values given by comma; none means all."""
     names = tuple(text.split(",")) if text else known
