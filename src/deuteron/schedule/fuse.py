@@ -56,7 +56,8 @@ class Fusion:
         self.dag, self.layouts, self.owner = dag, layouts, owner
         self.outside, self.specs, self.record = outside, specs, record
         self.costs: dict[int, profit.Cost] = {}
-        self.verdicts: dict[tuple[int, int], tuple[Refusal, Offer | None, str]] = {}
+        self.verdicts: dict[tuple[int, int], tuple[Refusal, Offer | None]] = {}
+        self.judged: dict[int, set[tuple[int, int]]] = {}  # node -> its pairs in `verdicts`
         self.heap: list[tuple[float, int, int, int, int]] = []
         self.offers: dict[tuple[int, int], Offer] = {}
 
@@ -112,7 +113,7 @@ class Fusion:
             return
         found = self.offer(a, b)
         if isinstance(found, Refusal):
-            self.verdicts[key] = (found, None, "")
+            self.judge(key, found, None)
             return
         self.offers[key] = found
         heapq.heappush(self.heap, (-found.us, a.first, b.first, a.id, b.id))
@@ -200,7 +201,7 @@ class Fusion:
                 continue
             between = self.dag.path_around(a, b)
             if between is not None:
-                self.verdicts[i, j] = (_cycle(between), offer, "")
+                self.judge((i, j), _cycle(between), offer)
                 continue
             self.accept(a, b, offer)
 
@@ -222,6 +223,7 @@ class Fusion:
                     live.append(m)
                     needed.update(r.tensor for r in m.reads)
             if not live:
+                self.forget(node.id)
                 self.dag.remove(node)
             elif len(live) < len(node.content.members):
                 self.replace(node, replace(node.content, members=tuple(reversed(live))), ())
@@ -240,6 +242,8 @@ class Fusion:
             us=round(offer.us, 3),
         )
         touched = {*a.content.reads, *b.content.reads}  # type: ignore[union-attr]
+        self.forget(a.id)
+        self.forget(b.id)
         node = self.dag.merge(a, b, offer.group)
         late = self.dag.finish(node, offer.chunked.tail) if offer.chunked is not None else []
         for name in touched:  # who makes what the pair shared may now store less
@@ -263,11 +267,9 @@ class Fusion:
     def report(self, of: int | None = None) -> None:
         """Writes down the pairs that are apart, with the reason: those of one node that is about to
         be done in another way, or all that are left."""
-        for key in [k for k in self.verdicts if of is None or of in k]:
-            why, offer, _ = self.verdicts.pop(key)
-            a, b = (self.dag.nodes.get(k) for k in key)
-            if a is None or b is None:
-                continue
+        for key in list(self.verdicts) if of is None else sorted(self.judged.get(of, ())):
+            why, offer = self.verdicts[key]
+            a, b = (self.dag.nodes[k] for k in key)
             first, second = self.link(a, b)
             self.record.add(
                 "decision",
@@ -280,6 +282,20 @@ class Fusion:
                 bytes=offer.bytes if offer else self.shared(a, b),
                 us=round(offer.us, 3) if offer else 0.0,
             )
+        if of is not None:
+            self.forget(of)
+
+    def judge(self, key: tuple[int, int], why: Refusal, offer: Offer | None) -> None:
+        self.verdicts[key] = (why, offer)
+        for k in key:
+            self.judged.setdefault(k, set()).add(key)
+
+    def forget(self, node: int) -> None:
+        """Verdicts about a node that is about to go."""
+        for key in self.judged.pop(node, ()):
+            del self.verdicts[key]
+            other = key[0] if key[1] == node else key[1]
+            self.judged[other].discard(key)
 
     def shared(self, a: Node, b: Node) -> int:
         """Bytes of the tensors that both touch."""
