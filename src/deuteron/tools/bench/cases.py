@@ -11,6 +11,7 @@ unless the program says otherwise), and writes the gradients of the inputs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +133,7 @@ class Work:
         self.ones = case.backward and len(outs) == 1 and outs[0].dim() == 0
         self.grad_outs: list[list[Tensor]] = []
         self.bytes = self.traffic(outs)
+        self.flops = self.program.flops
         working = sum(map(size, self.sets[0])) + sum(self.out_bytes)
         # Three times the cache's size passes before a set is read again.
         more = 1 if self.module is not None else min(64, -(-3 * cache // max(1, working)))
@@ -139,6 +141,16 @@ class Work:
         if case.backward:
             self.grad_outs = [self.make_grads(outs) for _ in self.sets]
         del outs
+        if self.module is not None:
+            self.flops = self.counted()
+
+    def counted(self) -> float:
+        """FLOPs of the products and convolutions of a step, by torch's own counter."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            self.step(self.function)
+        return float(counter.get_total_flops())
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -162,8 +174,9 @@ class Work:
         with torch.set_grad_enabled(self.case.backward):
             return tensors(fn(*args))
 
-    def leaves(self, args: Sequence[Tensor]) -> list[Tensor]:
-        own = list(self.module.parameters()) if self.module is not None else []
+    def leaves(self, args: Sequence[Tensor], module: torch.nn.Module | None = None) -> list[Tensor]:
+        module = module or self.module
+        own = list(module.parameters()) if module is not None else []
         return [t for t in (*args, *own) if t.requires_grad]
 
     def step(self, fn: Callable[..., Any], k: int = 0) -> list[Tensor]:
@@ -197,8 +210,9 @@ class Work:
 
     def reference(self) -> list[Tensor] | None:
         """The first set's results in float64; None where chance decides."""
-        if self.program.random or self.module is not None:
+        if self.program.random:
             return None
+        module = copy.deepcopy(self.module).double() if self.module is not None else None
 
         def wide(t: Tensor) -> Tensor:
             if not t.is_floating_point():
@@ -206,12 +220,12 @@ class Work:
             return t.detach().double().requires_grad_(t.requires_grad)
 
         args = [wide(t) for t in self.sets[0]]
-        outs = self.forward(self.program.fn, args)
+        outs = self.forward(self.program.fn if module is None else module, args)
         if not self.case.backward:
             return outs
         grads = torch.autograd.grad(
             [outs[i] for i in self.grads_of],
-            self.leaves(args),
+            self.leaves(args, module),
             [g.double() for g in self.grad_outs[0]],
             allow_unused=True,
         )

@@ -53,6 +53,8 @@ def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool) -
     check("--dtype", dtypes, ("fp32", "bf16"))
     contenders = tuple(asked.vs.split(",")) if asked.vs else ()
     check("--vs", contenders, tuple(CONTENDERS))
+    if "handwritten" in contenders and "handwritten-cuda" not in contenders:
+        contenders += ("handwritten-cuda",)
     if "deuteron" not in contenders:
         contenders += ("deuteron",)
     found = chosen(suites, device, dtypes, asked.only, asked.quick)

@@ -9,6 +9,7 @@ Each round also times a copy, by the same means: the bandwidth that a limit refe
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import statistics
 import time
@@ -19,7 +20,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from deuteron.tools.bench.cases import Absent, Case, Work
+from deuteron.tools.bench.cases import DTYPES, Absent, Case, Work
 from deuteron.tools.bench.contenders import Contender, compiled, records
 
 Row = dict[str, Any]
@@ -41,6 +42,8 @@ class Runner:
         self.keep: list[list[Tensor]] = []
 
     def step(self, k: int = 0) -> list[Tensor]:
+        if self.contender.captures:
+            torch.compiler.cudagraph_mark_step_begin()
         return self.work.step(self.call, k)
 
     def first(self) -> list[Tensor]:
@@ -192,10 +195,11 @@ class Copy:
         return 2 * COPY_BYTES[self.device] / typical(self.times, self.device) / 1e3
 
 
-def matmul_tflops(device: str, dtype: torch.dtype) -> float:
+@functools.cache
+def matmul_tflops(device: str, dtype: str) -> float:
     """What the library reaches on a large square product: the limit of contractions."""
     n = 8192 if device == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=dtype)
+    a = torch.randn(n, n, device=device, dtype=DTYPES[dtype])
     times = []
     for _ in range(12):
         if device == "cuda":
@@ -204,7 +208,7 @@ def matmul_tflops(device: str, dtype: torch.dtype) -> float:
         start = time.perf_counter()
         a @ a
         times.append((time.perf_counter() - start) * 1e6)
-    return 2 * n**3 / statistics.median(times[2:]) / 1e6
+    return 2 * n**3 / typical(times[2:], device) / 1e6
 
 
 def one_line(error: BaseException) -> str:
@@ -227,10 +231,16 @@ def differences(exact: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:
     return found
 
 
+def whole_difference(exact: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:
+    """Of a network: the root of all summed squares of differences over that of all values."""
+    wrong = sum(float((g.double() - e).square().sum()) for e, g in zip(exact, got, strict=True))
+    return [float((wrong / sum(float(e.square().sum()) for e in exact)) ** 0.5)]
+
+
 def acceptable(mine: Sequence[float], eager: Sequence[float], outs: Sequence[Tensor]) -> bool:
     """At most twice eager's error, plus four units in the last place of the largest value; whole
     numbers (of which rounding may move a few) at most as many as eager, and one in a thousand."""
-    for m, e, t in zip(mine, eager, outs, strict=True):
+    for m, e, t in zip(mine, eager, outs):
         eps = torch.finfo(t.dtype).eps if t.is_floating_point() else 2.5e-4
         if not m <= 2 * e + 4 * eps:
             return False
@@ -265,20 +275,21 @@ def measure(
         "backward": case.backward,
         "clock": case.clock if device == "cuda" else "wall",
         "bytes": work.bytes,
-        "flops": work.program.flops,
+        "flops": work.flops,
         "sets": len(work.sets),
         "results": {},
     }
     runners: list[Runner] = []
     exact = work.reference()
     eager = work.step(work.function)
-    eager_errors = differences(exact, eager) if exact is not None else []
+    compare = differences if work.module is None else whole_difference
+    eager_errors = compare(exact, eager) if exact is not None else []
     for contender in contenders:
         try:
             runner = Runner(contender, work)
             results = runner.first()
             if exact is not None:
-                errors = differences(exact, results)
+                errors = compare(exact, results)
                 runner.facts["error"] = max(errors, default=0.0)
                 runner.facts["right"] = acceptable(errors, eager_errors, eager)
                 runner.facts["layout"] = all(
@@ -338,4 +349,6 @@ def time_all(runners: list[Runner], device: str, seconds: float, row: Row) -> No
             r.facts["wall_us"] = r.facts["us"] if row["clock"] == "wall" else round(r.wall_us(), 2)
             r.facts["peak_mb"] = round(r.peak_mb(), 2)
     row["copy_gbps"] = round(copy.gbps(), 1)
+    if work.flops:
+        row["matmul_tflops"] = round(matmul_tflops(device, work.case.dtype), 3)
     row["rounds"], row["calls"] = rounds, calls

@@ -2,10 +2,10 @@
 
 A row: ``suite, case, dtype, backward, clock`` ("device" or "wall"), ``bytes`` (unavoidable),
 ``flops``, ``copy_gbps`` (measured in the same rounds), ``matmul_tflops`` where contractions count,
-and ``results``: by contender ``us`` (median of the rounds; least on a CPU), ``wall_us``, ``host_us``, ``peak_mb``,
-``first_call_s``, ``error`` (largest difference from float64 over the largest magnitude), ``right``,
-``layout`` (shapes and strides are eager's), ``kernels``, ``library``, ``predicted_us``; or
-``failure`` or ``absent`` with the reason.
+and ``results``: by contender ``us`` (median of the rounds; least on a CPU), ``wall_us``,
+``host_us``, ``peak_mb``, ``first_call_s``, ``error`` (largest difference from float64 over the
+largest magnitude), ``right``, ``layout`` (shapes and strides are eager's), ``kernels``,
+``library``, ``predicted_us``; or ``failure`` or ``absent`` with the reason.
 """
 
 from __future__ import annotations

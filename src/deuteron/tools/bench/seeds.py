@@ -8,12 +8,31 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.tools.bench.cases import Case, Program, Spec
+from deuteron.tools.bench.cases import Absent, Case, Program, Spec
+
+
+def by_hand(name: str, cuda: bool = False) -> dict[str, Callable[[], Callable[..., Any]]]:
+    """A kernel of `handwritten_triton` under its name there, and perhaps one in CUDA C++."""
+
+    def triton() -> Callable[..., Any]:
+        if not torch.cuda.is_available():
+            raise Absent("Triton needs a GPU")
+        from deuteron.tools.bench import handwritten_triton
+
+        return getattr(handwritten_triton, name)
+
+    def native() -> Callable[..., Any]:
+        from deuteron.tools.bench import handwritten_cuda
+
+        return getattr(handwritten_cuda, name)()
+
+    return {"handwritten": triton, **({"handwritten-cuda": native} if cuda else {})}
 
 
 def sin_chain(n: int) -> Program:
@@ -60,17 +79,20 @@ def gelu(n: int, dtype: str) -> Program:
         inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a * a * a)
         return 0.5 * a * (1 + torch.tanh(inner))
 
-    return Program(fn, (Spec((n, n), dtype),))
+    return Program(fn, (Spec((n, n), dtype),), handwritten=by_hand("gelu", cuda=True))
 
 
 def softmax(rows: int, columns: int, dtype: str) -> Program:
-    return Program(lambda a: a.softmax(-1), (Spec((rows, columns), dtype),))
+    spec = Spec((rows, columns), dtype)
+    return Program(lambda a: a.softmax(-1), (spec,), handwritten=by_hand("softmax"))
 
 
 def layer_norm(rows: int, columns: int, dtype: str) -> Program:
     row = Spec((columns,), dtype, scale=0.1, shift=1.0)
     return Program(
-        lambda a, w, b: F.layer_norm(a, (columns,), w, b), (Spec((rows, columns), dtype), row, row)
+        lambda a, w, b: F.layer_norm(a, (columns,), w, b),
+        (Spec((rows, columns), dtype), row, row),
+        handwritten=by_hand("layer_norm"),
     )
 
 
@@ -79,6 +101,7 @@ def linear_relu(m: int, n: int, k: int, dtype: str) -> Program:
         lambda a, w, b: F.relu(a @ w + b),
         (Spec((m, k), dtype), Spec((k, n), dtype, scale=k**-0.5), Spec((n,), dtype)),
         flops=2.0 * m * n * k,
+        handwritten=by_hand("linear_relu"),
     )
 
 
@@ -91,7 +114,8 @@ def attention(b: int, h: int, t: int, d: int, dtype: str) -> Program:
         return scores.masked_fill(~keep, float("-inf")).softmax(-1) @ v
 
     one = Spec((b, h, t, d), dtype)
-    return Program(fn, (one, one, one), flops=2.0 * b * h * t * t * d)
+    half = 2.0 * b * h * t * t * d  # the other half is masked
+    return Program(fn, (one, one, one), flops=half, handwritten=by_hand("attention"))
 
 
 GPU: tuple[tuple[str, str, bool, Callable[[], Program]], ...] = (

@@ -177,7 +177,7 @@ CPU: dict[str, tuple[Line, ...]] = {
     ),
 }
 
-SUITES = ("seeds", "norms", "losses", "reductions", "layout")
+SUITES = ("seeds", "norms", "losses", "reductions", "layout", "launch", "models")
 MEMORY_BOUND = ("norms", "losses", "reductions", "layout")
 
 
@@ -203,6 +203,10 @@ def cases(suite: str, device: str) -> list[Case]:
         from deuteron.tools.bench.seeds import seeds
 
         return seeds(device)
+    if suite in ("launch", "models"):
+        from deuteron.tools.bench import whole
+
+        return whole.launch(device) if suite == "launch" else whole.models(device)
     return list(grid(suite, (GPU if device == "cuda" else CPU)[suite]))
 
 
