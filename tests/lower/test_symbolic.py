@@ -13,7 +13,7 @@ from deuteron.base.record import Record
 from deuteron.ir.program import Compute
 from deuteron.ir.reference import Evaluator
 from deuteron.lower.core import LowerContext
-from deuteron.lower.symfloats import float_value
+from deuteron.lower.symfloats import number_value
 from tests.lower.harness import check, lowered, trace
 
 aten = torch.ops.aten
@@ -169,7 +169,7 @@ def test_symbolic_floats() -> None:
     ]
     sizes = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"][-1].shape
     ctx = LowerContext(Record())
-    e = float_value(ctx, number)
+    e = number_value(ctx, number).expr
     for a, b in ((6, 8), (5, 3), (1, 1)):
         env = {str(s): v for s, v in zip(sizes, (a, b), strict=True)}
         got = Evaluator([], env, {}, "cpu").value(e)

@@ -57,6 +57,8 @@ WHOLE: tuple[str, ...] = (
     # Torch's rule loses the memory format of its input.
     "aten.max_unpool2d",
     "aten.max_unpool3d",
+    # Torch's rule takes the index for a mask or a number where it is a bool or has no dimensions.
+    "aten.take",
     # Data movement by a loaded index, or an order: nothing to gain from loops.
     "aten.argsort",
     "aten.msort",

@@ -204,6 +204,31 @@ class Program:
         return out
 
 
+def symbols_read(d: Def) -> set[Sym]:
+    """The sizes that a definition depends on."""
+    indices: list[Index] = []
+    if isinstance(d, Compute):
+        indices += [*(a.extent for a in d.axes), *(d.index or ()), *d.layout.strides]
+        for e in (d.body, *([d.mask] if d.mask is not None else [])):
+            indices += e.indices()
+            for n in e.walk():
+                if n.op == "reduce":
+                    indices += [a.extent for a in n.attr[1]]
+    elif isinstance(d, Extern):
+
+        def visit(x: Any) -> None:
+            if isinstance(x, ViewArg):
+                indices.extend((*x.shape, *x.strides, x.offset))
+            elif isinstance(x, Index):
+                indices.append(x)
+            elif isinstance(x, (tuple, list)):
+                for y in x:
+                    visit(y)
+
+        visit((d.args, tuple(v for _, v in d.kwargs)))
+    return {s for i in indices for s in i.syms()}
+
+
 def tensors_read(d: Def) -> tuple[str, ...]:
     """Names of the tensors that a definition reads (its target included, since it keeps what is not
     overwritten)."""

@@ -519,7 +519,8 @@ class _Run:
         results = tree_leaves(out)
         for k, sym in enumerate(d.sizes):
             if sym is not None:
-                self.sizes[sym.name] = int(results[k])
+                number: Any = results[k]  # an output may be a float
+                self.sizes[sym.name] = number if isinstance(number, float) else int(number)
         for k, name in enumerate(d.names):
             if name is None:
                 continue

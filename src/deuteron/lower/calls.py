@@ -8,16 +8,17 @@ which sizes it decides at run time are read off the operator's schema and the fa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deuteron.ir.index import Axis, Index, Sym, as_index, const
+from deuteron.ir.index import Axis, Index, Sym, as_index, atom, const
 from deuteron.ir.program import Extern, Layout, ViewArg
 from deuteron.lower.core import LowerContext, Opaque, Value
+from deuteron.lower.symfloats import number_value
 
 Overload = torch._ops.OpOverload
 
@@ -30,6 +31,8 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
     storages = {storage(n.meta["val"]): n for n in reversed(given)}
     call_args = tuple(argument(ctx, a, n, exact) for a, n in zip(args, node.args, strict=True))
     call_kwargs = tuple((k, argument(ctx, v, node.kwargs[k], exact)) for k, v in kwargs.items())
+    numbers = tuple(k for k, n in enumerate(node.args) if is_number(n, args[k]))
+    named = tuple(k for k, n in node.kwargs.items() if is_number(n, kwargs[k]))
     leaves, spec = tree_flatten(val)
     names: list[str | None] = []
     layouts: list[Layout | None] = []
@@ -46,6 +49,10 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
                 shared = memory_of(ctx, ctx.env.get(source))
         elif isinstance(fake, torch.SymInt):
             (size,) = ctx.size(fake).syms() or (None,)
+        elif isinstance(fake, torch.SymBool) and "_local_scalar" in str(node.target):
+            # Traced as a whole number that is 1.
+            (symbol,) = fake.node.expr.free_symbols
+            (size,) = ctx.size(symbol).syms()
         names.append(name)
         layouts.append(layout)
         aliases.append(shared)
@@ -56,7 +63,7 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
     ctx.add(
         Extern(
             tuple(names),
-            operator_key(ctx, node),
+            operator_key(ctx, node, numbers, named),
             call_args,
             call_kwargs,
             tuple(layouts),
@@ -77,10 +84,7 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
         )
     for name in mutated:
         ctx.overwritten.add(name)
-    found = [
-        ctx.load(n) if n else ctx.size(f) if isinstance(f, torch.SymInt) else f
-        for n, f in zip(names, leaves, strict=True)
-    ]
+    found = [ctx.load(n) if n else number(ctx, f) for n, f in zip(names, leaves, strict=True)]
     return tree_unflatten(found, spec)
 
 
@@ -88,6 +92,7 @@ def argument(ctx: LowerContext, x: Any, node: Any, exact: bool) -> Any:
     """One argument as an `Extern` holds it."""
     if isinstance(x, Value):
         fake = node.meta["val"] if isinstance(node, fx.Node) else None
+        fake = fake if isinstance(fake, torch.Tensor) else None
         return tensor_argument(ctx, x, fake, exact)
     if isinstance(x, (list, tuple)):
         parts = node if isinstance(node, (list, tuple)) else [None] * len(x)
@@ -149,9 +154,45 @@ def needs_exact_strides(node: fx.Node) -> bool:
     )
 
 
-def operator_key(ctx: LowerContext, node: fx.Node) -> str:
+def number(ctx: LowerContext, fake: Any) -> Any:
+    """A result that is no tensor."""
+    if isinstance(fake, torch.SymBool):
+        return number_value(ctx, fake)
+    return ctx.size(fake) if isinstance(fake, torch.SymInt) else fake
+
+
+@dataclass(frozen=True)
+class WithNumbers:
+    """An operator that is given tensors of one element where it takes numbers."""
+
+    target: Any
+    numbers: tuple[int, ...]
+    named: tuple[str, ...]
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.target}".replace(".", "_")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = [a.item() if k in self.numbers else a for k, a in enumerate(args)]
+        return self.target(
+            *given, **{k: v.item() if k in self.named else v for k, v in kwargs.items()}
+        )
+
+
+def is_number(node: Any, given: Any) -> bool:
+    """Whether an argument was traced as a number and lowered to an element of a tensor."""
+    plain = isinstance(node, fx.Node) and not isinstance(node.meta.get("val"), torch.Tensor)
+    return plain and isinstance(given, Value)
+
+
+def operator_key(
+    ctx: LowerContext, node: fx.Node, numbers: tuple[int, ...] = (), named: tuple[str, ...] = ()
+) -> str:
     """The operator's name under torch.ops, or a key of `Program.callables`."""
-    target = node.target
+    target: Any = node.target
+    if numbers or named:
+        target = WithNumbers(target, numbers, named)
     if isinstance(target, Overload):
         return str(target)
     key = getattr(target, "__name__", type(target).__name__)
@@ -199,6 +240,26 @@ def storage(t: Any) -> Any:
         return object()
 
 
+def fetched(ctx: LowerContext, number: Value) -> Index:
+    """A tensor without dimensions as a Python number, which is known from here on at run time."""
+    known = Sym(ctx.fresh_name("number"), 0)
+    ctx.add(
+        Extern(
+            (None,),
+            "aten._local_scalar_dense.default",
+            (ctx.view_arg(number),),
+            (),
+            (None,),
+            (),
+            (None,),
+            (known,),
+            ctx.origins(),
+            "a number is returned",
+        )
+    )
+    return atom(known)
+
+
 def memory_of(ctx: LowerContext, x: Any) -> str | None:
     """The tensor in memory that a value is a view of."""
     if not isinstance(x, Value) or x.expr.op != "load":
@@ -218,4 +279,4 @@ def declare_sizes(ctx: LowerContext, leaves: list[Any], names: list[str | None])
                     ctx.sized[s] = (name, d)
 
 
-__all__ = ["emit", "memory_of", "storage", "with_strides"]
+__all__ = ["emit", "fetched", "memory_of", "storage", "with_strides"]

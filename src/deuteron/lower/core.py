@@ -133,6 +133,7 @@ class LowerContext:
     renamed: dict[str, str] = field(default_factory=dict)  # overwritten tensor -> its newest name
     sized: dict[Sym, tuple[str, int]] = field(default_factory=dict)  # sizes that a result tells
     storages: dict[str, Any] = field(default_factory=dict)  # tensor -> its fake's memory
+    floats: dict[Any, Value] = field(default_factory=dict)  # symbol of a float -> the element it is
     choose_contraction: Callable[..., str | None] = lambda *a, **k: None
     _axis: int = 0
     _names: set[str] = field(default_factory=set)

@@ -24,7 +24,7 @@ def result(ctx: LowerContext) -> tuple[tuple[Index, ...], str]:
 
 def constant(ctx: LowerContext, number: Any) -> Value:
     shape, dtype = result(ctx)
-    if not isinstance(number, (bool, int, float, Index)):
+    if not isinstance(number, (bool, int, float, Index, Value)):
         raise ctx.decline("a tensor is filled with a number that is known at run time only")
     return make(ctx, shape, lambda idx: scalar(number, dtype))
 
@@ -64,11 +64,13 @@ def progression(ctx: LowerContext, start: Any, step: Any) -> Value:
     """``start + i * step``: integers exactly, floats in the type that ATen's kernels count in."""
     shape, dtype = result(ctx)
     for x in (start, step):
-        if not isinstance(x, (int, float, Index)):
+        if not isinstance(x, (int, float, Index)) and (
+            not isinstance(x, Value) or dtype not in FLOATS
+        ):
             raise ctx.decline("a range with a bound that is known at run time only")
     if dtype not in FLOATS:
         start, step = (int(x) if isinstance(x, float) else x for x in (start, step))
-    if not isinstance(start, float) and not isinstance(step, float):
+    if not isinstance(start, (float, Value)) and not isinstance(step, (float, Value)):
         first, by = ctx.size(start), ctx.size(step)
         return make(ctx, shape, lambda idx: cast(index_value(idx[0] * by + first), dtype))
     wide = "f64" if dtype == "f64" or ctx.fake().device.type == "cpu" else "f32"

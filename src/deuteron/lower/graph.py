@@ -52,6 +52,7 @@ from deuteron.lower.core import (
     supported,
 )
 from deuteron.lower.pointwise import broadcast
+from deuteron.lower.symfloats import element, number_value
 
 # Products of matrices up to this many multiplications are generated, with what surrounds them.
 SMALL_PRODUCT = 32**3
@@ -206,6 +207,10 @@ class Driver:
         ):
             return self.number(val)
         reason = self.obstacle(node, val)
+        if reason is None and name == "aten._local_scalar_dense.default":
+            found = element(ctx, args[0], val)
+            if found is not None:
+                return found
         if node.meta.get("unbacked_bindings") and leaves(val):
             reason = reason or "the result's size is known only at run time"
         f = LOWERINGS.get(name) or LOWERINGS.get(name.rsplit(".", 1)[0])
@@ -241,9 +246,11 @@ class Driver:
         return x
 
     def number(self, val: Any) -> Any:
-        """A size, or a number made of sizes."""
+        """A size, or a number made of sizes and elements."""
         if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
             return self.ctx.size(val)
+        if isinstance(val, (torch.SymFloat, torch.SymBool)):
+            return number_value(self.ctx, val)
         return val
 
     def obstacle(self, node: fx.Node, val: Any) -> str | None:
@@ -267,14 +274,19 @@ class Driver:
     def moved(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with single CPU numbers brought to the device of the result."""
         fakes = leaves(node.meta.get("val"))
-        if not fakes or fakes[0].device.type == "cpu":
+        if not fakes:
             return args
         device = fakes[0].device
 
         def move(x: Any, n: Any) -> Any:
             if isinstance(n, fx.Node) and isinstance(x, Value):
                 fake = n.meta["val"]
-                if fake.device != device:
+                if isinstance(fake, torch.Tensor):
+                    away = fake.device != device and device.type != "cpu"
+                else:  # a number that is an element of some tensor
+                    homes = {self.ctx.layouts[e.attr[0]].device for e in x.expr.loads()}
+                    away = bool(homes) and homes != {str(device)}
+                if away:
                     return self.to_device(x, device)
             if isinstance(n, (list, tuple)):
                 return type(n)(move(a, b) for a, b in zip(x, n, strict=True))
@@ -377,6 +389,8 @@ class Driver:
         if not isinstance(v, Value):
             return Output(None, value=v)
         ctx.node = r
+        if not isinstance(fake, torch.Tensor):
+            return Output(None, value=calls.fetched(ctx, v))
         ctx.device = str(fake.device)
         wanted = tuple(ctx.size(s) for s in fake.stride())
         memory = calls.storage(fake)

@@ -187,6 +187,8 @@ def whole_factor(small: Index, large: Index, scale: Any) -> Index | None:
 
 def nearest(ctx: LowerContext, i: Index, n: Index, m: Index, scale: Any, exact: bool) -> Index:
     """The input that output i of m copies, of n: ATen's arithmetic, which is in f32."""
+    if isinstance(scale, Value):
+        raise ctx.decline("nearest neighbours by a factor that is known at run time only")
     factor = whole_factor(n, m, scale)
     if factor is not None:
         return i // factor

@@ -37,7 +37,9 @@ def broadcast(value: Value, idx: Sequence[Index]) -> Expr:
 
 
 def scalar(x: Any, dtype: str) -> Expr:
-    """A Python number or a size as a scalar of `dtype`."""
+    """A Python number, a size, or the one element of a tensor as a scalar of `dtype`."""
+    if isinstance(x, Value):
+        return cast(x.at(()), dtype)
     if isinstance(x, Index):
         return cast(E.index_value(x), dtype)
     return literal(x, dtype)

@@ -1,39 +1,105 @@
-"""Symbolic floats of torch (a scale that depends on sizes) as scalar expressions.
+"""Numbers that torch traces symbolically: floats and truth values made of sizes, or of elements.
 
-In: a `SymFloat`. Out: an f64 `Expr` of sizes, computed at run time as Python would; no guard is
-added. Declines what has no scalar form.
+In: a `SymFloat` or `SymBool`. Out: a `Value` without dimensions (f64 or bool), computed where it is
+used; no guard is added. The element that ``x.item()`` gives is a read of x, so nobody waits for it.
+Declines what has no scalar form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
-from deuteron.lower.core import LowerContext
+from deuteron.lower.core import LowerContext, Value, make
+
+RELATIONS = {
+    "Equality": "eq",
+    "Unequality": "ne",
+    "StrictLessThan": "lt",
+    "LessThan": "le",
+    "StrictGreaterThan": "gt",
+    "GreaterThan": "ge",
+}
+# Torch's sympy functions of floats.
+UNARY = {
+    f"OpaqueUnaryFn_{n}": n
+    for n in ("sqrt", "exp", "log", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh")
+    + ("asin", "acos", "atan")
+} | {"Abs": "abs"}
+BINARY = {"FloatTrueDiv": "div", "IntTrueDiv": "div", "FloatPow": "pow"}
 
 
-def float_value(ctx: LowerContext, x: torch.SymFloat) -> Expr:
-    return _converted(ctx, x.node.expr)
+def number_value(ctx: LowerContext, x: torch.SymFloat | torch.SymBool) -> Value:
+    """The number as a tensor without dimensions."""
+    e = x.node.expr
+    convert: Callable[..., Expr] = _truth if isinstance(x, torch.SymBool) else _converted
+    return make(ctx, [], lambda idx: convert(ctx, e))
+
+
+def element(ctx: LowerContext, x: Value, number: Any) -> Value | None:
+    """``x.item()``, traced as `number`: its symbol stands for the element of `x` from now on. None
+    where the number is a size, which the program must know itself."""
+    dtype = {torch.SymFloat: "f64", torch.SymBool: "bool"}.get(type(number))
+    if dtype is None or dtype == "bool" and counts(ctx):
+        return None
+    value = ctx.define(make(ctx, [], lambda idx: cast(x.at([0] * x.rank), dtype)))
+    ctx.floats[number.node.expr] = value
+    return value
+
+
+def counts(ctx: LowerContext) -> bool:
+    """Whether the truth value that the node gives is used as a size, beyond torch's own assertions
+    that it is 0 or 1."""
+    assert ctx.node is not None
+    whole = [u for u in ctx.node.users if u.target is torch.sym_ite]
+    checks = [v for u in whole for v in u.users]
+    return any(not str(w.target).startswith("aten._assert") for v in checks for w in v.users)
 
 
 def _converted(ctx: LowerContext, e: Any) -> Expr:
     kind = type(e).__name__
+    if e in ctx.floats:
+        return ctx.floats[e].at(())
     if e.is_Float or (e.is_Rational and not e.is_Integer):
         return literal(float(e), "f64")
     if kind == "ToFloat":
         return _converted(ctx, e.args[0])
-    if kind in ("FloatTrueDiv", "IntTrueDiv"):
-        return op("div", _converted(ctx, e.args[0]), _converted(ctx, e.args[1]))
+    if kind in BINARY or kind in UNARY:
+        return op(BINARY.get(kind) or UNARY[kind], *(_converted(ctx, a) for a in e.args))
     if e.is_integer:
         return cast(index_value(ctx.size(e)), "f64")
-    if e.is_Add or e.is_Mul:
+    if kind in ("Max", "Min") or e.is_Add or e.is_Mul:
+        name = {"Max": "maximum", "Min": "minimum"}.get(kind) or ("add" if e.is_Add else "mul")
         out = _converted(ctx, e.args[0])
         for a in e.args[1:]:
-            out = op("add" if e.is_Add else "mul", out, _converted(ctx, a))
+            out = op(name, out, _converted(ctx, a))
         return out
-    raise ctx.decline(f"a number that is computed from sizes by {kind}")
+    if e.is_Pow:
+        return op("pow", _converted(ctx, e.base), _converted(ctx, e.exp))
+    raise ctx.decline(f"a number that is computed by {kind}")
 
 
-__all__ = ["float_value"]
+def _truth(ctx: LowerContext, e: Any) -> Expr:
+    kind = type(e).__name__
+    if e in ctx.floats:
+        return ctx.floats[e].at(())
+    if kind in ("BooleanTrue", "BooleanFalse"):
+        return literal(kind == "BooleanTrue", "bool")
+    if kind in RELATIONS:
+        whole = all(a.is_integer for a in e.args)
+        sides = [index_value(ctx.size(a)) if whole else _converted(ctx, a) for a in e.args]
+        return op(RELATIONS[kind], *sides)
+    if kind in ("And", "Or"):
+        out = _truth(ctx, e.args[0])
+        for a in e.args[1:]:
+            out = op(f"logical_{kind.lower()}", out, _truth(ctx, a))
+        return out
+    if kind == "Not":
+        return op("logical_not", _truth(ctx, e.args[0]))
+    raise ctx.decline(f"a truth value that is computed by {kind}")
+
+
+__all__ = ["element", "number_value"]

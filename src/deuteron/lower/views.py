@@ -28,7 +28,7 @@ from deuteron.lower.access import (
     wrap_dim,
 )
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
-from deuteron.lower.pointwise import broadcast
+from deuteron.lower.pointwise import broadcast, scalar
 
 # More inputs than this are joined by a library call: each costs every element a comparison.
 MOST_JOINED = 16
@@ -285,7 +285,7 @@ def repeat(ctx: LowerContext, x: Value, repeats: Any) -> Value:
 @lowering("aten.constant_pad_nd")
 def constant_pad_nd(ctx: LowerContext, x: Value, pad: Sequence[Any], value: Any = 0) -> Value:
     before = pads(ctx, pad, x.rank)
-    fill = literal(value, x.dtype)
+    fill = scalar(value, x.dtype)
 
     def element(idx: tuple[Index, ...]) -> Expr:
         at = [i - low for i, (low, _) in zip(idx, before, strict=True)]

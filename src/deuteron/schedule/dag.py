@@ -8,11 +8,12 @@ must be kept.
 from __future__ import annotations
 
 import heapq
+import re
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.ir.program import Compute, Extern, Program, tensors_read
+from deuteron.ir.program import Compute, Extern, Program, symbols_read, tensors_read
 from deuteron.schedule.group import Group, alone
 from deuteron.schedule.order import Order
 
@@ -91,6 +92,8 @@ class Dag:
         writer: dict[str, int] = {}  # memory -> its last writer
         since: dict[str, set[int]] = {}  # memory -> readers since then
         impure: int | None = None
+        told = results_that_tell(program)
+        teller: dict[str, int] = {}  # size -> the call that tells it
         for position, d in enumerate(program.defs):
             if isinstance(d, Compute):
                 if d.name not in computes:
@@ -109,6 +112,14 @@ class Dag:
                     impure = node.id
             else:
                 continue
+            if told:
+                for s in symbols_read(c if isinstance(d, Compute) else d):
+                    for source in told.get(s.name, ()):
+                        if source in teller:
+                            dag.edge(teller[source], node.id)
+                if isinstance(d, Extern):
+                    teller.update((s.name, node.id) for s in d.sizes if s is not None)
+                    teller.update((n, node.id) for n in names)
             for name in dict.fromkeys(reads):
                 memory = owner.get(name, name)
                 if memory in writer:
@@ -276,6 +287,21 @@ class Dag:
                 waiting[j] -= 1
                 if waiting[j] == 0:
                     heapq.heappush(ready, (self.nodes[j].rank, j))
+
+
+def results_that_tell(program: Program) -> dict[str, tuple[str, ...]]:
+    """Size -> what tells it while the program runs: numbers or tensors that calls give."""
+    calls = [d for d in program.defs if isinstance(d, Extern)]
+    found: dict[str, tuple[str, ...]] = {
+        s.name: (s.name,) for d in calls for s in d.sizes if s is not None
+    }
+    found |= {s.name: (str(where),) for s, (kind, where, _) in program.sizes if kind == "result"}
+    if found:  # sizes made of others
+        for s, (kind, text, _) in program.sizes:
+            if kind == "expr":
+                names = re.findall(r"\w+", str(text))
+                found[s.name] = tuple(t for n in names for t in found.get(n, ()))
+    return found
 
 
 __all__ = ["Dag", "Node"]

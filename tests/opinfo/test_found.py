@@ -1,0 +1,70 @@
+"""Programs on which the operator coverage found Deuteron wrong, compiled and compared with eager:
+values, dtypes, strides and shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deuteron.tools.oracle import Oracle, Seen, differences, see
+
+
+@pytest.fixture(autouse=True)
+def whole_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+    ):
+        yield
+
+
+def agrees(
+    f: Callable[..., Any], *inputs: Tensor, backward: bool = False, dynamic: bool = False
+) -> None:
+    def run(call: Callable[..., Any], tensors: list[Tensor]) -> Seen:
+        return see(lambda xs: call(*xs), tensors, backward)
+
+    compiled = torch.compile(f, backend="deuteron", fullgraph=True, dynamic=dynamic)
+    oracle = Oracle(lambda xs, seed=0: run(f, xs), lambda xs: run(f, xs), inputs)
+    assert not differences(run(compiled, [x.clone() for x in inputs]), oracle)
+
+
+NUMBERS: dict[str, Callable[..., Any]] = {
+    "returned": lambda x: (x.sum().item(), x.max().item() + 3, x * 2),
+    "filled": lambda x: torch.full((3,), x.sum().item()),
+    "scaled": lambda x: torch.add(x, x, alpha=x.sum().item()).clamp(x.min().item() / 2),
+    "joined": lambda x: torch.cat([x[0], torch.tensor([x.sum().item()])]),
+    "range": lambda x: torch.linspace(0, x.sum().item(), 5),
+    "library": lambda x: torch.addmm(x, x @ x.mT, x, alpha=x.sum().item()),
+    "truth": lambda x: torch.where(torch.tensor((x > 9).any().item()), x, -x) * x.any().item(),
+    "whole": lambda x: x * x.long().sum().item() + torch.arange(4) * x.long().max().item(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_elements_as_numbers(name: str) -> None:
+    """A number that ``x.item()`` gives is read where it is used."""
+    agrees(NUMBERS[name], torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64])
+@pytest.mark.parametrize("index", [[0, 5, -1, 11], [[2, -12]], 3])
+def test_take(dtype: torch.dtype, index: Any) -> None:
+    agrees(torch.take, torch.arange(12).view(3, 4).to(dtype), torch.tensor(index))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_take_checks(dtype: torch.dtype) -> None:
+    f = torch.compile(torch.take, backend="deuteron", fullgraph=True)
+    with pytest.raises(IndexError):
+        f(torch.zeros(3, 4, dtype=dtype), torch.tensor([12]))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 2), (3, None)])
+def test_adaptive_max_pool(size: Any) -> None:
+    agrees(lambda x: F.adaptive_max_pool2d(x, size, return_indices=True), torch.randn(2, 3, 4, 4))
