@@ -7,9 +7,11 @@ time is in the Record, and with a debug folder each artifact is written there as
 
 from __future__ import annotations
 
+import gc
 import itertools
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -202,7 +204,8 @@ class Compilation:
         for stage in STAGES:
             start = perf_counter()
             try:
-                text = getattr(self, f"do_{stage.name}")()
+                with collector_paused():
+                    text = getattr(self, f"do_{stage.name}")()
             except (DeuteronError, torch.OutOfMemoryError):
                 raise
             except Exception as e:
@@ -220,6 +223,20 @@ class Compilation:
         if file:
             (self.debug / file).write_text(text)
         (self.debug / "record.json").write_text(self.record.to_json())
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside. A stage makes many objects and next to no cycles; each full
+    collection walks all objects of the process (0.3 s after importing torch, several times per
+    thousand nodes)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def relabelled(first: Kernel, made: Generated, kernel: Kernel) -> Generated:
