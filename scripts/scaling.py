@@ -30,7 +30,7 @@ from torch import Tensor, fx, nn  # noqa: E402
 from deuteron.backend import deuteron_backend, run_as_traced  # noqa: E402
 from deuteron.base.options import Options  # noqa: E402
 from deuteron.base.record import Record  # noqa: E402
-from deuteron.pipeline import STAGES, Compilation  # noqa: E402
+from deuteron.pipeline import STAGES, Compilation, collector_paused  # noqa: E402
 
 Program = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
@@ -138,7 +138,8 @@ class Stages:
                 continue
             clock = time.perf_counter if stage.name == "load" else time.process_time
             start = clock()
-            getattr(c, f"do_{stage.name}")()
+            with collector_paused():
+                getattr(c, f"do_{stage.name}")()
             self.seconds[stage.name] = self.seconds.get(stage.name, 0.0) + clock() - start
             if stage.name == "rewrite":
                 self.nodes += len(gm.graph.nodes)
