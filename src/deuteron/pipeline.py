@@ -40,6 +40,7 @@ from deuteron.ir.verify import verify_program
 from deuteron.lower.graph import lower
 from deuteron.memory.plan import MemoryPlan, plan_memory
 from deuteron.runtime import build_cpp
+from deuteron.runtime.cuda_graphs import graphed
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch import load as load_module
 from deuteron.runtime.launch_cuda import Sequence as Launcher
@@ -181,6 +182,17 @@ class Compilation:
         name = f"<deuteron {self.phase} graph {self.number}>"
         path = str(self.debug / "module.py") if self.debug else name
         self.call = load_module(self.emitted, self.library, extra, path)
+        if self.options.cudagraphs:
+            assert self.program is not None and self.schedule is not None and self.plan is not None
+            self.call = graphed(
+                self.call,
+                self.program,
+                self.schedule,
+                self.emitted,
+                bool(self.plan.given),
+                self.options,
+                self.record,
+            )
         return ""
 
     def triton(self, name: str) -> TritonKernel:

@@ -209,6 +209,14 @@ class Sequence:
         if rc:
             self.slow(rc, table, pointers, numbers, stream, sizes)
 
+    def launch(self, stream: int, now: int, pointers: Any, sizes: tuple[int, ...] = ()) -> None:
+        """Launches on the stream `now`, which is being recorded, what will run on `stream`."""
+        found = self.prepared.get((stream, sizes)) or self.prepare(stream, sizes)
+        table, numbers, launch, address = found
+        rc = launch(address, 0, self.n, table, pointers, numbers, now)
+        if rc:
+            self.slow(rc, table, pointers, numbers, now, sizes)
+
     def counter(self, stream: int) -> int:
         """The address of a zero that kernels on this stream count their programs with."""
         if not any(kind == "counter" for k in self.kernels for kind, _ in k.args):

@@ -1,0 +1,553 @@
+"""Calls as CUDA graphs: one launch for all kernels and library calls of a compiled graph.
+
+In: the ``call`` of an emitted module. Out: a ``call`` that does the same. The second time that it
+sees some sizes it records (`launch_graph`) and from then on replays. Nothing is copied: inputs may
+be anywhere, results are new tensors in every call and belong to the caller, because a replay takes
+the addresses of both. Only what is used inside a call lives in memory that graphs keep.
+
+A recording runs ``call`` twice with tensors that have addresses and no memory. What cannot be
+recorded runs as in default mode, and the Record has the reason (decisions on "cudagraph").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deuteron.base.options import Options
+from deuteron.base.record import Record
+from deuteron.codegen.assemble import Emitted
+from deuteron.graph.random_ops import SEED
+from deuteron.ir.program import Extern, Input, Program
+from deuteron.runtime.graph_nodes import GAP, Place, Refused, match
+from deuteron.runtime.launch_graph import ALIGNMENT, MISALIGNED, RECORDING, Cuda, room
+from deuteron.schedule.kernel import Kernel, Schedule
+
+Call = Callable[[list[Any]], Sequence[Any]]
+
+# Launches from which a graph pays: launching one costs as much as two or three kernels.
+FEWEST = 3
+# Graphs that are kept per compiled graph, and recorded in its life; other calls run as ever.
+MOST_KEPT = 16
+MOST_RECORDED = 64
+# Bytes of results that library calls allocate themselves: they are copied out of the graph's
+# memory. More would cost more (16 us on an H200) than launching the calls one by one.
+MOST_COPIED = 32 << 20
+_LOCK = threading.RLock()  # one recording at a time
+
+
+def why_not(program: Program, schedule: Schedule, emitted: Emitted, options: Options) -> str:
+    """Why a program cannot be recorded; "" if it can."""
+    devices = sorted({lay.device for lay in schedule.layouts.values()})
+    if not any(d.startswith("cuda") for d in devices):
+        return "nothing of it runs on a GPU"
+    if len(devices) > 1:
+        return f"it uses {', '.join(devices)}: a graph is of one device"
+    if options.verify:
+        return "the self-check looks at every kernel's results (option verify)"
+    unknown = [s.name for s, (kind, _, _) in program.sizes if kind == "result"]
+    if unknown:
+        return f"sizes {', '.join(unknown)} are known only when the GPU has computed them"
+    calls = [s for s in schedule.steps if isinstance(s, Extern)]
+    for c in calls:
+        reason = _unfit(c, program)
+        if reason:
+            return f"{c.op} {reason}"
+    launches = sum(1 for s in schedule.steps if isinstance(s, Kernel))
+    launches += sum(1 for c in calls if not (c.aliases and any(c.aliases)))
+    if launches < FEWEST:
+        return f"{launches} launches cost no more than that of a graph"
+    return ""
+
+
+def _unfit(call: Extern, program: Program) -> str:
+    if call.op in program.callables:
+        return "is run by Python"
+    found: Any = torch.ops
+    for part in call.op.split("."):
+        found = getattr(found, part)
+    if found is SEED:
+        return ""
+    if found.namespace.startswith("_c10d"):
+        return "talks to other processes"
+    reasons = {
+        "nondeterministic_seeded": "draws random numbers of its own",
+        "dynamic_output_shape": "makes results of unknown size",
+        "data_dependent_output": "waits for a value from the GPU",
+        "cudagraph_unsafe": "is marked as unfit",
+    }
+    for name, reason in reasons.items():
+        tag = getattr(torch.Tag, name, None)
+        if tag is not None and tag in found.tags:
+            return reason
+    return ""
+
+
+def graphed(
+    call: Call,
+    program: Program,
+    schedule: Schedule,
+    emitted: Emitted,
+    given: bool,
+    options: Options,
+    record: Record,
+    device: Callable[[int, Options], Any] = Cuda,
+) -> Call:
+    """`call`, or one that replays it. `given`: whether it asks if inputs may be overwritten."""
+    reason = why_not(program, schedule, emitted, options)
+    record.add(
+        "decision",
+        subject="cudagraph",
+        accepted=not reason,
+        reason="refused" if reason else "recorded at the second call",
+        detail=reason,
+    )
+    if reason:
+        return call
+    where = next(iter(lay.device for lay in schedule.layouts.values()))
+    number = torch.device(where).index or 0
+    graphs = Graphs(call, program, emitted, device(number, options), number, record)
+    return graphs.entrance(given)
+
+
+@dataclass
+class Allocation:
+    """A tensor that ``call`` asks for."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return extent(self.shape, self.strides) * self.dtype.itemsize
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements of memory from the first to the last of a tensor."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def layout_of(t: Tensor) -> Allocation:
+    return Allocation(tuple(t.shape), tuple(t.stride()), t.dtype)
+
+
+@dataclass
+class Seen:
+    """What is known of the calls with one key: how many, and what they allocate."""
+
+    calls: int = 0
+    allocations: list[Allocation] = field(default_factory=list)
+    failures: int = 0
+
+
+class Graphs:
+    """All graphs of one ``call``. A key is a stream, sizes, and whether inputs may be overwritten;
+    for a key there may be graphs for several alignments of the inputs."""
+
+    def __init__(
+        self, call: Call, program: Program, emitted: Emitted, cuda: Any, device: int, record: Record
+    ) -> None:
+        self.call, self.cuda, self.record, self.device = call, cuda, record, device
+        self.names: dict[str, Any] = call.__globals__  # type: ignore[attr-defined]
+        self.launchers = {q.name: self.names[q.name] for q in emitted.sequences}
+        self.tensors = [d.position for d in program.defs if isinstance(d, Input)]
+        others = set(range(program.num_inputs)) - set(self.tensors)
+        self.key = [f"args[{i}]" for i in sorted(others)]
+        for _, (kind, i, dim) in program.sizes:
+            if kind in ("shape", "stride"):
+                what = f"shape[{dim}]" if kind == "shape" else f"stride({dim})"
+                self.key.append(f"args[{i}].{what}")
+        self.constants = list(program.constants.values())
+        self.table: dict[Any, Call] = {}
+        self.seen: dict[Any, Seen] = {}
+        self.kept: OrderedDict[Any, Recorded] = OrderedDict()
+        self.recorded = 0
+        self.off = False
+
+    def entrance(self, given: bool) -> Call:
+        """The function that is called, as text of its own: it runs every time."""
+        parts = [f"stream({self.device})", *self.key, *(["keeps_graph()"] * given)]
+        text = f"""
+def call(args):
+    before = enter_device({self.device})
+    try:
+        key = ({", ".join(parts)},)
+        found = table.get(key)
+        return miss(key, args) if found is None else found(args)
+    finally:
+        leave_device(before)
+"""
+        wanted = ("stream", "keeps_graph", "enter_device", "leave_device")
+        names = {n: self.names[n] for n in wanted} | {"table": self.table, "miss": self.miss}
+        exec(compile(text, "<deuteron graphs>", "exec"), names)
+        out: Call = names["call"]
+        return out
+
+    # -- calls that are not replayed ---------------------------------------------------------------
+    def miss(self, key: Any, args: list[Any]) -> Sequence[Any]:
+        """A call for which there is no graph."""
+        if self.off or self.cuda.is_recording():
+            return self.call(args)
+        residues = self.residues(args)
+        if len(self.seen) > 16 * MOST_RECORDED:
+            self.seen.clear()
+        seen = self.seen.setdefault((key, residues), Seen())
+        seen.calls += 1
+        if seen.calls == 1:
+            return self.watched(args, seen)
+        with _LOCK:
+            found = self.kept.get((key, residues))
+            if found is None:
+                found = self.try_to_make(key, residues, args, seen)
+            else:
+                self.kept.move_to_end((key, residues))
+                self.table[key] = found.function
+        return self.call(args) if found is None else found.function(args)
+
+    def try_to_make(
+        self, key: Any, residues: tuple[int, ...], args: list[Any], seen: Seen
+    ) -> Recorded | None:
+        if self.off:
+            return None
+        try:
+            found = self.make(key, args, seen)
+        except Refused as e:
+            seen.failures = 2
+            self.refuse(e.message)
+        except torch.OutOfMemoryError:
+            seen.failures += 1
+            self.refuse("out of memory while recording")
+        except Exception as e:  # noqa: BLE001 - a library call may refuse in any way; it is recorded
+            seen.failures += 1
+            self.refuse(f"{type(e).__name__}: {e}".splitlines()[0])
+        else:
+            self.keep(key, residues, found)
+            return found
+        self.off = seen.failures > 1
+        return None
+
+    def stop(self, reason: str) -> None:
+        """No graphs any more."""
+        self.off = True
+        self.table.clear()
+        self.refuse(reason)
+
+    def refuse(self, reason: str) -> None:
+        self.record.add(
+            "decision", subject="cudagraph", accepted=False, reason="refused", detail=reason
+        )
+
+    def keep(self, key: Any, residues: tuple[int, ...], found: Recorded) -> None:
+        self.table[key] = found.function
+        self.kept[key, residues] = found
+        self.recorded += 1
+        if len(self.kept) > MOST_KEPT:
+            (old, _), gone = self.kept.popitem(last=False)
+            if self.table.get(old) is gone.function:
+                del self.table[old]
+            self.cuda.drop(gone.stream, gone.replay)
+        if self.recorded >= MOST_RECORDED:
+            self.off = True
+            self.refuse(f"{self.recorded} recordings: sizes change too often for more")
+
+    def residues(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(args[i].data_ptr() % ALIGNMENT for i in self.tensors)
+
+    def again(self, key: Any, args: list[Any], rc: int) -> Sequence[Any]:
+        """A replay did not run: for another alignment there may be another graph."""
+        if rc == RECORDING:
+            return self.call(args)
+        if rc == MISALIGNED:
+            kept = self.kept.get((key, self.residues(args)))
+            if kept is None or self.table.get(key) is not kept.function:
+                return self.miss(key, args)
+            self.stop(f"new tensors are not aligned to {ALIGNMENT} bytes")
+            return self.call(args)
+        if not self.cuda.recovered(rc):
+            self.stop(f"CUDA error {rc} at the launch of a graph")
+            return self.call(args)  # which fails too where something is broken
+        return self.table[key](args)
+
+    def watched(self, args: list[Any], seen: Seen) -> Sequence[Any]:
+        """A call as ever, which remembers what it allocates."""
+        seen.allocations = []
+        usual = self.names["empty_cuda"]
+
+        def empty(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+            seen.allocations.append(Allocation(tuple(shape), tuple(strides), dtype))
+            out: Tensor = usual(shape, strides, dtype)
+            return out
+
+        return self.with_names({"empty_cuda": empty})(args)
+
+    def with_names(self, changes: Mapping[str, Any]) -> Call:
+        """``call`` with other meanings of some names."""
+        names = {**self.names, **changes}
+        for n, f in self.names.items():
+            if isinstance(f, FunctionType) and f.__globals__ is self.names:
+                names[n] = FunctionType(f.__code__, names, n)
+        out: Call = names["call"]
+        return out
+
+    # -- recording ---------------------------------------------------------------------------------
+    def make(self, key: Any, args: Sequence[Any], seen: Seen) -> Recorded:
+        stream = key[0]
+        sizes = [n for n, _ in self.spans(args)] + [a.nbytes for a in seen.allocations]
+        regions = []
+        try:
+            for _ in range(2):
+                regions.append(
+                    self.cuda.region(room([*sizes, *[8] * len(self.tensors), MOST_COPIED]))
+                )
+            one = Recording(self, args, regions[0], stream, None)
+            two = None
+            try:
+                one.run()
+                two = Recording(self, args, regions[1], stream, one)
+                two.run()
+                replay, order = two.executable(one, regions)
+            except BaseException:
+                if two is not None and two.graph:
+                    self.cuda.drop(stream, two.graph)
+                raise
+            finally:
+                if one.graph:
+                    self.cuda.drop(stream, one.graph)
+        finally:
+            for r in regions:
+                r.close()
+        function = Text(self, two, replay, order).function(key)
+        moving = len(replay.uses)
+        self.record.add(
+            "decision",
+            subject="cudagraph",
+            accepted=True,
+            reason="recorded",
+            detail=f"{len(replay.nodes)} nodes, {moving} addresses of {len(order)} tensors",
+        )
+        return Recorded(function, replay, stream)
+
+    def spans(self, args: Sequence[Any]) -> list[tuple[int, int]]:
+        """(bytes, address) of each tensor among the arguments."""
+        found = (args[i] for i in self.tensors)
+        return [(layout_of(t).nbytes, t.data_ptr()) for t in found]
+
+
+@dataclass
+class Recorded:
+    """A graph and the function that replays it."""
+
+    function: Call
+    replay: Any
+    stream: int
+
+
+class Recording:
+    """One run of ``call`` while its stream is recorded.
+
+    In the first one everything that it allocates has addresses only; from its results follows what
+    outlives the call. In the second one the rest has memory, which the graph keeps."""
+
+    def __init__(
+        self, graphs: Graphs, args: Sequence[Any], region: Any, stream: int, first: Recording | None
+    ) -> None:
+        self.graphs, self.region, self.stream, self.first = graphs, region, stream, first
+        self.graph: Any = 0
+        self.args = list(args)
+        # Tensors that move from call to call: (what, number) -> its place, and the tensor itself.
+        self.places: dict[tuple[str, int], Place] = {}
+        self.stands: dict[tuple[str, int], Tensor] = {}
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []  # made before each replay
+        self.allocated = 0
+        for i in graphs.tensors:
+            self.args[i] = self.stand("input", i, layout_of(args[i]), args[i].data_ptr())
+        self.results: list[Any] = []
+
+    def stand(self, what: str, k: int, a: Allocation, address: int = 0) -> Tensor:
+        """A tensor with an address and no memory."""
+        if not a.nbytes:
+            at = self.graphs.cuda.at
+            out = torch.empty_strided(a.shape, a.strides, dtype=a.dtype, device=at)
+        else:
+            if self.first is not None and (what, k) in self.first.places:
+                # Each tensor moves by a distance of its own.
+                offset = self.first.places[what, k].base - self.first.region.low
+                self.region.at = self.region.low + offset + 2 * GAP * len(self.places)
+            place = self.places[what, k] = self.region.take(a.nbytes, address)
+            out = self.graphs.cuda.tensor(place, a.shape, a.strides, a.dtype)
+        self.stands[what, k] = out
+        return out
+
+    def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+        """What ``call`` allocates with."""
+        k, self.allocated = self.allocated, self.allocated + 1
+        a = Allocation(tuple(shape), tuple(strides), dtype)
+        if self.first is not None and k not in self.first.outliving():
+            out: Tensor = self.graphs.names["empty_cuda"](shape, strides, dtype)
+            return out
+        return self.stand("result", k, a)
+
+    def before(self, function: Any) -> Callable[..., Tensor]:
+        """What stands for a call that each replay makes itself."""
+
+        def seed(*args: Any) -> Tensor:
+            k = len(self.calls)
+            self.calls.append((function, args))
+            return self.stand("before", k, Allocation((), (), torch.int64))
+
+        return seed
+
+    def run(self) -> None:
+        graphs = self.graphs
+        changes: dict[str, Any] = {"empty_cuda": self.empty}
+        for name, launcher in graphs.launchers.items():
+            changes[name] = graphs.cuda.launching(launcher, self.stream)
+        for name, value in graphs.names.items():
+            if value is SEED:
+                changes[name] = self.before(value)
+        call = graphs.with_names(changes)
+        collecting = gc.isenabled()
+        gc.disable()  # what it frees might be of another stream
+        try:
+            with graphs.cuda.recording(self.stream) as made:
+                self.results = [self.own(r) for r in call(list(self.args))]
+            (self.graph,) = made
+        finally:
+            if collecting:
+                gc.enable()
+
+    def own(self, r: Any) -> Any:
+        """A result of the call: what a library call has allocated is copied out of the graph."""
+        if not isinstance(r, Tensor) or not r.numel():
+            return r
+        if type(r) is not Tensor or r.layout != torch.strided:
+            raise Refused(f"a result is of type {type(r).__name__}, {r.layout}")
+        if self.source(r) is not None or self.constant(r):
+            return r
+        a = layout_of(r)
+        copies = [t for (what, _), t in self.stands.items() if what == "copy"]
+        nbytes = a.nbytes + sum(layout_of(t).nbytes for t in copies)
+        if nbytes > MOST_COPIED:
+            raise Refused(f"library calls allocate {nbytes >> 20} MB of its results")
+        return self.stand("copy", len(copies), a).copy_(r)
+
+    def source(self, t: Tensor) -> tuple[str, int] | None:
+        """The moving tensor whose memory this one is in."""
+        at = t.untyped_storage().data_ptr()
+        return next((k for k, p in self.places.items() if p.base == at), None)
+
+    def constant(self, t: Tensor) -> bool:
+        at = t.untyped_storage().data_ptr()
+        return any(c.untyped_storage().data_ptr() == at for c in self.graphs.constants)
+
+    def outliving(self) -> set[int]:
+        """Numbers of the allocations that results lie in."""
+        found = (self.source(r) for r in self.results if isinstance(r, Tensor))
+        return {s[1] for s in found if s is not None and s[0] == "result"}
+
+    def executable(
+        self, first: Recording, regions: Sequence[Any]
+    ) -> tuple[Any, list[tuple[str, int]]]:
+        """The graph that can be replayed, and the order in which it takes addresses."""
+        cuda = self.graphs.cuda
+        order = list(self.places)
+        if set(order) - set(first.places):
+            raise Refused("two recordings of the same call have other results")
+        pairs = {k: (first.places[n], self.places[n]) for k, n in enumerate(order)}
+        passing = [p for n, p in first.places.items() if n not in self.places]
+        nodes = cuda.nodes(self.graph)
+        uses = match(cuda.nodes(first.graph), nodes, pairs, passing, (regions[0], regions[1]))
+        return cuda.replay(self.graph, nodes, uses, [self.places[n] for n in order]), order
+
+
+class Text:
+    """Writes the function that replays a graph."""
+
+    def __init__(
+        self, graphs: Graphs, recording: Recording, replay: Any, order: list[tuple[str, int]]
+    ) -> None:
+        self.graphs, self.recording, self.order = graphs, recording, order
+        self.names: dict[str, Any] = {
+            **{n: graphs.names[n] for n in ("empty_cuda", "view", "typed")},
+            "launch": replay.launch,
+            "plan": replay.plan,
+            "array": ctypes.c_longlong * max(1, len(order)),
+            "again": graphs.again,
+        }
+        self.known: dict[int, str] = {}
+
+    def bind(self, value: Any) -> str:
+        name = f"k{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def function(self, key: Any) -> Call:
+        recording = self.recording
+        used = {i for what, i in recording.stands if what == "input"}
+        heads = [f"input_{i}" if i in used else "_" for i in range(len(recording.args))]
+        lines = [f"({', '.join(heads)},) = args"] if heads else []
+        for k, (f, given) in enumerate(recording.calls):
+            lines.append(f"before_{k} = {self.bind(f)}(*{self.bind(given)})")
+        for (what, k), t in recording.stands.items():
+            if what in ("result", "copy"):
+                a = layout_of(t)
+                size = f"{a.shape}, {a.strides}, {a.dtype}"
+                lines.append(f"{what}_{k} = empty_cuda({size})")
+        addresses = ", ".join(f"{what}_{k}.data_ptr()" for what, k in self.order)
+        lines.append(f"rc = launch(plan, array({addresses}), {key[0]})")
+        lines += ["if rc:", f"    return again({self.bind(key)}, args, rc)", "args.clear()"]
+        results = "".join(self.result(r) + ", " for r in recording.results)
+        lines.append(f"return ({results.rstrip()})")
+        text = "\n".join(["def replay(args):", *(f"    {x}" for x in lines), ""])
+        self.names["torch"] = torch
+        exec(compile(text, "<deuteron replay>", "exec"), self.names)
+        out: Call = self.names["replay"]
+        return out
+
+    def result(self, r: Any) -> str:
+        if not isinstance(r, Tensor):
+            exact = (
+                r is None
+                or isinstance(r, (bool, int))
+                or (isinstance(r, float) and math.isfinite(r))
+            )
+            return repr(r) if exact else self.bind(r)
+        recording = self.recording
+        for (what, k), t in recording.stands.items():
+            if t is r:
+                return f"{what}_{k}"
+        source = recording.source(r)
+        if source is None:
+            if not r.numel():
+                a = layout_of(r)
+                return f"empty_cuda({a.shape}, {a.strides}, {a.dtype})"
+            return self.bind(r)
+        t = recording.stands[source]
+        name = f"{source[0]}_{source[1]}"
+        if layout_of(t) == layout_of(r) and t.data_ptr() == r.data_ptr():
+            return name
+        base = name if t.dtype == r.dtype else f"typed({name}, {r.dtype})"
+        offset = (r.data_ptr() - t.data_ptr()) // r.dtype.itemsize
+        return f"view({base}, {tuple(r.shape)}, {tuple(r.stride())}, {offset})"
+
+
+def graphs_of(calls: Iterable[Call]) -> list[Graphs]:
+    """The graphs behind functions that `graphed` made."""
+    found = (getattr(c, "__globals__", {}).get("miss") for c in calls)
+    return [m.__self__ for m in found if m is not None]
+
+
+__all__ = ["Graphs", "graphed", "graphs_of", "why_not"]

@@ -1,0 +1,247 @@
+"""The nodes of a recorded CUDA graph and the addresses among their arguments.
+
+In: graphs that the driver recorded, with tensors at known places. Out: `Node`s with copies of their
+arguments as 8-byte words, and the `Use`s: which word is the address of which tensor.
+
+An argument belongs to a tensor when it lies in the tensor's region in both of two recordings and
+moved by exactly as much as the tensor did; where a region appears in any other way, the graph is
+refused (`Refused`). All of this is the driver's C interface: nothing of torch's is assumed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from deuteron.base.errors import DeuteronError
+from deuteron.runtime.launch_cuda import _driver
+
+# Between the tensors of a region: kernels keep pointers before and behind a tensor.
+GAP = 4096
+
+
+class Refused(DeuteronError):
+    """A recording that cannot be replayed with other addresses."""
+
+
+class _KernelParams(ctypes.Structure):
+    _fields_ = [
+        ("func", ctypes.c_void_p),
+        *((n, ctypes.c_uint) for n in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("params", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.POINTER(ctypes.c_void_p)),
+        ("kern", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+    ]
+
+
+def _end(side: str) -> list[tuple[str, Any]]:
+    names = ("x", "y", "z", "lod")
+    return [
+        *((f"{side}_{n}", ctypes.c_size_t) for n in names),
+        (f"{side}_type", ctypes.c_int),
+        *((f"{side}_{n}", ctypes.c_void_p) for n in ("host", "device", "array", "reserved")),
+        *((f"{side}_{n}", ctypes.c_size_t) for n in ("pitch", "height")),
+    ]
+
+
+class _CopyParams(ctypes.Structure):
+    _fields_ = [
+        *_end("src"),
+        *_end("dst"),
+        *((n, ctypes.c_size_t) for n in ("width", "height", "depth")),
+    ]
+
+
+class _FillParams(ctypes.Structure):
+    _fields_ = [
+        ("dst", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("size", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+def call(name: str, *args: Any) -> None:
+    function = getattr(_driver(), name, None)
+    if function is None:
+        raise Refused(f"this driver has no {name}; CUDA 12.4 has")
+    rc = function(*args)
+    if rc:
+        raise Refused(f"CUDA error {rc} of {name}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor's addresses in a region, from `base`."""
+
+    base: int
+    nbytes: int
+
+
+class Span(Protocol):
+    """Addresses from `low` to `high`, of which nothing else has any."""
+
+    low: int
+    high: int
+
+
+@dataclass
+class Node:
+    """What is launched, and its arguments as 8-byte words; `keep` holds the memory they lie in."""
+
+    kind: int
+    what: Any
+    words: list[int]  # their values
+    at: list[int] = field(default_factory=list)  # and addresses
+    handle: int = 0
+    params: Any = None
+    keep: Any = None
+
+
+KERNEL, COPY, FILL, EMPTY = 0, 1, 2, 5
+NAMES = {3: "a call on the host", 4: "a graph", 10: "an allocation", 11: "a release of memory"}
+
+
+def nodes_of(graph: int) -> list[Node]:
+    """The nodes of a recorded graph, in order of creation, with copies of their arguments."""
+    count = ctypes.c_size_t(0)
+    handle = ctypes.c_void_p(graph)
+    call("cuGraphGetNodes", handle, None, ctypes.byref(count))
+    found = (ctypes.c_void_p * max(1, count.value))()
+    call("cuGraphGetNodes", handle, found, ctypes.byref(count))
+    out = []
+    for h in found[: count.value]:
+        kind = ctypes.c_int(0)
+        call("cuGraphNodeGetType", ctypes.c_void_p(h), ctypes.byref(kind))
+        if kind.value == EMPTY:
+            continue
+        read = {KERNEL: _kernel, COPY: _copy, FILL: _fill}.get(kind.value)
+        if read is None:
+            name = NAMES.get(kind.value, f"node type {kind.value}")
+            raise Refused(f"the recording holds {name}, which has no addresses to update")
+        node = read(h)
+        node.handle = h
+        out.append(node)
+    return out
+
+
+def _kernel(h: int) -> Node:
+    params = _KernelParams()
+    call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(h), ctypes.byref(params))
+    if not params.params:
+        if params.extra:
+            raise Refused("a kernel whose arguments are one buffer")
+        return Node(KERNEL, _identity(params), [], params=params)
+    sizes = _argument_sizes(params)
+    pads = [-(-n // 16) * 16 for n in sizes]
+    memory = (ctypes.c_longlong * (sum(pads) // 8 + 1))()
+    start = ctypes.addressof(memory)
+    own = (ctypes.c_void_p * max(1, len(sizes)))()
+    at: list[int] = []
+    for k, (size, pad) in enumerate(zip(sizes, pads, strict=True)):
+        ctypes.memmove(start, params.params[k], size)
+        own[k] = start
+        at += range(start, start + size - 7, 8)
+        start += pad
+    params.params = ctypes.cast(own, ctypes.POINTER(ctypes.c_void_p))
+    return Node(KERNEL, _identity(params), _words(at), at, params=params, keep=(memory, own))
+
+
+def _identity(p: _KernelParams) -> tuple[Any, ...]:
+    return (p.func or p.kern, p.gx, p.gy, p.gz, p.bx, p.by, p.bz, p.shared)
+
+
+_SIZES: dict[int, list[int]] = {}
+
+
+def _argument_sizes(params: _KernelParams) -> list[int]:
+    """Bytes of each argument of a kernel."""
+    function, name = int(params.func or 0), "cuFuncGetParamInfo"
+    if not function:
+        function, name = int(params.kern or 0), "cuKernelGetParamInfo"
+    found = _SIZES.get(function)
+    if found is None:
+        ask = getattr(_driver(), name, None)
+        if ask is None:
+            raise Refused(f"this driver has no {name}; CUDA 12.4 has")
+        found = []
+        offset, size = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        refs = ctypes.byref(offset), ctypes.byref(size)
+        while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), *refs):
+            found.append(size.value)
+        _SIZES[function] = found
+    return found
+
+
+def _words(at: Sequence[int]) -> list[int]:
+    return [ctypes.c_longlong.from_address(a).value for a in at]
+
+
+def _copy(h: int) -> Node:
+    params = _CopyParams()
+    call("cuGraphMemcpyNodeGetParams", ctypes.c_void_p(h), ctypes.byref(params))
+    if params.src_type == 1 or params.dst_type == 1:
+        raise Refused("a copy from or to the host's memory")
+    base = ctypes.addressof(params)
+    at = [base + _CopyParams.src_device.offset, base + _CopyParams.dst_device.offset]
+    what = (params.width, params.height, params.depth)
+    return Node(COPY, what, _words(at), at, params=params)
+
+
+def _fill(h: int) -> Node:
+    params = _FillParams()
+    call("cuGraphMemsetNodeGetParams", ctypes.c_void_p(h), ctypes.byref(params))
+    at = [ctypes.addressof(params) + _FillParams.dst.offset]
+    what = (params.value, params.size, params.width, params.height, params.pitch)
+    return Node(FILL, what, _words(at), at, params=params)
+
+
+@dataclass(frozen=True)
+class Use:
+    """Word `word` of node `node` is the address of tensor `tensor`, plus `offset` bytes."""
+
+    node: int
+    word: int
+    tensor: int
+    offset: int
+
+
+def match(
+    first: Sequence[Node],
+    second: Sequence[Node],
+    places: Mapping[int, tuple[Place, Place]],
+    passing: Sequence[Place],
+    regions: Sequence[Span],
+) -> list[Use]:
+    """The words of `second` that are addresses of tensors. `places`: each tensor's place in both
+    recordings; `passing`: places in the first one of what the second has in memory of its own.
+    Raises `Refused`."""
+    if len(first) != len(second) or any(a.what != b.what for a, b in zip(first, second)):
+        raise Refused("two recordings of the same call are not the same kernels")
+    moved: dict[int, int] = {}
+    for k, (was, is_) in places.items():
+        if is_.base - was.base in moved:
+            raise Refused("two tensors moved by the same distance")
+        moved[is_.base - was.base] = k
+    out = []
+    before, after = regions
+    for i, (one, two) in enumerate(zip(first, second, strict=True)):
+        for j, (a, b) in enumerate(zip(one.words, two.words, strict=True)):
+            if not (after.low <= b < after.high):
+                inside = before.low <= a < before.high
+                if inside and not any(p.base - GAP < a < p.base + p.nbytes + GAP for p in passing):
+                    raise Refused(f"argument {j} of node {i} lost its tensor")
+                continue
+            found = moved.get(b - a)
+            if found is None:
+                raise Refused(f"argument {j} of node {i} moved unlike any tensor")
+            out.append(Use(i, j, found, b - places[found][1].base))
+    return out
+
+
+__all__ = ["GAP", "Node", "Place", "Refused", "Span", "Use", "match", "nodes_of"]
