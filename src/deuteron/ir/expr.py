@@ -178,20 +178,26 @@ class Expr:
         """Every index used in the expression, at any depth."""
         if self._indices is None:
             found: dict[Index, None] = {}
-            for node in self.walk():
-                for i in own_indices(node):
+            for node in self.walk(lambda n: n._indices is not None):
+                for i in own_indices(node) if node._indices is None else node._indices:
                     found[i] = None
             self._indices = tuple(found)
         return self._indices
 
-    def walk(self) -> Iterator[Expr]:
-        """Every node once, arguments before users, loaded indices included; depth has no limit."""
+    def walk(self, known: Callable[[Expr], bool] | None = None) -> Iterator[Expr]:
+        """Every node once, arguments before users, loaded indices included; depth has no limit.
+        Nothing below a node of which `known` holds."""
         seen: set[Expr] = set()
         stack = [self]
         while stack:
             node = stack[-1]
             if node in seen:
                 stack.pop()
+                continue
+            if known is not None and known(node):
+                seen.add(node)
+                stack.pop()
+                yield node
                 continue
             below = node._children
             if below is None:
@@ -206,8 +212,15 @@ class Expr:
             yield node
 
     def loads(self) -> tuple[Expr, ...]:
+        """Every load, at any depth, arguments before users."""
         if self._loads is None:
-            self._loads = tuple(n for n in self.walk() if n.op == "load")
+            found: dict[Expr, None] = {}
+            for node in self.walk(lambda n: n._loads is not None):
+                if node._loads is not None:
+                    found.update(dict.fromkeys(node._loads))
+                elif node.op == "load":
+                    found[node] = None
+            self._loads = tuple(found)
         return self._loads
 
     def axes(self) -> frozenset[Axis]:

@@ -68,9 +68,7 @@ def reads_of(c: Compute) -> tuple[Read, ...]:
     key = tuple(roots)
     found = _READS.get(key)
     if found is None:
-        reads = {
-            Read(n.attr[0], n.attr[1]): None for r in roots for n in r.walk() if n.op == "load"
-        }
+        reads = {Read(n.attr[0], n.attr[1]): None for r in roots for n in r.loads()}
         found = _READS[key] = tuple(reads)
     return found
 

@@ -58,7 +58,8 @@ class Inliner:
         self.memory = {o.tensor for o in program.outputs}
         self.computes: dict[str, Compute] = {}
         self.sites: dict[str, int] = {}  # tensor -> places that read it
-        self.size: dict[Expr, int] = {}
+        self.size: dict[Expr, int] = {}  # at most so many nodes
+        self.counted: set[Expr] = set()  # exactly so many
         for d in program.defs:
             if isinstance(d, Extern):
                 self.memory.update((*tensors_read(d), *d.mutates))
@@ -81,23 +82,29 @@ class Inliner:
             self.computes[c.name] = self.inlined(self.inlined(c, False), True)
 
     def inlined(self, c: Compute, gathers: bool) -> Compute:
-        loads = {n for root in roots(c) for n in root.walk() if n.op == "load"}
+        loads = {n for root in roots(c) for n in root.loads()}
         table: dict[Expr, Expr] = {}
         total = self.nodes(c.body)
         for n in sorted(loads, key=lambda n: n.id):
             p = self.computes.get(n.attr[0])
             if p is None or _gathers(n) is not gathers:
                 continue
-            if total + self.nodes(p.body) > MOST_NODES or not self.worth(p, n, c):
+            more = self.nodes(p.body)
+            if total + more > MOST_NODES or not self.worth(p, n, c):
                 continue
-            total += self.nodes(p.body)
+            total += more
             table[n] = element(p, n)
-        return written_into(c, table, [self.computes[n.attr[0]] for n in table])
+        new = written_into(c, table, [self.computes[n.attr[0]] for n in table])
+        self.size[new.body] = min(total, self.size.get(new.body, total))
+        return new
 
     def nodes(self, e: Expr) -> int:
+        """Nodes of an expression, or a number that is not smaller: what is shared between an
+        expression and those written into it counts twice until that matters."""
         found = self.size.get(e)
-        if found is None:
+        if found is None or found > MOST_NODES // 2 and e not in self.counted:
             found = self.size[e] = sum(1 for _ in e.walk())
+            self.counted.add(e)
         return found
 
     def worth(self, p: Compute, load: Expr, c: Compute) -> bool:
@@ -107,17 +114,17 @@ class Inliner:
         reads = reads_of(p)
         if any(r.tensor in self.overwritten for r in reads):
             return False  # what is overwritten later is read in its own order
+        lay = self.layouts[p.name]
+        points = hint(product(a.extent for a in (*c.axes, *_inner(c))))
+        often = points / max(1, hint(lay.numel))
+        if p.name not in self.memory and self.sites[p.name] == 1 and often <= 1.0:
+            return True
         work = E.flops(p.body)
         moved = sum(ITEMSIZE[self.layouts[r.tensor].dtype] for r in reads)
         if work <= FREE_FLOPS and moved <= ITEMSIZE[p.body.dtype]:
             return True
         if p.name in self.memory:
             return False
-        lay = self.layouts[p.name]
-        points = hint(product(a.extent for a in (*c.axes, *_inner(c))))
-        often = points / max(1, hint(lay.numel))
-        if self.sites[p.name] == 1 and often <= 1.0:
-            return True
         if lay.numel.value == 1:
             return work <= SCALAR_FLOPS  # computed once, outside of all loops
         if _aligned(load, c):
