@@ -337,7 +337,7 @@ def time_all(runners: list[Runner], device: str, seconds: float, row: Row) -> No
         copy.times.clear()
         begin, rounds = time.perf_counter(), 0
         with quiet():
-            while rounds < 60 and (rounds < 9 or time.perf_counter() - begin < seconds):
+            while rounds < 60 and (rounds < 5 or time.perf_counter() - begin < seconds):
                 copy.timed()
                 for r in runners:
                     r.timed()
