@@ -17,8 +17,7 @@ pytest.importorskip("triton")
 
 from deuteron.base.options import Options
 from deuteron.runtime.build_triton import build
-from tests.codegen.triton_programs import PROGRAMS, kernels
-from tests.schedule.tools import scheduled
+from tests.codegen.triton_programs import EVERY, LOOPED, kernels, planned
 
 SCRIPT = Path(__file__).with_name("triton_programs.py")
 
@@ -39,7 +38,7 @@ def interpreted() -> dict[str, dict[str, Any]]:
     return {entry["program"]: entry for entry in lines}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", EVERY)
 def test_values(name: str) -> None:
     found = interpreted()[name]
     assert "failure" not in found, found["failure"]
@@ -47,10 +46,9 @@ def test_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", EVERY)
 def test_builds_ahead_of_time(name: str, capability: int, tmp_path: Path) -> None:
-    f, args = PROGRAMS[name]
     options = Options.make(options={"cache_dir": str(tmp_path)})
-    for kernel in kernels(scheduled(f, *args, device="H200", check=False)):
+    for kernel in kernels(planned(name), name in LOOPED):
         binary = build(kernel, kernel.configs[0], capability, options)
         assert binary.code and binary.shared <= 163 << 10

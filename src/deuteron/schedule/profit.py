@@ -14,6 +14,7 @@ from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const, hint, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
+from deuteron.schedule.parts import one_pass
 
 # What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
 # share: H200, one program per multiprocessor, copies of 1 to 132 programs.
@@ -147,21 +148,34 @@ def cost(
     done = work(group)
     share = occupancy(group, layouts, spec)
     us = time_us(moved, done, share, spec)
-    if not whole and share < LOW and splittable(group, spec):
-        halves = time_us(moved, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
+    if not whole and share < LOW and splittable(group, layouts, spec):
+        again = moved + read_again(group, layouts)
+        halves = time_us(again, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
         if halves < us:
             return Cost(moved, done, 1.0, halves)
     return Cost(moved, done, share, us)
 
 
-def splittable(group: Group, spec: DeviceSpec) -> bool:
+def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
     """Whether its folds may be partial folds and a combination."""
-    if spec.kind == "cpu" or group.chunk is not None or not group.folds or chained(group):
+    if spec.kind == "cpu" or group.chunk is not None or not group.folds:
         return False
-    kinds = {m.compute.body.attr[0] for m in group.members if m.kind == "fold"}
-    return not any(k.startswith("arg") for k in kinds) and not any(
-        m.kind == "scan" or m.compute.target is not None for m in group.members
-    )
+    if any(m.kind == "scan" or m.compute.target is not None for m in group.members):
+        return False
+    return not chained(group) or one_pass(group, layouts) is not None
+
+
+def read_again(group: Group, layouts: Mapping[str, Layout]) -> int:
+    """Bytes that members at points read which wait for a fold: in two steps they are read twice."""
+    late: set[str] = set()
+    names: set[str] = set()
+    for m in group.members:
+        waits = any(r.tensor in late for r in m.reads)
+        if waits and m.kind != "fold" and m.level == "point":
+            names.update(r.tensor for r in m.reads if r.tensor in group.reads)
+        if waits or m.kind in ("fold", "scan"):
+            late.add(m.name)
+    return sum(bytes_read(group, n, layouts[n]) for n in sorted(names))
 
 
 def tail(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:

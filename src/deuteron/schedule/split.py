@@ -9,24 +9,29 @@ parallel loop over parts of each row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
-from deuteron.ir import expr as E
-from deuteron.ir.expr import REDUCTIONS, Expr
-from deuteron.ir.index import Axis, Index, const, floordiv, hint, product
-from deuteron.ir.program import Compute, Layout, contiguous
+from deuteron.ir.index import hint, product
+from deuteron.ir.program import Compute, Layout
 from deuteron.schedule import profit
 from deuteron.schedule.columns import columns, rows_of
 from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.group import Group, alone
 from deuteron.schedule.legality import Refusal, fits
+from deuteron.schedule.parts import in_parts
 
 # Parts of rows that a device works on at a time, per multiprocessor.
 PARTS = 4
 # A part has at least this many elements.
 SHORTEST = 2048
+# A part of at most this many elements is on chip.
+ON_CHIP = 8192
+# The same where rows lie side by side; that many of them are walked together.
+SHORTEST_COLUMN = 64
+COLUMNS = 32
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ def relieve(fusion: Fusion) -> None:
         if not isinstance(group, Group) or not group.folds or group.chunk is not None:
             continue
         spec = fusion.spec(group)
-        if not profit.splittable(group, spec):
+        if not profit.splittable(group, fusion.layouts, spec):
             continue
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
@@ -58,7 +63,8 @@ def relieve(fusion: Fusion) -> None:
         keep += [n for n in found.layouts if n in found.main.names]
         first = profit.cost(found.main, fusion.layouts, keep, spec, whole=True)
         late = profit.tail(found.layouts.values(), spec)
-        then = first.us + late.us + profit.launch_us(spec)
+        again = profit.time_us(profit.read_again(group, fusion.layouts), 0.0, 1.0, spec)
+        then = first.us + late.us + again + profit.launch_us(spec)
         if then >= now.us:
             continue
         fusion.record.add(
@@ -77,98 +83,55 @@ def relieve(fusion: Fusion) -> None:
 
 
 def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
-    if profit.side_by_side(group, fusion.layouts):
+    if any(m.compute.target is not None for m in group.members):
+        return None
+    if profit.side_by_side(group, fusion.layouts) and not profit.chained(group):
         base, table = rows_of(group)
         found = columns(base, group, table, fusion.layouts, fusion.owner, spec)
-        if isinstance(found, Refusal):
-            return None
-        return Split(found.main, found.tail, found.layouts)
+        if not isinstance(found, Refusal):
+            return Split(found.main, found.tail, found.layouts)
     return _parts(group, fusion, spec)
 
 
 def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
     """Every fold of the group over parts of its rows."""
-    if profit.chained(group) or any(m.compute.target is not None for m in group.members):
+    parts = in_parts(group, fusion.layouts, parts_of(group, fusion.layouts, spec))
+    if parts is None:
         return None
-    tail: list[tuple[Compute, int]] = []
-    made: dict[str, Layout] = {}
-    main: Group | None = None
-    rows = hint(group.space.rows)
-    count = max(2, PARTS * spec.cores // max(1, rows))
-    early: list[Group] = []
-    late: set[str] = set()
+    made = {n: c.layout for n, (c, _) in parts.made.items()}
+    made.update({n: c.layout for n, c in parts.late.items()})
+    fusion.layouts.update(made)
+    tail = list(parts.combined)
+    early = [alone(c, p) for c, p in parts.made.values()]
+    waits = {m.name for m in group.members if m.kind == "fold"}
     for m in group.members:
-        c = m.compute
         if m.kind == "fold":
-            pieces = in_parts(c, count)
-            if pieces is None:
-                return None
-            part, combine = pieces
-            made[part.name] = part.layout
-            fusion.layouts[part.name] = part.layout
-            tail.append((combine, m.position))
-            early.append(alone(part, m.position))
-        elif any(r.tensor in late or r.tensor in _folds(group) for r in m.reads):
-            tail.append((c, m.position))
-            late.add(m.name)
-        elif m.level == "point" and m.kind == "point":
-            early.append(alone(c, m.position))
-        else:
-            return None
-    for g in early:
-        if main is None:
-            main = g
             continue
+        if m.level == "row" or any(r.tensor in waits for r in m.reads):
+            tail.append((m.compute, m.position))
+            waits.add(m.name)
+        else:
+            early.append(alone(m.compute, m.position))
+    main = early[0]
+    for g in early[1:]:
         both = fits(main, g, fusion.layouts, fusion.owner)
         if not isinstance(both, Group):
             return None
         main = both
-    return Split(main, tuple(tail), made) if main is not None else None
+    return Split(main, tuple(tail), made)
 
 
-def _folds(group: Group) -> set[str]:
-    return {m.name for m in group.members if m.kind == "fold"}
+def parts_of(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> int:
+    """How many parts of a row keep the device busy, each with enough to do."""
+    rows = hint(group.space.rows)
+    length = hint(product(a.extent for a in group.space.reduced))
+    if profit.side_by_side(group, layouts):
+        programs = max(1, rows // COLUMNS)
+        return min(PARTS * spec.cores // programs, length // SHORTEST_COLUMN)
+    wish = max(2, PARTS * spec.cores // max(1, rows))
+    if profit.chained(group):  # parts that fit on chip need no rule to be read once
+        wish = max(wish, -(-length // ON_CHIP))
+    return min(wish, length // SHORTEST)
 
 
-def in_parts(c: Compute, count: int) -> tuple[Compute, Compute] | None:
-    """A fold as partial folds ``part[..., k]`` and their fold."""
-    kind, bound = c.body.attr
-    if kind.startswith("arg"):
-        return None
-    axis = max(bound, key=lambda a: (hint(a.extent), -bound.index(a)))
-    total = hint(product(a.extent for a in bound))
-    count = max(1, min(count, total // SHORTEST, max(1, hint(axis.extent))))
-    n = axis.extent
-    if n.value is not None:
-        count = _divisor(n.value, count)
-    if count < 2:
-        return None
-    length = floordiv(n + (count - 1), count)
-    k = Axis(f"d{len(c.axes)}", count)
-    inner = Axis(axis.name, length)
-    place: Index = k.index * length + inner.index
-    body: Expr = c.body.args[0].substitute({axis: place})
-    if n.value is None or n.value % count:
-        mask = E.op("lt", E.index_value(place), E.index_value(n))
-        nothing = E.literal(REDUCTIONS[kind].identity(body.dtype), body.dtype)
-        body = E.op("where", mask, E.with_mask(body, mask), nothing)
-    axes = (*c.axes, k)
-    shape = tuple(a.extent for a in axes)
-    layout = contiguous(shape, c.body.dtype, c.layout.device)
-    left = tuple(inner if a is axis else a for a in bound)
-    part = Compute(f"{c.name}.part", axes, E.reduce(kind, left, body), layout, origins=c.origins)
-    worker = Axis("r0", const(count))
-    index = (*(a.index for a in c.axes), worker.index)
-    load = E.load(part.name, index, c.body.dtype)
-    return part, replace(c, body=E.reduce(kind, (worker,), load))
-
-
-def _divisor(n: int, wish: int) -> int:
-    """A divisor of `n` near `wish` (not much smaller), else `wish`."""
-    for d in range(wish, max(1, wish // 2), -1):
-        if n % d == 0:
-            return d
-    return wish
-
-
-__all__ = ["in_parts", "relieve"]
+__all__ = ["relieve"]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
-from deuteron.codegen.triton.passes import Online, Pass, Welford
+from deuteron.codegen.triton.passes import Pass
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.ir.expr import REDUCTIONS, Expr
 from deuteron.schedule.kernel import Fold
+from deuteron.schedule.online import Products, Rescaled
 
 FULL = frozenset(("x", "r"))
 LOWEST = {"f32": "-3.4028234663852886e38", "f64": "-1.7976931348623157e308"}
@@ -66,19 +67,22 @@ class Accumulators:
         self.sums: dict[str, list[str]] = {}  # maximum -> sums that are rescaled with it
         self.plain: dict[str, str] = {}  # maximum -> one of them with factor 1
         for name, rule in p.merged.items():
-            if isinstance(rule, Online):
+            if isinstance(rule, Rescaled):
                 self.sums.setdefault(rule.maximum, []).append(name)
                 if rule.factor is None:
                     self.plain[rule.maximum] = name
-        self.steps: dict[str, tuple[str, str]] = {}  # maximum -> (grew, e) of the current block
+        # maximum -> whether it grew in the current block, and by how much, negated
+        self.steps: dict[str, tuple[str, str]] = {}
 
     def declare(self) -> None:
         em, shape = self.em, self.em.shape(FULL)
         for f in self.folds:
             name, dtype = self.names[f.name], f.body.dtype
-            if isinstance(self.merged.get(f.name), Welford):
+            rule = self.merged.get(f.name)
+            if isinstance(rule, Products):
+                means = ("mean",) if rule.square else ("mean", "other")
                 zeros = f"tl.zeros({shape}, {scalars.TYPE[dtype]})"
-                em.scope.add(f"{name}_mean = {zeros}", f"{name}_m2 = {zeros}")
+                em.scope.add(*(f"{name}_{what} = {zeros}" for what in (*means, "m2")))
             elif f.name in self.plain:
                 em.scope.add(f"{name} = tl.full({shape}, {LOWEST[dtype]}, {scalars.TYPE[dtype]})")
             else:
@@ -90,13 +94,14 @@ class Accumulators:
     def update(self, f: Fold) -> None:
         """One block of the row; the scope is the loop's."""
         em, name, rule = self.em, self.names[f.name], self.merged.get(f.name)
-        if isinstance(rule, Online):
+        if isinstance(rule, Rescaled):
             one = scalars.literal(1, f.body.dtype, typed=True)
             term = one if rule.factor is None else em.value(rule.factor)
-            up, e = self.steps[rule.maximum]
+            up, apart = self.steps[rule.maximum]
+            e = self._power(rule, apart)
             self._assign({name: f"libm.online_add({name}, {term}, {up}, {e})"})
-        elif isinstance(rule, Welford):
-            self._welford(f, rule, name)
+        elif isinstance(rule, Products):
+            self._products(f, rule, name)
         elif f.kind.startswith("arg"):
             value, at = em.fresh("v"), em.fresh("i")
             place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
@@ -117,9 +122,19 @@ class Accumulators:
             other = LOWEST[f.body.dtype] if finite else identity("max", f.body.dtype)
             value = f"tl.where({mask}, {value}, {other})"
         step = "online_step" if finite else "online_step_infinite"
-        up, e = em.fresh("up"), em.fresh("e")
-        em.scope.add(f"{name}, {up}, {e} = libm.{step}({name}, {value})")
-        self.steps[f.name] = (up, e)
+        up, apart = em.fresh("up"), em.fresh("apart")
+        em.scope.add(f"{name}, {up}, {apart} = libm.{step}({name}, {value})")
+        self.steps[f.name] = (up, apart)
+
+    def _power(self, rule: Rescaled, difference: str) -> str:
+        """The exponential of a difference, written once."""
+        em = self.em
+        key = (rule.power.op, rule.scale, difference)
+        if key not in em.scope.sums:
+            em.scope.sums[key] = em.fresh("e")
+            factor = "" if rule.scale == 1 else f" * {rule.scale!r}"
+            em.scope.add(f"{em.scope.sums[key]} = libm.{rule.power.op}({difference}{factor})")
+        return em.scope.sums[key]
 
     def _assign(self, new: dict[str, str]) -> None:
         mask = self.em.mask(frozenset("r"))
@@ -128,17 +143,24 @@ class Accumulators:
                 f"{name} = tl.where({mask}, {text}, {name})" if mask else f"{name} = {text}"
             )
 
-    def _welford(self, f: Fold, rule: Welford, name: str) -> None:
+    def _products(self, f: Fold, rule: Products, name: str) -> None:
         em, kind = self.em, scalars.TYPE[f.body.dtype]
-        value = em.value(rule.body)
+        value = em.value(rule.x)
         if "share" not in em.scope.sums:
             block = em.dims["r"].block
             count = f"(tl.full([], 1, tl.int32) + roffset // {block})"
             em.scope.add(f"share = 1.0 / {count}.to({kind})")
             em.scope.sums["share"] = "share"
         mean, m2 = em.fresh("mean"), em.fresh("m2_")
-        em.scope.add(f"{mean}, {m2} = libm.welford_step({name}_mean, {name}_m2, {value}, share)")
-        self._assign({f"{name}_mean": mean, f"{name}_m2": m2})
+        if rule.square:
+            old = f"{name}_mean, {name}_m2, {value}"
+            em.scope.add(f"{mean}, {m2} = libm.welford_step({old}, share)")
+            self._assign({f"{name}_mean": mean, f"{name}_m2": m2})
+            return
+        other = em.fresh("other")
+        old = f"{name}_mean, {name}_other, {name}_m2, {value}, {em.value(rule.y)}"
+        em.scope.add(f"{mean}, {other}, {m2} = libm.products_step({old}, share)")
+        self._assign({f"{name}_mean": mean, f"{name}_other": other, f"{name}_m2": m2})
 
     def finish(self) -> None:
         """Combines the lanes; binds each fold's result in the current scope."""
@@ -153,41 +175,64 @@ class Accumulators:
             else:
                 em.scope.add(f"{out} = libm.fold_{f.kind}({name})")
             if f.name in self.sums:
-                self._finish_online(f, name, out)
-            bind(em, f, out)
+                self._finish_rescaled(f, name, out)
+            else:
+                bind(em, f, out)
         for f in self.folds:
             rule = self.merged.get(f.name)
-            if isinstance(rule, Welford):
-                self._finish_welford(f, rule, self.names[f.name])
+            if isinstance(rule, Products):
+                self._finish_products(f, rule, self.names[f.name])
 
-    def _finish_online(self, f: Fold, lanes: str, row: str) -> None:
+    def _finish_rescaled(self, f: Fold, lanes: str, row: str) -> None:
         """The sums that were rescaled with the maximum `row`. No element but minus infinity leaves
         a sum with factor 1 at 0, and a finite maximum where there was none.
         """
         em = self.em
         sums = [s for s in self.folds if s.name in self.sums[f.name]]
         names = {s.name: em.fresh(f"{clean(s.name)}_") for s in sums}
-        scale = em.fresh("scale")
-        em.scope.add(f"{scale} = libm.online_scale({lanes}, {row})")
         for s in sums:
+            scale = self._power(self._rescaled(s), f"libm.apart({lanes}, {row})")
             em.scope.add(f"{names[s.name]} = libm.fold_sum({self.names[s.name]} * {scale})")
         if f.name in self.plain:
             low = scalars.literal(float("-inf"), f.body.dtype)
             em.scope.add(f"{row} = tl.where({names[self.plain[f.name]]} == 0, {low}, {row})")
+        bind(em, f, row)
         for s in sums:
-            em.scope.add(f"{names[s.name]} = libm.online_finish({names[s.name]}, {row})")
-            bind(em, s, names[s.name])
+            rule, total = self._rescaled(s), names[s.name]
+            if rule.plain:
+                em.scope.add(f"{total} = libm.online_finish({total}, {row})")
+            else:
+                shift = em.value(rule.shift)
+                e = self._power(rule, f"({row} - {shift})")
+                weighted = "" if rule.factor is None else "_weighted"
+                em.scope.add(f"{total} = libm.online_shifted{weighted}({total}, {row}, {e})")
+            bind(em, s, total)
 
-    def _finish_welford(self, f: Fold, rule: Welford, name: str) -> None:
+    def _rescaled(self, f: Fold) -> Rescaled:
+        rule = self.merged[f.name]
+        assert isinstance(rule, Rescaled)
+        return rule
+
+    def _finish_products(self, f: Fold, rule: Products, name: str) -> None:
         em, kind, block = self.em, scalars.TYPE[f.body.dtype], self.em.dims["r"].block
         count, n, mean, out = (em.fresh(s) for s in ("count", "n", "mean", f"{clean(f.name)}_"))
-        center = em.value(rule.center)
         em.scope.add(
             f"{count} = (rnumel - tl.arange(0, {block})[None, :] + {block} - 1) // {block}",
             f"{count} = tl.broadcast_to(tl.maximum({count}, 0).to({kind}), {em.shape(FULL)})",
-            f"{mean}, {out}, {n} = libm.fold_welford({name}_mean, {name}_m2, {count})",
-            f"{out} = {out} + {n} * ({mean} - {center}) * ({mean} - {center})",
         )
+        a = em.value(rule.a)
+        if rule.square:
+            em.scope.add(
+                f"{mean}, {out}, {n} = libm.fold_welford({name}_mean, {name}_m2, {count})",
+                f"{out} = {out} + {n} * ({mean} - {a}) * ({mean} - {a})",
+            )
+        else:
+            b, other = em.value(rule.b), em.fresh("other")
+            parts = f"{name}_mean, {name}_other, {name}_m2, {count}"
+            em.scope.add(
+                f"{mean}, {other}, {out}, {n} = libm.fold_products({parts})",
+                f"{out} = {out} + {n} * ({mean} - {a}) * ({other} - {b})",
+            )
         bind(em, f, out)
 
 

@@ -454,21 +454,46 @@ def welford_step(mean, m2, x, share):
 
 
 @triton.jit
+def products_combine(x_a, y_a, c_a, n_a, x_b, y_b, c_b, n_b):
+    """Means of two variables and sums of products of their deviations, of two sets."""
+    n = n_a + n_b
+    share = tl.where(n == 0, n, n_b / tl.where(n == 0, n + 1.0, n))
+    dx = x_b - x_a
+    dy = y_b - y_a
+    return x_a + dx * share, y_a + dy * share, c_a + c_b + dx * dy * n_a * share, n
+
+
+@triton.jit
+def products_step(x, y, c, a, b, share):
+    """One more pair (a, b) in every lane; `share` = 1 / number of pairs then."""
+    dx = a - x
+    y = tl.fma(b - y, share, y)
+    return tl.fma(dx, share, x), y, tl.fma(dx, b - y, c)
+
+
+@triton.jit
+def fold_products(x, y, c, count):
+    x, y, c, count = tl.reduce((x, y, c, count), 1, products_combine)
+    return x[:, None], y[:, None], c[:, None], count[:, None]
+
+
+@triton.jit
 def online_step(m, x):
-    """For a running maximum `m` and an element `x`: (new maximum, whether it grew, e).
+    """For a running maximum `m` and an element `x`: (new maximum, whether it grew, -|x - m|).
 
     What was summed for the old maximum, and the element's exp(x - new maximum), are 1 or e times
-    what they are for the other one: a single exponential. `m` starts at the lowest finite number,
-    so that minus infinity adds exp(-inf) = 0 and is never subtracted from itself.
+    what they are for the other one, e = exp(-|x - m|): a single exponential. `m` starts at the
+    lowest finite number, so that minus infinity adds exp(-inf) = 0 and is never subtracted from
+    itself.
     """
     d = x - m
-    return maximum(m, x), d > 0, exp(-tl.abs(d))
+    return maximum(m, x), d > 0, -tl.abs(d)
 
 
 @triton.jit
 def online_step_infinite(m, x):
     """The same for an `m` that starts at minus infinity."""
-    return maximum(m, x), x > m, tl.where(x == m, 1.0, exp(-tl.abs(x - m)))
+    return maximum(m, x), x > m, tl.where(x == m, 0.0, -tl.abs(x - m))
 
 
 @triton.jit
@@ -478,15 +503,29 @@ def online_add(total, term, up, e):
 
 
 @triton.jit
-def online_scale(lane, row):
-    """What a lane's sum is multiplied by when its maximum becomes that of the row."""
-    return tl.where(lane == row, 1.0, exp(lane - row))
+def apart(a, b):
+    """``a - b``, 0 where they are equal, infinite ones too."""
+    return tl.where(a == b, 0.0, a - b)
 
 
 @triton.jit
 def online_finish(total, row):
     """A maximum that is infinite makes every term exp(inf - inf)."""
     return tl.where(tl.abs(row) == float("inf"), float("nan"), total)
+
+
+@triton.jit
+def online_shifted(total, row, e):
+    """A sum of exp(x - maximum) as one of exp(x - shift), e = exp(maximum - shift): e itself where
+    the maximum is infinite.
+    """
+    return tl.where(tl.abs(row) == float("inf"), e, total * e)
+
+
+@triton.jit
+def online_shifted_weighted(total, row, e):
+    """The same for a sum of factor exp(x - maximum)."""
+    return tl.where(row == float("-inf"), e, total * e)
 
 
 # -- atomic updates that the hardware does not have ------------------------------------------------

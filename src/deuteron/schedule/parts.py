@@ -1,0 +1,367 @@
+"""Folds of a row, dependent ones too, as folds of parts of the row and a combination of those.
+
+In: a group of folds whose chain one pass can do (`online`). Out: computations for the partial
+results, which live on the rows and on the parts, and under the folds' own names the computations
+that combine them, in a fixed order. Everything is ordinary IR: each part's fold needs the partial
+results of its own part only, and the combination is a fold over parts.
+
+    max, sum, ...    the fold of the parts' folds
+    rescaled         sum of the parts' sums, each times what its own maximum lacks of the row's
+    products         sum of the parts' sums about their own means, moved to the row's center
+    argmax, argmin   the first part that has the row's extreme element, and the position there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deuteron.ir import expr as E
+from deuteron.ir.expr import REDUCTIONS, Expr
+from deuteron.ir.index import (
+    Axis,
+    Index,
+    const,
+    floordiv,
+    hint,
+    mod,
+    product,
+    substitute,
+)
+from deuteron.ir.program import Compute, Layout, contiguous
+from deuteron.schedule.group import Group, Member, register
+from deuteron.schedule.kernel import Fold, Nest, Prefix
+from deuteron.schedule.online import (
+    Chain,
+    Products,
+    Rescaled,
+    local_body,
+    local_shift,
+    power_of,
+    recenter,
+    rescale,
+)
+from deuteron.schedule.space import Map, dense, flat
+
+
+def one_pass(group: Group, layouts: Mapping[str, Layout]) -> Chain | None:
+    """The chain of the group's folds, where one pass over the row is enough for all of them."""
+    if any(m.kind in ("scan", "column", "write") for m in group.members):
+        return None
+    nest = group.nest(dict(layouts), ())
+    reduced = set(nest.reduced)
+    chain = Chain(lambda e: not (e.axes() & reduced))
+    for s in nest.stmts:
+        assert not isinstance(s, Prefix)
+        if isinstance(s, Fold) and chain.add(s):
+            return None
+    return chain
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How reduced loops are cut: `parts` are loops over parts, `inner` what a part folds over;
+    `table` gives the old loops. `inside`: whether a point is one of the row, where not all are.
+    """
+
+    parts: tuple[Axis, ...]
+    inner: tuple[Axis, ...]
+    table: Map
+    inside: Expr | None
+    count: Expr  # points of a part, as i64
+
+    def number(self) -> int:
+        return hint(product(a.extent for a in self.parts))
+
+
+def cut(nest: Nest, layouts: Mapping[str, Layout], wish: int) -> Cut | None:
+    """About `wish` parts, cut along the outermost loops."""
+    taken = {a.name for a in nest.parallel}
+    names = (f"p{k}" for k in range(1 << 20) if f"p{k}" not in taken)
+    parts: list[Axis] = []
+    inner = list(nest.reduced)
+    table: Map = {}
+    inside: Expr | None = None
+    rest = const(1)
+    have = 1
+    for a in outermost_first(nest, layouts):
+        n = hint(a.extent)
+        if n <= 1:
+            continue
+        if have * n <= wish and a.extent.value is not None and len(inner) > 1:
+            part = Axis(next(names), a.extent)
+            table[a] = part.index
+            inner.remove(a)
+            parts.append(part)
+            have *= n
+            continue
+        count = min(wish // have, n)
+        if a.extent.value is not None:
+            count = divisor(a.extent.value, count)
+        if count < 2:
+            break
+        length = floordiv(a.extent + (count - 1), count)
+        part, left = Axis(next(names), count), Axis(a.name, length)
+        place = part.index * length + left.index
+        table[a] = place
+        inner[inner.index(a)] = left
+        parts.append(part)
+        if a.extent.value is None or a.extent.value % count:
+            inside = E.op("lt", E.index_value(place), E.index_value(a.extent))
+            ahead = E.index_value(a.extent - part.index * length)
+            zero, most = E.literal(0, "i64"), E.index_value(length)
+            points = E.op("minimum", E.op("maximum", ahead, zero), most)
+            rest = product(x.extent for x in inner if x is not left)
+            count_of = E.op("mul", points, E.index_value(rest))
+            return Cut(tuple(parts), tuple(inner), table, inside, count_of)
+        break
+    if not parts or not inner:
+        return None
+    total = E.index_value(product(x.extent for x in inner))
+    return Cut(tuple(parts), tuple(inner), table, None, total)
+
+
+def outermost_first(nest: Nest, layouts: Mapping[str, Layout]) -> list[Axis]:
+    """The reduced loops by the stride with which they walk the largest tensor that they read."""
+    best: Index | None = None
+    size = -1
+    local = nest.locals()
+    for load in (n for e in nest.exprs() for n in e.loads()):
+        name, index, _ = load.attr
+        if name not in local:
+            touched = hint(product(a.extent for a in {a for i in index for a in i.axes()}))
+            if touched > size:
+                best, size = layouts[name].address(index), touched
+
+    def stride(a: Axis) -> int:
+        c = best.coefficient(a) if best is not None else None
+        return 0 if c is None or c.axes() else abs(hint(c))
+
+    return sorted(nest.reduced, key=lambda a: (-stride(a), nest.reduced.index(a)))
+
+
+def divisor(n: int, wish: int) -> int:
+    """A divisor of `n` near `wish` (not much smaller), else `wish`."""
+    for d in range(wish, max(1, wish // 2), -1):
+        if n % d == 0:
+            return d
+    return wish
+
+
+@dataclass
+class Parts:
+    """The computations that take the place of a group's folds."""
+
+    group: Group
+    nest: Nest
+    chain: Chain
+    cut: Cut
+    layouts: Mapping[str, Layout]
+    made: dict[str, tuple[Compute, int]] = field(default_factory=dict)  # partial results
+    combined: list[tuple[Compute, int]] = field(default_factory=list)
+    late: dict[str, Compute] = field(default_factory=dict)  # tensors that only combinations need
+
+    def build(self) -> bool:
+        """Whether every fold of the group has found its place."""
+        members = {register(m): m for m in self.group.members if m.kind == "fold"}
+        for f in self.nest.stmts:
+            assert isinstance(f, Fold)
+            m = members[f.name]
+            places = self.places(m)
+            if places is None:
+                return False
+            rule = self.chain.rules.get(f.name)
+            if f.kind.startswith("arg"):
+                self.position(f, m, places)
+            elif isinstance(rule, Rescaled):
+                self.rescaled(f, m, rule, places)
+            elif isinstance(rule, Products):
+                self.products(f, m, rule, places)
+            else:
+                self.partial(f"{m.name}.part", f.kind, f.body, m)
+                self.combine(m, f.kind, self.read(f"{m.name}.part", places))
+        return True
+
+    # -- partial results ---------------------------------------------------------------------------
+    def partial(self, name: str, kind: str, body: Expr, m: Member) -> None:
+        """A fold of every part: ``name[rows, parts]``."""
+        neutral = REDUCTIONS[kind].identity(body.dtype)
+        self.store(name, kind, self.guarded(body, neutral), m)
+
+    def guarded(self, body: Expr, neutral: Any) -> Expr:
+        """`body` at a point of the part, `neutral` where that is not one of the row."""
+        moved, inside = body.substitute(self.cut.table), self.cut.inside
+        if inside is None:
+            return moved
+        moved = masked(moved, inside, set(self.cut.inner))
+        return E.op("where", inside, moved, E.literal(neutral, body.dtype))
+
+    def store(self, name: str, kind: str, body: Expr, m: Member) -> None:
+        axes = (*self.nest.parallel, *self.cut.parts)
+        value = E.reduce(kind, self.cut.inner, body)
+        layout = contiguous(tuple(a.extent for a in axes), value.dtype, m.compute.layout.device)
+        c = Compute(name, axes, value, layout, origins=m.compute.origins)
+        self.made[name] = (c, m.position)
+
+    def here(self, name: str) -> Expr:
+        """A partial result of the part that is being computed."""
+        index = tuple(a.index for a in (*self.nest.parallel, *self.cut.parts))
+        return E.load(name, index, self.made[name][0].body.dtype)
+
+    # -- combinations ------------------------------------------------------------------------------
+    def places(self, m: Member) -> Map | None:
+        """The nest's rows as indices over the axes of the member's tensor."""
+        c = m.compute
+        shape = [a.extent for a in c.axes]
+        rows = [a for a in self.nest.parallel if a.extent.value != 1]
+        form = dense(flat(m.index, shape), rows)
+        if form is None or len(form) != len(rows):
+            return None
+        number = flat([a.index for a in c.axes], shape)
+        out: Map = {a: const(0) for a in self.nest.parallel}
+        for k, (a, w) in enumerate(form):
+            out[a] = (
+                floordiv(number, w) if k == len(form) - 1 else mod(floordiv(number, w), a.extent)
+            )
+        return out
+
+    @property
+    def workers(self) -> tuple[Axis, ...]:
+        return tuple(Axis(f"r{k}", a.extent) for k, a in enumerate(self.cut.parts))
+
+    def read(self, name: str, places: Map) -> Expr:
+        """A partial result, in the combination of a tensor whose rows are at `places`."""
+        rows = tuple(places[a] for a in self.nest.parallel)
+        index = (*rows, *(a.index for a in self.workers))
+        return E.load(name, index, self.made[name][0].body.dtype)
+
+    def combine(self, m: Member, kind: str, body: Expr) -> None:
+        c = replace(m.compute, body=E.reduce(kind, self.workers, body))
+        self.combined.append((c, m.position))
+
+    def outside(self, e: Expr, places: Map) -> Expr:
+        """What is constant in a row, in a combination: registers are tensors there."""
+        members = {register(m): m for m in self.group.members if m.kind == "fold"}
+        table: dict[Expr, Expr] = {}
+        for n in e.loads():
+            m = members.get(n.attr[0])
+            if m is not None:
+                index = tuple(substitute(i, places) for i in m.index)
+                table[n] = E.load(m.name, index, n.dtype)
+        return e.substitute(places, table)
+
+    # -- dependent folds ---------------------------------------------------------------------------
+    def rescaled(self, f: Fold, m: Member, rule: Rescaled, places: Map) -> None:
+        top = rule.maximum.removesuffix(".r") + ".part"
+        name = f"{m.name}.part"
+        shift = local_shift(rule, self.here(top))
+        if rule.factor is None:  # minus infinity, beyond the row, adds nothing
+            element = self.guarded(rule.element, float("-inf"))
+            self.store(name, "sum", power_of(rule, E.op("sub", element, shift)), m)
+        else:
+            self.partial(name, "sum", local_body(rule, f.body, shift), m)
+        local = local_shift(rule, self.read(top, places))
+        shift = self.outside(rule.shift, places)
+        self.combine(m, "sum", rescale(rule, self.read(name, places), local, shift))
+
+    def products(self, f: Fold, m: Member, rule: Products, places: Map) -> None:
+        """About the parts' means, which are rounded: the sums of what is left, 0 but for rounding,
+        make up for it where the elements are far from 0 (`recenter`).
+        """
+        dtype, name = f.body.dtype, f"{m.name}.part"
+        elements = {"x": rule.x} if rule.square else {"x": rule.x, "y": rule.y}
+        n = E.cast(at_least_one(self.cut.count), dtype)
+        apart: dict[str, Expr] = {}
+        sums: dict[str, str] = {}
+        for side, e in elements.items():
+            sums[side] = self.sum_of(e, m, side)
+            apart[side] = E.op("sub", e, E.op("div", self.here(sums[side]), n))
+        for side, e in apart.items():
+            self.partial(f"{m.name}.{side}.rest.part", "sum", e, m)
+        self.partial(name, "sum", E.op("mul", apart["x"], apart.get("y", apart["x"])), m)
+        table: Map = {a: b.index for a, b in zip(self.cut.parts, self.workers, strict=True)}
+        count = self.cut.count.substitute(table)
+        many = E.cast(at_least_one(count), dtype)
+        far: list[Expr] = []
+        rest: list[Expr] = []
+        for side, center in (("x", rule.a), ("y", rule.b)):
+            side = side if side in sums else "x"
+            mean = E.op("div", self.read(sums[side], places), many)
+            far.append(E.op("sub", mean, self.outside(center, places)))
+            rest.append(self.read(f"{m.name}.{side}.rest.part", places))
+        total = self.read(name, places)
+        self.combine(m, "sum", recenter(total, E.cast(count, dtype), far, rest))
+
+    def sum_of(self, x: Expr, m: Member, side: str) -> str:
+        """The partial sums of `x`: those of a fold of the group, or some of their own."""
+        for f in self.nest.stmts:
+            assert isinstance(f, Fold)
+            name = f.name.removesuffix(".r") + ".part"
+            if f.kind == "sum" and f.body is x and name in self.made:
+                return name
+        name = f"{m.name}.{side}.part"
+        self.partial(name, "sum", x, m)
+        return name
+
+    def position(self, f: Fold, m: Member, places: Map) -> None:
+        """The place, along the one reduced loop, of an extreme element: the first of the parts that
+        have the row's, and the place in it.
+        """
+        best, at, which = (f"{m.name}.{what}" for what in ("best.part", "part", "which"))
+        self.partial(best, f.kind.removeprefix("arg"), f.body, m)
+        self.partial(at, f.kind, f.body, m)
+        (worker,) = self.workers
+        c = m.compute
+        layout = contiguous(tuple(a.extent for a in c.axes), "i64", c.layout.device)
+        first = E.reduce(f.kind, (worker,), self.read(best, places))
+        self.late[which] = Compute(which, c.axes, first, layout, origins=c.origins)
+        self.combined.append((self.late[which], m.position))
+        part = E.index_value(worker.index)
+        chosen = E.op("eq", part, E.load(which, tuple(a.index for a in c.axes), "i64"))
+        (loop,) = self.nest.reduced
+        start = substitute(self.cut.table[loop], {self.cut.inner[0]: const(0)})
+        start = substitute(start, {self.cut.parts[0]: worker.index})
+        place = E.op("add", self.read(at, places), E.index_value(start))
+        self.combine(m, "sum", E.op("where", chosen, place, E.literal(0, "i64")))
+
+
+def at_least_one(count: Expr) -> Expr:
+    """The number of elements of a part, 1 where it has none."""
+    if count.op == "literal" and count.attr >= 1:
+        return count
+    return E.op("maximum", count, E.literal(1, "i64"))
+
+
+def masked(root: Expr, mask: Expr, loops: set[Axis]) -> Expr:
+    """`root` with every load that depends on `loops` restricted to where `mask` holds: the others
+    are there in any case.
+    """
+    done: dict[Expr, Expr] = {}
+    for node in root.walk():
+        new = E.rebuild(node, tuple(done[a] for a in node.args), {}, done)
+        if new.op == "load" and new.axes() & loops:
+            name, idx, fill = new.attr
+            when = E.op("logical_and", mask, new.args[0]) if new.args else mask
+            new = E.load(name, idx, new.dtype, when, fill if fill is not None else 0)
+        done[node] = new
+    return done[root]
+
+
+def in_parts(group: Group, layouts: Mapping[str, Layout], wish: int) -> Parts | None:
+    """The group's folds over about `wish` parts of each row."""
+    chain = one_pass(group, layouts)
+    if chain is None:
+        return None
+    nest = group.nest(dict(layouts), ())
+    positions = any(isinstance(s, Fold) and s.kind.startswith("arg") for s in nest.stmts)
+    if positions and len(nest.reduced) > 1:
+        return None  # the place is one along a single loop
+    found = cut(nest, layouts, wish)
+    if found is None:
+        return None
+    parts = Parts(group, nest, chain, found, layouts)
+    return parts if parts.build() else None
+
+
+__all__ = ["Parts", "in_parts", "one_pass"]

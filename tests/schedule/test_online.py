@@ -1,0 +1,179 @@
+"""Rules by which dependent folds share a pass: each row of the table in `schedule.online`, its
+form, its identity on random rows cut into parts, exceptional rows, and what the rules refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deuteron.schedule import split
+from deuteron.schedule.kernel import Fold, Nest
+from deuteron.schedule.online import Chain, Products, Rescaled, Rule
+from tests.schedule import tools
+from tests.schedule.tools import Scheduled, scheduled, spec_of
+
+INF = float("inf")
+
+
+def top(x: Tensor) -> Tensor:
+    return x.amax(-1, keepdim=True)
+
+
+def mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
+
+
+def masked_sum(x: Tensor, g: Tensor) -> Tensor:
+    e = torch.exp(x - top(x))
+    return torch.where(g > 0, e * g, 0.0).sum(-1) - (e / 3).sum(-1)
+
+
+RULES: dict[str, tuple[type, Callable[..., Any], int]] = {
+    "softmax": (Rescaled, lambda x: torch.softmax(x, -1), 1),
+    "log-softmax": (Rescaled, lambda x: torch.log_softmax(x, -1), 1),
+    "logsumexp": (Rescaled, lambda x: torch.logsumexp(x, -1), 1),
+    "base 2": (Rescaled, lambda x: torch.exp2((x - top(x)) * 1.4426950408889634).sum(-1), 1),
+    "scaled apart": (Rescaled, lambda x: torch.exp2(x * 1.25 - top(x) * 1.25).sum(-1), 1),
+    "weights": (Rescaled, lambda x, g: (torch.exp(x - top(x)) * g).sum(-1), 2),
+    "linear": (Rescaled, masked_sum, 2),
+    "variance": (Products, lambda x: torch.var_mean(x, -1), 1),
+    "written out": (Products, lambda x: ((mean(x) - x) ** 2).mean(-1), 1),
+    "about the largest": (Products, lambda x: ((x - top(x)) * (x - top(x))).mean(-1), 1),
+    "covariance": (Products, lambda x, g: ((x - mean(x)) * (g - mean(g))).sum(-1), 2),
+}
+NONE: dict[str, Callable[..., Any]] = {
+    "not linear": lambda x: torch.exp(x - top(x)).square().sum(-1),
+    "another maximum": lambda x: torch.exp(x - top(x * 2)).sum(-1),
+    "a minimum": lambda x: torch.exp(x - x.amin(-1, keepdim=True)).sum(-1),
+    "falling": lambda x: torch.exp((x - top(x)) * -0.5).sum(-1),
+    "distance": lambda x: (x - mean(x)).abs().sum(-1),
+    "largest deviation": lambda x: (x - mean(x)).square().amax(-1),
+    "rounded between": lambda x: torch.exp((x - top(x)).bfloat16().float()).sum(-1),
+}
+
+
+def chain_of(nest: Nest) -> Chain:
+    reduced = set(nest.reduced)
+    chain = Chain(lambda e: not (e.axes() & reduced))
+    for s in nest.stmts:
+        if isinstance(s, Fold):
+            chain.add(s)
+    return chain
+
+
+def rules_of(found: Scheduled) -> list[Rule]:
+    return [r for k in found.kernels for n in k.nests for r in chain_of(n).rules.values()]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A device on which reading a row twice costs more than a launch, however short the row."""
+    spec = replace(spec_of("H200"), bandwidth_gbps=0.5)
+    monkeypatch.setattr(tools, "spec_of", lambda device: spec)
+    monkeypatch.setattr(split, "SHORTEST", 64)
+    monkeypatch.setattr(split, "SHORTEST_COLUMN", 16)
+    yield
+
+
+def inputs(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [(torch.randn(*shape) * 3 + k).to(dtype) for k in range(count)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_form(name: str) -> None:
+    kind, f, count = RULES[name]
+    found = rules_of(scheduled(f, *inputs(count, 4, 300)))
+    assert found and all(isinstance(r, kind) for r in found)
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_refused(name: str) -> None:
+    assert not rules_of(scheduled(NONE[name], *inputs(1, 4, 300)))
+
+
+def errors(f: Callable[..., Any], args: list[Tensor], **more: Any) -> Iterator[tuple[float, float]]:
+    """Ours and eager's error against f64, by output; what is not finite must be the same."""
+    found = scheduled(f, *args, device="H200", check=False, **more)
+    assert found.accepted("split")
+    names = {n for k in found.kernels for n, _ in k.reads if n.startswith("arg")}
+    folding = [k for k in found.kernels if k.name.startswith("red")]
+    assert all(sum(n in dict(k.reads) for k in folding) == 1 for n in names), "one reading"
+    ours = found.run([a.clone() for a in args])
+    listed = [torch.utils._pytree.tree_leaves(f(*xs)) for xs in (args, [a.double() for a in args])]
+    for g, e, exact in zip(ours, *listed, strict=True):
+        assert torch.equal(g.isnan(), e.isnan()) and torch.equal(g.isinf(), e.isinf())
+        plain = exact.isfinite() & e.isfinite()
+        far = [((t.double() - exact)[plain].abs().max().item() if plain.any() else 0.0)
+               for t in (g, e)]  # fmt: skip
+        yield far[0], far[1] + 1e-7 * (1 + exact[plain].abs().max().item() if plain.any() else 1.0)
+
+
+@pytest.mark.parametrize("length", [512, 501])
+@pytest.mark.parametrize("name", RULES)
+def test_identity(name: str, length: int, slow: None) -> None:
+    _, f, count = RULES[name]
+    for ours, eager in errors(f, inputs(count, 2, length)):
+        assert ours <= 2 * eager
+
+
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "variance"])
+def test_sizes_known_at_run_time(name: str, slow: None) -> None:
+    _, f, count = RULES[name]
+    for ours, eager in errors(f, inputs(count, 2, 501), dynamic=True):
+        assert ours <= 2 * eager
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "variance"])
+def test_dtypes(name: str, dtype: torch.dtype, slow: None) -> None:
+    _, f, count = RULES[name]
+    for ours, eager in errors(f, inputs(count, 2, 512, dtype=dtype)):
+        assert ours <= 2 * eager
+
+
+@pytest.mark.parametrize("name", ["softmax", "log-softmax", "logsumexp", "base 2", "weights"])
+def test_exceptional_rows(name: str, slow: None) -> None:
+    """Parts and rows of minus infinity, infinity, NaN, as eager."""
+    _, f, count = RULES[name]
+    args = inputs(count, 5, 512)
+    x = args[0]
+    x[0, :] = -INF
+    x[1, :300] = -INF
+    x[2, 200] = INF
+    x[3, 100] = float("nan")
+    x[4] *= 100
+    for ours, eager in errors(f, args):
+        assert ours <= 2 * eager
+
+
+def test_far_from_the_mean(slow: None) -> None:
+    """What the difference of two large sums would lose."""
+    x = torch.randn(2, 512) + 1e4
+    for ours, eager in errors(lambda x: torch.var(x, -1), [x]):
+        assert ours <= 2 * eager
+
+
+def test_columns(slow: None) -> None:
+    x = torch.randn(4, 8, 8, 9).to(memory_format=torch.channels_last) + 3
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.var_mean(x, (0, 2, 3))
+
+    for ours, eager in errors(f, [x]):
+        assert ours <= 2 * eager
+
+
+def test_positions(slow: None) -> None:
+    x = torch.randint(0, 30, (2, 512)).float()
+    x[1, 77] = float("nan")
+    found = scheduled(lambda x: (x.argmax(-1), x.argmin(-1), x.amax(-1)), x, device="H200",
+                      check=False)  # fmt: skip
+    assert found.accepted("split")
+    for g, e in zip(found.run([x]), (x.argmax(-1), x.argmin(-1), x.amax(-1)), strict=True):
+        assert torch.equal(g.nan_to_num(), e.nan_to_num())
