@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+from deuteron.capture import strides
 from deuteron.graph import ops
 
 aten = torch.ops.aten
@@ -54,11 +55,12 @@ WHOLE: tuple[str, ...] = (
     "aten.sum",
     # The graph's own rewrite makes it a function of a seed, or leaves eager's call.
     "aten.bernoulli",
-    # Torch's rule loses the memory format of its input.
-    "aten.max_unpool2d",
-    "aten.max_unpool3d",
     # Torch's rule takes the index for a mask or a number where it is a bool or has no dimensions.
     "aten.take",
+    # Torch's rule takes only what can be viewed.
+    "aten.view_copy",
+    # Torch's rule loses strides with holes.
+    "aten.select_scatter",
     # Data movement by a loaded index, or an order: nothing to gain from loops.
     "aten.argsort",
     "aten.msort",
@@ -103,7 +105,6 @@ FURTHER: tuple[str, ...] = (
     "aten.triu_indices",
     "aten.narrow_copy",
     "aten.permute_copy",
-    "aten.view_copy",
     "aten.unbind_copy",
     "aten.lift",
     "aten._adaptive_avg_pool2d",
@@ -154,10 +155,16 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name, rule in rules:
         for target in ops.resolved((name,)):
             found[target] = rule
-    for name, wrap in WRAPPED.items():
+    for name, wraps_of in WRAPPED.items():
         for target in ops.resolved((name,)):
-            if target in found:
+            for wrap in wraps_of if target in found else ():
                 found[target] = wrap(found[target])
+    for name in strides.ONE_LAYOUT:
+        for target in ops.resolved((name,)):
+            found[target] = strides.one_layout(target, found.get(target))
+    for name, rule in strides.RULES.items():
+        for target in ops.resolved((name,)):
+            found[target] = rule
     return found
 
 
@@ -197,12 +204,19 @@ def f32_statistics(rule: Rule) -> Rule:
     return wrapped
 
 
-WRAPPED: dict[str, Callable[[Rule], Rule]] = {
-    "aten.nll_loss_forward.default": in_f32,
-    "aten.nll_loss2d_forward.default": in_f32,
-    "aten._native_batch_norm_legit_functional.default": f32_statistics,
-    "aten._batch_norm_with_update_functional.default": f32_statistics,
-    "aten._native_batch_norm_legit.no_stats": f32_statistics,
+CPU_MEMORY = strides.on_cpu(strides.in_memory_format)
+WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
+    "aten.nll_loss_forward.default": (in_f32,),
+    "aten.nll_loss2d_forward.default": (in_f32,),
+    "aten.native_batch_norm.default": (CPU_MEMORY,),
+    "aten._native_batch_norm_legit.default": (CPU_MEMORY,),
+    "aten._native_batch_norm_legit_functional.default": (f32_statistics, CPU_MEMORY),
+    "aten._native_batch_norm_legit_no_training.default": (CPU_MEMORY,),
+    "aten._batch_norm_with_update.default": (CPU_MEMORY,),
+    "aten._batch_norm_with_update_functional.default": (f32_statistics, CPU_MEMORY),
+    "aten._batch_norm_no_update.default": (CPU_MEMORY,),
+    "aten._native_batch_norm_legit.no_stats": (f32_statistics, CPU_MEMORY),
+    "aten.max_unpool2d.default": (strides.in_memory_format,),
 }
 
 
@@ -215,6 +229,12 @@ def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) 
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = aten.bernoulli.p(x, 1.0 - p).to(torch.bool)
     return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+@own("aten.native_dropout_backward.default")
+def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """In eager's order, which decides rounding and strides."""
+    return grad * mask * scale
 
 
 # -- pointwise -------------------------------------------------------------------------------------

@@ -519,8 +519,10 @@ class _Run:
         results = tree_leaves(out)
         for k, sym in enumerate(d.sizes):
             if sym is not None:
-                number: Any = results[k]  # an output may be a float
-                self.sizes[sym.name] = number if isinstance(number, float) else int(number)
+                number: Any = results[k]
+                if not isinstance(number, float):  # a number that is returned may be one
+                    number = int(number)
+                self.sizes[sym.name] = number
         for k, name in enumerate(d.names):
             if name is None:
                 continue

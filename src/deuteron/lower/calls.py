@@ -146,11 +146,12 @@ def needs_exact_strides(node: fx.Node) -> bool:
     tags = target.tags
     if torch.Tag.needs_exact_strides in tags or torch.Tag.needs_fixed_stride_order in tags:
         return True
-    # Strides decide the layout of a convolution's and of attention's results.
+    # Strides decide the layout of a convolution's and of attention's results, and what is where
+    # after a resize.
     return (
         target.namespace not in ("aten", "prims")
         or "backward" in target._schema.name
-        or any(w in target._schema.name for w in ("convolution", "attention", "view_as"))
+        or any(w in target._schema.name for w in ("convolution", "attention", "view_as", "resize"))
     )
 
 

@@ -12,7 +12,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index
 from deuteron.lower.access import flatten
-from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
+from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, is_dense, lowering, make
 from deuteron.lower.pointwise import scalar
 
 
@@ -52,6 +52,9 @@ def scalar_tensor(ctx: LowerContext, number: Any, **kwargs: Any) -> Value:
     "aten.new_empty_strided",
 )
 def zeros(ctx: LowerContext, *args: Any, **kwargs: Any) -> Value:
+    fake = ctx.fake()
+    if not is_dense(ctx.shape_of(fake), tuple(ctx.size(s) for s in fake.stride())):
+        raise ctx.decline("memory with holes or overlaps is asked for")
     return constant(ctx, 0)
 
 

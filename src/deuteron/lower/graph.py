@@ -40,6 +40,7 @@ from deuteron.ir.program import (
     tensors_read,
 )
 from deuteron.lower import calls
+from deuteron.lower.access import nothing
 from deuteron.lower.core import (
     LOWERINGS,
     TORCH_DTYPES,
@@ -319,10 +320,15 @@ class Driver:
             self.ctx.device = str(fakes[0].device)
         if str(node.target) == "aten.copy_.default":
             return self.copied(node, args)
+        if fakes and all(self.empty(t) for t in fakes) and makes_tensors(node.target):
+            f = nothing_at_all
         out = f(self.ctx, *args, **kwargs)
         if isinstance(out, (tuple, list)):
             return type(out)(self.settle(v, t) for v, t in zip(out, val, strict=True))
         return self.settle(out, val)
+
+    def empty(self, fake: torch.Tensor) -> bool:
+        return any(n.value == 0 for n in self.ctx.shape_of(fake))
 
     def copied(self, node: fx.Node, args: Any) -> Value:
         """``aten.copy_`` into an input, or into a strided view of one."""
@@ -432,6 +438,19 @@ def apart(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
             return False
         reach = stride * n
     return True
+
+
+def makes_tensors(target: Any) -> bool:
+    """Whether results are tensors of their own, and not views of arguments."""
+    return all(r.alias_info is None for r in target._schema.returns)
+
+
+def nothing_at_all(ctx: LowerContext, *args: Any, **kwargs: Any) -> Any:
+    """Results without elements: nothing is read."""
+    assert ctx.node is not None
+    val = ctx.node.meta["val"]
+    made = [nothing(ctx, ctx.shape_of(t), TORCH_DTYPES[t.dtype]) for t in leaves(val)]
+    return made[0] if isinstance(val, torch.Tensor) else made
 
 
 def as_index_of(sym: Sym) -> Index:

@@ -307,13 +307,16 @@ def run_coverage(
     resume: bool,
     write: Path | None,
     command: str,
+    seconds: float | None = None,
 ) -> int:
     """The command. Exit status 1 where anything is wrong or an error."""
     import torch
 
     began = time.perf_counter()
     jobs = jobs_for(ops, dtypes, parts, device, most, backend)
-    rows = run_all(jobs, state, processes, resume, lambda text: print(text, flush=True))
+    rows = run_all(
+        jobs, state, processes, resume, lambda text: print(text, flush=True), seconds=seconds
+    )
     found = by_op(rows)
     print(summary(found, time.perf_counter() - began))
     if write is not None:

@@ -135,7 +135,7 @@ def sharing(outputs: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, str
         if not isinstance(t, Tensor) or t.layout != torch.strided:
             continue
         key = t.untyped_storage()._cdata
-        if t.untyped_storage().nbytes() == 0:
+        if t.numel() == 0:  # no element is shared
             continue
         same = next((k for k, x in inputs.items() if x is t), None)
         if same is not None:

@@ -1,0 +1,132 @@
+"""Rules for operators whose traced strides are not eager's.
+
+In: an operator's rule, or none. Out: a rule whose results have the strides that eager's kernels
+give: torch's own rules and fake kernels are wrong about them where inputs are permuted. Where they
+are right nothing is added to the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Rule = Callable[..., Any]
+
+
+def dense_format(x: Tensor) -> torch.memory_format:
+    return torch._prims_common.suggest_memory_format(x)
+
+
+def in_memory_format(rule: Rule) -> Rule:
+    """Eager's result is contiguous, or channels last where the input is."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = rule(x, *args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else out
+        moved = first.contiguous(memory_format=dense_format(x))
+        return (moved, *out[1:]) if isinstance(out, tuple) else moved
+
+    return wrapped
+
+
+def on_cpu(wrap: Callable[[Rule], Rule]) -> Callable[[Rule], Rule]:
+    def both(rule: Rule) -> Rule:
+        wrapped = wrap(rule)
+        return wraps(rule)(
+            lambda x, *args, **kwargs: (wrapped if x.device.type == "cpu" else rule)(
+                x, *args, **kwargs
+            )
+        )
+
+    return both
+
+
+def one_layout(target: Any, rule: Rule | None) -> Rule:
+    """Torch traces other strides than eager's for these where the operands' differ."""
+
+    def wrapped(a: Any, b: Any, **kwargs: Any) -> Any:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            same = a.shape == b.shape and a.stride() == b.stride()
+            if not same and not (a.is_contiguous() and b.is_contiguous()):
+                dtype = torch.result_type(a, b)
+                order = torch._prims_common.compute_elementwise_output_logical_to_physical_perm
+                shape = torch.broadcast_shapes(a.shape, b.shape)
+                x, y = a.expand(shape), b.expand(shape)
+                perm = list(order(x, y)[0])
+                back = [perm.index(d) for d in range(len(perm))]
+                a, b = (
+                    t.to(dtype).permute(perm).clone(memory_format=torch.contiguous_format)
+                    for t in (x, y)
+                )
+                a, b = a.permute(back), b.permute(back)
+                return target(a, b, **kwargs)
+        return NotImplemented if rule is None else rule(a, b, **kwargs)
+
+    return wrapped
+
+
+ONE_LAYOUT = (
+    "aten.copysign.Tensor",
+    "aten.floor_divide.default",
+    "aten.div.Tensor_mode",
+    "aten.logical_and.default",
+    "aten.logical_or.default",
+    "aten.logical_xor.default",
+    "aten.xlogy.Tensor",
+    "aten.special_xlog1py.default",
+    "aten.heaviside.default",
+    "aten.logaddexp.default",
+    "aten.logaddexp2.default",
+)
+
+
+def ldexp(x: Tensor, n: Tensor) -> Tensor:
+    """As eager composes it."""
+    return x * aten.pow.Scalar(2.0, n)
+
+
+def normal(mean: Tensor, std: Tensor, **kwargs: Any) -> Any:
+    """Eager fills a contiguous tensor, whatever the parameters' strides."""
+    if mean.is_contiguous() and std.is_contiguous():
+        return NotImplemented
+    return aten.normal.Tensor_Tensor(mean.contiguous(), std.contiguous(), **kwargs)
+
+
+def unique_along(name: str) -> Rule:
+    target = getattr(aten, name).default
+
+    def rule(x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+        """Eager compares slices moved to the front, and moves them back."""
+        dim = dim % max(x.dim(), 1)
+        if dim == 0:
+            return NotImplemented
+        out, *rest = target(x.movedim(dim, 0), 0, *args, **kwargs)
+        return (out.movedim(0, dim), *rest)
+
+    return rule
+
+
+def unique_consecutive(
+    x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """Along a dimension torch's fake kernel gives sizes and strides that do not fit each other."""
+    if dim is None or x.dim() == 0:
+        return NotImplemented
+    moved = x.movedim(dim, 0)
+    out, *rest = aten.unique_dim_consecutive.default(moved, 0, return_inverse, return_counts)
+    return (out.movedim(0, dim), *rest)
+
+
+RULES: dict[str, Rule] = {
+    "aten.unique_consecutive.default": unique_consecutive,
+    "aten.ldexp.Tensor": ldexp,
+    "aten.normal.Tensor_Tensor": normal,
+    "aten.unique_dim.default": unique_along("unique_dim"),
+    "aten.unique_dim_consecutive.default": unique_along("unique_dim_consecutive"),
+}
