@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -95,7 +96,8 @@ class Pretended(Compilation):
         return out.view(torch.uint8).fill_(0xFF).view(dtype) if out.dim() and out.numel() else out
 
     def launcher(self, q: Launches) -> Callable[..., None]:
-        def call(stream: int, pointers: Any, sizes: tuple[int, ...]) -> None:
+        def call(stream: int, given: bytes, sizes: tuple[int, ...]) -> None:
+            pointers = struct.unpack(f"{len(given) // 8}P", given)
             assert stream == 71 and q.device == DEVICE and self.device == 1
             env = dict(zip(q.sizes, sizes, strict=True))
             for name, places in zip(q.kernels, q.places, strict=True):
@@ -104,7 +106,7 @@ class Pretended(Compilation):
                 layouts = dict(kernel.reads) | dict(kernel.writes)
                 names = [str(what) for kind, what in made.args if kind == "tensor"]
                 tensors = {
-                    n: tensor_at(pointers[p] or 0, layouts[n], env)
+                    n: tensor_at(pointers[p], layouts[n], env)
                     for n, p in zip(names, places, strict=True)
                 }
                 run_kernel(kernel, tensors, env)

@@ -7,8 +7,8 @@ tensors in the host's memory, so results and overwritten memory are those of a G
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -171,10 +171,10 @@ class FakeCuda:
     def launching(self, launcher: Any, stream: int) -> Any:
         def launch(now: int, pointers: Any, sizes: tuple[int, ...] = ()) -> None:
             assert self.now is not None
-            words = [p or 0 for p in pointers]
+            words = list(struct.unpack(f"{len(pointers) // 8}P", pointers))
 
             def run(words: Sequence[int]) -> None:
-                launcher(stream, (ctypes.c_void_p * len(words))(*words), sizes)
+                launcher(stream, struct.pack(f"{len(words)}P", *words), sizes)
 
             self.now.nodes.append(Node(0, (id(launcher), sizes), words, keep=run))
 

@@ -27,6 +27,7 @@ SUPPORT = (
         "empty",
         "empty_cpu",
         "empty_cuda",
+        "empty_small",
         "enter_device",
         "keeps_graph",
         "leave_device",

@@ -14,6 +14,7 @@ import ast
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,8 +26,27 @@ from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, s
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const
 from deuteron.ir.program import Constant, Extern, Input, Layout, Output, Program, ViewArg
-from deuteron.memory.plan import OUT_VARIANTS, MemoryPlan
+from deuteron.memory.plan import KEPT, OUT_VARIANTS, POOLED, MemoryPlan, span
 from deuteron.schedule.kernel import Kernel, Schedule
+
+
+@dataclass
+class Frame:
+    """A workspace that is kept: the lines that make it and the views of it, and the names that the
+    calls use."""
+
+    made: list[str]
+    names: list[str]
+    known: dict[str, str] = field(default_factory=dict)
+
+    def named(self, text: str, k: int) -> str:
+        """The name of a view."""
+        found = self.known.get(text)
+        if found is None:
+            found = self.known[text] = f"view_{k}_{len(self.known)}"
+            self.made.append(f"{found} = {text}")
+            self.names.append(found)
+        return found
 
 
 class Writer:
@@ -75,6 +95,7 @@ class Writer:
         self.arrays: list[tuple[str, str]] = []  # name, text of an array that depends on sizes
         self.offsets: dict[str, list[int]] = {}
         self.totals: dict[str, int] = {}
+        self.frames: dict[str, Frame] = {}
         self.views: dict[tuple[str, str], str] = {}  # (device, dtype) -> typed workspace
         if self.static:
             for device, arena in plan.arenas.items():
@@ -89,7 +110,9 @@ class Writer:
         found = self.variables.get(root)
         if found is None:
             found = identifier(root, self.taken)
-            if re.match(r"(seg|gpu|op|at|total|space|base|z|array)_", found):
+            if re.match(
+                r"(seg|gpu|op|at|total|space|base|z|array|view|kept|workspace|KEPT)_", found
+            ):
                 found = identifier("t_" + found, self.taken)
             self.variables[root] = found
             self.taken.add(found)
@@ -152,6 +175,8 @@ class Writer:
                 self.generated(step)
             self.let_go(k)
         self.close()
+        for device in self.frames:
+            self.keep(device)
         outs = [self.output(o) for o in self.program.outputs]
         self.add("return (", outs, ",)" if len(outs) == 1 else ")")
         layout = [] if self.static else self.layout()
@@ -183,6 +208,8 @@ class Writer:
         """Deletes what is not needed after step k, once the open segment has run."""
         names = [self.variable(n) for n in self.plan.dies.get(k, ()) if n not in self.plan.slot]
         for device in self.plan.spaces.get(k, ()):
+            if device in self.frames:
+                continue
             names.append(f"space_{self.arena(device)}")
             names += [v for (d, _), v in self.views.items() if d == device]
         if self.open is None:
@@ -220,16 +247,48 @@ class Writer:
     def workspace(self, device: str) -> None:
         k = self.arena(device)
         total = str(self.totals[device]) if self.static else f"total_{k}"
-        self.line(f"space_{k} = {self.allocate(f'({total},)', '(1,)', 'torch.uint8', device)}")
-        self.line(f"base_{k} = space_{k}.data_ptr()")
+        nbytes = self.totals[device] if self.static else None
+        made_as = self.allocate(f"({total},)", "(1,)", "torch.uint8", device, nbytes)
+        made = [f"space_{k} = {made_as}", f"base_{k} = space_{k}.data_ptr()"]
+        if not self.kept(device):
+            for text in made:
+                self.line(text)
+            return
+        self.frames[device] = Frame(made, [f"space_{k}", f"base_{k}"])
+        self.line("try:")
+        self.line(f"    kept_{k} = KEPT_{k}.pop()")
+        self.line("except IndexError:  # the first call, or others are running")
+        self.line(f"    kept_{k} = workspace_{k}()")
+        self.line(f"KEPT_{k}")  # replaced when the views are known
+
+    def kept(self, device: str) -> bool:
+        """Whether a device's workspace is kept for the next call, with the views of it: making
+        those takes longer than to start a small kernel."""
+        return self.static and device == "cpu" and self.totals[device] <= KEPT
+
+    def keep(self, device: str) -> None:
+        """Writes the function that makes a kept workspace, and its use."""
+        k, frame = self.arena(device), self.frames[device]
+        self.head += [f"KEPT_{k} = []", "", "", f"def workspace_{k}():"]
+        self.head += [f"    {x}" for x in frame.made]
+        self.head += [*wrapped("return (", frame.names, ")", "    "), "", ""]
+        at = self.lines.index(f"KEPT_{k}")
+        self.lines[at : at + 1] = [
+            x[4:] for x in wrapped("(", frame.names, f") = kept_{k}", "    ")
+        ]
+        self.line(f"KEPT_{k}.append(kept_{k})")
 
     def empty(self, lay: Layout) -> str:
         shape, strides = sizes_text(lay.shape), sizes_text(lay.strides)
-        return self.allocate(shape, strides, dtype_text(lay.dtype), lay.device)
+        nbytes = (span(lay) * ITEMSIZE.get(lay.dtype, 16)).value
+        return self.allocate(shape, strides, dtype_text(lay.dtype), lay.device, nbytes)
 
-    def allocate(self, shape: str, strides: str, dtype: str, device: str) -> str:
+    def allocate(
+        self, shape: str, strides: str, dtype: str, device: str, nbytes: int | None
+    ) -> str:
         if device == "cpu":
-            return f"empty_cpu({shape}, {strides}, {dtype})"
+            small = nbytes is not None and nbytes < POOLED
+            return f"{'empty_small' if small else 'empty_cpu'}({shape}, {strides}, {dtype})"
         if self.gpus == (device,):  # the current one during the call
             return f"empty_cuda({shape}, {strides}, {dtype})"
         return f"empty({shape}, {strides}, {dtype}, {device!r})"
@@ -419,7 +478,9 @@ class Writer:
         if place is not None:
             at = self.shifted(place[1], ITEMSIZE[lay.dtype], offset)
             base = self.typed(place[0], lay.dtype)
-            return f"view({base}, {sizes_text(shape)}, {sizes_text(strides)}, {at})"
+            text = f"view({base}, {sizes_text(shape)}, {sizes_text(strides)}, {at})"
+            frame = self.frames.get(place[0])
+            return text if frame is None else frame.named(text, self.arena(place[0]))
         v = self.variable(name)
         home = self.schedule.layouts.get(self.plan.home.get(name, name), lay)
         if home.dtype != lay.dtype:
@@ -444,6 +505,10 @@ class Writer:
         if found is None:
             k = self.arena(device)
             found = self.views[device, dtype] = f"space_{k}_{dtype}"
+            if device in self.frames:
+                text = f"{found} = typed(space_{k}, {dtype_text(dtype)})"
+                self.frames[device].made.append(text)
+                return found
             made = next(j for j, x in enumerate(self.lines) if x.startswith(f"base_{k} = "))
             self.lines.insert(made + 1, f"{found} = typed(space_{k}, {dtype_text(dtype)})")
         return found

@@ -30,6 +30,11 @@ from deuteron.schedule.kernel import Kernel, Schedule
 ALIGNMENT = 256
 # Calls that write their result into memory of ours, with the strides that we choose.
 OUT_VARIANTS = {f"aten.{n}.default": f"torch.{n}" for n in ("mm", "bmm", "addmm", "baddbmm")}
+# Bytes from which memory of the CPU comes from a pool (`runtime.host_memory`). Below, malloc keeps
+# the memory itself and is as fast.
+POOLED = 64 << 10
+# Workspaces of the CPU of up to so many bytes are kept from call to call, with the views of them.
+KEPT = 1 << 20
 # Tensors of at least so many bytes may leave the workspace, where that lowers the peak by this
 # much: each then costs an allocation per call, about 0.5 us.
 LARGE = 1 << 20
@@ -339,4 +344,4 @@ def _runs(schedule: Schedule) -> tuple[list[int], list[int]]:
     return starts, ends
 
 
-__all__ = ["OUT_VARIANTS", "Arena", "MemoryPlan", "place", "plan_memory", "span"]
+__all__ = ["KEPT", "OUT_VARIANTS", "POOLED", "Arena", "MemoryPlan", "place", "plan_memory", "span"]

@@ -115,7 +115,7 @@ def nodes_of(graph: int) -> list[Node]:
     found = (ctypes.c_void_p * max(1, count.value))()
     call("cuGraphGetNodes", handle, found, ctypes.byref(count))
     out = []
-    for h in found[: count.value]:
+    for h in (n or 0 for n in found[: count.value]):
         kind = ctypes.c_int(0)
         call("cuGraphNodeGetType", ctypes.c_void_p(h), ctypes.byref(kind))
         if kind.value == EMPTY:

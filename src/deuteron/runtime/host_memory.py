@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes from which tensors are pooled. Below, malloc keeps the memory itself and is as fast.
-MIN_BYTES = 64 << 10
+from deuteron.memory.plan import POOLED
+
+MIN_BYTES = POOLED
 # Bytes from which huge pages are asked for: two of them, so that one whole page lies in the block.
 HUGE_BYTES = 4 << 20
 HUGE_PAGE = 2 << 20
