@@ -103,6 +103,7 @@ def coverage(
     ),
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the state holds.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the table, as Markdown.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="No job starts after so long.")] = None,
 ) -> None:
     """Every operator of PyTorch's own test samples, compiled and compared with eager."""
     from deuteron.tools.coverage import run_coverage
@@ -111,7 +112,9 @@ def coverage(
     asked = listed(dtypes, DTYPES), listed(parts, PARTS)
     command = f"deuteron coverage --device {device} --samples {samples}"
     raise typer.Exit(
-        run_coverage(ops, *asked, device, jobs, samples, backend, state, resume, write, command)
+        run_coverage(
+            ops, *asked, device, jobs, samples, backend, state, resume, write, command, seconds
+        )
     )
 
 
@@ -153,33 +156,38 @@ def bench(
     suites: Annotated[
         list[str] | None, typer.Argument(metavar="[SUITE]...", help="Default: all suites.")
     ] = None,
-    vs: Annotated[str, typer.Option(help="Contenders beside deuteron, by comma.")] = (
-        "eager,inductor"
-    ),
+    vs: Annotated[str, typer.Option(help="Contenders beside deuteron, by comma.")] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU when there is one.")] = (
         "auto"
     ),
     dtype: Annotated[str, typer.Option(help="fp32, bf16; by comma; default: all.")] = "",
     only: Annotated[str, typer.Option(help="Regular expression of suite and case.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="The short selection of cases.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="First calls in fresh processes.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Time by kernel.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that compile beforehand; -1: cores.")] = -1,
     each: Annotated[float, typer.Option(help="Seconds of timing per case, about.")] = 0.5,
     seconds: Annotated[float, typer.Option(help="Start nothing after so long.")] = 3600.0,
     json: Annotated[Path | None, typer.Option(help="Write all rows here.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for logs and plots.")] = Path("out/bench"),
+    out: Annotated[Path, typer.Option(help="Folder for logs, rows, plots.")] = Path("out/bench"),
+    plot: Annotated[bool, typer.Option("--plot", help="Plots, and a page with them.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Only print the cases.")] = False,
+    report: Annotated[
+        list[Path] | None, typer.Option(help="Run nothing: tables from these JSON files.")
+    ] = None,
+    write: Annotated[Path | None, typer.Option(help="With --report: write Markdown here.")] = None,
 ) -> None:
     """Times beside eager and Inductor, interleaved, and beside the limit that memory sets."""
-    from deuteron.tools.bench.command import Asked, run_command
+    from deuteron.tools.bench.command import Asked, run_command, write_report
 
-    raise typer.Exit(
-        run_command(
-            Asked(tuple(suites or ()), vs, device, dtype, only, quick, jobs, each, seconds),
-            json,
-            out,
-            list_,
-        )
-    )
+    if report:
+        write_report(report, write, out, plot)
+        return
+    if cold and profile:
+        raise typer.BadParameter("--cold and --profile are runs of their own")
+    what = "cold" if cold else "profile" if profile else "time"
+    asked = Asked(tuple(suites or ()), vs, device, dtype, only, quick, jobs, each, seconds, what)
+    raise typer.Exit(run_command(asked, json, out, list_, plot))
 
 
 def listed(text: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,6 +10,11 @@ from typing import Any
 
 import typer
 
+DEFAULT = "eager,inductor"
+# Beside them, where the host's time counts; and where kernels were written by hand.
+MODES, BY_HAND = ("inductor-reduce", "deuteron-reduce"), ("handwritten", "handwritten-cuda")
+COLD = r"^seeds (sin chain|softmax fp32|layer norm)|^models GPT-2 train"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -24,23 +29,25 @@ class Asked:
     jobs: int
     each: float
     seconds: float
+    what: str  # a key of `run.RUNS`
 
     def command(self) -> str:
         """The command line that asks the same."""
-        parts = ["deuteron bench", *self.suites, f"--vs {self.vs}", f"--device {self.device}"]
+        parts = ["deuteron bench", *self.suites, f"--device {self.device}"]
+        parts += [f"--vs {self.vs}"] if self.vs else []
         parts += [f"--dtype {self.dtype}"] if self.dtype else []
         parts += [f"--only '{self.only}'"] if self.only else []
         parts += ["--quick"] if self.quick else []
+        parts += [f"--{self.what}"] if self.what != "time" else []
         return " ".join(parts)
 
 
-def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool) -> int:
+def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool, plot: bool) -> int:
     """Exit status 1 where a case of ours failed or was wrong."""
     import torch
 
-    from deuteron.tools.bench.contenders import CONTENDERS
     from deuteron.tools.bench.report import means
-    from deuteron.tools.bench.run import run_bench
+    from deuteron.tools.bench.run import Plan, run_bench
     from deuteron.tools.bench.suites import SUITES, chosen
 
     device = asked.device
@@ -51,13 +58,8 @@ def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool) -
     check("SUITE", suites, SUITES)
     dtypes = tuple(asked.dtype.split(",")) if asked.dtype else ()
     check("--dtype", dtypes, ("fp32", "bf16"))
-    contenders = tuple(asked.vs.split(",")) if asked.vs else ()
-    check("--vs", contenders, tuple(CONTENDERS))
-    if "handwritten" in contenders and "handwritten-cuda" not in contenders:
-        contenders += ("handwritten-cuda",)
-    if "deuteron" not in contenders:
-        contenders += ("deuteron",)
-    found = chosen(suites, device, dtypes, asked.only, asked.quick)
+    only = asked.only or (COLD if asked.what == "cold" else "")
+    found = chosen(suites, device, dtypes, only, asked.quick)
     if only_list:
         for c in found:
             print(f"{c.suite:12}{c.name}")
@@ -66,12 +68,34 @@ def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool) -
     if not found:
         raise typer.BadParameter("no case has such a name")
     jobs = asked.jobs if asked.jobs >= 0 else min(12, os.cpu_count() or 1)
-    document = run_bench(
-        found, contenders, device, jobs, asked.each, asked.seconds, out, asked.command()
-    )
+    names = contenders(asked, suites)
+    plan = Plan(tuple(found), names, device, jobs, asked.each, asked.seconds, out / "bench.log")
+    document = run_bench(plan, asked.what, asked.command())
     write(document, target or out / "bench.json")
+    if plot:
+        write_plots([document], out)
     whole: dict[str, Any] = means(document["rows"])
     return int(bool(whole["failed"] or whole["wrong"]))
+
+
+def contenders(asked: Asked, suites: tuple[str, ...]) -> tuple[str, ...]:
+    """Those asked for, and `deuteron`; by default what the suites call for."""
+    from deuteron.tools.bench.contenders import CONTENDERS
+
+    names = tuple((asked.vs or DEFAULT).split(","))
+    check("--vs", names, tuple(CONTENDERS))
+    if asked.what == "profile" and not asked.vs:
+        names = ("inductor",)
+    elif not asked.vs:
+        names += MODES[:1] if {"launch", "models"} & set(suites) else ()
+        names += BY_HAND if "seeds" in suites else ()
+    elif "handwritten" in names:
+        names += tuple(set(BY_HAND) - set(names))
+    if "deuteron" not in names:
+        names += ("deuteron",)
+    if "inductor-reduce" in names and "deuteron-reduce" not in names:
+        names += ("deuteron-reduce",)
+    return names
 
 
 def check(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
@@ -84,3 +108,25 @@ def write(document: dict[str, Any], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(document, indent=1))
     print(f"rows: {target}")
+
+
+def write_plots(documents: list[dict[str, Any]], out: Path) -> None:
+    from deuteron.tools.bench.page import write_page
+    from deuteron.tools.bench.plots import draw
+
+    for path in [*draw(documents, out), write_page(documents, out)]:
+        print(path)
+
+
+def write_report(files: list[Path], target: Path | None, out: Path, plot: bool) -> None:
+    """The document from JSON files of earlier runs: to `target`, or printed."""
+    from deuteron.tools.bench.document import markdown
+
+    documents = [json.loads(f.read_text()) for f in files]
+    text = markdown(documents)
+    if target is None:
+        print(text)
+    else:
+        target.write_text(text)
+    if plot:
+        write_plots(documents, out)

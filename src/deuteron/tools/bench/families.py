@@ -78,7 +78,9 @@ def add_rms_norm(s: Shape, d: str) -> Program:
         return rms(h, w), h
 
     # Of the inputs, the backward needs only their sum, which is an output: as many bytes as one.
-    return Program(fn, (x(s, d), x(s, d), weight(s[-1], d)), again=(0, 2))
+    # Both gradients are one tensor.
+    one = prod(s) * (4 if d == "fp32" else 2)
+    return Program(fn, (x(s, d), x(s, d), weight(s[-1], d)), again=(0, 2), extra=-one)
 
 
 @family

@@ -25,8 +25,9 @@ from deuteron.tools.bench.contenders import Contender, compiled, records
 
 Row = dict[str, Any]
 # Of calls in one graph: so long that the launch of the graph (about 8 us) does not count.
-GRAPH_US = 400.0
+GRAPH_US = 2000.0
 COPY_BYTES = {"cuda": 1 << 29, "cpu": 80_000_000}
+COPIES = {"cuda": 8, "cpu": 1}
 
 
 class Runner:
@@ -76,7 +77,7 @@ class Runner:
         except Exception as error:  # noqa: BLE001 - whatever forbids capture, the row says it
             torch.cuda.synchronize()
             self.replay, self.keep = None, []
-            self.facts["not_captured"] = one_line(error)
+            self.facts["not_captured"] = one_line(root(error))
 
     def capture(self) -> None:
         sets = len(self.work.sets)
@@ -182,14 +183,15 @@ class Copy:
 
     def timed(self) -> None:
         if self.device == "cuda":
-            self.times.append(device_us(self.run))
+            self.times.append(device_us(self.run) / COPIES["cuda"])
             return
         start = time.perf_counter()
         self.run()
         self.times.append((time.perf_counter() - start) * 1e6)
 
     def run(self) -> None:
-        self.target.copy_(self.source)
+        for _ in range(COPIES[self.device]):
+            self.target.copy_(self.source)
 
     def gbps(self) -> float:
         return 2 * COPY_BYTES[self.device] / typical(self.times, self.device) / 1e3
@@ -211,6 +213,13 @@ def matmul_tflops(device: str, dtype: str) -> float:
     return 2 * n**3 / typical(times[2:], device) / 1e6
 
 
+def root(error: BaseException) -> BaseException:
+    """The first error, where others came while it was handled."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
 def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -225,7 +234,7 @@ def differences(exact: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:
         if not g.is_floating_point():
             found.append(float((g.long() != e.long()).sum()) / max(1, g.numel()))
             continue
-        scale = float(e.abs().amax()) if e.numel() else 0.0
+        scale = float(e.double().abs().amax()) if e.numel() else 0.0
         largest = float((g.double() - e.double()).abs().amax()) if e.numel() else 0.0
         found.append(largest / scale if scale else largest)
     return found
@@ -233,16 +242,18 @@ def differences(exact: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:
 
 def whole_difference(exact: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:
     """Of a network: the root of all summed squares of differences over that of all values."""
-    wrong = sum(float((g.double() - e).square().sum()) for e, g in zip(exact, got, strict=True))
+    wrong = sum(
+        float((g.double() - e.double()).square().sum()) for e, g in zip(exact, got, strict=True)
+    )
     return [float((wrong / sum(float(e.square().sum()) for e in exact)) ** 0.5)]
 
 
 def acceptable(mine: Sequence[float], eager: Sequence[float], outs: Sequence[Tensor]) -> bool:
-    """At most twice eager's error, plus four units in the last place of the largest value; whole
-    numbers (of which rounding may move a few) at most as many as eager, and one in a thousand."""
+    """At most twice eager's error, plus 1e-6, plus half a unit in the last place of the largest
+    value; of whole numbers (rounding may move a few) one in a thousand more may differ."""
     for m, e, t in zip(mine, eager, outs):
-        eps = torch.finfo(t.dtype).eps if t.is_floating_point() else 2.5e-4
-        if not m <= 2 * e + 4 * eps:
+        eps = torch.finfo(t.dtype).eps if t.is_floating_point() else 2e-3
+        if not m <= 2 * e + 1e-6 + eps / 2:
             return False
     return True
 

@@ -20,8 +20,9 @@ OURS, PEER, BEST = "deuteron", "inductor", "inductor-max"
 
 
 def limit_us(row: Row) -> float:
-    """The time that the bytes take at the speed of a copy, or the FLOPs at that of a product."""
-    if "copy_gbps" not in row:
+    """The time that the bytes take at the speed of a copy, or the FLOPs at that of a product.
+    Programs whose cost is that of the call have no such limit."""
+    if "copy_gbps" not in row or row["suite"] == "launch":
         return math.nan
     memory = row["bytes"] / row["copy_gbps"] / 1e3
     if row.get("matmul_tflops"):
@@ -92,6 +93,21 @@ def table_row(row: Row, contenders: Sequence[str]) -> str:
     line = f"{row['case'][:45]:46}{limit_us(row):10.1f}{times}{over_limit(row):8.2f}"
     line += f"{over_peer(row):8.2f}{kernels:>6}{prediction_error(row):+7.0%}"
     return f"{line} {remarks(row)}".rstrip()
+
+
+def cold_headline() -> str:
+    names = "".join(f"{n:>10}{OURS:>10}{'ratio':>8}" for n in (PEER, PEER))
+    return f"{'seconds; cold, then warm':40}{names}"
+
+
+def cold_row(row: Row) -> str:
+    """Inductor, Deuteron and their ratio: with empty caches, and in a second process."""
+    line = f"{row['case'][:39]:40}"
+    for what in ("cold_s", "warm_s"):
+        theirs, ours = (row["results"].get(c, {}).get(what, math.nan) for c in (PEER, OURS))
+        line += f"{theirs:10.2f}{ours:10.2f}{ours / theirs if theirs else math.nan:8.3f}"
+    failures = [f"{n} {f['failure'][:100]}" for n, f in row["results"].items() if "failure" in f]
+    return f"{line} {'; '.join(failures)}".rstrip()
 
 
 def means(rows: Sequence[Row]) -> dict[str, Any]:

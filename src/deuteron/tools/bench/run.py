@@ -7,8 +7,10 @@ a failed row, and another worker goes on with the rest.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import math
 import platform
 import queue
 import subprocess
@@ -17,13 +19,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deuteron.base.options import environment
 from deuteron.tools.bench.cases import Case
-from deuteron.tools.bench.report import headline, summary, table_row
+from deuteron.tools.bench.contenders import CONTENDERS
+from deuteron.tools.bench.report import cold_headline, cold_row, headline, summary, table_row
 from deuteron.tools.bench.worker import MARK, Request
 
 Row = dict[str, Any]
@@ -85,7 +88,7 @@ class Worker:
 def build_all(request: Request, jobs: int, until: float, log: Path) -> int:
     """Fills the caches of the compilers with `jobs` processes; the number of cases done."""
     shares = [request.cases[k::jobs] for k in range(jobs)]
-    workers = [Worker(replace(request, cases=s, build=True), log) for s in shares if s]
+    workers = [Worker(replace(request, cases=s, task="build"), log) for s in shares if s]
     done = 0
     for w in workers:
         done += sum("row" in m for m in w.messages(until))
@@ -142,48 +145,125 @@ def machine(device: str) -> Row:
     }
 
 
-def run_bench(
-    found: list[Case],
-    contenders: tuple[str, ...],
-    device: str,
-    jobs: int,
-    each: float,
-    seconds: float,
-    out: Path,
-    command: str,
-) -> Row:
-    """Runs the cases; the document that goes to JSON: ``machine``, ``command``, ``rows``."""
-    out.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    until = start + seconds
-    log = out / "bench.log"
-    log.write_bytes(b"")
-    document: Row = {"machine": machine(device), "command": command, "rows": [], "left": []}
-    about = document["machine"]
-    print(f"{about['name']}, torch {about['torch']}, {about['date']}", flush=True)
-    suites = tuple(dict.fromkeys(c.suite for c in found))
-    names = tuple(f"{c.suite} {c.name}" for c in found)
+@contextlib.contextmanager
+def fresh_caches() -> Iterator[dict[str, str]]:
+    """Environment variables that give every compiler an empty cache."""
     with tempfile.TemporaryDirectory(prefix="deuteron-bench-") as scratch:
-        caches = {
+        yield {
             "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
             "DEUTERON_CACHE_DIR": f"{scratch}/deuteron",
             "TRITON_CACHE_DIR": f"{scratch}/triton",
+            "TORCH_EXTENSIONS_DIR": f"{scratch}/extensions",
         }
-        request = Request(device, contenders, suites, names, each, False, caches)
-        if jobs:
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: cases under contenders on a device. `each`: seconds of timing per case, about;
+    `seconds`: nothing starts after so long; `jobs`: processes that compile beforehand."""
+
+    cases: tuple[Case, ...]
+    contenders: tuple[str, ...]
+    device: str
+    jobs: int
+    each: float
+    seconds: float
+    log: Path
+
+    def request(self, caches: dict[str, str]) -> Request:
+        suites = tuple(dict.fromkeys(c.suite for c in self.cases))
+        names = tuple(f"{c.suite} {c.name}" for c in self.cases)
+        return Request(self.device, self.contenders, suites, names, self.each, caches=caches)
+
+
+def run_times(plan: Plan, document: Row) -> None:
+    """Fills ``rows``, ``left`` and ``seconds`` of the document, and prints each row."""
+    start = time.monotonic()
+    until = start + plan.seconds
+    with fresh_caches() as caches:
+        request = plan.request(caches)
+        if plan.jobs:
             single = {**caches, "TORCHINDUCTOR_COMPILE_THREADS": "1", "DEUTERON_WORKERS": "1"}
-            done = build_all(replace(request, caches=single), jobs, until - seconds / 4, log)
+            quarter = until - plan.seconds / 4
+            done = build_all(replace(request, caches=single), plan.jobs, quarter, plan.log)
             took = time.monotonic() - start
-            print(f"compiled {done} of {len(found)} cases in {took:.0f} s", flush=True)
-        print(headline(contenders), flush=True)
+            print(f"compiled {done} of {len(plan.cases)} cases in {took:.0f} s", flush=True)
+        print(headline(plan.contenders), flush=True)
 
         def report(row: Row) -> None:
             document["rows"].append(row)
-            print(table_row(row, contenders), flush=True)
+            print(table_row(row, plan.contenders), flush=True)
 
-        document["left"] = time_all(request, until, log, report)
+        document["left"] = time_all(request, until, plan.log, report)
     document["seconds"] = round(time.monotonic() - start, 1)
     print(summary([document]), flush=True)
     if document["left"]:
         print(f"no time for {len(document['left'])} cases, from {document['left'][0]!r} on")
+
+
+def run_cold(plan: Plan, document: Row) -> None:
+    """Fills ``cold``: seconds of the first call in a fresh process, with empty caches and then with
+    those that it left."""
+    until = time.monotonic() + plan.seconds
+    print(cold_headline(), flush=True)
+    compilers = [n for n in plan.contenders if CONTENDERS[n].backend not in ("", "handwritten")]
+    for case in plan.cases:
+        row: Row = {"suite": case.suite, "case": case.name, "results": {}}
+        for name in compilers:
+            with fresh_caches() as caches:
+                one = replace(plan, cases=(case,), contenders=(name,)).request(caches)
+                facts: Row = {}
+                for what in ("cold_s", "warm_s"):
+                    found = run_alone(replace(one, task="cold"), until, plan.log)
+                    facts[what] = found["results"].get(name, {}).get("seconds", math.nan)
+                    if "failure" in found:
+                        facts["failure"] = found["failure"]
+                row["results"][name] = facts
+        document["cold"].append(row)
+        print(cold_row(row), flush=True)
+
+
+def run_profile(plan: Plan, document: Row) -> None:
+    """Prints where the time of each case's step goes, by kernel."""
+    until = time.monotonic() + plan.seconds
+    with fresh_caches() as caches:
+        for case in plan.cases:
+            one = replace(plan, cases=(case,)).request(caches)
+            row = run_alone(replace(one, task="profile"), until, plan.log)
+            document["profiles"].append(row)
+            if "failure" in row:
+                print(f"{case.name}: {row['failure']}", flush=True)
+            for name, facts in row["results"].items():
+                count = sum(k[1] for k in facts["kernels"])
+                print(f"== {case.name}, {name}: {facts['us']:.0f} us, {count:.0f} kernels or more")
+                for key, calls, us in facts["kernels"]:
+                    print(f"{us:10.1f} us {calls:5.0f}  {key[:120]}", flush=True)
+
+
+def run_alone(request: Request, until: float, log: Path) -> Row:
+    """The row of a request of one case, in a process of its own."""
+    worker = Worker(request, log)
+    rows = [m["row"] for m in worker.messages(until) if "row" in m]
+    status = worker.stop()
+    why = f"the process ended with status {status}"
+    return rows[0] if rows else {"failure": why, "results": {}}
+
+
+RUNS: dict[str, Callable[[Plan, Row], None]] = {
+    "time": run_times,
+    "cold": run_cold,
+    "profile": run_profile,
+}
+
+
+def run_bench(plan: Plan, what: str, command: str) -> Row:
+    """Runs a plan; the document that goes to JSON: ``machine``, ``command``, and ``rows``, ``cold``
+    or ``profiles``, as `report` describes them."""
+    plan.log.parent.mkdir(parents=True, exist_ok=True)
+    plan.log.write_bytes(b"")
+    document: Row = {"machine": machine(plan.device), "command": command}
+    document.update({"rows": [], "cold": [], "profiles": [], "left": []})
+    about = document["machine"]
+    print(f"{about['name']}, torch {about['torch']}, {about['date']}", flush=True)
+    RUNS[what](plan, document)
     return document

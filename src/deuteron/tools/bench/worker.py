@@ -10,22 +10,33 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch._dynamo
+
+from deuteron.tools.bench.cases import Absent, Case, Work
+from deuteron.tools.bench.contenders import CONTENDERS, Contender, settings
+from deuteron.tools.bench.measure import Runner, fatal, measure, one_line
+from deuteron.tools.bench.suites import cases
+
+Row = dict[str, Any]
 MARK = "@deuteron-bench "
 
 
 @dataclass(frozen=True)
 class Request:
-    """`cases`: names, as suite and name. `build`: only compile, so that the caches are warm."""
+    """`cases`: names, as suite and name. `task`: "time"; "build": only compile, so that the caches
+    are warm; "cold": only the first call, timed; "profile": where the time of a call goes."""
 
     device: str
     contenders: tuple[str, ...]
     suites: tuple[str, ...]
     cases: tuple[str, ...]
     seconds: float = 1.0
-    build: bool = False
+    task: str = "time"
     caches: dict[str, str] = field(default_factory=dict)
 
 
@@ -35,20 +46,12 @@ def emit(**message: Any) -> None:
 
 def cache_size(device: str) -> int:
     """Bytes of the device's last cache. On a CPU inputs are not rotated: users' are not."""
-    import torch
-
     if device != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20))
 
 
 def run(request: Request) -> int:
-    import torch
-
-    from deuteron.tools.bench.contenders import CONTENDERS, settings
-    from deuteron.tools.bench.measure import fatal, measure, one_line
-    from deuteron.tools.bench.suites import cases
-
     settings()
     known = {f"{c.suite} {c.name}": c for s in request.suites for c in cases(s, request.device)}
     contenders = [CONTENDERS[n] for n in request.contenders]
@@ -58,13 +61,7 @@ def run(request: Request) -> int:
         # Modes that capture graphs of their own are compared where the host's time counts.
         these = [c for c in contenders if case.clock == "wall" or not c.captures]
         try:
-            if request.build:
-                build(case, request.device, these)
-                row: dict[str, Any] = {"case": name}
-            else:
-                row = measure(
-                    case, request.device, these, request.seconds, cache_size(request.device)
-                )
+            row = TASKS[request.task](case, these, request)
             problems = [r["failure"] for r in row.get("results", {}).values() if "failure" in r]
         except Exception as error:  # noqa: BLE001 - a row for each
             traceback.print_exc()
@@ -78,15 +75,14 @@ def run(request: Request) -> int:
     return 0
 
 
-def build(case: Any, device: str, contenders: Any) -> None:
+def time_case(case: Case, contenders: list[Contender], request: Request) -> Row:
+    return measure(case, request.device, contenders, request.seconds, cache_size(request.device))
+
+
+def build(case: Case, contenders: list[Contender], request: Request) -> Row:
     """Compiles a case; a contender's failure shows when it is timed."""
-    import torch
-
-    from deuteron.tools.bench.cases import Absent, Work
-    from deuteron.tools.bench.measure import Runner, one_line
-
     torch._dynamo.reset()
-    work = Work(case, device, 0)
+    work = Work(case, request.device, 0)
     for c in contenders:
         if not c.backend:
             continue
@@ -96,6 +92,64 @@ def build(case: Any, device: str, contenders: Any) -> None:
             continue
         except Exception as error:  # noqa: BLE001
             print(f"{case.name} under {c.name}: {one_line(error)}", file=sys.stderr, flush=True)
+    return {"suite": case.suite, "case": case.name}
+
+
+def cold(case: Case, contenders: list[Contender], request: Request) -> Row:
+    """Seconds of the first call. What any compiler needs once is loaded before: Dynamo,
+    AOTAutograd, the compiler's own modules, the libraries that the case calls."""
+    import torch._inductor.compile_fx  # noqa: F401
+
+    import deuteron.backend
+    import deuteron.pipeline  # noqa: F401
+
+    device = request.device
+    w = torch.randn(4, 4, requires_grad=True, device=device)
+    warm = torch.compile(lambda x: (x @ w).sin().sum(), backend="aot_eager")
+    warm(torch.randn(4, 4, device=device)).backward()
+    work = Work(case, device, 0)
+    work.step(work.function)
+    results = {}
+    for c in contenders:
+        runner = Runner(c, work)
+        runner.first()
+        results[c.name] = {"seconds": runner.facts["first_call_s"]}
+    return {"suite": case.suite, "case": case.name, "results": results}
+
+
+def profiled(case: Case, contenders: list[Contender], request: Request) -> Row:
+    """The longest kernels of a step under each contender: name, calls, us."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = request.device == "cuda"
+    work = Work(case, request.device, 0)
+    results: Row = {}
+    for c in contenders:
+        runner = Runner(c, work)
+        for _ in range(3):
+            runner.step()
+        runner.synchronize()
+        kind = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+        with profile(activities=[kind]) as trace:
+            for _ in range(3):
+                runner.step()
+            runner.synchronize()
+        found = [
+            (e.key, e.count / 3, (e.device_time_total if cuda else e.self_cpu_time_total) / 3)
+            for e in trace.key_averages()
+        ]
+        found.sort(key=lambda e: -e[2])
+        results[c.name] = {"kernels": found[:16], "us": sum(e[2] for e in found)}
+        torch._dynamo.reset()
+    return {"suite": case.suite, "case": case.name, "results": results}
+
+
+TASKS: dict[str, Callable[[Case, list[Contender], Request], Row]] = {
+    "time": time_case,
+    "build": build,
+    "cold": cold,
+    "profile": profiled,
+}
 
 
 def main() -> None:
