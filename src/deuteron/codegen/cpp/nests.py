@@ -170,7 +170,13 @@ class PassWriter:
     """Writes the bodies of passes; knows the vector axis, buffers, and arrays of column folds."""
 
     def __init__(
-        self, env: Env, v: Axis, outer: Sequence[Axis], cache: int, full: frozenset[Axis]
+        self,
+        env: Env,
+        v: Axis,
+        outer: Sequence[Axis],
+        cache: int,
+        full: frozenset[Axis],
+        merging: bool = False,
     ) -> None:
         loops = env.loops
         for p in loops.parts:
@@ -179,7 +185,7 @@ class PassWriter:
             elif isinstance(p, Prefix):
                 env.em.result_axes[p.name] = frozenset((*loops.parallel, *loops.reduced, ROW))
         self.env, self.v, self.outer = env, v, list(outer)
-        self.plan = plan(loops, env.em.deps, cache, full)
+        self.plan = plan(loops, env.em.deps, cache, full, merging)
         self.buffers: dict[Expr, str] = {}
         self.columns: dict[str, str] = {}  # column fold -> array
         self.carries: dict[str, str] = {}  # scan -> array of carries

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.codegen.cpp.loops import Loops, Part, Write, roots_of
+from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Write, roots_of
 from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, children
 from deuteron.ir.index import Axis, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.online import Chain, Rule
 
 Deps = Callable[[Expr], frozenset[Axis]]
 # A value this dear (vector FLOPs) is kept; a reload from L1 or L2 costs about as much as 4 of them.
@@ -32,6 +33,7 @@ class Pass:
 
     parts: list[Part] = field(default_factory=list)
     keep: list[Expr] = field(default_factory=list)
+    rules: dict[str, Rule] = field(default_factory=dict)  # of folds that need others of the pass
 
     @property
     def folds(self) -> list[Fold]:
@@ -40,6 +42,10 @@ class Pass:
     @property
     def prefixes(self) -> list[Prefix]:
         return [p for p in self.parts if isinstance(p, Prefix)]
+
+    @property
+    def writes(self) -> list[Write]:
+        return [p for p in self.parts if isinstance(p, Write)]
 
     def roots(self) -> list[Expr]:
         return [r for p in self.parts for r in roots_of(p)]
@@ -53,45 +59,36 @@ class Plan:
     buffer_bytes: int  # of one row of all kept values, at hinted sizes
 
 
-def plan(loops: Loops, deps: Deps, cache_bytes: int, full: frozenset[Axis]) -> Plan:
+def plan(
+    loops: Loops, deps: Deps, cache_bytes: int, full: frozenset[Axis], merging: bool = False
+) -> Plan:
     """Orders the parts. `deps(expr)` gives the axes of a value; `cache_bytes` is what row buffers
-    may take, of values that depend on all the axes in `full`."""
-    ready: dict[str, int] = {}  # result -> first pass that may use it
+    may take, of values that depend on all the axes in `full`. `merging`: dependent folds share a
+    pass where a rule allows it (`online`), for rows that no cache holds."""
+    reduced = frozenset(loops.reduced)
+    merging = merging and not any(isinstance(p, (Prefix, ColumnFold)) for p in loops.parts)
+    chain = Chain(lambda e: not deps(e) & reduced, merging)
     placed: list[tuple[int, Part]] = []
     row_writes: list[Write] = []
-    memo: dict[Expr, int] = {}
     for p in loops.parts:
-        need = max((_need(r, ready, memo) for r in roots_of(p)), default=0)
         if isinstance(p, Write) and p.level == "row" and loops.reduced:
             row_writes.append(p)
-            continue
-        placed.append((need, p))
-        if isinstance(p, Fold):
-            ready[p.name] = need + 1
-        elif isinstance(p, Prefix):
-            ready[p.name] = need
-        memo.clear()
+        elif isinstance(p, (Fold, Prefix)):
+            placed.append((chain.add(p), p))
+        else:
+            placed.append((chain.need(*roots_of(p)), p))
+    ready = chain.ready
     count = max((k for k, _ in placed), default=-1) + 1
     passes = [Pass() for _ in range(count)]
     for k, p in placed:
         if not isinstance(p, Write):
             passes[k].parts.append(p)
+            if isinstance(p, Fold) and p.name in chain.rules:
+                passes[k].rules[p.name] = chain.rules[p.name]
     _place_writes(loops, placed, passes, deps)
     kept = _choose_kept(loops, passes, ready, deps, cache_bytes, full)
     size = hint(product(a.extent for a in loops.reduced)) * sum(ITEMSIZE[e.dtype] for e in kept)
     return Plan(passes, row_writes, kept, size)
-
-
-def _need(root: Expr, ready: dict[str, int], memo: dict[Expr, int]) -> int:
-    """The first pass in which the value can be computed."""
-    for node in root.walk():
-        if node in memo:
-            continue
-        out = max((memo[c] for c in children(node)), default=0)
-        if node.op == "load" and node.attr[0] in ready:
-            out = max(out, ready[node.attr[0]])
-        memo[node] = out
-    return memo[root]
 
 
 def _place_writes(

@@ -22,6 +22,7 @@ from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.loops import (
     WORKER,
     ColumnFold,
+    Loops,
     Write,
     flops_of,
     ordered,
@@ -39,6 +40,7 @@ from deuteron.codegen.cpp.nests import (
     size,
     write_store,
 )
+from deuteron.codegen.cpp.online import Joint, Walk
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Index, hint
@@ -63,10 +65,10 @@ def lanes_of(p: Pass, row: int) -> int:
 class Rows(PassWriter):
     """Writes the passes over one row (or one chunk of it)."""
 
-    def __init__(self, env: Env, v: Axis, cache: int) -> None:
+    def __init__(self, env: Env, v: Axis, cache: int, merging: bool = False) -> None:
         loops = env.loops
         outer = ordered(loops, [a for a in loops.reduced if a != v])
-        super().__init__(env, v, outer, cache, frozenset(loops.reduced))
+        super().__init__(env, v, outer, cache, frozenset(loops.reduced), merging)
         self.step: Axis | None = None  # the parallel axis along which this thread goes on
 
     def row(self) -> None:
@@ -79,6 +81,11 @@ class Rows(PassWriter):
 
     def passes(self) -> None:
         for k, p in enumerate(self.plan.passes):
+            if p.rules:
+                joint = self.joint(p)
+                joint.blocks(self.walker(k), "0", self.env.extent(joint.axis))
+                joint.finish()
+                continue
             accs = {
                 f.name: Accumulator(self.env.em.fresh("f"), f.kind, f.body.dtype, self.env.em.used)
                 for f in p.folds
@@ -88,6 +95,19 @@ class Rows(PassWriter):
             for f in p.folds:
                 self.env.em.scope.add(*accs[f.name].finish(lanes))
                 self.bind(f.name, accs[f.name])
+
+    def joint(self, p: Pass) -> Joint:
+        """The folds of a pass in which some need others."""
+        axis = self.outer[0] if self.outer else self.v
+        return Joint(self.env, p, axis, tuple(a for a in (*self.outer, self.v) if a != axis))
+
+    def walker(self, k: int) -> Walk:
+        def walk(p: Pass, accs: dict[str, Accumulator], part: tuple[Axis, str, str]) -> int:
+            lanes = self.start(p, accs)
+            self.walk(p, k, accs, lanes, part)
+            return lanes
+
+        return walk
 
     def bind(self, name: str, acc: Accumulator) -> None:
         self.env.em.scope.texts[
@@ -290,7 +310,7 @@ def write_rows(env: Env, v: Axis) -> None:
     """Writes the nest with lanes along the reduced axis `v`."""
     loops = env.loops
     cache = env.machine.l2_bytes // 2
-    rows = Rows(env, v, cache)
+    rows = Rows(env, v, cache, row_bytes(loops) > cache)
     parallel = ordered(loops, loops.parallel)
     work = size(loops.reduced)
     conflict = [a for a in parallel if a in rows.conflicts]
@@ -312,6 +332,13 @@ def write_rows(env: Env, v: Axis) -> None:
     parallel_loops(env, free, [], lambda: serial_loops(env, conflict, rows.row))
 
 
+def row_bytes(loops: Loops) -> int:
+    """Bytes that one row reads, at hinted sizes."""
+    reduced = set(loops.reduced)
+    reads = [a for a in loops.accesses if not a.store]
+    return sum(a.itemsize * size([x for x in reduced if x in a.address.axes()]) for a in reads)
+
+
 def chunk_counts(env: Env, axis: Axis, ops: int, round_to: int) -> tuple[str, str]:
     """C names of the chunk length along `axis` and of the number of chunks, from sizes alone."""
     em = env.em
@@ -330,7 +357,8 @@ def chunk_counts(env: Env, axis: Axis, ops: int, round_to: int) -> tuple[str, st
 def write_shared_rows(env: Env, v: Axis, parallel: Sequence[Axis]) -> None:
     """All threads work on each row; see the module's docstring."""
     em, loops = env.em, env.loops
-    rows = Rows(env, v, 0)
+    cached = env.machine.threads * env.machine.l2_bytes // 2
+    rows = Rows(env, v, 0, row_bytes(loops) > cached)
     axis = rows.outer[0] if rows.outer else v
     per_step = size([a for a in loops.reduced if a != axis])
     length, count = chunk_counts(env, axis, per_step, 64 if axis == v else 1)
@@ -356,6 +384,9 @@ def write_shared_rows(env: Env, v: Axis, parallel: Sequence[Axis]) -> None:
 
 def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, count: str) -> None:
     em = env.em
+    if p.rules:
+        shared_joint(env, rows, k, p, length, count)
+        return
     accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
     c = em.fresh("c")
     for a in accs.values():
@@ -383,6 +414,24 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
     for f in p.folds:
         em.scope.add(*accs[f.name].gather(count))
         rows.bind(f.name, accs[f.name])
+
+
+def shared_joint(env: Env, rows: Rows, k: int, p: Pass, length: str, count: str) -> None:
+    """A pass in which folds need others: each chunk leaves its state."""
+    em = env.em
+    joint = rows.joint(p)
+    c, low, high = em.fresh("c"), em.fresh("lo"), em.fresh("hi")
+    with em.inside() as scope:
+        scope.add(
+            f"const long long {low} = {c} * {length};",
+            f"const long long {high} = {smaller(f'{low} + {length}', env.extent(joint.axis))};",
+        )
+        joint.blocks(rows.walker(k), low, high)
+        joint.share(c, CHUNKS)
+    em.scope.add("#pragma omp for schedule(static)")
+    em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
+    joint.gather(count)
+    joint.finish()
 
 
 def write_chunked(env: Env, v: Axis) -> None:

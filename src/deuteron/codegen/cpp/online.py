@@ -1,0 +1,317 @@
+"""Dependent folds over a row that no cache holds, in one pass: block by block of the row.
+
+In: the folds of a pass, some of which need others of it (`schedule.online`). Out: C++ lines.
+
+    state of the row: nothing yet
+    for each block (a few thousand elements, in the L1 cache):
+        folds that need nothing, over the block
+        folds that need those: with the block's own results in place of the row's
+        the block's results into the state
+    the row's results
+
+The rules' identities hold for any parts; here the parts are blocks, so that the inner loops are
+those of independent folds, and one exponential per block moves a sum to another maximum. States are
+doubles: what is merged is rounded once, however many blocks there are. States of parts of a row
+that threads share are merged in the same way, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.emit import smaller
+from deuteron.codegen.cpp.folds import Accumulator, combine
+from deuteron.codegen.cpp.nests import ROW, Env, size
+from deuteron.codegen.cpp.passes import Pass
+from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis
+from deuteron.schedule.kernel import Fold
+from deuteron.schedule.online import (
+    Products,
+    Rescaled,
+    Rule,
+    local_body,
+    local_shift,
+    power_of,
+)
+
+BLOCK = Axis("block", 1)  # provided by the scope of a block, as `ROW` is by that of a row
+ELEMENTS = 4096  # of a block: 16 KB of f32
+
+Walk = Callable[[Pass, dict[str, Accumulator], tuple[Axis, str, str]], int]
+
+
+@dataclass(frozen=True)
+class State:
+    """A C variable of the row's state: its type and what it holds before the first block."""
+
+    name: str
+    type: str
+    start: str
+
+
+class Joint:
+    """The folds of one pass over a row in blocks."""
+
+    def __init__(self, env: Env, p: Pass, axis: Axis, rest: tuple[Axis, ...]) -> None:
+        self.env, self.p, self.axis = env, p, axis
+        self.rest = rest  # loops inside the one that is cut
+        self.rules: Mapping[str, Rule] = p.rules
+        self.first = [f for f in p.folds if f.name not in self.rules]
+        self.second = [f for f in p.folds if f.name in self.rules]
+        self.sums: dict[tuple[str, str], str] = {}  # (fold, side) -> the fold of its elements
+        for f in self.second:
+            rule = self.rules[f.name]
+            if isinstance(rule, Products):
+                for side, e in (("x", rule.x), ("y", rule.y)):
+                    self.sums[f.name, side] = self._sum(f, side, e)
+        em = env.em
+        row = frozenset(a for a in (*env.loops.parallel, ROW))
+        self.stems = {f.name: em.fresh("j") for f in (*self.first, *self.second)}
+        for f in self.first:
+            for tag in ("block", "old", "new", "row"):
+                own = row if tag == "row" else row | {BLOCK}
+                em.result_axes[f"{f.name} {tag}"] = own
+        for (name, side), _ in self.sums.items():
+            em.result_axes[f"{name} mean {side}"] = row | {BLOCK}
+
+    def _sum(self, f: Fold, side: str, e: Expr) -> str:
+        for other in self.first:
+            if other.kind == "sum" and other.body is e:
+                return other.name
+        own = Fold(f"{f.name} {side}", "sum", e)
+        self.first.append(own)
+        return own.name
+
+    def register(self, f: Fold, tag: str) -> Expr:
+        dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
+        return Expr("load", dtype, (), (f"{f.name} {tag}", (), None))
+
+    # -- the state ---------------------------------------------------------------------------------
+    def states(self) -> list[State]:
+        out: list[State] = []
+        if self.sums:
+            out.append(State(self.count, "double", "0"))
+        for f in self.first:
+            a = Accumulator(self.stems[f.name], f.kind, f.body.dtype, self.env.em.used)
+            if a.flushed:
+                out.append(State(a.name, "double", "0"))
+            else:
+                out.append(State(a.name, scalars.REGISTER[a.dtype], a.identity))
+            if a.positional:
+                out.append(State(f"{a.name}_at", "long long", "0"))
+        out += [State(self.stems[f.name], "double", "0") for f in self.second]
+        return out
+
+    @property
+    def count(self) -> str:
+        return f"{self.stems[self.second[0].name]}_n"
+
+    # -- one block ---------------------------------------------------------------------------------
+    def blocks(self, walk: Walk, low: str, high: str) -> None:
+        """Declares the state and folds ``low <= axis < high`` into it."""
+        em, env = self.env.em, self.env
+        em.scope.add(*(f"{s.type} {s.name} = {s.start};" for s in self.states()))
+        each = size(self.rest)
+        step = max(1, ELEMENTS // max(1, each))
+        if not self.rest:
+            step = ELEMENTS
+        b, end = em.fresh("b"), em.fresh("e")
+        with em.inside(BLOCK) as scope:
+            scope.add(f"const long long {end} = {smaller(f'{b} + {step}', high)};")
+            part = (self.axis, b, end)
+            points = "*".join([f"(double)({end} - {b})", *(env.extent(a) for a in self.rest)])
+            results = self.fold(Pass(list(self.first)), walk, part)
+            n = ""
+            if self.sums:
+                n = em.fresh("n")
+                scope.add(f"const double {n} = {points};")
+                self.means(results, n)
+            later = [Fold(f.name, f.kind, self.local(f)) for f in self.second]
+            results |= self.fold(Pass([*later, *self.p.writes]), walk, part)
+            self.merge(results, n)
+        em.scope.loop(f"for (long long {b} = {low}; {b} < {high}; {b} += {step})", scope.lines)
+
+    def fold(
+        self, p: Pass, walk: Walk, part: tuple[Axis, str, str]
+    ) -> dict[str, tuple[str, str | None]]:
+        """The folds over a block: their results (sums of f32 as doubles), and positions."""
+        em = self.env.em
+        accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
+        lanes = walk(p, accs, part)
+        out: dict[str, tuple[str, str | None]] = {}
+        for f in p.folds:
+            a = accs[f.name]
+            em.scope.add(*a.finish(lanes))
+            if a.positional:
+                out[f.name] = (f"{a.name}_b", f"{a.name}_r")
+            else:
+                out[f.name] = (f"{a.name}_{'d' if a.flushed else 'r'}", None)
+                em.scope.texts[self.register(f, "block")] = f"{a.name}_r"
+        return out
+
+    def means(self, results: Mapping[str, tuple[str, str | None]], n: str) -> None:
+        em = self.env.em
+        for (name, side), total in self.sums.items():
+            dtype = next(f.body.dtype for f in self.second if f.name == name)
+            kind, mean = scalars.REGISTER[dtype], em.fresh("mean")
+            em.scope.add(f"const {kind} {mean} = ({kind})({results[total][0]} / {n});")
+            em.scope.texts[self.mean(name, side, dtype)] = mean
+
+    def mean(self, name: str, side: str, dtype: str) -> Expr:
+        return Expr("load", dtype, (), (f"{name} mean {side}", (), None))
+
+    def local(self, f: Fold) -> Expr:
+        """The fold's body with the block's results in place of the row's."""
+        rule = self.rules[f.name]
+        if isinstance(rule, Rescaled):
+            top = next(g for g in self.first if g.name == rule.maximum)
+            return local_body(rule, f.body, local_shift(rule, self.register(top, "block")))
+        sides = (("x", rule.x), ("y", rule.y))
+        x, y = (E.op("sub", e, self.mean(f.name, s, f.body.dtype)) for s, e in sides)
+        return E.op("mul", x, x if rule.square else y)
+
+    # -- merging -----------------------------------------------------------------------------------
+    def merge(self, results: Mapping[str, tuple[str, str | None]], n: str) -> None:
+        """Takes results of a part of `n` elements into the state."""
+        em = self.env.em
+        for f in self.first:
+            text = f"{self.stems[f.name]}_before"
+            if self._is_maximum(f):
+                kind = scalars.REGISTER[f.body.dtype]
+                em.scope.add(f"const {kind} {text} = {self.stems[f.name]};")
+                em.scope.texts[self.register(f, "old")] = text
+        for f in self.second:
+            rule = self.rules[f.name]
+            if isinstance(rule, Products):  # while the state's sums are those before
+                self._products(f, rule, results, n)
+        for f in self.first:
+            self._plain(f, *results[f.name])
+            em.scope.texts[self.register(f, "new")] = self.stems[f.name]
+        for f in self.second:
+            rule = self.rules[f.name]
+            if isinstance(rule, Rescaled):
+                self._rescaled(f, rule, results[f.name][0])
+        if self.sums:
+            em.scope.add(f"{self.count} += {n};")
+
+    def _is_maximum(self, f: Fold) -> bool:
+        return any(isinstance(r, Rescaled) and r.maximum == f.name for r in self.rules.values())
+
+    def _plain(self, f: Fold, value: str, position: str | None) -> None:
+        em, name = self.env.em, self.stems[f.name]
+        a = Accumulator(name, f.kind, f.body.dtype, em.used)
+        if position is not None:
+            em.scope.add(*a.merge_position(name, f"{name}_at", value, position))
+        elif a.flushed:
+            em.scope.add(f"{name} += {value};")
+        else:
+            em.scope.add(f"{name} = {combine(f.kind, f.body.dtype, name, value, em.used)};")
+
+    def _rescaled(self, f: Fold, rule: Rescaled, value: str) -> None:
+        """Both sums at the shift of both: each times its own exponential. A sum of 0 stays 0."""
+        em, name = self.env.em, self.stems[f.name]
+        top = next(g for g in self.first if g.name == rule.maximum)
+        new = local_shift(rule, self.register(top, "new"))
+        texts = []
+        for tag, total in (("old", name), ("block", value)):
+            shift = local_shift(rule, self.register(top, tag))
+            weight = em.value(power_of(rule, E.op("sub", shift, new)))
+            texts.append(f"({total} == 0 ? 0 : {total} * {weight})")
+        em.scope.add(f"{name} = {' + '.join(texts)};")
+
+    def _products(
+        self, f: Fold, rule: Products, results: Mapping[str, tuple[str, str | None]], n: str
+    ) -> None:
+        """Chan, Golub, LeVeque, after the block's sum is moved from its rounded means to its means."""
+        em, name, dtype = self.env.em, self.stems[f.name], f.body.dtype
+        off, apart = [], []
+        for side in ("x",) if rule.square else ("x", "y"):
+            total = self.sums[f.name, side]
+            mine, theirs = self.stems[total], results[total][0]
+            center = em.scope.texts.get(self.mean(f.name, side, dtype))
+            d, r = em.fresh("d"), em.fresh("d")
+            em.scope.add(
+                f"const double {d} = {self.count} > 0 ? {theirs} / {n} - {mine} / {self.count} : 0;"
+            )
+            apart.append(d)
+            if center is not None:
+                em.scope.add(f"const double {r} = {center} - {theirs} / {n};")
+                off.append(r)
+        square = "*".join(apart if len(apart) == 2 else apart * 2)
+        moved = f" - {n} * {'*'.join(off if len(off) == 2 else off * 2)}" if off else ""
+        both = f"{self.count} * {n} / ({self.count} + {n})"
+        em.scope.add(f"{name} += {results[f.name][0]}{moved} + {square} * {both};")
+
+    # -- parts that threads share ------------------------------------------------------------------
+    def share(self, number: str, most: int) -> None:
+        """Keeps the state of part `number` where all threads see it."""
+        for s in self.states():
+            self.env.shared.append(f"alignas(64) {s.type} {s.name}_p[{most}];")
+            self.env.em.scope.add(f"{s.name}_p[{number}] = {s.name};")
+
+    def gather(self, count: str) -> None:
+        """The state of the row from those of its parts, in order."""
+        em = self.env.em
+        em.scope.add(*(f"{s.type} {s.name} = {s.start};" for s in self.states()))
+        c = em.fresh("c")
+        with em.inside(BLOCK) as scope:
+            results: dict[str, tuple[str, str | None]] = {}
+            for f in (*self.first, *self.second):
+                stem = self.stems[f.name]
+                at = f"{stem}_at_p[{c}]" if f.kind.startswith("arg") else None
+                results[f.name] = (f"{stem}_p[{c}]", at)
+                if self._is_maximum(f):
+                    scope.texts[self.register(f, "block")] = f"{stem}_p[{c}]"
+            n = ""
+            if self.sums:
+                n = em.fresh("n")
+                scope.add(f"const double {n} = {self.count}_p[{c}];")
+            self.merge(results, n)
+        em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
+
+    # -- the row -----------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """Binds the results of the folds in the current scope."""
+        em = self.env.em
+        for f in self.p.folds:
+            if f.name not in self.rules:
+                a = Accumulator(self.stems[f.name], f.kind, f.body.dtype, em.used)
+                end = f"{a.name}_at" if a.positional else f"({a.result_type}){a.name}"
+                self._bind(f, end)
+        for f in self.second:
+            rule, name = self.rules[f.name], self.stems[f.name]
+            kind = scalars.REGISTER[f.body.dtype]
+            if isinstance(rule, Products):
+                texts = []
+                for side, center in (("x", rule.a), ("y", rule.b)):
+                    mean = f"{self.stems[self.sums[f.name, side]]} / {self.count}"
+                    texts.append(f"({mean} - {em.value(center)})")
+                empty = f"{self.count} > 0"
+                end = f"({kind})({empty} ? {name} + {self.count} * {texts[0]} * {texts[1]} : 0)"
+            else:
+                top = next(g for g in self.first if g.name == rule.maximum)
+                row = em.scope.texts[self.bound(top)]
+                em.scope.texts[self.register(top, "row")] = row
+                local = local_shift(rule, self.register(top, "row"))
+                weight = em.value(power_of(rule, E.op("sub", local, rule.shift)))
+                nothing = em.value(E.op("sub", rule.shift, rule.shift))
+                end = f"({kind})({name} == 0 ? {nothing} : {name} * {weight})"
+            self._bind(f, end)
+
+    def bound(self, f: Fold) -> Expr:
+        dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
+        return Expr("load", dtype, (), (f.name, (), None))
+
+    def _bind(self, f: Fold, text: str) -> None:
+        em = self.env.em
+        name = em.fresh("t")
+        dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
+        em.scope.add(f"const {scalars.REGISTER[dtype]} {name} = {text};")
+        em.scope.texts[self.bound(f)] = name
+
+
+__all__ = ["Joint"]
