@@ -14,7 +14,7 @@ from torch import Tensor
 from deuteron.codegen.cpp import Machine, rows
 from deuteron.schedule.kernel import Kernel
 from tests.codegen.cpp_tools import Runner
-from tests.schedule.test_online import RULES, inputs, mean
+from tests.schedule.test_online import RULES, inputs
 from tests.schedule.tools import Scheduled, scheduled
 
 INF = float("inf")
@@ -111,4 +111,4 @@ def test_several_loops_and_others(machine: Machine, small: None) -> None:
 @pytest.mark.parametrize("machine", [ALONE, SHARED], ids=["alone", "shared"])
 def test_far_from_the_mean(machine: Machine, small: None) -> None:
     x = torch.randn(3, 10_007) + 100
-    check(lambda x: (torch.var(x, -1), x.argmax(-1), (x - mean(x)).abs().amax(-1)), [x], machine)
+    check(lambda x: (torch.var(x, -1), x.argmax(-1)), [x], machine)
