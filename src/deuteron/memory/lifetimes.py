@@ -107,8 +107,8 @@ def _writes(s: Stmt, name: str) -> bool:
 
 def _in_place(nest: Nest, written: str, read: str) -> bool:
     """Who generates code runs a statement as soon as the folds that it uses are known, and
-    statements of one loop in their order. So the overwriting store comes last when it uses all
-    folds that read the operand, and all folds that other readers of the operand use."""
+    statements of one loop in their order, stores last. So the overwriting store comes last when it
+    uses all folds that other readers of the operand use."""
     stores = [s for s in nest.stmts if _writes(s, written)]
     if len(stores) != 1:
         return False
@@ -129,8 +129,8 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
         elif isinstance(s, Store):
             if seen or s.level != store.level or not waits[id(s)] <= mine:
                 return False
-        elif s.name not in mine:
-            return False
+        elif s.name not in mine and not waits[id(s)] <= mine:
+            return False  # it would run in a later pass
     return True
 
 
