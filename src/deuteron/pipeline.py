@@ -44,6 +44,7 @@ from deuteron.runtime.cuda_graphs import graphed
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch import load as load_module
 from deuteron.runtime.launch_cuda import Sequence as Launcher
+from deuteron.runtime.tune import Tuned
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Schedule
@@ -174,9 +175,22 @@ class Compilation:
         assert self.emitted is not None
         extra: dict[str, Any] = {}
         known: dict[Any, Any] = {}
+        steps = {k.name: k for k in self.steps()}
         for q in self.emitted.sequences:
             kernels = [self.triton(n) for n in q.kernels]
-            extra[q.name] = Launcher(kernels, q.places, q.sizes, q.device, self.options, known)
+            common = (kernels, q.places, q.sizes, q.device, self.options, known)
+            if self.options.autotune:
+                extra[q.name] = Tuned(*common, [steps[n] for n in q.kernels], self.record)
+            else:
+                extra[q.name] = Launcher(*common)
+        if self.options.autotune and not self.emitted.sequences:
+            self.record.add(
+                "decision",
+                subject="autotune",
+                accepted=False,
+                reason="refused",
+                detail="kernels of the CPU have one configuration",
+            )
         if self.options.verify:
             extra["watch"] = Watcher(self.steps(), self.kernels, self.options).watch
         name = f"<deuteron {self.phase} graph {self.number}>"

@@ -34,24 +34,26 @@ struct kernel {
   const int* args;
 };
 
-// 0, or minus the number (from 1) of a kernel whose addresses are not aligned, before anything of
-// it or after it ran, or 1000 * its number + CUDA's error.
-extern "C" int deuteron_launch(launch_t launch, int from, int n, const kernel* ks, void** p,
-                               long long* s, void* stream) {
+struct sequence { launch_t launch; const kernel* kernels; long long* sizes; };
+
+// Launches kernels `from` to `to` (excluded). 0, or minus the number (from 1) of a kernel whose
+// addresses are not aligned, before anything of it or after it ran, or 1000 * its number + CUDA's
+// error.
+extern "C" int deuteron_launch(const sequence* q, int from, int to, void** p, void* stream) {
   void* none = 0;
-  for (int i = from; i < n; ++i) {
-    const kernel* k = ks + i;
+  for (int i = from; i < to; ++i) {
+    const kernel* k = q->kernels + i;
     if (!k->grid) continue;
     void** params = (void**)__builtin_alloca(sizeof(void*) * (k->count + 2));
     unsigned long long low = 0;
     for (int j = 0; j < k->count; ++j) {
       int a = k->args[j];
       if (a >= 0) { params[j] = p + a; low |= (unsigned long long)p[a]; }
-      else params[j] = s + (-a - 1);
+      else params[j] = q->sizes + (-a - 1);
     }
     if (k->aligned && (low & 15)) return -(i + 1);
     params[k->count] = params[k->count + 1] = &none;
-    int rc = launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
+    int rc = q->launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
     if (rc) return 1000 * (i + 1) + rc;
   }
   return 0;
@@ -71,7 +73,16 @@ class _Kernel(ctypes.Structure):
     ]
 
 
+class _Sequence(ctypes.Structure):
+    _fields_ = [
+        ("launch", ctypes.c_void_p),
+        ("kernels", ctypes.POINTER(_Kernel)),
+        ("sizes", ctypes.POINTER(ctypes.c_longlong)),
+    ]
+
+
 NO_CONTEXT = 201
+OUT_OF_MEMORY = 2
 
 
 class LaunchError(DeuteronError):
@@ -85,10 +96,13 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _launcher(options: Options) -> tuple[Any, int]:
+    """The C function, and the address of the driver's."""
     lib = build_cpp.build(SOURCE, ("-O2", "-fPIC", "-shared"), options)
     address = ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value
     assert address is not None
-    return lib.deuteron_launch, address
+    function = lib.deuteron_launch
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int] + [ctypes.c_void_p] * 2
+    return function, address
 
 
 @dataclass
@@ -98,6 +112,17 @@ class Loaded:
     shared: int
 
 
+@dataclass
+class Prepared:
+    """What one call of the C function launches: its address, and what lies behind it."""
+
+    launch: Any
+    address: int
+    whole: Any
+    table: Any
+    numbers: Any
+
+
 class Variants:
     """The binaries of one kernel on one device, built when they are first needed."""
 
@@ -105,24 +130,27 @@ class Variants:
         self.kernel, self.device, self.options = kernel, device, options
         major, minor = torch.cuda.get_device_capability(device)
         self.capability = major * 10 + minor
-        self.loaded: dict[tuple[bool, bool], Loaded] = {}
+        self.loaded: dict[tuple[int, bool, bool], Loaded] = {}
+        self.tuned: dict[Any, int] = {}  # what `runtime.tune` has found, by sizes
         # Most calls have aligned addresses and small tensors: that variant is built ahead.
         wide = kernel.wide_source is None and "i64" in kernel.types[len(kernel.types) :]
-        self.first: tuple[tuple[bool, bool], Task | Binary] = (
-            (True, wide),
-            submit(kernel, kernel.configs[0], self.capability, options, True, wide),
-        )
+        count = len(kernel.configs) if options.autotune else 1
+        self.ahead: dict[tuple[int, bool, bool], Task | Binary] = {
+            (c, True, wide): submit(kernel, kernel.configs[c], self.capability, options, True, wide)
+            for c in range(count)
+        }
 
-    def get(self, aligned: bool, wide: bool) -> Loaded:
-        found = self.loaded.get((aligned, wide))
+    def get(self, aligned: bool, wide: bool, config: int = 0) -> Loaded:
+        key = (config, aligned, wide)
+        found = self.loaded.get(key)
         if found is None:
-            if self.first[0] == (aligned, wide):
-                first = self.first[1]
-                binary = first if isinstance(first, Binary) else first.result()
+            ahead = self.ahead.get(key)
+            if ahead is None:
+                chosen = self.kernel.configs[config]
+                binary = build(self.kernel, chosen, self.capability, self.options, aligned, wide)
             else:
-                config = self.kernel.configs[0]
-                binary = build(self.kernel, config, self.capability, self.options, aligned, wide)
-            found = self.loaded[aligned, wide] = self.load(binary)
+                binary = ahead if isinstance(ahead, Binary) else ahead.result()
+            found = self.loaded[key] = self.load(binary)
         return found
 
     def load(self, binary: Binary) -> Loaded:
@@ -184,7 +212,7 @@ class Sequence:
         self.variants = [known[k.name, device] for k in kernels]
         self.options = options
         self.device = at
-        self.prepared: dict[Any, Any] = {}
+        self.prepared: dict[Any, Prepared] = {}
         self.counters: dict[int, torch.Tensor] = {}
         self.arrays: list[Any] = []
         for k, place in zip(kernels, places, strict=True):
@@ -203,19 +231,23 @@ class Sequence:
     def __call__(self, stream: int, pointers: Any, sizes: tuple[int, ...] = ()) -> None:
         found = self.prepared.get((stream, sizes))
         if found is None:
-            found = self.prepare(stream, sizes)
-        table, numbers, launch, address = found
-        rc = launch(address, 0, self.n, table, pointers, numbers, stream)
+            found = self.first_call(stream, pointers, sizes)
+            if found is None:
+                return
+        rc = found.launch(found.address, 0, self.n, pointers, stream)
         if rc:
-            self.slow(rc, table, pointers, numbers, stream, sizes)
+            self.slow(rc, found, pointers, stream, sizes)
 
-    def launch(self, stream: int, now: int, pointers: Any, sizes: tuple[int, ...] = ()) -> None:
+    def first_call(self, stream: int, pointers: Any, sizes: tuple[int, ...]) -> Prepared | None:
+        """What to launch for new sizes; None where it has been launched already."""
+        return self.prepare(stream, sizes)
+
+    def record(self, stream: int, now: int, pointers: Any, sizes: tuple[int, ...]) -> None:
         """Launches on the stream `now`, which is being recorded, what will run on `stream`."""
         found = self.prepared.get((stream, sizes)) or self.prepare(stream, sizes)
-        table, numbers, launch, address = found
-        rc = launch(address, 0, self.n, table, pointers, numbers, now)
+        rc = found.launch(found.address, 0, self.n, pointers, now)
         if rc:
-            self.slow(rc, table, pointers, numbers, now, sizes)
+            self.slow(rc, found, pointers, now, sizes)
 
     def counter(self, stream: int) -> int:
         """The address of a zero that kernels on this stream count their programs with."""
@@ -227,17 +259,20 @@ class Sequence:
             torch.cuda.current_stream(self.device).synchronize()
         return found.data_ptr()
 
-    def prepare(self, stream: int, sizes: tuple[int, ...]) -> Any:
+    def prepare(self, stream: int, sizes: tuple[int, ...]) -> Prepared:
         """The launch table for sizes."""
         env = dict(zip(self.names, sizes, strict=True))
         table = (_Kernel * self.n)()
         for k in range(self.n):
             self.fill(table[k], k, env, self.sizes_aligned(k, env))
-        launch, address = _launcher(self.options)
-        launch.argtypes = [ctypes.c_void_p] + [ctypes.c_int] * 2 + [ctypes.c_void_p] * 4
         numbers = (ctypes.c_longlong * (len(sizes) + 1))(*sizes, self.counter(stream))
-        found = self.prepared[stream, sizes] = (table, numbers, launch, address)
+        found = self.prepared[stream, sizes] = self.bound(table, numbers)
         return found
+
+    def bound(self, table: Any, numbers: Any) -> Prepared:
+        launch, driver = _launcher(self.options)
+        whole = _Sequence(driver, table, numbers)
+        return Prepared(launch, ctypes.addressof(whole), whole, table, numbers)
 
     def sizes_aligned(self, k: int, env: dict[str, int]) -> bool:
         kernel = self.kernels[k]
@@ -248,36 +283,55 @@ class Sequence:
         }
         return all(env[by_param[p]] % 16 == 0 for p in kernel.aligned if p in by_param)
 
-    def fill(self, row: Any, k: int, env: dict[str, int], aligned: bool) -> None:
+    def fill(
+        self, row: Any, k: int, env: dict[str, int], aligned: bool, config: int | None = None
+    ) -> None:
         kernel = self.kernels[k]
-        loaded = self.variants[k].get(aligned, kernel.is_wide(env))
+        chosen = self.config(k, env) if config is None else config
+        loaded = self.variants[k].get(aligned, kernel.is_wide(env), chosen)
         row.function, row.block, row.shared = loaded.function, loaded.block, loaded.shared
-        row.grid = kernel.grid(kernel.configs[0], env)
+        row.grid = kernel.grid(kernel.configs[chosen], env)
         row.count, row.aligned = len(kernel.args), int(aligned)
         row.args = ctypes.cast(self.arrays[k], ctypes.POINTER(ctypes.c_int))
 
+    def config(self, k: int, env: dict[str, int]) -> int:
+        """The number of the configuration that kernel k runs in."""
+        return 0
+
     def slow(
-        self, rc: int, table: Any, pointers: Any, numbers: Any, stream: int, sizes: tuple[int, ...]
+        self,
+        rc: int,
+        found: Prepared,
+        pointers: Any,
+        stream: int,
+        sizes: tuple[int, ...],
+        end: int | None = None,
     ) -> None:
-        """Goes on with the variant for addresses that are not aligned."""
+        """Goes on, up to kernel `end`, with the variant for addresses that are not aligned."""
         own = (_Kernel * self.n)()
-        ctypes.memmove(own, table, ctypes.sizeof(own))
+        ctypes.memmove(own, found.table, ctypes.sizeof(own))
         env = dict(zip(self.names, sizes, strict=True))
-        launch, address = _launcher(self.options)
+        other = self.bound(own, found.numbers)
         while rc < 0 or rc % 1000 == NO_CONTEXT:
             k = -rc - 1 if rc < 0 else rc // 1000 - 1
             if rc < 0:
                 self.fill(own[k], k, env, False)
             else:
                 enter(self.device)
-            rc = launch(address, k, self.n, own, pointers, numbers, stream)
+            rc = other.launch(other.address, k, self.n if end is None else end, pointers, stream)
         if rc:
             number, error = divmod(rc, 1000)
-            name = self.kernels[number - 1].name
-            raise LaunchError(
-                f"CUDA error {error} at the launch of {name}",
-                hint="errors of earlier kernels appear here too; CUDA_LAUNCH_BLOCKING=1 finds them",
-            )
+            raise launch_error(error, self.kernels[number - 1].name)
+
+
+def launch_error(error: int, name: str) -> Exception:
+    """What the caller sees of CUDA's error at a launch."""
+    if error == OUT_OF_MEMORY:
+        return torch.OutOfMemoryError(f"CUDA is out of memory for the launch of {name}")
+    return LaunchError(
+        f"CUDA error {error} at the launch of {name}",
+        hint="errors of earlier kernels appear here too; CUDA_LAUNCH_BLOCKING=1 finds them",
+    )
 
 
 def _name(what: Any) -> str:
@@ -285,4 +339,4 @@ def _name(what: Any) -> str:
     return what.name
 
 
-__all__ = ["LaunchError", "Sequence"]
+__all__ = ["LaunchError", "Prepared", "Sequence", "Variants"]

@@ -40,7 +40,7 @@ struct plan {
   void* exec; void* context;
   node* nodes; use* uses; long long* current;
   const int* first;            // of tensor k's uses; first[tensors] is their number
-  int tensors, count, busy;
+  int tensors, count, busy, pending;
   int (*capturing)(void*, int*);
   int (*launch)(void*, void*);
   int (*kernel)(void*, void*, void*);
@@ -49,7 +49,6 @@ struct plan {
 };
 
 static int update(plan* p, const long long* now) {
-  int changed = 0;
   for (int k = 0; k < p->tensors; ++k) {
     if (now[k] == p->current[k]) continue;
     p->current[k] = now[k];
@@ -57,10 +56,10 @@ static int update(plan* p, const long long* now) {
       use* w = p->uses + u;
       *w->at = now[k] + w->offset;
       p->nodes[w->node].dirty = 1;
-      changed = 1;
+      p->pending = 1;
     }
   }
-  if (!changed) return 0;
+  if (!p->pending) return 0;
   for (int i = 0; i < p->count; ++i) {
     node* n = p->nodes + i;
     if (!n->dirty) continue;
@@ -70,6 +69,7 @@ static int update(plan* p, const long long* now) {
     if (rc) return rc;
     n->dirty = 0;
   }
+  p->pending = 0;
   return 0;
 }
 
@@ -115,7 +115,7 @@ class _Plan(ctypes.Structure):
         ("uses", ctypes.POINTER(_Use)),
         ("current", ctypes.POINTER(ctypes.c_longlong)),
         ("first", ctypes.POINTER(ctypes.c_int)),
-        *((n, ctypes.c_int) for n in ("tensors", "count", "busy")),
+        *((n, ctypes.c_int) for n in ("tensors", "count", "busy", "pending")),
         *((n, ctypes.c_void_p) for n in ("capturing", "launch", "kernel", "copy", "fill")),
     ]
 
@@ -252,7 +252,7 @@ class Replay:
         )
         self.arrays = arrays
         self.table = _Plan(
-            self.exec, context, *arrays, len(places), len(nodes), 0,
+            self.exec, context, *arrays, len(places), len(nodes), 0, 0,
             *map(_address, (
                 "cuStreamIsCapturing", "cuGraphLaunch", "cuGraphExecKernelNodeSetParams_v2",
                 "cuGraphExecMemcpyNodeSetParams", "cuGraphExecMemsetNodeSetParams",
@@ -374,7 +374,7 @@ class Cuda:
         """Launches kernels as on `stream`, whichever stream is recorded."""
 
         def launch(now: int, pointers: Any, sizes: tuple[int, ...] = ()) -> None:
-            launcher.launch(stream, now, pointers, sizes)
+            launcher.record(stream, now, pointers, sizes)
 
         return launch
 

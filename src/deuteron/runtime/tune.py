@@ -1,0 +1,220 @@
+"""Which configuration of a kernel is fastest, measured in the first call (option `autotune`).
+
+In: kernels with candidate configurations. Out: a `Tuned` sequence, which at the first call for new
+sizes launches its kernels one by one; before a kernel runs, its candidates are timed on the very
+tensors of the call. What a kernel overwrites and also reads is replaced by a copy meanwhile, so
+nothing of the call is changed or lost: without memory for a copy the first candidate is taken. What
+was found is kept in the cache, and in the Record (decisions on "autotune").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deuteron.base.errors import BuildError
+from deuteron.base.options import Options
+from deuteron.base.record import Record
+from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.ir.expr import ITEMSIZE
+from deuteron.ir.index import evaluate
+from deuteron.runtime.cache import Cache, key_of
+from deuteron.runtime.launch_cuda import LaunchError, Prepared, Variants, _driver, _Kernel
+from deuteron.runtime.launch_cuda import Sequence as Launcher
+from deuteron.schedule.kernel import Kernel
+
+# Rounds in which all candidates are timed; microseconds of launches in each; most launches.
+ROUNDS, MICROSECONDS, MOST = 3, 200.0, 40
+# Another candidate than the first is taken only if it saves this part of its time.
+WORTH = 0.03
+
+
+class Tuned(Launcher):
+    """Like `launch_cuda.Sequence`. `steps` are the kernels as scheduled, in the same order."""
+
+    def __init__(
+        self,
+        kernels: Sequence[TritonKernel],
+        places: Sequence[Sequence[int]],
+        names: Sequence[str],
+        device: str,
+        options: Options,
+        known: dict[tuple[str, str], Variants],
+        steps: Sequence[Kernel],
+        record: Record,
+    ) -> None:
+        super().__init__(kernels, places, names, device, options, known)
+        self.places, self.steps, self.log = places, list(steps), record
+
+    def config(self, k: int, env: Mapping[str, int]) -> int:
+        return self.variants[k].tuned.get(_bucket(self.kernels[k], env), 0)
+
+    def first_call(self, stream: int, pointers: bytes, sizes: tuple[int, ...]) -> Prepared | None:
+        env = dict(zip(self.names, sizes, strict=True))
+        open_ = [k for k in range(self.n) if not self.known(k, env)]
+        if not open_ or self.recording():
+            return self.prepare(stream, sizes)
+        table = (_Kernel * self.n)()
+        numbers = (ctypes.c_longlong * (len(sizes) + 1))(*sizes, self.counter(stream))
+        found = self.bound(table, numbers)
+        for k in range(self.n):
+            if k in open_ and not self.known(k, env):
+                self.tune(k, found, pointers, stream, env)
+            self.fill(table[k], k, env, self.sizes_aligned(k, env))
+            rc = found.launch(found.address, k, k + 1, pointers, stream)
+            if rc:
+                self.slow(rc, found, pointers, stream, sizes, k + 1)
+        return None
+
+    def recording(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def known(self, k: int, env: Mapping[str, int]) -> bool:
+        """Whether the best configuration is known; looks into the cache."""
+        kernel, variants = self.kernels[k], self.variants[k]
+        bucket = _bucket(kernel, env)
+        if len(kernel.configs) == 1 or bucket in variants.tuned:
+            return True
+        path = self.cache().get(self.key(k, env), ".json")
+        if path is None:
+            return False
+        found = json.loads(path.read_text()).get("config", -1)
+        if not 0 <= found < len(kernel.configs):
+            return False
+        variants.tuned[bucket] = found
+        return True
+
+    def cache(self) -> Cache:
+        return Cache.open(self.options)
+
+    def key(self, k: int, env: Mapping[str, int]) -> str:
+        kernel = self.kernels[k]
+        about = repr((kernel.configs, _bucket(kernel, env), self.where()))
+        return key_of("tuned", kernel.source, about)
+
+    def where(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).name)
+
+    # -- measuring ---------------------------------------------------------------------------------
+    def tune(
+        self, k: int, found: Prepared, pointers: bytes, stream: int, env: dict[str, int]
+    ) -> None:
+        """Measures the candidates of kernel k, all before which have run."""
+        kernel = self.kernels[k]
+        try:
+            given, copies = self.apart(k, pointers, stream, env)
+        except torch.OutOfMemoryError:
+            self.note(k, 0, [], "no memory for a copy of what it overwrites")
+            return
+        aligned = self.sizes_aligned(k, env) and all(a % 16 == 0 for a in self.tensors(k, given))
+        one = (_Kernel * self.n)()
+        launcher = self.bound(one, found.numbers)
+        ready: dict[int, Any] = {}
+        for c in range(len(kernel.configs)):
+            row = _Kernel()
+            try:
+                self.fill(row, k, env, aligned, c)
+                one[k] = row
+                self.launch_once(launcher, k, given, stream)
+            except (BuildError, LaunchError):
+                continue  # it needs more than the device has; the first one always is there
+            ready[c] = row
+        times = {c: float("inf") for c in ready}
+        for _ in range(ROUNDS):
+            for c, row in ready.items():
+                one[k] = row
+                us = self.timed(lambda: self.launch_once(launcher, k, given, stream))
+                times[c] = min(times[c], us)
+        best = min(times, key=lambda c: times[c], default=0)
+        if best and times[best] > (1 - WORTH) * times.get(0, float("inf")):
+            best = 0
+        del copies
+        self.variants[k].tuned[_bucket(kernel, env)] = best
+        us = [times.get(c) for c in range(len(kernel.configs))]
+        self.cache().put(self.key(k, env), ".json", json.dumps({"config": best, "us": us}).encode())
+        self.note(k, best, us, "")
+
+    def launch_once(self, launcher: Prepared, k: int, pointers: bytes, stream: int) -> None:
+        rc = launcher.launch(launcher.address, k, k + 1, pointers, stream)
+        if rc:
+            raise LaunchError(f"{self.kernels[k].name} does not run here: {rc}")
+
+    def timed(self, launch: Callable[[], None]) -> float:
+        """Microseconds of one launch."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        count = 2
+        while True:
+            start.record()
+            for _ in range(count):
+                launch()
+            end.record()
+            end.synchronize()
+            us = float(start.elapsed_time(end)) * 1000
+            if us > MICROSECONDS / 2 or count >= MOST:
+                return us / count
+            count = max(count * 2, min(MOST, int(count * MICROSECONDS / max(us, 1.0))))
+
+    def tensors(self, k: int, pointers: bytes) -> list[int]:
+        """The addresses of kernel k's tensors."""
+        every = struct.unpack(f"{len(pointers) // 8}P", pointers)
+        return [every[p] for p in self.places[k]]
+
+    def apart(
+        self, k: int, pointers: bytes, stream: int, env: Mapping[str, int]
+    ) -> tuple[bytes, list[Any]]:
+        """The addresses with which kernel k can run again and again: what it reads and overwrites
+        is a copy. And the copies."""
+        step = self.steps[k]
+        layouts = dict(step.reads) | dict(step.writes)
+        names = [str(what) for kind, what in self.kernels[k].args if kind == "tensor"]
+        at = dict(zip(names, self.tensors(k, pointers), strict=True))
+        read, written = ({at[n] for n, _ in side} for side in (step.reads, step.writes))
+        every = list(struct.unpack(f"{len(pointers) // 8}P", pointers))
+        copies = []
+        for address in sorted(a for a in read & written if a):
+            nbytes = max(
+                evaluate(lay.extent() + lay.offset, env) * ITEMSIZE[lay.dtype]
+                for n, lay in layouts.items()
+                if at[n] == address
+            )
+            copies.append(self.copy(address, nbytes, stream))
+            moved = copies[-1].data_ptr()
+            every = [moved if a == address else a for a in every]
+        return struct.pack(f"{len(every)}P", *every), copies
+
+    def copy(self, address: int, nbytes: int, stream: int) -> torch.Tensor:
+        out = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+        to, where = ctypes.c_ulonglong(out.data_ptr()), ctypes.c_ulonglong(address)
+        size, on = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
+        rc = _driver().cuMemcpyDtoDAsync_v2(to, where, size, on)
+        if rc:
+            raise LaunchError(f"CUDA error {rc} at a copy")
+        return out
+
+    def note(self, k: int, best: int, us: Sequence[float | None], reason: str) -> None:
+        kernel = self.kernels[k]
+        shown = [None if t is None else round(t, 2) for t in us]
+        self.log.add(
+            "decision",
+            subject="autotune",
+            accepted=best != 0,
+            reason=reason or "measured",
+            detail=f"{kernel.name}: {kernel.configs[best]}; us of the candidates: {shown}",
+        )
+
+
+def _bucket(kernel: TritonKernel, env: Mapping[str, int]) -> tuple[int, ...]:
+    """Sizes for which one measurement counts: those between two powers of two."""
+    return tuple(env[n].bit_length() for n in _names(kernel))
+
+
+def _names(kernel: TritonKernel) -> list[str]:
+    return [what.name for kind, what in kernel.args if kind == "size" and not isinstance(what, str)]
+
+
+__all__ = ["Tuned"]

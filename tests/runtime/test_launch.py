@@ -1,0 +1,372 @@
+"""The C functions that launch, without CUDA: a driver in C that writes down what is asked."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deuteron.base.errors import BuildError
+from deuteron.base.options import Options
+from deuteron.base.record import Record
+from deuteron.codegen.triton.generate import Config, TritonKernel
+from deuteron.ir.index import Sym, const
+from deuteron.ir.program import Layout
+from deuteron.runtime import build_cpp, graph_nodes, launch_cuda, launch_graph, tune
+from deuteron.runtime.graph_nodes import Node, Place, Use
+from deuteron.runtime.launch_cuda import LaunchError, Loaded, Sequence
+from deuteron.runtime.launch_graph import Replay
+from deuteron.runtime.tune import Tuned
+from deuteron.schedule.kernel import Kernel
+
+DRIVER = """
+struct entry { long long what, a, b, c; };
+extern "C" {
+entry driver_log[4096];
+int driver_count = 0, driver_result = 0, driver_capturing = 0;
+void note(long long what, long long a, long long b, long long c) {
+  if (driver_count < 4096) driver_log[driver_count++] = entry{what, a, b, c};
+}
+int answer() { int r = driver_result; driver_result = 0; return r; }
+int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                   unsigned bz, unsigned shared, void* stream, void** params, void** extra) {
+  if (int r = answer()) return r;
+  note((long long)f, gx, *(long long*)params[0], *(int*)params[1]);
+  return 0;
+}
+int cuStreamIsCapturing(void* s, int* out) { *out = driver_capturing; return 0; }
+int cuGraphLaunch(void* e, void* s) { note(1, (long long)s, 0, 0); return answer(); }
+int cuGraphExecKernelNodeSetParams_v2(void* e, void* n, void* p) {
+  note(2, (long long)n, *(long long*)p, 0); return answer();
+}
+int cuGraphExecMemcpyNodeSetParams(void* e, void* n, void* p, void* c) {
+  note(3, (long long)n, *(long long*)p, 0); return answer();
+}
+int cuGraphExecMemsetNodeSetParams(void* e, void* n, void* p, void* c) {
+  note(4, (long long)n, *(long long*)p, 0); return answer();
+}
+int cuGraphInstantiateWithFlags(void** e, void* g, unsigned long long f) { *e = g; return 0; }
+int cuCtxGetCurrent(void** c) { *c = 0; return 0; }
+int cuGraphExecDestroy(void* e) { note(5, 0, 0, 0); return 0; }
+int cuGraphDestroy(void* e) { note(6, 0, 0, 0); return 0; }
+}
+"""
+
+
+class Entry(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_longlong) for n in ("what", "a", "b", "c")]
+
+
+class Driver:
+    """The stand-in: `log` is what was asked for since the last look."""
+
+    def __init__(self) -> None:
+        self.lib = build_cpp.build(DRIVER, ("-O1", "-fPIC", "-shared"), Options.make())
+
+    def number(self, name: str) -> Any:
+        return ctypes.c_int.in_dll(self.lib, name)
+
+    @property
+    def log(self) -> list[tuple[int, int, int, int]]:
+        entries = (Entry * 4096).in_dll(self.lib, "driver_log")
+        count = self.number("driver_count")
+        out = [(e.what, e.a, e.b, e.c) for e in entries[: count.value]]
+        count.value = 0
+        return out
+
+    def fail(self, code: int) -> None:
+        self.number("driver_result").value = code
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    found = Driver()
+    found.log  # noqa: B018 - what earlier tests left
+    for module in (launch_cuda, launch_graph, graph_nodes):
+        monkeypatch.setattr(module, "_driver", lambda: found.lib)
+    entered: list[Any] = []
+    monkeypatch.setattr(launch_cuda, "enter", entered.append)
+    launch_cuda._launcher.cache_clear()
+    yield found
+    launch_cuda._launcher.cache_clear()
+
+
+class Variants:
+    """Binaries with numbers instead of code: 100 * kernel + 10 * configuration + aligned."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.tuned: dict[Any, int] = {}
+        self.missing: set[int] = set()
+
+    def get(self, aligned: bool, wide: bool, config: int = 0) -> Loaded:
+        if config in self.missing:
+            raise BuildError("too large")
+        return Loaded(self.number * 100 + config * 10 + aligned, 128, 0)
+
+
+def kernel(number: int, configs: int = 1) -> TritonKernel:
+    return TritonKernel(
+        name=f"k{number}",
+        source=f"# {number}",
+        args=(("tensor", "x"), ("size", Sym("n")), ("tensor", "y")),
+        params=("x_ptr", "n", "y_ptr"),
+        types=("*fp32", "i32", "*fp32"),
+        constexprs=("XBLOCK",),
+        configs=tuple(Config((("XBLOCK", 64 << c),), 4) for c in range(configs)),
+        grid_source="-(-n // XBLOCK)",
+        aligned=("x_ptr", "y_ptr"),
+    )
+
+
+def addresses(*numbers: int) -> bytes:
+    return struct.pack(f"{len(numbers)}P", *numbers)
+
+
+def sequence(kernels: list[TritonKernel], places: list[list[int]]) -> tuple[Sequence, list[Any]]:
+    variants = [Variants(k) for k in range(1, len(kernels) + 1)]
+    known: Any = {(k.name, "cuda:0"): v for k, v in zip(kernels, variants, strict=True)}
+    return Sequence(kernels, places, ["n"], "cuda:0", Options.make(), known), variants
+
+
+def test_kernels_of_a_sequence(driver: Driver) -> None:
+    q, _ = sequence([kernel(1), kernel(2)], [[0, 1], [1, 2]])
+    q(7, addresses(1600, 3200, 4800), (200,))
+    assert driver.log == [(101, 4, 1600, 200), (201, 4, 3200, 200)]
+    q(7, addresses(16, 32, 48), (64,))
+    assert driver.log == [(101, 1, 16, 64), (201, 1, 32, 64)]
+    q(7, addresses(16, 32, 48), (0,))  # nothing to do
+    assert driver.log == []
+
+
+def test_addresses_that_are_not_aligned(driver: Driver) -> None:
+    q, _ = sequence([kernel(1), kernel(2), kernel(3)], [[0, 1], [1, 2], [0, 1]])
+    q(7, addresses(1600, 3200, 4804), (200,))
+    assert [what for what, *_ in driver.log] == [101, 200, 301]
+
+
+def test_failing_launches(driver: Driver) -> None:
+    q, _ = sequence([kernel(1), kernel(2)], [[0, 1], [1, 2]])
+    driver.fail(201)  # a thread without a context: again
+    q(7, addresses(16, 32, 48), (64,))
+    assert len(driver.log) == 2
+    driver.fail(2)
+    with pytest.raises(torch.OutOfMemoryError, match="k1"):
+        q(7, addresses(16, 32, 48), (64,))
+    driver.fail(700)
+    with pytest.raises(LaunchError, match="CUDA error 700 at the launch of k1"):
+        q(7, addresses(16, 32, 48), (64,))
+    assert not driver.log
+    q(7, addresses(16, 32, 48), (64,))
+    assert len(driver.log) == 2
+
+
+# -- tuning ---------------------------------------------------------------------------------------
+
+LAY = Layout((const(8),), (const(1),), "f32", "cuda:0")
+
+
+def step(number: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> Kernel:
+    sides = [tuple((n, LAY) for n in side) for side in (reads, writes)]
+    return Kernel(f"k{number}", (), sides[0], sides[1], (), "cuda:0", 0, 0.0, 0.0)
+
+
+Make = Callable[..., tuple[Tuned, list[Variants], Record]]
+
+
+@pytest.fixture
+def tuned(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Make:
+    """Sequences of two kernels, the second one's second configuration being the fastest."""
+    monkeypatch.setattr(Tuned, "recording", lambda self: False)
+    monkeypatch.setattr(Tuned, "where", lambda self: "test")
+
+    def timed(self: Tuned, launch: Callable[[], None]) -> float:
+        driver.log  # noqa: B018 - what was before
+        launch()
+        (entry,) = driver.log
+        times.append(entry)
+        return {110: 5.0, 111: 5.0, 211: 3.0, 201: 5.0, 101: 5.0, 221: 4.0}.get(entry[0], 9.0)
+
+    def copy(self: Tuned, address: int, nbytes: int, stream: int) -> Tensor:
+        if nbytes > memory[0]:
+            raise torch.OutOfMemoryError("no memory")
+        copies.append((address, nbytes))
+        return aligned
+
+    times: list[Any] = []
+    copies: list[Any] = []
+    memory = [1 << 30]
+    space = torch.empty(64, dtype=torch.uint8)
+    aligned = space[-space.data_ptr() % 16 :]
+    monkeypatch.setattr(Tuned, "timed", timed)
+    monkeypatch.setattr(Tuned, "copy", copy)
+
+    def make(first: Kernel, second: Kernel, folder: str = "a") -> Any:
+        kernels = [kernel(1, 2), kernel(2, 3)]
+        variants = [Variants(1), Variants(2)]
+        known: Any = {(k.name, "cuda:0"): v for k, v in zip(kernels, variants, strict=True)}
+        record = Record()
+        options = Options.make(None, {"autotune": True, "cache_dir": str(tmp_path / folder)})
+        args = (kernels, [[0, 1], [1, 2]], ["n"], "cuda:0", options, known)
+        q = Tuned(*args, [first, second], record)
+        return q, variants, record
+
+    make.times, make.copies, make.memory, make.space = times, copies, memory, aligned  # type: ignore[attr-defined]
+    return make
+
+
+def test_the_fastest_candidate_is_taken_and_kept(driver: Driver, tuned: Any) -> None:
+    first, second = step(1, ("x",), ("y",)), step(2, ("x",), ("y",))
+    q, variants, record = tuned(first, second)
+    q(7, addresses(1600, 3200, 4800), (200,))
+    assert [v.tuned for v in variants] == [{(8,): 0}, {(8,): 1}]
+    # Timed on the call's own tensors, then launched once more for the call.
+    assert {e[2] for e in tuned.times} == {1600, 3200} and not tuned.copies
+    assert driver.log[-1] == (211, 2, 3200, 200)
+    n = len(tuned.times)
+    q(7, addresses(1600, 3200, 4800), (200,))
+    q(8, addresses(1600, 3200, 4800), (210,))  # another stream, sizes alike
+    assert [e[0] for e in driver.log] == [101, 211] * 2 and len(tuned.times) == n
+    assert [e["accepted"] for e in record.of("decision")] == [False, True]
+    q, _, _ = tuned(first, second)  # a new process finds it in the cache
+    q(7, addresses(1600, 3200, 4800), (200,))
+    assert [e[0] for e in driver.log] == [101, 211] and len(tuned.times) == n
+    q(7, addresses(1600, 3200, 4800), (3000,))  # sizes unlike those
+    assert len(tuned.times) > n
+
+
+def test_kernels_are_measured_when_what_they_read_is_there(driver: Driver, tuned: Any) -> None:
+    order: list[int] = []
+    q, _, _ = tuned(step(1, ("x",), ("y",)), step(2, ("x",), ("y",)))
+    launch_once = q.launch_once
+
+    def once(launcher: Any, k: int, pointers: bytes, stream: int) -> None:
+        order.append(k)
+        launch_once(launcher, k, pointers, stream)
+
+    q.launch_once = once
+    real = q.fill
+
+    def fill(row: Any, k: int, env: Any, aligned: bool, config: int | None = None) -> None:
+        order.append(10 + k) if config is None else None
+        real(row, k, env, aligned, config)
+
+    q.fill = fill
+    q(7, addresses(1600, 3200, 4800), (200,))
+    assert order.index(10) < order.index(1) and order.index(0) < order.index(10)
+
+
+def test_what_is_overwritten_is_copied(driver: Driver, tuned: Any) -> None:
+    q, _, _ = tuned(step(1, ("x", "y"), ("y",)), step(2, ("x",), ("y",)))
+    q(7, addresses(1600, 3200, 4800), (200,))
+    assert tuned.copies == [(3200, 32)]
+    q, _, _ = tuned(step(1, ("x",), ("y",)), step(2, ("x",), ("y",)), "b")
+    q(7, addresses(1600, 1600, 4800), (200,))  # two names of one place
+    assert tuned.copies[1:] == [(1600, 32)]
+    assert {e[2] for e in tuned.times} >= {tuned.space.data_ptr()}
+
+
+def test_no_memory_for_copies(driver: Driver, tuned: Any) -> None:
+    tuned.memory[0] = 8
+    q, variants, record = tuned(step(1, ("x", "y"), ("y",)), step(2, ("x",), ("y",)))
+    q(7, addresses(1600, 3200, 4800), (200,))
+    assert [v.tuned for v in variants] == [{}, {(8,): 1}]
+    assert record.of("decision")[0]["reason"] == "no memory for a copy of what it overwrites"
+    assert driver.log[-1] == (211, 2, 3200, 200)
+
+
+def test_candidates_that_cannot_be_built(driver: Driver, tuned: Any) -> None:
+    q, variants, _ = tuned(step(1, ("x",), ("y",)), step(2, ("x",), ("y",)))
+    variants[1].missing = {1}
+    q(7, addresses(1600, 3200, 4800), (200,))
+    assert variants[1].tuned == {(8,): 2}
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+def replay_of(kinds: list[int], uses: list[Use], places: list[Place]) -> tuple[Replay, list[Any]]:
+    nodes, keep = [], []
+    for k, kind in enumerate(kinds):
+        params = (ctypes.c_longlong * 4)()
+        at = [ctypes.addressof(params) + 8 * j for j in range(4)]
+        nodes.append(Node(kind, k, [0] * 4, at, 1000 + k, params))
+        keep.append(params)
+    return Replay(77, nodes, uses, places, 0, Options.make()), keep
+
+
+def run(r: Replay, *now: int, stream: int = 5) -> int:
+    array = (ctypes.c_longlong * len(now))(*now)
+    return int(r.launch(r.plan, array, stream))
+
+
+def test_a_replay_updates_what_has_moved(driver: Driver) -> None:
+    uses = [Use(0, 0, 0, 0), Use(0, 1, 1, 8), Use(1, 0, 1, 0), Use(2, 0, 0, 16)]
+    r, params = replay_of([0, 1, 2], uses, [Place(1 << 20, 64), Place(2 << 20, 64)])
+    assert run(r, 0x5000, 0x6000) == 0
+    assert driver.log == [
+        (2, 1000, 0x5000, 0),
+        (3, 1001, 0x6000, 0),
+        (4, 1002, 0x5010, 0),
+        (1, 5, 0, 0),
+    ]
+    assert params[0][1] == 0x6008
+    assert run(r, 0x5000, 0x6000, stream=6) == 0
+    assert driver.log == [(1, 6, 0, 0)]
+    assert run(r, 0x5000, 0x7000) == 0
+    assert driver.log == [(2, 1000, 0x5000, 0), (3, 1001, 0x7000, 0), (1, 5, 0, 0)]
+    r.close()
+    assert driver.log == [(5, 0, 0, 0), (6, 0, 0, 0)]
+
+
+def test_a_replay_refuses(driver: Driver) -> None:
+    r, _ = replay_of([0], [Use(0, 0, 0, 0)], [Place(1 << 20, 64)])
+    assert run(r, 0x5004) == launch_graph.MISALIGNED
+    driver.number("driver_capturing").value = 1
+    assert run(r, 0x5000) == launch_graph.RECORDING
+    driver.number("driver_capturing").value = 0
+    assert not driver.log
+    driver.fail(700)
+    assert run(r, 0x5000) == 700
+    driver.log  # noqa: B018
+    assert run(r, 0x5000) == 0  # what failed half way is tried again
+    assert (2, 1000, 0x5000, 0) in driver.log
+
+
+def test_words_that_are_no_addresses() -> None:
+    class Region:
+        low, high = 1 << 40, (1 << 40) + (1 << 30)
+
+    class Other:
+        low, high = 1 << 41, (1 << 41) + (1 << 30)
+
+    def node(*words: int) -> Node:
+        return Node(0, "k", list(words))
+
+    a, b = Place(Region.low + 4096, 64), Place(Other.low + 4096, 64)
+    c, d = Place(Region.low + 16384, 64), Place(Other.low + 20480, 64)
+    inside = Place(Region.low + 40960, 64)
+    places, passing = {0: (a, b), 1: (c, d)}, [inside]
+    spans: Any = (Region, Other)
+
+    def match(one: Node, two: Node) -> list[Use]:
+        return graph_nodes.match([one], [two], places, passing, spans)
+
+    same = match(node(5, a.base + 8, 1 << 50, inside.base), node(5, b.base + 8, 1 << 51, 12345))
+    assert same == [Use(0, 1, 0, 8)]
+    assert match(node(c.base - 16), node(d.base - 16)) == [Use(0, 0, 1, -16)]
+    for one, two, reason in (
+        (node(a.base), node(d.base), "moved unlike any tensor"),
+        (node(a.base), node(4711), "lost its tensor"),
+        (node(4711), node(b.base), "moved unlike any tensor"),
+    ):
+        with pytest.raises(graph_nodes.Refused, match=reason):
+            match(one, two)
+    with pytest.raises(graph_nodes.Refused, match="not the same kernels"):
+        graph_nodes.match([node(1)], [], places, passing, spans)
+    assert tune.WORTH > 0
