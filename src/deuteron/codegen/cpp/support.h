@@ -122,52 +122,67 @@ template <int n> D_FN f64 d_lanes_flush(f32* a) {
 }
 
 //@ d_transpose
-#ifdef __AVX512F__
-typedef f32 d_row __attribute__((vector_size(64)));
-typedef i32 d_places __attribute__((vector_size(64)));
+// Elements of a side of the squares that registers transpose; none without instructions that
+// shuffle elements of `bytes` between two registers.
+constexpr int d_side(int bytes) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return bytes == 8 ? 8 : bytes == 4 || bytes == 2 ? 16 : 1;
+#elif defined(__AVX512F__)
+  return bytes == 8 ? 8 : bytes == 4 ? 16 : 1;
+#else
+  return 1;
+#endif
+}
+template <int bytes> struct d_word { typedef unsigned char type; };
+template <> struct d_word<2> { typedef u16 type; };
+template <> struct d_word<4> { typedef u32 type; };
+template <> struct d_word<8> { typedef u64 type; };
 // Rows that lie S apart exchange blocks of S elements.
-template <int S> D_FN void d_exchange(d_row (&r)[16]) {
-  d_places low, high;
-  for (int k = 0; k < 16; ++k) {
-    low[k] = k & S ? (k ^ S) + 16 : k;
-    high[k] = k & S ? k + 16 : k ^ S;
+template <int S, int N, class Row> D_FN void d_exchange(Row (&r)[N]) {
+  Row low, high;
+  for (int k = 0; k < N; ++k) {
+    low[k] = k & S ? (k ^ S) + N : k;
+    high[k] = k & S ? k + N : k ^ S;
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < N; ++i) {
     if (i & S) continue;
-    d_row a = r[i], b = r[i + S];
+    Row a = r[i], b = r[i + S];
     r[i] = __builtin_shuffle(a, b, low);
     r[i + S] = __builtin_shuffle(a, b, high);
   }
 }
-// 16 x 16 elements of four bytes; strides in bytes.
-static inline void d_transpose16(const char* from, i64 from_stride, char* to, i64 to_stride) {
-  d_row r[16];
+// N x N elements; strides in bytes.
+template <class W, int N>
+static inline void d_transpose_square(const char* from, i64 from_stride, char* to, i64 to_stride) {
+  typedef W Row __attribute__((vector_size(N * sizeof(W))));
+  Row r[N];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) __builtin_memcpy(&r[i], from + i * from_stride, 64);
-  d_exchange<8>(r), d_exchange<4>(r), d_exchange<2>(r), d_exchange<1>(r);
+  for (int i = 0; i < N; ++i) __builtin_memcpy(&r[i], from + i * from_stride, sizeof(Row));
+  if (N == 16) d_exchange<N / 2, N, Row>(r);
+  d_exchange<4, N, Row>(r), d_exchange<2, N, Row>(r), d_exchange<1, N, Row>(r);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) __builtin_memcpy(to + i * to_stride, &r[i], 64);
+  for (int i = 0; i < N; ++i) __builtin_memcpy(to + i * to_stride, &r[i], sizeof(Row));
 }
-#endif
 // to[c][r] = from[r][c]
 template <class T> static __attribute__((noinline, noclone)) void d_transpose(
     const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
+  constexpr int size = sizeof(T), side = d_side(size), N = side == 1 ? 8 : side;
   i64 done = 0;
-#ifdef __AVX512F__
-  if (sizeof(T) == 4) {
-    for (; done + 16 <= columns; done += 16) {
+  if (side > 1) {
+    for (; done + N <= columns; done += N) {
       i64 r = 0;
-      for (; r + 16 <= rows; r += 16)
-        d_transpose16((const char*)(from + r * from_stride + done), from_stride * 4,
-                      (char*)(to + done * to_stride + r), to_stride * 4);
+      for (; r + N <= rows; r += N)
+        d_transpose_square<typename d_word<size>::type, N>(
+            (const char*)(from + r * from_stride + done), from_stride * size,
+            (char*)(to + done * to_stride + r), to_stride * size);
       for (; r < rows; ++r)
-        for (i64 c = done; c < done + 16; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+        for (i64 c = done; c < done + N; ++c) to[c * to_stride + r] = from[r * from_stride + c];
     }
   }
-#endif
-  for (i64 r = 0; r < rows; ++r)
-    for (i64 c = done; c < columns; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+  // Whole lines are written where the vector loop does not reach.
+  for (i64 c = done; c < columns; ++c)
+    for (i64 r = 0; r < rows; ++r) to[c * to_stride + r] = from[r * from_stride + c];
 }
 
 //@ d_near

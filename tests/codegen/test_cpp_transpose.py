@@ -1,0 +1,38 @@
+"""Transposes through registers, of elements of every size and of extents that no square divides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.codegen.cpp_tools import Runner
+from tests.schedule.tools import scheduled
+
+DTYPES = [torch.bool, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("shape", [(100, 530), (64, 256), (331, 97)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transpose(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = (torch.randn(shape) * 50).to(dtype)
+    found = scheduled(lambda x: x.t().contiguous(), x, check=False)
+    (kernel,) = found.kernels
+    runner = Runner(kernel)
+    ((name, _),) = kernel.writes
+    ((source, _),) = kernel.reads
+    out = torch.empty(shape[::-1], dtype=dtype)
+    runner({source: x, name: out})
+    assert torch.equal(out, x.t())
+
+
+def test_with_a_cast() -> None:
+    x = torch.randn(200, 333)
+    found = scheduled(lambda x: (x * 2).t().to(torch.bfloat16).contiguous(), x, check=False)
+    (kernel,) = found.kernels
+    runner = Runner(kernel)
+    assert "d_transpose" in runner.cpp.source
+    ((name, _),) = kernel.writes
+    ((source, _),) = kernel.reads
+    out = torch.empty(333, 200, dtype=torch.bfloat16)
+    runner({source: x, name: out})
+    assert torch.equal(out, (x * 2).t().to(torch.bfloat16))
