@@ -46,7 +46,8 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)
+            nn.Conv2d(8, 16, 3, padding=1, bias=False),
+            *(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)),
         ).to(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,6 +147,47 @@ def streams() -> str:
         return close(outs, [net(x) for x in xs], 1e-4)
 
 
+def tuned() -> str:
+    """Candidates measured: in-place updates happen once, results are right."""
+
+    def f(x: Tensor, s: Tensor, w: Tensor) -> Tensor:
+        s.add_(x.sum(0))
+        return F.layer_norm(torch.softmax(x, -1) @ w, (1000,)).sum(0) + s
+
+    g = torch.compile(f, backend="deuteron", mode="max-autotune")
+    x, w = torch.randn(3000, 1000, device=DEVICE), torch.randn(1000, 1000, device=DEVICE)
+    s, t = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
+    found = [close([g(x, s, w), s], [f(x, t, w), t], 1e-3) for _ in range(4)]
+    return max(found)
+
+
+def out_of_memory() -> str:
+    """A call for which there is no memory fails alone: the next one is right."""
+
+    def f(x: Tensor) -> Tensor:
+        return torch.softmax(x, 0).sort(0).values.sin() @ torch.ones(4, 4, device=DEVICE)
+
+    seen = []
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        g = torch.compile(f, backend="deuteron", mode=mode, dynamic=True)
+        small = torch.randn(1000, 4, device=DEVICE)
+        for _ in range(3):
+            g(small)
+        torch.cuda.set_per_process_memory_fraction(0.02)
+        try:
+            large = torch.randn(32 << 20, 4, device=DEVICE)
+            g(large)
+            seen.append("no error")
+        except torch.OutOfMemoryError as e:
+            seen.append(type(e).__name__)
+        large = None
+        left = torch.cuda.memory_allocated() >> 20
+        seen.append(f"{left} MB left " + close([g(small)], [f(small)], 1e-4))
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return ", ".join(seen)
+
+
 def unfit() -> str:
     def f(x: Tensor) -> Tensor:
         y = F.softmax(x @ x, -1)
@@ -174,6 +216,8 @@ def check() -> None:
         "dropout": dropout,
         "two streams": streams,
         "a mask of unknown size": unfit,
+        "max-autotune": tuned,
+        "out of memory": out_of_memory,
     }
     for name, case in cases.items():
         torch._dynamo.reset()
@@ -181,11 +225,13 @@ def check() -> None:
             try:
                 result = case()
             except Exception:  # noqa: BLE001 - every case is run
-                result = "FAILED " + traceback.format_exc()[-1500:]
+                result = "FAILED " + traceback.format_exc()[-700:]
         print(f"{name:24} {result}")
         for r in found:
             phase = (r.of("graph") or [{"phase": "?"}])[0]["phase"]
             for e in r.of("decision"):
+                if e["subject"] == "autotune":
+                    print(f"    {phase}: {e['reason']}: {e['detail']}"[:200])
                 if e["subject"] == "cudagraph" and e["reason"] != "recorded at the second call":
                     print(f"    {phase}: {e['reason']}: {e['detail']}"[:200])
 

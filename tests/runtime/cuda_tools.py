@@ -193,6 +193,8 @@ class FakeCuda:
 
 
 class FakeReplay:
+    """Has what `launch_graph.Replay` has."""
+
     def __init__(
         self,
         cuda: FakeCuda,

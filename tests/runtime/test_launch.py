@@ -23,6 +23,7 @@ from deuteron.runtime.launch_cuda import LaunchError, Loaded, Sequence
 from deuteron.runtime.launch_graph import Replay
 from deuteron.runtime.tune import Tuned
 from deuteron.schedule.kernel import Kernel
+from tests.runtime import cuda_tools
 
 DRIVER = """
 struct entry { long long what, a, b, c; };
@@ -370,3 +371,9 @@ def test_words_that_are_no_addresses() -> None:
     with pytest.raises(graph_nodes.Refused, match="not the same kernels"):
         graph_nodes.match([node(1)], [], places, passing, spans)
     assert tune.WORTH > 0
+
+
+def test_the_stand_in_has_what_the_replay_has(driver: Driver) -> None:
+    r, _ = replay_of([0], [Use(0, 0, 0, 0)], [Place(1 << 20, 64)])
+    fake = cuda_tools.FakeReplay(cuda_tools.FakeCuda(0, Options.make()), None, [], [], [])  # type: ignore[arg-type]
+    assert {n for n in vars(fake) if n != "cuda" and n != "current"} <= {*vars(r), "launch"}

@@ -86,11 +86,20 @@ def _unfit(call: Extern, program: Program) -> str:
         "data_dependent_output": "waits for a value from the GPU",
         "cudagraph_unsafe": "is marked as unfit",
     }
+    if _without_dropout(call, found):
+        del reasons["nondeterministic_seeded"]
     for name, reason in reasons.items():
         tag = getattr(torch.Tag, name, None)
         if tag is not None and tag in found.tags:
             return reason
     return ""
+
+
+def _without_dropout(call: Extern, operator: Any) -> bool:
+    """Whether an operator draws numbers only for a dropout of which there is none (attention)."""
+    names = [a.name for a in operator._schema.arguments]
+    given = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
 def graphed(

@@ -228,7 +228,7 @@ class Replay:
         options: Options,
     ) -> None:
         self.launch = _replay(options)
-        self.nodes = list(nodes)  # they hold the arguments
+        self.nodes, self.uses = list(nodes), list(uses)  # nodes hold the arguments
         self.exec = ctypes.c_void_p(0)
         flags = ctypes.c_ulonglong(1 | 8)  # free on launch, priorities of nodes
         handle = ctypes.c_void_p(graph)

@@ -67,9 +67,10 @@ def typed(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.view(dtype)
 
 
-def as_traced(t: Tensor, strides: Sequence[int]) -> Tensor:
-    """A library call's result with the strides that the rest of the program was compiled for."""
-    if t.stride() == strides:
+def as_traced(t: Tensor | None, strides: Sequence[int]) -> Tensor | None:
+    """A library call's result with the strides that the rest of the program was compiled for. Some
+    calls return nothing where their fake results are tensors."""
+    if t is None or t.stride() == strides:
         return t
     if all(a == b or n <= 1 for a, b, n in zip(t.stride(), strides, t.shape)) or not t.numel():
         return t

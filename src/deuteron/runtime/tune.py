@@ -135,9 +135,10 @@ class Tuned(Launcher):
             best = 0
         del copies
         self.variants[k].tuned[_bucket(kernel, env)] = best
-        us = [times.get(c) for c in range(len(kernel.configs))]
-        self.cache().put(self.key(k, env), ".json", json.dumps({"config": best, "us": us}).encode())
-        self.note(k, best, us, "")
+        every = [times.get(c) for c in range(len(kernel.configs))]
+        kept = json.dumps({"config": best, "us": every})
+        self.cache().put(self.key(k, env), ".json", kept.encode())
+        self.note(k, best, every, "")
 
     def launch_once(self, launcher: Prepared, k: int, pointers: bytes, stream: int) -> None:
         rc = launcher.launch(launcher.address, k, k + 1, pointers, stream)
