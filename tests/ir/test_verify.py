@@ -66,6 +66,12 @@ BROKEN: dict[str, tuple[str, Callable[[], Program]]] = {
     "axes beside the shape": ("layouts", lambda: make(pointwise(x, layout=lay(4, 8)))),
     "output of two ranks": (
         "layouts", lambda: make(outputs=(Output("x", (const(8),), ()),))),
+    "view that goes back": (
+        "layouts",
+        lambda: Program(
+            (Input("x", lay(N), 0),
+             call("y", args=(ViewArg("x", (atom(S),), (-atom(S),), atom(S)),))),
+            (), ((S, ("shape", 0, 0)),), num_inputs=1)),
     "axis twice": ("axes", lambda: make(pointwise(one, i, i))),
     "foreign axis": ("axes", lambda: make(pointwise(x, i))),
     "foreign axis in a gather": (

@@ -8,7 +8,7 @@ Invariants by name
 
     names        each name is defined once, before use; outputs, targets and views name such tensors
     layouts      shape and strides have one length; an index has an entry per dimension; axes span
-                 the shape
+                 the shape; strides of what a library call reads are not negative
     axes         a definition's axes are distinct; every axis used is one of them or bound by a fold
     dtypes       arguments of an operation share a dtype; loads and stores have their tensor's
     kinds        operations, folds, distributions and attributes exist and fit
@@ -41,7 +41,19 @@ from deuteron.ir.expr import (
     Expr,
     own_indices,
 )
-from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, Sym, Value, evaluate, in_range
+from deuteron.ir.index import (
+    Atom,
+    Axis,
+    Div,
+    Index,
+    MinMax,
+    Mod,
+    Sym,
+    Value,
+    evaluate,
+    in_range,
+    is_nonneg,
+)
 from deuteron.ir.program import (
     Compute,
     Constant,
@@ -525,6 +537,9 @@ class _State:
             self.readable(v.tensor)
             if len(v.shape) != len(v.strides):
                 raise Fault("layouts", f"the view of {v.tensor} has two ranks")
+            for stride in v.strides:
+                if not is_nonneg(stride):
+                    raise Fault("layouts", f"the view of {v.tensor} may go back by {stride!r}")
             self.indices((*v.shape, *v.strides, v.offset))
         for written in d.mutates:
             self.readable(written)

@@ -24,7 +24,7 @@ from torch import fx
 from deuteron.base.record import Record
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Atom, Axis, Index, IndexLike, Sym, as_index, const
+from deuteron.ir.index import Atom, Axis, Index, IndexLike, Sym, as_index, const, is_nonneg
 from deuteron.ir.program import (
     Compute,
     Constant,
@@ -328,7 +328,7 @@ class LowerContext:
             and address.axes()
         ):
             return None
-        if address.axes() or any(c < 0 for s in strides for _, c in s.terms if s.value is not None):
+        if address.axes() or not all(is_nonneg(s) for s in strides):  # torch has none that go back
             return None
         return ViewArg(e.attr[0], value.shape, tuple(strides), address)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.folds import Accumulator
@@ -315,6 +316,9 @@ class Emitter:
         if isinstance(a, Sym):
             return size_name(a)
         if isinstance(a, Value):
+            if from_truth(a.expr):
+                self.used.add("d_position")
+                return f"d_position({self.value(a.expr)})"
             return f"(long long){self.value(a.expr)}"
         if isinstance(a, MinMax):
             x, y = f"({self._sum(a.a)})", f"({self._sum(a.b)})"
@@ -329,6 +333,17 @@ class Emitter:
         name = "d_index_div" if isinstance(a, Div) else "d_index_mod"
         self.used.add(name)
         return f"{name}({num}, {den})"
+
+
+@lru_cache(maxsize=1 << 14)
+def from_truth(expr: Expr) -> bool:
+    """Whether an integer is made of truth values: one widened, or a choice of two constants."""
+    return any(
+        (n.op == "cast" and n.args[0].dtype == "bool")
+        or (n.op == "where" and all(a.op == "literal" for a in n.args[1:]))
+        for n in expr.walk()
+        if n.dtype != "bool"
+    )
 
 
 def smaller(a: str, b: str) -> str:

@@ -45,7 +45,9 @@ class Env:
     )  # declarations that all threads of the region share
 
     def extent(self, axis: Axis | Index) -> str:
-        return self.em.index(axis.extent if isinstance(axis, Axis) else axis, 0)
+        """C text of a size, which may stand in a product or a difference."""
+        text = self.em.index(axis.extent if isinstance(axis, Axis) else axis, 0)
+        return text if text.isidentifier() or text.isdigit() else f"({text})"
 
     def share(self, name: str, kind: str, count: int) -> None:
         """Declares an array that all threads see, in memory of its own that the calling thread

@@ -1,0 +1,80 @@
+"""Programs that random programs were cut down to when they failed: each failed before its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deuteron.tools.reproduce import How, Straight, straight
+
+
+@dataclass(frozen=True)
+class Found:
+    """`text` is the body of a function of x, y, z; `make` gives inputs of one or several sizes."""
+
+    text: str
+    make: tuple[Callable[[], list[Tensor]], ...]
+    how: How = field(default_factory=How)
+
+    def program(self) -> Straight:
+        sets = [m() for m in self.make]
+        names = ", ".join("xyz"[: len(sets[0])])
+        body = "".join(f"    {line.strip()}\n" for line in self.text.strip().splitlines())
+        made = straight(f"def fn({names}):\n{body}", sets)
+        assert made is not None
+        return made
+
+
+def f(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
+    g = torch.Generator().manual_seed(sum(shape) + 1)
+    return torch.randn(shape, generator=g).to(dtype).requires_grad_(grad)
+
+
+def truth(*shape: int) -> Tensor:
+    return f(*shape) > 0
+
+
+DYNAMIC = How(dynamic=True)
+BACKWARD = How(backward=True)
+BOTH = How(backward=True, dynamic=True)
+
+FOUND: dict[str, Found] = {
+    # C++: `hi - s - 1` for `hi - (s - 1)`, where a segment of a loop begins at a symbolic sum
+    "segment from a symbolic sum": Found(
+        "return torch.cat([x[..., 1:], x[..., :1]], -1)",
+        (lambda: [f(3, 3)], lambda: [f(5, 40)], lambda: [f(2, 5000)]),
+        DYNAMIC,
+    ),
+    # GCC 12 reads elsewhere in a vector gather whose offsets are truth values
+    "positions are truth values": Found(
+        "return torch.take(x, x % x.numel()), y[(y > 0).long()], y[torch.where(y > 0, 1, 2)]",
+        (lambda: [truth(64), f(64)],),
+    ),
+    # a library call got a view with a negative stride, whose sign was not seen: it is a symbol
+    "flip before a library call": Found(
+        "return x.flip(0).logcumsumexp(0), x.flip(0, 1) @ x",
+        (lambda: [f(4, 4, grad=True)], lambda: [f(7, 7, grad=True)]),
+        BOTH,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    found = FOUND[name]
+    failure = found.program().check(found.how)
+    assert failure is None, str(failure)
+
+
+def test_every_program_is_eager_s() -> None:
+    """What stands here runs in eager, and has several sizes where it is dynamic."""
+    for name, found in FOUND.items():
+        p: Any = found.program()
+        for given in p.sets():
+            p.function()(*given)
+        assert not found.how.dynamic or len(found.make) > 1, name
