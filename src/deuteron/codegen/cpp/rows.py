@@ -53,12 +53,19 @@ CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
 
 def lanes_of(p: Pass, row: int) -> int:
     """Lanes of a pass: 64 (four registers of f32) hide the latency of a cheap body; dear or short
-    ones take 16.
+    ones take 16, but a register of the smallest elements in memory: with fewer lanes than that the
+    compiler takes smaller registers for all (exp of bf16: 256 bits with 16 lanes, 512 with 32).
     """
-    cost = flops_of(unique_nodes(p.roots()))
+    nodes = unique_nodes(p.roots())
+    cost = flops_of(nodes)
     narrow = any(r.dtype in ("f64", "i64") for r in p.roots())
     if cost > KEEP_FLOPS or row < 256:
-        return 16
+        small = min((ITEMSIZE[n.dtype] for n in nodes if n.op == "load" and n.attr[1]), default=4)
+        small = min([small, *(ITEMSIZE[w.dtype] for w in p.writes)])
+        most = 16
+        while most < min(64 // small, row):
+            most *= 2
+        return most
     return 32 if narrow or any(f.kind.startswith("arg") for f in p.folds) else 64
 
 
