@@ -145,12 +145,14 @@ def cost(
         if m.kind == "column":
             part = layouts[group.partials[m.name]]
             moved += bytes_of(part)
+    if group.folds and group.chunk is None and not stays(group, spec):
+        moved += read_again(group, layouts)
     done = work(group)
     share = occupancy(group, layouts, spec)
     us = time_us(moved, done, share, spec)
     if not whole and share < LOW and splittable(group, layouts, spec):
-        again = moved + read_again(group, layouts)
-        halves = time_us(again, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
+        again = 0 if not stays(group, spec) else read_again(group, layouts)
+        halves = time_us(moved + again, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
         if halves < us:
             return Cost(moved, done, 1.0, halves)
     return Cost(moved, done, share, us)
@@ -166,16 +168,29 @@ def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) ->
 
 
 def read_again(group: Group, layouts: Mapping[str, Layout]) -> int:
-    """Bytes that members at points read which wait for a fold: in two steps they are read twice."""
+    """Bytes that folds read and that members at points, which wait for them, read once more."""
     late: set[str] = set()
-    names: set[str] = set()
+    first: set[str] = set()
+    again: set[str] = set()
     for m in group.members:
         waits = any(r.tensor in late for r in m.reads)
+        read = {r.tensor for r in m.reads if r.tensor in group.reads}
         if waits and m.kind != "fold" and m.level == "point":
-            names.update(r.tensor for r in m.reads if r.tensor in group.reads)
+            again |= read
+        else:
+            first |= read
         if waits or m.kind in ("fold", "scan"):
             late.add(m.name)
-    return sum(bytes_read(group, n, layouts[n]) for n in sorted(names))
+    return sum(bytes_read(group, n, layouts[n]) for n in sorted(first & again))
+
+
+def stays(group: Group, spec: DeviceSpec) -> bool:
+    """Whether what a row reads is still at hand when it is needed again: in registers (half of
+    them, as f32), or in the core's cache."""
+    row = hint(product(a.extent for a in group.space.reduced))
+    if spec.kind == "cpu":
+        return 4 * row <= spec.l2 // 2
+    return 4 * row <= spec.registers // 2
 
 
 def tail(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:

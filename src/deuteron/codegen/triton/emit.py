@@ -88,6 +88,7 @@ class Emitter:
         self.dim_of = {a: d.name for d in dims for a in d.axes}
         self.chain: list[Scope] = [Scope(NONE)]
         self.result_dims: dict[str, Dims] = {}
+        self.loose: frozenset[Expr] = frozenset()  # see `precision`
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
@@ -251,6 +252,8 @@ class Emitter:
             if element.value is not None:
                 place = f"tl.full([], {place}, tl.int64)"
             return f"libm.{dist}{wide}({self.value(node.args[0])}, {stream}, {place})"
+        if node in self.loose:
+            return self._fast(node)
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
@@ -268,6 +271,21 @@ class Emitter:
             else:
                 args.append(self.value(a))
         return scalars.operation(node.op, node.dtype, args, operand)
+
+    def _fast(self, node: Expr) -> str:
+        """An operation whose last bits nothing shows."""
+        if node.op != "div":
+            return f"tl.{node.op}({self.value(node.args[0])})"
+        a, b = node.args
+        if not self.deps(b) < self.deps(a):
+            return f"{self.value(a)} / {self.value(b)}"
+        text = self.value(b)
+        scope = self.chain[self.level(self.deps(b))]
+        key = (b, "inverse")
+        if key not in scope.sums:
+            scope.sums[key] = self.fresh("inverse")
+            scope.add(f"{scope.sums[key]} = 1.0 / {text}")
+        return f"{self.value(a)} * {scope.sums[key]}"
 
     def _narrowed(self, node: Expr) -> str | None:
         """A comparison of an index with an i64 that many elements share, in 32 bits."""

@@ -5,7 +5,7 @@ is that of eager PyTorch on CUDA, which uses the same libdevice functions. Trito
 cannot call libdevice: there the same names are torch's functions on the interpreter's arrays,
 chosen once at import. Functions marked `@triton.jit` run in both.
 
-Fold combiners (`*_combine`) and `welford_*` are associative up to rounding.
+Fold combiners (`*_combine`) are associative up to rounding.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,6 +20,20 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import libdevice
+
+from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
+    apart,
+    fold_products,
+    fold_welford,
+    online_add,
+    online_finish,
+    online_shifted,
+    online_shifted_weighted,
+    products_combine,
+    products_step,
+    welford_combine,
+    welford_step,
+)
 
 INTERPRETED = bool(knobs.runtime.interpret)
 
@@ -389,15 +403,6 @@ def argmin_combine(a, i, b, j):
 
 
 @triton.jit
-def welford_combine(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
-    """Means and sums of squared deviations of two sets (Chan, Golub, LeVeque 1979)."""
-    n = n_a + n_b
-    share = tl.where(n == 0, n, n_b / tl.where(n == 0, n + 1.0, n))
-    delta = mean_b - mean_a
-    return mean_a + delta * share, m2_a + m2_b + delta * delta * n_a * share, n
-
-
-@triton.jit
 def fold_sum(x):
     return tl.sum(x, 1)[:, None]
 
@@ -440,44 +445,6 @@ def fold_argmin(x, i):
 
 
 @triton.jit
-def fold_welford(mean, m2, count):
-    mean, m2, count = tl.reduce((mean, m2, count), 1, welford_combine)
-    return mean[:, None], m2[:, None], count[:, None]
-
-
-@triton.jit
-def welford_step(mean, m2, x, share):
-    """One more element `x` in every lane; `share` = 1 / number of elements then."""
-    delta = x - mean
-    mean = tl.fma(delta, share, mean)
-    return mean, tl.fma(delta, x - mean, m2)
-
-
-@triton.jit
-def products_combine(x_a, y_a, c_a, n_a, x_b, y_b, c_b, n_b):
-    """Means of two variables and sums of products of their deviations, of two sets."""
-    n = n_a + n_b
-    share = tl.where(n == 0, n, n_b / tl.where(n == 0, n + 1.0, n))
-    dx = x_b - x_a
-    dy = y_b - y_a
-    return x_a + dx * share, y_a + dy * share, c_a + c_b + dx * dy * n_a * share, n
-
-
-@triton.jit
-def products_step(x, y, c, a, b, share):
-    """One more pair (a, b) in every lane; `share` = 1 / number of pairs then."""
-    dx = a - x
-    y = tl.fma(b - y, share, y)
-    return tl.fma(dx, share, x), y, tl.fma(dx, b - y, c)
-
-
-@triton.jit
-def fold_products(x, y, c, count):
-    x, y, c, count = tl.reduce((x, y, c, count), 1, products_combine)
-    return x[:, None], y[:, None], c[:, None], count[:, None]
-
-
-@triton.jit
 def online_step(m, x):
     """For a running maximum `m` and an element `x`: (new maximum, whether it grew, -|x - m|).
 
@@ -494,38 +461,6 @@ def online_step(m, x):
 def online_step_infinite(m, x):
     """The same for an `m` that starts at minus infinity."""
     return maximum(m, x), x > m, tl.where(x == m, 0.0, -tl.abs(x - m))
-
-
-@triton.jit
-def online_add(total, term, up, e):
-    """``total * e + term`` where the maximum grew, else ``total + term * e``."""
-    return tl.fma(tl.where(up, total, term), e, tl.where(up, term, total))
-
-
-@triton.jit
-def apart(a, b):
-    """``a - b``, 0 where they are equal, infinite ones too."""
-    return tl.where(a == b, 0.0, a - b)
-
-
-@triton.jit
-def online_finish(total, row):
-    """A maximum that is infinite makes every term exp(inf - inf)."""
-    return tl.where(tl.abs(row) == float("inf"), float("nan"), total)
-
-
-@triton.jit
-def online_shifted(total, row, e):
-    """A sum of exp(x - maximum) as one of exp(x - shift), e = exp(maximum - shift): e itself where
-    the maximum is infinite.
-    """
-    return tl.where(tl.abs(row) == float("inf"), e, total * e)
-
-
-@triton.jit
-def online_shifted_weighted(total, row, e):
-    """The same for a sum of factor exp(x - maximum)."""
-    return tl.where(row == float("-inf"), e, total * e)
 
 
 # -- atomic updates that the hardware does not have ------------------------------------------------

@@ -28,6 +28,7 @@ from deuteron.codegen.triton.folds import (
 )
 from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write
 from deuteron.codegen.triton.passes import Pass, plan, single
+from deuteron.codegen.triton.precision import loose
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import ITEMSIZE, Expr
@@ -75,6 +76,8 @@ def write_nest(
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])
+    row = frozenset(em.dims) - R
+    em.loose = loose(loops, lambda e: em.deps(e) <= row)
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
     return used(em.chain[0].lines), em.checked

@@ -1,0 +1,61 @@
+"""Where generated Triton uses the device's fast exponential and division, and where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from deuteron.base.options import Options
+from deuteron.codegen.triton.generate import generate
+from tests.schedule.tools import scheduled, spec_of
+
+
+def source(f: Callable[..., Any], *args: Tensor) -> str:
+    found = scheduled(f, *args, device="H200", check=False)
+    return "".join(generate(k, spec_of("H200"), Options()).source for k in found.kernels)
+
+
+HALF = torch.randn(300, 600).bfloat16()
+FLOAT = torch.randn(300, 600)
+
+
+def test_rounded_to_half() -> None:
+    text = source(lambda x: torch.softmax(x, -1), HALF)
+    assert "tl.exp" in text and "libm.exp" not in text and "libm.div" not in text
+    text = source(lambda x: F.silu(x), HALF)
+    assert "tl.exp" in text and "libm.div" not in text
+
+
+def test_results_of_full_precision() -> None:
+    text = source(lambda x: torch.softmax(x, -1), FLOAT)
+    assert "libm.exp" in text and "libm.div" in text and "tl.exp" not in text
+    assert "tl.exp" not in source(lambda x: x.float().exp(), HALF)
+
+
+def test_terms_of_a_sum() -> None:
+    """Of the sum below its maximum; of another sum the argument's error is not small."""
+    assert "tl.exp" in source(lambda x: torch.logsumexp(x, -1), FLOAT)
+    assert "tl.exp" not in source(lambda x: x.exp().sum(-1), FLOAT)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: (x.float().exp() - 1).bfloat16(),  # cancels
+        lambda x: (x.float().exp() + x.float()).bfloat16(),  # may cancel
+        lambda x: (x.float().exp() > 2).bfloat16(),
+        lambda x: (x.float() / 3).floor().bfloat16(),
+        lambda x: (lambda e: (e.bfloat16(), e))(x.float().exp()),  # stored in full as well
+    ],
+)
+def test_not_where_errors_grow(f: Callable[[Tensor], Any]) -> None:
+    text = source(f, HALF)
+    assert "tl.exp" not in text
+    assert "libm.exp" in text or "libm.div" in text
