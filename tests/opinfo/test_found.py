@@ -68,3 +68,52 @@ def test_take_checks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [(1, 1), (2, 2), (3, None)])
 def test_adaptive_max_pool(size: Any) -> None:
     agrees(lambda x: F.adaptive_max_pool2d(x, size, return_indices=True), torch.randn(2, 3, 4, 4))
+
+
+@pytest.mark.parametrize("bad", [4, -1])
+def test_scatter_of_one_per_row_checks(bad: int) -> None:
+    """Compiled as a comparison at every element, it still sees what eager raises for."""
+    place = torch.tensor([[1], [3], [0]])
+    agrees(lambda z, i: z.scatter(1, i, 1.0) * 2, torch.zeros(3, 4), place)
+    place[1] = bad
+    f = torch.compile(lambda z, i: z.scatter(1, i, 1.0) * 2, backend="deuteron")
+    with pytest.raises(IndexError):
+        f(torch.zeros(3, 4), place)
+
+
+STRIDES: dict[str, Callable[..., Any]] = {
+    "copysign": lambda x: torch.copysign(x, torch.tensor(-1.0)),
+    "floor_divide": lambda x: torch.floor_divide(x, x.contiguous() + 9),
+    "logaddexp": lambda x: torch.logaddexp(torch.tensor(0.5), x),
+    "unique": lambda x: torch.unique(x, dim=1),
+    "unique_consecutive": lambda x: torch.unique_consecutive(x, dim=-1, return_counts=True),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "select_scatter": lambda x: torch.select_scatter(x[:, ::2], x[0, ::2], 0, 1),
+    "view_copy": lambda x: torch.view_copy(x, (4, 15)),
+    "empty_strided": lambda x: torch.empty_strided((2, 2, 3), (2, 0, 1)).zero_() + x.sum(),
+    "unsafe_split": lambda x: torch.unsafe_split(x, 9),
+    "resize_as": lambda x: x.clone().flatten(),
+}
+
+
+@pytest.mark.parametrize("name", STRIDES)
+def test_strides_are_those_of_eager(name: str) -> None:
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).permute(2, 1, 0)
+    agrees(STRIDES[name], x)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_nothing_is_sampled(mode: str) -> None:
+    agrees(
+        lambda x, g: F.grid_sample(x, g, mode=mode, align_corners=False),
+        torch.empty(0, 2, 4, 4),
+        torch.empty(0, 3, 3, 2),
+    )
+
+
+def test_broadcast_that_was_decided_by_a_guard() -> None:
+    """Half of a size broadcasts because it is 1."""
+    agrees(
+        lambda x, y: F.avg_pool1d(x[None], 2) * y, torch.randn(2), torch.randn(1, 2), dynamic=True
+    )
+    agrees(lambda x: x.flatten().unbind(0)[-1], torch.randn(31, 31), dynamic=True)

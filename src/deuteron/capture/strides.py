@@ -98,28 +98,32 @@ def normal(mean: Tensor, std: Tensor, **kwargs: Any) -> Any:
     return aten.normal.Tensor_Tensor(mean.contiguous(), std.contiguous(), **kwargs)
 
 
-def unique_along(name: str) -> Rule:
-    target = getattr(aten, name).default
+def resize_as(
+    x: Tensor, other: Tensor, *, memory_format: torch.memory_format | None = None
+) -> Tensor:
+    """Eager leaves strides alone where nothing is resized."""
+    if memory_format is None and x.shape == other.shape:
+        return x.clone()
+    return aten.resize.default(x, other.shape, memory_format=memory_format)
 
-    def rule(x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
-        """Eager compares slices moved to the front, and moves them back."""
-        dim = dim % max(x.dim(), 1)
-        if dim == 0:
-            return NotImplemented
-        out, *rest = target(x.movedim(dim, 0), 0, *args, **kwargs)
-        return (out.movedim(0, dim), *rest)
 
-    return rule
+def unique_dim(x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    """Eager compares slices moved to the front, and moves them back."""
+    dim = dim % max(x.dim(), 1)
+    if dim == 0:
+        return NotImplemented
+    out, *rest = aten.unique_dim.default(x.movedim(dim, 0), 0, *args, **kwargs)
+    return (out.movedim(0, dim), *rest)
 
 
 def unique_consecutive(
     x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
     """Along a dimension torch's fake kernel gives sizes and strides that do not fit each other."""
-    if dim is None or x.dim() == 0:
+    if dim is None or x.dim() == 0 or dim == 0:
         return NotImplemented
     moved = x.movedim(dim, 0)
-    out, *rest = aten.unique_dim_consecutive.default(moved, 0, return_inverse, return_counts)
+    out, *rest = aten.unique_consecutive.default(moved, return_inverse, return_counts, 0)
     return (out.movedim(0, dim), *rest)
 
 
@@ -127,6 +131,6 @@ RULES: dict[str, Rule] = {
     "aten.unique_consecutive.default": unique_consecutive,
     "aten.ldexp.Tensor": ldexp,
     "aten.normal.Tensor_Tensor": normal,
-    "aten.unique_dim.default": unique_along("unique_dim"),
-    "aten.unique_dim_consecutive.default": unique_along("unique_dim_consecutive"),
+    "aten.resize_as.default": resize_as,
+    "aten.unique_dim.default": unique_dim,
 }

@@ -35,6 +35,7 @@ from deuteron.ir.index import (
     Value,
     as_index,
     atom,
+    in_range,
     is_nonneg,
     substitute,
 )
@@ -239,7 +240,7 @@ class Expr:
 def own_indices(node: Expr) -> tuple[Index, ...]:
     if node.op == "load":
         return node.attr[1]
-    if node.op == "index":
+    if node.op in ("index", "check"):
         return (node.attr,)
     if node.op == "random":
         return (node.attr[2],)
@@ -262,7 +263,7 @@ def _attr_text(node: Expr) -> str:
     if node.op == "load":
         name, idx, fill = node.attr
         return f"{name}[{','.join(i.key for i in idx)}]{fill!r}"
-    if node.op == "index":
+    if node.op in ("index", "check"):
         return node.attr.key
     if node.op == "random":
         dist, stream, i = node.attr
@@ -313,6 +314,8 @@ def rebuild(
         return load(name, tuple(move(i) for i in idx), node.dtype, mask, fill)
     if node.op == "index":
         return index_value(move(node.attr))
+    if node.op == "check":
+        return Expr("check", "i64", args, move(node.attr))
     if node.op == "random":
         dist, stream, i = node.attr
         return Expr("random", node.dtype, args, (dist, stream, move(i)))
@@ -515,6 +518,14 @@ def with_mask(root: Expr, mask: Expr) -> Expr:
             new = load(name, idx, new.dtype, when, fill if fill is not None else 0)
         done[node] = new
     return done[root]
+
+
+def checked(value: Expr, extent: Index) -> Expr:
+    """`value` (i64), which must be at least 0 and below `extent`: generated code reports where not,
+    as it does for positions at which memory is read."""
+    if value.op == "index" and in_range(value.attr, extent):
+        return value
+    return Expr("check", "i64", (value,), extent)
 
 
 def flops(root: Expr) -> float:

@@ -363,6 +363,8 @@ class _Reader:
             stream, element = ast.literal_eval(node.args[1]), self.index(node.args[2])
             seed = self.expr(node.args[0])
             return Expr("random", dtype or "f32", (seed,), (name, stream, element))
+        if name == "check":
+            return Expr("check", "i64", (self.expr(node.args[0]),), self.index(node.args[1]))
         args = tuple(self.expr(a) for a in node.args)
         if name == "cast" and dtype is not None:
             return Expr("cast", dtype, args)

@@ -267,6 +267,8 @@ class Expressions:
             dist, stream, element = n.attr
             mark = "" if n.dtype == "f32" else f"[{n.dtype!r}]"
             return f"{dist}{mark}({args[0]}, {stream}, {self.index(element)})"
+        if n.op == "check":
+            return f"check({args[0]}, {self.index(n.attr)})"
         if n.op in INFIX and n.dtype == dtype and len(args) == 2:
             return f" {INFIX[n.op]} ".join(self._arg(a) for a in n.args)
         return f"{n.op}{'' if n.dtype == dtype else f'[{n.dtype!r}]'}({', '.join(args)})"

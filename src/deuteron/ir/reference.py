@@ -291,6 +291,10 @@ class Evaluator:
         if n.op == "random":
             dist, stream, element = n.attr
             return random_values(dist, args[0], stream, self.index(element), n.dtype)
+        if n.op == "check":
+            if bool(((args[0] < 0) | (args[0] >= self.index(n.attr))).any()):
+                raise IndexError("index out of range: a position that the program compares")
+            return args[0]
         return scalar_op(n.op, args).to(TO_TORCH[n.dtype])
 
     def constant(self, value: Any, dtype: str) -> Tensor:

@@ -172,7 +172,7 @@ def facts(root: Expr) -> Facts:
                 indices.update(dict.fromkeys(n.attr[1]))
             elif n.op == "reduce":
                 bound.update(dict.fromkeys(n.attr[1]))
-            elif n.op in ("index", "random"):
+            elif n.op in ("index", "random", "check"):
                 indices.update(dict.fromkeys(own_indices(n)))
         found = Facts(_FREE[root], tuple(bound), tuple(loads), tuple(indices))
         _FACTS[root] = found
@@ -283,6 +283,14 @@ def _random(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
     return free | index_axes(element)
 
 
+def _check(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
+    if n.dtype != "i64" or n.args[0].dtype != "i64":
+        raise Fault("dtypes", f"{n!r} checks {n.args[0].dtype}")
+    if index_axes(n.attr):
+        raise Fault("axes", f"the bound of {n!r} depends on axes")
+    return free
+
+
 _SPECIAL = {
     "literal": _literal,
     "index": _index,
@@ -291,6 +299,7 @@ _SPECIAL = {
     "reduce": _reduce,
     "scan": _scan,
     "random": _random,
+    "check": _check,
 }
 
 

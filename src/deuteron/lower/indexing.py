@@ -313,7 +313,7 @@ def one_each(
     """A scatter of one element per row, as a comparison at every element of the row (one-hot
     vectors, the gradient of a gather): nothing is written twice, and it fuses like arithmetic.
 
-    An index outside the row, for which eager raises, then selects nothing.
+    An index outside the row is reported, as everywhere.
     """
     if not x.rank or indices.rank != x.rank:
         return None
@@ -326,7 +326,8 @@ def one_each(
 
     def element(idx: tuple[Index, ...]) -> Expr:
         first = [const(0) if d == dim else i for d, i in enumerate(idx)]
-        here = op("eq", index_value(idx[dim]), cast(indices.at(first), "i64"))
+        place = E.checked(cast(indices.at(first), "i64"), x.shape[dim])
+        here = op("eq", index_value(idx[dim]), place)
         old = x.at(idx)
         new = (
             cast(source.at(first), x.dtype)

@@ -63,6 +63,9 @@ class Symbols:
             return const(int(e))
         if e.is_Symbol:
             return atom(self.symbol(e))
+        known = self.guarded(e)
+        if known is not None:
+            return const(known)
         kind = type(e).__name__
         if e.is_Add:
             total = const(0)
@@ -93,6 +96,20 @@ class Symbols:
                 out = pick(out, self.from_sympy(a))
             return out
         return self._computed(e)
+
+    def guarded(self, e: Any) -> int | None:
+        """The value of a quotient or product that torch has guarded on: a broadcast was decided."""
+        env = self.shape_env
+        if env is None or e.is_Add or not hasattr(env, "_maybe_evaluate_static"):
+            return None
+        values = {s: _hint(env, s) for s in e.free_symbols}
+        if any(v is None for v in values.values()):
+            return None
+        value = e.xreplace({s: sympy.Integer(v) for s, v in values.items()})
+        if not value.is_Integer:
+            return None
+        same = env._maybe_evaluate_static(sympy.Eq(e, value), axioms=None)
+        return int(value) if same is not None and bool(same) else None
 
     def _computed(self, e: Any) -> Index:
         """A size that index algebra has no form for: a new symbol, evaluated at run time in

@@ -181,6 +181,8 @@ class Rewriter:
         if node.op == "load" and node.attr[0] in self.results:
             return Expr("load", node.dtype, (), (node.attr[0], (), None))
         new = rebuild(node, args, self.table, self.done)
+        if new.op == "check" and not self.checked and self.layouts is not None:
+            return new.args[0]
         if new.op == "load" and self.layouts is not None:
             name, idx, fill = new.attr
             mask = new.args[0] if new.args else None

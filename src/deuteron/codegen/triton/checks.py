@@ -17,9 +17,12 @@ from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Nest, Stmt, Store
 
 
-def with_checks(nest: Nest, layouts: Mapping[str, Layout]) -> Nest:
-    """The nest with checked accesses; the same nest where no loaded value is an index."""
-    if not any(isinstance(a, Value) for i in _indices(nest) for a in i.atoms()):
+def with_checks(nest: Nest, layouts: Mapping[str, Layout], wanted: bool = True) -> Nest:
+    """The nest with checked accesses; the same nest where no loaded value is an index. Where checks
+    are not `wanted`, those that the program itself has are left out."""
+    loaded = any(isinstance(a, Value) for i in _indices(nest) for a in i.atoms())
+    own = any(n.op == "check" for e in nest.exprs() for n in e.walk())
+    if not (loaded and wanted or own and not wanted):
         return nest
     done: dict[Expr, Expr] = {}
     names = nest.locals()
@@ -30,10 +33,12 @@ def with_checks(nest: Nest, layouts: Mapping[str, Layout]) -> Nest:
                 continue
             args = tuple(done[a] for a in node.args)
             new = rebuild(node, args, {}, done)
+            if node.op == "check" and not wanted:
+                new = args[0]
             if node.op == "load" and node.attr[0] not in names:
                 name, index, fill = new.attr
                 mask = args[0] if args else None
-                index = _checked(index, layouts[name], mask)
+                index = _checked(index, layouts[name], mask) if wanted else index
                 new = load(name, index, node.dtype, mask, fill if fill is not None else 0)
             done[node] = new
         return done[root]
@@ -47,7 +52,8 @@ def with_checks(nest: Nest, layouts: Mapping[str, Layout]) -> Nest:
     for s in nest.stmts:
         if isinstance(s, Store):
             mask = visit(s.mask) if s.mask is not None else None
-            index = _checked(tuple(move(i) for i in s.index), layouts[s.tensor], mask)
+            index = tuple(move(i) for i in s.index)
+            index = _checked(index, layouts[s.tensor], mask) if wanted else index
             stmts.append(replace(s, index=index, value=visit(s.value), mask=mask))
         else:
             stmts.append(replace(s, body=visit(s.body)))

@@ -112,10 +112,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     name = f"triton_{kernel.name}"
     pointers = _pointer_names(layouts)
     checked = options is None or options.bounds_check
-    nests = [
-        written_out(prepare(with_checks(n, layouts) if checked else n, layouts))
-        for n in kernel.nests
-    ]
+    nests = [written_out(prepare(with_checks(n, layouts, checked), layouts)) for n in kernel.nests]
     forms = [choose(n, spec) for n in nests]
     symbols = _symbols(nests, layouts)
     static, wide_source, wide = _width(nests, layouts)
