@@ -76,6 +76,7 @@ def write_nest(
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])
+    declare_results(loops, em)
     row = frozenset(em.dims) - R
     em.loose = loose(loops, lambda e: em.deps(e) <= row)
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
@@ -182,7 +183,6 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
     x, r = em.dims["x"], em.dims["r"]
     em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     em.enter(x, "xoffset")
-    declare_results(loops, em)
     if form.persistent:
         em.enter(r, "0")
         hints(em, [single(loops)])
@@ -384,7 +384,6 @@ def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
     each = em.index((axis.extent + (count - 1)) // count)
     outer.add(f"low = worker * ({each}) * ({inner})")
     outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
-    declare_results(loops, em)
     if form.tiled:
         outer.add(f"roffset = (pid % rblocks){wide} * {r.block}")
     whole = form.persistent or form.tiled
