@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -167,11 +169,20 @@ def boxed(compiled: Callable[..., Any]) -> Boxed:
 
 
 def compile_graph(*args: Any, **kwargs: Any) -> Boxed:
-    from deuteron.pipeline import (
-        compile_graph as run,
-    )  # imported when first used: it brings the whole compiler
+    return pipeline().compile_graph(*args, **kwargs)
 
-    return run(*args, **kwargs)
+
+@functools.cache
+def pipeline() -> Any:
+    """The whole compiler, imported when first used. Without the garbage collector: the hundred
+    modules would make it walk all of torch's objects, which takes twice as long as they do."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module("deuteron.pipeline")
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def deuteron_backend(

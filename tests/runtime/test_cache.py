@@ -355,7 +355,7 @@ def test_leftovers_of_dead_processes(cache: Cache, folder: Path) -> None:
         os.utime(p, (1, 1))
     module._sweep.cache_clear()
     module._made.cache_clear()
-    Cache.open(Options(cache_dir=str(folder)))
+    Cache.open(Options(cache_dir=str(folder))).put(KEY, ".so", DATA)
     Cache.open(Options(cache=False))
     assert new.exists() and not old.exists() and not dead.exists()
 

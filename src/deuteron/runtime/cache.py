@@ -80,7 +80,6 @@ class Cache:
                 return Cache(_instead(f"{root} is not readable"))
         except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home folder
             return Cache(_instead(str(e)))
-        _sweep(root, os.getpid())
         return Cache(root)
 
     def path(self, key: str, suffix: str) -> Path:
@@ -115,6 +114,7 @@ class Cache:
         raise CacheError(f"built kernels can be written nowhere: {reason}", hint=_HINT)
 
     def _put(self, key: str, suffix: str, data: bytes) -> Path:
+        _sweep(self.root, os.getpid())
         path = self.path(key, suffix)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Whoever reads between the two sees no entry, or one whose hash is wrong: it is built anew.
@@ -317,7 +317,8 @@ def _stale(path: Path) -> bool:
 
 @cache
 def _sweep(root: Path, pid: int) -> None:
-    """Once per process: deletes what dead processes left where entries are made."""
+    """Once per process that makes entries: deletes what dead processes left where they are made.
+    Looking at all of it takes longer than all else that a process does with a warm cache."""
     with suppress(OSError):
         for path in (root / "tmp").iterdir():
             if _stale(path):
