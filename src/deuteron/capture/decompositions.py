@@ -216,7 +216,7 @@ WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten._batch_norm_with_update_functional.default": (f32_statistics, CPU_MEMORY),
     "aten._batch_norm_no_update.default": (CPU_MEMORY,),
     "aten._native_batch_norm_legit.no_stats": (f32_statistics, CPU_MEMORY),
-    "aten.max_unpool2d.default": (strides.in_memory_format,),
+    "aten.max_unpool2d.default": (CPU_MEMORY,),
 }
 
 
@@ -227,7 +227,12 @@ def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) 
         return NotImplemented
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = aten.bernoulli.p(x, 1.0 - p).to(torch.bool)
+    if eager_random:  # eager draws in the order in which x lies in memory
+        order = torch._prims_common.compute_elementwise_output_logical_to_physical_perm(x)[0]
+        drawn = aten.bernoulli.p(x.permute(order), 1.0 - p)
+        mask = drawn.permute([order.index(d) for d in range(x.dim())]).to(torch.bool)
+    else:
+        mask = aten.bernoulli.p(x, 1.0 - p).to(torch.bool)
     return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 

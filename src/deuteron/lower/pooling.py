@@ -7,7 +7,8 @@ nothing is added atomically and results repeat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,7 +231,7 @@ def adaptive_windows(
     return [adaptive(n, m) for n, m in zip(x[-rank:], out[-rank:], strict=True)]
 
 
-Divisor = Callable[[Sequence[Index]], Index]
+Divisor = Callable[[Sequence[Index]], list[Index]]  # factors
 
 
 def average_divisor(
@@ -238,20 +239,27 @@ def average_divisor(
 ) -> Divisor:
     """What the sum of a window is divided by: its elements, with or without padding."""
 
-    def divisor(o: Sequence[Index]) -> Index:
+    def divisor(o: Sequence[Index]) -> list[Index]:
         if override is not None:
-            return as_index(override)
-        out = const(1)
+            return [as_index(override)]
+        out = []
         for w, at, p in zip(windows, o, padding, strict=True):
             start = w.start(at)
             if include:
-                out = out * (minimum(start + w.longest, w.inputs + p) - start)
+                out.append(minimum(start + w.longest, w.inputs + p) - start)
             else:
                 end = minimum(start + w.longest, w.inputs)
-                out = out * (end - maximum(start, 0))
+                out.append(end - maximum(start, 0))
         return out
 
     return divisor
+
+
+def divided(name: str, value: Expr, factors: Iterable[Index]) -> Expr:
+    """The value over the product of the factors. Numbers are multiplied, not indices, whose product
+    would be a long polynomial."""
+    numbers = [scalar(f, value.dtype) for f in factors]
+    return op(name, value, functools.reduce(lambda a, b: op("mul", a, b), numbers))
 
 
 def mean_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows], divisor: Divisor) -> Value:
@@ -262,7 +270,7 @@ def mean_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows], divisor: 
         here, value = read(x, windows, idx, k)
         total = fold_of("sum", axes, cast(masked(here, value), wide))
         name = "div" if wide in E.FLOATS else "truncdiv"
-        return cast(op(name, total, scalar(divisor(idx[-r:]), wide)), x.dtype)
+        return cast(divided(name, total, divisor(idx[-r:])), x.dtype)
 
     return make(ctx, ctx.shape_of(ctx.fake()), element)
 
@@ -291,7 +299,7 @@ def avg_pool3d(ctx: LowerContext, x: Value, *args: Any, **kwargs: Any) -> Value:
 
 
 def adaptive_divisor(windows: Sequence[Windows]) -> Divisor:
-    return lambda o: product(w.size(i) for w, i in zip(windows, o, strict=True))
+    return lambda o: [w.size(i) for w, i in zip(windows, o, strict=True)]
 
 
 @lowering("aten._adaptive_avg_pool2d")
@@ -338,7 +346,7 @@ def spread_mean(
     r = len(windows)
 
     def share(value: Expr, output: Sequence[Index], inputs: Sequence[Index]) -> Expr:
-        return op("div", value, scalar(divisor(output[-r:]), value.dtype))
+        return divided("div", value, divisor(output[-r:]))
 
     return spread(ctx, grad, windows, share)
 

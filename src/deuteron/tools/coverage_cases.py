@@ -164,12 +164,24 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # and the fewest a
 }
 
 
+OTHER_VALUES = ("expanded", "empty")
+
+
 def forms(case: Case) -> Iterator[Case]:
-    """The case with other strides, offsets and sizes of its tensors."""
+    """The case with other strides, offsets and sizes of its tensors.
+
+    Positions and counts keep their values beside floating numbers, and where a size is promised:
+    eager does not check all of them.
+    """
+    promised = "output_size" in case.tree[1]
+    floats = any(t.is_floating_point() or t.is_complex() for t in case.tensors)
     for form, (change, axes) in FORMS.items():
         changed = []
         for t in case.tensors:
             fits = t.layout == torch.strided and t.dim() >= axes
+            if form in OTHER_VALUES:
+                counts = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+                fits = fits and not promised and not (floats and counts and form == "expanded")
             fits = fits and (t.numel() > 0 or form == "empty")
             changed.append(change(t.detach().resolve_conj()) if fits else t)
         if any(a is not b for a, b in zip(changed, case.tensors)):
