@@ -21,10 +21,10 @@ from deuteron.ir.program import Compute, Extern, Layout
 from deuteron.schedule import profit
 from deuteron.schedule.columns import Chunked, columns
 from deuteron.schedule.dag import Dag, Node
-from deuteron.schedule.group import Group
+from deuteron.schedule.group import MOST_CODE, Group
 from deuteron.schedule.legality import Refusal, correspond, fits
 
-# Kernels larger than this take long to compile and spill registers.
+# Offers take time in proportion to it.
 MOST_MEMBERS = 64
 # Readers of one tensor that are paired as siblings, each with this many that follow.
 SIBLINGS = 6
@@ -55,6 +55,7 @@ class Fusion:
     ) -> None:
         self.dag, self.layouts, self.owner = dag, layouts, owner
         self.outside, self.specs, self.record = outside, specs, record
+        self.partial: set[str] = set()  # tensors of partial results
         self.costs: dict[int, profit.Cost] = {}
         self.verdicts: dict[tuple[int, int], tuple[Refusal, Offer | None]] = {}
         self.judged: dict[int, set[tuple[int, int]]] = {}  # node -> its pairs in `verdicts`
@@ -123,6 +124,9 @@ class Fusion:
         assert isinstance(a.content, Group) and isinstance(b.content, Group)
         if len(a.content.members) + len(b.content.members) > MOST_MEMBERS:
             return Refusal("too large", f"more than {MOST_MEMBERS} operations in one kernel")
+        if a.content.code + b.content.code > MOST_CODE:
+            size = f"{a.content.code:.0f} and {b.content.code:.0f} FLOPs and loads an element"
+            return Refusal("too large", f"{size} would take the compiler too long in one kernel")
         merged = fits(a.content, b.content, self.layouts, self.owner)
         found: Offer | Refusal
         if isinstance(merged, Group):
@@ -245,7 +249,10 @@ class Fusion:
         self.forget(a.id)
         self.forget(b.id)
         node = self.dag.merge(a, b, offer.group)
-        late = self.dag.finish(node, offer.chunked.tail) if offer.chunked is not None else []
+        late: list[Node] = []
+        if offer.chunked is not None:
+            self.keep(offer.chunked.layouts)
+            late = self.dag.finish(node, offer.chunked.tail)
         for name in touched:  # who makes what the pair shared may now store less
             home = self.dag.home.get(name)
             if home is not None:
@@ -253,6 +260,12 @@ class Fusion:
         for new in (node, *late):
             for other in self.neighbours(new):
                 self.consider(new, other)
+
+    def keep(self, partial: Mapping[str, Layout]) -> None:
+        """Partial results that are there to stay. Offers that were not accepted may have given
+        them other layouts meanwhile."""
+        self.layouts.update(partial)
+        self.partial.update(partial)
 
     def link(self, a: Node, b: Node) -> tuple[str, str]:
         """The two computations by which a pair is known: a maker and a reader, or two readers."""

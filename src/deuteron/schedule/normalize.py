@@ -22,7 +22,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Value, hint, product
 from deuteron.ir.program import Compute, Extern, Layout, Program, tensors_read
-from deuteron.schedule.group import bound_axes, kind_of, reads_of
+from deuteron.schedule.group import MOST_CODE, bound_axes, code_of, kind_of, reads_of
 from deuteron.schedule.space import Map
 
 # A producer of at most this many FLOPs an element, reading no more bytes than it writes, is
@@ -31,7 +31,7 @@ FREE_FLOPS = 2.0
 # At most this much arithmetic on single numbers is repeated in each kernel that needs the result.
 SCALAR_FLOPS = 64.0
 # Expressions do not grow without end (a chain of a thousand producers with one reader each).
-MOST_NODES = 400
+MOST = MOST_CODE / 2
 
 
 def canonical(c: Compute) -> Compute:
@@ -58,8 +58,8 @@ class Inliner:
         self.memory = {o.tensor for o in program.outputs}
         self.computes: dict[str, Compute] = {}
         self.sites: dict[str, int] = {}  # tensor -> places that read it
-        self.size: dict[Expr, int] = {}  # at most so many nodes
-        self.counted: set[Expr] = set()  # exactly so many
+        self.size: dict[Expr, float] = {}  # at most so much code
+        self.counted: set[Expr] = set()  # exactly so much
         for d in program.defs:
             if isinstance(d, Extern):
                 self.memory.update((*tensors_read(d), *d.mutates))
@@ -84,13 +84,13 @@ class Inliner:
     def inlined(self, c: Compute, gathers: bool) -> Compute:
         loads = {n for root in roots(c) for n in root.loads()}
         table: dict[Expr, Expr] = {}
-        total = self.nodes(c.body)
+        total = self.code(c.body)
         for n in sorted(loads, key=lambda n: n.id):
             p = self.computes.get(n.attr[0])
             if p is None or _gathers(n) is not gathers:
                 continue
-            more = self.nodes(p.body)
-            if total + more > MOST_NODES or not self.worth(p, n, c):
+            more = self.code(p.body)
+            if total + more > MOST or not self.worth(p, n, c):
                 continue
             total += more
             table[n] = element(p, n)
@@ -98,12 +98,12 @@ class Inliner:
         self.size[new.body] = min(total, self.size.get(new.body, total))
         return new
 
-    def nodes(self, e: Expr) -> int:
-        """Nodes of an expression, or a number that is not smaller: what is shared between an
-        expression and those written into it counts twice until that matters."""
+    def code(self, e: Expr) -> float:
+        """`code_of`, or a number that is not smaller: what an expression shares with those that
+        are written into it counts twice until that matters."""
         found = self.size.get(e)
-        if found is None or found > MOST_NODES // 2 and e not in self.counted:
-            found = self.size[e] = sum(1 for _ in e.walk())
+        if found is None or found > MOST / 2 and e not in self.counted:
+            found = self.size[e] = code_of(e)
             self.counted.add(e)
         return found
 

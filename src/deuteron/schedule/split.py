@@ -49,6 +49,8 @@ def relieve(fusion: Fusion) -> None:
         if not isinstance(group, Group) or not group.folds or group.chunk is not None:
             continue
         spec = fusion.spec(group)
+        if fusion.partial & group.reads.keys():
+            continue  # it combines partial results already
         if not profit.splittable(group, fusion.layouts, spec):
             continue
         keep = fusion.stored(group, {node.id})
@@ -78,6 +80,7 @@ def relieve(fusion: Fusion) -> None:
             bytes=first.bytes + late.bytes - now.bytes,
             us=round(now.us - then, 3),
         )
+        fusion.keep(found.layouts)
         changed += fusion.replace(node, found.main, found.tail)
     fusion.resume(changed)
 

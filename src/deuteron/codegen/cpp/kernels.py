@@ -40,6 +40,9 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
+    # It hoists what the vectoriser has dealt with, and then g++ 12 needs the square of the time:
+    # 15 s for 63 sines in a loop, 1.1 s without; the code is as fast (14 programs within 3 %).
+    "-fno-gcse",
     "-std=c++17",
     "-fPIC",
     "-shared",
