@@ -226,7 +226,7 @@ class Joint:
     def _products(
         self, f: Fold, rule: Products, results: Mapping[str, tuple[str, str | None]], n: str
     ) -> None:
-        """Chan, Golub, LeVeque, after the block's sum is moved from its rounded means to its means."""
+        """Chan, Golub, LeVeque, after the block's sum is moved to its true means."""
         em, name, dtype = self.env.em, self.stems[f.name], f.body.dtype
         off, apart = [], []
         for side in ("x",) if rule.square else ("x", "y"):
