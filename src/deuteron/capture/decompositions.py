@@ -260,6 +260,13 @@ def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
     return out.to(x.dtype)
 
 
+@own("aten.soft_margin_loss_backward.default")
+def soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
+    """Torch's rule subtracts 1 from a sigmoid, which leaves nothing where that is near 1."""
+    out = -target * torch.sigmoid(-target * x) * grad
+    return out / x.numel() if reduction == 1 else out
+
+
 @own("aten._efficientzerotensor.default")
 def efficient_zeros(size: Sequence[int], **kwargs: Any) -> Tensor:
     return aten.full.default(size, 0, **{k: v for k, v in kwargs.items() if v is not None})

@@ -256,8 +256,9 @@ def reason(error: Exception) -> str:
 
 # -- a job -----------------------------------------------------------------------------------------
 # Operators of which eager promises no values: two runs may agree by chance.
-UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-UNSET += ("resize_", "resize_as_")
+UNSET = frozenset(
+    "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_".split()
+)
 
 
 def random_states() -> list[Tensor]:
