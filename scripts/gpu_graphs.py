@@ -1,6 +1,6 @@
 """CUDA graphs on a GPU: results against eager, then the time of a call beside Inductor.
 
-``python scripts/gpu_graphs.py [check] [time] [train]``; with nothing said, all of it.
+``python scripts/gpu_graphs.py [products] [check] [time] [train]``; with nothing said, all of it.
 """
 
 from __future__ import annotations
@@ -199,6 +199,39 @@ def unfit() -> str:
     return close([g(x) for x in xs], [f(x) for x in xs], 1e-3)
 
 
+def products() -> None:
+    """Small products by cuBLAS's own interface against ATen, and the host's time of both."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for m, k, n, batch in (
+            (8, 256, 256, 0),
+            (128, 768, 2304, 0),
+            (7, 33, 65, 0),
+            (64, 64, 65, 12),
+        ):
+            shape = (batch,) if batch else ()
+            for flip_a, flip_b in ((False, False), (False, True), (True, False)):
+                a = torch.randn(*shape, *((k, m) if flip_a else (m, k)), device=DEVICE, dtype=dtype)
+                b = torch.randn(*shape, *((n, k) if flip_b else (k, n)), device=DEVICE, dtype=dtype)
+                a, b = (a.mT if flip_a else a), (b.mT if flip_b else b)
+                w = torch.randn(n, device=DEVICE, dtype=dtype)
+
+                def f(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+                    return torch.bmm(a, b) if a.dim() == 3 else torch.addmm(w, a, b)
+
+                torch._dynamo.reset()
+                with collecting() as records:
+                    g = torch.compile(f, backend="deuteron")
+                    got = g(a, b, w)
+                want = f(a.double(), b.double(), w.double())
+                eager = (f(a, b, w).double() - want).abs().max().item()
+                ours = (got.double() - want).abs().max().item()
+                host = [wall(lambda h=h: h(a, b, w), 30)[1] for h in (f, g)]
+                bad = "" if ours <= 2 * eager + 1e-6 else "  WRONG"
+                about = f"{dtype} {m}x{k}x{n} {batch} {flip_a:d}{flip_b:d}"
+                line = f"{about:36} error {ours:.1e}, ATen {eager:.1e}; host us {host[1]:.1f}, "
+                print(f"{line}ATen {host[0]:.1f}{bad} {len(records[0].of('library'))}")
+
+
 def check() -> None:
     x = [torch.randn(8, 256, device=DEVICE) for _ in range(6)]
     t = [torch.randn(2, 128, 256, device=DEVICE) for _ in range(5)]
@@ -317,6 +350,8 @@ def rms(compiled: Any) -> Callable[[], Any]:
 
 
 def main(what: list[str]) -> None:
+    if not what or "products" in what:
+        products()
     if not what or "check" in what:
         check()
     if not what or "time" in what:

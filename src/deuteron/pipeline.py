@@ -43,6 +43,7 @@ from deuteron.runtime import build_cpp
 from deuteron.runtime.cuda_graphs import graphed
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch import load as load_module
+from deuteron.runtime.launch_blas import multiply
 from deuteron.runtime.launch_cuda import Sequence as Launcher
 from deuteron.runtime.tune import Tuned
 from deuteron.runtime.verify import Watcher
@@ -163,6 +164,7 @@ class Compilation:
                 tuple(about),
                 self.options.threads,
                 self.options.verify,
+                lambda product, device: multiply(product, device, self.options) is not None,
             ),
         )
         if self.emitted.sequences:
@@ -183,6 +185,8 @@ class Compilation:
                 extra[q.name] = Tuned(*common, [steps[n] for n in q.kernels], self.record)
             else:
                 extra[q.name] = Launcher(*common)
+        for name, (product, device) in self.emitted.products.items():
+            extra[name] = multiply(product, device, self.options)
         if self.options.autotune and not self.emitted.sequences:
             self.record.add(
                 "decision",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import deuteron.pipeline as pipeline
 from deuteron.backend import deuteron_backend
 from deuteron.base.device import named_gpu
+from deuteron.codegen.products import Product, Side
 from deuteron.codegen.segments import Launches
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.ir.index import evaluate
@@ -65,6 +66,33 @@ def tensor_at(address: int, lay: Layout, sizes: dict[str, int]) -> Tensor:
     return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
 
 
+class Multiplied:
+    """What cuBLAS does for a product, on the CPU."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+
+    def matrix(self, address: int, rows: int, columns: int, side: Side) -> Tensor:
+        """A factor of the transposed product: columns are contiguous unless it is transposed."""
+        p = self.product
+        shape = (p.batch, columns, rows) if side.transposed else (p.batch, rows, columns)
+        assert side.column >= shape[1]
+        strides = (side.batch, 1, side.column)
+        last = (p.batch - 1) * side.batch + (shape[2] - 1) * side.column + shape[1]
+        dtype = TO_TORCH[p.dtype]
+        buffer = (ctypes.c_char * (last * dtype.itemsize)).from_address(address)
+        out = torch.frombuffer(buffer, dtype=dtype).as_strided(shape, strides)
+        return out.transpose(1, 2) if side.transposed else out
+
+    def __call__(self, stream: int, given: bytes, sizes: tuple[int, ...] = ()) -> None:
+        p, (a, b, out, *bias) = self.product, struct.unpack(f"{len(given) // 8}P", given)
+        first, second = self.matrix(b, p.n, p.k, p.b), self.matrix(a, p.k, p.m, p.a)
+        made = first.double() @ second.double()
+        if p.bias:
+            made = made + self.matrix(bias[0], p.n, 1, Side(False, p.n, 0)).double()
+        self.matrix(out, p.n, p.m, p.out).copy_(made)
+
+
 class Pretended(Compilation):
     """Compiles for a GPU and loads for the CPU."""
 
@@ -82,6 +110,7 @@ class Pretended(Compilation):
         extra: dict[str, Any] = {q.name: self.launcher(q) for q in self.emitted.sequences}
         extra |= {"stream": lambda d: 70 + d, "enter_device": self.enter}
         extra |= {"leave_device": self.enter, "empty_cuda": self.empty}
+        extra |= {n: Multiplied(p) for n, (p, _) in self.emitted.products.items()}
         self.call = load(self.emitted, None, extra, "<test>")
         return ""
 
@@ -93,7 +122,11 @@ class Pretended(Compilation):
     def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
         assert self.device == 1
         out = torch.empty_strided(shape, strides, dtype=dtype)
-        return out.view(torch.uint8).fill_(0xFF).view(dtype) if out.dim() and out.numel() else out
+        if not out.dim() or not out.numel():
+            return out
+        if out.stride(-1) != 1:
+            return out.fill_(torch.nan)
+        return out.view(torch.uint8).fill_(0xFF).view(dtype)
 
     def launcher(self, q: Launches) -> Callable[..., None]:
         def call(stream: int, given: bytes, sizes: tuple[int, ...]) -> None:
@@ -165,6 +198,48 @@ def test_training(pretend: Any) -> None:
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
     for a, b in zip(got, [x.grad, *(p.grad for p in net.parameters())], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_products_without_aten(
+    pretend: Any, monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
+    monkeypatch.setattr(pipeline, "multiply", lambda product, device, options: True)
+    net = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+
+    def f(x: Tensor, w: Tensor, h: Tensor) -> Tensor:
+        y = net(x) @ w.t()
+        z = torch.bmm(h, torch.softmax(h, -1).transpose(1, 2)) + torch.bmm(h.sin(), h.mT)
+        return y + torch.addmm(w[0], y, w[:, :64]) + z.sum(0) + torch.addmm(y, y, y, beta=2)
+
+    x, w = R(64, 64, requires_grad=True), R(64, 128)[:, :64].requires_grad_()
+    h = R(3, 64, 65, requires_grad=True)
+    g = pretend(f, dynamic=dynamic)
+    for _ in range(2):
+        got, want = [], []
+        for run, found in ((g, got), (f, want)):
+            out = run(x, w, h)
+            out.square().mean().backward()
+            leaves = [x, w, h, *net.parameters()]
+            found += [out, *(t.grad for t in leaves)]
+            for t in leaves:
+                t.grad = None
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    products = [p for c in g.seen for p, _ in c.emitted.products.values()]
+    if dynamic:
+        return
+    assert len(products) >= 8 and any(p.bias for p in products)
+    assert any(p.batch == 3 for p in products) and any(p.a.transposed for p in products)
+    assert "torch.addmm" in g.seen[0].emitted.text  # with a beta, ATen does it
+
+
+def test_large_and_odd_products_stay_aten(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "multiply", lambda product, device, options: True)
+    g = pretend(lambda x, y: (x.sin() @ y.cos()) @ y.double().sum(0).float()[:, None] * 2)
+    g(R(1024, 600), R(600, 1100))
+    text = g.seen[0].emitted.text
+    assert "torch.mm(" in text
 
 
 def test_the_device_is_left_as_it_was_found(pretend: Any) -> None:

@@ -8,13 +8,14 @@ program of its own.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
+from deuteron.codegen.products import Product
 from deuteron.codegen.segments import OPENMP, Launches, Segment
 from deuteron.codegen.text import dtype_text, long_string, wrapped
 from deuteron.codegen.triton.generate import Config, TritonKernel
@@ -42,24 +43,28 @@ Generated = CppKernel | TritonKernel
 class Emitted:
     """The module's text, the C++ translation unit of its CPU kernels ("" without any), and what the
     text refers to by name and does not define: `segments` are C++ functions of the unit,
-    `sequences` GPU kernels, `objects` values that have no text."""
+    `sequences` GPU kernels, `products` matrix products with their devices, `objects` values that
+    have no text."""
 
     text: str
     unit: str
     segments: tuple[str, ...]
     sequences: tuple[Launches, ...]
     objects: dict[str, Any]
+    products: dict[str, tuple[Product, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Request:
     """What a module is asked to be: its first line, lines about it, the threads of CPU kernels (0:
-    as many as torch uses), and whether each kernel's results are compared with the reference."""
+    as many as torch uses), whether each kernel's results are compared with the reference, and
+    which matrix products (of a device) are made without ATen."""
 
     title: str
     about: tuple[str, ...] = ()
     threads: int = 0
     watch: bool = False
+    products: Callable[[Product, str], bool] = lambda product, device: False
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Body:
     objects: dict[str, Any]
     constants: dict[str, torch.Tensor]
     gpus: tuple[str, ...]
+    products: dict[str, tuple[Product, str]]
 
 
 def assemble(
@@ -82,7 +88,7 @@ def assemble(
 ) -> Emitted:
     unit = translation(body, kernels, request.threads)
     segments = tuple(s.name for s in body.segments)
-    bound = [*segments, *(q.name for q in body.sequences), *body.objects]
+    bound = [*segments, *(q.name for q in body.sequences), *body.products, *body.objects]
     about = "set by who loads this module: " + ", ".join(bound)
     text = [
         long_string("\n".join([request.title, "", *request.about, ""])),
@@ -95,7 +101,8 @@ def assemble(
         *("", "", *body.layout, *calling(body), "", ""),
         *main(body, program, kernels, segments),
     ]
-    return Emitted("\n".join(text), unit, segments, tuple(body.sequences), body.objects)
+    sequences = tuple(body.sequences)
+    return Emitted("\n".join(text), unit, segments, sequences, body.objects, body.products)
 
 
 def translation(body: Body, kernels: dict[str, Generated], threads: int) -> str:
@@ -142,6 +149,8 @@ def main(
     if triton:
         yield "    from deuteron.codegen.triton.generate import Config, TritonKernel"
         yield "    from deuteron.ir.index import Sym"
+    if body.products:
+        yield "    from deuteron.codegen.products import Product, Side"
     yield "    from deuteron.runtime import alone"
     yield ""
     yield "    alone.main("
@@ -165,6 +174,10 @@ def main(
         yield "                ],"
         yield "            ),"
     yield "        ],"
+    if body.products:
+        yield "        products={"
+        yield from (f"            {n!r}: {what!r}," for n, what in body.products.items())
+        yield "        },"
     yield "    )"
     yield ""
 

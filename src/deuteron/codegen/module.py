@@ -21,6 +21,7 @@ import torch
 
 from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
+from deuteron.codegen.products import Product, product_of
 from deuteron.codegen.segments import Address, Launches, Segment
 from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
 from deuteron.ir.expr import ITEMSIZE
@@ -66,6 +67,7 @@ class Writer:
         self.head: list[str] = []
         self.segments: list[Segment] = []
         self.sequences: list[Launches] = []
+        self.products: dict[str, tuple[Product, str]] = {}
         self.objects: dict[str, Any] = {}
         self.ops: dict[str, str] = {}
         self.variables: dict[str, str] = {}
@@ -111,7 +113,7 @@ class Writer:
         if found is None:
             found = identifier(root, self.taken)
             if re.match(
-                r"(seg|gpu|op|at|total|space|base|z|array|view|kept|workspace|KEPT)_", found
+                r"(seg|gpu|mul|op|at|total|space|base|z|array|view|kept|workspace|KEPT)_", found
             ):
                 found = identifier("t_" + found, self.taken)
             self.variables[root] = found
@@ -190,6 +192,7 @@ class Writer:
             self.objects,
             {v: t for v, t in variables.items() if v in self.objects},
             self.gpus,
+            self.products,
         )
         return assemble(body, self.program, self.kernels, self.request)
 
@@ -331,10 +334,7 @@ class Writer:
         for name in seg.kernels:
             same = self.kernels[name].name.removeprefix("triton_")
             self.line(comment(name if same == name else f"{name}, the code of {same}"))
-        array = f"array_{len(seg.pointers)}"
-        text = f"{array} = pointers({len(seg.pointers)})"
-        if text not in self.head:
-            self.head.append(text)
+        array = self.packed(len(seg.pointers))
         if seg.device == "cpu":
             if not self.segments and not self.request.threads:
                 self.line("threads()")
@@ -378,6 +378,8 @@ class Writer:
         for o in d.origins[:1]:
             if o.line:
                 self.line(comment(o.line))
+        if self.product(d):
+            return
         # ATen takes lists; functions of Python's (higher-order operators) were given tuples.
         listed = d.op not in self.program.callables
         args = [self.argument(a, listed) for a in d.args]
@@ -403,6 +405,46 @@ class Writer:
         else:
             self.add(f"{to} = leaves({operator}(", args, "))")
         self.results(d)
+
+    def product(self, d: Extern) -> bool:
+        """A matrix product that is made without ATen; False where it is not."""
+        found = product_of(d, self.schedule.layouts)
+        if found is None or d.names[0] is None:
+            return False
+        product, operands = found
+        lay = self.schedule.layouts[d.names[0]]
+        if not is_gpu(lay.device) or not self.request.products(product, lay.device):
+            return False
+        name = next((n for n, p in self.products.items() if p == (product, lay.device)), None)
+        if name is None:
+            name = f"mul_{len(self.products)}"
+            self.products[name] = (product, lay.device)
+        out = ViewArg(d.names[0], lay.shape, lay.strides, lay.offset)
+        views = [*operands[:2], out, *operands[2:]]
+        parts = [self.operand(v) for v in views]
+        number = torch.device(lay.device).index or 0
+        if len(self.gpus) > 1:
+            self.line(f"enter_device({number})")
+        array = self.packed(len(parts))
+        self.add(f"{name}(stream({number}), {array}(", parts, "))")
+        return True
+
+    def operand(self, v: ViewArg) -> str:
+        """The address of a view."""
+        text, offset = self.address(v.tensor)
+        itemsize = ITEMSIZE[self.schedule.layouts[v.tensor].dtype]
+        assert v.offset.value is not None
+        total = v.offset.value * itemsize + (int(offset) if offset and offset.isdigit() else 0)
+        if offset and not offset.isdigit():
+            text = f"{text} + {offset}"
+        return f"{text} + {total}" if total else text
+
+    def packed(self, count: int) -> str:
+        """The function that packs so many addresses."""
+        text = f"array_{count} = pointers({count})"
+        if text not in self.head:
+            self.head.append(text)
+        return f"array_{count}"
 
     def results(self, d: Extern) -> None:
         """Sizes that only the results tell, and strides that the program was compiled for."""

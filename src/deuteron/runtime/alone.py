@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def main(
     missing: Sequence[str],
     segments: Sequence[str],
     sequences: Sequence[tuple[Any, ...]],
+    products: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
 ) -> None:
     """Times the module's ``call``."""
     if missing:
@@ -58,6 +60,10 @@ def main(
         from deuteron.runtime.launch_cuda import Sequence as Launcher
 
         module[name] = Launcher(kernels, places, sizes, device, options)
+    for name, (product, device) in products.items():
+        from deuteron.runtime.launch_blas import multiply
+
+        module[name] = multiply(product, device, options)
     module.update({n: example(x) for n, x in constants.items()})
     args = [example(x) if isinstance(x, tuple) else x for x in inputs]
     times = timed(module["call"], args)

@@ -171,7 +171,8 @@ class Graphs:
     ) -> None:
         self.call, self.cuda, self.record, self.device = call, cuda, record, device
         self.names: dict[str, Any] = call.__globals__  # type: ignore[attr-defined]
-        self.launchers = {q.name: self.names[q.name] for q in emitted.sequences}
+        launched = (*(q.name for q in emitted.sequences), *emitted.products)
+        self.launchers = {name: self.names[name] for name in launched}
         self.tensors = [d.position for d in program.defs if isinstance(d, Input)]
         others = set(range(program.num_inputs)) - set(self.tensors)
         self.key = [f"args[{i}]" for i in sorted(others)]

@@ -101,7 +101,7 @@ def _launcher(options: Options) -> tuple[Any, int]:
     address = ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value
     assert address is not None
     function = lib.deuteron_launch
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int] + [ctypes.c_void_p] * 2
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]
     return function, address
 
 
