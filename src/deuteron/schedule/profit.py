@@ -141,11 +141,13 @@ def cost(
     points = group.space.size()
     for n in dict.fromkeys(stored):
         moved += bytes_written(group.names[n], layouts[n], points)
+    spilled = group.chunk is not None and chained(group) and not stays(group, spec)
     for m in group.members:
         if m.kind == "column":
             part = layouts[group.partials[m.name]]
-            moved += bytes_of(part)
-    if group.folds and group.chunk is None and not stays(group, spec):
+            # Beside rows in several passes, partial sums are kept in memory from row to row.
+            moved += 2 * points * ITEMSIZE[part.dtype] if spilled else bytes_of(part)
+    if spilled or (group.folds and group.chunk is None and not stays(group, spec)):
         moved += read_again(group, layouts)
     done = work(group)
     share = occupancy(group, layouts, spec)
@@ -190,7 +192,8 @@ def stays(group: Group, spec: DeviceSpec) -> bool:
     row = hint(product(a.extent for a in group.space.reduced))
     if spec.kind == "cpu":
         return 4 * row <= spec.l2 // 2
-    return 4 * row <= spec.registers // 2
+    # Partial sums of columns take as many registers as the row.
+    return 4 * row <= spec.registers // (2 if group.chunk is None else 4)
 
 
 def tail(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:

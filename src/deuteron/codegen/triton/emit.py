@@ -244,7 +244,11 @@ class Emitter:
                 else text
             )
         if node.op == "cast":
-            return scalars.convert(self.value(node.args[0]), node.args[0].dtype, node.dtype)
+            (a,) = node.args
+            if a.op == "index" and self.index_type == "tl.int32" and self.deps(a):
+                # Numbers of 64 bits are converted many times slower.
+                return scalars.convert(f"({self.index(a.attr)})", "i32", node.dtype)
+            return scalars.convert(self.value(a), a.dtype, node.dtype)
         if node.op == "random":
             dist, stream, element = node.attr
             wide = "64" if node.dtype == "f64" else ""

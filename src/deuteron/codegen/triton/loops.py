@@ -322,6 +322,7 @@ def _mergeable(indices: Sequence[Index], a: Axis, b: Axis) -> bool:
 class Access:
     """One distinct address that is read or written, and the bytes of its elements."""
 
+    tensor: str
     address: Index
     itemsize: int
     store: bool
@@ -332,10 +333,10 @@ def accesses(loops: Loops) -> list[Access]:
     for root in loops.roots():
         for n in root.walk():
             if n.op == "load" and n.attr[1]:
-                found[Access(n.attr[1][0], ITEMSIZE[n.dtype], False)] = None
+                found[Access(n.attr[0], n.attr[1][0], ITEMSIZE[n.dtype], False)] = None
     for p in loops.parts:
         if isinstance(p, Write):
-            found[Access(p.address, ITEMSIZE[p.dtype], True)] = None
+            found[Access(p.tensor, p.address, ITEMSIZE[p.dtype], True)] = None
     return list(found)
 
 

@@ -38,6 +38,8 @@ ROW_LIMIT = 16384
 # 1.31 (f32); logsumexp, which reads once in any case, 1.20 and 1.22. At 65536 columns registers
 # spill.
 LONG_ROW = 2
+# Columns that a program reads at once at least: 32 bytes of half numbers.
+LEAST_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,15 @@ def size(axes: Sequence[Axis]) -> int:
 
 
 def _unit_bytes(loops: Loops, axis: Axis) -> int:
-    """Bytes that are contiguous along `axis`."""
+    """Bytes that are contiguous along `axis`. A tensor that is read at several places counts once;
+    what is written counts twice, since lines that are written in parts are read as well."""
     axes = (*loops.parallel, *loops.reduced)
-    return sum(
-        a.itemsize * points(a.address, axes)
-        for a in accesses(loops)
-        if stride(a.address, axis) == 1
-    )
+    moved: dict[tuple[str, bool], int] = {}
+    for a in accesses(loops):
+        if stride(a.address, axis) == 1:
+            size = a.itemsize * points(a.address, axes) * (2 if a.store else 1)
+            moved[a.tensor, a.store] = max(size, moved.get((a.tensor, a.store), 0))
+    return sum(moved.values())
 
 
 def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -157,7 +161,7 @@ def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
             if stride(access.address, a) == 1:
                 gain[a] += moved
     best = max(gain, key=lambda a: gain[a])
-    worth = gain[best] * 8 > total and hint(best.extent) >= 4 and hint(inner.extent) >= 2
+    worth = gain[best] * 8 > total and hint(best.extent) >= 4 and hint(inner.extent) >= 8
     return best if worth else None
 
 
@@ -210,19 +214,17 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     nx, nr = size(x), size(r)
     columns = bool(x) and _unit_bytes(loops, x[-1]) > (_unit_bytes(loops, r[-1]) if r else 0)
     known = product(a.extent for a in r).value is not None
-    whole = LONG_ROW if any(isinstance(p, Write) and p.level == "point" for p in loops.parts) else 1
-    limit = (
-        whole * ROW_LIMIT // (1 if _row_loads(loops) <= 2 else 2 if _row_loads(loops) <= 4 else 4)
-    )
-    if columns:
-        limit //= 16  # at least 16 columns at once
-    persistent = known and power(nr) <= limit
+    loads = _row_loads(loops)
+    again = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
+    limit = ROW_LIMIT * (LONG_ROW if again and loads == 1 else 1)
+    limit //= 1 if loads <= 2 else 2 if loads <= 4 else 4
+    persistent = known and power(nr) <= (limit // LEAST_COLUMNS if columns else limit)
     if persistent and columns:
-        candidates = _column_tiles(nx, nr, spec, persistent=True)
+        candidates = _column_tiles(nx, nr, spec, limit)
     elif persistent:
         candidates = _row_tiles(nx, nr, _widest(loops), spec)
     elif columns:
-        candidates = _column_tiles(nx, nr, spec, persistent=False)
+        candidates = _column_tiles(nx, nr, spec, None)
     else:
         candidates = _long_rows(loops, nx, nr)
     start = None
@@ -280,16 +282,18 @@ def _row_tiles(nx: int, nr: int, itemsize: int, spec: DeviceSpec) -> tuple[Block
     return tuple(found)
 
 
-def _column_tiles(nx: int, nr: int, spec: DeviceSpec, persistent: bool) -> tuple[Blocks, ...]:
+def _column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int | None) -> tuple[Blocks, ...]:
     """Contiguous along x: at least 32 bytes of a row at once, few enough columns that there are
-    many programs.
+    many programs; whole columns as long as a tile has at most `limit` elements.
     """
 
     def tile(x: int, elements: int) -> Blocks:
         x = min(x, power(nx))
         while x > 8 and nx < x * spec.cores:
             x //= 2
-        r = power(nr) if persistent else min(power(nr), max(1, elements // x))
+        if limit is not None:
+            x = min(x, max(1, limit // power(nr)))
+        r = power(nr) if limit is not None else min(power(nr), max(1, elements // x))
         return Blocks((("x", x), ("r", r)), warps_for(x * r))
 
     found = dict.fromkeys((tile(64, 4096), tile(32, 4096), tile(128, 4096)))
