@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,7 +226,7 @@ def products() -> None:
                 want = f(a.double(), b.double(), w.double())
                 eager = (f(a, b, w).double() - want).abs().max().item()
                 ours = (got.double() - want).abs().max().item()
-                host = [wall(lambda h=h: h(a, b, w), 30)[1] for h in (f, g)]
+                host = [wall(partial(h, a, b, w), 30)[1] for h in (f, g)]
                 bad = "" if ours <= 2 * eager + 1e-6 else "  WRONG"
                 about = f"{dtype} {m}x{k}x{n} {batch} {flip_a:d}{flip_b:d}"
                 line = f"{about:36} error {ours:.1e}, ATen {eager:.1e}; host us {host[1]:.1f}, "

@@ -113,7 +113,7 @@ class Writer:
         if found is None:
             found = identifier(root, self.taken)
             if re.match(
-                r"(seg|gpu|mul|op|at|total|space|base|z|array|view|kept|workspace|KEPT)_", found
+                r"(seg|gpu|mul|op|at|total|space|base|z|array|view|kept|workspace|now|KEPT)_", found
             ):
                 found = identifier("t_" + found, self.taken)
             self.variables[root] = found
@@ -233,6 +233,9 @@ class Writer:
         if names:
             self.add("(", names, ",) = args" if len(names) == 1 else ") = args")
         self.line("args.clear()")
+        for device in self.gpus:
+            number = torch.device(device).index or 0
+            self.line(f"now_{number} = stream({number})")
         if self.plan.given:
             self.line("donated = not keeps_graph()")
         for s, (kind, where, dim) in self.program.sizes:
@@ -344,7 +347,7 @@ class Writer:
         else:
             self.sequences.append(seg.launches())
             sizes = "".join(n + ", " for n in seg.numbers).rstrip()
-            now = f"stream({torch.device(seg.device).index or 0})"
+            now = f"now_{torch.device(seg.device).index or 0}"
             several = len(self.gpus) > 1
             if several:
                 self.line(f"enter_device({torch.device(seg.device).index or 0})")
@@ -426,7 +429,7 @@ class Writer:
         if len(self.gpus) > 1:
             self.line(f"enter_device({number})")
         array = self.packed(len(parts))
-        self.add(f"{name}(stream({number}), {array}(", parts, "))")
+        self.add(f"{name}(now_{number}, {array}(", parts, "))")
         return True
 
     def operand(self, v: ViewArg) -> str:
