@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import struct
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -119,8 +121,14 @@ class Pretended(Compilation):
         self.entered.append(device)
         return before
 
+    left: int | None = None  # allocations until there is no memory
+
     def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
         assert self.device == 1
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         out = torch.empty_strided(shape, strides, dtype=dtype)
         if not out.dim() or not out.numel():
             return out
@@ -198,6 +206,33 @@ def test_training(pretend: Any) -> None:
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
     for a, b in zip(got, [x.grad, *(p.grad for p in net.parameters())], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_out_of_memory(pretend: Any, left: int) -> None:
+    """The error is torch's, nothing is held, and the next call is right."""
+    g = pretend(blocks)
+    x, w = R(48, 40), R(40, 40) / 40
+    want = blocks(x, w)
+    g(x, w)
+    (graph,) = g.seen
+    made: list[weakref.ref[Tensor]] = []
+    empty = graph.call.__globals__["empty_cuda"]
+
+    def watched(*args: Any) -> Tensor:
+        out: Tensor = empty(*args)
+        made.append(weakref.ref(out))
+        return out
+
+    graph.call.__globals__["empty_cuda"] = watched
+    graph.left = left
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        g(x, w)
+    assert graph.device == 0 and len(made) == left
+    gc.collect()
+    assert not any(ref() is not None for ref in made)
+    graph.left = None
+    torch.testing.assert_close(g(x, w), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -16,7 +16,7 @@ import deuteron.runtime.cuda_graphs as cuda_graphs
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.device import named_gpu
 from deuteron.runtime import build_cpp
-from deuteron.runtime.cuda_graphs import graphed
+from deuteron.runtime.cuda_graphs import graphed, graphs_of
 from tests.codegen.test_gpu_module import Pretended
 from tests.runtime import cuda_tools
 from tests.runtime.cuda_tools import FakeCuda
@@ -301,6 +301,44 @@ def test_a_failing_recording_is_given_up(record: Any) -> None:
     assert len(found) == 2
     assert all(c.dropped for c in FakeCuda.made[0].graphs)
     assert all(r.closed for r in FakeCuda.made[0].regions)
+
+
+def test_no_memory_for_a_replay_s_results(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = record(block)
+    w, b, x = R(64, 64), R(64), R(64, 64)
+    want = block(x, w, b)
+    for _ in range(3):
+        g(x, w, b)
+    n = replays()
+    (recorded,) = g.seen
+    (graphs,) = graphs_of([recorded.call])
+    (found,) = graphs.kept.values()
+    names = found.function.__globals__
+    usual = names["empty_cuda"]
+
+    def none(*args: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    names["empty_cuda"] = none
+    with pytest.raises(torch.OutOfMemoryError):
+        g(x, w, b)
+    names["empty_cuda"] = usual
+    torch.testing.assert_close(g(x, w, b), want, rtol=1e-4, atol=1e-4)
+    assert replays() == n + 1
+
+
+def test_no_memory_for_a_recording(record: Any) -> None:
+    g = record(block)
+    w, b, x = R(64, 64), R(64), R(64, 64)
+    want = block(x, w, b)
+    g(x, w, b)
+    (cuda,) = FakeCuda.made
+    cuda.fail = torch.OutOfMemoryError("CUDA out of memory")
+    torch.testing.assert_close(g(x, w, b), want, rtol=1e-4, atol=1e-4)
+    cuda.fail = None  # there is some again
+    for _ in range(2):
+        torch.testing.assert_close(g(x, w, b), want, rtol=1e-4, atol=1e-4)
+    assert replays() == 2 and "out of memory while recording" in decisions(g.seen)
 
 
 def test_a_failing_launch(record: Any) -> None:
