@@ -132,7 +132,7 @@ class Stages:
         self, gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options, **more: Any
     ) -> Any:
         record: Record = more["record"]
-        c = Compilation(gm, more["phase"], options, record, more["static_inputs"])
+        c = Compilation(gm, more["phase"], options, record)
         for stage in STAGES:
             if stage.name in ("emit", "load") and not self.build:
                 continue

@@ -26,7 +26,7 @@ from torch import fx
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture import decompositions
-from deuteron.capture.partition import partition, static_inputs
+from deuteron.capture.partition import partition
 from deuteron.graph import random
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -43,7 +43,6 @@ class Runner(Protocol):
         phase: str,
         options: Options,
         record: Record,
-        static_inputs: frozenset[int] = frozenset(),
     ) -> Boxed: ...
 
 
@@ -91,10 +90,9 @@ class Session:
             random.functionalize(gm, record)
         if phase == "forward":
             nothing_donated()
-        static = static_inputs(gm) if phase != "inference" else inference_static_inputs()
         if self.options.fallback == "aten":
-            return boxed(self.compile_or_fall_back(gm, inputs, phase, record, static))
-        return boxed(self.run(gm, inputs, phase, record, static))
+            return boxed(self.compile_or_fall_back(gm, inputs, phase, record))
+        return boxed(self.run(gm, inputs, phase, record))
 
     def run(
         self,
@@ -102,11 +100,8 @@ class Session:
         inputs: Sequence[Any],
         phase: str,
         record: Record,
-        static: frozenset[int],
     ) -> Any:
-        return self.runner(
-            gm, list(inputs), phase=phase, options=self.options, record=record, static_inputs=static
-        )
+        return self.runner(gm, list(inputs), phase=phase, options=self.options, record=record)
 
     def compile_or_fall_back(
         self,
@@ -114,13 +109,12 @@ class Session:
         inputs: Sequence[Any],
         phase: str,
         record: Record,
-        static: frozenset[int],
     ) -> Any:
         """As the user asked with ``fallback="aten"``: a graph that cannot be compiled runs as
         traced."""
         original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         try:
-            return self.run(gm, inputs, phase, record, static)
+            return self.run(gm, inputs, phase, record)
         except Exception as e:  # noqa: BLE001 - any failure of the compiler; it is in the Record
             record.add(
                 "fallback",
@@ -128,14 +122,6 @@ class Session:
                 reason=f"{type(e).__name__}: {e}",
             )
             return run_as_traced(original)
-
-
-def inference_static_inputs() -> frozenset[int]:
-    """Parameters and buffers among the inputs of the graph being compiled, as AOTAutograd knows
-    them."""
-    context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    return frozenset(getattr(metadata, "static_input_indices", None) or ())
 
 
 def nothing_donated() -> None:

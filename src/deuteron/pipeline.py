@@ -90,7 +90,6 @@ class Compilation:
     phase: str
     options: Options
     record: Record
-    static_inputs: frozenset[int] = frozenset()
     donated: frozenset[int] = frozenset()  # inputs that may be overwritten, where a call says so
     number: int = field(default_factory=lambda: next(_NUMBERS))
     program: Program | None = None
@@ -295,12 +294,11 @@ def compile_graph(
     phase: str,
     options: Options,
     record: Record,
-    static_inputs: frozenset[int] = frozenset(),
 ) -> Call:
     """Compiles one ATen graph. Raises `DeuteronError` where it cannot; without a C++ compiler the
     graph runs as traced."""
     try:
-        return Compilation(gm, phase, options, record, static_inputs).run()
+        return Compilation(gm, phase, options, record).run()
     except build_cpp.NoCompiler as e:
         warn_once(str(e))
         record.add("fallback", what=f"{phase} graph", reason=e.message)

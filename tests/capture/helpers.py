@@ -21,7 +21,6 @@ class Traced:
 
     graphs: list[tuple[str, fx.GraphModule]] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    static: list[frozenset[int]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
     def runner(
@@ -32,12 +31,10 @@ class Traced:
         phase: str,
         options: Any,
         record: Record,
-        static_inputs: frozenset[int] = frozenset(),
     ) -> Any:
         check_values(gm)
         self.graphs.append((phase, gm))
         self.records.append(record)
-        self.static.append(static_inputs)
         return run_as_traced(gm)
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

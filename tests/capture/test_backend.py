@@ -103,13 +103,11 @@ def test_phases():
     f = traced.compile(lambda x: net(x).relu())
     f(T(2, 4)).sum().backward()
     assert traced.phases() == ["forward", "backward"]
-    assert traced.static[0], "parameters have stable addresses"
     with torch.no_grad():
         f(T(2, 4))
     with torch.inference_mode():
         torch.testing.assert_close(f(x := T(2, 4)), net(x).relu())
     assert set(traced.phases()[2:]) == {"inference"}
-    assert traced.static[2]
 
 
 def test_autocast():

@@ -311,7 +311,6 @@ def partition(
         if (mark := getattr(P, name, None)) is not None:
             mark(joint)
     static = static_lifetime_input_indices or []
-    mark_static(joint, static)
     info = P.classify_nodes(joint, static, num_fwd_outputs)
     if not info.required_bw_nodes:
         return P.default_partition(
@@ -369,25 +368,6 @@ def _place(node: fx.Node, placed: set[fx.Node], output: fx.Node) -> None:
         if n not in placed:
             placed.add(n)
             output.prepend(n)
-
-
-STATIC = "deuteron_static"
-
-
-def mark_static(joint: fx.GraphModule, indices: Sequence[int]) -> None:
-    """Marks the placeholders whose addresses never change; the mark follows them into both
-    graphs."""
-    primals = [
-        n for n in joint.graph.nodes if n.op == "placeholder" and "tangents" not in str(n.target)
-    ]
-    for i in indices:
-        primals[i].meta[STATIC] = True
-
-
-def static_inputs(gm: fx.GraphModule) -> frozenset[int]:
-    """Positions of the inputs that `mark_static` marked."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return frozenset(i for i, n in enumerate(placeholders) if n.meta.get(STATIC))
 
 
 DONATED = "deuteron_donated"
