@@ -233,8 +233,25 @@ def summary(ops: Sequence[Op], seconds: float) -> str:
     return f"{len(ops)} operators: {text}. Forward: {who}. {cases} cases right, {seconds:.0f} s."
 
 
+def share(ops: Sequence[Op], peer: frozenset[str]) -> str:
+    """How much of what Inductor generates code for is generated here, too."""
+    mine = Counter(o.made("forward") for o in ops if o.name in peer and o.right)
+    total = sum(mine.values())
+    if not total:
+        return ""
+    own = mine["generated"] + mine["partly"]
+    text = ", ".join(f"{n} {m}" for m, n in mine.most_common() if m)
+    return (
+        f"Inductor generates code for {total} of these operators; Deuteron for {own} of those "
+        f"({100 * own / total:.0f} %): {text}."
+    )
+
+
 def table(ops: Sequence[Op], command: str, versions: str) -> str:
     """The text of docs/coverage.md."""
+    from deuteron.tools.coverage_peer import generated_by_peer
+
+    peer = generated_by_peer()
     lines = [
         "# Operators",
         "",
@@ -247,15 +264,19 @@ def table(ops: Sequence[Op], command: str, versions: str) -> str:
         "",
         summary(ops, 0).rsplit(",", 1)[0] + ".",
         "",
-        "| operator | result | forward | backward | dtypes | parts | cases |",
-        "|---|---|---|---|---|---|---|",
+        share(ops, peer),
+        "The column *Inductor* marks them: `deuteron coverage --peer` asks Inductor's lowering what",
+        "it makes of the same samples on CPU.",
+        "",
+        "| operator | result | forward | backward | Inductor | dtypes | parts | cases |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for o in ops:
         dtypes = " ".join(short(d) for d in DTYPES if d in o.dtypes)
         parts = " ".join(p for p in PARTS if p in o.parts)
         lines.append(
             f"| {o.name} | {o.verdict()} | {o.made('forward')} | {o.made('backward')} | "
-            f"{dtypes} | {parts} | {o.right} |"
+            f"{'generated' if o.name in peer else ''} | {dtypes} | {parts} | {o.right} |"
         )
     lines += ["", "## Library calls", "", "| operator | calls | why |", "|---|---|---|"]
     for o in ops:
@@ -312,6 +333,8 @@ def run_coverage(
     """The command. Exit status 1 where anything is wrong or an error."""
     import torch
 
+    from deuteron.tools.coverage_peer import generated_by_peer
+
     began = time.perf_counter()
     jobs = jobs_for(ops, dtypes, parts, device, most, backend)
     rows = run_all(
@@ -319,6 +342,8 @@ def run_coverage(
     )
     found = by_op(rows)
     print(summary(found, time.perf_counter() - began))
+    if ops == "":
+        print(share(found, generated_by_peer()))
     if write is not None:
         write.write_text(table(found, command, f"torch {torch.__version__}, {device}"))
         print(f"written to {write}")
