@@ -265,9 +265,11 @@ def check() -> None:
             phase = (r.of("graph") or [{"phase": "?"}])[0]["phase"]
             for e in r.of("decision"):
                 if e["subject"] == "autotune":
-                    print(f"    {phase}: {e['reason']}: {e['detail']}"[:200])
+                    took = f", {e['seconds'] * 1e3:.0f} ms" if "seconds" in e else ""
+                    print(f"    {phase}: {e['reason']}: {e['detail']}{took}"[:200])
                 if e["subject"] == "cudagraph" and e["reason"] != "recorded at the second call":
-                    print(f"    {phase}: {e['reason']}: {e['detail']}"[:200])
+                    took = f", {e['seconds'] * 1e3:.0f} ms" if "seconds" in e else ""
+                    print(f"    {phase}: {e['reason']}: {e['detail']}{took}"[:200])
 
 
 def wall(step: Callable[[], Any], calls: int = 60) -> tuple[float, float]:

@@ -18,6 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from types import FunctionType
 from typing import Any
 
@@ -314,7 +315,7 @@ def call(args):
 
     # -- recording ---------------------------------------------------------------------------------
     def make(self, key: Any, args: Sequence[Any], seen: Seen) -> Recorded:
-        stream = key[0]
+        start, stream = perf_counter(), key[0]
         sizes = [n for n, _ in self.spans(args)] + [a.nbytes for a in seen.allocations]
         regions = []
         try:
@@ -347,6 +348,7 @@ def call(args):
             accepted=True,
             reason="recorded",
             detail=f"{len(replay.nodes)} nodes, {moving} addresses of {len(order)} tensors",
+            seconds=perf_counter() - start,
         )
         return Recorded(function, replay, stream)
 

@@ -152,7 +152,10 @@ MOST_KNOWN = 4096
 
 def tf32() -> bool:
     """Whether the user lets products of f32 round their operands; Dynamo guards it."""
-    return bool(torch.backends.cuda.matmul.allow_tf32)
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if precision is None:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    return bool(precision("cuda", "matmul") == "tf32")
 
 
 def multiply(product: Product, device: str, options: Options) -> Multiply | None:
