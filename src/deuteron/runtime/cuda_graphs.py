@@ -205,6 +205,7 @@ def call(args):
         names = {n: self.names[n] for n in wanted} | {"table": self.table, "miss": self.miss}
         exec(compile(text, "<deuteron graphs>", "exec"), names)
         out: Call = names["call"]
+        out._boxed_call = True  # type: ignore[attr-defined]
         return out
 
     # -- calls that are not replayed ---------------------------------------------------------------

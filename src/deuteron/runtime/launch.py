@@ -34,6 +34,7 @@ def load(
     if library is not None:
         bind(names, emitted.segments, library.result())
     call: Call = names["call"]
+    call._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd asks for
     return call
 
 
