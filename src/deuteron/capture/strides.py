@@ -107,6 +107,13 @@ def resize_as(
     return aten.resize.default(x, other.shape, memory_format=memory_format)
 
 
+def as_strided_scatter(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Eager's copy of an expanded tensor is contiguous; torch's fake kernel repeats the strides."""
+    if not any(type(s) is int and s == 0 for s in x.stride()) or x.is_contiguous():
+        return NotImplemented
+    return aten.as_strided_scatter.default(x.contiguous(), *args, **kwargs)
+
+
 def unique_dim(x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
     """Eager compares slices moved to the front, and moves them back."""
     dim = dim % max(x.dim(), 1)
@@ -133,4 +140,5 @@ RULES: dict[str, Rule] = {
     "aten.normal.Tensor_Tensor": normal,
     "aten.resize_as.default": resize_as,
     "aten.unique_dim.default": unique_dim,
+    "aten.as_strided_scatter.default": as_strided_scatter,
 }

@@ -77,7 +77,8 @@ def measure(names: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
             unknown[name] = "no dtype"
             continue
         job = Job(name, str(dtype).removeprefix("torch."), "forward")
-        runner, counts = Runner(job, Row(job.key, name, job.dtype, "forward")), []
+        counts: list[int] = []
+        runner = Runner(job, Row(job.key, name, job.dtype, "forward"))
         backend = counting_backend(counts)
         for case in cases(op, dtype, "forward", "cpu", SAMPLES):
             try:
