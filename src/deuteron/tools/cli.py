@@ -104,8 +104,15 @@ def coverage(
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the state holds.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the table, as Markdown.")] = None,
     seconds: Annotated[float | None, typer.Option(help="No job starts after so long.")] = None,
+    peer: Annotated[
+        Path | None, typer.Option(help="Write which operators Inductor generates code for.")
+    ] = None,
 ) -> None:
     """Every operator of PyTorch's own test samples, compiled and compared with eager."""
+    if peer is not None:
+        from deuteron.tools.coverage_peer import write
+
+        raise typer.Exit(write(ops, peer))
     from deuteron.tools.coverage import run_coverage
     from deuteron.tools.coverage_cases import DTYPES, PARTS
 
@@ -129,10 +136,17 @@ def fuzz(
     backend: Annotated[str, typer.Option(help="The backend that is tested.")] = "deuteron",
     out: Annotated[Path, typer.Option(help="Folder for failing programs.")] = Path("out/fuzz"),
     cut: Annotated[bool, typer.Option(help="Cut failing programs down.")] = True,
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Triton kernels, interpreted on the CPU.")
+    ] = False,
 ) -> None:
     """Random programs, compiled and compared with eager; failures are cut down and kept."""
+    from deuteron.base.options import set_environment
     from deuteron.tools.fuzz import Task, run_fuzz
 
+    if interpret:
+        set_environment(TRITON_INTERPRET="1")  # of the worker processes
+        backend = "interpreted"
     task = Task(seed, device, backend, lines, cut=cut, folder=str(out))
     raise typer.Exit(run_fuzz(seed, None if count is not None else seconds, count, jobs, task))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,16 @@ def measure(names: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
     return {"torch": torch.__version__, "generated": found, "unknown": unknown}
 
 
+def write(pattern: str, path: Path) -> int:
+    """`deuteron coverage --peer FILE`."""
+    from deuteron.tools.coverage_cases import chosen, entries
+
+    found = measure(chosen(pattern, list(entries())), lambda text: print(text, flush=True))
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(found['generated'])} operators, {len(found['unknown'])} unknown: {path}")
+    return 0
+
+
 SAMPLES = 5
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
-__all__ = ["counting_backend", "generated_by_peer", "measure"]
+__all__ = ["counting_backend", "generated_by_peer", "measure", "write"]
