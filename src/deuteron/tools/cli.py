@@ -110,9 +110,9 @@ def coverage(
 ) -> None:
     """Every operator of PyTorch's own test samples, compiled and compared with eager."""
     if peer is not None:
-        from deuteron.tools.coverage_peer import write
+        from deuteron.tools.coverage_peer import write_peer
 
-        raise typer.Exit(write(ops, peer))
+        raise typer.Exit(write_peer(ops, peer))
     from deuteron.tools.coverage import run_coverage
     from deuteron.tools.coverage_cases import DTYPES, PARTS
 

@@ -99,7 +99,7 @@ def measure(names: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
     return {"torch": torch.__version__, "generated": found, "unknown": unknown}
 
 
-def write(pattern: str, path: Path) -> int:
+def write_peer(pattern: str, path: Path) -> int:
     """`deuteron coverage --peer FILE`."""
     from deuteron.tools.coverage_cases import chosen, entries
 
@@ -111,4 +111,4 @@ def write(pattern: str, path: Path) -> int:
 
 SAMPLES = 5
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
-__all__ = ["counting_backend", "generated_by_peer", "measure", "write"]
+__all__ = ["counting_backend", "generated_by_peer", "measure", "write_peer"]
