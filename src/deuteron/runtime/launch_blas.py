@@ -231,10 +231,10 @@ class Multiply:
         first = self.layout(kind, p.n, p.k, p.b)
         second = self.layout(kind, p.k, p.m, p.a)
         out = self.layout(kind, p.n, p.m, p.out)
-        handle = _handle(self.device)
-        layouts = (desc, first, second, out, out)
-        good = self.algorithm(handle, layouts, 16)
-        other = self.algorithm(handle, layouts, 2 if kind else 4)
+        self.handle = _handle(self.device)
+        self.layouts = (desc, first, second, out, out)
+        good = self.candidates(1)[0]
+        other = self.candidates(1, 2 if kind else 4)[0]
         self.space = WORKSPACE if max(good.space, other.space) else 0
         library = _library()
         assert library is not None
@@ -242,7 +242,7 @@ class Multiply:
             ctypes.cast(getattr(library, n), ctypes.c_void_p)
             for n in ("cublasLtMatmul", "cublasLtMatmulDescSetAttribute")
         ]
-        head = (handle, desc, first, second, out, good.algorithm, other.algorithm)
+        head = (self.handle, desc, first, second, out, good.algorithm, other.algorithm)
         self.table = _Product(*head, *functions, int(p.bias), 0)
         self.address = ctypes.addressof(self.table)
 
@@ -257,23 +257,24 @@ class Multiply:
             _set("cublasLtMatrixLayoutSetAttribute", out, BATCH_STEP, ctypes.c_longlong(side.batch))
         return out
 
-    def algorithm(self, handle: Any, layouts: tuple[Any, ...], alignment: int) -> _Result:
-        """What cuBLAS recommends for addresses of this alignment."""
+    def candidates(self, count: int, alignment: int = 16) -> list[_Result]:
+        """What cuBLAS recommends for addresses of this alignment, the best first."""
         wish = _made("cublasLtMatmulPreferenceCreate")
         name = "cublasLtMatmulPreferenceSetAttribute"
         _set(name, wish, MOST_SPACE, ctypes.c_size_t(WORKSPACE))
         for attribute in ALIGNMENTS:
             _set(name, wish, attribute, ctypes.c_uint(alignment))
-        found, count = _Result(), ctypes.c_int(0)
+        found, some = (_Result * count)(), ctypes.c_int(0)
         library = _library()
         assert library is not None
         rc = library.cublasLtMatmulAlgoGetHeuristic(
-            handle, *layouts, wish, ctypes.c_int(1), ctypes.byref(found), ctypes.byref(count)
+            self.handle, *self.layouts, wish, ctypes.c_int(count), found, ctypes.byref(some)
         )
         library.cublasLtMatmulPreferenceDestroy(wish)
-        if rc or not count.value or found.state:
-            raise BlasError(f"cuBLAS has no algorithm for {self.product} ({rc}, {found.state})")
-        return found
+        out = [r for r in found[: some.value] if not r.state]
+        if rc or not out:
+            raise BlasError(f"cuBLAS has no algorithm for {self.product} ({rc})")
+        return out
 
 
 __all__ = ["BlasError", "Multiply", "available", "multiply"]
