@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,8 +181,14 @@ class FakeCuda:
         return launch
 
     def replay(
-        self, graph: Graph, nodes: Sequence[Node], uses: Sequence[Use], places: Sequence[Place]
+        self,
+        graph: Graph,
+        nodes: Sequence[Node],
+        uses: Sequence[Use],
+        places: Sequence[Place],
+        now: Mapping[int, int],
     ) -> FakeReplay:
+        assert set(now) == {u.tensor for u in uses if nodes[u.node].kind in (1, 2)}
         return FakeReplay(self, graph, nodes, uses, places)
 
     def is_recording(self) -> bool:

@@ -51,6 +51,12 @@ int cuGraphExecMemcpyNodeSetParams(void* e, void* n, void* p, void* c) {
 int cuGraphExecMemsetNodeSetParams(void* e, void* n, void* p, void* c) {
   note(4, (long long)n, *(long long*)p, 0); return answer();
 }
+int cuGraphMemcpyNodeSetParams(void* n, void* p) {
+  note(7, (long long)n, *(long long*)p, 0); return 0;
+}
+int cuGraphMemsetNodeSetParams(void* n, void* p) {
+  note(8, (long long)n, *(long long*)p, 0); return 0;
+}
 int cuGraphInstantiateWithFlags(void** e, void* g, unsigned long long f) { *e = g; return 0; }
 int cuCtxGetCurrent(void** c) { *c = 0; return 0; }
 int cuGraphExecDestroy(void* e) { note(5, 0, 0, 0); return 0; }
@@ -298,7 +304,8 @@ def replay_of(kinds: list[int], uses: list[Use], places: list[Place]) -> tuple[R
         at = [ctypes.addressof(params) + 8 * j for j in range(4)]
         nodes.append(Node(kind, k, [0] * 4, at, 1000 + k, params))
         keep.append(params)
-    return Replay(77, nodes, uses, places, 0, Options.make()), keep
+    now = {k: 0x4000 * (k + 1) for k in range(len(places))}
+    return Replay(77, nodes, uses, places, now, 0, Options.make()), keep
 
 
 def run(r: Replay, *now: int, stream: int = 5) -> int:
@@ -309,7 +316,10 @@ def run(r: Replay, *now: int, stream: int = 5) -> int:
 def test_a_replay_updates_what_has_moved(driver: Driver) -> None:
     uses = [Use(0, 0, 0, 0), Use(0, 1, 1, 8), Use(1, 0, 1, 0), Use(2, 0, 0, 16)]
     r, params = replay_of([0, 1, 2], uses, [Place(1 << 20, 64), Place(2 << 20, 64)])
+    # What fills and copies has memory when the graph becomes executable.
+    assert driver.log == [(7, 1001, 0x8000, 0), (8, 1002, 0x4010, 0)]
     assert run(r, 0x5000, 0x6000) == 0
+    assert r.moved == 4
     assert driver.log == [
         (2, 1000, 0x5000, 0),
         (3, 1001, 0x6000, 0),
@@ -365,6 +375,8 @@ def test_words_that_are_no_addresses() -> None:
         (node(a.base), node(d.base), "moved unlike any tensor"),
         (node(a.base), node(4711), "lost its tensor"),
         (node(4711), node(b.base), "moved unlike any tensor"),
+        (node(a.base >> 4), node(b.base >> 4), "in disguise"),
+        (node(7 << 32 | (c.base >> 8)), node(9 << 32 | (d.base >> 8)), "in disguise"),
     ):
         with pytest.raises(graph_nodes.Refused, match=reason):
             match(one, two)

@@ -30,7 +30,7 @@ from deuteron.base.record import Record
 from deuteron.codegen.assemble import Emitted
 from deuteron.graph.random_ops import SEED
 from deuteron.ir.program import Extern, Input, Program
-from deuteron.runtime.graph_nodes import GAP, Place, Refused, match
+from deuteron.runtime.graph_nodes import COPY, FILL, GAP, Place, Refused, match
 from deuteron.runtime.launch_graph import ALIGNMENT, MISALIGNED, RECORDING, Cuda, room
 from deuteron.schedule.kernel import Kernel, Schedule
 
@@ -44,6 +44,11 @@ MOST_RECORDED = 64
 # Bytes of results that library calls allocate themselves: they are copied out of the graph's
 # memory. More would cost more (16 us on an H200) than launching the calls one by one.
 MOST_COPIED = 32 << 20
+# Whole numbers of the same size, as which any tensor is copied bit by bit.
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Bytes by which everything moves besides: no part of the distances is a round number, as are those
+# between other tensors.
+SKEW = 0x135 << 12
 _LOCK = threading.RLock()  # one recording at a time
 
 
@@ -330,7 +335,7 @@ def call(args):
                 one.run()
                 two = Recording(self, args, regions[1], stream, one)
                 two.run()
-                replay, order = two.executable(one, regions)
+                replay, order = two.executable(one, regions, args)
             except BaseException:
                 if two is not None and two.graph:
                     self.cuda.drop(stream, two.graph)
@@ -398,7 +403,7 @@ class Recording:
             if self.first is not None and (what, k) in self.first.places:
                 # Each tensor moves by a distance of its own.
                 offset = self.first.places[what, k].base - self.first.region.low
-                self.region.at = self.region.low + offset + 2 * GAP * len(self.places)
+                self.region.at = self.region.low + offset + SKEW + 2 * GAP * len(self.places)
             place = self.places[what, k] = self.region.take(a.nbytes, address)
             out = self.graphs.cuda.tensor(place, a.shape, a.strides, a.dtype)
         self.stands[what, k] = out
@@ -455,7 +460,13 @@ class Recording:
         nbytes = a.nbytes + sum(layout_of(t).nbytes for t in copies)
         if nbytes > MOST_COPIED:
             raise Refused(f"library calls allocate {nbytes >> 20} MB of its results")
-        return self.stand("copy", len(copies), a).copy_(r)
+        out = self.stand("copy", len(copies), a)
+        # By a kernel: a copy of memory is a node that can be moved less freely.
+        whole = WHOLE.get(r.dtype.itemsize)
+        if whole is None:
+            return out.copy_(r)
+        torch.bitwise_or(r.view(whole), 0, out=out.view(whole))
+        return out
 
     def source(self, t: Tensor) -> tuple[str, int] | None:
         """The moving tensor whose memory this one is in."""
@@ -472,7 +483,7 @@ class Recording:
         return {s[1] for s in found if s is not None and s[0] == "result"}
 
     def executable(
-        self, first: Recording, regions: Sequence[Any]
+        self, first: Recording, regions: Sequence[Any], args: Sequence[Any]
     ) -> tuple[Any, list[tuple[str, int]]]:
         """The graph that can be replayed, and the order in which it takes addresses."""
         cuda = self.graphs.cuda
@@ -483,7 +494,16 @@ class Recording:
         passing = [p for n, p in first.places.items() if n not in self.places]
         nodes = cuda.nodes(self.graph)
         uses = match(cuda.nodes(first.graph), nodes, pairs, passing, (regions[0], regions[1]))
-        return cuda.replay(self.graph, nodes, uses, [self.places[n] for n in order]), order
+        # What is filled or copied must have memory already when the graph becomes executable.
+        needed = {u.tensor for u in uses if nodes[u.node].kind in (COPY, FILL)}
+        held: dict[int, Tensor] = {}
+        for k in needed:
+            what, number = order[k]
+            t = self.stands[what, number]
+            new = self.graphs.names["empty_cuda"]
+            held[k] = args[number] if what == "input" else new(t.shape, t.stride(), t.dtype)
+        now = {k: t.data_ptr() for k, t in held.items()}
+        return cuda.replay(self.graph, nodes, uses, [self.places[n] for n in order], now), order
 
 
 class Text:

@@ -104,6 +104,7 @@ class Node:
 
 
 KERNEL, COPY, FILL, EMPTY = 0, 1, 2, 5
+BUFFER, BUFFER_SIZE = 1, 2  # names in a kernel's list of extra arguments
 NAMES = {3: "a call on the host", 4: "a graph", 10: "an allocation", 11: "a release of memory"}
 
 
@@ -134,9 +135,7 @@ def _kernel(h: int) -> Node:
     params = _KernelParams()
     call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(h), ctypes.byref(params))
     if not params.params:
-        if params.extra:
-            raise Refused("a kernel whose arguments are one buffer")
-        return Node(KERNEL, _identity(params), [], params=params)
+        return _buffer_kernel(params)
     sizes = _argument_sizes(params)
     pads = [-(-n // 16) * 16 for n in sizes]
     memory = (ctypes.c_longlong * (sum(pads) // 8 + 1))()
@@ -150,6 +149,29 @@ def _kernel(h: int) -> Node:
         start += pad
     params.params = ctypes.cast(own, ctypes.POINTER(ctypes.c_void_p))
     return Node(KERNEL, _identity(params), _words(at), at, params=params, keep=(memory, own))
+
+
+def _buffer_kernel(params: _KernelParams) -> Node:
+    """A kernel whose arguments are one buffer, given by a list of names and values."""
+    found: dict[int, int] = {}
+    k = 0
+    while params.extra and params.extra[k]:
+        found[params.extra[k] or 0] = params.extra[k + 1] or 0
+        k += 2
+    if not found:
+        return Node(KERNEL, _identity(params), [], params=params)
+    if set(found) != {BUFFER, BUFFER_SIZE}:
+        raise Refused(f"a kernel whose arguments are given in a way of its own: {sorted(found)}")
+    size = ctypes.c_size_t.from_address(found[BUFFER_SIZE])
+    memory = (ctypes.c_longlong * (size.value // 8 + 1))()
+    start = ctypes.addressof(memory)
+    ctypes.memmove(start, found[BUFFER], size.value)
+    own_size = ctypes.c_size_t(size.value)
+    own = (ctypes.c_void_p * 5)(BUFFER, start, BUFFER_SIZE, ctypes.addressof(own_size), None)
+    params.extra = ctypes.cast(own, ctypes.POINTER(ctypes.c_void_p))
+    at = list(range(start, start + size.value - 7, 8))
+    keep = (memory, own, own_size)
+    return Node(KERNEL, _identity(params), _words(at), at, params=params, keep=keep)
 
 
 def _identity(p: _KernelParams) -> tuple[Any, ...]:
@@ -230,12 +252,15 @@ def match(
         moved[is_.base - was.base] = k
     out = []
     before, after = regions
+    disguised = _disguised(moved)
     for i, (one, two) in enumerate(zip(first, second, strict=True)):
         for j, (a, b) in enumerate(zip(one.words, two.words, strict=True)):
             if not (after.low <= b < after.high):
                 inside = before.low <= a < before.high
                 if inside and not any(p.base - GAP < a < p.base + p.nbytes + GAP for p in passing):
                     raise Refused(f"argument {j} of node {i} lost its tensor")
+                if a != b and not inside and (_halves(a, b) & disguised):
+                    raise Refused(f"argument {j} of node {i} may be an address in disguise")
                 continue
             found = moved.get(b - a)
             if found is None:
@@ -244,4 +269,16 @@ def match(
     return out
 
 
-__all__ = ["GAP", "Node", "Place", "Refused", "Span", "Use", "match", "nodes_of"]
+def _disguised(distances: Mapping[int, int]) -> set[int]:
+    """By how much (modulo 2**32) half a word moves if it holds bits of an address: shifted, or
+    the upper ones."""
+    shifts = (*range(1, 13), 32)
+    found = {(d >> s) % 2**32 for d in distances for s in shifts}
+    return (found | {d % 2**32 for d in distances}) - {0}
+
+
+def _halves(a: int, b: int) -> set[int]:
+    return {(b - a) % 2**32, ((b >> 32) - (a >> 32)) % 2**32}
+
+
+__all__ = ["COPY", "FILL", "GAP", "Node", "Place", "Refused", "Span", "Use", "match", "nodes_of"]

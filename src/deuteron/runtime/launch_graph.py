@@ -9,7 +9,7 @@ call, and launches.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ import torch
 
 from deuteron.base.options import Options
 from deuteron.runtime import build_cpp
-from deuteron.runtime.graph_nodes import GAP, Node, Place, Refused, Use, call, nodes_of
+from deuteron.runtime.graph_nodes import COPY, FILL, GAP, Node, Place, Refused, Use, call, nodes_of
 from deuteron.runtime.launch_cuda import NO_CONTEXT, _driver, enter
 from deuteron.runtime.launch_cuda import Sequence as Launcher
 
@@ -40,7 +40,7 @@ struct plan {
   void* exec; void* context;
   node* nodes; use* uses; long long* current;
   const int* first;            // of tensor k's uses; first[tensors] is their number
-  int tensors, count, busy, pending;
+  int tensors, count, busy, pending, moved;
   int (*capturing)(void*, int*);
   int (*launch)(void*, void*);
   int (*kernel)(void*, void*, void*);
@@ -57,6 +57,7 @@ static int update(plan* p, const long long* now) {
       *w->at = now[k] + w->offset;
       p->nodes[w->node].dirty = 1;
       p->pending = 1;
+      ++p->moved;
     }
   }
   if (!p->pending) return 0;
@@ -115,7 +116,7 @@ class _Plan(ctypes.Structure):
         ("uses", ctypes.POINTER(_Use)),
         ("current", ctypes.POINTER(ctypes.c_longlong)),
         ("first", ctypes.POINTER(ctypes.c_int)),
-        *((n, ctypes.c_int) for n in ("tensors", "count", "busy", "pending")),
+        *((n, ctypes.c_int) for n in ("tensors", "count", "busy", "pending", "moved")),
         *((n, ctypes.c_void_p) for n in ("capturing", "launch", "kernel", "copy", "fill")),
     ]
 
@@ -215,6 +216,9 @@ def _address(name: str) -> int:
     return found
 
 
+MOVED = {COPY: "cuGraphMemcpyNodeSetParams", FILL: "cuGraphMemsetNodeSetParams"}
+
+
 class Replay:
     """An executable graph. `launch(plan, addresses, stream)` is the function that replays it."""
 
@@ -224,11 +228,22 @@ class Replay:
         nodes: Sequence[Node],
         uses: Sequence[Use],
         places: Sequence[Place],
+        now: Mapping[int, int],
         device: int,
         options: Options,
     ) -> None:
+        """`now`: addresses of the tensors that nodes fill or copy; those nodes may move only among
+        such as have memory when the graph becomes executable."""
         self.launch = _replay(options)
         self.nodes, self.uses = list(nodes), list(uses)  # nodes hold the arguments
+        for u in uses:
+            n = nodes[u.node]
+            if n.kind in MOVED:
+                at = ctypes.c_longlong.from_address(n.at[u.word])
+                at.value = now[u.tensor] + u.offset
+        for n in nodes:
+            if n.kind in MOVED:
+                call(MOVED[n.kind], ctypes.c_void_p(n.handle), ctypes.byref(n.params))
         self.exec = ctypes.c_void_p(0)
         flags = ctypes.c_ulonglong(1 | 8)  # free on launch, priorities of nodes
         handle = ctypes.c_void_p(graph)
@@ -252,7 +267,7 @@ class Replay:
         )
         self.arrays = arrays
         self.table = _Plan(
-            self.exec, context, *arrays, len(places), len(nodes), 0, 0,
+            self.exec, context, *arrays, len(places), len(nodes), 0, 0, 0,
             *map(_address, (
                 "cuStreamIsCapturing", "cuGraphLaunch", "cuGraphExecKernelNodeSetParams_v2",
                 "cuGraphExecMemcpyNodeSetParams", "cuGraphExecMemsetNodeSetParams",
@@ -261,6 +276,11 @@ class Replay:
         self.plan = ctypes.addressof(self.table)
         self.device = device
         self.graph = handle
+
+    @property
+    def moved(self) -> int:
+        """Arguments rewritten so far."""
+        return int(self.table.moved)
 
     def close(self) -> None:
         """Gives the graph back. What was launched runs to its end."""
@@ -379,9 +399,14 @@ class Cuda:
         return launch
 
     def replay(
-        self, graph: int, nodes: Sequence[Node], uses: Sequence[Use], places: Sequence[Place]
+        self,
+        graph: int,
+        nodes: Sequence[Node],
+        uses: Sequence[Use],
+        places: Sequence[Place],
+        now: Mapping[int, int],
     ) -> Replay:
-        return Replay(graph, nodes, uses, places, self.device, self.options)
+        return Replay(graph, nodes, uses, places, now, self.device, self.options)
 
     def is_recording(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
