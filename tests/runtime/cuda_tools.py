@@ -217,7 +217,7 @@ class FakeReplay:
         assert not self.graph.dropped and all(r.closed for r in self.cuda.regions)
         if self.cuda.codes:
             return self.cuda.codes.pop(0)
-        now = list(array)[: len(self.current)]
+        now = list(struct.unpack(f"{len(self.current)}q", array))
         if any((a ^ b) % ALIGNMENT for a, b in zip(now, self.current, strict=True)):
             return -1
         dirty = set()

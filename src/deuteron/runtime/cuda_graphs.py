@@ -11,9 +11,9 @@ recorded runs as in default mode, and the Record has the reason (decisions on "c
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -517,7 +517,7 @@ class Text:
             **{n: graphs.names[n] for n in ("empty_cuda", "view", "typed")},
             "launch": replay.launch,
             "plan": replay.plan,
-            "array": ctypes.c_longlong * max(1, len(order)),
+            "array": struct.Struct(f"{len(order)}q").pack,
             "again": graphs.again,
         }
         self.known: dict[int, str] = {}
