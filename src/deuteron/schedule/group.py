@@ -58,8 +58,8 @@ def bound_axes(c: Compute) -> tuple[Axis, ...]:
     return (c.body.attr[1],) if c.body.op == "scan" else ()
 
 
-# More code in one kernel takes compilers more than proportionally long: a chain of sin + 0.5 (15
-# units) of 960 units 1.1 s (g++ 12), 2.7 s (Triton 3.6 for sm_90); of 1920 units 3.1 and 7.5 s.
+# More code in one kernel takes compilers more than proportionally long: a chain of sin + 0.5 (13
+# units) of 832 units 1.1 s (g++ 12), 2.7 s (Triton 3.6 for sm_90); of 1664 units 3.1 and 7.5 s.
 # A kernel of that size computes for longer than it moves data, so that little is lost by a cut.
 MOST_CODE = 1024.0
 
@@ -94,7 +94,7 @@ class Member:
     level: str  # "row" | "point": on which axes it is evaluated
     position: int = 0  # in the program; members are evaluated in this order
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.compute.name
 

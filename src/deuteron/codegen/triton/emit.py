@@ -92,6 +92,7 @@ class Emitter:
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
+        self.group = 1  # see `tiling.Form`
         self.stages = "1"  # text of the number of stages of software pipelines
         self.row_start: Index | None = None  # address of a row that is read from before its start
         self.checked = False  # whether the text has assertions
@@ -145,7 +146,7 @@ class Emitter:
         found = self._deps.get(root)
         if found is not None:
             return found
-        for node in root.walk():
+        for node in root.walk(self._deps.__contains__):
             if node in self._deps:
                 continue
             out: Dims = NONE

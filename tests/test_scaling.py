@@ -1,0 +1,80 @@
+"""Compile time is linear in the size of a graph: counted in function calls, which no other program
+on the machine changes. ``scripts/scaling.py`` measures seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from deuteron.backend import deuteron_backend
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "scaling.py"
+# Between these sizes everything that is bounded (members of a kernel, its code) reaches its bound.
+SMALL, LARGE = 600, 1800
+# Calls per node at the large size over those at the small one.
+MOST = 1.2
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("scaling", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+scaling = script()
+
+
+class Counted(scaling.Stages):  # type: ignore[name-defined]
+    """The stages, with the number of function calls that they make."""
+
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def count(frame: FrameType, event: str, arg: object) -> None:
+            if event in ("call", "c_call"):
+                self.calls += 1
+
+        sys.setprofile(count)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+
+def compiled(make: Callable[[int], Any], nodes: int) -> Counted:
+    torch._dynamo.reset()
+    f, args = make(nodes)
+    stages = Counted(False)
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return deuteron_backend(gm, inputs, runner=stages)
+
+    out = torch.compile(f, backend=backend, fullgraph=True)(*args)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        out.backward()
+    return stages
+
+
+@pytest.mark.parametrize("shape", ["chain", "fan", "gathered", "norms", "lstm", "mlp"])
+def test_calls_are_proportional_to_nodes(shape: str) -> None:
+    compiled(scaling.SHAPES[shape], 100)  # what is computed once in a process
+    small, large = (compiled(scaling.SHAPES[shape], n) for n in (SMALL, LARGE))
+    assert large.nodes > 2 * small.nodes
+    ratio = (large.calls / large.nodes) / (small.calls / small.nodes)
+    print(f"{shape}: {small.calls / small.nodes:.0f} calls a node, then {ratio:.2f} times")
+    assert ratio <= MOST
+
+
+def test_a_deep_graph_compiles_in_bounded_kernels() -> None:
+    stages = compiled(scaling.SHAPES["chain"], 2400)
+    assert stages.kernels >= 1200 * 13 // 1024  # 13 units of code for each sin(x) + 0.5
