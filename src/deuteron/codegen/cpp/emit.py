@@ -98,7 +98,7 @@ class Emitter:
         found = self._deps.get(root)
         if found is not None:
             return found
-        for node in root.walk():
+        for node in root.walk(self._deps.__contains__):
             if node in self._deps:
                 continue
             out: frozenset[Axis] = NONE
@@ -317,8 +317,10 @@ class Emitter:
             return size_name(a)
         if isinstance(a, Value):
             if from_truth(a.expr):
-                self.used.add("d_position")
-                return f"d_position({self.value(a.expr)})"
+                # As the offset of a vector gather, GCC 12 takes a bool that was widened for its mask
+                # of bits, and reads elsewhere.
+                self.used.add("d_opaque")
+                return f"d_opaque((long long){self.value(a.expr)})"
             return f"(long long){self.value(a.expr)}"
         if isinstance(a, MinMax):
             x, y = f"({self._sum(a.a)})", f"({self._sum(a.b)})"
