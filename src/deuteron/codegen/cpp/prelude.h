@@ -40,15 +40,14 @@ D_FN f32 d_f32(u32 x) { return __builtin_bit_cast(f32, x); }
 //@ d_f64
 D_FN f64 d_f64(u64 x) { return __builtin_bit_cast(f64, x); }
 
-//@ d_position
-// A position that is made of truth values. As the offset of a vector gather, GCC 12 takes a bool
-// that was widened for its mask of bits and reads elsewhere; what is masked by ones that it does not
-// know is an integer to it. The call leaves the loop, because its result is always the same.
+//@ d_opaque
+// An integer of which the compiler knows nothing, where what it knows leads it astray: masked by
+// ones that it does not see. The call leaves the loop, because its result is always the same.
 #if defined(__GNUC__) && !defined(__clang__)
 static __attribute__((noipa, const)) i64 d_ones() { return -1; }
-D_FN i64 d_position(i64 t) { return t & d_ones(); }
+template <class T> D_FN T d_opaque(T t) { return (T)(t & (T)d_ones()); }
 #else
-D_FN i64 d_position(i64 t) { return t; }
+template <class T> D_FN T d_opaque(T t) { return t; }
 #endif
 
 //@ d_fma
