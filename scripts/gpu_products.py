@@ -51,7 +51,7 @@ def candidates(p: Product, tensors: list[torch.Tensor], count: int) -> list[str]
     out = []
     for n, result in enumerate(found.candidates(count)):
         found.table.aligned = result.algorithm
-        found.space = launch_blas.WORKSPACE if result.space else 0
+        found.space = result.space
         found.spaces.clear()
         addresses = struct.pack(f"{len(tensors)}P", *(t.data_ptr() for t in tensors))
 

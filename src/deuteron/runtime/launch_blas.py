@@ -145,7 +145,7 @@ def _function(options: Options) -> Any:
     return function
 
 
-_SPACES: dict[tuple[int, int], torch.Tensor] = {}
+_SPACES: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream, size
 _KNOWN: dict[tuple[Product, int, bool], Multiply | None] = {}
 MOST_KNOWN = 4096
 
@@ -204,11 +204,12 @@ class Multiply:
         if not self.space:
             self.spaces[stream] = 0
             return 0
-        found = _SPACES.get((self.device, stream))
+        size = 1 << (self.space - 1).bit_length()
+        key = (self.device, stream, size)
+        found = _SPACES.get(key)
         if found is None:
             at = torch.device("cuda", self.device)
-            found = torch.empty(WORKSPACE, dtype=torch.uint8, device=at)
-            _SPACES[self.device, stream] = found
+            found = _SPACES[key] = torch.empty(size, dtype=torch.uint8, device=at)
         self.spaces[stream] = found.data_ptr()
         return found.data_ptr()
 
@@ -235,7 +236,7 @@ class Multiply:
         self.layouts = (desc, first, second, out, out)
         good = self.candidates(1)[0]
         other = self.candidates(1, 2 if kind else 4)[0]
-        self.space = WORKSPACE if max(good.space, other.space) else 0
+        self.space = max(good.space, other.space)
         library = _library()
         assert library is not None
         functions = [
