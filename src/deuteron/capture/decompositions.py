@@ -16,6 +16,7 @@ does. Those that round more often than eager are in WHOLE or have a rule in OWN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
 from typing import Any
@@ -258,6 +259,16 @@ def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
     else:
         out = aten.round.default(wide / scale) * scale
     return out.to(x.dtype)
+
+
+@own("aten.angle.default")
+def angle(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return NotImplemented
+    turned = torch.where(x < 0, math.pi, 0.0)
+    if not x.dtype.is_floating_point:
+        return turned.to(torch.get_default_dtype())
+    return torch.where(torch.isnan(x), x, turned.to(x.dtype))
 
 
 @own("aten.soft_margin_loss_backward.default")

@@ -207,6 +207,8 @@ class Driver:
             val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
         ):
             return self.number(val)
+        if name.startswith("aten.sym_") and isinstance(val, (torch.SymInt, int)):
+            return ctx.size(val)
         reason = self.obstacle(node, val)
         if reason is None and name == "aten._local_scalar_dense.default":
             found = element(ctx, args[0], val)
@@ -216,8 +218,6 @@ class Driver:
             reason = reason or "the result's size is known only at run time"
         f = LOWERINGS.get(name) or LOWERINGS.get(name.rsplit(".", 1)[0])
         if reason is None and f is None:
-            if isinstance(val, (torch.SymInt, int)) and "sym_" in name:
-                return ctx.size(val)
             reason = f"{name} is not generated"
         if reason is None and f is not None:
             mark = len(ctx.defs)
