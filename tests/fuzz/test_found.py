@@ -55,6 +55,16 @@ FOUND: dict[str, Found] = {
         "return torch.take(x, x % x.numel()), y[(y > 0).long()], y[torch.where(y > 0, 1, 2)]",
         (lambda: [truth(64), f(64)],),
     ),
+    # GCC takes (float)(int)x for trunc(x), which is -0.0 for -0.3
+    "zero of an integer": Found(
+        "return torch.copysign(x + 1, x.int()), 1 / y.long().float()[:, None]",
+        (lambda: [f(67), f(67).clamp(-0.9, 0.9)],),
+    ),
+    # eager draws in the order in which the input lies in memory
+    "dropout of what is permuted": Found(
+        "return torch.nn.functional.dropout(x.movedim(0, 1), 0.3, True)",
+        (lambda: [f(3, 5, 4)],),
+    ),
     # a library call got a view with a negative stride, whose sign was not seen: it is a symbol
     "flip before a library call": Found(
         "return x.flip(0).logcumsumexp(0), x.flip(0, 1) @ x",

@@ -148,6 +148,11 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def set_environment(**values: str) -> None:
+    """Changes the environment of this process, which those that it starts inherit."""
+    os.environ.update(values)
+
+
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "reduce-overhead": {"cudagraphs": True},

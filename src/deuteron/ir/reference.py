@@ -453,7 +453,7 @@ def allocate(layout: Layout, sizes: Mapping[str, int]) -> Tensor:
 
 def run_program(p: Program, inputs: Sequence[Any]) -> list[Any]:
     """The outputs of `p`. Inputs that the program mutates are mutated."""
-    run = _Run(p, inputs)
+    run = Execution(p, inputs)
     for d in p.defs:
         run.define(d)
     return [run.output(o) for o in p.outputs]
@@ -474,7 +474,7 @@ def input_sizes(p: Program, inputs: Sequence[Any]) -> dict[str, int]:
     return out
 
 
-class _Run:
+class Execution:
     """One execution: tensors by name and sizes by name, growing with each definition."""
 
     def __init__(self, p: Program, inputs: Sequence[Any]) -> None:

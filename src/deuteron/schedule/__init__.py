@@ -27,11 +27,15 @@ from deuteron.schedule.recompute import recompute
 from deuteron.schedule.split import relieve
 
 
-def schedule(program: Program, options: Options, record: Record) -> Schedule:
-    """Kernels and library calls in execution order."""
+def schedule(
+    program: Program, options: Options, record: Record, spec: DeviceSpec | None = None
+) -> Schedule:
+    """Kernels and library calls in execution order. `spec` stands for every device, where kernels
+    are not made for the one that the tensors are on."""
     layouts = program.layouts()
     specs: dict[str, DeviceSpec] = {
-        d: device_spec_for(d, options) for d in sorted({lay.device for lay in layouts.values()})
+        d: spec or device_spec_for(d, options)
+        for d in sorted({lay.device for lay in layouts.values()})
     }
     owner = memory_of(program)
     if options.fusion:

@@ -102,7 +102,7 @@ f torch.logaddexp({x}, {fy})
 f torch.xlogy({x}, {y}.abs() + {p})
 n {x} < {y}
 n {x} >= {y}
-n {x} == {y}
+i {x} == {y}
 n torch.where({b}, {x}, {y})
 n torch.where({x} > {y}, {x}, {c})
 n torch.where({b}, {x}, {c})

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.folds import Accumulator
-from deuteron.ir.expr import Expr, children
+from deuteron.ir.expr import FLOATS, INTS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, is_nonneg
 
 NONE: frozenset[Axis] = frozenset()
@@ -241,7 +241,13 @@ class Emitter:
         if node.op == "index":
             return ("int" if fits_int(node.attr) else kind), self.index(node.attr, at)
         if node.op == "cast":
-            return kind, scalars.convert(args[0], node.args[0].dtype, node.dtype, self.used)
+            source = node.args[0].dtype
+            if made_whole(node):
+                # GCC takes a float made whole and floating again for trunc(x), which is -0.0 where
+                # the integer is 0.
+                self.used.add("d_opaque")
+                args = [f"d_opaque({args[0]})"]
+            return kind, scalars.convert(args[0], source, node.dtype, self.used)
         if node in self.near:
             self.used |= scalars.NEAR_USES
             return kind, f"d_{node.op}_near({args[0]})"
@@ -317,8 +323,8 @@ class Emitter:
             return size_name(a)
         if isinstance(a, Value):
             if from_truth(a.expr):
-                # As the offset of a vector gather, GCC 12 takes a bool that was widened for its mask
-                # of bits, and reads elsewhere.
+                # As the offset of a vector gather, GCC 12 takes a bool that was widened for its
+                # mask of bits, and reads elsewhere.
                 self.used.add("d_opaque")
                 return f"d_opaque((long long){self.value(a.expr)})"
             return f"(long long){self.value(a.expr)}"
@@ -335,6 +341,14 @@ class Emitter:
         name = "d_index_div" if isinstance(a, Div) else "d_index_mod"
         self.used.add(name)
         return f"{name}({num}, {den})"
+
+
+def made_whole(node: Expr) -> bool:
+    """Whether a cast gives a floating number of an integer that was one."""
+    source = node.args[0]
+    while source.op == "cast" and source.dtype in INTS:
+        source = source.args[0]
+    return node.dtype in FLOATS and node.args[0].dtype in INTS and source.dtype in FLOATS
 
 
 @lru_cache(maxsize=1 << 14)

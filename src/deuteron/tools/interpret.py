@@ -1,0 +1,160 @@
+"""A backend that runs the Triton kernels of a program under Triton's interpreter, on the CPU.
+
+In: what Dynamo captured, of tensors on the CPU. Out: a callable. Graphs are captured, lowered and
+scheduled as ever, the latter for a GPU by name, and each kernel's Triton text is interpreted;
+library calls run through ATen. There is no memory plan: every tensor has memory of its own.
+
+The process must have been started with ``TRITON_INTERPRET=1``: Triton reads it when it is imported.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from deuteron.backend import deuteron_backend
+from deuteron.base.device import DeviceSpec, named_gpu
+from deuteron.base.errors import DeuteronError
+from deuteron.base.options import Options
+from deuteron.base.record import Record
+from deuteron.codegen.triton.generate import TritonKernel, generate
+from deuteron.graph.rewrite import rewrite
+from deuteron.ir.index import Sym
+from deuteron.ir.program import Constant, Extern, Input, Program
+from deuteron.ir.reference import Execution, allocate
+from deuteron.ir.verify import verify_program
+from deuteron.lower.graph import lower
+from deuteron.runtime.build_triton import module
+from deuteron.runtime.support import IndexOutOfRange
+from deuteron.schedule import schedule
+from deuteron.schedule.kernel import Kernel, Schedule
+from deuteron.schedule.verify import verify_schedule
+
+DEVICE = "H200"
+
+
+@cache
+def gpu() -> DeviceSpec:
+    """The device whose cost model decides."""
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        raise DeuteronError(
+            "Triton's interpreter is off in this process", hint="start it with TRITON_INTERPRET=1"
+        )
+    found = named_gpu(DEVICE)
+    assert found is not None
+    return found
+
+
+@cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """Where kernels' text is while this process runs: Triton reads it from files."""
+    return tempfile.TemporaryDirectory(prefix="deuteron-interpreted-")
+
+
+def loaded(kernel: TritonKernel) -> Callable[..., Any]:
+    """The function of a kernel, to be launched as ``f[grid](...)``."""
+    path = Path(tempfile.mkdtemp(dir=folder().name)) / f"{kernel.name}.py"
+    path.write_text(kernel.source)
+    return getattr(module(path), kernel.name)
+
+
+def compile_interpreted(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    phase: str,
+    options: Options,
+    record: Record,
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Takes the place of `pipeline.compile_graph`."""
+    rewrite(gm, record)
+    program = lower(gm, record)
+    verify_program(program, "lower")
+    plan = schedule(program, options, record, gpu())
+    verify_schedule(plan, program, "schedule")
+    kernels = {k.name: generate(k, gpu(), options) for k in plan.steps if isinstance(k, Kernel)}
+    functions = {name: loaded(k) for name, k in kernels.items()}
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        inputs = list(args)
+        args.clear()
+        with torch.no_grad():
+            return run(program, plan, kernels, functions, inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def run(
+    program: Program,
+    plan: Schedule,
+    kernels: Mapping[str, TritonKernel],
+    functions: Mapping[str, Any],
+    inputs: Sequence[Any],
+) -> list[Any]:
+    """One call: the steps of the schedule, in order."""
+    run = Execution(program, inputs)
+    for d in program.defs:
+        if isinstance(d, (Input, Constant)):
+            run.define(d)
+    for step in plan.steps:
+        if isinstance(step, Extern):
+            run.define(step)
+            continue
+        for name, layout in step.writes:
+            if name in plan.aliases:
+                run.tensors[name] = run.tensors[plan.aliases[name]]
+            elif name not in run.tensors:
+                run.tensors[name] = unset(allocate(layout, run.sizes))
+        launch(kernels[step.name], functions[step.name], run.tensors, run.sizes)
+    return [run.output(o) for o in program.outputs]
+
+
+def unset(t: Tensor) -> Tensor:
+    """`t` with values that show where nothing was written."""
+    if t.dtype.is_floating_point:
+        return t.fill_(float("nan"))
+    return t.fill_(True if t.dtype == torch.bool else torch.iinfo(t.dtype).max // 3)
+
+
+def launch(
+    kernel: TritonKernel, function: Any, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
+) -> None:
+    """Interprets a kernel, every program of its grid."""
+    config = kernel.configs[0]
+    grid = kernel.grid(config, sizes)
+    if grid == 0:
+        return
+    counter = torch.zeros(1, dtype=torch.int32)
+    given: list[Any] = []
+    for kind, what in kernel.args:
+        if kind == "tensor":
+            given.append(tensors[str(what)])
+        elif kind == "size":
+            assert isinstance(what, Sym)
+            given.append(sizes[what.name])
+        else:
+            given.append(counter)
+    try:
+        function[(grid,)](*given, **kernel.constants(config, kernel.is_wide(sizes)))
+    except Exception as e:
+        if "index out of range" in str(e) or isinstance(e.__cause__, AssertionError):
+            raise IndexOutOfRange("index out of range") from e
+        raise
+    assert int(counter) == 0, f"{kernel.name} left its counter at {int(counter)}"
+
+
+def interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any], **asked: Any) -> Any:
+    """The backend, for ``torch.compile(backend=interpreted)``."""
+    return deuteron_backend(gm, example_inputs, runner=compile_interpreted, **asked)
+
+
+__all__ = ["compile_interpreted", "interpreted"]
