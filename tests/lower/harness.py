@@ -32,6 +32,7 @@ from deuteron.ir.program import Input, Output, Program
 from deuteron.ir.reference import run_program
 from deuteron.ir.verify import verify_program
 from deuteron.lower.core import LOWERINGS, Declined, LowerContext, Value, supported
+from deuteron.lower.symfloats import number_value
 
 # Lowered directly although torch knows a decomposition, whose indices would come from memory.
 WHOLE = frozenset(
@@ -146,7 +147,7 @@ def call(ctx: LowerContext, node: fx.Node) -> Any:
     if isinstance(val, (torch.SymInt, int)):
         return ctx.size(val)
     if isinstance(val, torch.SymFloat):
-        return None  # sizes are read from the fake results
+        return number_value(ctx, val)
     f = find(node.target)
     if not all(supported(v) for v in tensors(val)):
         raise Declined("a type that the loop IR does not hold")

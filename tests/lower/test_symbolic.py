@@ -150,9 +150,6 @@ def test_symbolic_addresses_stay_affine() -> None:
                 assert all(address.coefficient(a) is not None for a in address.axes()), address
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason="pointwise.scalar does not take a symbolic float yet"
-)
 def test_scale_from_sizes() -> None:
     check(lambda x: F.interpolate(x, scale_factor=2), *IMAGES[0], dynamic=True, others=IMAGES[1:])
 
