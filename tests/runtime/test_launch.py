@@ -298,7 +298,8 @@ def test_candidates_that_cannot_be_built(driver: Driver, tuned: Any) -> None:
 
 
 def replay_of(kinds: list[int], uses: list[Use], places: list[Place]) -> tuple[Replay, list[Any]]:
-    nodes, keep = [], []
+    nodes: list[Node] = []
+    keep: list[Any] = []
     for k, kind in enumerate(kinds):
         params = (ctypes.c_longlong * 4)()
         at = [ctypes.addressof(params) + 8 * j for j in range(4)]
@@ -343,7 +344,8 @@ def test_a_replay_refuses(driver: Driver) -> None:
     driver.number("driver_capturing").value = 0
     assert not driver.log
     driver.fail(700)
-    assert run(r, 0x5000) == 700
+    assert run(r, 0x5000) == 700 + launch_graph.NODE
+    assert r.nodes[0].name() == "a kernel"
     driver.log  # noqa: B018
     assert run(r, 0x5000) == 0  # what failed half way is tried again
     assert (2, 1000, 0x5000, 0) in driver.log

@@ -31,7 +31,7 @@ from deuteron.codegen.assemble import Emitted
 from deuteron.graph.random_ops import SEED
 from deuteron.ir.program import Extern, Input, Program
 from deuteron.runtime.graph_nodes import COPY, FILL, GAP, Place, Refused, match
-from deuteron.runtime.launch_graph import ALIGNMENT, MISALIGNED, RECORDING, Cuda, room
+from deuteron.runtime.launch_graph import ALIGNMENT, MISALIGNED, NODE, RECORDING, Cuda, room
 from deuteron.schedule.kernel import Kernel, Schedule
 
 Call = Callable[[list[Any]], Sequence[Any]]
@@ -294,7 +294,12 @@ def call(args):
             self.stop(f"new tensors are not aligned to {ALIGNMENT} bytes")
             return self.call(args)
         if not self.cuda.recovered(rc):
-            self.stop(f"CUDA error {rc} at the launch of a graph")
+            number, code = divmod(rc, NODE)
+            kept = next((r for (k, _), r in self.kept.items() if k == key), None)
+            where = ""
+            if number and kept is not None:
+                where = f": it refused new addresses for {kept.replay.nodes[number - 1].name()}"
+            self.stop(f"CUDA error {code} at the launch of a graph{where}")
             return self.call(args)  # which fails too where something is broken
         return self.table[key](args)
 

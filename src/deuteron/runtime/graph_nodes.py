@@ -102,6 +102,20 @@ class Node:
     params: Any = None
     keep: Any = None
 
+    def name(self) -> str:
+        """What a reader knows it by."""
+        if self.kind != KERNEL:
+            return {COPY: "a copy", FILL: "a fill"}[self.kind]
+        ask = getattr(_driver(), "cuFuncGetName", None)
+        found = ctypes.c_char_p(None)
+        if (
+            ask is None
+            or not self.params.func
+            or ask(ctypes.byref(found), ctypes.c_void_p(self.params.func))
+        ):
+            return "a kernel"
+        return (found.value or b"a kernel").decode(errors="replace")
+
 
 KERNEL, COPY, FILL, EMPTY = 0, 1, 2, 5
 BUFFER, BUFFER_SIZE = 1, 2  # names in a kernel's list of extra arguments

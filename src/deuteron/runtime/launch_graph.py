@@ -26,6 +26,7 @@ from deuteron.runtime.launch_cuda import Sequence as Launcher
 # What replay returns when the graph cannot run this call: an address of other alignment than the
 # recorded one (which may have decided the kernel), or a stream that is itself being recorded.
 MISALIGNED, RECORDING = -1, -2
+NODE = 65536  # other codes are CUDA's, plus this times the number (from 1) of a node
 # Addresses are alike modulo this: the most that a library's choice of kernel depends on.
 ALIGNMENT = 256
 # Around the tensors of a region.
@@ -67,7 +68,7 @@ static int update(plan* p, const long long* now) {
     int rc = n->kind == 0 ? p->kernel(p->exec, n->handle, n->params)
            : n->kind == 1 ? p->copy(p->exec, n->handle, n->params, p->context)
                           : p->fill(p->exec, n->handle, n->params, p->context);
-    if (rc) return rc;
+    if (rc) return rc + 65536 * (i + 1);  // which node refused
     n->dirty = 0;
   }
   p->pending = 0;
@@ -413,9 +414,9 @@ class Cuda:
 
     def recovered(self, rc: int) -> bool:
         """Whether a launch that returned this code may be tried again."""
-        if rc == NO_CONTEXT:
+        if rc % NODE == NO_CONTEXT:
             enter(torch.device("cuda", self.device))
-        return rc == NO_CONTEXT
+        return rc % NODE == NO_CONTEXT
 
 
-__all__ = ["ALIGNMENT", "MISALIGNED", "RECORDING", "Cuda", "Region", "Replay", "room"]
+__all__ = ["ALIGNMENT", "MISALIGNED", "NODE", "RECORDING", "Cuda", "Region", "Replay", "room"]
