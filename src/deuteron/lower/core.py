@@ -328,7 +328,9 @@ class LowerContext:
             and address.axes()
         ):
             return None
-        if address.axes() or not all(is_nonneg(s) for s in strides):  # torch has none that go back
+        # Torch has no strides that go back.
+        forward = all(is_nonneg(s) or any(s is t for t in lay.strides) for s in strides)
+        if address.axes() or not forward:
             return None
         return ViewArg(e.attr[0], value.shape, tuple(strides), address)
 
