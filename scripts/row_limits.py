@@ -4,6 +4,8 @@ Prints, for each length and dtype, the time over that of a copy of as many bytes
 of a tile in registers) and most warps. Run on the GPU that `codegen.triton.tiling` is tuned for:
 
     python scripts/row_limits.py [--limits 16384 32768 65536] [--columns 8192 16384 ...]
+
+With ``--blocks 2048,8,1 4096,16,3``: rows in a loop over blocks of so many elements, warps, stages.
 """
 
 from __future__ import annotations
@@ -45,31 +47,49 @@ def main() -> None:
     parser.add_argument(
         "--columns", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072]
     )
+    parser.add_argument("--blocks", nargs="+", default=[])
+    parser.add_argument("--only", default="")
     given = parser.parse_args()
     from deuteron.codegen.triton import tiling
 
     def warps(most: int) -> Callable[[int, int], int]:
         return lambda elements, each=16: min(most, max(1, tiling.below(elements // (32 * each))))
 
+    def limits(limit: int, most: int) -> Callable[[], None]:
+        def change() -> None:
+            tiling.ROW_LIMIT, tiling.warps_for = limit, warps(most)
+
+        return change
+
+    def looped(text: str) -> Callable[[], None]:
+        r, n, stages = map(int, text.split(","))
+
+        def change() -> None:
+            tiling.ROW_LIMIT = 64
+            tiling._long_rows = lambda loops, nx, nr: (
+                tiling.Blocks((("x", 1), ("r", r)), n, stages),
+            )
+
+        return change
+
+    changes = [looped(b) for b in given.blocks]
+    changes = changes or [limits(n, w) for n in given.limits for w in given.warps]
     for columns in given.columns:
         for dtype in (torch.bfloat16, torch.float32):
             for name, (f, args) in cases(columns, dtype).items():
-                if name.endswith("rows") and columns != given.columns[0]:
+                if name.endswith("rows") and columns != given.columns[0] or given.only not in name:
                     continue
                 moved = args[0]
                 out = torch.empty_like(moved)
                 copy = measure(lambda a, b: b.copy_(a), moved, out)
                 base = copy / 2 if name == "logsumexp" else copy
                 found = []
-                for limit in given.limits:
-                    for most in given.warps:
-                        tiling.ROW_LIMIT = limit
-                        tiling.warps_for = warps(most)
-                        with tempfile.TemporaryDirectory() as folder:
-                            torch._dynamo.reset()
-                            options = {"cache_dir": folder}
-                            g = torch.compile(f, backend="deuteron", options=options)
-                            found.append(f"{measure(g, *args) / base:.2f}")
+                for change in changes:
+                    change()
+                    with tempfile.TemporaryDirectory() as folder:
+                        torch._dynamo.reset()
+                        g = torch.compile(f, backend="deuteron", options={"cache_dir": folder})
+                        found.append(f"{measure(g, *args) / base:.2f}")
                 print(f"{name:17} {columns:7} {str(dtype)[6:]:9}", *found, flush=True)
 
 

@@ -3,6 +3,9 @@
 An accumulator has an element for every element of the tile: each lane folds its own share of a row,
 and the lanes are combined once after the loop (so a sum of n elements rounds about n / lanes +
 log(lanes) times, like eager's). Masked elements never enter: an update is selected by the mask.
+
+A maximum with sums that are rescaled with it takes `group` neighbours at a time, which one thread
+has: one exponential moves the sums to the new maximum, and each element costs one more.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from deuteron.schedule.kernel import Fold
 from deuteron.schedule.online import Products, Rescaled
 
 FULL = frozenset(("x", "r"))
-LOWEST = {"f32": "-3.4028234663852886e38", "f64": "-1.7976931348623157e308"}
 
 
 def identity(kind: str, dtype: str) -> str:
@@ -65,13 +67,10 @@ class Accumulators:
         self.folds = [f for f in p.parts if isinstance(f, Fold)]
         self.names = {f.name: em.fresh(f"{clean(f.name)}_") for f in self.folds}
         self.sums: dict[str, list[str]] = {}  # maximum -> sums that are rescaled with it
-        self.plain: dict[str, str] = {}  # maximum -> one of them with factor 1
         for name, rule in p.merged.items():
             if isinstance(rule, Rescaled):
                 self.sums.setdefault(rule.maximum, []).append(name)
-                if rule.factor is None:
-                    self.plain[rule.maximum] = name
-        # maximum -> whether it grew in the current block, and by how much, negated
+        # maximum -> elements less the new maximum, and the old one less it, in the current block
         self.steps: dict[str, tuple[str, str]] = {}
 
     def declare(self) -> None:
@@ -83,23 +82,37 @@ class Accumulators:
                 means = ("mean",) if rule.square else ("mean", "other")
                 zeros = f"tl.zeros({shape}, {scalars.TYPE[dtype]})"
                 em.scope.add(*(f"{name}_{what} = {zeros}" for what in (*means, "m2")))
-            elif f.name in self.plain:
-                em.scope.add(f"{name} = tl.full({shape}, {LOWEST[dtype]}, {scalars.TYPE[dtype]})")
+            elif f.name in self.sums or isinstance(rule, Rescaled):
+                em.scope.add(f"{name} = {constant(self.lanes, f.kind, dtype)}")
             else:
                 em.scope.add(f"{name} = {constant(shape, f.kind, dtype)}")
             if f.kind.startswith("arg"):
                 last = "9223372036854775807" if em.index_type == "tl.int64" else "2147483647"
                 em.scope.add(f"{name}_at = tl.full({shape}, {last}, {em.index_type})")
 
+    @property
+    def lanes(self) -> str:
+        """The shape of accumulators that take groups."""
+        x, r = (self.em.dims[d].block for d in ("x", "r"))
+        return f"[{x}, {r} // {self.em.group}]"
+
+    def groups(self, text: str, have: frozenset[str], dtype: str) -> str:
+        """A value of the tile by lanes and neighbours in them."""
+        x, r = (self.em.dims[d].block for d in ("x", "r"))
+        shape = f"[{x}, {r} // {self.em.group}, {self.em.group}]"
+        return f"tl.reshape({full(self.em, text, have, dtype)}, {shape})"
+
     def update(self, f: Fold) -> None:
         """One block of the row; the scope is the loop's."""
         em, name, rule = self.em, self.names[f.name], self.merged.get(f.name)
         if isinstance(rule, Rescaled):
-            one = scalars.literal(1, f.body.dtype, typed=True)
-            term = one if rule.factor is None else em.value(rule.factor)
-            up, apart = self.steps[rule.maximum]
-            e = self._power(rule, apart)
-            self._assign({name: f"libm.online_add({name}, {term}, {up}, {e})"})
+            below, fell = self.steps[rule.maximum]
+            terms = self._power(rule, below)
+            if rule.factor is not None:
+                weight = self.groups(em.value(rule.factor), em.deps(rule.factor), f.body.dtype)
+                terms = self._weighted(terms, weight, rule)
+            e = self._power(rule, fell)
+            em.scope.add(f"{name} = {name} * {e} + tl.sum({terms}, 2)")
         elif isinstance(rule, Products):
             self._products(f, rule, name)
         elif f.kind.startswith("arg"):
@@ -114,17 +127,31 @@ class Accumulators:
             self._assign({name: fold_step(f.kind, f.body.dtype, name, em.value(f.body))})
 
     def _maximum(self, f: Fold, name: str) -> None:
-        """A maximum with which sums are rescaled."""
-        em, value = self.em, self.em.value(f.body)
-        finite = f.name in self.plain
+        """A maximum with which sums are rescaled. As long as it is minus infinity 0 is subtracted,
+        so that minus infinity (what is masked, too) adds exp(-inf) = 0.
+        """
+        em, dtype = self.em, f.body.dtype
+        value = full(em, em.value(f.body), em.deps(f.body), dtype)
         mask = em.mask(frozenset("r"))
         if mask:
-            other = LOWEST[f.body.dtype] if finite else identity("max", f.body.dtype)
-            value = f"tl.where({mask}, {value}, {other})"
-        step = "online_step" if finite else "online_step_infinite"
-        up, apart = em.fresh("up"), em.fresh("apart")
-        em.scope.add(f"{name}, {up}, {apart} = libm.{step}({name}, {value})")
-        self.steps[f.name] = (up, apart)
+            value = f"tl.where({mask}, {value}, {identity('max', dtype)})"
+        items, new, safe = em.fresh("items"), em.fresh("top"), em.fresh("safe")
+        below, fell = em.fresh("below"), em.fresh("fell")
+        em.scope.add(
+            f"{items} = {self.groups(value, FULL, dtype)}",
+            f"{new} = libm.maximum({name}, tl.reduce({items}, 2, libm.max_combine))",
+            f"{safe} = tl.where({new} == {identity('max', dtype)}, 0.0, {new})",
+            f"{below} = {items} - {safe}[:, :, None]",
+            f"{fell} = {name} - {safe}",
+            f"{name} = {new}",
+        )
+        self.steps[f.name] = (below, fell)
+
+    def _weighted(self, terms: str, weight: str, rule: Rescaled) -> str:
+        """Terms with factors; what is masked has none."""
+        if not self.em.mask(frozenset("r")):
+            return f"{terms} * {weight}"
+        return f"tl.where({terms} == 0, 0.0, {terms} * {weight})"
 
     def _power(self, rule: Rescaled, difference: str) -> str:
         """The exponential of a difference, written once; the device's own, see `precision`."""
@@ -185,18 +212,13 @@ class Accumulators:
                 self._finish_products(f, rule, self.names[f.name])
 
     def _finish_rescaled(self, f: Fold, lanes: str, row: str) -> None:
-        """The sums that were rescaled with the maximum `row`. No element but minus infinity leaves
-        a sum with factor 1 at 0, and a finite maximum where there was none.
-        """
+        """The sums that were rescaled with the maximum `row`."""
         em = self.em
         sums = [s for s in self.folds if s.name in self.sums[f.name]]
         names = {s.name: em.fresh(f"{clean(s.name)}_") for s in sums}
         for s in sums:
             scale = self._power(self._rescaled(s), f"libm.apart({lanes}, {row})")
             em.scope.add(f"{names[s.name]} = libm.fold_sum({self.names[s.name]} * {scale})")
-        if f.name in self.plain:
-            low = scalars.literal(float("-inf"), f.body.dtype)
-            em.scope.add(f"{row} = tl.where({names[self.plain[f.name]]} == 0, {low}, {row})")
         bind(em, f, row)
         for s in sums:
             rule, total = self._rescaled(s), names[s.name]

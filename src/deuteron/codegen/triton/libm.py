@@ -25,7 +25,6 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     apart,
     fold_products,
     fold_welford,
-    online_add,
     online_finish,
     online_shifted,
     online_shifted_weighted,
@@ -442,25 +441,6 @@ def fold_argmax(x, i):
 def fold_argmin(x, i):
     value, index = tl.reduce((x, i), 1, argmin_combine)
     return index[:, None]
-
-
-@triton.jit
-def online_step(m, x):
-    """For a running maximum `m` and an element `x`: (new maximum, whether it grew, -|x - m|).
-
-    What was summed for the old maximum, and the element's exp(x - new maximum), are 1 or e times
-    what they are for the other one, e = exp(-|x - m|): a single exponential. `m` starts at the
-    lowest finite number, so that minus infinity adds exp(-inf) = 0 and is never subtracted from
-    itself.
-    """
-    d = x - m
-    return maximum(m, x), d > 0, -tl.abs(d)
-
-
-@triton.jit
-def online_step_infinite(m, x):
-    """The same for an `m` that starts at minus infinity."""
-    return maximum(m, x), x > m, tl.where(x == m, 0.0, -tl.abs(x - m))
 
 
 # -- atomic updates that the hardware does not have ------------------------------------------------

@@ -59,12 +59,6 @@ def fold_products(x, y, c, count):
 
 
 @triton.jit
-def online_add(total, term, up, e):
-    """``total * e + term`` where the maximum grew, else ``total + term * e``."""
-    return tl.fma(tl.where(up, total, term), e, tl.where(up, term, total))
-
-
-@triton.jit
 def apart(a, b):
     """``a - b``, 0 where they are equal, infinite ones too."""
     return tl.where(a == b, 0.0, a - b)

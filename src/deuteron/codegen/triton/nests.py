@@ -72,7 +72,7 @@ def write_nest(
     whether it asserts anything.
     """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
-    em.stages = names.stages
+    em.stages, em.group = names.stages, form.group
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])

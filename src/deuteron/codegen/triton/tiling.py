@@ -38,6 +38,14 @@ ROW_LIMIT = 16384
 # 1.31 (f32); logsumexp, which reads once in any case, 1.20 and 1.22. At 65536 columns registers
 # spill.
 LONG_ROW = 2
+# With so many axes, finding a point's place costs more than its arithmetic.
+MANY_AXES = 4
+# With more, a thread takes few points.
+MANY_ACCESSES = 6
+# Values that are held over a chunk's rows, as multiples of that: H200, bf16 rows of 16384, backward
+# of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
+# two) 2.0.
+HELD = 3
 # Columns that a program reads at once at least: 32 bytes of half numbers.
 LEAST_COLUMNS = 16
 
@@ -65,6 +73,7 @@ class Form:
     candidates: tuple[Blocks, ...]
     persistent: bool = False
     start: tuple[Index, int] | None = None  # see `_ragged`
+    group: int = 1  # neighbours of a row in one lane, which dependent folds take together
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
 
     @property
@@ -131,7 +140,27 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         x = (order[-1],)
         y = tuple(a for a in order[:-1] if a != other) + (other,)
         return Form("points", (("y", y), ("x", x)), _tile_blocks(size(y), size(x)))
-    return Form("points", (("x", order),), _line_blocks(size(order), spec, _widest(loops)))
+    if len(order) >= MANY_AXES and (cut := _cut(order)) is not None:
+        y, x = order[:cut], order[cut:]
+        blocks = _plane_blocks(size(y), size(x), spec)
+        return Form("points", (("y", y), ("x", x)), blocks)
+    many = len(accesses(loops)) > MANY_ACCESSES
+    blocks = _line_blocks(size(order), spec, _widest(loops), 512 if many else 2048)
+    return Form("points", (("x", order),), blocks)
+
+
+def _cut(order: Sequence[Axis]) -> int | None:
+    """Where to part many axes into two dimensions, whose places are then computed apart (a row of
+    points shares what depends on the first): the second long enough, with little to mask."""
+    for k in range(len(order) - 1, 0, -1):
+        inner = size(order[k:])
+        if inner >= 32:
+            return (
+                k
+                if min(power(inner), 512) * -(-inner // min(power(inner), 512)) <= 1.3 * inner
+                else None
+            )
+    return None
 
 
 def _widest(loops: Loops) -> int:
@@ -165,9 +194,9 @@ def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
     return best if worth else None
 
 
-def _line_blocks(count: int, spec: DeviceSpec, itemsize: int) -> tuple[Blocks, ...]:
+def _line_blocks(count: int, spec: DeviceSpec, itemsize: int, most: int) -> tuple[Blocks, ...]:
     """16 bytes per thread and access or more, but enough programs for every multiprocessor."""
-    best = 1024 if itemsize >= 4 else 2048
+    best = min(most, 1024 if itemsize >= 4 else 2048)
     while best > 128 and count < best * 2 * spec.cores:
         best //= 2
     warps = {128: 2, 256: 4}.get(best, 4)
@@ -176,6 +205,19 @@ def _line_blocks(count: int, spec: DeviceSpec, itemsize: int) -> tuple[Blocks, .
         if block != best and count >= block * spec.cores:
             out.append(Blocks((("x", block),), w))
     return tuple(out)
+
+
+def _plane_blocks(ny: int, nx: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+    x = min(power(nx), 512)
+    count = ny * nx
+
+    def plane(elements: int, warps: int) -> Blocks:
+        while elements > 256 and count < elements * 2 * spec.cores:
+            elements //= 2
+        y = min(max(1, elements // x), power(ny))
+        return Blocks((("y", y), ("x", min(x, elements))), warps)
+
+    return tuple(dict.fromkeys((plane(2048, 4), plane(1024, 4), plane(4096, 8))))
 
 
 def _tile_blocks(ny: int, nx: int) -> tuple[Blocks, ...]:
@@ -230,7 +272,10 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     start = None
     if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
         start = _ragged(loops, r)
-    return Form("rows", (("x", x), ("r", r)), candidates, persistent, start)
+    group = 1
+    if not persistent and not columns:  # 16 bytes of memory come to one thread
+        group = min(16 // _widest(loops), min(b.of("r") for b in candidates))
+    return Form("rows", (("x", x), ("r", r)), candidates, persistent, start, group)
 
 
 def _ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
@@ -321,7 +366,8 @@ def _long_rows(loops: Loops, nx: int, nr: int) -> tuple[Blocks, ...]:
 
 def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
     """H200, layer norm's backward: rows of 4096 (bf16) with a pipeline of one, two, three rows take
-    157, 134, 103 us; rows of 768 (f32), two at once, 106, 80, 90 us.
+    157, 134, 103 us. Forward and backward, bf16, pipelines of three: rows of 1024 at 1024 and 2048
+    elements at once 99 and 91 us, of 256 184 and more than 202 us.
     """
     assert loops.chunk is not None
     axis, count = loops.chunk
@@ -342,12 +388,13 @@ def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
         return Form("chunk", dims, tuple(dict.fromkeys(found)), tiled=True)
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
-    if not known or wide > ROW_LIMIT:
+    held = _row_loads(loops) + len(column_folds(loops))
+    if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         return Form("chunk", dims, (Blocks((("x", 1), ("r", block)), warps_for(block, 8)),))
     found = []
-    depth = 3 if wide >= 2048 else 2
-    for elements, stages in ((2048, depth), (1024, depth), (2048, 5 - depth), (2048, 1)):
+    few = 2048 if wide >= 1024 else 1024
+    for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
         found.append(Blocks(blocks, warps_for(max(elements, wide)), stages))
