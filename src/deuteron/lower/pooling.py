@@ -161,28 +161,29 @@ def max_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows]) -> tuple[V
     wide, r = compute_dtype(x.dtype), len(windows)
     lowest = E.REDUCTIONS["max"].identity(x.dtype)
     kernel = extents(windows)
-    axes, k = small_axes(ctx, kernel)
-
-    def value(idx: tuple[Index, ...]) -> Expr:
-        here, element = read(x, windows, idx, k)
-        return cast(fold_of("max", axes, cast(masked(here, element, lowest), wide)), x.dtype)
-
+    # One loop over the window for both, so that one kernel reads it once.
     flat, (position,) = small_axes(ctx, [product(kernel)])
     apart = list(unflatten(position, kernel))
+
+    def value(idx: tuple[Index, ...]) -> Expr:
+        here, element = read(x, windows, idx, apart)
+        return cast(fold_of("max", flat, cast(masked(here, element, lowest), wide)), x.dtype)
 
     def index(idx: tuple[Index, ...]) -> Expr:
         here, element = read(x, windows, idx, apart)
         wanted = cast(masked(here, element, lowest), wide)
-        left = E.reduce("argmax", flat, wanted) if flat else literal(0, "i64")
+        # Windows are small: 32 bits for the place in one (no machine divides vectors of 64).
+        left = cast(E.reduce("argmax", flat, wanted) if flat else literal(0, "i64"), "i32")
         out = literal(0, "i64")
         digits: list[Expr] = []
         for n in reversed(kernel[1:]):
-            size = index_value(n)
+            size = cast(index_value(n), "i32")
             above = op("truncdiv", left, size)
             digits.insert(0, op("sub", left, op("mul", above, size)))
             left = above
         for w, o, digit in zip(windows, idx[-r:], [left, *digits], strict=True):
-            at = op("add", index_value(w.start(o)), op("mul", digit, index_value(w.step)))
+            place = op("mul", cast(digit, "i64"), index_value(w.step))
+            at = op("add", index_value(w.start(o)), place)
             # Where everything is the lowest number, the first place of the window may be outside.
             at = op("maximum", at, literal(0, "i64"))
             out = op("add", op("mul", out, index_value(w.inputs)), at)

@@ -192,8 +192,11 @@ def stays(group: Group, spec: DeviceSpec) -> bool:
     row = hint(product(a.extent for a in group.space.reduced))
     if spec.kind == "cpu":
         return 4 * row <= spec.l2 // 2
-    # Partial sums of columns take as many registers as the row.
-    return 4 * row <= spec.registers // (2 if group.chunk is None else 4)
+    if group.chunk is None:
+        return 4 * row <= spec.registers // 2
+    points = group.space.size()
+    read = sum(any(elements(i) >= points for i in where) for where in group.reads.values())
+    return 4 * row * (read + len(group.partials)) <= spec.registers * 3 // 4
 
 
 def tail(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:
