@@ -331,8 +331,6 @@ def run_coverage(
     seconds: float | None = None,
 ) -> int:
     """The command. Exit status 1 where anything is wrong or an error."""
-    import torch
-
     from deuteron.tools.coverage_peer import generated_by_peer
 
     began = time.perf_counter()
@@ -345,6 +343,7 @@ def run_coverage(
     if ops == "":
         print(share(found, generated_by_peer()))
     if write is not None:
-        write.write_text(table(found, command, f"torch {torch.__version__}, {device}"))
+        versions = sorted({r["torch"] for r in rows if "torch" in r})
+        write.write_text(table(found, command, f"torch {' and '.join(versions)}, {device}"))
         print(f"written to {write}")
     return 1 if any(o.wrong or o.errors for o in found) else 0

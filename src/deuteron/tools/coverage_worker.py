@@ -64,6 +64,7 @@ class Row:
     kernels: int = 0
     library: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    torch: str = torch.__version__
 
     def plain(self) -> dict[str, Any]:
         return {**asdict(self), "skipped": dict(self.skipped), "noted": dict(self.noted)}
