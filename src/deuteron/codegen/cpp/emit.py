@@ -248,6 +248,9 @@ class Emitter:
                 self.used.add("d_opaque")
                 args = [f"d_opaque({args[0]})"]
             return kind, scalars.convert(args[0], source, node.dtype, self.used)
+        if node.op == "truncdiv" and node.dtype in INTS and node.args[1].op == "literal":
+            if node.args[1].attr > 0:  # nothing to trap: vectors divide by multiplying
+                return kind, f"({kind})({args[0]} / {args[1]})"
         if node in self.near:
             self.used |= scalars.NEAR_USES
             return kind, f"d_{node.op}_near({args[0]})"

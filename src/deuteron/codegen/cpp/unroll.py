@@ -12,7 +12,7 @@ import itertools
 from dataclasses import replace
 
 from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write, stride
-from deuteron.ir.expr import REDUCTIONS, Expr, index_value, op
+from deuteron.ir.expr import REDUCTIONS, Expr, cast, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 
@@ -57,7 +57,7 @@ def unroll(loops: Loops) -> Loops:
         movers = [_Mover(t, values) for t in tables]
         if isinstance(p, Fold):
             terms = [m.expr(p.body) for m in movers]
-            at = [index_value(t[loops.reduced[0]]) for t in tables]
+            at = [cast(index_value(t[loops.reduced[0]]), "i32") for t in tables]
             values[p.name] = _fold(p.kind, terms, at)
         elif isinstance(p, Write):
             parts.extend(m.part(p) for m in (movers if p.level == "point" else movers[:1]))
@@ -76,7 +76,7 @@ def _fold(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
             fresh = op("logical_and", op("isnan", term), op("logical_not", op("isnan", best)))
             better = op("logical_or", better, fresh)
         best, position = op("where", better, term, best), op("where", better, i, position)
-    return position
+    return cast(position, "i64")
 
 
 def _chain(name: str, terms: list[Expr]) -> Expr:
