@@ -110,6 +110,7 @@ def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> View
     """A tensor argument, with the traced strides where the operator may depend on them."""
     view = ctx.strided(x)
     if fake is None:
+        ctx.go_home(x)
         return view or ctx.view_arg(x)
     layout = ctx.dense_layout(fake)
     wanted = tuple(ctx.size(s) for s in fake.stride())
@@ -243,6 +244,7 @@ def storage(t: Any) -> Any:
 
 def fetched(ctx: LowerContext, number: Value) -> Index:
     """A tensor without dimensions as a Python number, which is known from here on at run time."""
+    ctx.go_home(number)
     known = Sym(ctx.fresh_name("number"), 0)
     ctx.add(
         Extern(

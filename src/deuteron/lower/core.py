@@ -189,6 +189,17 @@ class LowerContext:
         val = self.node.meta["val"]
         return val[0] if isinstance(val, (tuple, list)) else val
 
+    def go_home(self, number: Value) -> str | None:
+        """What is defined next lives on the device whose tensors `number` reads, if it reads any;
+        returns that."""
+        homes = {self.layouts[e.attr[0]].device for e in number.expr.loads()}
+        if len(homes) > 1:
+            raise Declined("a number made of elements on several devices")
+        for home in homes:
+            self.device = home
+            return home
+        return None
+
     # -- defining tensors
     # -----------------------------------------------------------------------------------------
     def fresh_name(self, wish: str) -> str:

@@ -285,8 +285,7 @@ class Driver:
                 if isinstance(fake, torch.Tensor):
                     away = fake.device != device and device.type != "cpu"
                 else:  # a number that is an element of some tensor
-                    homes = {self.ctx.layouts[e.attr[0]].device for e in x.expr.loads()}
-                    away = bool(homes) and homes != {str(device)}
+                    away = self.ctx.go_home(x) not in (None, str(device))
                 if away:
                     return self.to_device(x, device)
             if isinstance(n, (list, tuple)):
