@@ -10,7 +10,7 @@ of their own, which the kernel calls by ranges of program numbers (Triton inline
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
@@ -241,22 +241,23 @@ def _width(nests: Sequence[Loops], layouts: Mapping[str, Layout]) -> tuple[bool,
     return False, " or ".join(tests), False
 
 
-def python_text(index: Index) -> str:
+def python_text(index: Index, name: Callable[[Sym], str] = lambda s: s.name) -> str:
     """An index of sizes as a Python expression over their names."""
     parts = []
     for m, c in index.terms:
-        factors = [_python_atom(a) for a in m]
+        factors = [_python_atom(a, name) for a in m]
         parts.append("*".join([str(c), *factors] if c != 1 or not factors else factors))
     return "(" + (" + ".join(parts) or "0") + ")"
 
 
-def _python_atom(a: object) -> str:
+def _python_atom(a: object, name: Callable[[Sym], str]) -> str:
     if isinstance(a, Sym):
-        return a.name
+        return name(a)
     if isinstance(a, MinMax):
-        return f"{a.kind}({python_text(a.a)}, {python_text(a.b)})"
+        return f"{a.kind}({python_text(a.a, name)}, {python_text(a.b, name)})"
     assert isinstance(a, (Div, Mod)), f"{a!r} is no size"
-    return f"({python_text(a.num)} {'//' if isinstance(a, Div) else '%'} {python_text(a.den)})"
+    sign = "//" if isinstance(a, Div) else "%"
+    return f"({python_text(a.num, name)} {sign} {python_text(a.den, name)})"
 
 
 def _blocks_text(count: Index, block: str) -> str:
@@ -367,9 +368,7 @@ def _programs(form: Form, blocks: Mapping[str, str], kernel: Kernel, i: int) -> 
 
 
 def _size_text(index: Index) -> str:
-    text = python_text(index)
-    for s in sorted(index.syms(), reverse=True):
-        text = text.replace(s.name, size_name(s))
+    text = python_text(index, size_name)
     return text.strip("()") if text.strip("()").isdigit() else text
 
 

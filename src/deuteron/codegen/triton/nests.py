@@ -99,7 +99,7 @@ def used(lines: list[str]) -> list[str]:
 
 
 def pid(em: Emitter) -> str:
-    return "pid" if em.index_type == "tl.int32" else f"pid.to({em.index_type})"
+    return "pid" if em.index_type == "tl.int32" else f"tl.cast(pid, {em.index_type})"
 
 
 def header(em: Emitter) -> None:

@@ -1,0 +1,38 @@
+"""Random programs on a machine with a GPU, in many processes.
+
+    python scripts/gpu_fuzz.py DEVICE FIRST_SEED SECONDS PROCESSES LOG
+
+DEVICE is cuda, or cpu (where the machine only lends its cores). Prints the failures and a count;
+LOG receives a JSON line per failure. To go on where a run ended, take the seed that it names as
+FIRST_SEED. A failure is made again by its seed: ``deuteron fuzz --seed N --count 1``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src")]
+
+from deuteron.base.options import set_environment  # noqa: E402
+from deuteron.tools.fuzz import Task, fuzz  # noqa: E402
+
+
+def main(device: str, first: str, seconds: str, processes: str, log: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        # One thread and one builder each: there are as many processes as cores.
+        set_environment(OMP_NUM_THREADS="1", DEUTERON_WORKERS="1", DEUTERON_CACHE_DIR=folder)
+        task = Task(int(first), device, cut=False, folder=f"{folder}/failures")
+        tally = fuzz(int(first), float(seconds), None, int(processes), task, print, limit=100.0)
+    with open(log, "w") as f:
+        for row in tally.failures:
+            f.write(json.dumps(row) + "\n")
+    total = sum(tally.verdicts.values())
+    print(f"{tally}\nnext seed: {int(first) + total}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
