@@ -46,11 +46,11 @@ def timed(launch: Callable[[], Any]) -> float:
     return best
 
 
-def candidates(p: Product, tensors: list[torch.Tensor], count: int) -> list[str]:
+def candidates(p: Product, tensors: list[torch.Tensor], count: int, alignment: int) -> list[str]:
     found = launch_blas.Multiply(p, 0, Options.make())
     out = []
-    for n, result in enumerate(found.candidates(count)):
-        found.table.aligned = result.algorithm
+    for n, result in enumerate(found.candidates(count, alignment)):
+        found.table.best = result.algorithm
         found.space = result.space
         found.spaces.clear()
         addresses = struct.pack(f"{len(tensors)}P", *(t.data_ptr() for t in tensors))
@@ -89,8 +89,9 @@ def main() -> None:
                 side = (Side(True, k, 0), Side(False, k, 0), Side(False, n, 0))
                 p = Product(m, n, k, 1, name, *side, bias)
                 tensors = [x, w, y, *([b] if bias else [])]
-                found = candidates(p, tensors, count)
-                print(f"    {'bias' if bias else 'none'}: " + "; ".join(found))
+                for alignment, most in ((256, count), (16, 1)):
+                    found = candidates(p, tensors, most, alignment)
+                    print(f"    {'bias' if bias else 'none'} {alignment}: " + "; ".join(found))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ extern "C" int sched_yield(void);
 struct algorithm { unsigned long long data[8]; };
 struct product {
   void* handle; void* desc; void* first; void* second; void* out;
-  algorithm aligned, other;
+  algorithm best, good, any;     // for addresses that are multiples of 256, of 16, others
   int (*multiply)(void*, void*, const void*, const void*, void*, const void*, void*, const void*,
                   const void*, void*, void*, void*, const algorithm*, void*, unsigned long, void*);
   int (*set)(void*, int, const void*, unsigned long);
@@ -43,7 +43,7 @@ extern "C" int deuteron_multiply(product* q, void** p, void* space, unsigned lon
     while (__atomic_exchange_n(&q->busy, 1, __ATOMIC_ACQUIRE)) sched_yield();
     rc = q->set(q->desc, 8, p + 3, sizeof(void*));
   }
-  const algorithm* how = low & 15 ? &q->other : &q->aligned;
+  const algorithm* how = low & 15 ? &q->any : low & 255 ? &q->good : &q->best;
   if (!rc)
     rc = q->multiply(q->handle, q->desc, &one, p[1], q->first, p[0], q->second, &zero, p[2],
                      q->out, p[2], q->out, how, space, size, stream);
@@ -83,8 +83,7 @@ class _Result(ctypes.Structure):
 class _Product(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_void_p) for n in ("handle", "desc", "first", "second", "out")),
-        ("aligned", _Algorithm),
-        ("other", _Algorithm),
+        *((n, _Algorithm) for n in ("best", "good", "any")),
         ("multiply", ctypes.c_void_p),
         ("set", ctypes.c_void_p),
         ("bias", ctypes.c_int),
@@ -234,16 +233,15 @@ class Multiply:
         out = self.layout(kind, p.n, p.m, p.out)
         self.handle = _handle(self.device)
         self.layouts = (desc, first, second, out, out)
-        good = self.candidates(1)[0]
-        other = self.candidates(1, 2 if kind else 4)[0]
-        self.space = max(good.space, other.space)
+        found = [self.candidates(1, n)[0] for n in (256, 16, 2 if kind else 4)]
+        self.space = max(r.space for r in found)
         library = _library()
         assert library is not None
         functions = [
             ctypes.cast(getattr(library, n), ctypes.c_void_p)
             for n in ("cublasLtMatmul", "cublasLtMatmulDescSetAttribute")
         ]
-        head = (self.handle, desc, first, second, out, good.algorithm, other.algorithm)
+        head = (self.handle, desc, first, second, out, *(r.algorithm for r in found))
         self.table = _Product(*head, *functions, int(p.bias), 0)
         self.address = ctypes.addressof(self.table)
 
@@ -258,7 +256,7 @@ class Multiply:
             _set("cublasLtMatrixLayoutSetAttribute", out, BATCH_STEP, ctypes.c_longlong(side.batch))
         return out
 
-    def candidates(self, count: int, alignment: int = 16) -> list[_Result]:
+    def candidates(self, count: int, alignment: int = 256) -> list[_Result]:
         """What cuBLAS recommends for addresses of this alignment, the best first."""
         wish = _made("cublasLtMatmulPreferenceCreate")
         name = "cublasLtMatmulPreferenceSetAttribute"
