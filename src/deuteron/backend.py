@@ -28,6 +28,7 @@ from deuteron.base.record import Record
 from deuteron.capture import decompositions
 from deuteron.capture.partition import partition
 from deuteron.graph import random
+from deuteron.runtime import ahead
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -191,7 +192,10 @@ def deuteron_backend(
         partition_fn=session.partition,
         keep_inference_input_mutations=True,
     )
+    compiled = ahead.prepare(gm, example_inputs, session.options)
     # Saved tensors are not written to by our backward; declared donated, they would make
     # retain_graph=True fail.
     with torch._functorch.config.patch(donated_buffer=False):
-        return aot(gm, example_inputs)
+        call = aot(gm, example_inputs)
+    compiled()
+    return call

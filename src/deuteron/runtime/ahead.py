@@ -1,0 +1,62 @@
+"""What can start before there is anything to build.
+
+In: a graph that was captured, and its inputs. Out: processes that build Triton kernels, started and
+with their imports done while AOTAutograd traces and Deuteron schedules; the first kernel then
+compiles at once. A graph that this cache has seen before needs none: all its kernels are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import deuteron
+from deuteron.base.errors import DeuteronError
+from deuteron.base.options import Options
+from deuteron.runtime import build_triton
+from deuteron.runtime.cache import Cache, key_of
+
+# Processes that are started for a graph: one, and one more for so many operations.
+OPERATIONS = 16
+MOST = 4
+_SUFFIX = ".seen"
+
+
+def prepare(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[[], None]:
+    """Starts what the graph will need. The result is to be called when the graph has been
+    compiled."""
+    device = next(
+        (x.device for x in inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"), None
+    )
+    if device is None or not torch.cuda.is_available():
+        return _nothing
+    cache, key = Cache.open(options), _key(gm, inputs, options)
+    if cache.get(key, _SUFFIX) is not None:
+        return _nothing
+    major, minor = torch.cuda.get_device_capability(device)
+    count = min(MOST, 1 + len(gm.graph.nodes) // OPERATIONS)
+    with contextlib.suppress(DeuteronError):  # who builds says what is missing
+        build_triton.prepare(10 * major + minor, count, options)
+
+    def done() -> None:
+        cache.put(key, _SUFFIX, b"")
+
+    return done
+
+
+def _nothing() -> None:
+    pass
+
+
+def _key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
+    """What a graph is called in the cache. Two graphs with one name would only start late."""
+    nodes = (f"{n.name} {n.op} {n.target}" for n in gm.graph.nodes)
+    kinds = (f"{x.dtype}{list(x.shape)}" for x in inputs if isinstance(x, torch.Tensor))
+    return key_of(deuteron.__version__, options.codegen_key(), "\n".join((*nodes, *kinds)))
+
+
+__all__ = ["prepare"]
