@@ -260,7 +260,9 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     again = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
     limit = ROW_LIMIT * (LONG_ROW if again and loads == 1 else 1)
     limit //= 1 if loads <= 2 else 2 if loads <= 4 else 4
-    persistent = known and power(nr) <= (limit // LEAST_COLUMNS if columns else limit)
+    # Columns that are read once are read as well in a loop, more of them side by side.
+    least = LEAST_COLUMNS * (1 if again else 4)
+    persistent = known and power(nr) <= (limit // least if columns else limit)
     if persistent and columns:
         candidates = _column_tiles(nx, nr, spec, limit)
     elif persistent:
@@ -391,7 +393,9 @@ def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
     held = _row_loads(loops) + len(column_folds(loops))
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
-        return Form("chunk", dims, (Blocks((("x", 1), ("r", block)), warps_for(block, 8)),))
+        group = min(16 // _widest(loops), block)
+        blocks = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
+        return Form("chunk", dims, (blocks,), group=group)
     found = []
     few = 2048 if wide >= 1024 else 1024
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
