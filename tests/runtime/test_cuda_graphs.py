@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -339,6 +340,22 @@ def test_no_memory_for_a_recording(record: Any) -> None:
     for _ in range(2):
         torch.testing.assert_close(g(x, w, b), want, rtol=1e-4, atol=1e-4)
     assert replays() == 2 and "out of memory while recording" in decisions(g.seen)
+
+
+def test_graphs_go_with_the_program(record: Any) -> None:
+    g = record(block)
+    w, b, x = R(64, 64), R(64), R(64, 64)
+    for _ in range(3):
+        g(x, w, b)
+    (cuda,) = FakeCuda.made
+    assert [graph.dropped for graph in cuda.graphs] == [True, False]
+    for graph in cuda.graphs:
+        graph.nodes.clear()  # they hold the program
+    g.seen.clear()
+    del g
+    torch._dynamo.reset()
+    gc.collect()
+    assert all(graph.dropped for graph in cuda.graphs)
 
 
 def test_a_failing_launch(record: Any) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import math
 import struct
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -212,6 +213,12 @@ def call(args):
         out: Call = names["call"]
         out._boxed_call = True  # type: ignore[attr-defined]
         return out
+
+    def __del__(self) -> None:
+        # Nobody can call it any more; at the end of the program the driver tidies up itself.
+        if not sys.is_finalizing():
+            for found in self.kept.values():
+                self.cuda.drop(found.stream, found.replay)
 
     # -- calls that are not replayed ---------------------------------------------------------------
     def miss(self, key: Any, args: list[Any]) -> Sequence[Any]:
