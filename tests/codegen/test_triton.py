@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -23,6 +24,7 @@ from triton.compiler import ASTSource
 
 from deuteron.base.options import Options
 from tests.codegen.test_cpp_fuzz import Maker
+from tests.schedule.tools import scheduled
 
 HERE = Path(__file__).parent
 spec = importlib.util.spec_from_file_location("triton_cases", HERE / "triton_cases.py")
@@ -141,6 +143,16 @@ def test_one_pass_where_an_identity_allows_it() -> None:
     """The loops of a looped softmax and layer norm: one for the folds, one for the stores."""
     for name in ("softmax_online", "layer_norm_welford"):
         assert cases.build(name)[1].source.count("for roffset") == 2
+
+
+def test_compared_positions_are_checked() -> None:
+    """A scatter of one element per row compares positions; they are checked as loads are."""
+    one = torch.zeros(5, 1, dtype=torch.int64)
+    made = scheduled(lambda x, i: x.scatter(1, i, 1.0), torch.ones(5, 40), one, device="H200")
+    (kernel,) = made.kernels
+    assert "device_assert" in cases.generate(kernel, cases.SPEC).source
+    unchecked = cases.generate(kernel, cases.SPEC, Options.make(None, {"bounds_check": False}))
+    assert not unchecked.debug and "device_assert" not in unchecked.source
 
 
 def test_loaded_indices_are_checked(tmp_path: Path) -> None:
