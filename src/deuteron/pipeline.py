@@ -45,7 +45,8 @@ from deuteron.runtime.launch import Call
 from deuteron.runtime.launch import load as load_module
 from deuteron.runtime.launch_blas import multiply
 from deuteron.runtime.launch_cuda import Sequence as Launcher
-from deuteron.runtime.tune import Tuned
+from deuteron.runtime.launch_cuda import Variants
+from deuteron.runtime.tune import Tuned, TunedProduct
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Schedule
@@ -72,7 +73,7 @@ STAGES = (
     Stage("schedule", "ir.program.Program", "schedule.kernel.Schedule", "schedule.txt"),
     # where every tensor lives
     Stage("memory", "schedule.kernel.Schedule", "memory.plan.MemoryPlan", "memory.txt"),
-    # C++ and Triton text of every kernel
+    # C++ and Triton text of every kernel; Triton's builds start
     Stage("generate", "schedule.kernel.Schedule", "CppKernel | TritonKernel", "kernels.txt"),
     # the Python program that runs the kernels; the C++ compiler starts
     Stage("emit", "all of these", "codegen.assemble.Emitted", "module.py"),
@@ -96,6 +97,7 @@ class Compilation:
     schedule: Schedule | None = None
     plan: MemoryPlan | None = None
     kernels: dict[str, Generated] = field(default_factory=dict)
+    variants: dict[tuple[str, str], Variants] = field(default_factory=dict)
     emitted: Emitted | None = None
     library: build_cpp.Build | None = None
     call: Call | None = None
@@ -131,6 +133,7 @@ class Compilation:
             if found is None:
                 make = generate_cpp if k.device == "cpu" else generate_triton
                 found = alike[key] = (k, make(k, specs[k.device], self.options))
+                self.start(found[1], k.device)
             made = self.kernels[k.name] = relabelled(*found, k)
             prefix = "cpp" if k.device == "cpu" else "triton"
             self.record.add(
@@ -175,17 +178,19 @@ class Compilation:
     def do_load(self) -> str:
         assert self.emitted is not None
         extra: dict[str, Any] = {}
-        known: dict[Any, Any] = {}
         steps = {k.name: k for k in self.steps()}
         for q in self.emitted.sequences:
             kernels = [self.triton(n) for n in q.kernels]
-            common = (kernels, q.places, q.sizes, q.device, self.options, known)
+            common = (kernels, q.places, q.sizes, q.device, self.options, self.variants)
             if self.options.autotune:
                 extra[q.name] = Tuned(*common, [steps[n] for n in q.kernels], self.record)
             else:
                 extra[q.name] = Launcher(*common)
         for name, (product, device) in self.emitted.products.items():
             extra[name] = multiply(product, device, self.options)
+            if self.options.autotune:
+                number = torch.device(device).index or 0
+                extra[name] = TunedProduct(product, number, self.options, self.record)
         if self.options.autotune and not self.emitted.sequences:
             self.record.add(
                 "decision",
@@ -211,6 +216,12 @@ class Compilation:
                 self.record,
             )
         return ""
+
+    def start(self, made: Generated, device: str) -> None:
+        """A kernel's build starts while others are generated."""
+        if isinstance(made, TritonKernel):
+            at = torch.device(device)
+            self.variants[made.name, device] = Variants(made, at, self.options)
 
     def triton(self, name: str) -> TritonKernel:
         found = self.kernels[name]

@@ -14,14 +14,16 @@ from torch import Tensor
 from deuteron.base.errors import BuildError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
+from deuteron.codegen.products import Product, Side
 from deuteron.codegen.triton.generate import Config, TritonKernel
 from deuteron.ir.index import Sym, const
 from deuteron.ir.program import Layout
-from deuteron.runtime import build_cpp, graph_nodes, launch_cuda, launch_graph, tune
+from deuteron.runtime import build_cpp, graph_nodes, launch_blas, launch_cuda, launch_graph, tune
 from deuteron.runtime.graph_nodes import Node, Place, Use
+from deuteron.runtime.launch_blas import Multiply
 from deuteron.runtime.launch_cuda import LaunchError, Loaded, Sequence
 from deuteron.runtime.launch_graph import Replay
-from deuteron.runtime.tune import Tuned
+from deuteron.runtime.tune import Tuned, TunedProduct
 from deuteron.schedule.kernel import Kernel
 from tests.runtime import cuda_tools
 
@@ -292,6 +294,45 @@ def test_candidates_that_cannot_be_built(driver: Driver, tuned: Any) -> None:
     variants[1].missing = {1}
     q(7, addresses(1600, 3200, 4800), (200,))
     assert variants[1].tuned == {(8,): 2}
+
+
+def test_candidates_of_a_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    results = []
+    for n in range(3):
+        r = launch_blas._Result()
+        r.algorithm.data[0], r.space = n, 100 * n
+        results.append(r)
+    calls: list[int] = []
+    times = {0: 5.0, 1: 9.0, 2: 4.0}
+    now = lambda q: int(q.table.best.data[0])  # noqa: E731
+    monkeypatch.setattr(Multiply, "__call__", lambda q, stream, pointers: calls.append(now(q)))
+    monkeypatch.setattr(TunedProduct, "candidates", lambda q, count: results)
+    monkeypatch.setattr(TunedProduct, "timed", lambda q, stream, pointers: times[now(q)])
+    monkeypatch.setattr(TunedProduct, "where", lambda q: "test")
+    monkeypatch.setattr(tune, "version", lambda: "1")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def product() -> TunedProduct:
+        q = TunedProduct.__new__(TunedProduct)
+        side = Side(False, 8, 0)
+        q.product, q.device = Product(8, 8, 8, 1, "f32", side, side, side, False), 0
+        q.options = Options.make(None, {"cache_dir": str(tmp_path)})
+        q.log, q.open, q.spaces, q.least = Record(), True, {7: 1}, 50
+        q.table = launch_blas._Product()
+        return q
+
+    first = product()
+    first(7, addresses(256, 512, 1024))
+    first(7, addresses(256, 512, 1024))
+    assert calls == [2, 2] and first.space == 200 and not first.spaces
+    assert len(first.log.of("decision")) == 1
+    second = product()  # of another process
+    times.clear()
+    second(7, addresses(256, 512, 1024))
+    assert calls == [2, 2, 2] and not second.log.of("decision")
+    third = product()
+    third(7, addresses(256, 512, 1028))  # no candidates for addresses like these
+    assert calls[3:] == [0]
 
 
 # -- graphs ---------------------------------------------------------------------------------------

@@ -109,6 +109,13 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
+def version() -> str:
+    library = _library()
+    assert library is not None
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return str(library.cublasLtGetVersion())
+
+
 def available() -> bool:
     """Whether products can be made here."""
     return _library() is not None
@@ -238,6 +245,7 @@ class Multiply:
         self.layouts = (desc, first, second, out, out)
         found = [self.candidates(1, n)[0] for n in (256, 16, 2 if kind else 4)]
         self.space = max(r.space for r in found)
+        self.least = max(r.space for r in found[1:])
         library = _library()
         assert library is not None
         functions = [
@@ -247,6 +255,12 @@ class Multiply:
         head = (self.handle, desc, first, second, out, *(r.algorithm for r in found))
         self.table = _Product(*head, *functions, int(p.bias), 0)
         self.address = ctypes.addressof(self.table)
+
+    def take(self, candidate: _Result) -> None:
+        """Uses a candidate for aligned addresses."""
+        self.table.best = candidate.algorithm
+        self.space = max(self.least, candidate.space)
+        self.spaces.clear()
 
     def layout(self, kind: int, rows: int, columns: int, side: Side) -> ctypes.c_void_p:
         if side.transposed:
@@ -281,4 +295,4 @@ class Multiply:
         return out
 
 
-__all__ = ["BlasError", "Multiply", "available", "multiply"]
+__all__ = ["BlasError", "Multiply", "available", "multiply", "version"]

@@ -20,10 +20,12 @@ import torch
 from deuteron.base.errors import BuildError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
+from deuteron.codegen.products import Product
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import evaluate
 from deuteron.runtime.cache import Cache, key_of
+from deuteron.runtime.launch_blas import BlasError, Multiply, version
 from deuteron.runtime.launch_cuda import LaunchError, Prepared, Variants, _driver, _Kernel
 from deuteron.runtime.launch_cuda import Sequence as Launcher
 from deuteron.schedule.kernel import Kernel
@@ -32,6 +34,23 @@ from deuteron.schedule.kernel import Kernel
 ROUNDS, MICROSECONDS, MOST = 3, 200.0, 40
 # Another candidate than the first is taken only if it saves this part of its time.
 WORTH = 0.03
+CANDIDATES = 8  # of a matrix product
+
+
+def timed(launch: Callable[[], None]) -> float:
+    """Microseconds of one launch."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    count = 2
+    while True:
+        start.record()
+        for _ in range(count):
+            launch()
+        end.record()
+        end.synchronize()
+        us = float(start.elapsed_time(end)) * 1000
+        if us > MICROSECONDS / 2 or count >= MOST:
+            return us / count
+        count = max(count * 2, min(MOST, int(count * MICROSECONDS / max(us, 1.0))))
 
 
 class Tuned(Launcher):
@@ -146,19 +165,7 @@ class Tuned(Launcher):
             raise LaunchError(f"{self.kernels[k].name} does not run here: {rc}")
 
     def timed(self, launch: Callable[[], None]) -> float:
-        """Microseconds of one launch."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        count = 2
-        while True:
-            start.record()
-            for _ in range(count):
-                launch()
-            end.record()
-            end.synchronize()
-            us = float(start.elapsed_time(end)) * 1000
-            if us > MICROSECONDS / 2 or count >= MOST:
-                return us / count
-            count = max(count * 2, min(MOST, int(count * MICROSECONDS / max(us, 1.0))))
+        return timed(launch)
 
     def tensors(self, k: int, pointers: bytes) -> list[int]:
         """The addresses of kernel k's tensors."""
@@ -218,4 +225,59 @@ def _names(kernel: TritonKernel) -> list[str]:
     return [what.name for kind, what in kernel.args if kind == "size" and not isinstance(what, str)]
 
 
-__all__ = ["Tuned"]
+class TunedProduct(Multiply):
+    """A small matrix product whose candidates are timed in its first call."""
+
+    def __init__(self, product: Product, device: int, options: Options, record: Record) -> None:
+        super().__init__(product, device, options)
+        self.options, self.log, self.open = options, record, True
+
+    def __call__(self, stream: int, pointers: Any) -> None:
+        if self.open and not torch.cuda.is_current_stream_capturing():
+            self.open = False
+            self.choose(stream, pointers)
+        super().__call__(stream, pointers)
+
+    def choose(self, stream: int, pointers: bytes) -> None:
+        """Takes the fastest candidate for these tensors; the result is written in each trial."""
+        addresses = struct.unpack(f"{len(pointers) // 8}P", pointers)
+        if any(a % 256 for a in addresses):
+            return
+        cache, key = Cache.open(self.options), self.key()
+        every = self.candidates(CANDIDATES)
+        path = cache.get(key, ".json")
+        if path is not None:
+            best = json.loads(path.read_text()).get("candidate", 0)
+            self.take(every[best if 0 <= best < len(every) else 0])
+            return
+        times = []
+        for c in every:
+            try:
+                self.take(c)
+                times.append(min(self.timed(stream, pointers) for _ in range(ROUNDS)))
+            except (BlasError, torch.OutOfMemoryError):
+                times.append(float("inf"))
+        best = min(range(len(every)), key=lambda k: times[k])
+        if times[best] > (1 - WORTH) * times[0]:
+            best = 0
+        self.take(every[best])
+        cache.put(key, ".json", json.dumps({"candidate": best}).encode())
+        self.log.add(
+            "decision",
+            subject="autotune",
+            accepted=best != 0,
+            reason="measured",
+            detail=f"{self.product}: us of the candidates: {[round(t, 2) for t in times]}",
+        )
+
+    def timed(self, stream: int, pointers: bytes) -> float:
+        return timed(lambda: super(TunedProduct, self).__call__(stream, pointers))
+
+    def key(self) -> str:
+        return key_of("product", repr(self.product), version(), self.where())
+
+    def where(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).name)
+
+
+__all__ = ["Tuned", "TunedProduct"]
