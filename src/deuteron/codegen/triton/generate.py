@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
@@ -113,7 +113,10 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     pointers = _pointer_names(layouts)
     checked = options is None or options.bounds_check
     nests = [written_out(prepare(with_checks(n, layouts, checked), layouts)) for n in kernel.nests]
-    forms = [choose(n, spec) for n in nests]
+    # What one program does alone is not cut small to occupy the device.
+    alone = replace(spec, cores=1)
+    first = kernel.barriers[0] if kernel.barriers else len(nests)
+    forms = [choose(n, spec if k < first else alone) for k, n in enumerate(nests)]
     symbols = _symbols(nests, layouts)
     static, wide_source, wide = _width(nests, layouts)
     index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"

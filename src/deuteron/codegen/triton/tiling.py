@@ -40,7 +40,7 @@ ROW_LIMIT = 16384
 LONG_ROW = 2
 # With so many axes, finding a point's place costs more than its arithmetic.
 MANY_AXES = 4
-# With more, a thread takes few points.
+# With more at every point, a thread takes few points.
 MANY_ACCESSES = 6
 # Values that are held over a chunk's rows, as multiples of that: H200, bf16 rows of 16384, backward
 # of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
@@ -144,8 +144,9 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         y, x = order[:cut], order[cut:]
         blocks = _plane_blocks(size(y), size(x), spec)
         return Form("points", (("y", y), ("x", x)), blocks)
-    many = len(accesses(loops)) > MANY_ACCESSES
-    blocks = _line_blocks(size(order), spec, _widest(loops), 512 if many else 2048)
+    full = [a for a in accesses(loops) if 2 * points(a.address, order) > size(order)]
+    most = 512 if len(full) > MANY_ACCESSES else 2048
+    blocks = _line_blocks(size(order), spec, _widest(loops), most)
     return Form("points", (("x", order),), blocks)
 
 
