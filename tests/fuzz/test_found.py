@@ -65,6 +65,14 @@ FOUND: dict[str, Found] = {
         "return torch.nn.functional.dropout(x.movedim(0, 1), 0.3, True)",
         (lambda: [f(3, 5, 4)],),
     ),
+    # the memory of a value that was computed for a library call was free while a view lived
+    "view of what was computed for a call": Found(
+        """v = torch.full_like(x, 2).split(2, 1)[0]
+        w = v.index_add(0, torch.zeros(1, dtype=torch.int64), v[:1])
+        return w.var((1,), keepdim=True, correction=0) + y * v""",
+        (lambda: [f(1, 1), f(64, 64, 1, 1)], lambda: [f(5, 2), f(3, 4, 5, 2)]),
+        DYNAMIC,
+    ),
     # a library call got a view with a negative stride, whose sign was not seen: it is a symbol
     "flip before a library call": Found(
         "return x.flip(0).logcumsumexp(0), x.flip(0, 1) @ x",

@@ -31,6 +31,13 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
     storages = {storage(n.meta["val"]): n for n in reversed(given)}
     call_args = tuple(argument(ctx, a, n, exact) for a, n in zip(args, node.args, strict=True))
     call_kwargs = tuple((k, argument(ctx, v, node.kwargs[k], exact)) for k, v in kwargs.items())
+    passed = {
+        n: a.tensor
+        for n, a in zip(
+            (*node.args, *node.kwargs.values()), (*call_args, *dict(call_kwargs).values())
+        )
+        if isinstance(n, fx.Node) and isinstance(a, ViewArg)
+    }
     numbers = tuple(k for k, n in enumerate(node.args) if is_number(n, args[k]))
     named = tuple(k for k, n in node.kwargs.items() if is_number(n, kwargs[k]))
     leaves, spec = tree_flatten(val)
@@ -46,7 +53,8 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
             ctx.storages[name] = storage(fake)
             source = storages.get(storage(fake))
             if source is not None:
-                shared = memory_of(ctx, ctx.env.get(source))
+                # What was computed or copied for the call is in memory only as its argument.
+                shared = passed.get(source) or memory_of(ctx, ctx.env.get(source))
         elif isinstance(fake, torch.SymInt):
             (size,) = ctx.size(fake).syms() or (None,)
         elif isinstance(fake, torch.SymBool) and "_local_scalar" in str(node.target):
