@@ -13,7 +13,7 @@ import torch
 from deuteron.tools.coverage import failure_text, jobs_for
 from deuteron.tools.coverage_cases import entries
 from deuteron.tools.coverage_worker import Job, run_job, seedless
-from tests.opinfo.choice import fixed, rotating
+from tests.opinfo.choice import SEED, VARIABLE, fixed, rotating
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,8 @@ def alone() -> Iterator[None]:
 
 def check(job: Job) -> dict[str, Any]:
     row = run_job(job)
-    assert not row["wrong"] and not row["errors"], failure_text(row)
+    again = f"{VARIABLE}={SEED} takes the same jobs"
+    assert not row["wrong"] and not row["errors"], f"{failure_text(row)}\n{again}"
     return row
 
 
@@ -46,8 +47,9 @@ def test_fixed(job: Job) -> None:
     assert row["right"], row["skipped"]
 
 
-@pytest.mark.parametrize("job", rotating(), ids=label)
+@pytest.mark.parametrize("job", rotating(), ids=lambda job: f"seed{SEED}-{label(job)}")
 def test_rotating(job: Job) -> None:
+    """Another day other jobs; the environment variable of `choice` repeats those of a seed."""
     check(job)
 
 
