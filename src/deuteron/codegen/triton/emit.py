@@ -257,12 +257,13 @@ class Emitter:
             if element.value is not None:
                 place = f"tl.full([], {place}, tl.int64)"
             return f"libm.{dist}{wide}({self.value(node.args[0])}, {stream}, {place})"
-        if node in self.loose:
-            return self._fast(node)
+        if node in self.loose and node.op != "div":
+            return f"tl.{node.op}({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
-                return f"libm.div_by({self.value(a)}, {self._divisor(b)})"
+                fast = "_fast" if node in self.loose else ""
+                return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
         narrowed = self._narrowed(node) if node.op in COMPARE else None
         if narrowed is not None:
             return narrowed
@@ -276,21 +277,6 @@ class Emitter:
             else:
                 args.append(self.value(a))
         return scalars.operation(node.op, node.dtype, args, operand)
-
-    def _fast(self, node: Expr) -> str:
-        """An operation whose last bits nothing shows."""
-        if node.op != "div":
-            return f"tl.{node.op}({self.value(node.args[0])})"
-        a, b = node.args
-        if not self.deps(b) < self.deps(a):
-            return f"{self.value(a)} / {self.value(b)}"
-        text = self.value(b)
-        scope = self.chain[self.level(self.deps(b))]
-        key = (b, "inverse")
-        if key not in scope.sums:
-            scope.sums[key] = self.fresh("inverse")
-            scope.add(f"{scope.sums[key]} = 1.0 / {text}")
-        return f"{self.value(a)} * {scope.sums[key]}"
 
     def _narrowed(self, node: Expr) -> str | None:
         """A comparison of an index with an i64 that many elements share, in 32 bits."""

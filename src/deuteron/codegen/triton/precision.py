@@ -1,4 +1,4 @@
-"""Where the device's fast exponential and division are as good as the exact ones.
+"""Where the device's fast exponential, and division by a reciprocal, are as good as exact ones.
 
 In: `Loops`. Out: the f32 nodes whose relative error may be a few 2^-24 times their argument, since
 nothing shows it:
