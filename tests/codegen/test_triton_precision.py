@@ -30,6 +30,7 @@ def test_rounded_to_half() -> None:
     text = source(lambda x: torch.softmax(x, -1), HALF)
     assert "tl.exp" in text and "libm.exp" not in text and "libm.div_by_fast" in text
     assert "tl.exp" in source(lambda x: F.silu(x), HALF)
+    assert "libm.sigmoid_fast" in source(lambda x: torch.sigmoid(x), HALF)
 
 
 def test_results_of_full_precision() -> None:

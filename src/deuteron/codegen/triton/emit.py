@@ -258,7 +258,8 @@ class Emitter:
                 place = f"tl.full([], {place}, tl.int64)"
             return f"libm.{dist}{wide}({self.value(node.args[0])}, {stream}, {place})"
         if node in self.loose and node.op != "div":
-            return f"tl.{node.op}({self.value(node.args[0])})"
+            name = "libm.sigmoid_fast" if node.op == "sigmoid" else f"tl.{node.op}"
+            return f"{name}({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":

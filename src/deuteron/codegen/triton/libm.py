@@ -172,6 +172,11 @@ def sigmoid(x):
 
 
 @triton.jit
+def sigmoid_fast(x):
+    return div(tl.full([], 1.0, x.dtype), 1.0 + tl.exp(-x))
+
+
+@triton.jit
 def maximum(a, b):
     """NaN where either argument is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
