@@ -65,14 +65,15 @@ class Fusion:
     # -- what a group leaves in memory ----------------------------------------------------------
     def stored(self, group: Group, inside: set[int]) -> list[str]:
         """Members whose tensors somebody else needs."""
+        readers, outside, nobody = self.dag.readers, self.outside, frozenset[int]()
         return [
             m.name
             for m in group.members
             if m.kind != "column"
             and (
-                m.name in self.outside
+                m.name in outside
                 or m.compute.target is not None
-                or any(k not in inside for k in self.dag.readers.get(m.name, ()))
+                or not inside.issuperset(readers.get(m.name, nobody))
             )
         ]
 

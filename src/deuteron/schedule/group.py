@@ -158,6 +158,11 @@ class Group:
         return {m.name: m for m in self.members if m.kind != "column"}
 
     @cached_property
+    def targets(self) -> bool:
+        """Whether a member writes into another tensor's memory."""
+        return any(m.compute.target is not None for m in self.members)
+
+    @cached_property
     def code(self) -> float:
         """How much code the nest becomes, in units of `code_of`."""
         return sum(code_of(m.compute.body) for m in self.members)

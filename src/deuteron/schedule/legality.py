@@ -58,7 +58,7 @@ def fits(
         if isinstance(placed, Refusal):
             first = first or placed
             continue
-        bad = consistent(placed, layouts, owner)
+        bad = consistent(placed, layouts, owner, (base, guest))
         if bad is None:
             return placed
         first = first or bad
@@ -206,20 +206,36 @@ def _joined(base: Group, guest: Group, members: Sequence[Member]) -> Group:
 
 
 # -- dependences inside ---------------------------------------------------------------
-def consistent(g: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]) -> Refusal | None:
+def consistent(
+    g: Group,
+    layouts: Mapping[str, Layout],
+    owner: Mapping[str, str],
+    parts: tuple[Group, Group] | None = None,
+) -> Refusal | None:
     """Every member finds what it reads at the nest's current point, and nothing is overwritten
-    before it is read."""
-    seen: dict[str, Member] = {}
+    before it is read. Where `parts`, which are consistent, have no member that was moved, only
+    what one reads of the other is looked at."""
     partial = {*g.partials, *g.partials.values()}
+    shared = g.names.keys()
+    if (
+        parts is not None
+        and not partial
+        and {*map(id, g.members)} == {id(m) for p in parts for m in p.members}
+    ):
+        (a, b) = parts
+        shared = (a.reads.keys() & b.names.keys()) | (b.reads.keys() & a.names.keys())
+        if not shared and not g.targets and not any(m.kind != "point" for m in g.members):
+            return None
+    seen: dict[str, Member] = {}
     for m in g.members:
         if not in_line(m, g.space):
             return Refusal("positions", f"{m.name} counts along one loop, not {_loops(g.space)}")
         for r in m.reads:
-            p = g.names.get(r.tensor)
             if r.tensor in partial:
                 return Refusal("columns", f"{m.name} reads {r.tensor}, complete after all rows")
-            if p is None:
+            if r.tensor not in shared:
                 continue
+            p = g.names[r.tensor]
             if p.name not in seen:
                 return Refusal("order", f"{m.name} reads {p.name} before it is there")
             if not same_element(p.index, r.index, layouts[r.tensor].shape):
@@ -231,7 +247,7 @@ def consistent(g: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]
             if m.level == "row" and p.level == "point" and m.kind not in ("fold", "scan"):
                 return Refusal("levels", f"{m.name} is per row, {p.name} per point")
         seen[m.name] = m
-    return overwritten(g, owner)
+    return overwritten(g, owner) if g.targets else None
 
 
 def in_line(m: Member, space: Space) -> bool:
