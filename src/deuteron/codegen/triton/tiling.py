@@ -395,8 +395,8 @@ def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         group = min(16 // _widest(loops), block)
-        blocks = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
-        return Form("chunk", dims, (blocks,), group=group)
+        only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
+        return Form("chunk", dims, (only,), group=group)
     found = []
     few = 2048 if wide >= 1024 else 1024
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
