@@ -12,7 +12,7 @@ over the base's rows becomes column folds of a chunked nest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from deuteron.ir.index import Axis, Index, as_index, product
@@ -216,7 +216,7 @@ def consistent(
     before it is read. Where `parts`, which are consistent, have no member that was moved, only
     what one reads of the other is looked at."""
     partial = {*g.partials, *g.partials.values()}
-    shared = g.names.keys()
+    shared: Set[str] = g.names.keys()
     if (
         parts is not None
         and not partial
