@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,22 @@ def test_addresses_that_are_not_aligned(driver: Driver) -> None:
     q, _ = sequence([kernel(1), kernel(2), kernel(3)], [[0, 1], [1, 2], [0, 1]])
     q(7, addresses(1600, 3200, 4804), (200,))
     assert [what for what, *_ in driver.log] == [101, 200, 301]
+
+
+def test_each_stream_counts_for_itself(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, taken = torch.zeros(8, dtype=torch.int32), {}
+    monkeypatch.setattr(launch_cuda, "_counters", lambda device: (zeros, taken))
+    with_counter = replace(
+        kernel(1), args=(("tensor", "x"), ("size", Sym("n")), ("counter", "")), types=("*fp32",) * 3
+    )
+    q, _ = sequence([with_counter], [[0]])
+    other, _ = sequence([with_counter], [[0]])
+    for stream in (7, 8, 7):
+        q(stream, addresses(16), (64,))
+        other(stream, addresses(16), (64,))
+    assert taken == {7: 0, 8: 1}
+    at = [q.prepared[s, (64,)].numbers[1] for s in (7, 8)]
+    assert at == [zeros.data_ptr(), zeros.data_ptr() + 4]
 
 
 def test_failing_launches(driver: Driver) -> None:

@@ -1,8 +1,9 @@
 """What can start before there is anything to build.
 
 In: a graph that was captured, and its inputs. Out: processes that build Triton kernels, started and
-with their imports done while AOTAutograd traces and Deuteron schedules; the first kernel then
-compiles at once. A graph that this cache has seen before needs none: all its kernels are there.
+with their imports done while AOTAutograd traces and Deuteron schedules (the first kernel then
+compiles at once), and the function that launches kernels. A graph that this cache has seen before
+needs none: all is there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 import deuteron
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
-from deuteron.runtime import build_triton
+from deuteron.runtime import build_triton, launch_cuda
 from deuteron.runtime.cache import Cache, key_of
 
 # Processes that are started for a graph: one, and one more for so many operations.
@@ -41,6 +42,7 @@ def prepare(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Call
     count = min(MOST, 1 + len(gm.graph.nodes) // OPERATIONS)
     with contextlib.suppress(DeuteronError):  # who builds says what is missing
         build_triton.prepare(10 * major + minor, count, options)
+        launch_cuda.prepare(options)
 
     def done() -> None:
         cache.put(key, _SUFFIX, b"")

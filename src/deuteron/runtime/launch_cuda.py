@@ -82,6 +82,7 @@ class _Sequence(ctypes.Structure):
 
 
 NO_CONTEXT = 201
+COUNTERS = 4096  # streams of a device that have one of their own
 OUT_OF_MEMORY = 2
 
 
@@ -94,10 +95,18 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+FLAGS = ("-O2", "-fPIC", "-shared")
+
+
+def prepare(options: Options) -> None:
+    """Starts the build of the function that launches."""
+    build_cpp.submit(SOURCE, FLAGS, options)
+
+
 @cache
 def _launcher(options: Options) -> tuple[Any, int]:
     """The C function, and the address of the driver's."""
-    lib = build_cpp.build(SOURCE, ("-O2", "-fPIC", "-shared"), options)
+    lib = build_cpp.build(SOURCE, FLAGS, options)
     address = ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value
     assert address is not None
     function = lib.deuteron_launch
@@ -188,6 +197,16 @@ def _ok(rc: int, what: str, name: str) -> None:
         raise LaunchError(f"CUDA error {rc} at {what} {name}")
 
 
+@cache
+def _counters(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
+    """Zeros of a device, and which stream has which. Made before any kernel runs: a stream that is
+    being recorded could not wait for them."""
+    with torch.cuda.device(device):
+        out = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream().synchronize()
+    return out, {}
+
+
 class Sequence:
     """Kernels that run one after the other. `places[k]` are the numbers of kernel k's tensors in
     the addresses of a call; `names` are the sizes of a call, in order."""
@@ -213,7 +232,9 @@ class Sequence:
         self.options = options
         self.device = at
         self.prepared: dict[Any, Prepared] = {}
-        self.counters: dict[int, torch.Tensor] = {}
+        self.counts = any(kind == "counter" for k in kernels for kind, _ in k.args)
+        if self.counts:
+            _counters(at)
         self.arrays: list[Any] = []
         for k, place in zip(kernels, places, strict=True):
             left = iter(place)
@@ -251,13 +272,11 @@ class Sequence:
 
     def counter(self, stream: int) -> int:
         """The address of a zero that kernels on this stream count their programs with."""
-        if not any(kind == "counter" for k in self.kernels for kind, _ in k.args):
+        if not self.counts:
             return 0
-        found = self.counters.get(stream)
-        if found is None:
-            found = self.counters[stream] = torch.zeros(1, dtype=torch.int32, device=self.device)
-            torch.cuda.current_stream(self.device).synchronize()
-        return found.data_ptr()
+        first, taken = _counters(self.device)
+        number = taken.setdefault(stream, len(taken))
+        return first.data_ptr() + 4 * (number % COUNTERS)
 
     def prepare(self, stream: int, sizes: tuple[int, ...]) -> Prepared:
         """The launch table for sizes."""
