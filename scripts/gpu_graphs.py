@@ -1,6 +1,7 @@
 """CUDA graphs on a GPU: results against eager, then the time of a call beside Inductor.
 
-``python scripts/gpu_graphs.py [products] [check] [time] [train]``; with nothing said, all of it.
+``python scripts/gpu_graphs.py [products] [time] [train] [check [CASE ...]]``; with nothing said,
+all of it.
 """
 
 from __future__ import annotations
@@ -189,6 +190,31 @@ def out_of_memory() -> str:
     return ", ".join(seen)
 
 
+def recorded_by_the_user() -> str:
+    """A compiled program, with column sums behind a barrier, inside ``torch.cuda.graph``."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = F.layer_norm(x, (256,)) * w
+        return F.gelu(y.sum(0) + y.square().sum(0)) + y.mean()
+
+    found = []
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        g = torch.compile(f, backend="deuteron", mode=mode)
+        x, w = torch.randn(4096, 256, device=DEVICE), torch.randn(256, device=DEVICE)
+        for _ in range(3):
+            g(x, w)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = g(x, w)
+        for k in range(3):
+            x.copy_(torch.randn(4096, 256, device=DEVICE) * k)
+            graph.replay()
+            found.append(close([out], [f(x, w)], 1e-3))
+    return max(found)
+
+
 def unfit() -> str:
     def f(x: Tensor) -> Tensor:
         y = F.softmax(x @ x, -1)
@@ -233,7 +259,7 @@ def products() -> None:
                 print(f"{line}ATen {host[0]:.1f}{bad} {len(records[0].of('library'))}")
 
 
-def check() -> None:
+def check(chosen: list[str]) -> None:
     x = [torch.randn(8, 256, device=DEVICE) for _ in range(6)]
     t = [torch.randn(2, 128, 256, device=DEVICE) for _ in range(5)]
     h = [y.bfloat16() for y in t]
@@ -252,8 +278,11 @@ def check() -> None:
         "a mask of unknown size": unfit,
         "max-autotune": tuned,
         "out of memory": out_of_memory,
+        "recorded by the user": recorded_by_the_user,
     }
     for name, case in cases.items():
+        if chosen and name not in chosen:
+            continue
         torch._dynamo.reset()
         with collecting() as found:
             try:
@@ -356,7 +385,7 @@ def main(what: list[str]) -> None:
     if not what or "products" in what:
         products()
     if not what or "check" in what:
-        check()
+        check(what[what.index("check") + 1 :] if what else [])
     if not what or "time" in what:
         compare("twelve blocks, forward", forward)
     if not what or "train" in what:
