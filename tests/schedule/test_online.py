@@ -129,6 +129,19 @@ def test_sizes_known_at_run_time(name: str, slow: None) -> None:
         assert ours <= 2 * eager
 
 
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "weights", "variance", "covariance"])
+def test_other_sizes(name: str, slow: None) -> None:
+    """The number of parts is that of the size seen; parts of others may be empty."""
+    _, f, count = RULES[name]
+    found = scheduled(f, *inputs(count, 2, 501), device="H200", check=False, dynamic=True)
+    assert found.accepted("split")
+    for length in (2, 3, 9, 64, 2000):
+        args = inputs(count, 2, length)
+        expected = torch.utils._pytree.tree_leaves(f(*args))
+        for g, e in zip(found.run([a.clone() for a in args]), expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["softmax", "logsumexp", "variance"])
 def test_dtypes(name: str, dtype: torch.dtype, slow: None) -> None:
