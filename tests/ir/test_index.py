@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import pytest
@@ -136,6 +137,23 @@ def test_equal_text_is_the_same_object(tree: Tree) -> None:
     assert pickle.loads(pickle.dumps(index)) is index
     names = {s.name: k + 3 for k, s in enumerate(SYMS)} | {a.name: k for k, a in enumerate(AXES)}
     assert eval(repr(index), {"min": min, "max": max}, dict(names)) == evaluate(index, names)
+
+
+@quick
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=4), st.integers(1, 60), st.integers(-7, 7))
+def test_digits_of_a_mixed_radix_number(radices: list[int], den: int, shift: int) -> None:
+    """Numbers whose digits are axes, as reshapes make them: terms with common factors."""
+    axes = [Axis(f"d{k}", r) for k, r in enumerate(radices)]
+    number = const(shift)
+    for a in axes:
+        number = number * a.extent + a.index
+    quotient, rest = floordiv(number, den), mod(number, den)
+    for digits in itertools.product(*(range(r) for r in radices)):
+        env = {a.name: d for a, d in zip(axes, digits)}
+        value = shift
+        for r, d in zip(radices, digits):
+            value = value * r + d
+        assert (evaluate(quotient, env), evaluate(rest, env)) == divmod(value, den)
 
 
 def test_facts_of_one_symbol_do_not_serve_another_of_its_name() -> None:

@@ -46,7 +46,7 @@ def test_pieces_that_live_at_once_do_not_overlap(seed: int) -> None:
     for _ in range(60):
         first = rng.randrange(30)
         lives.append((first, first + rng.randrange(8)))
-        need.append(rng.choice([0, 1, 100, 4096, 5000, 70000]))
+        need.append(rng.choice([0, 1, 100, 4096, 5000, 70000, rng.randrange(20000)]))
     at, total = place(need, lives)
     for i in range(len(need)):
         assert at[i] % ALIGNMENT == 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 from deuteron.ir import expr as E
-from deuteron.ir.index import Axis
-from deuteron.ir.program import Compute, contiguous
+from deuteron.ir.index import Axis, Index
+from deuteron.ir.program import Compute, Input, Output, Program, contiguous
+from deuteron.schedule.build import memory_of
 from deuteron.schedule.dag import Dag, Node
 from deuteron.schedule.group import Group, alone
 from deuteron.schedule.order import Order
@@ -52,6 +53,27 @@ def ordered(dag: Dag) -> bool:
 def both(a: Node, b: Node) -> Group:
     assert isinstance(a.content, Group) and isinstance(b.content, Group)
     return Group(a.content.space, (*a.content.members, *b.content.members))
+
+
+def test_a_writer_waits_for_readers_and_readers_for_it() -> None:
+    """x is read, overwritten, and read by its new name: each after the one before."""
+    axis = Axis("d0", 4)
+    lay = contiguous((axis.extent,), "f32")
+
+    def read(name: str, at: Index) -> E.Expr:
+        return E.load(name, (at,), "f32")
+
+    turned = Compute("turned", (axis,), read("x", 3 - axis.index), lay)
+    write = Compute("new", (axis,), E.op("neg", read("x", axis.index)), lay, "x", (axis.index,))
+    late = Compute("late", (axis,), read("new", 3 - axis.index), lay)
+    defs = (Input("x", lay, 0), turned, write, late)
+    outputs = tuple(Output(n, lay.shape, lay.strides) for n in ("turned", "late"))
+    program = Program(defs, outputs)
+    computes = {c.name: c for c in (turned, write, late)}
+    dag = Dag.of(program, computes, memory_of(program))
+    first, second, third = (dag.nodes[dag.home[n]] for n in ("turned", "new", "late"))
+    assert second.id in first.after, "the overwriter waits for who reads the old value"
+    assert third.id in second.after
 
 
 def test_merges_of_random_graphs_keep_the_order_and_see_every_cycle() -> None:

@@ -210,7 +210,7 @@ a torch.count_nonzero({x}, {d})
 f {x}.var({ds}, keepdim={k}, correction=0)
 f {x}.var({d})
 f {x}.std({d}, keepdim={k}, correction=0)
-f torch.var_mean({x}, {d}, correction=0)[1]
+f torch.var_mean({x}.nan_to_num(0.0), {d}, correction=0)[1]
 f torch.linalg.vector_norm({x}, 2, {d}, keepdim={k})
 f {x}.norm(p=1, dim={d})
 f {x}.norm()
