@@ -141,9 +141,8 @@ def _set(what: str, where: ctypes.c_void_p, attribute: int, value: Any) -> None:
 
 @cache
 def _handle(device: int) -> ctypes.c_void_p:
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # there is a context
-        return _made("cublasLtCreate")
+    torch.cuda.current_stream(device).synchronize()  # there is a context
+    return _made("cublasLtCreate")
 
 
 @cache
@@ -188,7 +187,8 @@ class Multiply:
     def __init__(self, product: Product, device: int, options: Options) -> None:
         self.product, self.device = product, device
         self.spaces: dict[int, int] = {}  # addresses by stream
-        self.prepare()
+        with torch.cuda.device(device):
+            self.prepare()
         self.function = _function(options)
 
     def __call__(self, stream: int, pointers: Any) -> None:
