@@ -240,7 +240,8 @@ def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) 
 @own("aten.native_dropout_backward.default")
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
     """In eager's order, which decides rounding and strides."""
-    return grad * mask * scale
+    out = grad * mask * scale
+    return strides.in_format_of(out, grad) if grad.device.type == "cuda" else out
 
 
 # -- pointwise -------------------------------------------------------------------------------------

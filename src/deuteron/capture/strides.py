@@ -22,6 +22,10 @@ def dense_format(x: Tensor) -> torch.memory_format:
     return torch._prims_common.suggest_memory_format(x)
 
 
+def in_format_of(out: Tensor, x: Tensor) -> Tensor:
+    return out.contiguous(memory_format=dense_format(x))
+
+
 def in_memory_format(rule: Rule) -> Rule:
     """Eager's result is contiguous, or channels last where the input is."""
 
@@ -29,7 +33,7 @@ def in_memory_format(rule: Rule) -> Rule:
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = rule(x, *args, **kwargs)
         first = out[0] if isinstance(out, tuple) else out
-        moved = first.contiguous(memory_format=dense_format(x))
+        moved = in_format_of(first, x)
         return (moved, *out[1:]) if isinstance(out, tuple) else moved
 
     return wrapped
@@ -117,7 +121,7 @@ def as_strided_scatter(x: Tensor, *args: Any, **kwargs: Any) -> Any:
 def unique_dim(x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
     """Eager compares slices moved to the front, and moves them back."""
     dim = dim % max(x.dim(), 1)
-    if dim == 0:
+    if dim == 0 or x.device.type != "cpu":
         return NotImplemented
     out, *rest = aten.unique_dim.default(x.movedim(dim, 0), 0, *args, **kwargs)
     return (out.movedim(0, dim), *rest)
@@ -129,6 +133,12 @@ def unique_consecutive(
     """Along a dimension torch's fake kernel gives sizes and strides that do not fit each other."""
     if dim is None or x.dim() == 0 or dim == 0:
         return NotImplemented
+    if x.device.type != "cpu":
+        return (
+            aten.unique_consecutive.default(x, return_inverse, return_counts, dim % x.dim())
+            if (dim < 0)
+            else NotImplemented
+        )
     moved = x.movedim(dim, 0)
     out, *rest = aten.unique_consecutive.default(moved, return_inverse, return_counts, 0)
     return (out.movedim(0, dim), *rest)

@@ -137,7 +137,15 @@ def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> View
 
 def with_strides(x: Value, layout: Layout, wanted: Sequence[Index]) -> tuple[Value, Layout]:
     """What to store, and how, so that a view of it has the `wanted` strides: memory with holes, as
-    traced (padded for alignment), where broadcast dimensions are stored once."""
+    traced (padded for alignment), where broadcast dimensions are stored once. As before where
+    elements differ along a dimension that was traced as a broadcast one: some of torch's fake
+    kernels repeat the strides of expanded arguments."""
+    used = x.expr.axes()
+    if any(
+        s.value == 0 and n.value != 1 and a in used
+        for a, s, n in zip(x.axes, wanted, x.shape, strict=True)
+    ):
+        return x, layout
     once = [
         const(0) if s.value == 0 and n.value != 1 else a.index
         for a, s, n in zip(x.axes, wanted, x.shape, strict=True)
