@@ -108,6 +108,19 @@ def test_several_loops_and_others(machine: Machine, small: None) -> None:
     check(f, inputs(1, 40, 3, 700), machine)
 
 
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "weights", "variance", "covariance"])
+def test_columns(name: str, small: None) -> None:
+    """Rows side by side, few enough that threads share them."""
+    _, f, count = RULES[name]
+    args = [a.t().contiguous() for a in inputs(count, 24, 6000)]
+    if name in ("softmax", "logsumexp"):
+        args[0][:, 3] = -INF
+        args[0][:4000, 4] = -INF
+        args[0][77, 5] = float("nan")
+    sources = check(lambda *xs: f(*(x.t() for x in xs)), args, SHARED)
+    assert any(re.search(r"b\d+ \+= 64\)", s) for s in sources)
+
+
 @pytest.mark.parametrize("machine", [ALONE, SHARED], ids=["alone", "shared"])
 def test_far_from_the_mean(machine: Machine, small: None) -> None:
     x = torch.randn(3, 10_007) + 100

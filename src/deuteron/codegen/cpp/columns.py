@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import Scope, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
+from deuteron.codegen.cpp.lanes import Lanes
 from deuteron.codegen.cpp.loops import Write, ordered, roots_of, stride
 from deuteron.codegen.cpp.nests import (
     ROW,
@@ -29,6 +30,7 @@ from deuteron.codegen.cpp.nests import (
     size,
     write_store,
 )
+from deuteron.codegen.cpp.online import Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
 from deuteron.ir.expr import REDUCTIONS, Expr, children
@@ -41,10 +43,10 @@ SIDE = 64  # rows of a tile through which stores along the reduced axis are tran
 class Columns(PassWriter):
     """Writes the passes over one block of lanes."""
 
-    def __init__(self, env: Env, v: Axis, cache: int, width: int) -> None:
+    def __init__(self, env: Env, v: Axis, cache: int, width: int, merging: bool = False) -> None:
         loops = env.loops
         outer = ordered(loops, loops.reduced)
-        super().__init__(env, v, outer, cache, frozenset((*loops.reduced, v)))
+        super().__init__(env, v, outer, cache, frozenset((*loops.reduced, v)), merging)
         self.width = width
         self.count = str(width)  # C text of the lanes in use
         self.base = "0"
@@ -71,9 +73,22 @@ class Columns(PassWriter):
             Expr("load", "i64" if a.positional else a.dtype, (), (name, (), None))
         ] = text
 
-    def start(self, p: Pass, k: int) -> dict[str, Accumulator]:
+    def walker(self, k: int) -> Walk:
+        def walk(p: Pass, accs: dict[str, Accumulator], part: tuple[Axis, str, str]) -> int:
+            self.start(p, k, accs)
+            self.walk(p, k, accs, part[1:])
+            return self.width
+
+        return walk
+
+    def start(
+        self, p: Pass, k: int, accs: dict[str, Accumulator] | None = None
+    ) -> dict[str, Accumulator]:
         em = self.env.em
-        accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
+        if accs is None:
+            accs = {
+                f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds
+            }
         for a in accs.values():
             em.scope.add(*a.declare(str(self.width), str(self.width)))
         for s in p.prefixes:
@@ -313,7 +328,8 @@ def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int)
     """
     em, loops = env.em, env.loops
     width = min(1024, hint(v.extent)) if v.extent.value is not None else 512
-    cols = Columns(env, v, 0, width)
+    read = size((v, *loops.reduced)) * sum(a.itemsize for a in loops.accesses if not a.store)
+    cols = Columns(env, v, 0, width, read > env.machine.threads * env.machine.l2_bytes // 2)
     axis = cols.outer[0]
     per_step = size([a for a in loops.reduced if a != axis]) * width
     length, count = chunk_counts(env, axis, per_step, 1)
@@ -336,6 +352,9 @@ def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int)
 
 def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: str) -> None:
     em, axis, width = env.em, cols.outer[0], cols.width
+    if p.rules:
+        _shared_joint(env, cols, k, p, length, count)
+        return
     cols.per_lane(p, k)
     c = em.fresh("c")
     n = env.extent(axis)
@@ -366,6 +385,24 @@ def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: s
     for name, a in shared:
         em.scope.add(*a.gather_lanes(str(width), count, cols.count))
         cols.bind(name, a)
+
+
+def _shared_joint(env: Env, cols: Columns, k: int, p: Pass, length: str, count: str) -> None:
+    """A pass in which folds need others: each chunk leaves its state."""
+    em, axis = env.em, cols.outer[0]
+    joint = Lanes(env, p, axis, tuple(cols.outer[1:]), cols)
+    c, low, high = em.fresh("c"), em.fresh("lo"), em.fresh("hi")
+    with em.inside() as scope:
+        scope.add(
+            f"const long long {low} = {c} * {length};",
+            f"const long long {high} = {smaller(f'{low} + {length}', env.extent(axis))};",
+        )
+        joint.blocks(cols.walker(k), low, high)
+        joint.share(c, CHUNKS)
+    em.scope.add("#pragma omp for schedule(static)")
+    em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
+    joint.gather(count)
+    joint.finish()
 
 
 def _store_once(env: Env, cols: Columns) -> None:

@@ -17,8 +17,10 @@ that threads share are merged in the same way, in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
@@ -51,6 +53,7 @@ class State:
     name: str
     type: str
     start: str
+    scalar: bool = False  # one for all lanes
 
 
 class Joint:
@@ -94,7 +97,7 @@ class Joint:
     def states(self) -> list[State]:
         out: list[State] = []
         if self.sums:
-            out.append(State(self.count, "double", "0"))
+            out.append(State(self.count, "double", "0", scalar=True))
         for f in self.first:
             a = Accumulator(self.stems[f.name], f.kind, f.body.dtype, self.env.em.used)
             if a.flushed:
@@ -110,15 +113,31 @@ class Joint:
     def count(self) -> str:
         return f"{self.stems[self.second[0].name]}_n"
 
+    # -- how it is written: one row at a time (`lanes` has several) ------------------------------
+    elements = ELEMENTS
+
+    def cell(self, name: str) -> str:
+        """The text of a variable of the state."""
+        return name
+
+    def partial(self, name: str, number: str) -> str:
+        """The same, as part `number` left it."""
+        return f"{name}_p[{number}]"
+
+    @contextmanager
+    def each(self) -> Iterator[None]:
+        """Where lines for one row stand."""
+        yield
+
+    def declare(self) -> None:
+        self.env.em.scope.add(*(f"{s.type} {s.name} = {s.start};" for s in self.states()))
+
     # -- one block ---------------------------------------------------------------------------------
     def blocks(self, walk: Walk, low: str, high: str) -> None:
         """Declares the state and folds ``low <= axis < high`` into it."""
         em, env = self.env.em, self.env
-        em.scope.add(*(f"{s.type} {s.name} = {s.start};" for s in self.states()))
-        each = size(self.rest)
-        step = max(1, ELEMENTS // max(1, each))
-        if not self.rest:
-            step = ELEMENTS
+        self.declare()
+        step = max(1, self.elements // max(1, size(self.rest)))
         b, end = em.fresh("b"), em.fresh("e")
         with em.inside(BLOCK) as scope:
             scope.add(f"const long long {end} = {smaller(f'{b} + {step}', high)};")
@@ -178,23 +197,24 @@ class Joint:
     def merge(self, results: Mapping[str, tuple[str, str | None]], n: str) -> None:
         """Takes results of a part of `n` elements into the state."""
         em = self.env.em
-        for f in self.first:
-            text = f"{self.stems[f.name]}_before"
-            if self._is_maximum(f):
-                kind = scalars.REGISTER[f.body.dtype]
-                em.scope.add(f"const {kind} {text} = {self.stems[f.name]};")
-                em.scope.texts[self.register(f, "old")] = text
-        for f in self.second:
-            rule = self.rules[f.name]
-            if isinstance(rule, Products):  # while the state's sums are those before
-                self._products(f, rule, results, n)
-        for f in self.first:
-            self._plain(f, *results[f.name])
-            em.scope.texts[self.register(f, "new")] = self.stems[f.name]
-        for f in self.second:
-            rule = self.rules[f.name]
-            if isinstance(rule, Rescaled):
-                self._rescaled(f, rule, results[f.name][0])
+        with self.each():
+            for f in self.first:
+                text = f"{self.stems[f.name]}_before"
+                if self._is_maximum(f):
+                    kind = scalars.REGISTER[f.body.dtype]
+                    em.scope.add(f"const {kind} {text} = {self.cell(self.stems[f.name])};")
+                    em.scope.texts[self.register(f, "old")] = text
+            for f in self.second:
+                rule = self.rules[f.name]
+                if isinstance(rule, Products):  # while the state's sums are those before
+                    self._products(f, rule, results, n)
+            for f in self.first:
+                self._plain(f, *results[f.name])
+                em.scope.texts[self.register(f, "new")] = self.cell(self.stems[f.name])
+            for f in self.second:
+                rule = self.rules[f.name]
+                if isinstance(rule, Rescaled):
+                    self._rescaled(f, rule, results[f.name][0])
         if self.sums:
             em.scope.add(f"{self.count} += {n};")
 
@@ -202,10 +222,11 @@ class Joint:
         return any(isinstance(r, Rescaled) and r.maximum == f.name for r in self.rules.values())
 
     def _plain(self, f: Fold, value: str, position: str | None) -> None:
-        em, name = self.env.em, self.stems[f.name]
+        em, name = self.env.em, self.cell(self.stems[f.name])
         a = Accumulator(name, f.kind, f.body.dtype, em.used)
         if position is not None:
-            em.scope.add(*a.merge_position(name, f"{name}_at", value, position))
+            at = self.cell(f"{self.stems[f.name]}_at")
+            em.scope.add(*a.merge_position(name, at, value, position))
         elif a.flushed:
             em.scope.add(f"{name} += {value};")
         else:
@@ -213,7 +234,7 @@ class Joint:
 
     def _rescaled(self, f: Fold, rule: Rescaled, value: str) -> None:
         """Both sums at the shift of both: each times its own exponential. A sum of 0 stays 0."""
-        em, name = self.env.em, self.stems[f.name]
+        em, name = self.env.em, self.cell(self.stems[f.name])
         top = next(g for g in self.first if g.name == rule.maximum)
         new = local_shift(rule, self.register(top, "new"))
         texts = []
@@ -227,11 +248,11 @@ class Joint:
         self, f: Fold, rule: Products, results: Mapping[str, tuple[str, str | None]], n: str
     ) -> None:
         """Chan, Golub, LeVeque, after the block's sum is moved to its true means."""
-        em, name, dtype = self.env.em, self.stems[f.name], f.body.dtype
+        em, name, dtype = self.env.em, self.cell(self.stems[f.name]), f.body.dtype
         off, apart = [], []
         for side in ("x",) if rule.square else ("x", "y"):
             total = self.sums[f.name, side]
-            mine, theirs = self.stems[total], results[total][0]
+            mine, theirs = self.cell(self.stems[total]), results[total][0]
             center = em.scope.texts.get(self.mean(f.name, side, dtype))
             d, r = em.fresh("d"), em.fresh("d")
             em.scope.add(
@@ -256,16 +277,16 @@ class Joint:
     def gather(self, count: str) -> None:
         """The state of the row from those of its parts, in order."""
         em = self.env.em
-        em.scope.add(*(f"{s.type} {s.name} = {s.start};" for s in self.states()))
+        self.declare()
         c = em.fresh("c")
         with em.inside(BLOCK) as scope:
             results: dict[str, tuple[str, str | None]] = {}
             for f in (*self.first, *self.second):
                 stem = self.stems[f.name]
-                at = f"{stem}_at_p[{c}]" if f.kind.startswith("arg") else None
-                results[f.name] = (f"{stem}_p[{c}]", at)
+                at = self.partial(f"{stem}_at", c) if f.kind.startswith("arg") else None
+                results[f.name] = (self.partial(stem, c), at)
                 if self._is_maximum(f):
-                    scope.texts[self.register(f, "block")] = f"{stem}_p[{c}]"
+                    scope.texts[self.register(f, "block")] = self.partial(stem, c)
             n = ""
             if self.sums:
                 n = em.fresh("n")
@@ -280,37 +301,44 @@ class Joint:
         for f in self.p.folds:
             if f.name not in self.rules:
                 a = Accumulator(self.stems[f.name], f.kind, f.body.dtype, em.used)
-                end = f"{a.name}_at" if a.positional else f"({a.result_type}){a.name}"
-                self._bind(f, end)
+                text = self.cell(f"{a.name}_at" if a.positional else a.name)
+                self.result(f, partial(str, f"({a.result_type}){text}"))
         for f in self.second:
-            rule, name = self.rules[f.name], self.stems[f.name]
-            kind = scalars.REGISTER[f.body.dtype]
+            rule = self.rules[f.name]
             if isinstance(rule, Products):
-                texts = []
-                for side, center in (("x", rule.a), ("y", rule.b)):
-                    mean = f"{self.stems[self.sums[f.name, side]]} / {self.count}"
-                    texts.append(f"({mean} - {em.value(center)})")
-                empty = f"{self.count} > 0"
-                end = f"({kind})({empty} ? {name} + {self.count} * {texts[0]} * {texts[1]} : 0)"
+                self.result(f, partial(self._finished_products, f, rule))
             else:
-                top = next(g for g in self.first if g.name == rule.maximum)
-                row = em.scope.texts[self.bound(top)]
-                em.scope.texts[self.register(top, "row")] = row
-                local = local_shift(rule, self.register(top, "row"))
-                weight = em.value(power_of(rule, E.op("sub", local, rule.shift)))
-                nothing = em.value(E.op("sub", rule.shift, rule.shift))
-                end = f"({kind})({name} == 0 ? {nothing} : {name} * {weight})"
-            self._bind(f, end)
+                self.result(f, partial(self._finished_rescaled, f, rule))
+
+    def _finished_products(self, f: Fold, rule: Products) -> str:
+        texts = []
+        for side, center in (("x", rule.a), ("y", rule.b)):
+            mean = f"{self.cell(self.stems[self.sums[f.name, side]])} / {self.count}"
+            texts.append(f"({mean} - {self.env.em.value(center)})")
+        name, kind = self.cell(self.stems[f.name]), scalars.REGISTER[f.body.dtype]
+        whole = f"{name} + {self.count} * {texts[0]} * {texts[1]}"
+        return f"({kind})({self.count} > 0 ? {whole} : 0)"
+
+    def _finished_rescaled(self, f: Fold, rule: Rescaled) -> str:
+        em, name = self.env.em, self.cell(self.stems[f.name])
+        top = next(g for g in self.first if g.name == rule.maximum)
+        row = em.lookup(self.bound(top))
+        assert row is not None
+        em.scope.texts[self.register(top, "row")] = row
+        local = local_shift(rule, self.register(top, "row"))
+        weight = em.value(power_of(rule, E.op("sub", local, rule.shift)))
+        nothing = em.value(E.op("sub", rule.shift, rule.shift))
+        return f"({scalars.REGISTER[f.body.dtype]})({name} == 0 ? {nothing} : {name} * {weight})"
 
     def bound(self, f: Fold) -> Expr:
         dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
         return Expr("load", dtype, (), (f.name, (), None))
 
-    def _bind(self, f: Fold, text: str) -> None:
+    def result(self, f: Fold, text: Callable[[], str]) -> None:
+        """Names the fold's result."""
         em = self.env.em
-        name = em.fresh("t")
-        dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
-        em.scope.add(f"const {scalars.REGISTER[dtype]} {name} = {text};")
+        name, dtype = em.fresh("t"), self.bound(f).dtype
+        em.scope.add(f"const {scalars.REGISTER[dtype]} {name} = {text()};")
         em.scope.texts[self.bound(f)] = name
 
 

@@ -1,0 +1,108 @@
+"""Dependent folds over rows that lie side by side, in one pass: `online` with a row in every lane.
+
+In: the folds of a pass and the `Columns` that walks it. Out: C++ lines: the state of the rows is an
+array per variable, what `online` does for a row stands in loops over the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.folds import Accumulator
+from deuteron.codegen.cpp.nests import Env
+from deuteron.codegen.cpp.online import Joint, Walk
+from deuteron.codegen.cpp.passes import Pass
+from deuteron.ir.index import Axis
+from deuteron.schedule.kernel import Fold
+
+if TYPE_CHECKING:
+    from deuteron.codegen.cpp.columns import Columns
+
+
+class Lanes(Joint):
+    """The folds of one pass over a block of columns."""
+
+    elements = 64  # rows of a block; times the lanes they are in the L2 cache
+
+    def __init__(
+        self, env: Env, p: Pass, axis: Axis, rest: tuple[Axis, ...], columns: Columns
+    ) -> None:
+        super().__init__(env, p, axis, rest)
+        self.columns = columns
+
+    def cell(self, name: str) -> str:
+        return f"{name}[l]"
+
+    def partial(self, name: str, number: str) -> str:
+        return f"{name}_p[{number} * {self.columns.width} + l]"
+
+    @contextmanager
+    def each(self) -> Iterator[None]:
+        columns, em = self.columns, self.env.em
+        em.axis_text[columns.v] = f"({columns.base} + l)"
+        with em.inside(columns.v) as scope:
+            yield
+        columns.lane_loop(scope)
+
+    def declare(self) -> None:
+        em, width = self.env.em, self.columns.width
+        for s in self.states():
+            if s.scalar:
+                em.scope.add(f"{s.type} {s.name} = {s.start};")
+            else:
+                em.scope.add(
+                    f"alignas(64) {s.type} {s.name}[{width}];",
+                    f"for (int l = 0; l < {width}; ++l) {s.name}[l] = {s.start};",
+                )
+
+    def fold(
+        self, p: Pass, walk: Walk, part: tuple[Axis, str, str]
+    ) -> dict[str, tuple[str, str | None]]:
+        em, count = self.env.em, self.columns.count
+        accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
+        walk(p, accs, part)
+        out: dict[str, tuple[str, str | None]] = {}
+        for f in p.folds:
+            a = accs[f.name]
+            em.scope.add(*a.flush_lanes(count), *a.settle_lanes(count))
+            if a.positional:
+                out[f.name] = (f"{a.name}[l]", f"{a.name}_i[l]")
+            else:
+                out[f.name] = (f"{a.name}{'_d' if a.flushed else ''}[l]", None)
+                em.scope.texts[self.register(f, "block")] = f"{a.name}[l]"
+        return out
+
+    def means(self, results: Mapping[str, tuple[str, str | None]], n: str) -> None:
+        em, width = self.env.em, self.columns.width
+        for (name, side), total in self.sums.items():
+            dtype = next(f.body.dtype for f in self.second if f.name == name)
+            kind, mean = scalars.REGISTER[dtype], em.fresh("mean")
+            em.scope.add(f"alignas(64) {kind} {mean}[{width}];")
+            with self.each():
+                em.scope.add(f"{mean}[l] = ({kind})({results[total][0]} / {n});")
+            em.scope.texts[self.mean(name, side, dtype)] = f"{mean}[l]"
+
+    def share(self, number: str, most: int) -> None:
+        em, width = self.env.em, self.columns.width
+        for s in self.states():
+            if s.scalar:
+                self.env.shared.append(f"alignas(64) {s.type} {s.name}_p[{most}];")
+                em.scope.add(f"{s.name}_p[{number}] = {s.name};")
+                continue
+            self.env.share(f"{s.name}_p", s.type, most * width)
+            with self.each():
+                em.scope.add(f"{self.partial(s.name, number)} = {s.name}[l];")
+
+    def result(self, f: Fold, text: Callable[[], str]) -> None:
+        em, dtype = self.env.em, self.bound(f).dtype
+        name = em.fresh("t")
+        em.scope.add(f"alignas(64) {scalars.REGISTER[dtype]} {name}[{self.columns.width}];")
+        with self.each():
+            em.scope.add(f"{name}[l] = {text()};")
+        em.scope.texts[self.bound(f)] = f"{name}[l]"
+
+
+__all__ = ["Lanes"]
