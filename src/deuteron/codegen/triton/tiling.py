@@ -137,7 +137,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     order = _in_order(loops, (*loops.parallel, *loops.reduced))
     other = _second_contiguous(loops, order)
     if other is not None:
-        x = (order[-1],)
+        x: tuple[Axis, ...] = (order[-1],)
         y = tuple(a for a in order[:-1] if a != other) + (other,)
         return Form("points", (("y", y), ("x", x)), _tile_blocks(size(y), size(x)))
     if len(order) >= MANY_AXES and (cut := _cut(order)) is not None:
