@@ -1,6 +1,6 @@
 """How compile time grows with the size of a graph.
 
-    python scripts/scaling.py [--shapes chain,lstm] [--sizes 500,1000,2000,5000] [--build] [--gpu H200]
+    python scripts/scaling.py [--shapes chain,lstm] [--sizes 500,1000,2000,5000] [--build]
 
 Compiles graphs of several shapes and sizes through Dynamo, AOTAutograd and Deuteron's stages, and
 prints for each the CPU seconds of every stage, Deuteron's milliseconds per node, and that figure
@@ -28,9 +28,10 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, fx, nn  # noqa: E402
 
 from deuteron.backend import deuteron_backend, run_as_traced  # noqa: E402
+from deuteron.base.garbage import collector_paused  # noqa: E402
 from deuteron.base.options import Options  # noqa: E402
 from deuteron.base.record import Record  # noqa: E402
-from deuteron.pipeline import STAGES, Compilation, collector_paused  # noqa: E402
+from deuteron.pipeline import STAGES, Compilation  # noqa: E402
 
 Program = tuple[Callable[..., Any], tuple[Tensor, ...]]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from deuteron.base.garbage import collector_paused
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture import decompositions
@@ -163,13 +163,8 @@ def compile_graph(*args: Any, **kwargs: Any) -> Boxed:
 def pipeline() -> Any:
     """The whole compiler, imported when first used. Without the garbage collector: the hundred
     modules would make it walk all of torch's objects, which takes twice as long as they do."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_paused():
         return importlib.import_module("deuteron.pipeline")
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def deuteron_backend(
@@ -195,7 +190,7 @@ def deuteron_backend(
     compiled = ahead.prepare(gm, example_inputs, session.options)
     # Saved tensors are not written to by our backward; declared donated, they would make
     # retain_graph=True fail.
-    with torch._functorch.config.patch(donated_buffer=False):
+    with collector_paused(), torch._functorch.config.patch(donated_buffer=False):
         call = aot(gm, example_inputs)
     compiled()
     return call
