@@ -7,11 +7,9 @@ time is in the Record, and with a debug folder each artifact is written there as
 
 from __future__ import annotations
 
-import gc
 import itertools
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -23,6 +21,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from deuteron.base.device import device_spec_for
 from deuteron.base.errors import DeuteronError
+from deuteron.base.garbage import collector_paused
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture.partition import donated_inputs
@@ -241,11 +240,14 @@ class Compilation:
         return Path(self.options.debug_dir) / f"{self.phase}_{self.number}"
 
     def run(self) -> Call:
+        with collector_paused():
+            return self.staged()
+
+    def staged(self) -> Call:
         for stage in STAGES:
             start = perf_counter()
             try:
-                with collector_paused():
-                    text = getattr(self, f"do_{stage.name}")()
+                text = getattr(self, f"do_{stage.name}")()
             except (DeuteronError, torch.OutOfMemoryError):
                 raise
             except Exception as e:
@@ -263,20 +265,6 @@ class Compilation:
         if file:
             (self.debug / file).write_text(text)
         (self.debug / "record.json").write_text(self.record.to_json())
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection inside. A stage makes many objects and next to no cycles; each full
-    collection walks all objects of the process (0.3 s after importing torch, several times per
-    thousand nodes)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def relabelled(first: Kernel, made: Generated, kernel: Kernel) -> Generated:
