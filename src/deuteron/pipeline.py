@@ -199,10 +199,14 @@ class Compilation:
                 detail="kernels of the CPU have one configuration",
             )
         if self.options.verify:
-            extra["watch"] = Watcher(self.steps(), self.kernels, self.options).watch
+            assert self.program is not None
+            watcher = Watcher(self.steps(), self.kernels, self.options, self.program)
+            extra["watch"] = watcher.watch
         name = f"<deuteron {self.phase} graph {self.number}>"
         path = str(self.debug / "module.py") if self.debug else name
         self.call = load_module(self.emitted, self.library, extra, path)
+        if self.options.verify:
+            self.call = watcher.around(self.call)
         if self.options.cudagraphs:
             assert self.program is not None and self.schedule is not None and self.plan is not None
             self.call = graphed(

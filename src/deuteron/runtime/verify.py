@@ -1,8 +1,10 @@
 """The self-check: each kernel's results against the reference executor, on the same inputs.
 
-In: kernels as scheduled and as generated. Out: `Watcher.watch`, which the emitted module calls
-before each launch and whose result it calls after it. The first wrong kernel raises `VerifyError`
-and leaves a folder from which it runs alone.
+In: the program, its kernels as scheduled and as generated. Out: `Watcher.watch`, which the emitted
+module calls before each launch and whose result it calls after it. Three things are checked of each
+kernel: that what it reads is still what was written there (the memory plan), that its results are
+those of the kernel's own text (the code generators), and those of the program's definitions (the
+schedule). The first wrong kernel raises `VerifyError` and leaves a folder from which it runs alone.
 
 How much a result may differ is found out, not fixed: floating inputs are moved by a unit in the
 last place, and what that does to the reference's results is what rounding may do to the kernel's.
@@ -26,6 +28,8 @@ from deuteron.base.errors import VerifyError
 from deuteron.base.options import Options
 from deuteron.codegen.assemble import Generated, triton_fields
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
+from deuteron.ir.program import Extern, Input, Program, tensors_read
+from deuteron.ir.reference import compute
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.printer import kernel_lines
 from deuteron.schedule.reference import run_kernel
@@ -36,6 +40,12 @@ ULPS = 64
 # The reference's own change under inputs that moved by an ulp may be exceeded this many times.
 MARGIN = 8.0
 HALVES = (torch.float16, torch.bfloat16)
+# What is said of a kernel, by the stage that it tells against.
+SAID = {
+    "generate": "gives a wrong result",
+    "schedule": "does not compute what the program says",
+    "memory": "reads what was overwritten",
+}
 
 
 @dataclass(frozen=True)
@@ -96,14 +106,88 @@ def compare(name: str, got: Tensor, want: Tensor, other: Tensor) -> Difference |
     return Difference(name, wrong, got.numel(), at, got[at].item(), want[at].item())
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether all elements are the same ones."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+class Meaning:
+    """What the program says of each tensor, from what was found right so far in one call."""
+
+    def __init__(self, program: Program, args: Sequence[Any]) -> None:
+        self.computes = {d.name: d for d in program.computes()}
+        self.called = {
+            n for d in program.defs if isinstance(d, Extern) for n in d.names if n is not None
+        }
+        self.known = {d.name: copy(args[d.position]) for d in program.defs if isinstance(d, Input)}
+        self.known |= program.constants
+
+    def note(self, name: str, t: Tensor) -> None:
+        """A result that is right, or what a library call gave."""
+        self.known[name] = copy(t)
+
+    def of(
+        self, name: str, sizes: Mapping[str, int], known: dict[str, Tensor] | None = None
+    ) -> Tensor | None:
+        """The value of a tensor; None where it needs a call's result that no kernel has read."""
+        made = dict(self.known) if known is None else dict(known)
+        todo = [name]
+        while todo:
+            d = self.computes.get(todo[-1])
+            if todo[-1] in made:
+                todo.pop()
+                continue
+            if d is None:
+                return None
+            missing = [n for n in tensors_read(d) if n not in made]
+            if d.target is not None and d.target not in made:
+                missing.append(d.target)
+            if missing:
+                todo += missing
+                continue
+            if d.target is not None:  # it is overwritten: the old value stays known by its name
+                old = made[d.target]
+                made[d.target] = copy(old)
+                compute(d, made, sizes)
+                made[d.target] = old
+            else:
+                compute(d, made, sizes)
+            todo.pop()
+        return made[name]
+
+    def moved(self, seed: int) -> dict[str, Tensor]:
+        return {n: moved(t, seed + k) for k, (n, t) in enumerate(self.known.items())}
+
+
 class Watcher:
     """The kernels of one graph."""
 
     def __init__(
-        self, kernels: Sequence[Kernel], generated: Mapping[str, Generated], options: Options
+        self,
+        kernels: Sequence[Kernel],
+        generated: Mapping[str, Generated],
+        options: Options,
+        program: Program,
     ) -> None:
         self.kernels = {k.name: k for k in kernels}
         self.generated, self.options = generated, options
+        # Names say which value is meant, unless library calls change tensors in place.
+        changed = any(isinstance(d, Extern) and d.mutates for d in program.defs)
+        self.program = None if changed else program
+        self.meaning: Meaning | None = None
+
+    def around(self, call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The graph's callable, each call of which starts with its own inputs."""
+
+        def watched(args: list[Any]) -> Any:
+            self.meaning = Meaning(self.program, args) if self.program is not None else None
+            try:
+                return call(args)
+            finally:
+                self.meaning = None
+
+        watched._boxed_call = True  # type: ignore[attr-defined]
+        return watched
 
     def watch(
         self, name: str, tensors: dict[str, Tensor], sizes: dict[str, int]
@@ -111,6 +195,9 @@ class Watcher:
         """Keeps a kernel's operands; the result, called after it ran, compares."""
         kernel = self.kernels[name]
         given = {n: copy(t) for n, t in tensors.items()}
+        meaning = self.meaning
+        if meaning is not None:
+            self.unspoilt(kernel, meaning, given, sizes)
 
         def check() -> None:
             want = {n: copy(t) for n, t in given.items()}
@@ -123,9 +210,51 @@ class Watcher:
             for n, _ in kernel.writes:
                 found = compare(n, tensors[n], want[n], other[n])
                 if found is not None:
-                    self.fail(kernel, found, given, want, sizes)
+                    self.fail(kernel, found, given, want, sizes, "generate")
+            if meaning is not None:
+                self.as_meant(kernel, meaning, tensors, given, sizes)
 
         return check
+
+    def unspoilt(
+        self, kernel: Kernel, meaning: Meaning, given: dict[str, Tensor], sizes: dict[str, int]
+    ) -> None:
+        """What the kernel reads is what was written there."""
+        written = {n for n, _ in kernel.writes}
+        for n, _ in kernel.reads:
+            known = meaning.known.get(n)
+            if known is None:
+                if n in meaning.called:
+                    meaning.note(n, given[n])
+            elif n not in written and not same(given[n], known):
+                bad = (given[n] != known) & ~((given[n] != given[n]) & (known != known))
+                at = tuple(int(i) for i in bad.nonzero()[0])
+                found = Difference(
+                    n, int(bad.sum()), bad.numel(), at, given[n][at].item(), known[at].item()
+                )
+                self.fail(kernel, found, given, {**given, n: known}, sizes, "memory")
+
+    def as_meant(
+        self,
+        kernel: Kernel,
+        meaning: Meaning,
+        tensors: dict[str, Tensor],
+        given: dict[str, Tensor],
+        sizes: dict[str, int],
+    ) -> None:
+        """The kernel's results are those of the program's definitions."""
+        names = [n for n, _ in kernel.writes if n in meaning.computes]
+        for n in names:
+            want = meaning.of(n, sizes)
+            if want is None:
+                continue
+            other = meaning.of(n, sizes, meaning.moved(0))
+            assert other is not None
+            found = compare(n, tensors[n], want, other)
+            if found is not None:
+                self.fail(kernel, found, given, {**given, n: want}, sizes, "schedule")
+        for n in names:
+            meaning.note(n, tensors[n])
 
     def fail(
         self,
@@ -134,6 +263,7 @@ class Watcher:
         given: dict[str, Tensor],
         want: dict[str, Tensor],
         sizes: dict[str, int],
+        guilty: str,
     ) -> None:
         folder = self.folder(kernel.name)
         generated = self.generated[kernel.name]
@@ -141,12 +271,12 @@ class Watcher:
         where = next((o.line for o in kernel.origins if o.line), "")
         command = f"{shlex.quote(sys.executable)} -m deuteron.runtime.alone {folder}"
         raise VerifyError(
-            f"kernel {generated.name} gives a wrong result: {found}",
+            f"kernel {generated.name} {SAID[guilty]}: {found}",
             hint=f"its source and inputs are in {folder}; alone: {command}",
             where=where,
             invariant="a kernel's results are the reference executor's",
             node=kernel.name,
-            guilty="generate",
+            guilty=guilty,
         )
 
     def folder(self, name: str) -> Path:

@@ -128,7 +128,10 @@ def unset(t: Tensor) -> Tensor:
 def launch(
     kernel: TritonKernel, function: Any, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> None:
-    """Interprets a kernel, every program of its grid."""
+    """Interprets a kernel, every program of its grid. It has only the sizes that it names, as when
+    it is launched."""
+    own = [what for kind, what in kernel.args if kind == "size" and isinstance(what, Sym)]
+    sizes = {s.name: sizes[s.name] for s in own}
     config = kernel.configs[0]
     grid = kernel.grid(config, sizes)
     if grid == 0:

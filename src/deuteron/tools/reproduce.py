@@ -76,7 +76,7 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
     oracles, drew = [], False
     for given in sets:
         torch.manual_seed(0)
-        before = torch.random.get_rng_state()
+        before = generators()
         try:
             oracles.append(
                 Oracle(
@@ -87,7 +87,7 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
             )
         except Exception as e:  # noqa: BLE001 - eager's own refusal
             raise Unusable(f"{type(e).__name__}: {e}") from None
-        drew |= not torch.equal(before, torch.random.get_rng_state())
+        drew |= any(not torch.equal(a, b) for a, b in zip(before, generators()))
     if drew and how.backend in OURS:
         how = replace(how, options={**how.options, "eager_random": True})
     try:
@@ -102,6 +102,12 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
         own = [p for p in found if place(p) not in torch_too]
         return Failure("wrong" if own else "torch", "; ".join(own or found))
     return None
+
+
+def generators() -> list[Tensor]:
+    """The states of the random number generators."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.random.get_rng_state(), *gpus]
 
 
 def problems(seen: list[list[Seen]], oracles: Sequence[Oracle]) -> list[str]:

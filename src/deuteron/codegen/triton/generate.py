@@ -153,10 +153,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         ),
         constexprs=tuple(constexprs),
         configs=_configs(forms, blocks),
-        grid_source=" + ".join(
-            _grid(f, b, n)
-            for f, b, n in list(zip(forms, blocks, nests, strict=True))[: _main(kernel)]
-        ),
+        grid_source=_grids(forms, blocks, nests, _main(kernel)),
         aligned=(
             *pointers.values(),
             *(size_name(s) for s in symbols if s.hint and s.hint % 16 == 0),
@@ -215,9 +212,12 @@ def _all_indices(nests: Iterable[Loops]) -> list[Index]:
 
 
 def _symbols(nests: Iterable[Loops], layouts: Mapping[str, Layout]) -> tuple[Sym, ...]:
+    """The sizes that indices depend on, and those that tell how wide indices are."""
     found: set[Sym] = set()
     for i in _all_indices(nests):
         found |= i.syms()
+    for lay in layouts.values():
+        found |= (lay.extent() + lay.offset).syms()
     return tuple(sorted(found))
 
 
@@ -265,6 +265,16 @@ def _python_atom(a: object, name: Callable[[Sym], str]) -> str:
 
 def _blocks_text(count: Index, block: str) -> str:
     return f"-(-{python_text(count)} // {block})"
+
+
+def _grids(
+    forms: Sequence[Form], blocks: Sequence[Mapping[str, str]], nests: Sequence[Loops], main: int
+) -> str:
+    """Programs of the nests that run first. Where others follow there is always one, which runs
+    them: the first ones may have nothing to do."""
+    first = list(zip(forms, blocks, nests, strict=True))[:main]
+    text = " + ".join(_grid(f, b, n) for f, b, n in first)
+    return text if main == len(nests) else f"max(1, {text})"
 
 
 def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
