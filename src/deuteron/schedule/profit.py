@@ -152,10 +152,10 @@ def cost(
     done = work(group)
     share = occupancy(group, layouts, spec)
     us = time_us(moved, done, share, spec)
-    if not whole and share < LOW and splittable(group, layouts, spec):
+    if not whole and share < LOW and group.folds:
         again = 0 if not stays(group, spec) else read_again(group, layouts)
         halves = time_us(moved + again, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
-        if halves < us:
+        if halves < us and splittable(group, layouts, spec):  # the dearer question last
             return Cost(moved, done, 1.0, halves)
     return Cost(moved, done, share, us)
 

@@ -51,11 +51,9 @@ def relieve(fusion: Fusion) -> None:
         spec = fusion.spec(group)
         if fusion.partial & group.reads.keys():
             continue  # it combines partial results already
-        if not profit.splittable(group, fusion.layouts, spec):
-            continue
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
-        if now.occupancy >= profit.LOW:
+        if now.occupancy >= profit.LOW or not profit.splittable(group, fusion.layouts, spec):
             continue
         found = split(group, fusion, spec)
         if found is None:
