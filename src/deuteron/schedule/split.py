@@ -49,8 +49,8 @@ def relieve(fusion: Fusion) -> None:
         if not isinstance(group, Group) or not group.folds or group.chunk is not None:
             continue
         spec = fusion.spec(group)
-        if fusion.partial & group.reads.keys():
-            continue  # it combines partial results already
+        if spec.kind == "cpu" or fusion.partial & group.reads.keys():
+            continue  # threads share rows; or it combines partial results already
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
         if now.occupancy >= profit.LOW or not profit.splittable(group, fusion.layouts, spec):
