@@ -17,7 +17,7 @@ from deuteron.backend import deuteron_backend
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "scaling.py"
 # Between these sizes everything that is bounded (members of a kernel, its code) reaches its bound.
-SMALL, LARGE = 600, 1800
+SMALL, LARGE = 400, 1200
 # Calls per node at the large size over those at the small one.
 MOST = 1.2
 
@@ -76,5 +76,5 @@ def test_calls_are_proportional_to_nodes(shape: str) -> None:
 
 
 def test_a_deep_graph_compiles_in_bounded_kernels() -> None:
-    stages = compiled(scaling.SHAPES["chain"], 2400)
-    assert stages.kernels >= 1200 * 13 // 1024  # 13 units of code for each sin(x) + 0.5
+    stages = compiled(scaling.SHAPES["chain"], 1600)
+    assert stages.kernels >= 800 * 13 // 1024  # 13 units of code for each sin(x) + 0.5
