@@ -237,6 +237,17 @@ def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) 
     return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 
+@own("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """Torch's rule of 2.11 writes in place, which a functional graph may not."""
+    if x.dim() == 0:
+        return index_fill(x.unsqueeze(0), 0, index, value).squeeze(0)
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    places = [None] * (dim % x.dim()) + [index.reshape(-1).long()]
+    return aten.index_put.default(x, places, value.to(x))
+
+
 @own("aten.native_dropout_backward.default")
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
     """In eager's order, which decides rounding and strides."""
