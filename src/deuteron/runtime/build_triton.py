@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import deuteron
 from deuteron.base.errors import BuildError, DeuteronError
 from deuteron.base.options import Options
-from deuteron.runtime import workers
+from deuteron.runtime import ptx, workers
 from deuteron.runtime.cache import Cache, key_of
 from deuteron.runtime.workers import Builder, Task
 
@@ -70,7 +70,7 @@ class Job:
     capability: int
 
     def key(self) -> str:
-        return key_of(repr(self), version(), library_text())
+        return key_of(repr(self), version(), library_text(), ptx.APART)
 
 
 def job_of(kernel: TritonKernel, config: Config, capability: int, aligned: bool, wide: bool) -> Job:
@@ -255,11 +255,13 @@ def _own_folder(cache: Cache) -> Iterator[None]:
         _ONE_AT_A_TIME,
         contextlib.closing(cache.workplaces()) as places,
         knobs.cache.scope(),
+        knobs.runtime.scope(),
     ):
         folder = next(places, None)
         if folder is None:
             raise OSError("no folder to build in: the disks are full or cannot be written")
         knobs.cache.dir = str(folder)
+        knobs.runtime.add_stages_inspection_hook = ptx.corrected
         if workers.serving:  # elsewhere other threads make temporary files, and use Triton
             tempfile.tempdir = str(folder)
             _skip_key()
