@@ -2,8 +2,8 @@
 
 In and out: the text of a PTX module. For sm_90, ptxas 12.8 (of Triton 3.6) loses the constant in
 ``add.s16x2 d, a, imm``: it emits ``VIADD.16x2 d, a, 0x0``. LLVM makes such additions where it
-proves indices to be below 256 (``(x % 6) - 1`` of small ``x``). They are written as two additions of
-16 bits.
+proves indices to be below 256 (``(x % 6) - 1`` of small ``x``). They are written as two
+additions of 16 bits.
 """
 
 from __future__ import annotations

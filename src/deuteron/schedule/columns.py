@@ -20,8 +20,8 @@ from deuteron.schedule.legality import Refusal, consistent
 from deuteron.schedule.space import Map, Space, dense, flat, image
 
 # Workers per multiprocessor of a GPU: few, since each leaves partial results, but more for short
-# rows, which leave a worker waiting. H200, layer norm forward and backward, 2, 4, 8 workers: rows of
-# 1024 (bf16) 102, 91, 94 us, of 256 191, 200, 184 us, of 768 (f32) 256, 250, 255 us; of 4096 no
+# rows, which leave a worker waiting. H200, layer norm forward and backward, 2, 4, 8 workers: rows
+# of 1024 (bf16) 102, 91, 94 us, of 256 191, 200, 184 us, of 768 (f32) 256, 250, 255 us; of 4096 no
 # difference.
 WORKERS = 2
 MOST_WORKERS = 8
