@@ -277,10 +277,9 @@ def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
 def angle(x: Tensor) -> Tensor:
     if x.is_complex():
         return NotImplemented
-    turned = torch.where(x < 0, math.pi, 0.0)
-    if not x.dtype.is_floating_point:
-        return turned.to(torch.get_default_dtype())
-    return torch.where(torch.isnan(x), x, turned.to(x.dtype))
+    floating = x.dtype.is_floating_point
+    turned = (x < 0).to(x.dtype if floating else torch.get_default_dtype()) * math.pi
+    return torch.where(torch.isnan(x), x, turned) if floating else turned
 
 
 @own("aten.soft_margin_loss_backward.default")

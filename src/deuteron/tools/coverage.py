@@ -287,6 +287,9 @@ def table(ops: Sequence[Op], command: str, versions: str) -> str:
     lines += ["|---|---|---|"]
     lines += [f"| {o.name} | {o.captured} | {cell(o.why)} |" for o in ops if o.why]
     lines += [
+        "| jiterator_* | none | no operators: tracing calls them with tensors without memory |"
+    ]
+    lines += [
         "",
         "## Samples that did not run",
         "",
