@@ -192,6 +192,8 @@ class Op:
             self.dtypes[row["dtype"]] = None
             self.parts[row["part"]] = None
         phase = "backward" if row["part"] == "backward" else "forward"
+        if row["dtype"].startswith("complex"):  # library calls by design
+            phase = f"complex {phase}"
         self.kernels[phase] += row.get("kernels", 0)
         self.library.setdefault(phase, {}).update(row.get("library", {}))
         self.skipped.update(row.get("skipped", {}))
@@ -208,7 +210,9 @@ class Op:
         return "right" if self.right else "not run"
 
     def made(self, phase: str) -> str:
-        """Who computes it."""
+        """Who computes it; of complex numbers only where there are no others."""
+        if phase not in self.library and f"complex {phase}" in self.library:
+            phase = f"complex {phase}"
         library = {n for n in self.library.get(phase, {}) if not n.startswith("deuteron.seed")}
         if self.kernels[phase]:
             return "partly" if library else "generated"
@@ -260,7 +264,8 @@ def table(ops: Sequence[Op], command: str, versions: str) -> str:
         "(float64 decides), dtypes, shapes, strides, shared memory, and inputs afterwards.",
         "",
         "*generated*: Deuteron's own kernels. *library*: calls of ATen. *partly*: both, over all",
-        "samples. *views*: nothing is computed.",
+        "samples of real numbers (complex ones are computed by the library). *views*: nothing is",
+        "computed.",
         "",
         summary(ops, 0).rsplit(",", 1)[0] + ".",
         "",
