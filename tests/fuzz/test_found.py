@@ -73,6 +73,20 @@ FOUND: dict[str, Found] = {
         (lambda: [f(1, 1), f(64, 64, 1, 1)], lambda: [f(5, 2), f(3, 4, 5, 2)]),
         DYNAMIC,
     ),
+    # the backward recomputed from inputs that the forward had overwritten
+    "recomputed from what is overwritten": Found(
+        """x.mul_(0.5).addcmul_(z, z, value=0.1)
+        return y / (x + 3)""",
+        (lambda: [f(4, 5), f(4, 5, grad=True), f(4, 5)],),
+        BACKWARD,
+    ),
+    "recomputed from a view of what is overwritten": Found(
+        """w = (x[1:] * 2).sin() * y
+        x.mul_(0.5)
+        return w * z, x + 1""",
+        (lambda: [f(5, 4), f(4, 4, grad=True), f(4, 4, grad=True)],),
+        BACKWARD,
+    ),
     # a library call got a view with a negative stride, whose sign was not seen: it is a symbol
     "flip before a library call": Found(
         "return x.flip(0).logcumsumexp(0), x.flip(0, 1) @ x",

@@ -17,6 +17,8 @@ from torch import Tensor
 import deuteron.pipeline as pipeline
 from deuteron.backend import deuteron_backend
 from deuteron.base.errors import VerifyError
+from deuteron.ir.expr import op
+from deuteron.memory import plan as memory_plan
 from deuteron.runtime.verify import compare, moved
 
 R = torch.randn
@@ -86,6 +88,44 @@ def test_wrong_kernel_is_named_and_runs_alone(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "differs by up to" in done.stdout
+
+
+def sorts(x: Tensor) -> Tensor:
+    a = torch.sort(x, 0)[0].cumsum(1)
+    b = torch.sort(a * x, 0)[0].cumsum(1)
+    return torch.sort(b - a, 0)[0] * a + b
+
+
+def test_who_reads_overwritten_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor of the workspace at its start: the plan is wrong, no kernel is."""
+    x = R(40, 30)
+    torch.testing.assert_close(checked(sorts)(x), sorts(x), rtol=1e-3, atol=1e-3)
+    torch._dynamo.reset()
+    monkeypatch.setattr(memory_plan, "place", lambda need, lives: ([0] * len(need), max(need)))
+    with pytest.raises(VerifyError) as caught:
+        checked(sorts)(x)
+    assert caught.value.guilty == "memory" and caught.value.node
+    assert "overwritten" in str(caught.value)
+
+
+def test_kernel_of_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule whose kernel stores something else than the program says."""
+    real = pipeline.schedule
+
+    def schedule(*args: Any) -> Any:
+        made = real(*args)
+
+        def wrong(k: Any) -> Any:
+            (nest,) = k.nests
+            stmts = tuple(replace(s, value=op("neg", s.value)) for s in nest.stmts)
+            return replace(k, nests=(replace(nest, stmts=stmts),))
+
+        return replace(made, steps=tuple(wrong(s) for s in made.steps))
+
+    monkeypatch.setattr(pipeline, "schedule", schedule)
+    with pytest.raises(VerifyError) as caught:
+        checked(lambda x: x.exp() * 3)(R(6, 8))
+    assert caught.value.guilty == "schedule" and "mul" in caught.value.node
 
 
 def test_right_kernel_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

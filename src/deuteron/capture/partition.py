@@ -38,6 +38,8 @@ from deuteron.capture.hints import Hints
 from deuteron.graph import ops, random, rewrite
 from deuteron.graph.edit import Editor
 
+aten = torch.ops.aten
+
 # Saved bytes stay allocated from forward to backward; a saved byte counts this much beyond its
 # traffic. Memory is what limits batch sizes on GPUs, and on CPU pages that come back from the
 # system are faulted in again.
@@ -231,6 +233,43 @@ def choose_saved(graph: fx.Graph, info: Any, costs: Costs) -> list[fx.Node]:
     return [n for n, i in number.items() if 2 * i not in late and 2 * i + 1 in late]
 
 
+def in_backward(n: fx.Node) -> bool:
+    """Whether tracing marked a node as part of the backward."""
+    return "backward" in str(n.meta.get("partitioner_tag", ""))
+
+
+def before_writes(joint: fx.GraphModule, saved: list[fx.Node], info: Any) -> list[fx.Node]:
+    """What to save, with copies in place of inputs that the forward overwrites: the backward would
+    find their new values."""
+    output = next(iter(reversed(joint.graph.nodes)))
+    written = {
+        a
+        for n in joint.graph.nodes
+        if n.op == "call_function" and ops.is_mutating(n)
+        if n not in info.tangents_closure and not in_backward(n)
+        for a, what in zip(n.args, n.target._schema.arguments)
+        if what.alias_info is not None and what.alias_info.is_write and isinstance(a, fx.Node)
+    }
+    storages = {ops.storage_of(n): n for n in written if n.op == "placeholder"}
+    editor = Editor(joint)
+    out = list(saved)
+    for n in saved:
+        source = storages.pop(ops.storage_of(n), None) if ops.tensor_of(n) is not None else None
+        if source is None:
+            continue
+        readers = [
+            u
+            for u in source.users
+            if u is not output and not ops.is_mutating(u) and u not in output.all_input_nodes
+        ]
+        with editor.before(editor.first_call()):
+            kept = editor.call(aten.clone.default, source, like=n)
+        for u in readers:
+            u.replace_input_with(source, kept)
+        out = [kept if k is source else k for k in out]
+    return out
+
+
 def note(
     record: Record, saved: Sequence[fx.Node], costs: Costs, info: Any, graph: fx.Graph
 ) -> None:
@@ -321,7 +360,7 @@ def partition(
         )
     outputs = next(iter(reversed(joint.graph.nodes))).all_input_nodes
     costs = Costs(info, options, outputs=frozenset(n for n in outputs if n in info.fw_order))
-    saved = choose_saved(joint.graph, info, costs)
+    saved = before_writes(joint, choose_saved(joint.graph, info, costs), info)
     note(record, saved, costs, info, joint.graph)
     forward, backward = extract(joint, saved, num_fwd_outputs, info)
     if recomputes_random:

@@ -9,6 +9,7 @@ hardly any) compute in f32 and round once. Functions come from `libm`.
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 from deuteron.ir.expr import FLOATS, INTS, ITEMSIZE
@@ -84,6 +85,17 @@ LIBM = frozenset(
 )
 
 
+def exact_in_f32(value: float) -> bool:
+    """Whether Triton reads a number of the text right, which it takes for an f32 as long as that
+    can hold it at all."""
+    if not math.isfinite(value):
+        return True
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0] == value
+    except OverflowError:  # then it is an f64 to Triton too
+        return True
+
+
 def literal(value: Any, dtype: str, typed: bool = False) -> str:
     """A constant; `typed` as a scalar tensor of its dtype."""
     if dtype == "bool":
@@ -100,7 +112,7 @@ def literal(value: Any, dtype: str, typed: bool = False) -> str:
         text = repr(int(value))
     if typed and dtype == "bf16":  # the interpreter has no constants of bf16
         return f"tl.full([], {text}, tl.float32).to(tl.bfloat16)"
-    if typed:
+    if typed or (dtype == "f64" and not exact_in_f32(value)):
         return f"tl.full([], {text}, {TYPE[dtype]})"
     return f"({text})" if text.startswith("-") else text
 

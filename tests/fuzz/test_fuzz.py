@@ -1,0 +1,149 @@
+"""Random programs of fixed seeds and of a seed that changes daily; that a failure would be seen,
+and cut down to what fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deuteron.tools.fuzz import Task, fuzz
+from deuteron.tools.fuzz_programs import program
+from deuteron.tools.oracle import Oracle, differences, see
+from deuteron.tools.reduce import reduced
+from deuteron.tools.reproduce import How, Line, Straight
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FIXED = 7_000_000
+TODAY = 10_000_000 + 1000 * int(time.strftime("%j"))
+
+
+@pytest.mark.parametrize("first, count", [(FIXED, 24), (TODAY, 12)], ids=["fixed", "of today"])
+def test_random_programs(first: int, count: int, tmp_path: Path) -> None:
+    """In worker processes, as `deuteron fuzz` runs them."""
+    lines: list[str] = []
+    task = Task(first, cut=False, folder=str(tmp_path))
+    tally = fuzz(first, None, count, 2, task, lines.append)
+    assert sum(tally.verdicts.values()) == count
+    assert not tally.bad(), f"deuteron fuzz --seed {first} --count {count}\n" + "\n".join(lines)
+    assert tally.verdicts["right"] > count / 2
+
+
+# Each was wrong, or could not be compiled, before its fix: grids of several nests behind a barrier,
+# sizes whose names begin alike, sizes that only tell how wide indices are.
+INTERPRETED = (500_004, 500_008, 1_000_004, 1_000_193)
+
+
+def test_interpreted_programs(tmp_path: Path) -> None:
+    """Triton kernels, run by Triton's interpreter, which a process has on from its start."""
+    code = (
+        "import sys\n"
+        "from deuteron.tools.fuzz import Task, run_task\n"
+        "for s in map(int, sys.argv[2:]):\n"
+        "    row = run_task(Task(s, backend='interpreted', cut=False, folder=sys.argv[1]))\n"
+        "    assert row['verdict'] in ('right', 'refused', 'torch'), row\n"
+    )
+    seeds = [str(s) for s in (*INTERPRETED, FIXED, TODAY)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), *seeds],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"seeds {seeds}\n{done.stderr[-3000:]}"
+
+
+def test_a_seed_is_a_program() -> None:
+    a, b = program(FIXED), program(FIXED)
+    assert a == b and a.straight().text() == b.straight().text()
+    assert program(FIXED + 1).lines != a.lines
+
+
+# -- a failure is cut down -------------------------------------------------------------------------
+def cosine_for_sine(gm: Any, inputs: list[Tensor]) -> Any:
+    """A compiler with a bug."""
+    for n in gm.graph.nodes:
+        if n.target is torch.sin:
+            n.target = torch.cos
+    gm.recompile()
+    return gm.forward
+
+
+def test_a_planted_error_is_cut_down_to_its_line() -> None:
+    lines = (
+        Line("x * 2 + y", "v0"),
+        Line("v0.sum(0)", "v1"),
+        Line("torch.softmax(v0, -1)", "v2"),
+        Line("torch.sin(v2)", "v3"),
+        Line("v3 @ y.mT", "v4"),
+        Line("v4.exp() + 1", "v5"),
+    )
+    g = torch.Generator().manual_seed(0)
+    inputs = {n: (torch.randn(4, 4, generator=g),) for n in "xy"}
+    whole = Straight(inputs, lines, ("v1", "v5"))
+    how = How(backend=cosine_for_sine)
+    failure = whole.check(how)
+    assert failure is not None and failure.kind == "wrong"
+    small, failure, _ = reduced(whole, how, failure, 60.0)
+    assert [x.text.split("(")[0] for x in small.lines] == ["torch.sin"]
+    assert failure.kind == "wrong" and len(small.inputs) == 1
+
+
+# -- the oracle ------------------------------------------------------------------------------------
+def seen_by(f: Any, *inputs: Tensor) -> tuple[Oracle, Any]:
+    def run(xs: list[Tensor]) -> Any:
+        return see(lambda ys: f(*ys), xs, False)
+
+    return Oracle(run, run, inputs), run([t.clone() for t in inputs])
+
+
+def changed(got: Any, change: Any) -> Any:
+    got.values["out0"] = change(got.values["out0"].clone())
+    return got
+
+
+def put(at: int, value: float) -> Any:
+    def change(t: Tensor) -> Tensor:
+        t.view(-1)[at] = value
+        return t
+
+    return change
+
+
+def test_the_oracle_sees_what_is_wrong() -> None:
+    x = torch.randn(50, generator=torch.Generator().manual_seed(0))
+
+    def judged(change: Any, f: Any = lambda x: (x * 3).exp()) -> list[str]:
+        oracle, got = seen_by(f, x)
+        return differences(changed(got, change), oracle)
+
+    assert judged(lambda t: t) == []
+    assert judged(lambda t: t * (1 + 1e-7)) == [], "an ulp is rounding"
+    assert judged(lambda t: t * (1 + 1e-4)), "a thousand are not"
+    assert judged(put(7, 0.0)), "one wrong element"
+    assert judged(put(7, float("nan"))) and judged(put(7, float("inf")))
+    assert judged(lambda t: t.double()) and judged(lambda t: t[:49])
+    one = {"f": lambda x: torch.where(x > 1, float("nan"), x)}
+    assert judged(lambda t: t, **one) == []
+    assert judged(lambda t: t.nan_to_num(0.0), **one), "NaN where eager has it"
+    assert judged(lambda t: t + 1, lambda x: (x * 9).int()), "whole numbers are exact"
+
+
+def test_the_oracle_sees_strides_and_sharing() -> None:
+    x = torch.randn(6, 5)
+    oracle, got = seen_by(lambda x: (x.t(), x + 1), x)
+    assert differences(got, oracle) == []
+    got.strides["out0"] = (5, 1)
+    assert any("strides" in p for p in differences(got, oracle))
+    oracle, got = seen_by(lambda x: (x.t(), x + 1), x)
+    got.shared.clear()
+    assert any("memory" in p for p in differences(got, oracle))
