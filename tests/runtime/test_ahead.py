@@ -55,6 +55,14 @@ def test_a_graph_is_prepared_once(started: list[Any], tmp_path: Path) -> None:
     assert len(started) == 4
 
 
+def test_a_graph_has_one_name_in_all_processes() -> None:
+    def f(x: Any) -> Any:
+        return torch.sin(x) @ x + abs(x)
+
+    text = ahead._text(fx.symbolic_trace(f), [torch.ones(2, 3)])
+    assert "sin" in text and "[2, 3]" in text and "0x" not in text
+
+
 def test_nothing_starts_for_the_cpu(started: list[Any], tmp_path: Path) -> None:
     options = Options.make(options={"cache_dir": str(tmp_path)})
     ahead.prepare(graph(3), [torch.ones(3), 4], options)()

@@ -9,6 +9,7 @@ needs none: all is there.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 import deuteron
-from deuteron.base.errors import DeuteronError
+from deuteron.base.errors import CacheError, DeuteronError
 from deuteron.base.options import Options
 from deuteron.runtime import build_triton, launch_cuda
 from deuteron.runtime.cache import Cache, key_of
@@ -25,6 +26,7 @@ from deuteron.runtime.cache import Cache, key_of
 OPERATIONS = 16
 MOST = 4
 _SUFFIX = ".seen"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def prepare(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[[], None]:
@@ -45,7 +47,8 @@ def prepare(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Call
         launch_cuda.prepare(options)
 
     def done() -> None:
-        cache.put(key, _SUFFIX, b"")
+        with contextlib.suppress(CacheError):  # who puts kernels there says so
+            cache.put(key, _SUFFIX, b"")
 
     return done
 
@@ -56,9 +59,14 @@ def _nothing() -> None:
 
 def _key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
     """What a graph is called in the cache. Two graphs with one name would only start late."""
-    nodes = (f"{n.name} {n.op} {n.target}" for n in gm.graph.nodes)
+    return key_of(deuteron.__version__, options.codegen_key(), _text(gm, inputs))
+
+
+def _text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """A graph as text that is the same in every process: functions without their addresses."""
+    nodes = (_ADDRESS.sub("", f"{n.name} {n.op} {n.target}") for n in gm.graph.nodes)
     kinds = (f"{x.dtype}{list(x.shape)}" for x in inputs if isinstance(x, torch.Tensor))
-    return key_of(deuteron.__version__, options.codegen_key(), "\n".join((*nodes, *kinds)))
+    return "\n".join((*nodes, *kinds))
 
 
 __all__ = ["prepare"]
