@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deuteron.base.errors import BuildError
 from deuteron.base.options import Options
@@ -449,3 +452,13 @@ def test_the_stand_in_has_what_the_replay_has(driver: Driver) -> None:
     r, _ = replay_of([0], [Use(0, 0, 0, 0)], [Place(1 << 20, 64)])
     fake = cuda_tools.FakeReplay(cuda_tools.FakeCuda(0, Options.make()), None, [], [], [])  # type: ignore[arg-type]
     assert {n for n in vars(fake) if n != "cuda" and n != "current"} <= {*vars(r), "launch"}
+
+
+def test_counters_are_real_while_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd compiles under a mode in which new tensors have no memory."""
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
+    with FakeTensorMode():
+        zeros, taken = launch_cuda._counters.__wrapped__(torch.device("cpu"))
+    assert type(zeros) is torch.Tensor and zeros.data_ptr() and not zeros.any() and taken == {}

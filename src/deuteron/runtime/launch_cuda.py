@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
@@ -200,8 +201,8 @@ def _ok(rc: int, what: str, name: str) -> None:
 @cache
 def _counters(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
     """Zeros of a device, and which stream has which. Made before any kernel runs: a stream that is
-    being recorded could not wait for them."""
-    with torch.cuda.device(device):
+    being recorded could not wait for them. While AOTAutograd compiles, tensors would be fake."""
+    with _disable_current_modes(), torch.cuda.device(device):
         out = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         torch.cuda.current_stream().synchronize()
     return out, {}
