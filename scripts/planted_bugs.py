@@ -82,7 +82,8 @@ BUGS = (
         "    return True\n", SCHEDULE),
     Bug("writers do not wait for readers", "schedule/dag.py",
         "                for other in since.get(memory, ()):\n",
-        "                for other in ():\n", SCHEDULE, "written after reading"),
+        "                for other in ():\n", f"{SCHEDULE} tests/schedule/test_dag.py",
+        "written after reading"),
     Bug("readers do not wait for writers", "schedule/dag.py",
         "                if name in dag.home:\n", "                if not dag.home:\n", SCHEDULE),
     # -- memory
@@ -114,7 +115,7 @@ BUGS = (
     Bug("integer minimum is maximum", "codegen/cpp/scalars.py",
         'return f"({args[0]} < {args[1]} ? {args[0]} : {args[1]})"',
         'return f"({args[0]} > {args[1]} ? {args[0]} : {args[1]})"',
-        "tests/codegen/test_cpp_fuzz.py", "whole numbers"),
+        "tests/fuzz/test_found.py", "whole numbers"),
     Bug("remainder has the wrong sign", "codegen/cpp/prelude.h",
         "(b < 0) != (r < 0) ? r + b : r", "(b < 0) != (r < 0) ? r - b : r",
         "tests/codegen/test_prelude.py", "whole numbers"),
@@ -209,7 +210,8 @@ class Outcome:
     seconds: float = 0.0
 
     def row(self) -> str:
-        self_check = self.named or ("not shown on the CPU" if not self.bug.program else "")
+        said = {"right": "its program stays right", "": "no program"}
+        self_check = said.get(self.named, self.named)
         return f"| {self.bug.name} | `{self.bug.file}` | {self.caught or '**no**'} | {self_check} |"
 
 

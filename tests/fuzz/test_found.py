@@ -87,6 +87,12 @@ FOUND: dict[str, Found] = {
         (lambda: [f(5, 4), f(4, 4, grad=True), f(4, 4, grad=True)],),
         BACKWARD,
     ),
+    # a planted bug that no other test saw
+    "extrema of whole numbers": Found(
+        """i, j = (x * 9).int(), (y * 9).int()
+        return torch.minimum(i, j), torch.maximum(i, j), i.clamp(-2, 3), i.long().clamp(max=1)""",
+        (lambda: [f(30), f(31)[:30]],),
+    ),
     # a library call got a view with a negative stride, whose sign was not seen: it is a symbol
     "flip before a library call": Found(
         "return x.flip(0).logcumsumexp(0), x.flip(0, 1) @ x",

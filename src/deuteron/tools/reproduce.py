@@ -33,6 +33,14 @@ HALVES = ("float32", "float16", "bfloat16")
 OURS = ("deuteron", "interpreted")
 
 
+# What a program's file imports anyway.
+ALWAYS = (
+    "import torch",
+    "import torch.nn.functional as F",
+    "from deuteron.tools.reproduce import main, tensor",
+)
+
+
 class Unusable(Exception):
     """A program that eager itself does not run."""
 
@@ -329,13 +337,11 @@ def file_text(p: Straight, how: How, about: str) -> str:
         ]
         rows.append("        [\n" + "".join(row) + "        ],\n")
     comment = "".join(f"# {line}\n" for line in about.splitlines())
-    imports = "".join(
-        f"{x}\n" for x in p.imports if x not in ("import torch", "import torch.nn.functional as F")
-    )
+    imports = "".join(f"{x}\n" for x in p.imports if x not in ALWAYS)
     backend = f"BACKEND = {how.backend!r}\n" if isinstance(how.backend, str) else ""
     return (
         f"{comment}import torch\nimport torch.nn.functional as F\n{imports}\n"
-        f"from deuteron.tools.reproduce import main, tensor\n\n"
+        f"{ALWAYS[-1]}\n\n"
         f"BACKWARD = {how.backward}\nDYNAMIC = {how.dynamic}\nOPTIONS = {how.options!r}\n{backend}"
         f"\n\n{p.text()}\n\n"
         f"def inputs():\n    return [\n{''.join(rows)}    ]\n\n\n"
