@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deuteron.codegen.triton.scalars import literal
 from deuteron.tools.reproduce import How, Straight, straight
 
 
@@ -116,3 +117,10 @@ def test_every_program_is_eager_s() -> None:
         for given in p.sets():
             p.function()(*given)
         assert not found.how.dynamic or len(found.make) > 1, name
+
+
+def test_constants_that_f32_cannot_hold_are_typed() -> None:
+    """Triton takes a plain number for an f32, as its interpreter does not: f64 kernels on GPUs were
+    off by 3e-8."""
+    assert literal(1 / 6, "f64") == "tl.full([], 0.16666666666666666, tl.float64)"
+    assert literal(0.5, "f64") == "0.5" and literal(0.1, "f32") == "0.1"
