@@ -30,6 +30,7 @@ from deuteron.codegen.assemble import Generated, triton_fields
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
 from deuteron.ir.program import Extern, Input, Program, tensors_read
 from deuteron.ir.reference import compute
+from deuteron.memory.lifetimes import overwritable
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.printer import kernel_lines
 from deuteron.schedule.reference import run_kernel
@@ -210,7 +211,8 @@ class Watcher:
             for n, _ in kernel.writes:
                 found = compare(n, tensors[n], want[n], other[n])
                 if found is not None:
-                    self.fail(kernel, found, given, want, sizes, "generate")
+                    guilty = "memory" if overlaid(kernel, tensors) else "generate"
+                    self.fail(kernel, found, given, want, sizes, guilty)
             if meaning is not None:
                 self.as_meant(kernel, meaning, tensors, given, sizes)
 
@@ -285,6 +287,25 @@ class Watcher:
         root = Path(self.options.debug_dir)
         root.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"wrong_{name[:60]}_", dir=root))
+
+
+def overlaid(kernel: Kernel, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a result lies over another, or over an operand that the kernel may not overwrite."""
+    layouts = dict((*kernel.reads, *kernel.writes))
+    written = {n for n, _ in kernel.writes}
+    for w in written:
+        for n in layouts.keys() - {w}:
+            (a, b), (c, d) = extent(tensors[w]), extent(tensors[n])
+            over = a < d and c < b
+            if over and (n in written or not overwritable(kernel, w, n, layouts)):
+                return True
+    return False
+
+
+def extent(t: Tensor) -> tuple[int, int]:
+    """The first address and the one after the last."""
+    size = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (size * t.itemsize if t.numel() else 0)
 
 
 def save(
