@@ -267,8 +267,8 @@ class Compilation:
         assert self.debug is not None
         self.debug.mkdir(parents=True, exist_ok=True)
         if file:
-            (self.debug / file).write_text(text)
-        (self.debug / "record.json").write_text(self.record.to_json())
+            (self.debug / file).write_text(text, encoding="utf-8", errors="backslashreplace")
+        (self.debug / "record.json").write_text(self.record.to_json(), encoding="utf-8")
 
 
 def relabelled(first: Kernel, made: Generated, kernel: Kernel) -> Generated:

@@ -95,6 +95,11 @@ def ldexp(x: Tensor, n: Tensor) -> Tensor:
     return x * aten.pow.Scalar(2.0, n)
 
 
+def power_of_number(base: float, x: Tensor) -> Any:
+    """Eager's result is contiguous, whatever the strides of `x`."""
+    return NotImplemented if x.is_contiguous() else aten.pow.Scalar(base, x.contiguous())
+
+
 def normal(mean: Tensor, std: Tensor, **kwargs: Any) -> Any:
     """Eager fills a contiguous tensor, whatever the parameters' strides."""
     if mean.is_contiguous() and std.is_contiguous():
@@ -147,6 +152,7 @@ def unique_consecutive(
 RULES: dict[str, Rule] = {
     "aten.unique_consecutive.default": unique_consecutive,
     "aten.ldexp.Tensor": ldexp,
+    "aten.pow.Scalar": power_of_number,
     "aten.normal.Tensor_Tensor": normal,
     "aten.resize_as.default": resize_as,
     "aten.unique_dim.default": unique_dim,

@@ -10,6 +10,7 @@ import keyword
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from deuteron.base.text import one_line, plain_name
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym
 
 WIDTH = 100
@@ -63,7 +64,7 @@ def sizes_text(parts: Sequence[Index]) -> str:
 
 def comment(text: str) -> str:
     """A comment line: what is no printable character (line ends among them) becomes a blank."""
-    return "# " + "".join(c if c.isprintable() else " " for c in text)
+    return f"# {one_line(text)}"
 
 
 def long_string(text: str) -> str:
@@ -73,9 +74,19 @@ def long_string(text: str) -> str:
     return f'r"""{text}"""'
 
 
+def operator_text(op: str) -> str:
+    """What finds an operator, ``aten.add.Tensor``; names that Python keeps for itself are found as
+    attributes too."""
+    text = "torch.ops"
+    for part in op.split("."):
+        plain = part.isidentifier() and not keyword.iskeyword(part)
+        text = f"{text}.{part}" if plain else f"getattr({text}, {part!r})"
+    return text
+
+
 def identifier(wish: str, taken: Collection[str]) -> str:
     """A name near `wish` that is an identifier and not taken."""
-    name = "".join(c if c.isascii() and c.isalnum() else "_" for c in wish)
+    name = plain_name(wish)
     if not name.isidentifier() or keyword.iskeyword(name) or name in taken:
         name = f"t_{name}"
     while name in taken:
@@ -103,6 +114,7 @@ __all__ = [
     "dtype_text",
     "identifier",
     "long_string",
+    "operator_text",
     "sizes_text",
     "source",
     "wrapped",

@@ -27,6 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from deuteron.base.text import one_line
 from deuteron.ir.expr import COMPARISONS, Expr, children, literal
 from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, Sym, Value
 from deuteron.ir.program import (
@@ -287,7 +288,7 @@ class Expressions:
 
 
 def origin_lines(origins: Iterable[Origin]) -> list[str]:
-    parts = ((o.node, o.op, " ".join(o.line.splitlines())) for o in origins)
+    parts = ((o.node, o.op, one_line(o.line)) for o in origins)
     return [f"#: {' | '.join(p if p[2] else p[:2])}" for p in parts]
 
 

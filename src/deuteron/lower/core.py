@@ -14,6 +14,7 @@ is only another `Value`.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 
 from deuteron.base.record import Record
+from deuteron.base.text import one_line
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Atom, Axis, Index, IndexLike, Sym, as_index, const, is_nonneg
@@ -377,17 +379,18 @@ def make(
     return Value(axes, f(tuple(a.index for a in axes)))
 
 
+# A frame of a traceback. File names may hold quotes and line ends.
+FRAME = re.compile(r'^[ \t]*File "((?:.|\n)*?)", line (\d+), in [^\n]*(?:\n(.*))?$', re.MULTILINE)
+
+
 def source_line(node: fx.Node) -> str:
     """ "file:line: code" of the innermost user frame that made the node, or ""."""
     trace = node.meta.get("stack_trace") or ""
-    lines = [x.strip() for x in trace.strip().splitlines()]
-    for k in range(len(lines) - 1, -1, -1):
-        if lines[k].startswith("File "):
-            parts = lines[k].split('"')
-            number = lines[k].split("line ")[1].split(",")[0] if "line " in lines[k] else "?"
-            code = lines[k + 1] if k + 1 < len(lines) else ""
-            return f"{parts[1]}:{number}: {code}"
-    return ""
+    found = list(FRAME.finditer(trace))
+    if not found:
+        return ""
+    file, number, code = found[-1].groups()
+    return one_line(f"{file}:{number}: {(code or '').strip()}")
 
 
 def supported(fake: Any) -> bool:

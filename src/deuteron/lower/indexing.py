@@ -227,6 +227,8 @@ def put(
 ) -> Value:
     if any(n.value == 0 for n in x.shape):
         raise ctx.decline("elements of an empty tensor are written")
+    if any(n.value == 0 for n in indices.shape):
+        return ctx.define(x)
     axes = ctx.axes(indices.shape)
     idx = tuple(a.index for a in axes)
     place = unflatten(loaded(indices.at(idx), product(x.shape)), x.shape)

@@ -98,15 +98,16 @@ class Symbols:
         return self._computed(e)
 
     def guarded(self, e: Any) -> int | None:
-        """The value of a quotient or product that torch has guarded on: a broadcast was decided."""
+        """The value of a size that torch has guarded on: a broadcast was decided. Sums are many, and
+        seldom guarded on: only those that are 1 now are asked for."""
         env = self.shape_env
-        if env is None or e.is_Add or not hasattr(env, "_maybe_evaluate_static"):
+        if env is None or not hasattr(env, "_maybe_evaluate_static"):
             return None
         values = {s: _hint(env, s) for s in e.free_symbols}
         if any(v is None for v in values.values()):
             return None
         value = e.xreplace({s: sympy.Integer(v) for s, v in values.items()})
-        if not value.is_Integer:
+        if not value.is_Integer or (e.is_Add and value != 1):
             return None
         same = env._maybe_evaluate_static(sympy.Eq(e, value), axioms=None)
         return int(value) if same is not None and bool(same) else None

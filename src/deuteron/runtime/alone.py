@@ -92,9 +92,9 @@ def again(folder: Path) -> int:
     tensors = torch.load(folder / "tensors.pt", weights_only=True)
     given, want = tensors["given"], tensors["want"]
     if "triton" in about:
-        launch_triton(about, (folder / "kernel.py").read_text(), given)
+        launch_triton(about, (folder / "kernel.py").read_text(encoding="utf-8"), given)
     else:
-        unit = (folder / "kernel.cpp").read_text()
+        unit = (folder / "kernel.cpp").read_text(encoding="utf-8")
         lib = build_cpp.build(unit, FLAGS, Options.make())
         addresses = [given[n].data_ptr() for n in about["args"]]
         sizes = [about["sizes"][s] for s in about["symbols"]]

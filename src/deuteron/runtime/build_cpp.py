@@ -200,7 +200,7 @@ def _compile(
         for folder in folders:
             text, out = folder / "kernels.cpp", folder / "kernels.so"
             try:
-                text.write_text(source)
+                text.write_text(source, encoding="utf-8")
                 output = _run([*command, str(text), "-o", str(out)], folder, options.build_timeout)
                 if not output:
                     return out.read_bytes()

@@ -118,7 +118,7 @@ def module(path: Path) -> ModuleType:
     found.__file__ = str(path)
     sys.modules[found.__name__] = found
     # Not by an import, which would leave a compiled file that nobody checks.
-    exec(compile(path.read_text(), str(path), "exec"), found.__dict__)
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), found.__dict__)
     return found
 
 

@@ -271,7 +271,7 @@ class Watcher:
         generated = self.generated[kernel.name]
         save(folder, kernel, generated, given, want, sizes)
         where = next((o.line for o in kernel.origins if o.line), "")
-        command = f"{shlex.quote(sys.executable)} -m deuteron.runtime.alone {folder}"
+        command = shlex.join([sys.executable, "-m", "deuteron.runtime.alone", str(folder)])
         raise VerifyError(
             f"kernel {generated.name} {SAID[guilty]}: {found}",
             hint=f"its source and inputs are in {folder}; alone: {command}",
@@ -322,17 +322,17 @@ def save(
         {"given": given, "want": {n: want[n] for n in written}},
         folder / "tensors.pt",
     )
-    (folder / "kernel.txt").write_text("\n".join(kernel_lines(kernel)) + "\n")
+    (folder / "kernel.txt").write_text("\n".join(kernel_lines(kernel)) + "\n", encoding="utf-8")
     about: dict[str, Any] = {"sizes": sizes, "device": kernel.device}
     if isinstance(generated, CppKernel):
-        (folder / "kernel.cpp").write_text(translation_unit([generated]))
+        (folder / "kernel.cpp").write_text(translation_unit([generated]), encoding="utf-8")
         about |= {
             "name": generated.name,
             "args": [n for _, n in generated.args],
             "symbols": [s.name for s in generated.sizes],
         }
     else:
-        (folder / "kernel.py").write_text(generated.source)
+        (folder / "kernel.py").write_text(generated.source, encoding="utf-8")
         about |= {"triton": triton_fields(generated)}
     (folder / "about.json").write_text(json.dumps(about, indent=1))
 

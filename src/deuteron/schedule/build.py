@@ -64,7 +64,7 @@ class Namer:
 def _word(op: str) -> str:
     """ "aten.add.Tensor" -> "add"."""
     parts = op.split(".")
-    return re.sub(r"\W", "", parts[1] if len(parts) > 1 else parts[0]).strip("_")
+    return re.sub(r"\W", "", parts[1] if len(parts) > 1 else parts[0], flags=re.ASCII).strip("_")
 
 
 def _contracts(m: Member) -> bool:

@@ -104,6 +104,10 @@ def coverage(
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the state holds.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the table, as Markdown.")] = None,
     seconds: Annotated[float | None, typer.Option(help="No job starts after so long.")] = None,
+    states: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Run nothing: results are these states (several, any device)."),
+    ] = None,
     peer: Annotated[
         Path | None, typer.Option(help="Write which operators Inductor generates code for.")
     ] = None,
@@ -113,9 +117,12 @@ def coverage(
         from deuteron.tools.coverage_peer import write_peer
 
         raise typer.Exit(write_peer(ops, peer))
-    from deuteron.tools.coverage import run_coverage
+    from deuteron.tools.coverage import run_coverage, show
     from deuteron.tools.coverage_cases import DTYPES, PARTS
 
+    if states:
+        files = " ".join(f"--from {s.name}" for s in states)
+        raise typer.Exit(show(states, write, f"deuteron coverage {files} --write docs/coverage.md"))
     asked = listed(dtypes, DTYPES), listed(parts, PARTS)
     command = f"deuteron coverage --device {device} --samples {samples}"
     raise typer.Exit(

@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
 from deuteron.tools.coverage_cases import DTYPES, PARTS, applies, chosen, entries
+from deuteron.tools.coverage_table import by_op, share, summary, table
 from deuteron.tools.coverage_worker import Job, work
 
 LIMIT = 180.0  # seconds for a job; a multiple of what the slowest takes
+LONGEST_FIRST = ("backward", "layouts", "dynamic", "forward", "inplace", "method")
 JOBS_PER_PROCESS = 150  # torch and its caches grow
 
 
@@ -109,7 +109,7 @@ def run_all(
     if not resume:
         state.write_text("")
     todo: Queue[Job] = Queue()
-    for j in jobs:
+    for j in sorted(jobs, key=lambda j: LONGEST_FIRST.index(j.part)):
         if j.key not in known:
             todo.put(j)
     total, began, lock = todo.qsize(), time.perf_counter(), threading.Lock()
@@ -165,163 +165,26 @@ def failure_text(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# -- the table -------------------------------------------------------------------------------------
-@dataclass
-class Op:
-    """All rows of one operator."""
-
-    name: str
-    right: int = 0
-    wrong: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    dtypes: dict[str, None] = field(default_factory=dict)
-    parts: dict[str, None] = field(default_factory=dict)
-    kernels: Counter[str] = field(default_factory=Counter)
-    library: dict[str, dict[str, str]] = field(default_factory=dict)
-    why: str = ""
-    captured: str = "dynamo"
-    skipped: Counter[str] = field(default_factory=Counter)
-    noted: Counter[str] = field(default_factory=Counter)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.right += row["right"]
-        where = f"{row['dtype']} {row['part']}"
-        self.wrong += [f"{where}: {t}" for t in row["wrong"]]
-        self.errors += [f"{where}: {t}" for t in row["errors"]]
-        if row["right"]:
-            self.dtypes[row["dtype"]] = None
-            self.parts[row["part"]] = None
-        phase = "backward" if row["part"] == "backward" else "forward"
-        if row["dtype"].startswith("complex"):  # library calls by design
-            phase = f"complex {phase}"
-        self.kernels[phase] += row.get("kernels", 0)
-        self.library.setdefault(phase, {}).update(row.get("library", {}))
-        self.skipped.update(row.get("skipped", {}))
-        self.noted.update(row.get("noted", {}))
-        if row.get("why"):
-            self.why = row["why"]
-            self.captured = row["captured"]
-
-    def verdict(self) -> str:
-        if self.wrong:
-            return "wrong"
-        if self.errors:
-            return "error"
-        return "right" if self.right else "not run"
-
-    def made(self, phase: str) -> str:
-        """Who computes it; of complex numbers only where there are no others."""
-        if phase not in self.library and f"complex {phase}" in self.library:
-            phase = f"complex {phase}"
-        library = {n for n in self.library.get(phase, {}) if not n.startswith("deuteron.seed")}
-        if self.kernels[phase]:
-            return "partly" if library else "generated"
-        if library:
-            return "library"
-        return "views" if phase in self.library and self.right else ""
+def write_table(rows: Sequence[dict[str, Any]], write: Path, command: str) -> None:
+    devices = {r["key"].rsplit("|", 1)[1] for r in rows}
+    write.write_text(table(rows, command, {d: len(jobs_for(device=d)) for d in devices}))
+    print(f"written to {write}")
 
 
-def by_op(rows: Iterable[dict[str, Any]]) -> list[Op]:
-    out: dict[str, Op] = {}
-    for row in rows:
-        out.setdefault(row["op"], Op(row["op"])).add(row)
-    return [out[n] for n in sorted(out, key=lambda n: (n.lower(), n))]
-
-
-def summary(ops: Sequence[Op], seconds: float) -> str:
-    verdicts = Counter(o.verdict() for o in ops)
-    made = Counter(o.made("forward") for o in ops if o.right)
-    cases = sum(o.right for o in ops)
-    text = ", ".join(f"{n} {v}" for v, n in verdicts.most_common())
-    who = ", ".join(f"{n} {m}" for m, n in made.most_common() if m)
-    return f"{len(ops)} operators: {text}. Forward: {who}. {cases} cases right, {seconds:.0f} s."
-
-
-def share(ops: Sequence[Op], peer: frozenset[str]) -> str:
-    """How much of what Inductor generates code for is generated here, too."""
-    mine = Counter(o.made("forward") for o in ops if o.name in peer and o.right)
-    total = sum(mine.values())
-    if not total:
-        return ""
-    own = mine["generated"] + mine["partly"]
-    text = ", ".join(f"{n} {m}" for m, n in mine.most_common() if m)
-    return (
-        f"Inductor generates code for {total} of these operators; Deuteron for {own} of those "
-        f"({100 * own / total:.0f} %): {text}."
-    )
-
-
-def table(ops: Sequence[Op], command: str, versions: str) -> str:
-    """The text of docs/coverage.md."""
-    from deuteron.tools.coverage_peer import generated_by_peer
-
-    peer = generated_by_peer()
-    lines = [
-        "# Operators",
-        "",
-        f"Made by `{command}` ({versions}). Every operator of PyTorch's own `op_db`, with torch's",
-        "own samples, compiled in one graph with `fullgraph=True` and compared with eager: values",
-        "(float64 decides), dtypes, shapes, strides, shared memory, and inputs afterwards.",
-        "",
-        "*generated*: Deuteron's own kernels. *library*: calls of ATen. *partly*: both, over all",
-        "samples of real numbers (complex ones are computed by the library). *views*: nothing is",
-        "computed.",
-        "",
-        summary(ops, 0).rsplit(",", 1)[0] + ".",
-        "",
-        share(ops, peer),
-        "The column *Inductor* marks them: `deuteron coverage --peer` asks its lowering what it",
-        "makes of the same samples on CPU.",
-        "",
-        "| operator | result | forward | backward | Inductor | dtypes | parts | cases |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for o in ops:
-        dtypes = " ".join(short(d) for d in DTYPES if d in o.dtypes)
-        parts = " ".join(p for p in PARTS if p in o.parts)
-        lines.append(
-            f"| {o.name} | {o.verdict()} | {o.made('forward')} | {o.made('backward')} | "
-            f"{'generated' if o.name in peer else ''} | {dtypes} | {parts} | {o.right} |"
-        )
-    lines += ["", "## Library calls", "", "| operator | calls | why |", "|---|---|---|"]
-    for o in ops:
-        for name, why in sorted({k: v for x in o.library.values() for k, v in x.items()}.items()):
-            lines.append(f"| {o.name} | {cell(name)} | {cell(why)} |")
-    lines += ["", "## What Dynamo does not capture", ""]
-    lines += ["Traced with make_fx instead, or not at all.", "", "| operator | instead | why |"]
-    lines += ["|---|---|---|"]
-    lines += [f"| {o.name} | {o.captured} | {cell(o.why)} |" for o in ops if o.why]
-    lines += [
-        "| jiterator_* | none | no operators: tracing calls them with tensors without memory |"
-    ]
-    lines += [
-        "",
-        "## Samples that did not run",
-        "",
-        "| operator | samples | why |",
-        "|---|---|---|",
-    ]
-    for o in ops:
-        lines += [f"| {o.name} | {n} | {cell(why)} |" for why, n in sorted(o.skipped.items())]
-    lines += ["", "## Differences from eager that torch's own capture has", ""]
-    lines += ["| operator | cases | what |", "|---|---|---|"]
-    for o in ops:
-        lines += [f"| {o.name} | {n} | {cell(why)} |" for why, n in sorted(o.noted.items())]
-    bad = [o for o in ops if o.wrong or o.errors]
-    if bad:
-        lines += ["", "## Failures", ""]
-        lines += [f"- {o.name}: {cell(t)}" for o in bad for t in [*o.wrong, *o.errors]]
-    return "\n".join(lines) + "\n"
-
-
-def short(dtype: str) -> str:
-    return dtype.replace("bfloat", "bf").replace("float", "f").replace("complex", "c")
-
-
-def cell(text: str) -> str:
-    """Text in a cell of a table."""
-    text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-    return text if len(text) <= 160 else text[:159] + "…"
+def show(states: Sequence[Path], write: Path | None, command: str) -> int:
+    """The command for results that are there, of this machine or of others."""
+    rows = [r for s in states for r in read_rows(s).values()]
+    bad = False
+    for device in sorted({r["key"].rsplit("|", 1)[1] for r in rows}):
+        mine = [r for r in rows if r["key"].endswith(f"|{device}")]
+        for row in mine:
+            if row["wrong"] or row["errors"]:
+                print(failure_text(row))
+                bad = True
+        print(f"{device}: {summary(by_op(mine), sum(r.get('seconds', 0.0) for r in mine))}")
+    if write is not None:
+        write_table(rows, write, command)
+    return 1 if bad else 0
 
 
 def run_coverage(
@@ -351,7 +214,5 @@ def run_coverage(
     if ops == "":
         print(share(found, generated_by_peer()))
     if write is not None:
-        versions = sorted({r["torch"] for r in rows if "torch" in r})
-        write.write_text(table(found, command, f"torch {' and '.join(versions)}, {device}"))
-        print(f"written to {write}")
+        write_table(rows, write, command)
     return 1 if any(o.wrong or o.errors for o in found) else 0

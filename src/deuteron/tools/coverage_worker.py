@@ -9,12 +9,15 @@ unless `aot_eager`, which runs the same capture without a compiler, fails in the
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+import deuteron
 from deuteron.backend import collecting
-from deuteron.tools.coverage_cases import Case, Unsuitable, cases, entries, suitable
+from deuteron.base.device import device_spec
+from deuteron.tools.coverage_cases import Case, Unsuitable, cases, entries, suitable, whole_numbers
 from deuteron.tools.oracle import Oracle, Seen, copies, differences, observed, see
 
 BATCH = 12  # cases in one graph
@@ -64,7 +69,10 @@ class Row:
     kernels: int = 0
     library: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    most: int = 0
     torch: str = torch.__version__
+    machine: str = ""
+    source: str = ""  # a digest of Deuteron's own files
 
     def plain(self) -> dict[str, Any]:
         return {**asdict(self), "skipped": dict(self.skipped), "noted": dict(self.noted)}
@@ -270,6 +278,7 @@ def trial(case: Case, backward: bool, unset: bool = False) -> Trial:
     """Runs eager; raises `Unsuitable` where eager does. `unset`: its values are what memory
     held."""
     suitable(case)
+    refused_on_cpu(case)
 
     def run(tensors: list[Tensor], seed: int = 0) -> Seen:
         return see(case.run, tensors, backward, seed)
@@ -288,6 +297,22 @@ def trial(case: Case, backward: bool, unset: bool = False) -> Trial:
     if unset or not repeats(oracle.eager, again):
         return Trial(case, oracle, "unset")
     return Trial(case, oracle, "random" if drew else "exact")
+
+
+def refused_on_cpu(case: Case) -> None:
+    """Raises `Unsuitable` for positions that are out of range: the CPU says so, a GPU's assertion
+    ends the process."""
+    if not case.changed or not any(t.is_cuda for t in case.tensors) or not whole_numbers(case):
+        return
+    args, kwargs = case.arguments([t.detach().cpu() for t in case.tensors])
+    if any(isinstance(x, (torch.device, torch.Generator)) for x in tree_flatten((args, kwargs))[0]):
+        return
+    try:
+        case.op(*args, **kwargs)
+    except NotImplementedError:
+        return
+    except Exception as e:  # noqa: BLE001 - eager's own refusal
+        raise Unsuitable(f"eager on the CPU: {type(e).__name__}") from None
 
 
 def traced_otherwise(trial: Trial) -> bool:
@@ -333,7 +358,8 @@ def bits(t: Tensor) -> Tensor:
 def run_job(job: Job) -> dict[str, Any]:
     """All cases of one operator, dtype and part."""
     start = time.perf_counter()
-    row = Row(job.key, job.op, job.dtype, job.part)
+    row = Row(job.key, job.op, job.dtype, job.part, most=job.most)
+    row.machine, row.source = device_spec(job.device).name, source_digest()
     op = entries()[job.op]
     runner = Runner(job, row)
     trials: list[Trial] = []
@@ -352,6 +378,17 @@ def run_job(job: Job) -> dict[str, Any]:
     row.seconds = round(time.perf_counter() - start, 2)
     row.wrong, row.errors = brief(row.wrong), brief(row.errors)
     return row.plain()
+
+
+@cache
+def source_digest() -> str:
+    """Tells states of Deuteron's source apart; the tools that look at it are no part of it."""
+    root = Path(deuteron.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] != "tools":
+            found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def brief(texts: list[str]) -> list[str]:

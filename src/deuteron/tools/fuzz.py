@@ -78,11 +78,11 @@ def kept(task: Task, whole: Straight, how: How, failure: Failure) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{failure.kind}_{task.seed}.py"
     about = f"deuteron fuzz --seed {task.seed} --count 1\n{failure}"
-    path.write_text(file_text(whole, how, about))
+    path.write_text(file_text(whole, how, about), encoding="utf-8")
     if task.cut:
         small, failure, how = reduced(whole, how, failure, CUTTING)
         about = f"Cut down from: deuteron fuzz --seed {task.seed} --count 1\n{failure}"
-        path.write_text(file_text(small, how, about))
+        path.write_text(file_text(small, how, about), encoding="utf-8")
     return path
 
 
@@ -185,5 +185,7 @@ def run_fuzz(
     files = [Path(f["file"]) for f in tally.failures if f["file"]]
     if files:
         smallest = min(files, key=lambda f: f.stat().st_size)
-        print(f"\nthe smallest failing program, {smallest}:\n\n{smallest.read_text()}")
+        print(
+            f"\nthe smallest failing program, {smallest}:\n\n{smallest.read_text(encoding='utf-8')}"
+        )
     return 1 if tally.bad() else 0

@@ -62,7 +62,7 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 def loaded(kernel: TritonKernel) -> Callable[..., Any]:
     """The function of a kernel, to be launched as ``f[grid](...)``."""
     path = Path(tempfile.mkdtemp(dir=folder().name)) / f"{kernel.name}.py"
-    path.write_text(kernel.source)
+    path.write_text(kernel.source, encoding="utf-8")
     return getattr(module(path), kernel.name)
 
 

@@ -328,7 +328,7 @@ def run_reduce(path: Path, out: Path, seconds: float, backend: str | None) -> in
             return 1
     small, failure, how = reduced(p, found.how, failure, seconds)
     text = file_text(small, how, f"Cut down from {path.name}\n{failure}")
-    out.write_text(text)
+    out.write_text(text, encoding="utf-8")
     print(f"{len(p.lines)} lines cut down to {len(small.lines)}, in {out}:\n\n{text}")
     return 0
 

@@ -375,7 +375,7 @@ def load(path: Path, backend: str | None = None) -> Loaded:
         backend or space.get("BACKEND", "deuteron"),
         dict(space.get("OPTIONS", {})),
     )
-    return Loaded(space["fn"], sets, how, path.read_text())
+    return Loaded(space["fn"], sets, how, path.read_text(encoding="utf-8"))
 
 
 def wide_function(found: Loaded) -> Fn:

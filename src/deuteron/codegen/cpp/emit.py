@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 
+from deuteron.base.text import plain_name
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.folds import Accumulator
 from deuteron.ir.expr import FLOATS, INTS, Expr, children
@@ -85,7 +86,7 @@ class Emitter:
     def name_axis(self, axis: Axis, text: str | None = None) -> str:
         """Gives an axis its C text; a new variable name unless `text` is given."""
         if text is None:
-            clean = "".join(c for c in axis.name if c.isalnum())[:12]
+            clean = plain_name(axis.name).replace("_", "")[:12]
             text = self.fresh(f"i_{clean}_" if clean else "i_")
         self.axis_text[axis] = text
         return text
@@ -378,7 +379,7 @@ def difference(a: str, b: str) -> str:
 
 
 def size_name(symbol: Sym) -> str:
-    return "s_" + "".join(c if c.isalnum() else "_" for c in symbol.name)
+    return f"s_{plain_name(symbol.name)}"
 
 
 def fits_int(index: Index) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
+from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.columns import write_columns
 from deuteron.codegen.cpp.emit import Emitter, size_name
@@ -86,10 +87,7 @@ def generate_for(kernel: Kernel, machine: Machine, checked: bool = True) -> CppK
     """
     layouts = dict(kernel.reads) | dict(kernel.writes)
     written = {n for n, _ in kernel.writes}
-    pointers = {
-        n: f"p{i}_" + "".join(c if c.isalnum() else "_" for c in n)[:40]
-        for i, n in enumerate(layouts)
-    }
+    pointers = {n: f"p{i}_" + plain_name(n)[:40] for i, n in enumerate(layouts)}
     used: set[str] = set()
     numbers = itertools.count()
     nests = [prepare(_with_loop(n), layouts, checked) for n in kernel.nests]
@@ -233,5 +231,6 @@ def _comments(kernel: Kernel) -> list[str]:
     ]
     for o in kernel.origins:
         where = f"  {o.line}" if o.line else ""
-        out.append(f"//   {o.node} = {o.op}{where}".replace("\\", "/").replace("\n", " "))
+        # A backslash at the end would draw the next line into the comment.
+        out.append("//   " + one_line(f"{o.node} = {o.op}{where}").replace("\\", "/"))
     return out

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from deuteron.base.text import plain_name
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.ir.expr import REDUCTIONS, Expr, children
@@ -545,7 +546,7 @@ def bound_name(axis: Axis) -> str:
 
 
 def size_name(symbol: Sym) -> str:
-    return "s_" + "".join(c if c.isalnum() else "_" for c in symbol.name)
+    return f"s_{plain_name(symbol.name)}"
 
 
 __all__ = ["NONE", "Dim", "Dims", "Emitter", "Scope", "size_name"]

@@ -10,6 +10,7 @@ has: one exponential moves the sums to the new maximum, and each element costs o
 
 from __future__ import annotations
 
+from deuteron.base.text import plain_name
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.passes import Pass
@@ -55,7 +56,7 @@ def fold_row(em: Emitter, f: Fold) -> str:
 
 
 def clean(name: str) -> str:
-    out = "".join(c if c.isalnum() else "_" for c in name)
+    out = plain_name(name)
     return out if out[:1].isalpha() else f"f_{out}"
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
+from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.triton.checks import with_checks
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.loops import WORKER, Loops, prepare
@@ -167,7 +168,7 @@ def _pointer_names(layouts: Mapping[str, Layout]) -> dict[str, str]:
     """A readable parameter name for each tensor."""
     out: dict[str, str] = {}
     for name in layouts:
-        text = "".join(c if c.isalnum() else "_" for c in name)[:48]
+        text = plain_name(name)[:48]
         text = f"{text}_ptr" if text[:1].isalpha() else f"t{text}_ptr"
         out[name] = text if text not in out.values() else f"{text}{len(out)}"
     return out
@@ -404,7 +405,7 @@ def _comments(
         )
     for o in kernel.origins:
         where = f"  {o.line}" if o.line else ""
-        out.append(f"#   {o.node} = {o.op}{where}".replace("\n", " "))
+        out.append("#   " + one_line(f"{o.node} = {o.op}{where}"))
     return out
 
 

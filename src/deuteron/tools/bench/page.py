@@ -60,7 +60,9 @@ def write_page(documents: Sequence[Row], out: Path) -> Path:
     ]
     page = Environment(autoescape=True).from_string(TEMPLATE)
     path = out / "index.html"
-    path.write_text(page.render(blocks=blocks(markdown(documents)), images=images))
+    path.write_text(
+        page.render(blocks=blocks(markdown(documents)), images=images), encoding="utf-8"
+    )
     return path
 
 
