@@ -1,0 +1,42 @@
+"""`deuteron coverage --from`: one table from the results of several machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from deuteron.tools.coverage import show
+from deuteron.tools.coverage_table import by_op, provenance
+from deuteron.tools.coverage_worker import Job, source_digest
+
+
+def row(op: str, device: str, **more: Any) -> dict[str, Any]:
+    job = Job(op, "float32", "forward", device)
+    plain = {"key": job.key, "op": op, "dtype": job.dtype, "part": job.part, "right": 3}
+    plain |= {"wrong": [], "errors": [], "torch": "2.x", "machine": f"a {device}", "source": "s"}
+    return plain | more
+
+
+def test_table_of_two_machines(tmp_path: Path) -> None:
+    cpu, gpu, out = tmp_path / "cpu.jsonl", tmp_path / "gpu.jsonl", tmp_path / "table.md"
+    cpu.write_text("\n".join(map(json.dumps, [row("add", "cpu"), row("sum", "cpu", kernels=2)])))
+    gpu.write_text(
+        json.dumps(row("add", "cuda", wrong=["sample 1: out0: 2 | 3"])) + '\n{"key": "cu'
+    )
+    assert show([cpu, gpu], out, "the command") == 1
+    text = out.read_text()
+    assert (
+        "## CPU\n\na cpu, torch 2.x; 2 of " in text and "## GPU\n\na cuda, torch 2.x; 1 of " in text
+    )
+    assert "| sum | right | generated |" in text and "| add | wrong |" in text
+    assert "- add: float32 forward: sample 1: out0: 2 \\| 3" in text
+    assert show([cpu], None, "") == 0
+
+
+def test_states_of_the_source_are_counted() -> None:
+    rows = [row("add", "cpu"), row("sum", "cpu", source="t")]
+    assert "2 states of the source" in provenance(rows, 2)
+    assert "one state of the source" in provenance(rows[:1], 2)
+    assert [o.verdict() for o in by_op(rows)] == ["right", "right"]
+    assert len(source_digest()) == 12
