@@ -100,6 +100,19 @@ FOUND: dict[str, Found] = {
         (lambda: [f(4, 4, grad=True)], lambda: [f(7, 7, grad=True)]),
         BOTH,
     ),
+    # ATen makes it contiguous
+    "power of a number": Found("return 2.0 ** x.t(), 0.5 ** x", (lambda: [f(3, 4)],)),
+    "gradient of nothing taken": Found(
+        "return x.take(y), x.sum()",
+        (lambda: [f(2, 3, grad=True), torch.zeros(2, 0, dtype=torch.int64)],),
+        BACKWARD,
+    ),
+    # a size of several terms that torch had guarded to be 1
+    "a broadcast part": Found(
+        "return torch.where(x, y.chunk(2, 2)[-1], y), y + y[..., 2:]",
+        (lambda: [truth(1, 1, 3), f(1, 1, 3)],),
+        DYNAMIC,
+    ),
 }
 
 
@@ -117,6 +130,26 @@ def test_every_program_is_eager_s() -> None:
         for given in p.sets():
             p.function()(*given)
         assert not found.how.dynamic or len(found.make) > 1, name
+
+
+NONZERO: dict[str, Callable[[Tensor], Any]] = {
+    "arithmetic": lambda b: b.nonzero() * 2,
+    "power": lambda b: 2.0 ** b.nonzero(),
+    "two operands": lambda b: torch.copysign(b.nonzero().float(), b.nonzero()[:, :1].float()),
+    "dropout": lambda b: torch.nn.functional.dropout(b.nonzero().float().t(), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", NONZERO)
+def test_sizes_that_depend_on_data(name: str) -> None:
+    """Rewrites asked whether such results are contiguous, which torch does not know."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(NONZERO[name], backend="deuteron", fullgraph=True)
+        for b in (truth(2, 3), truth(4, 5), torch.ones(1, 1, dtype=torch.bool)):
+            want, got = NONZERO[name](b), compiled(b)
+            torch.testing.assert_close(got, want)
+            assert got.stride() == want.stride()
 
 
 def test_constants_that_f32_cannot_hold_are_typed() -> None:

@@ -22,6 +22,11 @@ def dense_format(x: Tensor) -> torch.memory_format:
     return torch._prims_common.suggest_memory_format(x)
 
 
+def is_contiguous(x: Tensor) -> bool:
+    """As far as that is known: of sizes that depend on data it may not be asked."""
+    return torch._prims_common.is_contiguous_or_false(x)
+
+
 def in_format_of(out: Tensor, x: Tensor) -> Tensor:
     return out.contiguous(memory_format=dense_format(x))
 
@@ -57,7 +62,7 @@ def one_layout(target: Any, rule: Rule | None) -> Rule:
     def wrapped(a: Any, b: Any, **kwargs: Any) -> Any:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             same = a.shape == b.shape and a.stride() == b.stride()
-            if not same and not (a.is_contiguous() and b.is_contiguous()):
+            if not same and not (is_contiguous(a) and is_contiguous(b)):
                 dtype = torch.result_type(a, b)
                 order = torch._prims_common.compute_elementwise_output_logical_to_physical_perm
                 shape = torch.broadcast_shapes(a.shape, b.shape)
@@ -97,12 +102,12 @@ def ldexp(x: Tensor, n: Tensor) -> Tensor:
 
 def power_of_number(base: float, x: Tensor) -> Any:
     """Eager's result is contiguous, whatever the strides of `x`."""
-    return NotImplemented if x.is_contiguous() else aten.pow.Scalar(base, x.contiguous())
+    return NotImplemented if is_contiguous(x) else aten.pow.Scalar(base, x.contiguous())
 
 
 def normal(mean: Tensor, std: Tensor, **kwargs: Any) -> Any:
     """Eager fills a contiguous tensor, whatever the parameters' strides."""
-    if mean.is_contiguous() and std.is_contiguous():
+    if is_contiguous(mean) and is_contiguous(std):
         return NotImplemented
     return aten.normal.Tensor_Tensor(mean.contiguous(), std.contiguous(), **kwargs)
 
@@ -118,7 +123,7 @@ def resize_as(
 
 def as_strided_scatter(x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Eager's copy of an expanded tensor is contiguous; torch's fake kernel repeats the strides."""
-    if not any(type(s) is int and s == 0 for s in x.stride()) or x.is_contiguous():
+    if not any(type(s) is int and s == 0 for s in x.stride()) or is_contiguous(x):
         return NotImplemented
     return aten.as_strided_scatter.default(x.contiguous(), *args, **kwargs)
 

@@ -332,7 +332,8 @@ def constant(x: fx.Node) -> bool | int | float | None:
 def fold(editor: Editor, node: fx.Node) -> fx.Node | None:
     """An exact operator on constants is a constant."""
     out = val(node)
-    if out is None or not out.is_contiguous() or not all(isinstance(s, int) for s in out.shape):
+    # Sizes first: whether a tensor of unknown sizes is contiguous may not be asked.
+    if out is None or not all(isinstance(s, int) for s in out.shape) or not out.is_contiguous():
         return None
     if node.kwargs.get("device") is not None or not any(isinstance(a, fx.Node) for a in node.args):
         return None

@@ -98,7 +98,7 @@ class Symbols:
         return self._computed(e)
 
     def guarded(self, e: Any) -> int | None:
-        """The value of a size that torch has guarded on: a broadcast was decided. Sums are many, and
+        """The value of a size that torch has guarded on: a broadcast was decided. Sums are many and
         seldom guarded on: only those that are 1 now are asked for."""
         env = self.shape_env
         if env is None or not hasattr(env, "_maybe_evaluate_static"):
