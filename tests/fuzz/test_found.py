@@ -110,7 +110,7 @@ FOUND: dict[str, Found] = {
     # a size of several terms that torch had guarded to be 1
     "a broadcast part": Found(
         "return torch.where(x, y.chunk(2, 2)[-1], y), y + y[..., 2:]",
-        (lambda: [truth(1, 1, 3), f(1, 1, 3)],),
+        (lambda: [truth(2, 1, 3), f(2, 1, 3)], lambda: [truth(5, 1, 3), f(5, 1, 3)]),
         DYNAMIC,
     ),
 }
