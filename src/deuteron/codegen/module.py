@@ -23,15 +23,7 @@ from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request
 from deuteron.codegen.cpp.kernels import CppKernel
 from deuteron.codegen.products import Product, product_of
 from deuteron.codegen.segments import Address, Launches, Segment
-from deuteron.codegen.text import (
-    comment,
-    dtype_text,
-    identifier,
-    operator_text,
-    sizes_text,
-    source,
-    wrapped,
-)
+from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const
 from deuteron.ir.program import Constant, Extern, Input, Layout, Output, Program, ViewArg
@@ -498,7 +490,7 @@ class Writer:
             if op in self.program.callables:
                 self.objects[found] = self.program.callables[op]
             else:
-                self.head.append(f"{found} = {operator_text(op)}")
+                self.head.append(f"{found} = torch.ops.{op}")
         return found
 
     def argument(self, x: Any, listed: bool = True) -> str:

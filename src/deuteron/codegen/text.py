@@ -69,19 +69,10 @@ def comment(text: str) -> str:
 
 def long_string(text: str) -> str:
     """A readable literal of a text of several lines."""
-    if '"""' in text or "\r" in text or text.endswith(("\\", '"')) or "\0" in text:
+    plain = all(c.isprintable() or c == "\n" for c in text)
+    if not plain or '"""' in text or text.endswith(("\\", '"')):
         return repr(text)
     return f'r"""{text}"""'
-
-
-def operator_text(op: str) -> str:
-    """What finds an operator, ``aten.add.Tensor``; names that Python keeps for itself are found as
-    attributes too."""
-    text = "torch.ops"
-    for part in op.split("."):
-        plain = part.isidentifier() and not keyword.iskeyword(part)
-        text = f"{text}.{part}" if plain else f"getattr({text}, {part!r})"
-    return text
 
 
 def identifier(wish: str, taken: Collection[str]) -> str:
@@ -114,7 +105,6 @@ __all__ = [
     "dtype_text",
     "identifier",
     "long_string",
-    "operator_text",
     "sizes_text",
     "source",
     "wrapped",

@@ -112,7 +112,7 @@ def generate_for(kernel: Kernel, machine: Machine, checked: bool = True) -> CppK
         kind = ("" if name in written else "const ") + scalars.MEMORY[lay.dtype]
         lines.append(
             f"  {kind}* const {pointers[name]} = ({kind}*)ptrs[{i}];"
-            f"  // {name}: {_layout_text(lay)}"
+            f"  {_comment(f'{name}: {_layout_text(lay)}')}"
         )
     symbols = _symbols(kernel)
     lines += [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
@@ -223,6 +223,12 @@ def _layout_text(lay: Layout) -> str:
     return f"{lay.dtype}{list(lay.shape)} strides {list(lay.strides)}"
 
 
+def _comment(text: str) -> str:
+    """A comment to the end of the line. A backslash there would draw the next line into it; in old
+    C++ so would its trigraph."""
+    return "// " + one_line(text).replace("\\", "/").replace("??/", "? ?/")
+
+
 def _comments(kernel: Kernel) -> list[str]:
     """What the kernel is, where it comes from, what it moves and computes."""
     out = [
@@ -231,6 +237,5 @@ def _comments(kernel: Kernel) -> list[str]:
     ]
     for o in kernel.origins:
         where = f"  {o.line}" if o.line else ""
-        # A backslash at the end would draw the next line into the comment.
-        out.append("//   " + one_line(f"{o.node} = {o.op}{where}").replace("\\", "/"))
+        out.append(_comment(f"  {o.node} = {o.op}{where}"))
     return out

@@ -23,6 +23,9 @@ from deuteron.codegen.triton.scalars import TYPE
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
 
+# Constants that may be added to a pointer after the rest, which 32 bits then still hold
+# (`generate.LIMIT_32`).
+FAR = 1 << 19
 PLAIN = ("index", "literal")
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 Dims = frozenset[str]
@@ -366,7 +369,7 @@ class Emitter:
         wanted = dims | (self.deps(cond) if cond is not None else NONE)
         bounds = self.mask(wanted, self.level(wanted))
         where = " & ".join([*([bounds] if bounds else []), *masks])
-        text = f"{self.pointers[name]} + {self.spread(self.index(address), dims, wanted)}"
+        text = self.place(name, address, wanted)
         policy = self.policies.get(node)
         hint = f', eviction_policy="{policy}"' if policy else ""
         if not where:
@@ -375,6 +378,19 @@ class Emitter:
             fill if fill is not None else 0, "i8" if node.dtype == "bool" else node.dtype
         )
         return f"tl.load({text}, {where}, other={other}{hint})"
+
+    def place(self, tensor: str, address: Index, dims: Dims) -> str:
+        """The pointers to the elements of a tensor at an address, spanning the dimensions `dims`.
+
+        Its constant is added to the pointer: elements that are so far apart (those of a window)
+        then share all arithmetic, and the instruction that reads has the constant."""
+        pointer = self.pointers[tensor]
+        far = dict(address.terms).get((), 0)
+        have = self.index_deps(address)
+        if not far or not have or abs(far) > FAR or self.row_start is not None:
+            return f"{pointer} + {self.spread(self.index(address), have, dims)}"
+        index = self.spread(self.index(address - far), have, dims)
+        return f"{pointer} + {index} {'-' if far < 0 else '+'} {abs(far)}"
 
     def spread(self, index: str, have: Dims, want: Dims) -> str:
         """An index text made to span the dimensions `want`."""

@@ -400,9 +400,8 @@ def _comments(
     written, read = dict(kernel.writes), dict(kernel.reads)
     for n, lay in layouts.items():
         use = "in, out" if n in written and n in read else "out" if n in written else "in"
-        out.append(
-            f"#   {pointers[n]} ({use}): {lay.dtype}{list(lay.shape)} strides {list(lay.strides)}"
-        )
+        layout = one_line(f"{lay.dtype}{list(lay.shape)} strides {list(lay.strides)}")
+        out.append(f"#   {pointers[n]} ({use}): {layout}")
     for o in kernel.origins:
         where = f"  {o.line}" if o.line else ""
         out.append("#   " + one_line(f"{o.node} = {o.op}{where}"))

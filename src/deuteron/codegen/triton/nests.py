@@ -135,9 +135,8 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
     lines = []
     for w, dims in writes:
         value = em.value(w.value)
-        have = em.index_deps(w.address)
         masks = [em.value(w.mask)] if w.mask is not None else []
-        place = f"{em.pointers[w.tensor]} + {em.spread(em.index(w.address), have, dims)}"
+        place = em.place(w.tensor, w.address, dims)
         bounds = em.mask(dims)
         where = " & ".join([*([bounds] if bounds else []), *masks])
         mask = f", {where}" if where else ""
