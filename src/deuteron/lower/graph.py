@@ -217,6 +217,8 @@ class Driver:
         if node.meta.get("unbacked_bindings") and leaves(val):
             reason = reason or "the result's size is known only at run time"
         f = LOWERINGS.get(name) or LOWERINGS.get(name.rsplit(".", 1)[0])
+        if name == "aten.copy_.default":
+            f = nothing_at_all  # `copied` knows the target
         if reason is None and f is None:
             reason = f"{name} is not generated"
         if reason is None and f is not None:

@@ -405,6 +405,11 @@ def addcmul(ctx: LowerContext, x: Value, a: Value, b: Value, *, value: Any = 1) 
     return pointwise(ctx, (x, a, b), f)
 
 
+@lowering("prims.fma")
+def fma(ctx: LowerContext, a: Value, b: Value, c: Value) -> Value:
+    return pointwise(ctx, (a, b, c), lambda *xs: op("fma", *xs))
+
+
 @lowering("aten.addcdiv")
 def addcdiv(ctx: LowerContext, x: Value, a: Value, b: Value, *, value: Any = 1) -> Value:
     def f(x: Expr, a: Expr, b: Expr) -> Expr:

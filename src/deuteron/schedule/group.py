@@ -203,10 +203,12 @@ class Group:
         return Builder(self, shapes).build()
 
     def nest(self, layouts: dict[str, Layout], stored: Iterable[str]) -> Nest:
-        """The nest; `stored` names the members that are needed in memory."""
+        """The nest; `stored` names the members that are needed in memory. What overwrites comes
+        last, behind what reads the old value."""
         values = self.values(layouts)
         keep = set(stored)
         stmts: list[Stmt] = []
+        late: list[Stmt] = []
         for m in self.members:
             c = m.compute
             if m.kind == "column":
@@ -218,8 +220,9 @@ class Group:
             elif m.kind == "scan":
                 stmts.append(Prefix(register(m), c.body.attr[0], values[m.name]))
             if m.name in keep or c.target is not None:
-                stmts.append(self._store(m, values, layouts))
-        return Nest(self.space.parallel, self.space.reduced, tuple(stmts), self.chunk)
+                where = late if c.target is not None else stmts
+                where.append(self._store(m, values, layouts))
+        return Nest(self.space.parallel, self.space.reduced, (*stmts, *late), self.chunk)
 
     def _store(self, m: Member, values: dict[str, Expr], layouts: dict[str, Layout]) -> Store:
         c = m.compute

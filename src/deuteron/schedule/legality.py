@@ -261,11 +261,18 @@ def in_line(m: Member, space: Space) -> bool:
 
 
 def overwritten(g: Group, owner: Mapping[str, str]) -> Refusal | None:
-    """Reads of memory that the nest writes into: only by the point that writes there."""
+    """Reads of memory that the nest writes into: only by the point that writes there. Stores into
+    targets come last in a nest, in the order of the members (`Group.nest`)."""
     for k, m in enumerate(g.members):
         if m.compute.target is None:
             continue
         memory = owner[m.name]
+        old = _reads_old(g, owner, memory)
+        for other in g.members[k + 1 :]:
+            if other.compute.target is None or other.name not in old:
+                continue
+            if m.name not in old or m.level != other.level:  # else both take the value first
+                return Refusal("overwritten", f"{other.name} is of {memory} before {m.name}")
         for j, other in enumerate(g.members):
             for r in other.reads:
                 if owner.get(r.tensor, r.tensor) != memory or r.tensor in g.names:
@@ -279,6 +286,20 @@ def overwritten(g: Group, owner: Mapping[str, str]) -> Refusal | None:
             if other is not m and other.compute.target is not None and owner[other.name] == memory:
                 return Refusal("overwritten", f"{other.name} and {m.name} write {memory}")
     return None
+
+
+def _reads_old(g: Group, owner: Mapping[str, str], memory: str) -> set[str]:
+    """Members whose value is computed from `memory` at the moment that it is stored: what folds
+    and scans make is in registers by then."""
+    found: set[str] = set()
+    for m in g.members:
+        if m.kind in ("fold", "scan", "column"):
+            continue
+        for r in m.reads:
+            inside = r.tensor in g.names
+            if r.tensor in found or not inside and owner.get(r.tensor, r.tensor) == memory:
+                found.add(m.name)
+    return found
 
 
 def _text(index: Sequence[Index]) -> str:

@@ -98,6 +98,7 @@ class Emitter:
         self.bound: set[Axis] = set()  # axes of folds inside expressions
         self.group = 1  # see `tiling.Form`
         self.stages = "1"  # text of the number of stages of software pipelines
+        self.row_places: set[Index] = set()  # addresses that are read once per row
         self.row_start: Index | None = None  # address of a row that is read from before its start
         self.checked = False  # whether the text has assertions
         self._digits: dict[Axis, tuple[Index, bool]] = {}

@@ -77,6 +77,9 @@ def write_nest(
         if node.op == "reduce":
             em.bound.update(node.attr[1])
     declare_results(loops, em)
+    for node in (n for root in loops.roots() for n in root.walk()):
+        if node.op == "load" and node.attr[1] and em.deps(node) <= X:
+            em.row_places.add(node.attr[1][0])
     row = frozenset(em.dims) - R
     em.loose = loose(loops, lambda e: em.deps(e) <= row)
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
@@ -131,8 +134,14 @@ def write_points(loops: Loops, form: Form, em: Emitter) -> None:
 
 
 def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
-    """Stores at the dimensions given; all values first."""
+    """Stores at the dimensions given; all values first.
+
+    A row's value is read by every thread that has elements of the row, and stored by one. Where
+    the memory that is stored to may be what others still have to read, they meet before.
+    """
     lines = []
+    if any("r" in em.dims and dims == X and w.address in em.row_places for w, dims in writes):
+        lines.append("tl.debug_barrier()")
     for w, dims in writes:
         value = em.value(w.value)
         masks = [em.value(w.mask)] if w.mask is not None else []
