@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from deuteron.capture import strides
+from deuteron.capture import fourier, strides
 from deuteron.graph import ops
 
 aten = torch.ops.aten
@@ -116,7 +116,6 @@ FURTHER: tuple[str, ...] = (
 RANDOM: tuple[str, ...] = (
     "aten.exponential",
     "aten.cauchy",
-    "aten.geometric",
     "aten.log_normal",
     "aten.normal.Tensor_Tensor",
     "aten.normal.Tensor_float",
@@ -150,6 +149,7 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
         found.pop(target, None)
     rules: list[tuple[str, Rule]] = [
         *OWN.items(),
+        *([] if eager_random else [("aten.geometric.default", geometric)]),
         *foreach_rules(),
         ("aten.native_dropout.default", partial(native_dropout, eager_random)),
     ]
@@ -163,7 +163,7 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name in strides.ONE_LAYOUT:
         for target in ops.resolved((name,)):
             found[target] = strides.one_layout(target, found.get(target))
-    for name, rule in strides.RULES.items():
+    for name, rule in (*strides.RULES.items(), *fourier.RULES.items()):
         for target in ops.resolved((name,)):
             found[target] = rule
     return found
@@ -237,6 +237,14 @@ def native_dropout(eager_random: bool, x: Tensor, p: float, train: bool | None) 
     return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 
+def geometric(x: Tensor, p: float, *, generator: Any = None) -> Any:
+    """The number of trials. Torch's rule draws in the dtype of `x`, which may be whole numbers."""
+    if generator is not None or not 0 < p < 1:  # eager raises for such a p
+        return NotImplemented
+    drawn = torch.rand_like(x if x.dtype.is_floating_point else x.to(torch.get_default_dtype()))
+    return (torch.floor(torch.log1p(-drawn) / math.log1p(-p)) + 1).to(x.dtype)
+
+
 @own("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     """Torch's rule of 2.11 writes in place, which a functional graph may not."""
@@ -280,6 +288,15 @@ def angle(x: Tensor) -> Tensor:
     floating = x.dtype.is_floating_point
     turned = (x < 0).to(x.dtype if floating else torch.get_default_dtype()) * math.pi
     return torch.where(torch.isnan(x), x, turned) if floating else turned
+
+
+SIXTH = 0.1666666716337204  # of an f32
+
+
+@own("aten.hardsigmoid_backward.default")
+def hardsigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Eager's factor is an f32 number for float64, too."""
+    return torch.where((x > -3) & (x < 3), grad * SIXTH, 0.0)
 
 
 @own("aten.soft_margin_loss_backward.default")

@@ -251,6 +251,7 @@ def before_writes(joint: fx.GraphModule, saved: list[fx.Node], info: Any) -> lis
         if what.alias_info is not None and what.alias_info.is_write and isinstance(a, fx.Node)
     }
     storages = {ops.storage_of(n): n for n in written if n.op == "placeholder"}
+    storages |= {ops.storage_of(n): n for n in written_later(joint)}
     editor = Editor(joint)
     out = list(saved)
     for n in saved:
@@ -268,6 +269,14 @@ def before_writes(joint: fx.GraphModule, saved: list[fx.Node], info: Any) -> lis
             u.replace_input_with(source, kept)
         out = [kept if k is source else k for k in out]
     return out
+
+
+def written_later(joint: fx.GraphModule) -> list[fx.Node]:
+    """Inputs that AOTAutograd overwrites after the forward, with a result of it."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    given = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    return [given[k] for k in getattr(metadata, "mutated_inp_runtime_indices", ())]
 
 
 def note(
