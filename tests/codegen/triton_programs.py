@@ -130,7 +130,44 @@ def planned(name: str) -> Scheduled:
     return found
 
 
-EVERY = PROGRAMS | PARTS | LOOPED
+aten = torch.ops.aten
+IMAGE = torch.randn(2, 3, 12, 72)
+
+
+def pooled(g: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    window = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    return aten.max_pool2d_with_indices_backward(g, x, *window, i)
+
+
+# Short parallel axes that one lane walks, whose results are stored together.
+PHASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "gradient of a maximum's window": (
+        pooled,
+        (
+            torch.randn(2, 3, 6, 36),
+            IMAGE,
+            F.max_pool2d(IMAGE, 3, 2, 1, return_indices=True)[1],
+        ),
+    ),
+    "gradient of a mean's window": (
+        lambda g, x: aten.avg_pool2d_backward(g, x, [3, 3], [2, 2], [1, 1], False, True, None),
+        (torch.randn(2, 3, 6, 36), IMAGE),
+    ),
+    "gradient of a ragged window": (
+        lambda g, x: aten.avg_pool2d_backward(g, x, [3, 3], [2, 2], [1, 1], True, False, None),
+        (torch.randn(2, 3, 7, 37), IMAGE),
+    ),
+    "enlarged": (lambda x: F.interpolate(x, scale_factor=2) + 1, (torch.randn(2, 3, 10, 66),)),
+    "enlarged, added": (
+        lambda x, y: F.interpolate(x, scale_factor=4) + y,
+        (torch.randn(2, 4, 36), torch.randn(2, 4, 144)),
+    ),
+    "enlarged, channels last": (
+        lambda x: F.interpolate(x, scale_factor=2) + 1,
+        (torch.randn(2, 24, 5, 6).to(memory_format=torch.channels_last),),
+    ),
+}
+EVERY = PROGRAMS | PARTS | LOOPED | PHASES
 
 
 def kernels(found: Scheduled, looped: bool = False) -> list[TritonKernel]:

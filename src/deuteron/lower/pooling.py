@@ -14,7 +14,16 @@ from typing import Any
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
-from deuteron.ir.index import Axis, Index, as_index, const, maximum, minimum, product
+from deuteron.ir.index import (
+    Axis,
+    Index,
+    as_index,
+    const,
+    is_nonneg,
+    maximum,
+    minimum,
+    product,
+)
 from deuteron.lower.access import both, compare, flatten, inside, masked, unflatten
 from deuteron.lower.core import LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import compute_dtype, scalar
@@ -246,7 +255,9 @@ def average_divisor(
         out = []
         for w, at, p in zip(windows, o, padding, strict=True):
             start = w.start(at)
-            if include:
+            if include and is_nonneg(w.inputs + p - w.start(w.outputs - 1) - w.longest):
+                out.append(w.longest)  # every window is whole
+            elif include:
                 out.append(minimum(start + w.longest, w.inputs + p) - start)
             else:
                 end = minimum(start + w.longest, w.inputs)

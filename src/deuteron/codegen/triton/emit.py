@@ -43,6 +43,12 @@ class Dim:
     block: str
     place: int  # position in the tile
     masked: bool  # whether a block may reach beyond the end
+    wide: bool = False  # see `Emitter.widened`
+
+    @property
+    def stem(self) -> str:
+        """What the names of its variables begin with."""
+        return f"wide{self.name}" if self.wide else self.name
 
     @property
     def count(self) -> Index:
@@ -102,6 +108,7 @@ class Emitter:
         self.row_start: Index | None = None  # address of a row that is read from before its start
         self.checked = False  # whether the text has assertions
         self._digits: dict[Axis, tuple[Index, bool]] = {}
+        self._wide: Emitter | None = None
 
     def fresh(self, stem: str = "tmp") -> str:
         return f"{stem}{next(self.numbers)}"
@@ -123,7 +130,7 @@ class Emitter:
         """Writes the index and the mask of `dim` for the block that starts at `offset`; the scope
         has it from here on.
         """
-        name = dim.name
+        name, stem = dim.name, dim.stem
         lanes = f"tl.arange(0, {dim.block}){dim.slice(self.rank)}"
         wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
         start = f"{offset} + " if offset != "0" else ""
@@ -131,13 +138,35 @@ class Emitter:
             self.scope.add(f"rlane = {start}{lanes}{wide}", "rindex = rlane - rshift")
             below = "(rindex >= 0) & "
         else:
-            self.scope.add(f"{name}index = {start}{lanes}{wide}")
+            self.scope.add(f"{stem}index = {start}{lanes}{wide}")
             below = ""
         if dim.masked:
-            self.scope.add(f"{name}mask = {below}({name}index < {name}numel)")
+            self.scope.add(f"{stem}mask = {below}({stem}index < {stem}numel)")
         self.scope.dims |= {name}
         if len(dim.axes) == 1:
-            self.scope.axes[dim.axes[0]] = f"{name}index"
+            self.scope.axes[dim.axes[0]] = f"{stem}index"
+
+    def widened(self, phase: Axis, along: Axis) -> Emitter:
+        """An emitter for stores of the points of `phase` together, in the current scope: its last
+        dimension has that axis behind `along`."""
+        if self._wide is None:
+            old = self.dims["x"]
+            assert old.axes[-1] == along and self.rank == len(self.dims)
+            count = phase.extent.value
+            block = f"{count} * {old.block}"
+            x = Dim("x", (*old.axes, phase), block, old.place, old.masked, wide=True)
+            others = [d for d in self.dims.values() if d.name != "x"]
+            wide = Emitter([*others, x], self.pointers, self.numbers, self.index_type)
+            wide.chain[0].lines = self.scope.lines
+            for d in others:
+                wide.scope.dims |= {d.name}
+                if len(d.axes) == 1:
+                    wide.scope.axes[d.axes[0]] = f"{d.name}index"
+            if old.masked:
+                self.scope.add(f"widexnumel = {count} * xnumel")
+            wide.enter(x, f"{count} * xoffset")
+            self._wide = wide
+        return self._wide
 
     def shape(self, dims: Dims) -> str:
         """The text of the shape of a value that depends on `dims`."""
@@ -401,14 +430,14 @@ class Emitter:
 
     def mask(self, dims: Dims, at: int | None = None) -> str:
         """The text of the mask of the dimensions that need one, or nothing."""
-        names = [f"{d.name}mask" for d in self.dims.values() if d.masked and d.name in dims]
+        names = [f"{d.stem}mask" for d in self.dims.values() if d.masked and d.name in dims]
         if len(names) < 2:
             return names[0] if names else ""
         scope = self.chain[self.level(dims)]
         if "mask" not in scope.sums:
-            scope.add(f"mask = {' & '.join(names)}")
-            scope.sums["mask"] = "mask"
-        return "mask"
+            scope.sums["mask"] = "widemask" if self.dims["x"].wide else "mask"
+            scope.add(f"{scope.sums['mask']} = {' & '.join(names)}")
+        return scope.sums["mask"]
 
     # -- indices -----------------------------------------------------------------------------------
 
@@ -514,7 +543,7 @@ class Emitter:
         dim = self.dims[self.dim_of[axis]]
         scope = self.chain[self.level(frozenset((dim.name,)))]
         below, inner = self._digits.get(axis) or self._digit(dim, axis)
-        text = f"{dim.name}index"
+        text = f"{dim.stem}index"
         if below.value != 1:
             text += f" // {self._factor(below)}"
         if inner:

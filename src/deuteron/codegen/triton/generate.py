@@ -20,6 +20,7 @@ from deuteron.codegen.triton.checks import with_checks
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.nests import Names, write_nest
+from deuteron.codegen.triton.phases import phased
 from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.tiling import Blocks, Form, choose
 from deuteron.codegen.triton.unroll import written_out
@@ -113,7 +114,10 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     name = f"triton_{kernel.name}"
     pointers = _pointer_names(layouts)
     checked = options is None or options.bounds_check
-    nests = [written_out(prepare(with_checks(n, layouts, checked), layouts)) for n in kernel.nests]
+    nests = [
+        phased(written_out(prepare(with_checks(n, layouts, checked), layouts)))
+        for n in kernel.nests
+    ]
     # What one program does alone is not cut small to occupy the device.
     alone = replace(spec, cores=1)
     first = kernel.barriers[0] if kernel.barriers else len(nests)

@@ -28,6 +28,7 @@ from deuteron.ir.index import (
     const,
     divide_exact,
     hint,
+    is_nonneg,
     product,
     substitute,
 )
@@ -37,7 +38,8 @@ from deuteron.schedule.kernel import Fold, Nest, Prefix
 
 @dataclass(frozen=True)
 class Write:
-    """A store at a linear address."""
+    """A store at a linear address; or of several neighbours, `value` and `others` at the points of
+    the axis `phase`, which lie behind those of `along` (see `phases`)."""
 
     tensor: str
     address: Index
@@ -46,6 +48,9 @@ class Write:
     accumulate: str | None
     mask: Expr | None
     dtype: str
+    others: tuple[Expr, ...] = ()
+    phase: Axis | None = None
+    along: Axis | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Loops:
 
 def roots_of(part: Part) -> list[Expr]:
     if isinstance(part, Write):
-        out = [part.value] + ([part.mask] if part.mask is not None else [])
+        out = [part.value, *part.others] + ([part.mask] if part.mask is not None else [])
     else:
         out = [part.body]
     if isinstance(part, (Write, ColumnFold)):
@@ -121,7 +126,7 @@ class Rewriter:
         if node.op in SCALAR_OPS and args != node.args:
             return op(node.op, *args, dtype=node.dtype)
         new = rebuild(node, args, self.table, self.done)
-        if new.op == "load":
+        if node.op == new.op == "load":
             name, idx, fill = new.attr
             if self.layouts is not None:
                 idx = (self.layouts[name].address(idx),)
@@ -145,7 +150,11 @@ class Rewriter:
         if isinstance(part, Write):
             mask = self.expr(part.mask) if part.mask is not None else None
             return replace(
-                part, address=self.index(part.address), value=self.expr(part.value), mask=mask
+                part,
+                address=self.index(part.address),
+                value=self.expr(part.value),
+                others=tuple(map(self.expr, part.others)),
+                mask=mask,
             )
         if isinstance(part, ColumnFold):
             return replace(part, address=self.index(part.address), body=self.expr(part.body))
@@ -268,7 +277,9 @@ def _split_points(a: Div | Mod) -> list[tuple[Axis, Index, Index]]:
         if c is None or c.value == 0 or a.den.axes():
             continue
         size = divide_exact(a.den, c)
-        if size is None or size.value == 1:
+        if size is not None and not is_nonneg(size):  # the axis is walked backwards
+            size = -size
+        if size is None or size.value == 1 or not is_nonneg(size):
             continue
         outer = divide_exact(axis.extent, size)
         if outer is not None and outer.value != 1:
@@ -336,7 +347,13 @@ def accesses(loops: Loops) -> list[Access]:
                 found[Access(n.attr[0], n.attr[1][0], ITEMSIZE[n.dtype], False)] = None
     for p in loops.parts:
         if isinstance(p, Write):
-            found[Access(p.tensor, p.address, ITEMSIZE[p.dtype], True)] = None
+            size, address = ITEMSIZE[p.dtype], p.address
+            if p.phase is not None:  # an element is as many as are stored together
+                count = len(p.others) + 1
+                whole = divide_exact(address - p.phase.index, const(count))
+                assert whole is not None, address
+                size, address = size * count, whole
+            found[Access(p.tensor, address, size, True)] = None
     return list(found)
 
 

@@ -143,6 +143,9 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
     if any("r" in em.dims and dims == X and w.address in em.row_places for w, dims in writes):
         lines.append("tl.debug_barrier()")
     for w, dims in writes:
+        if w.phase is not None:
+            lines.append(together(em, w, dims))
+            continue
         value = em.value(w.value)
         masks = [em.value(w.mask)] if w.mask is not None else []
         place = em.place(w.tensor, w.address, dims)
@@ -154,6 +157,25 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
         else:
             lines.append(accumulate(em, w, dims, value, where))
     em.scope.add(*lines)
+
+
+def together(em: Emitter, w: Write, dims: Dims) -> str:
+    """A store of all values of a phase: neighbours in memory are neighbours in the tile."""
+    assert w.phase is not None and w.along is not None
+    values = [full_value(em, v, dims) for v in (w.value, *w.others)]
+    while len(values) > 1:  # bits of the phase from the highest: even and odd ones, joined last
+        half = len(values) // 2
+        values = [f"tl.interleave({a}, {b})" for a, b in zip(values[:half], values[half:])]
+    wide = em.widened(w.phase, w.along)
+    place, where = wide.place(w.tensor, w.address, dims), wide.mask(dims)
+    return f"tl.store({place}, {values[0]}{', ' if where else ''}{where})"
+
+
+def full_value(em: Emitter, value: Expr, dims: Dims) -> str:
+    """A value, converted to what it is stored as, that spans the dimensions."""
+    text = em.value(value)
+    have = em.deps(value)
+    return text if have == dims else f"tl.broadcast_to({text}, {em.shape(dims)})"
 
 
 # What `tl.atomic_add`, `_max` and `_min` do on sm_80 and later as eager does.

@@ -39,7 +39,7 @@ def loose(loops: Loops, row_level: RowLevel) -> frozenset[Expr]:
             if not terms:
                 strict.add(root)
         if isinstance(p, Write) and p.value.dtype == "f32":
-            strict.add(p.value)
+            strict.update((p.value, *p.others))
     for n in sorted(order, key=lambda n: n.id, reverse=True):  # users before arguments
         for k, c in enumerate(children(n)):
             if c.dtype == "f32" and not _passes(n, k, strict):

@@ -27,6 +27,7 @@ from deuteron.codegen.triton.loops import (
     points,
     stride,
 )
+from deuteron.codegen.triton.phases import joined
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 
@@ -135,6 +136,9 @@ def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def _points(loops: Loops, spec: DeviceSpec) -> Form:
     order = _in_order(loops, (*loops.parallel, *loops.reduced))
+    for w in joined(loops):
+        assert w.along is not None
+        order = (*(a for a in order if a != w.along), w.along)
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
@@ -145,9 +149,18 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         blocks = _plane_blocks(size(y), size(x), spec)
         return Form("points", (("y", y), ("x", x)), blocks)
     full = [a for a in accesses(loops) if 2 * points(a.address, order) > size(order)]
-    most = 512 if len(full) > MANY_ACCESSES else 2048
+    most = 512 if len(full) > MANY_ACCESSES else 2048 // stored_points(loops)
     blocks = _line_blocks(size(order), spec, _widest(loops), most)
     return Form("points", (("x", order),), blocks)
+
+
+def stored_points(loops: Loops) -> int:
+    """Neighbouring elements of one tensor that a lane stores at most."""
+    count: dict[str, int] = {}
+    for p in loops.parts:
+        if isinstance(p, Write):
+            count[p.tensor] = count.get(p.tensor, 0) + 1 + len(p.others)
+    return max(count.values(), default=1)
 
 
 def _cut(order: Sequence[Axis]) -> int | None:

@@ -127,6 +127,8 @@ def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
         return _position(kind, terms, at)
     name = REDUCTIONS[kind].scalar_op
     assert name is not None
+    neutral = literal(REDUCTIONS[kind].identity(terms[0].dtype), terms[0].dtype)
+    terms = [t for t in terms if t is not neutral] or [neutral]  # elements that do not exist
     while len(terms) > 1:
         pairs = [op(name, a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
         terms = pairs + (terms[-1:] if len(terms) % 2 else [])
