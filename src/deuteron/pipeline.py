@@ -45,6 +45,7 @@ from deuteron.runtime.launch import load as load_module
 from deuteron.runtime.launch_blas import multiply
 from deuteron.runtime.launch_cuda import Sequence as Launcher
 from deuteron.runtime.launch_cuda import Variants
+from deuteron.runtime.traced import Traced
 from deuteron.runtime.tune import Tuned, TunedProduct
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
@@ -92,6 +93,7 @@ class Compilation:
     record: Record
     donated: frozenset[int] = frozenset()  # inputs that may be overwritten, where a call says so
     number: int = field(default_factory=lambda: next(_NUMBERS))
+    traced: Traced | None = None  # for the self-check
     program: Program | None = None
     schedule: Schedule | None = None
     plan: MemoryPlan | None = None
@@ -104,6 +106,8 @@ class Compilation:
     # -- the stages -------------------------------------------------------------------------------
     def do_rewrite(self) -> str:
         self.donated = donated_inputs(self.graph)
+        if self.options.verify:
+            self.traced = Traced(self.graph)
         rewrite(self.graph, self.record)
         return self.graph.print_readable(print_output=False) if self.debug else ""
 
@@ -200,7 +204,8 @@ class Compilation:
             )
         if self.options.verify:
             assert self.program is not None
-            watcher = Watcher(self.steps(), self.kernels, self.options, self.program)
+            found = self.steps()
+            watcher = Watcher(found, self.kernels, self.options, self.program, self.traced)
             extra["watch"] = watcher.watch
         name = f"<deuteron {self.phase} graph {self.number}>"
         path = str(self.debug / "module.py") if self.debug else name

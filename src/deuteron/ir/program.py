@@ -190,6 +190,8 @@ class Program:
     constants: dict[str, Any] = field(default_factory=dict, compare=False)
     callables: dict[str, Any] = field(default_factory=dict, compare=False)
     num_inputs: int = 0
+    # Tensor -> the node of the traced graph whose value it is, for the self-check.
+    nodes: dict[str, str] = field(default_factory=dict, compare=False)
 
     def computes(self) -> tuple[Compute, ...]:
         return tuple(d for d in self.defs if isinstance(d, Compute))

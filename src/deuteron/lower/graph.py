@@ -51,6 +51,7 @@ from deuteron.lower.core import (
     make,
     source_line,
     supported,
+    whole_tensor,
 )
 from deuteron.lower.pointwise import broadcast
 from deuteron.lower.symfloats import element, number_value
@@ -93,6 +94,8 @@ class Driver:
         self.position = 0
         self.outputs: list[Output] = []
         self.returned: dict[str, Any] = {}  # tensor -> the storage that it was returned as
+        self.exposed: set[Any] = set()  # storages that several results lie in, or overlapping ones
+        self.nodes: dict[str, str] = {}  # see `Program.nodes`
 
     def run(self) -> Program:
         for node in self.gm.graph.nodes:
@@ -122,6 +125,7 @@ class Driver:
             dict(ctx.constants),
             dict(ctx.callables),
             self.position,
+            self.nodes,
         )
         return live(program)
 
@@ -140,13 +144,26 @@ class Driver:
         elif node.op == "get_attr":
             self.ctx.env[node] = self.attribute(node)
         elif node.op == "call_function":
-            self.ctx.env[node] = self.call(node)
+            self.ctx.env[node] = made = self.call(node)
+            self.note(node, made)
         elif node.op == "output":
             results = node.args[0]
             for r in results if isinstance(results, (tuple, list)) else [results]:
                 self.outputs.append(self.output(r))
         else:
             raise self.unsupported(node, f"FX nodes of kind {node.op!r}")
+
+    def note(self, node: fx.Node, made: Any) -> None:
+        """Which tensor a node of the traced graph is, where that has the traced strides."""
+        traced, val = node.meta.get("traced"), node.meta.get("val")
+        name = whole_tensor(made) if isinstance(made, Value) else None
+        if traced is None or name is None or name in self.nodes:
+            return
+        if isinstance(val, torch.Tensor):
+            lay, ctx = self.ctx.layouts[name], self.ctx
+            strides = tuple(ctx.size(s) for s in val.stride())
+            if lay.shape == ctx.shape_of(val) and lay.strides == strides:
+                self.nodes[name] = traced
 
     # -- what the graph is given ------------------------------------------------------------------
     def placeholder(self, node: fx.Node) -> Any:

@@ -1,10 +1,12 @@
 """The self-check: each kernel's results against the reference executor, on the same inputs.
 
 In: the program, its kernels as scheduled and as generated. Out: `Watcher.watch`, which the emitted
-module calls before each launch and whose result it calls after it. Three things are checked of each
+module calls before each launch and whose result it calls after it. Four things are checked of each
 kernel: that what it reads is still what was written there (the memory plan), that its results are
-those of the kernel's own text (the code generators), and those of the program's definitions (the
-schedule). The first wrong kernel raises `VerifyError` and leaves a folder from which it runs alone.
+those of the kernel's own loops (the code generators), those of the program's definitions (the
+schedule), and those of the traced graph, run by ATen (rewrites and lowering). The first wrong
+kernel raises `VerifyError` and leaves a folder from which it runs alone. What the call returns is
+compared with the traced graph's outputs (views and strides of results are in no kernel).
 
 How much a result may differ is found out, not fixed: floating inputs are moved by a unit in the
 last place, and what that does to the reference's results is what rounding may do to the kernel's.
@@ -12,6 +14,7 @@ last place, and what that does to the reference's results is what rounding may d
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from deuteron.base.errors import VerifyError
 from deuteron.base.options import Options
@@ -31,6 +34,7 @@ from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
 from deuteron.ir.program import Extern, Input, Program, tensors_read
 from deuteron.ir.reference import compute
 from deuteron.memory.lifetimes import overwritable
+from deuteron.runtime.traced import Traced, Unknown
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.printer import kernel_lines
 from deuteron.schedule.reference import run_kernel
@@ -41,12 +45,21 @@ ULPS = 64
 # The reference's own change under inputs that moved by an ulp may be exceeded this many times.
 MARGIN = 8.0
 HALVES = (torch.float16, torch.bfloat16)
+COMPARED = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
 # What is said of a kernel, by the stage that it tells against.
 SAID = {
     "generate": "gives a wrong result",
     "schedule": "does not compute what the program says",
     "memory": "reads what was overwritten",
+    "lower": "does not compute what was traced",
 }
+# What ATen does in another order than the loops of a program may round differently at each of many
+# steps: the change under moved inputs may be exceeded more often, and more units are allowed.
+ATEN_ULPS = 1024
+ATEN_MARGIN = 32.0
 
 
 @dataclass(frozen=True)
@@ -83,8 +96,16 @@ def moved(t: Tensor, seed: int) -> Tensor:
     return out.copy_(t.double() * (1.0 + torch.finfo(t.dtype).eps * way))
 
 
-def compare(name: str, got: Tensor, want: Tensor, other: Tensor) -> Difference | None:
-    """How `got` is not `want`; `other` is what moved inputs make of it."""
+def compare(
+    name: str,
+    got: Tensor,
+    want: Tensor,
+    other: Tensor,
+    most: float = ULPS,
+    margin: float = MARGIN,
+) -> Difference | None:
+    """How `got` is not `want`; `other` is what moved inputs make of it. Elements may differ by
+    `most` units in the last place, and by `margin` times that change."""
     if got.numel() == 0:
         return None
     if not want.dtype.is_floating_point:
@@ -96,8 +117,8 @@ def compare(name: str, got: Tensor, want: Tensor, other: Tensor) -> Difference |
         finite = b.isfinite() & c.isfinite()
         scale = float(b[finite].abs().mean()) if bool(finite.any()) else 0.0
         noise = float((c - b)[finite].abs().max()) if bool(finite.any()) else 0.0
-        ulps = 2 if want.dtype in HALVES else ULPS
-        allowed = ulps * eps * (b.abs() + scale) + MARGIN * noise
+        ulps = most / 32 if want.dtype in HALVES else most
+        allowed = ulps * eps * (b.abs() + scale) + margin * noise
         bad = ~((a - b).abs() <= allowed) & (a != b) & ~(a.isnan() & b.isnan())
         spare = int((b.isfinite() != c.isfinite()).sum())
     wrong = int(bad.sum())
@@ -105,6 +126,11 @@ def compare(name: str, got: Tensor, want: Tensor, other: Tensor) -> Difference |
         return None
     at = tuple(int(i) for i in bad.nonzero()[0])
     return Difference(name, wrong, got.numel(), at, got[at].item(), want[at].item())
+
+
+def comparable(t: Tensor) -> bool:
+    """Whether elements have an order and a difference, as those that kernels make have."""
+    return t.layout == torch.strided and t.dtype in COMPARED
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -122,6 +148,7 @@ class Meaning:
         }
         self.known = {d.name: copy(args[d.position]) for d in program.defs if isinstance(d, Input)}
         self.known |= program.constants
+        self.args = [copy(x) if isinstance(x, Tensor) else x for x in args]
 
     def note(self, name: str, t: Tensor) -> None:
         """A result that is right, or what a library call gave."""
@@ -169,12 +196,17 @@ class Watcher:
         generated: Mapping[str, Generated],
         options: Options,
         program: Program,
+        traced: Traced | None = None,
     ) -> None:
         self.kernels = {k.name: k for k in kernels}
         self.generated, self.options = generated, options
         # Names say which value is meant, unless library calls change tensors in place.
         changed = any(isinstance(d, Extern) and d.mutates for d in program.defs)
         self.program = None if changed else program
+        self.nodes = program.nodes
+        self.traced = traced
+        if traced is not None:
+            traced.name(program.nodes)
         self.meaning: Meaning | None = None
 
     def around(self, call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -183,7 +215,9 @@ class Watcher:
         def watched(args: list[Any]) -> Any:
             self.meaning = Meaning(self.program, args) if self.program is not None else None
             try:
-                return call(args)
+                results = call(args)
+                self.returned(results)
+                return results
             finally:
                 self.meaning = None
 
@@ -256,7 +290,52 @@ class Watcher:
             if found is not None:
                 self.fail(kernel, found, given, {**given, n: want}, sizes, "schedule")
         for n in names:
+            found = self.as_traced(n, tensors[n], meaning)
+            if found is not None:
+                self.fail(kernel, found, given, {**given, n: tensors[n]}, sizes, "lower")
+        for n in names:
             meaning.note(n, tensors[n])
+
+    def as_traced(self, name: str, got: Tensor, meaning: Meaning) -> Difference | None:
+        """How a tensor is not what the traced graph says, as far as that can be computed."""
+        node = self.nodes.get(name, "")
+        if self.traced is None or node not in self.traced.nodes:
+            return None
+        return self.against(name, got, self.traced.nodes[node], meaning)
+
+    def against(self, name: str, got: Tensor, node: fx.Node, meaning: Meaning) -> Difference | None:
+        assert self.traced is not None
+        seeds = itertools.count()
+        try:
+            with torch.no_grad():
+                want = self.traced.of(node, meaning.args, meaning.known)
+                other = self.traced.of(
+                    node, meaning.args, meaning.known, lambda t: moved(t, next(seeds))
+                )
+        except Unknown:
+            return None
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return Difference(name, 1, 1, (), (got.shape, got.dtype), (want.shape, want.dtype))
+        if not comparable(want):
+            return None
+        return compare(name, got, want, other, ATEN_ULPS, ATEN_MARGIN)
+
+    def returned(self, results: Sequence[Any]) -> None:
+        """What the call returns is what the traced graph says."""
+        if self.meaning is None or self.traced is None:
+            return
+        for k, (got, node) in enumerate(zip(results, self.traced.outputs, strict=True)):
+            if not isinstance(got, Tensor) or not isinstance(node, fx.Node):
+                continue
+            found = self.against(f"output {k}", got, node, self.meaning)
+            if found is not None:
+                raise VerifyError(
+                    f"the call returns what was not traced: {found}",
+                    hint="this is a bug of Deuteron; please report it with the program",
+                    invariant="a call's results are the traced graph's",
+                    node=f"output {k}",
+                    guilty="lower",
+                )
 
     def fail(
         self,
