@@ -272,11 +272,12 @@ def before_writes(joint: fx.GraphModule, saved: list[fx.Node], info: Any) -> lis
 
 
 def written_later(joint: fx.GraphModule) -> list[fx.Node]:
-    """Inputs that AOTAutograd overwrites after the forward, with a result of it."""
-    context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    given = [n for n in joint.graph.nodes if n.op == "placeholder"]
-    return [given[k] for k in getattr(metadata, "mutated_inp_runtime_indices", ())]
+    """Inputs that AOTAutograd overwrites after the forward, with a result of it: it describes such
+    results as mutations of what it describes the input as."""
+    output = next(iter(reversed(joint.graph.nodes)))
+    results = output.meta.get("desc") or ()
+    later = [d.mutated_input for d in results if hasattr(d, "mutated_input")]
+    return [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in later]
 
 
 def note(

@@ -8,11 +8,41 @@ traced program reads a copy made before the input is written.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from deuteron.graph import ops
+
+
+def exposed(results: Sequence[Any]) -> set[Any]:
+    """Storages of which a graph's results show more than one tensor of their own could: several
+    results lie in it, or one whose elements share memory."""
+    nodes = [n for n in results if isinstance(n, fx.Node)]
+    times = Counter(map(ops.storage_of, nodes))
+    overlapping = {ops.storage_of(n) for n in nodes if overlaps(ops.tensor_of(n))}
+    return ({s for s, count in times.items() if count > 1} | overlapping) - {None}
+
+
+def overlaps(t: torch.Tensor | None) -> bool:
+    """Whether elements share memory, but for those of broadcast dimensions, as the innermost
+    strides and sizes tell as far as they are numbers."""
+    if t is None or t.layout != torch.strided:
+        return False
+    reach = 1
+    known = [(s, n) for s, n in zip(t.stride(), t.shape) if type(s) is int and s]
+    for stride, n in sorted(known, key=lambda pair: (pair[0], type(pair[1]) is not int)):
+        if type(n) is int and n <= 1:
+            continue
+        if stride < reach:
+            return True
+        if type(n) is not int:
+            return False
+        reach += stride * (n - 1)
+    return False
 
 
 class Aliasing:
@@ -24,6 +54,8 @@ class Aliasing:
         output = next(iter(reversed(graph.nodes)))
         self.outputs = {self.storage(n) for n in output.all_input_nodes} - {None}
         self.direct = set(output.all_input_nodes)
+        results = output.args[0]
+        self.exposed = exposed(results if isinstance(results, (tuple, list)) else [results])
         self.written: set[Any] = set()
         for n in graph.nodes:
             if n.op == "call_function" and ops.is_mutating(n):
@@ -48,7 +80,8 @@ class Aliasing:
             # The same storage: only the identity of the tensor object changes. An output stays an
             # own tensor.
             return not (old in self.direct and (new in self.direct or new.op == "placeholder"))
-        if b in self.written:
+        # Of an exposed storage other nodes are views, whose traces would still say so.
+        if b in self.written or a in self.exposed:
             return False
         if a in self.outputs:
             return b not in self.inputs and b not in self.outputs

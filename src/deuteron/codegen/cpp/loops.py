@@ -42,6 +42,7 @@ from deuteron.ir.index import (
     divide_exact,
     hint,
     in_range,
+    is_nonneg,
     product,
     substitute,
 )
@@ -183,7 +184,8 @@ class Rewriter:
         new = rebuild(node, args, self.table, self.done)
         if new.op == "check" and not self.checked and self.layouts is not None:
             return new.args[0]
-        if new.op == "load" and self.layouts is not None:
+        # What is no load may become one, of what was rewritten already: where(c, x, x).
+        if node.op == new.op == "load" and self.layouts is not None:
             name, idx, fill = new.attr
             mask = new.args[0] if new.args else None
             return load(name, (self.address(name, idx, mask),), new.dtype, mask, fill)
@@ -342,7 +344,9 @@ def _split_points(a: Div | Mod) -> list[tuple[Axis, Index, Index]]:
         if c is None or c.value == 0 or a.den.axes():
             continue
         size = divide_exact(a.den, c)
-        if size is None or size.value == 1:
+        if size is not None and not is_nonneg(size):  # the axis is walked backwards
+            size = -size
+        if size is None or size.value == 1 or not is_nonneg(size):
             continue
         outer = divide_exact(axis.extent, size)
         if outer is not None and outer.value != 1:
