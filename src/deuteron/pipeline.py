@@ -28,6 +28,7 @@ from deuteron.capture.partition import donated_inputs
 from deuteron.codegen.assemble import Generated
 from deuteron.codegen.cpp.kernels import FLAGS, CppKernel
 from deuteron.codegen.cpp.kernels import generate as generate_cpp
+from deuteron.codegen.cpp.streams import read_again
 from deuteron.codegen.module import Emitted, Request, emit
 from deuteron.codegen.share import structure, tensors_of
 from deuteron.codegen.triton.generate import TritonKernel
@@ -130,12 +131,19 @@ class Compilation:
     def do_generate(self) -> str:
         specs = {k.device: device_spec_for(k.device, self.options) for k in self.steps()}
         alike: dict[Hashable, tuple[Kernel, Generated]] = {}
+        assert self.schedule is not None
+        again = read_again(self.schedule)
         for k in self.steps():
-            key = structure(k)
+            cpu, spec, soon = k.device == "cpu", specs[k.device], again[k.name]
+            key = (structure(k), cpu and tuple(n in soon for n in tensors_of(k)))
             found = alike.get(key)
             if found is None:
-                make = generate_cpp if k.device == "cpu" else generate_triton
-                found = alike[key] = (k, make(k, specs[k.device], self.options))
+                made: Generated = (
+                    generate_cpp(k, spec, self.options, soon)
+                    if cpu
+                    else generate_triton(k, spec, self.options)
+                )
+                found = alike[key] = (k, made)
                 self.start(found[1], k.device)
             made = self.kernels[k.name] = relabelled(*found, k)
             prefix = "cpp" if k.device == "cpu" else "triton"

@@ -250,15 +250,22 @@ def eval_size(n: Index, env: dict[str, int]) -> int:
 
 
 @pytest.mark.parametrize("group", SEEDS)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_random_kernels(group: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads,past", [(1, False), (2, False), (2, True)])
+def test_random_kernels(
+    group: int, threads: int, past: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`past`: with every store that can be going past the caches."""
     if threads > 1:  # share among threads whatever can be shared, however small
         monkeypatch.setattr("deuteron.codegen.cpp.kernels.PARALLEL_US", -1.0)
         monkeypatch.setattr("deuteron.codegen.cpp.rows.CHUNK_OPS", 16)
         monkeypatch.setattr("deuteron.codegen.cpp.columns.CHUNK_OPS", 16)
-    machine = Machine(threads, 32 << 10, 1 << 20)
+    if past:
+        monkeypatch.setattr("deuteron.codegen.cpp.streams.ROW_LINES", 0)
+        monkeypatch.setattr("deuteron.codegen.cpp.nests.BLOCK", 24)
+    machine = Machine(threads, 32 << 10, 1 << 20, int(past))
     made = [(m, m.kernel()) for m in (Maker(1000 * group + i) for i in range(16))]
     cpps = [generate_for(k, machine) for _, k in made]
+    assert any("d_stream" in c.source for c in cpps) == past
     library = build(translation_unit(cpps))
     for (m, k), cpp in zip(made, cpps, strict=True):
         want = {n: t.clone() if n in m.writes else t for n, t in m.tensors.items()}

@@ -33,6 +33,7 @@ from deuteron.codegen.cpp.nests import (
 from deuteron.codegen.cpp.online import Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
+from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
 from deuteron.schedule.kernel import Prefix
@@ -163,9 +164,18 @@ class Columns(PassWriter):
             )
             linear = f"({em.index(self.linear)})*{self.width} + l" if self.buffers else None
             position = em.axis_text[self.outer[0]] if len(self.outer) == 1 else "0"
+            simd = self.v not in self.conflicts
+            past = [] if not simd else streamed(self.env, seg.parts, self.v)
+            names = {w: buffer(self.env, w, self.width) for w in past if w not in self.places}
+            self.places |= {w: f"{n}[l]" for w, n in names.items()}
             with em.inside(self.v) as scope:
                 self.body(seg, accs, "l", position, linear)
-            self.lane_loop(scope, self.v not in self.conflicts)
+            self.lane_loop(scope, simd)
+            for w, n in names.items():
+                del self.places[w]
+                place = place_of(self.env, w, self.v, self.base)
+                em.scope.add(f"d_stream({place}, {n}, {self.count});")
+            em.axis_text[self.v] = f"({self.base} + l)"
             if counter:
                 em.scope.add(
                     f"if (++{counter} == {2 * FLUSH}) {{ {counter} = 0;",

@@ -26,6 +26,7 @@ from deuteron.codegen.cpp.loops import Loops, Write, prepare, vector
 from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
+from deuteron.codegen.cpp.streams import streams
 from deuteron.codegen.cpp.support import sections, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.ir.index import Sym
@@ -74,14 +75,24 @@ class CppKernel:
     checks: bool = False  # whether it may set `cpp_index_error`
 
 
-def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -> CppKernel:
-    """The C++ function of a kernel for a CPU."""
+def generate(
+    kernel: Kernel,
+    spec: DeviceSpec,
+    options: Options | None = None,
+    again: frozenset[str] = frozenset(),
+) -> CppKernel:
+    """The C++ function of a kernel for a CPU. `again` are results that later steps read."""
     threads = options.threads if options is not None and options.threads else spec.cores
     checked = options is None or options.bounds_check
-    return generate_for(kernel, Machine(threads, spec.l1, spec.l2), checked)
+    return generate_for(kernel, Machine(threads, spec.l1, spec.l2, spec.l3), checked, again)
 
 
-def generate_for(kernel: Kernel, machine: Machine, checked: bool = True) -> CppKernel:
+def generate_for(
+    kernel: Kernel,
+    machine: Machine,
+    checked: bool = True,
+    again: frozenset[str] = frozenset(),
+) -> CppKernel:
     """The C++ function of a kernel; `machine` decides tile sizes and whether rows are shared among
     threads.
     """
@@ -95,14 +106,18 @@ def generate_for(kernel: Kernel, machine: Machine, checked: bool = True) -> CppK
     fixed = not _symbols(kernel)
     threaded = machine.threads > 1 and (estimate > _least_us(machine) or not fixed)
     shared: list[str] = []
+    past = streams(kernel, machine, again)
     body: list[str] = []
     checks = False
     for k, loops in enumerate(nests):
         if k in kernel.barriers and threaded:
             body.append("#pragma omp barrier")
-        env = Env(loops, Emitter(pointers, used, numbers), machine, threaded, shared)
+        em = Emitter(pointers, used, numbers)
+        env = Env(loops, em, machine, threaded, shared, past)
         write_nest(env)
         inside = env.em.chain[0].lines
+        if "d_stream" in used:
+            inside.append("d_stream_end();")
         if env.em.checked:
             inside = ["int bad = 0;", *inside, "if (bad) cpp_index_error = 1;"]
             checks = True

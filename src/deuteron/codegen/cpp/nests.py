@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.emit import Emitter
+from deuteron.codegen.cpp.emit import Emitter, smaller
 from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write
 from deuteron.codegen.cpp.passes import Pass, plan
+from deuteron.codegen.cpp.streams import BLOCK, buffer, place_of, streamed
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
@@ -30,6 +31,7 @@ class Machine:
     threads: int
     l1_bytes: int
     l2_bytes: int
+    l3_bytes: int = 0  # of all cores; 0 where there is none
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Env:
     shared: list[str] = field(
         default_factory=list
     )  # declarations that all threads of the region share
+    streams: frozenset[str] = frozenset()  # tensors that are written past the caches
 
     def extent(self, axis: Axis | Index) -> str:
         """C text of a size, which may stand in a product or a difference."""
@@ -300,6 +303,45 @@ class PassWriter:
                 write_store(self.env, p, self.places.get(p))
         put_kept(lambda n: True)
         em.buffered = {}
+
+    def whole_loop(
+        self,
+        seg: Segment,
+        low: str,
+        high: str,
+        position: str,
+        simd: bool,
+        accs: dict[str, Accumulator] | None = None,
+    ) -> None:
+        """One loop over a segment; what it stores past the caches goes through buffers, by blocks.
+        `position` may be ``@``: the loop's variable."""
+        em = self.env.em
+        past = streamed(self.env, seg.parts, seg.axis) if simd else []
+        start, end = low, high
+        with em.inside() as block:
+            if past:
+                start, end = em.fresh("b"), em.fresh("e")
+                block.add(f"const long long {end} = {smaller(f'{start} + {BLOCK}', high)};")
+            buffers = {w: buffer(self.env, w, BLOCK) for w in past}
+            name = em.name_axis(seg.axis)
+            for w, text in buffers.items():
+                self.places[w] = f"{text}[{name} - {start}]"
+            with em.inside(seg.axis, self.v) as scope:
+                self.body(seg, accs or {}, "0", position.replace("@", name))
+            if simd:
+                block.add(em.simd(scope))
+            block.loop(f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines)
+            for w, text in buffers.items():
+                del self.places[w]
+                place = place_of(self.env, w, seg.axis, start)
+                block.add(f"d_stream({place}, {text}, {end} - {start});")
+        if past:
+            em.scope.loop(
+                f"for (long long {start} = {low}; {start} < {high}; {start} += {BLOCK})",
+                block.lines,
+            )
+        else:
+            em.scope.add(*block.lines)
 
     @property
     def prefix_names(self) -> set[str]:

@@ -179,13 +179,7 @@ class Points(PassWriter):
         return [] if dear or flops_of(below) > NEAR_FLOPS else calls
 
     def plain_loop(self, seg: Segment, start: str, end: str) -> None:
-        em = self.env.em
-        name = em.name_axis(seg.axis)
-        with em.inside(seg.axis, self.v) as scope:
-            self.body(seg, {}, "0", "0")
-        if self.v not in self.conflicts:
-            em.scope.add(em.simd(scope))
-        em.scope.loop(f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines)
+        self.whole_loop(seg, start, end, "0", self.v not in self.conflicts)
 
 
 def write_points(env: Env) -> None:

@@ -42,6 +42,7 @@ from deuteron.codegen.cpp.nests import (
 )
 from deuteron.codegen.cpp.online import Joint, Walk
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
+from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Index, hint
 
@@ -208,15 +209,23 @@ class Rows(PassWriter):
         serial = bool(p.prefixes) or self.v in self.conflicts
         ahead = [] if serial or seg.axis != self.v else self.prefetches(k, base, lanes)
         if serial or (not accs and not ahead and hint(self.v.extent) > SHORT):
-            with em.inside(seg.axis, self.v) as scope:
-                self.body(seg, accs, "0", self.position(seg))
-            if not serial:
-                em.scope.add(em.simd(scope))
-            em.scope.loop(f"for (long long {base} = {low}; {base} < {high}; ++{base})", scope.lines)
+            self.whole_loop(seg, low, high, self.position(seg, "@"), not serial, accs)
             return
+        past = [w for w in streamed(env, seg.parts, seg.axis) if lanes * ITEMSIZE[w.dtype] >= 64]
+        with em.inside() as ends:
+            names = {w: buffer(env, w, lanes) for w in past}
+        ahead += ends.lines
         em.name_axis(seg.axis, f"({base} + l)")
+        self.places |= {w: f"{n}[l]" for w, n in names.items()}
         with em.inside(seg.axis, self.v) as scope:
             self.body(seg, accs, "l", self.position(seg))
+        with em.inside() as ends:
+            for w in past:
+                del self.places[w]
+                place = place_of(env, w, seg.axis, base)
+                ends.add(f"d_stream_lanes<{lanes}>({place}, {names[w]});")
+        em.name_axis(seg.axis, f"({base} + l)")
+        after = ends.lines
         rest: Scope | None = None
         if seg.count.value is None or chunk or seg.count.value % lanes:
             em.guard, em.guard_level = f"(l < r_{base})", len(em.chain)
@@ -225,13 +234,13 @@ class Rows(PassWriter):
             em.guard = None
             rest = tail
         if not blocks:
-            em.scope.add(*lane_loops(em, base, low, high, lanes, scope, rest, ahead))
+            em.scope.add(*lane_loops(em, base, low, high, lanes, scope, rest, ahead, after))
             return
         block, end = em.fresh("b"), em.fresh("e")
         length = lanes * FLUSH
         inner = [
             f"const long long {end} = {smaller(f'{block} + {length}', high)};",
-            *lane_loops(em, base, block, end, lanes, scope, rest, ahead),
+            *lane_loops(em, base, block, end, lanes, scope, rest, ahead, after),
         ]
         for a in accs.values():
             inner += a.flush(lanes)
@@ -320,9 +329,9 @@ class Rows(PassWriter):
             for lane in range(0, lanes, 64 // item)
         ]
 
-    def position(self, seg: Segment) -> str:
+    def position(self, seg: Segment, text: str | None = None) -> str:
         """The place along the reduced axis, for argmax (then there is one reduced axis)."""
-        text = self.env.em.axis_text[seg.axis]
+        text = text or self.env.em.axis_text[seg.axis]
         return text if seg.low.value == 0 else f"{self.env.extent(seg.low)} + {text}"
 
 
@@ -335,9 +344,10 @@ def lane_loops(
     body: Scope,
     rest: Scope | None,
     ahead: Sequence[str] = (),
+    after: Sequence[str] = (),
 ) -> list[str]:
     """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last
-    lanes, guarded; `ahead` are prefetches that go with each step.
+    lanes, guarded; `ahead` and `after` stand before and behind the lanes of each step.
     """
     out = [
         f"long long {base} = {low};",
@@ -346,7 +356,9 @@ def lane_loops(
         em.simd(body),
         f"for (int l = 0; l < {lanes}; ++l) {{",
         *body.lines,
-        "} }",
+        "}",
+        *after,
+        "}",
     ]
     if rest is not None:
         count = "r_" + base

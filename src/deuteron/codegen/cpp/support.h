@@ -207,3 +207,46 @@ D_FN f32 d_cos_near(f32 x) {
   f32 s = d_sin_poly(r, z), c = d_cos_poly(z);
   return d_f32(d_bits(n & 1u ? s : c) ^ (((n + 1u) & 2u) << 30));
 }
+
+//@ d_stream
+// Copies a block that is complete to memory that nobody reads soon: whole lines go past the caches,
+// which then need not fetch what is overwritten.
+#if defined(__AVX512F__)
+typedef f32 d_line __attribute__((vector_size(64)));
+D_FN void d_line_out(char* to, d_line x) { __builtin_ia32_movntps512((f32*)to, x); }
+#elif defined(__AVX__)
+typedef f32 d_line __attribute__((vector_size(32)));
+D_FN void d_line_out(char* to, d_line x) { __builtin_ia32_movntps256((f32*)to, x); }
+#else
+typedef f32 d_line __attribute__((vector_size(16)));
+#if defined(__SSE__)
+D_FN void d_line_out(char* to, d_line x) { __builtin_ia32_movntps((f32*)to, x); }
+#else
+D_FN void d_line_out(char* to, d_line x) { __builtin_memcpy(to, &x, sizeof(x)); }
+#endif
+#endif
+// Before other threads may read it.
+D_FN void d_stream_end() {
+#if defined(__SSE__)
+  __builtin_ia32_sfence();
+#endif
+}
+template <class T> D_FN void d_stream(T* to_, const T* from_, i64 n) {
+  char* to = (char*)to_;
+  const char* from = (const char*)from_;
+  i64 bytes = n * (i64)sizeof(T), k = (i64)(-(u64)to & 63);
+  k = k < bytes ? k : bytes;
+  __builtin_memcpy(to, from, k);
+  for (; k + 64 <= bytes; k += 64) {
+    d_line x[64 / sizeof(d_line)];
+    __builtin_memcpy(x, from + k, 64);
+#pragma GCC unroll 4
+    for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
+      d_line_out(to + k + i * sizeof(d_line), x[i]);
+  }
+  __builtin_memcpy(to + k, from + k, bytes - k);
+}
+template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
+  if ((u64)to & 63) __builtin_memcpy(to, from, n * sizeof(T));
+  else d_stream(to, from, n);
+}

@@ -1,0 +1,62 @@
+"""Stores past the caches: which results take them, and that odd addresses are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deuteron.codegen.cpp import Machine
+from deuteron.codegen.cpp.streams import streams
+from deuteron.ir.expr import op
+from deuteron.schedule.kernel import Nest, Store
+from tests.codegen.cpp_tools import ax, idx, kernel, layout, ld, lit, run, softmax_nest
+
+CACHE = 4 << 20
+MACHINE = Machine(2, 32 << 10, 1 << 20, CACHE)
+
+
+@pytest.mark.parametrize(
+    "elements,again,wanted",
+    [(CACHE // 4, False, True), (CACHE // 4, True, True), (CACHE // 16, False, True)]
+    + [(CACHE // 16, True, False), (CACHE // 64, False, False)],
+)
+def test_what_streams(elements: int, again: bool, wanted: bool) -> None:
+    """Results that the graph returns, and results that no cache holds until they are read."""
+    x = torch.empty(elements)
+    a = ax("i", elements)
+    nest = Nest((a,), (), (Store("y", idx(a), op("neg", ld("x", a)), "point"),))
+    k = kernel([nest], {"x": layout(x)}, {"y": layout(x)})
+    soon = frozenset({"y"} if again else ())
+    assert streams(k, MACHINE, soon) == ({"y"} if wanted else set())
+    assert not streams(k, Machine(2, 32 << 10, 1 << 20), soon)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 7, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [5000, 70_001])
+def test_addresses(offset: int, dtype: torch.dtype, n: int) -> None:
+    """Whole lines go past the caches, what is left at both ends does not; nothing else changes."""
+    name = {torch.float32: "f32", torch.bfloat16: "bf16"}[dtype]
+    x, memory = torch.randn(n).to(dtype), torch.full((n + 64,), 7.0).to(dtype)
+    y = memory[offset : offset + n]
+    a = ax("i", n)
+    value = op("add", ld("x", a, dtype=name), lit(1.0, name))
+    nest = Nest((a,), (), (Store("y", idx(a), value, "point"),))
+    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 1 << 20, 64))
+    assert "d_stream(" in r.cpp.source
+    assert torch.equal(y, x + 1)
+    assert memory[:offset].eq(7).all() and memory[offset + n :].eq(7).all()
+
+
+@pytest.mark.parametrize("shape", [(33, 1000), (40, 128), (3, 4096)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_softmax(shape: tuple[int, int], dim: int) -> None:
+    x = torch.randn(shape)
+    memory = torch.full((x.numel() + 3,), 7.0)
+    y = memory[3:].view(shape)
+    a, b = ax("i", shape[0]), ax("j", shape[1])
+    nest = softmax_nest((b,), a, a, b) if dim == 0 else softmax_nest((a,), b, a, b)
+    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 1 << 20, 64))
+    assert "d_stream" in r.cpp.source
+    torch.testing.assert_close(y, x.softmax(dim), rtol=1e-5, atol=1e-6)
+    assert memory[:3].eq(7).all()
