@@ -114,13 +114,13 @@ class Compilation:
 
     def do_lower(self) -> str:
         self.program = lower(self.graph, self.record)
-        verify_program(self.program, "lower", strict=self.options.verify)
+        verify_program(self.program, "lower")
         return print_program(self.program) if self.debug else ""
 
     def do_schedule(self) -> str:
         assert self.program is not None
         self.schedule = schedule(self.program, self.options, self.record)
-        verify_schedule(self.schedule, self.program, "schedule", strict=self.options.verify)
+        verify_schedule(self.schedule, self.program, "schedule")
         return print_schedule(self.schedule) if self.debug else ""
 
     def do_memory(self) -> str:
