@@ -32,6 +32,8 @@ from deuteron.ir.verify import verify_program
 from deuteron.lower.graph import lower
 from deuteron.runtime.build_triton import module
 from deuteron.runtime.support import IndexOutOfRange
+from deuteron.runtime.traced import Traced
+from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.verify import verify_schedule
@@ -75,6 +77,7 @@ def compile_interpreted(
     record: Record,
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Takes the place of `pipeline.compile_graph`."""
+    traced = Traced(gm) if options.verify else None
     rewrite(gm, record)
     program = lower(gm, record)
     verify_program(program, "lower")
@@ -82,15 +85,17 @@ def compile_interpreted(
     verify_schedule(plan, program, "schedule")
     kernels = {k.name: generate(k, gpu(), options) for k in plan.steps if isinstance(k, Kernel)}
     functions = {name: loaded(k) for name, k in kernels.items()}
+    steps = [s for s in plan.steps if isinstance(s, Kernel)]
+    watcher = Watcher(steps, kernels, options, program, traced) if options.verify else None
 
     def call(args: list[Any]) -> Sequence[Any]:
         inputs = list(args)
         args.clear()
         with torch.no_grad():
-            return run(program, plan, kernels, functions, inputs)
+            return run(program, plan, kernels, functions, inputs, watcher)
 
     call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return call if watcher is None else watcher.around(call)
 
 
 def run(
@@ -99,8 +104,9 @@ def run(
     kernels: Mapping[str, TritonKernel],
     functions: Mapping[str, Any],
     inputs: Sequence[Any],
+    watcher: Watcher | None = None,
 ) -> list[Any]:
-    """One call: the steps of the schedule, in order."""
+    """One call: the steps of the schedule, in order; the watcher checks each kernel."""
     run = Execution(program, inputs)
     for d in program.defs:
         if isinstance(d, (Input, Constant)):
@@ -114,7 +120,13 @@ def run(
                 run.tensors[name] = run.tensors[plan.aliases[name]]
             elif name not in run.tensors:
                 run.tensors[name] = unset(allocate(layout, run.sizes))
+        check = None
+        if watcher is not None:
+            own = {n: run.tensors[n] for n in dict((*step.reads, *step.writes))}
+            check = watcher.watch(step.name, own, run.sizes)
         launch(kernels[step.name], functions[step.name], run.tensors, run.sizes)
+        if check is not None:
+            check()
     return [run.output(o) for o in program.outputs]
 
 
