@@ -19,8 +19,7 @@ from deuteron.graph import ops
 
 
 def exposed(results: Sequence[Any]) -> set[Any]:
-    """Storages of which a graph's results show more than one tensor of their own could: several
-    results lie in it, or one whose elements share memory."""
+    """Storages whose sharing a graph's results show: several lie in one, or one's elements do."""
     nodes = [n for n in results if isinstance(n, fx.Node)]
     times = Counter(map(ops.storage_of, nodes))
     overlapping = {ops.storage_of(n) for n in nodes if overlaps(ops.tensor_of(n))}

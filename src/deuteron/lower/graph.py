@@ -25,6 +25,8 @@ import deuteron.lower.reductions
 import deuteron.lower.views  # noqa: F401
 from deuteron.base.errors import DeuteronError, UnsupportedOp
 from deuteron.base.record import Record
+from deuteron.graph import ops
+from deuteron.graph.aliasing import exposed
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, Sym, as_index, hint, product
@@ -98,6 +100,7 @@ class Driver:
         self.nodes: dict[str, str] = {}  # see `Program.nodes`
 
     def run(self) -> Program:
+        self.exposed = exposed_by(self.gm.graph)
         for node in self.gm.graph.nodes:
             self.ctx.node = node
             try:
@@ -403,7 +406,18 @@ class Driver:
         ctx = self.ctx
         assert v.shape == ctx.shape_of(fake), f"{ctx.node}: {v.shape}, traced {tuple(fake.shape)}"
         assert v.dtype == TORCH_DTYPES[fake.dtype], f"{ctx.node}: {v.dtype}, traced {fake.dtype}"
-        return v if is_view(v.expr) else ctx.define(v, ctx.dense_layout(fake))
+        memory = calls.storage(fake) if self.exposed else None
+        if is_view(v.expr):
+            if memory not in self.exposed:
+                return v
+            source = ctx.strided(v)
+            mine = ctx.storages.get(source.tensor) if source is not None else None
+            if mine is not None and mine == memory:
+                return v
+        made = ctx.define(v, ctx.dense_layout(fake))
+        if memory in self.exposed:
+            ctx.storages[made.expr.attr[0]] = memory
+        return made
 
     # -- what the graph gives ---------------------------------------------------------------------
     def output(self, r: Any) -> Output:
@@ -447,6 +461,17 @@ class Driver:
         if source is not None and source != memory:
             return False
         return self.returned.get(view.tensor, memory) == memory
+
+
+def exposed_by(graph: fx.Graph) -> set[Any]:
+    """Storages that must be one tensor in memory, of which results are views (see
+    `graph.aliasing.exposed`)."""
+    results = graph.output_node().args[0]
+    nodes = (
+        [r for r in results if isinstance(r, fx.Node)] if isinstance(results, (tuple, list)) else []
+    )
+    known = exposed(nodes)
+    return {calls.storage(n.meta["val"]) for n in nodes if ops.storage_of(n) in known}
 
 
 def apart(shape: Sequence[Index], strides: Sequence[Index]) -> bool:

@@ -119,10 +119,9 @@ class Points(PassWriter):
         test = " & ".join(em.value(c) for c in conditions)
         inside = Rewriter({}, None, self.env.loops.results)
         inside.done = {c: literal(True, "bool") for c in conditions}
-        for r in roots:  # what the row itself loads stays guarded
-            for n in r.walk():
-                if n.op == "load" and not em.deps(n) & inner:
-                    inside.done[n] = n
+        for n in unique_nodes(roots):  # what is loaded and checked before the test stays guarded
+            if n.op in ("load", "check") and not em.deps(n) & inner:
+                inside.done[n] = n
         parts = [inside.part(p) for p in seg.parts]
         branches = []
         for body in (parts, seg.parts):
