@@ -11,8 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from deuteron.ir.expr import Expr, cast, index_value, load, rebuild
-from deuteron.ir.index import Index, Value, atom, in_range, substitute
+from deuteron.ir.expr import Expr, cast, index_value, literal, load, op, rebuild
+from deuteron.ir.index import (
+    Atom,
+    Div,
+    Index,
+    MinMax,
+    Mod,
+    Value,
+    atom,
+    in_range,
+    substitute,
+)
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Nest, Stmt, Store
 
@@ -20,7 +30,7 @@ from deuteron.schedule.kernel import Nest, Stmt, Store
 def with_checks(nest: Nest, layouts: Mapping[str, Layout], wanted: bool = True) -> Nest:
     """The nest with checked accesses; the same nest where no loaded value is an index. Where checks
     are not `wanted`, those that the program itself has are left out."""
-    loaded = any(isinstance(a, Value) for i in _indices(nest) for a in i.atoms())
+    loaded = any(reads(i) for i in _indices(nest))
     own = any(n.op == "check" for e in nest.exprs() for n in e.walk())
     if not (loaded and wanted or own and not wanted):
         return nest
@@ -60,6 +70,36 @@ def with_checks(nest: Nest, layouts: Mapping[str, Layout], wanted: bool = True) 
     return replace(nest, stmts=tuple(stmts))
 
 
+def reads(index: Index) -> bool:
+    """Whether the index is made of loaded values."""
+    return any(a.rank == 3 for a in index.atoms())
+
+
+def spelled(index: Index) -> Expr:
+    """An index of loaded values as arithmetic of 64 bits: an index of 32 bits would cut a loaded
+    value, and 2**32 + 1 would be in range."""
+    total: Expr | None = None
+    for m, c in index.terms:
+        term = literal(c, "i64") if c != 1 or not m else None
+        for a in m:
+            factor = _spelled_atom(a)
+            term = factor if term is None else op("mul", term, factor)
+        assert term is not None
+        total = term if total is None else op("add", total, term)
+    return literal(0, "i64") if total is None else total
+
+
+def _spelled_atom(a: Atom) -> Expr:
+    if isinstance(a, Value):
+        return cast(a.expr, "i64")
+    if isinstance(a, (Div, Mod)) and (reads(a.num) or reads(a.den)):
+        kind = "floordiv" if isinstance(a, Div) else "remainder"
+        return op(kind, spelled(a.num), spelled(a.den))
+    if isinstance(a, MinMax) and (reads(a.a) or reads(a.b)):
+        return op("minimum" if a.kind == "min" else "maximum", spelled(a.a), spelled(a.b))
+    return index_value(atom(a))
+
+
 def _indices(nest: Nest) -> list[Index]:
     out = [i for e in nest.exprs() for i in e.indices()]
     return out + [i for s in nest.stmts if isinstance(s, Store) for i in s.index]
@@ -68,12 +108,8 @@ def _indices(nest: Nest) -> list[Index]:
 def _checked(index: tuple[Index, ...], layout: Layout, mask: Expr | None) -> tuple[Index, ...]:
     out = []
     for i, extent in zip(index, layout.shape, strict=True):
-        if any(isinstance(a, Value) for a in i.atoms()) and not in_range(i, extent):
-            only = next(iter(i.terms))[0] if len(i.terms) == 1 and i.terms[0][1] == 1 else ()
-            plain = (
-                only[0].expr if len(only) == 1 and isinstance(only[0], Value) else index_value(i)
-            )
-            args = (cast(plain, "i64"),) if mask is None else (cast(plain, "i64"), mask)
+        if reads(i) and not in_range(i, extent):
+            args = (spelled(i),) if mask is None else (spelled(i), mask)
             i = atom(Value(Expr("check", "i64", args, extent)))
         out.append(i)
     return tuple(out)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from deuteron.base.text import plain_name
 from deuteron.codegen.triton import scalars
+from deuteron.codegen.triton.checks import reads, spelled
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
@@ -272,6 +273,8 @@ class Emitter:
         if node.op == "load":
             return self._load(node)
         if node.op == "index":
+            if self.index_type != "tl.int64" and reads(node.attr):
+                return self.value(spelled(node.attr))  # what is loaded may need all its bits
             text = self.index(node.attr)
             return (
                 f"({text}).to(tl.int64)"
@@ -280,7 +283,8 @@ class Emitter:
             )
         if node.op == "cast":
             (a,) = node.args
-            if a.op == "index" and self.index_type == "tl.int32" and self.deps(a):
+            narrow = self.index_type == "tl.int32" and a.op == "index" and not reads(a.attr)
+            if narrow and self.deps(a):
                 # Numbers of 64 bits are converted many times slower.
                 return scalars.convert(f"({self.index(a.attr)})", "i32", node.dtype)
             return scalars.convert(self.value(a), a.dtype, node.dtype)
@@ -339,7 +343,7 @@ class Emitter:
 
     def _plain_index(self, node: Expr) -> str | None:
         """An index or a constant in the index type."""
-        if node.op == "index":
+        if node.op == "index" and not reads(node.attr):
             return f"({self.index(node.attr)})"
         if node.op == "literal" and abs(node.attr) < 2**31:
             return scalars.literal(node.attr, "i64")

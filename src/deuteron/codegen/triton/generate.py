@@ -25,7 +25,7 @@ from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.tiling import Blocks, Form, choose
 from deuteron.codegen.triton.unroll import written_out
 from deuteron.ir.expr import own_indices
-from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, bound, product
+from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Kernel
 
@@ -201,7 +201,8 @@ def _configs(forms: Sequence[Form], blocks: Sequence[Mapping[str, str]]) -> tupl
 
 
 def _all_indices(nests: Iterable[Loops]) -> list[Index]:
-    """Every index that a kernel computes: addresses, index values, extents of its axes."""
+    """Every index that a kernel computes: addresses, index values, extents of its axes, and what
+    those divide, compare and choose from. (Sums may wrap around and come back, these may not.)"""
     found: dict[Index, None] = {}
     for n in nests:
         for root in n.roots():
@@ -213,6 +214,12 @@ def _all_indices(nests: Iterable[Loops]) -> list[Index]:
         found.update(dict.fromkeys(a.extent for a in (*n.parallel, *n.reduced)))
         found[product(a.extent for a in n.parallel)] = None
         found[product(a.extent for a in n.reduced)] = None
+    for i in list(found):
+        for a in i.atoms():
+            if isinstance(a, (Div, Mod)):
+                found[a.num] = found[a.den] = None
+            elif isinstance(a, MinMax):
+                found[a.a] = found[a.b] = None
     return list(found)
 
 
@@ -236,9 +243,13 @@ def _width(nests: Sequence[Loops], layouts: Mapping[str, Layout]) -> tuple[bool,
     for i in _all_indices(nests):
         if WORKER in i.axes():  # within the tensor of partial results, which is a layout
             continue
-        top = bound(i, True)
+        top, low = bound(i, True), bound(i, False)
         if top is not None:
             ends[top] = None
+        if low is not None and not is_nonneg(low):
+            ends[-low] = None
+        if top is None:  # what it loads is within some tensor, what it is multiplied by need not be
+            ends.update((atom(s), None) for s in i.syms())
     known = [e.value for e in ends if e.value is not None]
     unknown = [e for e in ends if e.value is None]
     if any(v > LIMIT_32 for v in known):
