@@ -26,6 +26,7 @@ from deuteron.ir.index import Sym, evaluate
 from deuteron.ir.program import Constant, Input
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
+from deuteron.tools.interpret import readable
 from deuteron.schedule import split
 from tests.schedule import tools
 from tests.schedule.test_fusion import COUNTS
@@ -213,7 +214,7 @@ def run(
         given: list[Any] = []
         for kind, what in t.args:
             if kind == "tensor":
-                given.append(memory[str(what)])
+                given.append(readable(memory[str(what)]))
             elif kind == "size":
                 assert isinstance(what, Sym)
                 given.append(sizes[what.name])

@@ -6,7 +6,7 @@ An `Expr` is frozen and interned; equality is identity. `op` says what it is:
     index     attr = Index; the integer value of an index expression (i64)
     load      attr = (tensor name, index per dimension, fill); args = () or (mask,): where the
               mask is false nothing is read and the value is `fill`
-    cast      args = (x,); converts to `dtype` as C and ATen do
+    cast      args = (x,); converts to `dtype` as C and ATen do; to f8e4m3 it saturates
     reduce    attr = (kind, axes); args = (body,): folds body over the axes (see `REDUCTIONS`)
     scan      attr = (kind, axis); args = (body,): inclusive prefix fold along the axis
     random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10 with the
@@ -40,12 +40,13 @@ from deuteron.ir.index import (
     substitute,
 )
 
-DTYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
-ITEMSIZE = dict(zip(DTYPES, (1, 1, 1, 2, 4, 8, 2, 2, 4, 8)))
+FLOAT8 = ("f8e4m3", "f8e5m2")  # torch's float8_e4m3fn and float8_e5m2: no arithmetic, only casts
+DTYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", *FLOAT8)
+ITEMSIZE = dict(zip(DTYPES, (1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1)))
 # Tensors of these are only moved and handed to library calls.
 ITEMSIZE.update(
     dict(complex32=4, complex64=8, complex128=16, uint16=2, uint32=4, uint64=8)
-    | {f"float8_{k}": 1 for k in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
+    | {f"float8_{k}": 1 for k in ("e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
 )
 FLOATS = ("f16", "bf16", "f32", "f64")
 INTS = ("u8", "i8", "i16", "i32", "i64")
@@ -348,6 +349,8 @@ def _moved_axis(axis: Axis, table: Mapping[Atom, Index]) -> Axis:
 def literal(value: Any, dtype: str) -> Expr:
     if dtype == "bool":
         value = bool(value)
+    elif dtype in FLOAT8:
+        value = float8_value(float8_bits(float(value), dtype), dtype)
     elif dtype in FLOATS:
         value = _rounded(float(value), dtype)
     else:
@@ -356,6 +359,37 @@ def literal(value: Any, dtype: str) -> Expr:
         if dtype != "u8" and value >= 1 << (bits - 1):
             value -= 1 << bits
     return Expr("literal", dtype, (), value)
+
+
+def float8_bits(value: float, dtype: str) -> int:
+    """The number of an 8-bit type that is nearest (ties to even), as its bits; the largest where it
+    is too large for the type without infinity."""
+    sign = 0x80 if math.copysign(1.0, value) < 0 else 0
+    size = abs(value)
+    if size != size:
+        return 0x7F
+    largest = 0x7E if dtype == "f8e4m3" else 0x7B
+    low = max(k for k in range(largest + 1) if float8_value(k, dtype) <= size)
+    if low == largest:
+        return sign | (0x7C if dtype == "f8e5m2" and size >= 61440.0 else low)
+    below, above = size - float8_value(low, dtype), float8_value(low + 1, dtype) - size
+    return sign | (low + (above < below or above == below and low % 2))
+
+
+def float8_value(bits: int, dtype: str) -> float:
+    """The number of an 8-bit type with these bits."""
+    mantissa, bias = (3, 7) if dtype == "f8e4m3" else (2, 15)
+    size = bits & 0x7F
+    exponent, fraction = size >> mantissa, size & ((1 << mantissa) - 1)
+    if dtype == "f8e4m3" and size == 0x7F or dtype == "f8e5m2" and size > 0x7C:
+        return math.nan
+    if dtype == "f8e5m2" and size == 0x7C:
+        value = math.inf
+    elif exponent:
+        value = math.ldexp((1 << mantissa) + fraction, exponent - bias - mantissa)
+    else:
+        value = math.ldexp(fraction, 1 - bias - mantissa)
+    return math.copysign(value, -1.0 if bits & 0x80 else 1.0)
 
 
 def _rounded(value: float, dtype: str) -> float:
@@ -416,6 +450,8 @@ def _exact(value: Any, dtype: str) -> bool:
     """Whether a literal's conversion has one right answer that needs no rounding mode."""
     if dtype == "bool" or isinstance(value, float) and value != value and dtype in FLOATS:
         return True
+    if dtype in FLOAT8:
+        return literal(value, dtype).attr == value
     if dtype in FLOATS:
         try:
             return dtype == "f64" or _rounded(float(value), dtype) == value
@@ -435,6 +471,8 @@ def _widens(a: str, b: str) -> bool:
     if a in INTS and b in INTS:
         signed = (a != "u8", b != "u8")
         return ITEMSIZE[b] > ITEMSIZE[a] and (signed[1] or not signed[0])
+    if a in FLOAT8:
+        return b in ("f32", "f64")
     if a in FLOATS and b in FLOATS:
         return b == "f64" or (b == "f32" and a in ("f16", "bf16"))
     return a in ("u8", "i8", "i16") and b in ("f32", "f64") or (a == "i32" and b == "f64")
@@ -468,6 +506,8 @@ def _fold(name: str, args: tuple[Expr, ...]) -> Expr | None:
         return args[0] if args[0] is args[1] else None
     if name == "logical_not" and args[0].op == "literal":
         return literal(not args[0].attr, "bool")
+    if name == "isnan" and args[0].op == "literal":
+        return literal(args[0].attr != args[0].attr, "bool")
     if name == "mul" and args[-1].dtype in FLOATS:
         for x, y in (args, args[::-1]):
             if x.op == "literal" and x.attr == 1.0:

@@ -33,6 +33,7 @@ from deuteron.base.errors import VerifyError
 from deuteron.ir.expr import (
     COMPARISONS,
     DTYPES,
+    FLOAT8,
     FLOATS,
     ITEMSIZE,
     REDUCTIONS,
@@ -210,7 +211,7 @@ def _check_node(n: Expr) -> frozenset[Axis]:
 
 
 def _literal(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
-    kind = bool if n.dtype == "bool" else float if n.dtype in FLOATS else int
+    kind = bool if n.dtype == "bool" else float if n.dtype in (*FLOATS, *FLOAT8) else int
     if type(n.attr) is not kind:
         raise Fault("kinds", f"the {n.dtype} literal {n.attr!r} is a {type(n.attr).__name__}")
     return free

@@ -50,12 +50,13 @@ from deuteron.lower.core import (
     LowerContext,
     Opaque,
     Value,
+    flat_values,
     make,
     source_line,
     supported,
     whole_tensor,
 )
-from deuteron.lower.pointwise import broadcast
+from deuteron.lower.pointwise import broadcast, converted
 from deuteron.lower.symfloats import element, number_value
 
 # Products of matrices up to this many multiplications are generated, with what surrounds them.
@@ -343,10 +344,22 @@ class Driver:
             return self.copied(node, args)
         if fakes and all(self.empty(t) for t in fakes) and makes_tensors(node.target):
             f = nothing_at_all
+        mark = len(self.ctx.defs)
         out = f(self.ctx, *args, **kwargs)
+        given = [t for n in node.all_input_nodes for t in leaves(n.meta.get("val"))]
+        if any(TORCH_DTYPES.get(t.dtype) in E.FLOAT8 for t in (*given, *fakes)):
+            self.only_moved([v.expr for v in flat_values(out)], mark)
         if isinstance(out, (tuple, list)):
             return type(out)(self.settle(v, t) for v, t in zip(out, val, strict=True))
         return self.settle(out, val)
+
+    def only_moved(self, roots: list[E.Expr], mark: int) -> None:
+        """8-bit floats are moved and converted; what else the library does with them it does."""
+        made = [d.body for d in self.ctx.defs[mark:] if isinstance(d, Compute)]
+        for n in (n for root in (*roots, *made) for n in root.walk()):
+            moves = n.op in ("load", "cast", "literal", "where")
+            if not moves and any(x.dtype in E.FLOAT8 for x in (n, *n.args)):
+                raise Declined(f"{n.op} of 8-bit floats")
 
     def empty(self, fake: torch.Tensor) -> bool:
         return any(n.value == 0 for n in self.ctx.shape_of(fake))
@@ -364,7 +377,7 @@ class Driver:
         if any(n.attr[0] in (old, newest) and n.attr[1] != e.attr[1] for n in src.expr.loads()):
             src = ctx.define(src)
         index = e.attr[1]
-        body = E.cast(broadcast(src, [a.index for a in dst.axes]), dst.dtype)
+        body = converted(broadcast(src, [a.index for a in dst.axes]), dst.dtype)
         name = ctx.fresh_name(f"{old}_new")
         plain = index == tuple(a.index for a in dst.axes)
         layout = ctx.layouts[newest]

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOATS, Expr, cast, literal, op
+from deuteron.ir.expr import FLOAT8, FLOATS, Expr, cast, literal, op
 from deuteron.ir.index import Index, const
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 
 
 def compute_dtype(dtype: str) -> str:
     """What ATen computes in for a result of `dtype`."""
-    return "f32" if dtype in ("f16", "bf16") else dtype
+    return "f32" if dtype in ("f16", "bf16", *FLOAT8) else dtype
 
 
 def broadcast(value: Value, idx: Sequence[Index]) -> Expr:
@@ -393,7 +395,28 @@ def convert(ctx: LowerContext, x: Value, dtype: Any = None, **kwargs: Any) -> Va
     out = TORCH_DTYPES[fake.dtype]
     if out == "bool":
         return make(ctx, x.shape, lambda idx: _truth(x.at(idx)))
-    return make(ctx, x.shape, lambda idx: cast(x.at(idx), out))
+    return make(ctx, x.shape, lambda idx: converted(x.at(idx), out))
+
+
+def converted(x: Expr, dtype: str) -> Expr:
+    """A copy in another dtype. What is too large for an 8-bit float without infinity is NaN in
+    older versions of torch (which one this is, it is asked)."""
+    if dtype in FLOAT8 and x.dtype not in FLOAT8:
+        x = cast(x, "f32")
+    if dtype == "f8e4m3" and not saturates():
+        x = op(
+            "where",
+            op("gt", op("abs", x), literal(464.0, "f32")),
+            literal(math.nan, "f32"),
+            x,
+        )
+    return cast(x, dtype)
+
+
+@lru_cache(maxsize=1)
+def saturates() -> bool:
+    with _disable_current_modes():  # of fake tensors
+        return not bool(torch.full((1,), 1e4).to(torch.float8_e4m3fn).float().isnan())
 
 
 @lowering("aten.addcmul")

@@ -137,6 +137,11 @@ def unset(t: Tensor) -> Tensor:
     return t.fill_(True if t.dtype == torch.bool else torch.iinfo(t.dtype).max // 3)
 
 
+def readable(t: Tensor) -> Tensor:
+    """As kernels see a tensor: 8-bit floats are bytes."""
+    return t.view(torch.uint8) if t.is_floating_point() and t.itemsize == 1 else t
+
+
 def launch(
     kernel: TritonKernel, function: Any, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> None:
@@ -152,7 +157,7 @@ def launch(
     given: list[Any] = []
     for kind, what in kernel.args:
         if kind == "tensor":
-            given.append(tensors[str(what)])
+            given.append(readable(tensors[str(what)]))
         elif kind == "size":
             assert isinstance(what, Sym)
             given.append(sizes[what.name])

@@ -134,6 +134,39 @@ D_FN u16 d_store_f16(f32 x) {
   return (u16)(r | (u >> 16 & 0x8000u));
 }
 
+//@ d_f32_to_f8e4m3
+// The nearest (ties to even), as its bits: 4 bits of exponent, 3 of the fraction; 448 where it is
+// too large. Subnormal ones: adding 2^14 rounds to 2^-9.
+D_FN u8 d_f32_to_f8e4m3(f32 x) {
+  u32 a = d_bits(x) & 0x7fffffffu;
+  u32 normal = (a + 0xc407ffffu + ((a >> 20) & 1u)) >> 20;
+  u32 small = d_bits(d_f32(a) + 16384.0f) - 0x46800000u;
+  u32 r = a < 0x3c800000u ? small : normal;                      // 2^-6
+  r = a > 0x43e00000u ? (a > 0x7f800000u ? 0x7fu : 0x7eu) : r;   // 448
+  return (u8)(r | (d_bits(x) >> 24 & 0x80u));
+}
+
+//@ d_f8e4m3_to_f32
+D_FN f32 d_f8e4m3_to_f32(u8 x) {
+  u32 u = x & 0x7fu;
+  f32 m = u == 0x7fu ? D_NAN : d_f32(u << 20) * 1.329227995784916e36f;  // 2^120
+  return d_f32(d_bits(m) | (u32)(x & 0x80u) << 24);
+}
+
+//@ d_f32_to_f8e5m2
+// 5 bits of exponent, 2 of the fraction; infinity from 61440 on.
+D_FN u8 d_f32_to_f8e5m2(f32 x) {
+  u32 a = d_bits(x) & 0x7fffffffu;
+  u32 normal = (a + 0xc80fffffu + ((a >> 21) & 1u)) >> 21;
+  u32 small = d_bits(d_f32(a) + 128.0f) - 0x43000000u;
+  u32 r = a < 0x38800000u ? small : normal;                      // 2^-14
+  r = a >= 0x47800000u ? (a > 0x7f800000u ? 0x7fu : 0x7cu) : r;  // 65536
+  return (u8)(r | (d_bits(x) >> 24 & 0x80u));
+}
+
+//@ d_f8e5m2_to_f32
+D_FN f32 d_f8e5m2_to_f32(u8 x) { return d_load_f16((u16)((u32)x << 8)); }
+
 //@ d_f32_to_f16
 D_FN u16 d_f32_to_f16(f32 x) { return d_store_f16(d_round_f16(x)); }
 

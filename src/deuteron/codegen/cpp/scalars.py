@@ -5,8 +5,8 @@ functions it calls.
 
 Registers and memory differ for the half types: they are stored as ``unsigned short`` and live in
 registers as a ``float`` that holds a representable value, so widening is free and narrowing is
-one rounding (`d_round_f16`, `d_round_bf16`). ``bool`` is a byte in memory. Integer arithmetic
-wraps around: it is done in the unsigned type of the same width.
+one rounding (`d_round_f16`, `d_round_bf16`). 8-bit floats are their bits. ``bool`` is a byte in
+memory. Integer arithmetic wraps around: it is done in the unsigned type of the same width.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from deuteron.ir.expr import FLOATS, INTS
+from deuteron.ir.expr import FLOAT8, FLOATS, INTS, float8_bits
 
 REGISTER = {
     "bool": "bool",
@@ -27,6 +27,8 @@ REGISTER = {
     "bf16": "float",
     "f32": "float",
     "f64": "double",
+    "f8e4m3": "unsigned char",
+    "f8e5m2": "unsigned char",
 }
 MEMORY = {**REGISTER, "bool": "unsigned char", "f16": "unsigned short", "bf16": "unsigned short"}
 UNSIGNED = {
@@ -77,6 +79,8 @@ def literal(value: Any, dtype: str) -> str:
     """A constant, exactly: floats in hexadecimal where decimal text would be long."""
     if dtype == "bool":
         return "true" if value else "false"
+    if dtype in FLOAT8:
+        return f"(unsigned char){float8_bits(value, dtype)}"
     if dtype in FLOATS:
         single = dtype != "f64"
         suffix = "f" if single else ""
@@ -135,6 +139,12 @@ def convert(text: str, source: str, target: str, used: set[str]) -> str:
     """
     if source == target:
         return text
+    if source in FLOAT8:
+        used.add(f"d_{source}_to_f32")
+        return convert(f"d_{source}_to_f32({text})", "f32", target, used)
+    if target in FLOAT8:
+        used.add(f"d_f32_to_{target}")
+        return f"d_f32_to_{target}({convert(text, source, 'f32', used)})"
     if target == "bool":
         return f"({text} != 0)"
     if target in HALF:

@@ -105,6 +105,7 @@ class Emitter:
         self.bound: set[Axis] = set()  # axes of folds inside expressions
         self.group = 1  # see `tiling.Form`
         self.stages = "1"  # text of the number of stages of software pipelines
+        self.float8 = ""  # see `scalars.convert`
         self.row_places: set[Index] = set()  # addresses that are read once per row
         self.row_start: Index | None = None  # address of a row that is read from before its start
         self.checked = False  # whether the text has assertions
@@ -286,8 +287,8 @@ class Emitter:
             narrow = self.index_type == "tl.int32" and a.op == "index" and not reads(a.attr)
             if narrow and self.deps(a):
                 # Numbers of 64 bits are converted many times slower.
-                return scalars.convert(f"({self.index(a.attr)})", "i32", node.dtype)
-            return scalars.convert(self.value(a), a.dtype, node.dtype)
+                return scalars.convert(f"({self.index(a.attr)})", "i32", node.dtype, self.float8)
+            return scalars.convert(self.value(a), a.dtype, node.dtype, self.float8)
         if node.op == "random":
             dist, stream, element = node.attr
             wide = "64" if node.dtype == "f64" else ""

@@ -128,8 +128,9 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     flags = [] if static else ["INDEX_BITS"]
     blocks = [_block_names(f, i if len(forms) > 1 else None) for i, f in enumerate(forms)]
     stages = ["STAGES"] if any(f.loops for f in forms) else []
+    float8 = "_native" if (spec.capability or (0, 0)) >= (8, 9) else ""
     written = [
-        write_nest(n, f, Names(b, pointers, index_type, "STAGES"), itertools.count())
+        write_nest(n, f, Names(b, pointers, index_type, "STAGES", float8), itertools.count())
         for n, f, b in zip(nests, forms, blocks, strict=True)
     ]
     bodies = [lines for lines, _ in written]

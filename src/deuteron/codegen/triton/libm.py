@@ -117,6 +117,69 @@ copysign = _pick("copysign")
 fmod = _pick("fmod")
 
 
+# -- 8-bit floats as their bits --------------------------------------------------------------------
+# With 4 bits of exponent and 3 of the fraction, or 5 and 2. `native` ones are instructions of sm_89
+# and later, which saturate.
+
+
+@triton.jit
+def f32_to_f8e4m3(x):
+    bits = x.to(tl.int32, bitcast=True)
+    a = bits & 0x7FFFFFFF
+    normal = (a - 0x3BF80001 + ((a >> 20) & 1)) >> 20
+    # adding 2^14 rounds to 2^-9, the smallest one
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    r = tl.where(a < 0x3C800000, small, normal)
+    r = tl.where(a > 0x43E00000, tl.where(a > 0x7F800000, 0x7F, 0x7E), r)
+    return (r | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def f8e4m3_to_f32(bits):
+    u = (bits & 0x7F).to(tl.int32)
+    size = (u << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    size = tl.where(u == 0x7F, float("nan"), size).to(tl.int32, bitcast=True)
+    return (size | ((bits & 0x80).to(tl.int32) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def f32_to_f8e5m2(x):
+    bits = x.to(tl.int32, bitcast=True)
+    a = bits & 0x7FFFFFFF
+    normal = (a - 0x37F00001 + ((a >> 21) & 1)) >> 21
+    small = (tl.abs(x) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+    r = tl.where(a < 0x38800000, small, normal)
+    r = tl.where(a >= 0x47800000, tl.where(a > 0x7F800000, 0x7F, 0x7C), r)
+    return (r | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def f8e5m2_to_f32(bits):
+    return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def f32_to_f8e4m3_native(x):
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def f8e4m3_to_f32_native(bits):
+    return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def f32_to_f8e5m2_native(x):
+    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return tl.where(tl.abs(x) >= 61440.0, (bits & 0x80) | 0x7C, bits)
+
+
+f8e5m2_to_f32_native = f8e5m2_to_f32
+if INTERPRETED:
+    f32_to_f8e4m3_native, f8e4m3_to_f32_native = f32_to_f8e4m3, f8e4m3_to_f32
+    f32_to_f8e5m2_native = f32_to_f8e5m2
+
+
 # -- arithmetic ------------------------------------------------------------------------------------
 
 

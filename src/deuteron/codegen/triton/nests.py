@@ -50,6 +50,7 @@ class Names:
     pointers: Mapping[str, str]
     index_type: str
     stages: str = "1"  # of the loops' software pipelines
+    float8: str = ""  # see `scalars.convert`
 
 
 def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
@@ -72,7 +73,7 @@ def write_nest(
     whether it asserts anything.
     """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
-    em.stages, em.group = names.stages, form.group
+    em.stages, em.group, em.float8 = names.stages, form.group, names.float8
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])

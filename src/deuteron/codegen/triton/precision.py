@@ -4,7 +4,7 @@ In: `Loops`. Out: the f32 nodes whose relative error may be a few 2^-24 times th
 nothing shows it:
 
     rounded   every use goes through products, quotients, choices and sums of what is not negative
-              only to a rounding to a half type, which is 2^-9 or 2^-12
+              only to a rounding to a half type or an 8-bit one, which is 2^-12 at the finest
     terms     exp(b - m) in a sum over b, m the maximum of b (`schedule.online`): an argument of -d
               has an error of d 2^-24, its exponential e^-d times that, which is at most 0.4 2^-24
               of the sum's largest term
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from deuteron.codegen.triton.loops import Loops, Write, roots_of
 from deuteron.codegen.triton.scalars import HALF
-from deuteron.ir.expr import Expr, children
+from deuteron.ir.expr import FLOAT8, Expr, children
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 
@@ -51,7 +51,7 @@ def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
     """Whether an error of an argument is at most an error of the same size of a node that may have
     it."""
     if user.op == "cast":
-        return user.dtype in HALF or (user.dtype == "f32" and user not in strict)
+        return user.dtype in (*HALF, *FLOAT8) or (user.dtype == "f32" and user not in strict)
     if user in strict:
         return False
     if user.op == "add":

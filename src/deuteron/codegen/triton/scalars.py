@@ -3,7 +3,7 @@
 In: dtypes and texts of arguments. Out: the text of one expression. An argument that is a literal
 stands in the text as a Python number only where Triton gives it the other argument's type;
 elsewhere it is a typed scalar (`literal(..., typed=True)`). Operations on half types (the IR has
-hardly any) compute in f32 and round once. Functions come from `libm`.
+hardly any) compute in f32 and round once; 8-bit floats are their bits. Functions come from `libm`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import math
 import struct
 from typing import Any
 
-from deuteron.ir.expr import FLOATS, INTS, ITEMSIZE
+from deuteron.ir.expr import FLOAT8, FLOATS, INTS, ITEMSIZE, float8_bits
 
 TYPE = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32",
         "i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32",
-        "f64": "tl.float64"}  # fmt: skip
+        "f64": "tl.float64", "f8e4m3": "tl.uint8", "f8e5m2": "tl.uint8"}  # fmt: skip
 POINTER = {"bool": "*i1", "u8": "*u8", "i8": "*i8", "i16": "*i16", "i32": "*i32", "i64": "*i64",
-           "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64"}  # fmt: skip
+           "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64",
+           "f8e4m3": "*u8", "f8e5m2": "*u8"}  # fmt: skip
 HALF = ("f16", "bf16")
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
@@ -98,7 +99,9 @@ def exact_in_f32(value: float) -> bool:
 
 def literal(value: Any, dtype: str, typed: bool = False) -> str:
     """A constant; `typed` as a scalar tensor of its dtype."""
-    if dtype == "bool":
+    if dtype in FLOAT8:
+        text = repr(float8_bits(value, dtype))
+    elif dtype == "bool":
         text = "True" if value else "False"
     elif dtype in FLOATS:
         value = float(value)
@@ -117,12 +120,17 @@ def literal(value: Any, dtype: str, typed: bool = False) -> str:
     return f"({text})" if text.startswith("-") else text
 
 
-def convert(text: str, source: str, target: str) -> str:
+def convert(text: str, source: str, target: str, float8: str = "") -> str:
     """C's conversion as ATen has it on CUDA: floats truncate towards zero, small integers are cut
-    from a wider one.
+    from a wider one. 8-bit floats are their bits, made of f32; `float8` is the tail of the names of
+    the functions that do it.
     """
     if source == target:
         return text
+    if source in FLOAT8:
+        return convert(f"libm.{source}_to_f32{float8}({text})", "f32", target, float8)
+    if target in FLOAT8:
+        return f"libm.f32_to_{target}{float8}({convert(text, source, 'f32')})"
     if target == "bool":
         return f"({text} != 0)"
     if source in FLOATS and target in INTS and ITEMSIZE[target] < 4:
