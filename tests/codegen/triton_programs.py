@@ -26,8 +26,8 @@ from deuteron.ir.index import Sym, evaluate
 from deuteron.ir.program import Constant, Input
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
-from deuteron.tools.interpret import readable
 from deuteron.schedule import split
+from deuteron.tools.interpret import readable
 from tests.schedule import tools
 from tests.schedule.test_fusion import COUNTS
 from tests.schedule.tools import Scheduled, scheduled, spec_of
@@ -135,9 +135,18 @@ aten = torch.ops.aten
 IMAGE = torch.randn(2, 3, 12, 72)
 
 
+WINDOW = ([3, 3], [2, 2], [1, 1], False)
+
+
 def pooled(g: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
     window = ([3, 3], [2, 2], [1, 1], [1, 1], False)
     return aten.max_pool2d_with_indices_backward(g, x, *window, i)
+
+
+def tied(*shape: int) -> torch.Tensor:
+    x = torch.randn(*shape).round()
+    x.flatten()[5::97] = math.nan
+    return x
 
 
 # Short parallel axes that one lane walks, whose results are stored together.
@@ -149,6 +158,16 @@ PHASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
             IMAGE,
             F.max_pool2d(IMAGE, 3, 2, 1, return_indices=True)[1],
         ),
+    ),
+    "places of maxima": (
+        lambda x: torch.ops.deuteron.max_pool(x, *WINDOW),
+        (tied(2, 3, 12, 72),),
+    ),
+    "gradient by places": (
+        lambda g, i: torch.ops.deuteron.max_pool_backward(
+            g, i, [2, 3, 12, 72], *WINDOW, torch.contiguous_format
+        ),
+        (torch.randn(2, 3, 6, 36), torch.ops.deuteron.max_pool(IMAGE, *WINDOW)[1]),
     ),
     "gradient of a mean's window": (
         lambda g, x: aten.avg_pool2d_backward(g, x, [3, 3], [2, 2], [1, 1], False, True, None),

@@ -37,6 +37,8 @@ from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.capture.hints import Hints
 from deuteron.graph import ops, random, rewrite
 from deuteron.graph.edit import Editor
+from deuteron.graph.rewrite import remove_dead
+from deuteron.graph.windows import keep_places
 
 aten = torch.ops.aten
 
@@ -348,6 +350,8 @@ def partition(
     if not options.eager_random:
         random.functionalize(joint, record)
     joint = rewrite(joint, record)
+    if keep_places(joint):
+        remove_dead(joint.graph)
     recomputes = P.has_recomputable_ops(joint)
     recomputes_random = recomputes and P.has_recomputable_rng_ops(joint)
     if recomputes:

@@ -164,8 +164,11 @@ def read(x: Value, windows: Sequence[Windows], idx: Sequence[Index], k: Sequence
     return both(*(here for here, _ in places)), x.at([*idx[:-r], *(i for _, i in places)])
 
 
-def max_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows]) -> tuple[Value, Value]:
-    """Values, and positions within the flattened spatial dimensions."""
+def max_pool(
+    ctx: LowerContext, x: Value, windows: Sequence[Windows], places: bool = False
+) -> tuple[Value, Value]:
+    """Values, and positions within the flattened spatial dimensions; or, as `places`, within the
+    flattened window."""
     shape = ctx.shape_of(ctx.fake())
     wide, r = compute_dtype(x.dtype), len(windows)
     lowest = E.REDUCTIONS["max"].identity(x.dtype)
@@ -183,6 +186,12 @@ def max_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows]) -> tuple[V
         wanted = cast(masked(here, element, lowest), wide)
         # Windows are small: 32 bits for the place in one (no machine divides vectors of 64).
         left = cast(E.reduce("argmax", flat, wanted) if flat else literal(0, "i64"), "i32")
+        if places:
+            # Where everything is the lowest number that is place 0, which may be outside: then it
+            # is the first inside. All others that are inside come after that one.
+            starts = [maximum(-w.start(o), 0) for w, o in zip(windows, idx[-r:], strict=True)]
+            first = cast(index_value(flatten(starts, kernel)), "i32")
+            return cast(op("maximum", left, first), "i8")
         out = literal(0, "i64")
         digits: list[Expr] = []
         for n in reversed(kernel[1:]):
@@ -215,6 +224,16 @@ def max_pool2d(
     out = ctx.shape_of(ctx.fake())
     windows = fixed_windows(ctx, x.shape, out, rank, kernel, stride, padding, dilation)
     return max_pool(ctx, x, windows)
+
+
+@lowering("deuteron.max_pool")
+def max_pool_places(
+    ctx: LowerContext, x: Value, kernel: Any, stride: Any, padding: Any, ceil_mode: bool
+) -> tuple[Value, Value]:
+    """As `graph.windows` has it."""
+    r = len(kernel)
+    windows = fixed_windows(ctx, x.shape, ctx.shape_of(ctx.fake()), r, kernel, stride, padding)
+    return max_pool(ctx, x, windows, places=True)
 
 
 @lowering("aten.max_pool3d_with_indices.default")
@@ -404,6 +423,33 @@ def spread_max(ctx: LowerContext, grad: Value, windows: Sequence[Windows], indic
     def share(value: Expr, output: Sequence[Index], inputs: Sequence[Index]) -> Expr:
         mine = index_value(flatten(inputs, sizes))
         chosen = op("eq", cast(indices.at(output), "i64"), mine)
+        return op("where", chosen, value, literal(0, value.dtype))
+
+    return spread(ctx, grad, windows, share)
+
+
+@lowering("deuteron.max_pool_backward")
+def max_pool_places_backward(
+    ctx: LowerContext,
+    grad: Value,
+    places: Value,
+    size: Any,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    format: Any,
+) -> Value:
+    """As `graph.windows` has it."""
+    r = len(kernel)
+    windows = fixed_windows(
+        ctx, [ctx.size(n) for n in size], grad.shape, r, kernel, stride, padding
+    )
+
+    def share(value: Expr, output: Sequence[Index], inputs: Sequence[Index]) -> Expr:
+        spots = zip(windows, output[-r:], inputs, strict=True)
+        mine = flatten([i - w.start(o) for w, o, i in spots], [as_index(k) for k in kernel])
+        chosen = op("eq", cast(places.at(output), "i32"), cast(index_value(mine), "i32"))
         return op("where", chosen, value, literal(0, value.dtype))
 
     return spread(ctx, grad, windows, share)

@@ -12,7 +12,6 @@ In: `loops.Loops`. Out: the same in which
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -135,17 +134,14 @@ def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     return terms[0]
 
 
-def _isnan(x: Expr) -> Expr:
-    return literal(math.isnan(x.attr), "bool") if x.op == "literal" else op("isnan", x)
-
-
 def _position(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
-    """The position of the first extreme term; the first NaN where there is one."""
-    best, position = terms[0], at[0]
-    for term, i in zip(terms[1:], at[1:], strict=True):
-        better = op("gt" if kind == "argmax" else "lt", term, best)
+    """The position of the first extreme term; the first NaN where there is one, which then is the
+    extreme: of the terms that equal it, or are NaN, the first."""
+    best = tree(kind.removeprefix("arg"), terms, at)
+    position = at[-1]
+    for term, i in zip(terms[-2::-1], at[-2::-1], strict=True):
+        found = op("eq", term, best)
         if term.dtype in FLOATS:
-            fresh = op("logical_and", _isnan(term), op("logical_not", _isnan(best)))
-            better = op("logical_or", better, fresh)
-        best, position = op("where", better, term, best), op("where", better, i, position)
+            found = op("logical_or", found, op("isnan", term))
+        position = op("where", found, i, position)
     return position
