@@ -163,6 +163,9 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name in strides.ONE_LAYOUT:
         for target in ops.resolved((name,)):
             found[target] = strides.one_layout(target, found.get(target))
+    for name in strides.OF_REPEATED:
+        for target in ops.resolved((name,)):
+            found[target] = strides.of_repeated(target, found.get(target))
     for name, rule in (*strides.RULES.items(), *fourier.RULES.items()):
         for target in ops.resolved((name,)):
             found[target] = rule
