@@ -47,7 +47,7 @@ def run_task(task: Task) -> dict[str, Any]:
     p = program(task.seed, task.lines)
     how = How(p.backward, p.dynamic, task.backend, dict(task.options))
     row: dict[str, Any] = {"seed": task.seed, "lines": len(p.lines), "text": "", "file": ""}
-    whole = runnable(p.straight(task.device), p.backward)
+    whole = chosen(p.straight(task.device), runnable(p.straight(), p.backward))
     try:
         failure = whole.check(how)
     except Unusable as e:
@@ -60,8 +60,9 @@ def run_task(task: Task) -> dict[str, Any]:
     return row
 
 
-def runnable(p: Straight, backward: bool) -> Straight:
-    """With those sets of inputs that eager takes; the first one at least."""
+def runnable(p: Straight, backward: bool) -> list[int]:
+    """Those sets of inputs that eager takes, on the CPU: where a GPU does not, that ends the
+    process. The first one at least."""
     fn, good = p.function(), [0]
     for k, given in enumerate(p.sets()[1:], start=1):
         try:
@@ -69,7 +70,12 @@ def runnable(p: Straight, backward: bool) -> Straight:
         except Exception:  # noqa: BLE001 - other sizes need not suit the program
             continue
         good.append(k)
-    return replace(p, inputs={n: tuple(ts[k] for k in good) for n, ts in p.inputs.items()})
+    return good
+
+
+def chosen(p: Straight, sets: list[int]) -> Straight:
+    """With some of the sets of inputs."""
+    return replace(p, inputs={n: tuple(ts[k] for k in sets) for n, ts in p.inputs.items()})
 
 
 def kept(task: Task, whole: Straight, how: How, failure: Failure) -> Path:

@@ -10,7 +10,8 @@ operand ``{x}``: f floating, i integer, b truth values, n a number, a anything. 
     {c}       a constant  {p} a positive one         {n}   a small whole number
     {dt}      a dtype     {o} an order of x's axes   {v} a new axis' place
 
-Texts say sizes through ``.shape`` where they can, so that programs hold for other sizes too.
+Texts say sizes through ``.shape`` where they can, so that programs hold for other sizes too. What no
+two machines agree about is avoided: the sign of a NaN.
 """
 
 # ruff: noqa: E501 - a row is one line
@@ -94,7 +95,7 @@ f torch.hypot({x}, {y})
 f torch.lerp({x}, {fy}, 0.3)
 f torch.addcmul({x}, {fy}, {fy}, value=0.5)
 f torch.addcdiv({x}, {fy}, {fy}.abs() + {p})
-f torch.copysign({x}, {y})
+f torch.copysign({x}, {y}.nan_to_num(1.0))
 f torch.fmod({x}, {y}.abs() + {p})
 f torch.remainder({x}, {y}.abs() + {p})
 f torch.pow({x}.abs() + {p}, {y}.clamp(-2, 2))
