@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, fx
 
@@ -142,6 +143,15 @@ def readable(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.is_floating_point() and t.itemsize == 1 else t
 
 
+def of_64_bits(number: int) -> Any:
+    """A size as a kernel for large tensors is given it; the interpreter would make 32 bits of it,
+    where it fits them."""
+    from triton import language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return tl.tensor(TensorHandle(numpy.array([number], dtype=numpy.int64), tl.int64), tl.int64)
+
+
 def launch(
     kernel: TritonKernel, function: Any, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> None:
@@ -153,6 +163,7 @@ def launch(
     grid = kernel.grid(config, sizes)
     if grid == 0:
         return
+    wide = kernel.is_wide(sizes)
     counter = torch.zeros(1, dtype=torch.int32)
     given: list[Any] = []
     for kind, what in kernel.args:
@@ -160,11 +171,11 @@ def launch(
             given.append(readable(tensors[str(what)]))
         elif kind == "size":
             assert isinstance(what, Sym)
-            given.append(sizes[what.name])
+            given.append(of_64_bits(sizes[what.name]) if wide else sizes[what.name])
         else:
             given.append(counter)
     try:
-        function[(grid,)](*given, **kernel.constants(config, kernel.is_wide(sizes)))
+        function[(grid,)](*given, **kernel.constants(config, wide))
     except Exception as e:
         if "index out of range" in str(e) or isinstance(e.__cause__, AssertionError):
             raise IndexOutOfRange("index out of range") from e
