@@ -18,6 +18,7 @@ import torch
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
 from deuteron.ir.index import Axis, Index, const, product
+from deuteron.lower import adjoint
 from deuteron.lower.access import both, flatten, loaded, masked, nothing, unflatten, wrap, wrap_dim
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, operand, scalar
@@ -153,6 +154,13 @@ def scatter_into(
         return ctx.define(x)
     if kind is None:
         return ctx.scatter(x, axes, tuple(place), cast(body, x.dtype), None, mask)
+    preimages = adjoint.turned(axes, place, x) if kind == "sum" else None
+    if preimages is not None:
+        wide = compute_dtype(x.dtype) if x.dtype in FLOATS else x.dtype
+        base = make(ctx, x.shape, lambda idx: cast(x.at(idx), wide))
+        body = cast(cast(body, x.dtype), wide)
+        out = adjoint.gathered(ctx, base, preimages, body, mask)
+        return make(ctx, x.shape, lambda idx: cast(out.at(idx), x.dtype))
     if (
         kind in ("sum", "prod")
         and x.dtype in FLOATS

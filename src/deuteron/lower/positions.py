@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from deuteron.graph.edit import outside_of_modes
 from deuteron.ir.expr import FLOATS, SCALAR_OPS, Expr, as_position, flops
 from deuteron.ir.index import (
     Atom,
@@ -40,19 +41,29 @@ def reads_nothing(e: Expr) -> bool:
 
 
 def inlined(ctx: LowerContext, e: Expr) -> Expr:
-    """`e` with reads of tensors replaced that are themselves computed from nothing."""
-    loads = [n for n in e.walk() if n.op == "load" and not n.args]
-    table: dict[Expr, Expr] = {}
-    if loads:
-        names = {n.attr[0] for n in loads}
-        found = {d.name: d for d in ctx.defs if isinstance(d, Compute) and d.name in names}
+    """`e` with reads of tensors replaced that are computed from nothing, at any depth."""
+    while True:
+        loads = [n for n in e.loads() if not n.args]
+        if not loads or len(loads) < len(e.loads()):
+            return e
+        table: dict[Expr, Expr] = {}
+        found = {d.name: d for d in ctx.defs if isinstance(d, Compute)}
         for n in loads:
             d = found.get(n.attr[0])
-            if d is None or d.target is not None or not reads_nothing(d.body):
-                continue
+            if d is None or d.target is not None or not small(d.body):
+                return e
             at: dict[Atom, Index] = dict(zip(d.axes, n.attr[1], strict=True))
             table[n] = d.body.substitute(at)
-    return e.substitute({}, table) if table else e
+        new = e.substitute({}, table)
+        if flops(new) > MOST_FLOPS:
+            return e
+        e = new
+
+
+def small(e: Expr) -> bool:
+    """Whether the expression is cheap arithmetic on loop variables, sizes, numbers and tensors."""
+    plain = ("literal", "index", "cast", "load")
+    return flops(e) <= MOST_FLOPS and all(n.op in plain or n.op in SCALAR_OPS for n in e.walk())
 
 
 def exact(e: Expr) -> Index | None:
@@ -110,6 +121,7 @@ def fitted(e: Expr) -> Index | None:
 
 
 @lru_cache(maxsize=1024)
+@outside_of_modes()
 def _fit(e: Expr, axis: Axis, n: int) -> Index | None:
     i = torch.arange(n)
     values = Evaluator([axis], {}, {}, "cpu").value(e).to(torch.int64).expand(n)
@@ -121,13 +133,19 @@ def _fit(e: Expr, axis: Axis, n: int) -> Index | None:
     step = int(steps[0])
     if bool((steps == step).all()):
         return axis.index * step + first
-    # Runs of k equal values, the first of them maybe shorter.
+    # Runs of k equal values; the first and the last may be shorter, or longer where the position
+    # is kept inside a tensor.
+    last = int(values[-1])
     start = int(changes[0]) + 1
     k = int(changes[1]) + 1 - start if len(changes) > 1 else max(start, n - start)
-    shift = max(k - start, 0)
-    if bool(((i + shift) // k + first == values).all()):
-        return floordiv(axis.index + shift, k) + first
-    return None
+    place = (i - start) // k + first + 1
+    shift = -start % k
+    index = floordiv(axis.index + shift, k) + (first + 1 - (start + shift) // k)
+    if int(place[0]) < first:
+        place, index = place.clamp_min(first), maximum(index, first)
+    if int(place[-1]) > last:
+        place, index = place.clamp_max(last), minimum(index, last)
+    return index if bool((place == values).all()) else None
 
 
 __all__ = ["exact", "inlined", "reads_nothing"]
