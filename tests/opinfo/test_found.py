@@ -117,3 +117,22 @@ def test_broadcast_that_was_decided_by_a_guard() -> None:
         lambda x, y: F.avg_pool1d(x[None], 2) * y, torch.randn(2), torch.randn(1, 2), dynamic=True
     )
     agrees(lambda x: x.flatten().unbind(0)[-1], torch.randn(31, 31), dynamic=True)
+
+
+def test_results_that_are_sizes_of_arguments() -> None:
+    """As those of attention kernels are; they are known before the call."""
+
+    @torch.library.custom_op("deuteron_tests::counted", mutates_args=())
+    def counted(x: Tensor) -> tuple[Tensor, int, int]:
+        return x * 2, x.shape[0], x.shape[0] + 3 * x.shape[1]
+
+    @counted.register_fake
+    def _(x: Tensor) -> tuple[Tensor, Any, Any]:
+        return torch.empty_like(x), x.shape[0], x.shape[0] + 3 * x.shape[1]
+
+    def f(x: Tensor) -> Tensor:
+        y, rows, more = counted(x + 1)
+        return y.new_ones(rows, 2).sum() + y.sum() * more
+
+    agrees(f, torch.randn(5, 7), dynamic=True)
+    agrees(f, torch.randn(6, 4), dynamic=True)

@@ -56,7 +56,8 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
                 # What was computed or copied for the call is in memory only as its argument.
                 shared = passed.get(source) or memory_of(ctx, ctx.env.get(source))
         elif isinstance(fake, torch.SymInt):
-            (size,) = ctx.size(fake).syms() or (None,)
+            # Others are sizes of arguments, or made of them (attention's longest sequence).
+            size = next((s for s in ctx.size(fake).syms() if is_unbacked(s)), None)
         elif isinstance(fake, torch.SymBool) and "_local_scalar" in str(node.target):
             # Traced as a whole number that is 1.
             (symbol,) = fake.node.expr.free_symbols
@@ -287,6 +288,11 @@ def memory_of(ctx: LowerContext, x: Any) -> str | None:
     return view.tensor if view is not None else None
 
 
+def is_unbacked(size: Sym) -> bool:
+    """Whether it is known only at run time, from results."""
+    return size.name.startswith("u")
+
+
 def declare_sizes(ctx: LowerContext, leaves: list[Any], names: list[str | None]) -> None:
     """Sizes that only the result itself tells (nonzero, unique)."""
     for fake, name in zip(leaves, names, strict=True):
@@ -294,7 +300,7 @@ def declare_sizes(ctx: LowerContext, leaves: list[Any], names: list[str | None])
             continue
         for d, n in enumerate(ctx.shape_of(fake)):
             for s in n.syms():
-                if s.name.startswith("u") and s not in ctx.sized:
+                if is_unbacked(s) and s not in ctx.sized:
                     ctx.sized[s] = (name, d)
 
 
