@@ -8,10 +8,10 @@ implementation.
 
 `rand`, `randn` and `randint64` are pure: element i (row-major, in `size`) is Philox-4x32-10
 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with counter
-(i, stream) and key seed, each 64 bits as two words, low word first. With the resulting words
-x0..x3:
+(i, stream) and key seed, each 64 bits as two words, low word first; of the f32 uniform numbers four
+share a counter, (i // 4, stream). With the resulting words x0..x3:
 
-    rand f32    (x0 >> 8) * 2**-24
+    rand f32    (x[i % 4] >> 8) * 2**-24
     rand f64    (x0 << 20 | x1 >> 12) * 2**-52
     randn f32   sqrt(-2 ln u) cos(2 pi v),  u = ((x0 >> 8) + 1) * 2**-24 in (0, 1],  v = (x1 >> 8)
     * 2**-24 randn f64   the same with u = 1 - (x0 << 20 | x1 >> 12) * 2**-52,  v = (x2 << 20 | x3
@@ -71,10 +71,12 @@ def _seed(device: torch.device) -> Tensor:
 
 
 def _rand(seed: Tensor, stream: int, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    x0, x1, _, _ = philox(seed, stream, math.prod(size))
+    count = math.prod(size)
     if dtype == torch.float64:
+        x0, x1, _, _ = philox(seed, stream, count)
         return _wide(x0, x1).view(size)
-    return ((x0 >> 8).to(torch.float32) * 2.0**-24).view(size)
+    words = torch.stack(philox(seed, stream, -(-count // 4)), -1).view(-1)[:count]
+    return ((words >> 8).to(torch.float32) * 2.0**-24).view(size)
 
 
 def _randn(seed: Tensor, stream: int, size: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,8 @@ An `Expr` is frozen and interned; equality is identity. `op` says what it is:
     reduce    attr = (kind, axes); args = (body,): folds body over the axes (see `REDUCTIONS`)
     scan      attr = (kind, axis); args = (body,): inclusive prefix fold along the axis
     random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10 with the
-              element as counter; "rand" on [0, 1), "randn", "rand_bits" (i64), as graph.random_ops
+              element as counter (f32 "rand": element // 4, word element % 4); "rand" on [0, 1),
+              "randn", "rand_bits" (i64), as graph.random_ops
     otherwise a scalar operation of `SCALAR_OPS` with its arguments
 
 Data types are short names (`DTYPES`). Arithmetic is done in the dtype of the node: what computes in

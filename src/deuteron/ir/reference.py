@@ -201,6 +201,10 @@ def random_values(dist: str, seed: Tensor, stream: int, element: Tensor, dtype: 
     """Element `element` of a stream: "rand" on [0, 1), "randn" (Box and Muller), or 64
     "rand_bits".
     """
+    if dist == "rand" and dtype != "f64":  # four elements share a counter
+        words = torch.stack(philox(seed, stream, element >> 2))
+        x = words.gather(0, (element & 3).expand(words.shape[1:])[None])[0]
+        return ((x >> 8).to(torch.float32) * 2.0**-24).to(TO_TORCH[dtype])
     x0, x1, x2, x3 = philox(seed, stream, element)
     if dist == "rand_bits":
         return (x1 << 32) | x0
@@ -210,8 +214,6 @@ def random_values(dist: str, seed: Tensor, stream: int, element: Tensor, dtype: 
             return u
         u, v = 1.0 - u, ((x2 << 20) | (x3 >> 12)).to(torch.float64) * 2.0**-52
     else:
-        if dist == "rand":
-            return ((x0 >> 8).to(torch.float32) * 2.0**-24).to(TO_TORCH[dtype])
         u = ((x0 >> 8) + 1).to(torch.float32) * 2.0**-24
         v = (x1 >> 8).to(torch.float32) * 2.0**-24
     assert dist == "randn", f"no distribution {dist!r}"

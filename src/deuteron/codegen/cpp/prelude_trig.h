@@ -310,7 +310,7 @@ D_SLOW f64 d_erfinv(f64 x) {
 //@ d_philox
 // Philox-4x32-10 (Salmon et al., 2011). Counter = (low and high word of the element's number, low
 // and high word of the stream), key = (low and high word of the seed). Each element has a counter
-// of its own, so results depend neither on the number of threads nor on vector width.
+// of its own (or a word of one), so results depend neither on threads nor on vector width.
 D_FN void d_philox(i64 seed, i64 stream, i64 element, u32 &c0, u32 &c1, u32 &c2, u32 &c3) {
   u32 k0 = (u32)(u64)seed, k1 = (u32)((u64)seed >> 32);
   c0 = (u32)(u64)element, c1 = (u32)((u64)element >> 32);
@@ -325,10 +325,12 @@ D_FN void d_philox(i64 seed, i64 stream, i64 element, u32 &c0, u32 &c1, u32 &c2,
 }
 
 //@ d_rand
-// Uniform on [0, 1): the upper 24 bits of the first word.
+// Uniform on [0, 1): the upper 24 bits of a word. Four elements share a counter.
 D_FN f32 d_rand(i64 seed, i64 stream, i64 element) {
   u32 a, b, c, d;
-  d_philox(seed, stream, element, a, b, c, d);
+  d_philox(seed, stream, element >> 2, a, b, c, d);
+  u32 word = (u32)element & 3u;
+  a = word == 0 ? a : word == 1 ? b : word == 2 ? c : d;
   return (f32)(i32)(a >> 8) * 5.9604644775390625e-08f;
 }
 

@@ -106,6 +106,7 @@ class Emitter:
         self.group = 1  # see `tiling.Form`
         self.stages = "1"  # text of the number of stages of software pipelines
         self.float8 = ""  # see `scalars.convert`
+        self.starts: dict[str, str] = {}  # dimension -> where its current block begins
         self.row_places: set[Index] = set()  # addresses that are read once per row
         self.row_start: Index | None = None  # address of a row that is read from before its start
         self.checked = False  # whether the text has assertions
@@ -145,6 +146,7 @@ class Emitter:
         if dim.masked:
             self.scope.add(f"{stem}mask = {below}({stem}index < {stem}numel)")
         self.scope.dims |= {name}
+        self.starts[name] = offset
         if len(dim.axes) == 1:
             self.scope.axes[dim.axes[0]] = f"{stem}index"
 
@@ -292,10 +294,15 @@ class Emitter:
         if node.op == "random":
             dist, stream, element = node.attr
             wide = "64" if node.dtype == "f64" else ""
-            place = self.index(element)
-            if element.value is not None:
-                place = f"tl.full([], {place}, tl.int64)"
-            return f"libm.{dist}{wide}({self.value(node.args[0])}, {stream}, {place})"
+            seed = self.value(node.args[0])
+            if (dist, wide) == ("rand", "") and (lanes := self._neighbours(element)) is not None:
+                return f"libm.rand_lanes({seed}, {stream}, {lanes}, {self.rank})"
+            places = [element // 4, element % 4] if (dist, wide) == ("rand", "") else [element]
+            texts = [
+                f"tl.full([], {self.index(i)}, tl.int64)" if i.value is not None else self.index(i)
+                for i in places
+            ]
+            return f"libm.{dist}{wide}({seed}, {stream}, {', '.join(texts)})"
         if node in self.loose and node.op != "div":
             name = "libm.sigmoid_fast" if node.op == "sigmoid" else f"tl.{node.op}"
             return f"{name}({self.value(node.args[0])})"
@@ -426,6 +433,20 @@ class Emitter:
             return f"{pointer} + {self.spread(self.index(address), have, dims)}"
         index = self.spread(self.index(address - far), have, dims)
         return f"{pointer} + {index} {'-' if far < 0 else '+'} {abs(far)}"
+
+    def _neighbours(self, element: Index) -> str | None:
+        """Where the tile's last dimension counts elements, rows of which begin at multiples of 4:
+        the text of a row's first element over 4, of the block's start, and of its size."""
+        last = list(self.dims.values())[-1]
+        axis = last.axes[0]
+        rest = element - axis.index
+        if len(last.axes) > 1 or last.wide or self.row_start is not None:
+            return None
+        if (last.count.value or 0) < 4 or last.name in self.index_deps(rest):
+            return None
+        if (rest % 4).value != 0:
+            return None
+        return f"{self.index(rest // 4)}, {self.starts[last.name]}, {last.block}"
 
     def spread(self, index: str, have: Dims, want: Dims) -> str:
         """An index text made to span the dimensions `want`."""

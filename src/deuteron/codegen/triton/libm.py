@@ -626,9 +626,23 @@ def _wide(a, b):
 
 
 @triton.jit
-def rand(seed, stream, element):
-    a, b, c, d = philox(seed, stream, element)
+def rand(seed, stream, quarter, word):
+    """Four elements share a counter: element % 4 is the word."""
+    a, b, c, d = philox(seed, stream, quarter)
+    word = word.to(tl.int32)
+    a = tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
     return (a >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def rand_lanes(seed, stream, row, start, block: tl.constexpr, rank: tl.constexpr):
+    """Those of `block` neighbours from element 4 * row + start on, each counter used once."""
+    lanes = tl.arange(0, block // 4)
+    if rank == 2:
+        lanes = lanes[None, :]
+    a, b, c, d = philox(seed, stream, row + (start // 4 + lanes))
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit

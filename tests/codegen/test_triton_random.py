@@ -1,0 +1,60 @@
+"""Random numbers of Triton kernels, interpreted: those of torch's own implementation, bit by bit,
+however the elements lie in the tile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import tempfile, torch
+from pathlib import Path
+import deuteron.graph.random_ops
+from deuteron.codegen.triton.generate import generate
+from tests.codegen.triton_programs import run
+from tests.schedule.tools import scheduled, spec_of
+
+def rand(seed, *size, dtype=torch.float32):
+    return torch.ops.deuteron.rand.default(seed, 3, size, dtype)
+
+def rows(seed, x):
+    return x.amax(-1, keepdim=True) * 0 + rand(seed, *x.shape)
+
+seed = torch.tensor(-1234567890123)
+LANES, EACH = "rand_lanes", "libm.rand("
+CASES = {
+    "flat": (lambda s: rand(s, 3001) * 1, (seed,), LANES, False),
+    "rows": (rows, (seed, torch.randn(5, 64)), LANES, False),
+    "rows that begin anywhere": (rows, (seed, torch.randn(5, 62)), EACH, False),
+    "few": (lambda s: rand(s, 3) * 1, (seed,), EACH, False),
+    "a part": (lambda s: rand(s, 8, 12)[1:, 4:] * 1, (seed,), EACH, False),
+    "transposed": (lambda s: rand(s, 8, 12).t().contiguous(), (seed,), "libm.rand", False),
+    "long rows": (rows, (seed, torch.randn(2, 8200)), LANES, True),
+    "double": (lambda s: rand(s, 50, dtype=torch.float64) * 1, (seed,), "rand64", False),
+}
+for name, (f, args, what, looped) in CASES.items():
+    found = scheduled(f, *args, device="H200", check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        (got,) = run(found, list(args), Path(folder), looped)
+    assert torch.equal(got, f(*args)), name
+    texts = [generate(k, spec_of("H200")).source for k in found.kernels]
+    assert any(what in t for t in texts), name
+print("done")
+"""
+
+
+def test_interpreted() -> None:
+    pytest.importorskip("triton")
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout.endswith("done\n"), done.stderr[-3000:]
