@@ -16,6 +16,7 @@ from deuteron.ir.index import Sym, as_index, atom
 from deuteron.ir.program import contiguous
 from deuteron.schedule.kernel import Fold, Nest, Store
 from tests.codegen.cpp_tools import (
+    NAMES,
     SERIAL,
     Runner,
     ax,
@@ -239,3 +240,20 @@ def test_pooling_window(h: int) -> None:
     )
     assert torch.equal(y, torch.nn.functional.max_pool2d(x, 3, 2, 1))
     torch.testing.assert_close(at, torch.nn.functional.avg_pool2d(x, 3, 2, 1))
+
+
+@pytest.mark.parametrize("name", ["maximum", "minimum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("limit", [0.0, -3.0, math.inf, math.nan])
+@pytest.mark.parametrize("first", [False, True])
+def test_limits(name: str, dtype: torch.dtype, limit: float, first: bool) -> None:
+    """Against a constant: one instruction, that keeps NaN."""
+    x = torch.randn(100).to(dtype) * 4
+    x[40:44] = torch.tensor([math.nan, math.inf, -math.inf, 3.0])
+    y, kind = torch.empty_like(x), NAMES[dtype]
+    a = ax("i", 100)
+    args = (ld("x", a, dtype=kind), lit(limit, kind))
+    value = op(name, *(args[::-1] if first else args))
+    run(Nest((a,), (), (Store("y", idx(a), value, "point"),)), {"x": x, "y": y}, ["y"])
+    want = getattr(torch, name)(x, torch.tensor(limit, dtype=dtype))
+    torch.testing.assert_close(y, want, rtol=0, atol=0, equal_nan=True)

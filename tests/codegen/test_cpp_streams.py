@@ -43,20 +43,19 @@ def test_addresses(offset: int, dtype: torch.dtype, n: int) -> None:
     value = op("add", ld("x", a, dtype=name), lit(1.0, name))
     nest = Nest((a,), (), (Store("y", idx(a), value, "point"),))
     r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 1 << 20, 64))
-    assert "d_stream(" in r.cpp.source
+    assert "d_stream_lanes" in r.cpp.source
     assert torch.equal(y, x + 1)
     assert memory[:offset].eq(7).all() and memory[offset + n :].eq(7).all()
 
 
-@pytest.mark.parametrize("shape", [(33, 1000), (40, 128), (3, 4096)])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_softmax(shape: tuple[int, int], dim: int) -> None:
+@pytest.mark.parametrize("shape", [(33, 1500), (40, 1100), (3, 4096)])
+def test_softmax(shape: tuple[int, int]) -> None:
     x = torch.randn(shape)
     memory = torch.full((x.numel() + 3,), 7.0)
     y = memory[3:].view(shape)
     a, b = ax("i", shape[0]), ax("j", shape[1])
-    nest = softmax_nest((b,), a, a, b) if dim == 0 else softmax_nest((a,), b, a, b)
+    nest = softmax_nest((b,), a, a, b)
     r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 1 << 20, 64))
     assert "d_stream" in r.cpp.source
-    torch.testing.assert_close(y, x.softmax(dim), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y, x.softmax(0), rtol=1e-5, atol=1e-6)
     assert memory[:3].eq(7).all()

@@ -255,6 +255,12 @@ class Emitter:
         if node in self.near:
             self.used |= scalars.NEAR_USES
             return kind, f"d_{node.op}_near({args[0]})"
+        if node.op in ("maximum", "minimum") and node.dtype in FLOATS:
+            # One instruction: what the comparison with NaN leaves is the other argument.
+            for limit, x, text in zip(node.args, reversed(node.args), reversed(args), strict=True):
+                if limit.op == "literal" and limit.attr == limit.attr and x.op != "literal":
+                    c, sign = scalars.literal(limit.attr, node.dtype), "<>"[node.op == "maximum"]
+                    return kind, f"({c} {sign} {text} ? {c} : {text})"
         if node.op == "random":
             dist, stream, element = node.attr
             name = f"d_{dist}64" if node.dtype == "f64" else f"d_{dist}"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.emit import Emitter, smaller
+from deuteron.codegen.cpp.emit import Emitter
 from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write
 from deuteron.codegen.cpp.passes import Pass, plan
-from deuteron.codegen.cpp.streams import BLOCK, buffer, place_of, streamed
+from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
@@ -313,35 +313,50 @@ class PassWriter:
         simd: bool,
         accs: dict[str, Accumulator] | None = None,
     ) -> None:
-        """One loop over a segment; what it stores past the caches goes through buffers, by blocks.
-        `position` may be ``@``: the loop's variable."""
+        """One loop over a segment. `position` may be ``@``: the loop's variable.
+
+        What it stores past the caches is written by lines, from the first whole line on; a loop
+        before that does the ends.
+        """
         em = self.env.em
-        past = streamed(self.env, seg.parts, seg.axis) if simd else []
-        start, end = low, high
-        with em.inside() as block:
-            if past:
-                start, end = em.fresh("b"), em.fresh("e")
-                block.add(f"const long long {end} = {smaller(f'{start} + {BLOCK}', high)};")
-            buffers = {w: buffer(self.env, w, BLOCK) for w in past}
-            name = em.name_axis(seg.axis)
-            for w, text in buffers.items():
-                self.places[w] = f"{text}[{name} - {start}]"
+        alone = simd and len(self.plan.passes) == 1 and not self.plan.row_writes
+        past = streamed(self.env, seg.parts, seg.axis) if alone else []
+        name = em.fresh("i_")
+
+        def loop(head: str, lane: str) -> None:
+            em.name_axis(seg.axis, f"({name} + l)" if lane else name)
             with em.inside(seg.axis, self.v) as scope:
-                self.body(seg, accs or {}, "0", position.replace("@", name))
+                at = position.replace("@", em.axis_text[seg.axis])
+                self.body(seg, accs or {}, lane or "0", at)
             if simd:
-                block.add(em.simd(scope))
-            block.loop(f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines)
+                em.scope.add(em.simd(scope))
+            em.scope.loop(head, scope.lines)
+
+        if not past:
+            loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", "")
+            return
+        lanes = max(64 // ITEMSIZE[w.dtype] for w in past)
+        first, last, end, upto = (em.fresh(s) for s in ("first", "last", "end", "upto"))
+        place = place_of(self.env, past[0], seg.axis, low)
+        em.scope.add(
+            f"const long long {first} = d_line_start({place}, {low}, {high});",
+            f"const long long {last} = {high} - ({high} - {first}) % {lanes};",
+        )
+        with em.inside() as ends:
+            ends.add(f"const long long {upto} = {end} ? {high} : {first};")
+            loop(f"for (long long {name} = {end} ? {last} : {low}; {name} < {upto}; ++{name})", "")
+        em.scope.loop(f"for (int {end} = 0; {end} < 2; ++{end})", ends.lines)
+        with em.inside() as block:
+            buffers = {w: buffer(self.env, w, lanes) for w in past}
+            self.places |= {w: f"{text}[l]" for w, text in buffers.items()}
+            loop(f"for (int l = 0; l < {lanes}; ++l)", "l")
             for w, text in buffers.items():
                 del self.places[w]
-                place = place_of(self.env, w, seg.axis, start)
-                block.add(f"d_stream({place}, {text}, {end} - {start});")
-        if past:
-            em.scope.loop(
-                f"for (long long {start} = {low}; {start} < {high}; {start} += {BLOCK})",
-                block.lines,
-            )
-        else:
-            em.scope.add(*block.lines)
+                place = place_of(self.env, w, seg.axis, name)
+                block.add(f"d_stream_lanes<{lanes}>({place}, {text});")
+        em.scope.loop(
+            f"for (long long {name} = {first}; {name} < {last}; {name} += {lanes})", block.lines
+        )
 
     @property
     def prefix_names(self) -> set[str]:

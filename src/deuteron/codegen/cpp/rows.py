@@ -42,7 +42,6 @@ from deuteron.codegen.cpp.nests import (
 )
 from deuteron.codegen.cpp.online import Joint, Walk
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
-from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Index, hint
 
@@ -211,21 +210,9 @@ class Rows(PassWriter):
         if serial or (not accs and not ahead and hint(self.v.extent) > SHORT):
             self.whole_loop(seg, low, high, self.position(seg, "@"), not serial, accs)
             return
-        past = [w for w in streamed(env, seg.parts, seg.axis) if lanes * ITEMSIZE[w.dtype] >= 64]
-        with em.inside() as ends:
-            names = {w: buffer(env, w, lanes) for w in past}
-        ahead += ends.lines
         em.name_axis(seg.axis, f"({base} + l)")
-        self.places |= {w: f"{n}[l]" for w, n in names.items()}
         with em.inside(seg.axis, self.v) as scope:
             self.body(seg, accs, "l", self.position(seg))
-        with em.inside() as ends:
-            for w in past:
-                del self.places[w]
-                place = place_of(env, w, seg.axis, base)
-                ends.add(f"d_stream_lanes<{lanes}>({place}, {names[w]});")
-        em.name_axis(seg.axis, f"({base} + l)")
-        after = ends.lines
         rest: Scope | None = None
         if seg.count.value is None or chunk or seg.count.value % lanes:
             em.guard, em.guard_level = f"(l < r_{base})", len(em.chain)
@@ -234,13 +221,13 @@ class Rows(PassWriter):
             em.guard = None
             rest = tail
         if not blocks:
-            em.scope.add(*lane_loops(em, base, low, high, lanes, scope, rest, ahead, after))
+            em.scope.add(*lane_loops(em, base, low, high, lanes, scope, rest, ahead))
             return
         block, end = em.fresh("b"), em.fresh("e")
         length = lanes * FLUSH
         inner = [
             f"const long long {end} = {smaller(f'{block} + {length}', high)};",
-            *lane_loops(em, base, block, end, lanes, scope, rest, ahead, after),
+            *lane_loops(em, base, block, end, lanes, scope, rest, ahead),
         ]
         for a in accs.values():
             inner += a.flush(lanes)
@@ -344,10 +331,9 @@ def lane_loops(
     body: Scope,
     rest: Scope | None,
     ahead: Sequence[str] = (),
-    after: Sequence[str] = (),
 ) -> list[str]:
     """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last
-    lanes, guarded; `ahead` and `after` stand before and behind the lanes of each step.
+    lanes, guarded; `ahead` are prefetches that go with each step.
     """
     out = [
         f"long long {base} = {low};",
@@ -356,9 +342,7 @@ def lane_loops(
         em.simd(body),
         f"for (int l = 0; l < {lanes}; ++l) {{",
         *body.lines,
-        "}",
-        *after,
-        "}",
+        "} }",
     ]
     if rest is not None:
         count = "r_" + base

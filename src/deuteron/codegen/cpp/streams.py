@@ -1,14 +1,16 @@
 """Stores past the caches, for results that no cache holds until they are read.
 
 In: a kernel and the machine; the parts of a loop and its vector axis. Out: the tensors that are
-written so, and the buffers through which a vector loop writes them: a block is computed into memory
-of the first cache and then copied in whole lines (`d_stream` of `support.h`).
+written so, and the buffers of whole lines through which a vector loop writes them (`d_stream` of
+`support.h`).
 
 An ordinary store fetches the line that it overwrites, unless a cache still has it. Measured on two
-cores of an EPYC with 32 MiB of last-level cache, ``b = 2 a + 1``: 2 x 64 MiB 2.78 ms with ordinary
-stores, 2.03 ms past the caches; 2 x 32 MiB 1.07 and 0.88 ms. Where only `b` = 13 MiB was written
-again and again the caches win (2 x 16 MiB: 0.29 and 0.39 ms); where other work came between the
-calls they lose (relu of 13 MiB 0.81 and 0.56 ms, instance norm of 17 MiB 1.02 and 0.69 ms).
+cores of an EPYC with 32 MiB of last-level cache, other work between the calls: ``b = 2 a + 1`` of
+2 x 64 MiB 1.67 ms with ordinary stores, 1.27 ms past the caches; 2 x 32 MiB 0.78 and 0.66 ms; 2 x
+16 MiB 0.34 ms either way. Sines of 10 M floats 2.10 and 1.78 ms, softmax over the rows of a matrix
+of 16 MiB 1.30 and 1.15 ms. Where a row is read in several passes, or rows are short, streams lose
+(softmax along rows of 64 floats 2.04 and 2.30 ms, rotation of rows of 128 0.93 and 1.13 ms): they
+leave no time to fetch the next row while they wait for memory.
 """
 
 from __future__ import annotations
@@ -26,12 +28,11 @@ from deuteron.schedule.kernel import Kernel, Schedule
 if TYPE_CHECKING:
     from deuteron.codegen.cpp.nests import Env, Machine
 
-BLOCK = 1024  # elements of a buffer
 SMALL = 32  # results below this fraction of the last cache stay in it
 # Fraction of the last cache that a kernel touches from which results stream that the graph returns;
 # what a later step of the graph reads streams where the kernel touches more than all of it.
 RETURNED = 4
-ROW_LINES = 8  # whole lines of a row below which its ends, which are no whole lines, cost too much
+ROW_LINES = 64  # lines of a row below which its ends cost more than is gained
 
 
 def read_again(schedule: Schedule) -> dict[str, frozenset[str]]:
@@ -74,7 +75,7 @@ def streamed(env: Env, parts: Sequence[Part], axis: Axis) -> list[Write]:
             continue
         line = 64 // ITEMSIZE[w.dtype]
         n = axis.extent.value
-        if n is None or n % line == 0 or n >= ROW_LINES * line:
+        if n is None or n >= ROW_LINES * line:
             out.append(w)
     return out
 
@@ -97,4 +98,4 @@ def buffer(env: Env, w: Write, count: int) -> str:
     return name
 
 
-__all__ = ["BLOCK", "buffer", "place_of", "read_again", "streamed", "streams"]
+__all__ = ["buffer", "place_of", "read_again", "streamed", "streams"]

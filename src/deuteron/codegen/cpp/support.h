@@ -246,6 +246,11 @@ template <class T> D_FN void d_stream(T* to_, const T* from_, i64 n) {
   }
   __builtin_memcpy(to + k, from + k, bytes - k);
 }
+// The first place from `low` on, of at most `high`, that starts a line; `at` is the address of `low`.
+template <class T> D_FN i64 d_line_start(const T* at, i64 low, i64 high) {
+  i64 n = low + (i64)((-(u64)at & 63) / sizeof(T));
+  return n < high ? n : high;
+}
 template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
   if ((u64)to & 63) __builtin_memcpy(to, from, n * sizeof(T));
   else d_stream(to, from, n);

@@ -69,13 +69,14 @@ def _fold(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
         name = REDUCTIONS[kind].scalar_op
         assert name is not None
         return _tree(name, terms) if kind == "sum" else _chain(name, terms)
-    best, position = terms[0], at[0]
-    for term, i in zip(terms[1:], at[1:], strict=True):
-        better = op("gt" if kind == "argmax" else "lt", term, best)
+    # The first place of the extreme, which is NaN where any value is: each is compared by itself.
+    best = _chain("maximum" if kind == "argmax" else "minimum", terms)
+    position = at[-1]
+    for term, i in zip(reversed(terms[:-1]), reversed(at[:-1]), strict=True):
+        here = op("eq", term, best)
         if term.dtype in ("f32", "f64", "f16", "bf16"):
-            fresh = op("logical_and", op("isnan", term), op("logical_not", op("isnan", best)))
-            better = op("logical_or", better, fresh)
-        best, position = op("where", better, term, best), op("where", better, i, position)
+            here = op("logical_or", here, op("isnan", term))
+        position = op("where", here, i, position)
     return cast(position, "i64")
 
 
