@@ -14,7 +14,7 @@ from deuteron.codegen.cpp import FLAGS, Machine
 from deuteron.ir.expr import as_position, index_value, load, op
 from deuteron.ir.index import Sym, as_index, atom
 from deuteron.ir.program import contiguous
-from deuteron.schedule.kernel import Fold, Nest, Store
+from deuteron.schedule.kernel import Fold, Nest, Prefix, Store
 from tests.codegen.cpp_tools import (
     NAMES,
     SERIAL,
@@ -257,3 +257,27 @@ def test_limits(name: str, dtype: torch.dtype, limit: float, first: bool) -> Non
     run(Nest((a,), (), (Store("y", idx(a), value, "point"),)), {"x": x, "y": y}, ["y"])
     want = getattr(torch, name)(x, torch.tensor(limit, dtype=dtype))
     torch.testing.assert_close(y, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("n", [5, 16, 37, 200])
+@pytest.mark.parametrize("kind", ["sum", "prod"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scans_by_blocks(n: int, kind: str, dtype: torch.dtype) -> None:
+    """Also of values that depend on another scan, with stores and NaN."""
+    x = (torch.randn(6, n) * 0.2 + 1).to(dtype)
+    x[2, n // 2], x[3, n // 3], x[4, 1:3] = math.nan, math.inf, torch.tensor([math.inf, -math.inf])
+    y, z, name = torch.empty_like(x), torch.empty_like(x), NAMES[dtype]
+    a, b = ax("i", 6), ax("j", n)
+    first, second = ref("s", name), ref("t", name)
+    stmts = (
+        Prefix("s", kind, ld("x", a, b, dtype=name)),
+        Prefix("t", "sum", op("mul", first, lit(0.5, name))),
+        Store("y", idx(a, b), op("add", first, lit(1.0, name)), "point"),
+        Store("z", idx(a, b), second, "point"),
+    )
+    r = run(Nest((a,), (b,), stmts), {"x": x, "y": y, "z": z}, ["y", "z"])
+    assert f"d_scan_{kind}" in r.cpp.source
+    scan = (x.double().cumsum(1) if kind == "sum" else x.double().cumprod(1)).to(dtype)
+    torch.testing.assert_close(y, scan + 1, rtol=1e-6, atol=1e-6, equal_nan=True)
+    want = (scan.double() / 2).cumsum(1).to(dtype)
+    torch.testing.assert_close(z, want, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -21,7 +21,7 @@ from deuteron.base.options import Options
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.columns import write_columns
-from deuteron.codegen.cpp.emit import Emitter, size_name
+from deuteron.codegen.cpp.emit import Emitter, fits_int, size_name
 from deuteron.codegen.cpp.loops import Loops, Write, prepare, vector
 from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.points import write_points
@@ -45,7 +45,7 @@ FLAGS = (
     # It hoists what the vectoriser has dealt with, and then g++ 12 needs the square of the time:
     # 15 s for 63 sines in a loop, 1.1 s without; the code is as fast (14 programs within 3 %).
     "-fno-gcse",
-    # It turns a comparison of a choice into a choice of comparisons, for which g++ 12 has no vectors
+    # It makes a choice of comparisons of a comparison of choices; g++ 12 has no vectors for that
     # (clamp and cast to int8 3.4 times, max-pooling 2.1 times as fast without; others within 3 %).
     "-fno-tree-pre",
     "-std=c++17",
@@ -116,6 +116,7 @@ def generate_for(
         if k in kernel.barriers and threaded:
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
+        em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
         env = Env(loops, em, machine, threaded, shared, past)
         write_nest(env)
         inside = env.em.chain[0].lines

@@ -262,6 +262,14 @@ class PassWriter:
             )
         return out
 
+    def buffered(self, seg: Segment, lane_linear: str | None = None) -> dict[Expr, str]:
+        """Where the values are that earlier passes kept, at this point."""
+        at = self.env.em.index
+        return dict(self.tiled) | {
+            n: f"{b}[{lane_linear if lane_linear is not None else at(seg.linear)}]"
+            for n, b in seg.buffered.items()
+        }
+
     def body(
         self,
         seg: Segment,
@@ -272,10 +280,7 @@ class PassWriter:
     ) -> None:
         """Everything that one point does, into the current scope."""
         em = self.env.em
-        em.buffered = dict(self.tiled) | {
-            n: f"{b}[{lane_linear if lane_linear is not None else em.index(seg.linear)}]"
-            for n, b in seg.buffered.items()
-        }
+        em.buffered = self.buffered(seg, lane_linear)
         keep = dict(seg.keep)
         only = f"if ({em.guard}) " if em.guard is not None else ""
 

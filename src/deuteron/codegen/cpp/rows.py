@@ -15,6 +15,7 @@ thread combines them in order (results repeat).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
@@ -23,6 +24,7 @@ from deuteron.codegen.cpp.loops import (
     WORKER,
     ColumnFold,
     Loops,
+    Part,
     Write,
     flops_of,
     ordered,
@@ -44,11 +46,13 @@ from deuteron.codegen.cpp.online import Joint, Walk
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Index, hint
+from deuteron.schedule.kernel import Prefix
 
 CHUNKS = 64  # most chunks of a shared row
 NEAR_ROW = (1 << 10, 1 << 18)  # bytes of a row whose successor is worth fetching ahead
 AHEAD = 8192  # bytes between what a single pass reads and what it fetches
 SHORT = 512  # elements of a row below which the last lanes are worth masks instead of a loop
+SCAN = 16  # elements that `d_scan` takes
 CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
 
 
@@ -95,7 +99,9 @@ class Rows(PassWriter):
                 joint.finish()
                 continue
             accs = {
-                f.name: Accumulator(self.env.em.fresh("f"), f.kind, f.body.dtype, self.env.em.used)
+                f.name: Accumulator(
+                    self.env.em.fresh("f"), f.kind, f.body.dtype, self.env.em.used, self.env.em.wide
+                )
                 for f in p.folds
             }
             lanes = self.start(p, accs)
@@ -204,6 +210,8 @@ class Rows(PassWriter):
                     f"const long long {high} = "
                     f"{smaller(f'{chunk[2]} - {start}', env.extent(seg.count))};",
                 )
+        if self.scans_blocks(p):
+            low = self.scan_blocks(p, seg, accs, low, high)
         base = em.name_axis(seg.axis)
         serial = bool(p.prefixes) or self.v in self.conflicts
         ahead = [] if serial or seg.axis != self.v else self.prefetches(k, base, lanes)
@@ -234,6 +242,45 @@ class Rows(PassWriter):
         em.scope.loop(
             f"for (long long {block} = {low}; {block} < {high}; {block} += {length})", inner
         )
+
+    def scans_blocks(self, p: Pass) -> bool:
+        """Whether the scans of a pass run by blocks of lanes: sums and products in double, whose
+        operations may have another order (one after the other, each waits for the last)."""
+        plain = all(s.kind in ("sum", "prod") and carry_dtype(s) == "f64" for s in p.prefixes)
+        return bool(p.prefixes) and plain and not p.folds and self.v not in self.conflicts
+
+    def scan_blocks(
+        self, p: Pass, seg: Segment, accs: dict[str, Accumulator], low: str, high: str
+    ) -> str:
+        """Scans of whole blocks; returns where the rest begins."""
+        em, lanes = self.env.em, SCAN
+        base = em.fresh("i_")
+        em.name_axis(seg.axis, f"({base} + l)")
+        em.used |= {"d_lanes", "d_scan"}
+        with em.inside() as block:
+            for s in (x for x in seg.parts if isinstance(x, Prefix)):
+                array = em.fresh("scan")
+                block.add(f"alignas(64) double {array}[{lanes}];")
+                with em.inside(seg.axis, self.v) as scope:
+                    em.buffered = self.buffered(seg)
+                    scope.add(f"{array}[l] = {em.value(s.body)};")
+                    em.buffered = {}
+                block.add(em.simd(scope))
+                block.loop(f"for (int l = 0; l < {lanes}; ++l)", scope.lines)
+                block.add(f"d_scan_{s.kind}({array}, {self.carries[s.name]});")
+                bound = Expr("load", s.body.dtype, (), (s.name, (), None))
+                block.texts[bound] = f"(({scalars.REGISTER[s.body.dtype]}){array}[l])"
+            rest: list[Part] = [x for x in seg.parts if not isinstance(x, Prefix)]
+            with em.inside(seg.axis, self.v) as scope:
+                self.body(replace(seg, parts=rest), accs, "l", self.position(seg))
+            block.add(em.simd(scope))
+            block.loop(f"for (int l = 0; l < {lanes}; ++l)", scope.lines)
+        em.scope.add(f"long long {base} = {low};")
+        em.scope.loop(
+            f"for (; {base} + {lanes} <= {high}; {base} += {lanes})",
+            block.lines,
+        )
+        return base
 
     def prefetches(self, k: int, base: str, lanes: int) -> list[str]:
         """In the second pass over a row: fetches of the next row's operands and of results to come.
@@ -438,7 +485,9 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
     if p.rules:
         shared_joint(env, rows, k, p, length, count)
         return
-    accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
+    accs = {
+        f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide) for f in p.folds
+    }
     c = em.fresh("c")
     for a in accs.values():
         kind = "double" if a.flushed else scalars.REGISTER[a.dtype]
@@ -505,7 +554,7 @@ def write_chunked(env: Env, v: Axis) -> None:
     total = ["0"]
     scratch = em.fresh("cols")
     for p in cols:
-        a = Accumulator(em.fresh("col"), p.kind, p.body.dtype, em.used)
+        a = Accumulator(em.fresh("col"), p.kind, p.body.dtype, em.used, em.wide)
         accs.append((p, a))
         rows.columns[p.name] = a.name
         em.scope.add(f"{a.type}* const {a.name} = ({a.type}*)({scratch} + ({' + '.join(total)}));")

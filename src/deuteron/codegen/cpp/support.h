@@ -121,6 +121,35 @@ template <int n> D_FN f64 d_lanes_flush(f32* a) {
   return d_lanes_sum<n>(b);
 }
 
+//@ d_scan
+// Running sums (products) of 16 doubles in their place, from `carry` on, which goes on. Each is the
+// carry and what came since then: the next block waits for one addition.
+template <int step, class F> D_FN d_v_f64 d_scan_step(d_v_f64 x, d_v_f64 neutral, F f) {
+  d_v_i64 at;
+  for (int k = 0; k < 8; ++k) at[k] = k < step ? k : k - step + 8;
+  return f(x, (d_v_f64)__builtin_shuffle(neutral, x, at));
+}
+template <class F> D_FN void d_scan(f64* a, f64* carry, f64 first, F f) {
+  d_v_f64 neutral = first + d_v_f64{}, x, y;
+  __builtin_memcpy(&x, a, 64);
+  __builtin_memcpy(&y, a + 8, 64);
+  x = d_scan_step<1>(x, neutral, f), y = d_scan_step<1>(y, neutral, f);
+  x = d_scan_step<2>(x, neutral, f), y = d_scan_step<2>(y, neutral, f);
+  x = d_scan_step<4>(x, neutral, f), y = d_scan_step<4>(y, neutral, f);
+  y = f(y, x[7] + d_v_f64{});
+  d_v_f64 before = *carry + d_v_f64{};
+  *carry = f(d_v_f64{*carry}, d_v_f64{y[7]})[0];
+  x = f(before, x), y = f(before, y);
+  __builtin_memcpy(a, &x, 64);
+  __builtin_memcpy(a + 8, &y, 64);
+}
+D_FN void d_scan_sum(f64* a, f64* carry) {
+  d_scan(a, carry, 0, [](d_v_f64 x, d_v_f64 y) { return x + y; });
+}
+D_FN void d_scan_prod(f64* a, f64* carry) {
+  d_scan(a, carry, 1, [](d_v_f64 x, d_v_f64 y) { return x * y; });
+}
+
 //@ d_transpose
 // Elements of a side of the squares that registers transpose; none without instructions that
 // shuffle elements of `bytes` between two registers.
