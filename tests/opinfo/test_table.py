@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deuteron.tools.coverage import show
+from deuteron.tools.coverage import Lost, Worker, row_of, show
 from deuteron.tools.coverage_table import by_op, provenance
-from deuteron.tools.coverage_worker import Job, source_digest
+from deuteron.tools.coverage_worker import EAGER, Job, source_digest
 
 
 def row(op: str, device: str, **more: Any) -> dict[str, Any]:
@@ -40,3 +40,22 @@ def test_states_of_the_source_are_counted() -> None:
     assert "one state of the source" in provenance(rows[:1], 2)
     assert [o.verdict() for o in by_op(rows)] == ["right", "right"]
     assert len(source_digest()) == 12
+
+
+class Dying(Worker):
+    """Ends at two samples while eager runs them, and always at what is compiled of `mul`."""
+
+    def run(self, job: Job, limit: float) -> dict[str, Any]:
+        for name in ("b", "c"):
+            if name not in job.without:
+                raise Lost("the process died", EAGER + name)
+        if job.op == "mul":
+            raise Lost("the process died", "compiled")
+        return {"without": list(job.without)}
+
+
+def test_samples_that_end_the_process() -> None:
+    """Those at which eager does are left out; when what is compiled does, it is an error."""
+    assert row_of(Dying(), Job("add", "float32", "forward"), 1.0) == {"without": ["b", "c"]}
+    row = row_of(Dying(), Job("mul", "float32", "forward"), 1.0)
+    assert row["errors"] == ["the process died"] and row["right"] == 0

@@ -10,6 +10,7 @@ unless `aot_eager`, which runs the same capture without a compiler, fails in the
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import warnings
 from collections import Counter
@@ -34,6 +35,7 @@ from deuteron.tools.oracle import Oracle, Seen, copies, differences, observed, s
 
 BATCH = 12  # cases in one graph
 SHOWN = 4  # failures of a job that are described
+EAGER = "eager: "  # what a worker says before eager runs a case
 Results = list[tuple[Any, Sequence[Tensor]]]
 
 
@@ -45,6 +47,7 @@ class Job:
     device: str = "cpu"
     most: int = 48  # cases; 0: all
     backend: str = "deuteron"
+    without: tuple[str, ...] = ()  # names of cases at which eager ends the process
 
     @property
     def key(self) -> str:
@@ -274,6 +277,15 @@ def random_states() -> list[Tensor]:
     return [torch.random.get_rng_state(), *gpu]
 
 
+def settled() -> None:
+    """Waits for the GPU. After a failed assertion on it nothing runs in this process any more."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
+
+
 def trial(case: Case, backward: bool, unset: bool = False) -> Trial:
     """Runs eager; raises `Unsuitable` where eager does. `unset`: its values are what memory
     held."""
@@ -292,7 +304,9 @@ def trial(case: Case, backward: bool, unset: bool = False) -> Trial:
         oracle = Oracle(run, wide, case.tensors)
         drew = any(not torch.equal(a, b) for a, b in zip(before, random_states(), strict=True))
         again = run(copies(case.tensors))
+        settled()
     except Exception as e:  # noqa: BLE001 - eager's own refusal
+        settled()
         raise Unsuitable(f"eager: {type(e).__name__}") from None
     if unset or not repeats(oracle.eager, again):
         return Trial(case, oracle, "unset")
@@ -355,8 +369,8 @@ def bits(t: Tensor) -> Tensor:
     return t.nan_to_num(0.125, 1e30, -1e30) if t.dtype.is_floating_point else t
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """All cases of one operator, dtype and part."""
+def run_job(job: Job, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """All cases of one operator, dtype and part. `say` is told what comes next."""
     start = time.perf_counter()
     row = Row(job.key, job.op, job.dtype, job.part, most=job.most)
     row.machine, row.source = device_spec(job.device).name, source_digest()
@@ -364,10 +378,15 @@ def run_job(job: Job) -> dict[str, Any]:
     runner = Runner(job, row)
     trials: list[Trial] = []
     for case in cases(op, getattr(torch, job.dtype), job.part, job.device, job.most):
+        if case.name in job.without:
+            row.skipped["eager ends the process"] += 1
+            continue
+        say(EAGER + case.name)
         try:
             trials.append(trial(case, runner.backward, job.op in UNSET))
         except Unsuitable as e:
             row.skipped[str(e)] += 1
+    say("compiled")
     with warnings.catch_warnings(), capturing():
         warnings.simplefilter("ignore")
         for kind in ("exact", "unset", "random"):
@@ -429,4 +448,4 @@ def work(connection: Any) -> None:
             job = connection.recv()
         except EOFError:
             return
-        connection.send(run_job(job))
+        connection.send(run_job(job, connection.send))
