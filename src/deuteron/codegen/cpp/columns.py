@@ -88,7 +88,8 @@ class Columns(PassWriter):
         em = self.env.em
         if accs is None:
             accs = {
-                f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds
+                f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
+                for f in p.folds
             }
         for a in accs.values():
             em.scope.add(*a.declare(str(self.width), str(self.width)))

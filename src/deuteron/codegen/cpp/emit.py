@@ -60,6 +60,7 @@ class Emitter:
         self.axis_text: dict[Axis, str] = {}
         self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
         self.checked = False  # whether anything reports to `bad`
+        self.wide = False  # whether positions along the loops may need 64 bits
         self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
         self.guard: str | None = None
@@ -193,7 +194,8 @@ class Emitter:
     def _reduce(self, node: Expr, at: int) -> None:
         """A fold inside an expression: a serial loop at its level (sums of floats in double)."""
         kind, axes = node.attr
-        acc = Accumulator(self.fresh("f"), kind, node.args[0].dtype, self.used)
+        wide = not all(fits_int(x.extent) for x in axes)
+        acc = Accumulator(self.fresh("f"), kind, node.args[0].dtype, self.used, wide)
         outer, self.chain = self.chain, self.chain[: at + 1]
         self.scope.add(*acc.declare("1"))
         heads = []

@@ -47,6 +47,7 @@ class Accumulator:
     kind: str
     dtype: str  # of the body
     used: set[str]
+    wide: bool = False  # whether positions need 64 bits
 
     @property
     def positional(self) -> bool:
@@ -93,7 +94,7 @@ class Accumulator:
 
     @property
     def position_type(self) -> str:
-        return "long long" if self.dtype in ("f64", "i64") else "int"
+        return "long long" if self.wide or self.dtype in ("f64", "i64") else "int"
 
     def update(self, lane: str, value: str, position: str, guard: str | None = None) -> list[str]:
         """Folds `value` (at `position` along the reduced axis) into a lane, where `guard` holds."""

@@ -62,7 +62,10 @@ class Lanes(Joint):
         self, p: Pass, walk: Walk, part: tuple[Axis, str, str]
     ) -> dict[str, tuple[str, str | None]]:
         em, count = self.env.em, self.columns.count
-        accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
+        accs = {
+            f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
+            for f in p.folds
+        }
         walk(p, accs, part)
         out: dict[str, tuple[str, str | None]] = {}
         for f in p.folds:

@@ -99,7 +99,9 @@ class Joint:
         if self.sums:
             out.append(State(self.count, "double", "0", scalar=True))
         for f in self.first:
-            a = Accumulator(self.stems[f.name], f.kind, f.body.dtype, self.env.em.used)
+            a = Accumulator(
+                self.stems[f.name], f.kind, f.body.dtype, self.env.em.used, self.env.em.wide
+            )
             if a.flushed:
                 out.append(State(a.name, "double", "0"))
             else:
@@ -159,7 +161,10 @@ class Joint:
     ) -> dict[str, tuple[str, str | None]]:
         """The folds over a block: their results (sums of f32 as doubles), and positions."""
         em = self.env.em
-        accs = {f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used) for f in p.folds}
+        accs = {
+            f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
+            for f in p.folds
+        }
         lanes = walk(p, accs, part)
         out: dict[str, tuple[str, str | None]] = {}
         for f in p.folds:
@@ -223,7 +228,7 @@ class Joint:
 
     def _plain(self, f: Fold, value: str, position: str | None) -> None:
         em, name = self.env.em, self.cell(self.stems[f.name])
-        a = Accumulator(name, f.kind, f.body.dtype, em.used)
+        a = Accumulator(name, f.kind, f.body.dtype, em.used, em.wide)
         if position is not None:
             at = self.cell(f"{self.stems[f.name]}_at")
             em.scope.add(*a.merge_position(name, at, value, position))
@@ -300,7 +305,7 @@ class Joint:
         em = self.env.em
         for f in self.p.folds:
             if f.name not in self.rules:
-                a = Accumulator(self.stems[f.name], f.kind, f.body.dtype, em.used)
+                a = Accumulator(self.stems[f.name], f.kind, f.body.dtype, em.used, em.wide)
                 text = self.cell(f"{a.name}_at" if a.positional else a.name)
                 self.result(f, partial(str, f"({a.result_type}){text}"))
         for f in self.second:
