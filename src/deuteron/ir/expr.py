@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import operator
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -77,6 +78,14 @@ _OPS: tuple[tuple[int, float, str], ...] = (
 )
 SCALAR_OPS = {name: (arity, cost) for arity, cost, names in _OPS for name in names.split()}
 NO_OP = (0, 0.0)
+COMPARED: dict[str, Callable[[Any, Any], Any]] = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
 COMPARISONS = frozenset(
     ("lt", "le", "gt", "ge", "eq", "ne", "isnan", "isinf", "signbit")
     + ("logical_and", "logical_or", "logical_xor", "logical_not")
@@ -509,6 +518,8 @@ def _fold(name: str, args: tuple[Expr, ...]) -> Expr | None:
         return literal(not args[0].attr, "bool")
     if name == "isnan" and args[0].op == "literal":
         return literal(args[0].attr != args[0].attr, "bool")
+    if name in COMPARED and all(a.op == "literal" for a in args):
+        return literal(COMPARED[name](args[0].attr, args[1].attr), "bool")
     if name == "mul" and args[-1].dtype in FLOATS:
         for x, y in (args, args[::-1]):
             if x.op == "literal" and x.attr == 1.0:

@@ -51,9 +51,21 @@ def gpu() -> DeviceSpec:
         raise DeuteronError(
             "Triton's interpreter is off in this process", hint="start it with TRITON_INTERPRET=1"
         )
+    from triton.runtime import interpreter
+
+    interpreter.InterpreterBuilder.create_splat = splat
     found = named_gpu(DEVICE)
     assert found is not None
     return found
+
+
+def splat(self: Any, block: Any, number: Any) -> Any:
+    """A block of one number. Triton's own makes numbers of truth values: it goes by the dtype of
+    what was compared."""
+    data = numpy.asarray(number.data)
+    return type(number)(
+        numpy.full(block.shape, data.reshape(-1)[0], data.dtype), number.dtype.scalar
+    )
 
 
 @cache
