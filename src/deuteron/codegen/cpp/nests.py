@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.emit import Emitter
+from deuteron.codegen.cpp.draws import LANES, draws, fill
+from deuteron.codegen.cpp.emit import Emitter, smaller
 from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write
 from deuteron.codegen.cpp.passes import Pass, plan
@@ -324,6 +325,10 @@ class PassWriter:
         before that does the ends.
         """
         em = self.env.em
+        random = draws(self.env, seg.parts, (seg.axis, self.v)) if simd else []
+        if random:
+            self.drawn_loop(seg, low, high, position, random, accs)
+            return
         alone = simd and len(self.plan.passes) == 1 and not self.plan.row_writes
         past = streamed(self.env, seg.parts, seg.axis) if alone else []
         name = em.fresh("i_")
@@ -361,6 +366,33 @@ class PassWriter:
                 block.add(f"d_stream_lanes<{lanes}>({place}, {text});")
         em.scope.loop(
             f"for (long long {name} = {first}; {name} < {last}; {name} += {lanes})", block.lines
+        )
+
+    def drawn_loop(
+        self,
+        seg: Segment,
+        low: str,
+        high: str,
+        position: str,
+        random: Sequence[Expr],
+        accs: dict[str, Accumulator] | None,
+    ) -> None:
+        """A loop by blocks that start with the drawing of their random numbers."""
+        em, length = self.env.em, 4 * LANES
+        start, end, name = em.fresh("b"), em.fresh("e"), em.fresh("i_")
+        with em.inside() as block:
+            block.add(f"const long long {end} = {smaller(f'{start} + {length}', high)};")
+            names = [fill(self.env, n, seg.axis, start, length) for n in random]
+            self.tiled |= {n: f"{x}[{name} - {start}]" for n, x in zip(random, names, strict=True)}
+            em.name_axis(seg.axis, name)
+            with em.inside(seg.axis, self.v) as scope:
+                self.body(seg, accs or {}, "0", position.replace("@", name))
+            block.add(em.simd(scope))
+            block.loop(f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines)
+        for n in random:
+            del self.tiled[n]
+        em.scope.loop(
+            f"for (long long {start} = {low}; {start} < {high}; {start} += {length})", block.lines
         )
 
     @property

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.loops import (
@@ -70,7 +71,8 @@ def lanes_of(p: Pass, row: int) -> int:
         most = 16
         while most < min(64 // small, row):
             most *= 2
-        return most
+        random = any(n.op == "random" for n in nodes)
+        return max(most, LANES) if random and row >= LANES else most
     return 32 if narrow or any(f.kind.startswith("arg") for f in p.folds) else 64
 
 
@@ -218,6 +220,10 @@ class Rows(PassWriter):
         if serial or (not accs and not ahead and hint(self.v.extent) > SHORT):
             self.whole_loop(seg, low, high, self.position(seg, "@"), not serial, accs)
             return
+        random = draws(env, seg.parts, (seg.axis, self.v)) if lanes % LANES == 0 else []
+        with em.inside() as drawn:
+            for n in random:
+                self.tiled[n] = f"{fill(env, n, seg.axis, base, lanes)}[l]"
         em.name_axis(seg.axis, f"({base} + l)")
         with em.inside(seg.axis, self.v) as scope:
             self.body(seg, accs, "l", self.position(seg))
@@ -228,14 +234,16 @@ class Rows(PassWriter):
                 self.body(seg, accs, "l", self.position(seg))
             em.guard = None
             rest = tail
+        for n in random:
+            del self.tiled[n]
         if not blocks:
-            em.scope.add(*lane_loops(em, base, low, high, lanes, scope, rest, ahead))
+            em.scope.add(*lane_loops(em, base, low, high, lanes, scope, rest, ahead, drawn.lines))
             return
         block, end = em.fresh("b"), em.fresh("e")
         length = lanes * FLUSH
         inner = [
             f"const long long {end} = {smaller(f'{block} + {length}', high)};",
-            *lane_loops(em, base, block, end, lanes, scope, rest, ahead),
+            *lane_loops(em, base, block, end, lanes, scope, rest, ahead, drawn.lines),
         ]
         for a in accs.values():
             inner += a.flush(lanes)
@@ -378,14 +386,16 @@ def lane_loops(
     body: Scope,
     rest: Scope | None,
     ahead: Sequence[str] = (),
+    drawn: Sequence[str] = (),
 ) -> list[str]:
     """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last
-    lanes, guarded; `ahead` are prefetches that go with each step.
+    lanes, guarded; `ahead` are prefetches that go with each step, `drawn` what each needs first.
     """
     out = [
         f"long long {base} = {low};",
         f"for (; {base} + {lanes} <= {high}; {base} += {lanes}) {{",
         *ahead,
+        *drawn,
         em.simd(body),
         f"for (int l = 0; l < {lanes}; ++l) {{",
         *body.lines,
@@ -396,6 +406,7 @@ def lane_loops(
         out += [
             f"const int {count} = (int)({high} - {base});",
             f"if ({count} > 0) {{",
+            *drawn,
             em.simd(rest),
             f"for (int l = 0; l < {lanes}; ++l) {{",
             *rest.lines,

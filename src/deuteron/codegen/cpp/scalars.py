@@ -139,6 +139,8 @@ def convert(text: str, source: str, target: str, used: set[str]) -> str:
     """
     if source == target:
         return text
+    if source == "bool" and target in FLOATS:  # g++ 12 has no vectors for the conversion
+        return f"({text} ? {literal(1, target)} : {literal(0, target)})"
     if source in FLOAT8:
         used.add(f"d_{source}_to_f32")
         return convert(f"d_{source}_to_f32({text})", "f32", target, used)

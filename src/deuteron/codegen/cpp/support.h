@@ -284,3 +284,27 @@ template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
   if ((u64)to & 63) __builtin_memcpy(to, from, n * sizeof(T));
   else d_stream(to, from, n);
 }
+
+//@ d_rand_lanes
+// d_rand of 64 elements that share 16 counters.
+static inline void d_rand_64(f32* out, i64 seed, i64 stream, i64 counter) {
+#pragma omp simd
+  for (int l = 0; l < 16; ++l) {
+    u32 a, b, c, d;
+    d_philox(seed, stream, counter + l, a, b, c, d);
+    out[4 * l] = (f32)(i32)(a >> 8) * 5.9604644775390625e-08f;
+    out[4 * l + 1] = (f32)(i32)(b >> 8) * 5.9604644775390625e-08f;
+    out[4 * l + 2] = (f32)(i32)(c >> 8) * 5.9604644775390625e-08f;
+    out[4 * l + 3] = (f32)(i32)(d >> 8) * 5.9604644775390625e-08f;
+  }
+}
+// d_rand of elements first ... first + n - 1; n is a multiple of 64.
+template <int n> static inline void d_rand_lanes(f32* out, i64 seed, i64 stream, i64 first) {
+  if (!(first & 3)) {
+    for (int k = 0; k < n; k += 64) d_rand_64(out + k, seed, stream, (first + k) >> 2);
+    return;
+  }
+  alignas(64) f32 all[n + 64];
+  for (int k = 0; k <= n; k += 64) d_rand_64(all + k, seed, stream, (first + k) >> 2);
+  __builtin_memcpy(out, all + (first & 3), n * sizeof(f32));
+}
