@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.tools.oracle import Oracle, Seen, differences, see
+from deuteron.tools.oracle import Oracle, Seen, copies, differences, see
 
 
 @pytest.fixture(autouse=True)
@@ -136,3 +136,26 @@ def test_results_that_are_sizes_of_arguments() -> None:
 
     agrees(f, torch.randn(5, 7), dynamic=True)
     agrees(f, torch.randn(6, 4), dynamic=True)
+
+
+def test_results_computed_from_an_input_that_is_then_overwritten() -> None:
+    """The backward needs them, and is better given the input (a copy of it, since it changes)."""
+
+    def f(x: Tensor, mean: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        wide = mean.float()
+        y = (x * wide).sin()
+        mean.copy_(other)
+        return y, wide
+
+    x = torch.randn(64, 8, requires_grad=True)
+    mean, other = (torch.randn(8).bfloat16() for _ in range(2))
+    agrees_on_copies(f, x, mean, other)
+
+
+def agrees_on_copies(f: Callable[..., Any], *inputs: Tensor) -> None:
+    def run(call: Callable[..., Any], tensors: list[Tensor]) -> Seen:
+        return see(lambda xs: call(*xs), tensors, True)
+
+    oracle = Oracle(lambda xs, seed=0: run(f, xs), lambda xs: run(f, xs), inputs)
+    compiled = torch.compile(f, backend="deuteron", fullgraph=True)
+    assert not differences(run(compiled, copies(inputs)), oracle)

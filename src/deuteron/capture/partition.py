@@ -260,10 +260,9 @@ def before_writes(joint: fx.GraphModule, saved: list[fx.Node], info: Any) -> lis
         source = storages.pop(ops.storage_of(n), None) if ops.tensor_of(n) is not None else None
         if source is None:
             continue
+        views = {u for u in output.all_input_nodes if ops.storage_of(u) == ops.storage_of(n)}
         readers = [
-            u
-            for u in source.users
-            if u is not output and not ops.is_mutating(u) and u not in output.all_input_nodes
+            u for u in source.users if u is not output and not ops.is_mutating(u) and u not in views
         ]
         with editor.before(editor.first_call()):
             kept = editor.call(aten.clone.default, source, like=n)
