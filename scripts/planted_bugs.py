@@ -1,22 +1,29 @@
 """Planted bugs: are they caught, and does the self-check name the guilty kernel?
 
-    python scripts/planted_bugs.py [--only NAME] [--fuzz SECONDS] [--out FILE]
+    python scripts/planted_bugs.py [--only NAME] [--fuzz SECONDS] [--document]
 
-Each row of `BUGS` changes one line of a copy of the sources. The tests that belong to the line run
-on the copy; where they pass, random programs do. A bug is caught when either fails. For those that
-make kernels give wrong results, programs then run with ``options={"verify": True}``: the error
-must be a `VerifyError` that names a kernel. Prints a line per bug and a Markdown table.
+All runs on one copy of the last commit. First without any bug: tests and witnesses must be right
+there. Then each row of `BUGS` changes one line of the copy; the tests that belong to the line run,
+and where they pass, random programs do. A bug is caught when either fails. Its witnesses
+(`planted_witnesses.py`) then run without and with ``options={"verify": True}``: where one gives a
+wrong result, the self-check must name a kernel. Prints a line per bug and a Markdown table; with
+--document the table replaces the one in docs/testing.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,272 +31,302 @@ sys.path[:0] = [str(ROOT / "src")]
 
 from deuteron.base.options import environment  # noqa: E402
 
-TESTS_LIMIT = 400.0  # seconds for the tests of one bug
+DOCUMENT = ROOT / "docs" / "testing.md"
+BEGIN = "<!-- planted bugs: written by scripts/planted_bugs.py -->"
+END = "<!-- planted bugs: end -->"
+TESTS_LIMIT = 900.0  # seconds for the tests of one bug
+WITNESS_LIMIT = 400.0
 
 
 @dataclass(frozen=True)
 class Bug:
-    """In `file`, `right` becomes `wrong`. `program`: a program of `WITNESSES` that it makes wrong
-    on the CPU, where there is one."""
+    """In `file`, `right` becomes `wrong`. `witnesses`: programs of `planted_witnesses.py` that it
+    may make wrong; those of Triton kernels are interpreted."""
 
     name: str
     file: str
     right: str
     wrong: str
     tests: str
-    program: str = ""
+    witnesses: str = ""
+
+    @property
+    def triton(self) -> bool:
+        return "triton" in self.file
 
 
 INDEX = "tests/ir/test_index.py"
-SCHEDULE = "tests/schedule/test_fusion.py tests/schedule/test_refusals.py"
+SCHEDULE = "tests/schedule/test_refusals.py tests/schedule/test_fusion.py::test_counts"
 MEMORY = "tests/memory/test_plan.py"
-CPP = "tests/codegen/test_cpp.py tests/codegen/test_cpp_more.py"
-TRITON = "tests/codegen/test_triton.py"
+CPP = (
+    "tests/codegen/test_cpp.py::test_softmax tests/codegen/test_cpp.py::test_folds"
+    " tests/codegen/test_cpp_more.py::test_index_out_of_range_is_reported"
+)
+TRITON = "tests/codegen/test_triton.py::test_values"
 
 BUGS = (
     # -- index algebra
     Bug("quotient of what is just below", "ir/index.py",
         "        return quotient - 1\n", "        return quotient\n", INDEX),
     Bug("remainder forgets its small part", "ir/index.py",
-        "* g + small\n", "* g\n", INDEX),
+        "* g + small\n", "* g\n", INDEX, "shuffled"),
     Bug("divisors added, not multiplied", "ir/index.py",
-        "floordiv(inner.num, inner.den * den)", "floordiv(inner.num, inner.den + den)", INDEX),
+        "floordiv(inner.num, inner.den * den)", "floordiv(inner.num, inner.den + den)", INDEX,
+        "reshaped"),
     Bug("remainder of any remainder", "ir/index.py",
         "if isinstance(inner, Mod) and divide_exact(inner.den, den) is not None:",
-        "if isinstance(inner, Mod):", INDEX),
+        "if isinstance(inner, Mod):", INDEX, "gathered"),
     Bug("minimum is maximum", "ir/index.py",
         'return atom(MinMax("min",', 'return atom(MinMax("max",', INDEX),
-    Bug("division that is not exact", "ir/index.py", "    if c % dc:\n", "    if c < dc:\n", INDEX),
+    Bug("division that is not exact", "ir/index.py",
+        "    if c % dc:\n", "    if c < dc:\n", INDEX, "reshaped"),
     Bug("one beyond the end is in range", "ir/ranges.py",
         "is_nonneg(as_index(extent) - 1 - index)", "is_nonneg(as_index(extent) - index)", INDEX),
     Bug("substitution adds factors", "ir/evaluate.py",
         "part = part * _substitute_atom(a, table)", "part = part + _substitute_atom(a, table)",
-        INDEX),
+        INDEX, "reshaped"),
     # -- legality and dependences
     Bug("any element will do", "schedule/legality.py",
         "if not same_element(p.index, r.index, layouts[r.tensor].shape):", "if False:",
-        SCHEDULE, "shifted"),
+        SCHEDULE, "neighbours"),
     Bug("partial results read at once", "schedule/legality.py",
-        "if r.tensor in partial:", "if False:", SCHEDULE),
+        "if r.tensor in partial:", "if False:", SCHEDULE, "columns"),
     Bug("rows read points", "schedule/legality.py",
         'if m.level == "row" and p.level == "point" and m.kind not in ("fold", "scan"):',
-        "if False:", SCHEDULE),
+        "if False:", SCHEDULE, "norms"),
     Bug("overwritten although read elsewhere", "schedule/legality.py",
         "if r.index != m.index or j > k and other is not m:", "if j > k and other is not m:",
         SCHEDULE, "overwritten"),
     Bug("scans along any loops", "schedule/legality.py",
         "    return not more and len(loops) == 1 and m.at[along] is loops[0].index\n",
-        "    return True\n", SCHEDULE),
+        "    return True\n", SCHEDULE, "scans"),
     Bug("writers do not wait for readers", "schedule/dag.py",
         "                for other in since.get(memory, ()):\n",
-        "                for other in ():\n", f"{SCHEDULE} tests/schedule/test_dag.py",
-        "written after reading"),
+        "                for other in ():\n", "tests/schedule/test_dag.py", "after written"),
     Bug("readers do not wait for writers", "schedule/dag.py",
-        "                if name in dag.home:\n", "                if not dag.home:\n", SCHEDULE),
+        "                if name in dag.home:\n", "                if not dag.home:\n", SCHEDULE,
+        "shifted"),
     # -- memory
     Bug("lives that touch share memory", "memory/plan.py",
         "if lives[j][0] <= last and first <= lives[j][1]",
-        "if lives[j][0] < last and first < lives[j][1]", MEMORY, "long"),
+        "if lives[j][0] < last and first < lives[j][1]", MEMORY, "turned"),
     Bug("gaps too small", "memory/plan.py",
-        "if low - at >= need[k]:", "if low - at > 0:", MEMORY),
+        "if low - at >= need[k]:", "if low - at > 0:", MEMORY, "long"),
     Bug("dies at its first use", "memory/lifetimes.py",
         "                last[root(name)] = k\n",
         "                last.setdefault(root(name), k)\n",
         MEMORY, "long"),
     Bug("written over a neighbour", "memory/lifetimes.py",
         "        if any(n.attr[1] != store.index for n in _loads(s) if n.attr[0] == read):\n",
-        "        if False:\n", MEMORY, "turned"),
+        "        if False:\n", MEMORY, "turned in_place"),
     Bug("written over what still lives", "memory/plan.py",
         "if n in ours and life.last[n] == k and life.first[n] < k and n not in untouchable",
         "if n in ours and life.first[n] < k and n not in untouchable", MEMORY, "long"),
     # -- C++
     Bug("first partial sum left out", "codegen/cpp/folds.py",
         'f"for (long long c = 0; c < {count}; ++c) {n}_d += {n}_p[c];"',
-        'f"for (long long c = 1; c < {count}; ++c) {n}_d += {n}_p[c];"', CPP),
+        'f"for (long long c = 1; c < {count}; ++c) {n}_d += {n}_p[c];"', CPP, "folds"),
     Bug("last of equal ones", "codegen/cpp/folds.py",
         "else if ({tie} && {position} < {at})", "else if ({tie} && {position} > {at})", CPP,
         "positions"),
     Bug("segment begins at its block", "codegen/cpp/points.py",
         'f"const long long {start} = {difference(low, s)};"',
-        'f"const long long {start} = {low};"', f"{CPP} tests/fuzz/test_found.py", "joined"),
+        'f"const long long {start} = {low};"', "tests/fuzz/test_found.py", "joined"),
     Bug("integer minimum is maximum", "codegen/cpp/scalars.py",
         'return f"({args[0]} < {args[1]} ? {args[0]} : {args[1]})"',
         'return f"({args[0]} > {args[1]} ? {args[0]} : {args[1]})"',
-        "tests/fuzz/test_found.py", "whole numbers"),
+        "tests/fuzz/test_found.py", "wholes"),
     Bug("remainder has the wrong sign", "codegen/cpp/prelude.h",
         "(b < 0) != (r < 0) ? r + b : r", "(b < 0) != (r < 0) ? r - b : r",
-        "tests/codegen/test_prelude.py", "whole numbers"),
+        "tests/codegen/test_prelude.py", "wholes"),
     Bug("indices are not checked", "codegen/cpp/emit.py",
         'scope.add(f"bad |= {outside}{mask};"', 'scope.add(f"bad |= 0;"', CPP),
     # -- Triton
     Bug("rows are filled with zeros", "codegen/triton/folds.py",
         'text = f"tl.where({mask}, {text}, {identity(f.kind, dtype)})"',
-        'text = f"tl.where({mask}, {text}, {identity(\'sum\', dtype)})"', TRITON),
+        'text = f"tl.where({mask}, {text}, {identity(\'sum\', dtype)})"', TRITON, "rows"),
     Bug("sums are not rescaled", "codegen/triton/folds.py",
         "{name} = {name} * {e} + tl.sum({terms}, 2)", "{name} = {name} + tl.sum({terms}, 2)",
-        "tests/codegen/test_triton_programs.py"),
+        "tests/codegen/test_triton_programs.py::test_values", "attention"),
     Bug("nests side by side mixed up", "codegen/triton/generate.py",
         "{' + '.join(start[: i + 1])}", "{' + '.join(start[: i])} + 1",
-        f"{TRITON} tests/codegen/test_triton_programs.py"),
+        f"{TRITON} tests/codegen/test_triton_programs.py::test_values", "side_by_side"),
     Bug("last of equal ones (Triton)", "codegen/triton/libm.py",
         "first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))",
         "first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i > j))",
-        f"{TRITON} tests/codegen/test_triton_programs.py"),
+        f"{TRITON} tests/codegen/test_triton_programs.py::test_values", "positions"),
 )  # fmt: skip
-
-# Programs that run with the self-check: each shows the bugs that name it.
-WITNESSES = """
-import sys
-import torch
-
-def shifted(x):
-    y = x.exp()
-    return (y[1:] * y[:-1]).sum(0), y
-
-def overwritten(x):
-    x.add_(x.clone().roll(1, 0))
-    return x * 2
-
-def after(x):
-    y = torch.sort(x, 0)[0] + x
-    x.mul_(3)
-    return y, x + y.sum()
-
-def long(x):
-    a = torch.sort(x, 0)[0].cumsum(1)
-    b = torch.sort(a * x, 0)[0].cumsum(1)
-    c = torch.sort(b - a, 0)[0].cumsum(0)
-    d = torch.sort(c + b, 1)[0].cumsum(0)
-    return torch.sort(d * c + b, 0)[0] + a
-
-def turned(x):
-    a = torch.sort(x.sin(), 0)[0].cumsum(1)
-    b = a.cumsum(0) + a.flip(0)
-    return torch.sort(b, 0)[0].cumsum(0).flip(1) * 2
-
-def positions(x):
-    return (x * 2).round().argmax(1), (x * 2).round().argmin(0)
-
-def joined(x):
-    y = x.repeat(1, 200)
-    return torch.cat([y[:, 1:5000] * 2, y[:, :3000]], 1)
-
-def whole(x):
-    i = (x * 9).round().int()
-    return torch.minimum(i, i.flip(0)), i.remainder(5), i.remainder(-3)
-
-programs = {"shifted": shifted, "overwritten": overwritten, "written after reading": after,
-            "long": long, "turned": turned, "positions": positions, "joined": joined,
-            "whole numbers": whole}
-f = programs[sys.argv[1]]
-x = torch.randn(48, 40, generator=torch.Generator().manual_seed(0))
-from deuteron.base.errors import VerifyError
-for dynamic in (False, True):
-    torch._dynamo.reset()
-    g = torch.compile(f, backend="deuteron", dynamic=dynamic, options={"verify": True})
-    try:
-        got = g(x.clone())
-    except VerifyError as e:
-        print("NAMED", e.node, "after", e.guilty)
-        sys.exit()
-    want = f(x.clone())
-    for a, b in zip(got if isinstance(got, tuple) else [got],
-                    want if isinstance(want, tuple) else [want]):
-        if not torch.allclose(a, b, atol=1e-4, rtol=1e-4):
-            print("WRONG, not named")
-            sys.exit()
-print("right")
-"""
 
 
 @dataclass
 class Outcome:
     bug: Bug
     caught: str = ""
-    named: str = ""
+    seen: list[dict[str, str]] = field(default_factory=list)  # what witnesses gave
     seconds: float = 0.0
 
+    @property
+    def wrong(self) -> list[dict[str, str]]:
+        """Witnesses whose compiled program gives a wrong result."""
+        return [w for w in self.seen if w["plain"] == "wrong"]
+
+    @property
+    def named(self) -> bool:
+        return all(" names " in w["checked"] for w in self.wrong)
+
     def row(self) -> str:
-        said = {"right": "its program stays right", "": "no program"}
-        self_check = said.get(self.named, self.named)
-        return f"| {self.bug.name} | `{self.bug.file}` | {self.caught or '**no**'} | {self_check} |"
+        witness, check = "none", ""
+        if self.seen:
+            w = (self.wrong or sorted(self.seen, key=lambda w: w["plain"] == "right"))[0]
+            plain = w["plain"].replace("right", "stays right")
+            witness = f"`{w['program']}`: {plain}"
+            check = w["checked"].replace(" names ", " names `") + "`" * (" names " in w["checked"])
+            check = "" if w["checked"] == "right" and w["plain"] != "wrong" else check
+        caught = self.caught or "**no**"
+        return f"| {self.bug.name} | `{self.bug.file}` | {caught} | {witness} | {check} |"
 
 
-def planted(bug: Bug, folder: Path) -> None:
-    """A copy of the repository with the bug."""
-    for name in ("src", "tests", "scripts", "docs"):
-        shutil.copytree(
-            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+HEAD = (
+    "| bug | where | caught by | witness | self-check |",
+    "|---|---|---|---|---|",
+)
+
+
+class Copy:
+    """A copy of the last commit, with a cache of its own (entries are found by content, so what no
+    bug changed is built once)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        made = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
+        with tarfile.open(fileobj=io.BytesIO(made.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        shutil.copy(Path(__file__).with_name("planted_witnesses.py"), folder / "scripts")
+        self.variables = environment(
+            PYTHONPATH=str(folder / "src"),
+            DEUTERON_CACHE_DIR=str(folder / "cache"),
+            OMP_NUM_THREADS="2",
+            PYTHONDONTWRITEBYTECODE="1",
         )
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    path = folder / "src" / "deuteron" / bug.file
-    text = path.read_text()
-    if bug.right not in text:
-        raise SystemExit(f"{bug.name}: {bug.file} has no line {bug.right!r}")
-    path.write_text(text.replace(bug.right, bug.wrong))
+
+    @contextmanager
+    def planted(self, bug: Bug) -> Iterator[None]:
+        path = self.folder / "src" / "deuteron" / bug.file
+        text = path.read_text(encoding="utf-8")
+        if bug.right not in text:
+            raise SystemExit(f"{bug.name}: {bug.file} has no line {bug.right!r}")
+        path.write_text(text.replace(bug.right, bug.wrong), encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(text, encoding="utf-8")
+
+    def run(self, command: Sequence[str], seconds: float, **extra: str) -> tuple[int, str]:
+        try:
+            done = subprocess.run(
+                [sys.executable, *command], cwd=self.folder, env={**self.variables, **extra},
+                capture_output=True, text=True, timeout=seconds,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return 124, "time is up"
+        return done.returncode, done.stdout + done.stderr
+
+    def tests(self, words: Sequence[str], *, first: bool, skip: Sequence[str] = ()) -> list[str]:
+        """The tests that fail; `first`: none after the first."""
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(["-x"] if first else [])]
+        command += [*words, *(f"--deselect={s}" for s in skip)]
+        code, text = self.run(command, TESTS_LIMIT if first else 4 * TESTS_LIMIT)
+        if code == 0:
+            return []
+        failed = [x.split(" ")[1] for x in text.splitlines() if x.startswith(("FAILED", "ERROR"))]
+        return failed or [f"tests end with {code}"]
+
+    def witnesses(self, names: Sequence[str], triton: bool) -> list[dict[str, str]]:
+        if not names:
+            return []
+        command = ["scripts/planted_witnesses.py", *(["--interpret"] if triton else []), *names]
+        extra = {"TRITON_INTERPRET": "1"} if triton else {}
+        _, text = self.run(command, WITNESS_LIMIT, **extra)
+        found = [json.loads(x) for x in text.splitlines() if x.startswith("{")]
+        seen = {w["program"] for w in found}
+        gone = {"plain": "ends the process", "checked": "ends the process"}
+        return found + [{"program": n, **gone} for n in names if n not in seen][:1]
+
+    def fuzz(self, seconds: float) -> str:
+        command = ["-m", "deuteron.tools.cli", "fuzz", "--seconds", str(seconds), "--no-cut"]
+        code, text = self.run(command, seconds + 200)
+        seeds = [x for x in text.splitlines() if x.startswith("seed ")]
+        return f"fuzz, {seeds[0].split(':')[0]}" if code == 1 and seeds else ""
 
 
-def run(folder: Path, command: list[str], seconds: float) -> tuple[int, str]:
-    variables = environment(
-        PYTHONPATH=str(folder / "src"), DEUTERON_CACHE_DIR=str(folder / "cache"),
-        OMP_NUM_THREADS="2", PYTHONDONTWRITEBYTECODE="1",
-    )  # fmt: skip
-    try:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True,
-            timeout=seconds,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return 124, "time is up"
-    return done.returncode, done.stdout + done.stderr
+def baseline(copy: Copy, bugs: Sequence[Bug]) -> list[str]:
+    """Without a bug: the tests that fail all the same (they count for nothing). Witnesses must be
+    right."""
+    failed = copy.tests(list(dict.fromkeys(w for b in bugs for w in b.tests.split())), first=False)
+    for triton in (False, True):
+        names = dict.fromkeys(w for b in bugs if b.triton is triton for w in b.witnesses.split())
+        for w in copy.witnesses(list(names), triton):
+            print(f"no bug  {w}", flush=True)
+            if (w["plain"], w["checked"]) != ("right", "right"):
+                raise SystemExit(f"without any bug {w['program']} is not right: {w}")
+    return failed
 
 
-def tried(bug: Bug, fuzz: float) -> Outcome:
+def tried(copy: Copy, bug: Bug, fuzz: float, skip: Sequence[str]) -> Outcome:
     out, began = Outcome(bug), time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="deuteron-planted-") as name:
-        folder = Path(name)
-        planted(bug, folder)
-        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *bug.tests.split()]
-        code, text = run(folder, command, TESTS_LIMIT)
-        if code == 1:
-            failed = [x for x in text.splitlines() if x.startswith(("FAILED", "ERROR"))]
-            test = failed[0].split(" ")[1].split(" - ")[0] if failed else "tests"
-            out.caught = f"`{test.split('[')[0]}`"
-        elif code not in (0, 124):
-            out.caught = f"tests do not start (exit {code})"
-        if not out.caught and fuzz:
-            command = ["-m", "deuteron.tools.cli", "fuzz", "--seconds", str(fuzz), "--no-cut"]
-            code, text = run(folder, command, fuzz + 200)
-            seeds = [x for x in text.splitlines() if x.startswith("seed ")]
-            if code == 1 and seeds:
-                out.caught = f"fuzz, {seeds[0].split(':')[0]}"
-        if bug.program:
-            (folder / "witness.py").write_text(WITNESSES)
-            code, text = run(folder, ["witness.py", bug.program], 200.0)
-            last = text.strip().splitlines()[-1] if text.strip() else ""
-            out.named = last.removeprefix("NAMED ")[:80] if code == 0 else f"fails: {last[:60]}"
+    with copy.planted(bug):
+        failed = copy.tests(bug.tests.split(), first=True, skip=skip)
+        if failed:
+            out.caught = f"`{failed[0].split('[')[0]}`"
+        elif fuzz:
+            out.caught = copy.fuzz(fuzz)
+        out.seen = copy.witnesses(bug.witnesses.split(), bug.triton)
     out.seconds = time.perf_counter() - began
     return out
+
+
+def summary(found: Sequence[Outcome], failed: Sequence[str]) -> str:
+    caught = sum(bool(o.caught) for o in found)
+    wrong = [o for o in found if o.wrong]
+    text = (
+        f"{caught} of {len(found)} are caught. {len(wrong)} have a witness whose compiled program "
+        f"gives a wrong result; the self-check names a kernel for "
+        f"{sum(o.named for o in wrong)} of these."
+    )
+    if failed:
+        text += f" Tests that fail without any bug, and were left out: {', '.join(failed)}."
+    return text
+
+
+def document(table: str) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="bugs whose names contain this")
     parser.add_argument("--fuzz", type=float, default=300.0, help="seconds of random programs")
-    parser.add_argument("--out", type=Path, help="the table")
+    parser.add_argument("--document", action="store_true", help="write docs/testing.md")
     asked = parser.parse_args()
-    found = []
-    for bug in BUGS:
-        if asked.only in bug.name:
-            found.append(tried(bug, asked.fuzz))
+    bugs = [b for b in BUGS if asked.only in b.name]
+    with tempfile.TemporaryDirectory(prefix="deuteron-planted-") as name:
+        copy = Copy(Path(name))
+        for bug in bugs:
+            with copy.planted(bug):
+                pass  # every line is there
+        failed = baseline(copy, bugs)
+        print(f"tests that fail without any bug: {failed}", flush=True)
+        found = []
+        for bug in bugs:
+            found.append(tried(copy, bug, asked.fuzz, failed))
             print(f"{found[-1].seconds:5.0f} s  {found[-1].row()}", flush=True)
-    caught = sum(bool(o.caught) for o in found)
-    table = ["| bug | where | caught by | self-check |", "|---|---|---|---|"]
-    table += [o.row() for o in found]
-    table.append(f"\n{caught} of {len(found)} caught.")
-    if asked.out is not None:
-        asked.out.write_text("\n".join(table) + "\n")
-    print("\n".join(table))
+    table = "\n".join([*HEAD, *(o.row() for o in found), "", summary(found, failed)])
+    print(table)
+    if asked.document:
+        document(table)
 
 
 if __name__ == "__main__":
