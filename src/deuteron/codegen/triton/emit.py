@@ -21,6 +21,7 @@ from deuteron.base.text import plain_name
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.checks import reads, spelled
 from deuteron.codegen.triton.scalars import TYPE
+from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
 
@@ -286,6 +287,8 @@ class Emitter:
             )
         if node.op == "cast":
             (a,) = node.args
+            if (wide := self._widened(node)) is not None:
+                return wide
             narrow = self.index_type == "tl.int32" and a.op == "index" and not reads(a.attr)
             if narrow and self.deps(a):
                 # Numbers of 64 bits are converted many times slower.
@@ -304,13 +307,16 @@ class Emitter:
             ]
             return f"libm.{dist}{wide}({seed}, {stream}, {', '.join(texts)})"
         if node in self.loose and node.op != "div":
-            name = "libm.sigmoid_fast" if node.op == "sigmoid" else f"tl.{node.op}"
-            return f"{name}({self.value(node.args[0])})"
+            return f"libm.{node.op}_fast({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
                 fast = "_fast" if node in self.loose else ""
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
+            if node in self.loose:
+                return f"{self.value(a)} / {self.value(b)}"  # within 2 units in the last place
+            if node in self.loose:
+                return f"libm.div_fast({self.value(a)}, {self.value(b)})"
         narrowed = self._narrowed(node) if node.op in COMPARE else None
         if narrowed is not None:
             return narrowed
@@ -433,6 +439,24 @@ class Emitter:
             return f"{pointer} + {self.spread(self.index(address), have, dims)}"
         index = self.spread(self.index(address - far), have, dims)
         return f"{pointer} + {index} {'-' if far < 0 else '+'} {abs(far)}"
+
+    def _widened(self, node: Expr) -> str | None:
+        """A rounding to bf16 whose result is f32 again. Products and the like of two bf16 numbers
+        have instructions of their own, which the compiler finds."""
+        (a,) = node.args
+        if node.dtype != "f32" or a.dtype != "bf16":
+            return None
+        if a.op == "where":
+            chosen = [E.cast(x, "f32") for x in a.args[1:]]
+            if any(x.op == "cast" and x.args[0].op == "cast" for x in chosen):
+                return self.value(E.op("where", a.args[0], *chosen))
+        if a.op != "cast" or a.args[0].dtype != "f32" or not self.deps(a):
+            return None
+        value = a.args[0]
+        halves = [x.op == "cast" and x.args[0].dtype == "bf16" for x in value.args]
+        if value.op in ("add", "sub", "mul") and all(halves):
+            return None
+        return f"libm.round_bf16({self.value(value)})"
 
     def _neighbours(self, element: Index) -> str | None:
         """Where the tile's last dimension counts elements, rows of which begin at multiples of 4:

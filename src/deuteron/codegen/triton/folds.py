@@ -157,12 +157,12 @@ class Accumulators:
     def _power(self, rule: Rescaled, difference: str) -> str:
         """The exponential of a difference, written once; the device's own, see `precision`."""
         em = self.em
-        home = "tl" if rule.power.dtype == "f32" else "libm"
+        fast = "_fast" if rule.power.dtype == "f32" else ""
         key = (rule.power.op, rule.scale, difference)
         if key not in em.scope.sums:
             em.scope.sums[key] = em.fresh("e")
             factor = "" if rule.scale == 1 else f" * {rule.scale!r}"
-            em.scope.add(f"{em.scope.sums[key]} = {home}.{rule.power.op}({difference}{factor})")
+            em.scope.add(f"{em.scope.sums[key]} = libm.{rule.power.op}{fast}({difference}{factor})")
         return em.scope.sums[key]
 
     def _assign(self, new: dict[str, str]) -> None:

@@ -234,9 +234,71 @@ def sigmoid(x):
     return div(tl.full([], 1.0, x.dtype), 1.0 + exp(-x))
 
 
+# -- as fast as the device can (see `precision` for where) -----------------------------------------
+# Where the exact ones cost more than memory takes. Results below 2^-126 are 0.
+
+
+@triton.jit
+def exp_fast(x):
+    return exp2_fast(x * 1.4426950408889634)
+
+
 @triton.jit
 def sigmoid_fast(x):
-    return div(tl.full([], 1.0, x.dtype), 1.0 + tl.exp(-x))
+    return reciprocal_fast(1.0 + exp_fast(-x))
+
+
+@triton.jit
+def div_fast(a, b):
+    """Within 2^-22, for all divisors."""
+    return a / b
+
+
+@triton.jit
+def exp2_fast(x):
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def reciprocal_fast(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def round_bf16(x):
+    """The nearest bf16, as f32. The instruction for two of them (the other is 0) is faster than
+    the one for one, and leaves the bits in the upper half."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;",
+        "=r,r",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def _reciprocal(x):
+    return 1.0 / x
+
+
+@triton.jit
+def _round_bf16(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+if INTERPRETED:
+    exp2_fast, reciprocal_fast, round_bf16 = _exp2, _reciprocal, _round_bf16
 
 
 @triton.jit

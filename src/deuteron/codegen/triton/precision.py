@@ -3,8 +3,8 @@
 In: `Loops`. Out: the f32 nodes whose relative error may be a few 2^-24 times their argument, since
 nothing shows it:
 
-    rounded   every use goes through products, quotients, choices and sums of what is not negative
-              only to a rounding to a half type or an 8-bit one, which is 2^-12 at the finest
+    rounded   every use goes through products, quotients, choices, sums and differences only to a
+              rounding to a half type or an 8-bit one, which is 2^-12 at the finest
     terms     exp(b - m) in a sum over b, m the maximum of b (`schedule.online`): an argument of -d
               has an error of d 2^-24, its exponential e^-d times that, which is at most 0.4 2^-24
               of the sum's largest term
@@ -22,7 +22,7 @@ from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 
 FAST = ("exp", "exp2", "sigmoid", "div")
-CARRIES = ("mul", "div", "neg", "abs", "where")
+CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub")
 
 
 def loose(loops: Loops, row_level: RowLevel) -> frozenset[Expr]:
@@ -54,16 +54,7 @@ def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
         return user.dtype in (*HALF, *FLOAT8) or (user.dtype == "f32" and user not in strict)
     if user in strict:
         return False
-    if user.op == "add":
-        return all(map(_positive, user.args))
     return user.op in CARRIES and (user.op != "where" or position > 0)
-
-
-def _positive(n: Expr) -> bool:
-    """Known to be no negative number: sums of such have at most the error of their terms."""
-    if n.op in ("add", "cast"):
-        return all(map(_positive, n.args))
-    return n.op in ("exp", "exp2", "sigmoid", "abs", "sqrt") or n.op == "literal" and n.attr >= 0
 
 
 __all__ = ["loose"]
