@@ -149,7 +149,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         blocks = _plane_blocks(size(y), size(x), spec)
         return Form("points", (("y", y), ("x", x)), blocks)
     full = [a for a in accesses(loops) if 2 * points(a.address, order) > size(order)]
-    most = 512 if len(full) > MANY_ACCESSES else 2048 // stored_points(loops)
+    most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
     blocks = _line_blocks(size(order), spec, _widest(loops), most)
     return Form("points", (("x", order),), blocks)
 
