@@ -100,6 +100,12 @@ class Options:
     bounds_check: bool = _option(
         True, "Check indices that are loaded from tensors, as eager does.", codegen=True
     )
+    check_accesses: bool = _option(
+        False,
+        "Check at run time that every load and store of generated kernels is inside its tensor "
+        "(slow: to find faults of the compiler).",
+        codegen=True,
+    )
 
     @staticmethod
     def make(mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:

@@ -352,6 +352,8 @@ class Writer:
             if several:
                 self.line(f"enter_device({torch.device(seg.device).index or 0})")
             self.add(f"{seg.name}({now}, {array}(", list(seg.pointers), f"), ({sizes}))")
+        if seg.accesses:
+            self.line("check_accesses()")
         if seg.checked:
             self.line(f"check_indices({self.checked(seg)!r})")
         self.dead += seg.after

@@ -42,6 +42,7 @@ class Segment:
     places: list[tuple[int, ...]] = field(default_factory=list)
     after: list[str] = field(default_factory=list)  # variables to let go when it has run
     checked: list[str] = field(default_factory=list)  # kernels that check indices that they load
+    accesses: bool = False  # whether kernels check all that they load and store
     pointers: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -69,6 +70,7 @@ class Segment:
         )
         if k.checks:
             self.checked.append(name)
+        self.accesses |= k.accesses
 
     def gpu(self, name: str, k: TritonKernel, tensors: Sequence[Address]) -> None:
         for kind, what in k.args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from deuteron.codegen.assemble import Emitted
 from deuteron.runtime import build_cpp
-from deuteron.runtime.support import IndexOutOfRange
+from deuteron.runtime.support import AccessError, IndexOutOfRange
 
 Call = Callable[[list[Any]], Sequence[Any]]
 
@@ -44,6 +44,9 @@ def bind(names: dict[str, Any], segments: Iterable[str], lib: ctypes.CDLL) -> No
         function = getattr(lib, name)
         function.restype = None
         names[name] = function
+    check_accesses = accesses(lib)
+    if check_accesses is not None:
+        names["check_accesses"] = check_accesses
     try:
         flag = ctypes.c_int.in_dll(lib, "cpp_index_error")
     except ValueError:
@@ -59,6 +62,30 @@ def bind(names: dict[str, Any], segments: Iterable[str], lib: ctypes.CDLL) -> No
             )
 
     names["check_indices"] = check_indices
+
+
+class _BoundsError(ctypes.Structure):
+    """`codegen.cpp.bounds.ERROR`."""
+
+    _fields_ = (("taken", ctypes.c_int), ("text", ctypes.c_char * 508))
+
+
+def accesses(lib: ctypes.CDLL) -> Callable[[], None] | None:
+    """What raises for an access outside of a tensor; None where a library checks none."""
+    try:
+        found = _BoundsError.in_dll(lib, "cpp_bounds_error")
+    except ValueError:
+        return None
+
+    def check_accesses() -> None:
+        if found.taken:
+            text = found.text.decode(errors="replace")
+            found.taken = 0
+            raise AccessError(
+                text, hint="this is a bug of Deuteron; please report it with the program"
+            )
+
+    return check_accesses
 
 
 __all__ = ["Call", "bind", "load"]

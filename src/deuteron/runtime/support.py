@@ -114,7 +114,12 @@ class IndexOutOfRange(DeuteronError, IndexError):
     """An index that the program loaded from a tensor is outside the tensor that it indexes."""
 
 
+class AccessError(DeuteronError):
+    """A generated kernel loads or stores outside of a tensor (found by ``check_accesses``)."""
+
+
 __all__ = [
+    "AccessError",
     "IndexOutOfRange",
     "as_traced",
     "empty",

@@ -20,6 +20,7 @@ from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.bounds import ERROR, checked_pointer
 from deuteron.codegen.cpp.columns import write_columns
 from deuteron.codegen.cpp.emit import Emitter, fits_int, size_name
 from deuteron.codegen.cpp.loops import Loops, Write, prepare, vector
@@ -77,6 +78,11 @@ class CppKernel:
     used: frozenset[str]
     checks: bool = False  # whether it may set `cpp_index_error`
 
+    @property
+    def accesses(self) -> bool:
+        """Whether every access is checked, and reported in the unit's `cpp_bounds_error`."""
+        return "d_checked" in self.used
+
 
 def generate(
     kernel: Kernel,
@@ -87,7 +93,8 @@ def generate(
     """The C++ function of a kernel for a CPU. `again` are results that later steps read."""
     threads = options.threads if options is not None and options.threads else spec.cores
     checked = options is None or options.bounds_check
-    return generate_for(kernel, Machine(threads, spec.l1, spec.l2, spec.l3), checked, again)
+    machine = Machine(threads, spec.l1, spec.l2, spec.l3)
+    return generate_for(kernel, machine, checked, again, bool(options and options.check_accesses))
 
 
 def generate_for(
@@ -95,9 +102,10 @@ def generate_for(
     machine: Machine,
     checked: bool = True,
     again: frozenset[str] = frozenset(),
+    accesses: bool = False,
 ) -> CppKernel:
     """The C++ function of a kernel; `machine` decides tile sizes and whether rows are shared among
-    threads.
+    threads. `accesses`: every access is checked.
     """
     layouts = dict(kernel.reads) | dict(kernel.writes)
     written = {n for n, _ in kernel.writes}
@@ -109,7 +117,9 @@ def generate_for(
     fixed = not _symbols(kernel)
     threaded = machine.threads > 1 and (estimate > _least_us(machine) or not fixed)
     shared: list[str] = []
-    past = streams(kernel, machine, again)
+    past = frozenset() if accesses else streams(kernel, machine, again)
+    if accesses:
+        used.add("d_checked")
     body: list[str] = []
     checks = False
     for k, loops in enumerate(nests):
@@ -127,14 +137,19 @@ def generate_for(
             checks = True
         body += ["{", *("  " + s for s in inside), "}"]
     lines = [f'extern "C" void cpp_{kernel.name}(void** ptrs, const long long* sizes) {{']
+    symbols = _symbols(kernel)
+    taken = [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
+    lines += taken if accesses else []
     for i, (name, lay) in enumerate(layouts.items()):
         kind = ("" if name in written else "const ") + scalars.MEMORY[lay.dtype]
-        lines.append(
-            f"  {kind}* const {pointers[name]} = ({kind}*)ptrs[{i}];"
-            f"  {_comment(f'{name}: {_layout_text(lay)}')}"
-        )
-    symbols = _symbols(kernel)
-    lines += [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
+        made = f"{kind}* const {pointers[name]} = ({kind}*)ptrs[{i}];"
+        if accesses:
+            count = Emitter({}, used, numbers)._sum(lay.extent() + lay.offset)
+            made = checked_pointer(
+                i, name, lay, pointers[name], name in written, kernel.name, count
+            )
+        lines.append(f"  {made}  {_comment(f'{name}: {_layout_text(lay)}')}")
+    lines += [] if accesses else taken
     lines += ["  " + s for s in shared]
     if threaded:
         guard = "" if fixed else f" if({_work_text(nests, machine, numbers)})"
@@ -159,6 +174,7 @@ def translation_unit(kernels: Sequence[CppKernel]) -> str:
 
     used: set[str] = set().union(*(k.used for k in kernels))
     head = ['extern "C" { int cpp_index_error = 0; }'] if any(k.checks for k in kernels) else []
+    head += [ERROR] if "d_checked" in used else []
     return "\n".join(
         [*head, prelude(used - sections().keys()), support(used), *(k.source for k in kernels), ""]
     )

@@ -308,3 +308,57 @@ template <int n> static inline void d_rand_lanes(f32* out, i64 seed, i64 stream,
   for (int k = 0; k <= n; k += 64) d_rand_64(all + k, seed, stream, (first + k) >> 2);
   __builtin_memcpy(out, all + (first & 3), n * sizeof(f32));
 }
+
+//@ d_checked
+// A tensor's memory whose accesses are checked (option check_accesses): the first one outside is
+// told to who called, and goes to a place of no meaning.
+extern "C" int snprintf(char*, unsigned long, const char*, ...) noexcept;
+static __attribute__((noinline, cold)) void d_outside(const char* what, i64 at, i64 n) {
+  if (__atomic_exchange_n(&cpp_bounds_error.taken, 1, __ATOMIC_RELAXED)) return;
+  snprintf(cpp_bounds_error.text, sizeof(cpp_bounds_error.text),
+           "%s, which has %lld elements, is accessed at element %lld", what, n, at);
+}
+template <class T> struct d_place {  // where a block begins
+  T* p;
+  i64 at, n;
+  const char* what;
+  operator T*() const { return p + at; }
+  bool inside(i64 by) const {
+    if (at + by >= 0 && at + by < n) return true;
+    d_outside(what, at + by, n);
+    return false;
+  }
+  // Rows that are `step` apart, of so many neighbours; null where a corner is outside.
+  T* block(i64 step, i64 rows, i64 columns) const {
+    if (rows <= 0 || columns <= 0) return p + at;
+    i64 r = (rows - 1) * step, c = columns - 1;
+    return inside(0) && inside(r) && inside(c) && inside(r + c) ? p + at : nullptr;
+  }
+};
+template <class T> struct d_checked {
+  T* p;
+  i64 n;
+  const char* what;
+  T& operator[](i64 at) const {
+    if (at >= 0 && at < n) return p[at];
+    d_outside(what, at, n);
+    alignas(64) static __thread char spare[64];
+    return *(T*)spare;
+  }
+  d_place<T> operator+(i64 at) const { return {p, at, n, what}; }
+};
+template <class T, class U>
+static void d_transpose(d_place<T> from, i64 step, U* to, i64 to_step, i64 rows, i64 columns) {
+  const U* f = from.block(step, rows, columns);
+  if (f) d_transpose(f, step, to, to_step, rows, columns);
+}
+template <class T, class U>
+static void d_transpose(T* from, i64 step, d_place<U> to, i64 to_step, i64 rows, i64 columns) {
+  U* t = to.block(to_step, columns, rows);
+  if (t) d_transpose((const U*)from, step, t, to_step, rows, columns);
+}
+template <class T, class U> static void d_transpose(
+    d_place<T> from, i64 step, d_place<U> to, i64 to_step, i64 rows, i64 columns) {
+  U* t = to.block(to_step, columns, rows);
+  if (t) d_transpose(from, step, t, to_step, rows, columns);
+}
