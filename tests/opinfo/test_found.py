@@ -159,3 +159,14 @@ def agrees_on_copies(f: Callable[..., Any], *inputs: Tensor) -> None:
     oracle = Oracle(lambda xs, seed=0: run(f, xs), lambda xs: run(f, xs), inputs)
     compiled = torch.compile(f, backend="deuteron", fullgraph=True)
     assert not differences(run(compiled, copies(inputs)), oracle)
+
+
+def test_index_fill_with_a_number_that_requires_a_gradient() -> None:
+    """Its gradient sums over unique positions, whose number no version of torch may make up."""
+    index = torch.tensor([2, 1, 4, 2, 2])
+
+    def f(x: Tensor, value: Tensor) -> Tensor:
+        return x.index_fill(-1, index, value)
+
+    x, value = torch.randn(5, 5, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    agrees_on_copies(f, x, value)

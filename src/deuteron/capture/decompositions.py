@@ -259,6 +259,12 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return aten.index_put.default(x, places, value.to(x))
 
 
+@own("aten._unique.default")
+def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False) -> tuple[Tensor, ...]:
+    """Torch 2.11 traces this one (of `index_fill`'s gradient) with the size of no tensor."""
+    return aten._unique2.default(x, sorted, return_inverse, False)[:2]
+
+
 @own("aten.native_dropout_backward.default")
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
     """In eager's order, which decides rounding and strides."""
