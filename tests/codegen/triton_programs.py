@@ -109,6 +109,14 @@ LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x: (torch.softmax(x, -1), torch.var(x, -1), x.sum(0)),
         (torch.randn(40, 128) * 9,),
     ),
+    "differences in a loop": (
+        lambda x: (
+            (x - x[:, :1].abs() * mean(x)).sum(-1),
+            (x - mean(x)).sum(-1),
+            (x - mean(x)).square().sum(-1),
+        ),
+        (torch.randn(3, 3000) + 20,),
+    ),
     "covariance in a loop": (
         lambda x, y: ((x - mean(x)) * (y - mean(y))).sum(-1),
         (torch.randn(2, 3000), torch.randn(2, 3000)),
@@ -185,6 +193,25 @@ PHASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "enlarged, channels last": (
         lambda x: F.interpolate(x, scale_factor=2) + 1,
         (torch.randn(2, 24, 5, 6).to(memory_format=torch.channels_last),),
+    ),
+}
+PHASES |= {
+    "shuffled": (lambda x: F.pixel_shuffle(x, 2).relu(), (torch.randn(2, 8, 6, 40),)),
+    "side by side": (
+        lambda x, y: torch.cat([x * y, x.exp()], -1),
+        (torch.randn(6, 128), torch.randn(6, 128)),
+    ),
+    "three side by side": (
+        lambda x, y: torch.cat([x, y, x + 1], -1).sin(),
+        (torch.randn(3, 128), torch.randn(3, 64)),
+    ),
+    "transposed, and its sums": (
+        lambda x: ((x * 2).t().contiguous(), x.sum(0)),
+        (torch.randn(2100, 70),),
+    ),
+    "transposed, and sums of few": (
+        lambda x: ((x * 2).t().contiguous(), x.sum(0)),
+        (torch.randn(90, 70),),
     ),
 }
 EVERY = PROGRAMS | PARTS | LOOPED | PHASES

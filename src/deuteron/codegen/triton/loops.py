@@ -13,7 +13,7 @@ The order of axes carries no meaning: `ordered` takes it from strides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, load, op, rebuild
@@ -198,9 +198,10 @@ def _fixed(loops: Loops) -> set[Axis]:
     return out
 
 
-def _apply(
+def rearranged(
     loops: Loops, table: Mapping[Atom, Index], parallel: Iterable[Axis], reduced: Iterable[Axis]
 ) -> Loops:
+    """The nest over other axes; `table` says what those of before are."""
     move = Rewriter(table, None, loops.results)
     return replace(
         loops,
@@ -222,7 +223,7 @@ def _drop_unit(loops: Loops) -> Loops:
     if not drop:
         return loops
     table: dict[Atom, Index] = {a: const(0) for a in drop}
-    return _apply(
+    return rearranged(
         loops,
         table,
         (a for a in loops.parallel if a not in drop),
@@ -263,7 +264,7 @@ def _split(loops: Loops) -> Loops:
         ) -> list[Axis]:
             return [x for a in group for x in (pair if a == axis else (a,))]
 
-        loops = _apply(
+        loops = rearranged(
             loops, {axis: outer.index * size + inner.index}, put(loops.parallel), put(loops.reduced)
         )
     return loops
@@ -311,7 +312,7 @@ def _merge(loops: Loops) -> Loops:
         ) -> list[Axis]:
             return [both if x == last else x for x in group if x != gone]
 
-        loops = _apply(loops, table, put(loops.parallel), put(loops.reduced))
+        loops = rearranged(loops, table, put(loops.parallel), put(loops.reduced))
 
 
 def _pairs(group: Sequence[Axis]) -> list[tuple[Axis, Axis]]:
@@ -355,6 +356,11 @@ def accesses(loops: Loops) -> list[Access]:
                 size, address = size * count, whole
             found[Access(p.tensor, address, size, True)] = None
     return list(found)
+
+
+def joined(loops: Loops) -> Iterator[Write]:
+    """The stores of several points at once."""
+    yield from (p for p in loops.parts if isinstance(p, Write) and p.phase is not None)
 
 
 def stride(address: Index, axis: Axis) -> int | None:

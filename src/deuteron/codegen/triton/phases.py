@@ -2,8 +2,8 @@
 
 In: `loops.Loops` that only compute and store points. Out: the same, in which a short axis whose
 points differ in what they read (even and odd columns of a pooling window's input, the copies of an
-enlarged picture) is gone: one lane computes all its points, in which conditions are constants and
-neighbours share what they read.
+enlarged picture, the tensors of a concatenation) is gone: one lane computes all its points, in
+which conditions are constants and neighbours share what they read.
 
 Where the points of the axis lie side by side in memory they are stored together: the values of a
 `Write` with a `phase` are joined, so that a program still writes whole lines. Its address keeps the
@@ -12,6 +12,7 @@ axis, whose place is behind the axis `along` (the fastest of the nest: see `tili
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,18 +21,24 @@ from deuteron.codegen.triton.loops import (
     Part,
     Rewriter,
     Write,
+    accesses,
+    rearranged,
     stride,
 )
-from deuteron.ir.expr import Expr, own_indices
-from deuteron.ir.index import Axis, Div, MinMax, Mod, const, divide_exact, hint
+from deuteron.codegen.triton.tiling import point_order
+from deuteron.ir.expr import Expr, as_position, own_indices
+from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, const, divide_exact, hint
 
 # Points that one lane computes at most, and nodes of the text (registers; compile time).
 MOST_PHASES = 8
 MOST_NODES = 600
 # The work that remains, of which a phase pays: what is written out needs more registers.
 WORTH = 0.8
-# Instructions, about: a load and its address; a division by a constant.
-LOAD, DIVISION = 3.0, 4.0
+# A part of an axis that is cut has at least so many points.
+LEAST_PART = 64
+# Instructions, about: an element of 16 bytes, an element alone with its address, a division.
+VECTOR, SCALAR, DIVISION = 1.5, 4.0, 4.0
+PLACES = ("index", "literal")
 
 
 def phased(loops: Loops) -> Loops:
@@ -40,13 +47,10 @@ def phased(loops: Loops) -> Loops:
         return loops
     phases = 1
     while True:
-        now = work(loops)
-        best, least = None, WORTH * now
-        for a in loops.parallel:
-            n = a.extent.value
-            if n is None or not 1 < n * phases <= MOST_PHASES:
-                continue
-            new = _without(loops, a)
+        best, least = None, WORTH * work(loops)
+        for whole, axis in candidates(loops, MOST_PHASES // phases):
+            n = hint(axis.extent)
+            new = _without(whole, axis)
             if new is not None and work(new) / n < least:
                 best, least = (new, n), work(new) / n
         if best is None:
@@ -55,16 +59,58 @@ def phased(loops: Loops) -> Loops:
         phases *= n
 
 
+def candidates(loops: Loops, most: int) -> Iterator[tuple[Loops, Axis]]:
+    """Axes with at most so many points, and nests with axes that are cut into so many parts where
+    conditions change (the tensors of a concatenation)."""
+    for a in loops.parallel:
+        n = a.extent.value
+        if n is not None and 1 < n <= most:
+            yield loops, a
+    for axis, places in sorted(_changes(loops).items(), key=lambda item: item[0].key):
+        n = axis.extent.value
+        if n is None or axis not in loops.parallel:
+            continue
+        part = math.gcd(n, *(k for k in places if 0 < k < n))
+        if LEAST_PART <= part < n <= part * most:
+            outer, inner = Axis(f"{axis.name}p", n // part), Axis(f"{axis.name}q", part)
+            parallel = (x for a in loops.parallel for x in ((outer, inner) if a == axis else (a,)))
+            table: dict[Atom, Index] = {axis: outer.index * part + inner.index}
+            yield rearranged(loops, table, parallel, loops.reduced), outer
+
+
+def _changes(loops: Loops) -> dict[Axis, set[int]]:
+    """The places of each axis at which a comparison with a number changes."""
+    found: dict[Axis, set[int]] = {}
+    for n in nodes(loops):
+        if n.op not in ("lt", "le", "gt", "ge") or any(a.op not in PLACES for a in n.args):
+            continue
+        left, right = (as_position(a) for a in n.args)
+        difference = left - right
+        for axis in difference.axes():
+            step = difference.coefficient(axis)
+            rest = (difference - axis.index * step).value if step is not None else None
+            if step is not None and step.value in (1, -1) and rest is not None:
+                # where the difference is 0, or behind that
+                at = -rest * (step.value or 1)
+                late = (n.op in ("le", "gt")) == (step.value == 1)
+                found.setdefault(axis, set()).add(at + late)
+    return found
+
+
 def nodes(loops: Loops) -> set[Expr]:
     return {n for r in loops.roots() for n in r.walk()}
 
 
 def work(loops: Loops) -> float:
     """Instructions of one lane, about."""
-    total = float(len(loops.parts))
+    total = 0.0
+    inner = point_order(loops)[-1] if loops.parallel or loops.reduced else None
+    for access in accesses(loops):
+        step = stride(access.address, inner) if inner is not None else 0
+        total += VECTOR if step in (0, 1) else SCALAR
     divisions = set()
     for n in nodes(loops):
-        total += LOAD if n.op == "load" else 0.0 if n.op == "literal" else 1.0
+        total += n.op not in ("load", "literal", "cast", "index")
         for i in own_indices(n):
             divisions |= {a for a in i.atoms() if isinstance(a, (Div, Mod, MinMax))}
     return total + DIVISION * len(divisions)
@@ -114,9 +160,4 @@ def _scattered(w: Write, axis: Axis, others: tuple[Axis, ...]) -> bool:
     return axis in w.address.axes() and 1 not in steps
 
 
-def joined(loops: Loops) -> Iterator[Write]:
-    """The stores of several points at once."""
-    yield from (p for p in loops.parts if isinstance(p, Write) and p.phase is not None)
-
-
-__all__ = ["joined", "phased"]
+__all__ = ["phased"]

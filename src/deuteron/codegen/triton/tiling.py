@@ -23,11 +23,11 @@ from deuteron.codegen.triton.loops import (
     Loops,
     Write,
     accesses,
+    joined,
     ordered,
     points,
     stride,
 )
-from deuteron.codegen.triton.phases import joined
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 
@@ -47,6 +47,9 @@ MANY_ACCESSES = 6
 # of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
 # two) 2.0.
 HELD = 3
+# Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
+# parts of both.
+ACROSS = 8
 # Columns that a program reads at once at least: 32 bytes of half numbers.
 LEAST_COLUMNS = 16
 
@@ -135,10 +138,7 @@ def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 def _points(loops: Loops, spec: DeviceSpec) -> Form:
-    order = _in_order(loops, (*loops.parallel, *loops.reduced))
-    for w in joined(loops):
-        assert w.along is not None
-        order = (*(a for a in order if a != w.along), w.along)
+    order = point_order(loops)
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
@@ -161,6 +161,15 @@ def stored_points(loops: Loops) -> int:
         if isinstance(p, Write):
             count[p.tensor] = count.get(p.tensor, 0) + 1 + len(p.others)
     return max(count.values(), default=1)
+
+
+def point_order(loops: Loops) -> tuple[Axis, ...]:
+    """The axes of a nest of points from outermost to innermost."""
+    order = _in_order(loops, (*loops.parallel, *loops.reduced))
+    for w in joined(loops):
+        assert w.along is not None
+        order = (*(a for a in order if a != w.along), w.along)
+    return order
 
 
 def _cut(order: Sequence[Axis]) -> int | None:
@@ -268,7 +277,9 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     ):
         r = loops.reduced
     nx, nr = size(x), size(r)
-    columns = bool(x) and _unit_bytes(loops, x[-1]) > (_unit_bytes(loops, r[-1]) if r else 0)
+    along_x, along_r = (_unit_bytes(loops, axes[-1]) if axes else 0 for axes in (x, r))
+    across = bool(x) and min(along_x, along_r) * ACROSS >= max(along_x, along_r) > 0
+    columns = bool(x) and along_x > along_r
     known = product(a.extent for a in r).value is not None
     loads = _row_loads(loops)
     again = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
@@ -276,8 +287,10 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     limit //= 1 if loads <= 2 else 2 if loads <= 4 else 4
     # Columns that are read once are read as well in a loop, more of them side by side.
     least = LEAST_COLUMNS * (1 if again else 4)
-    persistent = known and power(nr) <= (limit // least if columns else limit)
-    if persistent and columns:
+    persistent = known and power(nr) <= (limit // least if columns or across else limit)
+    if across and not persistent:
+        candidates = _across_tiles(nx, nr, spec)
+    elif persistent and (columns or across):
         candidates = _column_tiles(nx, nr, spec, limit)
     elif persistent:
         candidates = _row_tiles(nx, nr, _widest(loops), spec)
@@ -286,6 +299,7 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     else:
         candidates = _long_rows(loops, nx, nr)
     start = None
+    columns |= across
     if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
         start = _ragged(loops, r)
     group = 1
@@ -359,6 +373,20 @@ def _column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int | None) -> tupl
 
     found = dict.fromkeys((tile(64, 4096), tile(32, 4096), tile(128, 4096)))
     return tuple(found)
+
+
+def _across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+    """Some tensors are contiguous along x, others along r: 64 bytes and more of each at once. There
+    are few programs, each of which has several blocks on their way."""
+
+    def tile(x: int, elements: int, stages: int) -> Blocks:
+        x = min(x, power(nx))
+        while x > 32 and nx < x * 2 * spec.cores:
+            x //= 2
+        r = min(elements // x, power(nr))
+        return Blocks((("x", x), ("r", r)), warps_for(x * r, 32), stages)
+
+    return tuple(dict.fromkeys((tile(64, 8192, 3), tile(64, 8192, 2), tile(64, 4096, 3))))
 
 
 def _long_rows(loops: Loops, nx: int, nr: int) -> tuple[Blocks, ...]:
