@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from deuteron.ir.reference import Execution, allocate
 from deuteron.ir.verify import verify_program
 from deuteron.lower.graph import lower
 from deuteron.runtime.build_triton import module
-from deuteron.runtime.support import IndexOutOfRange
+from deuteron.runtime.support import AccessError, IndexOutOfRange
 from deuteron.runtime.traced import Traced
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
@@ -164,6 +165,14 @@ def of_64_bits(number: int) -> Any:
     return tl.tensor(TensorHandle(numpy.array([number], dtype=numpy.int64), tl.int64), tl.int64)
 
 
+def asserting(wanted: bool) -> None:
+    """Whether the interpreter heeds assertions in kernels, which it usually skips."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, debug=wanted, sanitize_overflow=False)
+
+
 def launch(
     kernel: TritonKernel, function: Any, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> None:
@@ -186,9 +195,12 @@ def launch(
             given.append(of_64_bits(sizes[what.name]) if wide else sizes[what.name])
         else:
             given.append(counter)
+    asserting(kernel.debug)
     try:
         function[(grid,)](*given, **kernel.constants(config, wide))
     except Exception as e:
+        if " outside tensor " in str(e):
+            raise AccessError(str(e.__cause__ or e)) from e
         if "index out of range" in str(e) or isinstance(e.__cause__, AssertionError):
             raise IndexOutOfRange("index out of range") from e
         raise

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from deuteron.base.text import plain_name
+from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.checks import reads, spelled
 from deuteron.codegen.triton.scalars import TYPE
@@ -31,6 +31,8 @@ FAR = 1 << 19
 PLAIN = ("index", "literal")
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 Dims = frozenset[str]
+# Of a tensor whose accesses are checked: the elements that its memory has, and the kernel's name.
+Limits = Mapping[str, tuple[Index, str]]
 NONE: Dims = frozenset()
 
 
@@ -111,6 +113,7 @@ class Emitter:
         self.row_places: set[Index] = set()  # addresses that are read once per row
         self.row_start: Index | None = None  # address of a row that is read from before its start
         self.checked = False  # whether the text has assertions
+        self.limits: Limits = {}  # where every access is checked: see `guard`
         self._digits: dict[Axis, tuple[Index, bool]] = {}
         self._wide: Emitter | None = None
 
@@ -162,6 +165,7 @@ class Emitter:
             x = Dim("x", (*old.axes, phase), block, old.place, old.masked, wide=True)
             others = [d for d in self.dims.values() if d.name != "x"]
             wide = Emitter([*others, x], self.pointers, self.numbers, self.index_type)
+            wide.limits = self.limits
             wide.chain[0].lines = self.scope.lines
             for d in others:
                 wide.scope.dims |= {d.name}
@@ -418,6 +422,8 @@ class Emitter:
         bounds = self.mask(wanted, self.level(wanted))
         where = " & ".join([*([bounds] if bounds else []), *masks])
         text = self.place(name, address, wanted)
+        scope = self.chain[self.level(wanted)]
+        self.guard("load", name, address, wanted, where, scope)
         policy = self.policies.get(node)
         hint = f', eviction_policy="{policy}"' if policy else ""
         if not where:
@@ -426,6 +432,21 @@ class Emitter:
             fill if fill is not None else 0, "i8" if node.dtype == "bool" else node.dtype
         )
         return f"tl.load({text}, {where}, other={other}{hint})"
+
+    def guard(
+        self, what: str, tensor: str, address: Index, dims: Dims, where: str, scope: Scope
+    ) -> None:
+        """Asserts, where accesses are checked, that those to a tensor are inside it."""
+        if tensor not in self.limits:
+            return
+        count, kernel = self.limits[tensor]
+        index = self.spread(self.index(address), self.index_deps(address), dims)
+        masks = f" & ({where})" if where else ""
+        outside = f"((({index}) < 0) | (({index}) >= {self._factor(count)})){masks}"
+        text = f"kernel {kernel}: {what} outside tensor {tensor} of {count} elements, at {address}"
+        plain = "".join(c if c.isascii() and c not in "'\"\\{}%" else " " for c in one_line(text))
+        scope.add(f'tl.device_assert(({outside}) == 0, "{plain}")')
+        self.checked = True
 
     def place(self, tensor: str, address: Index, dims: Dims) -> str:
         """The pointers to the elements of a tensor at an address, spanning the dimensions `dims`.
@@ -645,4 +666,4 @@ def size_name(symbol: Sym) -> str:
     return f"s_{plain_name(symbol.name)}"
 
 
-__all__ = ["NONE", "Dim", "Dims", "Emitter", "Scope", "size_name"]
+__all__ = ["NONE", "Dim", "Dims", "Emitter", "Limits", "Scope", "size_name"]

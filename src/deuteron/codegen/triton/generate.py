@@ -129,9 +129,13 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     blocks = [_block_names(f, i if len(forms) > 1 else None) for i, f in enumerate(forms)]
     stages = ["STAGES"] if any(f.loops for f in forms) else []
     float8 = "_native" if (spec.capability or (0, 0)) >= (8, 9) else ""
+    limits = {}
+    if options is not None and options.check_accesses:
+        limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
+    names = [Names(b, pointers, index_type, "STAGES", float8, limits) for b in blocks]
     written = [
-        write_nest(n, f, Names(b, pointers, index_type, "STAGES", float8), itertools.count())
-        for n, f, b in zip(nests, forms, blocks, strict=True)
+        write_nest(n, f, own, itertools.count())
+        for n, f, own in zip(nests, forms, names, strict=True)
     ]
     bodies = [lines for lines, _ in written]
     if not static:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from deuteron.base.errors import UnsupportedOp
-from deuteron.codegen.triton.emit import Dim, Dims, Emitter
+from deuteron.codegen.triton.emit import Dim, Dims, Emitter, Limits
 from deuteron.codegen.triton.folds import (
     FULL,
     Accumulators,
@@ -51,6 +51,7 @@ class Names:
     index_type: str
     stages: str = "1"  # of the loops' software pipelines
     float8: str = ""  # see `scalars.convert`
+    limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
 
 
 def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
@@ -74,6 +75,7 @@ def write_nest(
     """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
     em.stages, em.group, em.float8 = names.stages, form.group, names.float8
+    em.limits = names.limits
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])
@@ -153,6 +155,7 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
         bounds = em.mask(dims)
         where = " & ".join([*([bounds] if bounds else []), *masks])
         mask = f", {where}" if where else ""
+        em.guard("store", w.tensor, w.address, dims, where, em.scope)
         if w.accumulate is None:
             lines.append(f"tl.store({place}, {value}{mask})")
         else:
@@ -169,6 +172,8 @@ def together(em: Emitter, w: Write, dims: Dims) -> str:
         values = [f"tl.interleave({a}, {b})" for a, b in zip(values[:half], values[half:])]
     wide = em.widened(w.phase, w.along)
     place, where = wide.place(w.tensor, w.address, dims), wide.mask(dims)
+    wide.guard("store", w.tensor, w.address, dims, where, em.scope)
+    em.checked |= wide.checked
     return f"tl.store({place}, {values[0]}{', ' if where else ''}{where})"
 
 
@@ -460,6 +465,7 @@ def store_column(em: Emitter, p: ColumnFold, name: str) -> None:
 
 def column_place(em: Emitter, p: ColumnFold) -> str:
     index = em.spread(em.index(p.address), em.index_deps(p.address), R)
+    em.guard("store", p.tensor, p.address, R, em.mask(R), em.scope)
     return f"{em.pointers[p.tensor]} + {index}"
 
 
