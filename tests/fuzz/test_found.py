@@ -108,6 +108,67 @@ FOUND: dict[str, Found] = {
         (lambda: [f(2, 3, grad=True), torch.zeros(2, 0, dtype=torch.int64)],),
         BACKWARD,
     ),
+    # results that lie in one tensor are views of one, also where the index algebra needs none
+    "views of a constant": Found(
+        """v = torch.full_like(x, 2).clone()
+        w = torch.where(x > 0, x, 1).flip(0)
+        return v, v[1:], w, w.unsqueeze(1), y & y, (y & y)[1:]""",
+        (lambda: [f(4, 5), truth(3, 5)],),
+    ),
+    "views of what is a view here": Found(
+        "v = y & y\nreturn v[1:].reshape(2, 5), v.chunk(2, 0)[-1], v",
+        (lambda: [f(4, 5), truth(3, 5)],),
+    ),
+    "overlapping views": Found(
+        "return x.flip(0).unfold(0, 2, 1), torch.arange(x.shape[1]).unfold(-1, 2, 1)[1:]",
+        (lambda: [f(4, 5)], lambda: [f(7, 9)]),
+        DYNAMIC,
+    ),
+    # one result whose text fills a line; a stride that torch counts as at least one
+    "one long result": Found(
+        """v = torch.nn.functional.avg_pool1d(x[None, None].flatten(0, -3), 2)
+        return v.unfold(-1, 3, 2)""",
+        (lambda: [f(2, 2, 1, 13)], lambda: [f(3, 3, 1, 20)]),
+        DYNAMIC,
+    ),
+    # C++: an axis that an index walks backwards was split into a negative number of steps
+    "split axis walked backwards": Found(
+        """v = x.roll(1, 1).view(-1, x.shape[2], x.shape[3])
+        return torch.nn.functional.pad(v, (1, 1), mode='replicate').flip(0)""",
+        (lambda: [f(5, 3, 4, 3)],),
+    ),
+    # C++: two reads of an expanded tensor became one, whose address was computed twice
+    "two reads that are one": Found(
+        """v = torch.nn.functional.embedding(y % 2, x)
+        return torch.where(z, v, v.flip(0)) * 2""",
+        (lambda: [f(1, 8).expand(2, 8), torch.arange(17), truth(17, 8)],),
+    ),
+    # C++: a check for positions was done before the condition under which the position is used
+    "checks behind a condition": Found(
+        "return x.roll(1, -1).chunk(2, 1)[-1]",
+        (lambda: [f(2, 2, grad=True)],),
+        BACKWARD,
+    ),
+    # AOTAutograd overwrites the input after the forward, which had saved it
+    "saved and overwritten later": Found(
+        """v = torch.log_softmax(y, 1) / (x.abs() + 2)
+        y.copy_(x)
+        return v""",
+        (lambda: [f(1, 3, grad=True), f(1, 3)],),
+        BACKWARD,
+    ),
+    # strides of eager's kernels
+    "positions in another order": Found(
+        "return x[y.t() % 4], x[:, y.t() % 5], x[y.t() % 4, y % 5]",
+        (lambda: [f(4, 5), torch.arange(9).view(3, 3)],),
+    ),
+    "logsigmoid of what is permuted": Found(
+        "return torch.nn.functional.logsigmoid(x.t())", (lambda: [f(4, 5, grad=True)],), BACKWARD
+    ),
+    "norms of one element": Found(
+        "return x.norm(p=1, dim=-1), torch.linalg.vector_norm(x, 2, -1, True)",
+        (lambda: [f(4, 1)],),
+    ),
     # a size of several terms that torch had guarded to be 1
     "a broadcast part": Found(
         "return torch.where(x, y.chunk(2, 2)[-1], y), y + y[..., 2:]",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from deuteron.capture import fourier, strides
+from deuteron.capture import fourier, results, strides
 from deuteron.graph import ops
 
 aten = torch.ops.aten
@@ -166,7 +166,11 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name in strides.OF_REPEATED:
         for target in ops.resolved((name,)):
             found[target] = strides.of_repeated(target, found.get(target))
-    for name, rule in (*strides.RULES.items(), *fourier.RULES.items()):
+    for name, wrapper in results.WRAPPED.items():
+        for target in ops.resolved((name,)):
+            if target in found:
+                found[target] = wrapper(found[target])
+    for name, rule in (*strides.RULES.items(), *fourier.RULES.items(), *results.RULES.items()):
         for target in ops.resolved((name,)):
             found[target] = rule
     return found

@@ -99,7 +99,7 @@ def wrapped(head: str, parts: Sequence[str], tail: str, indent: str = "") -> lis
             out.append(f"{indent}    {row.rstrip()}")
             row = ""
         row += f"{p}, "
-    return [*out, f"{indent}    {row.rstrip()}", indent + tail]
+    return [*out, f"{indent}    {row.rstrip()}", indent + tail.removeprefix(",")]
 
 
 __all__ = [

@@ -27,15 +27,17 @@ def exposed(results: Sequence[Any]) -> set[Any]:
 
 
 def overlaps(t: torch.Tensor | None) -> bool:
-    """Whether elements share memory, but for those of broadcast dimensions, as the innermost
-    strides and sizes tell as far as they are numbers."""
+    """Whether elements share memory, but for those of broadcast dimensions: two dimensions have
+    one stride, or the innermost ones tell as far as they are numbers."""
     if t is None or t.layout != torch.strided:
         return False
+    pairs = [(s, n) for s, n in zip(t.stride(), t.shape) if type(n) is not int or n > 1]
+    steps = [s if type(s) is int else s.node.expr for s, _ in pairs]
+    if any(s != 0 and s in steps[:k] for k, s in enumerate(steps)):
+        return True
     reach = 1
-    known = [(s, n) for s, n in zip(t.stride(), t.shape) if type(s) is int and s]
-    for stride, n in sorted(known, key=lambda pair: (pair[0], type(pair[1]) is not int)):
-        if type(n) is int and n <= 1:
-            continue
+    known = [(s, n) for s, n in pairs if type(s) is int and s]
+    for stride, n in sorted(known, key=lambda pair: pair[0]):
         if stride < reach:
             return True
         if type(n) is not int:

@@ -122,7 +122,7 @@ def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> View
         ctx.go_home(x)
         return view or ctx.view_arg(x)
     layout = ctx.dense_layout(fake)
-    wanted = tuple(ctx.size(s) for s in fake.stride())
+    wanted = ctx.strides_of(fake)
     if view is not None:
         same = all(
             a is b or n.value == 1 for a, b, n in zip(view.strides, wanted, x.shape, strict=True)

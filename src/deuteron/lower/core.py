@@ -162,11 +162,14 @@ class LowerContext:
     def shape_of(self, fake: torch.Tensor) -> tuple[Index, ...]:
         return tuple(self.size(s) for s in fake.shape)
 
+    def strides_of(self, fake: torch.Tensor) -> tuple[Index, ...]:
+        return tuple(self.symbols.stride(s) for s in fake.stride())
+
     def layout_of(self, fake: torch.Tensor) -> Layout:
         """The traced strides, from the tensor's own first element."""
         return Layout(
             self.shape_of(fake),
-            tuple(self.size(s) for s in fake.stride()),
+            self.strides_of(fake),
             dtype_name(fake.dtype),
             str(fake.device),
         )
@@ -175,7 +178,7 @@ class LowerContext:
         """The fake tensor's own strides where they fill memory without holes, else contiguous
         ones."""
         shape = self.shape_of(fake)
-        strides = tuple(self.size(s) for s in fake.stride())
+        strides = self.strides_of(fake)
         if not is_dense(shape, strides):
             strides = contiguous_strides(shape)
         return Layout(shape, strides, dtype_name(fake.dtype), str(fake.device))

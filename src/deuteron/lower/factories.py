@@ -53,7 +53,7 @@ def scalar_tensor(ctx: LowerContext, number: Any, **kwargs: Any) -> Value:
 )
 def zeros(ctx: LowerContext, *args: Any, **kwargs: Any) -> Value:
     fake = ctx.fake()
-    if not is_dense(ctx.shape_of(fake), tuple(ctx.size(s) for s in fake.stride())):
+    if not is_dense(ctx.shape_of(fake), ctx.strides_of(fake)):
         raise ctx.decline("memory with holes or overlaps is asked for")
     return constant(ctx, 0)
 

@@ -165,7 +165,7 @@ class Driver:
             return
         if isinstance(val, torch.Tensor):
             lay, ctx = self.ctx.layouts[name], self.ctx
-            strides = tuple(ctx.size(s) for s in val.stride())
+            strides = ctx.strides_of(val)
             if lay.shape == ctx.shape_of(val) and lay.strides == strides:
                 self.nodes[name] = traced
 
@@ -447,7 +447,7 @@ class Driver:
         if view is not None and fake.layout != torch.strided:  # only the call itself can return it
             layout = ctx.layouts[view.tensor]
             return Output(view.tensor, layout.shape, layout.strides)
-        wanted = tuple(ctx.size(s) for s in fake.stride())
+        wanted = ctx.strides_of(fake)
         memory = calls.storage(fake)
         if view is not None and self.may_return(view, memory, wanted, v):
             self.returned[view.tensor] = memory

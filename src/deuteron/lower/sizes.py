@@ -41,6 +41,14 @@ class Symbols:
             return self.from_sympy(x)
         raise TypeError(f"not a size: {x!r} ({type(x).__name__})")
 
+    def stride(self, x: Any) -> Index:
+        """A stride. Torch's products count sizes of at least one: a tensor of none has no elements
+        to be found."""
+        if isinstance(x, torch.SymInt):
+            self.shape_env = self.shape_env or getattr(x.node, "shape_env", None)
+            x = x.node.expr.replace(_at_least_one, lambda e: e.func(*(a for a in e.args if a != 1)))
+        return self.index(x)
+
     def from_sympy(self, e: Any) -> Index:
         found = self.cache.get(e)
         if found is None:
@@ -128,6 +136,10 @@ class Symbols:
         self.known[name] = sym
         self.computed[name] = (sym, PythonPrinter().doprint(e))
         return as_index(atom(sym))
+
+
+def _at_least_one(e: Any) -> bool:
+    return type(e).__name__ == "Max" and len(e.args) > 1 and sympy.Integer(1) in e.args
 
 
 def _lowest(env: Any, s: Any) -> int:

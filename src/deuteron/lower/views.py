@@ -484,7 +484,7 @@ class Storage:
         """`x` by itself, or the tensor in memory that it is a view of."""
         self.value, self.shape = x, x.shape
         self.first = ctx.size(fake.storage_offset())
-        strides = tuple(ctx.size(s) for s in fake.stride())
+        strides = ctx.strides_of(fake)
         order = storage_order(x.shape, strides)
         view = ctx.strided(x) if order is None else None
         if view is not None and all(

@@ -1,0 +1,81 @@
+"""Rules for operators whose results eager lays out, or shapes, otherwise than torch's rules say.
+
+In: an operator's own rule, or none. Out: a rule (see `strides`, whose helpers are used here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deuteron.capture.strides import is_contiguous, memory_order
+
+aten = torch.ops.aten
+Rule = Callable[..., Any]
+
+
+def contiguous_on_cpu(rule: Rule) -> Rule:
+    """Eager's kernel works on a contiguous copy, and returns the like of it."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        moved = x if x.device.type != "cpu" or is_contiguous(x) else x.contiguous()
+        return rule(moved, *args, **kwargs)
+
+    return wrapped
+
+
+def counted_dims(rule: Rule) -> Rule:
+    """Torch's rule of 2.11 keeps dimensions of one element that are counted from the end."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dim is not None and x.dim():
+            dim = [d % x.dim() for d in (dim if isinstance(dim, (tuple, list)) else [dim])]
+        return rule(x, order, dim, *args, **kwargs)
+
+    return wrapped
+
+
+def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    """Where the tensors of positions lie in another order than their dimensions', so does eager's
+    result; torch's fake kernel looks at `x` alone."""
+    given = [i for i in indices if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in given) or max(i.dim() for i in given) < 2:
+        return NotImplemented
+    shape = torch.broadcast_shapes(*(i.shape for i in given))
+    whole = [i.expand(shape) for i in given]
+    if all(map(is_contiguous, whole)):
+        return NotImplemented
+    if x.device.type != "cpu" and any(i.stride() != whole[0].stride() for i in whole):
+        return NotImplemented  # eager copies them
+    places = [d for d, i in enumerate(indices) if i is not None]
+    rest = [d for d in range(x.dim()) if d not in places]
+    together = places[-1] - places[0] + 1 == len(places)
+    before = [d for d in rest if together and d < places[0]]
+    after = [d for d in rest if d not in before]
+    sizes = [*(x.shape[d] for d in before), *shape, *(x.shape[d] for d in after)]
+    own = [
+        *(x.stride(d) for d in before),
+        *(0 for _ in shape),
+        *(x.stride(d) for d in after),
+    ]
+    positions = [[0] * len(before) + list(i.stride()) + [0] * len(after) for i in whole]
+    order = memory_order(sizes, [own, *positions])
+    if order == memory_order(sizes, [own]):
+        return NotImplemented
+    copied = [None if i is None else i.expand(shape).contiguous() for i in indices]
+    perm = order[::-1]
+    out = aten.index.Tensor(x, copied).permute(perm).clone(memory_format=torch.contiguous_format)
+    return out.permute([perm.index(d) for d in range(len(perm))])
+
+
+RULES: dict[str, Rule] = {"aten.index.Tensor": index}
+WRAPPED: dict[str, Callable[[Rule], Rule]] = {
+    "aten.log_sigmoid_forward.default": contiguous_on_cpu,
+    "aten.linalg_vector_norm.default": counted_dims,
+}
