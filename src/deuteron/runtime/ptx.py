@@ -4,6 +4,11 @@ In and out: the text of a PTX module. For sm_90, ptxas 12.8 (of Triton 3.6) lose
 ``add.s16x2 d, a, imm``: it emits ``VIADD.16x2 d, a, 0x0``. LLVM makes such additions where it
 proves indices to be below 256 (``(x % 6) - 1`` of small ``x``). They are written as two
 additions of 16 bits.
+
+Where the minuend of a 64-bit subtraction is the upper half of a product (a 16-bit quotient), it
+emits ``LEA.HI d, P, a, -b, RZ, 0x10``, whose carry is that of an addition when b is 0: the upper
+word is -1 (seen on an H200: 1 - 0 was negative). Such differences are written as sums with the
+complement.
 """
 
 from __future__ import annotations
@@ -19,9 +24,18 @@ APART = (
 )
 
 
+LONG = re.compile(r"^[ \t]*sub\.[su]64[ \t]+(%\w+), (%\w+), (%\w+);[ \t]*$", re.MULTILINE)
+SUM = "\t{ .reg .b64 %nb; not.b64 %nb, \\3; add.s64 %nb, %nb, 1; add.s64 \\1, \\2, %nb; }"
+
+
 def without_packed_adds(text: str) -> str:
     """The module with packed 16-bit additions apart."""
     return PACKED.sub(APART, text)
+
+
+def without_long_differences(text: str) -> str:
+    """The module with sums in place of 64-bit differences."""
+    return LONG.sub(SUM, text)
 
 
 def corrected(
@@ -29,7 +43,10 @@ def corrected(
 ) -> None:
     """Triton's hook on its table of stages (``knobs.runtime.add_stages_inspection_hook``)."""
     make = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: without_packed_adds(make(source, metadata))
+    stages["ptx"] = lambda source, metadata: without_long_differences(
+        without_packed_adds(make(source, metadata))
+    )
 
 
-__all__ = ["corrected", "without_packed_adds"]
+TEXTS = APART + SUM  # which part of a kernel's identity they are
+__all__ = ["TEXTS", "corrected", "without_long_differences", "without_packed_adds"]
