@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.triton.emit import Dim, Dims, Emitter, Limits
