@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deuteron.schedule import split
 from deuteron.schedule.kernel import Fold, Nest
-from deuteron.schedule.online import Chain, Products, Rescaled, Rule
+from deuteron.schedule.online import Centered, Chain, Products, Rescaled, Rule
 from tests.schedule import tools
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
@@ -64,6 +64,18 @@ def chain_of(nest: Nest) -> Chain:
         if isinstance(s, Fold):
             chain.add(s)
     return chain
+
+
+@pytest.mark.parametrize("f", [lambda x: (x - mean(x)).sum(-1), lambda x: (x - top(x)).sum(-1)])
+def test_differences_from_a_row_value(f: Callable[..., Any]) -> None:
+    """Only where a target asks for the rule."""
+    (kernel,) = scheduled(f, torch.randn(5, 64), device="H200").kernels
+    (nest,) = kernel.nests
+    for centering in (False, True):
+        chain = Chain(lambda e: not (e.axes() & set(nest.reduced)), centering=centering)
+        passes = [chain.add(s) for s in nest.stmts if isinstance(s, Fold)]
+        assert passes == ([0, 0] if centering else [0, 1])
+        assert [type(c) for c in chain.centers.values()] == [Centered] * centering
 
 
 def rules_of(found: Scheduled) -> list[Rule]:

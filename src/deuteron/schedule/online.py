@@ -14,8 +14,10 @@ is derived from the form of the bodies; no operator is known here.
                constant in a row (Chan, Golub,         C_k = sum (x - X_k) (y - Y_k);
                LeVeque 1979; x = y: a sum of           s = sum_k C_k + n_k (X_k - a) (Y_k - b)
                squares)
+    centered   s = sum (x - a), a constant in a row    n_k elements with mean X_k;
+                                                       s = sum_k n_k (X_k - a)
 
-Both hold for any division of a row into parts: blocks of a loop, lanes, threads, programs. What the
+All hold for any division of a row into parts: blocks of a loop, lanes, threads, programs. What the
 partial results are folded with needs no complete fold, so one pass over memory is enough. A target
 may choose its own parts (`codegen`), the scheduler makes parts that are programs of their own
 (`split`).
@@ -72,19 +74,29 @@ class Products:
         return self.x is self.y and self.a is self.b
 
 
+@dataclass(frozen=True)
+class Centered:
+    """``sum (x - a)``; `a` is constant in a row and may need folds of the same pass."""
+
+    x: Expr
+    a: Expr
+
+
 Rule = Rescaled | Products
 
 
 class Chain:
     """Folds and scans in order of dependence. `row_level(e)`: whether e is constant along the
-    reduced axes (registers of folds are). `merging` False: no rule is used.
+    reduced axes (registers of folds are). `merging` False: no rule is used; `centering`: the third
+    one too.
     """
 
-    def __init__(self, row_level: RowLevel, merging: bool = True) -> None:
-        self.row_level, self.merging = row_level, merging
+    def __init__(self, row_level: RowLevel, merging: bool = True, centering: bool = False) -> None:
+        self.row_level, self.merging, self.centering = row_level, merging, centering
         self.folds: dict[str, Fold] = {}
         self.ready: dict[str, int] = {}  # result -> first pass that may use it
         self.rules: dict[str, Rule] = {}
+        self.centers: dict[str, Centered] = {}
 
     def need(self, *roots: Expr) -> int:
         """The first pass in which the values can be computed."""
@@ -108,7 +120,9 @@ class Chain:
         rule = self.rule(part, k) if k and self.merging else None
         if rule is not None:
             self.rules[part.name] = rule
-            k -= 1
+        elif k and self.centering and (center := self._centered(part, k)) is not None:
+            self.centers[part.name] = center
+        k -= part.name in self.rules or part.name in self.centers
         self.folds[part.name] = part
         self.ready[part.name] = k + 1
         return k
@@ -169,6 +183,13 @@ class Chain:
             sides.append((x, a, d.args[0] is x))
         (x, a, up), (y, b, also) = sides
         return Products(x, a, y, b) if up is also else None
+
+    def _centered(self, f: Fold, k: int) -> Centered | None:
+        if f.kind != "sum" or f.body.op != "sub" or f.body.dtype not in ("f32", "f64"):
+            return None
+        x, a = f.body.args
+        varies = not self.row_level(x) and self.row_level(a)
+        return Centered(x, a) if varies and self.need(x) < k else None
 
 
 def register(f: Fold) -> Expr:
@@ -316,6 +337,7 @@ def passes_of(parts: Iterable[object], row_level: RowLevel, merging: bool = True
 
 
 __all__ = [
+    "Centered",
     "Chain",
     "Products",
     "Rescaled",

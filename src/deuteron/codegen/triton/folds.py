@@ -17,7 +17,7 @@ from deuteron.codegen.triton.passes import Pass
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.ir.expr import REDUCTIONS, Expr
 from deuteron.schedule.kernel import Fold
-from deuteron.schedule.online import Products, Rescaled
+from deuteron.schedule.online import Centered, Products, Rescaled
 
 FULL = frozenset(("x", "r"))
 
@@ -71,6 +71,12 @@ class Accumulators:
         for name, rule in p.merged.items():
             if isinstance(rule, Rescaled):
                 self.sums.setdefault(rule.maximum, []).append(name)
+        # sum of differences -> what keeps the mean of the same elements
+        self.means: dict[str, str] = {}
+        squares = {r.x: n for n, r in p.merged.items() if isinstance(r, Products) and r.square}
+        for name, rule in p.merged.items():
+            if isinstance(rule, Centered):
+                self.means[name] = squares.setdefault(rule.x, name)
         # maximum -> elements less the new maximum, and the old one less it, in the current block
         self.steps: dict[str, tuple[str, str]] = {}
 
@@ -79,8 +85,11 @@ class Accumulators:
         for f in self.folds:
             name, dtype = self.names[f.name], f.body.dtype
             rule = self.merged.get(f.name)
-            if isinstance(rule, Products):
-                means = ("mean",) if rule.square else ("mean", "other")
+            if isinstance(rule, Centered) and self.means[f.name] != f.name:
+                continue
+            if isinstance(rule, (Products, Centered)):
+                single = isinstance(rule, Centered) or rule.square
+                means = ("mean",) if single else ("mean", "other")
                 zeros = f"tl.zeros({shape}, {scalars.TYPE[dtype]})"
                 em.scope.add(*(f"{name}_{what} = {zeros}" for what in (*means, "m2")))
             elif f.name in self.sums or isinstance(rule, Rescaled):
@@ -116,6 +125,9 @@ class Accumulators:
             em.scope.add(f"{name} = {name} * {e} + tl.sum({terms}, 2)")
         elif isinstance(rule, Products):
             self._products(f, rule, name)
+        elif isinstance(rule, Centered):
+            if self.means[f.name] == f.name:
+                self._products(f, Products(rule.x, rule.a, rule.x, rule.a), name)
         elif f.kind.startswith("arg"):
             value, at = em.fresh("v"), em.fresh("i")
             place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
@@ -211,6 +223,10 @@ class Accumulators:
             rule = self.merged.get(f.name)
             if isinstance(rule, Products):
                 self._finish_products(f, rule, self.names[f.name])
+        for f in self.folds:
+            rule = self.merged.get(f.name)
+            if isinstance(rule, Centered):
+                self._finish_centered(f, rule)
 
     def _finish_rescaled(self, f: Fold, lanes: str, row: str) -> None:
         """The sums that were rescaled with the maximum `row`."""
@@ -237,27 +253,31 @@ class Accumulators:
         assert isinstance(rule, Rescaled)
         return rule
 
+    def _count(self, dtype: str) -> str:
+        """The number of elements that each lane has folded."""
+        em, block = self.em, self.em.dims["r"].block
+        key = ("lanes", dtype)
+        if key not in em.scope.sums:
+            em.scope.sums[key] = name = em.fresh("count")
+            each = f"(rnumel - tl.arange(0, {block})[None, :] + {block} - 1) // {block}"
+            em.scope.add(f"{name} = tl.maximum({each}, 0).to({scalars.TYPE[dtype]})")
+        return em.scope.sums[key]
+
+    def _finish_centered(self, f: Fold, rule: Centered) -> None:
+        em, home = self.em, self.names[self.means[f.name]]
+        self._lanes_sum(f, f"{self._count(f.body.dtype)} * ({home}_mean - {em.value(rule.a)})")
+
     def _finish_products(self, f: Fold, rule: Products, name: str) -> None:
-        em, kind, block = self.em, scalars.TYPE[f.body.dtype], self.em.dims["r"].block
-        count, n, mean, out = (em.fresh(s) for s in ("count", "n", "mean", f"{clean(f.name)}_"))
-        em.scope.add(
-            f"{count} = (rnumel - tl.arange(0, {block})[None, :] + {block} - 1) // {block}",
-            f"{count} = tl.broadcast_to(tl.maximum({count}, 0).to({kind}), {em.shape(FULL)})",
-        )
-        a = em.value(rule.a)
-        if rule.square:
-            em.scope.add(
-                f"{mean}, {out}, {n} = libm.fold_welford({name}_mean, {name}_m2, {count})",
-                f"{out} = {out} + {n} * ({mean} - {a}) * ({mean} - {a})",
-            )
-        else:
-            b, other = em.value(rule.b), em.fresh("other")
-            parts = f"{name}_mean, {name}_other, {name}_m2, {count}"
-            em.scope.add(
-                f"{mean}, {other}, {out}, {n} = libm.fold_products({parts})",
-                f"{out} = {out} + {n} * ({mean} - {a}) * ({other} - {b})",
-            )
-        bind(em, f, out)
+        """Each lane's sum about its means, moved to the center of the row."""
+        em, count = self.em, self._count(f.body.dtype)
+        far = f"({name}_mean - {em.value(rule.a)})"
+        other = far if rule.square else f"({name}_other - {em.value(rule.b)})"
+        self._lanes_sum(f, f"{name}_m2 + {count} * {far} * {other}")
+
+    def _lanes_sum(self, f: Fold, text: str) -> None:
+        out = self.em.fresh(f"{clean(f.name)}_")
+        self.em.scope.add(f"{out} = libm.fold_sum({text})")
+        bind(self.em, f, out)
 
 
 def result(f: Fold) -> Expr:

@@ -23,14 +23,10 @@ from triton.language.extra.cuda import libdevice
 
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     apart,
-    fold_products,
-    fold_welford,
     online_finish,
     online_shifted,
     online_shifted_weighted,
-    products_combine,
     products_step,
-    welford_combine,
     welford_step,
 )
 

@@ -34,7 +34,7 @@ from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Index, product
 from deuteron.schedule.kernel import Fold, Prefix
-from deuteron.schedule.online import Products
+from deuteron.schedule.online import Centered, Products
 
 X: Dims = frozenset("x")
 R: Dims = frozenset("r")
@@ -285,7 +285,7 @@ class Passes:
         row = frozenset(em.dims) - R
         self.passes, self.row_writes = plan(loops, lambda e: em.deps(e) <= row)
         merged = [rule for q in self.passes for rule in q.merged.values()]
-        if start is not None and not any(isinstance(rule, Products) for rule in merged):
+        if start is not None and not any(isinstance(rule, (Products, Centered)) for rule in merged):
             self.align(*start)
 
     def align(self, row: Index, vector: int) -> None:
