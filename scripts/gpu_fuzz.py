@@ -4,7 +4,8 @@
 
 DEVICE is cuda, or cpu (where the machine only lends its cores). Prints the failures and a count;
 LOG receives a JSON line per failure. To go on where a run ended, take the seed that it names as
-FIRST_SEED. A failure is made again by its seed: ``deuteron fuzz --seed N --count 1``.
+FIRST_SEED, which may also be several seeds, by comma. A failure is made again by its seed:
+``deuteron fuzz --seed N --count 1``.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ def main(device: str, first: str, seconds: str, processes: str, log: str) -> Non
     with tempfile.TemporaryDirectory() as folder:
         # One thread and one builder each: there are as many processes as cores.
         set_environment(OMP_NUM_THREADS="1", DEUTERON_WORKERS="1", DEUTERON_CACHE_DIR=folder)
-        task = Task(int(first), device, cut=False, folder=f"{folder}/failures")
-        tally = fuzz(int(first), float(seconds), None, int(processes), task, print, limit=100.0)
+        seeds = [int(s) for s in first.split(",")]
+        task = Task(seeds[0], device, cut=False, folder=f"{folder}/failures")
+        start = seeds if len(seeds) > 1 else seeds[0]
+        tally = fuzz(start, float(seconds), None, int(processes), task, print, limit=100.0)
     with open(log, "w") as f:
         for row in tally.failures:
             f.write(json.dumps(row) + "\n")
     total = sum(tally.verdicts.values())
-    print(f"{tally}\nnext seed: {int(first) + total}")
+    print(tally)
+    if len(seeds) == 1:
+        print(f"next seed: {seeds[0] + total}")
 
 
 if __name__ == "__main__":

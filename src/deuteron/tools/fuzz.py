@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ class Tally:
 
 
 def fuzz(
-    first: int,
+    first: int | Sequence[int],
     seconds: float | None,
     count: int | None,
     processes: int,
@@ -131,9 +131,12 @@ def fuzz(
     say: Callable[[str], None],
     limit: float = LIMIT,
 ) -> Tally:
-    """Programs of the seeds `first`, `first` + 1, ... until the time or the count is used up."""
+    """Programs of the seeds `first`, `first` + 1, ... until the time or the count is used up; or of
+    the seeds given."""
     tally, lock, began = Tally(), threading.Lock(), time.perf_counter()
-    seeds = iter(range(first, first + count if count is not None else 1 << 60))
+    if isinstance(first, int):
+        first = range(first, first + count if count is not None else 1 << 60)
+    seeds = iter(first)
 
     def loop() -> None:
         worker = Worker(work)
