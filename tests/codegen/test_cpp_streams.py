@@ -8,8 +8,8 @@ import torch
 from deuteron.codegen.cpp import Machine
 from deuteron.codegen.cpp.streams import streams
 from deuteron.ir.expr import op
-from deuteron.schedule.kernel import Nest, Store
-from tests.codegen.cpp_tools import ax, idx, kernel, layout, ld, lit, run, softmax_nest
+from deuteron.schedule.kernel import Fold, Nest, Store
+from tests.codegen.cpp_tools import NAMES, ax, idx, kernel, layout, ld, lit, ref, run, softmax_nest
 
 CACHE = 4 << 20
 MACHINE = Machine(2, 32 << 10, 1 << 20, CACHE)
@@ -59,3 +59,26 @@ def test_softmax(shape: tuple[int, int]) -> None:
     assert "d_stream" in r.cpp.source
     torch.testing.assert_close(y, x.softmax(0), rtol=1e-5, atol=1e-6)
     assert memory[:3].eq(7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize("shape,offset", [((256, 320), 0), ((256, 320), 3), ((250, 333), 0)])
+def test_transposed(dtype: torch.dtype, shape: tuple[int, int], offset: int) -> None:
+    """Also where rows do not begin with whole registers; with sums, along the other axis."""
+    x = (torch.randn(shape) * 40).to(dtype)
+    memory = torch.zeros(x.numel() + 64, dtype=dtype)
+    y = memory[offset : offset + x.numel()].view(shape[1], shape[0])
+    a, b, name = ax("i", shape[0]), ax("j", shape[1]), NAMES[dtype]
+    value = op("neg", ld("x", a, b, dtype=name))
+    store = Store("y", idx(b, a), value, "point")
+    machine = Machine(2, 32 << 10, 1 << 20, 64)
+    r = run(Nest((a, b), (), (store,)), {"x": x, "y": y}, ["y"], machine)
+    assert "d_transpose_past" in r.cpp.source
+    assert torch.equal(y, (-x).t())
+    z = torch.empty(shape[1], dtype=dtype)
+    fold = Fold("f", "max", ld("x", a, b, dtype=name))
+    parts = (fold, store, Store("z", idx(b), ref("f", name), "row"))
+    memory.zero_()
+    run(Nest((b,), (a,), parts), {"x": x, "y": y, "z": z}, ["y", "z"], machine)
+    assert torch.equal(y, (-x).t()) and torch.equal(z, x.amax(0))
+    assert memory[:offset].eq(0).all() and memory[offset + x.numel() :].eq(0).all()

@@ -33,11 +33,12 @@ from deuteron.codegen.cpp.nests import (
 from deuteron.codegen.cpp.online import Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
-from deuteron.codegen.cpp.streams import buffer, place_of, streamed
+from deuteron.codegen.cpp.streams import buffer, place_of, streamed, transpose
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
 from deuteron.schedule.kernel import Prefix
 
+CROSSED = 128  # lanes of a block with such stores: their tile is in the first cache
 SIDE = 64  # rows of a tile through which stores along the reduced axis are transposed
 
 
@@ -239,7 +240,7 @@ class Columns(PassWriter):
                     place, step_text = em.index(w.address), em.index(step)
                 outer.add(
                     *corner.lines,
-                    f"d_transpose({self.places.pop(w).split('[')[0]}, {self.width}, "
+                    f"{transpose(env, w)}({self.places.pop(w).split('[')[0]}, {self.width}, "
                     f"{em.tensors[w.tensor]} + {place}, {step_text}, {count}, {self.count});",
                 )
         em.scope.loop(f"for (long long {block} = 0; {block} < {n}; {block} += {SIDE})", outer.lines)
@@ -276,6 +277,8 @@ def write_columns(env: Env, v: Axis) -> None:
     em, loops = env.em, env.loops
     probe = Columns(env, v, 0, 1)
     width = width_of(env, v, len(probe.plan.passes))
+    if any(probe.crossed_stores(p) for p in probe.plan.passes):
+        width = min(width, CROSSED)
     others = ordered(loops, [a for a in loops.parallel if a != v])
     free = [a for a in others if a not in probe.conflicts]
     meet = [a for a in others if a in probe.conflicts]

@@ -80,6 +80,14 @@ def streamed(env: Env, parts: Sequence[Part], axis: Axis) -> list[Write]:
     return out
 
 
+def transpose(env: Env, w: Write) -> str:
+    """The function that transposes a tile into its place."""
+    if w.tensor not in env.streams:
+        return "d_transpose"
+    env.em.used.add("d_stream")  # its end
+    return "d_transpose_past"
+
+
 def place_of(env: Env, w: Write, axis: Axis, text: str) -> str:
     """C text of the address of a store where `axis` is `text`; what it needs is written before."""
     em = env.em
@@ -98,4 +106,4 @@ def buffer(env: Env, w: Write, count: int) -> str:
     return name
 
 
-__all__ = ["buffer", "place_of", "read_again", "streamed", "streams"]
+__all__ = ["buffer", "place_of", "read_again", "streamed", "streams", "transpose"]

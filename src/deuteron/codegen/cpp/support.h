@@ -181,8 +181,20 @@ template <int S, int N, class Row> D_FN void d_exchange(Row (&r)[N]) {
     r[i + S] = __builtin_shuffle(a, b, high);
   }
 }
+// Stores a register, past the caches where `past` (then `to` is a multiple of its size).
+template <bool past, class Row> D_FN void d_row_out(char* to, Row x) {
+#if defined(__AVX__) && !defined(__clang__)
+  typedef f32 Half __attribute__((vector_size(32)));
+  if constexpr (past && sizeof(Row) == 32) return __builtin_ia32_movntps256((f32*)to, (Half)x);
+#endif
+#if defined(__AVX512F__) && !defined(__clang__)
+  typedef f32 Line __attribute__((vector_size(64)));
+  if constexpr (past && sizeof(Row) == 64) return __builtin_ia32_movntps512((f32*)to, (Line)x);
+#endif
+  __builtin_memcpy(to, &x, sizeof(Row));
+}
 // N x N elements; strides in bytes.
-template <class W, int N>
+template <class W, int N, bool past>
 static inline void d_transpose_square(const char* from, i64 from_stride, char* to, i64 to_stride) {
   typedef W Row __attribute__((vector_size(N * sizeof(W))));
   Row r[N];
@@ -191,10 +203,10 @@ static inline void d_transpose_square(const char* from, i64 from_stride, char* t
   if (N == 16) d_exchange<N / 2, N, Row>(r);
   d_exchange<4, N, Row>(r), d_exchange<2, N, Row>(r), d_exchange<1, N, Row>(r);
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) __builtin_memcpy(to + i * to_stride, &r[i], sizeof(Row));
+  for (int i = 0; i < N; ++i) d_row_out<past, Row>(to + i * to_stride, r[i]);
 }
 // to[c][r] = from[r][c]
-template <class T> static __attribute__((noinline, noclone)) void d_transpose(
+template <bool past, class T> static __attribute__((noinline, noclone)) void d_transpose_to(
     const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
   constexpr int size = sizeof(T), side = d_side(size), N = side == 1 ? 8 : side;
   i64 done = 0;
@@ -202,7 +214,7 @@ template <class T> static __attribute__((noinline, noclone)) void d_transpose(
     for (; done + N <= columns; done += N) {
       i64 r = 0;
       for (; r + N <= rows; r += N)
-        d_transpose_square<typename d_word<size>::type, N>(
+        d_transpose_square<typename d_word<size>::type, N, past>(
             (const char*)(from + r * from_stride + done), from_stride * size,
             (char*)(to + done * to_stride + r), to_stride * size);
       for (; r < rows; ++r)
@@ -212,6 +224,18 @@ template <class T> static __attribute__((noinline, noclone)) void d_transpose(
   // Whole lines are written where the vector loop does not reach.
   for (i64 c = done; c < columns; ++c)
     for (i64 r = 0; r < rows; ++r) to[c * to_stride + r] = from[r * from_stride + c];
+}
+template <class T>
+D_FN void d_transpose(const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
+  d_transpose_to<false>(from, from_stride, to, to_stride, rows, columns);
+}
+// Past the caches, where `to` has rows that begin with whole registers.
+template <class T> D_FN void d_transpose_past(
+    const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
+  if (((u64)to | (u64)to_stride * sizeof(T)) & 63)
+    d_transpose_to<false>(from, from_stride, to, to_stride, rows, columns);
+  else
+    d_transpose_to<true>(from, from_stride, to, to_stride, rows, columns);
 }
 
 //@ d_near

@@ -16,6 +16,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
 from deuteron.codegen.cpp.loops import Loops, Write, ordered, points, stride
 from deuteron.codegen.cpp.nests import Env, PassWriter, Segment, parallel_loops
+from deuteron.codegen.cpp.streams import transpose
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, const, hint
 
@@ -102,8 +103,8 @@ class Tiles(PassWriter):
         for p, name in zip(stores, names, strict=True):
             where, step = self.corner(p.address, first)
             em.scope.add(
-                f"d_transpose({name}, {SIDE_V}, {em.tensors[p.tensor]} + {where}, {step}, "
-                f"{count[u]}, {count[v]});"
+                f"{transpose(self.env, p)}({name}, {SIDE_V}, {em.tensors[p.tensor]} + {where}, "
+                f"{step}, {count[u]}, {count[v]});"
             )
 
     def copies(self, first: dict[Axis, str], count: dict[Axis, str]) -> bool:
@@ -124,7 +125,7 @@ class Tiles(PassWriter):
             out = p.address.coefficient(self.u)
             assert out is not None
             em.scope.add(
-                f"d_transpose({em.tensors[p.value.attr[0]]} + {a}, {step}, "
+                f"{transpose(self.env, p)}({em.tensors[p.value.attr[0]]} + {a}, {step}, "
                 f"{em.tensors[p.tensor]} + {b}, {em.index(out)}, {count[self.v]}, {count[self.u]});"
             )
         return True
