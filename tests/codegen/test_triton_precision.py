@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +50,42 @@ def test_sums_and_differences() -> None:
 def test_a_quotient_of_points() -> None:
     text = source(lambda x, y: (x.float() / (1 + y.float().abs())).bfloat16(), HALF, HALF)
     assert "libm.div" not in text
+
+
+def test_one_more_than_erf() -> None:
+    """Near 0 erf itself has digits that one more than it has not."""
+    text = source(lambda x: F.gelu(x), HALF)
+    assert "libm.erf_above_fast" in text and "libm.erf(" not in text
+    assert "libm.erf(" in source(lambda x: torch.erf(x), HALF)
+    text = source(lambda x: torch.erf(x.float()).bfloat16() + (torch.erf(x.float()) + 1), HALF)
+    assert "libm.erf(" in text and "libm.erf_above_fast" not in text
+    assert "libm.erf(" in source(lambda x: F.gelu(x), FLOAT)
+
+
+ERF = """
+import torch, triton, triton.language as tl
+from deuteron.codegen.triton import libm
+
+@triton.jit
+def k(p, o, N: tl.constexpr):
+    tl.store(o + tl.arange(0, N), libm.erf_above_fast(tl.load(p + tl.arange(0, N))))
+
+x = torch.linspace(-6, 6, 16384)
+x[:3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+o = torch.zeros(16384)
+k[(1,)](x, o, 16384)
+e = torch.special.erfc(-x.double())
+assert o[0] == 2 and o[1] == 0 and o[2].isnan()
+assert (o - e)[3:].abs().max() < 4 * 2**-23 and ((o - e) / e)[3:].abs().max() < 2**-8
+"""
+
+
+def test_one_more_than_erf_is_right(tmp_path: Path) -> None:
+    path = tmp_path / "erf.py"
+    path.write_text(ERF)
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def rounded(x: Tensor, y: Tensor) -> Tensor:

@@ -108,7 +108,8 @@ def version() -> str:
 @cache
 def library_text() -> str:
     """The source of the functions that kernels import."""
-    return (Path(deuteron.__file__).parent / "codegen" / "triton" / "libm.py").read_text()
+    folder = Path(deuteron.__file__).parent / "codegen" / "triton"
+    return "".join((folder / f"{name}.py").read_text() for name in ("libm", "fast", "merging"))
 
 
 @lru_cache(maxsize=256)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.checks import reads, spelled
+from deuteron.codegen.triton.precision import one_more
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
@@ -310,7 +311,10 @@ class Emitter:
                 for i in places
             ]
             return f"libm.{dist}{wide}({seed}, {stream}, {', '.join(texts)})"
-        if node in self.loose and node.op != "div":
+        erf = one_more(node)
+        if erf is not None and erf in self.loose:
+            return f"libm.erf_above_fast({self.value(erf.args[0])})"
+        if node in self.loose and node.op not in ("div", "erf"):
             return f"libm.{node.op}_fast({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
@@ -319,8 +323,6 @@ class Emitter:
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
             if node in self.loose:
                 return f"{self.value(a)} / {self.value(b)}"  # within 2 units in the last place
-            if node in self.loose:
-                return f"libm.div_fast({self.value(a)}, {self.value(b)})"
         narrowed = self._narrowed(node) if node.op in COMPARE else None
         if narrowed is not None:
             return narrowed

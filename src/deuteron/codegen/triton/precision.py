@@ -5,6 +5,7 @@ nothing shows it:
 
     rounded   every use goes through products, quotients, choices, sums and differences only to a
               rounding to a half type or an 8-bit one, which is 2^-12 at the finest
+    one more  of erf, only ``1 + erf(x)``, whose error is at most 4 2^-23
     terms     exp(b - m) in a sum over b, m the maximum of b (`schedule.online`): an argument of -d
               has an error of d 2^-24, its exponential e^-d times that, which is at most 0.4 2^-24
               of the sum's largest term
@@ -21,7 +22,7 @@ from deuteron.ir.expr import FLOAT8, Expr, children
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 
-FAST = ("exp", "exp2", "sigmoid", "div")
+FAST = ("exp", "exp2", "sigmoid", "div", "erf")
 CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub")
 
 
@@ -44,7 +45,18 @@ def loose(loops: Loops, row_level: RowLevel) -> frozenset[Expr]:
         for k, c in enumerate(children(n)):
             if c.dtype == "f32" and not _passes(n, k, strict):
                 strict.add(c)
+    for n in order:
+        strict.update(c for c in children(n) if c.op == "erf" and not one_more(n))
     return frozenset(n for n in order if n.op in FAST and n.dtype == "f32" and n not in strict)
+
+
+def one_more(n: Expr) -> Expr | None:
+    """The second term of ``1 + erf(x)``."""
+    if n.op == "add":
+        for one, erf in (n.args, n.args[::-1]):
+            if one.op == "literal" and one.attr == 1.0 and erf.op == "erf":
+                return erf
+    return None
 
 
 def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
@@ -57,4 +69,4 @@ def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
     return user.op in CARRIES and (user.op != "where" or position > 0)
 
 
-__all__ = ["loose"]
+__all__ = ["loose", "one_more"]
