@@ -98,7 +98,7 @@ def cases(op: Any, dtype: torch.dtype, part: str, device: str, most: int) -> Ite
     """At most `most` cases (0: all), spread evenly over the samples."""
     samples = list(op.sample_inputs(device, dtype, requires_grad=part == "backward"))
     if part in FEW:
-        samples = samples[: FEW[part]] if most else samples[: 4 * FEW[part]]
+        samples = samples[: min(FEW[part], most) if most else 4 * FEW[part]]
     elif most and len(samples) > most:
         samples = [samples[i * len(samples) // most] for i in range(most)]
     call = {"inplace": op.inplace_variant, "method": op.method_variant}.get(part, op.op)

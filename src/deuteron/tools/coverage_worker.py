@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 import warnings
 from collections import Counter
@@ -272,6 +273,12 @@ UNSET = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"}
 UNSET |= {"new_empty_strided", "resize_", "resize_as_"}
 
 
+def in_general(error: Exception) -> str:
+    """What an error says, without the numbers and names of one sample."""
+    text = re.sub(r"\d+(\.\d+)?", "N", " ".join(str(error).splitlines()[:1]))
+    return f"{type(error).__name__}: {text}"[:120]
+
+
 def random_states() -> list[Tensor]:
     gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.random.get_rng_state(), *gpu]
@@ -307,7 +314,7 @@ def trial(case: Case, backward: bool, unset: bool = False) -> Trial:
         settled()
     except Exception as e:  # noqa: BLE001 - eager's own refusal
         settled()
-        raise Unsuitable(f"eager: {type(e).__name__}") from None
+        raise Unsuitable(f"eager: {in_general(e)}") from None
     if unset or not repeats(oracle.eager, again):
         return Trial(case, oracle, "unset")
     return Trial(case, oracle, "random" if drew else "exact")
@@ -326,7 +333,7 @@ def refused_on_cpu(case: Case) -> None:
     except NotImplementedError:
         return
     except Exception as e:  # noqa: BLE001 - eager's own refusal
-        raise Unsuitable(f"eager on the CPU: {type(e).__name__}") from None
+        raise Unsuitable(f"eager on the CPU: {in_general(e)}") from None
 
 
 def traced_otherwise(trial: Trial) -> bool:
