@@ -293,11 +293,11 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     elif persistent and (columns or across):
         candidates = _column_tiles(nx, nr, spec, limit)
     elif persistent:
-        candidates = _row_tiles(nx, nr, _widest(loops), spec)
+        candidates = _row_tiles(nx, nr, _widest(loops), spec, light=loads == 1 and not again)
     elif columns:
         candidates = _column_tiles(nx, nr, spec, None)
     else:
-        candidates = _long_rows(loops, nx, nr)
+        candidates = _long_rows(loops, nx, nr, spec)
     start = None
     columns |= across
     if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
@@ -342,18 +342,25 @@ def warps_for(elements: int, each: int = 16) -> int:
     return min(16, max(1, below(elements // (32 * each))))
 
 
-def _row_tiles(nx: int, nr: int, itemsize: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
-    """Whole rows; several short ones at once, as long as every multiprocessor has two programs."""
+def _row_tiles(
+    nx: int, nr: int, itemsize: int, spec: DeviceSpec, light: bool
+) -> tuple[Blocks, ...]:
+    """Whole rows; several short ones at once, as long as every multiprocessor has two programs.
+    H200, us: one tensor that is only folded (`light`), bf16 rows of 512 at 1024 and 2048 elements
+    85 and 74; rows of 32000 with 16 and 32 warps 691 and 614 (f32), 517 and 421 (bf16).
+    """
     r = power(nr)
 
     def tile(elements: int, each: int) -> Blocks:
         x = min(max(1, elements // r), power(nx), 128)
         while x > 1 and nx < x * 2 * spec.cores:
             x //= 2
-        return Blocks((("x", x), ("r", r)), warps_for(x * r, each))
+        warps = 32 if r >= 2 * ROW_LIMIT else warps_for(x * r, each)
+        return Blocks((("x", x), ("r", r)), warps)
 
     each = 16 if itemsize >= 4 else 32
-    found = dict.fromkeys((tile(1024, each), tile(1024, each // 2), tile(2048, each)))
+    few = 2048 if light and itemsize < 4 else 1024
+    found = dict.fromkeys((tile(few, each), tile(1024, each // 2), tile(3072 - few, each)))
     return tuple(found)
 
 
@@ -389,20 +396,31 @@ def _across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
     return tuple(dict.fromkeys((tile(64, 8192, 3), tile(64, 8192, 2), tile(64, 4096, 3))))
 
 
-def _long_rows(loops: Loops, nx: int, nr: int) -> tuple[Blocks, ...]:
-    """H200: rows that are read once do best with many small programs (cross entropy of 50257: 430
-    us with 2048, 480 to 620 us with 4096 elements); what is read again must still be in the L2
-    (softmax of 32768: 205 us with 4096 elements and 8 warps, 217 us with 2048).
-    """
+def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+    """Blocks of a row, pass by pass. H200, us with heuristics' choice before and after:
 
-    def tile(r: int, warps: int) -> Blocks:
+    read again  batch norm, 401 KB of bf16: 4096 elements without and with a pipeline of 3 116, 87,
+                its backward 148, 125; group norm, 128 KB: 106, 74. Rows of 256 KB of f32, of which
+                the L2 holds one for every multiprocessor: 4096 and 16384 elements 208, 152
+                (instance norm), 335, 284 (its backward)
+    read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two folds); a pipeline
+                of 3 for f32: 258, 245
+    """
+    itemsize, loads = _widest(loops), _row_loads(loops)
+
+    def tile(r: int, warps: int, stages: int = 1) -> Blocks:
         block = min(r, power(nr))
         x = max(1, min(1024 // block, power(nx)))
-        return Blocks((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)))
+        return Blocks((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)), stages)
 
-    once = not any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
-    choices = (tile(2048, 8), tile(4096, 16), tile(4096, 8))
-    return tuple(dict.fromkeys(choices if once else (choices[2], choices[0], choices[1])))
+    if not any(isinstance(p, Write) and p.level == "point" for p in loops.parts):
+        stages = 3 if itemsize >= 4 else 1
+        return tuple(dict.fromkeys((tile(4096, 8, stages), tile(2048, 8), tile(8192, 16, stages))))
+    pipeline = tile(4096, 4 if loads == 1 else 8, 3 if loads * itemsize <= 4 else 2)
+    whole = tile(16384, 16)
+    held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
+    first = (whole, pipeline) if held else (pipeline, tile(2048, 8, 3))
+    return tuple(dict.fromkeys((*first, tile(4096, 8))))
 
 
 # -- chunks ----------------------------------------------------------------------------------------
