@@ -152,6 +152,17 @@ BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
         "range", lambda: only(fold, row, replace(point, index=(i.index + 1, j.index)))),
     "load outside": ("range", lambda: only(
         fold, row, replace(point, value=read("x", i, j.index + 1)))),
+    "partial of another dtype": ("dtypes", lambda: only(
+        fold, row, point, replace(partial, body=E.cast(x, "f16")), chunk=(i, 4))),
+    "mask is a number": ("dtypes", lambda: only(fold, row, replace(point, mask=x))),
+    "part without a nest": ("nests", lambda: schedule(
+        kernel(nest(fold, row, point), barriers=(1,)), CALL, LAST)),
+    "unknown scan": ("kinds", lambda: only(Prefix("r", "any", x), point, row)),
+    "position along two loops": ("levels", lambda: only(
+        Fold("r", "argmax", x), point, parallel=(), reduced=(i, j))),
+    "mask that lets through": ("range", lambda: only(
+        fold, row, replace(point, index=(i.index, j.index + 1),
+                           mask=op("lt", E.index_value(i.index), literal(3, "i64"))))),
 }  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def call(*names: str, **kwargs: Any) -> Extern:
 
 gather = atom(Value(read("ids", i, dtype="i64")))
 scatter = Compute("y", (i,), one, lay(8, 4), "x", (i.index, const(0)))
+seed = read("ids", 0, dtype="i64")
 other = Sym("other")
 wide = Expr("load", "f64", (), ("x", at(i, j), None))
 
@@ -153,6 +154,38 @@ BROKEN: dict[str, tuple[str, Callable[[], Program]]] = {
     "results without layouts": ("calls", lambda: make(call("v", layouts=()))),
     "result without layout": ("calls", lambda: make(call("v", layouts=(None,)))),
     "aliases of other results": ("calls", lambda: make(call("v", aliases=(None, None)))),
+    "index of 32 bits": (
+        "dtypes", lambda: make(pointwise(Expr("index", "i32", (), i.index), i))),
+    "cast of two values": ("kinds", lambda: make(pointwise(Expr("cast", "f64", (x, x))))),
+    "scan along a number": (
+        "kinds", lambda: make(pointwise(Expr("scan", "f32", (x,), ("sum", 1))))),
+    "scan of another dtype": (
+        "dtypes", lambda: make(pointwise(Expr("scan", "f64", (x,), ("sum", j))))),
+    "random number of another dtype": (
+        "dtypes", lambda: make(pointwise(E.random("rand", seed, 0, i.index, "i64"), i))),
+    "stream that is no number": (
+        "kinds", lambda: make(pointwise(Expr("random", "f32", (seed,), ("rand", "0", i.index)),
+                                        i))),
+    "check of a float": (
+        "dtypes", lambda: make(pointwise(Expr("check", "i64", (x,), const(4))))),
+    "check by what moves": (
+        "axes",
+        lambda: make(pointwise(Expr("check", "i64", (E.index_value(i.index),), i.index), i))),
+    "tensor of no dtype": ("dtypes", lambda: make(Input("z", lay(8, dtype="f9"), 2))),
+    "scatter masked by a number": ("dtypes", lambda: make(replace(scatter, mask=one))),
+    "view of two ranks": (
+        "layouts",
+        lambda: make(call("y", args=(ViewArg("x", (const(8),), (const(1),) * 2, const(0)),)))),
+    "mask that lets through": (
+        "range", lambda: make(pointwise(read(
+            "x", i, j.index - 1, mask=op("ge", E.index_value(i.index), literal(1, "i64")))))),
+    "mask one too late": (
+        "range", lambda: make(pointwise(read(
+            "x", i, j.index + 1, mask=op("lt", E.index_value(j.index), literal(4, "i64")))))),
+    "store masked beside the end": (
+        "range", lambda: make(replace(
+            scatter, index=(i.index + 1, const(0)),
+            mask=op("lt", E.index_value(i.index), literal(8, "i64"))))),
 }  # fmt: skip
 
 

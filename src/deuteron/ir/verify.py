@@ -12,8 +12,8 @@ Invariants by name
     axes         a definition's axes are distinct; every axis used is one of them or bound by a fold
     dtypes       arguments of an operation share a dtype; loads and stores have their tensor's
     kinds        operations, folds, distributions and attributes exist and fit
-    range        every load and store is inside its tensor: proven, or masked, or at a loaded
-    position
+    range        every load and store is inside its tensor: proven, or masked (by what no example
+                 gets past), or at a loaded position
                  (which lowering wraps and checks). What can neither be proven nor refuted by an
                  example passes, unless `strict`
     overwritten  after a target is overwritten nobody reads it, nor its memory by an older name; the
@@ -55,6 +55,7 @@ from deuteron.ir.index import (
     in_range,
     is_nonneg,
 )
+from deuteron.ir.masks import lets_through
 from deuteron.ir.program import (
     Compute,
     Constant,
@@ -364,12 +365,15 @@ def _sample(s: Sym, k: int, rng: random.Random) -> int:
 
 
 def check_position(
-    what: str, indices: tuple[Index, ...], layout: Layout, masked: bool, strict: bool = False
+    what: str, indices: tuple[Index, ...], layout: Layout, mask: Expr | None, strict: bool = False
 ) -> None:
     """Arity and range of an access to a tensor."""
     if len(indices) != len(layout.shape):
         raise Fault("layouts", f"{what}: {len(indices)} indices for rank {len(layout.shape)}")
-    if masked:
+    if mask is not None:
+        found = lets_through(indices, layout.shape, mask)
+        if found is not None:
+            raise Fault("range", f"the mask of the {what} lets it outside: {found}")
         return
     for d, (i, n) in enumerate(zip(indices, layout.shape)):
         verdict = range_verdict(i, n)
@@ -385,7 +389,7 @@ def check_load(n: Expr, layout: Layout, strict: bool = False) -> None:
     name, indices, _ = n.attr
     if n.dtype != layout.dtype:
         raise Fault("dtypes", f"load of {name} is {n.dtype}, the tensor {layout.dtype}")
-    check_position(f"load of {name}", indices, layout, bool(n.args), strict)
+    check_position(f"load of {name}", indices, layout, n.args[0] if n.args else None, strict)
 
 
 def check_layout(name: str, layout: Layout) -> None:
@@ -496,9 +500,7 @@ class _State:
             if d.mask.dtype != "bool":
                 raise Fault("dtypes", f"the mask is {d.mask.dtype}")
             self.expr(d.mask, d.axes)
-        check_position(
-            f"store to {d.name}", d.store_index, d.layout, d.mask is not None, self.strict
-        )
+        check_position(f"store to {d.name}", d.store_index, d.layout, d.mask, self.strict)
         for i in d.index or ():
             missing = index_axes(i).difference(d.axes)
             if missing:

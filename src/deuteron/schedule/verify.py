@@ -335,8 +335,7 @@ class _State:
             raise Fault("dtypes", f"the mask of the store to {s.tensor} is {s.mask.dtype}")
         if s.accumulate is not None and s.accumulate not in ACCUMULATES:
             raise Fault("kinds", f"no accumulation {s.accumulate!r}")
-        masked = s.mask is not None
-        check_position(f"store to {s.tensor}", s.index, layout, masked, self.strict)
+        check_position(f"store to {s.tensor}", s.index, layout, s.mask, self.strict)
         writes.add(s.tensor)
 
     def in_place(self, nest: Nest) -> None:
