@@ -26,6 +26,7 @@ ODD_SIZES = (0, 1, 64, 67, 129)
 MAX_ELEMENTS = 6000  # of a value: a program's cost is its compilation
 MAX_AXES = 5
 MOST_STRIDED = 3  # elements that a row with ``as_strided`` reaches over
+MOST_UNBOUND = 64  # tensors that a row with ``unbind`` makes
 HUGE = 1e5  # values that grow beyond are not kept: programs of inf and nan show nothing
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
@@ -199,6 +200,8 @@ class Generator:
         t = self.env[x]
         if "as_strided" in text and extent(t) < MOST_STRIDED:
             raise Refused  # eager may read on where a kernel left its working memory
+        if "unbind" in text and max(t.shape, default=0) > MOST_UNBOUND:
+            raise Refused  # Dynamo takes minutes for thousands of tensors
         rng = self.rng
         out = text
         while "{" in out:
