@@ -186,6 +186,10 @@ PHASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (torch.randn(2, 3, 7, 37), IMAGE),
     ),
     "enlarged": (lambda x: F.interpolate(x, scale_factor=2) + 1, (torch.randn(2, 3, 10, 66),)),
+    "enlarged, bilinear": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        (torch.randn(2, 3, 10, 18),),
+    ),
     "enlarged, added": (
         lambda x, y: F.interpolate(x, scale_factor=4) + y,
         (torch.randn(2, 4, 36), torch.randn(2, 4, 144)),

@@ -104,7 +104,7 @@ def _combined(name: str, args: list[Index]) -> Index | None:
         return maximum(a, b) if name == "maximum" else minimum(a, b)
     if divisor and (name == "floordiv" or name == "truncdiv" and is_nonneg(a)):
         return floordiv(a, b)
-    if divisor and name == "remainder":
+    if divisor and (name == "remainder" or name == "fmod" and is_nonneg(a)):
         return mod(a, b)
     return None
 

@@ -45,6 +45,8 @@ def phased(loops: Loops) -> Loops:
     """The nest with every axis written out that makes its work less."""
     if loops.chunk is not None or not all(isinstance(p, Write) for p in loops.parts):
         return loops
+    if loops.reduced and any(isinstance(p, Write) and p.level == "row" for p in loops.parts):
+        return loops
     phases = 1
     while True:
         best, least = None, WORTH * work(loops)
@@ -62,20 +64,24 @@ def phased(loops: Loops) -> Loops:
 def candidates(loops: Loops, most: int) -> Iterator[tuple[Loops, Axis]]:
     """Axes with at most so many points, and nests with axes that are cut into so many parts where
     conditions change (the tensors of a concatenation)."""
-    for a in loops.parallel:
+    axes = (*loops.parallel, *loops.reduced)
+    for a in axes:
         n = a.extent.value
         if n is not None and 1 < n <= most:
             yield loops, a
     for axis, places in sorted(_changes(loops).items(), key=lambda item: item[0].key):
         n = axis.extent.value
-        if n is None or axis not in loops.parallel:
+        if n is None or axis not in axes:
             continue
         part = math.gcd(n, *(k for k in places if 0 < k < n))
         if LEAST_PART <= part < n <= part * most:
             outer, inner = Axis(f"{axis.name}p", n // part), Axis(f"{axis.name}q", part)
-            parallel = (x for a in loops.parallel for x in ((outer, inner) if a == axis else (a,)))
+            groups = [
+                [x for a in group for x in ((outer, inner) if a == axis else (a,))]
+                for group in (loops.parallel, loops.reduced)
+            ]
             table: dict[Atom, Index] = {axis: outer.index * part + inner.index}
-            yield rearranged(loops, table, parallel, loops.reduced), outer
+            yield rearranged(loops, table, *groups), outer
 
 
 def _changes(loops: Loops) -> dict[Axis, set[int]]:
@@ -121,25 +127,25 @@ def _without(loops: Loops, axis: Axis) -> Loops | None:
     count = hint(axis.extent)
     if len(nodes(loops)) * count > MOST_NODES:
         return None
-    left = tuple(a for a in loops.parallel if a != axis)
+    left, inner = ([a for a in g if a != axis] for g in (loops.parallel, loops.reduced))
     at = [Rewriter({axis: const(k)}, None, loops.results) for k in range(count)]
     parts: list[Part] = []
     for p in loops.parts:
         assert isinstance(p, Write)
-        along = _along(p, axis, (*left, *loops.reduced))
+        along = _along(p, axis, (*left, *inner))
         if along is not None and p.phase is None and p.mask is None and p.accumulate is None:
             values = [r.expr(p.value) for r in at]
             parts.append(
                 replace(p, value=values[0], others=tuple(values[1:]), phase=axis, along=along)
             )
-        elif _scattered(p, axis, (*left, *loops.reduced)):
+        elif _scattered(p, axis, (*left, *inner)):
             return None
         else:
             parts += [r.part(p) for r in at]
     found = {p.along for p in parts if isinstance(p, Write) and p.along is not None}
     if len(found) > 1:
         return None
-    return replace(loops, parallel=left, parts=tuple(parts))
+    return replace(loops, parallel=tuple(left), reduced=tuple(inner), parts=tuple(parts))
 
 
 def _along(w: Write, axis: Axis, others: tuple[Axis, ...]) -> Axis | None:

@@ -39,6 +39,9 @@ ROW_LIMIT = 16384
 # 1.31 (f32); logsumexp, which reads once in any case, 1.20 and 1.22. At 65536 columns registers
 # spill.
 LONG_ROW = 2
+# Where elements are read one by one, neighbours in memory are for neighbouring threads: one
+# instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
+# thread take 84 and 140 us.
 # With so many axes, finding a point's place costs more than its arithmetic.
 MANY_AXES = 4
 # With more at every point, a thread takes few points.
@@ -50,6 +53,8 @@ HELD = 3
 # Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
 # parts of both.
 ACROSS = 8
+# Bytes of the blocks that are on their way to a program.
+PIPELINE = 96 << 10
 # Columns that a program reads at once at least: 32 bytes of half numbers.
 LEAST_COLUMNS = 16
 
@@ -64,6 +69,13 @@ class Blocks:
 
     def of(self, dim: str) -> int:
         return dict(self.sizes)[dim]
+
+
+SINGLE = (
+    Blocks((("x", 256),), 8),
+    Blocks((("x", 128),), 4),
+    Blocks((("x", 256),), 4),
+)
 
 
 @dataclass(frozen=True)
@@ -150,8 +162,23 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         return Form("points", (("y", y), ("x", x)), blocks)
     full = [a for a in accesses(loops) if 2 * points(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
+    if _apart(loops, order[-1]):
+        return Form("points", (("x", order),), SINGLE)
     blocks = _line_blocks(size(order), spec, _widest(loops), most)
     return Form("points", (("x", order),), blocks)
+
+
+def _apart(loops: Loops, inner: Axis) -> bool:
+    """Whether most of what is read comes element by element: neighbours lie apart, or begin between
+    two multiples of 16 bytes."""
+    read = [a for a in accesses(loops) if not a.store]
+    single = 0.0
+    for a in read:
+        if stride(a.address, inner) not in (0, 1):
+            single += 1.0
+        elif dict(a.address.terms).get((), 0) * a.itemsize % 16:
+            single += 0.5
+    return len(read) > 1 and 2 * single > len(read)
 
 
 def stored_points(loops: Loops) -> int:
@@ -269,6 +296,27 @@ def _row_loads(loops: Loops) -> int:
     return max(1, len(found))
 
 
+def _streamed(loops: Loops) -> int:
+    """Bytes that are read for every element of every row."""
+    axes = (*loops.parallel, *loops.reduced)
+    found = {
+        (a.tensor, a.address): a.itemsize
+        for a in accesses(loops)
+        if not a.store and 2 * points(a.address, axes) > size(axes)
+    }
+    return sum(found.values())
+
+
+def _tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
+    """Bytes that are read for each element of a tile, whatever of them is the same."""
+    found = {
+        (a.tensor, a.address): a.itemsize
+        for a in accesses(loops)
+        if not a.store and a.address.axes() & set(x) and a.address.axes() & set(r)
+    }
+    return sum(found.values())
+
+
 def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
     if any(
@@ -295,7 +343,7 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     elif persistent:
         candidates = _row_tiles(nx, nr, _widest(loops), spec, light=loads == 1 and not again)
     elif columns:
-        candidates = _column_tiles(nx, nr, spec, None)
+        candidates = _column_blocks(nx, nr, _tile_bytes(loops, x, r), spec)
     else:
         candidates = _long_rows(loops, nx, nr, spec)
     start = None
@@ -364,22 +412,37 @@ def _row_tiles(
     return tuple(found)
 
 
-def _column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int | None) -> tuple[Blocks, ...]:
+def _column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[Blocks, ...]:
     """Contiguous along x: at least 32 bytes of a row at once, few enough columns that there are
-    many programs; whole columns as long as a tile has at most `limit` elements.
+    many programs; whole columns, at most `limit` elements.
     """
 
-    def tile(x: int, elements: int) -> Blocks:
+    def tile(x: int) -> Blocks:
         x = min(x, power(nx))
         while x > 8 and nx < x * spec.cores:
             x //= 2
-        if limit is not None:
-            x = min(x, max(1, limit // power(nr)))
-        r = power(nr) if limit is not None else min(power(nr), max(1, elements // x))
-        return Blocks((("x", x), ("r", r)), warps_for(x * r))
+        x = min(x, max(1, limit // power(nr)))
+        return Blocks((("x", x), ("r", power(nr))), warps_for(x * power(nr)))
 
-    found = dict.fromkeys((tile(64, 4096), tile(32, 4096), tile(128, 4096)))
-    return tuple(found)
+    return tuple(dict.fromkeys((tile(64), tile(32), tile(128))))
+
+
+def _column_blocks(nx: int, nr: int, moved: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+    """The same, block by block. H200, us: 64 x 64 elements and 64 x 128 in a pipeline of 3: 59 and
+    41 (statistics of channels, bf16), 134 and 121 (their gradients).
+    """
+
+    def tile(x: int, elements: int, stages: int) -> Blocks:
+        x = min(x, power(nx))
+        while x > 8 and nx < x * spec.cores:
+            x //= 2
+        r = min(power(nr), max(1, elements // x))
+        return Blocks((("x", x), ("r", r)), warps_for(x * r, 32), stages)
+
+    most = 8192 if moved <= 4 else 4096
+    deep = 3 if 3 * most * moved <= PIPELINE else 1
+    found = (tile(64, most, deep), tile(64, 4096, 1), tile(32, 4096, deep))
+    return tuple(dict.fromkeys(found))
 
 
 def _across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
@@ -405,8 +468,9 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
                 (instance norm), 335, 284 (its backward)
     read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two folds); a pipeline
                 of 3 for f32: 258, 245
+    few rows    64 of 3 MB of f32: 2048 and 8192 elements, pipeline of 3: 198, 72; 421, 245
     """
-    itemsize, loads = _widest(loops), _row_loads(loops)
+    itemsize, moved = _widest(loops), _streamed(loops)
 
     def tile(r: int, warps: int, stages: int = 1) -> Blocks:
         block = min(r, power(nr))
@@ -414,12 +478,16 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
         return Blocks((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)), stages)
 
     if not any(isinstance(p, Write) and p.level == "point" for p in loops.parts):
+        if nx < 2 * spec.cores:
+            return tuple(dict.fromkeys((tile(8192, 16, 3), tile(4096, 8, 3), tile(2048, 8))))
         stages = 3 if itemsize >= 4 else 1
         return tuple(dict.fromkeys((tile(4096, 8, stages), tile(2048, 8), tile(8192, 16, stages))))
-    pipeline = tile(4096, 4 if loads == 1 else 8, 3 if loads * itemsize <= 4 else 2)
+    pipeline = tile(4096, 8, 3 if moved <= 4 else 2)
     whole = tile(16384, 16)
     held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
     first = (whole, pipeline) if held else (pipeline, tile(2048, 8, 3))
+    if nx < spec.cores:
+        first = (tile(8192, 8, 3), pipeline)
     return tuple(dict.fromkeys((*first, tile(4096, 8))))
 
 

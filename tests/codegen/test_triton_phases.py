@@ -1,0 +1,60 @@
+"""What short axes, windows and concatenations look like in Triton: one address for a window, phases
+stored together, nothing computed for the other half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from deuteron.base.options import Options
+from deuteron.codegen.triton.generate import TritonKernel, generate
+from tests.schedule.tools import scheduled, spec_of
+
+aten = torch.ops.aten
+X = torch.randn(8, 32, 56, 64, dtype=torch.bfloat16)
+
+
+def kernels(f: Callable[..., Any], *args: Tensor) -> list[TritonKernel]:
+    found = scheduled(f, *args, device="H200", check=False)
+    return [generate(k, spec_of("H200"), Options()) for k in found.kernels]
+
+
+def test_a_window_has_one_address() -> None:
+    (k,) = kernels(lambda x: F.avg_pool2d(x, 3, 2, 1), X)
+    places = {line.split("tl.load(")[1].split(")")[0] for line in k.source.splitlines()
+              if "tl.load(" in line}  # fmt: skip
+    assert len(places) == 1, places
+
+
+def test_elements_apart_are_for_neighbouring_threads() -> None:
+    (k,) = kernels(lambda x: F.avg_pool2d(x, 3, 2, 1), X)
+    for c in k.configs[:2]:
+        assert dict(c.constexprs)["XBLOCK"] == 32 * c.num_warps
+
+
+def test_phases_are_stored_together() -> None:
+    g = torch.randn(8, 32, 28, 32, dtype=torch.bfloat16)
+    window = ([3, 3], [2, 2], [1, 1], False, True, None)
+    (k,) = kernels(lambda g, x: aten.avg_pool2d_backward(g, x, *window), g, X)
+    assert k.source.count("tl.store(") == k.source.count("tl.interleave(") == 2
+    assert k.source.count("tl.load(") == 4  # windows over four neighbours
+
+
+def test_each_part_of_a_concatenation_computes_its_own() -> None:
+    x = torch.randn(512, 256)
+    (k,) = kernels(lambda x, y: torch.cat([x.exp(), y.sin()], -1), x, x)
+    assert k.source.count("tl.store(") == 2 and "tl.where" not in k.source
+    assert "mask" not in k.source.split("def ")[1]
+
+
+def test_plain_axes_stay() -> None:
+    x = torch.randn(64, 4, 512)
+    (k,) = kernels(lambda x, y: x * y + 1, x, x)
+    assert k.source.count("tl.store(") == 1
