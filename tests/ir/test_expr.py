@@ -84,6 +84,13 @@ def test_folding_keeps_the_dtype() -> None:
     assert op("where", literal(False, "bool"), x, literal(0, "f32")) is literal(0, "f32")
 
 
+def test_isnan_of_a_number_is_known() -> None:
+    for value in (float("nan"), float("inf"), -0.0, 1.5):
+        for dtype in ("f16", "bf16", "f32", "f64"):
+            found = op("isnan", literal(value, dtype))
+            assert found is literal(value != value, "bool")
+
+
 def test_positions_fold_and_compare() -> None:
     a, b = E.index_value(i.index), E.index_value(j.index)
     assert op("add", a, b) is E.index_value(i.index + j.index)

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deuteron.ir.expr import load
 from deuteron.ir.index import (
     Axis,
+    Div,
     Index,
+    Mod,
     Sym,
+    Value,
     as_index,
     atom,
     bound,
@@ -29,6 +33,7 @@ from deuteron.ir.index import (
     product,
     substitute,
 )
+from deuteron.ir.ranges import _plainly_nonneg
 from tests.ir.trees import AXES, SYMS, Tree, build, divisors, meaning, tree_axes, trees, valuations
 
 quick = settings(max_examples=250, deadline=None)
@@ -112,6 +117,7 @@ def test_divide_exact_multiplies_back(tree: Tree, den: Tree) -> None:
             assert evaluate(q, env) * meaning(den, env) == meaning(tree, env)
     back = divide_exact(a * b, b)
     assert len(b.terms) != 1 or back is a
+    assert divide_exact(a, 1) is a
 
 
 @quick
@@ -239,3 +245,81 @@ def test_division_by_what_is_not_positive_is_an_error() -> None:
             floordiv(n, bad)
         with pytest.raises(ZeroDivisionError):
             mod(n, bad)
+
+
+# -- forms that the trees do not have --------------------------------------------------------------
+
+sums = st.sampled_from(
+    [n + 1, m + 1, m + atom(Sym("k", 2, 7)), m * 2 + 1, m * m + m, n * m + 1, m + n * 3 + 2]
+)
+
+
+@quick
+@given(trees, sums)
+def test_divisors_of_several_terms(tree: Tree, den: Index) -> None:
+    """Exact multiples leave nothing, everything else what Python says."""
+    index = build(tree)
+    made = {k: f(index, den) for k, f in (("q", floordiv), ("r", mod))}
+    both = floordiv(index * den, den), mod(index * den, den)
+    exact = divide_exact(index * den, den)
+    for env in valuations(tree_axes(tree), 2):
+        x, d = meaning(tree, env), evaluate(den, env)
+        assert (evaluate(made["q"], env), evaluate(made["r"], env)) == divmod(x, d)
+        assert (evaluate(both[0], env), evaluate(both[1], env)) == (x, 0)
+        assert exact is None or evaluate(exact, env) == x
+
+
+@quick
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=14), sums)
+def test_long_division_ends(coefficients: list[int], den: Index) -> None:
+    """Of polynomials of any degree: the quotient, or None after a handful of steps."""
+    number = const(0)
+    for c in coefficients:
+        number = number * n + c
+    for found in (divide_exact(number, n - 1), divide_exact(number, den)):
+        by = n - 1 if found is divide_exact(number, n - 1) else den
+        for size in range(2, 6):
+            env = {"n": size, "m": size + 1, "k": size + 2}
+            if found is not None:
+                assert evaluate(found, env) * evaluate(by, env) == evaluate(number, env)
+    powers = const(0)
+    for _ in range(12):
+        powers = powers * n + 1
+    assert divide_exact(powers * (n - 1), n - 1) is None  # too long, and given up
+
+
+@quick
+@given(trees)
+def test_divisors_that_may_be_zero(tree: Tree) -> None:
+    """Where the divisor is 0 nothing is said; elsewhere multiples of it leave nothing."""
+    index = build(tree)
+    quotient, rest = floordiv(index * n, n), mod(index * n, n)
+    for env in valuations(tree_axes(tree), 2):
+        if env["n"] > 0:
+            assert (evaluate(quotient, env), evaluate(rest, env)) == (meaning(tree, env), 0)
+    assert floordiv(const(0), n) is const(0)
+
+
+def test_atoms_that_are_plainly_nonneg() -> None:
+    loaded = Value(load("ids", (const(0),), "i64"))
+    known = [
+        (Axis("i", 3), True),
+        (Mod(n, const(4)), True),
+        (loaded, False),
+        (Sym("d", -2), False),
+        (Sym("n"), True),
+        (Div(n, const(2)), True),
+        (Div(atom(Sym("d", -2)), const(2)), False),
+    ]
+    for a, expected in known:
+        assert _plainly_nonneg(a) is expected
+
+
+@quick
+@given(trees, st.sampled_from(AXES), st.integers(0, 2))
+def test_substitution_reaches_loaded_values(tree: Tree, axis: Axis, at: int) -> None:
+    index = build(tree)
+    made = atom(Value(load("ids", (index,), "i64"))) * 3 + axis.index
+    moved = substitute(made, {axis: const(at)})
+    inner = substitute(index, {axis: const(at)})
+    assert moved is atom(Value(load("ids", (inner,), "i64"))) * 3 + at

@@ -419,9 +419,7 @@ def _recombine(out: dict[Monomial, int]) -> Index:
 
 
 def _divide_term(m: Monomial, c: int, den: Index) -> tuple[Monomial, int] | None:
-    """The term divided by `den` where that is exact, else None."""
-    if len(den.terms) != 1:
-        return None
+    """The term divided by `den`, a single term, where that is exact, else None."""
     dm, dc = den.terms[0]
     if c % dc:
         return None
