@@ -15,6 +15,7 @@ from deuteron.codegen.cpp.emit import Emitter, smaller
 from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write
 from deuteron.codegen.cpp.passes import Pass, plan
+from deuteron.codegen.cpp.short import short_loop
 from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const, hint, product
@@ -328,6 +329,8 @@ class PassWriter:
         random = draws(self.env, seg.parts, (seg.axis, self.v)) if simd else []
         if random:
             self.drawn_loop(seg, low, high, position, random, accs)
+            return
+        if simd and short_loop(self, seg, low, high, accs or {}):
             return
         alone = simd and len(self.plan.passes) == 1 and not self.plan.row_writes
         past = streamed(self.env, seg.parts, seg.axis) if alone else []

@@ -7,6 +7,7 @@ for outer axes and blocks of the vector axis (threads):
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
@@ -28,7 +29,7 @@ from deuteron.codegen.cpp.nests import (
     serial_loops,
     size,
 )
-from deuteron.codegen.cpp.segments import row_conditions
+from deuteron.codegen.cpp.segments import row_masks
 from deuteron.codegen.cpp.tiles import Tiles, crossing
 from deuteron.codegen.cpp.unroll import interleaved, write_out
 from deuteron.ir.expr import Expr, literal
@@ -38,6 +39,7 @@ from deuteron.ir.index import Axis, const, hint
 BLOCK = 4096
 # sin of 10 M floats on one core: 8.0 ms with arguments of any size, 2.6 ms in blocks like these.
 NEAR_BLOCK, NEAR_FLOPS = 256, 8.0
+MOST_CASES, MOST_NODES = 4, 1200  # of conditions of a row, and of operations in all of them
 
 
 class Points(PassWriter):
@@ -107,29 +109,40 @@ class Points(PassWriter):
 
     def guarded_loop(self, seg: Segment, start: str, end: str) -> None:
         """The loop over a segment; where loads are guarded by conditions of the row, once with them
-        all true.
+        all true, and once for each other case, or for all others together where these are many.
         """
         em = self.env.em
         inner = {self.v, seg.axis}
         roots = [r for p in seg.parts for r in roots_of(p)]
-        conditions = row_conditions(roots, lambda n: bool(em.deps(n) & inner))
-        if not conditions:
+        masks = row_masks(roots, lambda n: bool(em.deps(n) & inner))
+        if not masks:
             self.loop(seg, start, end)
             return
-        test = " & ".join(em.value(c) for c in conditions)
-        inside = Rewriter({}, None, self.env.loops.results)
-        inside.done = {c: literal(True, "bool") for c in conditions}
-        for n in unique_nodes(roots):  # what is loaded and checked before the test stays guarded
-            if n.op in ("load", "check") and not em.deps(n) & inner:
-                inside.done[n] = n
-        parts = [inside.part(p) for p in seg.parts]
+        nodes = unique_nodes(roots)
+        cases = list(itertools.product((True, False), repeat=len(masks)))
+        all_cases = len(cases) <= MOST_CASES and len(cases) * len(nodes) <= MOST_NODES
         branches = []
-        for body in (parts, seg.parts):
+        for case in cases if all_cases else cases[:1]:
+            move = Rewriter({}, None, self.env.loops.results)
+            known = dict(zip(masks, case, strict=True))
+            for row, needed in masks.items():
+                if known[row]:
+                    move.done |= dict.fromkeys(row, literal(True, "bool"))
+                else:
+                    move.done |= dict.fromkeys(needed, literal(False, "bool"))
+            for n in nodes:  # what is loaded and checked before the test stays guarded
+                if n.op in ("load", "check") and not em.deps(n) & inner:
+                    move.done[n] = n
+            test = [em.value(c) for row in masks if known[row] for c in sorted(row, key=_number)]
+            body = replace(seg, parts=[move.part(p) for p in seg.parts])
+            branches.append((" & ".join(dict.fromkeys(test)), body))
+        if not all_cases:
+            branches.append(("", seg))
+        for k, (test_text, body) in enumerate(branches):
             with em.inside() as scope:
-                self.loop(replace(seg, parts=body), start, end)
-            branches.append(scope.lines)
-        em.scope.loop(f"if ({test})", branches[0])
-        em.scope.loop("else", branches[1])
+                self.loop(body, start, end)
+            head = f"if ({test_text})" if test_text else ""
+            em.scope.loop(f"{'else ' if k else ''}{head}".strip(), scope.lines)
 
     def loop(self, seg: Segment, start: str, end: str) -> None:
         """One vector loop; calls that have a fast version for small arguments get it per block."""
@@ -179,6 +192,10 @@ class Points(PassWriter):
 
     def plain_loop(self, seg: Segment, start: str, end: str) -> None:
         self.whole_loop(seg, start, end, "0", self.v not in self.conflicts)
+
+
+def _number(e: Expr) -> int:
+    return e.id
 
 
 def write_points(env: Env) -> None:

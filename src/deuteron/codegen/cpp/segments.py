@@ -68,19 +68,23 @@ def _edges(n: Expr, axis: Axis) -> list[Index]:
     return [zero if round_up else zero + 1]
 
 
-def row_conditions(roots: Sequence[Expr], inner: Callable[[Expr], bool]) -> list[Expr]:
-    """Conditions that guard loads in the inner loop and are the same for all of the loop.
+def row_masks(
+    roots: Sequence[Expr], inner: Callable[[Expr], bool]
+) -> dict[frozenset[Expr], list[Expr]]:
+    """What guards loads in the inner loop and is the same for all of the loop: sets of conditions,
+    with the masks that need them.
 
     `inner(expr)` tells what depends on the inner loop.
     """
-    found: dict[Expr, None] = {}
+    found: dict[frozenset[Expr], dict[Expr, None]] = {}
     for r in roots:
         for n in r.walk():
             if n.op == "load" and n.args and inner(n):
-                for c in _conjuncts(n.args[0]):
-                    if not inner(c) and c.op != "literal":
-                        found[c] = None
-    return list(found)
+                mask = n.args[0]
+                row = [c for c in _conjuncts(mask) if not inner(c) and c.op != "literal"]
+                if row:
+                    found.setdefault(frozenset(row), {})[mask] = None
+    return {row: list(masks) for row, masks in found.items()}
 
 
 def _conjuncts(mask: Expr) -> list[Expr]:

@@ -386,3 +386,26 @@ template <class T, class U> static void d_transpose(
   U* t = to.block(to_step, columns, rows);
   if (t) d_transpose(from, step, t, to_step, rows, columns);
 }
+
+//@ d_every
+// to[k] = from[s k]: nothing but these elements is read, nor what lies behind the last.
+template <int s, class T> D_FN void d_every(T* to, const T* from, i64 n) {
+#if defined(__AVX512F__)
+  if constexpr (s == 2 && sizeof(T) == 4) {
+    typedef T Row __attribute__((vector_size(64)));
+    typedef i32 At __attribute__((vector_size(64)));
+    if (n >= 16) {
+      for (i64 k = 0; k < n; k += 16) {
+        i64 at = k < n - 16 ? k : n - 16;
+        Row x, y;
+        __builtin_memcpy(&x, from + 2 * at, 64);
+        __builtin_memcpy(&y, from + 2 * at + 15, 64);
+        x = __builtin_shuffle(x, y, At{0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31});
+        __builtin_memcpy(to + at, &x, 64);
+      }
+      return;
+    }
+  }
+#endif
+  for (i64 k = 0; k < n; ++k) to[k] = from[s * k];
+}
