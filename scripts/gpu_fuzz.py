@@ -22,6 +22,10 @@ from deuteron.base.options import set_environment  # noqa: E402
 from deuteron.tools.fuzz import Task, fuzz  # noqa: E402
 
 
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
 def main(device: str, first: str, seconds: str, processes: str, log: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # One thread and one builder each: there are as many processes as cores.
@@ -29,7 +33,7 @@ def main(device: str, first: str, seconds: str, processes: str, log: str) -> Non
         seeds = [int(s) for s in first.split(",")]
         task = Task(seeds[0], device, cut=False, folder=f"{folder}/failures")
         start = seeds if len(seeds) > 1 else seeds[0]
-        tally = fuzz(start, float(seconds), None, int(processes), task, print, limit=100.0)
+        tally = fuzz(start, float(seconds), None, int(processes), task, say, limit=100.0)
     with open(log, "w") as f:
         for row in tally.failures:
             f.write(json.dumps(row) + "\n")
