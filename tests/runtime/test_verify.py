@@ -18,6 +18,7 @@ import deuteron.pipeline as pipeline
 from deuteron.backend import deuteron_backend
 from deuteron.base.errors import VerifyError
 from deuteron.ir.expr import op
+from deuteron.ir.program import Compute, Program
 from deuteron.memory import plan as memory_plan
 from deuteron.runtime.verify import compare, moved
 
@@ -172,3 +173,95 @@ def test_moved_inputs() -> None:
         assert 0 < change <= 2 * torch.finfo(dtype).eps
     i = torch.arange(4)
     assert torch.equal(moved(i, 0), i)
+
+
+# -- against the traced graph ----------------------------------------------------------------------
+
+
+def lowered_wrongly(monkeypatch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> None:
+    """Everything behind lowering believes a program that is not what was traced."""
+    real = pipeline.lower
+    monkeypatch.setattr(pipeline, "lower", lambda *args: change(real(*args)))
+
+
+def test_wrong_lowering_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel agrees with its program, and the program is wrong: only ATen tells."""
+
+    def negated(p: Program) -> Program:
+        return replace(p, defs=tuple(
+            replace(d, body=op("neg", d.body)) if isinstance(d, Compute) and d.name == "mul" else d
+            for d in p.defs
+        ))  # fmt: skip
+
+    lowered_wrongly(monkeypatch, negated)
+    with pytest.raises(VerifyError) as caught:
+        checked(lambda x: (torch.sort(x.exp() * 3)[0].sum(0), x))(R(6, 8))
+    assert caught.value.guilty == "lower" and "mul" in caught.value.node
+    assert "traced" in str(caught.value)
+
+
+def test_wrong_view_of_a_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel is wrong, the view that is returned is."""
+
+    def turned(p: Program) -> Program:
+        (out,) = p.outputs
+        return replace(p, outputs=(replace(out, offset=out.offset + 1),))
+
+    lowered_wrongly(monkeypatch, turned)
+    with pytest.raises(VerifyError) as caught:
+        checked(lambda x: x.exp()[1:3])(R(6, 8))
+    assert caught.value.guilty == "lower" and caught.value.node == "output 0"
+
+
+def test_rewrites_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that ATen runs is the one before any rewrite."""
+    real = pipeline.rewrite
+
+    def wrong(gm: Any, record: Any) -> Any:
+        for n in gm.graph.nodes:
+            if n.target is torch.ops.aten.sin.default:
+                n.target = torch.ops.aten.cos.default
+        return real(gm, record)
+
+    monkeypatch.setattr(pipeline, "rewrite", wrong)
+    with pytest.raises(VerifyError) as caught:
+        checked(lambda x: x.sin() * 2)(R(6, 8))
+    assert caught.value.guilty == "lower"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_right_programs_agree_with_what_was_traced(dynamic: bool) -> None:
+    """Random numbers, writes, views of results, library calls, numbers made of sizes."""
+
+    def g(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+        y = torch.dropout(x @ x.t(), 0.5, True) + x.shape[0]
+        z = torch.sort(y, 0)[0][1:].t()
+        x.mul_(2)
+        parts = x.split(2, 0)
+        return z, parts[0].clone().roll(1, 0), x[i], y.to(torch.bfloat16).cumsum(0), x.flip(0) + 1
+
+    f2 = torch.compile(
+        g, backend=deuteron_backend, dynamic=dynamic, options={"verify": True, "eager_random": True}
+    )
+    for n in (8, 5) if dynamic else (8,):
+        x, i = R(n, 6), torch.tensor([0, 3, 3])
+        a, b = x.clone(), x.clone()
+        torch.manual_seed(0)
+        got = f2(a, i)
+        torch.manual_seed(0)
+        torch.testing.assert_close(got, g(b, i))
+
+
+def test_training_agrees_with_what_was_traced() -> None:
+    m = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.GELU(), torch.nn.Flatten(),
+        torch.nn.Linear(4 * 36, 5),
+    )  # fmt: skip
+    x = R(2, 3, 8, 8)
+    g = checked(lambda x: m(x).log_softmax(-1).square().mean())
+    g(x).backward()
+    first = [p.grad.clone() for p in m.parameters() if p.grad is not None]
+    m.zero_grad()
+    m(x).log_softmax(-1).square().mean().backward()
+    for a, p in zip(first, m.parameters()):
+        torch.testing.assert_close(a, p.grad, rtol=1e-3, atol=1e-4)
