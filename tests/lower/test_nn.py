@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deuteron.ir.index import as_index
 from deuteron.ir.program import Compute
+from deuteron.lower import nn
 from tests.lower.harness import check, check_half, declines
 
 aten = torch.ops.aten
@@ -176,3 +178,30 @@ def test_distances(p: float) -> None:
 def test_matrices_are_the_librarys() -> None:
     a = torch.randn(3, 3)
     assert "library" in declines(lambda a: a @ a, a)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["cumsum", "cumprod", "cummax", "cummin"])
+def test_scans_in_parts(kind: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows on GPUs: totals of parts, a scan of those, scans of the parts."""
+    monkeypatch.setattr(nn, "part_of", lambda ctx, shape, dim: 6)
+    f = getattr(torch, kind)
+    low = check(lambda x: f(x, dim), torch.rand(12, 18, 24) + 0.5)
+    scans = [d for d in low.program.defs if isinstance(d, Compute) and d.body.op == "scan"]
+    assert {d.body.attr[1].extent.value for d in scans} == {6, (2, 3, 4)[dim]}
+
+
+def test_which_scans_are_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        device = torch.device("cuda")
+
+    class Context:
+        def fake(self) -> Fake:
+            return Fake()
+
+    def length(*shape: int) -> int | None:
+        return nn.part_of(Context(), [as_index(n) for n in shape], len(shape) - 1)  # type: ignore
+
+    assert length(64, 1 << 20) == 4096 and length(3, 96 * 1024) == 4096
+    assert length(64, 70_000 + 16) is None  # no part divides it
+    assert length(64, 4096) is None and length(1 << 16, 1 << 16) is None

@@ -12,23 +12,89 @@ from typing import Any
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
-from deuteron.ir.index import Index, const
-from deuteron.lower.access import loaded, wrap_dim
+from deuteron.ir.index import Index, const, hint, product
+from deuteron.lower.access import compare, loaded, masked, wrap_dim
 from deuteron.lower.calls import emit
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, pointwise, scalar
 from deuteron.lower.pooling import fold_of, small_axes
 from deuteron.lower.positions import exact as exact_index
 
+# Rows of at least so many elements are scanned in parts of about SCAN_PART on GPUs, where there are
+# at most so many: H200, 64 rows of 1048576 (f32), each by one program, 3 times a copy's time.
+LONG_SCAN, FEW_SCANS, SCAN_PART = 1 << 16, 256, 4096
+
 
 # -- scans -----------------------------------------------------------------------------------------
 def scanned(
-    ctx: LowerContext, kind: str, shape: Sequence[Index], dim: int, f: Callable[..., Expr]
+    ctx: LowerContext,
+    kind: str,
+    shape: Sequence[Index],
+    dim: int,
+    f: Callable[..., Expr],
+    finish: Callable[[Expr], Expr] = lambda e: e,
 ) -> Value:
-    """The inclusive scan of ``f(idx)`` along a dimension."""
+    """The inclusive scan of ``f(idx)`` along a dimension, and what `finish` makes of it."""
+    length = part_of(ctx, shape, dim)
+    if length is not None:
+        return scanned_in_parts(ctx, kind, shape, dim, length, f, finish)
     axes = ctx.axes(shape)
     body = f(tuple(a.index for a in axes))
-    return ctx.define(Value(axes, E.scan(kind, axes[dim], body)))
+    sums = ctx.define(Value(axes, E.scan(kind, axes[dim], body)))
+    return make(ctx, shape, lambda idx: finish(sums.at(idx)))
+
+
+def part_of(ctx: LowerContext, shape: Sequence[Index], dim: int) -> int | None:
+    """How long the parts are in which long rows are scanned, where there are too few rows for a
+    GPU: each row by one program leaves most of it idle."""
+    n = shape[dim].value
+    rows = hint(product([m for d, m in enumerate(shape) if d != dim]))
+    if ctx.fake().device.type == "cpu" or n is None or n < LONG_SCAN or rows > FEW_SCANS:
+        return None
+    return next((k for k in range(SCAN_PART, SCAN_PART // 8, -16) if n % k == 0), None)
+
+
+def scanned_in_parts(
+    ctx: LowerContext,
+    kind: str,
+    shape: Sequence[Index],
+    dim: int,
+    length: int,
+    f: Callable[..., Expr],
+    finish: Callable[[Expr], Expr],
+) -> Value:
+    """Every part's total, a scan of the totals, and a scan of every part that begins with the
+    totals before it: always added in the same order. The input is read twice."""
+    name = E.REDUCTIONS[kind].scalar_op
+    assert name is not None
+    parts = shape[dim] // length
+    cut = [*shape[:dim], parts, const(length), *shape[dim + 1 :]]
+
+    def at(idx: Sequence[Index]) -> Expr:
+        return f((*idx[:dim], idx[dim] * length + idx[dim + 1], *idx[dim + 2 :]))
+
+    axes = ctx.axes(cut)
+    body = at([a.index for a in axes])
+    outer = tuple(a for k, a in enumerate(axes) if k != dim + 1)
+    totals = ctx.define(Value(outer, E.reduce(kind, (axes[dim + 1],), body)))
+    rows = ctx.axes(totals.shape)
+    through = ctx.define(Value(rows, E.scan(kind, rows[dim], totals.at([a.index for a in rows]))))
+    axes = ctx.axes(cut)
+    body = at([a.index for a in axes])
+    inner = ctx.define(Value(axes, E.scan(kind, axes[dim + 1], body)))
+    neutral = literal(E.REDUCTIONS[kind].identity(inner.dtype), inner.dtype)
+
+    def element(idx: tuple[Index, ...]) -> Expr:
+        before = [*idx[:dim], idx[dim] - 1, *idx[dim + 2 :]]
+        start = masked(compare("gt", idx[dim], 0), through.at(before), neutral)
+        return finish(op(name, start, inner.at(idx)))
+
+    done = ctx.define(make(ctx, cut, element))
+
+    def place(idx: tuple[Index, ...]) -> Expr:
+        return done.at((*idx[:dim], idx[dim] // length, idx[dim] % length, *idx[dim + 1 :]))
+
+    return make(ctx, shape, place)
 
 
 def accumulated_in(ctx: LowerContext, dtype: str) -> str:
@@ -44,10 +110,14 @@ def _running(kind: str) -> Callable[..., Value]:
         wide = accumulated_in(ctx, out)
         if x.rank == 0:
             return make(ctx, [], lambda idx: cast(x.at(idx), out))
-        sums = scanned(
-            ctx, kind, x.shape, wrap_dim(dim, x.rank), lambda idx: cast(cast(x.at(idx), out), wide)
+        return scanned(
+            ctx,
+            kind,
+            x.shape,
+            wrap_dim(dim, x.rank),
+            lambda idx: cast(cast(x.at(idx), out), wide),
+            lambda e: cast(e, out),
         )
-        return make(ctx, x.shape, lambda idx: cast(sums.at(idx), out))
 
     return lower
 
