@@ -138,11 +138,13 @@ class Points(PassWriter):
             branches.append((" & ".join(dict.fromkeys(test)), body))
         if not all_cases:
             branches.append(("", seg))
-        for k, (test_text, body) in enumerate(branches):
+        written = []
+        for test_text, body in branches:  # what they share is defined before the first
             with em.inside() as scope:
                 self.loop(body, start, end)
-            head = f"if ({test_text})" if test_text else ""
-            em.scope.loop(f"{'else ' if k else ''}{head}".strip(), scope.lines)
+            written.append((f"if ({test_text})" if test_text else "", scope.lines))
+        for k, (head, lines) in enumerate(written):
+            em.scope.loop(f"{'else ' if k else ''}{head}".strip(), lines)
 
     def loop(self, seg: Segment, start: str, end: str) -> None:
         """One vector loop; calls that have a fast version for small arguments get it per block."""
