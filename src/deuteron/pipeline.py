@@ -50,6 +50,7 @@ from deuteron.runtime.traced import Traced
 from deuteron.runtime.tune import Tuned, TunedProduct
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
+from deuteron.schedule.accesses import summary
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.printer import print_schedule
 from deuteron.schedule.verify import verify_schedule
@@ -121,6 +122,8 @@ class Compilation:
         assert self.program is not None
         self.schedule = schedule(self.program, self.options, self.record)
         verify_schedule(self.schedule, self.program, "schedule")
+        if self.debug or self.options.verify:
+            self.record.add("accesses", **summary(self.schedule))
         return print_schedule(self.schedule) if self.debug else ""
 
     def do_memory(self) -> str:

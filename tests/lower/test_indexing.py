@@ -202,3 +202,27 @@ def test_embedding_gradient() -> None:
 )
 def test_reasons(f: Callable[..., Any], reason: str) -> None:
     assert reason in declines(f, X)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x[torch.arange(3).flip(0) * 2],
+        lambda x: x.index_select(0, torch.arange(3) * 2),
+        lambda x: x.gather(0, (torch.arange(3) * 2)[:, None].expand(3, 4)),
+        lambda x: torch.nn.functional.embedding(torch.arange(3) * 2, x),
+        lambda x: x.index_add(0, torch.arange(3) * 2, torch.ones(3, 4)),
+        lambda x: x[torch.arange(5) - 5],
+    ],
+    ids=["index", "index_select", "gather", "embedding", "index_add", "negative"],
+)
+def test_computed_positions_are_checked_where_they_may_be_outside(f: Any) -> None:
+    """Positions made of sizes and constants, of tensors whose sizes change: eager raises too."""
+    from deuteron.backend import deuteron_backend
+
+    for dynamic in (True, False):
+        torch._dynamo.reset()
+        g = torch.compile(f, backend=deuteron_backend, dynamic=dynamic)
+        torch.testing.assert_close(g(torch.ones(8, 4)), f(torch.ones(8, 4)))
+        with pytest.raises(IndexError):
+            g(torch.ones(3, 4))

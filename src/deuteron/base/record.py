@@ -12,6 +12,8 @@ the stages wrote them. Passes only add; nobody edits. Kinds in use:
     library     op, reason, origins
     fallback    what, reason
     buffer      name, bytes, first, last, reuse
+    accesses    proven, masked, loaded, open (numbers of loads and stores), which (those that are
+                open); with a debug folder or the option `verify`
     timing      what, seconds
 """
 

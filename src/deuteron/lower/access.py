@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import Expr, as_position, cast, index_value, literal, op
+from deuteron.ir.expr import Expr, as_position, cast, checked, index_value, literal, op
 from deuteron.ir.index import (
     Index,
     IndexLike,
     as_index,
     const,
     floordiv,
+    in_range,
     is_nonneg,
     maximum,
     minimum,
@@ -82,13 +83,24 @@ def wrap(i: IndexLike, n: Index) -> Index:
     return i + n * minimum(maximum(-i, 0), 1)
 
 
-def loaded(position: Expr, extent: Index | None = None) -> Index:
-    """A tensor's element as an index; with `extent`, negative ones count from the end."""
+def computed(place: Index, extent: Index) -> Index:
+    """A position that the program computes from axes and sizes: where it is not proven to be below
+    `extent`, generated code checks it, as it does those that are loaded."""
+    if in_range(place, extent):
+        return place
+    return as_position(checked(index_value(place), extent))
+
+
+def loaded(position: Expr, extent: Index | None = None, end: Index | None = None) -> Index:
+    """A tensor's element as an index; with `extent`, negative ones count from the end. `end`: the
+    extent of a dimension where they do not."""
     position = cast(position, "i64")
+    known = position.op in ("index", "literal")
     if extent is None:
-        return as_position(position)
-    if position.op in ("index", "literal"):
-        return wrap(as_position(position), extent)
+        place = as_position(position)
+        return computed(place, end) if known and end is not None else place
+    if known:
+        return computed(wrap(as_position(position), extent), extent)
     shifted = op("add", position, index_value(extent))
     negative = op("lt", position, literal(0, "i64"))
     return as_position(op("where", negative, shifted, position))

@@ -19,7 +19,17 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
 from deuteron.ir.index import Axis, Index, const, product
 from deuteron.lower import adjoint
-from deuteron.lower.access import both, flatten, loaded, masked, nothing, unflatten, wrap, wrap_dim
+from deuteron.lower.access import (
+    both,
+    computed,
+    flatten,
+    loaded,
+    masked,
+    nothing,
+    unflatten,
+    wrap,
+    wrap_dim,
+)
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, operand, scalar
 from deuteron.lower.positions import exact, inlined
@@ -72,7 +82,7 @@ class Places:
         known = exact(inlined(self.ctx, e))
         if known is None:
             return loaded(e, extent)
-        return known if self.unsafe else wrap(known, extent)
+        return known if self.unsafe else computed(wrap(known, extent), extent)
 
 
 def broadcast_shape(shapes: Sequence[Sequence[Index]]) -> list[Index]:
@@ -179,7 +189,11 @@ def scatter_into(
 @lowering("aten.embedding.default")
 def embedding(ctx: LowerContext, weight: Value, indices: Value, *args: Any, **kw: Any) -> Value:
     shape = [*indices.shape, weight.shape[1]]
-    return make(ctx, shape, lambda idx: weight.at([loaded(indices.at(idx[:-1])), idx[-1]]))
+
+    def element(idx: tuple[Index, ...]) -> Expr:
+        return weight.at([loaded(indices.at(idx[:-1]), end=weight.shape[0]), idx[-1]])
+
+    return make(ctx, shape, element)
 
 
 @lowering("aten.index_select")
@@ -190,7 +204,7 @@ def index_select(ctx: LowerContext, x: Value, dim: int, indices: Value) -> Value
 
     def element(idx: tuple[Index, ...]) -> Expr:
         at = list(idx) or [const(0)]
-        at[dim] = loaded(indices.at([at[dim]]))
+        at[dim] = loaded(indices.at([at[dim]]), end=x.shape[dim])
         return x.at(at)
 
     return make(ctx, shape, element)
@@ -213,7 +227,7 @@ def gather(ctx: LowerContext, x: Value, dim: int, indices: Value, **kwargs: Any)
 
     def element(idx: tuple[Index, ...]) -> Expr:
         at = list(idx) if rank else [const(0)] * x.rank
-        at[dim] = loaded(indices.at(idx))
+        at[dim] = loaded(indices.at(idx), end=x.shape[dim])
         return x.at(at)
 
     return make(ctx, indices.shape, element)
@@ -270,7 +284,7 @@ def scatter_along(
     def points() -> tuple[tuple[Axis, ...], list[Index]]:
         axes = ctx.axes(indices.shape)
         place = [a.index for a in axes]
-        place[dim] = loaded(indices.at(place))
+        place[dim] = loaded(indices.at(place), end=x.shape[dim])
         return axes, place
 
     axes, place = points()
