@@ -124,6 +124,12 @@ FOUND: dict[str, Found] = {
         (lambda: [f(4, 5)], lambda: [f(7, 9)]),
         DYNAMIC,
     ),
+    # eager writes into a copy whose elements share memory
+    "part of what overlaps": Found(
+        """v = x.unfold(1, 3, 2)
+        return torch.select_scatter(v, v.select(2, -1), 2, 0), torch.slice_scatter(v, v[:1] + 1, 0, 0, 1)""",
+        (lambda: [f(3, 9)],),
+    ),
     # one result whose text fills a line; a stride that torch counts as at least one
     "one long result": Found(
         """v = torch.nn.functional.avg_pool1d(x[None, None].flatten(0, -3), 2)

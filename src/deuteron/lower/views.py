@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deuteron.graph.aliasing import overlaps
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, is_nonneg, maximum, minimum, product
 from deuteron.lower.access import (
@@ -395,6 +396,13 @@ def stack(ctx: LowerContext, tensors: Sequence[Value], dim: int = 0) -> Value:
 
 
 # -- a tensor with a part replaced -----------------------------------------------------------------
+def apart(ctx: LowerContext) -> None:
+    """Eager writes into a copy with the same strides: where elements of the tensor share memory so
+    do those of the copy, and more are replaced than the part."""
+    if overlaps(argument(ctx, 0, "self")):
+        raise ctx.decline("a part is written to a tensor whose elements share memory")
+
+
 def replaced(base: Value, part: Expr, here: Expr, idx: Sequence[Index]) -> Expr:
     return masked(here, cast(part, base.dtype), base.at(idx))
 
@@ -409,6 +417,7 @@ def slice_scatter(
     end: Any = None,
     step: Any = 1,
 ) -> Value:
+    apart(ctx)
     dim = wrap_dim(dim, x.rank)
     n, step = x.shape[dim], ctx.size(step)
     first = slice_start(ctx, start, n)
@@ -434,6 +443,7 @@ def slice_length(ctx: LowerContext, first: Index, end: Any, step: Index, n: Inde
 
 @lowering("aten.select_scatter")
 def select_scatter(ctx: LowerContext, x: Value, src: Value, dim: int, index: Any) -> Value:
+    apart(ctx)
     dim = wrap_dim(dim, x.rank)
     at = wrap(ctx.size(index), x.shape[dim])
 
@@ -448,6 +458,7 @@ def select_scatter(ctx: LowerContext, x: Value, src: Value, dim: int, index: Any
 def diagonal_scatter(
     ctx: LowerContext, x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Value:
+    apart(ctx)
     dim1, dim2 = wrap_dim(dim1, x.rank), wrap_dim(dim2, x.rank)
     rest = [d for d in range(x.rank) if d not in (dim1, dim2)]
 
