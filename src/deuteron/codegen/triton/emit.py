@@ -104,6 +104,7 @@ class Emitter:
         self.chain: list[Scope] = [Scope(NONE)]
         self.result_dims: dict[str, Dims] = {}
         self.loose: frozenset[Expr] = frozenset()  # see `precision`
+        self.packed: frozenset[Expr] = frozenset()  # see `precision`
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
@@ -464,8 +465,8 @@ class Emitter:
         return f"{pointer} + {index} {'-' if far < 0 else '+'} {abs(far)}"
 
     def _widened(self, node: Expr) -> str | None:
-        """A rounding to bf16 whose result is f32 again. Products and the like of two bf16 numbers
-        have instructions of their own, which the compiler finds."""
+        """A rounding to bf16 whose result is f32 again. Arithmetic of bf16 numbers has instructions
+        of its own, which the compiler finds."""
         (a,) = node.args
         if node.dtype != "f32" or a.dtype != "bf16":
             return None
@@ -476,8 +477,7 @@ class Emitter:
         if a.op != "cast" or a.args[0].dtype != "f32" or not self.deps(a):
             return None
         value = a.args[0]
-        halves = [x.op == "cast" and x.args[0].dtype == "bf16" for x in value.args]
-        if value.op in ("add", "sub", "mul") and all(halves):
+        if node in self.packed or value in self.packed:
             return None
         return f"libm.round_bf16({self.value(value)})"
 

@@ -28,7 +28,7 @@ from deuteron.codegen.triton.folds import (
 )
 from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write
 from deuteron.codegen.triton.passes import Pass, plan, single
-from deuteron.codegen.triton.precision import loose
+from deuteron.codegen.triton.precision import loose, packed
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import ITEMSIZE, Expr
@@ -85,6 +85,7 @@ def write_nest(
             em.row_places.add(node.attr[1][0])
     row = frozenset(em.dims) - R
     em.loose = loose(loops, lambda e: em.deps(e) <= row)
+    em.packed = packed(loops)
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
     return used(em.chain[0].lines), em.checked

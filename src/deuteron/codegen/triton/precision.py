@@ -69,4 +69,20 @@ def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
     return user.op in CARRIES and (user.op != "where" or position > 0)
 
 
-__all__ = ["loose", "one_more"]
+def packed(loops: Loops) -> frozenset[Expr]:
+    """Sums, differences and products of two bf16 numbers that are rounded to bf16, and their f32
+    operands: there are instructions for two of them at once."""
+
+    def widened(e: Expr) -> bool:
+        return e.op == "cast" and e.dtype == "f32" and e.args[0].dtype == "bf16"
+
+    found: set[Expr] = set()
+    for n in (n for root in loops.roots() for n in root.walk()):
+        if n.op == "cast" and n.dtype == "bf16":
+            (e,) = n.args
+            if e.op in ("add", "sub", "mul") and all(map(widened, e.args)):
+                found.update((e, *e.args))
+    return frozenset(found)
+
+
+__all__ = ["loose", "one_more", "packed"]

@@ -437,7 +437,7 @@ def _column_blocks(nx: int, nr: int, moved: int, spec: DeviceSpec) -> tuple[Bloc
         while x > 8 and nx < x * spec.cores:
             x //= 2
         r = min(power(nr), max(1, elements // x))
-        return Blocks((("x", x), ("r", r)), warps_for(x * r, 32), stages)
+        return Blocks((("x", x), ("r", r)), warps_for(x * r, 32 if x * r > 4096 else 16), stages)
 
     most = 8192 if moved <= 4 else 4096
     deep = 3 if 3 * most * moved <= PIPELINE else 1
