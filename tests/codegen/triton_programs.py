@@ -83,6 +83,15 @@ def mean(x: torch.Tensor) -> torch.Tensor:
     return x.mean(-1, keepdim=True)
 
 
+def extremes(rows: int, n: int) -> torch.Tensor:
+    """Ties, no number at two places, nothing but one infinity or the other."""
+    x = torch.randn(rows, n).round()
+    x[1, 77] = x[1, n - 5] = math.nan
+    x[2], x[3] = -math.inf, math.inf
+    x[4, 0] = x[5, n - 1] = math.nan
+    return x
+
+
 def guarded(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     m = top(x)
     return (torch.exp(x - torch.where(m == float("-inf"), 0.0, m)) * g).sum(-1)
@@ -116,6 +125,10 @@ LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
             (x - mean(x)).square().sum(-1),
         ),
         (torch.randn(3, 3000) + 20,),
+    ),
+    "positions in a loop": (
+        lambda x, y: (x.argmax(-1), x.argmin(-1), y.argmax(-1), y.argmin(-1)),
+        (extremes(6, 3000), torch.randint(-4, 4, (6, 3000), dtype=torch.int32)),
     ),
     "covariance in a loop": (
         lambda x, y: ((x - mean(x)) * (y - mean(y))).sum(-1),

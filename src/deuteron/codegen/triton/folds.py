@@ -97,8 +97,10 @@ class Accumulators:
             else:
                 em.scope.add(f"{name} = {constant(shape, f.kind, dtype)}")
             if f.kind.startswith("arg"):
-                last = "9223372036854775807" if em.index_type == "tl.int64" else "2147483647"
-                em.scope.add(f"{name}_at = tl.full({shape}, {last}, {em.index_type})")
+                # A lane whose elements are all the lowest has none that is larger than that: then
+                # the row's first is the place, unless another lane has a larger one.
+                first = f"tl.arange(0, {em.dims['r'].block})[None, :].to({em.index_type})"
+                em.scope.add(f"{name}_at = tl.broadcast_to({first}, {shape})")
 
     @property
     def lanes(self) -> str:
@@ -132,7 +134,7 @@ class Accumulators:
             value, at = em.fresh("v"), em.fresh("i")
             place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
             pair = f"{name}, {name}_at, {em.value(f.body)}, {place}"
-            em.scope.add(f"{value}, {at} = libm.{f.kind}_combine({pair})")
+            em.scope.add(f"{value}, {at} = libm.{f.kind}_step({pair})")
             self._assign({name: value, f"{name}_at": at})
         elif f.name in self.sums:
             self._maximum(f, name)

@@ -418,6 +418,25 @@ def argmin_combine(a, i, b, j):
 
 
 @triton.jit
+def argmax_step(a, i, b, j):
+    """One more element `b`, which comes after those that `a` is the first largest of."""
+    if a.dtype.is_floating():
+        takes = ((b <= a) == 0) & (a == a)
+    else:
+        takes = b > a
+    return tl.where(takes, b, a), tl.where(takes, j, i)
+
+
+@triton.jit
+def argmin_step(a, i, b, j):
+    if a.dtype.is_floating():
+        takes = ((b >= a) == 0) & (a == a)
+    else:
+        takes = b < a
+    return tl.where(takes, b, a), tl.where(takes, j, i)
+
+
+@triton.jit
 def fold_sum(x):
     return tl.sum(x, 1)[:, None]
 
