@@ -167,8 +167,8 @@ class Outcome:
 
     @property
     def wrong(self) -> list[dict[str, str]]:
-        """Witnesses whose compiled program gives a wrong result."""
-        return [w for w in self.seen if w["plain"] == "wrong"]
+        """Witnesses whose compiled program gives a wrong result, or none."""
+        return [w for w in self.seen if w["plain"] in ("wrong", "ends the process")]
 
     @property
     def named(self) -> bool:
@@ -244,13 +244,16 @@ class Copy:
     def witnesses(self, names: Sequence[str], triton: bool) -> list[dict[str, str]]:
         if not names:
             return []
-        command = ["scripts/planted_witnesses.py", *(["--interpret"] if triton else []), *names]
+        command = ["scripts/planted_witnesses.py", *(["--interpret"] if triton else [])]
         extra = {"TRITON_INTERPRET": "1"} if triton else {}
-        _, text = self.run(command, WITNESS_LIMIT, **extra)
-        found = [json.loads(x) for x in text.splitlines() if x.startswith("{")]
-        seen = {w["program"] for w in found}
-        gone = {"plain": "ends the process", "checked": "ends the process"}
-        return found + [{"program": n, **gone} for n in names if n not in seen][:1]
+
+        def rows(*words: str) -> list[dict[str, str]]:
+            _, text = self.run([*command, *words], WITNESS_LIMIT, **extra)
+            return [json.loads(x) for x in text.splitlines() if x.startswith("{")]
+
+        found = rows(*names)
+        gone = [n for n in names if n not in {w["program"] for w in found}][:1]
+        return found + (rows("--accesses", *gone) if gone else [])
 
     def fuzz(self, seconds: float) -> str:
         command = ["-m", "deuteron.tools.cli", "fuzz", "--seconds", str(seconds), "--no-cut"]
@@ -290,8 +293,8 @@ def summary(found: Sequence[Outcome], failed: Sequence[str]) -> str:
     wrong = [o for o in found if o.wrong]
     text = (
         f"{caught} of {len(found)} are caught. {len(wrong)} have a witness whose compiled program "
-        f"gives a wrong result; the self-check names a kernel for "
-        f"{sum(o.named for o in wrong)} of these."
+        f"gives a wrong result or ends the process; the self-check (with `check_accesses` where "
+        f"the process ended) names a kernel for {sum(o.named for o in wrong)} of these."
     )
     if failed:
         text += f" Tests that fail without any bug, and were left out: {', '.join(failed)}."

@@ -1,10 +1,11 @@
 """Programs that planted bugs make wrong, run with and without the self-check.
 
-    python scripts/planted_witnesses.py [--interpret] NAME...      (all of `PROGRAMS` without names)
+    python scripts/planted_witnesses.py [--interpret] [--accesses] NAME...    (all without names)
 
 For each program a line of JSON: what the compiled program gives (`plain`: right, wrong, or the
 error that it raises), and what the self-check says of it (`checked`: right, or the kernel and the
-stage that it names). With --interpret kernels are Triton's, interpreted (TRITON_INTERPRET=1).
+stage that it names). With --interpret kernels are Triton's, interpreted (TRITON_INTERPRET=1). With
+--accesses every access is checked too, and nothing runs unchecked, which ended the process before.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from deuteron.backend import deuteron_backend
 from deuteron.base.errors import VerifyError
+from deuteron.runtime.support import AccessError
 
 Made = Tensor | tuple[Tensor, ...]
+Options = dict[str, bool]
 PROGRAMS: dict[str, Callable[[Tensor], Made]] = {}
 
 
@@ -193,6 +196,49 @@ def in_place(x: Tensor) -> Made:
     return torch.sort(d, 0)[0] * 2
 
 
+@program
+def neighbour(x: Tensor) -> Made:
+    a = x.sin() * 2
+    b = torch.sort(a, 0)[0]
+    c = a.flip(0) + b
+    return torch.sort(c, 0)[0]
+
+
+@program
+def flipped_first(x: Tensor) -> Made:
+    y = x.flip(0) + 1
+    x.mul_(2)
+    return y
+
+
+@program
+def sizes(x: Tensor) -> Made:
+    a, b = x[:5].sin(), x[:, :3].exp()
+    c, d = torch.sort(a, 0)[0] * 2, torch.sort(b, 0)[0] * 3
+    e, f = x[:9, :9].cos(), x * 5
+    g, h = torch.sort(e, 0)[0] + c[:4, :9].sum(), torch.sort(f, 1)[0] + d.sum()
+    s, t = torch.sort(g * 2, 0)[0], torch.sort(h - 1, 0)[0]
+    return s.sum() + t * c.sum(), torch.sort(d * g.sum(), 0)[0] + e.sum()
+
+
+@program
+def segments(x: Tensor) -> Made:
+    y = x.repeat(1, 25)
+    return torch.cat([y[..., 1:], y[..., :1]], -1), torch.cat([y[..., 7:] * 2, y[..., :7]], -1)
+
+
+@program
+def chained(x: Tensor) -> Made:
+    return (x / x.sum(0)).argmax(-1), (x - x.amax(0)).exp().sum(1)
+
+
+@program
+def clamped(x: Tensor) -> Made:
+    image = x.reshape(1, 2, 12, 20)
+    a, b = F.adaptive_max_pool2d(image, (5, 3)), F.adaptive_avg_pool2d(image, (7, 9))
+    return a, b, x[2:30, 5:100] * 2, x[:, -3:].exp(), F.pad(x, (-2, -3)).flip(1)
+
+
 # -- folds -----------------------------------------------------------------------------------------
 @program
 def positions(x: Tensor) -> Made:
@@ -205,6 +251,12 @@ def rows(x: Tensor) -> Made:
     y = x.repeat(1, 15)
     z = -y.abs() - 2
     return torch.softmax(y, 1), torch.log_softmax(z, 1), y.amax(1), z.amax(1)
+
+
+@program
+def long_rows(x: Tensor) -> Made:
+    y = x[:2].repeat(1, 2000)
+    return torch.softmax(y, 1)
 
 
 @program
@@ -267,21 +319,22 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a.double(), b.double(), atol=1e-3, rtol=1e-3, equal_nan=True)
 
 
-def outcome(f: Callable[[Tensor], Made], backend: Any, dynamic: bool, verify: bool) -> str:
+def outcome(f: Callable[[Tensor], Made], backend: Any, dynamic: bool, options: Options) -> str:
     """right, wrong, `STAGE names NODE`, or `raises ERROR`."""
     x = torch.randn(24, 20, generator=torch.Generator().manual_seed(0))
     torch._dynamo.reset()
-    options = {"verify": True} if verify else {}
     try:
         g = torch.compile(f, backend=backend, dynamic=dynamic, options=options)
         a = x.clone()
         got = results(g(a))
     except Exception as e:  # noqa: BLE001 - whatever a planted bug does
         inner: BaseException | None = e
-        while inner is not None and not isinstance(inner, VerifyError):
+        while inner is not None and not isinstance(inner, (VerifyError, AccessError)):
             inner = inner.__cause__ or getattr(inner, "inner_exception", None)
         if isinstance(inner, VerifyError):
             return f"{inner.guilty} names {inner.node}"
+        if isinstance(inner, AccessError):
+            return f"check_accesses names {inner.message.split('kernel ')[-1].split(':')[0]}"
         return f"raises {type(e).__name__}: {str(e).splitlines()[0][:60]}"
     b = x.clone()
     want = results(f(b))
@@ -289,24 +342,27 @@ def outcome(f: Callable[[Tensor], Made], backend: Any, dynamic: bool, verify: bo
     return "right" if right else "wrong"
 
 
-def worst(f: Callable[[Tensor], Made], backend: Any, verify: bool) -> str:
+def worst(f: Callable[[Tensor], Made], backend: Any, options: Options) -> str:
     """With fixed sizes; where that is right, with changing ones."""
-    first = outcome(f, backend, False, verify)
-    return first if first != "right" else outcome(f, backend, True, verify)
+    first = outcome(f, backend, False, options)
+    return first if first != "right" else outcome(f, backend, True, options)
 
 
 def main() -> None:
-    names = sys.argv[1:]
+    flags = {x for x in sys.argv[1:] if x.startswith("--")}
+    names = [x for x in sys.argv[1:] if x not in flags]
     backend: Any = deuteron_backend
-    if "--interpret" in names:
+    if "--interpret" in flags:
         from deuteron.tools.interpret import interpreted
 
-        names.remove("--interpret")
         backend = interpreted
     for name in names or PROGRAMS:
         f = PROGRAMS[name]
-        plain = worst(f, backend, False)
-        checked = worst(f, backend, True)
+        accesses = "--accesses" in flags
+        plain = "ends the process" if accesses else worst(f, backend, {})
+        checked = worst(
+            f, backend, {"verify": True, **({"check_accesses": True} if accesses else {})}
+        )
         print(json.dumps({"program": name, "plain": plain, "checked": checked}), flush=True)
 
 

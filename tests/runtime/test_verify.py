@@ -210,7 +210,8 @@ def test_wrong_view_of_a_result_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     lowered_wrongly(monkeypatch, turned)
     with pytest.raises(VerifyError) as caught:
         checked(lambda x: x.exp()[1:3])(R(6, 8))
-    assert caught.value.guilty == "lower" and caught.value.node == "output 0"
+    assert caught.value.guilty == "lower" and "exp" in caught.value.node
+    assert "output 0" in str(caught.value)
 
 
 def test_rewrites_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:

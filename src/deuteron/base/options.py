@@ -52,7 +52,11 @@ class Options:
         "say so in the Record ('aten').",
         choices=("error", "aten"),
     )
-    verify: bool = _option(False, "Check every stage's artifact, not only the cheap invariants.")
+    verify: bool = _option(
+        False,
+        "Check each kernel's results at run time, against the reference executor and the traced "
+        "graph (slow).",
+    )
     debug_dir: str | None = _option(
         None, "Folder that receives each stage's artifact of each graph."
     )

@@ -329,13 +329,22 @@ class Watcher:
                 continue
             found = self.against(f"output {k}", got, node, self.meaning)
             if found is not None:
+                kernel = self.writer(k)
+                by = f"kernel {self.generated[kernel.name].name} wrote it; " if kernel else ""
                 raise VerifyError(
-                    f"the call returns what was not traced: {found}",
+                    f"the call returns what was not traced: {by}{found}",
                     hint="this is a bug of Deuteron; please report it with the program",
+                    where=next((o.line for o in kernel.origins if o.line), "") if kernel else "",
                     invariant="a call's results are the traced graph's",
-                    node=f"output {k}",
+                    node=kernel.name if kernel else f"output {k}",
                     guilty="lower",
                 )
+
+    def writer(self, output: int) -> Kernel | None:
+        """The kernel that wrote a result's memory."""
+        assert self.program is not None
+        tensor = self.program.outputs[output].tensor
+        return next((k for k in self.kernels.values() if tensor in dict(k.writes)), None)
 
     def fail(
         self,
