@@ -58,3 +58,21 @@ def test_plain_axes_stay() -> None:
     x = torch.randn(64, 4, 512)
     (k,) = kernels(lambda x, y: x * y + 1, x, x)
     assert k.source.count("tl.store(") == 1
+
+
+def test_what_is_added_to_stays_in_the_cache() -> None:
+    x, i = torch.randn(4096, 64), torch.randint(0, 512, (4096,))
+    made = kernels(lambda x, i: torch.zeros(512, 64).index_add(0, i, x), x, i)
+    loads = [line for k in made if "atomic" in k.source for line in k.source.splitlines()
+             if "tl.load(" in line]  # fmt: skip
+    assert [("evict_first" in line) for line in loads] == [True, False]
+
+
+def test_stores_together_are_checked() -> None:
+    g = torch.randn(8, 32, 28, 32, dtype=torch.bfloat16)
+    window = ([3, 3], [2, 2], [1, 1], False, True, None)
+    found = scheduled(lambda g, x: aten.avg_pool2d_backward(g, x, *window), g, X, device="H200",
+                      check=False)  # fmt: skip
+    options = Options.make(options={"check_accesses": True})
+    (k,) = [generate(k, spec_of("H200"), options) for k in found.kernels]
+    assert k.debug and k.source.count("store outside") == 2

@@ -26,7 +26,7 @@ from deuteron.codegen.triton.folds import (
     full,
     identity,
 )
-from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write
+from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write, stride
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.precision import loose, packed
 from deuteron.codegen.triton.scalars import fold_step
@@ -131,6 +131,11 @@ def write_points(loops: Loops, form: Form, em: Emitter) -> None:
         em.enter(y, "yoffset")
     em.enter(x, "xoffset")
     everything = frozenset(em.dims)
+    if x.axes and any(isinstance(w, Write) and w.accumulate for w in loops.parts):
+        # What is added to stays in the cache, not what is read once.
+        loads = [n for root in loops.roots() for n in root.walk() if n.op == "load" and n.attr[1]]
+        streamed = [n for n in loads if stride(n.attr[1][0], x.axes[-1]) == 1]
+        em.policies = dict.fromkeys(streamed, "evict_first")
     stores(em, [(w, everything) for w in loops.parts if isinstance(w, Write)])
 
 
