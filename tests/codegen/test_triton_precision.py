@@ -108,6 +108,17 @@ def test_terms_of_a_sum() -> None:
     assert "libm.exp_fast" not in source(lambda x: x.exp().sum(-1), FLOAT)
 
 
+def test_summed() -> None:
+    text = source(lambda x, y: (x / y).sum(-1), FLOAT, FLOAT)
+    assert "libm.div" not in text
+    assert "libm.exp_fast" in source(lambda x, y: (x - y).exp().sum(-1), FLOAT, FLOAT)
+    text = source(lambda x, y: (lambda e: (e, e.sum(-1)))((x - y).exp()), FLOAT, FLOAT)
+    assert "libm.exp_fast" not in text  # stored as well
+    assert "_fast" not in source(
+        lambda x, y: (x / y.abs().sum(-1, keepdim=True)).amax(-1), FLOAT, FLOAT
+    )
+
+
 @pytest.mark.parametrize(
     "f",
     [

@@ -9,6 +9,9 @@ nothing shows it:
     terms     exp(b - m) in a sum over b, m the maximum of b (`schedule.online`): an argument of -d
               has an error of d 2^-24, its exponential e^-d times that, which is at most 0.4 2^-24
               of the sum's largest term
+    summed    the same uses only to a sum in f32: of quotients, whose error of 2^-23 is to the sum
+              as it is to the terms; and of exponentials of what is itself rounded, which have an
+              error of that size in any case
 
 What the exact ones cost is more than memory takes (softmax of bf16, 16384 columns, H200: 1.95 times
 the time of a copy).
@@ -16,7 +19,7 @@ the time of a copy).
 
 from __future__ import annotations
 
-from deuteron.codegen.triton.loops import Loops, Write, roots_of
+from deuteron.codegen.triton.loops import ColumnFold, Loops, Write, roots_of
 from deuteron.codegen.triton.scalars import HALF
 from deuteron.ir.expr import FLOAT8, Expr, children
 from deuteron.schedule.kernel import Fold, Prefix
@@ -29,25 +32,44 @@ CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub")
 def loose(loops: Loops, row_level: RowLevel) -> frozenset[Expr]:
     """The nodes of `FAST` whose error nothing shows."""
     chain = Chain(row_level)
-    strict: set[Expr] = set()
+    shown: set[Expr] = set()  # roots whose errors are seen
+    sums: set[Expr] = set()
     order: dict[Expr, None] = {}
     for p in loops.parts:
         if isinstance(p, (Fold, Prefix)):
             chain.add(p)
         terms = isinstance(p, Fold) and isinstance(chain.rules.get(p.name), Rescaled)
+        body = p.body if isinstance(p, (Fold, ColumnFold)) and p.kind == "sum" else None
         for root in roots_of(p):
             order.update(dict.fromkeys(root.walk()))
             if not terms:
-                strict.add(root)
+                (sums if root is body and root.dtype == "f32" else shown).add(root)
         if isinstance(p, Write) and p.value.dtype == "f32":
-            strict.update((p.value, *p.others))
-    for n in sorted(order, key=lambda n: n.id, reverse=True):  # users before arguments
+            shown.update((p.value, *p.others))
+    down = sorted(order, key=lambda n: n.id, reverse=True)  # users before arguments
+    strict, apart = _strict(down, shown | sums), _strict(down, shown)
+    for n in order:
+        strict.update(c for c in children(n) if c.op == "erf" and not one_more(n))
+    return frozenset(
+        n
+        for n in order
+        if n.op in FAST and n.dtype == "f32" and (n not in strict or n not in apart and _in_sums(n))
+    )
+
+
+def _strict(down: list[Expr], roots: set[Expr]) -> set[Expr]:
+    """The roots, and all whose errors they may show."""
+    strict = set(roots)
+    for n in down:
         for k, c in enumerate(children(n)):
             if c.dtype == "f32" and not _passes(n, k, strict):
                 strict.add(c)
-    for n in order:
-        strict.update(c for c in children(n) if c.op == "erf" and not one_more(n))
-    return frozenset(n for n in order if n.op in FAST and n.dtype == "f32" and n not in strict)
+    return strict
+
+
+def _in_sums(n: Expr) -> bool:
+    rounded = n.op != "erf" and n.args[0].op in ("add", "sub", "mul", "div", "fma")
+    return n.op == "div" or rounded
 
 
 def one_more(n: Expr) -> Expr | None:
