@@ -205,7 +205,7 @@ def machine_code(text: str, folder: Path) -> str:
 
 
 def test_differences_of_quotients(tmp_path: Path) -> None:
-    """ptxas 12.8 takes the carry of a sum for that of a difference, and 1 - 0 is negative."""
+    """They are not left to an instruction of ptxas 12.8 whose carry is under suspicion."""
     wrong = re.compile(r"LEA(\.HI)?(\.\w+)* R\d+, P\d, R\d+(\.reuse)?, -R")
     text = ptx.without_long_differences(QUOTIENTS)
     assert "sub.s64" not in text and "add.s64 %rd5, %rd3, %nb" in text

@@ -5,10 +5,11 @@ In and out: the text of a PTX module. For sm_90, ptxas 12.8 (of Triton 3.6) lose
 proves indices to be below 256 (``(x % 6) - 1`` of small ``x``). They are written as two
 additions of 16 bits.
 
-Where the minuend of a 64-bit subtraction is the upper half of a product (a 16-bit quotient), it
-emits ``LEA.HI d, P, a, -b, RZ, 0x10``, whose carry is that of an addition when b is 0: the upper
-word is -1 (seen on an H200: 1 - 0 was negative). Such differences are written as sums with the
-complement.
+A suspicion, and so avoided: where the minuend of a 64-bit subtraction is the upper half of a
+product (a 16-bit quotient), ptxas emits ``LEA.HI d, P, a, -b, RZ, 0x10`` and takes P for the carry
+of the upper word. On an H200 one kernel (adaptive pooling) masked exactly the rows with b = 0, as if
+1 - 0 were negative; a small kernel with the same instruction was right. Differences are written as
+sums with the complement.
 """
 
 from __future__ import annotations
