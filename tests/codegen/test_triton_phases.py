@@ -76,3 +76,8 @@ def test_stores_together_are_checked() -> None:
     options = Options.make(options={"check_accesses": True})
     (k,) = [generate(k, spec_of("H200"), options) for k in found.kernels]
     assert k.debug and k.source.count("store outside") == 2
+
+
+def test_a_single_point() -> None:
+    (k,) = kernels(lambda x: x[0] + x[1], torch.randn(2))
+    assert k.source.count("tl.load(") == 2

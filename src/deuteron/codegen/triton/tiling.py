@@ -162,7 +162,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         return Form("points", (("y", y), ("x", x)), blocks)
     full = [a for a in accesses(loops) if 2 * points(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
-    if _apart(loops, order[-1]):
+    if order and _apart(loops, order[-1]):
         return Form("points", (("x", order),), SINGLE)
     blocks = _line_blocks(size(order), spec, _widest(loops), most)
     return Form("points", (("x", order),), blocks)
