@@ -7,7 +7,7 @@ additions of 16 bits.
 
 A suspicion, and so avoided: where the minuend of a 64-bit subtraction is the upper half of a
 product (a 16-bit quotient), ptxas emits ``LEA.HI d, P, a, -b, RZ, 0x10`` and takes P for the carry
-of the upper word. On an H200 one kernel (adaptive pooling) masked exactly the rows with b = 0, as if
+of the upper word. On an H200 one kernel (adaptive pooling) masked the rows with b = 0, as if
 1 - 0 were negative; a small kernel with the same instruction was right. Differences are written as
 sums with the complement.
 """
