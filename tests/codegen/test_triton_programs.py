@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from deuteron.base.options import Options
 from deuteron.runtime.build_triton import build
-from tests.codegen.triton_programs import EVERY, LOOPED, kernels, planned
+from tests.codegen.triton_programs import EVERY, kernels, planned
 
 SCRIPT = Path(__file__).with_name("triton_programs.py")
 
@@ -49,6 +49,6 @@ def test_values(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_builds_ahead_of_time(name: str, capability: int, tmp_path: Path) -> None:
     options = Options.make(options={"cache_dir": str(tmp_path)})
-    for kernel in kernels(planned(name), name in LOOPED):
+    for kernel in kernels(planned(name), name):
         binary = build(kernel, kernel.configs[0], capability, options)
         assert binary.code and binary.shared <= 163 << 10

@@ -10,9 +10,13 @@ import json
 import math
 import sys
 import tempfile
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +30,7 @@ from deuteron.ir.index import Sym, evaluate
 from deuteron.ir.program import Constant, Input
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
-from deuteron.schedule import split
+from deuteron.schedule import columns, split, teams
 from deuteron.tools.interpret import readable
 from tests.schedule import tools
 from tests.schedule.test_fusion import COUNTS
@@ -141,7 +145,11 @@ def planned(name: str) -> Scheduled:
     """A program's schedule; those of `PARTS` for a device on which bytes are dear."""
     f, args = EVERY[name]
     if name not in PARTS:
-        return scheduled(f, *args, device="H200", check=False)
+        with sharing(name), pytest.MonkeyPatch.context() as patch:
+            if name in SHARED:
+                slower = replace(spec_of("H200"), bandwidth_gbps=5.0)
+                patch.setattr(tools, "spec_of", lambda device: slower)
+            return scheduled(f, *args, device="H200", check=False)
     slow = replace(spec_of("H200"), bandwidth_gbps=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tools, "spec_of", lambda device: slow)
@@ -231,14 +239,72 @@ PHASES |= {
         (torch.randn(90, 70),),
     ),
 }
-EVERY = PROGRAMS | PARTS | LOOPED | PHASES
 
 
-def kernels(found: Scheduled, looped: bool = False) -> list[TritonKernel]:
+def rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w
+
+
+def rms_backward(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> Any:
+    r = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+    y, gw = x * r, g * w
+    return r * (gw - y * (gw * y).mean(-1, keepdim=True)), (g * y).sum(0)
+
+
+def layer_norm_backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, *rows: Any) -> Any:
+    return aten.native_layer_norm_backward(g, x, [200], *rows, w, w, [True, True, True])
+
+
+ROWS = torch.randn(10, 200)
+MEAN, REST = ROWS.mean(-1, keepdim=True), ROWS.var(-1, keepdim=True).rsqrt()
+# Rows that several programs share although they are short (`sharing`).
+SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "shared: softmax": (lambda x: torch.softmax(x, -1), (spread(7, 200),)),
+    "shared: softmax of weighted": (
+        lambda x, m: torch.softmax(x * 0.5, -1) * m,
+        (torch.randn(5, 192), torch.randn(5, 192)),
+    ),
+    "shared: log softmax": (lambda x: torch.log_softmax(x, -1), (torch.randn(10, 300),)),
+    "shared: standardised": (
+        lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt(),
+        (torch.randn(9, 200) + 3,),
+    ),
+    "shared: by the largest": (
+        lambda x: (x / x.abs().amax(-1, keepdim=True), x.amin(-1)),
+        (ROWS,),
+    ),
+    "shared: rms norm": (rms, (ROWS, torch.randn(200))),
+    "shared: gradients of rms norm": (
+        rms_backward,
+        (ROWS, torch.randn(200), torch.randn(10, 200)),
+    ),
+    "shared: gradients of layer norm": (
+        layer_norm_backward,
+        (torch.randn(10, 200), ROWS, torch.randn(200), MEAN, REST),
+    ),
+    "shared: norm of images": (lambda x: F.instance_norm(x), (torch.randn(3, 5, 15, 16),)),
+}
+EVERY = PROGRAMS | PARTS | LOOPED | PHASES | SHARED
+
+
+@contextmanager
+def sharing(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        if name in SHARED:
+            patch.setattr(teams, "SHARES", ((1, 64), (4, 32)))
+            patch.setattr(teams, "LONG", 128)
+            patch.setattr(columns, "LONG", 128)
+            patch.setattr(tiling, "ROW_LIMIT", 64)
+        yield
+
+
+def kernels(found: Scheduled, name: str) -> list[TritonKernel]:
+    looped = name in LOOPED
+    with pytest.MonkeyPatch.context() as patch, sharing(name):
         if looped:
             patch.setattr(tiling, "ROW_LIMIT", 64)
         made = [generate(k, spec_of("H200"), Options()) for k in found.kernels]
+    assert name not in SHARED or any(k.team > 1 for k in made), "no team"
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]
     loops = [n.count("for roffset") + n.count("if rwhole") for n in nests]
     assert not looped or loops and max(loops) <= 3, "one pass for the folds, one for the stores"
@@ -253,10 +319,9 @@ def sizes_of(found: Scheduled, args: list[Any]) -> dict[str, int]:
     return out
 
 
-def run(
-    found: Scheduled, args: list[Any], folder: Path, looped: bool = False
-) -> list[torch.Tensor]:
+def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torch.Tensor]:
     """The program's outputs, its kernels interpreted."""
+    words = torch.zeros(4096, dtype=torch.int64)
     sizes = sizes_of(found, args)
     memory: dict[str, torch.Tensor] = {}
     for d in found.program.defs:
@@ -264,13 +329,13 @@ def run(
             memory[d.name] = args[d.position]
         elif isinstance(d, Constant):
             memory[d.name] = found.program.constants[d.name]
-    for k, t in zip(found.kernels, kernels(found, looped), strict=True):
-        for name, lay in k.writes:
-            if name not in memory:
+    for k, t in zip(found.kernels, kernels(found, name), strict=True):
+        for written, lay in k.writes:
+            if written not in memory:
                 shape, strides = (
                     [evaluate(i, sizes) for i in part] for part in (lay.shape, lay.strides)
                 )
-                memory[name] = torch.empty_strided(shape, strides, dtype=TO_TORCH[lay.dtype])
+                memory[written] = torch.empty_strided(shape, strides, dtype=TO_TORCH[lay.dtype])
         path = folder / f"{t.name}.py"
         path.write_text(t.source)
         counter = torch.zeros(1, dtype=torch.int32)
@@ -282,19 +347,75 @@ def run(
                 assert isinstance(what, Sym)
                 given.append(sizes[what.name])
             else:
-                given.append(counter)
+                given.append(counter if kind == "counter" else words)
         config = t.configs[0]
         constants = t.constants(config, t.is_wide(sizes))
-        getattr(module(path), t.name)[(t.grid(config, sizes),)](*given, **constants)
-        assert int(counter) == 0
+        kernel, grid = getattr(module(path), t.name), t.grid(config, sizes)
+        if t.team == 1:
+            kernel[(grid,)](*given, **constants)
+            assert int(counter) == 0
+            continue
+        # Few teams, so that each walks over several rows; the next launch finds the last one's
+        # words.
+        grid, inputs = min(grid, 3 * t.team), [x.clone() for x in given[:-1]]
+        together(kernel, grid, *inputs, words, **constants)
+        together(kernel, grid, *given, **constants)
+        assert int(words[0]) == 0 and int(words[1]) > 0
     return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
+
+
+def together(kernel: Any, grid: int, *args: Any, **constants: int) -> None:
+    """Runs all programs of a launch at once, a thread each: Triton's interpreter would run one
+    after the other."""
+    from triton.runtime import interpreter
+
+    here, threads, failures = threading.local(), [], []
+
+    def start(found: dict[str, Any]) -> None:
+        index = builder.grid_idx
+
+        def body() -> None:
+            here.index = index
+            try:
+                function(**found)
+            except Exception as e:  # noqa: BLE001 - raised below
+                failures.append(e)
+
+        threads.append(threading.Thread(target=body, daemon=True))
+        threads[-1].start()
+        if len(threads) == grid:
+            for t in threads:
+                t.join(60)
+
+    builder, function = interpreter.interpreter_builder, kernel.rewrite()
+    names = ", ".join(kernel.arg_names)
+    scope = function.__globals__
+    shared = scope | {"start_program": start}
+    exec(f"def started({names}): start_program(dict(locals()))", shared)
+    shared["started"].__annotations__ = function.__annotations__
+    patch = property(
+        lambda self: getattr(here, "index", self.__dict__["index"]),
+        lambda self, index: self.__dict__.__setitem__("index", index),
+    )
+    tl = interpreter.tl
+    language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    scope_of_all = interpreter._patch_lang(language)
+    with pytest.MonkeyPatch.context() as patched:
+        # Each call of a device function would replace Triton's language and put it back.
+        patched.setattr(interpreter, "_patch_lang", lambda f: interpreter._LangPatchScope())
+        patched.setattr(type(builder), "grid_idx", patch, raising=False)
+        interpreter.GridExecutor(shared["started"], kernel.arg_names, (grid,))(*args, **constants)
+    scope_of_all.restore()
+    if failures:
+        raise failures[0]
+    assert not any(t.is_alive() for t in threads), "a program waits for ever"
 
 
 def check(name: str, folder: Path) -> float:
     torch.manual_seed(0)
     f, args = EVERY[name]
     found = planned(name)
-    got = run(found, list(args), folder, name in LOOPED)
+    got = run(found, list(args), folder, name)
     expected = f(*args)
     expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
     worst = 0.0

@@ -46,6 +46,13 @@ int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   note((long long)f, gx, *(long long*)params[0], *(int*)params[1]);
   return 0;
 }
+int cuLaunchCooperativeKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                              unsigned by, unsigned bz, unsigned shared, void* stream,
+                              void** params) {
+  if (int r = answer()) return r;
+  note(-(long long)f, gx, *(long long*)params[0], *(int*)params[1]);
+  return 0;
+}
 int cuStreamIsCapturing(void* s, int* out) { *out = driver_capturing; return 0; }
 int cuGraphLaunch(void* e, void* s) { note(1, (long long)s, 0, 0); return answer(); }
 int cuGraphExecKernelNodeSetParams_v2(void* e, void* n, void* p) {
@@ -120,7 +127,7 @@ class Variants:
     def get(self, aligned: bool, wide: bool, config: int = 0) -> Loaded:
         if config in self.missing:
             raise BuildError("too large")
-        return Loaded(self.number * 100 + config * 10 + aligned, 128, 0)
+        return Loaded(self.number * 100 + config * 10 + aligned, 128, 0, resident=20)
 
 
 def kernel(number: int, configs: int = 1) -> TritonKernel:
@@ -177,6 +184,29 @@ def test_each_stream_counts_for_itself(driver: Driver, monkeypatch: pytest.Monke
     assert taken == {7: 0, 8: 1}
     at = [q.prepared[s, (64,)].numbers[1] for s in (7, 8)]
     assert at == [zeros.data_ptr(), zeros.data_ptr() + 4]
+
+
+def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, taken = torch.zeros(launch_cuda.TEAMS, 8, dtype=torch.int64), {}
+    monkeypatch.setattr(launch_cuda, "_words", lambda device: (zeros, taken))
+    shared = replace(
+        kernel(1),
+        args=(("tensor", "x"), ("size", Sym("n")), ("team", "")),
+        grid_source="3 * n",
+        team=3,
+    )
+    q, _ = sequence([shared, kernel(2)], [[0], [0, 0]])
+    q(7, addresses(16), (2,))
+    q(8, addresses(16), (64,))  # 20 at once: six whole teams
+    assert driver.log == [(-101, 6, 16, 2), (201, 1, 16, 2), (-101, 18, 16, 64), (201, 1, 16, 64)]
+    at = [q.prepared[s, (n,)].numbers[2] for s, n in ((7, 2), (8, 64))]
+    assert at[1] - at[0] == 8 * launch_cuda.WORDS
+    large, _ = sequence([replace(shared, team=21)], [[0]])
+    with pytest.raises(LaunchError, match="21 programs at once; the device runs 20"):
+        large(7, addresses(16), (64,))
+    taken.update((k, k) for k in range(launch_cuda.TEAMS))
+    with pytest.raises(LaunchError, match="fewer streams"):
+        q(1000, addresses(16), (2,))
 
 
 def test_failing_launches(driver: Driver) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Value
+from deuteron.ir.index import Value, hint, product
 from deuteron.ir.program import Constant, Input, Layout, Program, tensors_read
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Stmt, Store
+from deuteron.schedule.teams import LEAST
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
     store = stores[0]
     if not isinstance(store, Store) or store.accumulate is not None or store.mask is not None:
         return False
+    if store.level == "row" and hint(product(a.extent for a in nest.reduced)) > LEAST:
+        return False  # programs that share a row all need what is read once per row
     waits = _waits(nest)
     mine = waits[id(store)]
     seen = False

@@ -109,7 +109,9 @@ def version() -> str:
 def library_text() -> str:
     """The source of the functions that kernels import."""
     folder = Path(deuteron.__file__).parent / "codegen" / "triton"
-    return "".join((folder / f"{name}.py").read_text() for name in ("libm", "fast", "merging"))
+    return "".join(
+        (folder / f"{name}.py").read_text() for name in ("libm", "fast", "merging", "exchange")
+    )
 
 
 @lru_cache(maxsize=256)

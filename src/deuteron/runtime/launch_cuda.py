@@ -20,22 +20,29 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.codegen.triton.teams import FIRST
+from deuteron.codegen.triton.tiling import MOST_EXCHANGED
 from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
 from deuteron.runtime.build_triton import Binary, build, submit
 from deuteron.runtime.workers import Task
+from deuteron.schedule.teams import RESIDENT
 
 SOURCE = """
 typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                         unsigned, void*, void**, void**);
+typedef int (*together_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                          unsigned, void*, void**);
 struct kernel {
   void* function;
   unsigned grid, block, shared;
-  int count, aligned;
+  int count, aligned, together;
   const int* args;
 };
 
-struct sequence { launch_t launch; const kernel* kernels; long long* sizes; };
+struct sequence {
+  launch_t launch; together_t together; const kernel* kernels; long long* sizes;
+};
 
 // Launches kernels `from` to `to` (excluded). 0, or minus the number (from 1) of a kernel whose
 // addresses are not aligned, before anything of it or after it ran, or 1000 * its number + CUDA's
@@ -54,7 +61,9 @@ extern "C" int deuteron_launch(const sequence* q, int from, int to, void** p, vo
     }
     if (k->aligned && (low & 15)) return -(i + 1);
     params[k->count] = params[k->count + 1] = &none;
-    int rc = q->launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
+    int rc = k->together
+        ? q->together(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params)
+        : q->launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
     if (rc) return 1000 * (i + 1) + rc;
   }
   return 0;
@@ -70,6 +79,7 @@ class _Kernel(ctypes.Structure):
         ("shared", ctypes.c_uint),
         ("count", ctypes.c_int),
         ("aligned", ctypes.c_int),
+        ("together", ctypes.c_int),
         ("args", ctypes.POINTER(ctypes.c_int)),
     ]
 
@@ -77,6 +87,7 @@ class _Kernel(ctypes.Structure):
 class _Sequence(ctypes.Structure):
     _fields_ = [
         ("launch", ctypes.c_void_p),
+        ("together", ctypes.c_void_p),
         ("kernels", ctypes.POINTER(_Kernel)),
         ("sizes", ctypes.POINTER(ctypes.c_longlong)),
     ]
@@ -84,6 +95,8 @@ class _Sequence(ctypes.Structure):
 
 NO_CONTEXT = 201
 COUNTERS = 4096  # streams of a device that have one of their own
+# Streams of a device that may run kernels whose programs wait for one another, and words of each.
+TEAMS, WORDS = 256, 1 << 13
 OUT_OF_MEMORY = 2
 
 
@@ -105,14 +118,16 @@ def prepare(options: Options) -> None:
 
 
 @cache
-def _launcher(options: Options) -> tuple[Any, int]:
-    """The C function, and the address of the driver's."""
+def _launcher(options: Options) -> tuple[Any, int, int]:
+    """The C function, and the addresses of the driver's two."""
     lib = build_cpp.build(SOURCE, FLAGS, options)
-    address = ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value
-    assert address is not None
+    driver = _driver()
+    address = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
+    together = ctypes.cast(driver.cuLaunchCooperativeKernel, ctypes.c_void_p).value
+    assert address is not None and together is not None
     function = lib.deuteron_launch
     function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]
-    return function, address
+    return function, address, together
 
 
 @dataclass
@@ -120,6 +135,7 @@ class Loaded:
     function: int
     block: int
     shared: int
+    resident: int = 0  # programs that a device runs at once; 0 where nobody asked
 
 
 @dataclass
@@ -176,7 +192,15 @@ class Variants:
         if binary.shared > 48 << 10:  # 8: the most dynamic shared memory that it may ask for
             _ok(driver.cuFuncSetAttribute(function, 8, binary.shared), "setting up", binary.name)
         assert function.value is not None
-        return Loaded(function.value, 32 * binary.num_warps, binary.shared)
+        found = Loaded(function.value, 32 * binary.num_warps, binary.shared)
+        if self.kernel.team > 1:
+            each = ctypes.c_int(0)
+            asked = (ctypes.byref(each), function, found.block, ctypes.c_size_t(found.shared))
+            rc = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(*asked)
+            _ok(rc, "asking about", binary.name)
+            cores = torch.cuda.get_device_properties(self.device).multi_processor_count
+            found.resident = min(RESIDENT, each.value) * cores
+        return found
 
 
 def enter(device: torch.device) -> None:
@@ -208,6 +232,19 @@ def _counters(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
     return out, {}
 
 
+@cache
+def _words(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
+    """As `_counters`: what teams exchange (`codegen.triton.exchange`), and which stream has which.
+    A fold takes two words of a program, for even and odd rounds."""
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    if FIRST + cores * RESIDENT * 2 * MOST_EXCHANGED > WORDS:
+        raise LaunchError(f"{cores} multiprocessors have more programs than words to exchange")
+    with _disable_current_modes(), torch.cuda.device(device):
+        out = torch.zeros(TEAMS, WORDS, dtype=torch.int64, device=device)
+        torch.cuda.current_stream().synchronize()
+    return out, {}
+
+
 class Sequence:
     """Kernels that run one after the other. `places[k]` are the numbers of kernel k's tensors in
     the addresses of a call; `names` are the sizes of a call, in order."""
@@ -234,8 +271,11 @@ class Sequence:
         self.device = at
         self.prepared: dict[Any, Prepared] = {}
         self.counts = any(kind == "counter" for k in kernels for kind, _ in k.args)
+        self.exchanges = any(k.team > 1 for k in kernels)
         if self.counts:
             _counters(at)
+        if self.exchanges:
+            _words(at)
         self.arrays: list[Any] = []
         for k, place in zip(kernels, places, strict=True):
             left = iter(place)
@@ -245,8 +285,8 @@ class Sequence:
                     codes.append(next(left))
                 elif kind == "size":
                     codes.append(-self.names.index(_name(what)) - 1)
-                else:  # the address of the counter follows the sizes
-                    codes.append(-len(self.names) - 1)
+                else:  # the addresses of the counter and of the words follow the sizes
+                    codes.append(-len(self.names) - (1 if kind == "counter" else 2))
             self.arrays.append((ctypes.c_int * max(1, len(codes)))(*codes))
         self.n = len(self.kernels)
 
@@ -271,13 +311,24 @@ class Sequence:
         if rc:
             self.slow(rc, found, pointers, now, sizes)
 
-    def counter(self, stream: int) -> int:
-        """The address of a zero that kernels on this stream count their programs with."""
-        if not self.counts:
-            return 0
-        first, taken = _counters(self.device)
-        number = taken.setdefault(stream, len(taken))
-        return first.data_ptr() + 4 * (number % COUNTERS)
+    def own(self, stream: int) -> tuple[int, int]:
+        """Addresses that belong to a stream: of a zero that its kernels count their programs with,
+        and of the words that their teams exchange."""
+        counter = words = 0
+        if self.counts:
+            first, taken = _counters(self.device)
+            number = taken.setdefault(stream, len(taken))
+            counter = first.data_ptr() + 4 * (number % COUNTERS)
+        if self.exchanges:
+            first, taken = _words(self.device)
+            number = taken.setdefault(stream, len(taken))
+            if number >= TEAMS:
+                raise LaunchError(
+                    f"kernels whose programs wait for one another ran on {TEAMS} streams already",
+                    hint="use fewer streams",
+                )
+            words = first.data_ptr() + 8 * WORDS * number
+        return counter, words
 
     def prepare(self, stream: int, sizes: tuple[int, ...]) -> Prepared:
         """The launch table for sizes."""
@@ -285,13 +336,13 @@ class Sequence:
         table = (_Kernel * self.n)()
         for k in range(self.n):
             self.fill(table[k], k, env, self.sizes_aligned(k, env))
-        numbers = (ctypes.c_longlong * (len(sizes) + 1))(*sizes, self.counter(stream))
+        numbers = (ctypes.c_longlong * (len(sizes) + 2))(*sizes, *self.own(stream))
         found = self.prepared[stream, sizes] = self.bound(table, numbers)
         return found
 
     def bound(self, table: Any, numbers: Any) -> Prepared:
-        launch, driver = _launcher(self.options)
-        whole = _Sequence(driver, table, numbers)
+        launch, driver, together = _launcher(self.options)
+        whole = _Sequence(driver, together, table, numbers)
         return Prepared(launch, ctypes.addressof(whole), whole, table, numbers)
 
     def sizes_aligned(self, k: int, env: dict[str, int]) -> bool:
@@ -311,6 +362,14 @@ class Sequence:
         loaded = self.variants[k].get(aligned, kernel.is_wide(env), chosen)
         row.function, row.block, row.shared = loaded.function, loaded.block, loaded.shared
         row.grid = kernel.grid(kernel.configs[chosen], env)
+        row.together = int(kernel.team > 1)
+        if row.together:
+            row.grid = min(row.grid, loaded.resident // kernel.team * kernel.team)
+            if not row.grid and kernel.grid(kernel.configs[chosen], env):
+                raise LaunchError(
+                    f"{kernel.name} needs {kernel.team} programs at once; the device runs "
+                    f"{loaded.resident}"
+                )
         row.count, row.aligned = len(kernel.args), int(aligned)
         row.args = ctypes.cast(self.arrays[k], ctypes.POINTER(ctypes.c_int))
 

@@ -15,6 +15,7 @@ from deuteron.ir.index import Index, const, hint, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.parts import one_pass
+from deuteron.schedule.teams import HELD, team_of
 
 # What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
 # share: H200, one program per multiprocessor, copies of 1 to 132 programs.
@@ -78,10 +79,12 @@ def work(group: Group) -> float:
 
 def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
     """The share of the device that the parallel loops can keep busy."""
+    row = hint(product(a.extent for a in group.space.reduced))
     if group.chunk is not None:
         # Workers that walk down columns read a few bytes of each line of memory at a time.
         walk = SCATTERED if side_by_side(group, layouts) else 1.0
-        return walk * min(1.0, group.chunk[1] * ONE_CORE / spec.cores)
+        team = max(1, team_of(row, HELD, spec)) if group.folds else 1
+        return walk * min(1.0, group.chunk[1] * team * ONE_CORE / spec.cores)
     apart = group.fixed and any(m.level == "row" for m in group.members)
     if not group.folds and (spec.kind == "cpu" or not apart):
         return 1.0
@@ -89,11 +92,17 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     if spec.kind == "cpu":
         # Threads share long rows where one fold stands alone; dependent ones wait for one another.
         return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
-    row = hint(product(a.extent for a in group.space.reduced))
     # Rows that lie side by side in memory are walked together by one program; short ones too.
     together = 32 if side_by_side(group, layouts) else max(1, 256 // max(1, row))
     programs = max(1, rows // together)
+    if known_rows(group) and read_again(group, layouts):
+        programs *= max(1, team_of(row, 1, spec))
     return min(1.0, programs * ONE_CORE / spec.cores)
+
+
+def known_rows(group: Group) -> bool:
+    """Whether the length of a row is known when kernels are written."""
+    return product(a.extent for a in group.space.reduced).value is not None
 
 
 def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
@@ -141,19 +150,19 @@ def cost(
     points = group.space.size()
     for n in dict.fromkeys(stored):
         moved += bytes_written(group.names[n], layouts[n], points)
-    spilled = group.chunk is not None and chained(group) and not stays(group, spec)
+    spilled = group.chunk is not None and chained(group) and not stays(group, layouts, spec)
     for m in group.members:
         if m.kind == "column":
             part = layouts[group.partials[m.name]]
             # Beside rows in several passes, partial sums are kept in memory from row to row.
             moved += 2 * points * ITEMSIZE[part.dtype] if spilled else bytes_of(part)
-    if spilled or (group.folds and group.chunk is None and not stays(group, spec)):
+    if spilled or (group.folds and group.chunk is None and not stays(group, layouts, spec)):
         moved += read_again(group, layouts)
     done = work(group)
     share = occupancy(group, layouts, spec)
     us = time_us(moved, done, share, spec)
     if not whole and share < LOW and group.folds:
-        again = 0 if not stays(group, spec) else read_again(group, layouts)
+        again = 0 if not stays(group, layouts, spec) else read_again(group, layouts)
         halves = time_us(moved + again, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
         if halves < us and splittable(group, layouts, spec):  # the dearer question last
             return Cost(moved, done, 1.0, halves)
@@ -186,17 +195,21 @@ def read_again(group: Group, layouts: Mapping[str, Layout]) -> int:
     return sum(bytes_read(group, n, layouts[n]) for n in sorted(first & again))
 
 
-def stays(group: Group, spec: DeviceSpec) -> bool:
+def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
     """Whether what a row reads is still at hand when it is needed again: in registers (half of
-    them, as f32), or in the core's cache."""
+    them, as f32; of several programs, where they can share the row), or in the core's cache."""
     row = hint(product(a.extent for a in group.space.reduced))
     if spec.kind == "cpu":
         return 4 * row <= spec.l2 // 2
+    known = known_rows(group)
     if group.chunk is None:
-        return 4 * row <= spec.registers // 2
+        shared = known and bool(team_of(row, 1, spec)) and not side_by_side(group, layouts)
+        return shared or 4 * row <= spec.registers // 2
     points = group.space.size()
     read = sum(any(elements(i) >= points for i in where) for where in group.reads.values())
-    return 4 * row * (read + len(group.partials)) <= spec.registers * 3 // 4
+    held = read + len(group.partials)
+    shared = known and bool(team_of(row, held, spec))
+    return shared or 4 * row * held <= spec.registers * 3 // 4
 
 
 def tail(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:

@@ -114,6 +114,7 @@ class Emitter:
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins
         self.row_places: set[Index] = set()  # addresses that are read once per row
         self.row_start: Index | None = None  # address of a row that is read from before its start
+        self.passing = False  # whether rows are read in several passes
         self.checked = False  # whether the text has assertions
         self.limits: Limits = {}  # where every access is checked: see `guard`
         self._digits: dict[Axis, tuple[Index, bool]] = {}

@@ -55,6 +55,13 @@ def fold_row(em: Emitter, f: Fold) -> str:
     return name
 
 
+def power_text(rule: Rescaled, difference: str) -> str:
+    """The exponential of a scaled difference; the device's own, see `precision`."""
+    fast = "_fast" if rule.power.dtype == "f32" else ""
+    factor = "" if rule.scale == 1 else f" * {rule.scale!r}"
+    return f"libm.{rule.power.op}{fast}({difference}{factor})"
+
+
 def clean(name: str) -> str:
     out = plain_name(name)
     return out if out[:1].isalpha() else f"f_{out}"
@@ -169,14 +176,12 @@ class Accumulators:
         return f"tl.where({terms} == 0, 0.0, {terms} * {weight})"
 
     def _power(self, rule: Rescaled, difference: str) -> str:
-        """The exponential of a difference, written once; the device's own, see `precision`."""
+        """The exponential of a difference, written once."""
         em = self.em
-        fast = "_fast" if rule.power.dtype == "f32" else ""
         key = (rule.power.op, rule.scale, difference)
         if key not in em.scope.sums:
             em.scope.sums[key] = em.fresh("e")
-            factor = "" if rule.scale == 1 else f" * {rule.scale!r}"
-            em.scope.add(f"{em.scope.sums[key]} = libm.{rule.power.op}{fast}({difference}{factor})")
+            em.scope.add(f"{em.scope.sums[key]} = {power_text(rule, difference)}")
         return em.scope.sums[key]
 
     def _assign(self, new: dict[str, str]) -> None:

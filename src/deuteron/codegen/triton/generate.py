@@ -22,6 +22,7 @@ from deuteron.codegen.triton.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.phases import phased
 from deuteron.codegen.triton.scalars import POINTER
+from deuteron.codegen.triton.teams import PARAM
 from deuteron.codegen.triton.tiling import Blocks, Form, choose
 from deuteron.codegen.triton.unroll import written_out
 from deuteron.ir.expr import own_indices
@@ -55,8 +56,9 @@ class Config:
 class TritonKernel:
     """A kernel's source and launch description.
 
-    args         ("tensor", name), ("size", Sym) or ("counter", ""), in the order of `params`, their
-                 names in the function; the counter is an int32 that is 0 before and after a launch
+    args         ("tensor", name), ("size", Sym), ("counter", "") or ("team", ""), in the order of
+                 `params`, their names in the function; the counter is an int32 that is 0 before and
+                 after a launch; for a team's words see `codegen.triton.exchange`
     types        Triton types of `params` ("*fp32", "i32"); sizes are "i64" with 64-bit indices
     aligned      params that may be declared divisible by 16 (pointers in bytes): all pointers, and
                  sizes whose hint is. Who launches checks it, and builds without the attribute where
@@ -66,6 +68,8 @@ class TritonKernel:
     wide_source  Python expression over names of sizes: whether 32-bit indices overflow. None where
                  the sizes are known
     configs      candidates; the first is the heuristic choice
+    team         programs that share a row and must run at the same time. Where there are more than
+                 one, any multiple of it is a valid number of programs, the grid's is the most
     """
 
     name: str
@@ -79,6 +83,7 @@ class TritonKernel:
     aligned: tuple[str, ...]
     wide_source: str | None = None
     debug: bool = False  # build with debug=True (and sanitize_overflow=False): it asserts
+    team: int = 1
     fp_fusion: bool = False  # eager rounds after each multiplication, and so does the kernel
 
     def signature(self, wide: bool = False) -> dict[str, str]:
@@ -121,7 +126,11 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     # What one program does alone is not cut small to occupy the device.
     alone = replace(spec, cores=1)
     first = kernel.barriers[0] if kernel.barriers else len(nests)
-    forms = [choose(n, spec if k < first else alone) for k, n in enumerate(nests)]
+    forms = [
+        choose(n, spec if k < first else alone, teams=first == 1 and k == 0)
+        for k, n in enumerate(nests)
+    ]
+    team = forms[0].team
     symbols = _symbols(nests, layouts)
     static, wide_source, wide = _width(nests, layouts)
     index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
@@ -142,7 +151,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
         bodies = [[choice, *b] for b in bodies]
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
-    params += [COUNTER] * bool(kernel.barriers)
+    params += [COUNTER] * bool(kernel.barriers) + [PARAM] * (team > 1)
     constexprs = [v for b in blocks for v in b.values()] + stages + flags
     source = _source(name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers)
     sizes = "i64" if static and wide else "i32"
@@ -154,12 +163,14 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
             *(("tensor", n) for n in layouts),
             *(("size", s) for s in symbols),
             *([("counter", "")] * counter),
+            *([("team", "")] * (team > 1)),
         ),
         params=tuple(params),
         types=(
             *(POINTER[lay.dtype] for lay in layouts.values()),
             *(sizes for _ in symbols),
             *(["*i32"] * counter),
+            *(["*i64"] * (team > 1)),
         ),
         constexprs=tuple(constexprs),
         configs=_configs(forms, blocks),
@@ -170,6 +181,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         ),
         wide_source=wide_source,
         debug=any(asserts for _, asserts in written),
+        team=team,
     )
 
 
@@ -303,13 +315,14 @@ def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
     counts = {d: product(a.extent for a in axes) for d, axes in form.dims}
     if form.kind == "points":
         return " * ".join(_blocks_text(counts[d], b) for d, b in blocks.items())
+    each = f"{form.team} * " if form.team > 1 else ""
     if form.kind == "rows":
-        return _blocks_text(counts["x"], blocks["x"])
+        return each + _blocks_text(counts["x"], blocks["x"])
     assert nest.chunk is not None
     return (
         f"{nest.chunk[1]} * {_blocks_text(counts['r'], blocks['r'])}"
         if form.tiled
-        else str(nest.chunk[1])
+        else f"{each}{nest.chunk[1]}"
     )
 
 

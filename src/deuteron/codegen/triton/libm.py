@@ -20,6 +20,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them by this module
+    arrive,
+    collect,
+    collect_two,
+    publish,
+    team_max,
+    team_min,
+    team_moments,
+    team_sizes,
+    team_sum,
+    told,
+)
 from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by this module
     INTERPRETED,
     erf_above_fast,

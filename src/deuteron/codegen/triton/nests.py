@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
-from deuteron.codegen.triton.emit import Dim, Dims, Emitter, Limits
+from deuteron.codegen.triton.emit import Dim, Dims, Emitter, Limits, bound_name
 from deuteron.codegen.triton.folds import (
     FULL,
     Accumulators,
@@ -30,6 +30,7 @@ from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write, stri
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.precision import loose, packed
 from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Index, product
@@ -62,7 +63,7 @@ def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
         count = dim.count.value
         exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in form.candidates)
         if form.kind == "chunk" and name == "x":
-            exact = False
+            exact = all(b.of("x") == 1 for b in form.candidates)
         out.append(Dim(name, axes, names.blocks[name], place, not exact))
     return tuple(out)
 
@@ -163,7 +164,9 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
         mask = f", {where}" if where else ""
         em.guard("store", w.tensor, w.address, dims, where, em.scope)
         if w.accumulate is None:
-            lines.append(f"tl.store({place}, {value}{mask})")
+            # Beside what is read again, what is stored should not stay.
+            policy = ', eviction_policy="evict_first"' if em.passing and dims == FULL else ""
+            lines.append(f"tl.store({place}, {value}{mask}{policy})")
         else:
             lines.append(accumulate(em, w, dims, value, where))
     em.scope.add(*lines)
@@ -223,6 +226,20 @@ def accumulate(em: Emitter, w: Write, dims: Dims, value: str, where: str) -> str
 def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
     header(em)
     x, r = em.dims["x"], em.dims["r"]
+    if form.team > 1:
+        team = Team(form, em, loops)
+        team.begin()
+        with em.inside() as scope:
+            em.enter(x, "xoffset")
+            em.enter(r, "roffset")  # what only depends on it would stay in registers
+            hints(em, [single(loops)])
+            one_pass(loops, em, team=team)
+            scope.add("tag += 1")
+        step = f"teams * {x.block}"
+        span = f"{team.first} * {x.block}, xnumel, {step}"
+        em.scope.block(f"for xoffset in tl.range({span}, num_stages={em.stages})", scope.lines)
+        team.end(f"tl.cdiv(xnumel, {step})")
+        return
     em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     em.enter(x, "xoffset")
     if form.persistent:
@@ -257,11 +274,18 @@ def scan_result(p: Prefix) -> Expr:
     return Expr("load", p.body.dtype, (), (p.name, (), None))
 
 
-def one_pass(loops: Loops, em: Emitter, columns: Mapping[str, str] | None = None) -> None:
-    """Everything of whole rows: the scope has both dimensions."""
+def one_pass(
+    loops: Loops,
+    em: Emitter,
+    columns: Mapping[str, str] | None = None,
+    team: Team | None = None,
+) -> None:
+    """Everything of whole rows, or of a program's shares of rows: the scope has both dimensions."""
     writes: list[tuple[Write, Dims]] = []
     for p in loops.parts:
-        if isinstance(p, Fold):
+        if isinstance(p, Fold) and team is not None:
+            team.fold(p)
+        elif isinstance(p, Fold):
             bind(em, p, fold_row(em, p))
         elif isinstance(p, Prefix):
             name = em.fresh(f"{clean(p.name)}_")
@@ -271,9 +295,13 @@ def one_pass(loops: Loops, em: Emitter, columns: Mapping[str, str] | None = None
             em.scope.texts[scan_result(p)] = name
         elif isinstance(p, ColumnFold):
             assert columns is not None
+            if team is not None:
+                team.await_for(p.body)
             update_column(em, p, columns[p.name])
         else:
             writes.append((p, X if p.level == "row" else FULL))
+    if team is not None:
+        team.await_all()
     stores(em, writes)
 
 
@@ -287,9 +315,10 @@ class Passes:
     """Rows in blocks of r, pass by pass."""
 
     def __init__(self, loops: Loops, em: Emitter, start: tuple[Index, int] | None = None) -> None:
-        self.loops, self.em = loops, em
+        self.loops, self.em, self.backwards = loops, em, False
         row = frozenset(em.dims) - R
         self.passes, self.row_writes = plan(loops, lambda e: em.deps(e) <= row)
+        em.passing = len(self.passes) > 1
         merged = [rule for q in self.passes for rule in q.merged.values()]
         if start is not None and not any(isinstance(rule, (Products, Centered)) for rule in merged):
             self.align(*start)
@@ -314,6 +343,8 @@ class Passes:
             accs.declare()
             carries = self.declare_carries(q)
             r = em.dims["r"]
+            # What a pass has read last is the likeliest to be in the cache still.
+            self.backwards = k % 2 == 1 and not carries
             if em.row_start is not None:
                 # The first and the last block have masks, those between have none.
                 both = f"0, rblocks * {r.block}, tl.maximum(rblocks - 1, 1) * {r.block}"
@@ -327,31 +358,34 @@ class Passes:
                 # Whole blocks without masks, then what is left: selects cost as much as the fold.
                 em.scope.add(f"rwhole = rnumel // {r.block} * {r.block}")
                 em.dims["r"] = replace(r, masked=False)
-                self.loop(
-                    q,
-                    accs,
-                    carries,
-                    "for roffset in tl.range(0, rwhole, {block}, num_stages={stages})",
-                )
+                self.blocks(q, accs, carries, "rwhole")
                 em.dims["r"] = r
                 em.scope.add("roffset = rwhole")
                 self.loop(q, accs, carries, "if rwhole < rnumel")
             else:
-                self.loop(
-                    q,
-                    accs,
-                    carries,
-                    "for roffset in tl.range(0, rnumel, {block}, num_stages={stages})",
-                )
+                self.blocks(q, accs, carries, "rnumel")
             accs.finish()
         stores(em, [(w, X) for w in self.row_writes])
 
-    def loop(self, q: Pass, accs: Accumulators, carries: Mapping[str, str], head: str) -> None:
+    def blocks(self, q: Pass, accs: Accumulators, carries: Mapping[str, str], end: str) -> None:
+        """A loop over the blocks up to `end`."""
+        block = self.em.dims["r"].block
+        inner = f"tl.range(0, {end}, {block}, num_stages={self.em.stages})"
+        if self.backwards:
+            last = f"({end} - 1) // {block} * {block}"
+            self.loop(q, accs, carries, f"for rback in {inner}", f"roffset = {last} - rback")
+        else:
+            self.loop(q, accs, carries, f"for roffset in {inner}")
+
+    def loop(
+        self, q: Pass, accs: Accumulators, carries: Mapping[str, str], head: str, *first: str
+    ) -> None:
         em = self.em
         with em.inside() as scope:
+            scope.add(*first)
             em.enter(em.dims["r"], "roffset")
             self.body(q, accs, carries)
-        em.scope.block(head.format(block=em.dims["r"].block, stages=em.stages), scope.lines)
+        em.scope.block(head, scope.lines)
 
     def policies(self, k: int) -> None:
         """What a later pass reads again stays in the cache; the last reading lets go."""
@@ -412,26 +446,46 @@ def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
     """Worker k walks its rows; what it folds along them it stores at the end."""
     assert loops.chunk is not None
     axis, count = loops.chunk
-    x, r = em.dims["x"], em.dims["r"]
-    outer = em.scope
-    outer.add(f"rnumel = {em.index(r.count)}")
+    r = em.dims["r"]
+    em.scope.add(f"rnumel = {em.index(r.count)}")
+    if form.team > 1:
+        team = Team(form, em, loops)
+        team.begin()
+        em.bound.add(WORKER)  # what depends on it stays in the loop over workers
+        with em.inside() as scope:
+            scope.dims |= {bound_name(WORKER)}
+            walk(loops, form, em, team)
+        em.scope.block(f"for worker in tl.range({team.first}, {count}, teams)", scope.lines)
+        rows = f"{em.index((axis.extent + (count - 1)) // count)} * {em.index(_others(loops))}"
+        team.end(f"tl.cdiv({count}, teams) * {rows}")
+        return
     worker = "pid"
     if form.tiled:
-        outer.add(f"rblocks = tl.cdiv(rnumel, {r.block})")
+        em.scope.add(f"rblocks = tl.cdiv(rnumel, {r.block})")
         worker = "(pid // rblocks)"
     wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
-    outer.add(f"worker = {worker}{wide}")
+    em.scope.add(f"worker = {worker}{wide}")
+    if form.tiled:
+        em.scope.add(f"roffset = (pid % rblocks){wide} * {r.block}")
+    walk(loops, form, em, None)
+
+
+def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
+    """The rows of one worker."""
+    assert loops.chunk is not None
+    axis, count = loops.chunk
+    x, r = em.dims["x"], em.dims["r"]
+    outer = em.scope
     outer.axes[WORKER] = "worker"
     inner = em.index(_others(loops))
     each = em.index((axis.extent + (count - 1)) // count)
     outer.add(f"low = worker * ({each}) * ({inner})")
     outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
-    if form.tiled:
-        outer.add(f"roffset = (pid % rblocks){wide} * {r.block}")
     whole = form.persistent or form.tiled
     columns: dict[str, str] = {}
     if whole:
-        em.enter(r, "roffset" if form.tiled else "0")
+        if team is None:
+            em.enter(r, "roffset" if form.tiled else "0")
         hints(em, [single(loops)])
         for p in loops.parts:
             if isinstance(p, ColumnFold):
@@ -441,12 +495,18 @@ def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
         clear_columns(em, [p for p in loops.parts if isinstance(p, ColumnFold)])
     with em.inside() as scope:
         em.enter(x, "xoffset")
+        if team is not None:
+            em.enter(r, "roffset")
         if whole:
-            one_pass(loops, em, columns)
+            one_pass(loops, em, columns, team)
+            if team is not None:
+                scope.add("tag += 1")
         else:
             Passes(loops, em).write()
     stages = f", num_stages={em.stages}" if whole else ""
     outer.block(f"for xoffset in tl.range(low, xnumel, {x.block}{stages})", scope.lines)
+    if team is not None:
+        em.enter(r, "roffset")
     for p in loops.parts:
         if isinstance(p, ColumnFold) and whole:
             store_column(em, p, columns[p.name])

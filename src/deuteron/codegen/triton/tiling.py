@@ -30,6 +30,7 @@ from deuteron.codegen.triton.loops import (
 )
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.teams import share, team_of
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
 # values alive.
@@ -55,6 +56,12 @@ HELD = 3
 ACROSS = 8
 # Bytes of the blocks that are on their way to a program.
 PIPELINE = 96 << 10
+# Rows of more elements come from the L2 in part when they are read again: large blocks, at most so
+# many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
+# 4096: 1.49 and 1.59 times a copy's time.
+LARGE, STAGE = 49152, 48 << 10
+# Folds of a row whose results a team exchanges.
+MOST_EXCHANGED = 6
 # Columns that a program reads at once at least: 32 bytes of half numbers.
 LEAST_COLUMNS = 16
 
@@ -91,23 +98,26 @@ class Form:
     start: tuple[Index, int] | None = None  # see `_ragged`
     group: int = 1  # neighbours of a row in one lane, which dependent folds take together
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
+    team: int = 1  # programs that share a row: each holds a block of it
 
     @property
     def loops(self) -> bool:
         """Whether its text has loops over blocks."""
-        return self.kind == "chunk" or (self.kind == "rows" and not self.persistent)
+        return self.kind == "chunk" or (
+            self.kind == "rows" and (not self.persistent or self.team > 1)
+        )
 
 
-def choose(loops: Loops, spec: DeviceSpec) -> Form:
-    """The form of a nest."""
+def choose(loops: Loops, spec: DeviceSpec, teams: bool = False) -> Form:
+    """The form of a nest; `teams`: whether programs may wait for one another."""
     if loops.chunk is not None:
-        return _chunk(loops, spec)
+        return _chunk(loops, spec, teams)
     folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
     if not folds and not any(
         isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.parts
     ):
         return _points(loops, spec)
-    return _rows(loops, spec)
+    return _rows(loops, spec, teams)
 
 
 def power(n: int) -> int:
@@ -317,7 +327,7 @@ def _tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
     return sum(found.values())
 
 
-def _rows(loops: Loops, spec: DeviceSpec) -> Form:
+def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
     if any(
         isinstance(p, Prefix) or (isinstance(p, Fold) and p.kind.startswith("arg"))
@@ -336,6 +346,13 @@ def _rows(loops: Loops, spec: DeviceSpec) -> Form:
     # Columns that are read once are read as well in a loop, more of them side by side.
     least = LEAST_COLUMNS * (1 if again else 4)
     persistent = known and power(nr) <= (limit // least if columns or across else limit)
+    whole = persistent or columns or across
+    # What is the same for all rows each program reads for every row.
+    few = 2 * _bytes_along(loops, x) >= _bytes_along(loops)
+    if teams and again and not whole and _ragged(loops, r) is None:
+        team = _team(loops, nr, loads, spec) if few else 0
+        if team:
+            return Form("rows", (("x", x), ("r", r)), _shares(loads), persistent=True, team=team)
     if across and not persistent:
         candidates = _across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
@@ -483,6 +500,8 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
         stages = 3 if itemsize >= 4 else 1
         return tuple(dict.fromkeys((tile(4096, 8, stages), tile(2048, 8), tile(8192, 16, stages))))
     pipeline = tile(4096, 8, 3 if moved <= 4 else 2)
+    if nr > LARGE:
+        pipeline = tile(min(8192, max(1024, below(STAGE // _bytes_along(loops)))), 8, 3)
     whole = tile(16384, 16)
     held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
     first = (whole, pipeline) if held else (pipeline, tile(2048, 8, 3))
@@ -491,10 +510,50 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     return tuple(dict.fromkeys((*first, tile(4096, 8))))
 
 
+def _bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
+    """Bytes of all that is read for a point of a row; with `rows`, of what differs by row."""
+    found = {(a.tensor, a.address): a.itemsize for a in accesses(loops) if not a.store}
+    along, apart = set(loops.reduced), None if rows is None else set(rows)
+    return max(
+        1,
+        sum(
+            n
+            for (_, i), n in found.items()
+            if i.axes() & along and (apart is None or i.axes() & apart)
+        ),
+    )
+
+
+# -- teams -----------------------------------------------------------------------------------------
+
+
+def _team(loops: Loops, nr: int, held: int, spec: DeviceSpec) -> int:
+    """Programs that share a row, at least two; 0 where rows are short or cannot be shared: what a
+    program tells the others is a few numbers of 32 bits."""
+    folds = [p for p in loops.parts if isinstance(p, (Fold, Prefix))]
+    if not folds or product(a.extent for a in loops.reduced).value is None:
+        return 0
+    if any(isinstance(p, Write) and p.accumulate is not None for p in loops.parts):
+        return 0
+    if len(folds) > MOST_EXCHANGED or not all(
+        isinstance(f, Fold) and f.kind in ("sum", "max", "min") and f.body.dtype in ("f32", "i32")
+        for f in folds
+    ):
+        return 0
+    team = team_of(nr, held, spec)
+    return team if team > 1 else 0
+
+
+def _shares(held: int) -> tuple[Blocks, ...]:
+    """One block of a row at a time, the next one on its way."""
+    blocks = (("x", 1), ("r", share(held)))
+    return tuple(Blocks(blocks, warps, stages) for warps, stages in ((8, 3), (8, 2)))
+
+
 # -- chunks ----------------------------------------------------------------------------------------
 
 
-def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
+def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     """H200, layer norm's backward: rows of 4096 (bf16) with a pipeline of one, two, three rows take
     157, 134, 103 us. Forward and backward, bf16, pipelines of three: rows of 1024 at 1024 and 2048
     elements at once 99 and 91 us, of 256 184 and more than 202 us.
@@ -520,6 +579,9 @@ def _chunk(loops: Loops, spec: DeviceSpec) -> Form:
     wide = power(nr)
     held = _row_loads(loops) + len(column_folds(loops))
     if not known or wide * held > HELD * ROW_LIMIT:
+        team = _team(loops, nr, held, spec) if teams else 0
+        if team:
+            return Form("chunk", dims, _shares(held), persistent=True, team=team)
         block = min(4096, wide)
         group = min(16 // _widest(loops), block)
         only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))

@@ -1,0 +1,190 @@
+"""Triton text of rows that several programs share: who holds what, and the exchange of folds.
+
+A team's programs hold a block of the same row each and walk over the same rows. What one folds of
+its block it publishes; before anyone uses a fold it collects what all have published, in the order
+of their places, so that results repeat bit for bit. Folds that do not need one another are
+published first and collected together; so are folds that need others by a rule of
+`schedule.online`: each block's result is one relative to the block's own maximum or mean.
+
+Words are used in turn by even and odd rounds: who publishes round k + 2 has collected round k + 1,
+so that all have collected round k.
+"""
+
+from __future__ import annotations
+
+from deuteron.codegen.triton import scalars
+from deuteron.codegen.triton.emit import Emitter
+from deuteron.codegen.triton.folds import bind, clean, fold_row, full, identity, power_text
+from deuteron.codegen.triton.loops import Loops
+from deuteron.codegen.triton.tiling import Form, power
+from deuteron.ir.expr import Expr, own_indices
+from deuteron.ir.index import Value
+from deuteron.schedule.kernel import Fold
+from deuteron.schedule.online import Chain, Products, Rescaled, Rule
+
+# Words of a launch: the number of programs that are done, the last tag used, then the teams'.
+FIRST = 16
+PARAM = "team_ptr"
+WARP = 32
+
+
+class Team:
+    """The exchanges of one nest; `first` is the Triton text of the team's number."""
+
+    first = "team"
+
+    def __init__(self, form: Form, em: Emitter, loops: Loops) -> None:
+        self.count, self.em = form.team, em
+        row = frozenset(em.dims) - {"r"}
+        chain = Chain(lambda e: em.deps(e) <= row)
+        self.folds = {p.name: p for p in loops.parts if isinstance(p, Fold)}
+        for f in self.folds.values():
+            chain.add(f)
+        self.sums: dict[str, str] = {}  # sum of squares -> the sum of the same elements
+        self.rules: dict[str, Rule] = {}
+        for name, rule in chain.rules.items():
+            if isinstance(rule, Products) and rule.square:
+                same = [f for f in self.folds.values() if f.kind == "sum" and f.body is rule.x]
+                if same:
+                    self.rules[name], self.sums[name] = rule, same[0].name
+            elif isinstance(rule, Rescaled):
+                self.rules[name] = rule  # others wait for what they need
+        self.places = {name: k for k, name in enumerate(self.folds)}
+        self.local: dict[str, str] = {}
+        self.waiting: list[Fold] = []
+
+    def begin(self) -> None:
+        em, n = self.em, self.count
+        wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
+        em.scope.add(
+            f"team = (pid // {n}){wide}",
+            f"teams = (tl.num_programs(0) // {n}){wide}",
+            f"place = pid % {n}",
+            f"roffset = place{wide} * {em.dims['r'].block}",
+            f"words = {PARAM} + {FIRST} + (pid // {n}) * {2 * n * len(self.places)}",
+            f"before = tl.load({PARAM} + 1).to(tl.int32)",
+            "tag = before + 1",
+        )
+
+    def end(self, rounds: str) -> None:
+        """`rounds`: text of a number that no team's exchanges exceed."""
+        self.em.scope.add(f"libm.arrive({PARAM}, before, {rounds})")
+
+    def fold(self, f: Fold) -> None:
+        """Folds this program's block of the row, and tells the others."""
+        em, rule = self.em, self.rules.get(f.name)
+        if isinstance(rule, Rescaled):
+            self.await_for(*([rule.factor] if rule.factor is not None else []))
+            self._publish(f, self._rescaled(f, rule))
+        elif isinstance(rule, Products):
+            self.await_for(rule.x)
+            away, m2, mask = em.fresh("away"), em.fresh("m2_"), em.mask(frozenset("r"))
+            value = full(em, em.value(rule.x), em.deps(rule.x), f.body.dtype)
+            size = f"tl.minimum(rnumel - roffset, {em.dims['r'].block})"
+            mean = f"{self.local[self.sums[f.name]]} / tl.maximum({size}, 1)"
+            em.scope.add(f"{away} = {value} - {mean}")
+            if mask:
+                em.scope.add(f"{away} = tl.where({mask}, {away}, 0.0)")
+            em.scope.add(f"{m2} = libm.fold_sum({away} * {away})")
+            self._publish(f, m2)
+        else:
+            self.await_for(f.body)
+            self.local[f.name] = fold_row(em, f)
+            self._publish(f, self.local[f.name])
+        self.waiting.append(f)
+
+    def _rescaled(self, f: Fold, rule: Rescaled) -> str:
+        """The sum of this block, relative to the block's maximum."""
+        em, dtype = self.em, f.body.dtype
+        mask, safe, below, terms = em.mask(frozenset("r")), *map(em.fresh, ("safe", "below", "e"))
+        maximum, lowest = self.local[rule.maximum], identity("max", dtype)
+        value = full(em, em.value(rule.element), em.deps(rule.element), dtype)
+        if mask:
+            value = f"tl.where({mask}, {value}, {lowest})"
+        em.scope.add(
+            f"{safe} = tl.where({maximum} == {lowest}, 0.0, {maximum})",
+            f"{below} = {value} - {safe}",
+            f"{terms} = {power_text(rule, below)}",
+        )
+        if rule.factor is not None:
+            weight = full(em, em.value(rule.factor), em.deps(rule.factor), dtype)
+            em.scope.add(f"{terms} = tl.where({terms} == 0, 0.0, {terms} * {weight})")
+        name = em.fresh(f"{clean(f.name)}_")
+        em.scope.add(f"{name} = libm.fold_sum({terms})")
+        return name
+
+    def _words(self, f: Fold) -> str:
+        """Those of a fold in this round."""
+        place = self.places[f.name]
+        return f"words + ((tag & 1) * {len(self.places)} + {place}) * {self.count}"
+
+    def _publish(self, f: Fold, name: str) -> None:
+        self.em.scope.add(f"libm.publish({self._words(f)} + place, {name}, tag)")
+
+    def await_for(self, *roots: Expr) -> None:
+        """Collects what is waiting if the roots use any of it."""
+        names = {f.name for f in self.waiting}
+        for node in (n for root in roots for n in root.walk()):
+            found = any(isinstance(a, Value) for i in own_indices(node) for a in i.atoms())
+            if found or (node.op == "load" and node.attr[0] in names):
+                self.await_all()
+                return
+
+    def await_all(self) -> None:
+        em = self.em
+        found = self._collect()
+        tops: dict[str, str] = {}
+        for f in self.waiting:
+            rule, out, one = self.rules.get(f.name), *(em.fresh(f"{clean(f.name)}_") for _ in "ab")
+            if isinstance(rule, Rescaled):
+                lanes = found[rule.maximum]
+                scale = power_text(rule, f"libm.apart({lanes}, {tops[rule.maximum]})")
+                em.scope.add(f"{one} = libm.team_sum({found[f.name]} * {scale})")
+            elif isinstance(rule, Products):
+                block, room, sizes = em.dims["r"].block, self._room, em.fresh("sizes")
+                parts = f"{found[self.sums[f.name]]}, {found[f.name]}, {sizes}, rnumel"
+                em.scope.add(
+                    f"{sizes} = libm.team_sizes(rnumel, {block}, {self.count}, {room})",
+                    f"{one}_mean, {one} = libm.team_moments({parts})",
+                )
+            else:
+                em.scope.add(f"{one} = libm.team_{f.kind}({found[f.name]})")
+                tops[f.name] = one
+            em.scope.add(f"{out} = tl.full([1, 1], {one}, {one}.dtype)")
+            if isinstance(rule, Rescaled) and rule.plain:
+                em.scope.add(f"{out} = libm.online_finish({out}, {tops[rule.maximum]})")
+            elif isinstance(rule, Rescaled):
+                e = power_text(rule, f"({tops[rule.maximum]} - {em.value(rule.shift)})")
+                weighted = "" if rule.factor is None else "_weighted"
+                done = f"libm.online_shifted{weighted}({out}, {tops[rule.maximum]}, {e})"
+                em.scope.add(f"{out} = {done}")
+            elif isinstance(rule, Products):
+                away = f"({one}_mean - {em.value(rule.a)})"
+                em.scope.add(f"{out} = {out} + rnumel * {away} * {away}")
+            bind(em, f, out)
+        self.waiting.clear()
+
+    @property
+    def _room(self) -> int:
+        return max(WARP, power(self.count))
+
+    def _collect(self) -> dict[str, str]:
+        """What all programs have published of the folds that wait, a number in each lane."""
+        em = self.em
+        found: dict[str, str] = {}
+        for k in range(0, len(self.waiting), 2):
+            pair = self.waiting[k : k + 2]
+            names = [em.fresh("told") for _ in pair]
+            both = "collect_two" if len(pair) == 2 else "collect"
+            words = ", ".join(self._words(f) for f in pair)
+            tail = f"tag, {self.count}, {self._room}"
+            em.scope.add(f"{', '.join(names)} = libm.{both}({words}, {tail})")
+            for f, name in zip(pair, names, strict=True):
+                like = f"tl.full([], 0, {scalars.TYPE[f.body.dtype]})"
+                neutral = identity(f.kind, f.body.dtype)
+                em.scope.add(f"{name} = libm.told({name}, {like}, {neutral}, {self.count})")
+                found[f.name] = name
+        return found
+
+
+__all__ = ["FIRST", "PARAM", "Team"]

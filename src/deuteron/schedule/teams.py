@@ -1,0 +1,41 @@
+"""How many programs of a GPU share a row that is too long for the registers of one.
+
+In: the length of a row and how many values of each of its elements are held at once. Out: the size
+of a team. Its programs run at the same time, hold a share of the row each, and exchange what they
+fold (`codegen.triton.exchange`), so that a row is read once however long it is.
+
+Both who plans kernels and who writes them ask here, so that they agree on what is read again.
+"""
+
+from __future__ import annotations
+
+from deuteron.base.device import DeviceSpec
+
+# Elements of a row per program, by how many values of each are held: (at most so many, elements).
+# H200, bf16, time over a copy's. Softmax of rows of 131072: 1.59, with 4096 elements each 2.46.
+# Backward of RMS norm, rows of 32768: 1.41; in loops over the row that read it twice 2.28.
+SHARES = ((1, 8192), (4, 4096))
+LEAST = 2048
+# Rows of more elements are shared at all.
+LONG = 16384
+# Values of each element that a norm's backward holds: what it reads and what it sums up.
+HELD = 4
+# Programs of a multiprocessor that run at once: some load while others wait for their teams.
+RESIDENT = 3
+# Programs of a team, times the values held: larger teams wait for their slowest. H200, backward of
+# layer norm (4), rows of 32768 and 131072 (teams of 8 and 32): 0.83 and 1.2 times the time of loops
+# that read twice; of RMS norm (3) 0.62 and 0.89. Where one is held, programs alone: instance norm
+# of 65536 (8) 0.81 times, batch norm of 200704 (25) 1.07.
+MOST_HELD, MOST_ALONE = 96, 24
+
+
+def share(held: int) -> int:
+    """Elements of a row per program, a power of two."""
+    return next((n for most, n in SHARES if held <= most), LEAST)
+
+
+def team_of(row: int, held: int, spec: DeviceSpec) -> int:
+    """Programs that share a row of so many elements; 0 where that does not pay."""
+    count = -(-row // share(held))
+    fits = count <= spec.cores and count <= (MOST_ALONE if held == 1 else MOST_HELD // held)
+    return count if spec.kind == "cuda" and row > LONG and fits else 0
