@@ -88,6 +88,17 @@ def test_one_more_than_erf_is_right(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_roots_and_reciprocals() -> None:
+    def scaled(x: Tensor, v: Tensor) -> Tensor:
+        return (x.float() / torch.sqrt(v + 1e-5)).bfloat16()
+
+    text = source(scaled, HALF, FLOAT.abs())
+    assert "libm.sqrt_fast" in text and "libm.div" not in text
+    # What is left of a difference is all that the quotient has.
+    text = source(lambda x: (x.float() / (x.float().exp() - 1)).bfloat16(), HALF)
+    assert "libm.exp(" in text
+
+
 def test_roundings_in_between() -> None:
     """A rounding to bf16 that is f32 again is one instruction; arithmetic of bf16 numbers
     has instructions of its own."""

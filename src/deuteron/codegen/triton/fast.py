@@ -25,7 +25,7 @@ def exp_fast(x):
 
 @triton.jit
 def sigmoid_fast(x):
-    return reciprocal_fast(1.0 + exp_fast(-x))
+    return rcp(1.0 + exp_fast(-x))
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def erf_above_fast(x):
     P is the polynomial whose largest error on [0, 4.2] is least, 8e-9.
     """
     a = tl.abs(x)
-    t = reciprocal_fast(1.0 + 0.39 * a)
+    t = rcp(1.0 + 0.39 * a)
     p = tl.fma(tl.fma(t, -0.22753713, 0.88666437), t, -0.63540028)
     p = tl.fma(tl.fma(tl.fma(p, t, 0.6495594), t, 0.09138841), t, 0.23532522)
     tail = p * t * exp2_fast(a * a * -1.4426950408889634)
@@ -52,6 +52,18 @@ def exp2_fast(x):
 
 @triton.jit
 def reciprocal_fast(x):
+    """Of any number, within 2 units in the last place."""
+    return 1.0 / x
+
+
+@triton.jit
+def sqrt_fast(x):
+    return tl.sqrt(x)
+
+
+@triton.jit
+def rcp(x):
+    """0 of what is over 2^126."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -77,7 +89,7 @@ def _exp2(x):
 
 
 @triton.jit
-def _reciprocal(x):
+def _rcp(x):
     return 1.0 / x
 
 
@@ -87,7 +99,7 @@ def _round_bf16(x):
 
 
 if INTERPRETED:
-    exp2_fast, reciprocal_fast, round_bf16 = _exp2, _reciprocal, _round_bf16
+    exp2_fast, rcp, round_bf16 = _exp2, _rcp, _round_bf16
 
 
 # -- 8-bit floats as their bits --------------------------------------------------------------------

@@ -48,6 +48,7 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     reciprocal_fast,
     round_bf16,
     sigmoid_fast,
+    sqrt_fast,
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     apart,

@@ -25,8 +25,8 @@ from deuteron.ir.expr import FLOAT8, Expr, children
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 
-FAST = ("exp", "exp2", "sigmoid", "div", "erf")
-CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub")
+FAST = ("exp", "exp2", "sigmoid", "div", "erf", "sqrt", "reciprocal")
+CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub", "sqrt", "reciprocal")
 
 
 def loose(loops: Loops, row_level: RowLevel) -> frozenset[Expr]:
@@ -68,8 +68,8 @@ def _strict(down: list[Expr], roots: set[Expr]) -> set[Expr]:
 
 
 def _in_sums(n: Expr) -> bool:
-    rounded = n.op != "erf" and n.args[0].op in ("add", "sub", "mul", "div", "fma")
-    return n.op == "div" or rounded
+    rounded = n.args[0].op in ("add", "sub", "mul", "div", "fma")
+    return n.op in ("div", "sqrt", "reciprocal") or n.op != "erf" and rounded
 
 
 def one_more(n: Expr) -> Expr | None:
@@ -88,7 +88,22 @@ def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
         return user.dtype in (*HALF, *FLOAT8) or (user.dtype == "f32" and user not in strict)
     if user in strict:
         return False
+    if user.op == "sqrt" or user.op == "reciprocal" or user.op == "div" and position == 1:
+        return _whole(user.args[position])  # what is left of a difference would be all there is
     return user.op in CARRIES and (user.op != "where" or position > 0)
+
+
+def _whole(n: Expr) -> bool:
+    """No difference: a sum only of what is known to be no negative number."""
+    return n.op not in ("add", "sub") or n.op == "add" and all(map(_positive, n.args))
+
+
+def _positive(n: Expr) -> bool:
+    if n.op in ("add", "mul"):
+        return all(map(_positive, n.args))
+    if n.op == "cast":
+        return _positive(n.args[0])
+    return n.op in ("exp", "exp2", "sigmoid", "abs", "sqrt") or n.op == "literal" and n.attr >= 0
 
 
 def packed(loops: Loops) -> frozenset[Expr]:
