@@ -26,6 +26,7 @@ from deuteron.tools.reproduce import Failure, How, Straight, Unusable, file_text
 
 LIMIT = 240.0  # seconds for a program: its compilation takes less than one, cutting down up to 120
 CUTTING = 120.0
+INTERPRETED = 900.0  # Triton's interpreter takes milliseconds for each program of each grid
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,12 @@ def run_fuzz(
     template: Task,
 ) -> int:
     """The command. Exit status 1 where anything failed; the last failure's program is printed."""
-    tally = fuzz(seed, seconds, count, processes, template, lambda text: print(text, flush=True))
+    limit = INTERPRETED if template.backend == "interpreted" else LIMIT
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    tally = fuzz(seed, seconds, count, processes, template, say, limit)
     print(tally)
     files = [Path(f["file"]) for f in tally.failures if f["file"]]
     if files:

@@ -128,8 +128,10 @@ def problems(seen: list[list[Seen]], oracles: Sequence[Oracle]) -> list[str]:
 
 
 def place(problem: str) -> str:
-    """What is wrong and where, without the values, which differ by rounding."""
-    return problem.split(", first at")[0]
+    """What is wrong and in which tensor, without the values and their number, which differ by
+    rounding."""
+    name, found = problem.split(": ", 1)
+    return f"{name}: elements" if ", first at" in found else problem
 
 
 def run(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> list[list[Seen]]:
