@@ -10,13 +10,11 @@ import json
 import math
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +29,7 @@ from deuteron.ir.program import Constant, Input
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
 from deuteron.schedule import columns, split, teams
+from deuteron.tools.concurrent import together
 from deuteron.tools.interpret import readable
 from tests.schedule import tools
 from tests.schedule.test_fusion import COUNTS
@@ -362,53 +361,6 @@ def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torc
         together(kernel, grid, *given, **constants)
         assert int(words[0]) == 0 and int(words[1]) > 0
     return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
-
-
-def together(kernel: Any, grid: int, *args: Any, **constants: int) -> None:
-    """Runs all programs of a launch at once, a thread each: Triton's interpreter would run one
-    after the other."""
-    from triton.runtime import interpreter
-
-    here, threads, failures = threading.local(), [], []
-
-    def start(found: dict[str, Any]) -> None:
-        index = builder.grid_idx
-
-        def body() -> None:
-            here.index = index
-            try:
-                function(**found)
-            except Exception as e:  # noqa: BLE001 - raised below
-                failures.append(e)
-
-        threads.append(threading.Thread(target=body, daemon=True))
-        threads[-1].start()
-        if len(threads) == grid:
-            for t in threads:
-                t.join(60)
-
-    builder, function = interpreter.interpreter_builder, kernel.rewrite()
-    names = ", ".join(kernel.arg_names)
-    scope = function.__globals__
-    shared = scope | {"start_program": start}
-    exec(f"def started({names}): start_program(dict(locals()))", shared)
-    shared["started"].__annotations__ = function.__annotations__
-    patch = property(
-        lambda self: getattr(here, "index", self.__dict__["index"]),
-        lambda self, index: self.__dict__.__setitem__("index", index),
-    )
-    tl = interpreter.tl
-    language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    scope_of_all = interpreter._patch_lang(language)
-    with pytest.MonkeyPatch.context() as patched:
-        # Each call of a device function would replace Triton's language and put it back.
-        patched.setattr(interpreter, "_patch_lang", lambda f: interpreter._LangPatchScope())
-        patched.setattr(type(builder), "grid_idx", patch, raising=False)
-        interpreter.GridExecutor(shared["started"], kernel.arg_names, (grid,))(*args, **constants)
-    scope_of_all.restore()
-    if failures:
-        raise failures[0]
-    assert not any(t.is_alive() for t in threads), "a program waits for ever"
 
 
 def check(name: str, folder: Path) -> float:

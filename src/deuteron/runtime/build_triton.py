@@ -109,9 +109,8 @@ def version() -> str:
 def library_text() -> str:
     """The source of the functions that kernels import."""
     folder = Path(deuteron.__file__).parent / "codegen" / "triton"
-    return "".join(
-        (folder / f"{name}.py").read_text() for name in ("libm", "fast", "merging", "exchange")
-    )
+    names = ("libm", "fast", "merging", "exchange")
+    return "".join((folder / f"{name}.py").read_text() for name in names)
 
 
 @lru_cache(maxsize=256)

@@ -33,12 +33,14 @@ from deuteron.ir.reference import Execution, allocate
 from deuteron.ir.verify import verify_program
 from deuteron.lower.graph import lower
 from deuteron.runtime.build_triton import module
+from deuteron.runtime.launch_cuda import WORDS
 from deuteron.runtime.support import AccessError, IndexOutOfRange
 from deuteron.runtime.traced import Traced
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.verify import verify_schedule
+from deuteron.tools.concurrent import together
 
 DEVICE = "H200"
 
@@ -186,6 +188,7 @@ def launch(
         return
     wide = kernel.is_wide(sizes)
     counter = torch.zeros(1, dtype=torch.int32)
+    words = torch.zeros(WORDS, dtype=torch.int64)
     given: list[Any] = []
     for kind, what in kernel.args:
         if kind == "tensor":
@@ -194,10 +197,14 @@ def launch(
             assert isinstance(what, Sym)
             given.append(of_64_bits(sizes[what.name]) if wide else sizes[what.name])
         else:
-            given.append(counter)
+            given.append(counter if kind == "counter" else words)
     asserting(kernel.debug)
     try:
-        function[(grid,)](*given, **kernel.constants(config, wide))
+        if kernel.team > 1:  # few teams: each program is a thread
+            few = min(grid, 2 * kernel.team)
+            together(function, few, *given, **kernel.constants(config, wide))
+        else:
+            function[(grid,)](*given, **kernel.constants(config, wide))
     except Exception as e:
         if " outside tensor " in str(e):
             raise AccessError(str(e.__cause__ or e)) from e
