@@ -127,7 +127,8 @@ FOUND: dict[str, Found] = {
     # eager writes into a copy whose elements share memory
     "part of what overlaps": Found(
         """v = x.unfold(1, 3, 2)
-        return torch.select_scatter(v, v.select(2, -1), 2, 0), torch.slice_scatter(v, v[:1] + 1, 0, 0, 1)""",
+        w = torch.slice_scatter(v, v[:1] + 1, 0, 0, 1)
+        return torch.select_scatter(v, v.select(2, -1), 2, 0), w""",
         (lambda: [f(3, 9)],),
     ),
     # one result whose text fills a line; a stride that torch counts as at least one
