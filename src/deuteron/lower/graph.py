@@ -575,6 +575,7 @@ def live(p: Program) -> Program:
         {k: v for k, v in p.constants.items() if k in constants},
         p.callables,
         p.num_inputs,
+        p.nodes,
     )
 
 
