@@ -109,7 +109,7 @@ for to in DTYPES.values():
     every = torch.arange(256, dtype=torch.uint8).view(to)
     for f, x in ((lambda x: x.to(to), samples()), (lambda y: y.float(), every)):
         with tempfile.TemporaryDirectory() as folder:
-            (got,) = run(scheduled(f, x, device="H200", check=False), [x], Path(folder))
+            (got,) = run(scheduled(f, x, device="H200", check=False), [x], Path(folder), "")
         assert same(got, f(x))
 print("done")
 """
