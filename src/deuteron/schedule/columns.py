@@ -18,7 +18,7 @@ from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
 from deuteron.schedule.space import Map, Space, dense, flat, image
-from deuteron.schedule.teams import HELD, LONG, RESIDENT, share
+from deuteron.schedule.teams import HELD, LONG, share
 
 # Workers per multiprocessor of a GPU: few, since each leaves partial results, but more for short
 # rows, which leave a worker waiting. H200, layer norm forward and backward, 2, 4, 8 workers: rows
@@ -47,7 +47,7 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
     team = 1
     if folds and row > LONG and spec.kind == "cuda":  # then a worker is a team
-        each, team = RESIDENT, -(-row // share(HELD))
+        team = -(-row // share(HELD))
     most = spec.cores if spec.kind == "cpu" else each * spec.cores // team
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import ITEMSIZE
-from deuteron.ir.index import Index, const, hint, product
+from deuteron.ir.index import Axis, Index, const, hint, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.parts import one_pass
@@ -25,6 +25,8 @@ ONE_CORE = 1.6
 GPU_KERNEL_US = 1.0
 CPU_KERNEL_US = 0.3
 SCATTERED = 0.25
+# Bytes that move for one that is stored by itself.
+LINE = 8
 # Below this share of the device a fold is worth a second kernel.
 LOW = 0.6
 
@@ -66,6 +68,36 @@ def bytes_written(m: Member, layout: Layout, points: int) -> int:
         each = ITEMSIZE[layout.dtype]
         return min(hint(layout.numel), points) * each * (2 if m.compute.accumulate else 1)
     return bytes_of(layout)
+
+
+def inner_axes(index: tuple[Index, ...], layout: Layout) -> set[Axis]:
+    """The loops along which a tensor is contiguous."""
+    return {
+        a
+        for i, s in zip(index, layout.strides, strict=True)
+        if s.value == 1
+        for a in i.axes()
+        if i.coefficient(a) is const(1)
+    }
+
+
+def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
+    """Whether a GPU stores a member at points one by one: it is contiguous along another reduced
+    axis than what is read, and a program's tile has one dimension for both."""
+    if not group.folds or m.level != "point" or m.kind != "point":
+        return False
+    reduced = set(group.space.reduced)
+    own = inner_axes(m.index, layouts[m.name])
+    if not own or not own <= reduced:
+        return False
+    points = group.space.size()
+    read = [
+        inner_axes(index, layouts[name])
+        for name, indices in group.reads.items()
+        for index in indices
+        if 2 * elements(index) > points
+    ]
+    return any(r and r <= reduced and not r & own for r in read)
 
 
 def work(group: Group) -> float:
@@ -149,7 +181,8 @@ def cost(
     moved = sum(bytes_read(group, n, layouts[n]) for n in group.reads)
     points = group.space.size()
     for n in dict.fromkeys(stored):
-        moved += bytes_written(group.names[n], layouts[n], points)
+        written = bytes_written(group.names[n], layouts[n], points)
+        moved += written * (LINE if scattered(group, group.names[n], layouts) else 1)
     spilled = group.chunk is not None and chained(group) and not stays(group, layouts, spec)
     for m in group.members:
         if m.kind == "column":

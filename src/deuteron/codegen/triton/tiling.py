@@ -130,7 +130,7 @@ def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
 
 
 def _uneven(loops: Loops) -> bool:
-    """Whether what most is read of starts at no multiple of 16 bytes in one line of it or another."""
+    """Whether what most is read of has lines that start at no multiple of 16 bytes."""
     axes = (*loops.parallel, *loops.reduced)
     for a in accesses(loops):
         inner = [x for x in axes if stride(a.address, x) == 1]
