@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -173,44 +172,6 @@ def test_packed_additions_are_written_apart() -> None:
     assert "{%al, %ah}, %r37" in text and "{%bl, %bh}, %r44" in text
     assert "mov.b32 %r45, {%al, %ah}" in text
     assert ptx.without_packed_adds("\tadd.s16 \t%rs1, %rs2, 3;") == "\tadd.s16 \t%rs1, %rs2, 3;"
-
-
-QUOTIENTS = """.version 8.3
-.target sm_90a
-.address_size 64
-.visible .entry f(.param .u64 p, .param .u64 q) {
-\t.reg .b16 %rs<5>; .reg .b64 %rd<8>; .reg .b32 %r<2>;
-\tld.param.u64 %rd1, [p]; ld.param.u64 %rd2, [q];
-\tld.global.u16 %rs1, [%rd1]; ld.global.u16 %rs2, [%rd1+2];
-\tmul.hi.u16 \t%rs3, %rs1, 13108;
-\tmul.hi.u16 \t%rs4, %rs2, 13108;
-\tcvt.u64.u16 \t%rd3, %rs3;
-\tcvt.u64.u16 \t%rd4, %rs4;
-\tsub.s64 \t%rd5, %rd3, %rd4;
-\tst.global.u64 [%rd2], %rd5;
-\tret;
-}
-"""
-
-
-def machine_code(text: str, folder: Path) -> str:
-    tools = Path(pytest.importorskip("triton").__file__).parent / "backends" / "nvidia" / "bin"
-    (folder / "f.ptx").write_text(text)
-    made = str(folder / "f.cubin")
-    subprocess.run([tools / "ptxas", "-arch=sm_90a", "-o", made, folder / "f.ptx"], check=True)
-    return subprocess.run(
-        [tools / "nvdisasm", "-c", made], check=True, capture_output=True, text=True
-    ).stdout
-
-
-def test_differences_of_quotients(tmp_path: Path) -> None:
-    """They are not left to an instruction of ptxas 12.8 whose carry is under suspicion."""
-    wrong = re.compile(r"LEA(\.HI)?(\.\w+)* R\d+, P\d, R\d+(\.reuse)?, -R")
-    text = ptx.without_long_differences(QUOTIENTS)
-    assert "sub.s64" not in text and "add.s64 %rd5, %rd3, %nb" in text
-    assert not wrong.search(machine_code(text, tmp_path))
-    left = "\tsub.s64 \t%rd1, %rd2, 3;"
-    assert ptx.without_long_differences(left) == left
 
 
 def test_small_indices_build_without_packed_additions(tmp_path: Path) -> None:

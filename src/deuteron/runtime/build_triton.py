@@ -70,7 +70,7 @@ class Job:
     capability: int
 
     def key(self) -> str:
-        return key_of(repr(self), version(), library_text(), ptx.TEXTS)
+        return key_of(repr(self), version(), library_text(), ptx.APART)
 
 
 def job_of(kernel: TritonKernel, config: Config, capability: int, aligned: bool, wide: bool) -> Job:
