@@ -176,11 +176,45 @@ FOUND: dict[str, Found] = {
         "return x.norm(p=1, dim=-1), torch.linalg.vector_norm(x, 2, -1, True)",
         (lambda: [f(4, 1)],),
     ),
+    # eager returns the input itself: the graph returns what was copied into
+    "an input that is mutated and returned": Found(
+        "w = torch.fmod(x, x.abs() + 0.5)\ny.mul_(-2)\nreturn y.type_as(z), w",
+        (lambda: [f(3, grad=True), torch.arange(2), torch.arange(3)],),
+        BACKWARD,
+    ),
+    # every other element of rows of three: a row ends where the next begins, and shares nothing
+    "every other column of what folds to an input": Found(
+        "y = x & x\nreturn y[..., ::2]", (lambda: [truth(1, 3, 3)],)
+    ),
+    # a stride of a library's result, of several terms: no sign is proved
+    "strides of spectra": Found(
+        "s = torch.fft.rfft(x.unfold(-1, 4, 4 - y.shape[0]).sum(-1)[..., 2:])\n"
+        "return torch.view_as_real(s.transpose(-1, -2) * 2), "
+        "torch.view_as_real(torch.stft(x, 16, 4, return_complex=True).mT)",
+        (lambda: [f(3, 40), f(1)], lambda: [f(5, 70), f(2)]),
+        DYNAMIC,
+    ),
     # a size of several terms that torch had guarded to be 1
     "a broadcast part": Found(
         "return torch.where(x, y.chunk(2, 2)[-1], y), y + y[..., 2:]",
         (lambda: [truth(2, 1, 3), f(2, 1, 3)], lambda: [truth(5, 1, 3), f(5, 1, 3)]),
         DYNAMIC,
+    ),
+    # eager draws in the order in which the input lies in memory, which was passed as a view
+    "random numbers like a broadcast": Found(
+        "return torch.randn_like(torch.where(x.t(), y, y)) + y", (lambda: [truth(4, 3), f(1, 4)],)
+    ),
+    # C++: a kept value was read outside the loop that its place depends on, in a stretch of the
+    # row in which the value is the same everywhere
+    "kept values of a row's stretch": Found(
+        """h = x.shape[-1] // 2
+        v = torch.cat([-x[..., h:], x[..., :h]], -1)
+        w = torch.cat([x[..., :1].expand(-1, h).exp(), x[..., h:]], -1)
+        return (
+            torch.nn.functional.layer_norm(v, v.shape[-2:]),
+            torch.nn.functional.layer_norm(w, w.shape[-2:]),
+        )""",
+        (lambda: [f(2, 2, dtype=torch.bfloat16)], lambda: [f(6, 70)]),
     ),
 }
 

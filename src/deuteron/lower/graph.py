@@ -443,6 +443,8 @@ class Driver:
         if not isinstance(fake, torch.Tensor):
             return Output(None, value=calls.fetched(ctx, v))
         ctx.device = str(fake.device)
+        if r.op == "placeholder" and r.name in ctx.renamed:  # returned after copies into it
+            v = ctx.load(ctx.renamed[r.name])
         view = ctx.strided(v)
         if view is not None and fake.layout != torch.strided:  # only the call itself can return it
             layout = ctx.layouts[view.tensor]
@@ -495,7 +497,7 @@ def apart(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
             continue
         if stride < reach:
             return False
-        reach = stride * n
+        reach += stride * (n - 1)
     return True
 
 
