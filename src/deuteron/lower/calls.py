@@ -164,10 +164,11 @@ def needs_exact_strides(node: fx.Node) -> bool:
     tags = target.tags
     if torch.Tag.needs_exact_strides in tags or torch.Tag.needs_fixed_stride_order in tags:
         return True
-    # Strides decide the layout of a convolution's and of attention's results, and what is where
-    # after a resize.
+    # Strides decide the layout of a convolution's and of attention's results, what is where after
+    # a resize, and which element gets which random number.
     return (
-        target.namespace not in ("aten", "prims")
+        torch.Tag.nondeterministic_seeded in tags
+        or target.namespace not in ("aten", "prims")
         or "backward" in target._schema.name
         or any(w in target._schema.name for w in ("convolution", "attention", "view_as", "resize"))
     )

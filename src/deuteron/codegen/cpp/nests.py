@@ -18,7 +18,7 @@ from deuteron.codegen.cpp.passes import Pass, plan
 from deuteron.codegen.cpp.short import short_loop
 from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Axis, Index, const, hint, product
+from deuteron.ir.index import Atom, Axis, Index, const, hint, product, substitute
 from deuteron.schedule.kernel import Fold, Prefix
 
 ROW = Axis(
@@ -266,11 +266,19 @@ class PassWriter:
 
     def buffered(self, seg: Segment, lane_linear: str | None = None) -> dict[Expr, str]:
         """Where the values are that earlier passes kept, at this point."""
-        at = self.env.em.index
-        return dict(self.tiled) | {
-            n: f"{b}[{lane_linear if lane_linear is not None else at(seg.linear)}]"
-            for n, b in seg.buffered.items()
-        }
+        em = self.env.em
+
+        def place(n: Expr) -> str:
+            if lane_linear is not None:
+                return lane_linear
+            deps = em.deps(n)
+            deps = deps | {seg.axis} if self.v in deps else deps
+            # What conditions that are constant here made independent of an axis is the same all
+            # along it, and is read outside its loop.
+            same: dict[Atom, Index] = {a: const(0) for a in seg.linear.axes() if a not in deps}
+            return em.index(substitute(seg.linear, same))
+
+        return dict(self.tiled) | {n: f"{b}[{place(n)}]" for n, b in seg.buffered.items()}
 
     def body(
         self,
