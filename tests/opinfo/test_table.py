@@ -32,6 +32,10 @@ def test_table_of_two_machines(tmp_path: Path) -> None:
     assert "| sum | right | generated |" in text and "| add | wrong |" in text
     assert "- add: float32 forward: sample 1: out0: 2 \\| 3" in text
     assert show([cpu], None, "") == 0
+    again = tmp_path / "again.jsonl"
+    again.write_text(json.dumps(row("add", "cuda")))
+    assert show([gpu, again], None, "") == 0, "a job's last result counts"
+    assert show([again, gpu], None, "") == 1
 
 
 def test_states_of_the_source_are_counted() -> None:

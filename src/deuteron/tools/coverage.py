@@ -190,8 +190,12 @@ def write_table(rows: Sequence[dict[str, Any]], write: Path, command: str) -> No
 
 
 def show(states: Sequence[Path], write: Path | None, command: str) -> int:
-    """The command for results that are there, of this machine or of others."""
-    rows = [r for s in states for r in read_rows(s).values()]
+    """The command for results that are there, of this machine or of others. Where a job ran several
+    times, its last result counts, in the order of `states`."""
+    latest: dict[str, dict[str, Any]] = {}
+    for s in states:
+        latest |= read_rows(s)
+    rows = list(latest.values())
     bad = False
     for device in sorted({r["key"].rsplit("|", 1)[1] for r in rows}):
         mine = [r for r in rows if r["key"].endswith(f"|{device}")]
