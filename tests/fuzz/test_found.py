@@ -216,6 +216,11 @@ FOUND: dict[str, Found] = {
         )""",
         (lambda: [f(2, 2, dtype=torch.bfloat16)], lambda: [f(6, 70)]),
     ),
+    # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
+    "whole numbers where rounding decides, in f64": Found(
+        "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",
+        (lambda: [f(6, 31, 11, dtype=torch.float64)],),
+    ),
 }
 
 

@@ -161,7 +161,7 @@ class Shaken(TorchDispatchMode):
     def shaken(self, t: Tensor) -> Tensor:
         if not t.dtype.is_floating_point or t.layout != torch.strided or t.numel() == 0:
             return t
-        way = torch.randint(-1, 2, t.shape, generator=self.generator).to(t.device)
+        way = torch.randint(-1, 2, t.shape, generator=self.generator).double().to(t.device)
         eps = torch.finfo(t.dtype).eps if self.eps is None else self.eps
         other = (t.double() * (1.0 + eps * way)).to(t.dtype)
         return t.copy_(torch.where(t == t.round(), t, other))
@@ -433,7 +433,7 @@ def whole_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | N
     bad = g != e
     if not bool(bad.any()):
         return None
-    more = (oracle.shaken(k, k % 2 == 0) for k in range(MOVES, 6 * MOVES))
+    more = (oracle.shaken(k, k % 2 == 0) for k in range(MOVES, 20 * MOVES))
     got, low = g.double(), e.double()
     high = low
     for other in chain((oracle.exact,), (seen for seen, _ in oracle.others), more):
