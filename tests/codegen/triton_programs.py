@@ -263,7 +263,7 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x, m: torch.softmax(x * 0.5, -1) * m,
         (torch.randn(5, 192), torch.randn(5, 192)),
     ),
-    "shared: log softmax": (lambda x: torch.log_softmax(x, -1), (torch.randn(10, 300),)),
+    "shared: log softmax": (lambda x: torch.log_softmax(x, -1), (torch.randn(10, 304),)),
     "shared: standardised": (
         lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt(),
         (torch.randn(9, 200) + 3,),

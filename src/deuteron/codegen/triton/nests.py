@@ -63,7 +63,7 @@ def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
         count = dim.count.value
         exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in form.candidates)
         if form.kind == "chunk" and name == "x":
-            exact = all(b.of("x") == 1 for b in form.candidates)
+            exact = form.team > 1  # whose blocks are of one row
         out.append(Dim(name, axes, names.blocks[name], place, not exact))
     return tuple(out)
 
