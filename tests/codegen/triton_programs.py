@@ -305,7 +305,8 @@ def kernels(found: Scheduled, name: str) -> list[TritonKernel]:
         made = [generate(k, spec_of("H200"), Options()) for k in found.kernels]
     assert name not in SHARED or any(k.team > 1 for k in made), "no team"
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]
-    loops = [n.count("for roffset") + n.count("if rwhole") for n in nests]
+    heads = ("for roffset", "for rback", "if rwhole")
+    loops = [sum(n.count(h) for h in heads) for n in nests]
     assert not looped or loops and max(loops) <= 3, "one pass for the folds, one for the stores"
     return made
 
