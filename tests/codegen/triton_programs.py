@@ -264,6 +264,14 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (torch.randn(5, 192), torch.randn(5, 192)),
     ),
     "shared: log softmax": (lambda x: torch.log_softmax(x, -1), (torch.randn(10, 304),)),
+    "shared: a sum after what waited for the maximum": (
+        lambda x: (
+            (x / x.amax(-1, keepdim=True)).amin(-1, keepdim=True)
+            * (x - x.amax(-1, keepdim=True)).exp()
+            / (x - x.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+        ),
+        (torch.randn(5, 200),),
+    ),
     "shared: standardised": (
         lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt(),
         (torch.randn(9, 200) + 3,),

@@ -73,11 +73,17 @@ class Team:
     def fold(self, f: Fold) -> None:
         """Folds this program's block of the row, and tells the others."""
         em, rule = self.em, self.rules.get(f.name)
-        if isinstance(rule, Rescaled):
-            self.await_for(*([rule.factor] if rule.factor is not None else []))
-            self._publish(f, self._rescaled(f, rule))
+        if isinstance(rule, Rescaled) and rule.factor is not None:
+            self.await_for(rule.factor)
         elif isinstance(rule, Products):
             self.await_for(rule.x)
+        partner = rule.maximum if isinstance(rule, Rescaled) else self.sums.get(f.name)
+        if rule is not None and partner not in {w.name for w in self.waiting}:
+            del self.rules[f.name]  # that is complete by now, and the fold as written can run
+            rule = None
+        if isinstance(rule, Rescaled):
+            self._publish(f, self._rescaled(f, rule))
+        elif isinstance(rule, Products):
             away, m2, mask = em.fresh("away"), em.fresh("m2_"), em.mask(frozenset("r"))
             value = full(em, em.value(rule.x), em.deps(rule.x), f.body.dtype)
             size = f"tl.minimum(rnumel - roffset, {em.dims['r'].block})"
