@@ -133,6 +133,7 @@ RULES: dict[ModuleType, tuple[str, ...]] = {
     ranges_module: (
         *("_nonempty", "_atom_bound", "bound", "_size_nonneg", "_nonneg_by_cases", "_replace"),
         *("_plainly_nonneg", "is_nonneg", "_where_nonempty", "in_range"),
+        "determined",
     ),
     evaluate_module: ("evaluate", "substitute", "_substitute_atom"),
     expr_module: ("_fold", "_compare", "cast", "load"),

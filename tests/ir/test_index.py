@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deuteron.ir.expr import load
+from deuteron.ir.expr import Expr, load
 from deuteron.ir.index import (
     Axis,
     Div,
@@ -21,6 +22,7 @@ from deuteron.ir.index import (
     atom,
     bound,
     const,
+    determined,
     divide_exact,
     evaluate,
     floordiv,
@@ -85,6 +87,29 @@ def test_flattened_and_split_again(tree: Tree, a: Tree, b: Tree) -> None:
         x, y = meaning(tree, env), meaning(a, env)
         assert evaluate(there, env) == x * y + x % y
         assert evaluate(back, env) == x == evaluate(twice, env)
+
+
+@quick
+@given(st.lists(st.tuples(st.one_of(st.integers(-9, 9), trees), trees), min_size=1, max_size=4))
+@example([(1, ("atom", AXES[0])), (3, ("atom", AXES[6])), (0, ("const", 1))])
+@example([(2, ("atom", AXES[0])), (5, ("atom", AXES[0]))])
+@example([(1, ("atom", AXES[0])), (3, ("atom", AXES[6])), (3, ("atom", AXES[1]))])
+@example([(1, ("atom", AXES[0])), (2, ("atom", AXES[1])), (3, ("atom", AXES[6]))])
+@example([(1, ("atom", AXES[0])), (-3, ("atom", AXES[6])), (9, inside_a_quotient)])
+@example([(1, squared)])
+def test_determined_axes_are_those_of_equal_numbers(sums: list[tuple[int | Tree, Tree]]) -> None:
+    parts: list[Tree] = [
+        ("mul", ("const", c) if isinstance(c, int) else c, tree) for c, tree in sums
+    ]
+    tree = functools.reduce(lambda a, b: ("add", a, b), parts)
+    found = determined(build(tree))
+    axes = sorted(tree_axes(tree), key=lambda a: a.name)
+    assert found <= set(axes)
+    seen: dict[tuple[int, ...], dict[str, int]] = {}
+    for env in valuations(set(axes), 2):
+        key = (meaning(tree, env), *(env[s.name] for s in SYMS))
+        other = seen.setdefault(key, env)
+        assert all(env[a.name] == other[a.name] for a in found), f"{tree} at {env} and {other}"
 
 
 @quick
@@ -247,6 +272,23 @@ def test_proves_in_range(index: Index, extent: Index) -> None:
 )  # fmt: skip
 def test_does_not_prove_what_is_false(index: Index, extent: Index) -> None:
     assert not in_range(index, extent)
+
+
+def test_determines() -> None:
+    row = Axis("row", n)
+    place = atom(Value(load("idx", (row.index,), "i64")))  # of any size
+    inside = atom(Value(Expr("check", "i64", (load("idx", (row.index,), "i64"),), n)))
+    u, v = Axis("u", n).index, Axis("v", 64).index
+    both = determined(place * 64 + J)
+    assert both == {j}, "rows at loaded places, whole"
+    assert determined(place * m + K) == {k}
+    assert determined(J * n + inside) == {j} and not determined(J * n + place)
+    assert determined(I * 64 + J) == {i, j} and determined(I * m + K) == {i, k}
+    assert determined(u * (m * 64) + K * 64 + v) == {Axis("u", n), k, Axis("v", 64)}
+    assert determined(place * (m * 64) + inside * 64 + J) == {j}
+    assert determined(maximum(J - 1, 0)) == determined(J // 2) == determined(I * I) == set()
+    assert determined(I + J) == determined(I * 63 + J) == set()
+    assert determined(n - 1 - I) == {i}
 
 
 def test_division_by_what_is_not_positive_is_an_error() -> None:

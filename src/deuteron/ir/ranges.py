@@ -1,9 +1,9 @@
 """Ranges of indices: what is proven about an index for every value of its axes and sizes.
 
-In: an `Index`. Out: bounds that are polynomials in sizes, and proofs of ``>= 0`` and of
-``0 <= index < extent``. A proof may assume that every axis has a value (a statement about the
-elements of an empty axis holds), that divisors are at least 1 and that sizes are at least their
-`low`. What is not proven may still hold.
+In: an `Index`. Out: bounds that are polynomials in sizes, proofs of ``>= 0`` and of
+``0 <= index < extent``, and the axes that an index determines. A proof may assume that every axis
+has a value (a statement about the elements of an empty axis holds), that divisors are at least 1
+and that sizes are at least their `low`. What is not proven may still hold.
 
 Part of `deuteron.ir.index`; import these names from there.
 """
@@ -19,10 +19,13 @@ from deuteron.ir.index import (
     MinMax,
     Mod,
     Sym,
+    Value,
     as_index,
     atom,
     const,
+    divide_exact,
     floordiv,
+    hint,
     maximum,
     minimum,
     substitute,
@@ -65,6 +68,8 @@ def _atom_bound(a: Atom, upper: bool) -> Index | None:
             out = minimum(x, y) if a.kind == "min" else maximum(x, y)
         elif upper == (a.kind == "min"):
             out = x if x is not None else y
+    elif isinstance(a, Value) and a.expr.op == "check":  # 0 where it is out of range
+        out = a.expr.attr - 1 if upper else const(0)
     _BOUNDS[(a, upper)] = out
     return out
 
@@ -206,3 +211,40 @@ def in_range(index: Index, extent: IndexLike) -> bool:
     is why ``extent - 1`` as the upper end needs no guard that the extent is positive.
     """
     return is_nonneg(index) and is_nonneg(as_index(extent) - 1 - index)
+
+
+def determined(index: Index) -> frozenset[Axis]:
+    """Axes that have the same value at any two points where the index has the same value, proven.
+
+    The terms are the digits of a number: where each weighs more than all below it can add up to,
+    equal numbers have equal digits, from the highest on. Terms that do not are one digit together,
+    which says nothing of them; what lies below it is determined if all of them are multiples of
+    something that weighs more than that.
+    """
+    weights: dict[Atom, Index] = {}
+    for m, c in index.terms:
+        moving = [a for a in m if isinstance(a, Value) or atom(a).axes()]
+        if len(moving) > 1:
+            return frozenset()
+        if moving:
+            rest = Index({tuple(a for a in m if a is not moving[0]): c})
+            weights[moving[0]] = weights.get(moving[0], const(0)) + rest
+    digits: list[tuple[list[Index], list[Atom]]] = []  # weights and atoms of each, lowest first
+    reach: list[Index | None] = [const(0)]  # what all below each digit add up to at most; and all
+    for a, signed in sorted(weights.items(), key=lambda item: abs(hint(item[1]))):
+        low, high, total = _atom_bound(a, False), _atom_bound(a, True), reach[-1]
+        weight = own = signed if is_nonneg(signed) else -signed
+        parts, atoms, below = [own], [a], total
+        while below is None or not is_nonneg(weight - 1 - below):
+            if not digits:
+                return frozenset()
+            lower, more = digits.pop()
+            reach.pop()
+            parts, atoms, weight, below = lower + parts, more + atoms, lower[0], reach[-1]
+            if any(divide_exact(p, weight) is None for p in parts):
+                below = None
+        digits.append((parts, atoms))
+        if total is not None:
+            total = total + own * (high - low) if low is not None and high is not None else None
+        reach.append(total)
+    return frozenset(a for _, (a, *more) in digits if isinstance(a, Axis) and not more)

@@ -53,6 +53,7 @@ class Store:
     level: str  # "row" | "point"
     accumulate: str | None = None  # atomics or an ordered loop, as the target must; None assigns
     mask: Expr | None = None
+    scattered: bool = False  # at places that are computed: two points may have the same
 
 
 Stmt = Fold | Prefix | Store

@@ -61,6 +61,7 @@ class Write:
     accumulate: str | None
     mask: Expr | None
     dtype: str
+    scattered: bool
 
 
 @dataclass(frozen=True)
@@ -247,8 +248,9 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout], checked: bool = False) ->
             mask = flat.expr(s.mask) if s.mask is not None else None
             lay = layouts[s.tensor]
             address = flat.address(s.tensor, tuple(flat.index(i) for i in s.index), mask)
+            value = flat.expr(s.value)
             parts.append(
-                Write(s.tensor, address, flat.expr(s.value), s.level, s.accumulate, mask, lay.dtype)
+                Write(s.tensor, address, value, s.level, s.accumulate, mask, lay.dtype, s.scattered)
             )
     loops = Loops(nest.parallel, nest.reduced, tuple(parts), nest.chunk, results)
     return _merge(_split(_drop_unit(loops)))

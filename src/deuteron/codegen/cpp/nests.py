@@ -18,7 +18,7 @@ from deuteron.codegen.cpp.passes import Pass, plan
 from deuteron.codegen.cpp.short import short_loop
 from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Atom, Axis, Index, const, hint, product, substitute
+from deuteron.ir.index import Atom, Axis, Index, const, determined, hint, product, substitute
 from deuteron.schedule.kernel import Fold, Prefix
 
 ROW = Axis(
@@ -132,30 +132,17 @@ def write_store(env: Env, w: Write, place: str | None = None) -> None:
     em.scope.add(f"if ({mask}) {line}" if mask is not None else line)
 
 
-def ordered_conflicts(loops: Loops, em: Emitter) -> set[Axis]:
+def ordered_conflicts(loops: Loops) -> set[Axis]:
     """Axes along which two points may store to the same element: run in order, by one thread."""
     out: set[Axis] = set()
-    axes = set(loops.parallel) | set(loops.reduced)
     for p in loops.parts:
-        if not isinstance(p, Write):
-            continue
-        domain = axes if p.level == "point" or not loops.reduced else set(loops.parallel)
-        for a in domain:
-            c = p.address.coefficient(a)
-            if (c is None and not _one_to_one(p.address, a, em)) or (
-                c is not None and c.value == 0
-            ):
-                out.add(a)
+        if isinstance(p, Write):
+            domain = {*loops.parallel, *(loops.reduced if p.level == "point" else ())}
+            if p.scattered:
+                out |= domain - determined(p.address)
+            else:  # whoever computes all elements of a tensor computes each once
+                out |= {a for a in domain if a not in p.address.axes()}
     return out
-
-
-def _one_to_one(address: Index, axis: Axis, em: Emitter) -> bool:
-    """Whether the address depends on the axis only through its digits (div, mod), not through
-    loaded values.
-    """
-    from deuteron.ir.index import Value
-
-    return not any(isinstance(a, Value) and axis in em.deps(a.expr) for a in address.atoms())
 
 
 @dataclass
@@ -207,7 +194,7 @@ class PassWriter:
             self.linear = self.linear + a.index * step
             step = step * a.extent
         self.row_size = step
-        self.conflicts = ordered_conflicts(env.loops, env.em)
+        self.conflicts = ordered_conflicts(env.loops)
 
     def allocate(self, width: Index | None = None) -> list[str]:
         """Declares the row buffers (times `width` lanes) in thread-local scratch memory."""

@@ -204,7 +204,7 @@ def write_points(env: Env) -> None:
     loops = env.loops
     if not loops.parallel:
         env.loops = loops = replace(loops, parallel=(Axis("one", const(1)),))
-    meeting = ordered_conflicts(loops, env.em)
+    meeting = ordered_conflicts(loops)
     short = interleaved(loops) if not meeting else None
     if short is not None:
         env.loops = loops = write_out(loops, short)
