@@ -14,6 +14,7 @@ from deuteron.capture import strides
 from deuteron.capture.decompositions import table
 from deuteron.graph import ops
 
+aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
 
@@ -65,3 +66,20 @@ def test_nothing_is_added_where_the_order_is_clear() -> None:
     for args in ([x, bias], [x, torch.ones((), dtype=torch.bfloat16).expand(3, 4, 5)]):
         graph = traced(torch.mul, args).graph
         assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)])
+def test_results_that_are_contiguous_in_any_case(order: tuple[int, ...]) -> None:
+    back = [order.index(d) for d in range(4)]
+
+    def laid_out(x: Tensor) -> Tensor:
+        return x.permute(order).contiguous().permute(back)
+
+    image, grid = laid_out(torch.randn(2, 3, 5, 4)), laid_out(torch.rand(2, 6, 7, 2))
+    cases = [
+        (lambda x, g: aten.grid_sampler_2d.default(x, g, 0, 0, False), [image, grid]),
+        (aten.angle.default, [laid_out(torch.randn(2, 3, 5, 4, dtype=torch.complex64))]),
+    ]
+    for op, args in cases:
+        got = traced(op, args).graph.output_node().args[0].meta["val"]
+        assert got.stride() == op(*args).stride()

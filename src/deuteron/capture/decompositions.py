@@ -296,8 +296,8 @@ def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
 
 @own("aten.angle.default")
 def angle(x: Tensor) -> Tensor:
-    if x.is_complex():
-        return NotImplemented
+    if x.is_complex():  # eager fills a contiguous tensor
+        return NotImplemented if strides.is_contiguous(x) else aten.angle.default(x.contiguous())
     floating = x.dtype.is_floating_point
     turned = (x < 0).to(x.dtype if floating else torch.get_default_dtype()) * math.pi
     return torch.where(torch.isnan(x), x, turned) if floating else turned

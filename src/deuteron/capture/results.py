@@ -29,6 +29,16 @@ def contiguous_on_cpu(rule: Rule) -> Rule:
     return wrapped
 
 
+def contiguous(rule: Rule) -> Rule:
+    """Eager's kernel fills a contiguous tensor, whatever the strides of its inputs."""
+
+    @wraps(rule)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return rule(*args, **kwargs).contiguous()
+
+    return wrapped
+
+
 def counted_dims(rule: Rule) -> Rule:
     """Torch's rule of 2.11 keeps dimensions of one element that are counted from the end."""
 
@@ -76,6 +86,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
 
 RULES: dict[str, Rule] = {"aten.index.Tensor": index}
 WRAPPED: dict[str, Callable[[Rule], Rule]] = {
+    "aten.grid_sampler_2d.default": contiguous,
     "aten.log_sigmoid_forward.default": contiguous_on_cpu,
     "aten.linalg_vector_norm.default": counted_dims,
 }
