@@ -169,6 +169,23 @@ FOUND: dict[str, Found] = {
         "return x[y.t() % 4], x[:, y.t() % 5], x[y.t() % 4, y % 5]",
         (lambda: [f(4, 5), torch.arange(9).view(3, 3)],),
     ),
+    "positions with one element in most dimensions": Found(
+        """v = x[y % 16, y % 1]
+        return v, torch.where(z > 0, v, z.reshape(16, 1, 1).expand(16, 16, 1).diag_embed())""",
+        (
+            lambda: [
+                f(16, 1, 1),
+                torch.arange(16)[:, None, None, None].as_strided((16, 1, 1, 1), (1, 16, 16, 16)),
+                f(16, 1, 1),
+            ],
+        ),
+    ),
+    # torch's rule takes no tensor without channels
+    "pooling of no channels": Found(
+        "return F.adaptive_avg_pool1d(x[None, None].flatten(0, -3), 2)",
+        (lambda: [f(0, 0, 8)], lambda: [f(0, 0, 4)]),
+        DYNAMIC,
+    ),
     "logsigmoid of what is permuted": Found(
         "return torch.nn.functional.logsigmoid(x.t())", (lambda: [f(4, 5, grad=True)],), BACKWARD
     ),

@@ -18,7 +18,7 @@ from deuteron.tools.fuzz import Task, fuzz
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import Oracle, differences, see
 from deuteron.tools.reduce import reduced
-from deuteron.tools.reproduce import How, Line, Straight
+from deuteron.tools.reproduce import How, Line, Straight, straight
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXED = 7_000_013
@@ -136,6 +136,18 @@ def test_the_oracle_sees_what_is_wrong() -> None:
     assert judged(lambda t: t, **one) == []
     assert judged(lambda t: t.nan_to_num(0.0), **one), "NaN where eager has it"
     assert judged(lambda t: t + 1, lambda x: (x * 9).int()), "whole numbers are exact"
+
+
+def test_gradients_of_what_torch_itself_cannot_run() -> None:
+    """Which inputs have gradients is not the backend's to decide: zeros are as good as none. Here
+    `aot_eager` cannot say so, since a value that it saved is overwritten."""
+    x, y = torch.randn(31, 16), torch.randn(31, 16, requires_grad=True)
+    program = straight(
+        "def fn(x, y):\n    x.mul_(y)\n    x.fill_(5)\n    return (x + 1,)\n", [[x, y]]
+    )
+    assert program is not None
+    failure = program.check(How(backward=True))
+    assert failure is None or failure.kind == "torch"
 
 
 def test_the_oracle_knows_what_rounding_decides() -> None:

@@ -39,6 +39,18 @@ def contiguous(rule: Rule) -> Rule:
     return wrapped
 
 
+def of_nothing(rule: Rule) -> Rule:
+    """Torch's rule for pooling takes no tensor without channels; eager does."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, size: Sequence[int]) -> Any:
+        if any(type(n) is int and n == 0 for n in x.shape[: -len(size)]):
+            return x.new_empty((*x.shape[: -len(size)], *size))
+        return rule(x, size)
+
+    return wrapped
+
+
 def counted_dims(rule: Rule) -> Rule:
     """Torch's rule of 2.11 keeps dimensions of one element that are counted from the end."""
 
@@ -51,6 +63,13 @@ def counted_dims(rule: Rule) -> Rule:
     return wrapped
 
 
+def in_order(x: Tensor) -> bool:
+    """Whether it is contiguous, with the usual strides also where there is one element: those
+    decide the order of dimensions in which eager lays out a result."""
+    fixed = all(type(s) is int for s in (*x.shape, *x.stride()))
+    return x.stride() == torch.empty(x.shape, device="meta").stride() if fixed else is_contiguous(x)
+
+
 def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     """Where the tensors of positions lie in another order than their dimensions', so does eager's
     result; torch's fake kernel looks at `x` alone."""
@@ -59,7 +78,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         return NotImplemented
     shape = torch.broadcast_shapes(*(i.shape for i in given))
     whole = [i.expand(shape) for i in given]
-    if all(map(is_contiguous, whole)):
+    if all(map(in_order, whole)):
         return NotImplemented
     if x.device.type != "cpu" and any(i.stride() != whole[0].stride() for i in whole):
         return NotImplemented  # eager copies them
@@ -78,15 +97,17 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     order = memory_order(sizes, [own, *positions])
     if order == memory_order(sizes, [own]):
         return NotImplemented
-    copied = [None if i is None else i.expand(shape).contiguous() for i in indices]
+    usual = torch.contiguous_format
+    copied = [None if i is None else i.expand(shape).clone(memory_format=usual) for i in indices]
     perm = order[::-1]
-    out = aten.index.Tensor(x, copied).permute(perm).clone(memory_format=torch.contiguous_format)
+    out = aten.index.Tensor(x, copied).permute(perm).clone(memory_format=usual)
     return out.permute([perm.index(d) for d in range(len(perm))])
 
 
 RULES: dict[str, Rule] = {"aten.index.Tensor": index}
 WRAPPED: dict[str, Callable[[Rule], Rule]] = {
     "aten.grid_sampler_2d.default": contiguous,
+    "aten._adaptive_avg_pool2d.default": of_nothing,
     "aten.log_sigmoid_forward.default": contiguous_on_cpu,
     "aten.linalg_vector_norm.default": counted_dims,
 }
