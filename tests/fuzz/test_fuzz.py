@@ -141,10 +141,9 @@ def test_the_oracle_sees_what_is_wrong() -> None:
 def test_gradients_of_what_torch_itself_cannot_run() -> None:
     """Which inputs have gradients is not the backend's to decide: zeros are as good as none. Here
     `aot_eager` cannot say so, since a value that it saved is overwritten."""
-    x, y = torch.randn(31, 16), torch.randn(31, 16, requires_grad=True)
-    program = straight(
-        "def fn(x, y):\n    x.mul_(y)\n    x.fill_(5)\n    return (x + 1,)\n", [[x, y]]
-    )
+    x, y, z = torch.randn(31, 16), *(torch.randn(31, 16, requires_grad=True) for _ in "yz")
+    text = "def fn(x, y, z):\n    x.mul_(y)\n    x.fill_(5)\n    return (z.sin(),)\n"
+    program = straight(text, [[x, y, z]])
     assert program is not None
     failure = program.check(How(backward=True))
     assert failure is None or failure.kind == "torch"
