@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import deuteron
 from deuteron.base.record import Record
 from deuteron.ir.program import Compute
 from deuteron.ir.reference import Evaluator
@@ -171,3 +172,19 @@ def test_symbolic_floats() -> None:
         env = {str(s): v for s, v in zip(sizes, (a, b), strict=True)}
         got = Evaluator([], env, {}, "cpu").value(e)
         assert e.dtype == "f64" and float(got) == a / (2.0 * b) + 1
+
+
+def test_sizes_of_too_many_terms() -> None:
+    """Their index arithmetic would be megabytes of text: the library, and the Record says why."""
+
+    def outer(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b, c = (torch.cat(xs[k : k + 4]) for k in range(3))
+        return a[:, None, None] * b[:, None] * c + 1, a[:, None] * b + 1
+
+    compiled = torch.compile(outer, backend="deuteron", dynamic=True, fullgraph=True)
+    for more in (2, 5):
+        xs = [torch.randn(k + more) for k in range(6)]
+        for got, want in zip(compiled(*xs), outer(*xs), strict=True):
+            assert torch.equal(got, want)
+    reasons = {d["reason"] for d in deuteron.explain(outer, *xs, dynamic=True).library_calls}
+    assert reasons == {"the number of elements is a sum of 64 products of sizes"}

@@ -9,6 +9,7 @@ with the reason in the Record. Views stay values; everything else is a tensor of
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -292,6 +293,8 @@ class Driver:
         for t in leaves(val):
             if not supported(t):
                 return kind_text(t)
+            if terms(self.ctx, t) > MOST_TERMS:
+                return f"the number of elements is a sum of {terms(self.ctx, t)} products of sizes"
             devices.add(str(t.device))
         return f"tensors on {' and '.join(sorted(devices))}" if len(devices) > 1 else None
 
@@ -533,6 +536,17 @@ def leaves(x: Any) -> list[torch.Tensor]:
     if isinstance(x, dict):
         x = list(x.values())
     return [t for y in x for t in leaves(y)] if isinstance(x, (list, tuple)) else []
+
+
+# Places in such a tensor are longer sums still, as are the divisions that take them apart: 6 MB of
+# C++ for one load of a 3-d convolution whose strides and padding are symbols, too.
+MOST_TERMS = 32
+
+
+def terms(ctx: LowerContext, t: torch.Tensor) -> int:
+    """Of the number of elements, multiplied out."""
+    symbolic = [n for n in t.shape if not isinstance(n, int)]
+    return math.prod(max(1, len(ctx.size(n).terms)) for n in symbolic)
 
 
 def kind_text(t: torch.Tensor) -> str:
