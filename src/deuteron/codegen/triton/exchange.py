@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+from deuteron.codegen.triton.fast import INTERPRETED
+from deuteron.codegen.triton.merging import maximum, minimum
 
 # Waits for words with a tag; their numbers. Labels are the block's own.
 WAIT_ONE = tl.constexpr(
@@ -87,16 +87,6 @@ def told(bits, like, neutral, COUNT: tl.constexpr):
     return tl.where(tl.arange(0, bits.shape[0]) < COUNT, values, neutral)
 
 
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
 # What a team's numbers fold to: scalars, which all points share without an exchange of layouts.
 
 
@@ -107,12 +97,12 @@ def team_sum(x):
 
 @triton.jit
 def team_max(x):
-    return tl.reduce(x, 0, _larger)
+    return tl.reduce(x, 0, maximum)
 
 
 @triton.jit
 def team_min(x):
-    return tl.reduce(x, 0, _smaller)
+    return tl.reduce(x, 0, minimum)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-INTERPRETED = bool(knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 # -- as fast as the device can (see `precision` for where) -----------------------------------------

@@ -52,6 +52,8 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     apart,
+    maximum,
+    minimum,
     online_finish,
     online_shifted,
     online_shifted_weighted,
@@ -192,17 +194,6 @@ def sqrt(x):
 @triton.jit
 def sigmoid(x):
     return div(tl.full([], 1.0, x.dtype), 1.0 + exp(-x))
-
-
-@triton.jit
-def maximum(a, b):
-    """NaN where either argument is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def minimum(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

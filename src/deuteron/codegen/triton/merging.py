@@ -1,5 +1,5 @@
-"""Device functions that merge partial results of dependent folds (`schedule.online`), for `libm`,
-under whose name generated kernels call them.
+"""Device functions that merge values, and partial results of dependent folds (`schedule.online`),
+for `libm`, under whose name generated kernels call them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -9,6 +9,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def maximum(a, b):
+    """NaN where either argument is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
