@@ -18,7 +18,6 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import Scope, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.lanes import Lanes
-from deuteron.codegen.cpp.loops import Write, ordered, roots_of, stride
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
@@ -34,6 +33,7 @@ from deuteron.codegen.cpp.online import Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
 from deuteron.codegen.cpp.streams import buffer, place_of, streamed, transpose
+from deuteron.codegen.loops import Write, ordered, roots_of, stride
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
 from deuteron.schedule.kernel import Prefix

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from deuteron.codegen.cpp.loops import Part, roots_of, unique_nodes
+from deuteron.codegen.loops import Part, roots_of, unique_nodes
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
 

@@ -19,17 +19,20 @@ from dataclasses import dataclass, replace
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
 from deuteron.base.text import one_line, plain_name
+from deuteron.codegen.checks import with_checks
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.axes import flops_of, vector
 from deuteron.codegen.cpp.bounds import ERROR, checked_pointer
 from deuteron.codegen.cpp.columns import write_columns
 from deuteron.codegen.cpp.emit import Emitter, fits_int, size_name
-from deuteron.codegen.cpp.loops import Loops, Write, prepare, vector
 from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
 from deuteron.codegen.cpp.streams import streams
 from deuteron.codegen.cpp.support import sections, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
+from deuteron.codegen.loops import Loops, Write, prepare
+from deuteron.ir.expr import index_value
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix
@@ -112,7 +115,10 @@ def generate_for(
     pointers = {n: f"p{i}_" + plain_name(n)[:40] for i, n in enumerate(layouts)}
     used: set[str] = set()
     numbers = itertools.count()
-    nests = [prepare(_with_loop(n), layouts, checked) for n in kernel.nests]
+    nests = [
+        prepare(with_checks(_with_loop(n), layouts, checked, index_value), layouts)
+        for n in kernel.nests
+    ]
     estimate = sum(estimated_us(n) for n in nests)
     fixed = not _symbols(kernel)
     threaded = machine.threads > 1 and (estimate > _least_us(machine) or not fixed)
@@ -218,7 +224,7 @@ def estimated_us(loops: Loops) -> float:
     """Time of one core at hinted sizes; decides only whether threads pay."""
     points = size((*loops.parallel, *loops.reduced))
     bytes_each = sum(a.itemsize for a in loops.accesses)
-    return points * (bytes_each / BYTES_PER_US + loops.flops / FLOPS_PER_US)
+    return points * (bytes_each / BYTES_PER_US + flops_of(loops.nodes) / FLOPS_PER_US)
 
 
 def _least_us(machine: Machine) -> float:
@@ -231,7 +237,7 @@ def _work_text(nests: Sequence[Loops], machine: Machine, numbers: Iterable[int])
     parts = []
     for n in nests:
         axes = (*n.parallel, *n.reduced)
-        each = sum(a.itemsize for a in n.accesses) / BYTES_PER_US + n.flops / FLOPS_PER_US
+        each = sum(a.itemsize for a in n.accesses) / BYTES_PER_US + flops_of(n.nodes) / FLOPS_PER_US
         total = "*".join(f"(double)({em._sum(a.extent)})" for a in axes) or "1.0"
         parts.append(f"{total}*{each:.3g}")
     return f"{' + '.join(parts)} > {_least_us(machine)}"

@@ -13,10 +13,10 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, smaller
 from deuteron.codegen.cpp.folds import Accumulator, combine
-from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write
 from deuteron.codegen.cpp.passes import Pass, plan
 from deuteron.codegen.cpp.short import short_loop
 from deuteron.codegen.cpp.streams import buffer, place_of, streamed
+from deuteron.codegen.loops import ColumnFold, Loops, Part, Rewriter, Write
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Atom, Axis, Index, const, determined, hint, product, substitute
 from deuteron.schedule.kernel import Fold, Prefix
@@ -138,7 +138,7 @@ def ordered_conflicts(loops: Loops) -> set[Axis]:
     for p in loops.parts:
         if isinstance(p, Write):
             domain = {*loops.parallel, *(loops.reduced if p.level == "point" else ())}
-            if p.scattered:
+            if p.scattered or p.accumulate is not None:
                 out |= domain - determined(p.address)
             else:  # whoever computes all elements of a tensor computes each once
                 out |= {a for a in domain if a not in p.address.axes()}

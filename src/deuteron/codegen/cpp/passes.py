@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Write, roots_of
+from deuteron.codegen.loops import ColumnFold, Loops, Part, Write, roots_of
 from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, children
 from deuteron.ir.index import Axis, hint, product
 from deuteron.schedule.kernel import Fold, Prefix

@@ -11,15 +11,8 @@ import itertools
 from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.axes import flops_of, vector
 from deuteron.codegen.cpp.emit import difference, smaller
-from deuteron.codegen.cpp.loops import (
-    Rewriter,
-    flops_of,
-    ordered,
-    roots_of,
-    unique_nodes,
-    vector,
-)
 from deuteron.codegen.cpp.nests import (
     Env,
     PassWriter,
@@ -32,6 +25,12 @@ from deuteron.codegen.cpp.nests import (
 from deuteron.codegen.cpp.segments import row_masks
 from deuteron.codegen.cpp.tiles import Tiles, crossing
 from deuteron.codegen.cpp.unroll import interleaved, write_out
+from deuteron.codegen.loops import (
+    Rewriter,
+    ordered,
+    roots_of,
+    unique_nodes,
+)
 from deuteron.ir.expr import Expr, literal
 from deuteron.ir.index import Axis, const, hint
 

@@ -18,20 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
-from deuteron.codegen.cpp.loops import (
-    WORKER,
-    ColumnFold,
-    Loops,
-    Part,
-    Write,
-    flops_of,
-    ordered,
-    stride,
-    unique_nodes,
-)
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
@@ -45,6 +35,16 @@ from deuteron.codegen.cpp.nests import (
 )
 from deuteron.codegen.cpp.online import Joint, Walk
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
+from deuteron.codegen.loops import (
+    WORKER,
+    ColumnFold,
+    Loops,
+    Part,
+    Write,
+    ordered,
+    stride,
+    unique_nodes,
+)
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Index, hint
 from deuteron.schedule.kernel import Prefix

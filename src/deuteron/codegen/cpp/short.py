@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.loops import Part, Write, roots_of, unique_nodes
+from deuteron.codegen.loops import Part, Write, roots_of, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.loops import Part, Write, stride
+from deuteron.codegen.loops import Part, Write, stride
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, hint, product
 from deuteron.ir.program import tensors_read

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from deuteron.codegen.cpp.loops import ColumnFold, Loops, Part, Rewriter, Write, stride
+from deuteron.codegen.loops import ColumnFold, Loops, Part, Rewriter, Write, stride
 from deuteron.ir.expr import REDUCTIONS, Expr, cast, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Fold, Prefix

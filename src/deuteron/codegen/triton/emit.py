@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deuteron.base.text import one_line, plain_name
+from deuteron.codegen.checks import reads, spelled
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.checks import reads, spelled
 from deuteron.codegen.triton.precision import one_more
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.ir import expr as E

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
 from deuteron.base.text import one_line, plain_name
-from deuteron.codegen.triton.checks import with_checks
+from deuteron.codegen.checks import with_checks
+from deuteron.codegen.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.emit import size_name
-from deuteron.codegen.triton.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.phases import phased
 from deuteron.codegen.triton.scalars import POINTER

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
+from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
 from deuteron.codegen.triton.emit import Dim, Dims, Emitter, Limits, bound_name
 from deuteron.codegen.triton.folds import (
     FULL,
@@ -26,7 +27,6 @@ from deuteron.codegen.triton.folds import (
     full,
     identity,
 )
-from deuteron.codegen.triton.loops import WORKER, ColumnFold, Loops, Write, stride
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.precision import loose, packed
 from deuteron.codegen.triton.scalars import fold_step

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.codegen.triton.loops import ColumnFold, Loops, Part, Write, roots_of
+from deuteron.codegen.loops import ColumnFold, Loops, Part, Write, roots_of
 from deuteron.ir.expr import Expr
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Centered, Chain, Products, Rescaled, Rule

@@ -16,12 +16,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from deuteron.codegen.triton.loops import (
+from deuteron.codegen.loops import (
     Loops,
     Part,
     Rewriter,
     Write,
-    accesses,
     rearranged,
     stride,
 )
@@ -111,7 +110,7 @@ def work(loops: Loops) -> float:
     """Instructions of one lane, about."""
     total = 0.0
     inner = point_order(loops)[-1] if loops.parallel or loops.reduced else None
-    for access in accesses(loops):
+    for access in loops.accesses:
         step = stride(access.address, inner) if inner is not None else 0
         total += VECTOR if step in (0, 1) else SCALAR
     divisions = set()

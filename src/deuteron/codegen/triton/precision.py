@@ -19,7 +19,7 @@ the time of a copy).
 
 from __future__ import annotations
 
-from deuteron.codegen.triton.loops import ColumnFold, Loops, Write, roots_of
+from deuteron.codegen.loops import ColumnFold, Loops, Write, roots_of
 from deuteron.codegen.triton.scalars import HALF
 from deuteron.ir.expr import FLOAT8, Expr, children
 from deuteron.schedule.kernel import Fold, Prefix

@@ -12,10 +12,10 @@ so that all have collected round k.
 
 from __future__ import annotations
 
+from deuteron.codegen.loops import Loops
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.folds import bind, clean, fold_row, full, identity, power_text
-from deuteron.codegen.triton.loops import Loops
 from deuteron.codegen.triton.tiling import Form, power
 from deuteron.ir.expr import Expr, own_indices
 from deuteron.ir.index import Value

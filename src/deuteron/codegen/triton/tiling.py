@@ -18,12 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
-from deuteron.codegen.triton.loops import (
+from deuteron.codegen.loops import (
     ColumnFold,
     Loops,
     Write,
-    accesses,
-    joined,
     ordered,
     points,
     stride,
@@ -132,7 +130,7 @@ def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
 def _uneven(loops: Loops) -> bool:
     """Whether what most is read of has lines that start at no multiple of 16 bytes."""
     axes = (*loops.parallel, *loops.reduced)
-    for a in accesses(loops):
+    for a in loops.accesses:
         inner = [x for x in axes if stride(a.address, x) == 1]
         if a.store or not inner or 2 * points(a.address, axes) <= size(axes):
             continue
@@ -163,7 +161,7 @@ def _unit_bytes(loops: Loops, axis: Axis) -> int:
     what is written counts twice, since lines that are written in parts are read as well."""
     axes = (*loops.parallel, *loops.reduced)
     moved: dict[tuple[str, bool], int] = {}
-    for a in accesses(loops):
+    for a in loops.accesses:
         if stride(a.address, axis) == 1:
             size = a.itemsize * points(a.address, axes) * (2 if a.store else 1)
             moved[a.tensor, a.store] = max(size, moved.get((a.tensor, a.store), 0))
@@ -194,7 +192,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         y, x = order[:cut], order[cut:]
         blocks = _plane_blocks(size(y), size(x), spec)
         return Form("points", (("y", y), ("x", x)), blocks)
-    full = [a for a in accesses(loops) if 2 * points(a.address, order) > size(order)]
+    full = [a for a in loops.accesses if 2 * points(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
     if order and _apart(loops, order[-1]):
         return Form("points", (("x", order),), SINGLE)
@@ -205,7 +203,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
 def _apart(loops: Loops, inner: Axis) -> bool:
     """Whether most of what is read comes element by element: neighbours lie apart, or begin between
     two multiples of 16 bytes."""
-    read = [a for a in accesses(loops) if not a.store]
+    read = [a for a in loops.accesses if not a.store]
     single = 0.0
     for a in read:
         if stride(a.address, inner) not in (0, 1):
@@ -227,9 +225,9 @@ def stored_points(loops: Loops) -> int:
 def point_order(loops: Loops) -> tuple[Axis, ...]:
     """The axes of a nest of points from outermost to innermost."""
     order = _in_order(loops, (*loops.parallel, *loops.reduced))
-    for w in joined(loops):
-        assert w.along is not None
-        order = (*(a for a in order if a != w.along), w.along)
+    for w in loops.parts:
+        if isinstance(w, Write) and w.along is not None:
+            order = (*(a for a in order if a != w.along), w.along)
     return order
 
 
@@ -251,7 +249,7 @@ def _widest(loops: Loops) -> int:
     """Bytes of the elements that most of the traffic consists of."""
     moved: dict[int, int] = {}
     axes = (*loops.parallel, *loops.reduced)
-    for a in accesses(loops):
+    for a in loops.accesses:
         moved[a.itemsize] = moved.get(a.itemsize, 0) + a.itemsize * points(a.address, axes)
     return max(moved, key=lambda n: moved[n], default=4)
 
@@ -265,7 +263,7 @@ def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
     inner = order[-1]
     axes = (*loops.parallel, *loops.reduced)
     total, gain = 0, dict.fromkeys(order[:-1], 0)
-    for access in accesses(loops):
+    for access in loops.accesses:
         moved = access.itemsize * points(access.address, axes)
         total += moved
         if stride(access.address, inner) in (0, 1):
@@ -335,7 +333,7 @@ def _streamed(loops: Loops) -> int:
     axes = (*loops.parallel, *loops.reduced)
     found = {
         (a.tensor, a.address): a.itemsize
-        for a in accesses(loops)
+        for a in loops.accesses
         if not a.store and 2 * points(a.address, axes) > size(axes)
     }
     return sum(found.values())
@@ -345,7 +343,7 @@ def _tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
     """Bytes that are read for each element of a tile, whatever of them is the same."""
     found = {
         (a.tensor, a.address): a.itemsize
-        for a in accesses(loops)
+        for a in loops.accesses
         if not a.store and a.address.axes() & set(x) and a.address.axes() & set(r)
     }
     return sum(found.values())
@@ -408,7 +406,7 @@ def _ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
         return None
     moved: dict[Index, int] = {}
     width = 8
-    for a in accesses(loops):
+    for a in loops.accesses:
         if stride(a.address, r[0]) == 1:
             row = a.address - r[0].index
             moved[row] = moved.get(row, 0) + points(a.address, (*loops.parallel, *r)) * a.itemsize
@@ -536,7 +534,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
 
 def _bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
     """Bytes of all that is read for a point of a row; with `rows`, of what differs by row."""
-    found = {(a.tensor, a.address): a.itemsize for a in accesses(loops) if not a.store}
+    found = {(a.tensor, a.address): a.itemsize for a in loops.accesses if not a.store}
     along, apart = set(loops.reduced), None if rows is None else set(rows)
     return max(
         1,

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deuteron.codegen.triton.loops import Loops, Part, Rewriter, Write, accesses, stride
+from deuteron.codegen.loops import Loops, Part, Rewriter, Write, stride
 from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, index_value, literal, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint
 from deuteron.schedule.kernel import Fold
@@ -55,7 +55,7 @@ def _worth(loops: Loops) -> bool:
 
 def _near(loops: Loops, axis: Axis) -> bool:
     """Whether neighbours along the axis are a few elements apart, and not whole contiguous rows."""
-    steps = [(stride(a.address, axis), a) for a in accesses(loops)]
+    steps = [(stride(a.address, axis), a) for a in loops.accesses]
     if not all(s is not None and abs(s) <= 4 for s, _ in steps) or not any(s for s, _ in steps):
         return False
     if len(loops.reduced) > 1:

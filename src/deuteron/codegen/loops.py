@@ -1,4 +1,4 @@
-"""From a scheduled nest to loops that are good for tiles: addresses, axes, statements.
+"""From a scheduled nest to loops that code can be written for: addresses, axes, statements.
 
 In: a `schedule.kernel.Nest` and the layouts of its tensors. Out: `Loops`, in which
 
@@ -13,10 +13,11 @@ The order of axes carries no meaning: `ordered` takes it from strides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, load, op, rebuild
+from deuteron.ir.expr import ITEMSIZE, Expr, as_position, children, load, own_indices, rebuild
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -24,7 +25,6 @@ from deuteron.ir.index import (
     Index,
     Mod,
     Value,
-    atom,
     const,
     divide_exact,
     hint,
@@ -39,7 +39,7 @@ from deuteron.schedule.kernel import Fold, Nest, Prefix
 @dataclass(frozen=True)
 class Write:
     """A store at a linear address; or of several neighbours, `value` and `others` at the points of
-    the axis `phase`, which lie behind those of `along` (see `phases`)."""
+    the axis `phase`, which lie behind those of `along` (see `codegen.triton.phases`)."""
 
     tensor: str
     address: Index
@@ -48,6 +48,7 @@ class Write:
     accumulate: str | None
     mask: Expr | None
     dtype: str
+    scattered: bool = False
     others: tuple[Expr, ...] = ()
     phase: Axis | None = None
     along: Axis | None = None
@@ -87,6 +88,40 @@ class Loops:
     def addresses(self) -> list[Index]:
         return [p.address for p in self.parts if isinstance(p, (Write, ColumnFold))]
 
+    @cached_property
+    def nodes(self) -> list[Expr]:
+        """Every node of all expressions once, arguments before users."""
+        return unique_nodes(self.roots())
+
+    @cached_property
+    def accesses(self) -> list[Access]:
+        """The distinct reads and writes of memory."""
+        found: dict[Access, None] = {}
+        for n in self.nodes:
+            if n.op == "load" and n.attr[1]:
+                found[read_of(n)] = None
+        for p in self.parts:
+            if isinstance(p, Write):
+                found[written_by(p)] = None
+        return list(found)
+
+
+def unique_nodes(roots: Iterable[Expr]) -> list[Expr]:
+    """Every node under `roots` once, arguments before users."""
+    seen: dict[Expr, None] = {}
+    for root in roots:
+        stack: list[tuple[Expr, bool]] = [(root, False)]
+        while stack:
+            node, ready = stack.pop()
+            if node in seen:
+                continue
+            if ready:
+                seen[node] = None
+            else:
+                stack.append((node, True))
+                stack.extend((c, False) for c in children(node) if c not in seen)
+    return list(seen)
+
 
 def roots_of(part: Part) -> list[Expr]:
     if isinstance(part, Write):
@@ -123,27 +158,19 @@ class Rewriter:
         args = tuple(self.done[a] for a in node.args)
         if node.op == "load" and node.attr[0] in self.results:
             return Expr("load", node.dtype, (), (node.attr[0], (), None))
-        if node.op in SCALAR_OPS and args != node.args:
-            return op(node.op, *args, dtype=node.dtype)
         new = rebuild(node, args, self.table, self.done)
-        if node.op == new.op == "load":
+        # What is no load may become one, of what was rewritten already: where(c, x, x).
+        if node.op == new.op == "load" and self.layouts is not None:
             name, idx, fill = new.attr
-            if self.layouts is not None:
-                idx = (self.layouts[name].address(idx),)
-            return load(
-                name,
-                idx,
-                new.dtype,
-                new.args[0] if new.args else None,
-                fill if fill is not None else 0,
-            )
+            mask = new.args[0] if new.args else None
+            return load(name, (self.layouts[name].address(idx),), new.dtype, mask, fill)
         return new
 
     def index(self, index: Index) -> Index:
         table = dict(self.table)
         for a in index.atoms():
             if isinstance(a, Value):
-                table[a] = atom(Value(self.expr(a.expr)))
+                table[a] = as_position(self.expr(a.expr))
         return substitute(index, table)
 
     def part(self, part: Part) -> Part:
@@ -180,8 +207,9 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
             mask = flat.expr(s.mask) if s.mask is not None else None
             lay = layouts[s.tensor]
             address = flat.index(lay.address(s.index))
+            value = flat.expr(s.value)
             parts.append(
-                Write(s.tensor, address, flat.expr(s.value), s.level, s.accumulate, mask, lay.dtype)
+                Write(s.tensor, address, value, s.level, s.accumulate, mask, lay.dtype, s.scattered)
             )
     loops = Loops(nest.parallel, nest.reduced, tuple(parts), nest.chunk, results)
     return _merge(_split(_drop_unit(loops)))
@@ -233,8 +261,8 @@ def _drop_unit(loops: Loops) -> Loops:
 
 def all_indices(loops: Loops) -> list[Index]:
     found: dict[Index, None] = dict.fromkeys(loops.addresses())
-    for root in loops.roots():
-        found.update(dict.fromkeys(root.indices()))
+    for node in loops.nodes:
+        found.update(dict.fromkeys(own_indices(node)))
     return list(found)
 
 
@@ -321,10 +349,10 @@ def _pairs(group: Sequence[Axis]) -> list[tuple[Axis, Axis]]:
 
 def _mergeable(indices: Sequence[Index], a: Axis, b: Axis) -> bool:
     """Whether every index sees the pair only as ``a*extent(b) + b``."""
+    if b.extent.value == 0:
+        return False
     for i in indices:
         ca, cb = i.coefficient(a), i.coefficient(b)
-        if b.extent.value == 0:
-            return False
         if ca is None or cb is None or ca is not cb * b.extent:
             return False
     return True
@@ -340,27 +368,18 @@ class Access:
     store: bool
 
 
-def accesses(loops: Loops) -> list[Access]:
-    found: dict[Access, None] = {}
-    for root in loops.roots():
-        for n in root.walk():
-            if n.op == "load" and n.attr[1]:
-                found[Access(n.attr[0], n.attr[1][0], ITEMSIZE[n.dtype], False)] = None
-    for p in loops.parts:
-        if isinstance(p, Write):
-            size, address = ITEMSIZE[p.dtype], p.address
-            if p.phase is not None:  # an element is as many as are stored together
-                count = len(p.others) + 1
-                whole = divide_exact(address - p.phase.index, const(count))
-                assert whole is not None, address
-                size, address = size * count, whole
-            found[Access(p.tensor, address, size, True)] = None
-    return list(found)
+def read_of(node: Expr) -> Access:
+    return Access(node.attr[0], node.attr[1][0], ITEMSIZE[node.dtype], False)
 
 
-def joined(loops: Loops) -> Iterator[Write]:
-    """The stores of several points at once."""
-    yield from (p for p in loops.parts if isinstance(p, Write) and p.phase is not None)
+def written_by(part: Write) -> Access:
+    size, address = ITEMSIZE[part.dtype], part.address
+    if part.phase is not None:  # an element is as many as are stored together
+        count = len(part.others) + 1
+        whole = divide_exact(address - part.phase.index, const(count))
+        assert whole is not None, address
+        size, address = size * count, whole
+    return Access(part.tensor, address, size, True)
 
 
 def stride(address: Index, axis: Axis) -> int | None:
@@ -379,7 +398,7 @@ def points(address: Index, axes: Iterable[Axis]) -> int:
 
 def ordered(loops: Loops, axes: Iterable[Axis]) -> list[Axis]:
     """Axes from the outermost loop to the innermost: large strides outside."""
-    found = accesses(loops)
+    found = loops.accesses
     index = {a: i for i, a in enumerate((*loops.parallel, *loops.reduced))}
 
     def weight(a: Axis) -> float:
