@@ -67,10 +67,7 @@ def count(x: Value, dims: Sequence[int]) -> Index:
     return product(x.axes[d].extent for d in dims)
 
 
-@lowering("aten.sum")
-def sum_(
-    ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Value:
+def _total(ctx: LowerContext, x: Value, kind: str, dim: Any, keepdim: bool, dtype: Any) -> Value:
     out = TORCH_DTYPES[ctx.fake().dtype]
     acc = compute_dtype(out)
     # An explicit dtype casts the elements first (and rounds them to it), then accumulates in its
@@ -80,10 +77,17 @@ def sum_(
         x,
         dims_of(x, dim),
         keepdim,
-        "sum",
+        kind,
         lambda e: cast(cast(e, out) if dtype else e, acc),
         lambda e: cast(e, out),
     )
+
+
+@lowering("aten.sum")
+def sum_(
+    ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
+    return _total(ctx, x, "sum", dim, keepdim, dtype)
 
 
 @lowering("aten.mean")
@@ -108,17 +112,7 @@ def mean(
 def prod(
     ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Value:
-    out = TORCH_DTYPES[ctx.fake().dtype]
-    acc = compute_dtype(out)
-    return fold(
-        ctx,
-        x,
-        dims_of(x, dim),
-        keepdim,
-        "prod",
-        lambda e: cast(cast(e, out), acc),
-        lambda e: cast(e, out),
-    )
+    return _total(ctx, x, "prod", dim, keepdim, dtype)
 
 
 def _extreme(kind: str) -> Callable[..., Value]:

@@ -367,7 +367,8 @@ def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int)
 def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: str) -> None:
     em, axis, width = env.em, cols.outer[0], cols.width
     if p.rules:
-        _shared_joint(env, cols, k, p, length, count)
+        joint = Lanes(env, p, cols.outer[0], tuple(cols.outer[1:]), cols)
+        joint.in_chunks(cols.walker(k), length, count, CHUNKS)
         return
     cols.per_lane(p, k)
     c = em.fresh("c")
@@ -399,24 +400,6 @@ def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: s
     for name, a in shared:
         em.scope.add(*a.gather_lanes(str(width), count, cols.count))
         cols.bind(name, a)
-
-
-def _shared_joint(env: Env, cols: Columns, k: int, p: Pass, length: str, count: str) -> None:
-    """A pass in which folds need others: each chunk leaves its state."""
-    em, axis = env.em, cols.outer[0]
-    joint = Lanes(env, p, axis, tuple(cols.outer[1:]), cols)
-    c, low, high = em.fresh("c"), em.fresh("lo"), em.fresh("hi")
-    with em.inside() as scope:
-        scope.add(
-            f"const long long {low} = {c} * {length};",
-            f"const long long {high} = {smaller(f'{low} + {length}', env.extent(axis))};",
-        )
-        joint.blocks(cols.walker(k), low, high)
-        joint.share(c, CHUNKS)
-    em.scope.add("#pragma omp for schedule(static)")
-    em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
-    joint.gather(count)
-    joint.finish()
 
 
 def _store_once(env: Env, cols: Columns) -> None:

@@ -135,6 +135,20 @@ class Joint:
         self.env.em.scope.add(*(f"{s.type} {s.name} = {s.start};" for s in self.states()))
 
     # -- one block ---------------------------------------------------------------------------------
+    def in_chunks(self, walk: Walk, length: str, count: str, most: int) -> None:
+        """The pass by all threads: each of `count` chunks (at `most`) leaves its state."""
+        em = self.env.em
+        c, low, high = em.fresh("c"), em.fresh("lo"), em.fresh("hi")
+        with em.inside() as scope:
+            end = smaller(f"{low} + {length}", self.env.extent(self.axis))
+            scope.add(f"const long long {low} = {c} * {length};", f"const long long {high} = {end};")
+            self.blocks(walk, low, high)
+            self.share(c, most)
+        em.scope.add("#pragma omp for schedule(static)")
+        em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
+        self.gather(count)
+        self.finish()
+
     def blocks(self, walk: Walk, low: str, high: str) -> None:
         """Declares the state and folds ``low <= axis < high`` into it."""
         em, env = self.env.em, self.env

@@ -494,7 +494,7 @@ def write_shared_rows(env: Env, v: Axis, parallel: Sequence[Axis]) -> None:
 def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, count: str) -> None:
     em = env.em
     if p.rules:
-        shared_joint(env, rows, k, p, length, count)
+        rows.joint(p).in_chunks(rows.walker(k), length, count, CHUNKS)
         return
     accs = {
         f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide) for f in p.folds
@@ -525,24 +525,6 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
     for f in p.folds:
         em.scope.add(*accs[f.name].gather(count))
         rows.bind(f.name, accs[f.name])
-
-
-def shared_joint(env: Env, rows: Rows, k: int, p: Pass, length: str, count: str) -> None:
-    """A pass in which folds need others: each chunk leaves its state."""
-    em = env.em
-    joint = rows.joint(p)
-    c, low, high = em.fresh("c"), em.fresh("lo"), em.fresh("hi")
-    with em.inside() as scope:
-        scope.add(
-            f"const long long {low} = {c} * {length};",
-            f"const long long {high} = {smaller(f'{low} + {length}', env.extent(joint.axis))};",
-        )
-        joint.blocks(rows.walker(k), low, high)
-        joint.share(c, CHUNKS)
-    em.scope.add("#pragma omp for schedule(static)")
-    em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
-    joint.gather(count)
-    joint.finish()
 
 
 def write_chunked(env: Env, v: Axis) -> None:
