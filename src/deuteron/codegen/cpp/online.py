@@ -141,7 +141,9 @@ class Joint:
         c, low, high = em.fresh("c"), em.fresh("lo"), em.fresh("hi")
         with em.inside() as scope:
             end = smaller(f"{low} + {length}", self.env.extent(self.axis))
-            scope.add(f"const long long {low} = {c} * {length};", f"const long long {high} = {end};")
+            scope.add(
+                f"const long long {low} = {c} * {length};", f"const long long {high} = {end};"
+            )
             self.blocks(walk, low, high)
             self.share(c, most)
         em.scope.add("#pragma omp for schedule(static)")
