@@ -62,30 +62,69 @@ def test_one_more_than_erf() -> None:
     assert "libm.erf(" in source(lambda x: F.gelu(x), FLOAT)
 
 
-ERF = """
+VALUES = """
 import torch, triton, triton.language as tl
 from deuteron.codegen.triton import libm
 
 @triton.jit
 def k(p, o, N: tl.constexpr):
-    tl.store(o + tl.arange(0, N), libm.erf_above_fast(tl.load(p + tl.arange(0, N))))
+    tl.store(o + tl.arange(0, N), libm.FUNCTION(tl.load(p + tl.arange(0, N))))
 
+def values(x):
+    o = torch.zeros(16384)
+    k[(1,)](x, o, 16384)
+    return o
+"""
+ERF = """
 x = torch.linspace(-6, 6, 16384)
 x[:3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
-o = torch.zeros(16384)
-k[(1,)](x, o, 16384)
+o = values(x)
 e = torch.special.erfc(-x.double())
 assert o[0] == 2 and o[1] == 0 and o[2].isnan()
 assert (o - e)[3:].abs().max() < 4 * 2**-23 and ((o - e) / e)[3:].abs().max() < 2**-8
 """
+LOG1P = """
+x = torch.cat([torch.linspace(0, 1, 8192), torch.logspace(-45, 0, 8192)])
+x[-1] = float("nan")
+o, e = values(x), torch.log1p(x.double())
+assert o[-1].isnan() and o[0] == 0
+ulp = torch.nextafter(e.float(), torch.tensor(9.0)) - e.float()
+assert ((o - e).abs() / ulp)[:-1].max() < 2.5
+"""
 
 
-def test_one_more_than_erf_is_right(tmp_path: Path) -> None:
-    path = tmp_path / "erf.py"
-    path.write_text(ERF)
+@pytest.mark.parametrize(("name", "test"), [("erf_above_fast", ERF), ("log1p_unit", LOG1P)])
+def test_values_of_device_functions(name: str, test: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.py"
+    path.write_text(VALUES.replace("FUNCTION", name) + test)
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_log1p_of_what_decays() -> None:
+    """Softplus and the losses made of it: the argument is between 0 and 1, in any dtype."""
+    for x in (HALF, FLOAT):
+        assert "libm.log1p_unit" in source(lambda x: F.logsigmoid(x), x)
+        assert "libm.log1p_unit" not in source(lambda x: torch.log1p(torch.exp(x)), x)
+        assert "libm.log1p_unit" not in source(lambda x: torch.log1p(x.abs()), x)
+
+
+def test_sigmoid_beside_what_decays() -> None:
+    """They share one exponential, where the rounding of the quotient does not show."""
+
+    def loss(x: Tensor) -> Tensor:
+        return (F.logsigmoid(x.float()) * x.float().sigmoid()).sum(-1)
+
+    text = source(loss, HALF)
+    assert "libm.sigmoid_by(" in text and text.count("libm.exp(") == 1
+    assert "libm.sigmoid_near(" in source(lambda x: x.float().sigmoid().sum(-1), HALF)
+    assert "libm.sigmoid(" in source(lambda x: F.logsigmoid(x) * x.sigmoid(), FLOAT)
+
+
+def test_a_sign_is_rounded_to_nothing() -> None:
+    text = source(lambda x: (-(x * 3)).float() + 1, HALF)
+    assert text.count("round_bf16") == 1 and "to(tl.bfloat16)" not in text
 
 
 def test_roots_and_reciprocals() -> None:

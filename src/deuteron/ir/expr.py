@@ -446,12 +446,21 @@ def load(
     return Expr("load", dtype, (mask,), (name, indices, literal(fill, dtype).attr))
 
 
+def _sign_of(x: Expr, dtype: str) -> bool:
+    """Whether it is a number of `dtype` but for its sign, which no rounding changes."""
+    if x.op not in ("neg", "abs") or x.args[0].op != "cast" or dtype not in FLOATS:
+        return False
+    return x.args[0].args[0].dtype == dtype
+
+
 def cast(x: Expr, dtype: str) -> Expr:
     if x.dtype == dtype:
         return x
     if x.op == "literal" and _exact(x.attr, dtype):
         return literal(x.attr, dtype)
     if x.op == "cast" and x.args[0].dtype == dtype and _widens(dtype, x.dtype):
+        return x.args[0]
+    if x.op == "cast" and x.args[0].dtype == dtype and _sign_of(x.args[0], x.dtype):
         return x.args[0]
     return Expr("cast", dtype, (x,))
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import reads, spelled
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.precision import one_more
+from deuteron.codegen.triton.precision import Inexact, log1p_of_unit, one_more
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
@@ -103,7 +103,7 @@ class Emitter:
         self.dim_of = {a: d.name for d in dims for a in d.axes}
         self.chain: list[Scope] = [Scope(NONE)]
         self.result_dims: dict[str, Dims] = {}
-        self.loose: frozenset[Expr] = frozenset()  # see `precision`
+        self.inexact = Inexact()
         self.packed: frozenset[Expr] = frozenset()  # see `precision`
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
@@ -314,16 +314,24 @@ class Emitter:
             ]
             return f"libm.{dist}{wide}({seed}, {stream}, {', '.join(texts)})"
         erf = one_more(node)
-        if erf is not None and erf in self.loose:
+        if erf is not None and erf in self.inexact.loose:
             return f"libm.erf_above_fast({self.value(erf.args[0])})"
-        if node in self.loose and node.op not in ("div", "erf"):
+        near = node in self.inexact.near or node in self.inexact.loose
+        if near and node.op == "sigmoid" and node.args[0] in self.inexact.decays:
+            decay = self.value(self.inexact.decays[node.args[0]])
+            return f"libm.sigmoid_by({self.value(node.args[0])}, {decay})"
+        if node in self.inexact.loose and node.op not in ("div", "erf"):
             return f"libm.{node.op}_fast({self.value(node.args[0])})"
+        if node in self.inexact.near:
+            return f"libm.sigmoid_near({self.value(node.args[0])})"
+        if log1p_of_unit(node):
+            return f"libm.log1p_unit({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
-                fast = "_fast" if node in self.loose else ""
+                fast = "_fast" if node in self.inexact.loose else ""
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
-            if node in self.loose:
+            if node in self.inexact.loose:
                 return f"{self.value(a)} / {self.value(b)}"  # within 2 units in the last place
         narrowed = self._narrowed(node) if node.op in COMPARE else None
         if narrowed is not None:

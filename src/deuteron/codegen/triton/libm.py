@@ -45,6 +45,8 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     f32_to_f8e4m3_native,
     f32_to_f8e5m2,
     f32_to_f8e5m2_native,
+    log1p_unit,
+    rcp,
     reciprocal_fast,
     round_bf16,
     sigmoid_fast,
@@ -194,6 +196,18 @@ def sqrt(x):
 @triton.jit
 def sigmoid(x):
     return div(tl.full([], 1.0, x.dtype), 1.0 + exp(-x))
+
+
+@triton.jit
+def sigmoid_near(x):
+    """Within 3 units in the last place; 0 where it is below 2^-126."""
+    return rcp(1.0 + exp(-x))
+
+
+@triton.jit
+def sigmoid_by(x, decay):
+    """By ``exp(-abs(x))``, within 3 units in the last place."""
+    return tl.where(x < 0, decay, 1.0) * rcp(1.0 + decay)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from deuteron.codegen.triton.folds import (
     identity,
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
-from deuteron.codegen.triton.precision import loose, packed
+from deuteron.codegen.triton.precision import inexact, packed
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form
@@ -85,7 +85,7 @@ def write_nest(
         if node.op == "load" and node.attr[1] and em.deps(node) <= X:
             em.row_places.add(node.attr[1][0])
     row = frozenset(em.dims) - R
-    em.loose = loose(loops, lambda e: em.deps(e) <= row)
+    em.inexact = inexact(loops, lambda e: em.deps(e) <= row)
     em.packed = packed(loops)
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)

@@ -10,14 +10,17 @@ nothing shows it:
               has an error of d 2^-24, its exponential e^-d times that, which is at most 0.4 2^-24
               of the sum's largest term
     summed    the same uses only to a sum in f32: of quotients, whose error of 2^-23 is to the sum
-              as it is to the terms; and of exponentials of what is itself rounded, which have an
-              error of that size in any case
+              as it is to the terms (the one in a sigmoid, too: `near`); and of exponentials of what
+              is itself rounded, which have an error of that size in any case
 
 What the exact ones cost is more than memory takes (softmax of bf16, 16384 columns, H200: 1.95 times
 the time of a copy).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from deuteron.codegen.loops import ColumnFold, Loops, Write, roots_of
 from deuteron.codegen.triton.scalars import HALF
@@ -29,8 +32,18 @@ FAST = ("exp", "exp2", "sigmoid", "div", "erf", "sqrt", "reciprocal")
 CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub", "sqrt", "reciprocal")
 
 
-def loose(loops: Loops, row_level: RowLevel) -> frozenset[Expr]:
-    """The nodes of `FAST` whose error nothing shows."""
+@dataclass(frozen=True)
+class Inexact:
+    """`loose`: nodes of `FAST` whose error nothing shows. `near`: sigmoids of which the exponential
+    must be exact, but not the quotient. `decays`: x to ``exp(-abs(x))`` where that is computed in
+    any case, and a sigmoid of x, too."""
+
+    loose: frozenset[Expr] = frozenset()
+    near: frozenset[Expr] = frozenset()
+    decays: Mapping[Expr, Expr] = field(default_factory=dict)
+
+
+def inexact(loops: Loops, row_level: RowLevel) -> Inexact:
     chain = Chain(row_level)
     shown: set[Expr] = set()  # roots whose errors are seen
     sums: set[Expr] = set()
@@ -50,11 +63,20 @@ def loose(loops: Loops, row_level: RowLevel) -> frozenset[Expr]:
     strict, apart = _strict(down, shown | sums), _strict(down, shown)
     for n in order:
         strict.update(c for c in children(n) if c.op == "erf" and not one_more(n))
-    return frozenset(
-        n
-        for n in order
-        if n.op in FAST and n.dtype == "f32" and (n not in strict or n not in apart and _in_sums(n))
+    found = [n for n in order if n.op in FAST and n.dtype == "f32"]
+    only_sums = [n for n in found if n in strict and n not in apart]
+    return Inexact(
+        frozenset(n for n in found if n not in strict) | frozenset(filter(_in_sums, only_sums)),
+        frozenset(n for n in only_sums if n.op == "sigmoid" and not _in_sums(n)),
+        {x: n for n in order if n.dtype == "f32" and (x := _decays(n)) is not None},
     )
+
+
+def _decays(n: Expr) -> Expr | None:
+    """The x of ``exp(-abs(x))``."""
+    power = n.args[0] if n.op == "exp" else None
+    size = power.args[0] if power is not None and power.op == "neg" else None
+    return size.args[0] if size is not None and size.op == "abs" else None
 
 
 def _strict(down: list[Expr], roots: set[Expr]) -> set[Expr]:
@@ -70,6 +92,14 @@ def _strict(down: list[Expr], roots: set[Expr]) -> set[Expr]:
 def _in_sums(n: Expr) -> bool:
     rounded = n.args[0].op in ("add", "sub", "mul", "div", "fma")
     return n.op in ("div", "sqrt", "reciprocal") or n.op != "erf" and rounded
+
+
+def log1p_of_unit(n: Expr) -> bool:
+    """Whether it is the log1p of the exponential of what is no positive number."""
+    if n.op != "log1p" or n.dtype != "f32" or n.args[0].op not in ("exp", "exp2"):
+        return False
+    power = n.args[0].args[0]
+    return power.op == "neg" and _positive(power.args[0])
 
 
 def one_more(n: Expr) -> Expr | None:
@@ -122,4 +152,4 @@ def packed(loops: Loops) -> frozenset[Expr]:
     return frozenset(found)
 
 
-__all__ = ["loose", "one_more", "packed"]
+__all__ = ["Inexact", "inexact", "log1p_of_unit", "one_more", "packed"]
