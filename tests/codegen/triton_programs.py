@@ -60,6 +60,10 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
 
 # Rows that are cut into parts although they are short (`planned`).
 PARTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "sum of what rows' statistics make": (
+        lambda x, y: (torch.log_softmax(x, -1) * y).sum() / x.shape[0],
+        (torch.randn(140, 64), torch.rand(140, 64)),
+    ),
     "softmax in parts": (lambda x: torch.softmax(x, -1), (spread(2, 512),)),
     "logsumexp in parts": (lambda x: torch.logsumexp(x, -1), (spread(3, 501),)),
     "variance in parts": (lambda x: torch.var_mean(x, -1), (torch.randn(2, 505) + 50,)),
@@ -152,6 +156,7 @@ def planned(name: str) -> Scheduled:
     slow = replace(spec_of("H200"), bandwidth_gbps=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tools, "spec_of", lambda device: slow)
+        patch.setattr(split, "PARTS", 1)
         patch.setattr(split, "SHORTEST", 64)
         patch.setattr(split, "SHORTEST_COLUMN", 16)
         found = scheduled(f, *args, device="H200", check=False)

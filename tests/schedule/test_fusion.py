@@ -83,6 +83,19 @@ def test_unfused() -> None:
     assert len(found.kernels) == 3
 
 
+def test_a_loss_is_summed_where_its_statistics_are_known() -> None:
+    """Whole rows as parts of the sum over everything: it runs beside the softmax's own folds."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.kl_div(
+            x.log_softmax(-1), y.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+
+    x, y = (torch.randn(1024, 4096) for _ in "xy")
+    found = scheduled(f, x, y, device="H200", check=False)
+    assert found.accepted("split") and len(found.kernels) == 1
+
+
 def test_long_rows_are_split() -> None:
     found = scheduled(lambda x: x.sum(-1), x(4, 300_000), device="H200")
     assert found.accepted("split")

@@ -21,7 +21,7 @@ from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.group import Group, alone
 from deuteron.schedule.legality import Refusal, fits
-from deuteron.schedule.parts import in_parts
+from deuteron.schedule.parts import in_parts, outermost_first
 
 # Parts of rows that a device works on at a time, per multiprocessor.
 PARTS = 4
@@ -129,10 +129,29 @@ def parts_of(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> i
     if profit.side_by_side(group, layouts):
         programs = max(1, rows // COLUMNS)
         return min(PARTS * spec.cores // programs, length // SHORTEST_COLUMN)
-    wish = max(2, PARTS * spec.cores // max(1, rows))
+    wish = max(2, PARTS * spec.cores // max(1, rows), rows_inside(group, layouts))
     if profit.chained(group):  # parts that fit on chip need no rule to be read once
         wish = max(wish, -(-length // ON_CHIP))
     return min(wish, length // SHORTEST)
+
+
+def rows_inside(group: Group, layouts: Mapping[str, Layout]) -> int:
+    """How many long rows a row of the group consists of, where something that it reads has one
+    value for each of them (the statistics of a softmax whose loss is summed): as parts they read
+    that once, and run beside what computes it. 0 where there are none."""
+    nest = group.nest(dict(layouts), ())
+    order = outermost_first(nest, layouts)
+    if len(order) < 2:
+        return 0
+    outer, inner = order[:-1], order[-1]
+    shared = any(
+        i.axes() & set(outer) and not any(inner in j.axes() for j in index)
+        for e in nest.exprs()
+        for name, index, _ in (n.attr for n in e.loads())
+        for i in index
+    )
+    count = hint(product(a.extent for a in outer))
+    return count if shared and hint(inner.extent) >= SHORTEST else 0
 
 
 __all__ = ["relieve"]
