@@ -281,3 +281,12 @@ def test_scans_by_blocks(n: int, kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, scan + 1, rtol=1e-6, atol=1e-6, equal_nan=True)
     want = (scan.double() / 2).cumsum(1).to(dtype)
     torch.testing.assert_close(z, want, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((1 << 18,), 0), ((1 << 15, 6), 0), ((3, 1 << 16), 1)])
+def test_sums_of_f64_are_as_exact_as_eager(shape: tuple[int, ...], dim: int) -> None:
+    """Rounding goes the same way for most of equal terms: the error grows with their number."""
+    x = torch.full(shape, 0.1, dtype=torch.float64)
+    exact = math.fsum([0.1] * shape[dim])
+    got = torch.compile(lambda x: x.sum(dim), backend="deuteron")(x)
+    assert (got - exact).abs().max() <= (x.sum(dim) - exact).abs().max() + 8e-16 * exact

@@ -4,7 +4,7 @@ In: a fold's kind and dtype. Out: lines that declare, update, flush and finish i
 
 Lane arrays (``float acc[64]``) instead of OpenMP reductions: the compiler keeps them in vector
 registers, several independent chains hide the latency of an add, and what is computed does not
-depend on how the compiler vectorises. Sums of f32 are flushed into double accumulators every few
+depend on how the compiler vectorises. Sums are flushed into double accumulators every few
 dozen additions per lane, so that their error stays that of the cascade summation that eager uses.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from deuteron.codegen.cpp import scalars
 from deuteron.ir.expr import FLOATS, REDUCTIONS
 
-# Additions per f32 lane before it goes to the double accumulator (eager's cascade adds 16 to 64).
+# Additions per lane before it goes to the double accumulator (eager's cascade adds 16 to 64).
 FLUSH = 32
 
 
@@ -55,7 +55,7 @@ class Accumulator:
 
     @property
     def flushed(self) -> bool:
-        return self.kind == "sum" and self.dtype in ("f32", "f16", "bf16")
+        return self.kind == "sum" and self.dtype in FLOATS
 
     @property
     def type(self) -> str:
@@ -136,20 +136,20 @@ class Accumulator:
         ]
 
     def settle_lanes(self, count: str) -> list[str]:
-        """The double sums as floats, in the lanes."""
+        """The double sums in the lanes."""
         if not self.flushed:
             return []
         n = self.name
         return [
             "#pragma omp simd",
-            f"for (int l = 0; l < {count}; ++l) {n}[l] = (float){n}_d[l];",
+            f"for (int l = 0; l < {count}; ++l) {n}[l] = ({self.type}){n}_d[l];",
         ]
 
     def finish(self, lanes: int) -> list[str]:
         """Combines the lanes into ``name_r``, in the order of lanes."""
         n, kind = self.name, self.result_type
         if self.flushed:
-            return [*self.flush(lanes), f"const float {n}_r = (float){n}_d;"]
+            return [*self.flush(lanes), f"const {self.type} {n}_r = ({self.type}){n}_d;"]
         if self.positional:
             return [
                 f"{scalars.REGISTER[self.dtype]} {n}_b = {n}[0]; long long {n}_r = {n}_i[0];",
@@ -191,7 +191,7 @@ class Accumulator:
             return [
                 f"double {n}_d = 0;",
                 f"for (long long c = 0; c < {count}; ++c) {n}_d += {n}_p[c];",
-                f"const float {n}_r = (float){n}_d;",
+                f"const {self.type} {n}_r = ({self.type}){n}_d;",
             ]
         if self.positional:
             return [
@@ -220,7 +220,7 @@ class Accumulator:
                 f"alignas(64) double {n}_d[{width}];",
                 f"for (int l = 0; l < {width}; ++l) {n}_d[l] = 0;",
             ]
-            declare.append(f"alignas(64) float {n}[{width}];")
+            declare.append(f"alignas(64) {self.type} {n}[{width}];")
             body = [f"{n}_d[l] += {at};"]
         else:
             declare = self.declare(width)

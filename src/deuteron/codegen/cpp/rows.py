@@ -584,7 +584,7 @@ def write_chunked(env: Env, v: Axis) -> None:
         for p, a in accs:
             if two_level:
                 outer.add(*a.flush_lanes(n))
-            value = f"(float){a.name}_d" if a.flushed and two_level else a.name
+            value = f"({a.type}){a.name}_d" if a.flushed and two_level else a.name
             store_columns(env, rows, p, value)
     em.scope.add(*env.omp_for(1))
     em.scope.loop(f"for (long long {worker} = 0; {worker} < {count}; ++{worker})", outer.lines)

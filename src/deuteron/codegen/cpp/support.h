@@ -114,7 +114,7 @@ template <int n, class T> D_FN T d_lanes_min(const T* a) {
   return bad != bad ? bad : m;
 }
 // The sum of floats, in double; clears them.
-template <int n> D_FN f64 d_lanes_flush(f32* a) {
+template <int n, class T> D_FN f64 d_lanes_flush(T* a) {
   alignas(64) f64 b[n];
   for (int l = 0; l < n; ++l) b[l] = (f64)a[l];
   for (int l = 0; l < n; ++l) a[l] = 0;
