@@ -164,6 +164,16 @@ def test_the_oracle_knows_what_rounding_decides() -> None:
     assert differences(changed(got, put(3, 2.0)), oracle), "zeros have two signs, and no third"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_hardswish_at_nan(dtype: torch.dtype) -> None:
+    """Eager's own answer depends on where in a tensor the NaN is."""
+    x = torch.linspace(-4, 4, 37).to(dtype)
+    x[[3, 36]] = torch.nan
+    text = "def fn(x):\n    return (torch.nn.functional.hardswish(x),)\n"
+    program = straight(text, [[x.requires_grad_()]])
+    assert program is not None and program.check(How(backward=True)) is None
+
+
 def test_the_oracle_sees_strides_and_sharing() -> None:
     x = torch.randn(6, 5)
     oracle, got = seen_by(lambda x: (x.t(), x + 1), x)

@@ -137,7 +137,7 @@ class Shaken(TorchDispatchMode):
 
     def __init__(self, seed: int, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator, self.odd = torch.Generator().manual_seed(seed), seed % 2 == 1
         self.eps = None if dtype is None else torch.finfo(dtype).eps
 
     def __torch_dispatch__(
@@ -149,7 +149,16 @@ class Shaken(TorchDispatchMode):
             return out
         if name in SIGNLESS:
             out = tree_map_only(Tensor, self.turned, out)
+        if name == "hardswish_backward":
+            self.either(out, *args)
         return out if name in EXACT else tree_map_only(Tensor, self.shaken, out)
+
+    def either(self, out: Tensor, grad: Tensor, x: Tensor) -> None:
+        """For NaN eager's vectors give NaN; its left-over elements, half types and GPUs what comes
+        in."""
+        out.copy_(
+            torch.where(x.isnan(), torch.full_like(out, torch.nan) if self.odd else grad, out)
+        )
 
     def turned(self, t: Tensor) -> Tensor:
         if not t.dtype.is_floating_point or t.layout != torch.strided:
