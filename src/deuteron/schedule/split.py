@@ -25,6 +25,8 @@ from deuteron.schedule.parts import in_parts, outermost_first
 
 # Parts of rows that a device works on at a time, per multiprocessor.
 PARTS = 4
+# Results of so many parts one program combines in about the time of a launch.
+MOST_PARTS = 1 << 14
 # A part has at least this many elements.
 SHORTEST = 2048
 # A part of at most this many elements is on chip.
@@ -151,7 +153,7 @@ def rows_inside(group: Group, layouts: Mapping[str, Layout]) -> int:
         for i in index
     )
     count = hint(product(a.extent for a in outer))
-    return count if shared and hint(inner.extent) >= SHORTEST else 0
+    return count if shared and hint(inner.extent) >= SHORTEST and count <= MOST_PARTS else 0
 
 
 __all__ = ["relieve"]
