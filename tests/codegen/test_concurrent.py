@@ -1,0 +1,45 @@
+"""Programs that wait for one another, interpreted at the same time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+FAILS = """
+import torch, triton, triton.language as tl
+from deuteron.codegen.triton import libm
+from deuteron.tools.concurrent import together
+
+@triton.jit
+def k(words, out, bad, N: tl.constexpr):
+    pid = tl.program_id(0)
+    if pid == bad:
+        tl.arange(0, 3)  # no power of two
+    libm.publish(words + pid, (pid * 1.0).to(tl.float32), 1)
+    told = libm.told(libm.collect(words, 1, N, 32), 0.0 * pid.to(tl.float32), 0.0, N)
+    tl.store(out + pid, libm.team_sum(told))
+
+out = torch.zeros(4)
+together(k, 4, torch.zeros(4, dtype=torch.int64), out, 9, N=4)
+assert out.tolist() == [6.0] * 4, out
+try:
+    together(k, 4, torch.zeros(4, dtype=torch.int64), out, 1, N=4)
+except ValueError:
+    print("raised")
+"""
+
+
+def test_one_that_fails_ends_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text(FAILS)
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, path], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "raised\n", done.stderr
