@@ -134,3 +134,14 @@ def test_gathered_positions_move_along(pair: Pair) -> None:
     moved = gather.substitute({I: const(1)})
     assert I not in moved.axes()
     assert same(value(moved), value(gather)[1].expand(3, 4))
+
+
+def test_a_rounding_leaves_signs_alone() -> None:
+    for dtype in ("bf16", "f16", "u8"):
+        number = E.load(dtype, (I.index, J.index), dtype)
+        for name in ("neg", "abs"):
+            signed = op(name, cast(number, "f32"))
+            rounded = Expr("cast", dtype, (signed,))
+            folded = cast(rounded, "f32")
+            assert same(value(folded), value(Expr("cast", "f32", (rounded,))))
+            assert (folded is signed) == (dtype != "u8"), "a whole number may have no sign"
