@@ -289,6 +289,8 @@ def test_determines() -> None:
     assert determined(maximum(J - 1, 0)) == determined(J // 2) == determined(I * I) == set()
     assert determined(I + J) == determined(I * 63 + J) == set()
     assert determined(n - 1 - I) == {i}
+    d = atom(Sym("d", -2))  # of unknown sign: what it weighs has no known reach
+    assert not determined(J + d * I + (d * (n - 1) - 64) * K)
 
 
 def test_division_by_what_is_not_positive_is_an_error() -> None:

@@ -2,8 +2,8 @@
 
 In: a nest. Out: the nest in which every dimension that a loaded value indexes goes through a node
 ``check(value[, mask])`` with the dimension's extent as its attribute; the node's value is its first
-argument. The writer asserts ``0 <= value < extent`` there, before the access, wherever the mask
-holds.
+argument where ``0 <= value < extent``. The writers see to that before the access, wherever the mask
+holds: Triton asserts it, C++ reports the position and goes on with 0.
 """
 
 from __future__ import annotations

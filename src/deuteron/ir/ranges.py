@@ -244,7 +244,8 @@ def determined(index: Index) -> frozenset[Axis]:
             if any(divide_exact(p, weight) is None for p in parts):
                 below = None
         digits.append((parts, atoms))
-        if total is not None:
-            total = total + own * (high - low) if low is not None and high is not None else None
-        reach.append(total)
+        if total is None or low is None or high is None or not is_nonneg(own):
+            reach.append(None)
+        else:
+            reach.append(total + own * (high - low))
     return frozenset(a for _, (a, *more) in digits if isinstance(a, Axis) and not more)
