@@ -6,7 +6,8 @@ In: a `Program`. Out: its computations by name, in which
   are the same axes and most substitutions are none,
 * a pointwise producer is written into its one reader, whatever index map the reader uses (pads,
   flips, slices, reshapes), unless that computes elements more often than memory traffic would cost,
-* what is cheaper to compute than to read (casts, masks, positions) is written into every reader.
+* what is cheaper to compute than to read (casts, masks, positions) is written into every reader,
+* a sum of which all terms but one are zero is that term.
 
 Tensors that are needed in memory (outputs, library calls, targets) keep their definitions.
 """
@@ -21,6 +22,7 @@ from deuteron.base.record import Record
 from deuteron.ir import expr as E
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Value, hint, product
+from deuteron.ir.onehot import single_term
 from deuteron.ir.program import Compute, Extern, Layout, Program, tensors_read
 from deuteron.schedule.group import MOST_CODE, bound_axes, code_of, kind_of, reads_of
 from deuteron.schedule.space import Map
@@ -79,7 +81,8 @@ class Inliner:
         c = canonical(c)
         if self.sites.get(c.name, 0) or c.name in self.memory:
             # What is read at loaded places waits until those places are expressions.
-            self.computes[c.name] = self.inlined(self.inlined(c, False), True)
+            c = self.inlined(self.inlined(c, False), True)
+            self.computes[c.name] = self.without_loop(c) or c
 
     def inlined(self, c: Compute, gathers: bool) -> Compute:
         loads = {n for root in roots(c) for n in root.loads()}
@@ -98,6 +101,32 @@ class Inliner:
         self.size[new.body] = min(total, self.size.get(new.body, total))
         return new
 
+    def without_loop(self, c: Compute) -> Compute | None:
+        """A sum of a single term, as that."""
+        if c.body.op != "reduce" or c.body.attr[0] != "sum" or len(c.body.attr[1]) != 1:
+            return None
+        (axis,), (body,) = c.body.attr[1], c.body.args
+        table: dict[Expr, Expr] = {}
+        for n in body.loads():
+            p = self.computes.get(n.attr[0])
+            if axis in n.axes() and p is not None and _aligned(n, c) and self.repeatable(p):
+                table[n] = element(p, n)
+        term = single_term(body.substitute({}, table) if table else body, axis)
+        if term is None or self.code(term) > MOST:
+            return None
+        made = written_into(c, table, [self.computes[n.attr[0]] for n in table])
+        made = replace(made, body=term)
+        for k, d in ((-1, c), (1, made)):
+            for r in reads_of(d):
+                self.sites[r.tensor] = self.sites.get(r.tensor, 0) + k
+        return made
+
+    def repeatable(self, p: Compute) -> bool:
+        """Whether its elements may be computed by whoever reads them."""
+        reads = reads_of(p)  # what is overwritten later is read in its own order
+        known = kind_of(p) == "point" and p.target is None
+        return known and not any(r.tensor in self.overwritten for r in reads)
+
     def code(self, e: Expr) -> float:
         """`code_of`, or a number that is not smaller: what an expression shares with those that
         are written into it counts twice until that matters."""
@@ -109,11 +138,9 @@ class Inliner:
 
     def worth(self, p: Compute, load: Expr, c: Compute) -> bool:
         """Whether the reader should compute the element itself."""
-        if kind_of(p) != "point" or p.target is not None:
+        if not self.repeatable(p):
             return False
         reads = reads_of(p)
-        if any(r.tensor in self.overwritten for r in reads):
-            return False  # what is overwritten later is read in its own order
         lay = self.layouts[p.name]
         points = hint(product(a.extent for a in (*c.axes, *_inner(c))))
         often = points / max(1, hint(lay.numel))
