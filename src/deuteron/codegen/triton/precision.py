@@ -35,8 +35,8 @@ CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub", "sqrt", "reciproca
 @dataclass(frozen=True)
 class Inexact:
     """`loose`: nodes of `FAST` whose error nothing shows. `near`: sigmoids of which the exponential
-    must be exact, but not the quotient. `decays`: x to ``exp(-abs(x))`` where that is computed in
-    any case, and a sigmoid of x, too."""
+    must be exact, but not the quotient. `decays`: to the sigmoid of x, ``exp(-abs(x))``, and to its
+    error function, ``exp(-x * x)``, where that is computed in any case."""
 
     loose: frozenset[Expr] = frozenset()
     near: frozenset[Expr] = frozenset()
@@ -68,15 +68,49 @@ def inexact(loops: Loops, row_level: RowLevel) -> Inexact:
     return Inexact(
         frozenset(n for n in found if n not in strict) | frozenset(filter(_in_sums, only_sums)),
         frozenset(n for n in only_sums if n.op == "sigmoid" and not _in_sums(n)),
-        {x: n for n in order if n.dtype == "f32" and (x := _decays(n)) is not None},
+        _decays([n for n in order if n.dtype == "f32"]),
     )
 
 
-def _decays(n: Expr) -> Expr | None:
-    """The x of ``exp(-abs(x))``."""
-    power = n.args[0] if n.op == "exp" else None
-    size = power.args[0] if power is not None and power.op == "neg" else None
-    return size.args[0] if size is not None and size.op == "abs" else None
+def _decays(order: list[Expr]) -> dict[Expr, Expr]:
+    found: dict[Expr, Expr] = {}
+    sizes = {n.args[0].args[0].args[0]: n for n in order if _is_chain(n, "exp", "neg", "abs")}
+    powers = {s[0]: (n, s[1]) for n in order if n.op == "exp" and (s := _square(n.args[0]))}
+    for n in order:
+        if n.op == "sigmoid" and n.args[0] in sizes:
+            found[n] = sizes[n.args[0]]
+        if n.op == "erf":
+            factors, scale = _product(n.args[0])
+            power, least = powers.get(factors[0], (n, 0.0))
+            if len(factors) == 1 and abs(least + scale * scale) < 2.0**-22 * scale * scale:
+                found[n] = power
+    return found
+
+
+def _is_chain(n: Expr, *ops: str) -> bool:
+    """Whether it is the first operation of the second of …"""
+    for op in ops:
+        if n.op != op:
+            return False
+        n = n.args[0]
+    return True
+
+
+def _square(n: Expr) -> tuple[Expr, float] | None:
+    """The x and the number of which ``x * x * number`` is the value."""
+    factors, scale = _product(n)
+    return (factors[0], scale) if len(factors) == 2 and factors[0] is factors[1] else None
+
+
+def _product(n: Expr, depth: int = 3) -> tuple[list[Expr], float]:
+    """Factors of an f32 product, and the product of those that are numbers."""
+    if n.op == "mul" and depth:
+        (left, a), (right, b) = (_product(x, depth - 1) for x in n.args)
+        return left + right, a * b
+    if n.op == "neg" and depth:
+        factors, scale = _product(n.args[0], depth - 1)
+        return factors, -scale
+    return ([], float(n.attr)) if n.op == "literal" else ([n], 1.0)
 
 
 def _strict(down: list[Expr], roots: set[Expr]) -> set[Expr]:
@@ -91,7 +125,7 @@ def _strict(down: list[Expr], roots: set[Expr]) -> set[Expr]:
 
 def _in_sums(n: Expr) -> bool:
     rounded = n.args[0].op in ("add", "sub", "mul", "div", "fma")
-    return n.op in ("div", "sqrt", "reciprocal") or n.op != "erf" and rounded
+    return n.op in ("div", "sqrt", "reciprocal", "erf") or rounded
 
 
 def log1p_of_unit(n: Expr) -> bool:
