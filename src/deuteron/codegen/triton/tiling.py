@@ -38,6 +38,11 @@ ROW_LIMIT = 16384
 # 1.31 (f32); logsumexp, which reads once in any case, 1.20 and 1.22. At 65536 columns registers
 # spill.
 LONG_ROW = 2
+# Points of rows in blocks of a row: so much more of them at most, with what is masked.
+WASTE = 1.1
+# Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
+# they have at least so many.
+LEAST_RAGGED = 1 << 14
 # Where elements are read one by one, neighbours in memory are for neighbouring threads: one
 # instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
 # thread take 84 and 140 us.
@@ -188,9 +193,15 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         x: tuple[Axis, ...] = (order[-1],)
         y = tuple(a for a in order[:-1] if a != other) + (other,)
         return Form("points", (("y", y), ("x", x)), _tile_blocks(size(y), size(x)))
-    if len(order) >= MANY_AXES and (cut := _cut(order)) is not None:
+    cut = _cut(order) if len(order) >= MANY_AXES else _rows_apart(loops, order)
+    if cut is not None and stored_points(loops) == 1 and size(order[cut:]) >= LEAST_RAGGED:
+        start = _ragged(loops, order[cut:])
+        if start is not None:
+            rows = (Blocks((("x", 1), ("r", 4096)), 8), Blocks((("x", 1), ("r", 2048)), 4))
+            return Form("rows", (("x", order[:cut]), ("r", order[cut:])), rows, start=start)
+    if cut is not None:
         y, x = order[:cut], order[cut:]
-        blocks = _plane_blocks(size(y), size(x), spec)
+        blocks = _plane_blocks(size(y), size(x), spec, 512 if len(order) >= MANY_AXES else 2048)
         return Form("points", (("y", y), ("x", x)), blocks)
     full = [a for a in loops.accesses if 2 * points(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
@@ -245,6 +256,24 @@ def _cut(order: Sequence[Axis]) -> int | None:
     return None
 
 
+def _rows_apart(loops: Loops, order: Sequence[Axis]) -> int | None:
+    """Where to part the axes of points of which rows have values of their own, read once per row
+    then; rows are nearly whole blocks."""
+    if len(order) < 2:
+        return None
+    inner, alone = order[-1], 0
+    for a in loops.accesses:
+        if inner not in a.address.axes():
+            alone += bool(a.address.axes()) and not a.store
+        elif stride(a.address, inner) != 1:
+            return None
+    n = size((inner,))
+    if (inner.extent.value or 1) % 8 and n < LEAST_RAGGED:
+        return None
+    block = min(power(n), 2048)
+    return len(order) - 1 if alone and n >= 64 and -(-n // block) * block <= WASTE * n else None
+
+
 def _widest(loops: Loops) -> int:
     """Bytes of the elements that most of the traffic consists of."""
     moved: dict[int, int] = {}
@@ -289,8 +318,8 @@ def _line_blocks(count: int, spec: DeviceSpec, itemsize: int, most: int) -> tupl
     return tuple(out)
 
 
-def _plane_blocks(ny: int, nx: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
-    x = min(power(nx), 512)
+def _plane_blocks(ny: int, nx: int, spec: DeviceSpec, most: int) -> tuple[Blocks, ...]:
+    x = min(power(nx), most)
     count = ny * nx
 
     def plane(elements: int, warps: int) -> Blocks:
@@ -317,13 +346,15 @@ def _tile_blocks(ny: int, nx: int) -> tuple[Blocks, ...]:
 
 def _row_loads(loops: Loops) -> int:
     """Distinct values that are read for every element of every row."""
-    reduced, parallel = set(loops.reduced), set(loops.parallel)
-    found = set()
+    axes, found = (*loops.parallel, *loops.reduced), set()
     for root in loops.roots():
         for n in root.walk():
             if n.op == "load" and n.attr[1]:
-                axes = n.attr[1][0].axes()
-                if axes & reduced and (axes & parallel or not parallel):
+                own = n.attr[1][0].axes()
+                along = own & set(loops.reduced) and (
+                    own & set(loops.parallel) or not loops.parallel
+                )
+                if along and 2 * points(n.attr[1][0], axes) > size(axes):
                     found.add(n)
     return max(1, len(found))
 
