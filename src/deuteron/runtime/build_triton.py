@@ -65,6 +65,7 @@ class Job:
     divisible: tuple[int, ...]
     num_warps: int
     num_stages: int
+    registers: int
     fp_fusion: bool
     debug: bool
     capability: int
@@ -84,6 +85,7 @@ def job_of(kernel: TritonKernel, config: Config, capability: int, aligned: bool,
         tuple(kernel.params.index(p) for p in kernel.aligned) if aligned else (),
         config.num_warps,
         config.num_stages,
+        config.registers,
         kernel.fp_fusion,
         kernel.debug,
         capability,
@@ -144,7 +146,7 @@ def ready(capability: int, options: Options) -> None:
     """Builds nothing of use: Triton is set up afterwards."""
     if workers.serving:
         text = "import triton\n\n\n@triton.jit\ndef nothing(p):\n    pass\n"
-        job = Job("nothing", text, (("p", "*fp32"),), (), (), 1, 1, True, False, capability)
+        job = Job("nothing", text, (("p", "*fp32"),), (), (), 1, 1, 0, True, False, capability)
         _compile(job, Cache.open(options), options)
 
 
@@ -219,6 +221,8 @@ def _compile(job: Job, cache: Cache, options: Options) -> tuple[bytes, dict[str,
         "num_stages": job.num_stages,
         "enable_fp_fusion": job.fp_fusion,
     }
+    if job.registers:
+        asked["maxnreg"] = job.registers
     if job.debug:
         asked |= {"debug": True, "sanitize_overflow": False}
     try:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import TritonKernel
-from deuteron.codegen.triton.teams import FIRST
+from deuteron.codegen.triton.teams import FIRST, ROUNDS
 from deuteron.codegen.triton.tiling import MOST_EXCHANGED
 from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
@@ -96,7 +96,7 @@ class _Sequence(ctypes.Structure):
 NO_CONTEXT = 201
 COUNTERS = 4096  # streams of a device that have one of their own
 # Streams of a device that may run kernels whose programs wait for one another, and words of each.
-TEAMS, WORDS = 256, 1 << 13
+TEAMS, WORDS = 128, 1 << 14
 OUT_OF_MEMORY = 2
 
 
@@ -235,9 +235,9 @@ def _counters(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
 @cache
 def _words(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
     """As `_counters`: what teams exchange (`codegen.triton.exchange`), and which stream has which.
-    A fold takes two words of a program, for even and odd rounds."""
+    A fold takes `ROUNDS` words of a program."""
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    if FIRST + cores * RESIDENT * 2 * MOST_EXCHANGED > WORDS:
+    if FIRST + cores * RESIDENT * ROUNDS * MOST_EXCHANGED > WORDS:
         raise LaunchError(f"{cores} multiprocessors have more programs than words to exchange")
     with _disable_current_modes(), torch.cuda.device(device):
         out = torch.zeros(TEAMS, WORDS, dtype=torch.int64, device=device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import reads, spelled
@@ -48,12 +48,12 @@ class Dim:
     block: str
     place: int  # position in the tile
     masked: bool  # whether a block may reach beyond the end
-    wide: bool = False  # see `Emitter.widened`
+    prefix: str = ""  # of its variables: see `Emitter.widened`, `Emitter.other_row`
 
     @property
     def stem(self) -> str:
         """What the names of its variables begin with."""
-        return f"wide{self.name}" if self.wide else self.name
+        return self.prefix + self.name
 
     @property
     def count(self) -> Index:
@@ -157,6 +157,23 @@ class Emitter:
         if len(dim.axes) == 1:
             self.scope.axes[dim.axes[0]] = f"{stem}index"
 
+    @contextmanager
+    def other_row(self, prefix: str, offset: str) -> Iterator[Scope]:
+        """A scope within the current one for another row of the same elements, which starts at
+        `offset`: what depends on the current row is not seen in it. `prefix` is for its names."""
+        scope, dim = self.scope, self.dims["x"]
+        kept = scope.texts, scope.sums, scope.axes, scope.dims
+        scope.texts = {n: t for n, t in scope.texts.items() if "x" not in self.deps(n)}
+        scope.axes = {a: t for a, t in scope.axes.items() if self.dim_of.get(a) != "x"}
+        scope.sums, scope.dims = {}, self.chain[-2].dims
+        self.dims["x"] = replace(dim, prefix=prefix)
+        with self.inside() as before:
+            self.enter(self.dims["x"], offset)
+            before.dims |= {"r"}
+            yield before
+        self.dims["x"] = dim
+        scope.texts, scope.sums, scope.axes, scope.dims = kept
+
     def widened(self, phase: Axis, along: Axis) -> Emitter:
         """An emitter for stores of the points of `phase` together, in the current scope: its last
         dimension has that axis behind `along`."""
@@ -165,7 +182,7 @@ class Emitter:
             assert old.axes[-1] == along and self.rank == len(self.dims)
             count = phase.extent.value
             block = f"{count} * {old.block}"
-            x = Dim("x", (*old.axes, phase), block, old.place, old.masked, wide=True)
+            x = Dim("x", (*old.axes, phase), block, old.place, old.masked, "wide")
             others = [d for d in self.dims.values() if d.name != "x"]
             wide = Emitter([*others, x], self.pointers, self.numbers, self.index_type)
             wide.limits = self.limits
@@ -315,10 +332,12 @@ class Emitter:
             return f"libm.{dist}{wide}({seed}, {stream}, {', '.join(texts)})"
         erf = one_more(node)
         if erf is not None and erf in self.inexact.loose:
-            return f"libm.erf_above_fast({self.value(erf.args[0])})"
+            by = self.inexact.decays.get(erf)
+            kind, more = ("fast", "") if by is None else ("by", f", {self.value(by)}")
+            return f"libm.erf_above_{kind}({self.value(erf.args[0])}{more})"
         near = node in self.inexact.near or node in self.inexact.loose
-        if near and node.op == "sigmoid" and node.args[0] in self.inexact.decays:
-            decay = self.value(self.inexact.decays[node.args[0]])
+        if near and node in self.inexact.decays:
+            decay = self.value(self.inexact.decays[node])
             return f"libm.sigmoid_by({self.value(node.args[0])}, {decay})"
         if node in self.inexact.loose and node.op not in ("div", "erf"):
             return f"libm.{node.op}_fast({self.value(node.args[0])})"
@@ -360,7 +379,7 @@ class Emitter:
                 continue
             if not is_nonneg(index.attr):
                 continue
-            if not self.deps(other) < self.deps(index):
+            if self.deps(index) <= self.deps(other):
                 continue
             text = self.value(other)
             scope = self.chain[self.level(self.deps(other))]
@@ -496,7 +515,7 @@ class Emitter:
         last = list(self.dims.values())[-1]
         axis = last.axes[0]
         rest = element - axis.index
-        if len(last.axes) > 1 or last.wide or self.row_start is not None:
+        if len(last.axes) > 1 or last.prefix or self.row_start is not None:
             return None
         if (last.count.value or 0) < 4 or last.name in self.index_deps(rest):
             return None
@@ -517,7 +536,7 @@ class Emitter:
             return names[0] if names else ""
         scope = self.chain[self.level(dims)]
         if "mask" not in scope.sums:
-            scope.sums["mask"] = "widemask" if self.dims["x"].wide else "mask"
+            scope.sums["mask"] = f"{self.dims['x'].prefix}mask"
             scope.add(f"{scope.sums['mask']} = {' & '.join(names)}")
         return scope.sums["mask"]
 

@@ -34,11 +34,15 @@ WAIT_TWO = tl.constexpr(
 
 
 @triton.jit
-def publish(word, value, tag):
-    """Writes `value` (one element of 32 bits) with `tag` at `word`."""
+def publish(word, value, tag, when):
+    """Writes `value` (one element of 32 bits) with `tag` at `word`; if `when`, where given."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     text = bits | (tl.zeros_like(bits) + tag).to(tl.int64) << 32
-    tl.atomic_xchg(word + tl.zeros_like(bits), text, sem="relaxed", scope="gpu")
+    at = word + tl.zeros_like(bits)
+    if when is None:
+        tl.atomic_xchg(at, text, sem="relaxed", scope="gpu")
+    else:
+        tl.atomic_xchg(at, text, (bits == bits) & when, sem="relaxed", scope="gpu")
 
 
 @triton.jit

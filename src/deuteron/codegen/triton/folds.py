@@ -10,6 +10,8 @@ has: one exponential moves the sums to the new maximum, and each element costs o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deuteron.base.text import plain_name
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
@@ -37,8 +39,18 @@ def full(em: Emitter, text: str, have: frozenset[str], dtype: str) -> str:
     return f"tl.broadcast_to({text}, {em.shape(FULL)})"
 
 
-def fold_row(em: Emitter, f: Fold) -> str:
-    """The fold of a row that is in registers; returns its variable."""
+def fold_rows(em: Emitter, folds: Sequence[Fold]) -> list[str]:
+    """Folds of a row that is in registers, one or two sums of a dtype; returns their variables."""
+    texts = [_folded(em, f) for f in folds]
+    if len(folds) == 1:
+        return [fold_row(em, folds[0], texts[0])]
+    names = [em.fresh(f"{clean(f.name)}_") for f in folds]
+    em.scope.add(f"{', '.join(names)} = libm.fold_sum_two({', '.join(texts)})")
+    return names
+
+
+def _folded(em: Emitter, f: Fold) -> str:
+    """What is folded, neutral where it is masked."""
     dtype = f.body.dtype
     text = full(em, em.value(f.body), em.deps(f.body), dtype)
     mask = em.mask(frozenset("r"))
@@ -46,6 +58,12 @@ def fold_row(em: Emitter, f: Fold) -> str:
         text = f"tl.where({mask}, {text}, {identity(f.kind, dtype)})"
     if dtype not in ("f32", "f64", "i32", "i64", "bool") or (mask and dtype in ("f64",)):
         text = f"{text}.to({scalars.TYPE[dtype]})"
+    return text
+
+
+def fold_row(em: Emitter, f: Fold, text: str = "") -> str:
+    """The fold of a row that is in registers; returns its variable."""
+    text = text or _folded(em, f)
     name = em.fresh(f"{clean(f.name)}_")
     if f.kind.startswith("arg"):
         place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"

@@ -28,6 +28,7 @@ from deuteron.codegen.triton.unroll import written_out
 from deuteron.ir.expr import own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
 from deuteron.ir.program import Layout
+from deuteron.schedule.columns import registers
 from deuteron.schedule.kernel import Kernel
 
 # An index may pass the end of its tensor by a block before its mask is applied.
@@ -50,6 +51,7 @@ class Config:
     constexprs: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int = 1
+    registers: int = 0  # of a thread at most; 0: the compiler's choice
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,9 @@ def _configs(forms: Sequence[Form], blocks: Sequence[Mapping[str, str]]) -> tupl
         stages = max(c.stages for c in chosen)
         if any(f.loops for f in forms):
             values.append(("STAGES", stages))
-        out.append(Config(tuple(values), max(c.num_warps for c in chosen), stages))
+        warps = max(c.num_warps for c in chosen)
+        most = registers(warps) if any(f.kind == "chunk" or f.team > 1 for f in forms) else 0
+        out.append(Config(tuple(values), warps, stages, most))
     return tuple(dict.fromkeys(out))
 
 

@@ -34,6 +34,7 @@ from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them
 )
 from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by this module
     INTERPRETED,
+    erf_above_by,
     erf_above_fast,
     exp2_fast,
     exp_fast,
@@ -457,6 +458,17 @@ def argmin_step(a, i, b, j):
 @triton.jit
 def fold_sum(x):
     return tl.sum(x, 1)[:, None]
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def fold_sum_two(x, y):
+    a, b = tl.reduce((x, y), 1, _add_two)
+    return a[:, None], b[:, None]
 
 
 @triton.jit

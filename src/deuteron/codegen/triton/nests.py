@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
-from deuteron.codegen.triton.emit import Dim, Dims, Emitter, Limits, bound_name
+from deuteron.codegen.triton.emit import Dim, Dims, Emitter, Limits, Scope, bound_name
 from deuteron.codegen.triton.folds import (
     FULL,
     Accumulators,
@@ -29,7 +29,7 @@ from deuteron.codegen.triton.folds import (
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.precision import inexact, packed
-from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scalars import TYPE, fold_step
 from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import ITEMSIZE, Expr
@@ -37,6 +37,8 @@ from deuteron.ir.index import Index, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Centered, Products
 
+# Dtypes of what a team keeps of a row until it has the row's folds; other values are read again.
+KEPT = ("bf16", "f16", "f32")
 X: Dims = frozenset("x")
 R: Dims = frozenset("r")
 
@@ -63,7 +65,9 @@ def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
         count = dim.count.value
         exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in form.candidates)
         if form.kind == "chunk" and name == "x":
-            exact = form.team > 1  # whose blocks are of one row
+            exact = False
+        if form.team > 1 and name == "x":  # whose blocks are of one row
+            exact = True
         out.append(Dim(name, axes, names.blocks[name], place, not exact))
     return tuple(out)
 
@@ -229,15 +233,9 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
     if form.team > 1:
         team = Team(form, em, loops)
         team.begin()
-        with em.inside() as scope:
-            em.enter(x, "xoffset")
-            em.enter(r, "roffset")  # what only depends on it would stay in registers
-            hints(em, [single(loops)])
-            one_pass(loops, em, team=team)
-            scope.add("tag += 1")
         step = f"teams * {x.block}"
-        span = f"{team.first} * {x.block}, xnumel, {step}"
-        em.scope.block(f"for xoffset in tl.range({span}, num_stages={em.stages})", scope.lines)
+        em.scope.add(f"xfirst = {team.first} * {x.block}")
+        shared_rows(loops, em, team, step, {})
         team.end(f"tl.cdiv(xnumel, {step})")
         return
     em.scope.add(f"xoffset = {pid(em)} * {x.block}")
@@ -278,14 +276,11 @@ def one_pass(
     loops: Loops,
     em: Emitter,
     columns: Mapping[str, str] | None = None,
-    team: Team | None = None,
 ) -> None:
-    """Everything of whole rows, or of a program's shares of rows: the scope has both dimensions."""
+    """Everything of whole rows: the scope has both dimensions."""
     writes: list[tuple[Write, Dims]] = []
     for p in loops.parts:
-        if isinstance(p, Fold) and team is not None:
-            team.fold(p)
-        elif isinstance(p, Fold):
+        if isinstance(p, Fold):
             bind(em, p, fold_row(em, p))
         elif isinstance(p, Prefix):
             name = em.fresh(f"{clean(p.name)}_")
@@ -295,14 +290,91 @@ def one_pass(
             em.scope.texts[scan_result(p)] = name
         elif isinstance(p, ColumnFold):
             assert columns is not None
-            if team is not None:
-                team.await_for(p.body)
             update_column(em, p, columns[p.name])
         else:
             writes.append((p, X if p.level == "row" else FULL))
-    if team is not None:
-        team.await_all()
     stores(em, writes)
+
+
+def shared_rows(
+    loops: Loops, em: Emitter, team: Team, step: str, columns: Mapping[str, str]
+) -> None:
+    """The rows that a team walks over: from `xfirst` to before `xnumel`. Where one exchange serves
+    all folds of a row, what comes after it is done a round later, beside the next row's folds;
+    then the loop has a round more.
+    """
+    outer, stages = em.scope, f"num_stages={em.stages}"
+    with em.inside() as loop:
+        em.enter(em.dims["x"], "xoffset")
+        if "r" not in loop.dims:
+            em.enter(em.dims["r"], "roffset")  # what only depends on it would stay in registers
+        hints(em, [single(loops)])
+        if team.late:
+            late_rows(loops, em, team, step, columns)
+        else:
+            team.fold_all()
+            rest_of_row(loops, em, team, columns)
+            loop.add("tag += 1")
+    if not team.late:
+        outer.block(f"for xoffset in tl.range(xfirst, xnumel, {step}, {stages})", loop.lines)
+        return
+    head = [
+        "more = xnext < xnumel",
+        f"xbefore = tl.maximum(xnext - {step}, 0)",
+        "xoffset = tl.where(more, xnext, xbefore)",
+    ]
+    span = f"xfirst, xnumel + {step}, {step}"
+    outer.block(f"for xnext in tl.range({span}, {stages})", head + loop.lines)
+
+
+def late_rows(loops: Loops, em: Emitter, team: Team, step: str, columns: Mapping[str, str]) -> None:
+    """A round: the folds of a row, and all else of the row before, whose elements are kept. What
+    there is once per row is read before it is needed.
+    """
+    loop, outer = em.scope, em.chain[-2]
+    nodes = dict.fromkeys(n for root in loops.roots() for n in root.walk() if n.op == "load")
+    loads = [n for n in nodes if n.attr[0] not in em.result_dims and n.dtype in KEPT]
+    once = [n for n in loads if em.deps(n) == X]
+    first = read_row(em, once, "first", "tl.minimum(xfirst, xnumel - 1)", outer)
+    rows = {n: em.fresh("row") for n in once}
+    outer.add(*(f"{rows[n]} = {first[n]}" for n in once))
+    old = read_row(em, once, "back", "xbefore", loop)
+    following = f"tl.where(xnext + {step} < xnumel, xnext + {step}, xoffset)"
+    ahead = read_row(em, once, "next", following, loop)
+    loop.texts |= rows
+    team.fold_all()
+    kept = {n: em.value(n) for n in loads}
+    for n, name in kept.items():
+        if em.deps(n) == FULL:
+            old[n] = f"old{name}"
+            outer.add(f"old{name} = tl.zeros({em.shape(FULL)}, {TYPE[n.dtype]})")
+    with em.other_row("old", "xbefore") as scope:
+        scope.texts |= old
+        rest_of_row(loops, em, team, columns)
+    loop.block("if xnext > xfirst", scope.lines)
+    loop.add(*(f"{old[n]} = {name}" for n, name in kept.items() if em.deps(n) == FULL))
+    loop.add(*(f"{rows[n]} = {ahead[n]}" for n in once), "tag += more")
+
+
+def read_row(
+    em: Emitter, loads: Sequence[Expr], prefix: str, offset: str, into: Scope
+) -> dict[Expr, str]:
+    """Values of another row that do not differ along it; their lines come into a scope."""
+    with em.other_row(prefix, offset) as scope:
+        found = {n: em.value(n) for n in loads}
+    into.add(*(scope.lines if loads else ()))
+    return found
+
+
+def rest_of_row(loops: Loops, em: Emitter, team: Team, columns: Mapping[str, str]) -> None:
+    """All but the folds of a row."""
+    for p in loops.parts:
+        if isinstance(p, ColumnFold):
+            team.await_for(p.body)
+            update_column(em, p, columns[p.name])
+    team.await_all()
+    writes = [p for p in loops.parts if isinstance(p, Write)]
+    stores(em, [(p, X if p.level == "row" else FULL) for p in writes])
 
 
 def masked_value(em: Emitter, kind: str, body: Expr, mask: str) -> str:
@@ -484,8 +556,7 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
     whole = form.persistent or form.tiled
     columns: dict[str, str] = {}
     if whole:
-        if team is None:
-            em.enter(r, "roffset" if form.tiled else "0")
+        em.enter(r, "roffset" if form.tiled or team is not None else "0")
         hints(em, [single(loops)])
         for p in loops.parts:
             if isinstance(p, ColumnFold):
@@ -493,20 +564,18 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
                 outer.add(f"{columns[p.name]} = {constant(em.shape(FULL), p.kind, p.body.dtype)}")
     else:
         clear_columns(em, [p for p in loops.parts if isinstance(p, ColumnFold)])
-    with em.inside() as scope:
-        em.enter(x, "xoffset")
-        if team is not None:
-            em.enter(r, "roffset")
-        if whole:
-            one_pass(loops, em, columns, team)
-            if team is not None:
-                scope.add("tag += 1")
-        else:
-            Passes(loops, em).write()
-    stages = f", num_stages={em.stages}" if whole else ""
-    outer.block(f"for xoffset in tl.range(low, xnumel, {x.block}{stages})", scope.lines)
     if team is not None:
-        em.enter(r, "roffset")
+        outer.add("xfirst = low")
+        shared_rows(loops, em, team, x.block, columns)
+    else:
+        with em.inside() as scope:
+            em.enter(x, "xoffset")
+            if whole:
+                one_pass(loops, em, columns)
+            else:
+                Passes(loops, em).write()
+        stages = f", num_stages={em.stages}" if whole else ""
+        outer.block(f"for xoffset in tl.range(low, xnumel, {x.block}{stages})", scope.lines)
     for p in loops.parts:
         if isinstance(p, ColumnFold) and whole:
             store_column(em, p, columns[p.name])
