@@ -233,6 +233,26 @@ FOUND: dict[str, Found] = {
         )""",
         (lambda: [f(2, 2, dtype=torch.bfloat16)], lambda: [f(6, 70)]),
     ),
+    # a position beyond its dimension was reported where a padding's mask excludes it
+    "mirrored, then padded with a number": Found(
+        """v = torch.nn.functional.pad(x, (1, 0), mode="reflect")
+        return torch.nn.functional.pad(v, (1, 2), value=0.5)""",
+        (lambda: [f(1, 8, 2)],),
+    ),
+    # GCC 12 read from beyond an array what lanes had reported: indices in range were refused
+    "classes of a remainder": Found(
+        """v = (y % x.shape[-1]).long()
+        return torch.nn.functional.nll_loss(torch.log_softmax(x, -1), v, reduction="none")""",
+        (lambda: [f(33, 2, grad=True), torch.arange(-16, 17)],),
+        BACKWARD,
+    ),
+    # the base of a view, returned as the same object as a detached result, had no gradient
+    "detached beside a view": Found(
+        """v = torch.nn.functional.pad(x, (0, 1, 2, 0))
+        return v.detach(), v.select(-2, 0), torch.sin(y)""",
+        (lambda: [f(1, 2, 3, grad=True), f(2, 2, grad=True)],),
+        BACKWARD,
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",
