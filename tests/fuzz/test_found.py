@@ -253,6 +253,20 @@ FOUND: dict[str, Found] = {
         (lambda: [f(1, 2, 3, grad=True), f(2, 2, grad=True)],),
         BACKWARD,
     ),
+    # zeros beside the targets were products with a gradient that is not finite
+    "infinite gradient of classes": Found(
+        """v = torch.nn.functional.nll_loss(x, y, reduction="none")
+        w = torch.nn.functional.nll_loss(x, y)
+        return v * float("inf"), w * float("inf")""",
+        (lambda: [f(4, 5, grad=True), torch.tensor([1, 4, -100, 0])],),
+        BACKWARD,
+    ),
+    # of NaN eager's vectors give another gradient than the elements that are left over
+    "NaN through elu": Found(
+        "return torch.nn.functional.elu(x), torch.nn.functional.selu(x)",
+        (lambda: [torch.full((33,), torch.nan, requires_grad=True)],),
+        BACKWARD,
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",
