@@ -267,6 +267,13 @@ FOUND: dict[str, Found] = {
         (lambda: [torch.full((33,), torch.nan, requires_grad=True)],),
         BACKWARD,
     ),
+    # windows along an axis that is not the last, of sizes that change, were not seen to overlap
+    "windows across rows": Found(
+        """v = torch.nn.functional.pad(x, (1, 2), value=0.5)
+        return v.unfold(-2, 3, 2)""",
+        (lambda: [f(1, 7, 7)], lambda: [f(2, 9, 5)]),
+        DYNAMIC,
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",
