@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deuteron.tools.fuzz import Task, fuzz
 from deuteron.tools.fuzz_programs import program
-from deuteron.tools.oracle import Oracle, differences, see
+from deuteron.tools.oracle import Oracle, Shaken, differences, see
 from deuteron.tools.reduce import reduced
 from deuteron.tools.reproduce import How, Line, Straight, straight
 
@@ -147,6 +147,16 @@ def test_gradients_of_what_torch_itself_cannot_run() -> None:
     assert program is not None
     failure = program.check(How(backward=True))
     assert failure is None or failure.kind == "torch"
+
+
+def test_the_oracle_moves_sums_at_positions() -> None:
+    """What is put at positions is exact, what is added there is not."""
+    x, at, y = torch.full((9,), 0.3), torch.arange(9) % 2, torch.full((9,), 0.1)
+    for accumulate in (False, True):
+        with Shaken(0, None):
+            got = torch.index_put(x, (at,), y, accumulate=accumulate)
+        want = torch.index_put(x, (at,), y, accumulate=accumulate)
+        assert torch.equal(got, want) != accumulate
 
 
 def test_the_oracle_knows_what_rounding_decides() -> None:

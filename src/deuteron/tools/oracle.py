@@ -157,7 +157,9 @@ class Shaken(TorchDispatchMode):
             out = tree_map_only(Tensor, self.turned, out)
         if name in PASSING:
             self.either(out, *PASSING[name](*args))
-        return out if name in EXACT else tree_map_only(Tensor, self.shaken, out)
+        adds = name == "index_put" and True in (*args[3:], *(kwargs or {}).values())
+        exact = name in EXACT and not adds
+        return out if exact else tree_map_only(Tensor, self.shaken, out)
 
     def either(self, out: Tensor, passed: Tensor, x: Tensor) -> None:
         """For NaN eager's vectors give NaN; its left-over elements, half types and GPUs what they
