@@ -328,7 +328,7 @@ class Passes:
         em, r = self.em, self.em.dims["r"]
         em.scope.add(
             f"rfirst = tl.max({em.index(row)} + tl.zeros({em.shape(X)}, tl.int32))",
-            f"rstart = rfirst // {vector} * {vector}",
+            f"rstart = rfirst & -{vector}",  # below it also where it is before the tensor (padding)
             "rshift = rfirst - rstart",
             f"rblocks = tl.cdiv(rnumel + rshift, {r.block})",
         )
