@@ -274,6 +274,12 @@ FOUND: dict[str, Found] = {
         (lambda: [f(1, 7, 7)], lambda: [f(2, 9, 5)]),
         DYNAMIC,
     ),
+    # the whole of what a rewrite put there was not known to be a view: its memory was used again
+    "part of a constant": Found(
+        """v = (torch.zeros_like(x) + x.shape[1]).chunk(2, 0)[-1]
+        return v, torch.bernoulli(x.sigmoid())""",
+        (lambda: [f(1, 2)],),
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",
