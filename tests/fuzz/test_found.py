@@ -280,6 +280,12 @@ FOUND: dict[str, Found] = {
         return v, torch.bernoulli(x.sigmoid())""",
         (lambda: [f(1, 2)],),
     ),
+    # a part that is the whole was given the strides of what it is a part of, which was never stored
+    "part of what is repeated": Found(
+        """v = torch.logical_and(x, y).tile((2,))
+        return v.split(2, 2)[0]""",
+        (lambda: [f(4, 3, 1), f(4, 3, 1)],),
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",

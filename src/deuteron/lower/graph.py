@@ -180,6 +180,7 @@ class Driver:
             layout = ctx.layout_of(val)
             ctx.storages[name] = calls.storage(val)
             ctx.add(Input(name, layout, self.position))
+            self.givers[Output(name, layout.shape, layout.strides)] = node
             for kind, parts in (("shape", layout.shape), ("stride", layout.strides)):
                 for d, n in enumerate(parts):
                     (sym, *more) = n.syms() or (None,)
@@ -468,9 +469,11 @@ class Driver:
         return Output(name, shape, wanted if empty else layout.strides)
 
     def distinct(self, r: Any, o: Output) -> Output:
-        """Nodes that give the same view of a tensor give two Python objects."""
-        other = o.tensor is not None and self.givers.setdefault(o, r) is not r
-        return replace(o, apart=True) if other else o
+        """Nodes that give the same view of a tensor give two Python objects, but for those that
+        write into what they give."""
+        if o.tensor is None or ops.is_mutating(r) or self.givers.setdefault(o, r) is r:
+            return o
+        return replace(o, apart=True)
 
     def may_return(self, view: ViewArg, memory: Any, wanted: Any, v: Value) -> bool:
         """Whether the view has the traced strides, and shares memory only as traced."""
