@@ -373,7 +373,9 @@ class Passes:
         inner = f"tl.range(0, {end}, {block}, num_stages={self.em.stages})"
         if self.backwards:
             last = f"({end} - 1) // {block} * {block}"
+            accs.walked = "rback"
             self.loop(q, accs, carries, f"for rback in {inner}", f"roffset = {last} - rback")
+            accs.walked = "roffset"
         else:
             self.loop(q, accs, carries, f"for roffset in {inner}")
 
