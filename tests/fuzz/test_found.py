@@ -286,6 +286,13 @@ FOUND: dict[str, Found] = {
         return v.split(2, 2)[0]""",
         (lambda: [f(4, 3, 1), f(4, 3, 1)],),
     ),
+    # all cases of 31 masks were listed before they were found to be too many
+    "product with a row of differences": Found(
+        """v = x - x.mean(0, keepdim=True)
+        return torch.mv(v.reshape(-1, 33), v.reshape(-1, 33)[0])""",
+        (lambda: [f(31, 4, 33, grad=True)],),
+        BACKWARD,
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",
