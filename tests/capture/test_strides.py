@@ -61,6 +61,36 @@ def test_of_expanded_tensors(name: str) -> None:
     assert ran > 10
 
 
+def spread(rng: random.Random, shape: list[int], **how: Any) -> Tensor:
+    """Any order of the axes in memory, with holes, also behind axes of one element."""
+    strides, step = [0] * len(shape), 1
+    for d in rng.sample(range(len(shape)), len(shape)):
+        strides[d], step = step, step * (shape[d] + rng.randint(0, 1))
+    return torch.empty_strided(shape, strides, **how).zero_()
+
+
+@pytest.mark.parametrize("kind", ["a sum with a factor", "positions"])
+def test_strides_of_one_element_count(kind: str) -> None:
+    """Where nothing else orders two dimensions of the result, eager compares them with those of one
+    element."""
+    rng = random.Random(kind)
+    for _ in range(150):
+        shape = [rng.choice([1, 2, 3]) for _ in range(rng.randint(2, 4))]
+        if kind == "positions":
+            x = spread(rng, shape)
+            at = spread(
+                rng, [rng.choice([1, 2, 3]) for _ in range(rng.randint(1, 3))], dtype=torch.int64
+            )
+            args, op = [x, at], lambda x, at: aten.index.Tensor(x, [None, at])
+        else:
+            sizes = [[rng.choice([1, n]) for n in shape][rng.randint(0, 1) :] for _ in range(2)]
+            args = [spread(rng, s) for s in sizes]
+            op = lambda a, b: aten.add.Tensor(a, b, alpha=2)  # noqa: E731
+        got = traced(op, args).graph.output_node().args[0].meta["val"]
+        where = [(a.shape, a.stride()) for a in args]
+        assert significant(got) == significant(op(*args)), where
+
+
 def test_nothing_is_added_where_the_order_is_clear() -> None:
     x, bias = torch.ones(3, 4, 5, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bfloat16)
     for args in ([x, bias], [x, torch.ones((), dtype=torch.bfloat16).expand(3, 4, 5)]):

@@ -107,6 +107,11 @@ def guarded(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 # Rows in blocks of a loop, dependent folds in one pass over them.
 LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "softmax in a loop": (lambda x: torch.softmax(x, -1), (spread(3, 3000),)),
+    "rows behind padding": (lambda x: F.pad(x, (1, 2), value=0.5).sum(-1), (torch.rand(3, 1000),)),
+    "variance of a softmax": (
+        lambda x: (torch.softmax(x, -1) * 1e4).var(-1),
+        (torch.randn(2, 4 * 8192) * 3,),
+    ),
     "logsumexp in a loop": (lambda x: torch.logsumexp(x, -1), (spread(3, 3000),)),
     "base 2 in a loop": (
         lambda x: torch.exp2(x * 1.25 - top(x) * 1.25).sum(-1),

@@ -233,6 +233,66 @@ FOUND: dict[str, Found] = {
         )""",
         (lambda: [f(2, 2, dtype=torch.bfloat16)], lambda: [f(6, 70)]),
     ),
+    # a position beyond its dimension was reported where a padding's mask excludes it
+    "mirrored, then padded with a number": Found(
+        """v = torch.nn.functional.pad(x, (1, 0), mode="reflect")
+        return torch.nn.functional.pad(v, (1, 2), value=0.5)""",
+        (lambda: [f(1, 8, 2)],),
+    ),
+    # GCC 12 read from beyond an array what lanes had reported: indices in range were refused
+    "classes of a remainder": Found(
+        """v = (y % x.shape[-1]).long()
+        return torch.nn.functional.nll_loss(torch.log_softmax(x, -1), v, reduction="none")""",
+        (lambda: [f(33, 2, grad=True), torch.arange(-16, 17)],),
+        BACKWARD,
+    ),
+    # the base of a view, returned as the same object as a detached result, had no gradient
+    "detached beside a view": Found(
+        """v = torch.nn.functional.pad(x, (0, 1, 2, 0))
+        return v.detach(), v.select(-2, 0), torch.sin(y)""",
+        (lambda: [f(1, 2, 3, grad=True), f(2, 2, grad=True)],),
+        BACKWARD,
+    ),
+    # zeros beside the targets were products with a gradient that is not finite
+    "infinite gradient of classes": Found(
+        """v = torch.nn.functional.nll_loss(x, y, reduction="none")
+        w = torch.nn.functional.nll_loss(x, y)
+        return v * float("inf"), w * float("inf")""",
+        (lambda: [f(4, 5, grad=True), torch.tensor([1, 4, -100, 0])],),
+        BACKWARD,
+    ),
+    # of NaN eager's vectors give another gradient than the elements that are left over
+    "NaN through elu": Found(
+        "return torch.nn.functional.elu(x), torch.nn.functional.selu(x)",
+        (lambda: [torch.full((33,), torch.nan, requires_grad=True)],),
+        BACKWARD,
+    ),
+    # windows along an axis that is not the last, of sizes that change, were not seen to overlap
+    "windows across rows": Found(
+        """v = torch.nn.functional.pad(x, (1, 2), value=0.5)
+        return v.unfold(-2, 3, 2)""",
+        (lambda: [f(1, 7, 7)], lambda: [f(2, 9, 5)]),
+        DYNAMIC,
+    ),
+    # the whole of what a rewrite put there was not known to be a view: its memory was used again
+    "part of a constant": Found(
+        """v = (torch.zeros_like(x) + x.shape[1]).chunk(2, 0)[-1]
+        return v, torch.bernoulli(x.sigmoid())""",
+        (lambda: [f(1, 2)],),
+    ),
+    # a part that is the whole was given the strides of what it is a part of, which was never stored
+    "part of what is repeated": Found(
+        """v = torch.logical_and(x, y).tile((2,))
+        return v.split(2, 2)[0]""",
+        (lambda: [f(4, 3, 1), f(4, 3, 1)],),
+    ),
+    # all cases of 31 masks were listed before they were found to be too many
+    "product with a row of differences": Found(
+        """v = x - x.mean(0, keepdim=True)
+        return torch.mv(v.reshape(-1, 33), v.reshape(-1, 33)[0])""",
+        (lambda: [f(31, 4, 33, grad=True)],),
+        BACKWARD,
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",

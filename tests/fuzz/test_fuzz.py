@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deuteron.tools.fuzz import Task, fuzz
 from deuteron.tools.fuzz_programs import program
-from deuteron.tools.oracle import Oracle, differences, see
+from deuteron.tools.oracle import Oracle, Shaken, differences, see
 from deuteron.tools.reduce import reduced
 from deuteron.tools.reproduce import How, Line, Straight, straight
 
@@ -78,6 +78,11 @@ def cosine_for_sine(gm: Any, inputs: list[Tensor]) -> Any:
     return gm.forward
 
 
+def test_nothing_attends_to_nothing() -> None:
+    """This seed's program did; torch 2.11 ends the process there."""
+    assert "attention" not in program(5000299, 40).straight().text()
+
+
 def test_a_planted_error_is_cut_down_to_its_line() -> None:
     lines = (
         Line("x * 2 + y", "v0"),
@@ -96,6 +101,20 @@ def test_a_planted_error_is_cut_down_to_its_line() -> None:
     small, failure, _ = reduced(whole, how, failure, 60.0)
     assert [x.text.split("(")[0] for x in small.lines] == ["torch.sin"]
     assert failure.kind == "wrong" and len(small.inputs) == 1
+
+
+def test_the_interpreter_rounds_to_bfloat16() -> None:
+    """Triton's own cuts: 0.3 and sums that are about as far from two numbers became another one."""
+    import numpy
+    import triton.language as tl
+
+    from deuteron.tools.interpret import converted
+
+    x = torch.tensor([[0.2, 0.3, -46.875], [float("inf"), 1e-40, -0.0]])
+    bits = converted(lambda *rest: rest, x.numpy(), tl.float32, tl.bfloat16, None)
+    assert bits.dtype == numpy.uint16
+    assert torch.equal(torch.from_numpy(bits.view(numpy.int16)).view(torch.bfloat16), x.bfloat16())
+    assert converted(lambda *rest: rest, 1, tl.bfloat16, tl.float32, 2)[0] == 1
 
 
 # -- the oracle ------------------------------------------------------------------------------------
@@ -147,6 +166,16 @@ def test_gradients_of_what_torch_itself_cannot_run() -> None:
     assert program is not None
     failure = program.check(How(backward=True))
     assert failure is None or failure.kind == "torch"
+
+
+def test_the_oracle_moves_sums_at_positions() -> None:
+    """What is put at positions is exact, what is added there is not."""
+    x, at, y = torch.full((9,), 0.3), torch.arange(9) % 2, torch.full((9,), 0.1)
+    for accumulate in (False, True):
+        with Shaken(0, None):
+            got = torch.index_put(x, (at,), y, accumulate=accumulate)
+        want = torch.index_put(x, (at,), y, accumulate=accumulate)
+        assert torch.equal(got, want) != accumulate
 
 
 def test_the_oracle_knows_what_rounding_decides() -> None:

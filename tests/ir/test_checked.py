@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,6 +34,25 @@ def test_checked() -> None:
     assert torch.equal(run_program(p, [x])[0], torch.nn.functional.one_hot(x, 4).bool())
     with pytest.raises(IndexError):
         run_program(p, [torch.tensor([3, 4, 2])])
+
+
+def test_masked() -> None:
+    """What is outside is not reported where the mask does not hold."""
+    [x, y] = one_hot().defs
+    assert isinstance(y, Compute)
+    i, j = y.axes
+    shifted = E.checked(E.index_value(i.index + 3), const(4))  # inside for i = 0 alone
+    for n in (1, 2):
+        mask = E.op("lt", E.index_value(i.index), E.literal(n, "i64"))
+        body = E.op("eq", E.index_value(j.index), E.with_mask(shifted, mask))
+        p = Program((x, replace(y, body=body)), one_hot().outputs, (), {}, {}, 1)
+        verify_program(p, "test")
+        assert parse_program(print_program(p)) == p
+        if n == 1:
+            assert run_program(p, [torch.zeros(3, dtype=torch.int64)])[0][0, 3]
+        else:
+            with pytest.raises(IndexError):
+                run_program(p, [torch.zeros(3, dtype=torch.int64)])
 
 
 def test_proven() -> None:

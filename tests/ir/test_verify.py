@@ -168,6 +168,12 @@ BROKEN: dict[str, tuple[str, Callable[[], Program]]] = {
                                         i))),
     "check of a float": (
         "dtypes", lambda: make(pointwise(Expr("check", "i64", (x,), const(4))))),
+    "check under a number": (
+        "dtypes",
+        lambda: make(
+            pointwise(Expr("check", "i64", (E.index_value(i.index), x), const(4)), i)
+        ),
+    ),
     "check by what moves": (
         "axes",
         lambda: make(pointwise(Expr("check", "i64", (E.index_value(i.index),), i.index), i))),

@@ -319,6 +319,36 @@ def soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction
     return out / x.numel() if reduction == 1 else out
 
 
+@own("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
+def nll_loss_backward(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
+    """Eager writes zeros beside the targets; torch's rule multiplies by zero there, which gives NaN
+    for a gradient that is not finite."""
+    dim = 0 if x.dim() < 2 else 1
+    if reduction == 1:
+        grad = grad / total_weight
+    if x.dim() == 1 and target.dim() > 0:
+        target = target[0]
+    target = target.unsqueeze(dim)
+    if x.dim() > grad.dim() > 0:
+        grad = grad.unsqueeze(dim)
+    if weight is not None:
+        shape = [1] * x.dim()
+        shape[dim] = weight.shape[0]
+        grad = grad * weight.reshape(shape)
+    counted = target != ignore_index
+    at = torch.where(counted, target, 0)
+    hit = torch.scatter(torch.zeros_like(x, dtype=torch.bool), dim, at, True)
+    return torch.where(hit & counted, -grad, 0.0).to(x.dtype)
+
+
 @own("aten._efficientzerotensor.default")
 def efficient_zeros(size: Sequence[int], **kwargs: Any) -> Tensor:
     return aten.full.default(size, 0, **{k: v for k, v in kwargs.items() if v is not None})

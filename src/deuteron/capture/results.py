@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deuteron.capture.strides import is_contiguous, memory_order
+from deuteron.capture.strides import in_order, is_contiguous, memory_order, over
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -63,22 +63,17 @@ def counted_dims(rule: Rule) -> Rule:
     return wrapped
 
 
-def in_order(x: Tensor) -> bool:
-    """Whether it is contiguous, with the usual strides also where there is one element: those
-    decide the order of dimensions in which eager lays out a result."""
-    fixed = all(type(s) is int for s in (*x.shape, *x.stride()))
-    return x.stride() == torch.empty(x.shape, device="meta").stride() if fixed else is_contiguous(x)
-
-
 def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     """Where the tensors of positions lie in another order than their dimensions', so does eager's
     result; torch's fake kernel looks at `x` alone."""
     given = [i for i in indices if i is not None]
-    if any(i.dtype in (torch.bool, torch.uint8) for i in given) or max(i.dim() for i in given) < 2:
+    if any(i.dtype in (torch.bool, torch.uint8) for i in given):
         return NotImplemented
     shape = torch.broadcast_shapes(*(i.shape for i in given))
     whole = [i.expand(shape) for i in given]
-    if all(map(in_order, whole)):
+    usual_places = max(i.dim() for i in given) < 2 or all(map(in_order, whole))
+    fixed = all(type(n) is int for t in (x, *whole) for n in (*t.shape, *t.stride()))
+    if usual_places and (in_order(x) or not fixed):
         return NotImplemented
     if x.device.type != "cpu" and any(i.stride() != whole[0].stride() for i in whole):
         return NotImplemented  # eager copies them
@@ -93,13 +88,19 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         *(0 for _ in shape),
         *(x.stride(d) for d in after),
     ]
-    positions = [[0] * len(before) + list(i.stride()) + [0] * len(after) for i in whole]
+    positions = []
+    for (
+        i
+    ) in whole:  # with a dimension of one element for each of x, of whose stride eager makes use
+        i = i.reshape((*(1 for _ in before), *shape, *(1 for _ in after)))
+        positions.append(over(sizes, i, i.stride()))
     order = memory_order(sizes, [own, *positions])
     if order == memory_order(sizes, [own]):
         return NotImplemented
     usual = torch.contiguous_format
     copied = [None if i is None else i.expand(shape).clone(memory_format=usual) for i in indices]
     perm = order[::-1]
+    x = x if in_order(x) else x.clone(memory_format=usual)
     out = aten.index.Tensor(x, copied).permute(perm).clone(memory_format=usual)
     return out.permute([perm.index(d) for d in range(len(perm))])
 

@@ -28,6 +28,13 @@ def is_contiguous(x: Tensor) -> bool:
     return torch._prims_common.is_contiguous_or_false(x)
 
 
+def in_order(x: Tensor) -> bool:
+    """Whether it is contiguous, with the usual strides also where there is one element: those
+    decide the order of dimensions in which eager lays out a result."""
+    fixed = all(type(s) is int for s in (*x.shape, *x.stride()))
+    return x.stride() == torch.empty(x.shape, device="meta").stride() if fixed else is_contiguous(x)
+
+
 def in_format_of(out: Tensor, x: Tensor) -> Tensor:
     return out.contiguous(memory_format=dense_format(x))
 
@@ -161,15 +168,22 @@ def given_strides(t: Tensor, operands: Sequence[Tensor]) -> Sequence[Any]:
 
 def of_repeated(target: Any, rule: Rule | None) -> Rule:
     """Torch's rules and fake kernels compute in another dtype or in steps, and forget on the way
-    which operands were expanded, of which eager asks nothing about the order of the result."""
+    which operands were expanded, of which eager asks nothing about the order of the result, and
+    the strides of dimensions of one element, of which it does."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
-        if any(repeated(t) for t in tensors) and len(tensors) > 1:
+        expanded = any(repeated(t) for t in tensors)
+        stepped = (  # torch multiplies first; operands of one layout keep it
+            kwargs.get("alpha", 1) != 1
+            and not all(map(in_order, tensors))
+            and any(t.shape != tensors[0].shape for t in tensors)
+        )
+        if (expanded or stepped) and len(tensors) > 1:
             shape = torch.broadcast_shapes(*(t.shape for t in tensors))
             want = memory_order(shape, [over(shape, t, given_strides(t, tensors)) for t in tensors])
             seen = memory_order(shape, [over(shape, t, dense_strides(t)) for t in tensors])
-            if rule is not None or want != seen:
+            if expanded and rule is not None or stepped or want != seen:
                 perm = want[::-1]
                 back = [perm.index(d) for d in range(len(perm))]
                 whole = [

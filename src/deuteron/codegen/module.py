@@ -564,7 +564,8 @@ class Writer:
         if o.tensor is None:
             return source(o.value) if isinstance(o.value, Index) else repr(o.value)
         lay = self.schedule.layouts[o.tensor]
-        if lay.shape == o.shape and lay.strides == o.strides and o.offset.value == 0:
+        whole = lay.shape == o.shape and lay.strides == o.strides and o.offset.value == 0
+        if whole and not o.apart:
             home = self.schedule.layouts[self.plan.home.get(o.tensor, o.tensor)]
             if (home.shape, home.strides, home.dtype) == (lay.shape, lay.strides, lay.dtype):
                 return self.variable(o.tensor)

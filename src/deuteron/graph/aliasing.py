@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -27,14 +28,20 @@ def exposed(results: Sequence[Any]) -> set[Any]:
 
 
 def overlaps(t: torch.Tensor | None) -> bool:
-    """Whether elements share memory, but for those of broadcast dimensions: two dimensions have
-    one stride, or the innermost ones tell as far as they are numbers."""
+    """Whether elements share memory, but for those of broadcast dimensions: one dimension's stride
+    is so many of another's that the other reaches it, or the innermost ones tell as far as they are
+    numbers."""
     if t is None or t.layout != torch.strided:
         return False
     pairs = [(s, n) for s, n in zip(t.stride(), t.shape) if type(n) is not int or n > 1]
     steps = [s if type(s) is int else s.node.expr for s, _ in pairs]
     if any(s != 0 and s in steps[:k] for k, s in enumerate(steps)):
         return True
+    for k, (_, n) in enumerate(pairs):  # windows: their elements, and their starts
+        if type(n) is int and any(
+            0 < (times(s, steps[k]) or 0) < n for j, s in enumerate(steps) if j != k
+        ):
+            return True
     reach = 1
     known = [(s, n) for s, n in pairs if type(s) is int and s]
     for stride, n in sorted(known, key=lambda pair: pair[0]):
@@ -44,6 +51,15 @@ def overlaps(t: torch.Tensor | None) -> bool:
             return False
         reach += stride * (n - 1)
     return False
+
+
+def times(a: Any, b: Any) -> Any:
+    """The number k with a = k * b for all sizes, as far as that shows; else None."""
+    if type(a) is int or type(b) is int:
+        return None
+    x, y = (sympy.expand(e).as_coefficients_dict() for e in (a, b))
+    found = {x[term] / y[term] for term in y} if x.keys() == y.keys() else set()
+    return found.pop() if len(found) == 1 else None
 
 
 class Aliasing:

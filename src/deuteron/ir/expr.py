@@ -12,6 +12,8 @@ An `Expr` is frozen and interned; equality is identity. `op` says what it is:
     random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10 with the
               element as counter (f32 "rand": element // 4, word element % 4); "rand" on [0, 1),
               "randn", "rand_bits" (i64), as graph.random_ops
+    check     attr = extent; args = (x,) or (x, mask): x (i64), which must be at least 0 and below
+              the extent where the mask holds: generated code reports where not
     otherwise a scalar operation of `SCALAR_OPS` with its arguments
 
 Data types are short names (`DTYPES`). Arithmetic is done in the dtype of the node: what computes in
@@ -567,7 +569,7 @@ def random(dist: str, seed: Expr, stream: int, element: Index, dtype: str) -> Ex
 
 def with_mask(root: Expr, mask: Expr) -> Expr:
     """`root` with every load restricted to where `mask` holds (elsewhere it gives its fill), those
-    inside loaded indices included."""
+    inside loaded indices included, and every check."""
     if mask.op == "literal" and mask.attr:
         return root
     done: dict[Expr, Expr] = {}
@@ -577,6 +579,10 @@ def with_mask(root: Expr, mask: Expr) -> Expr:
             name, idx, fill = new.attr
             when = op("logical_and", mask, new.args[0]) if new.args else mask
             new = load(name, idx, new.dtype, when, fill if fill is not None else 0)
+        elif new.op == "check":
+            value, *more = new.args
+            when = op("logical_and", mask, *more) if more else mask
+            new = Expr("check", "i64", (value, when), new.attr)
         done[node] = new
     return done[root]
 

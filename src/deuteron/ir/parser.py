@@ -139,7 +139,8 @@ class _Reader:
             return
         dtype = ast.literal_eval(kwargs["dtype"]) if "dtype" in kwargs else None
         shape, strides = self.indices(args[1]), self.indices(args[2])
-        self.outputs.append(Output(tensor, shape, strides, self.index(args[3]), dtype=dtype))
+        at, apart = self.index(args[3]), "apart" in kwargs
+        self.outputs.append(Output(tensor, shape, strides, at, dtype=dtype, apart=apart))
 
     def call(
         self, args: list[ast.expr], kwargs: dict[str, ast.expr], origins: tuple[Origin, ...]
@@ -364,7 +365,8 @@ class _Reader:
             seed = self.expr(node.args[0])
             return Expr("random", dtype or "f32", (seed,), (name, stream, element))
         if name == "check":
-            return Expr("check", "i64", (self.expr(node.args[0]),), self.index(node.args[1]))
+            args = tuple(self.expr(a) for a in (node.args[0], *node.args[2:]))
+            return Expr("check", "i64", args, self.index(node.args[1]))
         args = tuple(self.expr(a) for a in node.args)
         if name == "cast" and dtype is not None:
             return Expr("cast", dtype, args)

@@ -269,7 +269,8 @@ class Expressions:
             mark = "" if n.dtype == "f32" else f"[{n.dtype!r}]"
             return f"{dist}{mark}({args[0]}, {stream}, {self.index(element)})"
         if n.op == "check":
-            return f"check({args[0]}, {self.index(n.attr)})"
+            mask = f", {args[1]}" if len(args) > 1 else ""
+            return f"check({args[0]}, {self.index(n.attr)}{mask})"
         if n.op in INFIX and n.dtype == dtype and len(args) == 2:
             return f" {INFIX[n.op]} ".join(self._arg(a) for a in n.args)
         return f"{n.op}{'' if n.dtype == dtype else f'[{n.dtype!r}]'}({', '.join(args)})"
@@ -375,7 +376,8 @@ def _output(o: Output) -> str:
         return f"output(None, {value_text(o.value)})"
     dtype = "" if o.dtype is None else f", dtype={o.dtype!r}"
     place = f"{_indices(o.shape)}, {_indices(o.strides)}, {index_text(o.offset)}"
-    return f"output({o.tensor!r}, {place}{dtype})"
+    apart = ", apart=True" if o.apart else ""
+    return f"output({o.tensor!r}, {place}{dtype}{apart})"
 
 
 __all__ = ["Expressions", "print_program"]

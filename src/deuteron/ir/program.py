@@ -175,6 +175,9 @@ class Output:
     offset: Index = field(default_factory=lambda: const(0))
     value: Any = None  # Index, or None/number, when tensor is None
     dtype: str | None = None  # torch dtype name where the view reinterprets (else the tensor's)
+    # Another Python object than the earlier results that are the same view of the same tensor:
+    # autograd may mark one of them as not differentiable.
+    apart: bool = False
 
 
 @dataclass(frozen=True)

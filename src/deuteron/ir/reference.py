@@ -296,9 +296,10 @@ class Evaluator:
             dist, stream, element = n.attr
             return random_values(dist, args[0], stream, self.index(element), n.dtype)
         if n.op == "check":
-            if bool(((args[0] < 0) | (args[0] >= self.index(n.attr))).any()):
+            outside = (args[0] < 0) | (args[0] >= self.index(n.attr))
+            if bool((outside & args[1] if len(args) > 1 else outside).any()):
                 raise IndexError("index out of range: a position that the program compares")
-            return args[0]
+            return torch.where(outside, 0, args[0])
         return scalar_op(n.op, args).to(TO_TORCH[n.dtype])
 
     def constant(self, value: Any, dtype: str) -> Tensor:

@@ -288,6 +288,8 @@ def _random(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
 def _check(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
     if n.dtype != "i64" or n.args[0].dtype != "i64":
         raise Fault("dtypes", f"{n!r} checks {n.args[0].dtype}")
+    if any(a.dtype != "bool" for a in n.args[1:]):
+        raise Fault("dtypes", f"the mask of {n!r} is {n.args[1].dtype}")
     if index_axes(n.attr):
         raise Fault("axes", f"the bound of {n!r} depends on axes")
     return free

@@ -12,6 +12,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class Driver:
         self.position = 0
         self.outputs: list[Output] = []
         self.returned: dict[str, Any] = {}  # tensor -> the storage that it was returned as
+        self.givers: dict[Output, Any] = {}  # result -> the first node that gave it
         self.exposed: set[Any] = set()  # storages that several results lie in, or overlapping ones
         self.nodes: dict[str, str] = {}  # see `Program.nodes`
 
@@ -154,7 +156,7 @@ class Driver:
         elif node.op == "output":
             results = node.args[0]
             for r in results if isinstance(results, (tuple, list)) else [results]:
-                self.outputs.append(self.output(r))
+                self.outputs.append(self.distinct(r, self.output(r)))
         else:
             raise self.unsupported(node, f"FX nodes of kind {node.op!r}")
 
@@ -178,6 +180,7 @@ class Driver:
             layout = ctx.layout_of(val)
             ctx.storages[name] = calls.storage(val)
             ctx.add(Input(name, layout, self.position))
+            self.givers[Output(name, layout.shape, layout.strides)] = node
             for kind, parts in (("shape", layout.shape), ("stride", layout.strides)):
                 for d, n in enumerate(parts):
                     (sym, *more) = n.syms() or (None,)
@@ -464,6 +467,13 @@ class Driver:
         name = ctx.define(v, layout).expr.attr[0]
         self.returned[name] = memory
         return Output(name, shape, wanted if empty else layout.strides)
+
+    def distinct(self, r: Any, o: Output) -> Output:
+        """Nodes that give the same view of a tensor give two Python objects, but for those that
+        write into what they give."""
+        if o.tensor is None or ops.is_mutating(r) or self.givers.setdefault(o, r) is r:
+            return o
+        return replace(o, apart=True)
 
     def may_return(self, view: ViewArg, memory: Any, wanted: Any, v: Value) -> bool:
         """Whether the view has the traced strides, and shares memory only as traced."""

@@ -76,6 +76,12 @@ SIGNLESS = frozenset(
         "sum",
     ]
 )
+# Those whose vectors and left-over elements differ where NaN came in: what the latter give there,
+# and what came in.
+PASSING: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "hardswish_backward": lambda grad, x: (grad, x),
+    "elu_backward": lambda grad, alpha, scale, input_scale, is_result, x: (grad * scale, x),
+}
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -149,15 +155,17 @@ class Shaken(TorchDispatchMode):
             return out
         if name in SIGNLESS:
             out = tree_map_only(Tensor, self.turned, out)
-        if name == "hardswish_backward":
-            self.either(out, *args)
-        return out if name in EXACT else tree_map_only(Tensor, self.shaken, out)
+        if name in PASSING:
+            self.either(out, *PASSING[name](*args))
+        adds = name == "index_put" and True in (*args[3:], *(kwargs or {}).values())
+        exact = name in EXACT and not adds
+        return out if exact else tree_map_only(Tensor, self.shaken, out)
 
-    def either(self, out: Tensor, grad: Tensor, x: Tensor) -> None:
-        """For NaN eager's vectors give NaN; its left-over elements, half types and GPUs what comes
-        in."""
+    def either(self, out: Tensor, passed: Tensor, x: Tensor) -> None:
+        """For NaN eager's vectors give NaN; its left-over elements, half types and GPUs what they
+        give above 0."""
         out.copy_(
-            torch.where(x.isnan(), torch.full_like(out, torch.nan) if self.odd else grad, out)
+            torch.where(x.isnan(), torch.full_like(out, torch.nan) if self.odd else passed, out)
         )
 
     def turned(self, t: Tensor) -> Tensor:

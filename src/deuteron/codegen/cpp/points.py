@@ -118,10 +118,11 @@ class Points(PassWriter):
             self.loop(seg, start, end)
             return
         nodes = unique_nodes(roots)
-        cases = list(itertools.product((True, False), repeat=len(masks)))
-        all_cases = len(cases) <= MOST_CASES and len(cases) * len(nodes) <= MOST_NODES
+        count = 2 ** len(masks)
+        all_cases = count <= MOST_CASES and count * len(nodes) <= MOST_NODES
+        cases = itertools.product((True, False), repeat=len(masks))  # none is made before its turn
         branches = []
-        for case in cases if all_cases else cases[:1]:
+        for case in cases if all_cases else itertools.islice(cases, 1):
             move = Rewriter({}, None, self.env.loops.results)
             known = dict(zip(masks, case, strict=True))
             for row, needed in masks.items():

@@ -90,6 +90,7 @@ class Accumulators:
 
     def __init__(self, em: Emitter, p: Pass) -> None:
         self.em, self.merged = em, p.merged
+        self.walked = "roffset"  # text of how many elements of a row the blocks before have
         self.folds = [f for f in p.parts if isinstance(f, Fold)]
         self.names = {f.name: em.fresh(f"{clean(f.name)}_") for f in self.folds}
         self.sums: dict[str, list[str]] = {}  # maximum -> sums that are rescaled with it
@@ -214,7 +215,7 @@ class Accumulators:
         value = em.value(rule.x)
         if "share" not in em.scope.sums:
             block = em.dims["r"].block
-            count = f"(tl.full([], 1, tl.int32) + roffset // {block})"
+            count = f"(tl.full([], 1, tl.int32) + {self.walked} // {block})"
             em.scope.add(f"share = 1.0 / {count}.to({kind})")
             em.scope.sums["share"] = "share"
         mean, m2 = em.fresh("mean"), em.fresh("m2_")

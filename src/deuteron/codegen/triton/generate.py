@@ -23,7 +23,7 @@ from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.phases import phased
 from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.teams import PARAM
-from deuteron.codegen.triton.tiling import Blocks, Form, choose
+from deuteron.codegen.triton.tiling import Blocks, Form, choose, most_stages
 from deuteron.codegen.triton.unroll import written_out
 from deuteron.ir.expr import own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
@@ -175,7 +175,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
             *(["*i64"] * (team > 1)),
         ),
         constexprs=tuple(constexprs),
-        configs=_configs(forms, blocks),
+        configs=_configs(forms, blocks, nests, spec),
         grid_source=_grids(forms, blocks, nests, _main(kernel)),
         aligned=(
             *pointers.values(),
@@ -202,14 +202,20 @@ def _block_names(form: Form, number: int | None) -> dict[str, str]:
     return {d: f"{d.upper()}BLOCK{tail}" for d, _ in form.dims}
 
 
-def _configs(forms: Sequence[Form], blocks: Sequence[Mapping[str, str]]) -> tuple[Config, ...]:
+def _configs(
+    forms: Sequence[Form],
+    blocks: Sequence[Mapping[str, str]],
+    nests: Sequence[Loops],
+    spec: DeviceSpec,
+) -> tuple[Config, ...]:
     out = []
     for k in range(max(len(f.candidates) for f in forms)):
         chosen: list[Blocks] = [f.candidates[min(k, len(f.candidates) - 1)] for f in forms]
         values = [
             (names[d], n) for names, c in zip(blocks, chosen, strict=True) for d, n in c.sizes
         ]
-        stages = max(c.stages for c in chosen)
+        deepest = [most_stages(n, c, spec) for n, f, c in zip(nests, forms, chosen) if f.loops]
+        stages = min((max(c.stages for c in chosen), *deepest))
         if any(f.loops for f in forms):
             values.append(("STAGES", stages))
         warps = max(c.num_warps for c in chosen)

@@ -400,7 +400,7 @@ class Passes:
         em, r = self.em, self.em.dims["r"]
         em.scope.add(
             f"rfirst = tl.max({em.index(row)} + tl.zeros({em.shape(X)}, tl.int32))",
-            f"rstart = rfirst // {vector} * {vector}",
+            f"rstart = rfirst & -{vector}",  # below it also where it is before the tensor (padding)
             "rshift = rfirst - rstart",
             f"rblocks = tl.cdiv(rnumel + rshift, {r.block})",
         )
@@ -445,7 +445,9 @@ class Passes:
         inner = f"tl.range(0, {end}, {block}, num_stages={self.em.stages})"
         if self.backwards:
             last = f"({end} - 1) // {block} * {block}"
+            accs.walked = "rback"
             self.loop(q, accs, carries, f"for rback in {inner}", f"roffset = {last} - rback")
+            accs.walked = "roffset"
         else:
             self.loop(q, accs, carries, f"for roffset in {inner}")
 

@@ -14,6 +14,7 @@ Every choice here is one of speed: any form with any blocks computes the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -577,6 +578,13 @@ def _bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
     )
 
 
+def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
+    """The deepest pipeline for which there is shared memory: all stages but one have a place for a
+    block of each tensor that is read. An eighth is for what folds exchange."""
+    block = math.prod(n for _, n in blocks.sizes) * _bytes_along(loops)
+    return 1 + spec.shared * 7 // 8 // block
+
+
 # -- teams -----------------------------------------------------------------------------------------
 
 
@@ -652,4 +660,4 @@ def column_folds(loops: Loops) -> list[ColumnFold]:
     return [p for p in loops.parts if isinstance(p, ColumnFold)]
 
 
-__all__ = ["Blocks", "Form", "choose", "column_folds", "size"]
+__all__ = ["Blocks", "Form", "choose", "column_folds", "most_stages", "size"]
