@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import reads, spelled
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.precision import Inexact, log1p_of_unit, one_more
+from deuteron.codegen.triton.precision import Inexact, at_least_one, log1p_of_unit, one_more
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
@@ -350,6 +350,8 @@ class Emitter:
             if self.deps(b) < self.deps(a) and a.op != "literal":
                 fast = "_fast" if node in self.inexact.loose else ""
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
+            if node in self.inexact.loose and at_least_one(b):
+                return f"{self.value(a)} * libm.rcp({self.value(b)})"
             if node in self.inexact.loose:
                 return f"{self.value(a)} / {self.value(b)}"  # within 2 units in the last place
         narrowed = self._narrowed(node) if node.op in COMPARE else None

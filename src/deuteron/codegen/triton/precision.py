@@ -170,6 +170,12 @@ def _positive(n: Expr) -> bool:
     return n.op in ("exp", "exp2", "sigmoid", "abs", "sqrt") or n.op == "literal" and n.attr >= 0
 
 
+def at_least_one(n: Expr) -> bool:
+    """Whether it is 1 and what is no negative number: no reciprocal of it needs a scale."""
+    ones = [a.op == "literal" and a.attr >= 1.0 for a in n.args] if n.op == "add" else []
+    return any(ones) and all(map(_positive, n.args))
+
+
 def packed(loops: Loops) -> frozenset[Expr]:
     """Sums, differences and products of two bf16 numbers that are rounded to bf16, and their f32
     operands: there are instructions for two of them at once."""
@@ -186,4 +192,4 @@ def packed(loops: Loops) -> frozenset[Expr]:
     return frozenset(found)
 
 
-__all__ = ["Inexact", "inexact", "log1p_of_unit", "one_more", "packed"]
+__all__ = ["Inexact", "at_least_one", "inexact", "log1p_of_unit", "one_more", "packed"]
