@@ -125,12 +125,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
         # Threads share long rows where one fold stands alone; dependent ones wait for one another.
         return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
     # Rows that lie side by side in memory are walked together by one program; short ones too.
-    # Where points are stored as well, few side by side are parts of lines (H200, gradient of GELU
-    # with a bias, 4096 columns of bf16 in 256 programs: 1.7 times a copy's time).
-    together = max(1, 256 // max(1, row))
-    if side_by_side(group, layouts):
-        points = any(m.kind == "point" and m.level == "point" for m in group.members)
-        together = 128 if points and not chained(group) else 32
+    together = 32 if side_by_side(group, layouts) else max(1, 256 // max(1, row))
     programs = max(1, rows // together)
     if known_rows(group) and read_again(group, layouts):
         programs *= max(1, team_of(row, 1, spec))

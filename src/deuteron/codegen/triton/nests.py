@@ -400,7 +400,8 @@ class Passes:
         em, r = self.em, self.em.dims["r"]
         em.scope.add(
             f"rfirst = tl.max({em.index(row)} + tl.zeros({em.shape(X)}, tl.int32))",
-            f"rstart = rfirst & -{vector}",  # below it also where it is before the tensor (padding)
+            # Below it also where it is before the tensor (padding).
+            f"rstart = tl.multiple_of(rfirst & -{vector}, {vector})",
             "rshift = rfirst - rstart",
             f"rblocks = tl.cdiv(rnumel + rshift, {r.block})",
         )
