@@ -108,7 +108,7 @@ class Emitter:
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
-        self.group = 1  # see `tiling.Form`
+        self.group, self.apart = 1, False  # see `tiling.Form`
         self.stages = "1"  # text of the number of stages of software pipelines
         self.float8 = ""  # see `scalars.convert`
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins

@@ -4,8 +4,9 @@ An accumulator has an element for every element of the tile: each lane folds its
 and the lanes are combined once after the loop (so a sum of n elements rounds about n / lanes +
 log(lanes) times, like eager's). Masked elements never enter: an update is selected by the mask.
 
-A maximum with sums that are rescaled with it takes `group` neighbours at a time, which one thread
-has: one exponential moves the sums to the new maximum, and each element costs one more.
+A maximum with sums that are rescaled with it takes `group` elements at a time, which one thread
+has (neighbours, or elements as far `apart` as a block has lanes): one exponential moves the sums to
+the new maximum, and each element costs one more.
 """
 
 from __future__ import annotations
@@ -134,10 +135,16 @@ class Accumulators:
         x, r = (self.em.dims[d].block for d in ("x", "r"))
         return f"[{x}, {r} // {self.em.group}]"
 
+    @property
+    def along(self) -> int:
+        """The dimension of what a lane takes, in `groups`."""
+        return 1 if self.em.apart else 2
+
     def groups(self, text: str, have: frozenset[str], dtype: str) -> str:
-        """A value of the tile by lanes and neighbours in them."""
+        """A value of the tile by lanes and the elements that each takes."""
         x, r = (self.em.dims[d].block for d in ("x", "r"))
-        shape = f"[{x}, {r} // {self.em.group}, {self.em.group}]"
+        own = (f"{r} // {self.em.group}", f"{self.em.group}")
+        shape = f"[{x}, {', '.join(own[::-1] if self.em.apart else own)}]"
         return f"tl.reshape({full(self.em, text, have, dtype)}, {shape})"
 
     def update(self, f: Fold) -> None:
@@ -150,7 +157,7 @@ class Accumulators:
                 weight = self.groups(em.value(rule.factor), em.deps(rule.factor), f.body.dtype)
                 terms = self._weighted(terms, weight, rule)
             e = self._power(rule, fell)
-            em.scope.add(f"{name} = {name} * {e} + tl.sum({terms}, 2)")
+            em.scope.add(f"{name} = {name} * {e} + tl.sum({terms}, {self.along})")
         elif isinstance(rule, Products):
             self._products(f, rule, name)
         elif isinstance(rule, Centered):
@@ -178,11 +185,12 @@ class Accumulators:
             value = f"tl.where({mask}, {value}, {identity('max', dtype)})"
         items, new, safe = em.fresh("items"), em.fresh("top"), em.fresh("safe")
         below, fell = em.fresh("below"), em.fresh("fell")
+        each = "[:, None, :]" if em.apart else "[:, :, None]"
         em.scope.add(
             f"{items} = {self.groups(value, FULL, dtype)}",
-            f"{new} = libm.maximum({name}, tl.reduce({items}, 2, libm.max_combine))",
+            f"{new} = libm.maximum({name}, tl.reduce({items}, {self.along}, libm.max_combine))",
             f"{safe} = tl.where({new} == {identity('max', dtype)}, 0.0, {new})",
-            f"{below} = {items} - {safe}[:, :, None]",
+            f"{below} = {items} - {safe}{each}",
             f"{fell} = {name} - {safe}",
             f"{name} = {new}",
         )

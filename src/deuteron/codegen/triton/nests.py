@@ -79,7 +79,8 @@ def write_nest(
     whether it asserts anything.
     """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
-    em.stages, em.group, em.float8 = names.stages, form.group, names.float8
+    em.stages, em.float8 = names.stages, names.float8
+    em.group, em.apart = form.group, form.apart
     em.limits = names.limits
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":

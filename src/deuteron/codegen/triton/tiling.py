@@ -44,6 +44,8 @@ WASTE = 1.1
 # Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
 # they have at least so many.
 LEAST_RAGGED = 1 << 14
+# Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
+APART = 4
 # Where elements are read one by one, neighbours in memory are for neighbouring threads: one
 # instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
 # thread take 84 and 140 us.
@@ -100,7 +102,8 @@ class Form:
     candidates: tuple[Blocks, ...]
     persistent: bool = False
     start: tuple[Index, int] | None = None  # see `_ragged`
-    group: int = 1  # neighbours of a row in one lane, which dependent folds take together
+    group: int = 1  # elements of a row in one lane, which dependent folds take together
+    apart: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
     team: int = 1  # programs that share a row: each holds a block of it
 
@@ -402,7 +405,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     persistent = known and power(nr) <= (limit // least if columns or across else limit)
     whole = persistent or columns or across
     # What is the same for all rows each program reads for every row.
-    few = 2 * _bytes_along(loops, x) >= _bytes_along(loops)
+    few = 2 * _bytes_along(loops, x) >= _bytes_along(loops) or nx < spec.cores
     # Values of parts of a row, which teams hold element by element. H200, group norm with weights
     # by channel and SiLU, rows of 65536, us: shared 77, in loops 65.
     few &= not any(
@@ -430,10 +433,13 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     columns |= across
     if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
         start = _ragged(loops, r)
-    group = 1
+    group, least = 1, min(b.of("r") for b in candidates)
     if not persistent and not columns:  # 16 bytes of memory come to one thread
-        group = min(16 // _widest(loops), min(b.of("r") for b in candidates))
-    return Form("rows", (("x", x), ("r", r)), candidates, persistent, start, group)
+        group = min(16 // _widest(loops), least)
+    elif not persistent and least >= APART * 16:
+        group = APART
+    dims = (("x", x), ("r", r))
+    return Form("rows", dims, candidates, persistent, start, group, apart=columns and group > 1)
 
 
 def _ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
