@@ -57,6 +57,15 @@ FOUND: dict[str, Found] = {
         "return torch.take(x, x % x.numel()), y[(y > 0).long()], y[torch.where(y > 0, 1, 2)]",
         (lambda: [truth(64), f(64)],),
     ),
+    # A fold written out in the stores that use it read what an earlier store had overwritten
+    "store before a written out fold": Found(
+        """
+        m, p = x @ z, y @ z
+        b = p * 0.5
+        return b @ z.t(), (p * m).sum(0) + b * x[:, :1], p @ z.t()
+        """,
+        (lambda: [f(5, 300), f(5, 300), f(300, 400)],),
+    ),
     # GCC takes (float)(int)x for trunc(x), which is -0.0 for -0.3
     "zero of an integer": Found(
         "return torch.copysign(x + 1, x.int()), 1 / y.long().float()[:, None]",

@@ -50,7 +50,7 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
     team = 1
     if folds and row > LONG and spec.kind == "cuda":  # then a worker is a team
-        team = -(-row // share(HELD))
+        team = -(-row // share(HELD, row))
     most = spec.cores if spec.kind == "cpu" else each * spec.cores // team
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 

@@ -15,7 +15,11 @@ from deuteron.base.device import DeviceSpec
 # H200, bf16, time over a copy's. Softmax of rows of 131072: 1.59, with 4096 elements each 2.46.
 # Backward of RMS norm, rows of 32768: 1.41; in loops over the row that read it twice 2.28.
 SHARES = ((1, 8192), (4, 4096))
-LEAST = 2048
+LEAST, MOST = 2048, 8192
+# Programs of a team, of more than which twice as many elements each are better. H200, forward and
+# backward of layer norm and RMS norm, us: rows of 131072 in 32 and 16 programs 1271, 996 and 1098,
+# 936, of 65536 in 16 and 8 966, 1163 and 856, 1052.
+MOST_TEAM = 16
 # Rows of more elements are shared at all.
 LONG = 16384
 # Values of each element that a norm's backward holds: what it reads and what it sums up.
@@ -29,14 +33,17 @@ RESIDENT = 3
 MOST_HELD, MOST_ALONE = 96, 24
 
 
-def share(held: int) -> int:
-    """Elements of a row per program, a power of two."""
-    return next((n for most, n in SHARES if held <= most), LEAST)
+def share(held: int, row: int) -> int:
+    """Elements of a row of so many per program, a power of two."""
+    found = next((n for most, n in SHARES if held <= most), LEAST)
+    while found < MOST and row > MOST_TEAM * found:
+        found *= 2
+    return found
 
 
 def team_of(row: int, held: int, spec: DeviceSpec) -> int:
     """Programs that share a row of so many elements; 0 where that does not pay. Rows that do not
     start at multiples of 16 bytes come element by element, which costs more than reading twice."""
-    count = -(-row // share(held))
+    count = -(-row // share(held, row))
     fits = count <= spec.cores and count <= (MOST_ALONE if held == 1 else MOST_HELD // held)
     return count if spec.kind == "cuda" and row > LONG and row % 8 == 0 and fits else 0

@@ -205,7 +205,7 @@ def write_nest(env: Env) -> None:
         write_points(env)
         return
     if worth_unrolling(loops):
-        env.loops = unroll(loops)
+        env.loops, env.unrolled = unroll(loops), True
         write_points(env)
         return
     v = vector(loops, (*loops.parallel, *loops.reduced))

@@ -48,6 +48,9 @@ class Env:
         default_factory=list
     )  # declarations that all threads of the region share
     streams: frozenset[str] = frozenset()  # tensors that are written past the caches
+    unrolled: bool = (
+        False  # whether stores hold the folds of the nest, which come before all stores
+    )
 
     def extent(self, axis: Axis | Index) -> str:
         """C text of a size, which may stand in a product or a difference."""
@@ -289,6 +292,10 @@ class PassWriter:
         put_kept(
             lambda n: not any(x.op == "load" and x.attr[0] in self.prefix_names for x in n.walk())
         )
+        if self.env.unrolled:  # a store may take the memory of what a fold reads
+            for p in seg.parts:
+                if isinstance(p, Write):
+                    em.value(p.value)
         for p in seg.parts:
             if isinstance(p, Fold):
                 em.scope.add(*accs[p.name].update(lane, em.value(p.body), position, em.guard))

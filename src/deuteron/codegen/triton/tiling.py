@@ -44,6 +44,8 @@ WASTE = 1.1
 # Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
 # they have at least so many.
 LEAST_RAGGED = 1 << 14
+# The share of a device's cores that programs of columns keep busy at least, to be wider.
+BUSY = 0.9
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
 APART = 4
 # Where elements are read one by one, neighbours in memory are for neighbouring threads: one
@@ -120,7 +122,8 @@ def choose(loops: Loops, spec: DeviceSpec, teams: bool = False) -> Form:
     form = _choose(loops, spec, teams)
     if form.start is None and form.loops and _uneven(loops):
         # Elements that come one by one are better read than copied to shared memory.
-        plain = dict.fromkeys(replace(b, stages=1) for b in form.candidates)
+        best = sorted(form.candidates, key=lambda b: b.stages > 1)
+        plain = dict.fromkeys(replace(b, stages=1) for b in best)
         form = replace(form, candidates=tuple(plain))
     return form
 
@@ -418,7 +421,9 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     if teams and again and not whole and _ragged(loops, r) is None:
         team = _team(loops, nr, loads, spec) if few else 0
         if team:
-            return Form("rows", (("x", x), ("r", r)), _shares(loads), persistent=True, team=team)
+            return Form(
+                "rows", (("x", x), ("r", r)), _shares(loads, nr), persistent=True, team=team
+            )
     if across and not persistent:
         candidates = _across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
@@ -515,12 +520,14 @@ def _column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[Block
 
 def _column_blocks(nx: int, nr: int, moved: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
     """The same, block by block. H200, us: 64 x 64 elements and 64 x 128 in a pipeline of 3: 59 and
-    41 (statistics of channels, bf16), 134 and 121 (their gradients).
+    41 (statistics of channels, bf16), 134 and 121 (their gradients); 16 x 512 and 32 x 256, of 4096
+    columns: 322 and 207 (gradient of GELU with its bias). Sums of 65535 columns of f32, without a
+    pipeline: 64 x 128 and 64 x 64 434 and 276.
     """
 
     def tile(x: int, elements: int, stages: int) -> Blocks:
         x = min(x, power(nx))
-        while x > 8 and nx < x * spec.cores:
+        while x > 8 and nx < x * spec.cores * BUSY:
             x //= 2
         r = min(power(nr), max(1, elements // x))
         return Blocks((("x", x), ("r", r)), warps_for(x * r, 32 if x * r > 4096 else 16), stages)
@@ -620,10 +627,12 @@ def _team(loops: Loops, nr: int, held: int, spec: DeviceSpec) -> int:
     return team if team > 1 else 0
 
 
-def _shares(held: int) -> tuple[Blocks, ...]:
+def _shares(held: int, nr: int) -> tuple[Blocks, ...]:
     """One block of a row at a time, the next one on its way."""
-    blocks = (("x", 1), ("r", share(held)))
-    return tuple(Blocks(blocks, warps, stages) for warps, stages in ((8, 3), (8, 2)))
+    each = share(held, nr)
+    warps = 8 if held == 1 else max(8, each // 512)
+    blocks = (("x", 1), ("r", each))
+    return tuple(Blocks(blocks, warps, stages) for stages in (3, 2))
 
 
 # -- chunks ----------------------------------------------------------------------------------------
@@ -657,7 +666,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     if not known or wide * held > HELD * ROW_LIMIT:
         team = _team(loops, nr, held, spec) if teams else 0
         if team:
-            return Form("chunk", dims, _shares(held), persistent=True, team=team)
+            return Form("chunk", dims, _shares(held, nr), persistent=True, team=team)
         block = min(4096, wide)
         group = min(16 // _widest(loops), block)
         only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
