@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import reads, spelled
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.precision import Inexact, at_least_one, log1p_of_unit, one_more
 from deuteron.codegen.triton.scalars import TYPE
+from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
@@ -31,58 +32,8 @@ from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, 
 FAR = 1 << 19
 PLAIN = ("index", "literal")
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
-Dims = frozenset[str]
 # Of a tensor whose accesses are checked: the elements that its memory has, and the kernel's name.
 Limits = Mapping[str, tuple[Index, str]]
-NONE: Dims = frozenset()
-
-
-@dataclass(frozen=True)
-class Dim:
-    """A dimension of the tile: `axes` flattened (the last one fastest), walked in blocks of `block`
-    (a constexpr).
-    """
-
-    name: str  # "x", "y", "r"
-    axes: tuple[Axis, ...]
-    block: str
-    place: int  # position in the tile
-    masked: bool  # whether a block may reach beyond the end
-    prefix: str = ""  # of its variables: see `Emitter.widened`, `Emitter.other_row`
-
-    @property
-    def stem(self) -> str:
-        """What the names of its variables begin with."""
-        return self.prefix + self.name
-
-    @property
-    def count(self) -> Index:
-        return product(a.extent for a in self.axes)
-
-    def slice(self, rank: int) -> str:
-        """What turns a one-dimensional tensor into one along this dimension of the tile."""
-        return "" if rank == 1 else ("[:, None]", "[None, :]")[self.place]
-
-
-class Scope:
-    """One loop level: its lines, the dimensions known in it, and the values that it holds."""
-
-    __slots__ = ("axes", "dims", "lines", "sums", "texts")
-
-    def __init__(self, dims: Dims) -> None:
-        self.dims = dims  # cumulative: those of the scopes around it too
-        self.lines: list[str] = []
-        self.texts: dict[Expr, str] = {}
-        self.sums: dict[object, str] = {}
-        self.axes: dict[Axis, str] = {}
-
-    def add(self, *lines: str) -> None:
-        self.lines.extend(lines)
-
-    def block(self, head: str, lines: Sequence[str]) -> None:
-        """Appends ``head:`` and the lines under it."""
-        self.lines.append(f"{head}:")
-        self.lines.extend("    " + line for line in lines or ["pass"])
 
 
 class Emitter:
@@ -698,4 +649,4 @@ def size_name(symbol: Sym) -> str:
     return f"s_{plain_name(symbol.name)}"
 
 
-__all__ = ["NONE", "Dim", "Dims", "Emitter", "Limits", "Scope", "size_name"]
+__all__ = ["Emitter", "Limits", "bound_name", "size_name"]

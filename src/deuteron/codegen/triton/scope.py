@@ -1,0 +1,67 @@
+"""Dimensions of a tile, and loop levels: where an `emit.Emitter` writes its lines.
+
+A scope provides dimensions; a value is written into the outermost scope that has all that it
+depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, Index, product
+
+Dims = frozenset[str]
+NONE: Dims = frozenset()
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of the tile: `axes` flattened (the last one fastest), walked in blocks of `block`
+    (a constexpr).
+    """
+
+    name: str  # "x", "y", "r"
+    axes: tuple[Axis, ...]
+    block: str
+    place: int  # position in the tile
+    masked: bool  # whether a block may reach beyond the end
+    prefix: str = ""  # of its variables: see `Emitter.widened`, `Emitter.other_row`
+
+    @property
+    def stem(self) -> str:
+        """What the names of its variables begin with."""
+        return self.prefix + self.name
+
+    @property
+    def count(self) -> Index:
+        return product(a.extent for a in self.axes)
+
+    def slice(self, rank: int) -> str:
+        """What turns a one-dimensional tensor into one along this dimension of the tile."""
+        return "" if rank == 1 else ("[:, None]", "[None, :]")[self.place]
+
+
+class Scope:
+    """One loop level: its lines, the dimensions known in it, and the values that it holds."""
+
+    __slots__ = ("axes", "dims", "lines", "sums", "texts")
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims  # cumulative: those of the scopes around it too
+        self.lines: list[str] = []
+        self.texts: dict[Expr, str] = {}
+        self.sums: dict[object, str] = {}
+        self.axes: dict[Axis, str] = {}
+
+    def add(self, *lines: str) -> None:
+        self.lines.extend(lines)
+
+    def block(self, head: str, lines: Sequence[str]) -> None:
+        """Appends ``head:`` and the lines under it."""
+        self.lines.append(f"{head}:")
+        self.lines.extend("    " + line for line in lines or ["pass"])
+
+
+__all__ = ["NONE", "Dim", "Dims", "Scope"]
