@@ -55,6 +55,12 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     apart,
+    argmax_last_nan_step,
+    argmax_step,
+    argmin_step,
+    fold_argmax,
+    fold_argmax_last_nan,
+    fold_argmin,
     maximum,
     minimum,
     online_finish,
@@ -424,38 +430,6 @@ def min_combine(a, b):
 
 
 @triton.jit
-def argmax_combine(a, i, b, j):
-    """The larger value; the first of equal ones; NaN is larger than all."""
-    first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
-    return tl.where(first, a, b), tl.where(first, i, j)
-
-
-@triton.jit
-def argmin_combine(a, i, b, j):
-    first = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
-    return tl.where(first, a, b), tl.where(first, i, j)
-
-
-@triton.jit
-def argmax_step(a, i, b, j):
-    """One more element `b`, which comes after those that `a` is the first largest of."""
-    if a.dtype.is_floating():
-        takes = ((b <= a) == 0) & (a == a)
-    else:
-        takes = b > a
-    return tl.where(takes, b, a), tl.where(takes, j, i)
-
-
-@triton.jit
-def argmin_step(a, i, b, j):
-    if a.dtype.is_floating():
-        takes = ((b >= a) == 0) & (a == a)
-    else:
-        takes = b < a
-    return tl.where(takes, b, a), tl.where(takes, j, i)
-
-
-@triton.jit
 def fold_sum(x):
     return tl.sum(x, 1)[:, None]
 
@@ -494,18 +468,6 @@ def fold_any(x):
 @triton.jit
 def fold_all(x):
     return tl.min(x.to(tl.int32), 1)[:, None] != 0
-
-
-@triton.jit
-def fold_argmax(x, i):
-    value, index = tl.reduce((x, i), 1, argmax_combine)
-    return index[:, None]
-
-
-@triton.jit
-def fold_argmin(x, i):
-    value, index = tl.reduce((x, i), 1, argmin_combine)
-    return index[:, None]
 
 
 # -- atomic updates that the hardware does not have ------------------------------------------------
