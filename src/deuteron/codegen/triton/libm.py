@@ -165,12 +165,15 @@ def div(a, b):
 
 @triton.jit
 def divisor(b):
-    """For many divisions by `b`: (b times a power of two, its reciprocal, that power of two)."""
+    """For many divisions by `b`: (b times a power of two, its reciprocal, that power of two). The
+    first two are positive, the third has the sign: so `div_by` can keep that of a zero."""
     size = tl.abs(b)
     scale = tl.where(size < 5.421010862427522e-20, 1.8446744073709552e19, 1.0)
     scale = tl.where(size > 1.8446744073709552e19, 5.421010862427522e-20, scale)
     scaled = b * scale
-    return scaled, tl.div_rn(tl.full([], 1.0, tl.float32), scaled), scale
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), scaled)
+    sign = tl.where(inverse < 0.0, -1.0, 1.0)
+    return scaled * sign, inverse * sign, scale * sign
 
 
 @triton.jit
@@ -178,10 +181,11 @@ def div_by(a, b, inverse, scale):
     """``a / b`` rounded as a division is (Markstein 1990), in 6 operations where one takes 15.
 
     `b`, `inverse` and `scale` come from `divisor`. Where the remainder is no number, the quotient
-    is 0 or infinite or no number already.
+    is 0 or infinite or no number already. A remainder of 0 is +0: times `-inverse`, which is
+    negative, it is the zero that changes no other.
     """
     q = a * inverse
-    better = tl.fma(tl.fma(-q, b, a), inverse, q)
+    better = tl.fma(tl.fma(q, b, -a), -inverse, q)
     return tl.where(better == better, better, q) * scale
 
 
