@@ -113,3 +113,15 @@ def test_results_that_are_contiguous_in_any_case(order: tuple[int, ...]) -> None
     for op, args in cases:
         got = traced(op, args).graph.output_node().args[0].meta["val"]
         assert got.stride() == op(*args).stride()
+
+
+@pytest.mark.parametrize("sizes", [(6, 4), (5, 7)])
+def test_averages_keep_channels_last(sizes: tuple[int, int]) -> None:
+    """Also where the windows do not divide the image, and where one dimension of one element is
+    what makes it channels last."""
+    last = torch.randn(2, *sizes, 3).permute(0, 3, 1, 2)
+    one = torch.randn(2).as_strided((1, 2, 1, 1), (2, 1, 2, 2))
+    pooled = lambda x: aten._adaptive_avg_pool2d.default(x, [3, 2])  # noqa: E731
+    for x in (last, one, last.contiguous(), last[0]):
+        got = traced(pooled, [x]).graph.output_node().args[0].meta["val"]
+        assert significant(got) == significant(pooled(x))

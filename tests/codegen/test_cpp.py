@@ -74,7 +74,15 @@ def test_softmax(shape: tuple[int, int], dim: int) -> None:
     torch.testing.assert_close(y, torch.softmax(x, dim))
 
 
-@pytest.mark.parametrize("kind", ["sum", "prod", "max", "min", "argmax", "argmin", "any", "all"])
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    """Where ATen's pooling finds the largest element of each row: of several NaN the last."""
+    return torch.nn.functional.max_pool1d(x, x.shape[1], return_indices=True)[1][:, 0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["sum", "prod", "max", "min", "argmax", "argmin", "argmax_last_nan", "any", "all"],
+)
 @pytest.mark.parametrize(
     "shape,dim",
     [
@@ -95,8 +103,8 @@ def test_folds(kind: str, shape: tuple[int, int], dim: int) -> None:
     )
     if kind == "prod" and max(shape) > 100:
         x = 1 + 0.001 * x
-    if kind in ("max", "argmax"):
-        x[1, 2] = math.nan
+    if kind.removeprefix("arg").startswith("max"):
+        x[1, 2] = x[-1, 2] = x[1, -1] = math.nan
     a, b = ax("i", shape[0]), ax("j", shape[1])
     p, r = (b, a) if dim == 0 else (a, b)
     body = (
@@ -111,6 +119,7 @@ def test_folds(kind: str, shape: tuple[int, int], dim: int) -> None:
         "max": lambda: x.amax(dim),
         "min": lambda: x.amin(dim),
         "argmax": lambda: x.argmax(dim),
+        "argmax_last_nan": lambda: pooled(x.movedim(dim, 1)),
         "argmin": lambda: x.argmin(dim),
         "any": lambda: (x > 1.4).any(dim),
         "all": lambda: (x > -1.4).all(dim),
@@ -121,7 +130,9 @@ def test_folds(kind: str, shape: tuple[int, int], dim: int) -> None:
         {"x": x, "y": y},
         ["y"],
     )
-    if kind.startswith("arg"):
+    if kind == "argmax_last_nan":
+        assert torch.equal(y, expect)
+    elif kind.startswith("arg"):
         first = x.isnan() if x.isnan().any() else None
         if kind == "argmin" or first is None:
             best = (

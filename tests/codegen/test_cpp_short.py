@@ -71,10 +71,11 @@ def test_rows_outside(taps: int, n: int) -> None:
     torch.testing.assert_close(y, want)
 
 
-@pytest.mark.parametrize("kind", ["argmax", "argmin"])
+@pytest.mark.parametrize("kind", ["argmax", "argmin", "argmax_last_nan"])
 @pytest.mark.parametrize("width", [20, 56])
 def test_first_place_of_an_extreme(kind: str, width: int) -> None:
-    """Of equal values the first, of NaN the first: in windows that are written out."""
+    """Of equal values the first, of NaN the first (or the last): in windows that are written
+    out."""
     x = torch.randint(0, 3, (40, width)).float()
     x[::3][torch.rand(x[::3].shape) < 0.2] = math.nan
     x[5], x[6] = math.inf, -math.inf
@@ -84,4 +85,8 @@ def test_first_place_of_an_extreme(kind: str, width: int) -> None:
     fold = Fold("f", kind, load("x", (a.index, b.index + k.index), "f32"))
     nest = Nest((a, b), (k,), (fold, Store("y", idx(a, b), ref("f", "i64"), "row")))
     run(nest, {"x": x, "y": y}, ["y"])
-    assert torch.equal(y, getattr(torch, kind)(x.unfold(1, 5, 1), dim=-1))
+    if kind == "argmax_last_nan":
+        want = torch.nn.functional.max_pool1d(x, 5, 1, return_indices=True)[1] - torch.arange(n)
+    else:
+        want = getattr(torch, kind)(x.unfold(1, 5, 1), dim=-1)
+    assert torch.equal(y, want)

@@ -780,23 +780,27 @@ def positions(extent: IndexLike, **more: Any) -> Case:
     i, r = axis("i", 6), axis("r", extent)
     x = rand(6, 40)
     x[0, 7] = x[0, 30] = 9.0
-    x[1, 20] = float("nan")
+    x[1, 20] = x[1, 23] = x[1, 36] = float("nan")
     x[2] = float("-inf")
     x[3, 39] = 8.0
+    pooled = torch.nn.functional.max_pool1d(x, 40, return_indices=True)[1][:, 0]
     xs = at("x", i, r)
     stmts = (
         Fold("a", "argmax", xs),
         Fold("b", "argmin", xs),
         Fold("c", "max", xs),
+        Fold("d", "argmax_last_nan", xs),
         store("p", (i,), local("a", i, dtype="i64"), "row"),
         store("q", (i,), local("b", i, dtype="i64"), "row"),
         store("v", (i,), local("c", i), "row"),
+        store("w", (i,), local("d", i, dtype="i64"), "row"),
     )
+    places = {name: lay(6, dtype="i64") for name in "pqw"}
     return Case(
         [Nest((i,), (r,), stmts)],
-        {"x": lay(6, extent), "p": lay(6, dtype="i64"), "q": lay(6, dtype="i64"), "v": lay(6)},
+        {"x": lay(6, extent), "v": lay(6), **places},
         {"x": x},
-        {"p": x.argmax(1), "q": x.argmin(1), "v": x.amax(1)},
+        {"p": x.argmax(1), "q": x.argmin(1), "v": x.amax(1), "w": pooled},
         tolerance=0,
         **more,
     )

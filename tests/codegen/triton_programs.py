@@ -54,6 +54,16 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
         lambda x, i: x.scatter(1, i, 1.0) * 2,
         (torch.randn(5, 40), torch.randint(0, 40, (5, 1))),
     ),
+    "zeros over numbers of either sign": (
+        lambda x, y: (
+            torch.copysign(x * 0 + 1, x / 6.0),
+            torch.copysign(x * 0 + 1, x / y[:, None]),
+        ),
+        (
+            torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e38]).expand(8, 7).contiguous(),
+            torch.tensor([6.0, -6.0, 0.0, -0.0, 1e30, -1e30, 1e-30, -1e-30]),
+        ),
+    ),
     "matrix-vector": (lambda a, b: torch.mv(a, b).relu(), (torch.randn(30, 70), torch.randn(70))),
 }
 

@@ -302,6 +302,15 @@ FOUND: dict[str, Found] = {
         (lambda: [f(31, 4, 33, grad=True)],),
         BACKWARD,
     ),
+    # of several NaN in a window eager takes the last: the gradient went to the first
+    "several NaN in a window": Found(
+        """v = torch.where(x > 0.4, float("nan"), x)
+        a = torch.nn.functional.max_pool1d(v, 3, 2, 1)
+        b = torch.nn.functional.max_pool2d(v.unsqueeze(1), (2, 5), return_indices=True)
+        return a, b, torch.nn.functional.adaptive_max_pool1d(v, 1, return_indices=True)""",
+        (lambda: [f(3, 6, 70, grad=True)],),
+        BACKWARD,
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",

@@ -92,6 +92,7 @@ def test_folds(kind: str, dtype: str) -> None:
 def test_extremes_keep_nan_and_the_first_position() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0], [2.0, float("nan"), float("nan")]])
     assert reference.fold("argmax", x, (1,), "f32").flatten().tolist() == [1, 1]
+    assert reference.fold("argmax_last_nan", x, (1,), "f32").flatten().tolist() == [1, 2]
     assert reference.fold("max", x, (1,), "f32")[1].isnan().all()
     assert reference.prefix("max", x, 1)[1].isnan().tolist() == [False, True, True]
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from deuteron.tools.coverage import failure_text, jobs_for
-from deuteron.tools.coverage_cases import entries
-from deuteron.tools.coverage_worker import Job, run_job, seedless
+from deuteron.tools.coverage_cases import Case, entries
+from deuteron.tools.coverage_worker import Job, Row, Runner, run_job, seedless, trial
+from deuteron.tools.oracle import see
 from tests.opinfo.choice import SEED, VARIABLE, fixed, rotating
 
 
@@ -39,6 +41,28 @@ def check(job: Job) -> dict[str, Any]:
 
 def label(job: Job) -> str:
     return f"{job.op}-{job.dtype}-{job.part}"
+
+
+def test_what_memory_held_is_no_value() -> None:
+    """It is not compared, also where two runs agree by chance; what stands beside it is."""
+
+    def op(x: Tensor) -> tuple[Tensor, ...]:
+        state = torch.empty(2, dtype=torch.uint64)
+        again = torch.empty(5)
+        if not torch.are_deterministic_algorithms_enabled():  # what the memory happened to be
+            state.fill_(3), again.fill_(4)
+        return x + 1, state, again, torch.full_like(x, torch.nan)
+
+    x = torch.randn(4)
+    found = trial(Case("sample", op, ([x], {}), (x,)), False)
+    assert not found.random and found.unset == {"out1", "out2"}
+    runner = Runner(Job("op", "float32", "forward"), Row("", "op", "float32", "forward"))
+    for name in found.oracle.eager.values:
+        other = see(lambda xs: op(*xs), [x], False)
+        if isinstance(other.values[name], Tensor):
+            other.values[name].fill_(7)
+            assert bool(runner.problems(found, other)) != (name in found.unset), name
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("job", fixed(), ids=label)

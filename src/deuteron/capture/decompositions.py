@@ -225,6 +225,7 @@ WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten._batch_norm_no_update.default": (CPU_MEMORY,),
     "aten._native_batch_norm_legit.no_stats": (f32_statistics, CPU_MEMORY),
     "aten.max_unpool2d.default": (CPU_MEMORY,),
+    "aten._adaptive_avg_pool2d.default": (strides.in_memory_format,),
 }
 
 

@@ -116,7 +116,8 @@ def _highest(dtype: str) -> Any:
 
 # max and min propagate NaN, as ATen's do. argmax and argmin return the i64 position along the one
 # reduced axis of the first extreme element (of the first NaN where there is one); their partial
-# results are (value, position) pairs.
+# results are (value, position) pairs. argmax_last_nan is the argmax of ATen's poolings: of several
+# NaN it takes the last.
 REDUCTIONS: dict[str, Reduction] = {
     "sum": Reduction(lambda d: 0, "add"),
     "prod": Reduction(lambda d: 1, "mul"),
@@ -126,8 +127,14 @@ REDUCTIONS: dict[str, Reduction] = {
     "all": Reduction(lambda d: True, "logical_and"),
     "argmax": Reduction(_lowest, None),
     "argmin": Reduction(_highest, None),
+    "argmax_last_nan": Reduction(_lowest, None),
 }
 SCANS = ("sum", "prod", "max", "min")
+
+
+def extreme(kind: str) -> str:
+    """The fold, max or min, of whose result a positional fold gives the place."""
+    return kind.removeprefix("arg").partition("_")[0]
 
 
 class Expr:

@@ -143,7 +143,10 @@ def fold(kind: str, x: Tensor, dims: Sequence[int], dtype: str) -> Tensor:
     if kind.startswith("arg"):
         assert len(dims) == 1, f"{kind} is along one axis"
         x = x.to(torch.uint8) if x.dtype == torch.bool else x
-        return getattr(torch, kind)(x, dim=dims[0], keepdim=True)
+        if kind == "argmax_last_nan" and x.dtype.is_floating_point:
+            last = x.shape[dims[0]] - 1 - x.isnan().int().flip(dims[0]).argmax(dims[0], True)
+            return torch.where(x.isnan().any(dims[0], True), last, x.argmax(dims[0], True))
+        return (torch.argmin if kind == "argmin" else torch.argmax)(x, dims[0], keepdim=True)
     if kind in ("any", "all") or x.dtype == torch.bool:
         every = REDUCTIONS[kind].scalar_op in ("logical_and", "minimum", "mul")
         x = x.to(torch.bool)

@@ -168,7 +168,7 @@ def max_pool(
     ctx: LowerContext, x: Value, windows: Sequence[Windows], places: bool = False
 ) -> tuple[Value, Value]:
     """Values, and positions within the flattened spatial dimensions; or, as `places`, within the
-    flattened window."""
+    flattened window. Of several NaN ATen takes the last."""
     shape = ctx.shape_of(ctx.fake())
     wide, r = compute_dtype(x.dtype), len(windows)
     lowest = E.REDUCTIONS["max"].identity(x.dtype)
@@ -185,7 +185,7 @@ def max_pool(
         here, element = read(x, windows, idx, apart)
         wanted = cast(masked(here, element, lowest), wide)
         # Windows are small: 32 bits for the place in one (no machine divides vectors of 64).
-        left = cast(E.reduce("argmax", flat, wanted) if flat else literal(0, "i64"), "i32")
+        left = cast(E.reduce("argmax_last_nan", flat, wanted) if flat else literal(0, "i64"), "i32")
         if places:
             # Where everything is the lowest number that is place 0, which may be outside: then it
             # is the first inside. All others that are inside come after that one.

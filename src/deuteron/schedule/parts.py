@@ -309,7 +309,7 @@ class Parts:
         have the row's, and the place in it.
         """
         best, at, which = (f"{m.name}.{what}" for what in ("best.part", "part", "which"))
-        self.partial(best, f.kind.removeprefix("arg"), f.body, m)
+        self.partial(best, E.extreme(f.kind), f.body, m)
         self.partial(at, f.kind, f.body, m)
         (worker,) = self.workers
         c = m.compute

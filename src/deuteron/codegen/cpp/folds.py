@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deuteron.codegen.cpp import scalars
-from deuteron.ir.expr import FLOATS, REDUCTIONS
+from deuteron.ir.expr import FLOATS, REDUCTIONS, extreme
 
 # Additions per lane before it goes to the double accumulator (eager's cascade adds 16 to 64).
 FLUSH = 32
@@ -51,7 +51,12 @@ class Accumulator:
 
     @property
     def positional(self) -> bool:
-        return self.kind in ("argmax", "argmin")
+        return self.kind.startswith("arg")
+
+    @property
+    def better(self) -> str:
+        """How a better value compares with the best."""
+        return ">" if extreme(self.kind) == "max" else "<"
 
     @property
     def flushed(self) -> bool:
@@ -103,9 +108,10 @@ class Accumulator:
             cast = "(int)" if self.dtype == "bool" else ""
             new = combine(self.kind, self.dtype, a, cast + value, self.used)
             return [f"{a} = {f'{guard} ? {new} : {a}' if guard else new};"]
-        better = f"{value} {'>' if self.kind == 'argmax' else '<'} {a}"
+        better = f"{value} {self.better} {a}"
         if self.dtype in FLOATS:
-            better = f"(({better}) | (({value} != {value}) & ({a} == {a})))"
+            first = "" if self.kind == "argmax_last_nan" else f" & ({a} == {a})"
+            better = f"(({better}) | (({value} != {value}){first}))"
         if guard:
             better = f"{guard} & {better}"
         t, at = f"{self.name}_t", f"{self.name}_i[{lane}]"
@@ -171,15 +177,18 @@ class Accumulator:
         ]
 
     def merge_position(self, best: str, at: str, value: str, position: str) -> list[str]:
-        """Merges (value, position) into (best, at): the better value, the first on a tie."""
-        better = f"{value} {'>' if self.kind == 'argmax' else '<'} {best}"
-        tie = f"{value} == {best}"
+        """Merges (value, position) into (best, at): the better value, the first on a tie (of NaN
+        the last, where the kind says so)."""
+        better = f"{value} {self.better} {best}"
+        tie = f"({value} == {best} && {position} < {at})"
         if self.dtype in FLOATS:
             better = f"({better}) || ({value} != {value} && {best} == {best})"
-            tie = f"({tie} || ({value} != {value} && {best} != {best}))"
+            side = ">" if self.kind == "argmax_last_nan" else "<"
+            nan = f"{value} != {value} && {best} != {best}"
+            tie = f"({tie} || ({nan} && {position} {side} {at}))"
         return [
             f"if ({better}) {{ {best} = {value}; {at} = {position}; }}",
-            f"else if ({tie} && {position} < {at}) {at} = {position};",
+            f"else if {tie} {at} = {position};",
         ]
 
     def gather(self, count: str) -> list[str]:

@@ -12,7 +12,7 @@ import itertools
 from dataclasses import replace
 
 from deuteron.codegen.loops import ColumnFold, Loops, Part, Rewriter, Write, stride
-from deuteron.ir.expr import REDUCTIONS, Expr, cast, index_value, op
+from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, cast, extreme, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 
@@ -65,18 +65,23 @@ def unroll(loops: Loops) -> Loops:
 
 
 def _fold(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
-    if kind not in ("argmax", "argmin"):
+    if not kind.startswith("arg"):
         name = REDUCTIONS[kind].scalar_op
         assert name is not None
         return _tree(name, terms) if kind == "sum" else _chain(name, terms)
     # The first place of the extreme, which is NaN where any value is: each is compared by itself.
-    best = _chain("maximum" if kind == "argmax" else "minimum", terms)
+    name = REDUCTIONS[extreme(kind)].scalar_op
+    assert name is not None
+    best = _chain(name, terms)
+    floats, last_nan = terms[0].dtype in FLOATS, kind == "argmax_last_nan"
     position = at[-1]
     for term, i in zip(reversed(terms[:-1]), reversed(at[:-1]), strict=True):
         here = op("eq", term, best)
-        if term.dtype in ("f32", "f64", "f16", "bf16"):
+        if floats and not last_nan:
             here = op("logical_or", here, op("isnan", term))
         position = op("where", here, i, position)
+    for term, i in zip(terms, at, strict=True) if floats and last_nan else ():
+        position = op("where", op("isnan", term), i, position)
     return cast(position, "i64")
 
 

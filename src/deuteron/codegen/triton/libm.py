@@ -55,6 +55,12 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     apart,
+    argmax_last_nan_step,
+    argmax_step,
+    argmin_step,
+    fold_argmax,
+    fold_argmax_last_nan,
+    fold_argmin,
     maximum,
     minimum,
     online_finish,
@@ -159,12 +165,15 @@ def div(a, b):
 
 @triton.jit
 def divisor(b):
-    """For many divisions by `b`: (b times a power of two, its reciprocal, that power of two)."""
+    """For many divisions by `b`: (b times a power of two, its reciprocal, that power of two). The
+    first two are positive, the third has the sign: so `div_by` can keep that of a zero."""
     size = tl.abs(b)
     scale = tl.where(size < 5.421010862427522e-20, 1.8446744073709552e19, 1.0)
     scale = tl.where(size > 1.8446744073709552e19, 5.421010862427522e-20, scale)
     scaled = b * scale
-    return scaled, tl.div_rn(tl.full([], 1.0, tl.float32), scaled), scale
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), scaled)
+    sign = tl.where(inverse < 0.0, -1.0, 1.0)
+    return scaled * sign, inverse * sign, scale * sign
 
 
 @triton.jit
@@ -172,10 +181,11 @@ def div_by(a, b, inverse, scale):
     """``a / b`` rounded as a division is (Markstein 1990), in 6 operations where one takes 15.
 
     `b`, `inverse` and `scale` come from `divisor`. Where the remainder is no number, the quotient
-    is 0 or infinite or no number already.
+    is 0 or infinite or no number already. A remainder of 0 is +0: times `-inverse`, which is
+    negative, it is the zero that changes no other.
     """
     q = a * inverse
-    better = tl.fma(tl.fma(-q, b, a), inverse, q)
+    better = tl.fma(tl.fma(q, b, -a), -inverse, q)
     return tl.where(better == better, better, q) * scale
 
 
@@ -424,38 +434,6 @@ def min_combine(a, b):
 
 
 @triton.jit
-def argmax_combine(a, i, b, j):
-    """The larger value; the first of equal ones; NaN is larger than all."""
-    first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
-    return tl.where(first, a, b), tl.where(first, i, j)
-
-
-@triton.jit
-def argmin_combine(a, i, b, j):
-    first = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
-    return tl.where(first, a, b), tl.where(first, i, j)
-
-
-@triton.jit
-def argmax_step(a, i, b, j):
-    """One more element `b`, which comes after those that `a` is the first largest of."""
-    if a.dtype.is_floating():
-        takes = ((b <= a) == 0) & (a == a)
-    else:
-        takes = b > a
-    return tl.where(takes, b, a), tl.where(takes, j, i)
-
-
-@triton.jit
-def argmin_step(a, i, b, j):
-    if a.dtype.is_floating():
-        takes = ((b >= a) == 0) & (a == a)
-    else:
-        takes = b < a
-    return tl.where(takes, b, a), tl.where(takes, j, i)
-
-
-@triton.jit
 def fold_sum(x):
     return tl.sum(x, 1)[:, None]
 
@@ -494,18 +472,6 @@ def fold_any(x):
 @triton.jit
 def fold_all(x):
     return tl.min(x.to(tl.int32), 1)[:, None] != 0
-
-
-@triton.jit
-def fold_argmax(x, i):
-    value, index = tl.reduce((x, i), 1, argmax_combine)
-    return index[:, None]
-
-
-@triton.jit
-def fold_argmin(x, i):
-    value, index = tl.reduce((x, i), 1, argmin_combine)
-    return index[:, None]
 
 
 # -- atomic updates that the hardware does not have ------------------------------------------------

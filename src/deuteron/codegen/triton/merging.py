@@ -62,3 +62,67 @@ def online_shifted(total, row, e):
 def online_shifted_weighted(total, row, e):
     """The same for a sum of factor exp(x - maximum)."""
     return tl.where(row == float("-inf"), e, total * e)
+
+
+@triton.jit
+def argmax_combine(a, i, b, j):
+    """The larger value; the first of equal ones; NaN is larger than all."""
+    first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@triton.jit
+def argmin_combine(a, i, b, j):
+    first = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@triton.jit
+def argmax_last_nan_combine(a, i, b, j):
+    """The larger value; the first of equal ones; NaN is larger than all, of several the last."""
+    nan = (a != a) & ((b == b) | (i > j))
+    first = nan | ((b == b) & ((a > b) | ((a == b) & (i < j))))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@triton.jit
+def argmax_step(a, i, b, j):
+    """One more element `b`, which comes after those that `a` is the first largest of."""
+    if a.dtype.is_floating():
+        takes = ((b <= a) == 0) & (a == a)
+    else:
+        takes = b > a
+    return tl.where(takes, b, a), tl.where(takes, j, i)
+
+
+@triton.jit
+def argmax_last_nan_step(a, i, b, j):
+    takes = (b > a) | (b != b)
+    return tl.where(takes, b, a), tl.where(takes, j, i)
+
+
+@triton.jit
+def argmin_step(a, i, b, j):
+    if a.dtype.is_floating():
+        takes = ((b >= a) == 0) & (a == a)
+    else:
+        takes = b < a
+    return tl.where(takes, b, a), tl.where(takes, j, i)
+
+
+@triton.jit
+def fold_argmax(x, i):
+    value, index = tl.reduce((x, i), 1, argmax_combine)
+    return index[:, None]
+
+
+@triton.jit
+def fold_argmax_last_nan(x, i):
+    value, index = tl.reduce((x, i), 1, argmax_last_nan_combine)
+    return index[:, None]
+
+
+@triton.jit
+def fold_argmin(x, i):
+    value, index = tl.reduce((x, i), 1, argmin_combine)
+    return index[:, None]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.codegen.loops import Loops, Part, Rewriter, Write, stride
-from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, index_value, literal, op
+from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, extreme, index_value, literal, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint
 from deuteron.schedule.kernel import Fold
 
@@ -122,7 +122,7 @@ def _inner(loops: Loops) -> Loops:
 
 def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     """The fold of `terms`, whose positions are `at`."""
-    if kind in ("argmax", "argmin"):
+    if kind.startswith("arg"):
         return _position(kind, terms, at)
     name = REDUCTIONS[kind].scalar_op
     assert name is not None
@@ -136,12 +136,16 @@ def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
 
 def _position(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     """The position of the first extreme term; the first NaN where there is one, which then is the
-    extreme: of the terms that equal it, or are NaN, the first."""
-    best = tree(kind.removeprefix("arg"), terms, at)
+    extreme: of the terms that equal it, or are NaN, the first. Or the last NaN, where the kind says
+    so: no term equals that."""
+    best = tree(extreme(kind), terms, at)
+    floats, last_nan = terms[0].dtype in FLOATS, kind == "argmax_last_nan"
     position = at[-1]
     for term, i in zip(terms[-2::-1], at[-2::-1], strict=True):
         found = op("eq", term, best)
-        if term.dtype in FLOATS:
+        if floats and not last_nan:
             found = op("logical_or", found, op("isnan", term))
         position = op("where", found, i, position)
+    for term, i in zip(terms, at, strict=True) if floats and last_nan else ():
+        position = op("where", op("isnan", term), i, position)
     return position
