@@ -62,6 +62,10 @@ def test_one_more_than_erf() -> None:
     assert "libm.erf(" in source(lambda x: F.gelu(x), FLOAT)
 
 
+def test_erf_of_a_number() -> None:
+    assert "libm.erf(" in source(lambda x: torch.erf(torch.ones_like(x)) + x, FLOAT)
+
+
 VALUES = """
 import torch, triton, triton.language as tl
 from deuteron.codegen.triton import libm

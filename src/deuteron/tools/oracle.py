@@ -11,7 +11,7 @@ NaN and inf are where eager has them, or where float64 has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -143,10 +143,17 @@ def moved(tensors: Sequence[Tensor], seed: int, wide: bool) -> list[Tensor]:
 class Shaken(TorchDispatchMode):
     """Moves what operators compute by up to a unit in the last place of `dtype` (of the result's
     own where it is None). What is only moved or chosen, and whole numbers, stay: they are exact.
-    Zeros that were chosen change their signs. Some runs compute `CENTRED` in torch's own steps."""
+    Zeros that were chosen change their signs. Some runs compute `CENTRED` in torch's own steps.
 
-    def __init__(self, seed: int, dtype: torch.dtype | None) -> None:
+    `gaps` are the differences of what was compared for equality; of them, those are equal that
+    `ties` says."""
+
+    def __init__(
+        self, seed: int, dtype: torch.dtype | None, ties: Sequence[Tensor] | None = None
+    ) -> None:
         super().__init__()
+        self.gaps: list[Tensor] = []
+        self.ties = ties
         self.generator, self.odd = torch.Generator().manual_seed(seed), seed % 2 == 1
         self.eps = None if dtype is None else torch.finfo(dtype).eps
 
@@ -162,6 +169,8 @@ class Shaken(TorchDispatchMode):
             return out
         if name in SIGNLESS:
             out = tree_map_only(Tensor, self.turned, out)
+        if name in ("eq", "ne"):
+            out = self.compared(out, name == "eq", *map(torch.as_tensor, args))
         if name in PASSING:
             self.either(out, *PASSING[name](*args))
         adds = name == "index_put" and True in (*args[3:], *(kwargs or {}).values())
@@ -174,6 +183,13 @@ class Shaken(TorchDispatchMode):
         out.copy_(
             torch.where(x.isnan(), torch.full_like(out, torch.nan) if self.odd else passed, out)
         )
+
+    def compared(self, out: Tensor, equal: bool, a: Tensor, b: Tensor) -> Tensor:
+        if a.is_complex() or b.is_complex():
+            return out
+        self.gaps.append(a.double() - b.double().to(a.device))
+        tied = None if self.ties is None else self.ties[len(self.gaps) - 1]
+        return out if tied is None else torch.where(tied, equal, out)
 
     def turned(self, t: Tensor) -> Tensor:
         if not t.dtype.is_floating_point or t.layout != torch.strided:
@@ -407,6 +423,22 @@ class Oracle:
         given = widened(self.inputs) if wide else copies(self.inputs)
         return self.attempt(given, wide, Shaken(seed, self.coarsest if wide else None))
 
+    @cached_property
+    def tied(self) -> Seen | None:
+        """A run in which a number equals those that rounding puts on either side of it."""
+        modes = [Shaken(k, None) for k in range(2 * MOVES)]
+        for mode in modes:
+            self.attempt(copies(self.inputs), False, mode)
+        gaps = [torch.stack(together) for together in zip(*(mode.gaps for mode in modes))]
+        ties = [(g.amin(0) <= 0) & (g.amax(0) >= 0) for g in gaps]
+        return self.attempt(copies(self.inputs), False, Shaken(0, None, ties)) if ties else None
+
+    def further(self) -> Iterator[Seen | None]:
+        """More runs that differ from `eager` or `exact` by rounding."""
+        yield self.tied
+        for k in range(MOVES, 20 * MOVES):
+            yield self.shaken(k, k % 2 == 0)
+
     def like(self, seen: Seen | None, name: str) -> Tensor | None:
         """A value of another run, when it has the form of eager's."""
         e = self.eager.values[name]
@@ -464,10 +496,9 @@ def whole_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | N
     bad = g != e
     if not bool(bad.any()):
         return None
-    more = (oracle.shaken(k, k % 2 == 0) for k in range(MOVES, 20 * MOVES))
     got, low = g.double(), e.double()
     high = low
-    for other in chain((oracle.exact,), (seen for seen, _ in oracle.others), more):
+    for other in chain((oracle.exact,), (seen for seen, _ in oracle.others), oracle.further()):
         x = oracle.like(other, name)
         if x is not None:
             low, high = torch.minimum(low, x.double()), torch.maximum(high, x.double())

@@ -80,9 +80,9 @@ def _decays(order: list[Expr]) -> dict[Expr, Expr]:
         if n.op == "sigmoid" and n.args[0] in sizes:
             found[n] = sizes[n.args[0]]
         if n.op == "erf":
-            factors, scale = _product(n.args[0])
-            power, least = powers.get(factors[0], (n, 0.0))
-            if len(factors) == 1 and abs(least + scale * scale) < 2.0**-22 * scale * scale:
+            factors, scale = _product(n.args[0])  # none of a number
+            power, least = powers.get(factors[0], (n, 0.0)) if len(factors) == 1 else (n, 0.0)
+            if abs(least + scale * scale) < 2.0**-22 * scale * scale:
                 found[n] = power
     return found
 
