@@ -3,6 +3,7 @@ stored together, nothing computed for the other half."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from deuteron.base.options import Options
+from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.generate import TritonKernel, generate
+from deuteron.codegen.triton.scope import Dim
+from deuteron.ir.index import Axis
 from tests.schedule.tools import scheduled, spec_of
 
 aten = torch.ops.aten
@@ -45,6 +49,19 @@ def test_phases_are_stored_together() -> None:
     (k,) = kernels(lambda g, x: aten.avg_pool2d_backward(g, x, *window), g, X)
     assert k.source.count("tl.store(") == k.source.count("tl.interleave(") == 2
     assert k.source.count("tl.load(") == 4  # windows over four neighbours
+
+
+def test_phases_of_several_axes() -> None:
+    """Each has a tile of its own, under names of its own (fuzz seed 12002536)."""
+    along, two, three = Axis("a", 32), Axis("p", 2), Axis("q", 3)
+    em = Emitter([Dim("x", (along,), "XBLOCK", 0, True)], {}, itertools.count(), "tl.int32")
+    em.enter(em.dims["x"], "xoffset")
+    first, second = em.widened(two, along), em.widened(three, along)
+    assert em.widened(two, along) is first
+    for made, phase in ((first, two), (second, three)):
+        assert made.index(phase.index + along.index * phase.extent)
+    names = [line.split(" = ")[0] for line in em.scope.lines]
+    assert len(names) == len(set(names)), names
 
 
 def test_each_part_of_a_concatenation_computes_its_own() -> None:

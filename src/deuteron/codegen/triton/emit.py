@@ -69,7 +69,7 @@ class Emitter:
         self.checked = False  # whether the text has assertions
         self.limits: Limits = {}  # where every access is checked: see `guard`
         self._digits: dict[Axis, tuple[Index, bool]] = {}
-        self._wide: Emitter | None = None
+        self._wide: dict[tuple[Axis, Axis], Emitter] = {}  # by phase and axis
 
     def fresh(self, stem: str = "tmp") -> str:
         return f"{stem}{next(self.numbers)}"
@@ -128,12 +128,13 @@ class Emitter:
     def widened(self, phase: Axis, along: Axis) -> Emitter:
         """An emitter for stores of the points of `phase` together, in the current scope: its last
         dimension has that axis behind `along`."""
-        if self._wide is None:
+        if (phase, along) not in self._wide:
+            prefix = f"wide{len(self._wide) or ''}"
             old = self.dims["x"]
             assert old.axes[-1] == along and self.rank == len(self.dims)
             count = phase.extent.value
             block = f"{count} * {old.block}"
-            x = Dim("x", (*old.axes, phase), block, old.place, old.masked, "wide")
+            x = Dim("x", (*old.axes, phase), block, old.place, old.masked, prefix)
             others = [d for d in self.dims.values() if d.name != "x"]
             wide = Emitter([*others, x], self.pointers, self.numbers, self.index_type)
             wide.limits = self.limits
@@ -143,10 +144,10 @@ class Emitter:
                 if len(d.axes) == 1:
                     wide.scope.axes[d.axes[0]] = f"{d.name}index"
             if old.masked:
-                self.scope.add(f"widexnumel = {count} * xnumel")
+                self.scope.add(f"{prefix}xnumel = {count} * xnumel")
             wide.enter(x, f"{count} * xoffset")
-            self._wide = wide
-        return self._wide
+            self._wide[phase, along] = wide
+        return self._wide[phase, along]
 
     def shape(self, dims: Dims) -> str:
         """The text of the shape of a value that depends on `dims`."""
