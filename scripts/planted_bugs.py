@@ -153,7 +153,7 @@ BUGS = (
     Bug("nests side by side mixed up", "codegen/triton/generate.py",
         "{' + '.join(start[: i + 1])}", "{' + '.join(start[: i])} + 1",
         f"{TRITON} tests/codegen/test_triton_programs.py::test_values", "side_by_side"),
-    Bug("last of equal ones (Triton)", "codegen/triton/libm.py",
+    Bug("last of equal ones (Triton)", "codegen/triton/merging.py",
         "first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))",
         "first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i > j))",
         f"{TRITON} tests/codegen/test_triton_programs.py::test_values", "positions"),

@@ -178,7 +178,7 @@ def provenance(rows: Sequence[dict[str, Any]], of: int) -> str:
     """Where and of what the rows are."""
     torches = sorted({r["torch"] for r in rows if r.get("torch")})
     machines = sorted({r["machine"] for r in rows if r.get("machine")})
-    states = len({r["source"] for r in rows if r.get("source")})
+    states = len({r.get("source") for r in rows})  # rows of before it was noted count as one
     source = "one state of the source" if states == 1 else f"{states} states of the source"
     return (
         f"{' and '.join(machines) or 'unknown machine'}, torch {' and '.join(torches)}; "
