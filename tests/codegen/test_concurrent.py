@@ -21,7 +21,7 @@ def k(words, out, bad, N: tl.constexpr):
     pid = tl.program_id(0)
     if pid == bad:
         tl.arange(0, 3)  # no power of two
-    libm.publish(words + pid, (pid * 1.0).to(tl.float32), 1)
+    libm.publish(words + pid, (pid * 1.0).to(tl.float32), 1, None)
     told = libm.told(libm.collect(words, 1, N, 32), 0.0 * pid.to(tl.float32), 0.0, N)
     tl.store(out + pid, libm.team_sum(told))
 

@@ -173,9 +173,10 @@ def of_repeated(target: Any, rule: Rule | None) -> Rule:
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
+        alpha = kwargs.get("alpha", 1)  # a number that is not known is not asked about
         expanded = any(repeated(t) for t in tensors)
         stepped = (  # torch multiplies first; operands of one layout keep it
-            kwargs.get("alpha", 1) != 1
+            (type(alpha) not in (int, float) or alpha != 1)
             and not all(map(in_order, tensors))
             and any(t.shape != tensors[0].shape for t in tensors)
         )
