@@ -335,7 +335,11 @@ def late_rows(loops: Loops, em: Emitter, team: Team, step: str, columns: Mapping
     """
     loop, outer = em.scope, em.chain[-2]
     nodes = dict.fromkeys(n for root in loops.roots() for n in root.walk() if n.op == "load")
-    loads = [n for n in nodes if n.attr[0] not in em.result_dims and n.dtype in KEPT]
+    loads = [
+        n  # of what needs no fold, at any depth
+        for n in nodes
+        if n.dtype in KEPT and not any(x.attr[0] in em.result_dims for x in n.loads())
+    ]
     once = [n for n in loads if em.deps(n) == X]
     first = read_row(em, once, "first", "tl.minimum(xfirst, xnumel - 1)", outer)
     rows = {n: em.fresh("row") for n in once}
