@@ -255,6 +255,13 @@ FOUND: dict[str, Found] = {
         (lambda: [f(33, 2, grad=True), torch.arange(-16, 17)],),
         BACKWARD,
     ),
+    # GCC 12 took masks of lanes in the wrong order where elements lie side by side
+    "rows twice, one after the other": Found(
+        """v = x.repeat_interleave(2, 0)
+        w = y.repeat_interleave(2, 0).flip(1)
+        return torch.cat([v, v]), torch.cat([w, w])""",
+        (lambda: [f(13, 3), f(13, 2)],),
+    ),
     # the base of a view, returned as the same object as a detached result, had no gradient
     "detached beside a view": Found(
         """v = torch.nn.functional.pad(x, (0, 1, 2, 0))

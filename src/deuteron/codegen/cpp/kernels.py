@@ -30,7 +30,7 @@ from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
 from deuteron.codegen.cpp.streams import streams
 from deuteron.codegen.cpp.support import sections, support
-from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
+from deuteron.codegen.cpp.unroll import misread, unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare
 from deuteron.ir.expr import index_value
 from deuteron.ir.index import Sym
@@ -204,8 +204,8 @@ def write_nest(env: Env) -> None:
         env.loops = replace(loops, parallel=(*loops.parallel, *loops.reduced), reduced=())
         write_points(env)
         return
-    if worth_unrolling(loops):
-        env.loops, env.unrolled = unroll(loops), True
+    if worth_unrolling(loops) and not misread(unrolled := unroll(loops)):
+        env.loops, env.unrolled = unrolled, True
         write_points(env)
         return
     v = vector(loops, (*loops.parallel, *loops.reduced))

@@ -24,7 +24,7 @@ from deuteron.codegen.cpp.nests import (
 )
 from deuteron.codegen.cpp.segments import row_masks
 from deuteron.codegen.cpp.tiles import Tiles, crossing
-from deuteron.codegen.cpp.unroll import interleaved, write_out
+from deuteron.codegen.cpp.unroll import interleaved, misread, write_out
 from deuteron.codegen.loops import (
     Rewriter,
     ordered,
@@ -206,8 +206,8 @@ def write_points(env: Env) -> None:
         env.loops = loops = replace(loops, parallel=(Axis("one", const(1)),))
     meeting = ordered_conflicts(loops)
     short = interleaved(loops) if not meeting else None
-    if short is not None:
-        env.loops = loops = write_out(loops, short)
+    if short is not None and not misread(side_by_side := write_out(loops, short)):
+        env.loops = loops = side_by_side
     candidates = [a for a in loops.parallel if a not in meeting] or list(loops.parallel)
     v = vector(loops, candidates)
     assert v is not None

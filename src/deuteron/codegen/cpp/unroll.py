@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from deuteron.codegen.cpp.segments import cuts
 from deuteron.codegen.loops import ColumnFold, Loops, Part, Rewriter, Write, stride
 from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, cast, extreme, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
@@ -42,6 +43,26 @@ def _near(loops: Loops, axis: Axis) -> bool:
     """Whether lanes along the axis touch neighbouring cache lines in every access."""
     steps = [stride(a.address, axis) for a in loops.accesses]
     return all(s is not None and abs(s) <= MOST_POINTS for s in steps) and any(steps)
+
+
+def misread(loops: Loops) -> bool:
+    """Whether g++ 12 would read what is written side by side from wrong lanes.
+
+    Where stores to neighbouring places, steps of several elements apart for the lanes, are made a
+    group, it sorts out the elements of loads but not the bits of their masks. A mask of lanes only
+    that is cut off (`segments`) does no harm.
+    """
+    stored = [p.tensor for p in loops.parts if isinstance(p, Write)]
+    if len(set(stored)) == len(stored):
+        return False
+    for n in loops.nodes:
+        if n.op != "load" or not n.args:
+            continue
+        for v in n.args[0].axes() & frozenset(loops.parallel):
+            step = stride(n.attr[1][0], v)
+            if step not in (0, 1, -1) and not (n.args[0].axes() == {v} and cuts(n.args, v)):
+                return True
+    return False
 
 
 def unroll(loops: Loops) -> Loops:
