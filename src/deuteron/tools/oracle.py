@@ -315,7 +315,9 @@ def gradients(
     out: list[dict[str, Tensor | None]] = [{} for _ in rows]
     for row, (outputs, inputs) in enumerate(rows):
         mine = [x for x in outputs.values() if differentiable(x)]
-        leaves = {k: x for k, x in inputs.items() if x.requires_grad}
+        # What has a gradient since it was written to is no leaf: how later results depend on it
+        # is not in the graph of any program compiled by AOTAutograd.
+        leaves = {k: x for k, x in inputs.items() if x.requires_grad and x.is_leaf}
         if mine and leaves:
             ends += mine
             given += [cotangent(x, i) for i, x in enumerate(mine)]
