@@ -389,14 +389,16 @@ class Emitter:
         return name
 
     def _check(self, node: Expr, scope: Scope) -> str:
-        """Asserts that an index is within its dimension; its value."""
+        """Asserts that an index is within its dimension; its value, which spans what the masks of
+        the assertion do."""
         text, extent = self.value(node.args[0]), self._factor(node.attr)
         bounds = self.mask(self.deps(node))
         masks = [self.value(a) for a in node.args[1:]] + ([bounds] if bounds else [])
         outside = " & ".join([f"(({text} < 0) | ({text} >= {extent}))", *masks])
         scope.add(f'tl.device_assert(({outside}) == 0, "index out of bounds")')
         self.checked = True
-        return text
+        have, wanted = self.deps(node.args[0]), self.deps(node)
+        return text if have == wanted else self.spread(text, have, wanted)
 
     def _load(self, node: Expr) -> str:
         name, idx, fill = node.attr
