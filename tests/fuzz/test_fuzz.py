@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deuteron.tools import reproduce
 from deuteron.tools.fuzz import Task, fuzz
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import Oracle, Shaken, differences, see
@@ -167,6 +169,23 @@ def test_gradients_of_what_torch_itself_cannot_run() -> None:
     assert program is not None
     failure = program.check(How(backward=True))
     assert failure is None or failure.kind == "torch"
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_what_dynamo_alone_gets_wrong(dynamo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo of torch 2.11 takes a norm along the last of `[2, 1]` for one number, so that what is
+    counted with its size is wrong, and AOTAutograd ends on it (seed 14500480)."""
+    x, run = torch.randn(5, generator=torch.Generator().manual_seed(0)), reproduce.run
+
+    def torch_2_11(fn: Any, sets: Any, how: How) -> Any:
+        if how.backend == "aot_eager":
+            raise RuntimeError("shape '[2, 1]' is invalid for input of size 1")
+        wrong = dynamo or how.backend == "deuteron"
+        return run(torch.sin if wrong else torch.cos, sets, replace(how, backend="eager"))
+
+    monkeypatch.setattr(reproduce, "run", torch_2_11)
+    failure = reproduce.check(torch.cos, torch.cos, [[x]], How())
+    assert failure is not None and failure.kind == ("torch" if dynamo else "wrong")
 
 
 def test_the_oracle_moves_sums_at_positions() -> None:

@@ -84,11 +84,11 @@ def kept(task: Task, whole: Straight, how: How, failure: Failure) -> Path:
     folder = Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{failure.kind}_{task.seed}.py"
-    about = f"deuteron fuzz --seed {task.seed} --count 1\n{failure}"
-    path.write_text(file_text(whole, how, about), encoding="utf-8")
+    command = f"deuteron fuzz --seed {task.seed} --count 1 --device {task.device}"
+    path.write_text(file_text(whole, how, f"{command}\n{failure}"), encoding="utf-8")
     if task.cut:
         small, failure, how = reduced(whole, how, failure, CUTTING)
-        about = f"Cut down from: deuteron fuzz --seed {task.seed} --count 1\n{failure}"
+        about = f"Cut down from: {command}\n{failure}"
         path.write_text(file_text(small, how, about), encoding="utf-8")
     return path
 

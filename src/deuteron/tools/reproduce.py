@@ -31,6 +31,8 @@ HALVES = ("float32", "float16", "bfloat16")
 # Backends that draw eager's random numbers when asked: the compiler, and the compiler with Triton
 # kernels that are interpreted on the CPU (in a process started with TRITON_INTERPRET=1).
 OURS = ("deuteron", "interpreted")
+# Backends that run what torch captured as it is: with AOTAutograd, and without.
+CAPTURES = ("aot_eager", "eager")
 
 
 # What a program's file imports anyway.
@@ -103,13 +105,26 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
     except Exception as e:  # noqa: BLE001 - whatever the compiler or its program raises
         return blame(fn, sets, how, e)
     if found:
-        try:
-            torch_too = set(map(place, problems(run(fn, sets, witness(how)), oracles)))
-        except Exception:  # noqa: BLE001 - no excuse, but for what a backend does not decide
-            torch_too = {place(p) for p in found if p.endswith(ZEROS)}
+        torch_too = wrong_without(fn, sets, how, oracles, found)
         own = [p for p in found if place(p) not in torch_too]
         return Failure("wrong" if own else "torch", "; ".join(own or found))
     return None
+
+
+def wrong_without(
+    fn: Fn, sets: Sequence[Sequence[Tensor]], how: How, oracles: Sequence[Oracle], found: list[str]
+) -> set[str]:
+    """Where torch's capture is wrong without a compiler. Where AOTAutograd cannot run what Dynamo
+    found out (a size may be wrong), where Dynamo's alone is, and what a backend does not decide."""
+    torch_too: set[str] = set()
+    for capture in CAPTURES:
+        try:
+            seen = run(fn, sets, witness(how, capture))
+        except Exception:  # noqa: BLE001 - no excuse, but for what a backend does not decide
+            torch_too = {place(p) for p in found if p.endswith(ZEROS)}
+            continue
+        return torch_too | set(map(place, problems(seen, oracles)))
+    return torch_too
 
 
 def generators() -> list[Tensor]:
@@ -165,9 +180,9 @@ def backend(how: How) -> Any:
     return interpreted
 
 
-def witness(how: How) -> How:
+def witness(how: How, capture: str = CAPTURES[0]) -> How:
     """The same capture without a compiler."""
-    return replace(how, backend="aot_eager", options={})
+    return replace(how, backend=capture, options={})
 
 
 def blame(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How, error: Exception) -> Failure:
@@ -308,13 +323,14 @@ def storage_of(t: Tensor) -> Tensor:
 
 def tensor_text(t: Tensor) -> str:
     """Source text of a tensor, exactly where it is small."""
+    moved = ".cuda()" if t.is_cuda else ""
     t = t.detach().resolve_conj().resolve_neg().cpu()
     shape, strides = tuple(t.shape), tuple(t.stride())
     flat = storage_of(t)
     data = str(flat.tolist()) if flat.numel() <= SHOWN else f"(0, {flat.numel()})"
     for word in ("inf", "nan"):
         data = data.replace(word, f'float("{word}")')
-    return f"tensor({shape}, {strides}, {t.dtype}, {data})"
+    return f"tensor({shape}, {strides}, {t.dtype}, {data}){moved}"
 
 
 def drawn(p: Straight) -> Straight:
