@@ -161,20 +161,17 @@ class Rows(PassWriter):
         inner = size(self.outer) * per_v
         known = all(a.extent.value is not None for a in (*self.outer, self.v))
         counter = ""
-        blocks = bool(flushed) and per_v > FLUSH
-        if flushed and not blocks and not (known and inner <= 2 * FLUSH):
-            if self.outer:
-                counter = env.em.fresh("n")
-                env.em.scope.add(f"int {counter} = 0;")
-            else:
-                blocks = True
+        # A row whose length is only known later may be long, whatever its hint is.
+        blocks = bool(flushed) and (per_v > FLUSH or self.v.extent.value is None)
+        if flushed and self.outer and per_v <= FLUSH and not (known and inner <= 2 * FLUSH):
+            counter = env.em.fresh("n")
+            env.em.scope.add(f"long long {counter} = 0;")
 
         def innermost() -> None:
             for seg in self.segments(p, k):
-                self.vector_loop(
-                    k, p, seg, accs, lanes, blocks, chunk if chunk and chunk[0] == self.v else None
-                )
-            if counter:
+                mine = chunk if chunk and chunk[0] == self.v else None
+                self.vector_loop(k, p, seg, accs, lanes, blocks, counter, mine)
+            if counter and not blocks:
                 env.em.scope.add(f"if (++{counter} == {max(1, FLUSH // per_v)}) {{ {counter} = 0;")
                 for a in flushed:
                     env.em.scope.add(*("  " + s for s in a.flush(lanes)))
@@ -199,8 +196,11 @@ class Rows(PassWriter):
         accs: dict[str, Accumulator],
         lanes: int,
         blocks: bool,
+        counter: str,
         chunk: tuple[Axis, str, str] | None,
     ) -> None:
+        """The loop over a segment. With `blocks`, sums go to the doubles after blocks of it; with
+        a `counter` besides, after as many elements of this and other rows."""
         env, em = self.env, self.env.em
         low, high = "0", env.extent(seg.count)
         if chunk:
@@ -217,8 +217,26 @@ class Rows(PassWriter):
         base = em.name_axis(seg.axis)
         serial = bool(p.prefixes) or self.v in self.conflicts
         ahead = [] if serial or seg.axis != self.v else self.prefetches(k, base, lanes)
+        block, end = (em.fresh("b"), em.fresh("e")) if blocks else (low, high)
+
+        def in_blocks(inner: Sequence[str]) -> None:
+            length = FLUSH * (1 if serial else lanes)
+            flush = [s for a in accs.values() for s in a.flush(lanes)]
+            if counter:
+                full = f"if (({counter} += {end} - {block}) >= {length}) {{ {counter} = 0;"
+                flush = [full, *("  " + s for s in flush), "}"]
+            limit = f"const long long {end} = {smaller(f'{block} + {length}', high)};"
+            head = f"for (long long {block} = {low}; {block} < {high}; {block} += {length})"
+            em.scope.loop(head, [limit, *inner, *flush])
+
         if serial or (not accs and not ahead and hint(self.v.extent) > SHORT):
-            self.whole_loop(seg, low, high, self.position(seg, "@"), not serial, accs)
+            at = self.position(seg, "@")
+            if not blocks:
+                self.whole_loop(seg, low, high, at, not serial, accs)
+                return
+            with em.inside() as whole:
+                self.whole_loop(seg, block, end, at, not serial, accs)
+            in_blocks(whole.lines)
             return
         random = draws(env, seg.parts, (seg.axis, self.v)) if lanes % LANES == 0 else []
         with em.inside() as drawn:
@@ -236,20 +254,11 @@ class Rows(PassWriter):
             rest = tail
         for n in random:
             del self.tiled[n]
-        if not blocks:
-            em.scope.add(*lane_loops(em, base, low, high, lanes, scope, rest, ahead, drawn.lines))
-            return
-        block, end = em.fresh("b"), em.fresh("e")
-        length = lanes * FLUSH
-        inner = [
-            f"const long long {end} = {smaller(f'{block} + {length}', high)};",
-            *lane_loops(em, base, block, end, lanes, scope, rest, ahead, drawn.lines),
-        ]
-        for a in accs.values():
-            inner += a.flush(lanes)
-        em.scope.loop(
-            f"for (long long {block} = {low}; {block} < {high}; {block} += {length})", inner
-        )
+        lines = lane_loops(em, base, block, end, lanes, scope, rest, ahead, drawn.lines)
+        if blocks:
+            in_blocks(lines)
+        else:
+            em.scope.add(*lines)
 
     def scans_blocks(self, p: Pass) -> bool:
         """Whether the scans of a pass run by blocks of lanes: sums and products in double, whose
@@ -540,7 +549,8 @@ def write_chunked(env: Env, v: Axis) -> None:
     worker = em.name_axis(WORKER)
     low, high, row_name = em.fresh("lo"), em.fresh("hi"), em.name_axis(axis)
     rows_each = -(-hint(axis.extent) // count) * size(others)
-    two_level = rows_each > 4 * FLUSH or axis.extent.value is None
+    known = all(a.extent.value is not None for a in others)
+    two_level = rows_each > 4 * FLUSH or axis.extent.value is None or not known
     em.scope.add(*rows.allocate())
     accs: list[tuple[ColumnFold, Accumulator]] = []
     n = env.extent(rows.row_size)
@@ -573,9 +583,19 @@ def write_chunked(env: Env, v: Axis) -> None:
             )
         with em.inside(axis) as scope:
             rows.step = others[-1] if others else axis
-            serial_loops(env, others, rows.row)
             flush = [s for _, a in accs if two_level for s in a.flush_lanes(n)]
-            if flush:
+            if flush and not known:  # how many rows go to one step of the worker is seen then
+                counter = em.fresh("n")
+                outer.add(f"int {counter} = 0;")
+                flush = [f"{counter} = 0;", *flush]
+
+            def row() -> None:
+                rows.row()
+                if flush and not known:
+                    em.scope.loop(f"if (++{counter} == {FLUSH * 2})", flush)
+
+            serial_loops(env, others, row)
+            if flush and known:
                 every = max(1, FLUSH * 2 // size(others))
                 scope.loop(f"if (({row_name} - {low}) % {every} == {every - 1})", flush)
         outer.loop(
