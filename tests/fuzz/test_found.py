@@ -262,6 +262,11 @@ FOUND: dict[str, Found] = {
         return torch.cat([v, v]), torch.cat([w, w])""",
         (lambda: [f(13, 3), f(13, 2)],),
     ),
+    # and also where a loop had more edges than it is cut at
+    "mirrored rows, one after the other": Found(
+        "return torch.cat([(x + k).flip(1) for k in range(9)])",
+        (lambda: [f(13, 3)],),
+    ),
     # the base of a view, returned as the same object as a detached result, had no gradient
     "detached beside a view": Found(
         """v = torch.nn.functional.pad(x, (0, 1, 2, 0))

@@ -14,6 +14,7 @@ from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, smaller
 from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.passes import Pass, plan
+from deuteron.codegen.cpp.segments import cuts, pieces
 from deuteron.codegen.cpp.short import short_loop
 from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.codegen.loops import ColumnFold, Loops, Part, Rewriter, Write
@@ -219,8 +220,6 @@ class PassWriter:
 
     def segments(self, p: Pass, k: int) -> list[Segment]:
         """The vector axis cut where conditions on it change."""
-        from deuteron.codegen.cpp.segments import cuts
-
         inside = {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k}
         marks = cuts(p.roots(), self.v)
         if not marks:
@@ -236,16 +235,13 @@ class PassWriter:
                 )
             ]
         out = []
-        edges = [const(0), *marks, self.v.extent]
-        for i in range(len(edges) - 1):
-            low, count = edges[i], edges[i + 1] - edges[i]
-            axis = Axis(f"{self.v.name}s{i}", count)
+        for low, axis in pieces(self.v, marks):
             move = Rewriter({self.v: low + axis.index}, None, self.env.loops.results)
             out.append(
                 Segment(
                     axis,
                     low,
-                    count,
+                    axis.extent,
                     [move.part(x) for x in p.parts],
                     [(move.expr(n), self.buffers[n]) for n in p.keep],
                     {move.expr(n): b for n, b in inside.items()},

@@ -9,10 +9,21 @@ heads or channels.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
-from deuteron.codegen.cpp.segments import cuts
-from deuteron.codegen.loops import ColumnFold, Loops, Part, Rewriter, Write, stride
+from deuteron.codegen.cpp.segments import cuts, settled
+from deuteron.codegen.cpp.tiles import crossing
+from deuteron.codegen.loops import (
+    ColumnFold,
+    Loops,
+    Part,
+    Rewriter,
+    Write,
+    roots_of,
+    stride,
+    unique_nodes,
+)
 from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, cast, extreme, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
@@ -49,20 +60,24 @@ def misread(loops: Loops) -> bool:
     """Whether g++ 12 would read what is written side by side from wrong lanes.
 
     Where stores to neighbouring places, steps of several elements apart for the lanes, are made a
-    group, it sorts out the elements of loads but not the bits of their masks. A mask of lanes only
-    that is cut off (`segments`) does no harm.
+    group, it sorts out the elements of loads but not the bits of their masks. A mask that is the
+    same for all lanes of each segment does no harm.
     """
     stored = [p.tensor for p in loops.parts if isinstance(p, Write)]
     if len(set(stored)) == len(stored):
         return False
-    for n in loops.nodes:
-        if n.op != "load" or not n.args:
-            continue
-        for v in n.args[0].axes() & frozenset(loops.parallel):
-            step = stride(n.attr[1][0], v)
-            if step not in (0, 1, -1) and not (n.args[0].axes() == {v} and cuts(n.args, v)):
-                return True
+    roots = [r for p in loops.parts for r in roots_of(p)]
+    masked = [n for n in unique_nodes(roots) if n.op == "load" and n.args]
+    for v in loops.parallel:
+        masks = {n.args[0] for n in masked if stride(n.attr[1][0], v) not in (0, 1, -1)}
+        if masks and not settled([m for m in masks if v in m.axes()], v, _cuts(loops, roots, v)):
+            return True
     return False
+
+
+def _cuts(loops: Loops, roots: Sequence[Expr], v: Axis) -> list[Index]:
+    """Where `points` cuts a loop along `v`; tiles are written without."""
+    return cuts(roots, v) if crossing(loops, v) is None else []
 
 
 def unroll(loops: Loops) -> Loops:
