@@ -102,6 +102,19 @@ def test_long_rows_are_split() -> None:
     assert found.kernels[0].nests[0].parallel[-1].extent.value > 16
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_of_nothing_are_not_split(dynamic: bool) -> None:
+    """Places in rows were computed with their sizes as divisors (seed 16000000)."""
+    found = scheduled(
+        lambda x, y: x.sum((0, 1)) * y.sin() + 1,
+        x(2, 0, 8, 8),
+        x(8, 8),
+        device="H200",
+        dynamic=dynamic,
+    )
+    assert len(found.kernels) == 1
+
+
 def test_columns_are_chunked() -> None:
     found = scheduled(lambda x: (x * 2).sum(0), x(4096, 64), device="H200")
     assert found.accepted("split")

@@ -86,7 +86,10 @@ def relieve(fusion: Fusion) -> None:
 
 
 def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
+    """The group's folds in parts; None where there is no way, as for sums of nothing."""
     if any(m.compute.target is not None for m in group.members):
+        return None
+    if any(a.extent.value == 0 for a in group.space.reduced):
         return None
     if profit.side_by_side(group, fusion.layouts) and not profit.chained(group):
         base, table = rows_of(group)
