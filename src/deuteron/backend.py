@@ -27,6 +27,7 @@ from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture import decompositions
 from deuteron.capture.partition import partition
+from deuteron.capture.regenerated import views_of_inputs
 from deuteron.graph import random
 from deuteron.runtime import ahead
 
@@ -89,8 +90,11 @@ class Session:
             found.append(record)
         if phase == "inference" and not self.options.eager_random:
             random.functionalize(gm, record)
-        if phase == "forward":
-            nothing_donated()
+        metadata = aot_metadata()
+        if metadata is not None and phase != "backward":
+            views_of_inputs(gm, metadata)
+        if metadata is not None and phase == "forward":
+            nothing_donated(metadata)
         if self.options.fallback == "aten":
             return boxed(self.compile_or_fall_back(gm, inputs, phase, record))
         return boxed(self.run(gm, inputs, phase, record))
@@ -125,12 +129,16 @@ class Session:
             return run_as_traced(original)
 
 
-def nothing_donated() -> None:
+def aot_metadata() -> Any:
+    """What AOTAutograd says of the inputs and results of the graph being compiled."""
+    context = torch._guards.TracingContext.try_get()
+    return getattr(context, "fw_metadata", None)
+
+
+def nothing_donated(metadata: Any) -> None:
     """Says of the graph being compiled that its backward overwrites nothing. Left unsaid, a
     ``backward(retain_graph=True)`` after one without would be refused."""
-    context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    if metadata is not None and getattr(metadata, "bw_donated_idxs", None) is None:
+    if getattr(metadata, "bw_donated_idxs", None) is None:
         metadata.bw_donated_idxs = []
 
 

@@ -323,6 +323,19 @@ FOUND: dict[str, Found] = {
         (lambda: [f(3, 6, 70, grad=True)],),
         BACKWARD,
     ),
+    # a view of what the input was given, not of the input: where sizes change it began at 0
+    "part of an input that is overwritten": Found(
+        """v = x.chunk(2, -2)[-1]
+        x.zero_()
+        w = y.narrow(-1, 0, (y.shape[-2] + 1) // 2).unflatten(-3, (-1, 1))
+        w.relu_()
+        return v, w""",
+        (
+            lambda: [f(2, 1), f(530).as_strided((16, 1, 16), (33, 33, 2), 1)],
+            lambda: [f(7, 3), f(50).as_strided((3, 4, 2), (8, 2, 1), 5)],
+        ),
+        DYNAMIC,
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",

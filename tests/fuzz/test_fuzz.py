@@ -20,7 +20,7 @@ from deuteron.tools.fuzz import Task, fuzz
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import Oracle, Shaken, differences, see
 from deuteron.tools.reduce import reduced
-from deuteron.tools.reproduce import How, Line, Straight, straight
+from deuteron.tools.reproduce import How, Line, Straight, file_text, load, straight
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXED = 7_000_013
@@ -79,6 +79,19 @@ def cosine_for_sine(gm: Any, inputs: list[Tensor]) -> Any:
             n.target = torch.cos
     gm.recompile()
     return gm.forward
+
+
+def test_a_file_has_its_inputs(tmp_path: Path) -> None:
+    """Elements, strides, and where in its memory each begins."""
+    small = torch.arange(20.0).as_strided((2, 3), (7, 2), 3).requires_grad_()
+    large = torch.ones(1000).as_strided((20, 30), (31, 1), 5)
+    p = Straight({"x": (small,), "y": (large,)}, (), ("x",))
+    file = tmp_path / "a.py"
+    file.write_text(file_text(p, How(), ""))
+    [[x, y]] = load(file).sets
+    assert x.tolist() == small.tolist() and x.requires_grad
+    for got, want in ((x, small), (y, large)):
+        assert got.stride() == want.stride() and got.storage_offset() == want.storage_offset()
 
 
 def test_nothing_attends_to_nothing() -> None:

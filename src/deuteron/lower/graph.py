@@ -398,6 +398,8 @@ class Driver:
                 origins=ctx.origins(),
             )
         )
+        if newest in ctx.storages:
+            ctx.storages[name] = ctx.storages[newest]
         ctx.renamed[old] = name
         ctx.overwritten.update((old, newest))
         at: dict[Any, Any] = {}

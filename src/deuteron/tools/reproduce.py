@@ -296,8 +296,11 @@ def straight(source: str, sets: Sequence[Sequence[Tensor]], name: str = "fn") ->
 
 
 # -- files -----------------------------------------------------------------------------------------
-def tensor(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, data: Any) -> Tensor:
-    """A tensor of a file: `data` is its storage, as a list, or a seed to draw it from."""
+def tensor(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, data: Any, offset: int = 0
+) -> Tensor:
+    """A tensor of a file: `data` is its storage from its first element on, as a list, or a seed to
+    draw it from and a length."""
     if isinstance(data, list):
         flat = torch.tensor(data, dtype=dtype)
     else:
@@ -307,7 +310,7 @@ def tensor(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, dat
             flat = torch.randn(count, generator=g).to(dtype)
         else:
             flat = torch.randint(0, 2, (count,), generator=g).to(dtype)
-    return flat.as_strided(shape, strides)
+    return torch.cat((flat.new_zeros(offset), flat)).as_strided(shape, strides, offset)
 
 
 def extent(t: Tensor) -> int:
@@ -330,7 +333,8 @@ def tensor_text(t: Tensor) -> str:
     data = str(flat.tolist()) if flat.numel() <= SHOWN else f"(0, {flat.numel()})"
     for word in ("inf", "nan"):
         data = data.replace(word, f'float("{word}")')
-    return f"tensor({shape}, {strides}, {t.dtype}, {data}){moved}"
+    offset = f", {t.storage_offset()}" if t.storage_offset() else ""
+    return f"tensor({shape}, {strides}, {t.dtype}, {data}{offset}){moved}"
 
 
 def drawn(p: Straight) -> Straight:
@@ -339,7 +343,8 @@ def drawn(p: Straight) -> Straight:
     def other(t: Tensor) -> Tensor:
         if extent(t) <= SHOWN:
             return t
-        made = tensor(tuple(t.shape), tuple(t.stride()), t.dtype, (0, extent(t)))
+        data, at = (0, extent(t)), t.storage_offset()
+        made = tensor(tuple(t.shape), tuple(t.stride()), t.dtype, data, at)
         return made.to(t.device).requires_grad_(t.requires_grad)
 
     return replace(p, inputs={n: tuple(map(other, ts)) for n, ts in p.inputs.items()})
