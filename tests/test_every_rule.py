@@ -127,7 +127,16 @@ def lines_run(files: Iterable[Path]) -> Iterator[set[Place]]:
 # Functions whose answers are rules; in the order of the files.
 RULES: dict[ModuleType, tuple[str, ...]] = {
     index_module: (
-        *("_recombine", "_divide_term", "divide_exact", "_split", "_factored", "_floordiv"),
+        *(
+            "_recombine",
+            "_with_remainder",
+            "_only",
+            "_divide_term",
+            "divide_exact",
+            "_split",
+            "_factored",
+            "_floordiv",
+        ),
         *("_just_below", "_mod", "minimum", "maximum", "coefficient"),
     ),
     ranges_module: (

@@ -83,10 +83,11 @@ def test_flattened_and_split_again(tree: Tree, a: Tree, b: Tree) -> None:
     there = index * d + index % d
     back = (index // d) * d + index % d
     twice = (index // (d * e)) * (d * e) + (index // d) % e * d + index % d
+    inside = (index // (d * e)) * (d * e) + index % (d * e) // d * d + index % d
     for env in valuations(tree_axes(tree), 2):
         x, y = meaning(tree, env), meaning(a, env)
         assert evaluate(there, env) == x * y + x % y
-        assert evaluate(back, env) == x == evaluate(twice, env)
+        assert evaluate(back, env) == x == evaluate(twice, env) == evaluate(inside, env)
 
 
 @quick
@@ -219,6 +220,9 @@ I, J, K = i.index, j.index, k.index
         ((I * m + K) % m, K),
         ((I // 8) * 8 + I % 8, I),
         ((I // m) * m + I % m, I),
+        ((I // 8) * 8 + (I % 8) // 2 * 2 + I % 2, I),
+        (I % (m * 4) // m * m + I % m, I % (m * 4)),
+        ((I % 6) // 4 * 4 + I % 4, (I % 6) // 4 * 4 + I % 4),
         ((I // 8) // 4, I // 32),
         ((I * 6 + 3) // 9, (I * 2 + 1) // 3),
         ((I * 6 + 2) // 9, (I * 2) // 3),

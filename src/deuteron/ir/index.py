@@ -408,14 +408,32 @@ def _recombine(out: dict[Monomial, int]) -> Index:
             left = list(m)
             left.remove(at)
             rest = Index({tuple(left): c})
-            pair = rest * floordiv(at.num, at.den) * at.den
-            if all(pm != m and out.get(pm) == pc for pm, pc in pair.terms):
-                kept = dict(out)
-                for pm, _ in pair.terms:
-                    del kept[pm]
-                del kept[m]
-                return Index(kept) + rest * at.num
+            for whole in _with_remainder(at, out):
+                pair = rest * floordiv(whole, at.den) * at.den
+                if all(pm != m and out.get(pm) == pc for pm, pc in pair.terms):
+                    kept = dict(out)
+                    for pm, _ in pair.terms:
+                        del kept[pm]
+                    del kept[m]
+                    return Index(kept) + rest * whole
     return Index(out)
+
+
+def _with_remainder(at: Mod, out: dict[Monomial, int]) -> list[Index]:
+    """What leaves the remainder `at`: x of x%k, and those x%(n*k) whose quotient is in `out`."""
+    found = [at.num]
+    for a in (a for m in out for a in m if isinstance(a, Div) and a.den is at.den):
+        inner = _only(a.num)
+        if isinstance(inner, Mod) and inner.num is at.num:
+            found += [a.num] if divide_exact(inner.den, at.den) is not None else []
+    return found
+
+
+def _only(index: Index) -> Atom | None:
+    """The atom that the index is, if it is one."""
+    if len(index.terms) != 1 or index.terms[0][1] != 1 or len(index.terms[0][0]) != 1:
+        return None
+    return index.terms[0][0][0]
 
 
 def _divide_term(m: Monomial, c: int, den: Index) -> tuple[Monomial, int] | None:
@@ -534,10 +552,9 @@ def _floordiv(num: Index, den: Index) -> Index:
     if found is not None:
         big, _, g = found
         return quotient + floordiv(big, (den.value or 1) // g)
-    if len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
-        inner = rest.terms[0][0][0]
-        if isinstance(inner, Div):
-            return quotient + floordiv(inner.num, inner.den * den)
+    inner = _only(rest)
+    if isinstance(inner, Div):
+        return quotient + floordiv(inner.num, inner.den * den)
     if not rest.terms:
         return quotient
     return quotient + atom(Div(rest, den))
@@ -573,10 +590,9 @@ def _mod(num: Index, den: Index) -> Index:
     if found is not None:
         big, small, g = found
         return mod(big, (den.value or 1) // g) * g + small
-    if len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
-        inner = rest.terms[0][0][0]
-        if isinstance(inner, Mod) and divide_exact(inner.den, den) is not None:
-            return mod(inner.num, den)
+    inner = _only(rest)
+    if isinstance(inner, Mod) and divide_exact(inner.den, den) is not None:
+        return mod(inner.num, den)
     return atom(Mod(rest, den))
 
 
