@@ -336,6 +336,18 @@ FOUND: dict[str, Found] = {
         ),
         DYNAMIC,
     ),
+    # each of two results that lie in memory with holes was stored for itself
+    "views of what has steps": Found(
+        """v = torch.select_scatter(x, x.select(-1, -1), -1, 0)
+        w = torch.slice_scatter(y, y[:2] * 2, 0, 1, 3)
+        return v[-2:], v, w.t(), w[1]""",
+        (lambda: [truth(16)[1::2], f(8, 9)[2:, ::3]],),
+    ),
+    # 4*(i//4) + (i%4)//2*2 + i%2 was not seen to be i
+    "flattened repetitions": Found(
+        "v = x.repeat_interleave(2, -1)\nreturn v.flatten(0), v, v.view(-1, 2)[1:]",
+        (lambda: [f(2, 1, 1, 2)],),
+    ),
     # the oracle's steps of a unit in the last place were made in f32, so that no f64 moved
     "whole numbers where rounding decides, in f64": Found(
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",

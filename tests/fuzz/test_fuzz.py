@@ -276,3 +276,9 @@ def test_the_oracle_sees_strides_and_sharing() -> None:
     oracle, got = seen_by(lambda x: (x.t(), x + 1), x)
     got.shared.clear()
     assert any("memory" in p for p in differences(got, oracle))
+    oracle, got = seen_by(lambda x: (x.exp()[1:], x[2:], x[3:].exp()), x)
+    assert got.shared == {"out1": "shares in0 at byte 40"}
+    oracle, got = seen_by(lambda x: (y := x.select_scatter(x[0], 0, 1), y[2:], y[0]), x[1:])
+    assert got.shared == {"out1": "shares out0 at byte 40", "out2": "shares out0 at byte 0"}
+    got.shared["out1"] = "shares out0 at byte 20"
+    assert any("shares" in p for p in differences(got, oracle))

@@ -435,10 +435,21 @@ class Driver:
             mine = ctx.storages.get(source.tensor) if source is not None else None
             if mine is not None and mine == memory:
                 return v
-        made = ctx.define(v, ctx.dense_layout(fake))
-        if memory in self.exposed:
-            ctx.storages[made.expr.attr[0]] = memory
+        if memory not in self.exposed:
+            return ctx.define(v, ctx.dense_layout(fake))
+        made = self.placed(v, fake)
+        ctx.storages[made.expr.attr[0]] = memory
         return made
+
+    def placed(self, v: Value, fake: torch.Tensor) -> Value:
+        """`v` in memory with the traced strides, holes included."""
+        ctx, layout, wanted = self.ctx, self.ctx.dense_layout(fake), self.ctx.strides_of(fake)
+        stored = v
+        empty = any(n.value == 0 for n in v.shape)
+        if not empty and layout.strides != wanted and apart(v.shape, wanted):
+            stored, layout = calls.with_strides(v, layout, wanted)
+        made = ctx.define(stored, layout)
+        return made if stored is v else make(ctx, v.shape, lambda idx: broadcast(made, idx))
 
     # -- what the graph gives ---------------------------------------------------------------------
     def output(self, r: Any) -> Output:
@@ -462,13 +473,10 @@ class Driver:
         if view is not None and self.may_return(view, memory, wanted, v):
             self.returned[view.tensor] = memory
             return Output(view.tensor, view.shape, wanted, view.offset)
-        layout, shape = ctx.dense_layout(fake), v.shape
-        empty = any(n.value == 0 for n in shape)
-        if not empty and layout.strides != wanted and apart(shape, wanted):
-            v, layout = calls.with_strides(v, layout, wanted)
-        name = ctx.define(v, layout).expr.attr[0]
+        name = self.placed(v, fake).expr.attr[0]
         self.returned[name] = memory
-        return Output(name, shape, wanted if empty else layout.strides)
+        empty = any(n.value == 0 for n in v.shape)
+        return Output(name, v.shape, wanted if empty else ctx.layouts[name].strides)
 
     def distinct(self, r: Any, o: Output) -> Output:
         """Nodes that give the same view of a tensor give two Python objects, but for those that

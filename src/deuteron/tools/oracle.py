@@ -247,23 +247,27 @@ def significant(t: Tensor) -> tuple[int, ...]:
 
 
 def sharing(outputs: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, str]:
-    owners: dict[int, str] = {}
+    """Which input or earlier output each output shares memory with, and from which byte on: of an
+    input's memory, or counted from where that output begins. Where a result begins in memory that
+    was allocated for it says nothing: copies that eager's scatters make keep an input's offset."""
+    owners: dict[int, tuple[str, int]] = {}
     out = {}
     for name, t in inputs.items():
-        owners.setdefault(t.untyped_storage()._cdata, name)
+        owners.setdefault(t.untyped_storage()._cdata, (name, 0))
     for name, t in outputs.items():
         if not isinstance(t, Tensor) or t.layout != torch.strided:
             continue
-        key = t.untyped_storage()._cdata
+        key, at = t.untyped_storage()._cdata, t.storage_offset() * t.element_size()
         if t.numel() == 0:  # no element is shared
             continue
         same = next((k for k, x in inputs.items() if x is t), None)
         if same is not None:
             out[name] = f"is {same}"
         elif key in owners:
-            out[name] = f"shares {owners[key]} at {t.storage_offset()}"
+            owner, start = owners[key]
+            out[name] = f"shares {owner} at byte {at - start}"
         else:
-            owners[key] = name
+            owners[key] = name, at
     return out
 
 
