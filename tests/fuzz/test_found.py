@@ -353,6 +353,13 @@ FOUND: dict[str, Found] = {
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",
         (lambda: [f(6, 31, 11, dtype=torch.float64)],),
     ),
+    # what an input is copied for before it is written to was stored as often as it is repeated
+    "repeated along a dimension, and its input is written to": Found(
+        """v = x & x
+        x[..., 0] = x[..., -1]
+        return v.unsqueeze(1).expand(-1, 3, -1)""",
+        (lambda: [truth(2, 3)],),
+    ),
 }
 
 

@@ -31,7 +31,7 @@ from deuteron.graph import ops
 from deuteron.graph.aliasing import exposed
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Index, Sym, as_index, hint, product
+from deuteron.ir.index import Axis, Index, Sym, as_index, const, hint, product
 from deuteron.ir.index import Value as Loaded
 from deuteron.ir.program import (
     Compute,
@@ -418,7 +418,17 @@ class Driver:
             if n is node.args[0] or not isinstance(v, Value):
                 continue
             if any(x.attr[0] in names for x in v.expr.loads()) and n.op != "placeholder":
-                ctx.env[n] = ctx.define(v, ctx.default_layout(v, ctx.device), n.name)
+                ctx.env[n] = self.kept(v, n.name)
+
+    def kept(self, v: Value, name: str) -> Value:
+        """A copy of a value, in which what is repeated along a dimension is stored once: a result
+        that repeats it has steps of 0."""
+        used = v.expr.axes()
+        once = [a.index if a in used or a.extent.value == 0 else const(0) for a in v.axes]
+        axes = tuple(
+            a if i is a.index else Axis(a.name, 1) for a, i in zip(v.axes, once, strict=True)
+        )
+        return Value(v.axes, self.ctx.define(Value(axes, v.at(once)), wish=name).at(once))
 
     def settle(self, v: Any, fake: Any) -> Any:
         """A result: a view stays a value, anything else gets a tensor."""
