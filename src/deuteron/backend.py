@@ -29,6 +29,7 @@ from deuteron.capture import decompositions
 from deuteron.capture.partition import partition
 from deuteron.capture.regenerated import views_of_inputs
 from deuteron.graph import random
+from deuteron.graph.edit import Editor
 from deuteron.runtime import ahead
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -88,8 +89,10 @@ class Session:
         record.add("graph", phase=phase, nodes=len(gm.graph.nodes))
         for found in self.collectors:
             found.append(record)
-        if phase == "inference" and not self.options.eager_random:
-            random.functionalize(gm, record)
+        if phase == "inference":
+            if not self.options.eager_random:
+                random.functionalize(gm, record)
+            Editor(gm).view_again()
         metadata = aot_metadata()
         if metadata is not None and phase != "backward":
             views_of_inputs(gm, metadata)

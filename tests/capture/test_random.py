@@ -156,3 +156,19 @@ def test_checkpoint_repeats_the_numbers(eager_random):
     torch.testing.assert_close(y.detach(), torch.where(kept, pre.relu() * 2, 0.0))
     torch.testing.assert_close(x.grad, (kept & (pre > 0)).float() * 2 @ w.detach().t())
     assert any("mm" in t for t in traced.targets("backward"))
+
+
+@pytest.mark.parametrize("eager_random", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_views_share_memory_with_the_numbers(grad, eager_random):
+    def f(x):
+        drawn = torch.rand_like(x)
+        return drawn, drawn.split(1)[1], drawn.as_strided((2, 3), (1, 2)), x * drawn
+
+    x = torch.ones(2, 4, requires_grad=grad)
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="deuteron", options={"eager_random": eager_random})
+    for got in (f(x), compiled(x)):
+        drawn, part, windows, _ = got
+        drawn.copy_(torch.arange(8.0).reshape(2, 4))
+        assert part.tolist() == [[4, 5, 6, 7]] and windows.tolist() == [[0, 2, 4], [1, 3, 5]]

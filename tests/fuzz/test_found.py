@@ -353,6 +353,13 @@ FOUND: dict[str, Found] = {
         "v = torch.nn.functional.cosine_similarity(x, x, dim=-3)\nreturn v.to(torch.int32)",
         (lambda: [f(6, 31, 11, dtype=torch.float64)],),
     ),
+    # torch's pass that makes tensors of Python numbers (symbolic ones) puts nodes in the places of
+    # others; their views still were in the memory of those that went
+    "a view that overlaps, of a quotient by a root of a size": Found(
+        "return ((x @ x.mT) / x.shape[-1] ** 0.5).as_strided((2, 2), (1, 1))",
+        (lambda: [f(2, 2)], lambda: [f(3, 3)]),
+        DYNAMIC,
+    ),
     # what an input is copied for before it is written to was stored as often as it is repeated
     "repeated along a dimension, and its input is written to": Found(
         """v = x & x

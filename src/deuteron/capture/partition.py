@@ -348,6 +348,7 @@ def partition(
     """AOTAutograd's ``partition_fn``, with Deuteron's options and Record."""
     if not options.eager_random:
         random.functionalize(joint, record)
+    Editor(joint).view_again()
     joint = rewrite(joint, record)
     if keep_places(joint):
         remove_dead(joint.graph)

@@ -7,6 +7,7 @@ the operator on fake arguments, so that ``meta["val"]`` is true of every node, a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+
+from deuteron.graph import ops
 
 # What a replacement inherits from the node that it stands for.
 INHERITED = (
@@ -60,6 +63,20 @@ class Editor:
         for node in self.graph.nodes:
             if node.op == "call_function" and "val" not in node.meta:
                 node.meta["val"] = self.evaluate(node)
+
+    def view_again(self) -> None:
+        """Views of what took another node's place are evaluated again: which tensors share memory
+        is read off the fake values, and the old ones still lie in that of the node that went."""
+        for node in self.graph.nodes:
+            base, val = ops.viewed(node), node.meta.get("val")
+            if base is None or ops.tensor_of(base) is None:
+                continue
+            parts = val if isinstance(val, (tuple, list)) else [val]
+            if any(ops.storage(v) != ops.storage_of(base) for v in parts):
+                made = node.meta["val"] = self.evaluate(node)
+                for u in node.users:
+                    if u.target is operator.getitem:
+                        u.meta["val"] = made[u.args[1]]
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:

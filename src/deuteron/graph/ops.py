@@ -149,6 +149,19 @@ def is_view(node: fx.Node) -> bool:
     return is_view_target(node.target)
 
 
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The argument of which the results are views, as the operator's schema says: what a rewrite
+    put in an argument's place has other storage than the one that was traced."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or all(r.alias_info is None for r in schema.returns):
+        return None
+    for k, a in enumerate(schema.arguments[: len(node.args)]):
+        if a.alias_info is not None and not a.alias_info.is_write:
+            found = node.args[k]
+            return found if isinstance(found, fx.Node) else None
+    return None
+
+
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
@@ -156,7 +169,11 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
 
 def storage_of(node: fx.Node) -> Any:
     """A hashable identity of the node's storage in the trace, or None where it has none."""
-    val = tensor_of(node)
+    return storage(tensor_of(node))
+
+
+def storage(val: torch.Tensor | None) -> Any:
+    """The same of a fake value."""
     if val is None:
         return None
     try:

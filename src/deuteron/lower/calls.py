@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from deuteron.graph import ops
 from deuteron.ir.index import Axis, Index, Sym, as_index, atom, const
 from deuteron.ir.program import Extern, Layout, ViewArg
 from deuteron.lower.core import LowerContext, Opaque, Value
@@ -51,7 +52,7 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
             name = ctx.fresh_name(node.name if len(leaves) == 1 else f"{node.name}_{k}")
             layout = ctx.layout_of(fake)
             ctx.storages[name] = storage(fake)
-            source = storages.get(storage(fake), viewed(node))
+            source = storages.get(storage(fake), ops.viewed(node))
             if source is not None:
                 # What was computed or copied for the call is in memory only as its argument.
                 shared = passed.get(source) or memory_of(ctx, ctx.env.get(source))
@@ -220,19 +221,6 @@ def operator_key(
         key += "_"
     ctx.callables[key] = target
     return key
-
-
-def viewed(node: fx.Node) -> fx.Node | None:
-    """The argument of which the results are views, as the operator's schema says: what a rewrite
-    put in an argument's place has other storage than the one that was traced."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or all(r.alias_info is None for r in schema.returns):
-        return None
-    for k, a in enumerate(schema.arguments[: len(node.args)]):
-        if a.alias_info is not None and not a.alias_info.is_write:
-            found = node.args[k]
-            return found if isinstance(found, fx.Node) else None
-    return None
 
 
 def overwritten(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
