@@ -367,6 +367,43 @@ FOUND: dict[str, Found] = {
         return v.unsqueeze(1).expand(-1, 3, -1)""",
         (lambda: [truth(2, 3)],),
     ),
+    # where a weight is infinite, eager's formulas for CPUs give NaN, torch's own steps infinities
+    # (the oracle took infinity for eager's NaN, and that for an error)
+    "norms whose weights are infinite": Found(
+        """
+        w = torch.where(torch.arange(8) == 6, -torch.inf, z)
+        n = torch.nn.functional
+        return n.layer_norm(x, (8,), w, w), n.group_norm(y, 4, w, w)
+        """,
+        (lambda: [f(8, 8, grad=True), f(3, 8, 5, grad=True), f(8)],),
+        BACKWARD,
+    ),
+    # Welford's differences of numbers at the ends of the range are NaN, their sum is not
+    "means of numbers at the ends of the range": Found(
+        """
+        v = torch.where(x.abs() > 1, x * torch.inf, x.double()).nan_to_num(0.0)
+        return torch.var_mean(v, -1, correction=0)[1]
+        """,
+        (lambda: [f(4, 33)],),
+    ),
+    # the program does not run in float64, where `to` gives the leaf itself: places of NaN were
+    # eager's and nothing else
+    "NaN where there is no run in float64": Found(
+        """
+        y.to(torch.float64).tanh_()
+        v = torch.where(x > 0.8, torch.nan, x)[:, :4]
+        w = torch.where(z > 1.5, -torch.inf, z)
+        return torch.nn.functional.elu((v[..., None] * w).sum(-2))
+        """,
+        (
+            lambda: [
+                f(7, 8, dtype=torch.float16, grad=True),
+                f(8, dtype=torch.float16, grad=True),
+                f(4, 16, dtype=torch.float16, grad=True),
+            ],
+        ),
+        BACKWARD,
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
 from deuteron.tools import reproduce
 from deuteron.tools.fuzz import Task, fuzz
@@ -255,6 +256,62 @@ def test_the_oracle_knows_what_may_be_equal() -> None:
     assert differences(changed(got, put(0, True)), oracle) == []
     assert differences(changed(got, put(1, False)), oracle) == []
     assert differences(changed(got, put(2, True)), oracle), "no rounding makes that 0"
+
+
+def test_the_oracle_knows_that_means_of_equal_numbers_may_be_off() -> None:
+    """By some units in the last place, in eager as elsewhere (seed 12506477)."""
+    x = torch.randn(121, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def off(x: Tensor) -> Tensor:
+        rows = x.expand(11, 121).clone()
+        return (rows - rows.mean(0)) != 0
+
+    oracle, got = seen_by(off, x)
+    assert bool(got.values["out0"].any()) and not bool(got.values["out0"].all())
+    for other in (torch.zeros_like, torch.ones_like):
+        assert differences(changed(got, other), oracle) == []
+    oracle, got = seen_by(lambda x: (x - x.mean()) != 0, x)
+    assert differences(changed(got, torch.zeros_like), oracle)
+
+
+def test_the_oracle_moves_sums_by_the_size_of_their_terms() -> None:
+    """What is 0 in eager's order of the terms, at any inputs, is not in another."""
+    x = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([1.7e308, 1.7e308, -1.7e308, -1.7e308] * 5, dtype=torch.float64)
+
+    def judged(f: Any, x: Tensor, value: float) -> list[str]:
+        oracle, got = seen_by(f, x)
+        return differences(changed(got, put(0, value)), oracle)
+
+    def pairs(x: Tensor) -> Tensor:
+        return torch.stack([x, -x], 1).flatten().sum()
+
+    assert judged(pairs, x, 1e-5) == [] and judged(pairs, x, 1e-3)
+    for value in (0.0, torch.inf, -torch.inf, torch.nan):
+        assert judged(torch.sum, ends, value) == []
+
+
+def test_the_oracle_knows_infinities_from_nan() -> None:
+    """Eager's formula for CPUs gives NaN in the whole row, that for GPUs does not (seed
+    13002177)."""
+    x, w = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8)
+    w[6], grad = -torch.inf, torch.full((2, 8), 0.5)
+
+    aten = torch.ops.aten.native_layer_norm_backward.default
+
+    def gradient(call: Any) -> Any:
+        def f(x: Tensor, w: Tensor) -> Tensor:
+            _, mean, scale = torch.native_layer_norm(x, [8], w, w, 1e-5)
+            return call(grad.to(x), x, [8], mean, scale, w, w, [True, False, False])[0]
+
+        return f
+
+    oracle, got = seen_by(gradient(aten), x, w)
+    steps = gradient(decomposition_table[aten])(x, w)
+    assert bool(got.values["out0"].isnan().all()) and bool(steps.isinf().any())
+    assert differences(changed(got, lambda t: steps), oracle) == []
+    assert differences(changed(got, lambda t: -steps), oracle)
+    assert differences(changed(got, lambda t: steps.nan_to_num(1.0)), oracle)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

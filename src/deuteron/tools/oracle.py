@@ -6,7 +6,9 @@ memory with whom), and `differences` between a compiled run and eager's.
 What counts as the same value is found out, not fixed. Close to eager by a few units in the last
 place is right. Else a float64 run of eager decides: the error is at most twice eager's, plus what
 moving the inputs, and what is rounded on the way, by a unit in the last place does to the result.
-NaN and inf are where eager has them, or where float64 has them.
+A sum is moved by a unit in the last place of the sum of its terms' magnitudes, which is what
+another order of its terms does to it. NaN and inf are where eager has them, or where float64 has
+them, or where rounding or torch's own formula for an operator puts them.
 """
 
 from __future__ import annotations
@@ -77,9 +79,31 @@ SIGNLESS = frozenset(
         "sum",
     ]
 )
-# Those that eager computes as x * scale + shift, which rarely is exactly 0 where x is the mean, and
-# that others compute as (x - mean) * scale, which is.
-CENTRED = frozenset(["native_layer_norm", "native_group_norm", "native_batch_norm"])
+# Sums of products: each is linear in each of its tensors. Other orders of the terms round another
+# way, and where terms are beyond the dtype's range together, may go there.
+SUMMING = """
+sum mean cumsum mm bmm mv dot vdot addmm addmv baddbmm addbmm trace convolution
+convolution_backward index_add scatter_add index_put embedding_dense_backward avg_pool1d avg_pool2d
+avg_pool3d avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool3d
+_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+"""
+SUMS = frozenset(SUMMING.split())
+PART = 2.0**-64
+# Those for which eager's kernels for CPUs and for GPUs, and torch's own steps, have formulas that
+# differ where a number is the mean (x * scale + shift rarely is exactly 0 there, (x - mean) * scale
+# is), where numbers are infinite (which infinities are subtracted) or near that (Welford's
+# differences of large numbers, which a sum does not form).
+STEPS = frozenset(
+    [
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "var_mean",
+    ]
+)
 # Those whose vectors and left-over elements differ where NaN came in: what the latter give there,
 # and what came in.
 PASSING: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -140,10 +164,20 @@ def moved(tensors: Sequence[Tensor], seed: int, wide: bool) -> list[Tensor]:
     return copies(tensors, change)
 
 
+def floating(t: Tensor) -> bool:
+    """Whether rounding moves the elements."""
+    return t.dtype.is_floating_point and t.layout == torch.strided
+
+
+def magnitude(t: Tensor) -> Tensor:
+    return t.abs() if floating(t) else t
+
+
 class Shaken(TorchDispatchMode):
     """Moves what operators compute by up to a unit in the last place of `dtype` (of the result's
-    own where it is None). What is only moved or chosen, and whole numbers, stay: they are exact.
-    Zeros that were chosen change their signs. Some runs compute `CENTRED` in torch's own steps.
+    own where it is None), `SUMS` by that of their terms. What is only moved or chosen, and whole
+    numbers, stay: they are exact. Zeros that were chosen change their signs. Some runs compute
+    `STEPS` in torch's own steps.
 
     `gaps` are the differences of what was compared for equality; of them, those are equal that
     `ties` says."""
@@ -161,7 +195,7 @@ class Shaken(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
-        if self.odd and name in CENTRED:
+        if self.odd and name in STEPS:
             with self:
                 return decomposition_table[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -174,8 +208,42 @@ class Shaken(TorchDispatchMode):
         if name in PASSING:
             self.either(out, *PASSING[name](*args))
         adds = name == "index_put" and True in (*args[3:], *(kwargs or {}).values())
-        exact = name in EXACT and not adds
-        return out if exact else tree_map_only(Tensor, self.shaken, out)
+        if name in SUMS and (adds or name not in EXACT):
+            return self.summed(func, args, kwargs or {}, out)
+        return out if name in EXACT else tree_map_only(Tensor, self.shaken, out)
+
+    def summed(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        """A sum in another order of its terms."""
+        given = [t for t in tree_flatten(args)[0] if isinstance(t, Tensor) and floating(t)]
+        factors = {k: abs(x) for k, x in kwargs.items() if k in ("alpha", "beta")}
+        sizes = func(*tree_map_only(Tensor, magnitude, args), **{**kwargs, **factors})
+        for t, size in zip(tree_flatten(out)[0], tree_flatten(sizes)[0]):
+            if not isinstance(t, Tensor) or not floating(t) or t.numel() == 0:
+                continue
+            way = self.way(t)
+            other = t.double() + self.unit(t) * size.double() * way
+            whole = (t == t.round()) & (size == size.round())
+            t.copy_(torch.where(whole | ~other.isfinite(), t, other))
+            if len(given) == 1 and not bool(size.isfinite().all() | ~given[0].isfinite().all()):
+                # What is added on the way may be beyond the range. A part of each term is not.
+                inside = func(given[0].double() * PART, *args[1:], **kwargs) / PART
+                way = self.drawn(t)
+                end = torch.where(way == 0, inside, way * torch.inf)
+                t.copy_(torch.where(size.isfinite(), t, end))
+        return out
+
+    def unit(self, t: Tensor) -> float:
+        return torch.finfo(t.dtype).eps if self.eps is None else self.eps
+
+    def drawn(self, t: Tensor) -> Tensor:
+        """-1, 0 or 1 for each element."""
+        return torch.randint(-1, 2, t.shape, generator=self.generator).double().to(t.device)
+
+    def way(self, t: Tensor) -> Tensor:
+        """Where each element moves."""
+        way = self.drawn(t)
+        # Many results may follow from a single element: it moves in every run.
+        return 1 - 2 * way.abs() if t.numel() == 1 else way
 
     def either(self, out: Tensor, passed: Tensor, x: Tensor) -> None:
         """For NaN eager's vectors give NaN; its left-over elements, half types and GPUs what they
@@ -192,20 +260,17 @@ class Shaken(TorchDispatchMode):
         return out if tied is None else torch.where(tied, equal, out)
 
     def turned(self, t: Tensor) -> Tensor:
-        if not t.dtype.is_floating_point or t.layout != torch.strided:
+        if not floating(t):
             return t
         way = torch.randint(0, 2, t.shape, generator=self.generator).to(t.device)
         zero = torch.where(way == 1, -0.0, 0.0).to(t.dtype)
         return t.copy_(torch.where(t == 0, zero, t))
 
     def shaken(self, t: Tensor) -> Tensor:
-        if not t.dtype.is_floating_point or t.layout != torch.strided or t.numel() == 0:
+        if not floating(t) or t.numel() == 0:
             return t
-        way = torch.randint(-1, 2, t.shape, generator=self.generator).double().to(t.device)
-        if t.numel() == 1:  # many results may follow from it: it moves in every run
-            way = 1 - 2 * way.abs()
-        eps = torch.finfo(t.dtype).eps if self.eps is None else self.eps
-        other = (t.double() * (1.0 + eps * way)).to(t.dtype)
+        way = self.way(t)
+        other = (t.double() * (1.0 + self.unit(t) * way)).to(t.dtype)
         return t.copy_(torch.where(t == t.round(), t, other))
 
 
@@ -349,6 +414,7 @@ class Oracle:
     ) -> None:
         self.run, self.wide, self.inputs = run, wide, list(inputs)
         self.eager = run(copies(inputs))
+        self.more: list[tuple[Seen | None, bool]] = []
 
     def attempt(
         self, given: list[Tensor], wide: bool, mode: TorchDispatchMode | None = None
@@ -432,18 +498,25 @@ class Oracle:
     @cached_property
     def tied(self) -> Seen | None:
         """A run in which a number equals those that rounding puts on either side of it."""
-        modes = [Shaken(k, None) for k in range(2 * MOVES)]
+        modes = [Shaken(k, None) for k in range(6 * MOVES)]
         for mode in modes:
             self.attempt(copies(self.inputs), False, mode)
         gaps = [torch.stack(together) for together in zip(*(mode.gaps for mode in modes))]
-        ties = [(g.amin(0) <= 0) & (g.amax(0) >= 0) for g in gaps]
+        # As far again as these runs go apart: sums of many terms move further.
+        low, high = [g.amin(0) for g in gaps], [g.amax(0) for g in gaps]
+        ties = [(2 * a <= b) & (2 * b >= a) for a, b in zip(low, high)]
         return self.attempt(copies(self.inputs), False, Shaken(0, None, ties)) if ties else None
 
-    def further(self) -> Iterator[Seen | None]:
-        """More runs that differ from `eager` or `exact` by rounding."""
-        yield self.tied
-        for k in range(MOVES, 20 * MOVES):
-            yield self.shaken(k, k % 2 == 0)
+    def further(self) -> Iterator[tuple[Seen | None, bool]]:
+        """`others`, and more such runs while they are asked for."""
+        yield from self.others
+        if not self.more:
+            self.more.append((self.tied, False))
+        for k in range(20 * MOVES):
+            if k == len(self.more):
+                wide = k % 4 < 2  # `Shaken` does what is odd with both
+                self.more.append((self.shaken(MOVES + k, wide), wide))
+            yield self.more[k]
 
     def like(self, seen: Seen | None, name: str) -> Tensor | None:
         """A value of another run, when it has the form of eager's."""
@@ -504,7 +577,7 @@ def whole_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | N
         return None
     got, low = g.double(), e.double()
     high = low
-    for other in chain((oracle.exact,), (seen for seen, _ in oracle.others), oracle.further()):
+    for other in chain((oracle.exact,), (seen for seen, _ in oracle.further())):
         x = oracle.like(other, name)
         if x is not None:
             low, high = torch.minimum(low, x.double()), torch.maximum(high, x.double())
@@ -533,48 +606,56 @@ def real_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | No
     if bool((same | near).all()):
         return None
     wide = oracle.like(oracle.exact, name)
+    x = b if wide is None else parts(wide)
+    off = (a - x).abs()
+    known = x.isfinite() & b.isfinite() & a.isfinite()
     if wide is None:  # nothing to measure by: close as torch's own tests ask
         scale = 1e-2 if real in HALVES else 1e4 * eps
-        bad = ~(same | ((a - b).abs() <= scale * (b.abs() + level)))
-        return words(bad, g, e, None) if bool(bad.any()) else None
-    x = parts(wide)
-    rounded = parts(wide.to(e.dtype))
-    # Beyond the dtype's range (or in it, where eager left it on the way) float64 is right too.
-    same |= (a == rounded) | (a.isnan() & rounded.isnan())
-    known = x.isfinite() & b.isfinite() & a.isfinite()
-    own = torch.where(known, (b - x).abs(), torch.zeros_like(x))
-    level = float(x[known].abs().mean()) if bool(known.any()) else 0.0
-    error = float(own.max())
-    lost = error > LOST.get(real, LOST_ELSE) * level + tiny
-    if lost:  # a few of eager's elements are wrong by far, as where rounding decides: not a measure
-        error = 4 * float(own.flatten().kthvalue(max(1, int(0.9 * own.numel()))).values)
-    # Nothing is wider than float64: eager's own error there, of which twice is allowed, is unknown.
-    # Terms of about 1 may cancel in it (the ends of a window).
-    units = ULPS
-    if wide.dtype == e.dtype:
-        units, tiny = 8 * ULPS, eps
-    allowed = 2 * error + units * eps * (x.abs() + level) + tiny
-    off = (a - x).abs()
-    bad = ~(same | (known & (off <= allowed)))
-    if lost:
-        bad &= ~((a - b).abs() <= allowed) & ~(known & (off <= 2 * own + allowed))
+        allowed = scale * (b.abs() + level)
+        bad = ~(same | (known & (off <= allowed)))
+    else:
+        rounded = parts(wide.to(e.dtype))
+        # Beyond the dtype's range (or in it, where eager left it on the way) float64 is right too.
+        same |= (a == rounded) | (a.isnan() & rounded.isnan())
+        own = torch.where(known, (b - x).abs(), torch.zeros_like(x))
+        level = float(x[known].abs().mean()) if bool(known.any()) else 0.0
+        error = float(own.max())
+        lost = error > LOST.get(real, LOST_ELSE) * level + tiny
+        if lost:  # some of eager's elements are wrong by far (rounding decides): not a measure
+            error = 4 * float(own.flatten().kthvalue(max(1, int(0.9 * own.numel()))).values)
+        # Nothing is wider than float64: eager's own error there, of which twice is allowed, is
+        # unknown. Terms of about 1 may cancel in it (the ends of a window).
+        units = ULPS
+        if wide.dtype == e.dtype:
+            units, tiny = 8 * ULPS, eps
+        allowed = 2 * error + units * eps * (x.abs() + level) + tiny
+        bad = ~(same | (known & (off <= allowed)))
+        if lost:
+            bad &= ~((a - b).abs() <= allowed) & ~(known & (off <= 2 * own + allowed))
     if not bool(bad.any()):
         return None
     spread = torch.zeros_like(x)
-    for other, like_wide in oracle.others:
+    first = len(oracle.others)
+    for k, (other, like_wide) in enumerate(oracle.further(), start=1):
         y = oracle.like(other, name)
-        if y is None:
+        if y is None or (wide is None and like_wide):
             continue
         z = parts(y)
         base = x if like_wide else b
         jumped = z.isfinite() != base.isfinite()
-        change = torch.where(z.isfinite() & base.isfinite(), (z - base).abs(), spread)
-        spread = torch.maximum(spread, change)
+        # Infinities of either sign and NaN, too, are what such a run has.
+        jumped |= ~z.isfinite() & ~base.isfinite() & ((a == z) | (a.isnan() & z.isnan()))
+        change = torch.where(z.isfinite() & base.isfinite(), (z - base).abs(), 0.0)
+        # The largest of many runs is about twice that of the first few.
+        spread = torch.maximum(spread, (8 if k <= first else 4) * change)
         bad &= ~jumped
-    finite = spread[known]
-    typical = float(finite.mean()) if finite.numel() else 0.0
-    bad &= ~(known & (off <= allowed + 8 * torch.clamp(spread, min=typical)))
-    return words(bad, g, e, wide) if bool(bad.any()) else None
+        if k >= first:
+            finite = spread[known]
+            typical = float(finite.mean()) if finite.numel() else 0.0
+            bad &= ~(known & (off <= allowed + torch.clamp(spread, min=typical)))
+            if not bool(bad.any()):
+                return None
+    return words(bad, g, e, wide)
 
 
 def words(bad: Tensor, g: Tensor, e: Tensor, x: Tensor | None) -> str:
