@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 
 from deuteron.tools import reproduce
-from deuteron.tools.fuzz import Task, fuzz
+from deuteron.tools.fuzz import Task, fuzz, runnable
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import Oracle, Shaken, differences, see
 from deuteron.tools.reduce import reduced
@@ -98,6 +98,18 @@ def test_a_file_has_its_inputs(tmp_path: Path) -> None:
 def test_nothing_attends_to_nothing() -> None:
     """This seed's program did; torch 2.11 ends the process there."""
     assert "attention" not in program(5000299, 40).straight().text()
+
+
+@pytest.mark.parametrize("before", ["x + 1", "x[x > -9]"], ids=["", "after what needs values"])
+def test_sizes_that_make_large_tensors_are_left_out(before: str) -> None:
+    """2e9 elements with a seed's third sizes took the memory of the machine."""
+    sizes = (3, 200_000, 500, 2000)
+    inputs = {"x": tuple(torch.ones(n, requires_grad=True) for n in sizes)}
+    lines = (Line("torch.outer(x, x)", "v0"), Line(before, "v1"))
+    p = Straight(inputs, lines, ("v0", "v1"))
+    assert runnable(p, True) == [0, 2]
+    small = Straight({"x": inputs["x"][::2]}, lines[::-1], ("v0", "v1"))
+    assert runnable(small, True) == [0, 1]  # nothing is known behind the line that needs values
 
 
 def test_a_planted_error_is_cut_down_to_its_line() -> None:

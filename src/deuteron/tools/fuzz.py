@@ -12,20 +12,29 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deuteron.tools.coverage import Lost, Worker
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import copies, see
 from deuteron.tools.reduce import reduced
-from deuteron.tools.reproduce import Failure, How, Straight, Unusable, file_text
+from deuteron.tools.reproduce import Failure, Fn, How, Straight, Unusable, file_text
 
 LIMIT = 240.0  # seconds for a program: its compilation takes less than one, cutting down up to 120
 CUTTING = 120.0
+# Of a tensor that a program makes with its other sizes; with its first ones it is a few thousand.
+# Some would need the memory of a computer (2e9 with seed 12501069), and a comparison takes dozens
+# of runs.
+MOST_ELEMENTS = 1 << 20
 INTERPRETED = 900.0  # Triton's interpreter takes milliseconds for each program of each grid
 
 
@@ -63,15 +72,39 @@ def run_task(task: Task) -> dict[str, Any]:
 
 def runnable(p: Straight, backward: bool) -> list[int]:
     """Those sets of inputs that eager takes, on the CPU: where a GPU does not, that ends the
-    process. The first one at least."""
+    process. The first one at least. Sets that make large tensors are not taken."""
     fn, good = p.function(), [0]
     for k, given in enumerate(p.sets()[1:], start=1):
+        if largest(fn, given) > MOST_ELEMENTS:
+            continue
         try:
             see(lambda xs: fn(*xs), copies(given), backward)
         except Exception:  # noqa: BLE001 - other sizes need not suit the program
             continue
         good.append(k)
     return good
+
+
+def largest(fn: Fn, given: Sequence[Tensor]) -> int:
+    """Elements of the largest tensor that a program makes, found without making it; as far as it is
+    known without values."""
+    with FakeTensorMode() as fake, Counted() as counted, suppress(Exception):
+        fn(*(fake.from_tensor(t) for t in given))
+    return counted.most
+
+
+class Counted(TorchDispatchMode):
+    """Notes the elements of what operators make."""
+
+    most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.most = max([self.most, *(n for n in sizes if isinstance(n, int))])
+        return out
 
 
 def chosen(p: Straight, sets: list[int]) -> Straight:
@@ -96,7 +129,7 @@ def kept(task: Task, whole: Straight, how: How, failure: Failure) -> Path:
 def work(connection: Any) -> None:
     """A worker process: tasks come, rows go."""
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)  # also what torch says of sizes that do not fit
     warnings.simplefilter("ignore")
     while True:
         try:
