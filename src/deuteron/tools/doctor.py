@@ -30,7 +30,7 @@ from rich.table import Table
 
 from deuteron.base.device import CALIBRATION, device_spec, device_spec_for, key
 from deuteron.base.options import Options
-from deuteron.codegen.cpp.prelude import CXX_FLAGS, glibc_minor, prelude
+from deuteron.codegen.cpp.prelude import CXX_FLAGS, prelude
 from deuteron.runtime.cache import Cache
 
 TESTED_TORCH = ((2, 11), (2, 13))  # oldest and newest that the tests run on
@@ -133,10 +133,7 @@ def _compiler() -> Check:
             "C++ compiler", "missing", error[:200], "g++ 11 or newer with OpenMP is needed"
         )
     text = f"g++ {version.stdout.strip()}, a small unit in {perf_counter() - start:.2f} s"
-    if glibc_minor() < 35 and platform.machine() == "x86_64":
-        hint = "glibc 2.35 brings vector variants of the rarer float64 functions"
-        return Check("C++ compiler", "warning", f"{text}, glibc 2.{glibc_minor()}", hint)
-    return Check("C++ compiler", "ok", f"{text}, glibc 2.{glibc_minor()}")
+    return Check("C++ compiler", "ok", text)
 
 
 def _build(compiler: str, text: str) -> tuple[ctypes.CDLL | None, str]:

@@ -8,8 +8,8 @@
 //    numbers included; errors are at most 2 ulp, tested.
 //  - No -ffast-math: results rely on NaN and infinity. Contraction of a*b+c to a fused multiply-add
 //    is harmless everywhere; where it is needed for accuracy it is written d_fma.
-//  - f64: exp, log, log1p are inline; the rest is libm, with its vector variants (libmvec) where
-//    glibc has them.
+//  - f64: exp, log, log1p are inline; the rest is libm, one number at a time.
+//  - A number does not depend on its place in a loop: vectors and left-over elements round alike.
 //  - Functions that branch or loop are D_SLOW: the compiler makes a vector clone that does one lane
 //    after the other, so that the loop around them still vectorises.
 // Polynomials are minimax fits (Remez exchange, relative error, coefficients rounded to the type);
@@ -60,21 +60,8 @@ D_FN f64 d_fma(f64 a, f64 b, f64 c) { return a * b + c; }
 #endif
 
 //@ D_LIBM
-// Declarations of libm's functions. D_GLIBC_MINOR is set by the loader: 2.22 brought vector
-// variants of six functions, 2.35 the others; without them calls stay scalar.
-#ifndef D_GLIBC_MINOR
-#define D_GLIBC_MINOR 0
-#endif
-#if defined(__x86_64__) && D_GLIBC_MINOR >= 22
-#define D_SIMD22 _Pragma("omp declare simd notinbranch")
-#else
-#define D_SIMD22
-#endif
-#if defined(__x86_64__) && D_GLIBC_MINOR >= 35
-#define D_SIMD35 _Pragma("omp declare simd notinbranch")
-#else
-#define D_SIMD35
-#endif
+// Declarations of libm's functions. Their vector variants (libmvec) round otherwise than they do, so
+// that a number would depend on its place in a loop, and one computed again not be what it was.
 #define D_LIBM(NAME) extern "C" f64 NAME(f64) noexcept __attribute__((const));
 #define D_LIBM2(NAME) extern "C" f64 NAME(f64, f64) noexcept __attribute__((const));
 

@@ -7,8 +7,6 @@ header; the whole unit is self-contained text, so it is a sound cache key.
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -39,23 +37,11 @@ def _sections() -> dict[str, tuple[str, frozenset[str]]]:
             if not line.startswith("//")
         )
         texts[name] = "\n".join(line for line in lines if line)
-    owner = {"D_SIMD22": "D_LIBM", "D_SIMD35": "D_LIBM", "D_LIBM2": "D_LIBM"} | {
-        n: n for n in texts
-    }
+    owner = {"D_LIBM2": "D_LIBM"} | {n: n for n in texts}
     return {
         name: (text, frozenset(owner[m] for m in _NAME.findall(text) if m in owner) - {name})
         for name, text in texts.items()
     }
-
-
-@lru_cache(maxsize=1)
-def glibc_minor() -> int:
-    """The minor version of the running glibc 2, which says what libmvec offers; 0 without glibc."""
-    if platform.libc_ver()[0] != "glibc":
-        return 0
-    name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-    major, _, minor = version.partition(".")
-    return int(minor.split(".")[0]) if (name, major) == ("glibc", "2") else 0
 
 
 def used_functions(code: str) -> set[str]:
@@ -76,8 +62,7 @@ def prelude(used: Iterable[str]) -> str:
         if name not in needed:
             needed.add(name)
             stack.extend(sections[name][1])
-    head = f"#define D_GLIBC_MINOR {glibc_minor()}\n" if "D_LIBM" in needed else ""
-    return head + "\n".join(text for name, (text, _) in sections.items() if name in needed) + "\n"
+    return "\n".join(text for name, (text, _) in sections.items() if name in needed) + "\n"
 
 
 # Scalar operations of the IR that the prelude implements as ``d_<name>`` (arithmetic and

@@ -81,7 +81,7 @@ D_FN f32 d_exp2_part(f32 t, u32 &s) {
 }
 
 //@ d_exp2
-D_SIMD35 D_LIBM(exp2)
+D_LIBM(exp2)
 D_FN f32 d_exp2(f32 x) {
   u32 s;
   f32 p = d_exp2_part(x, s);
@@ -89,7 +89,7 @@ D_FN f32 d_exp2(f32 x) {
   y = x > 130.0f ? D_INF : y;
   return x < -151.0f ? 0.0f : y;
 }
-D_FN f64 d_exp2(f64 x) { return exp2(x); }
+D_SLOW f64 d_exp2(f64 x) { return exp2(x); }
 
 //@ d_ldexp
 // x * 2^n, n given as a value of x's type; in ATen it is that product, roundings included.
@@ -97,7 +97,7 @@ D_FN f32 d_ldexp(f32 x, f32 n) { return x * d_exp2(n); }
 D_FN f64 d_ldexp(f64 x, f64 n) { return x * d_exp2(n); }
 
 //@ d_expm1
-D_SIMD35 D_LIBM(expm1)
+D_LIBM(expm1)
 // 2 * (2^(n-1) * (e^r - 1) + (2^(n-1) - 1/2)): exact where n = 0. q: 2^-30.6.
 D_FN f32 d_expm1(f32 x) {
   f32 t = x > 90.0f ? 90.0f : x;
@@ -119,7 +119,7 @@ D_FN f32 d_expm1(f32 x) {
   y = x > 89.0f ? D_INF : y;
   return __builtin_fabsf(x) < 1e-7f ? x : y;
 }
-D_FN f64 d_expm1(f64 x) { return expm1(x); }
+D_SLOW f64 d_expm1(f64 x) { return expm1(x); }
 
 //@ d_log_poly
 // log(1 + f) - f for sqrt(1/2) - 1 <= f <= sqrt(2) - 1: 2^-27.5 of log(1 + f).
@@ -196,24 +196,24 @@ D_FN f64 d_log(f64 x) {
 }
 
 //@ d_log2
-D_SIMD35 D_LIBM(log2)
+D_LIBM(log2)
 D_FN f32 d_log2(f32 x) {
   f32 e, f = d_log_split(x, e);
   f32 t = d_log_poly(f);
   t = d_fma(t, 1.44269504f, f * 1.92596303e-08f);
   return d_log_edge(x, e + d_fma(f, 1.44269502f, t));
 }
-D_FN f64 d_log2(f64 x) { return log2(x); }
+D_SLOW f64 d_log2(f64 x) { return log2(x); }
 
 //@ d_log10
-D_SIMD35 D_LIBM(log10)
+D_LIBM(log10)
 D_FN f32 d_log10(f32 x) {
   f32 e, f = d_log_split(x, e);
   f32 t = d_fma(d_log_poly(f), 0.434294492f, f * -1.010305e-08f);
   t = d_fma(e, 4.60503898e-06f, d_fma(f, 0.434294492f, t));
   return d_log_edge(x, d_fma(e, 0.301025391f, t));
 }
-D_FN f64 d_log10(f64 x) { return log10(x); }
+D_SLOW f64 d_log10(f64 x) { return log10(x); }
 
 //@ d_log1p
 // f = (1 + x) * 2^-k - 1 = x * 2^-k + (2^-k - 1), which rounds once.
@@ -256,7 +256,7 @@ D_FN f64 d_log1p40(f64 x) {
 }
 
 //@ d_pow
-D_SIMD22 D_LIBM2(pow)
+D_LIBM2(pow)
 // e^(y log|x|) in f64 with 2^-38 or better; log: d_log_tail40, q of the exponential: 2^-39.7.
 D_FN f32 d_pow(f32 x, f32 y) {
   f32 a = __builtin_fabsf(x);
@@ -283,7 +283,7 @@ D_FN f32 d_pow(f32 x, f32 y) {
   r = a == 1.0f && __builtin_fabsf(y) == D_INF ? 1.0f : r;       // -1 too
   return y == 0.0f || x == 1.0f ? 1.0f : r;
 }
-D_FN f64 d_pow(f64 x, f64 y) { return pow(x, y); }
+D_SLOW f64 d_pow(f64 x, f64 y) { return pow(x, y); }
 // Integers wrap around; a negative exponent gives 0 except for bases 1 and -1.
 D_SLOW i64 d_pow(i64 x, i64 n) {
   if (n < 0) return x == 1 ? 1 : x == -1 ? (n & 1 ? -1 : 1) : 0;
@@ -299,7 +299,7 @@ D_FN f32 d_sigmoid(f32 x) { return 1.0f / (1.0f + d_exp(-x)); }
 D_FN f64 d_sigmoid(f64 x) { return 1.0 / (1.0 + d_exp(-x)); }
 
 //@ d_tanh
-D_SIMD35 D_LIBM(tanh)
+D_LIBM(tanh)
 // Odd polynomial (2^-28.4) below 0.6, 1 - 2 / (e^2x + 1) above.
 D_FN f32 d_tanh(f32 x) {
   f32 a = __builtin_fabsf(x), z = a * a;
@@ -315,10 +315,10 @@ D_FN f32 d_tanh(f32 x) {
   f32 high = 1.0f - 2.0f / (e + 1.0f);
   return __builtin_copysignf(a < 0.6f ? low : high, x);
 }
-D_FN f64 d_tanh(f64 x) { return tanh(x); }
+D_SLOW f64 d_tanh(f64 x) { return tanh(x); }
 
 //@ d_sinh
-D_SIMD35 D_LIBM(sinh)
+D_LIBM(sinh)
 // Odd polynomial (2^-31.6) below 1, h - 1/(4h) with h = e^x / 2 above.
 D_FN f32 d_sinh(f32 x) {
   f32 a = __builtin_fabsf(x), z = a * a;
@@ -331,10 +331,10 @@ D_FN f32 d_sinh(f32 x) {
   f32 h = d_scale(p, s - 1u);
   return __builtin_copysignf(a < 1.0f ? low : h - 0.25f / h, x);
 }
-D_FN f64 d_sinh(f64 x) { return sinh(x); }
+D_SLOW f64 d_sinh(f64 x) { return sinh(x); }
 
 //@ d_cosh
-D_SIMD35 D_LIBM(cosh)
+D_LIBM(cosh)
 D_FN f32 d_cosh(f32 x) {
   f32 a = __builtin_fabsf(x);
   u32 s;
@@ -342,34 +342,34 @@ D_FN f32 d_cosh(f32 x) {
   f32 h = d_scale(p, s - 1u);
   return h + 0.25f / h;
 }
-D_FN f64 d_cosh(f64 x) { return cosh(x); }
+D_SLOW f64 d_cosh(f64 x) { return cosh(x); }
 
 //@ d_asinh
-D_SIMD35 D_LIBM(asinh)
+D_LIBM(asinh)
 D_FN f32 d_asinh(f32 x) {
   f64 a = (f64)__builtin_fabsf(x), z = a * a;
   f64 y = d_log1p40(a + z / (1.0 + __builtin_sqrt(z + 1.0)));
   y = a < __builtin_inf() ? y : a;
   return __builtin_copysignf((f32)y, x);
 }
-D_FN f64 d_asinh(f64 x) { return asinh(x); }
+D_SLOW f64 d_asinh(f64 x) { return asinh(x); }
 
 //@ d_acosh
-D_SIMD35 D_LIBM(acosh)
+D_LIBM(acosh)
 D_FN f32 d_acosh(f32 x) {
   f64 t = (f64)x - 1.0;
   f32 y = (f32)d_log1p40(t + __builtin_sqrt(d_fma(t, t, 2.0 * t)));
   y = x == D_INF ? x : y;
   return x >= 1.0f ? y : D_NAN;
 }
-D_FN f64 d_acosh(f64 x) { return acosh(x); }
+D_SLOW f64 d_acosh(f64 x) { return acosh(x); }
 
 //@ d_atanh
-D_SIMD35 D_LIBM(atanh)
+D_LIBM(atanh)
 D_FN f32 d_atanh(f32 x) {
   f64 a = (f64)__builtin_fabsf(x);
   f32 y = (f32)(0.5 * d_log1p40((a + a) / (1.0 - a)));
   y = a == 1.0 ? D_INF : y;
   return a <= 1.0 ? __builtin_copysignf(y, x) : D_NAN;
 }
-D_FN f64 d_atanh(f64 x) { return atanh(x); }
+D_SLOW f64 d_atanh(f64 x) { return atanh(x); }

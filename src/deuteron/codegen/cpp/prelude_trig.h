@@ -61,7 +61,7 @@ D_FN f32 d_cos_poly(f32 z) {
 }
 
 //@ d_sin
-D_SIMD22 D_LIBM(sin)
+D_LIBM(sin)
 D_FN f32 d_sin(f32 x) {
   u32 n;
   f32 r = d_trig(x, n), z = r * r;
@@ -69,20 +69,20 @@ D_FN f32 d_sin(f32 x) {
   f32 y = d_f32(d_bits(n & 1u ? c : s) ^ ((n & 2u) << 30));
   return x == 0.0f ? x : y;
 }
-D_FN f64 d_sin(f64 x) { return sin(x); }
+D_SLOW f64 d_sin(f64 x) { return sin(x); }
 
 //@ d_cos
-D_SIMD22 D_LIBM(cos)
+D_LIBM(cos)
 D_FN f32 d_cos(f32 x) {
   u32 n;
   f32 r = d_trig(x, n), z = r * r;
   f32 s = d_sin_poly(r, z), c = d_cos_poly(z);
   return d_f32(d_bits(n & 1u ? s : c) ^ (((n + 1u) & 2u) << 30));
 }
-D_FN f64 d_cos(f64 x) { return cos(x); }
+D_SLOW f64 d_cos(f64 x) { return cos(x); }
 
 //@ d_tan
-D_SIMD35 D_LIBM(tan)
+D_LIBM(tan)
 // sin r / cos r in f64 with the coefficients for f32: the quotient rounds once.
 D_FN f32 d_tan(f32 x) {
   u32 n;
@@ -94,7 +94,7 @@ D_FN f32 d_tan(f32 x) {
   f32 y = (f32)((n & 1u ? -c : s) / (n & 1u ? s : c));
   return x == 0.0f ? x : y;
 }
-D_FN f64 d_tan(f64 x) { return tan(x); }
+D_SLOW f64 d_tan(f64 x) { return tan(x); }
 
 //@ d_asin_poly
 // asin s - s for |s| <= 1/2, z = s^2: 2^-31.6 of asin s.
@@ -108,7 +108,7 @@ D_FN f32 d_asin_poly(f32 s, f32 z) {
 }
 
 //@ d_asin
-D_SIMD35 D_LIBM(asin)
+D_LIBM(asin)
 // pi/2 - 2 asin(root) above 1/2, with what the square root's rounding left out.
 D_FN f32 d_asin(f32 x) {
   f32 a = __builtin_fabsf(x), h = d_fma(a, -0.5f, 0.5f), root = __builtin_sqrtf(h);
@@ -118,10 +118,10 @@ D_FN f32 d_asin(f32 x) {
   f32 high = d_fma(root, -2.0f, 1.57079637f) - (d_fma(u, 2.0f, rest) + 4.37113883e-08f);
   return a <= 1.0f ? __builtin_copysignf(big ? high : s + u, x) : D_NAN;
 }
-D_FN f64 d_asin(f64 x) { return asin(x); }
+D_SLOW f64 d_asin(f64 x) { return asin(x); }
 
 //@ d_acos
-D_SIMD35 D_LIBM(acos)
+D_LIBM(acos)
 D_FN f32 d_acos(f32 x) {
   f32 a = __builtin_fabsf(x), h = d_fma(a, -0.5f, 0.5f), root = __builtin_sqrtf(h);
   bool big = a > 0.5f;
@@ -130,7 +130,7 @@ D_FN f32 d_acos(f32 x) {
   f32 y = big ? high : 1.57079637f - (p + 4.37113883e-08f);
   return a <= 1.0f ? y : D_NAN;
 }
-D_FN f64 d_acos(f64 x) { return acos(x); }
+D_SLOW f64 d_acos(f64 x) { return acos(x); }
 
 //@ d_atan_poly
 // atan t for |t| <= 1: 2^-31.
@@ -149,17 +149,17 @@ D_FN f32 d_atan_poly(f32 t) {
 }
 
 //@ d_atan
-D_SIMD35 D_LIBM(atan)
+D_LIBM(atan)
 D_FN f32 d_atan(f32 x) {
   f32 a = __builtin_fabsf(x);
   bool big = a > 1.0f;
   f32 p = d_atan_poly((big ? -1.0f : a) / (big ? a : 1.0f));
   return __builtin_copysignf(big ? 1.57079637f + (p - 4.37113883e-08f) : p, x);
 }
-D_FN f64 d_atan(f64 x) { return atan(x); }
+D_SLOW f64 d_atan(f64 x) { return atan(x); }
 
 //@ d_atan2
-D_SIMD35 D_LIBM2(atan2)
+D_LIBM2(atan2)
 D_FN f32 d_atan2(f32 y, f32 x) {
   f32 a = __builtin_fabsf(x), b = __builtin_fabsf(y);
   bool swap = b > a;
@@ -171,21 +171,21 @@ D_FN f32 d_atan2(f32 y, f32 x) {
   p = (i32)d_bits(x) < 0 ? 3.14159274f - (p + 8.74227766e-08f) : p;
   return x != x || y != y ? D_NAN : __builtin_copysignf(p, y);
 }
-D_FN f64 d_atan2(f64 y, f64 x) { return atan2(y, x); }
+D_SLOW f64 d_atan2(f64 y, f64 x) { return atan2(y, x); }
 
 //@ d_hypot
-D_SIMD35 D_LIBM2(hypot)
+D_LIBM2(hypot)
 D_FN f32 d_hypot(f32 x, f32 y) {
   f64 a = (f64)x, b = (f64)y;
   f32 r = (f32)__builtin_sqrt(d_fma(a, a, b * b));
   return __builtin_fabsf(x) == D_INF || __builtin_fabsf(y) == D_INF ? D_INF : r;
 }
-D_FN f64 d_hypot(f64 x, f64 y) { return hypot(x, y); }
+D_SLOW f64 d_hypot(f64 x, f64 y) { return hypot(x, y); }
 
 // ----------------------------------------------------------------------- error and gamma functions
 
 //@ d_erf
-D_SIMD35 D_LIBM(erf)
+D_LIBM(erf)
 // x + x * E(x^2) below 0.92 (2^-30), 1 - 2^L(x) above (2^-33.6 of erf), where L is log2 erfc.
 D_FN f32 d_erf(f32 x) {
   f32 a = __builtin_fabsf(x), z = a * a;
@@ -209,10 +209,10 @@ D_FN f32 d_erf(f32 x) {
   f32 high = d_fma(-p, d_f32((n << 23) + 0x3f800000u), 1.0f);
   return __builtin_copysignf(a < 0.92f ? low : high, x);
 }
-D_FN f64 d_erf(f64 x) { return erf(x); }
+D_SLOW f64 d_erf(f64 x) { return erf(x); }
 
 //@ d_erfc
-D_SIMD35 D_LIBM(erfc)
+D_LIBM(erfc)
 // In f64: e^(-x^2) / (1 + 2x) * P(t), t = (x - 4) / (x + 4); P: 2^-30.6.
 D_FN f32 d_erfc(f32 x) {
   f64 a = (f64)__builtin_fabsf(x);
@@ -232,7 +232,7 @@ D_FN f32 d_erfc(f32 x) {
   f64 r = d_exp(-(a * a)) * q / d_fma(a, 2.0, 1.0);
   return (f32)(x < 0.0f ? 2.0 - r : r);
 }
-D_FN f64 d_erfc(f64 x) { return erfc(x); }
+D_SLOW f64 d_erfc(f64 x) { return erfc(x); }
 
 //@ d_lgamma
 extern "C" f64 lgamma_r(f64, i32 *) noexcept;
