@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.capture import decompositions, fourier, strides
+from deuteron.capture import decompositions, fourier, pointwise, strides
 from deuteron.graph import ops
 from tests.capture.helpers import Traced, fresh, tensors
 
@@ -208,7 +208,7 @@ def test_tables_name_what_exists():
     table = decompositions.table()
     for name in decompositions.FURTHER + decompositions.RANDOM:
         assert any(t in table for t in ops.resolved((name,))), name
-    for_strides = {*strides.ONE_LAYOUT, *strides.OF_REPEATED, *strides.RULES, *fourier.RULES}
+    for_strides = {*pointwise.NAMES, *pointwise.LOOPS, *strides.RULES, *fourier.RULES}
     for name in for_strides:
         assert list(ops.resolved((name,))), name
     for name in decompositions.WHOLE:

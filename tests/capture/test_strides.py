@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from deuteron.capture import strides
+from deuteron.capture import pointwise
 from deuteron.capture.decompositions import table
 from deuteron.graph import ops
 
@@ -19,46 +20,27 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
 
 def operand(rng: random.Random, shape: list[int], dtype: torch.dtype, broadcast: bool) -> Tensor:
-    """Any order of the axes in memory, some of them expanded, some of size 1."""
+    """Some of its axes may be missing or of size 1, and some are expanded."""
     sizes = [1 if broadcast and rng.random() < 0.4 else n for n in shape]
     stored = [1 if rng.random() < 0.25 else n for n in sizes]
-    order = rng.sample(range(len(sizes)), len(sizes))
-    back = [order.index(d) for d in range(len(order))]
-    return torch.ones([stored[d] for d in order]).permute(back).to(dtype).expand(sizes)
+    if rng.random() < 0.5:
+        order = rng.sample(range(len(sizes)), len(sizes))
+        back = [order.index(d) for d in range(len(order))]
+        made = torch.ones([stored[d] for d in order]).permute(back).to(dtype)
+    else:
+        made = spread(rng, stored, dtype=dtype).fill_(1)
+    new = rng.randint(0, 1) if broadcast else 0
+    return made.expand(sizes)[(0,) * new]
 
 
 def traced(op: Any, args: list[Tensor]) -> fx.GraphModule:
-    return make_fx(lambda *a: op(*a), tracing_mode="fake", decomposition_table=table())(*args)
+    """As AOTAutograd does, where torch's rules in Python come before its kernels."""
+    with enable_python_dispatcher():
+        return make_fx(lambda *a: op(*a), tracing_mode="fake", decomposition_table=table())(*args)
 
 
 def significant(t: Tensor) -> list[int]:
     return [s for s, n in zip(t.stride(), t.shape) if n > 1]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["aten.mul.Tensor", "aten.eq.Tensor", "aten.logit_backward.default", *strides.OF_REPEATED[-4:]],
-)
-def test_of_expanded_tensors(name: str) -> None:
-    (op,) = ops.resolved([name])
-    rng = random.Random(name)
-    ran = 0
-    for _ in range(40):
-        shape = [rng.randint(2, 4) for _ in range(rng.randint(2, 4))]
-        broadcast = rng.random() < 0.5
-        first, second = rng.choice(DTYPES), rng.choice(DTYPES)
-        if "backward" in name or rng.random() < 0.6:
-            second = first
-        args = [operand(rng, shape, d, broadcast) for d in (first, second)]
-        try:
-            want = op(*args)
-        except RuntimeError:  # gradients of whole numbers
-            continue
-        got = traced(op, args).graph.output_node().args[0].meta["val"]
-        where = [(a.dtype, a.shape, a.stride()) for a in args]
-        assert significant(got) == significant(want), where
-        ran += 1
-    assert ran > 10
 
 
 def spread(rng: random.Random, shape: list[int], **how: Any) -> Tensor:
@@ -67,6 +49,48 @@ def spread(rng: random.Random, shape: list[int], **how: Any) -> Tensor:
     for d in rng.sample(range(len(shape)), len(shape)):
         strides[d], step = step, step * (shape[d] + rng.randint(0, 1))
     return torch.empty_strided(shape, strides, **how).zero_()
+
+
+NUMBERS = {  # what else the operators are given
+    "aten.elu_backward.default": lambda a, b: (a, 1, 1, 1, False, b),
+    "aten.leaky_relu_backward.default": lambda a, b: (a, b, 0.1, False),
+    "aten.hardtanh_backward.default": lambda a, b: (a, b, -1, 1),
+    "aten.softplus_backward.default": lambda a, b: (a, b, 1, 20),
+    "aten.threshold_backward.default": lambda a, b: (a, b, 0),
+    "aten.mse_loss.default": lambda a, b: (a, b, 0),
+    "aten.smooth_l1_loss.default": lambda a, b: (a, b, 0),
+    "aten.huber_loss.default": lambda a, b: (a, b, 0),
+    "aten.binary_cross_entropy.default": lambda a, b: (a, b, None, 0),
+}
+
+
+@pytest.mark.parametrize("name", pointwise.NAMES)
+def test_pointwise(name: str) -> None:
+    """Of two operands, in any order of the axes in memory, with any steps of axes of one element
+    and axes that are repeated."""
+    (op,) = ops.resolved([name])
+    given = NUMBERS.get(name, lambda a, b: (a, b))
+    more = {"rounding_mode": "floor"} if name == "aten.div.Tensor_mode" else {}
+    rng = random.Random(name)
+    ran = 0
+    for _ in range(30):
+        shape = [rng.choice([1, 2, 3]) for _ in range(rng.randint(2, 4))]
+        broadcast = rng.random() < 0.5 and pointwise.LOOPS.get(name) != (0,)
+        kinds = (torch.int32, torch.bool) if "bitwise" in name else DTYPES
+        first, second = rng.choice(kinds), rng.choice(kinds)
+        if name in NUMBERS or "backward" in name or rng.random() < 0.6:
+            second = first
+        args = [operand(rng, shape, d, broadcast) for d in (first, second)]
+        try:
+            want = op(*given(*args), **more)
+        except RuntimeError:  # gradients of whole numbers
+            continue
+        got = traced(lambda *a: op(*given(*a), **more), args)
+        got = got.graph.output_node().args[0].meta["val"]
+        where = [(a.dtype, a.shape, a.stride()) for a in args]
+        assert significant(got) == significant(want), where
+        ran += 1
+    assert ran > 5
 
 
 @pytest.mark.parametrize("kind", ["a sum with a factor", "positions"])

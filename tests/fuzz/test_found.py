@@ -411,6 +411,18 @@ FOUND: dict[str, Found] = {
         (lambda: [f(6, 6, 6, dtype=torch.float64, grad=True)],),
         BACKWARD,
     ),
+    # torch's rules give dimensions that an operand does not have steps, which decide where no operand
+    # tells two dimensions apart
+    "dimensions that an operand does not have are expanded": Found(
+        "return torch.minimum(x, y), torch.remainder(z, x.abs() + 2.0)",
+        (
+            lambda: [
+                f(2, 2),
+                f(4).as_strided((1, 2, 1, 2), (1, 1, 2, 2)),
+                f(2).as_strided((1, 1, 1, 2), (1, 1, 1, 1)),
+            ],
+        ),
+    ),
 }
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from deuteron.capture import fourier, results, strides
+from deuteron.capture import fourier, pointwise, results, strides
 from deuteron.graph import ops
 
 aten = torch.ops.aten
@@ -160,12 +160,10 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
         for target in ops.resolved((name,)):
             for wrap in wraps_of if target in found else ():
                 found[target] = wrap(found[target])
-    for name in strides.ONE_LAYOUT:
+    for name in pointwise.NAMES:
         for target in ops.resolved((name,)):
-            found[target] = strides.one_layout(target, found.get(target))
-    for name in strides.OF_REPEATED:
-        for target in ops.resolved((name,)):
-            found[target] = strides.of_repeated(target, found.get(target))
+            loop = pointwise.LOOPS.get(name)
+            found[target] = pointwise.as_in_eager(target, found.get(target), loop)
     for name, wrapper in results.WRAPPED.items():
         for target in ops.resolved((name,)):
             if target in found:

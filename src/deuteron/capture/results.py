@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deuteron.capture.strides import in_order, is_contiguous, memory_order, over
+from deuteron.capture.pointwise import memory_order, over
+from deuteron.capture.strides import in_order, is_contiguous
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
