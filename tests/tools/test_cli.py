@@ -11,7 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from deuteron.tools.cli import app
+from deuteron.base.device import demand
+from deuteron.base.errors import DeuteronError
+from deuteron.tools.cli import app, main
 from deuteron.tools.demo import verdict
 from deuteron.tools.demo_programs import PROGRAMS, sentences
 from deuteron.tools.explaining import UsageError, load, tensor
@@ -41,6 +43,38 @@ def test_usage_errors_have_exit_status_2(tmp_path: Path) -> None:
         ["explain", f"{tmp_path}/f.py:double", "--input", "float32(8)"],
     ):
         assert runner.invoke(app, words).exit_code == 2, words
+
+
+@pytest.mark.parametrize("built", [None, "12.8"], ids=["without CUDA", "no GPU"])
+@pytest.mark.parametrize("command", ["fuzz", "coverage", "demo", "explain", "bench"])
+def test_a_device_that_is_absent(
+    command: str,
+    built: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An error at once, before any process is started: what, why, what to do."""
+    (tmp_path / "f.py").write_text("def double(x):\n    return 2 * x\n")
+    words = {"explain": [f"{tmp_path}/f.py:double", "--input", "float32[8]"]}.get(command, [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(sys, "argv", ["deuteron", command, *words, "--device", "cuda"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    first, hint = capsys.readouterr().err.splitlines()
+    assert first.startswith("deuteron: cuda")
+    assert ("without CUDA" in first) == (built is None) and hint.startswith("  hint: ")
+
+
+def test_devices_that_do_not_exist() -> None:
+    for name in ("tpu", "cuda:x", "meta"):
+        with pytest.raises(DeuteronError, match="no device that programs are compiled for"):
+            demand(name)
+    demand("cpu")
 
 
 def test_load_and_inputs(tmp_path: Path) -> None:

@@ -361,19 +361,38 @@ def device_spec_for(device: torch.device | str, options: Options) -> DeviceSpec:
     return device_spec(device, options.device_spec or options.cache_folder() / CALIBRATION)
 
 
+def demand(device: torch.device | str) -> None:
+    """Raises `DeuteronError` for a device on which nothing can run here: why, and what to do."""
+    kind, _, number = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or not (number.isdigit() or number == ""):
+        raise DeuteronError(
+            f"{str(device)!r} is no device that programs are compiled for",
+            hint="cpu and cuda (or cuda:1, ...) are",
+        )
+    if kind == "cpu":
+        return
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise DeuteronError(
+            f"{device} cannot be used: this PyTorch ({torch.__version__}) is built without CUDA",
+            hint="install a build with CUDA (https://pytorch.org/get-started/locally), or use cpu",
+        )
+    if not torch.cuda.is_available():
+        raise DeuteronError(
+            f"{device} cannot be used: PyTorch finds no GPU",
+            hint="check that `nvidia-smi` lists one and that CUDA_VISIBLE_DEVICES does not hide it",
+        )
+    if int(number or 0) >= torch.cuda.device_count():
+        raise DeuteronError(
+            f"{device} cannot be used: PyTorch finds {torch.cuda.device_count()} GPUs, from cuda:0",
+            hint="name one of these, or check CUDA_VISIBLE_DEVICES",
+        )
+
+
 @lru_cache(maxsize=32)
 def _detect(kind: str, index: int) -> DeviceSpec:
     if kind == "cpu":
         return _generic_cpu()
-    if kind != "cuda":
-        raise DeuteronError(
-            f"no figures for devices of type {kind!r}", hint="cpu and cuda are supported"
-        )
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise DeuteronError(
-            f"device cuda:{index} is not present",
-            hint="check `nvidia-smi` and torch.cuda.is_available()",
-        )
+    demand(torch.device(kind, index))
     properties = torch.cuda.get_device_properties(index)
     spec = named_gpu(properties.name) or _generic_gpu(properties)
     return replace(  # the driver knows partitions and variants better than a table

@@ -17,6 +17,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from deuteron.base.device import demand
 from deuteron.tools.coverage_cases import DTYPES, PARTS, applies, chosen, entries
 from deuteron.tools.coverage_table import by_op, share, summary, table
 from deuteron.tools.coverage_worker import EAGER, Job, work
@@ -226,6 +227,7 @@ def run_coverage(
     """The command. Exit status 1 where anything is wrong or an error."""
     from deuteron.tools.coverage_peer import generated_by_peer
 
+    demand(device)
     began = time.perf_counter()
     jobs = jobs_for(ops, dtypes, parts, device, most, backend)
     rows = run_all(

@@ -31,6 +31,10 @@ Result = dict[str, Any]
 
 def run_demo(out: Path, device: str, backends: tuple[str, ...], names: tuple[str, ...]) -> int:
     """Runs the programs one after the other and prints the table. Returns the exit status."""
+    if device == "cuda":
+        from deuteron.base.device import demand  # brings torch
+
+        demand(device)
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
     console.print(

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from deuteron.base.device import demand
+
 
 class UsageError(ValueError):
     """The command line names something that is not there."""
@@ -57,6 +59,7 @@ def tensor(text: str, device: str) -> torch.Tensor:
 def explain_target(target: str, shapes: list[str], device: str, backward: bool) -> Any:
     import deuteron
 
+    demand(device)
     function, module = load(target)
     if shapes:
         args: tuple[Any, ...] = tuple(tensor(s, device) for s in shapes)

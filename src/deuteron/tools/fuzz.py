@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deuteron.base.device import demand
 from deuteron.tools.coverage import Lost, Worker
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import copies, see
@@ -223,6 +224,7 @@ def run_fuzz(
     template: Task,
 ) -> int:
     """The command. Exit status 1 where anything failed; the last failure's program is printed."""
+    demand(template.device)
     limit = INTERPRETED if template.backend == "interpreted" else LIMIT
 
     def say(text: str) -> None:
