@@ -411,8 +411,8 @@ FOUND: dict[str, Found] = {
         (lambda: [f(6, 6, 6, dtype=torch.float64, grad=True)],),
         BACKWARD,
     ),
-    # torch's rules give dimensions that an operand does not have steps, which decide where no operand
-    # tells two dimensions apart
+    # torch's rules give dimensions that an operand does not have steps, which decide where no
+    # operand tells two dimensions apart
     "dimensions that an operand does not have are expanded": Found(
         "return torch.minimum(x, y), torch.remainder(z, x.abs() + 2.0)",
         (
