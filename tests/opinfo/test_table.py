@@ -26,9 +26,8 @@ def test_table_of_two_machines(tmp_path: Path) -> None:
     )
     assert show([cpu, gpu], out, "the command") == 1
     text = out.read_text()
-    assert (
-        "## CPU\n\na cpu, torch 2.x; 2 of " in text and "## GPU\n\na cuda, torch 2.x; 1 of " in text
-    )
+    assert "## CPU\n\nMade by `the command`.\na cpu, torch 2.x; 2 of " in text
+    assert "## GPU\n\nMade by `the command`.\na cuda, torch 2.x; 1 of " in text
     assert "| sum | right | generated |" in text and "| add | wrong |" in text
     assert "- add: float32 forward: sample 1: out0: 2 \\| 3" in text
     assert show([cpu], None, "") == 0
@@ -36,6 +35,10 @@ def test_table_of_two_machines(tmp_path: Path) -> None:
     again.write_text(json.dumps(row("add", "cuda")))
     assert show([gpu, again], None, "") == 0, "a job's last result counts"
     assert show([again, gpu], None, "") == 1
+    assert show([again], out, "another") == 0
+    both = out.read_text()
+    assert both[: both.index("## GPU")] == text[: text.index("## GPU")], "of the CPU nothing is new"
+    assert "- add:" not in both and both.count("## GPU\n\nMade by `another`.\n") == 1
 
 
 def test_states_of_the_source_are_counted() -> None:

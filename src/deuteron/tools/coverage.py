@@ -186,7 +186,9 @@ def failure_text(row: dict[str, Any]) -> str:
 
 def write_table(rows: Sequence[dict[str, Any]], write: Path, command: str) -> None:
     devices = {r["key"].rsplit("|", 1)[1] for r in rows}
-    write.write_text(table(rows, command, {d: len(jobs_for(device=d)) for d in devices}))
+    before = write.read_text(encoding="utf-8") if write.exists() else ""
+    of = {d: len(jobs_for(device=d)) for d in devices}
+    write.write_text(table(rows, command, of, before), encoding="utf-8")
     print(f"written to {write}")
 
 

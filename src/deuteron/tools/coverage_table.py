@@ -100,8 +100,9 @@ def share(ops: Sequence[Op], peer: frozenset[str]) -> str:
     )
 
 
-def table(rows: Iterable[dict[str, Any]], command: str, of: dict[str, int]) -> str:
-    """The text of docs/coverage.md. `of`: how many jobs a device's complete run has."""
+def table(rows: Iterable[dict[str, Any]], command: str, of: dict[str, int], before: str) -> str:
+    """The text of docs/coverage.md. `of`: how many jobs a device's complete run has. `before`: the
+    text that is replaced; what it says of devices that the rows do not name stays."""
     from deuteron.tools.coverage_peer import generated_by_peer
 
     peer = generated_by_peer()
@@ -111,30 +112,44 @@ def table(rows: Iterable[dict[str, Any]], command: str, of: dict[str, int]) -> s
     lines = [
         "# Operators",
         "",
-        f"Made by `{command}`. Every operator of PyTorch's own `op_db`, with torch's own samples,",
-        "compiled in one graph with `fullgraph=True` and compared with eager: values (float64",
-        "decides), dtypes, shapes, strides, shared memory, and inputs afterwards.",
+        "Every operator of PyTorch's own `op_db`, with torch's own samples, compiled in one graph",
+        "with `fullgraph=True` and compared with eager: values (float64 decides), dtypes, shapes,",
+        "strides, shared memory, and inputs afterwards.",
         "",
         "*generated*: Deuteron's own kernels. *library*: calls of ATen. *partly*: both, over all",
         "samples of real numbers (complex ones are computed by the library). *views*: nothing is",
         "computed. The column *Inductor* marks the operators that it generates code for:",
         "`deuteron coverage --peer` asks its lowering what it makes of the same samples on CPU.",
     ]
-    for device in sorted(devices):
-        mine = devices[device]
-        lines += section(device, mine, by_op(mine), of.get(device, len(mine)), peer)
+    sections = {
+        title.removeprefix("## "): [title, *rest]
+        for title, *rest in (
+            x.rstrip().splitlines() for x in re.split(r"^(?=## )", before, flags=re.M)[1:]
+        )
+    }
+    for device, mine in devices.items():
+        whole = section(device, mine, by_op(mine), of.get(device, len(mine)), peer, command)
+        sections[title_of(device)] = whole
+    for title in sorted(sections):
+        lines += ["", *sections[title]]
     return "\n".join(lines) + "\n"
 
 
-TITLES = {"cpu": "CPU", "cuda": "GPU"}
+def title_of(device: str) -> str:
+    return {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
 
 
 def section(
-    device: str, rows: list[dict[str, Any]], ops: Sequence[Op], of: int, peer: frozenset[str]
+    device: str,
+    rows: list[dict[str, Any]],
+    ops: Sequence[Op],
+    of: int,
+    peer: frozenset[str],
+    command: str,
 ) -> list[str]:
     """What one device shows."""
-    title = TITLES.get(device, device)
-    lines = ["", f"## {title}", "", provenance(rows, of), ""]
+    title = title_of(device)
+    lines = [f"## {title}", "", f"Made by `{command}`.", provenance(rows, of), ""]
     lines += [summary(ops, 0).rsplit(",", 1)[0] + ".", "", share(ops, peer), ""]
     lines += ["| operator | result | forward | backward | Inductor | dtypes | parts | cases |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
