@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deuteron.base.device import named_gpu
+from deuteron.schedule.columns import registers
 from tests.schedule.tools import scheduled
 
 DEVICES = ["cpu", "H200"]
@@ -160,3 +163,13 @@ def test_long_chains(n: int) -> None:
 
     found = scheduled(f, x(4, 5))
     assert len(found.kernels) <= n // 30 + 1
+
+
+def test_registers_of_a_worker() -> None:
+    """Two workers share a multiprocessor's 65,536; what is fewer than 128, or all, is not asked
+    for."""
+    spec = named_gpu("H200")
+    assert spec is not None
+    assert [registers(w, spec) for w in (4, 6, 8, 16)] == [0, 170, 128, 0]
+    small = replace(spec, registers=spec.registers // 2)
+    assert [registers(w, small) for w in (2, 4, 8)] == [0, 128, 0]

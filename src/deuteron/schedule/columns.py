@@ -26,9 +26,9 @@ from deuteron.schedule.teams import HELD, LONG, share
 # difference.
 WORKERS = 2
 MOST_WORKERS = 8
-# Registers of a multiprocessor; the least that a thread of a worker has. H200, layer norm and GELU,
-# forward and backward, rows of 4096 (bf16), with 166 and 128 registers: 659 and 547 us.
-REGISTERS, LEAST_REGISTERS = 1 << 16, 128
+# The least that a thread of a worker has. H200, layer norm and GELU, forward and backward, rows of
+# 4096 (bf16), with 166 and 128 registers: 659 and 547 us.
+LEAST_REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 
 
-def registers(warps: int) -> int:
-    """The most registers of a thread of a worker that has so many warps, so that a multiprocessor
-    has room for all its workers; 0: no matter how many."""
-    most = REGISTERS // (WORKERS * 32 * warps)
+def registers(warps: int, spec: DeviceSpec) -> int:
+    """The most registers (of 4 bytes) of a thread of a worker that has so many warps, so that a
+    multiprocessor has room for all its workers; 0: no matter how many."""
+    most = spec.registers // 4 // (WORKERS * 32 * warps)
     return most if LEAST_REGISTERS <= most < 256 else 0
 
 

@@ -41,12 +41,14 @@ def full(em: Emitter, text: str, have: frozenset[str], dtype: str) -> str:
 
 
 def fold_rows(em: Emitter, folds: Sequence[Fold]) -> list[str]:
-    """Folds of a row that is in registers, one or two sums of a dtype; returns their variables."""
+    """One fold of a row that is in registers, or two sums of a dtype; returns their variables."""
     texts = [_folded(em, f) for f in folds]
-    if len(folds) == 1:
-        return [fold_row(em, folds[0], texts[0])]
     names = [em.fresh(f"{clean(f.name)}_") for f in folds]
-    em.scope.add(f"{', '.join(names)} = libm.fold_sum_two({', '.join(texts)})")
+    kind = folds[0].kind if len(folds) == 1 else "sum_two"
+    if kind.startswith("arg"):
+        texts.append(f"tl.broadcast_to(rindex, {em.shape(FULL)})")
+    position = ".to(tl.int64)" if kind.startswith("arg") else ""
+    em.scope.add(f"{', '.join(names)} = libm.fold_{kind}({', '.join(texts)}){position}")
     return names
 
 
@@ -60,18 +62,6 @@ def _folded(em: Emitter, f: Fold) -> str:
     if dtype not in ("f32", "f64", "i32", "i64", "bool") or (mask and dtype in ("f64",)):
         text = f"{text}.to({scalars.TYPE[dtype]})"
     return text
-
-
-def fold_row(em: Emitter, f: Fold, text: str = "") -> str:
-    """The fold of a row that is in registers; returns its variable."""
-    text = text or _folded(em, f)
-    name = em.fresh(f"{clean(f.name)}_")
-    if f.kind.startswith("arg"):
-        place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
-        em.scope.add(f"{name} = libm.fold_{f.kind}({text}, {place}).to(tl.int64)")
-    else:
-        em.scope.add(f"{name} = libm.fold_{f.kind}({text})")
-    return name
 
 
 def power_text(rule: Rescaled, difference: str) -> str:

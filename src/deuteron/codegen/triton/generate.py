@@ -219,7 +219,7 @@ def _configs(
         if any(f.loops for f in forms):
             values.append(("STAGES", stages))
         warps = max(c.num_warps for c in chosen)
-        most = registers(warps) if any(f.kind == "chunk" for f in forms) else 0
+        most = registers(warps, spec) if any(f.kind == "chunk" for f in forms) else 0
         out.append(Config(tuple(values), warps, stages, most))
     return tuple(dict.fromkeys(out))
 

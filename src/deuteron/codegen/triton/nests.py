@@ -23,7 +23,7 @@ from deuteron.codegen.triton.folds import (
     bind,
     clean,
     constant,
-    fold_row,
+    fold_rows,
     full,
     identity,
 )
@@ -283,7 +283,7 @@ def one_pass(
     writes: list[tuple[Write, Dims]] = []
     for p in loops.parts:
         if isinstance(p, Fold):
-            bind(em, p, fold_row(em, p))
+            bind(em, p, *fold_rows(em, [p]))
         elif isinstance(p, Prefix):
             name = em.fresh(f"{clean(p.name)}_")
             em.scope.add(
