@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from deuteron.codegen.cpp.kernels import FLAGS
 from deuteron.runtime import build_cpp
 from deuteron.runtime import cache as cache_module
 from deuteron.runtime.cache import Cache
+from deuteron.tools.coverage import Worker
 
 SOURCE = 'extern "C" int answer() { return %d; }\n'
 PLAIN = ("-O1", "-fPIC", "-shared")
@@ -183,12 +186,28 @@ def hanging(folder: Path) -> str:
 
 
 def child(folder: Path) -> int:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         if (folder / "pid").exists() and (folder / "pid").read_text().strip():
             return int((folder / "pid").read_text())
         time.sleep(0.02)
     raise AssertionError("the compiler did not start")
+
+
+def waiting(connection: Any) -> None:
+    """A worker that waits for a compiler."""
+    folder, cxx = connection.recv()
+    with contextlib.suppress(KeyboardInterrupt):
+        build_cpp.submit(SOURCE % 6, PLAIN, Options(cache_dir=folder, cxx=cxx)).result()
+
+
+def test_a_lost_workers_compiler_ends_with_it(tmp_path: Path, options: Options) -> None:
+    worker = Worker(waiting)
+    worker.start()
+    worker.connection.send((options.cache_dir, hanging(tmp_path)))
+    pid = child(tmp_path)
+    worker.stop(kill=True)
+    assert gone(pid)
 
 
 def test_hanging_compiler(tmp_path: Path, options: Options) -> None:

@@ -8,6 +8,8 @@ row of the result and not the end, and a run that was stopped goes on where it w
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from deuteron.tools.coverage_worker import EAGER, Job, work
 LIMIT = 500.0  # seconds for a job; a multiple of what the slowest takes
 LONGEST_FIRST = ("dynamic", "backward", "layouts", "forward", "inplace", "method")
 JOBS_PER_PROCESS = 150  # torch and its caches grow
+SECONDS_TO_END = 5  # for a worker that is asked to
 
 
 def jobs_for(
@@ -98,7 +101,9 @@ class Worker:
     def stop(self, kill: bool = False) -> None:
         if self.process is not None:
             self.connection.close()  # an idle worker ends by itself
-            self.process.join(0 if kill else 5)
+            if kill and self.process.is_alive():  # what waits for a compiler ends that, too
+                os.kill(self.process.pid, signal.SIGINT)
+            self.process.join(SECONDS_TO_END)
             self.process.kill()
             self.process.join()
         self.process = None

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -489,9 +489,10 @@ def work(connection: Any) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     seedless()
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        connection.send(run_job(job, connection.send))
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                job = connection.recv()
+            except EOFError:
+                return
+            connection.send(run_job(job, connection.send))

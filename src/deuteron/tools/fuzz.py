@@ -132,12 +132,13 @@ def work(connection: Any) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # also what torch says of sizes that do not fit
     warnings.simplefilter("ignore")
-    while True:
-        try:
-            task = connection.recv()
-        except EOFError:
-            return
-        connection.send(run_task(task))
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                task = connection.recv()
+            except EOFError:
+                return
+            connection.send(run_task(task))
 
 
 @dataclass
