@@ -115,6 +115,35 @@ def test_strides_of_one_element_count(kind: str) -> None:
         assert significant(got) == significant(op(*args)), where
 
 
+def test_views_of_one_element() -> None:
+    """Also the strides of dimensions of one element are eager's, wherever a view puts them."""
+    rng = random.Random(0)
+    ran = 0
+    for _ in range(120):
+        x = operand(
+            rng, [rng.choice([1, 2, 3]) for _ in range(rng.randint(1, 4))], torch.float32, False
+        )
+        if x.dim() == 0:
+            continue
+        flat = [n for n in x.shape if n > 1]
+        if len(flat) > 1 and rng.random() < 0.5:
+            at = rng.randrange(len(flat) - 1)
+            flat[at : at + 2] = [flat[at] * flat[at + 1]]
+        for _ in range(rng.randint(0, 3)):
+            flat.insert(rng.randint(0, len(flat)), 1)
+        wide = [rng.choice([1, 2]) for _ in range(rng.randint(0, 2))]
+        wide += [rng.choice([1, 2]) if n == 1 else n for n in x.shape]
+        for op in (lambda x, to=flat: x.view(to), lambda x, to=wide: x.expand(to)):
+            try:
+                want = op(x)
+            except RuntimeError:  # no view
+                continue
+            got = traced(op, [x]).graph.output_node().args[0].meta["val"]
+            assert got.stride() == want.stride(), (x.shape, x.stride(), want.shape)
+            ran += 1
+    assert ran > 150
+
+
 def test_nothing_is_added_where_the_order_is_clear() -> None:
     x, bias = torch.ones(3, 4, 5, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bfloat16)
     for args in ([x, bias], [x, torch.ones((), dtype=torch.bfloat16).expand(3, 4, 5)]):

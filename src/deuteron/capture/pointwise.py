@@ -9,14 +9,13 @@ dimensions that an operand does not have steps, where eager takes them for expan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from deuteron.capture.strides import in_order
+from deuteron.capture.strides import as_it_is, in_order, is_fixed, traced_as_it_is
 
 Rule = Callable[..., Any]
 
@@ -105,10 +104,6 @@ def common_dtype(operands: Sequence[Tensor], result: torch.dtype) -> torch.dtype
     return result if result.is_floating_point and not found.is_floating_point else found
 
 
-def is_fixed(t: Tensor) -> bool:
-    return all(type(n) is int for n in (*t.shape, *t.stride()))
-
-
 def is_dense(t: Tensor) -> bool:
     """Whether its elements fill their memory, each a place of its own."""
     if not is_fixed(t):
@@ -135,18 +130,6 @@ def laid_out(t: Tensor, order: Sequence[int]) -> Tensor:
     return inner.permute([perm.index(d) for d in range(len(perm))])
 
 
-# Operators that are being traced as they are, without their rule of this file.
-_AS_THEY_ARE: ContextVar[frozenset[Any]] = ContextVar("as_they_are", default=frozenset())
-
-
-def as_it_is(target: Any, *args: Any, **kwargs: Any) -> Any:
-    token = _AS_THEY_ARE.set(_AS_THEY_ARE.get() | {target})
-    try:
-        return target(*args, **kwargs)
-    finally:
-        _AS_THEY_ARE.reset(token)
-
-
 def as_in_eager(target: Any, rule: Rule | None, loop: Sequence[int] | None = None) -> Rule:
     """`loop`: a row of `LOOPS`."""
 
@@ -154,7 +137,7 @@ def as_in_eager(target: Any, rule: Rule | None, loop: Sequence[int] | None = Non
         out = NotImplemented if rule is None else rule(*args, **kwargs)
         operands = [a for a in args if isinstance(a, Tensor)]
         clear = len(operands) < 2 or all(map(in_order, operands))
-        if clear or target in _AS_THEY_ARE.get():
+        if clear or traced_as_it_is(target):
             return out
         if out is NotImplemented:
             out = as_it_is(target, *args, **kwargs)

@@ -7,7 +7,8 @@ are right nothing is added to the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -27,10 +28,15 @@ def is_contiguous(x: Tensor) -> bool:
     return torch._prims_common.is_contiguous_or_false(x)
 
 
+def is_fixed(x: Tensor) -> bool:
+    """Whether its sizes and strides are numbers."""
+    return all(type(n) is int for n in (*x.shape, *x.stride()))
+
+
 def in_order(x: Tensor) -> bool:
     """Whether it is contiguous, with the usual strides also where there is one element: those
     decide the order of dimensions in which eager lays out a result."""
-    if not all(type(s) is int for s in (*x.shape, *x.stride())):
+    if not is_fixed(x):
         return is_contiguous(x)
     step = 1
     for n, s in zip(x.shape[::-1], x.stride()[::-1]):
@@ -38,6 +44,22 @@ def in_order(x: Tensor) -> bool:
             return False
         step *= max(n, 1)
     return True
+
+
+# Operators that are being traced without their rule.
+_AS_THEY_ARE: ContextVar[frozenset[Any]] = ContextVar("as_they_are", default=frozenset())
+
+
+def as_it_is(target: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _AS_THEY_ARE.set(_AS_THEY_ARE.get() | {target})
+    try:
+        return target(*args, **kwargs)
+    finally:
+        _AS_THEY_ARE.reset(token)
+
+
+def traced_as_it_is(target: Any) -> bool:
+    return target in _AS_THEY_ARE.get()
 
 
 def in_format_of(out: Tensor, x: Tensor) -> Tensor:
@@ -128,7 +150,68 @@ def unique_consecutive(
     return (out.movedim(0, dim), *rest)
 
 
+def viewed_steps(x: Tensor, size: Sequence[int]) -> list[int] | None:
+    """The strides of ``x.view(size)`` as eager computes them, those of one element included: from
+    the last dimension on, for each stretch of dimensions of `x` that follow one another."""
+    out, d = [0] * len(size), len(size) - 1
+    base, held, given = x.stride(-1), 1, 1
+    for k in reversed(range(x.dim())):
+        held *= x.shape[k]
+        if k > 0 and (x.shape[k - 1] == 1 or x.stride(k - 1) == held * base):
+            continue
+        while d >= 0 and (given < held or size[d] == 1):
+            out[d] = given * base
+            given *= size[d]
+            d -= 1
+        if given != held:
+            return None
+        if k > 0:
+            base, held, given = x.stride(k - 1), 1, 1
+    return out
+
+
+def expanded_steps(x: Tensor, size: Sequence[int]) -> list[int]:
+    """The strides of ``x.expand(size)`` as eager computes them."""
+    out: list[int] = []
+    new = len(size) - x.dim()
+    for d in reversed(range(len(size))):
+        n, s = (x.shape[d - new], x.stride(d - new)) if d >= new else (1, 1)
+        if d < new and out:
+            s = size[d + 1] * out[0]
+        out.insert(0, s if n == size[d] else 0)
+    return out
+
+
+def with_steps(x: Tensor, steps: Sequence[int]) -> Tensor:
+    """A view of `x` with these strides of dimensions of one element, as far as views make them."""
+    for d in reversed(range(x.dim())):
+        if x.shape[d] == 1 and x.stride(d) != steps[d]:
+            x = x.squeeze(d).unsqueeze(d)
+            made = x.stride(d)
+            if made > 0 and steps[d] > made and steps[d] % made == 0:
+                x = aten.slice.Tensor(x, d, 0, 1, steps[d] // made)
+    return x
+
+
+def view_as_in_eager(target: Any, steps_of: Callable[..., list[int] | None]) -> Rule:
+    """Of dimensions of one element torch's fake kernels give other strides than eager; these decide
+    about memory formats, and the order of dimensions that nothing else tells apart."""
+
+    def rule(x: Tensor, size: Sequence[Any], **kwargs: Any) -> Any:
+        fixed = is_fixed(x) and all(type(n) is int for n in size)
+        plain = x.layout == torch.strided and fixed and x.dim() > 0 and x.numel() > 0
+        if traced_as_it_is(target) or not plain:
+            return NotImplemented
+        out = as_it_is(target, x, size, **kwargs)
+        steps = steps_of(x, out.shape)
+        return out if steps is None else with_steps(out, steps)
+
+    return rule
+
+
 RULES: dict[str, Rule] = {
+    "aten.view.default": view_as_in_eager(aten.view.default, viewed_steps),
+    "aten.expand.default": view_as_in_eager(aten.expand.default, expanded_steps),
     "aten.unique_consecutive.default": unique_consecutive,
     "aten.ldexp.Tensor": ldexp,
     "aten.pow.Scalar": power_of_number,
