@@ -429,6 +429,12 @@ FOUND: dict[str, Found] = {
         "return torch.nn.functional.avg_pool1d(x[None, None].flatten(0, -3), 2)",
         (lambda: [f(12).as_strided((1, 2, 6), (12, 1, 2))],),
     ),
+    # eager's own backward reads such weights as though they were contiguous
+    "weights of a batch norm with steps": Found(
+        "return torch.nn.functional.batch_norm(x, None, None, y[::2], y[::2], True)",
+        (lambda: [f(4, 4, grad=True), f(8)],),
+        BACKWARD,
+    ),
 }
 
 

@@ -351,3 +351,21 @@ def test_the_oracle_sees_strides_and_sharing() -> None:
     assert got.shared == {"out1": "shares out0 at byte 40", "out2": "shares out0 at byte 0"}
     got.shared["out1"] = "shares out0 at byte 20"
     assert any("shares" in p for p in differences(got, oracle))
+
+
+def test_the_oracle_knows_a_kernel_that_contradicts_itself() -> None:
+    """Eager's batch norm takes weights with steps for contiguous ones in its backward."""
+    x, weight = torch.randn(8, 4), torch.tensor([1.0, 9.0, 2.0, 9.0, 3.0, 9.0, 4.0])[::2]
+
+    def gradient(x: Tensor, weight: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = torch.nn.functional.batch_norm(x, None, None, weight, None, True)
+        return torch.autograd.grad(y.square().sum(), x)[0]
+
+    oracle, got = seen_by(gradient, x, weight)
+    assert not torch.allclose(gradient(x, weight), gradient(x, weight.contiguous()), rtol=0.1)
+    right = changed(got, lambda t: gradient(x, weight.contiguous()))
+    assert differences(right, oracle) == []
+    assert differences(changed(right, put(3, 0.5)), oracle), "neither kernel gives that"
+    oracle, got = seen_by(lambda x: x.as_strided((4,), (2,)), x.t())
+    assert differences(changed(got, lambda t: x.t().contiguous().as_strided((4,), (2,))), oracle)
