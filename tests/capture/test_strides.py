@@ -178,3 +178,27 @@ def test_averages_keep_channels_last(sizes: tuple[int, int]) -> None:
     for x in (last, one, last.contiguous(), last[0]):
         got = traced(pooled, [x]).graph.output_node().args[0].meta["val"]
         assert significant(got) == significant(pooled(x))
+
+
+@pytest.mark.parametrize("dims", [4, 5])
+def test_batch_norm_keeps_what_lies_as_channels_last(dims: int) -> None:
+    """Also where strides of dimensions of one element do not say so."""
+    rng = random.Random(dims)
+    shapes = ([rng.choice([1, 1, 2, 3]) for _ in range(dims)] for _ in range(80))
+    for shape in (s for s in shapes if max(s) > 1 and s[0] * s[2] * s[-1] > 1):
+        x = torch.empty_strided(shape, dense(rng, shape)).normal_()
+        normed = lambda x: torch.nn.functional.batch_norm(x, None, None, training=True)  # noqa: E731
+        got = traced(normed, [x]).graph.output_node().args[0].meta["val"]
+        assert significant(got) == significant(normed(x)), (x.shape, x.stride())
+
+
+def dense(rng: random.Random, shape: list[int]) -> list[int]:
+    """Strides that fill the memory, in the usual order, channels last or any, and any strides of
+    one element."""
+    dims = list(range(len(shape)))
+    usual = [*dims[::-1]], [1, *dims[:1:-1], 0], rng.sample(dims, len(dims))
+    strides, step = [0] * len(shape), 1
+    for d in rng.choice(usual):
+        strides[d], step = step, step * shape[d]
+    odd = rng.random() < 0.5
+    return [rng.choice([1, 2, 6]) if odd and n == 1 else s for n, s in zip(shape, strides)]

@@ -211,17 +211,18 @@ def f32_statistics(rule: Rule) -> Rule:
 
 
 CPU_MEMORY = strides.on_cpu(strides.in_memory_format)
+NORMED = strides.on_cpu(partial(strides.in_memory_format, format_of=strides.filled_format))
 WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten.nll_loss_forward.default": (in_f32,),
     "aten.nll_loss2d_forward.default": (in_f32,),
-    "aten.native_batch_norm.default": (CPU_MEMORY,),
-    "aten._native_batch_norm_legit.default": (CPU_MEMORY,),
-    "aten._native_batch_norm_legit_functional.default": (f32_statistics, CPU_MEMORY),
-    "aten._native_batch_norm_legit_no_training.default": (CPU_MEMORY,),
-    "aten._batch_norm_with_update.default": (CPU_MEMORY,),
-    "aten._batch_norm_with_update_functional.default": (f32_statistics, CPU_MEMORY),
-    "aten._batch_norm_no_update.default": (CPU_MEMORY,),
-    "aten._native_batch_norm_legit.no_stats": (f32_statistics, CPU_MEMORY),
+    "aten.native_batch_norm.default": (NORMED,),
+    "aten._native_batch_norm_legit.default": (NORMED,),
+    "aten._native_batch_norm_legit_functional.default": (f32_statistics, NORMED),
+    "aten._native_batch_norm_legit_no_training.default": (NORMED,),
+    "aten._batch_norm_with_update.default": (NORMED,),
+    "aten._batch_norm_with_update_functional.default": (f32_statistics, NORMED),
+    "aten._batch_norm_no_update.default": (NORMED,),
+    "aten._native_batch_norm_legit.no_stats": (f32_statistics, NORMED),
     "aten.max_unpool2d.default": (CPU_MEMORY,),
     "aten._adaptive_avg_pool2d.default": (strides.in_memory_format,),
 }

@@ -62,18 +62,28 @@ def traced_as_it_is(target: Any) -> bool:
     return target in _AS_THEY_ARE.get()
 
 
+def filled_format(x: Tensor) -> torch.memory_format:
+    """Also channels last where `x` lies so, but strides of one element do not say it."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is not None and is_fixed(x) and not x.is_contiguous():
+        return last if x.is_contiguous(memory_format=last) else dense_format(x)
+    return dense_format(x)
+
+
 def in_format_of(out: Tensor, x: Tensor) -> Tensor:
     return out.contiguous(memory_format=dense_format(x))
 
 
-def in_memory_format(rule: Rule) -> Rule:
+def in_memory_format(
+    rule: Rule, format_of: Callable[[Tensor], torch.memory_format] = dense_format
+) -> Rule:
     """Eager's result is contiguous, or channels last where the input is."""
 
     @wraps(rule)
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = rule(x, *args, **kwargs)
         first = out[0] if isinstance(out, tuple) else out
-        moved = in_format_of(first, x)
+        moved = first.contiguous(memory_format=format_of(x))
         return (moved, *out[1:]) if isinstance(out, tuple) else moved
 
     return wrapped
