@@ -367,6 +367,18 @@ FOUND: dict[str, Found] = {
         return v.unsqueeze(1).expand(-1, 3, -1)""",
         (lambda: [truth(2, 3)],),
     ),
+    # the mean of equal numbers was another one, their variance 1e-14: the gradient of a deviation
+    # that eager takes for 0 was that of 1e-7
+    "deviations of equal numbers": Found(
+        """
+        rows, far = torch.cat([x] * 16), x.double().expand(11, 5).std(0)
+        same = torch.maximum(rows, y.expand(16, 5))
+        whole = y[:, :1].expand(3, 7).std()
+        return rows.var(0), same.std(0, correction=0), same.t().var(-1), far, whole
+        """,
+        (lambda: [f(1, 5, grad=True), f(1, 5).abs().add(1).requires_grad_()],),
+        BACKWARD,
+    ),
     # where a weight is infinite, eager's formulas for CPUs give NaN, torch's own steps infinities
     # (the oracle took infinity for eager's NaN, and that for an error)
     "norms whose weights are infinite": Found(

@@ -184,6 +184,13 @@ def test_far_from_the_mean(slow: None) -> None:
         assert ours <= 2 * eager
 
 
+def test_equal_numbers(slow: None) -> None:
+    """What rounding leaves of the mean is a sum of parts as well."""
+    x = torch.randn(3, 1).expand(3, 501).contiguous()
+    for ours, _ in errors(lambda x: (torch.var(x, -1), torch.std(x, -1)), [x]):
+        assert ours == 0
+
+
 def test_columns(slow: None) -> None:
     x = torch.randn(4, 8, 8, 9).to(memory_format=torch.channels_last) + 3
 

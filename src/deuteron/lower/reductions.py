@@ -1,9 +1,8 @@
 """Reductions of ATen as folds (`Reduce`) with their prologues and epilogues.
 
 Sums of half types accumulate in f32 and round once at the end, as ATen's do; integer sums in i64.
-Means divide the sum,
-variances are two folds (the mean, then squares about it): how many passes that takes is the
-scheduler's concern.
+Means divide the sum, variances are two folds (the mean, then squares about it), or three (what
+rounding left of the mean): how many passes that takes is the scheduler's concern.
 """
 
 from __future__ import annotations
@@ -199,16 +198,34 @@ def any_all(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False)
 
 
 def moments(
-    ctx: LowerContext, x: Value, dim: Any, correction: Any, keepdim: bool
+    ctx: LowerContext, x: Value, dim: Any, correction: Any, keepdim: bool, fine: bool = False
 ) -> tuple[Value, Value]:
-    """(variance, mean) in the compute dtype."""
+    """(variance, mean) in the compute dtype. `fine`: what rounding left of the mean is added to it,
+    so that the mean of equal numbers is that number, and their variance 0, as Welford's is."""
     acc, dims = compute_dtype(x.dtype), dims_of(x, dim)
     n = count(x, dims)
     size = scalar(n, acc)
-    center = ctx.define(
-        fold(ctx, x, dims, True, "sum", lambda e: cast(e, acc), lambda e: op("div", e, size)),
-        wish=f"{ctx.node.name if ctx.node else 't'}_mean",
-    )
+    wish = f"{ctx.node.name if ctx.node else 't'}_mean"
+
+    def average(v: Value) -> Value:
+        return fold(ctx, v, dims, True, "sum", lambda e: cast(e, acc), lambda e: op("div", e, size))
+
+    def deviation(center: Value) -> Value:
+        return make(
+            ctx,
+            x.shape,
+            lambda idx: op(
+                "sub",
+                cast(x.at(idx), acc),
+                center.at([const(0) if d in dims else i for d, i in enumerate(idx)]),
+            ),
+        )
+
+    center = ctx.define(average(x), wish=wish)
+    if fine:
+        rough, left = center, average(deviation(center))
+        both = make(ctx, rough.shape, lambda idx: op("add", rough.at(idx), left.at(idx)))
+        center = ctx.define(both, wish=wish)
     correction = 1 if correction is None else correction
     if isinstance(correction, Index):
         correction = correction.value
@@ -223,18 +240,9 @@ def moments(
     else:
         divisor = op("maximum", op("sub", size, scalar(correction, acc)), scalar(0, acc))
 
-    deviation = make(
-        ctx,
-        x.shape,
-        lambda idx: op(
-            "sub",
-            cast(x.at(idx), acc),
-            center.at([const(0) if d in dims else i for d, i in enumerate(idx)]),
-        ),
-    )
     var = fold(
         ctx,
-        deviation,
+        deviation(center),
         dims,
         keepdim,
         "sum",
@@ -256,6 +264,12 @@ def _rounded(ctx: LowerContext, v: Value, dtype: str) -> Value:
     return make(ctx, v.shape, lambda idx: cast(v.at(idx), dtype))
 
 
+def tight(x: Value) -> bool:
+    """Whether a mean in the compute dtype is rounded where the numbers are equal: sums of halves
+    have digits to spare."""
+    return compute_dtype(x.dtype) == x.dtype
+
+
 @lowering("aten.var_mean.correction")
 def var_mean(
     ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
@@ -268,14 +282,14 @@ def var_mean(
 def var_(
     ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Value:
-    return _rounded(ctx, moments(ctx, x, dim, correction, keepdim)[0], x.dtype)
+    return _rounded(ctx, moments(ctx, x, dim, correction, keepdim, tight(x))[0], x.dtype)
 
 
 @lowering("aten.std.correction")
 def std_(
     ctx: LowerContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Value:
-    var, _ = moments(ctx, x, dim, correction, keepdim)
+    var, _ = moments(ctx, x, dim, correction, keepdim, tight(x))
     return make(ctx, var.shape, lambda idx: cast(op("sqrt", var.at(idx)), x.dtype))
 
 

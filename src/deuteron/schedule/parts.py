@@ -8,6 +8,7 @@ results of its own part only, and the combination is a fold over parts.
     max, sum, ...    the fold of the parts' folds
     rescaled         sum of the parts' sums, each times what its own maximum lacks of the row's
     products         sum of the parts' sums about their own means, moved to the row's center
+    centered         sum of what is left about the parts' own means, moved to the row's center
     argmax, argmin   the first part that has the row's extreme element, and the position there
 """
 
@@ -33,6 +34,7 @@ from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member, register
 from deuteron.schedule.kernel import Fold, Nest, Prefix
 from deuteron.schedule.online import (
+    Centered,
     Chain,
     Products,
     Rescaled,
@@ -51,7 +53,7 @@ def one_pass(group: Group, layouts: Mapping[str, Layout]) -> Chain | None:
         return None
     nest = group.nest(dict(layouts), ())
     reduced = set(nest.reduced)
-    chain = Chain(lambda e: not (e.axes() & reduced))
+    chain = Chain(lambda e: not (e.axes() & reduced), centering=True)
     for s in nest.stmts:
         assert not isinstance(s, Prefix)
         if isinstance(s, Fold) and chain.add(s):
@@ -161,6 +163,7 @@ class Parts:
     made: dict[str, tuple[Compute, int]] = field(default_factory=dict)  # partial results
     combined: list[tuple[Compute, int]] = field(default_factory=list)
     late: dict[str, Compute] = field(default_factory=dict)  # tensors that only combinations need
+    rests: dict[Expr, str] = field(default_factory=dict)  # sums about parts' means
 
     def build(self) -> bool:
         """Whether every fold of the group has found its place."""
@@ -178,6 +181,8 @@ class Parts:
                 self.rescaled(f, m, rule, places)
             elif isinstance(rule, Products):
                 self.products(f, m, rule, places)
+            elif f.name in self.chain.centers:
+                self.centered(m, self.chain.centers[f.name], places)
             else:
                 self.partial(f"{m.name}.part", f.kind, f.body, m)
                 self.combine(m, f.kind, self.read(f"{m.name}.part", places))
@@ -270,28 +275,42 @@ class Parts:
         make up for it where the elements are far from 0 (`recenter`).
         """
         dtype, name = f.body.dtype, f"{m.name}.part"
-        elements = {"x": rule.x} if rule.square else {"x": rule.x, "y": rule.y}
-        n = E.cast(at_least_one(self.cut.count), dtype)
-        apart: dict[str, Expr] = {}
-        sums: dict[str, str] = {}
-        for side, e in elements.items():
-            sums[side] = self.sum_of(e, m, side)
-            apart[side] = E.op("sub", e, E.op("div", self.here(sums[side]), n))
-        for side, e in apart.items():
-            self.partial(f"{m.name}.{side}.rest.part", "sum", e, m)
-        self.partial(name, "sum", E.op("mul", apart["x"], apart.get("y", apart["x"])), m)
-        table: Map = {a: b.index for a, b in zip(self.cut.parts, self.workers, strict=True)}
-        count = self.cut.count.substitute(table)
-        many = E.cast(at_least_one(count), dtype)
-        far: list[Expr] = []
-        rest: list[Expr] = []
-        for side, center in (("x", rule.a), ("y", rule.b)):
-            side = side if side in sums else "x"
-            mean = E.op("div", self.read(sums[side], places), many)
-            far.append(E.op("sub", mean, self.outside(center, places)))
-            rest.append(self.read(f"{m.name}.{side}.rest.part", places))
+        sides = (
+            {"x": (rule.x, rule.a)}
+            if rule.square
+            else {"x": (rule.x, rule.a), "y": (rule.y, rule.b)}
+        )
+        apart = [self.apart(x, m, side) for side, (x, _) in sides.items()]
+        self.partial(name, "sum", E.op("mul", apart[0], apart[-1]), m)
+        moved = [self.moved(x, a, m, side, places) for side, (x, a) in sides.items()]
+        far, rest = zip(*(moved * 2 if rule.square else moved))
         total = self.read(name, places)
-        self.combine(m, "sum", recenter(total, E.cast(count, dtype), far, rest))
+        self.combine(m, "sum", recenter(total, E.cast(self.points(), dtype), far, rest))
+
+    def centered(self, m: Member, rule: Centered, places: Map) -> None:
+        far, rest = self.moved(rule.x, rule.a, m, "x", places)
+        count = E.cast(self.points(), far.dtype)
+        self.combine(m, "sum", E.op("add", rest, E.op("mul", count, far)))
+
+    def apart(self, x: Expr, m: Member, side: str) -> Expr:
+        """The elements less their part's mean."""
+        n = E.cast(at_least_one(self.cut.count), x.dtype)
+        return E.op("sub", x, E.op("div", self.here(self.sum_of(x, m, side)), n))
+
+    def moved(self, x: Expr, a: Expr, m: Member, side: str, places: Map) -> tuple[Expr, Expr]:
+        """In a combination: what a part's mean is apart from the row's center `a`, and the sum of
+        what is left about it."""
+        if x not in self.rests:
+            self.rests[x] = f"{m.name}.{side}.rest.part"
+            self.partial(self.rests[x], "sum", self.apart(x, m, side), m)
+        many = E.cast(at_least_one(self.points()), x.dtype)
+        mean = E.op("div", self.read(self.sum_of(x, m, side), places), many)
+        return E.op("sub", mean, self.outside(a, places)), self.read(self.rests[x], places)
+
+    def points(self) -> Expr:
+        """Elements of a part, in a combination."""
+        table: Map = {a: b.index for a, b in zip(self.cut.parts, self.workers, strict=True)}
+        return self.cut.count.substitute(table)
 
     def sum_of(self, x: Expr, m: Member, side: str) -> str:
         """The partial sums of `x`: those of a fold of the group, or some of their own."""
@@ -301,7 +320,8 @@ class Parts:
             if f.kind == "sum" and f.body is x and name in self.made:
                 return name
         name = f"{m.name}.{side}.part"
-        self.partial(name, "sum", x, m)
+        if name not in self.made:
+            self.partial(name, "sum", x, m)
         return name
 
     def position(self, f: Fold, m: Member, places: Map) -> None:

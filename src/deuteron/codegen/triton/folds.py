@@ -243,13 +243,11 @@ class Accumulators:
                 self._finish_rescaled(f, name, out)
             else:
                 bind(em, f, out)
-        for f in self.folds:
+        for f in self.folds:  # in order: the center of one may need another
             rule = self.merged.get(f.name)
             if isinstance(rule, Products):
                 self._finish_products(f, rule, self.names[f.name])
-        for f in self.folds:
-            rule = self.merged.get(f.name)
-            if isinstance(rule, Centered):
+            elif isinstance(rule, Centered):
                 self._finish_centered(f, rule)
 
     def _finish_rescaled(self, f: Fold, lanes: str, row: str) -> None:
