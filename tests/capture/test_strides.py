@@ -61,6 +61,7 @@ NUMBERS = {  # what else the operators are given
     "aten.smooth_l1_loss.default": lambda a, b: (a, b, 0),
     "aten.huber_loss.default": lambda a, b: (a, b, 0),
     "aten.binary_cross_entropy.default": lambda a, b: (a, b, None, 0),
+    "aten.where.self": lambda a, b: (b.bool(), a, b),
 }
 
 
@@ -78,7 +79,8 @@ def test_pointwise(name: str) -> None:
         broadcast = rng.random() < 0.5 and pointwise.LOOPS.get(name) != (0,)
         kinds = (torch.int32, torch.bool) if "bitwise" in name else DTYPES
         first, second = rng.choice(kinds), rng.choice(kinds)
-        if name in NUMBERS or "backward" in name or rng.random() < 0.6:
+        alone = name in NUMBERS and "where" not in name
+        if alone or "backward" in name or rng.random() < 0.6:
             second = first
         args = [operand(rng, shape, d, broadcast) for d in (first, second)]
         try:

@@ -447,6 +447,11 @@ FOUND: dict[str, Found] = {
         (lambda: [f(4, 4, grad=True), f(8)],),
         BACKWARD,
     ),
+    # torch's rule for a choice puts it in memory as it finds the first of its operands
+    "chosen from what is broadcast": Found(
+        "return torch.where(x > 0, y, z)",
+        (lambda: [f(4).as_strided((1, 2, 1, 1), (1, 1, 2, 2)), f(2, 1), f(2, 1)],),
+    ),
 }
 
 

@@ -80,28 +80,41 @@ def is_one(n: Any) -> bool:
     return n == 1 if type(n) is int else guard_or_false(n == 1)
 
 
-def given_strides(t: Tensor, common: torch.dtype) -> Sequence[Any]:
-    """What eager's loop sees: on the CPU a copy of what has not the common dtype."""
-    if t.device.type != "cpu" or t.dtype == common or is_dense(t):
+def given_strides(t: Tensor, dtype: torch.dtype) -> Sequence[Any]:
+    """What eager's loop sees: on the CPU a copy of what has not the dtype in which it is read."""
+    if t.device.type != "cpu" or t.dtype == dtype or is_dense(t):
         return t.stride()
     return dense_strides(t)
 
 
-def eager_order(shape: Sequence[Any], operands: Sequence[Tensor], common: torch.dtype) -> list[int]:
-    """The dimensions of a pointwise result, from the fastest on."""
+def eager_order(
+    shape: Sequence[Any], operands: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> list[int]:
+    """The dimensions of a pointwise result, from the fastest on. `dtypes`: in which the loop reads
+    the operands."""
     if all(is_fixed(t) and t.shape == operands[0].shape for t in operands):
         if all(t.is_contiguous() for t in operands):
             return list(range(len(shape)))[::-1]
         last = torch.channels_last
         if len(shape) == 4 and all(t.is_contiguous(memory_format=last) for t in operands):
             return [1, 3, 2, 0]
-    return memory_order(shape, [over(shape, t, given_strides(t, common)) for t in operands])
+    given = [given_strides(t, dtype) for t, dtype in zip(operands, dtypes)]
+    return memory_order(shape, [over(shape, t, s) for t, s in zip(operands, given)])
 
 
 def common_dtype(operands: Sequence[Tensor], result: torch.dtype) -> torch.dtype:
     """In which eager computes: that of the result where it makes floating numbers of whole ones."""
     found = torch.result_type(operands[0], operands[-1])
     return result if result.is_floating_point and not found.is_floating_point else found
+
+
+def read_in(
+    target: Any, operands: Sequence[Tensor], given: Sequence[Tensor], result: torch.dtype
+) -> list[torch.dtype]:
+    """In which dtypes eager's loop reads what it is given."""
+    if target is torch.ops.aten.where.self:  # the condition is not cast
+        return [given[0].dtype, result, result]
+    return [common_dtype(operands, result)] * len(given)
 
 
 def is_dense(t: Tensor) -> bool:
@@ -145,7 +158,7 @@ def as_in_eager(target: Any, rule: Rule | None, loop: Sequence[int] | None = Non
         if out.dim() != len(shape):  # a loss that is reduced
             return out
         given = operands if loop is None else [operands[k] for k in loop]
-        order = eager_order(shape, given, common_dtype(operands, out.dtype))
+        order = eager_order(shape, given, read_in(target, operands, given, out.dtype))
         return out if lies_in(out, order) else laid_out(out, order)
 
     return wrapped
@@ -166,7 +179,7 @@ mse_loss smooth_l1_loss huber_loss binary_cross_entropy
 NAMES = (
     *(f"aten.{n}.Tensor" for n in _TENSOR.split()),
     *(f"aten.{n}.default" for n in _DEFAULT.split()),
-    *("aten.div.Tensor_mode", "aten.pow.Tensor_Tensor"),
+    *("aten.div.Tensor_mode", "aten.pow.Tensor_Tensor", "aten.where.self"),
 )
 # Which operands eager's loop is given, and in which order, where not as they come.
 LOOPS = {
