@@ -19,9 +19,10 @@ from torch._decomp import decomposition_table
 from deuteron.tools import reproduce
 from deuteron.tools.fuzz import Task, fuzz, runnable
 from deuteron.tools.fuzz_programs import program
-from deuteron.tools.oracle import Oracle, Shaken, differences, see
+from deuteron.tools.oracle import Oracle, differences, see
 from deuteron.tools.reduce import reduced
 from deuteron.tools.reproduce import How, Line, Straight, file_text, load, straight
+from deuteron.tools.shaken import Shaken
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXED = 7_000_013

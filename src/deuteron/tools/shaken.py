@@ -1,0 +1,230 @@
+"""Runs of eager in which operators compute otherwise than they do, as they might.
+
+In: a run of a program inside one of these modes. Out: what it shows when what is rounded is moved
+(`Shaken`), or when operators are given contiguous copies of what they read (`Packed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+# Operators that choose or move elements, or give them away: nothing is rounded.
+MOVING = """
+clone copy_ _to_copy cat stack index index_select gather take embedding where roll flip
+constant_pad_nd reflection_pad1d replication_pad1d max min amax amin aminmax cummax cummin sort
+topk maximum minimum fmax fmin relu clamp clamp_min clamp_max threshold abs neg sign sgn floor
+ceil round trunc frac copysign nan_to_num masked_fill index_fill index_put scatter slice_scatter
+select_scatter tril triu diag_embed repeat arange full full_like zeros zeros_like ones ones_like
+new_zeros new_full empty empty_like empty_strided new_empty new_empty_strided rand rand_like randn
+randn_like bernoulli scalar_tensor lift_fresh max_pool2d_with_indices slice_backward
+select_backward index_select_backward bucketize
+"""
+EXACT = frozenset(MOVING.split())
+# Those that may give either zero where both are the largest: eager's vectors and the elements left
+# over by them differ.
+SIGNLESS = frozenset(
+    [
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "aminmax",
+        "cummax",
+        "cummin",
+        "sort",
+        "topk",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+        "relu",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "threshold",
+        "max_pool2d_with_indices",
+        "sum",
+    ]
+)
+# Sums of products: each is linear in each of its tensors. Other orders of the terms round another
+# way, and where terms are beyond the dtype's range together, may go there.
+SUMMING = """
+sum mean cumsum mm bmm mv dot vdot addmm addmv baddbmm addbmm trace convolution
+convolution_backward index_add scatter_add index_put embedding_dense_backward avg_pool1d avg_pool2d
+avg_pool3d avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool3d
+_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+"""
+SUMS = frozenset(SUMMING.split())
+PART = 2.0**-64
+# Those for which eager's kernels for CPUs and for GPUs, and torch's own steps, have formulas that
+# differ where a number is the mean (x * scale + shift rarely is exactly 0 there, (x - mean) * scale
+# is), where numbers are infinite (which infinities are subtracted) or near that (Welford's
+# differences of large numbers, which a sum does not form).
+STEPS = frozenset(
+    [
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "var_mean",
+    ]
+)
+# Those whose vectors and left-over elements differ where NaN came in: what the latter give there,
+# and what came in.
+PASSING: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "hardswish_backward": lambda grad, x: (grad, x),
+    "elu_backward": lambda grad, alpha, scale, input_scale, is_result, x: (grad * scale, x),
+}
+
+
+def significant(t: Tensor) -> tuple[int, ...]:
+    """Strides, where they matter; -1 where they do not."""
+    if t.numel() == 0:
+        return (-1,) * t.dim()
+    return tuple(s if n > 1 else -1 for n, s in zip(t.shape, t.stride()))
+
+
+def floating(t: Tensor) -> bool:
+    """Whether rounding moves the elements."""
+    return t.dtype.is_floating_point and t.layout == torch.strided
+
+
+def magnitude(t: Tensor) -> Tensor:
+    return t.abs() if floating(t) else t
+
+
+class Shaken(TorchDispatchMode):
+    """Moves what operators compute by up to a unit in the last place of `dtype` (of the result's
+    own where it is None), `SUMS` by that of their terms. What is only moved or chosen, and whole
+    numbers, stay: they are exact. Zeros that were chosen change their signs. Some runs compute
+    `STEPS` in torch's own steps.
+
+    `gaps` are the differences of what was compared for equality; of them, those are equal that
+    `ties` says."""
+
+    def __init__(
+        self, seed: int, dtype: torch.dtype | None, ties: Sequence[Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.gaps: list[Tensor] = []
+        self.ties = ties
+        self.generator, self.odd = torch.Generator().manual_seed(seed), seed % 2 == 1
+        self.eps = None if dtype is None else torch.finfo(dtype).eps
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        if self.odd and name in STEPS:
+            with self:
+                return decomposition_table[func](*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if any(r.alias_info is not None for r in func._schema.returns):
+            return out
+        if name in SIGNLESS:
+            out = tree_map_only(Tensor, self.turned, out)
+        if name in ("eq", "ne"):
+            out = self.compared(out, name == "eq", *map(torch.as_tensor, args))
+        if name in PASSING:
+            self.either(out, *PASSING[name](*args))
+        adds = name == "index_put" and True in (*args[3:], *(kwargs or {}).values())
+        if name in SUMS and (adds or name not in EXACT):
+            return self.summed(func, args, kwargs or {}, out)
+        return out if name in EXACT else tree_map_only(Tensor, self.shaken, out)
+
+    def summed(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        """A sum in another order of its terms."""
+        given = [t for t in tree_flatten(args)[0] if isinstance(t, Tensor) and floating(t)]
+        factors = {k: abs(x) for k, x in kwargs.items() if k in ("alpha", "beta")}
+        sizes = func(*tree_map_only(Tensor, magnitude, args), **{**kwargs, **factors})
+        for t, size in zip(tree_flatten(out)[0], tree_flatten(sizes)[0]):
+            if not isinstance(t, Tensor) or not floating(t) or t.numel() == 0:
+                continue
+            way = self.way(t)
+            other = t.double() + self.unit(t) * size.double() * way
+            whole = (t == t.round()) & (size == size.round())
+            t.copy_(torch.where(whole | ~other.isfinite(), t, other))
+            if len(given) == 1 and not bool(size.isfinite().all() | ~given[0].isfinite().all()):
+                # What is added on the way may be beyond the range. A part of each term is not.
+                inside = func(given[0].double() * PART, *args[1:], **kwargs) / PART
+                way = self.drawn(t)
+                end = torch.where(way == 0, inside, way * torch.inf)
+                t.copy_(torch.where(size.isfinite(), t, end))
+        return out
+
+    def unit(self, t: Tensor) -> float:
+        return torch.finfo(t.dtype).eps if self.eps is None else self.eps
+
+    def drawn(self, t: Tensor) -> Tensor:
+        """-1, 0 or 1 for each element."""
+        return torch.randint(-1, 2, t.shape, generator=self.generator).double().to(t.device)
+
+    def way(self, t: Tensor) -> Tensor:
+        """Where each element moves."""
+        way = self.drawn(t)
+        # Many results may follow from a single element: it moves in every run.
+        return 1 - 2 * way.abs() if t.numel() == 1 else way
+
+    def either(self, out: Tensor, passed: Tensor, x: Tensor) -> None:
+        """For NaN eager's vectors give NaN; its left-over elements, half types and GPUs what they
+        give above 0."""
+        out.copy_(
+            torch.where(x.isnan(), torch.full_like(out, torch.nan) if self.odd else passed, out)
+        )
+
+    def compared(self, out: Tensor, equal: bool, a: Tensor, b: Tensor) -> Tensor:
+        if a.is_complex() or b.is_complex():
+            return out
+        self.gaps.append(a.double() - b.double().to(a.device))
+        tied = None if self.ties is None else self.ties[len(self.gaps) - 1]
+        return out if tied is None else torch.where(tied, equal, out)
+
+    def turned(self, t: Tensor) -> Tensor:
+        if not floating(t):
+            return t
+        way = torch.randint(0, 2, t.shape, generator=self.generator).to(t.device)
+        zero = torch.where(way == 1, -0.0, 0.0).to(t.dtype)
+        return t.copy_(torch.where(t == 0, zero, t))
+
+    def shaken(self, t: Tensor) -> Tensor:
+        if not floating(t) or t.numel() == 0:
+            return t
+        way = self.way(t)
+        other = (t.double() * (1.0 + self.unit(t) * way)).to(t.dtype)
+        return t.copy_(torch.where(t == t.round(), t, other))
+
+
+class Packed(TorchDispatchMode):
+    """Gives operators contiguous copies of what they read. What they compute does not depend on
+    where that lies in memory, but for a kernel that is wrong about it: batch norm's backward on the
+    CPU takes weights with steps for contiguous ones. Views, writes, random draws and what names
+    strides stay: theirs is to say where elements lie."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket._qualified_op_name
+        placing = any(r.alias_info is not None for r in func._schema.returns)
+        placing |= func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
+        if placing or "strided" in name or "empty" in name or "resize" in name:
+            return out
+        given = tree_map_only(Tensor, packed, (args, kwargs))
+        for a, b in zip(tree_flatten(out)[0], tree_flatten(func(*given[0], **given[1]))[0]):
+            if isinstance(a, Tensor) and a.layout == torch.strided and 0 not in significant(a):
+                a.copy_(b)
+        return out
+
+
+def packed(t: Tensor) -> Tensor:
+    return t.contiguous() if t.layout == torch.strided else t
