@@ -2,9 +2,10 @@
 
     python scripts/gpu_fuzz.py DEVICE FIRST_SEED SECONDS PROCESSES LOG
 
-DEVICE is cuda, or cpu (where the machine only lends its cores). Prints the failures and a count;
-LOG receives a JSON line per failure. To go on where a run ended, take the seed that it names as
-FIRST_SEED, which may also be several seeds, by comma. A failure is made again by its seed:
+DEVICE is cuda, or cpu (where the machine only lends its cores), or interpret (Triton's interpreter
+on the CPU). Prints the failures and a count; LOG receives a JSON line per program as it ends, so
+that a run which is stopped loses nothing. To go on where a run ended, take the seed that it names
+as FIRST_SEED, which may also be several seeds, by comma. A failure is made again by its seed:
 ``deuteron fuzz --seed N --count 1``.
 """
 
@@ -14,12 +15,13 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src")]
 
 from deuteron.base.options import set_environment  # noqa: E402
-from deuteron.tools.fuzz import Task, fuzz  # noqa: E402
+from deuteron.tools.fuzz import INTERPRETED, Task, fuzz  # noqa: E402
 
 
 def say(text: str) -> None:
@@ -27,20 +29,31 @@ def say(text: str) -> None:
 
 
 def main(device: str, first: str, seconds: str, processes: str, log: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    interpret = device == "interpret"
+    with tempfile.TemporaryDirectory() as folder, open(log, "w") as rows:
         # One thread and one builder each: there are as many processes as cores.
         set_environment(OMP_NUM_THREADS="1", DEUTERON_WORKERS="1", DEUTERON_CACHE_DIR=folder)
+        if interpret:
+            set_environment(TRITON_INTERPRET="1")
         seeds = [int(s) for s in first.split(",")]
-        task = Task(seeds[0], device, cut=False, folder=f"{folder}/failures")
+        task = Task(
+            seeds[0],
+            "cpu" if interpret else device,
+            "interpreted" if interpret else "deuteron",
+            cut=False,
+            folder=f"{folder}/failures",
+        )
+
+        def keep(row: dict[str, Any]) -> None:
+            rows.write(json.dumps(row) + "\n")
+            rows.flush()
+
         start = seeds if len(seeds) > 1 else seeds[0]
-        tally = fuzz(start, float(seconds), None, int(processes), task, say, limit=100.0)
-    with open(log, "w") as f:
-        for row in tally.failures:
-            f.write(json.dumps(row) + "\n")
-    total = sum(tally.verdicts.values())
+        limit = INTERPRETED if interpret else 100.0
+        tally = fuzz(start, float(seconds), None, int(processes), task, say, limit, keep)
     print(tally)
     if len(seeds) == 1:
-        print(f"next seed: {seeds[0] + total}")
+        print(f"next seed: {seeds[0] + sum(tally.verdicts.values())}")
 
 
 if __name__ == "__main__":

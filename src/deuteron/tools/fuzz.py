@@ -166,9 +166,10 @@ def fuzz(
     template: Task,
     say: Callable[[str], None],
     limit: float = LIMIT,
+    keep: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Tally:
     """Programs of the seeds `first`, `first` + 1, ... until the time or the count is used up; or of
-    the seeds given."""
+    the seeds given. `keep` receives every row as it comes."""
     tally, lock, began = Tally(), threading.Lock(), time.perf_counter()
     if isinstance(first, int):
         first = range(first, first + count if count is not None else 1 << 60)
@@ -198,6 +199,7 @@ def fuzz(
                 "text": row["errors"][0],
                 "file": "",
             }
+        keep(row)
         tally.verdicts[row["verdict"]] += 1
         if row["verdict"] in ("wrong", "error"):
             tally.failures.append(row)
