@@ -75,6 +75,8 @@ STEPS = frozenset(
         "native_group_norm_backward",
         "native_batch_norm",
         "native_batch_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
         "var_mean",
     ]
 )
