@@ -452,6 +452,17 @@ FOUND: dict[str, Found] = {
         "return torch.where(x > 0, y, z)",
         (lambda: [f(4).as_strided((1, 2, 1, 1), (1, 1, 2, 2)), f(2, 1), f(2, 1)],),
     ),
+    # Both loops over pairs were taken for the one loop of another fold which reads the same vector:
+    # only pairs of equal positions were looked at
+    "all pairs beside a fold of a square": Found(
+        """n = torch.round(x)
+        d = torch.diag_embed(x)
+        m = d.max()
+        s = (d - y).abs().sum()
+        p = torch.where(n[:, None] > n, n[:, None], 0)
+        return m, s, p / p.abs().max()""",
+        (lambda: [f(31), f(31, 31)],),
+    ),
 }
 
 

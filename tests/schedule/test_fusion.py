@@ -62,6 +62,7 @@ COUNTS: list[tuple[str, Any, tuple[Any, ...], int]] = [
     ("heads", lambda x: x.view(ROWS, 4, 16).transpose(0, 1).exp().sum(-1), (x(),), 1),
     ("cat of products", lambda a, b: torch.cat([a * 2, b.exp()], 1).relu(), (x(), x()), 1),
     ("scan", lambda x: x.exp().cumsum(-1) * 2, (x(),), 1),
+    ("all pairs", lambda x, y: ((x + y).amax(), (x[:, None] - x).amax()), (x(9), x(9, 9)), 1),
     ("three outputs", lambda x: (x + 1, (x + 1).exp(), x.sum(-1)), (x(),), 1),
 ]
 

@@ -17,7 +17,7 @@ from deuteron.ir.index import Axis, const, floordiv, hint, mod, product
 from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
-from deuteron.schedule.space import Map, Space, dense, flat, image
+from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
 from deuteron.schedule.teams import HELD, LONG, share
 
 # Workers per multiprocessor of a GPU: few, since each leaves partial results, but more for short
@@ -82,8 +82,10 @@ def columns(
         return Refusal(
             "iteration spaces differ", "the columns of one are not the rows of the other"
         )
-    if guest.space.points is not space.points or guest.space.rows is not product(
-        a.extent for a in space.reduced
+    if (
+        guest.space.points is not space.points
+        or guest.space.rows is not product(a.extent for a in space.reduced)
+        or not one_to_one(guest.space.axes, table)
     ):
         return Refusal("iteration spaces differ", "rows and columns of different extents")
     chunk = base.chunk or workers(space, bool(base.folds), spec)

@@ -25,6 +25,7 @@ from deuteron.schedule.space import (
     flat,
     image,
     match_rest,
+    one_to_one,
     same_element,
     solve,
 )
@@ -142,7 +143,7 @@ def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
     if guest.fixed:
         p, r = image(table, guest.space.parallel), image(table, guest.space.reduced)
         if p <= rows and r <= cols:
-            if not _covers(guest.space.parallel, p, table) or guest.space.rows is not space.rows:
+            if not one_to_one(guest.space.axes, table) or guest.space.rows is not space.rows:
                 return _different(base, guest, "rows")
             if guest.space.points is not space.points:
                 return _different(base, guest, "reduced loops")
@@ -150,7 +151,7 @@ def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
         if p <= cols and r <= rows:
             return Refusal("rows against columns", "one folds over the other's rows")
         return _different(base, guest, "reduced loops")
-    if guest.space.points is space.points and _covers(guest.space.axes, everything, table):
+    if guest.space.points is space.points and one_to_one(guest.space.axes, table):
         return _joined(base, guest, [m.moved(table) for m in guest.members])
     if not space.reduced and not guest.space.reduced:
         # The guest becomes the rows of a nest whose other loops are reduced ones.
@@ -164,22 +165,10 @@ def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
         members = [m.moved(table, level="row") for m in guest.members]
         return _joined(replace(base, space=space), guest, members)
     if everything <= rows and guest.space.points is space.rows:
-        if not _covers(guest.space.axes, everything, table):
+        if not one_to_one(guest.space.axes, table):
             return _different(base, guest, "rows")
         return _joined(base, guest, [m.moved(table, level="row") for m in guest.members])
     return _different(base, guest, "loops")
-
-
-def _covers(axes: Sequence[Axis], images: set[Axis], table: Map) -> bool:
-    """Whether the images are one-to-one: no loop of the base stands for two of the guest's, unless
-    as its parts (quotients and remainders of one number)."""
-    whole = [table[a] for a in axes if a.extent.value != 1]
-    plain = [i for i in whole if i in {a.index for a in images}]
-    if len(set(plain)) != len(plain):
-        return False
-    parts = [i for i in whole if i not in set(plain)]
-    taken = {a for i in plain for a in i.axes()}
-    return not any(i.axes() & taken for i in parts) and len(set(parts)) == len(parts)
 
 
 def _whole_axes(table: Map, axes: Sequence[Axis]) -> set[Axis] | None:

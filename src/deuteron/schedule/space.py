@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 
 from deuteron.ir.index import (
     Atom,
@@ -30,6 +31,8 @@ from deuteron.ir.index import (
 )
 
 Map = dict[Atom, Index]
+# Loops that are told from one number: their orders are tried.
+MOST_DIGITS = 5
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,37 @@ def image(table: Mapping[Atom, Index], axes: Iterable[Axis]) -> set[Axis]:
     return out
 
 
+def one_to_one(axes: Sequence[Axis], table: Mapping[Atom, Index]) -> bool:
+    """Whether different points of our loops that the images of their loops `axes` depend on are
+    different points of theirs, and all of them: no loop of ours stands for two of theirs, unless
+    these are its digits (quotients and remainders of one number)."""
+    shares: list[tuple[set[Axis], list[Axis]]] = []  # loops of ours, and theirs that they make
+    for a in axes:
+        if a.extent.value == 1:
+            continue
+        used, sharing, apart = set(table[a].axes()), [a], []
+        for ours, theirs in shares:
+            if ours & used:
+                used, sharing = used | ours, [*theirs, *sharing]
+            else:
+                apart.append((ours, theirs))
+        shares = [*apart, (used, sharing)]
+    return all(_digits(theirs, ours, table) for ours, theirs in shares)
+
+
+def _digits(theirs: Sequence[Axis], ours: set[Axis], table: Mapping[Atom, Index]) -> bool:
+    """Whether the images of `theirs`, in some order, are the digits of one number that `ours` count
+    without gaps."""
+    count = product(a.extent for a in theirs)
+    if product(a.extent for a in ours) is not count or len(theirs) > MOST_DIGITS:
+        return False
+    for order in permutations(theirs):
+        form = dense(flat([table[a] for a in order], [a.extent for a in order]), ours)
+        if form is not None and product(a.extent for a, _ in form) is count:
+            return True
+    return False
+
+
 def same_element(u: Sequence[Index], v: Sequence[Index], shape: Sequence[Index]) -> bool:
     """Whether two index vectors name the same element at every point."""
     if tuple(u) == tuple(v):
@@ -219,6 +253,7 @@ __all__ = [
     "image",
     "match_rest",
     "moved",
+    "one_to_one",
     "paired",
     "same_element",
     "solve",

@@ -10,7 +10,7 @@ Invariants by name (those of expressions are `ir.verify`'s)
     levels       what is stored or folded depends on axes that exist at its place
     axes         loops of a nest are distinct; a chunked axis is a parallel one
     once         every library call of the program is executed once, impure ones in their order; a
-                 tensor is written by one step
+                 tensor is written by one step, and at each point of its loops in another place
     overwritten  a reader of memory comes before its overwriter; in one nest the overwriter reads it
                  only where it writes, and no later loop reads it
     interface    a kernel's `reads` and `writes` are the tensors that its nests read and write
@@ -335,6 +335,9 @@ class _State:
             raise Fault("dtypes", f"the mask of the store to {s.tensor} is {s.mask.dtype}")
         if s.accumulate is not None and s.accumulate not in ACCUMULATES:
             raise Fault("kinds", f"no accumulation {s.accumulate!r}")
+        lost = {a for a in there if a.extent.value != 1}.difference(*map(index_axes, s.index))
+        if lost and s.accumulate is None and not s.scattered:
+            raise Fault("once", f"{s.tensor} is stored in the same place along {sorted(lost)}")
         check_position(f"store to {s.tensor}", s.index, layout, s.mask, self.strict)
         writes.add(s.tensor)
 
