@@ -50,6 +50,10 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
         lambda x, y: [F.pad(x, (1, 2), mode="circular"), F.pad(y, (1, 2), mode="circular")],
         (torch.randn(0, 3, 3), torch.randn(1, 3, 3)),
     ),
+    "one of two whole numbers, of 64 bits": (
+        lambda x: (torch.where(x > 0, 3, 0) << 40, torch.where(x > 0, 3, 1).amin()),
+        (torch.randn(50),),
+    ),
     "one of a row": (
         lambda x, i: x.scatter(1, i, 1.0) * 2,
         (torch.randn(5, 40), torch.randint(0, 40, (5, 1))),

@@ -310,11 +310,11 @@ class Emitter:
         if narrowed is not None:
             return narrowed
         operand = node.args[-1].dtype
-        literals = [a.op == "literal" for a in node.args]
+        alike = node.args[node.op == "where" :]
         args = []
         for k, a in enumerate(node.args):
-            others = all(literals[:k] + literals[k + 1 :])
-            if literals[k] and scalars.inlines(node.op, operand, k, others):
+            others = all(b.op == "literal" for b in alike if b is not a)
+            if a.op == "literal" and scalars.inlines(node.op, operand, k, others):
                 args.append(scalars.literal(a.attr, a.dtype))
             else:
                 args.append(self.value(a))

@@ -21,6 +21,8 @@ POINTER = {"bool": "*i1", "u8": "*u8", "i8": "*i8", "i16": "*i16", "i32": "*i32"
            "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64",
            "f8e4m3": "*u8", "f8e5m2": "*u8"}  # fmt: skip
 HALF = ("f16", "bf16")
+# Types that a number which is chosen takes from what it is chosen beside.
+NUMBERS = ("f32", "i32", "i64")
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
          "eq": "==", "ne": "!=", "bitwise_and": "&", "bitwise_or": "|",
@@ -142,10 +144,11 @@ def convert(text: str, source: str, target: str, float8: str = "") -> str:
 
 
 def inlines(name: str, operand: str, position: int, other_is_literal: bool) -> bool:
-    """Whether a literal argument may stand as a Python number in `operation`'s text."""
-    if other_is_literal or operand in HALF:
-        return False
-    return name in INFIX or (name == "where" and position > 0 and operand in ("f32", "i32", "i64"))
+    """Whether a literal argument may stand as a Python number in `operation`'s text. Of a choice
+    between two numbers Triton makes f32 or i32 by itself."""
+    if name == "where":
+        return position > 0 and operand in (("f32", "i32") if other_is_literal else NUMBERS)
+    return name in INFIX and operand not in HALF and not other_is_literal
 
 
 def operation(name: str, dtype: str, args: list[str], operand: str) -> str:
