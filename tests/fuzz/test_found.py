@@ -463,6 +463,30 @@ FOUND: dict[str, Found] = {
         return m, s, p / p.abs().max()""",
         (lambda: [f(31), f(31, 31)],),
     ),
+    # a choice of equal values became the values, broadcast, in whose smaller memory the strides
+    # that are given do not fit
+    "strides given for a choice of equal values": Found(
+        """
+        v = torch.where(x, y, y.flip(0)).broadcast_to(2, 1, 1, 2, 2)
+        return torch.tanh(v.as_strided((2, 2), (1, 1))), z[None].flip(0).as_strided((2,), (2,)) + 1
+        """,
+        (lambda: [truth(2), f(2).as_strided((1, 1, 2, 1), (2, 2, 1, 1)), f(9)[5:]],),
+    ),
+    # a view that is not proven inside its tensor was one of what the library was given instead
+    "strides given for a part, sizes that change": Found(
+        """
+        v = torch.where(x > 0, x, x.flip(0))[:, 1:]
+        w = torch.as_strided_scatter(x.sin().cumsum(1), y, (2,), (x.shape[1] // 3,), 1)
+        return v.as_strided((2, 2), (1, 1), 1) + 1, w.cos()
+        """,
+        (lambda: [f(9)[5:].view(1, 4), f(2)], lambda: [f(12)[5:].view(1, 7), f(2)]),
+        DYNAMIC,
+    ),
+    # the convolution's result was laid out as channels last
+    "strides given for a convolution": Found(
+        "return torch.nn.functional.conv2d(x, y)[1:].as_strided((4,), (3,), 2) + 1",
+        (lambda: [f(2, 16, 5, 5), f(16, 16, 3, 3)],),
+    ),
 }
 
 

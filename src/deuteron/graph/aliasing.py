@@ -9,7 +9,6 @@ traced program reads a copy made before the input is written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -19,12 +18,16 @@ from torch import fx
 from deuteron.graph import ops
 
 
-def exposed(results: Sequence[Any]) -> set[Any]:
-    """Storages whose sharing a graph's results show: several lie in one, or one's elements do."""
-    nodes = [n for n in results if isinstance(n, fx.Node)]
-    times = Counter(map(ops.storage_of, nodes))
-    overlapping = {ops.storage_of(n) for n in nodes if overlaps(ops.tensor_of(n))}
-    return ({s for s, count in times.items() if count > 1} | overlapping) - {None}
+def exposed(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes in whose memory elements have to lie as traced: results of which several lie in one
+    storage, or of which one's elements do, and what `ops.PLACING` read."""
+    nodes = graph.output_node().all_input_nodes
+    results = graph.output_node().args[0]
+    given = results if isinstance(results, (tuple, list)) else [results]
+    times = Counter(ops.storage_of(n) for n in given if isinstance(n, fx.Node))
+    shown = [n for n in nodes if times[ops.storage_of(n)] > 1 or overlaps(ops.tensor_of(n))]
+    read = [b for n in graph.nodes for b in ops.placed(n)]
+    return [n for n in dict.fromkeys((*shown, *read)) if ops.storage_of(n) is not None]
 
 
 def overlaps(t: torch.Tensor | None) -> bool:
@@ -71,8 +74,7 @@ class Aliasing:
         output = next(iter(reversed(graph.nodes)))
         self.outputs = {self.storage(n) for n in output.all_input_nodes} - {None}
         self.direct = set(output.all_input_nodes)
-        results = output.args[0]
-        self.exposed = exposed(results if isinstance(results, (tuple, list)) else [results])
+        self.exposed = {self.storage(n) for n in exposed(graph)}
         self.written: set[Any] = set()
         for n in graph.nodes:
             if n.op == "call_function" and ops.is_mutating(n):

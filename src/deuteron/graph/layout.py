@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from deuteron.base.record import Record
+from deuteron.graph import ops
 from deuteron.graph.edit import Editor
 
 aten = torch.ops.aten
@@ -30,6 +31,8 @@ def channels_last(gm: fx.GraphModule, record: Record) -> int:
     found = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS and _plain(n)]
     if not found or not _worth(found) or any(map(_corrupts, found)):
         return 0
+    if any(base.op != "placeholder" for n in gm.graph.nodes for base in ops.placed(n)[-1:]):
+        return 0  # strides are given for memory as it was traced
     outputs = gm.graph.output_node()
     before = {n: _strides(n) for n in outputs.all_input_nodes}
     if any(_format_of(s, n.meta["val"]) is None for n, s in before.items() if s is not None):

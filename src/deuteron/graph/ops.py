@@ -162,6 +162,23 @@ def viewed(node: fx.Node) -> fx.Node | None:
     return None
 
 
+# Operators that say where in memory an element lies, not which one of their argument it is.
+PLACING = frozenset(("aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter"))
+
+
+def placed(node: fx.Node) -> list[fx.Node]:
+    """Of one of `PLACING`, its argument and what that is a view of, the owner of the memory last;
+    of others none."""
+    if packet(node.target) not in PLACING:
+        return []
+    found: list[fx.Node] = []
+    base = node.args[0]
+    while isinstance(base, fx.Node):
+        found.append(base)
+        base = base.args[0] if base.target is operator.getitem else viewed(base)
+    return found
+
+
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from deuteron.base.record import Record
+from deuteron.graph import ops
 from deuteron.graph.edit import Editor
 
 aten = torch.ops.aten
@@ -102,7 +103,7 @@ def _padded(editor: Editor, node: fx.Node) -> fx.Node:
         out = editor.call(aten.slice.Tensor, out, 0, 0, m, like=node)
     if _up(n):
         out = editor.call(aten.slice.Tensor, out, 1, 0, n, like=node)
-        if _returned(node):
+        if _promised(node):
             kwargs = {"memory_format": torch.contiguous_format}
             out = editor.call(aten.clone.default, out, like=node, **kwargs)
     return out
@@ -133,12 +134,13 @@ def _views(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _returned(node: fx.Node) -> bool:
-    """Whether the graph returns the node or a view of it: its strides are then promised."""
+def _promised(node: fx.Node) -> bool:
+    """Whether the graph returns the node or a view of it, or gives strides for one: its own are
+    then promised."""
     todo = [node]
     while todo:
         n = todo.pop()
-        if any(u.op == "output" for u in n.users):
+        if any(u.op == "output" or ops.packet(u.target) in ops.PLACING for u in n.users):
             return True
         todo += _views(n)
     return False

@@ -157,6 +157,9 @@ def with_strides(x: Value, layout: Layout, wanted: Sequence[Index]) -> tuple[Val
     return x, replace(layout, shape=x.shape, strides=tuple(wanted))
 
 
+STRIDES_DECIDE = ("convolution", "attention", "view_as", "resize", "as_strided")
+
+
 def needs_exact_strides(node: fx.Node) -> bool:
     """Operators outside ATen are given what was traced; ATen's own take any strides."""
     target = node.target
@@ -166,12 +169,12 @@ def needs_exact_strides(node: fx.Node) -> bool:
     if torch.Tag.needs_exact_strides in tags or torch.Tag.needs_fixed_stride_order in tags:
         return True
     # Strides decide the layout of a convolution's and of attention's results, what is where after
-    # a resize, and which element gets which random number.
+    # a resize or where strides are given, and which element gets which random number.
     return (
         torch.Tag.nondeterministic_seeded in tags
         or target.namespace not in ("aten", "prims")
         or "backward" in target._schema.name
-        or any(w in target._schema.name for w in ("convolution", "attention", "view_as", "resize"))
+        or any(w in target._schema.name for w in STRIDES_DECIDE)
     )
 
 

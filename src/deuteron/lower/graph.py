@@ -100,11 +100,11 @@ class Driver:
         self.outputs: list[Output] = []
         self.returned: dict[str, Any] = {}  # tensor -> the storage that it was returned as
         self.givers: dict[Output, Any] = {}  # result -> the first node that gave it
-        self.exposed: set[Any] = set()  # storages that several results lie in, or overlapping ones
+        self.exposed: set[Any] = set()  # storages that are one tensor in memory, as traced
         self.nodes: dict[str, str] = {}  # see `Program.nodes`
 
     def run(self) -> Program:
-        self.exposed = exposed_by(self.gm.graph)
+        self.exposed = {calls.storage(n.meta["val"]) for n in exposed(self.gm.graph)}
         for node in self.gm.graph.nodes:
             self.ctx.node = node
             try:
@@ -509,17 +509,6 @@ class Driver:
         if source is not None and source != memory:
             return False
         return self.returned.get(view.tensor, memory) == memory
-
-
-def exposed_by(graph: fx.Graph) -> set[Any]:
-    """Storages that must be one tensor in memory, of which results are views (see
-    `graph.aliasing.exposed`)."""
-    results = graph.output_node().args[0]
-    nodes = (
-        [r for r in results if isinstance(r, fx.Node)] if isinstance(results, (tuple, list)) else []
-    )
-    known = exposed(nodes)
-    return {calls.storage(n.meta["val"]) for n in nodes if ops.storage_of(n) in known}
 
 
 def apart(shape: Sequence[Index], strides: Sequence[Index]) -> bool:

@@ -8,13 +8,16 @@ In: `Value`s. Out: `Value`s whose element at an index is the argument's element 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deuteron.graph.aliasing import overlaps
+from deuteron.graph.ops import is_view
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, is_nonneg, maximum, minimum, product
+from deuteron.ir.program import Extern, ViewArg
 from deuteron.lower.access import (
     both,
     compare,
@@ -28,6 +31,7 @@ from deuteron.lower.access import (
     wrap,
     wrap_dim,
 )
+from deuteron.lower.calls import storage as storage_key
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, scalar
 
@@ -485,74 +489,97 @@ def storage_order(shape: Sequence[Index], strides: Sequence[Index]) -> list[int]
     return order
 
 
+@dataclass(frozen=True)
 class Storage:
-    """A tensor's elements by their place in its storage, for tensors that fill it without holes."""
+    """Elements by their place in memory, which counts from the first of `value`. `order` is None
+    where they leave holes or overlap."""
 
-    def __init__(self, ctx: LowerContext, x: Value, fake: torch.Tensor) -> None:
-        """`x` by itself, or the tensor in memory that it is a view of."""
-        self.value, self.shape = x, x.shape
-        self.first = ctx.size(fake.storage_offset())
-        strides = ctx.strides_of(fake)
-        order = storage_order(x.shape, strides)
-        view = ctx.strided(x) if order is None else None
-        if view is not None and all(
-            a is b or n.value == 1 for a, b, n in zip(view.strides, strides, x.shape, strict=True)
-        ):
-            layout = ctx.layouts[view.tensor]
-            order = storage_order(layout.shape, layout.strides)
-            self.value, self.shape = ctx.load(view.tensor), layout.shape
-            self.first = self.first - view.offset
-        if order is None:
-            raise ctx.decline("strides are given for a tensor that has holes or overlaps")
-        self.order = order
+    value: Value
+    order: list[int] | None
 
-    def check(self, ctx: LowerContext, shape: Sequence[Index], strides: Sequence[Index]) -> None:
-        """Declines unless the strided view is proven inside."""
-        low = self.start
-        high = low
+    def holds(self, first: Index, shape: Sequence[Index], strides: Sequence[Index]) -> bool:
+        """Whether a strided view is proven inside."""
+        last = first
         for n, s in zip(shape, strides, strict=True):
-            high = high + (n - 1) * s
-        if not (is_nonneg(low) and is_nonneg(product(self.shape) - 1 - high)):
-            raise ctx.decline("a strided view is not proven to be inside its tensor")
+            last = last + (n - 1) * s
+        filled = self.order is not None
+        return filled and is_nonneg(first) and is_nonneg(product(self.value.shape) - 1 - last)
 
     def at(self, position: Index) -> list[Index]:
-        """The index of the element at a place of the storage."""
-        dims = self.order
-        out = [const(0)] * len(self.shape)
-        for d, i in zip(dims, unflatten(position, [self.shape[d] for d in dims]), strict=True):
+        """The index of the element at a place."""
+        assert self.order is not None
+        shape = self.value.shape
+        out = [const(0)] * len(shape)
+        for d, i in zip(self.order, unflatten(position, [shape[d] for d in self.order])):
             out[d] = i
         return out
 
-    start: Index
+
+def address(first: Index, strides: Sequence[Index], idx: Sequence[Index]) -> Index:
+    """The place of an element of a strided view."""
+    for i, s in zip(idx, strides, strict=True):
+        first = first + i * s
+    return first
 
 
-def strided_place(
-    ctx: LowerContext, x: Value, size: Any, stride: Any, offset: Any
-) -> tuple[Storage, Callable[[Sequence[Index]], list[Index]]]:
-    """The storage of `x`, and where in it each element of the strided view is."""
-    fake = argument(ctx, 0, "self")
-    storage = Storage(ctx, x, fake)
-    absolute = ctx.size(fake.storage_offset() if offset is None else offset)
-    storage.start = absolute - storage.first
-    shape, strides = [ctx.size(n) for n in size], [ctx.size(s) for s in stride]
-    storage.check(ctx, shape, strides)
+def owner_of(ctx: LowerContext, x: Value, fake: torch.Tensor) -> ViewArg | None:
+    """`x` as a view of the tensor in whose memory it lies as traced."""
+    view, strides = ctx.strided(x), ctx.strides_of(fake)
+    if view is None or any(
+        a is not b and n.value != 1 for a, b, n in zip(view.strides, strides, x.shape, strict=True)
+    ):
+        return None
+    return view
 
-    def place(idx: Sequence[Index]) -> list[Index]:
-        position = storage.start
-        for i, s in zip(idx, strides, strict=True):
-            position = position + i * s
-        return storage.at(position)
 
-    return storage, place
+def given_strides(
+    ctx: LowerContext, fake: torch.Tensor, size: Any, stride: Any, offset: Any
+) -> tuple[list[Index], list[Index], Index]:
+    """Shape, strides, and the place of the first element, counted from that of `fake`."""
+    own = ctx.size(fake.storage_offset())
+    first = const(0) if offset is None else ctx.size(offset) - own
+    return [ctx.size(n) for n in size], [ctx.size(s) for s in stride], first
 
 
 @lowering("aten.as_strided", "aten.as_strided_copy")
 def as_strided(ctx: LowerContext, x: Value, size: Any, stride: Any, offset: Any = None) -> Value:
-    shape = result_shape(ctx)
+    fake = argument(ctx, 0, "self")
+    shape, strides, first = given_strides(ctx, fake, size, stride, offset)
     if any(n.value == 0 for n in shape):
         return nothing(ctx, shape, x.dtype)
-    storage, place = strided_place(ctx, x, size, stride, offset)
-    return make(ctx, shape, lambda idx: storage.value.at(place(idx)))
+    owner = owner_of(ctx, x, fake)
+    if owner is None:
+        storage = Storage(x, storage_order(x.shape, ctx.strides_of(fake)))
+    else:
+        layout, first = ctx.layouts[owner.tensor], first + owner.offset
+        storage = Storage(ctx.load(owner.tensor), storage_order(layout.shape, layout.strides))
+    if storage.holds(first, shape, strides):
+        at = lambda idx: storage.at(address(first, strides, idx))  # noqa: E731
+        return make(ctx, shape, lambda idx: storage.value.at(at(idx)))
+    if owner is None:
+        raise ctx.decline("strides are given for what is not in memory as traced")
+    return viewed(ctx, ViewArg(owner.tensor, tuple(shape), tuple(strides), first))
+
+
+def viewed(ctx: LowerContext, view: ViewArg) -> Value:
+    """A strided view that is not proven inside its tensor, or of one with holes."""
+    assert ctx.node is not None
+    name, fake = ctx.fresh_name(ctx.node.name), ctx.fake()
+    ctx.storages[name] = storage_key(fake)
+    copied = not is_view(ctx.node)
+    ctx.add(
+        Extern(
+            (name,),
+            "aten.clone.default" if copied else "aten.alias.default",
+            (view,),
+            (),
+            (ctx.layout_of(fake),),
+            aliases=(None if copied else view.tensor,),
+            origins=ctx.origins(),
+            reason="strides are given that are not proven to stay in a tensor without holes",
+        )
+    )
+    return ctx.load(name)
 
 
 @lowering("aten.as_strided_scatter")
@@ -561,12 +588,18 @@ def as_strided_scatter(
 ) -> Value:
     if any(n.value == 0 for n in src.shape):
         return ctx.define(x)
-    storage, place = strided_place(ctx, x, size, stride, offset)
-    if storage.value is not x:
+    fake = argument(ctx, 0, "self")
+    shape, strides, first = given_strides(ctx, fake, size, stride, offset)
+    storage = Storage(x, storage_order(x.shape, ctx.strides_of(fake)))
+    if storage.order is None:
         raise ctx.decline("strides are given for a tensor that has holes or overlaps")
     axes = ctx.axes(src.shape)
     idx = tuple(a.index for a in axes)
-    return ctx.scatter(x, axes, tuple(place(idx)), cast(src.at(idx), x.dtype))
+    position, mask = address(first, strides, idx), None
+    if not storage.holds(first, shape, strides):
+        mask = inside(position, 0, product(x.shape))
+    written = cast(src.at(idx), x.dtype)
+    return ctx.scatter(x, axes, tuple(storage.at(position)), written, mask=mask)
 
 
 # -- the same tensor, or a copy --------------------------------------------------------------------
