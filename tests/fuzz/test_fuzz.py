@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 
 from deuteron.tools import reproduce
+from deuteron.tools.coverage import SPENT, Worker
 from deuteron.tools.fuzz import Task, fuzz, runnable
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import Oracle, differences, see
@@ -196,6 +197,38 @@ def test_gradients_of_what_torch_itself_cannot_run() -> None:
     assert program is not None
     failure = program.check(How(backward=True))
     assert failure is None or failure.kind == "torch"
+
+
+def answer(connection: Any) -> None:
+    """A worker that says which process it is."""
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        connection.send({"pid": os.getpid(), SPENT: job})
+
+
+def test_a_process_whose_gpu_is_spent_does_no_other_job() -> None:
+    worker = Worker(answer)
+    first, second, third = (worker.run(job, 60.0) for job in (False, True, False))
+    worker.stop()
+    assert first == second != third and set(third) == {"pid"}
+
+
+@pytest.mark.parametrize("is_spent", [True, False])
+def test_after_a_failed_assertion_torch_is_no_witness(
+    is_spent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs on a GPU then: that the capture fails as well shows nothing (seed 25300030)."""
+
+    def fails(fn: Any, sets: Any, how: How) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(reproduce, "run", fails)
+    monkeypatch.setattr(reproduce, "spent", lambda: is_spent)
+    failure = reproduce.check(torch.cos, torch.cos, [[torch.ones(2)]], How())
+    assert failure is not None and failure.kind == ("error" if is_spent else "torch")
 
 
 @pytest.mark.parametrize("dynamo", [True, False])

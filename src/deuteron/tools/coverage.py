@@ -27,6 +27,7 @@ from deuteron.tools.coverage_worker import EAGER, Job, work
 LIMIT = 500.0  # seconds for a job; a multiple of what the slowest takes
 LONGEST_FIRST = ("dynamic", "backward", "layouts", "forward", "inplace", "method")
 JOBS_PER_PROCESS = 150  # torch and its caches grow
+SPENT = "spent"  # in a row: its process cannot do another job
 SECONDS_TO_END = 5  # for a worker that is asked to
 
 
@@ -87,6 +88,8 @@ class Worker:
             while self.connection.poll(max(0.0, end - time.monotonic())):
                 said = self.connection.recv()
                 if not isinstance(said, str):
+                    if said.pop(SPENT, False):
+                        self.stop()
                     return said
                 doing = said
             failure = f"no result after {limit:.0f} s"

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deuteron.base.device import demand
-from deuteron.tools.coverage import Lost, Worker
+from deuteron.tools.coverage import SPENT, Lost, Worker
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import copies, see
 from deuteron.tools.reduce import reduced
-from deuteron.tools.reproduce import Failure, Fn, How, Straight, Unusable, file_text
+from deuteron.tools.reproduce import Failure, Fn, How, Straight, Unusable, file_text, spent
 
 LIMIT = 240.0  # seconds for a program: its compilation takes less than one, cutting down up to 120
 CUTTING = 120.0
@@ -138,7 +138,7 @@ def work(connection: Any) -> None:
                 task = connection.recv()
             except EOFError:
                 return
-            connection.send(run_task(task))
+            connection.send({**run_task(task), SPENT: spent()})
 
 
 @dataclass

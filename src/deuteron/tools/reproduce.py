@@ -95,6 +95,7 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
                     given,
                 )
             )
+            settle()
         except Exception as e:  # noqa: BLE001 - eager's own refusal
             raise Unusable(f"{type(e).__name__}: {e}") from None
         drew |= any(not torch.equal(a, b) for a, b in zip(before, generators()))
@@ -125,6 +126,21 @@ def wrong_without(
             continue
         return torch_too | set(map(place, problems(seen, oracles)))
     return torch_too
+
+
+def settle() -> None:
+    """Waits for GPUs: what is refused there, as probabilities that are NaN, shows only then."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def spent() -> bool:
+    """Whether an assertion failed on a GPU: nothing runs there any more in this process."""
+    try:
+        settle()
+    except Exception:  # noqa: BLE001 - its class has changed over torch's versions
+        return True
+    return False
 
 
 def generators() -> list[Tensor]:
@@ -187,6 +203,8 @@ def witness(how: How, capture: str = CAPTURES[0]) -> How:
 
 def blame(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How, error: Exception) -> Failure:
     text = described(error)
+    if spent():  # whatever runs now fails as well: eager did not
+        return Failure("error", text)
     try:
         run(fn, sets, witness(how))
     except Exception as e:  # noqa: BLE001 - torch's capture fails as well
