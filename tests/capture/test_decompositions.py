@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.capture import decompositions, fourier, pointwise, strides
+from deuteron.capture import decompositions, fourier, pointwise, results, strides
 from deuteron.graph import ops
 from tests.capture.helpers import Traced, fresh, tensors
 
@@ -208,9 +208,9 @@ def test_tables_name_what_exists():
     table = decompositions.table()
     for name in decompositions.FURTHER + decompositions.RANDOM:
         assert any(t in table for t in ops.resolved((name,))), name
-    for_strides = {*pointwise.NAMES, *pointwise.LOOPS, *strides.RULES, *fourier.RULES}
-    for name in for_strides:
+    own = {*pointwise.NAMES, *pointwise.LOOPS, *strides.RULES, *fourier.RULES, *results.RULES}
+    for name in own:
         assert list(ops.resolved((name,))), name
     for name in decompositions.WHOLE:
-        left = [t for t in ops.resolved((name,)) if str(t) not in for_strides]
+        left = [t for t in ops.resolved((name,)) if str(t) not in own]
         assert not any(t in table for t in left if name not in decompositions.OWN), name

@@ -106,7 +106,53 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return out.permute([perm.index(d) for d in range(len(perm))])
 
 
-RULES: dict[str, Rule] = {"aten.index.Tensor": index}
+_library = torch.library.Library("deuteron", "FRAGMENT")
+_library.define(
+    "flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout, bool causal,"
+    " Tensor? mask, float? scale) -> (Tensor, Tensor)"
+)
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: Any, causal: Any, mask: Any, scale: Any
+) -> tuple[Tensor, Tensor]:
+    call = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return call(query, key, value, dropout, causal, attn_mask=mask, scale=scale)
+
+
+def _flash_attention_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    out, logsumexp = _flash_attention(query, *args)
+    return out, torch.empty_like(logsumexp, dtype=query.dtype)
+
+
+_library.impl("flash_attention_for_cpu", _flash_attention, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "deuteron::flash_attention_for_cpu", _flash_attention_fake, lib=_library
+)
+
+
+def flash_attention_for_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    """Torch's rule before 2.13 says that the logarithms are f32, which are f64 for doubles: the
+    same call under a name that has its own rule."""
+    if query.dtype != torch.float64:
+        return NotImplemented
+    call = torch.ops.deuteron.flash_attention_for_cpu.default
+    return call(query, key, value, dropout_p, is_causal, attn_mask, scale)
+
+
+RULES: dict[str, Rule] = {
+    "aten.index.Tensor": index,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": flash_attention_for_cpu,
+}
 WRAPPED: dict[str, Callable[[Rule], Rule]] = {
     "aten.grid_sampler_2d.default": contiguous,
     "aten._adaptive_avg_pool2d.default": of_nothing,
