@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -144,6 +145,30 @@ def test_views_of_one_element() -> None:
             assert got.stride() == want.stride(), (x.shape, x.stride(), want.shape)
             ran += 1
     assert ran > 150
+
+
+LIKE: dict[str, Callable[[Tensor], Any]] = {
+    "zeros": torch.zeros_like,
+    "other dtype": lambda x: torch.full_like(x, 2, dtype=torch.int64),
+    "contiguous": lambda x: torch.ones_like(x, memory_format=torch.contiguous_format),
+    "random": torch.rand_like,
+    "flip": lambda x: x.flip(0),
+    "sort": lambda x: x.sort(-1)[1],
+    "nan_to_num": torch.nan_to_num,
+    "index_fill": lambda x: x.index_fill(0, torch.tensor([0]), 1.0),
+    "hardtanh": torch.nn.functional.hardtanh,
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_results_that_are_made_like_their_input(name: str) -> None:
+    """With the strides of dimensions of one element."""
+    rng = random.Random(1)
+    for _ in range(30):
+        shape = [rng.choice([1, 1, 2, 3]) for _ in range(rng.randint(2, 4))]
+        x = torch.empty_strided(shape, dense(rng, shape)).normal_()
+        got = traced(LIKE[name], [x]).graph.output_node().args[0].meta["val"]
+        assert got.stride() == LIKE[name](x).stride(), (x.shape, x.stride())
 
 
 def test_nothing_is_added_where_the_order_is_clear() -> None:

@@ -487,6 +487,15 @@ FOUND: dict[str, Found] = {
         "return torch.nn.functional.conv2d(x, y)[1:].as_strided((4,), (3,), 2) + 1",
         (lambda: [f(2, 16, 5, 5), f(16, 16, 3, 3)],),
     ),
+    # torch traces zeros like a tensor without its steps of one element, so that the pooling took
+    # them for contiguous
+    "steps of one element of zeros": Found(
+        """
+        x.zero_()
+        return torch.nn.functional.adaptive_avg_pool1d(x[None, None].flatten(0, -3), 2)
+        """,
+        (lambda: [f(17).as_strided((17, 1), (1, 17))],),
+    ),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from deuteron.capture.strides import as_it_is, in_order, is_fixed, traced_as_it_is
+from deuteron.capture.strides import as_it_is, in_order, is_dense, is_fixed, traced_as_it_is
 
 Rule = Callable[..., Any]
 
@@ -115,18 +115,6 @@ def read_in(
     if target is torch.ops.aten.where.self:  # the condition is not cast
         return [given[0].dtype, result, result]
     return [common_dtype(operands, result)] * len(given)
-
-
-def is_dense(t: Tensor) -> bool:
-    """Whether its elements fill their memory, each a place of its own."""
-    if not is_fixed(t):
-        return False
-    step = 1
-    for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape) if n != 1):
-        if stride != step:
-            return False
-        step *= n
-    return True
 
 
 def lies_in(t: Tensor, order: Sequence[int]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -43,6 +43,18 @@ def in_order(x: Tensor) -> bool:
         if s != step:
             return False
         step *= max(n, 1)
+    return True
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether its elements fill their memory, each a place of its own."""
+    if not is_fixed(t):
+        return False
+    step = 1
+    for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape) if n != 1):
+        if stride != step:
+            return False
+        step *= n
     return True
 
 
@@ -193,13 +205,17 @@ def expanded_steps(x: Tensor, size: Sequence[int]) -> list[int]:
 
 
 def with_steps(x: Tensor, steps: Sequence[int]) -> Tensor:
-    """A view of `x` with these strides of dimensions of one element, as far as views make them."""
+    """A view of `x` with these strides of dimensions of one element; of 0 none can be made."""
     for d in reversed(range(x.dim())):
         if x.shape[d] == 1 and x.stride(d) != steps[d]:
             x = x.squeeze(d).unsqueeze(d)
-            made = x.stride(d)
-            if made > 0 and steps[d] > made and steps[d] % made == 0:
-                x = aten.slice.Tensor(x, d, 0, 1, steps[d] // made)
+            if x.stride(d) == steps[d] or steps[d] == 0:
+                continue
+            x = x.squeeze(d).unsqueeze(-1)  # whose stride is 1
+            if steps[d] > 1:
+                x = aten.slice.Tensor(x, -1, 0, 1, steps[d])
+            if d < x.dim() - 1:
+                x = x.permute([*range(d), x.dim() - 1, *range(d, x.dim() - 1)])
     return x
 
 
@@ -218,6 +234,31 @@ def view_as_in_eager(target: Any, steps_of: Callable[..., list[int] | None]) -> 
 
     return rule
 
+
+def made_like(target: Any, rule: Rule | None = None) -> Rule:
+    """Eager makes the result like the first tensor: where that fills its memory, with the same
+    strides, also those of dimensions of one element, which torch's fake kernels do not keep."""
+
+    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        usual = kwargs.get("memory_format") in (None, torch.preserve_format)
+        usual &= kwargs.get("layout") in (None, torch.strided) and x.layout == torch.strided
+        odd = usual and is_dense(x) and 1 in x.shape and not in_order(x)
+        if traced_as_it_is(target) or not odd:
+            return NotImplemented if rule is None else rule(x, *args, **kwargs)
+        out = (rule or partial(as_it_is, target))(x, *args, **kwargs)
+        if isinstance(out, tuple):
+            return tuple(with_steps(y, x.stride()) for y in out)
+        return with_steps(out, x.stride())
+
+    return wrapped
+
+
+LIKE = """
+full_like.default zeros_like.default ones_like.default empty_like.default rand_like.default
+randn_like.default randint_like.default randint_like.low_dtype flip.default sort.default sort.stable
+nan_to_num.default index_fill.int_Scalar index_fill.int_Tensor hardtanh.default
+"""
+LIKE_FIRST = tuple(f"aten.{n}" for n in LIKE.split())
 
 RULES: dict[str, Rule] = {
     "aten.view.default": view_as_in_eager(aten.view.default, viewed_steps),
