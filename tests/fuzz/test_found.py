@@ -540,3 +540,18 @@ def test_constants_that_f32_cannot_hold_are_typed() -> None:
     off by 3e-8."""
     assert literal(1 / 6, "f64") == "tl.full([], 0.16666666666666666, tl.float64)"
     assert literal(0.5, "f64") == "0.5" and literal(0.1, "f32") == "0.1"
+
+
+def test_strides_that_are_given_as_arguments() -> None:
+    """Numbers that may be anything, for all that is known of them."""
+
+    def f(x: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+        return x[1:].as_strided((2, 2), (n, m), 1) + 1, (x * 2)[1:].as_strided((2, 2), (n, m), 2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="deuteron", dynamic=True, fullgraph=True)
+    x = torch.arange(20.0)
+    for part, n, m in ((x, 3, 2), (x[:11], 4, 5)):
+        for got, want in zip(compiled(part, n, m), f(part, n, m), strict=True):
+            torch.testing.assert_close(got, want)
+            assert got.stride() == want.stride()

@@ -558,23 +558,26 @@ def as_strided(ctx: LowerContext, x: Value, size: Any, stride: Any, offset: Any 
         return make(ctx, shape, lambda idx: storage.value.at(at(idx)))
     if owner is None:
         raise ctx.decline("strides are given for what is not in memory as traced")
-    return viewed(ctx, ViewArg(owner.tensor, tuple(shape), tuple(strides), first))
+    return viewed(ctx, owner.tensor, first, shape, strides)
 
 
-def viewed(ctx: LowerContext, view: ViewArg) -> Value:
-    """A strided view that is not proven inside its tensor, or of one with holes."""
+def viewed(
+    ctx: LowerContext, tensor: str, first: Index, shape: Sequence[Index], strides: Sequence[Index]
+) -> Value:
+    """A strided view that is not proven inside its tensor, or of one with holes. The library is
+    given the first element: an offset would count from where torch's storage begins, in which the
+    tensor is somewhere."""
     assert ctx.node is not None
     name, fake = ctx.fresh_name(ctx.node.name), ctx.fake()
     ctx.storages[name] = storage_key(fake)
-    copied = not is_view(ctx.node)
     ctx.add(
         Extern(
             (name,),
-            "aten.clone.default" if copied else "aten.alias.default",
-            (view,),
+            str(ctx.node.target),
+            (ViewArg(tensor, (), (), first), tuple(shape), tuple(strides)),
             (),
             (ctx.layout_of(fake),),
-            aliases=(None if copied else view.tensor,),
+            aliases=(tensor if is_view(ctx.node) else None,),
             origins=ctx.origins(),
             reason="strides are given that are not proven to stay in a tensor without holes",
         )
