@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deuteron.tools.reproduce import How, check
+
+fakes = sys.modules["torch._subclasses.fake_impls"]
 
 attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -49,3 +52,30 @@ def test_logarithms_of_attention_are_doubles(monkeypatch: pytest.MonkeyPatch) ->
         assert check(trained, trained, [[x]], How(backward=True, options={"verify": True})) is None
     finally:
         FakeTensorMode.cache_clear()
+
+
+def test_positions_among_unique_values_are_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's rule before 2.13 gave them the dtype of the values."""
+    own = fakes._unique
+
+    def unique_before_2_13(fake_mode: Any, func: Any, x: Tensor, *args: Any, **kw: Any) -> Any:
+        values, *positions = own(fake_mode, func, x, *args, **kw)
+        return values, *(torch.empty_like(p, dtype=x.dtype) for p in positions)
+
+    monkeypatch.setattr(fakes, "_unique", unique_before_2_13)
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        rows = x.reshape(-1, 2)
+        found = [
+            torch.unique(x, return_inverse=True, return_counts=True),
+            torch.unique_consecutive(x, return_inverse=True),
+            torch.unique(rows, dim=0, return_inverse=True),
+            torch.unique_consecutive(rows, dim=1, return_counts=True),
+        ]
+        return tuple(t + 1 for row in found for t in row)
+
+    numbers = torch.tensor([3.0, 1.0, 1.0, 2.0, 3.0, 3.0])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert check(f, f, [[numbers]], How()) is None
+        whole = check(lambda x: torch.unique_consecutive(x, True), f, [[torch.empty(0)]], How())
+    assert whole is None

@@ -32,6 +32,7 @@ CASES = {
     "rows": (rows, (seed, torch.randn(5, 64)), LANES),
     "rows that begin anywhere": (rows, (seed, torch.randn(5, 62)), EACH),
     "few": (lambda s: rand(s, 3) * 1, (seed,), EACH),
+    "one": (lambda s: rand(s) * 1, (seed,), EACH),
     "a part": (lambda s: rand(s, 8, 12)[1:, 4:] * 1, (seed,), EACH),
     "transposed": (lambda s: rand(s, 8, 12).t().contiguous(), (seed,), "libm.rand"),
     "long rows": (rows, (seed, torch.randn(2, 40000)), "libm.rand"),

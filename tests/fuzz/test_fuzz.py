@@ -386,6 +386,15 @@ def test_gradients_of_hardswish_at_nan(dtype: torch.dtype) -> None:
     assert program is not None and program.check(How(backward=True)) is None
 
 
+def test_what_is_moved_stays_a_probability() -> None:
+    """Seed 25300030: a bernoulli of what is beyond 1 ended the process's use of its GPU."""
+    x = torch.linspace(-9, 9, 99, dtype=torch.float64)
+    for seed in range(4):
+        with Shaken(seed, torch.bfloat16):
+            p = x.sigmoid()
+        assert bool((p <= 1).all()) and bool((p != x.sigmoid()).any())
+
+
 def test_the_oracle_sees_strides_and_sharing() -> None:
     x = torch.randn(6, 5)
     oracle, got = seen_by(lambda x: (x.t(), x + 1), x)

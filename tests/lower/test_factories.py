@@ -42,6 +42,19 @@ def test_ranges(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_steps_of_whole_numbers(dtype: torch.dtype) -> None:
+    """Eager cuts the ends before it counts the steps; from half way on it counts from the end."""
+    ends = [(4.3, 90), (2.5, 3), (99, 4.9), (3, 50), (0.999, 7.2)]
+    check(
+        lambda x: tuple(
+            torch.linspace(a, b, n, dtype=dtype) for a, b in ends for n in (0, 1, 2, 5, 50)
+        ),
+        torch.ones(1),
+    )
+    check(lambda a, b: torch.linspace(a, b, 50, dtype=dtype), torch.tensor(4.3), torch.tensor(90.7))
+
+
 def test_float_steps_do_not_drift() -> None:
     x = torch.randn(1)
     check(lambda x: torch.arange(0.5, 300.2, 0.3) * x, x, rtol=3e-7, atol=0.0)

@@ -88,6 +88,9 @@ STRIDES: dict[str, Callable[..., Any]] = {
     "unique": lambda x: torch.unique(x, dim=1),
     "unique_consecutive": lambda x: torch.unique_consecutive(x, dim=-1, return_counts=True),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "diagonal_scatter": lambda x: torch.diagonal_scatter(
+        x[0, :, :1].expand(4, 3).to(torch.complex64), x[0, 0].to(torch.complex64)
+    ),
     "select_scatter": lambda x: torch.select_scatter(x[:, ::2], x[0, ::2], 0, 1),
     "view_copy": lambda x: torch.view_copy(x, (4, 15)),
     "empty_strided": lambda x: torch.empty_strided((2, 2, 3), (2, 0, 1)).zero_() + x.sum(),

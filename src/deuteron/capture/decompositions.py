@@ -212,6 +212,25 @@ def f32_statistics(rule: Rule) -> Rule:
     return wrapped
 
 
+def linspace(rule: Rule) -> Rule:
+    """Eager's ends and steps of whole numbers: the ends are cut first. Torch's rule cuts only the
+    results."""
+
+    @wraps(rule)
+    def wrapped(start: Any, end: Any, steps: int, *, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is None or dtype.is_floating_point or dtype.is_complex or not steps > 1:
+            return rule(start, end, steps, dtype=dtype, **kwargs)
+        ends = [x.to(dtype) if isinstance(x, Tensor) else int(x) for x in (start, end)]
+        place = torch.arange(steps, dtype=torch.int64, **kwargs)
+        wide = torch.float64 if place.device.type == "cpu" else torch.float32
+        first, last = (torch.as_tensor(x, device=place.device).to(wide) for x in ends)
+        step = (last - first) / (steps - 1)
+        rising, falling = first + step * place, last - step * (steps - 1 - place)
+        return torch.where(place < steps // 2, rising, falling).to(dtype)
+
+    return wrapped
+
+
 CPU_MEMORY = strides.on_cpu(strides.in_memory_format)
 NORMED = strides.on_cpu(partial(strides.in_memory_format, format_of=strides.filled_format))
 WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
@@ -225,6 +244,7 @@ WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten._batch_norm_with_update_functional.default": (f32_statistics, NORMED),
     "aten._batch_norm_no_update.default": (NORMED,),
     "aten._native_batch_norm_legit.no_stats": (f32_statistics, NORMED),
+    "aten.linspace": (linspace,),
     "aten.max_unpool2d.default": (CPU_MEMORY,),
     "aten._adaptive_avg_pool2d.default": (strides.in_memory_format,),
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deuteron.capture.pointwise import memory_order, over
-from deuteron.capture.strides import in_order, is_contiguous
+from deuteron.capture.strides import in_order, is_contiguous, unique_consecutive, unique_dim
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -106,52 +106,68 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return out.permute([perm.index(d) for d in range(len(perm))])
 
 
-_library = torch.library.Library("deuteron", "FRAGMENT")
-_library.define(
-    "flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout, bool causal,"
-    " Tensor? mask, float? scale) -> (Tensor, Tensor)"
-)
+# -- calls under a name that has its own rule ------------------------------------------------------
+LIBRARY = torch.library.Library("deuteron", "FRAGMENT")
 
 
-def _flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout: Any, causal: Any, mask: Any, scale: Any
-) -> tuple[Tensor, Tensor]:
-    call = aten._scaled_dot_product_flash_attention_for_cpu.default
-    return call(query, key, value, dropout, causal, attn_mask=mask, scale=scale)
+def renamed(name: str, target: Any, mend: Callable[..., Any]) -> Any:
+    """An operator that calls `target`, of whose result torch's rule is not right; `mend` makes what
+    is, of that and of the arguments."""
+    schema = str(target._schema)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return mend(target(*args, **kwargs), *args)
+
+    LIBRARY.define(name + schema[schema.index("(") :])
+    LIBRARY.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"deuteron::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.deuteron, name).default
 
 
-def _flash_attention_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    out, logsumexp = _flash_attention(query, *args)
-    return out, torch.empty_like(logsumexp, dtype=query.dtype)
+def as_doubles(results: Sequence[Tensor], query: Tensor, *args: Any) -> Any:
+    out, logarithms = results
+    return out, torch.empty_like(logarithms, dtype=query.dtype)
 
 
-_library.impl("flash_attention_for_cpu", _flash_attention, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "deuteron::flash_attention_for_cpu", _flash_attention_fake, lib=_library
-)
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_OF_DOUBLES = renamed("flash_attention_for_cpu", ATTENTION, as_doubles)
 
 
-def flash_attention_for_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    """Torch's rule before 2.13 says that the logarithms are f32, which are f64 for doubles: the
-    same call under a name that has its own rule."""
-    if query.dtype != torch.float64:
-        return NotImplemented
-    call = torch.ops.deuteron.flash_attention_for_cpu.default
-    return call(query, key, value, dropout_p, is_causal, attn_mask, scale)
+def flash_attention_for_cpu(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Torch's rule before 2.13 says that the logarithms are f32, which are f64 for doubles."""
+    return (
+        ATTENTION_OF_DOUBLES(query, *args, **kwargs)
+        if query.dtype == torch.float64
+        else NotImplemented
+    )
+
+
+def of_positions(results: Sequence[Tensor], *args: Any) -> Any:
+    values, *positions = results
+    return values, *(torch.empty_like(p, dtype=torch.int64) for p in positions)
+
+
+def with_positions(name: str, rule: Rule | None = None) -> Rule:
+    """Torch's rule before 2.13 says that positions and counts have the dtype of the values."""
+    target = getattr(aten, name).default
+    mended = renamed(name.lstrip("_"), target, of_positions)
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        out = NotImplemented if rule is None else rule(*args, **kwargs)
+        return mended(*args, **kwargs) if out is NotImplemented else out
+
+    return ours
 
 
 RULES: dict[str, Rule] = {
     "aten.index.Tensor": index,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": flash_attention_for_cpu,
+    "aten._unique2.default": with_positions("_unique2"),
+    "aten.unique_consecutive.default": with_positions("unique_consecutive", unique_consecutive),
+    "aten.unique_dim.default": with_positions("unique_dim", unique_dim),
 }
 WRAPPED: dict[str, Callable[[Rule], Rule]] = {
     "aten.grid_sampler_2d.default": contiguous,

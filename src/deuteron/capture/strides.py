@@ -139,11 +139,16 @@ def resize_as(
     return aten.resize.default(x, other.shape, memory_format=memory_format)
 
 
-def as_strided_scatter(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Eager's copy of an expanded tensor is contiguous; torch's fake kernel repeats the strides."""
-    if not any(type(s) is int and s == 0 for s in x.stride()) or is_contiguous(x):
-        return NotImplemented
-    return aten.as_strided_scatter.default(x.contiguous(), *args, **kwargs)
+def into_a_copy(target: Any) -> Rule:
+    """A scatter whose copy of an expanded tensor is contiguous in eager; torch's fake kernel of
+    2.11 repeats the strides."""
+
+    def rule(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not any(type(s) is int and s == 0 for s in x.stride()) or is_contiguous(x):
+            return NotImplemented
+        return target(x.contiguous(), *args, **kwargs)
+
+    return rule
 
 
 def unique_dim(x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
@@ -263,11 +268,10 @@ LIKE_FIRST = tuple(f"aten.{n}" for n in LIKE.split())
 RULES: dict[str, Rule] = {
     "aten.view.default": view_as_in_eager(aten.view.default, viewed_steps),
     "aten.expand.default": view_as_in_eager(aten.expand.default, expanded_steps),
-    "aten.unique_consecutive.default": unique_consecutive,
     "aten.ldexp.Tensor": ldexp,
     "aten.pow.Scalar": power_of_number,
     "aten.normal.Tensor_Tensor": normal,
     "aten.resize_as.default": resize_as,
-    "aten.unique_dim.default": unique_dim,
-    "aten.as_strided_scatter.default": as_strided_scatter,
+    "aten.as_strided_scatter.default": into_a_copy(aten.as_strided_scatter.default),
+    "aten.diagonal_scatter.default": into_a_copy(aten.diagonal_scatter.default),
 }

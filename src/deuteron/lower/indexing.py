@@ -485,8 +485,8 @@ def searchsorted(
 # -- what stays a library call ---------------------------------------------------------------------
 REASONS = {
     "the size of the result depends on values": (
-        "aten.nonzero aten.masked_select aten.unique_consecutive aten.unique_dim aten._unique2 "
-        "aten.repeat_interleave.Tensor aten.bincount"
+        "aten.nonzero aten.masked_select deuteron.unique_consecutive deuteron.unique_dim "
+        "deuteron.unique2 aten.repeat_interleave.Tensor aten.bincount"
     ),
     "an order is computed, which library code does best": (
         "aten.sort aten.argsort aten.topk aten.kthvalue aten.mode aten.median aten.nanmedian "

@@ -198,10 +198,13 @@ class Shaken(TorchDispatchMode):
         return t.copy_(torch.where(t == 0, zero, t))
 
     def shaken(self, t: Tensor) -> Tensor:
+        """Not beyond 1, where ranges end: on GPUs no later operator of the process runs after one
+        that took it for a probability."""
         if not floating(t) or t.numel() == 0:
             return t
         way = self.way(t)
         other = (t.double() * (1.0 + self.unit(t) * way)).to(t.dtype)
+        other = torch.where(t.abs() <= 1, other.clamp(-1, 1), other)
         return t.copy_(torch.where(t == t.round(), t, other))
 
 

@@ -469,10 +469,9 @@ class Emitter:
         """Where the tile's last dimension counts elements, rows of which begin at multiples of 4:
         the text of a row's first element over 4, of the block's start, and of its size."""
         last = list(self.dims.values())[-1]
-        axis = last.axes[0]
-        rest = element - axis.index
-        if len(last.axes) > 1 or last.prefix or self.row_start is not None:
+        if len(last.axes) != 1 or last.prefix or self.row_start is not None:
             return None
+        rest = element - last.axes[0].index
         if (last.count.value or 0) < 4 or last.name in self.index_deps(rest):
             return None
         if (rest % 4).value != 0:
