@@ -145,7 +145,21 @@ def test_the_interpreter_rounds_to_bfloat16() -> None:
     bits = converted(lambda *rest: rest, x.numpy(), tl.float32, tl.bfloat16, None)
     assert bits.dtype == numpy.uint16
     assert torch.equal(torch.from_numpy(bits.view(numpy.int16)).view(torch.bfloat16), x.bfloat16())
-    assert converted(lambda *rest: rest, 1, tl.bfloat16, tl.float32, 2)[0] == 1
+    assert converted(lambda *rest: rest, 1, tl.float16, tl.float32, 2)[0] == 1
+
+
+def test_the_interpreter_reads_subnormal_bfloat16() -> None:
+    """Triton's own takes bits from them: 4 * 2**-133 became 0 (seed 26000662)."""
+    import numpy
+    import triton.language as tl
+
+    from deuteron.tools.interpret import converted
+
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    given = bits.numpy().view(numpy.uint16)
+    got = converted(lambda *rest: rest, given, tl.bfloat16, tl.float32, None).view(numpy.float32)
+    want = bits.view(torch.bfloat16).float()
+    assert torch.equal(torch.from_numpy(got).view(torch.int32), want.view(torch.int32))
 
 
 # -- the oracle ------------------------------------------------------------------------------------

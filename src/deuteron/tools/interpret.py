@@ -74,7 +74,9 @@ def splat(self: Any, block: Any, number: Any) -> Any:
 
 def converted(others: Callable[..., Any], given: Any, kind: Any, to: Any, mode: Any) -> Any:
     """Numbers of another floating type, as bits. Triton's own (`others`) cuts what a GPU rounds to
-    bfloat16."""
+    bfloat16, and takes bits from bfloat16's subnormal numbers."""
+    if kind.is_bf16() and to.is_fp32():
+        return given.astype(numpy.uint32) << 16
     if not (kind.is_fp32() and to.is_bf16()):
         return others(given, kind, to, mode)
     rounded = torch.from_numpy(numpy.array(given, numpy.float32)).to(torch.bfloat16)
