@@ -351,6 +351,20 @@ def test_the_oracle_moves_sums_by_the_size_of_their_terms() -> None:
         assert judged(torch.sum, ends, value) == []
 
 
+def test_the_oracle_knows_the_units_of_subnormal_numbers() -> None:
+    """Eager rounds each step of a product of halves, here 0.7 units to 1 again and again; 0.34 of
+    them are 0 (seed 26000240)."""
+    x = torch.tensor([[2.0**-12], [2.0**-12], [0.7], [0.7], [0.7]], dtype=torch.float16)
+
+    def some(x: Tensor) -> Tensor:
+        return torch.stack([x.prod(0), x[1:].prod(0)]).count_nonzero(1)
+
+    oracle, got = seen_by(some, x)
+    assert got.values["out0"].tolist() == [1, 1]
+    assert differences(changed(got, put(0, 0)), oracle) == []
+    assert differences(changed(got, put(1, 0)), oracle), "far from 0"
+
+
 def test_the_oracle_knows_infinities_from_nan() -> None:
     """Eager's formula for CPUs gives NaN in the whole row, that for GPUs does not (seed
     13002177)."""

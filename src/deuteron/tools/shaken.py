@@ -202,8 +202,9 @@ class Shaken(TorchDispatchMode):
         that took it for a probability."""
         if not floating(t) or t.numel() == 0:
             return t
-        way = self.way(t)
-        other = (t.double() * (1.0 + self.unit(t) * way)).to(t.dtype)
+        # Below the normal numbers of the dtype units get no smaller.
+        size = t.double().abs().clamp(min=torch.finfo(t.dtype).tiny)
+        other = (t.double() + self.unit(t) * size * self.way(t)).to(t.dtype)
         other = torch.where(t.abs() <= 1, other.clamp(-1, 1), other)
         return t.copy_(torch.where(t == t.round(), t, other))
 
