@@ -496,6 +496,20 @@ FOUND: dict[str, Found] = {
         """,
         (lambda: [f(17).as_strided((17, 1), (1, 17))],),
     ),
+    # those of a tensor and a number, and with sizes that change those of views and of zeros
+    "steps of one element of a tensor and a number": Found(
+        "return torch.nn.functional.adaptive_avg_pool1d((x.t() + 0)[None, None].flatten(0, -3), 2)",
+        (lambda: [f(1, 17, dtype=torch.bfloat16)],),
+    ),
+    "steps of one element where sizes change": Found(
+        """
+        v = x.t() + 0
+        v.zero_()
+        return torch.nn.functional.adaptive_avg_pool1d(v[None, None].flatten(0, -3), 2)
+        """,
+        (lambda: [f(1, 17, dtype=torch.bfloat16)], lambda: [f(1, 8, dtype=torch.bfloat16)]),
+        DYNAMIC,
+    ),
 }
 
 

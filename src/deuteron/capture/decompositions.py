@@ -163,7 +163,8 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name in pointwise.NAMES:
         for target in ops.resolved((name,)):
             loop = pointwise.LOOPS.get(name)
-            found[target] = pointwise.as_in_eager(target, found.get(target), loop)
+            alone = name in pointwise.ALONE
+            found[target] = pointwise.as_in_eager(target, found.get(target), loop, alone)
     for target in ops.resolved(strides.LIKE_FIRST):
         found[target] = strides.made_like(target, found.get(target))
     for name, wrapper in results.WRAPPED.items():

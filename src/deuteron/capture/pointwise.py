@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from deuteron.capture.strides import as_it_is, in_order, is_dense, is_fixed, traced_as_it_is
+from deuteron.capture.strides import (
+    as_it_is,
+    follow,
+    has_one,
+    in_order,
+    is_dense,
+    is_one,
+    same,
+    steps_in,
+    traced_as_it_is,
+    with_steps,
+)
 
 Rule = Callable[..., Any]
 
@@ -59,57 +70,66 @@ def memory_order(shape: Sequence[Any], strides: Sequence[Sequence[Any]]) -> list
 
 def dense_strides(t: Tensor) -> list[Any]:
     """Those of a copy of `t` that keeps its order."""
-    step: Any = 1
-    out: list[Any] = [0] * t.dim()
-    for d in memory_order(t.shape, [t.stride()]):
-        out[d] = step
-        step = step * t.shape[d]
-    return out
+    return steps_in(t.shape, memory_order(t.shape, [t.stride()]))
 
 
 def over(shape: Sequence[Any], t: Tensor, strides: Sequence[Any]) -> list[Any]:
     """`strides` of `t` when it is broadcast to `shape`."""
     new = len(shape) - t.dim()
     return [0] * new + [
-        0 if is_one(n) and not is_one(m) else s for n, m, s in zip(t.shape, shape[new:], strides)
+        0 if counts_as_one(n) and not counts_as_one(m) else s
+        for n, m, s in zip(t.shape, shape[new:], strides)
     ]
 
 
-def is_one(n: Any) -> bool:
+def counts_as_one(n: Any) -> bool:
     """As far as that is known of a size."""
     return n == 1 if type(n) is int else guard_or_false(n == 1)
 
 
 def given_strides(t: Tensor, dtype: torch.dtype) -> Sequence[Any]:
     """What eager's loop sees: on the CPU a copy of what has not the dtype in which it is read."""
-    if t.device.type != "cpu" or t.dtype == dtype or is_dense(t):
+    if t.device.type != "cpu" or t.dtype == dtype or is_dense(t.shape, t.stride()):
         return t.stride()
     return dense_strides(t)
 
 
-def eager_order(
-    shape: Sequence[Any], operands: Sequence[Tensor], dtypes: Sequence[torch.dtype]
-) -> list[int]:
-    """The dimensions of a pointwise result, from the fastest on. `dtypes`: in which the loop reads
-    the operands."""
-    if all(is_fixed(t) and t.shape == operands[0].shape for t in operands):
-        if all(t.is_contiguous() for t in operands):
-            return list(range(len(shape)))[::-1]
-        last = torch.channels_last
-        if len(shape) == 4 and all(t.is_contiguous(memory_format=last) for t in operands):
-            return [1, 3, 2, 0]
+def eager_strides(
+    shape: Sequence[Any],
+    operands: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    number: bool,
+) -> Sequence[Any]:
+    """Those of a pointwise result. `dtypes`: in which the loop reads the operands. `number`: it is
+    given a number, too, whose shape is another, so that eager sorts the dimensions also of what is
+    contiguous or dense."""
     given = [given_strides(t, dtype) for t, dtype in zip(operands, dtypes)]
-    return memory_order(shape, [over(shape, t, s) for t, s in zip(operands, given)])
+    alike = not number and all(t.dim() == len(shape) for t in operands)
+    if alike and all(all(map(same, t.shape, shape)) for t in operands):
+        usual = list(range(len(shape)))[::-1]
+        for order in [usual, [1, 3, 2, 0]] if len(shape) == 4 else [usual]:
+            if all(follow(shape, s, order) for s in given):
+                return steps_in(shape, order)
+        if all(all(map(same, s, given[0])) for s in given) and is_dense(shape, given[0]):
+            return given[0]
+    strides = [over(shape, t, s) for t, s in zip(operands, given)]
+    return steps_in(shape, memory_order(shape, strides))
 
 
-def common_dtype(operands: Sequence[Tensor], result: torch.dtype) -> torch.dtype:
+def common_dtype(operands: Sequence[Any], result: torch.dtype) -> torch.dtype:
     """In which eager computes: that of the result where it makes floating numbers of whole ones."""
     found = torch.result_type(operands[0], operands[-1])
     return result if result.is_floating_point and not found.is_floating_point else found
 
 
+def plain(x: Any) -> Any:
+    """A tensor, or a number of the kind of this one, which may be symbolic."""
+    kinds = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
+    return kinds.get(type(x), x)
+
+
 def read_in(
-    target: Any, operands: Sequence[Tensor], given: Sequence[Tensor], result: torch.dtype
+    target: Any, operands: Sequence[Any], given: Sequence[Tensor], result: torch.dtype
 ) -> list[torch.dtype]:
     """In which dtypes eager's loop reads what it is given."""
     if target is torch.ops.aten.where.self:  # the condition is not cast
@@ -117,11 +137,16 @@ def read_in(
     return [common_dtype(operands, result)] * len(given)
 
 
-def lies_in(t: Tensor, order: Sequence[int]) -> bool:
-    """Whether the dimensions of more than one element follow one another so in memory."""
-    wide = [d for d in range(t.dim()) if not is_one(t.shape[d])]
-    own = memory_order(t.shape, [t.stride()])
-    return [d for d in own if d in wide] == [d for d in order if d in wide]
+def wide_order(shape: Sequence[Any], strides: Sequence[Any]) -> list[int]:
+    """The dimensions of more than one element, from the fastest on."""
+    return [d for d in memory_order(shape, [strides]) if not counts_as_one(shape[d])]
+
+
+def lies_as(t: Tensor, steps: Sequence[Any]) -> bool:
+    """Whether the dimensions of more than one element follow one another in memory as these."""
+    if all(is_one(n) or same(s, step) for n, s, step in zip(t.shape, t.stride(), steps)):
+        return True
+    return wide_order(t.shape, t.stride()) == wide_order(t.shape, steps)
 
 
 def laid_out(t: Tensor, order: Sequence[int]) -> Tensor:
@@ -131,43 +156,75 @@ def laid_out(t: Tensor, order: Sequence[int]) -> Tensor:
     return inner.permute([perm.index(d) for d in range(len(perm))])
 
 
-def as_in_eager(target: Any, rule: Rule | None, loop: Sequence[int] | None = None) -> Rule:
-    """`loop`: a row of `LOOPS`."""
+def as_in_eager(
+    target: Any, rule: Rule | None, loop: Sequence[int] | None = None, alone: bool = False
+) -> Rule:
+    """`loop`: a row of `LOOPS`. `alone`: numbers are no operands."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         out = NotImplemented if rule is None else rule(*args, **kwargs)
         operands = [a for a in args if isinstance(a, Tensor)]
-        clear = len(operands) < 2 or all(map(in_order, operands))
-        if clear or traced_as_it_is(target):
+        # Of one tensor torch's rules are wrong only about the steps of one element.
+        unclear = len(operands) > 1 or any(map(has_one, operands))
+        if not unclear or all(map(in_order, operands)) or traced_as_it_is(target):
             return out
         if out is NotImplemented:
             out = as_it_is(target, *args, **kwargs)
         shape = torch.broadcast_shapes(*(t.shape for t in operands))
         if out.dim() != len(shape):  # a loss that is reduced
             return out
+        number = len(operands) == 1 and not alone
+        read = [plain(a) for a in args[:2]] if number else operands
         given = operands if loop is None else [operands[k] for k in loop]
-        order = eager_order(shape, given, read_in(target, operands, given, out.dtype))
-        return out if lies_in(out, order) else laid_out(out, order)
+        steps = eager_strides(shape, given, read_in(target, read, given, out.dtype), number)
+        if len(operands) > 1 and not lies_as(out, steps):
+            out = laid_out(out, memory_order(shape, [steps]))
+        return with_steps(out, steps) if has_one(out) else out
 
     return wrapped
 
 
 _TENSOR = """
 add sub mul div fmod remainder eq ne lt le gt ge copysign xlogy clamp_max clamp_min
-bitwise_and bitwise_or bitwise_xor
+bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
 """
 _DEFAULT = """
 floor_divide logical_and logical_or logical_xor special_xlog1py heaviside logaddexp logaddexp2
 atan2 fmax fmin hypot igamma igammac maximum minimum nextafter
+gcd lcm complex polar addcmul addcdiv
 gelu_backward sigmoid_backward silu_backward tanh_backward logit_backward elu_backward
 leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward
 mish_backward threshold_backward
 mse_loss smooth_l1_loss huber_loss binary_cross_entropy
 """
+# Of a tensor and a number: eager makes a tensor without dimensions of the number.
+_SCALAR = """
+add sub mul div fmod remainder rsub eq ne lt le gt ge copysign floor_divide
+bitwise_and bitwise_or bitwise_xor
+"""
+_NUMBER = """
+bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor
+bitwise_left_shift.Scalar_Tensor bitwise_left_shift.Tensor_Scalar
+bitwise_right_shift.Scalar_Tensor bitwise_right_shift.Tensor_Scalar
+remainder.Scalar_Tensor xlogy.Scalar_Other xlogy.Scalar_Self div.Scalar_mode
+"""
+# Of one tensor, or of one with numbers that are no operands of the loop.
+_ALONE = """
+abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh
+digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardsigmoid hardswish i0 isnan
+isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit mish neg polygamma
+reciprocal relu round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
+sqrt square tan tanh threshold trunc
+"""
+ALONE = (*(f"aten.{n}.default" for n in _ALONE.split()), "aten.pow.Tensor_Scalar")
 NAMES = (
     *(f"aten.{n}.Tensor" for n in _TENSOR.split()),
     *(f"aten.{n}.default" for n in _DEFAULT.split()),
-    *("aten.div.Tensor_mode", "aten.pow.Tensor_Tensor", "aten.where.self"),
+    *("aten.div.Tensor_mode", "aten.pow.Tensor_Tensor", "aten.where.self", "aten.lerp.Tensor"),
+    "aten.lerp.Scalar",
+    *(f"aten.{n}.Scalar" for n in _SCALAR.split()),
+    *(f"aten.{n}" for n in _NUMBER.split()),
+    *ALONE,
 )
 # Which operands eager's loop is given, and in which order, where not as they come.
 LOOPS = {

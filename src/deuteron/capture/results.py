@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deuteron.capture import strides
 from deuteron.capture.pointwise import memory_order, over
 from deuteron.capture.strides import in_order, is_contiguous, unique_consecutive, unique_dim
 
@@ -35,7 +36,7 @@ def contiguous(rule: Rule) -> Rule:
 
     @wraps(rule)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return rule(*args, **kwargs).contiguous()
+        return strides.contiguous(rule(*args, **kwargs))
 
     return wrapped
 
@@ -171,6 +172,10 @@ RULES: dict[str, Rule] = {
 }
 WRAPPED: dict[str, Callable[[Rule], Rule]] = {
     "aten.grid_sampler_2d.default": contiguous,
+    "aten.masked_fill.Scalar": contiguous,
+    "aten.masked_fill.Tensor": contiguous,
+    "aten.tril.default": contiguous,
+    "aten.triu.default": contiguous,
     "aten._adaptive_avg_pool2d.default": of_nothing,
     "aten.log_sigmoid_forward.default": contiguous_on_cpu,
     "aten.linalg_vector_norm.default": counted_dims,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -33,28 +34,71 @@ def is_fixed(x: Tensor) -> bool:
     return all(type(n) is int for n in (*x.shape, *x.stride()))
 
 
-def in_order(x: Tensor) -> bool:
-    """Whether it is contiguous, with the usual strides also where there is one element: those
-    decide the order of dimensions in which eager lays out a result."""
-    if not is_fixed(x):
-        return is_contiguous(x)
-    step = 1
-    for n, s in zip(x.shape[::-1], x.stride()[::-1]):
-        if s != step:
-            return False
-        step *= max(n, 1)
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes or strides are known to be equal, without a guard."""
+    if type(a) is int and type(b) is int:
+        return a == b
+    return statically_known_true(a == b)
+
+
+def is_one(n: Any) -> bool:
+    """Of sizes that may change none is taken for 1: torch traces those that are 1 as numbers."""
+    return type(n) is int and n == 1
+
+
+def has_one(x: Tensor) -> bool:
+    """Whether it has elements, and a dimension of one of them."""
+    numbers = [n for n in x.shape if type(n) is int]
+    return 1 in numbers and 0 not in numbers
+
+
+def follow(shape: Sequence[Any], strides: Sequence[Any], order: Sequence[int]) -> bool:
+    """Whether the dimensions of more than one element lie densely, in this order from the fastest
+    on."""
+    if any(type(n) is int and n == 0 for n in shape):
+        return True
+    step: Any = 1
+    for d in order:
+        if not is_one(shape[d]):
+            if not same(strides[d], step):
+                return False
+            step = step * shape[d]
     return True
 
 
-def is_dense(t: Tensor) -> bool:
-    """Whether its elements fill their memory, each a place of its own."""
-    if not is_fixed(t):
-        return False
-    step = 1
-    for stride, n in sorted((s, n) for s, n in zip(t.stride(), t.shape) if n != 1):
-        if stride != step:
+def steps_in(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """The strides of a dense tensor whose dimensions follow one another so, from the fastest on."""
+    step: Any = 1
+    out: list[Any] = [0] * len(shape)
+    for d in order:
+        out[d] = step
+        step = step * shape[d]
+    return out
+
+
+def in_order(x: Tensor) -> bool:
+    """Whether it is contiguous, with the usual strides also where there is one element: those
+    decide the order of dimensions in which eager lays out a result."""
+    if not is_fixed(x) and not has_one(x):
+        return is_contiguous(x)
+    step: Any = 1
+    for n, s in zip(x.shape[::-1], x.stride()[::-1]):
+        if not same(s, step):
             return False
-        step *= n
+        step = step if type(n) is int and n == 0 else step * n
+    return True
+
+
+def is_dense(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+    """Whether the elements are known to fill their memory, each a place of its own."""
+    left = [d for d, n in enumerate(shape) if not is_one(n)]
+    step: Any = 1
+    while left:
+        d = next((d for d in left if same(strides[d], step)), None)
+        if d is None:
+            return False
+        left.remove(d)
+        step = step * shape[d]
     return True
 
 
@@ -120,7 +164,7 @@ def ldexp(x: Tensor, n: Tensor) -> Tensor:
 
 def power_of_number(base: float, x: Tensor) -> Any:
     """Eager's result is contiguous, whatever the strides of `x`."""
-    return NotImplemented if is_contiguous(x) else aten.pow.Scalar(base, x.contiguous())
+    return NotImplemented if in_order(x) else aten.pow.Scalar(base, contiguous(x))
 
 
 def normal(mean: Tensor, std: Tensor, **kwargs: Any) -> Any:
@@ -177,64 +221,83 @@ def unique_consecutive(
     return (out.movedim(0, dim), *rest)
 
 
-def viewed_steps(x: Tensor, size: Sequence[int]) -> list[int] | None:
+def viewed_steps(x: Tensor, size: Sequence[Any]) -> list[Any] | None:
     """The strides of ``x.view(size)`` as eager computes them, those of one element included: from
-    the last dimension on, for each stretch of dimensions of `x` that follow one another."""
-    out, d = [0] * len(size), len(size) - 1
-    base, held, given = x.stride(-1), 1, 1
+    the last dimension on, for each stretch of dimensions of `x` that follow one another. None where
+    that is not known."""
+    out: list[Any] = [0] * len(size)
+    d = len(size) - 1
+    base: Any = x.stride(-1)
+    held: Any = 1
+    given: Any = 1
     for k in reversed(range(x.dim())):
-        held *= x.shape[k]
-        if k > 0 and (x.shape[k - 1] == 1 or x.stride(k - 1) == held * base):
+        held = held * x.shape[k]
+        if k > 0 and (is_one(x.shape[k - 1]) or same(x.stride(k - 1), held * base)):
             continue
-        while d >= 0 and (given < held or size[d] == 1):
+        while d >= 0 and (not same(given, held) or is_one(size[d])):
             out[d] = given * base
-            given *= size[d]
+            given = given * size[d]
             d -= 1
-        if given != held:
+        if not same(given, held):
             return None
         if k > 0:
             base, held, given = x.stride(k - 1), 1, 1
     return out
 
 
-def expanded_steps(x: Tensor, size: Sequence[int]) -> list[int]:
+def expanded_steps(x: Tensor, size: Sequence[Any]) -> list[Any]:
     """The strides of ``x.expand(size)`` as eager computes them."""
-    out: list[int] = []
+    out: list[Any] = []
     new = len(size) - x.dim()
     for d in reversed(range(len(size))):
         n, s = (x.shape[d - new], x.stride(d - new)) if d >= new else (1, 1)
         if d < new and out:
             s = size[d + 1] * out[0]
-        out.insert(0, s if n == size[d] else 0)
+        out.insert(0, 0 if is_one(n) and not is_one(size[d]) else s)
     return out
 
 
-def with_steps(x: Tensor, steps: Sequence[int]) -> Tensor:
-    """A view of `x` with these strides of dimensions of one element; of 0 none can be made."""
+def with_steps(x: Tensor, steps: Sequence[Any]) -> Tensor:
+    """A view of `x` with these strides of dimensions of one element, as far as views make them: any
+    number above 0, and what a new dimension has somewhere."""
     for d in reversed(range(x.dim())):
-        if x.shape[d] == 1 and x.stride(d) != steps[d]:
-            x = x.squeeze(d).unsqueeze(d)
-            if x.stride(d) == steps[d] or steps[d] == 0:
+        if not is_one(x.shape[d]) or same(x.stride(d), steps[d]):
+            continue
+        rest = x.squeeze(d)
+        last = rest.dim()  # where the stride is 1
+        places = sorted(range(last + 1), key=lambda k: k != d)
+        made = [rest.shape[k] * rest.stride(k) if k < last else 1 for k in places]
+        at = next((k for k, s in zip(places, made) if same(s, steps[d])), last)
+        if at == last and not same(1, steps[d]):
+            if type(steps[d]) is not int or steps[d] < 1:
                 continue
-            x = x.squeeze(d).unsqueeze(-1)  # whose stride is 1
-            if steps[d] > 1:
-                x = aten.slice.Tensor(x, -1, 0, 1, steps[d])
-            if d < x.dim() - 1:
-                x = x.permute([*range(d), x.dim() - 1, *range(d, x.dim() - 1)])
+            x = aten.slice.Tensor(rest.unsqueeze(last), last, 0, 1, steps[d])
+        else:
+            x = rest.unsqueeze(at)
+        if at != d:
+            kept = [k for k in range(x.dim()) if k != at]
+            x = x.permute([*kept[:d], at, *kept[d:]])
     return x
 
 
-def view_as_in_eager(target: Any, steps_of: Callable[..., list[int] | None]) -> Rule:
+def contiguous(x: Tensor) -> Tensor:
+    """With the usual strides also of dimensions of one element."""
+    out = x.contiguous()
+    if not has_one(out) or in_order(out):
+        return out
+    return with_steps(out, steps_in(out.shape, range(out.dim())[::-1]))
+
+
+def view_as_in_eager(target: Any, steps_of: Callable[..., list[Any] | None]) -> Rule:
     """Of dimensions of one element torch's fake kernels give other strides than eager; these decide
     about memory formats, and the order of dimensions that nothing else tells apart."""
 
     def rule(x: Tensor, size: Sequence[Any], **kwargs: Any) -> Any:
-        fixed = is_fixed(x) and all(type(n) is int for n in size)
-        plain = x.layout == torch.strided and fixed and x.dim() > 0 and x.numel() > 0
+        plain = x.layout == torch.strided and x.dim() > 0
         if traced_as_it_is(target) or not plain:
             return NotImplemented
         out = as_it_is(target, x, size, **kwargs)
-        steps = steps_of(x, out.shape)
+        steps = steps_of(x, out.shape) if has_one(out) else None
         return out if steps is None else with_steps(out, steps)
 
     return rule
@@ -247,13 +310,13 @@ def made_like(target: Any, rule: Rule | None = None) -> Rule:
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         usual = kwargs.get("memory_format") in (None, torch.preserve_format)
         usual &= kwargs.get("layout") in (None, torch.strided) and x.layout == torch.strided
-        odd = usual and is_dense(x) and 1 in x.shape and not in_order(x)
+        odd = usual and has_one(x) and not in_order(x) and is_dense(x.shape, x.stride())
         if traced_as_it_is(target) or not odd:
             return NotImplemented if rule is None else rule(x, *args, **kwargs)
         out = (rule or partial(as_it_is, target))(x, *args, **kwargs)
         if isinstance(out, tuple):
             return tuple(with_steps(y, x.stride()) for y in out)
-        return with_steps(out, x.stride())
+        return with_steps(out, x.stride()) if out.dim() == x.dim() else out  # a loss, reduced
 
     return wrapped
 
@@ -261,7 +324,8 @@ def made_like(target: Any, rule: Rule | None = None) -> Rule:
 LIKE = """
 full_like.default zeros_like.default ones_like.default empty_like.default rand_like.default
 randn_like.default randint_like.default randint_like.low_dtype flip.default sort.default sort.stable
-nan_to_num.default index_fill.int_Scalar index_fill.int_Tensor hardtanh.default
+nan_to_num.default index_fill.int_Scalar index_fill.int_Tensor hardtanh.default deg2rad.default
+rad2deg.default huber_loss.default binary_cross_entropy.default
 """
 LIKE_FIRST = tuple(f"aten.{n}" for n in LIKE.split())
 
