@@ -245,7 +245,11 @@ class Emitter:
             return ("int" if fits_int(node.attr) else kind), self.index(node.attr, at)
         if node.op == "cast":
             source = node.args[0].dtype
-            if made_whole(node):
+            whole = node.args[0].args[0] if made_whole(node) else None
+            if whole is not None and (whole.dtype, source, node.dtype) == ("f32", "i64", "f32"):
+                self.used.add("d_whole")
+                return kind, f"d_whole({self.value(whole)})"
+            if whole is not None:
                 # GCC takes a float made whole and floating again for trunc(x), which is -0.0 where
                 # the integer is 0.
                 self.used.add("d_opaque")

@@ -210,6 +210,13 @@ D_FN i64 d_to_i64(f64 x) {
 D_FN i64 d_to_i64(f32 x) { return d_to_i64((f64)x); }
 template <class T> D_FN i64 d_to_i64(T x) { return (i64)x; }
 
+//@ d_whole
+// (f32)d_to_i64(x) without the integers, of which vectors hold half as many. The sum makes 0 of -0.
+D_FN f32 d_whole(f32 x) {
+  bool fits = x >= -9223372036854775808.0f && x < 9223372036854775808.0f;
+  return fits ? __builtin_truncf(x) + 0.0f : -9223372036854775808.0f;
+}
+
 //@ d_to_i16
 template <class T> D_FN i16 d_to_i16(T x) { return (i16)d_to_i32(x); }
 

@@ -1,30 +1,51 @@
-"""Where to cut the vector axis so that conditions on it become constant (pad, cat, fixed edges)."""
+"""Where to cut the vector axis so that conditions on it become constant (pad, cat, fixed edges),
+and minima and maxima in the indices of loads (upsampling, replicated padding) one of their sides:
+what is read between the cuts then follows one another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from deuteron.codegen.loops import Rewriter
 from deuteron.ir.expr import Expr, as_position
-from deuteron.ir.index import Axis, Index, const, divide_exact, is_nonneg
+from deuteron.ir.index import (
+    Axis,
+    Index,
+    MinMax,
+    bound,
+    const,
+    divide_exact,
+    is_nonneg,
+    substitute,
+)
 
 MOST = 5  # cuts; each repeats the body
+# Of loops that are cut for the indices of loads: a shorter one is over before vectors pay.
+LONG = 32
+MOST_SIDES = 8  # of what is compared, minima and maxima in it replaced by theirs
 
 
 def cuts(roots: Sequence[Expr], axis: Axis) -> list[Index]:
     """Positions ``0 < p < extent`` in increasing order at which a comparison of `axis` with a
-    constant changes.
+    constant changes, or the index of a load goes on otherwise.
 
-    Empty when the order of the positions is not proven, or when there are too many.
+    Empty when the order of the positions is not proven, or when there are too many; without those
+    of loads, when there are too many with them.
     """
     found: dict[Index, None] = {}
+    turns: dict[Index, None] = {}
     for r in roots:
         for n in r.walk():
             if n.op in ("lt", "le", "gt", "ge") and all(
                 a.op in ("index", "literal") for a in n.args
             ):
-                for p in _edges(n, axis):
-                    found[p] = None
+                found |= dict.fromkeys(_edges(n, axis))
+            elif n.op == "load" and (axis.extent.value or 0) >= LONG:
+                turns |= dict.fromkeys(const(p) for i in n.indices() for p in _turns(i, axis))
+    return _ordered([*(found | turns)], axis) or _ordered([*found], axis)
+
+
+def _ordered(found: Sequence[Index], axis: Axis) -> list[Index]:
     inside = [p for p in found if is_nonneg(p - 1) and is_nonneg(axis.extent - 1 - p)]
     if (
         not inside
@@ -83,6 +104,58 @@ def _edges(n: Expr, axis: Axis) -> list[Index]:
     if zero is None:
         return []
     return [zero if round_up else zero + 1]
+
+
+def _turns(index: Index, axis: Axis) -> Iterator[int]:
+    """Positions between which the minima and maxima in an index are one of their sides."""
+    for m in index.atoms():
+        if not isinstance(m, MinMax) or axis not in m.a.axes() | m.b.axes():
+            continue
+        for difference in _sides(m.a - m.b):
+            yield from _signs(difference, axis)
+
+
+def between(index: Index, axis: Axis) -> Index:
+    """The index of a load between the outermost cuts, where the loop is cut: minima and maxima are
+    the side that depends on the axis."""
+    if (axis.extent.value or 0) < LONG:
+        return index
+    for m in index.atoms():
+        if isinstance(m, MinMax) and (axis in m.a.axes()) != (axis in m.b.axes()):
+            return between(substitute(index, {m: m.a if axis in m.a.axes() else m.b}), axis)
+    return index
+
+
+def _sides(index: Index) -> list[Index]:
+    """The index with either side of each minimum and maximum in it."""
+    found = [index]
+    while len(found) < MOST_SIDES:
+        k, m = next(
+            ((k, m) for k, i in enumerate(found) for m in i.atoms() if isinstance(m, MinMax)),
+            (0, None),
+        )
+        if m is None:
+            break
+        found[k : k + 1] = [substitute(found[k], {m: side}) for side in (m.a, m.b)]
+    return found
+
+
+def _signs(difference: Index, axis: Axis) -> Iterator[int]:
+    """Positions between which the sign of a difference is known to stay, whatever the other loops'
+    positions; also at most two between which it is not."""
+    c = difference.coefficient(axis)
+    if c is None or not c.value:
+        return
+    if c.value < 0:
+        yield from _signs(-difference, axis)
+        return
+    rest = difference - axis.index * c
+    low, high = bound(rest, False), bound(rest, True)
+    if low is None or high is None or low.value is None or high.value is None:
+        return
+    rises = -(low.value // c.value)  # nowhere negative from here on
+    falls = -high.value // c.value + 1  # nowhere positive before
+    yield from (rises,) if rises <= falls else (falls, rises)
 
 
 def row_masks(

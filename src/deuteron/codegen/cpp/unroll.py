@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deuteron.codegen.cpp.segments import cuts, settled
+from deuteron.codegen.cpp.segments import between, cuts, settled
 from deuteron.codegen.cpp.tiles import crossing
 from deuteron.codegen.loops import (
     ColumnFold,
@@ -58,7 +58,7 @@ def worth_unrolling(loops: Loops) -> bool:
 
 def _near(loops: Loops, axis: Axis) -> bool:
     """Whether lanes along the axis touch neighbouring cache lines in every access."""
-    steps = [stride(a.address, axis) for a in loops.accesses]
+    steps = [stride(between(a.address, axis), axis) for a in loops.accesses]
     return all(s is not None and abs(s) <= MOST_POINTS for s in steps) and any(steps)
 
 

@@ -1,0 +1,107 @@
+"""Loops that are cut where indices of loads go on otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deuteron.codegen.cpp.segments import LONG, between, cuts, pieces
+from deuteron.ir.expr import Expr, load
+from deuteron.ir.index import (
+    Axis,
+    Index,
+    MinMax,
+    const,
+    evaluate,
+    floordiv,
+    maximum,
+    minimum,
+    substitute,
+)
+
+N = 64
+I, J = Axis("i", N), Axis("j", 2)
+
+
+def up(k: int) -> Index:
+    """What is read left of a position of twice as many, or right of it."""
+    left = maximum(I.index + floordiv(J.index + 1, 2) - 1, const(0))
+    return minimum(left + k, const(N - 1)) if k else left
+
+
+INDICES: dict[str, tuple[Index, list[int]]] = {
+    "from the first on": (up(0), [1]),
+    "to the last": (up(1), [1, 63]),
+    "padded": (minimum(maximum(I.index - 3, const(0)), const(50)), [3, 53]),
+    "mirrored": (maximum(const(40) - I.index, const(0)), [40]),
+    "every second": (minimum(I.index * 2, const(77)), [39]),
+    "where another loop decides": (maximum(I.index - J.index * 5, const(0)), [1, 5]),
+    "not linear": (maximum(I.index * I.index, const(9)), []),
+    "of no such": (I.index + 5, []),
+}
+
+
+def read(at: Index) -> Expr:
+    return load("x", (at,), "f32")
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_cuts(name: str) -> None:
+    at, where = INDICES[name]
+    marks = cuts([read(at)], I)
+    assert [m.value for m in marks] == where
+    for low, piece in pieces(I, marks) if marks else ():
+        here = substitute(at, {I: low + piece.index})
+        undecided = "another" in name and low.value == 1
+        assert undecided or not any(isinstance(m, MinMax) for m in here.atoms())
+        for i, j in product(range(int(piece.extent.value or 0)), range(2)):
+            there = {"i": i + int(low.value or 0), "j": j}
+            assert evaluate(here, {piece.name: i, "j": j}) == evaluate(at, there)
+
+
+def test_between_the_cuts() -> None:
+    assert between(up(1), I) is I.index + floordiv(J.index + 1, 2)
+    short = Axis("k", LONG - 1)
+    at = maximum(short.index - 1, const(0))
+    assert between(at, short) is at and not cuts([read(at)], short)
+
+
+def same(f: Callable[..., Tensor], *args: Tensor) -> None:
+    torch._dynamo.reset()
+    got, want = torch.compile(f, backend="deuteron")(*args), f(*args)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 47, 64])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_upsampling(size: int, mode: str) -> None:
+    x = torch.randn(2, 3, 5, size, generator=torch.Generator().manual_seed(size))
+    for scale in (2, 3):
+        same(lambda x, s=scale: F.interpolate(x, scale_factor=s, mode=mode), x)
+    if mode != "nearest":
+        same(lambda x: F.interpolate(x, (9, 70), mode=mode, align_corners=True), x)
+
+
+@pytest.mark.parametrize("size", [4, 32, 45])
+def test_padding(size: int) -> None:
+    x = torch.randn(3, 6, size, generator=torch.Generator().manual_seed(size))
+    for mode in ("replicate", "reflect", "circular"):
+        same(lambda x, m=mode: F.pad(x, (3, 2), mode=m) * 2, x)
+    same(lambda x: F.pad(x, (2, 1, 3, 1), mode="replicate").exp(), x)
+    same(lambda x: x[:, :, torch.arange(size).clamp(2, size - 2)] + 1, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_floats_made_whole(dtype: torch.dtype) -> None:
+    ends = [2.0**63, 2.0**62, 2.0**31, 2.0**24 + 2, 2.0**23 - 0.5, 1.5, 0.7, 0.0]
+    x = torch.tensor([*ends, *(-e for e in ends), torch.inf, -torch.inf, torch.nan, -0.2])
+    if dtype == torch.int32:  # what does not fit is not defined
+        x = x[x.abs() < 2.0**31]
+    got = torch.compile(lambda x: x.to(dtype).float() + -0.0, backend="deuteron")(x)
+    want = x.to(dtype).float()
+    assert torch.equal(got, want) and torch.equal(got.signbit(), want.signbit())
