@@ -18,11 +18,11 @@ from torch._decomp import decomposition_table
 
 from deuteron.tools import reproduce
 from deuteron.tools.coverage import SPENT, Worker
-from deuteron.tools.fuzz import Task, fuzz, runnable
+from deuteron.tools.fuzz import Task, fuzz, run_task, runnable
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import Oracle, differences, see
 from deuteron.tools.reduce import reduced
-from deuteron.tools.reproduce import How, Line, Straight, file_text, load, straight
+from deuteron.tools.reproduce import Failure, How, Line, Straight, file_text, load, straight
 from deuteron.tools.shaken import Shaken
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -243,6 +243,22 @@ def test_after_a_failed_assertion_torch_is_no_witness(
     monkeypatch.setattr(reproduce, "spent", lambda: is_spent)
     failure = reproduce.check(torch.cos, torch.cos, [[torch.ones(2)]], How())
     assert failure is not None and failure.kind == ("error" if is_spent else "torch")
+
+
+def test_a_failure_without_its_gpu_has_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs that lie there cannot be written any more; the row still says what happened."""
+
+    def fails(self: Straight, how: How) -> Failure:
+        return Failure("error", "CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(Straight, "check", fails)
+    for is_spent in (True, False):
+        monkeypatch.setattr("deuteron.tools.fuzz.spent", lambda now=is_spent: now)
+        row = run_task(Task(FIXED, cut=False, folder=str(tmp_path)))
+        assert row["verdict"] == "error" and "device-side" in row["text"]
+        assert bool(row["file"]) is not is_spent
 
 
 @pytest.mark.parametrize("dynamo", [True, False])

@@ -139,11 +139,9 @@ ATTENTION_OF_DOUBLES = renamed("flash_attention_for_cpu", ATTENTION, as_doubles)
 
 def flash_attention_for_cpu(query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Torch's rule before 2.13 says that the logarithms are f32, which are f64 for doubles."""
-    return (
-        ATTENTION_OF_DOUBLES(query, *args, **kwargs)
-        if query.dtype == torch.float64
-        else NotImplemented
-    )
+    if query.dtype != torch.float64:
+        return NotImplemented
+    return ATTENTION_OF_DOUBLES(query, *args, **kwargs)
 
 
 def of_positions(results: Sequence[Tensor], *args: Any) -> Any:

@@ -141,8 +141,8 @@ def _sides(index: Index) -> list[Index]:
 
 
 def _signs(difference: Index, axis: Axis) -> Iterator[int]:
-    """Positions between which the sign of a difference is known to stay, whatever the other loops'
-    positions; also at most two between which it is not."""
+    """Where the sign of a difference changes: one position, or the two ends of the stretch in
+    which it depends on other loops' positions."""
     c = difference.coefficient(axis)
     if c is None or not c.value:
         return
