@@ -3,6 +3,7 @@ and cut down to what fails."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -428,6 +429,18 @@ def test_gradients_of_hardswish_at_nan(dtype: torch.dtype) -> None:
     text = "def fn(x):\n    return (torch.nn.functional.hardswish(x),)\n"
     program = straight(text, [[x.requires_grad_()]])
     assert program is not None and program.check(How(backward=True)) is None
+
+
+def test_eager_s_own_error_in_float64_is_seen() -> None:
+    """Seed 32000399: eager's variance of a long row is off by some hundred units in the last place
+    on the CPU, and float64 has no wider dtype to show it."""
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(31, 64, 31, dtype=torch.float64, generator=drawn)
+    x[..., :20] = torch.randn(20, dtype=torch.float64, generator=drawn)
+    wanted = math.fsum(((x - x.mean()) ** 2).flatten().tolist()) / x.numel()
+    oracle, got = seen_by(lambda x: x.var((2, 1, 0), correction=0), x)
+    assert differences(changed(got, lambda t: t.fill_(wanted)), oracle) == []
+    assert differences(changed(got, lambda t: t.fill_(wanted * (1 + 1e-10))), oracle)
 
 
 def test_what_is_moved_stays_a_probability() -> None:

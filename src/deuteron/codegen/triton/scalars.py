@@ -177,8 +177,8 @@ def _operation(name: str, args: list[str], operand: str) -> str:
     if name in LIBM:
         return f"libm.{name}({', '.join(args)})"
     match name:
-        case "neg":
-            return f"-{args[0]}"
+        case "neg":  # Triton's own minus takes it from a positive zero
+            return f"{args[0]} * -1.0"
         case "abs" | "floor" | "ceil" | "fma":
             return f"tl.{name}({', '.join(args)})"
         case "round":

@@ -436,9 +436,11 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         candidates = _long_rows(loops, nx, nr, spec)
     start = None
     columns |= across
+    group, least = 1, min(b.of("r") for b in candidates)
     if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
         start = _ragged(loops, r)
-    group, least = 1, min(b.of("r") for b in candidates)
+        if start is not None and least < start[1]:
+            start = None  # only the first block of a row masks what stands before it
     if not persistent and not columns:  # 16 bytes of memory come to one thread
         group = min(16 // _widest(loops), least)
     elif not persistent and least >= APART * 16:
