@@ -58,6 +58,7 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
         lambda x, i: x.scatter(1, i, 1.0) * 2,
         (torch.randn(5, 40), torch.randint(0, 40, (5, 1))),
     ),
+    "minus zeros": (lambda x: torch.copysign(x * x + 1, -x), (torch.tensor([0.0, -0.0, 3.0]),)),
     "zeros over numbers of either sign": (
         lambda x, y: (
             torch.copysign(x * 0 + 1, x / 6.0),

@@ -450,7 +450,8 @@ class Emitter:
 
     def _widened(self, node: Expr) -> str | None:
         """A rounding to bf16 whose result is f32 again. Arithmetic of bf16 numbers has instructions
-        of its own, which the compiler finds."""
+        of its own, which the compiler finds. Of whole tiles only: Triton 3.6 misplaces instructions
+        that it does not know where it gives the values of rows a second layout."""
         (a,) = node.args
         if node.dtype != "f32" or a.dtype != "bf16":
             return None
@@ -458,7 +459,7 @@ class Emitter:
             chosen = [E.cast(x, "f32") for x in a.args[1:]]
             if any(x.op == "cast" and x.args[0].op == "cast" for x in chosen):
                 return self.value(E.op("where", a.args[0], *chosen))
-        if a.op != "cast" or a.args[0].dtype != "f32" or not self.deps(a):
+        if a.op != "cast" or a.args[0].dtype != "f32" or self.deps(a) != frozenset(self.dims):
             return None
         value = a.args[0]
         if node in self.packed or value in self.packed:
