@@ -212,3 +212,12 @@ def test_half_types_compute_in_f32_and_round_once() -> None:
     body = op("add", op("mul", x, x), literal(1.0, "bf16"))
     p = program_of(Compute("y", (i,), body, lay(200, dtype="bf16")), ("x", lay(200, dtype="bf16")))
     assert torch.equal(run_program(p, [a])[0], a * a + 1)
+
+
+def test_an_input_may_have_fewer_dimensions_of_one_element() -> None:
+    i, j = Axis("i", 1), Axis("j", 3)
+    body = op("add", read("x", i, j), literal(1.0, "f32"))
+    p = program_of(Compute("y", (i, j), body, lay(1, 3)), ("x", lay(1, 3)))
+    assert torch.equal(run_program(p, [torch.arange(3.0)])[0], torch.tensor([[1.0, 2.0, 3.0]]))
+    with pytest.raises(AssertionError, match="its layout"):
+        run_program(p, [torch.arange(4.0)])

@@ -92,6 +92,15 @@ STRIDES: dict[str, Callable[..., Any]] = {
         x[0, :, :1].expand(4, 3).to(torch.complex64), x[0, 0].to(torch.complex64)
     ),
     "select_scatter": lambda x: torch.select_scatter(x[:, ::2], x[0, ::2], 0, 1),
+    "select_scatter of repeated rows": lambda x: torch.select_scatter(
+        x[0, :2, :2].expand(3, 2, 2), x[:3, 0, :2], 2, 0
+    ),
+    "slice_scatter of repeated rows": lambda x: torch.slice_scatter(
+        x[0, :2, :2].expand(3, 2, 2), x[:3, :1, :2], 1, 0, 1
+    ),
+    "as_strided_scatter of repeated rows": lambda x: torch.as_strided_scatter(
+        x[0, :2, :2].expand(3, 2, 2), x[0, 0, :2], (2,), (3,), 1
+    ),
     "view_copy": lambda x: torch.view_copy(x, (4, 15)),
     "empty_strided": lambda x: torch.empty_strided((2, 2, 3), (2, 0, 1)).zero_() + x.sum(),
     "unsafe_split": lambda x: torch.unsafe_split(x, 9),

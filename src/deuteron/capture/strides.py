@@ -184,13 +184,14 @@ def resize_as(
 
 
 def into_a_copy(target: Any) -> Rule:
-    """A scatter whose copy of an expanded tensor is contiguous in eager; torch's fake kernel of
-    2.11 repeats the strides."""
+    """A scatter whose copy of an expanded tensor is a clone in eager; torch's fake kernel of 2.11
+    repeats the strides."""
 
     def rule(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not any(type(s) is int and s == 0 for s in x.stride()) or is_contiguous(x):
+        steps = [s for s, n in zip(x.stride(), x.shape) if not is_one(n)]
+        if not any(type(s) is int and s == 0 for s in steps) or is_contiguous(x):
             return NotImplemented
-        return target(x.contiguous(), *args, **kwargs)
+        return target(x.clone(), *args, **kwargs)
 
     return rule
 
@@ -329,6 +330,8 @@ rad2deg.default huber_loss.default binary_cross_entropy.default
 """
 LIKE_FIRST = tuple(f"aten.{n}" for n in LIKE.split())
 
+SCATTERS = ("as_strided_scatter", "diagonal_scatter", "select_scatter", "slice_scatter")
+
 RULES: dict[str, Rule] = {
     "aten.view.default": view_as_in_eager(aten.view.default, viewed_steps),
     "aten.expand.default": view_as_in_eager(aten.expand.default, expanded_steps),
@@ -336,6 +339,5 @@ RULES: dict[str, Rule] = {
     "aten.pow.Scalar": power_of_number,
     "aten.normal.Tensor_Tensor": normal,
     "aten.resize_as.default": resize_as,
-    "aten.as_strided_scatter.default": into_a_copy(aten.as_strided_scatter.default),
-    "aten.diagonal_scatter.default": into_a_copy(aten.diagonal_scatter.default),
+    **{f"aten.{n}.default": into_a_copy(getattr(aten, n).default) for n in SCATTERS},
 }
