@@ -57,6 +57,7 @@ def gpu() -> DeviceSpec:
     from triton.runtime import interpreter
 
     interpreter.InterpreterBuilder.create_splat = splat
+    interpreter.ReduceOps.sum = summed
     interpreter._convert_float = partial(converted, interpreter._convert_float)
     found = named_gpu(DEVICE)
     assert found is not None
@@ -70,6 +71,14 @@ def splat(self: Any, block: Any, number: Any) -> Any:
     return type(number)(
         numpy.full(block.shape, data.reshape(-1)[0], data.dtype), number.dtype.scalar
     )
+
+
+def summed(self: Any, block: Any) -> Any:
+    """A sum of negative zeros is one, as on GPUs. Triton's own begins at a positive zero."""
+    data = block.handle.data
+    start = data.dtype.type(-0.0)
+    out = numpy.sum(data, axis=self.axis, keepdims=self.keep_dims, initial=start)
+    return self.to_tensor(out, block.dtype)
 
 
 def converted(others: Callable[..., Any], given: Any, kind: Any, to: Any, mode: Any) -> Any:

@@ -434,8 +434,17 @@ def min_combine(a, b):
 
 
 @triton.jit
+def from_zero(x):
+    """A sum begins at zero in ATen: of negative zeros alone it is the positive one."""
+    if x.dtype.is_floating():
+        return x + 0.0
+    else:
+        return x
+
+
+@triton.jit
 def fold_sum(x):
-    return tl.sum(x, 1)[:, None]
+    return from_zero(tl.sum(x, 1))[:, None]
 
 
 @triton.jit
@@ -446,7 +455,7 @@ def _add_two(a, b, c, d):
 @triton.jit
 def fold_sum_two(x, y):
     a, b = tl.reduce((x, y), 1, _add_two)
-    return a[:, None], b[:, None]
+    return from_zero(a)[:, None], from_zero(b)[:, None]
 
 
 @triton.jit
@@ -524,7 +533,7 @@ def atomic_update(base, index, value, mask, KIND: tl.constexpr):
 
 @triton.jit
 def scan_sum(x):
-    return tl.associative_scan(x, 1, add_combine)
+    return tl.associative_scan(from_zero(x), 1, add_combine)
 
 
 @triton.jit
@@ -636,7 +645,7 @@ def rand_bits(seed, stream, element):
 
 @triton.jit
 def cols_sum(x):
-    return tl.sum(x, 0)[None, :]
+    return from_zero(tl.sum(x, 0))[None, :]
 
 
 @triton.jit
