@@ -122,3 +122,19 @@ def test_demo_programs_run_in_eager() -> None:
             torch.testing.assert_close(out.norm(dim=1), torch.ones(len(out)))
             assert len({tuple(b[0].shape) for b in program.batches}) > 3
     assert len(set(sentences(64))) == 64
+
+
+def test_a_report_keeps_what_it_says_of_other_machines() -> None:
+    from deuteron.tools.bench.document import markdown
+
+    def run(device: str, name: str, torch: str = "2.13") -> dict[str, Any]:
+        machine = {"device": device, "name": name, "torch": torch, "cores": 2, "threads": 2}
+        return {"machine": machine | {"date": "today"}, "command": f"bench {name} {torch}"}
+
+    both = markdown([run("cuda", "A"), run("cpu", "B")])
+    assert markdown([], both) == markdown([run("cuda", "A"), run("cpu", "B")], both) == both
+    again = markdown([run("cpu", "B", "2.14")], both)
+    assert "bench A 2.13" in again and "bench B 2.14" in again and "bench B 2.13" not in again
+    assert again.index("## A (GPU)") < again.index("## B (CPU)")
+    twice = markdown([run("cpu", "B"), run("cpu", "B", "2.14")])
+    assert "bench B 2.13" in twice and "bench B 2.14" in twice

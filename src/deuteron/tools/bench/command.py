@@ -119,14 +119,14 @@ def write_plots(documents: list[dict[str, Any]], out: Path) -> None:
 
 
 def write_report(files: list[Path], target: Path | None, out: Path, plot: bool) -> None:
-    """The document from JSON files of earlier runs: to `target`, or printed."""
+    """The document from JSON files of earlier runs: to `target`, of which the parts on other
+    machines stay, or printed."""
     from deuteron.tools.bench.document import markdown
 
     documents = [json.loads(f.read_text()) for f in files]
-    text = markdown(documents)
     if target is None:
-        print(text)
+        print(markdown(documents))
     else:
-        target.write_text(text)
+        target.write_text(markdown(documents, target.read_text() if target.exists() else ""))
     if plot:
         write_plots(documents, out)

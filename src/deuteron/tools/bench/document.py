@@ -7,6 +7,7 @@ measured twice on a machine counts as measured last.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from deuteron.tools.bench.report import (
@@ -45,12 +46,18 @@ Written by `deuteron bench --report`; nothing here is typed by hand. How it is m
 """
 
 
-def markdown(documents: Sequence[Row]) -> str:
-    """The whole document."""
-    parts = [HEAD]
+def markdown(documents: Sequence[Row], before: str = "") -> str:
+    """The whole document. `before` is what is replaced: what it says of machines that no document
+    names stays."""
+    sections = {
+        x.split("\n", 1)[0]: x.rstrip() for x in re.split(r"^(?=## )", before, flags=re.M)[1:]
+    }
+    made: dict[str, list[str]] = {}
     for key in dict.fromkeys(machine_key(d) for d in documents):
-        parts += machine_part([d for d in documents if machine_key(d) == key])
-    return "\n".join(parts).rstrip() + "\n"
+        lines = machine_part([d for d in documents if machine_key(d) == key])
+        made.setdefault(lines[0], []).append("\n".join(lines))
+    sections |= {title: "\n\n".join(texts) for title, texts in made.items()}
+    return "\n\n".join((HEAD, *sections.values())).rstrip() + "\n"
 
 
 def machine_key(document: Row) -> tuple[str, str, str]:
@@ -69,7 +76,7 @@ def machine_part(documents: Sequence[Row]) -> list[str]:
     versions = ", ".join(f"{n} {m[n]}" for n in ("torch", "triton", "python") if n in m)
     cores = f"{m['cores']} multiprocessors" if m["device"] == "cuda" else f"{m['threads']} threads"
     copies = [r["copy_gbps"] for r in rows if "copy_gbps" in r]
-    lines = ["", f"## {m['name']} ({'GPU' if m['device'] == 'cuda' else 'CPU'})", ""]
+    lines = [f"## {m['name']} ({'GPU' if m['device'] == 'cuda' else 'CPU'})", ""]
     speed = f" Copy: {sorted(copies)[len(copies) // 2]:.0f} GB/s (median)." if copies else ""
     lines += [f"{cores}; {versions}.{speed} Commands:", ""]
     for d in documents:
