@@ -177,7 +177,7 @@ def planned(name: str) -> Scheduled:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tools, "spec_of", lambda device: slow)
         patch.setattr(split, "PARTS", 1)
-        patch.setattr(split, "SHORTEST", 64)
+        patch.setitem(split.SHORTEST, "cuda", 64)
         patch.setattr(split, "SHORTEST_COLUMN", 16)
         found = scheduled(f, *args, device="H200", check=False)
     assert found.accepted("split"), name

@@ -87,17 +87,27 @@ def test_unfused() -> None:
     assert len(found.kernels) == 3
 
 
-def test_a_loss_is_summed_where_its_statistics_are_known() -> None:
+def divergence(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.kl_div(x.log_softmax(-1), y.log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+@pytest.mark.parametrize("device", ["H200", "cpu"])
+def test_a_loss_is_summed_where_its_statistics_are_known(device: str) -> None:
     """Whole rows as parts of the sum over everything: it runs beside the softmax's own folds."""
-
-    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.kl_div(
-            x.log_softmax(-1), y.log_softmax(-1), log_target=True, reduction="batchmean"
-        )
-
     x, y = (torch.randn(1024, 4096) for _ in "xy")
-    found = scheduled(f, x, y, device="H200", check=False)
+    found = scheduled(divergence, x, y, device=device, check=False)
     assert found.accepted("split") and len(found.kernels) == 1
+
+
+def test_rows_are_read_once_on_a_cpu() -> None:
+    """A sum over everything is cut into rows for what else reads them only."""
+    found = scheduled(divergence, torch.randn(40, 300), torch.randn(40, 300), device="cpu")
+    [taken] = found.accepted("split")
+    assert taken["reason"] == "rows are read once"
+    for f in (lambda x: (x * 2).sum(), lambda x: (x * x.flip(0)[:1]).sum()):
+        assert not scheduled(f, torch.randn(40, 300), device="cpu").accepted("split")
+    short = scheduled(divergence, torch.randn(4000, 30), torch.randn(4000, 30), device="cpu")
+    assert not short.accepted("split")
 
 
 def test_long_rows_are_split() -> None:

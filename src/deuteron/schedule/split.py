@@ -4,7 +4,8 @@ In: the fused `Dag`. Out: the same, where groups of folds with few rows have bec
 partial results over parts of the reduced loops, and a fold of those in a fixed order, so that
 results repeat. A fold whose rows lie side by side in memory (a sum over the first dimension) is cut
 into chunks of its reduced loops, with the rows as columns; one with long contiguous rows gets a new
-parallel loop over parts of each row.
+parallel loop over parts of each row. On a CPU, whose threads share rows as they are, a fold over
+rows is cut into them where it then runs beside the folds that it waits for, which read them too.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from deuteron.schedule.parts import in_parts, outermost_first
 PARTS = 4
 # Results of so many parts one program combines in about the time of a launch.
 MOST_PARTS = 1 << 14
-# A part has at least this many elements.
-SHORTEST = 2048
+# A part has at least this many elements. On a CPU parts are rows that are read once, beside which
+# what they leave is little.
+SHORTEST = {"cuda": 2048, "cpu": 256}
 # A part of at most this many elements is on chip.
 ON_CHIP = 8192
 # The same where rows lie side by side; that many of them are walked together.
@@ -51,11 +53,17 @@ def relieve(fusion: Fusion) -> None:
         if not isinstance(group, Group) or not group.folds or group.chunk is not None:
             continue
         spec = fusion.spec(group)
-        if spec.kind == "cpu" or fusion.partial & group.reads.keys():
-            continue  # threads share rows; or it combines partial results already
+        if fusion.partial & group.reads.keys():
+            continue  # it combines partial results already
+        # Threads of a CPU share rows as they are: only what else reads the rows inside counts.
+        beside = spec.kind == "cpu"
+        if beside and not rows_inside(group, fusion.layouts, spec):
+            continue
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
-        if now.occupancy >= profit.LOW or not profit.splittable(group, fusion.layouts, spec):
+        if not beside and (
+            now.occupancy >= profit.LOW or not profit.splittable(group, fusion.layouts, spec)
+        ):
             continue
         found = split(group, fusion, spec)
         if found is None:
@@ -67,14 +75,16 @@ def relieve(fusion: Fusion) -> None:
         late = profit.tail(found.layouts.values(), spec)
         again = profit.time_us(profit.read_again(group, fusion.layouts), 0.0, 1.0, spec)
         then = first.us + late.us + again + profit.launch_us(spec)
+        if beside:
+            then -= read_once(found.main, first, group, fusion, spec)
         if then >= now.us:
             continue
         fusion.record.add(
             "decision",
             subject="split",
             accepted=True,
-            reason="more of the device is busy",
-            detail=f"{now.occupancy:.0%} -> {first.occupancy:.0%}",
+            reason="rows are read once" if beside else "more of the device is busy",
+            detail="" if beside else f"{now.occupancy:.0%} -> {first.occupancy:.0%}",
             first=group.members[-1].name,
             second="",
             bytes=first.bytes + late.bytes - now.bytes,
@@ -83,6 +93,25 @@ def relieve(fusion: Fusion) -> None:
         fusion.keep(found.layouts)
         changed += fusion.replace(node, found.main, found.tail)
     fusion.resume(changed)
+
+
+def read_once(
+    main: Group, cost: profit.Cost, group: Group, fusion: Fusion, spec: DeviceSpec
+) -> float:
+    """Microseconds that `main`, the group in parts, saves in one nest with the groups whose results
+    it reads, where that is legal."""
+    whole, apart = main, cost.us
+    inside: set[int] = set()
+    for home in dict.fromkeys(fusion.dag.home.get(name) for name in group.reads):
+        maker = None if home is None else fusion.dag.nodes[home]
+        if maker is None or not isinstance(maker.content, Group):
+            continue
+        both = fits(maker.content, whole, fusion.layouts, fusion.owner)
+        if isinstance(both, Group):
+            whole, apart = both, apart + fusion.cost(maker).us + profit.launch_us(spec)
+            inside.add(maker.id)
+    keep = [*fusion.stored(whole, inside), *main.names]
+    return apart - profit.cost(whole, fusion.layouts, keep, spec, whole=True).us
 
 
 def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
@@ -134,13 +163,13 @@ def parts_of(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> i
     if profit.side_by_side(group, layouts):
         programs = max(1, rows // COLUMNS)
         return min(PARTS * spec.cores // programs, length // SHORTEST_COLUMN)
-    wish = max(2, PARTS * spec.cores // max(1, rows), rows_inside(group, layouts))
+    wish = max(2, PARTS * spec.cores // max(1, rows), rows_inside(group, layouts, spec))
     if profit.chained(group):  # parts that fit on chip need no rule to be read once
         wish = max(wish, -(-length // ON_CHIP))
-    return min(wish, length // SHORTEST)
+    return min(wish, length // SHORTEST[spec.kind])
 
 
-def rows_inside(group: Group, layouts: Mapping[str, Layout]) -> int:
+def rows_inside(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> int:
     """How many long rows a row of the group consists of, where something that it reads has one
     value for each of them (the statistics of a softmax whose loss is summed): as parts they read
     that once, and run beside what computes it. 0 where there are none."""
@@ -156,7 +185,8 @@ def rows_inside(group: Group, layouts: Mapping[str, Layout]) -> int:
         for i in index
     )
     count = hint(product(a.extent for a in outer))
-    return count if shared and hint(inner.extent) >= SHORTEST and count <= MOST_PARTS else 0
+    long = hint(inner.extent) >= SHORTEST[spec.kind]
+    return count if shared and long and count <= MOST_PARTS else 0
 
 
 __all__ = ["relieve"]
