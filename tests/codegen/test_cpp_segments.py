@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,36 @@ def test_padding(size: int) -> None:
         same(lambda x, m=mode: F.pad(x, (3, 2), mode=m) * 2, x)
     same(lambda x: F.pad(x, (2, 1, 3, 1), mode="replicate").exp(), x)
     same(lambda x: x[:, :, torch.arange(size).clamp(2, size - 2)] + 1, x)
+
+
+@pytest.mark.parametrize("size", [5, 31, 56, 67])
+@pytest.mark.parametrize("window", [(2, 2, 0), (3, 2, 1), (3, 3, 0), (5, 3, 2)])
+def test_gradients_of_pools(size: int, window: tuple[int, int, int]) -> None:
+    """Places between two windows are written in one body, and their masks are those of the row."""
+
+    def grad(x: Tensor, g: Tensor, kind: Any) -> Tensor:
+        leaf = x.detach().requires_grad_()
+        (out,) = torch.autograd.grad(kind(leaf, *window), leaf, g)
+        return out
+
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(size))
+    for kind in (F.max_pool2d, F.avg_pool2d):
+        torch._dynamo.reset()
+        compiled = torch.compile(kind, backend="deuteron")
+        g = torch.randn_like(kind(x, *window))
+        torch.testing.assert_close(grad(x, g, compiled), grad(x, g, kind))
+
+
+def test_places_between_windows_are_written_side_by_side(tmp_path: Path) -> None:
+    leaf = torch.randn(1, 2, 64, 64).requires_grad_()
+    options = {"debug_dir": str(tmp_path)}
+    compiled = torch.compile(
+        lambda x: F.max_pool2d(x, 3, 2, 1), backend="deuteron", options=options
+    )
+    compiled(leaf).sum().backward()
+    [text] = [f.read_text() for f in tmp_path.glob("backward*/kernels.txt")]
+    body = text[text.index("#pragma omp simd") :].split("}")[0]
+    assert body.count("] = t") == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

@@ -204,7 +204,7 @@ def write_nest(env: Env) -> None:
         env.loops = replace(loops, parallel=(*loops.parallel, *loops.reduced), reduced=())
         write_points(env)
         return
-    if worth_unrolling(loops) and not misread(unrolled := unroll(loops)):
+    if worth_unrolling(loops) and not misread(unrolled := unroll(loops), loops.parallel):
         env.loops, env.unrolled = unrolled, True
         write_points(env)
         return

@@ -8,6 +8,7 @@ for outer axes and blocks of the vector axis (threads):
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
@@ -26,6 +27,7 @@ from deuteron.codegen.cpp.segments import row_masks
 from deuteron.codegen.cpp.tiles import Tiles, crossing
 from deuteron.codegen.cpp.unroll import interleaved, misread, write_out
 from deuteron.codegen.loops import (
+    Loops,
     Rewriter,
     ordered,
     roots_of,
@@ -200,17 +202,24 @@ def _number(e: Expr) -> int:
     return e.id
 
 
+def _vector(loops: Loops, meeting: Collection[Axis]) -> Axis:
+    found = vector(loops, [a for a in loops.parallel if a not in meeting] or loops.parallel)
+    assert found is not None
+    return found
+
+
 def write_points(env: Env) -> None:
     loops = env.loops
     if not loops.parallel:
         env.loops = loops = replace(loops, parallel=(Axis("one", const(1)),))
     meeting = ordered_conflicts(loops)
     short = interleaved(loops) if not meeting else None
-    if short is not None and not misread(side_by_side := write_out(loops, short)):
-        env.loops = loops = side_by_side
-    candidates = [a for a in loops.parallel if a not in meeting] or list(loops.parallel)
-    v = vector(loops, candidates)
-    assert v is not None
+    v = _vector(loops, meeting)
+    if short is not None:
+        side_by_side = write_out(loops, short)
+        along = _vector(side_by_side, meeting)
+        if not misread(side_by_side, [along]):
+            env.loops, loops, v = side_by_side, side_by_side, along
     crossed = crossing(loops, v) if not meeting else None
     if crossed is not None:
         Tiles(env, v, crossed).write()

@@ -62,8 +62,9 @@ def _near(loops: Loops, axis: Axis) -> bool:
     return all(s is not None and abs(s) <= MOST_POINTS for s in steps) and any(steps)
 
 
-def misread(loops: Loops) -> bool:
-    """Whether g++ 12 would read what is written side by side from wrong lanes.
+def misread(loops: Loops, along: Sequence[Axis]) -> bool:
+    """Whether g++ 12 would read what is written side by side from wrong lanes, which may be along
+    any of these axes.
 
     Where stores to neighbouring places, steps of several elements apart for the lanes, are made a
     group, it sorts out the elements of loads but not the bits of their masks. A mask that is the
@@ -74,16 +75,13 @@ def misread(loops: Loops) -> bool:
         return False
     roots = [r for p in loops.parts for r in roots_of(p)]
     masked = [n for n in unique_nodes(roots) if n.op == "load" and n.args]
-    for v in loops.parallel:
+    for v in along:
         masks = {n.args[0] for n in masked if stride(n.attr[1][0], v) not in (0, 1, -1)}
-        if masks and not settled([m for m in masks if v in m.axes()], v, _cuts(loops, roots, v)):
+        # Where `points` cuts a loop; tiles are written without.
+        marks = cuts(roots, v) if masks and crossing(loops, v) is None else []
+        if not settled([m for m in masks if v in m.axes()], v, marks):
             return True
     return False
-
-
-def _cuts(loops: Loops, roots: Sequence[Expr], v: Axis) -> list[Index]:
-    """Where `points` cuts a loop along `v`; tiles are written without."""
-    return cuts(roots, v) if crossing(loops, v) is None else []
 
 
 def unroll(loops: Loops) -> Loops:
