@@ -312,3 +312,24 @@ def test_sums_are_exact_at_other_sizes(name: str) -> None:
         x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
         for got, exact in zip(tree_leaves(compiled(x)), tree_leaves(f(x.double()))):
             assert (got - exact).abs().max() <= 2e-7 * exact.abs().max()
+
+
+BELOW: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "softmax": (lambda x: x.softmax(-1), True),
+    "columns": (lambda x: x.softmax(0), True),
+    "logsumexp": (lambda x: (x - x.amax(-1, keepdim=True)).exp().sum(-1).log(), True),
+    "above the minimum": (lambda x: (x - x.amin(-1, keepdim=True)).exp(), False),
+    "of something else": (lambda x: (2 * x - x.amax(-1, keepdim=True)).exp(), False),
+}
+
+
+@pytest.mark.parametrize("name", BELOW)
+def test_exponentials_below_a_maximum(name: str, tmp_path: Path) -> None:
+    f, below = BELOW[name]
+    x = torch.randn(40, 70, generator=torch.Generator().manual_seed(0)) * 60
+    x[3], x[4, 5], x[5, 6], x[6, 7] = -math.inf, math.nan, math.inf, -math.inf
+    torch._dynamo.reset()
+    got = torch.compile(f, backend="deuteron", options={"debug_dir": str(tmp_path)})(x)
+    torch.testing.assert_close(got, f(x), rtol=1e-5, atol=1e-37, equal_nan=True)
+    [text] = [p.read_text() for p in tmp_path.glob("*/kernels.txt")]
+    assert ("d_exp_below(" in text) == below

@@ -143,6 +143,7 @@ def source() -> str:
             for n in INTEGER
         ]
     parts += [loop(n, f"const {a} *__restrict a", o, e) for n, (e, a, o) in CONVERSIONS.items()]
+    parts.append(loop("exp_below", "const f32 *__restrict a", "f32", "d_exp_below(a[i])"))
     parts += [
         loop(n, "i64 seed, i64 stream", t, f"d_{n}(seed, stream, i)") for n, t in RANDOM.items()
     ]
@@ -284,6 +285,19 @@ def test_unary_f32(built: tuple[ctypes.CDLL, str, str], name: str) -> None:
         3.5 if name == "erfinv" else 2,
         x,
     )
+
+
+def test_exp_of_no_positive_number(built: tuple[ctypes.CDLL, str, str]) -> None:
+    near = torch.linspace(-87.34, -87.33, 1 << 14)  # where results become subnormal
+    x = torch.cat([samples(), near, torch.linspace(-120, 0, 1 << 16)])
+    x = x[~(x > 0)]
+    want = x.double().exp()
+    want[want < torch.finfo(torch.float32).tiny] = 0.0
+    got = call(built, "exp_below", torch.float32, x)
+    border = (x + 87.336544).abs() < 1e-4
+    check(got[~border], want[~border], 2, x[~border])
+    least = got[got > 0].min()
+    assert torch.finfo(torch.float32).tiny <= least < 1.00002 * torch.finfo(torch.float32).tiny
 
 
 @pytest.mark.parametrize("name", UNARY)

@@ -62,6 +62,7 @@ class Emitter:
         self.checked = False  # whether anything reports to `bad`
         self.wide = False  # whether positions along the loops may need 64 bits
         self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
+        self.tops: dict[str, Expr] = {}  # the nest's maxima, and of what they are
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
         self.guard: str | None = None
         self.guard_level = 0
@@ -261,6 +262,9 @@ class Emitter:
         if node in self.near:
             self.used |= scalars.NEAR_USES
             return kind, f"d_{node.op}_near({args[0]})"
+        if node.op == "exp" and node.dtype == "f32" and self.is_below_top(node.args[0]):
+            self.used.add("d_exp_below")
+            return kind, f"d_exp_below({args[0]})"
         if node.op in ("maximum", "minimum") and node.dtype in FLOATS:
             # One instruction: what the comparison with NaN leaves is the other argument.
             for limit, x, text in zip(node.args, reversed(node.args), reversed(args), strict=True):
@@ -273,6 +277,12 @@ class Emitter:
             self.used.add(name)
             return kind, f"{name}({args[0]}, {stream}, {self.index(element, at)})"
         return kind, scalars.operation(node.op, node.dtype, args, node.args[-1].dtype, self.used)
+
+    def is_below_top(self, e: Expr) -> bool:
+        """Whether it is the difference of a row's element from the row's maximum."""
+        if e.op != "sub" or e.args[1].op != "load":
+            return False
+        return self.tops.get(e.args[1].attr[0]) is e.args[0]
 
     def is_guarded(self, at: int) -> bool:
         return self.guard is not None and at >= self.guard_level

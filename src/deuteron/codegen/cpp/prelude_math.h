@@ -66,6 +66,15 @@ D_FN f64 d_exp(f64 x) {
   return (p * d_f64((d_bits(h) + 1023ull) << 52)) * d_f64((d_bits(g) + 1023ull) << 52);
 }
 
+//@ d_exp_below
+// Of a number that is not positive: below the least normal result (2^-126) it is 0.
+D_FN f32 d_exp_below(f32 x) {
+  u32 s;
+  f32 p = d_exp_part(x, s);
+  f32 y = p * d_f32((s << 23) + 0x3f800000u);
+  return x < -87.336544f ? 0.0f : y;
+}
+
 //@ d_exp2_part
 // 2^t = p * 2^n as d_exp_part; 2^-25.9, all of it the rounding of ln 2.
 D_FN f32 d_exp2_part(f32 t, u32 &s) {
