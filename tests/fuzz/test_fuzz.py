@@ -444,6 +444,17 @@ def test_eager_s_own_error_in_float64_is_seen() -> None:
     assert differences(changed(got, lambda t: t.fill_(wanted * (1 + 1e-10))), oracle)
 
 
+def test_what_cancels_inside_an_operator_is_seen() -> None:
+    """Seed 38001222: of a row with one large number the logarithm is that of nearly 1, and by how
+    much it is more than that is rounded before."""
+    x = torch.tensor([0.0, -8.0, -10.0])
+    oracle, got = seen_by(lambda x: x.log_softmax(-1).abs().sqrt(), x)
+    exact = float(x.double().log_softmax(-1).abs().sqrt()[0])
+    for part, fine in ((4e-4, True), (1e-2, False)):
+        seen = changed(got, put(0, exact * (1 + part)))
+        assert (differences(seen, oracle) == []) == fine
+
+
 def test_what_is_moved_stays_a_probability() -> None:
     """Seed 25300030: a bernoulli of what is beyond 1 ended the process's use of its GPU."""
     x = torch.linspace(-9, 9, 99, dtype=torch.float64)

@@ -67,7 +67,8 @@ PART = 2.0**-64
 # Those for which eager's kernels for CPUs and for GPUs, and torch's own steps, have formulas that
 # differ where a number is the mean (x * scale + shift rarely is exactly 0 there, (x - mean) * scale
 # is), where numbers are infinite (which infinities are subtracted) or near that (Welford's
-# differences of large numbers, which a sum does not form).
+# differences of large numbers, which a sum does not form); and those in which what is rounded on
+# the way cancels (the logarithm of a sum that is nearly 1, where one number is the largest by far).
 STEPS = frozenset(
     [
         "native_layer_norm",
@@ -79,6 +80,9 @@ STEPS = frozenset(
         "_fused_rms_norm",
         "_fused_rms_norm_backward",
         "var_mean",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "logsumexp",
     ]
 )
 # Those whose vectors and left-over elements differ where NaN came in: what the latter give there,
