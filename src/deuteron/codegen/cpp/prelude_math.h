@@ -67,12 +67,13 @@ D_FN f64 d_exp(f64 x) {
 }
 
 //@ d_exp_below
-// Of a number that is not positive: below the least normal result (2^-126) it is 0.
+// Of a number that is not positive: 2^(n + 64) is a number however small the result, which rounds
+// once.
 D_FN f32 d_exp_below(f32 x) {
   u32 s;
   f32 p = d_exp_part(x, s);
-  f32 y = p * d_f32((s << 23) + 0x3f800000u);
-  return x < -87.336544f ? 0.0f : y;
+  f32 y = (p * d_f32((s << 23) + 0x5f800000u)) * 5.42101086e-20f;  // 2^-64
+  return x < -105.0f ? 0.0f : y;
 }
 
 //@ d_exp2_part
