@@ -201,7 +201,7 @@ class Compilation:
             if self.options.autotune:
                 extra[q.name] = Tuned(*common, [steps[n] for n in q.kernels], self.record)
             else:
-                extra[q.name] = Launcher(*common)
+                extra[q.name] = Launcher(*common, self.record)
         for name, (product, device) in self.emitted.products.items():
             extra[name] = multiply(product, device, self.options)
             if self.options.autotune:
@@ -242,7 +242,7 @@ class Compilation:
         """A kernel's build starts while others are generated."""
         if isinstance(made, TritonKernel):
             at = torch.device(device)
-            self.variants[made.name, device] = Variants(made, at, self.options)
+            self.variants[made.name, device] = Variants(made, at, self.options, self.record)
 
     def triton(self, name: str) -> TritonKernel:
         found = self.kernels[name]

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 
 from deuteron.tools import reproduce
-from deuteron.tools.coverage import SPENT, Worker
-from deuteron.tools.fuzz import Task, fuzz, run_task, runnable
+from deuteron.tools.coverage import SPENT, Lost, Worker
+from deuteron.tools.fuzz import Task, fuzz, lost, run_task, runnable
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import Oracle, differences, see
 from deuteron.tools.reduce import reduced
@@ -230,6 +230,24 @@ def test_a_process_whose_gpu_is_spent_does_no_other_job() -> None:
     first, second, third = (worker.run(job, 60.0) for job in (False, True, False))
     worker.stop()
     assert first == second != third and set(third) == {"pid"}
+
+
+class Hanging(Worker):
+    """Never answers tasks of a backend that the task's folder names."""
+
+    def run(self, job: Any, limit: float) -> dict[str, Any]:
+        if job.backend in job.folder.split(","):
+            raise Lost(f"no result after {limit:.0f} s")
+        return {"verdict": "right"}
+
+
+@pytest.mark.parametrize("hangs, verdict", [("deuteron", "error"), ("deuteron,aot_eager", "torch")])
+def test_a_capture_that_hangs_is_torch_s(hangs: str, verdict: str) -> None:
+    worker, task = Hanging(), Task(7, folder=hangs)
+    with pytest.raises(Lost) as caught:
+        worker.run(task, 2.0)
+    row = lost(worker, task, 2.0, caught.value)
+    assert row["verdict"] == verdict and row["seed"] == 7 and "no result" in row["text"]
 
 
 @pytest.mark.parametrize("is_spent", [True, False])

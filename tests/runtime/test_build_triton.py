@@ -109,6 +109,33 @@ def test_refused(tmp_path: Path, workers: int) -> None:
     assert again.returncode == 1 and "no_such_function" in again.stderr
 
 
+@pytest.mark.parametrize("least", [2, 0])
+def test_passes_that_fail_are_tried_with_fewer_warps(
+    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of Triton 3.6 fails for some tiles of fewer elements than threads (seed 41101150)."""
+    import triton
+
+    whole, asked = triton.compile, []
+
+    def compiled(source: object, target: object, options: dict[str, int]) -> object:
+        asked.append(options["num_warps"])
+        if asked[-1] > least:
+            raise RuntimeError("PassManager::run failed")
+        return whole(source, target=target, options=options)
+
+    monkeypatch.setattr(triton, "compile", compiled)
+    if least:
+        built = build(kernel(), CONFIG, 90, options(tmp_path, workers=1))
+        assert asked == [4, 2] and built.num_warps == 2
+        again = build(kernel(), CONFIG, 90, options(tmp_path, workers=1))
+        assert asked == [4, 2] and again == built
+    else:
+        with pytest.raises(BuildError, match="Triton refused"):
+            build(kernel(), CONFIG, 90, options(tmp_path, workers=1))
+        assert asked == [4, 2, 1]
+
+
 def test_commands_build(tmp_path: Path) -> None:
     """What an error suggests works, where the cause is gone."""
     job = build_triton.job_of(kernel(), CONFIG, 90, True, False)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
+from deuteron.base.record import Record
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.codegen.triton.teams import FIRST, ROUNDS
 from deuteron.codegen.triton.tiling import MOST_EXCHANGED
@@ -152,8 +153,10 @@ class Prepared:
 class Variants:
     """The binaries of one kernel on one device, built when they are first needed."""
 
-    def __init__(self, kernel: TritonKernel, device: torch.device, options: Options) -> None:
-        self.kernel, self.device, self.options = kernel, device, options
+    def __init__(
+        self, kernel: TritonKernel, device: torch.device, options: Options, record: Record
+    ) -> None:
+        self.kernel, self.device, self.options, self.record = kernel, device, options, record
         major, minor = torch.cuda.get_device_capability(device)
         self.capability = major * 10 + minor
         self.loaded: dict[tuple[int, bool, bool], Loaded] = {}
@@ -176,8 +179,19 @@ class Variants:
                 binary = build(self.kernel, chosen, self.capability, self.options, aligned, wide)
             else:
                 binary = ahead if isinstance(ahead, Binary) else ahead.result()
+            self.note(binary, self.kernel.configs[config].num_warps)
             found = self.loaded[key] = self.load(binary)
         return found
+
+    def note(self, binary: Binary, asked: int) -> None:
+        if binary.num_warps != asked:
+            self.record.add(
+                "decision",
+                subject="warps",
+                accepted=False,
+                reason="Triton failed",
+                detail=f"{self.kernel.name}: {asked} warps; built with {binary.num_warps}",
+            )
 
     def load(self, binary: Binary) -> Loaded:
         """Loads the code into the device's context."""
@@ -257,6 +271,7 @@ class Sequence:
         device: str,
         options: Options,
         known: dict[tuple[str, str], Variants] | None = None,
+        record: Record | None = None,
     ) -> None:
         """`known`: variants by kernel and device, of all sequences of a program: kernels that are
         alike are built and loaded once."""
@@ -265,7 +280,7 @@ class Sequence:
         known = {} if known is None else known
         for k in kernels:
             if (k.name, device) not in known:
-                known[k.name, device] = Variants(k, at, options)
+                known[k.name, device] = Variants(k, at, options, record or Record())
         self.variants = [known[k.name, device] for k in kernels]
         self.options = options
         self.device = at

@@ -67,7 +67,7 @@ class Tuned(Launcher):
         steps: Sequence[Kernel],
         record: Record,
     ) -> None:
-        super().__init__(kernels, places, names, device, options, known)
+        super().__init__(kernels, places, names, device, options, known, record)
         self.places, self.steps, self.log = places, list(steps), record
 
     def config(self, k: int, env: Mapping[str, int]) -> int:

@@ -28,7 +28,16 @@ from deuteron.tools.coverage import SPENT, Lost, Worker
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import copies, see
 from deuteron.tools.reduce import reduced
-from deuteron.tools.reproduce import Failure, Fn, How, Straight, Unusable, file_text, spent
+from deuteron.tools.reproduce import (
+    CAPTURES,
+    Failure,
+    Fn,
+    How,
+    Straight,
+    Unusable,
+    file_text,
+    spent,
+)
 
 LIMIT = 240.0  # seconds for a program: its compilation takes less than one, cutting down up to 120
 CUTTING = 120.0
@@ -186,19 +195,12 @@ def fuzz(
             try:
                 row = worker.run(task, limit)
             except Lost as e:
-                row = {"seed": seed, "verdict": "error", "text": str(e), "file": ""}
+                row = lost(worker, task, limit, e)
             with lock:
                 note(row)
         worker.stop()
 
     def note(row: dict[str, Any]) -> None:
-        if "verdict" not in row:  # from the worker's frame: a crash, a hang
-            row = {
-                "seed": int(row["key"]),
-                "verdict": "error",
-                "text": row["errors"][0],
-                "file": "",
-            }
         keep(row)
         tally.verdicts[row["verdict"]] += 1
         if row["verdict"] in ("wrong", "error"):
@@ -217,6 +219,17 @@ def fuzz(
         t.join()
     tally.seconds = time.perf_counter() - began
     return tally
+
+
+def lost(worker: Worker, task: Task, limit: float, e: Lost) -> dict[str, Any]:
+    """The verdict on a program whose process died or hung: torch's, where that of its capture does
+    so alone (Dynamo takes minutes to unbind 4,096 symbolic elements, seed 41001500)."""
+    verdict = "error"
+    try:
+        worker.run(replace(task, backend=CAPTURES[0], options=(), cut=False), limit)
+    except Lost as alone:
+        verdict = "torch" if str(alone) == str(e) else verdict
+    return {"seed": task.seed, "verdict": verdict, "text": str(e), "file": ""}
 
 
 def run_fuzz(
