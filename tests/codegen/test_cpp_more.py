@@ -314,6 +314,31 @@ def test_sums_are_exact_at_other_sizes(name: str) -> None:
             assert (got - exact).abs().max() <= 2e-7 * exact.abs().max()
 
 
+BY: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype, int, str]] = {
+    "softmax": (lambda x: x.softmax(-1), torch.float32, 300, "d_div_by("),
+    "rounded": (lambda x: x.softmax(-1), torch.bfloat16, 300, "d_div_by_fast("),
+    "columns": (lambda x: x / x.abs().amax(0), torch.float32, 300, ""),
+    "a number": (lambda x: x / 3.0 + 1, torch.float32, 300, "d_div_by("),
+    "few": (lambda x: x / x.abs().amax(-1, keepdim=True), torch.float32, 30, ""),
+    "a power of two": (lambda x: x / 4.0 + 1, torch.float32, 300, ""),
+    "many numbers": (lambda x: x / (x * x + 1), torch.float32, 300, ""),
+    "of a number": (lambda x: 1.0 / x.abs().sum(-1, keepdim=True) + x, torch.float32, 300, ""),
+}
+
+
+@pytest.mark.parametrize("name", BY)
+def test_divisions_by_what_many_share(name: str, tmp_path: Path) -> None:
+    f, dtype, columns, function = BY[name]
+    x = torch.randn(300, columns, generator=torch.Generator().manual_seed(0)).mul(9).to(dtype)
+    torch._dynamo.reset()
+    got = torch.compile(f, backend="deuteron", options={"debug_dir": str(tmp_path)})(x)
+    eager, exact = f(x), f(x.double())
+    error = (eager.double() - exact).abs().max()
+    assert (got.double() - exact).abs().max() <= 1.01 * error + exact.abs().max() * 2.0**-24
+    [text] = [p.read_text() for p in tmp_path.glob("*/kernels.txt")]
+    assert set(re.findall(r"d_div_by\w*\(", text)) == ({function} if function else set())
+
+
 BELOW: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "softmax": (lambda x: x.softmax(-1), True),
     "columns": (lambda x: x.softmax(0), True),

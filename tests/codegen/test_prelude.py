@@ -144,6 +144,16 @@ def source() -> str:
         ]
     parts += [loop(n, f"const {a} *__restrict a", o, e) for n, (e, a, o) in CONVERSIONS.items()]
     parts.append(loop("exp_below", "const f32 *__restrict a", "f32", "d_exp_below(a[i])"))
+    scale = "d_divisor_scale(b[i])"
+    parts += [
+        loop(
+            name,
+            "const f32 *__restrict a, const f32 *__restrict b",
+            "f32",
+            f"d_{name}(a[i], b[i] * {scale}, 1.0f / (b[i] * {scale}), {scale})",
+        )
+        for name in ("div_by", "div_by_fast")
+    ]
     parts += [
         loop(n, "i64 seed, i64 stream", t, f"d_{n}(seed, stream, i)") for n, t in RANDOM.items()
     ]
@@ -292,6 +302,21 @@ def test_exp_of_no_positive_number(built: tuple[ctypes.CDLL, str, str]) -> None:
     x = torch.cat([samples(), torch.linspace(-120, 0, 1 << 16)])
     x = x[~(x > 0)]
     check(call(built, "exp_below", torch.float32, x), x.double().exp(), 2, x)
+
+
+@pytest.mark.parametrize("name, limit", [("div_by", 0.5), ("div_by_fast", 2.0)])
+def test_divisions_by_a_reciprocal(
+    built: tuple[ctypes.CDLL, str, str], name: str, limit: float
+) -> None:
+    """Rounded as a division is, but of what is too small for its remainder."""
+    x, y = pairs()
+    got = call(built, name, torch.float32, x, y)
+    check(got, x.double() / y.double(), max(limit, 1.0), x, y)
+    large = ~(x.abs() < 2.0**-100) & ~(got.abs() < 2.0**-100) & ~(got.abs() > 2.0**127)
+    check(got[large], (x / y)[large].double(), limit - 0.5, x[large], y[large])
+    g = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(1 << 20, generator=g) * 10 for _ in range(2))
+    check(call(built, name, torch.float32, x, y), (x / y).double(), limit - 0.5, x, y)
 
 
 @pytest.mark.parametrize("name", UNARY)

@@ -52,6 +52,7 @@ ITEMSIZE.update(
     dict(complex32=4, complex64=8, complex128=16, uint16=2, uint32=4, uint64=8)
     | {f"float8_{k}": 1 for k in ("e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
 )
+HALF = ("f16", "bf16")
 FLOATS = ("f16", "bf16", "f32", "f64")
 INTS = ("u8", "i8", "i16", "i32", "i64")
 

@@ -15,20 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from math import frexp, prod
 
 from deuteron.base.text import plain_name
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.folds import Accumulator
 from deuteron.ir.expr import FLOATS, INTS, Expr, children
-from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, is_nonneg
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, hint, is_nonneg
 
 NONE: frozenset[Axis] = frozenset()
+MANY = 256  # divisions by the same number, for which it pays to compute its reciprocal
 
 
 class Scope:
     """One loop level: its lines so far, the axes known in it, and the values that it holds."""
 
-    __slots__ = ("axes", "checked", "lines", "sums", "texts")
+    __slots__ = ("axes", "checked", "divisors", "lines", "sums", "texts")
 
     def __init__(self, axes: frozenset[Axis]) -> None:
         self.axes = axes  # cumulative: those of the scopes around it too
@@ -36,6 +38,7 @@ class Scope:
         self.checked = False  # whether its lines report indices that are out of range
         self.texts: dict[Expr, str] = {}
         self.sums: dict[Index, str] = {}
+        self.divisors: dict[Expr, str] = {}  # what `d_div_by` needs of them
 
     def add(self, *lines: str) -> None:
         self.lines.extend(lines)
@@ -62,6 +65,7 @@ class Emitter:
         self.checked = False  # whether anything reports to `bad`
         self.wide = False  # whether positions along the loops may need 64 bits
         self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
+        self.loose: frozenset[Expr] = frozenset()  # see `precision`
         self.tops: dict[str, Expr] = {}  # the nest's maxima, and of what they are
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
         self.guard: str | None = None
@@ -271,12 +275,40 @@ class Emitter:
                 if limit.op == "literal" and limit.attr == limit.attr and x.op != "literal":
                     c, sign = scalars.literal(limit.attr, node.dtype), "<>"[node.op == "maximum"]
                     return kind, f"({c} {sign} {text} ? {c} : {text})"
+        if node.op == "div" and node.dtype == "f32":
+            found = self._divisor(node, at)
+            if found is not None:
+                name = "d_div_by_fast" if node in self.loose else "d_div_by"
+                self.used.add(name)
+                return kind, f"{name}({args[0]}, {found})"
         if node.op == "random":
             dist, stream, element = node.attr
             name = f"d_{dist}64" if node.dtype == "f64" else f"d_{dist}"
             self.used.add(name)
             return kind, f"{name}({args[0]}, {stream}, {self.index(element, at)})"
         return kind, scalars.operation(node.op, node.dtype, args, node.args[-1].dtype, self.used)
+
+    def _divisor(self, node: Expr, at: int) -> str | None:
+        """What `d_div_by` needs of a divisor that serves many elements."""
+        a, b = node.args
+        if a.op == "literal" or b.op == "literal" and abs(frexp(b.attr)[0]) == 0.5:
+            return None  # a multiplication
+        home = next((k for k, scope in enumerate(self.chain) if b in scope.texts), 0)
+        home = max(home, self.level(self.deps(b)))  # a text may hold a lane of a loop inside
+        inner = self.deps(node) - self.chain[home].axes
+        if home >= at or prod(hint(x.extent) for x in inner) < MANY:
+            return None
+        scope, text = self.chain[home], self.value(b)
+        if b not in scope.divisors:
+            names = [self.fresh(stem) for stem in ("by", "inverse", "scale")]
+            by, inverse, scale = names
+            scope.add(
+                f"const float {scale} = d_divisor_scale({text}), {by} = {text} * {scale}, "
+                f"{inverse} = 1.0f / {by};"
+            )
+            scope.divisors[b] = ", ".join(names)
+            self.used.add("d_divisor_scale")
+        return scope.divisors[b]
 
     def is_below_top(self, e: Expr) -> bool:
         """Whether it is the difference of a row's element from the row's maximum."""

@@ -32,6 +32,7 @@ from deuteron.codegen.cpp.streams import streams
 from deuteron.codegen.cpp.support import sections, support
 from deuteron.codegen.cpp.unroll import misread, unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare
+from deuteron.codegen.precision import inexact
 from deuteron.ir.expr import index_value
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
@@ -138,6 +139,7 @@ def generate_for(
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
         em.tops = {p.name: p.body for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}
+        em.loose = inexact(loops, lambda e: False).loose
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
         env = Env(loops, em, machine, threaded, shared, past)
         write_nest(env)

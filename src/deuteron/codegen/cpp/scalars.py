@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from deuteron.ir.expr import FLOAT8, FLOATS, INTS, float8_bits
+from deuteron.ir.expr import FLOAT8, FLOATS, HALF, INTS, float8_bits
 
 REGISTER = {
     "bool": "bool",
@@ -38,7 +38,6 @@ UNSIGNED = {
     "i32": "unsigned",
     "i64": "unsigned long long",
 }
-HALF = ("f16", "bf16")
 
 _INFIX = {
     "add": "+",

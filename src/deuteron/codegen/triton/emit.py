@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import reads, spelled
+from deuteron.codegen.precision import Inexact, at_least_one, log1p_of_unit, one_more
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.precision import Inexact, at_least_one, log1p_of_unit, one_more
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
 from deuteron.ir import expr as E

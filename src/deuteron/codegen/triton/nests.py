@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
+from deuteron.codegen.precision import inexact, packed
 from deuteron.codegen.triton.emit import Emitter, Limits, bound_name
 from deuteron.codegen.triton.folds import (
     FULL,
@@ -28,7 +29,6 @@ from deuteron.codegen.triton.folds import (
     identity,
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
-from deuteron.codegen.triton.precision import inexact, packed
 from deuteron.codegen.triton.scalars import TYPE, fold_step
 from deuteron.codegen.triton.scope import Dim, Dims, Scope
 from deuteron.codegen.triton.teams import Team

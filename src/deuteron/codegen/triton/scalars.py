@@ -12,7 +12,7 @@ import math
 import struct
 from typing import Any
 
-from deuteron.ir.expr import FLOAT8, FLOATS, INTS, ITEMSIZE, float8_bits
+from deuteron.ir.expr import FLOAT8, FLOATS, HALF, INTS, ITEMSIZE, float8_bits
 
 TYPE = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32",
         "i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32",
@@ -20,7 +20,6 @@ TYPE = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16",
 POINTER = {"bool": "*i1", "u8": "*u8", "i8": "*i8", "i16": "*i16", "i32": "*i32", "i64": "*i64",
            "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64",
            "f8e4m3": "*u8", "f8e5m2": "*u8"}  # fmt: skip
-HALF = ("f16", "bf16")
 # Types that a number which is chosen takes from what it is chosen beside.
 NUMBERS = ("f32", "i32", "i64")
 

@@ -1,4 +1,4 @@
-"""Where the device's fast exponential, and division by a reciprocal, are as good as exact ones.
+"""Where a GPU's fast exponential, and division by a reciprocal, are as good as exact ones.
 
 In: `Loops`. Out: the f32 nodes whose relative error may be a few 2^-24 times their argument, since
 nothing shows it:
@@ -23,8 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deuteron.codegen.loops import ColumnFold, Loops, Write, roots_of
-from deuteron.codegen.triton.scalars import HALF
-from deuteron.ir.expr import FLOAT8, Expr, children
+from deuteron.ir.expr import FLOAT8, HALF, Expr, children
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 
