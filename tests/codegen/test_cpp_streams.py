@@ -31,6 +31,17 @@ def test_what_streams(elements: int, again: bool, wanted: bool) -> None:
     assert not streams(k, Machine(2, 32 << 10, 1 << 20), soon)
 
 
+@pytest.mark.parametrize("threads, tiles, wanted", [(2, True, True), (2, False, False)])
+def test_tiles_count_on_a_part_of_a_large_cache(threads: int, tiles: bool, wanted: bool) -> None:
+    x = torch.empty(4 << 20)
+    a = ax("i", x.numel())
+    nest = Nest((a,), (), (Store("y", idx(a), op("neg", ld("x", a)), "point"),))
+    k = kernel([nest], {"x": layout(x)}, {"y": layout(x)})
+    machine = Machine(threads, 32 << 10, 1 << 20, 260 << 20)
+    assert streams(k, machine, frozenset(), tiles) == ({"y"} if wanted else set())
+    assert not streams(k, Machine(64, 32 << 10, 1 << 20, 260 << 20), frozenset(), tiles)
+
+
 @pytest.mark.parametrize("offset", [0, 1, 7, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [5000, 70_001])
@@ -62,7 +73,9 @@ def test_softmax(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
-@pytest.mark.parametrize("shape,offset", [((256, 320), 0), ((256, 320), 3), ((250, 333), 0)])
+@pytest.mark.parametrize(
+    "shape,offset", [((256, 320), 0), ((256, 320), 3), ((250, 333), 0), ((272, 336), 0)]
+)
 def test_transposed(dtype: torch.dtype, shape: tuple[int, int], offset: int) -> None:
     """Also where rows do not begin with whole registers; with sums, along the other axis."""
     x = (torch.randn(shape) * 40).to(dtype)

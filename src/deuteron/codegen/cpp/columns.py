@@ -167,7 +167,7 @@ class Columns(PassWriter):
             linear = f"({em.index(self.linear)})*{self.width} + l" if self.buffers else None
             position = em.axis_text[self.outer[0]] if len(self.outer) == 1 else "0"
             simd = self.v not in self.conflicts
-            past = [] if not simd else streamed(self.env, seg.parts, self.v)
+            past = [] if not simd else streamed(self.env, seg.parts, self.v, tiles=True)
             names = {w: buffer(self.env, w, self.width) for w in past if w not in self.places}
             self.places |= {w: f"{n}[l]" for w, n in names.items()}
             with em.inside(self.v) as scope:

@@ -129,9 +129,11 @@ def generate_for(
     fixed = not _symbols(kernel)
     threaded = machine.threads > 1 and (estimate > _least_us(machine) or not fixed)
     shared: list[str] = []
-    past = frozenset() if accesses else streams(kernel, machine, again)
+    past = tiles_past = frozenset[str]()
     if accesses:
         used.add("d_checked")
+    else:
+        past, tiles_past = (streams(kernel, machine, again, tiles) for tiles in (False, True))
     body: list[str] = []
     checks = False
     for k, loops in enumerate(nests):
@@ -141,7 +143,7 @@ def generate_for(
         em.tops = {p.name: p.body for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}
         em.loose = inexact(loops, lambda e: False).loose
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
-        env = Env(loops, em, machine, threaded, shared, past)
+        env = Env(loops, em, machine, threaded, shared, past, tiles_past)
         write_nest(env)
         inside = env.em.chain[0].lines
         if "d_stream" in used:

@@ -49,6 +49,7 @@ class Env:
         default_factory=list
     )  # declarations that all threads of the region share
     streams: frozenset[str] = frozenset()  # tensors that are written past the caches
+    tile_streams: frozenset[str] = frozenset()  # where it is in tiles
     unrolled: bool = (
         False  # whether stores hold the folds of the nest, which come before all stores
     )

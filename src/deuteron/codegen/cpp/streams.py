@@ -32,6 +32,11 @@ SMALL = 32  # results below this fraction of the last cache stay in it
 # Fraction of the last cache that a kernel touches from which results stream that the graph returns;
 # what a later step of the graph reads streams where the kernel touches more than all of it.
 RETURNED = 4
+# Bytes of the last cache on which a core counts where tiles are transposed into their places: the
+# fetches that ordinary stores cause are short and far apart (Xeon, two cores, 260 MiB of cache by
+# name, of a host that many share: 32 MiB transposed 6.9 ms, streaming 2.6 ms; stores in order of
+# their addresses gain nothing there).
+SHARE = 16 << 20
 ROW_LINES = 64  # lines of a row below which its ends cost more than is gained
 
 
@@ -52,24 +57,29 @@ def read_again(schedule: Schedule) -> dict[str, frozenset[str]]:
     return out
 
 
-def streams(kernel: Kernel, machine: Machine, again: frozenset[str]) -> frozenset[str]:
+def streams(
+    kernel: Kernel, machine: Machine, again: frozenset[str], tiles: bool = False
+) -> frozenset[str]:
     """The tensors that a kernel writes past the caches: large ones, in a kernel that touches more
-    than the last cache may hold. `again`: those that are read soon."""
+    than the last cache may hold. `again`: those that are read soon; `tiles`: as far as it writes
+    them in tiles."""
     layouts = dict(kernel.reads) | dict(kernel.writes)
     size = {n: ITEMSIZE[lay.dtype] * hint(product(lay.shape)) for n, lay in layouts.items()}
     read = {n for n, _ in kernel.reads}
-    last, total = machine.l3_bytes, sum(size.values())
+    last = min(machine.l3_bytes, machine.threads * SHARE) if tiles else machine.l3_bytes
+    total = sum(size.values())
     if not last or total < last // RETURNED:
         return frozenset()
     large = {n for n, _ in kernel.writes if n not in read and size[n] >= last // SMALL}
     return frozenset(large if total >= last else large - again)
 
 
-def streamed(env: Env, parts: Sequence[Part], axis: Axis) -> list[Write]:
-    """The stores of a vector loop along `axis` that go through a buffer."""
+def streamed(env: Env, parts: Sequence[Part], axis: Axis, tiles: bool = False) -> list[Write]:
+    """The stores of a vector loop along `axis` that go through a buffer; `tiles`: the next ones lie
+    in another row."""
     out = []
     for w in parts:
-        if not isinstance(w, Write) or w.tensor not in env.streams:
+        if not isinstance(w, Write) or w.tensor not in (env.tile_streams if tiles else env.streams):
             continue
         if w.accumulate is not None or w.mask is not None or stride(w.address, axis) != 1:
             continue
@@ -82,7 +92,7 @@ def streamed(env: Env, parts: Sequence[Part], axis: Axis) -> list[Write]:
 
 def transpose(env: Env, w: Write) -> str:
     """The function that transposes a tile into its place."""
-    if w.tensor not in env.streams:
+    if w.tensor not in env.tile_streams:
         return "d_transpose"
     env.em.used.add("d_stream")  # its end
     return "d_transpose_past"

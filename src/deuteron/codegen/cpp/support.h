@@ -193,28 +193,42 @@ template <bool past, class Row> D_FN void d_row_out(char* to, Row x) {
 #endif
   __builtin_memcpy(to, &x, sizeof(Row));
 }
-// N x N elements; strides in bytes.
-template <class W, int N, bool past>
-static inline void d_transpose_square(const char* from, i64 from_stride, char* to, i64 to_stride) {
+// Q squares of N x N elements; strides in bytes.
+template <class W, int N, int Q, bool past>
+static inline void d_transpose_squares(const char* from, i64 from_stride, char* to, i64 to_stride) {
   typedef W Row __attribute__((vector_size(N * sizeof(W))));
-  Row r[N];
+  Row r[Q][N];
+#pragma GCC unroll 2
+  for (int q = 0; q < Q; ++q) {
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) __builtin_memcpy(&r[i], from + i * from_stride, sizeof(Row));
-  if (N == 16) d_exchange<N / 2, N, Row>(r);
-  d_exchange<4, N, Row>(r), d_exchange<2, N, Row>(r), d_exchange<1, N, Row>(r);
+    for (int i = 0; i < N; ++i)
+      __builtin_memcpy(&r[q][i], from + (q * N + i) * from_stride, sizeof(Row));
+    if (N == 16) d_exchange<N / 2, N, Row>(r[q]);
+    d_exchange<4, N, Row>(r[q]), d_exchange<2, N, Row>(r[q]), d_exchange<1, N, Row>(r[q]);
+  }
 #pragma GCC unroll 16
-  for (int i = 0; i < N; ++i) d_row_out<past, Row>(to + i * to_stride, r[i]);
+  for (int i = 0; i < N; ++i)
+#pragma GCC unroll 2
+    for (int q = 0; q < Q; ++q)
+      d_row_out<past, Row>(to + i * to_stride + q * sizeof(Row), r[q][i]);
 }
 // to[c][r] = from[r][c]
 template <bool past, class T> static __attribute__((noinline, noclone)) void d_transpose_to(
     const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
   constexpr int size = sizeof(T), side = d_side(size), N = side == 1 ? 8 : side;
+  // Past the caches go whole lines: halves that wait for their other halves cost ten times as much.
+  constexpr int Q = past && N * size < 64 ? 64 / (N * size) : 1;
+  typedef typename d_word<size>::type W;
   i64 done = 0;
   if (side > 1) {
     for (; done + N <= columns; done += N) {
       i64 r = 0;
+      for (; r + Q * N <= rows; r += Q * N)
+        d_transpose_squares<W, N, Q, past>(
+            (const char*)(from + r * from_stride + done), from_stride * size,
+            (char*)(to + done * to_stride + r), to_stride * size);
       for (; r + N <= rows; r += N)
-        d_transpose_square<typename d_word<size>::type, N, past>(
+        d_transpose_squares<W, N, 1, false>(
             (const char*)(from + r * from_stride + done), from_stride * size,
             (char*)(to + done * to_stride + r), to_stride * size);
       for (; r < rows; ++r)
