@@ -50,7 +50,7 @@ def nests(draw: st.DrawFn) -> tuple[list[Axis], list[Axis], Map]:
 def test_one_to_one_maps_are() -> None:
     answers = {True: 0, False: 0}
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=1200, deadline=None)  # one in a hundred is not one to one
     @given(nests())
     def check(drawn: tuple[list[Axis], list[Axis], Map]) -> None:
         ours, theirs, table = drawn
