@@ -44,10 +44,10 @@ def compiled(backend: Counted, dynamic: bool | None = None) -> Callable[[nn.Modu
 
 @pytest.mark.parametrize("name", EXACT)
 def test_train_step(name: str, counted: Counted) -> None:
-    """Loss, all gradients and buffers: error at most twice eager's, in one graph."""
+    """Loss, all gradients and buffers: error at most twice eager's, in one graph. Over several
+    starts: a loss is what is left of terms of either sign, and one run's rounding may be lucky."""
     trial = Trial.of(BY_NAME[name], torch.float32, "cpu")
-    eager = trial.errors(None)
-    got = trial.errors(compiled(counted))
+    eager, got = trial.errors_over_starts(compiled(counted))
     assert not failures(eager, got, torch.float32)
     assert counted.graphs == 1
 

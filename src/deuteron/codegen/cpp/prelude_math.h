@@ -77,7 +77,8 @@ D_FN f32 d_exp_below(f32 x) {
 }
 
 //@ d_divisor_scale
-// For many divisions by b: a power of two with b's sign which makes |b| of what has a reciprocal.
+// For many divisions by b: a power of two with b's sign, times which b is positive and has a
+// reciprocal.
 D_FN f32 d_divisor_scale(f32 b) {
   f32 size = __builtin_fabsf(b);
   f32 scale = size < 0x1p-64f ? 0x1p64f : (size > 0x1p64f ? 0x1p-64f : 1.0f);
@@ -88,7 +89,7 @@ D_FN f32 d_divisor_scale(f32 b) {
 // a / b rounded as a division is (Markstein 1990) but for a below 2^-100, within a unit in the last
 // place there: by is b times its scale, inverse 1 / by. Where the remainder is no number, the
 // quotient is 0, infinite or no number already. A remainder of +0 times -inverse is the zero that
-// changes no other. Five operations, where vectors of divisions take 10 to 16 cycles.
+// changes no other. Six operations, where vectors of divisions take 10 to 16 cycles.
 #if defined(__FMA__) || defined(__aarch64__)
 D_FN f32 d_div_by(f32 a, f32 by, f32 inverse, f32 scale) {
   f32 q = a * inverse;
