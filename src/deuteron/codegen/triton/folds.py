@@ -82,6 +82,7 @@ class Accumulators:
     def __init__(self, em: Emitter, p: Pass) -> None:
         self.em, self.merged = em, p.merged
         self.walked = "roffset"  # text of how many elements of a row the blocks before have
+        self.ascending = True  # whether blocks come in the order of their elements
         self.folds = [f for f in p.parts if isinstance(f, Fold)]
         self.names = {f.name: em.fresh(f"{clean(f.name)}_") for f in self.folds}
         self.sums: dict[str, list[str]] = {}  # maximum -> sums that are rescaled with it
@@ -157,7 +158,8 @@ class Accumulators:
             value, at = em.fresh("v"), em.fresh("i")
             place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
             pair = f"{name}, {name}_at, {em.value(f.body)}, {place}"
-            em.scope.add(f"{value}, {at} = libm.{f.kind}_step({pair})")
+            order = "step" if self.ascending else "combine"
+            em.scope.add(f"{value}, {at} = libm.{f.kind}_{order}({pair})")
             self._assign({name: value, f"{name}_at": at})
         elif f.name in self.sums:
             self._maximum(f, name)

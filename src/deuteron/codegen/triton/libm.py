@@ -55,8 +55,11 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     apart,
+    argmax_combine,
+    argmax_last_nan_combine,
     argmax_last_nan_step,
     argmax_step,
+    argmin_combine,
     argmin_step,
     fold_argmax,
     fold_argmax_last_nan,

@@ -424,6 +424,8 @@ class Passes:
             r = em.dims["r"]
             # What a pass has read last is the likeliest to be in the cache still.
             self.backwards = k % 2 == 1 and not carries
+            # Rows with a start of their own: the last block comes before those in the middle.
+            accs.ascending = not self.backwards and em.row_start is None
             if em.row_start is not None:
                 # The first and the last block have masks, those between have none.
                 both = f"0, rblocks * {r.block}, tl.maximum(rblocks - 1, 1) * {r.block}"
