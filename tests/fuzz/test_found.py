@@ -267,6 +267,12 @@ FOUND: dict[str, Found] = {
         "return torch.cat([(x + k).flip(1) for k in range(9)])",
         (lambda: [f(13, 3)],),
     ),
+    # GCC 12 took what is loaded under one mask in the wrong order, too (its bug 114375)
+    "elements twice": Found(
+        """v = torch.cat([x, x], -2)
+        return torch.stack([v, v], 2), torch.cat([y, y]).repeat_interleave(2, 1)""",
+        (lambda: [f(15, 8), f(7, 6)],),
+    ),
     # the base of a view, returned as the same object as a detached result, had no gradient
     "detached beside a view": Found(
         """v = torch.nn.functional.pad(x, (0, 1, 2, 0))

@@ -70,6 +70,7 @@ class Emitter:
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
         self.guard: str | None = None
         self.guard_level = 0
+        self.masked: dict[str, list[Index]] = {}  # tensor -> what is loaded of it under masks
         self.buffered: dict[Expr, str] = {}  # values kept by an earlier pass -> where they are now
         self._deps: dict[Expr, frozenset[Axis]] = {}
 
@@ -239,8 +240,10 @@ class Emitter:
         if node.op == "load":
             name, idx, fill = node.attr
             assert name in self.tensors, f"result {name!r} is used before it is computed"
+            masked = bool(args) or self.is_guarded(at)
+            pointer = self.apart(name, idx[0]) if masked else self.tensors[name]
             text = scalars.from_memory(
-                f"{self.tensors[name]}[{self.index(idx[0], at)}]", node.dtype, self.used
+                f"{pointer}[{self.index(idx[0], at)}]", node.dtype, self.used
             )
             if args:
                 mask = f"({self.guard} & {args[0]})" if self.is_guarded(at) else args[0]
@@ -287,6 +290,13 @@ class Emitter:
             self.used.add(name)
             return kind, f"{name}({args[0]}, {stream}, {self.index(element, at)})"
         return kind, scalars.operation(node.op, node.dtype, args, node.args[-1].dtype, self.used)
+
+    def apart(self, name: str, index: Index) -> str:
+        """The pointer for a load under a mask; each place has its own, see `apart_name`."""
+        places = self.masked.setdefault(name, [])
+        if index not in places:
+            places.append(index)
+        return apart_name(self.tensors[name], places.index(index))
 
     def _divisor(self, node: Expr, at: int) -> str | None:
         """What `d_div_by` needs of a divisor that serves many elements."""
@@ -430,6 +440,13 @@ def difference(a: str, b: str) -> str:
     if a.isdigit() and b.isdigit():
         return str(max(int(a) - int(b), 0))
     return a if b == "0" else "0" if a == "0" else f"({a} > {b} ? {a} - {b} : 0)"
+
+
+def apart_name(pointer: str, number: int) -> str:
+    """A name of the same address. By several g++ does not see that loads lie side by side: up to
+    13.2 (12.3) it makes vectors of such loads, if they have one mask, and forgets which element
+    goes where (its bug 114375)."""
+    return f"{pointer}_{number}" if number else pointer
 
 
 def size_name(symbol: Sym) -> str:

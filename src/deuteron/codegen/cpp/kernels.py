@@ -24,13 +24,13 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of, vector
 from deuteron.codegen.cpp.bounds import ERROR, checked_pointer
 from deuteron.codegen.cpp.columns import write_columns
-from deuteron.codegen.cpp.emit import Emitter, fits_int, size_name
+from deuteron.codegen.cpp.emit import Emitter, apart_name, fits_int, size_name
 from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
 from deuteron.codegen.cpp.streams import streams
 from deuteron.codegen.cpp.support import sections, support
-from deuteron.codegen.cpp.unroll import misread, unroll, worth_unrolling
+from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare
 from deuteron.codegen.precision import inexact
 from deuteron.ir.expr import index_value
@@ -136,6 +136,7 @@ def generate_for(
         past, tiles_past = (streams(kernel, machine, again, tiles) for tiles in (False, True))
     body: list[str] = []
     checks = False
+    apart = dict.fromkeys(layouts, 1)
     for k, loops in enumerate(nests):
         if k in kernel.barriers and threaded:
             body.append("#pragma omp barrier")
@@ -145,6 +146,7 @@ def generate_for(
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
         env = Env(loops, em, machine, threaded, shared, past, tiles_past)
         write_nest(env)
+        apart |= {n: max(apart[n], len(places)) for n, places in em.masked.items()}
         inside = env.em.chain[0].lines
         if "d_stream" in used:
             inside.append("d_stream_end();")
@@ -165,6 +167,11 @@ def generate_for(
                 i, name, lay, pointers[name], name in written, kernel.name, count
             )
         lines.append(f"  {made}  {_comment(f'{name}: {_layout_text(lay)}')}")
+        for number in range(1, apart[name]):
+            other = apart_name(pointers[name], number)
+            same = pointers[name] if accesses else f"d_apart({pointers[name]})"
+            lines.append(f"  const auto {other} = {same};")
+            used |= set() if accesses else {"d_apart"}
     lines += [] if accesses else taken
     lines += ["  " + s for s in shared]
     if threaded:
@@ -209,8 +216,8 @@ def write_nest(env: Env) -> None:
         env.loops = replace(loops, parallel=(*loops.parallel, *loops.reduced), reduced=())
         write_points(env)
         return
-    if worth_unrolling(loops) and not misread(unrolled := unroll(loops), loops.parallel):
-        env.loops, env.unrolled = unrolled, True
+    if worth_unrolling(loops):
+        env.loops, env.unrolled = unroll(loops), True
         write_points(env)
         return
     v = vector(loops, (*loops.parallel, *loops.reduced))

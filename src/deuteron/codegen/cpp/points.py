@@ -25,7 +25,7 @@ from deuteron.codegen.cpp.nests import (
 )
 from deuteron.codegen.cpp.segments import row_masks
 from deuteron.codegen.cpp.tiles import Tiles, crossing
-from deuteron.codegen.cpp.unroll import interleaved, misread, write_out
+from deuteron.codegen.cpp.unroll import interleaved, write_out
 from deuteron.codegen.loops import (
     Loops,
     Rewriter,
@@ -216,10 +216,8 @@ def write_points(env: Env) -> None:
     short = interleaved(loops) if not meeting else None
     v = _vector(loops, meeting)
     if short is not None:
-        side_by_side = write_out(loops, short)
-        along = _vector(side_by_side, meeting)
-        if not misread(side_by_side, [along]):
-            env.loops, loops, v = side_by_side, side_by_side, along
+        env.loops = loops = write_out(loops, short)
+        v = _vector(loops, meeting)
     crossed = crossing(loops, v) if not meeting else None
     if crossed is not None:
         Tiles(env, v, crossed).write()

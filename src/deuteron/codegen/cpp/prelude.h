@@ -50,6 +50,18 @@ template <class T> D_FN T d_opaque(T t) { return (T)(t & (T)d_ones()); }
 template <class T> D_FN T d_opaque(T t) { return t; }
 #endif
 
+//@ d_apart
+// The same address, which g++ does not know to be the same, where it makes wrong code of what lies
+// side by side (its bug 114375, of versions before 11.5, 12.4, 13.3 and 14).
+template <class T> D_FN T d_apart(T p) {
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ * 100 + __GNUC_MINOR__ < 1303 && \
+    __GNUC__ * 100 + __GNUC_MINOR__ != 1204 && __GNUC__ * 100 + __GNUC_MINOR__ != 1205 && \
+    __GNUC__ * 100 + __GNUC_MINOR__ != 1105
+  asm("" : "+r"(p));
+#endif
+  return p;
+}
+
 //@ d_fma
 #if defined(__FMA__) || defined(__aarch64__)
 D_FN f32 d_fma(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }

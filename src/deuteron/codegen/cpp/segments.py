@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from deuteron.codegen.loops import Rewriter
 from deuteron.ir.expr import Expr, as_position
 from deuteron.ir.index import (
     Axis,
@@ -70,15 +69,6 @@ def pieces(axis: Axis, marks: Sequence[Index]) -> list[tuple[Index, Axis]]:
     edges = [const(0), *marks, axis.extent]
     ends = zip(edges[:-1], edges[1:], strict=True)
     return [(low, Axis(f"{axis.name}s{i}", high - low)) for i, (low, high) in enumerate(ends)]
-
-
-def settled(conditions: Sequence[Expr], axis: Axis, marks: Sequence[Index]) -> bool:
-    """Whether none of these varies along a piece of the axis."""
-    for low, piece in pieces(axis, marks) if conditions else ():
-        move = Rewriter({axis: low + piece.index})
-        if any(piece in move.expr(c).axes() for c in conditions):
-            return False
-    return True
 
 
 def _edges(n: Expr, axis: Axis) -> list[Index]:

@@ -9,20 +9,16 @@ heads or channels.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 
-from deuteron.codegen.cpp.segments import between, cuts, settled
-from deuteron.codegen.cpp.tiles import crossing
+from deuteron.codegen.cpp.segments import between
 from deuteron.codegen.loops import (
     ColumnFold,
     Loops,
     Part,
     Rewriter,
     Write,
-    roots_of,
     stride,
-    unique_nodes,
 )
 from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, cast, extreme, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
@@ -60,28 +56,6 @@ def _near(loops: Loops, axis: Axis) -> bool:
     """Whether lanes along the axis touch neighbouring cache lines in every access."""
     steps = [stride(between(a.address, axis), axis) for a in loops.accesses]
     return all(s is not None and abs(s) <= MOST_POINTS for s in steps) and any(steps)
-
-
-def misread(loops: Loops, along: Sequence[Axis]) -> bool:
-    """Whether g++ 12 would read what is written side by side from wrong lanes, which may be along
-    any of these axes.
-
-    Where stores to neighbouring places, steps of several elements apart for the lanes, are made a
-    group, it sorts out the elements of loads but not the bits of their masks. A mask that is the
-    same for all lanes of each segment does no harm.
-    """
-    stored = [p.tensor for p in loops.parts if isinstance(p, Write)]
-    if len(set(stored)) == len(stored):
-        return False
-    roots = [r for p in loops.parts for r in roots_of(p)]
-    masked = [n for n in unique_nodes(roots) if n.op == "load" and n.args]
-    for v in along:
-        masks = {n.args[0] for n in masked if stride(n.attr[1][0], v) not in (0, 1, -1)}
-        # Where `points` cuts a loop; tiles are written without.
-        marks = cuts(roots, v) if masks and crossing(loops, v) is None else []
-        if not settled([m for m in masks if v in m.axes()], v, marks):
-            return True
-    return False
 
 
 def unroll(loops: Loops) -> Loops:
