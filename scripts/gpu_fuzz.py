@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src")]
 
 from deuteron.base.options import set_environment  # noqa: E402
-from deuteron.tools.fuzz import INTERPRETED, Task, fuzz  # noqa: E402
+from deuteron.tools.fuzz import INTERPRETED, LIMIT, Task, fuzz  # noqa: E402
 
 
 def say(text: str) -> None:
@@ -49,7 +49,7 @@ def main(device: str, first: str, seconds: str, processes: str, log: str) -> Non
             rows.flush()
 
         start = seeds if len(seeds) > 1 else seeds[0]
-        limit = INTERPRETED if interpret else 100.0
+        limit = INTERPRETED if interpret else LIMIT
         tally = fuzz(start, float(seconds), None, int(processes), task, say, limit, keep)
     print(tally)
     if len(seeds) == 1:
