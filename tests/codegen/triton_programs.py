@@ -290,6 +290,17 @@ UNORDERED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ((torch.arange(20000) > 7000).int().repeat(2, 1) + 1,),
     ),
 }
+# Scans that read one another, and again in the passes that wait for folds of them.
+SCANS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "scans again after their folds": (
+        lambda x, y: (
+            *(places := torch.cummax(x, 1)),
+            (norm := F.layer_norm(places[0], x.shape[-1:])),
+            (norm * y).sum(-1),
+        ),
+        (torch.randn(3, 200), torch.randn(3, 200)),
+    ),
+}
 ROWS = torch.randn(10, 200)
 MEAN, REST = ROWS.mean(-1, keepdim=True), ROWS.var(-1, keepdim=True).rsqrt()
 
@@ -339,7 +350,7 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "shared: norm of images": (lambda x: F.instance_norm(x), (torch.randn(3, 5, 15, 16),)),
 }
-EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | SHARED
+EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | SCANS | SHARED
 
 
 @contextmanager
@@ -356,7 +367,7 @@ def sharing(name: str) -> Iterator[None]:
 def kernels(found: Scheduled, name: str) -> list[TritonKernel]:
     looped = name in LOOPED
     with pytest.MonkeyPatch.context() as patch, sharing(name):
-        if looped or name in UNORDERED:
+        if looped or name in UNORDERED | SCANS:
             patch.setattr(tiling, "ROW_LIMIT", 64)
         made = [generate(k, spec_of("H200"), Options()) for k in found.kernels]
     assert name not in SHARED or any(k.team > 1 for k in made), "no team"

@@ -204,6 +204,24 @@ def test_the_oracle_sees_what_is_wrong() -> None:
     assert judged(lambda t: t + 1, lambda x: (x * 9).int()), "whole numbers are exact"
 
 
+def test_where_float64_has_no_number() -> None:
+    """Eager's number is the measure there, to units in the last place."""
+    x = torch.rand(50, generator=torch.Generator().manual_seed(0)) + 1
+
+    def wide(x: Tensor) -> Tensor:
+        return torch.where(x > 1.5, float("nan"), x)
+
+    def seen(f: Any) -> Any:
+        return lambda xs: see(lambda ys: f(*ys), xs, False)
+
+    oracle = Oracle(seen(lambda x: x * 1), seen(wide), [x])
+    for shift, right in ((0, True), (2, True), (200, False)):
+        got = changed(seen(lambda x: x * 1)([x.clone()]), lambda t, n=shift: t * (1 + n * 2**-23))
+        assert (differences(got, oracle) == []) == right
+    got = changed(seen(lambda x: x * 1)([x.clone()]), lambda t: torch.where(t > 1.5, t + 1, t))
+    assert differences(got, oracle)
+
+
 def test_gradients_of_what_torch_itself_cannot_run() -> None:
     """Which inputs have gradients is not the backend's to decide: zeros are as good as none. Here
     `aot_eager` cannot say so, since a value that it saved is overwritten."""

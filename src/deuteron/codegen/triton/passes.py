@@ -99,8 +99,10 @@ def _repeat_scans(loops: Loops, placed: Sequence[tuple[int, Part]], passes: list
                 if scan is not None and scan not in passes[k].parts and scan not in found:
                     found.append(scan)
                     todo.append(scan.body)
-        order = [q for q in loops.parts if q in found]
-        passes[k].parts[:0] = order
+        parts = passes[k].parts + found
+        # A scan may need those before it; no other part of its pass.
+        passes[k].parts = [q for q in scans.values() if q in parts]
+        passes[k].parts += [q for q in parts if not isinstance(q, Prefix)]
 
 
 __all__ = ["ColumnFold", "Pass", "plan", "single"]
