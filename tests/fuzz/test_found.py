@@ -273,6 +273,16 @@ FOUND: dict[str, Found] = {
         return torch.stack([v, v], 2), torch.cat([y, y]).repeat_interleave(2, 1)""",
         (lambda: [f(15, 8), f(7, 6)],),
     ),
+    # torch's rule for sizes that may change heeds steps of dimensions of one element; eager's does
+    # not here
+    "rows of what has one, by positions of any number": Found(
+        "return y[:, x % y.shape[1]], y[x % y.shape[0]], y[:, :, x % y.shape[2]]",
+        (
+            lambda: [torch.tensor([[5, 4]]), f(9).as_strided((1, 1, 2), (1, 1, 1))],
+            lambda: [torch.tensor([[5, 4, 1]]), f(9).as_strided((1, 1, 4), (1, 1, 1))],
+        ),
+        DYNAMIC,
+    ),
     # the base of a view, returned as the same object as a detached result, had no gradient
     "detached beside a view": Found(
         """v = torch.nn.functional.pad(x, (0, 1, 2, 0))

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from deuteron.capture import strides
 from deuteron.capture.pointwise import memory_order, over
-from deuteron.capture.strides import in_order, is_contiguous, unique_consecutive, unique_dim
+from deuteron.capture.strides import (
+    has_one,
+    in_order,
+    is_contiguous,
+    unique_consecutive,
+    unique_dim,
+)
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -75,7 +81,8 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     whole = [i.expand(shape) for i in given]
     usual_places = max(i.dim() for i in given) < 2 or all(map(in_order, whole))
     fixed = all(type(n) is int for t in (x, *whole) for n in (*t.shape, *t.stride()))
-    if usual_places and (in_order(x) or not fixed):
+    # Where others may change torch's rule gives steps of dimensions of one element a say.
+    if usual_places and (in_order(x) or not (fixed or has_one(x))):
         return NotImplemented
     if x.device.type != "cpu" and any(i.stride() != whole[0].stride() for i in whole):
         return NotImplemented  # eager copies them
@@ -97,7 +104,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
         i = i.reshape((*(1 for _ in before), *shape, *(1 for _ in after)))
         positions.append(over(sizes, i, i.stride()))
     order = memory_order(sizes, [own, *positions])
-    if order == memory_order(sizes, [own]):
+    if fixed and order == memory_order(sizes, [own]):
         return NotImplemented
     usual = torch.contiguous_format
     copied = [None if i is None else i.expand(shape).clone(memory_format=usual) for i in indices]

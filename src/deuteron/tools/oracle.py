@@ -8,7 +8,8 @@ place is right. Else a float64 run of eager decides: the error is at most twice 
 moving the inputs, and what is rounded on the way, by a unit in the last place does to the result.
 A sum is moved by a unit in the last place of the sum of its terms' magnitudes, which is what
 another order of its terms does to it. NaN and inf are where eager has them, or where float64 has
-them, or where rounding or torch's own formula for an operator puts them.
+them, or where rounding or torch's own formula for an operator puts them. Where float64 has no
+number and eager has one, units in the last place count from that.
 """
 
 from __future__ import annotations
