@@ -290,6 +290,12 @@ UNORDERED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ((torch.arange(20000) > 7000).int().repeat(2, 1) + 1,),
     ),
 }
+ERF: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "sum of erf beside its derivative": (
+        lambda x, y: ((torch.erf(x) * y).sum(-1), torch.exp(-x * x), (1 + torch.erf(x)).sum(-1)),
+        (torch.randn(3, 40), torch.randn(3, 40)),
+    ),
+}
 # Scans that read one another, and again in the passes that wait for folds of them.
 SCANS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "scans again after their folds": (
@@ -350,7 +356,7 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "shared: norm of images": (lambda x: F.instance_norm(x), (torch.randn(3, 5, 15, 16),)),
 }
-EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | SCANS | SHARED
+EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | ERF | SCANS | SHARED
 
 
 @contextmanager

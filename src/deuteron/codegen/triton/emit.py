@@ -288,7 +288,7 @@ class Emitter:
             kind, more = ("fast", "") if by is None else ("by", f", {self.value(by)}")
             return f"libm.erf_above_{kind}({self.value(erf.args[0])}{more})"
         near = node in self.inexact.near or node in self.inexact.loose
-        if near and node in self.inexact.decays:
+        if near and node.op == "sigmoid" and node in self.inexact.decays:
             decay = self.value(self.inexact.decays[node])
             return f"libm.sigmoid_by({self.value(node.args[0])}, {decay})"
         if node in self.inexact.loose and node.op not in ("div", "erf"):
