@@ -4,8 +4,9 @@ on the machine changes. ``scripts/scaling.py`` measures seconds."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -14,12 +15,15 @@ import pytest
 import torch
 
 from deuteron.backend import deuteron_backend
+from deuteron.base import device
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "scaling.py"
 # Between these sizes everything that is bounded (members of a kernel, its code) reaches its bound.
 SMALL, LARGE = 400, 1200
 # Calls per node at the large size over those at the small one.
 MOST = 1.2
+# The shape with the most members of a kernel, where the cores decide how many.
+FAN = [("fan", 1), ("fan", 64)]
 
 
 def script() -> ModuleType:
@@ -65,13 +69,27 @@ def compiled(make: Callable[[int], Any], nodes: int) -> Counted:
     return stages
 
 
-@pytest.mark.parametrize("shape", ["chain", "fan", "gathered", "norms", "lstm", "mlp"])
-def test_calls_are_proportional_to_nodes(shape: str) -> None:
+@pytest.fixture
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """How many the machine seems to have: what a kernel may hold depends on it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(request.param)))
+    device._detect.cache_clear()
+    yield request.param
+    device._detect.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("shape", "cores"),
+    [*((s, 4) for s in ("chain", "fan", "gathered", "norms", "lstm", "mlp")), *FAN],
+    indirect=["cores"],
+)
+def test_calls_are_proportional_to_nodes(shape: str, cores: int) -> None:
+    assert device.device_spec("cpu").cores == cores
     compiled(scaling.SHAPES[shape], 100)  # what is computed once in a process
     small, large = (compiled(scaling.SHAPES[shape], n) for n in (SMALL, LARGE))
     assert large.nodes > 2 * small.nodes
     ratio = (large.calls / large.nodes) / (small.calls / small.nodes)
-    print(f"{shape}: {small.calls / small.nodes:.0f} calls a node, then {ratio:.2f} times")
+    print(f"{shape}, {cores} cores: {small.calls / small.nodes:.0f} calls, then {ratio:.2f} times")
     assert ratio <= MOST
 
 

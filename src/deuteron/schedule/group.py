@@ -167,7 +167,7 @@ class Group:
         """How much code the nest becomes, in units of `code_of`."""
         return sum(code_of(m.compute.body) for m in self.members)
 
-    @property
+    @cached_property
     def folds(self) -> bool:
         """Whether the nest's reduced loops mean something (they cannot become parallel)."""
         return any(m.kind in ("fold", "scan", "column") for m in self.members)
