@@ -137,6 +137,11 @@ PLAIN: list[tuple[str, Function, tuple[Any, ...]]] = [
     ("int product", lambda a, b: (a @ b) * 2, (torch.arange(60).view(6, 10),) * 2),
     ("rounded", rounded, (R(30, 40),)),
     ("dictionary", lambda d: {"a": d["x"] + 1, "b": [d["x"] * 2]}, ({"x": R(3)},)),
+    (
+        "numbers for NaN",
+        lambda x: torch.nan_to_num(x / x),
+        (torch.zeros(4, 8, dtype=torch.complex64),),
+    ),
 ]
 PLAIN = [(n, f, (a[0], a[1].T.contiguous()) if n == "int product" else a) for n, f, a in PLAIN]
 PLAIN += [("longer cat", PLAIN[20][1], tuple(R(3, 4) for _ in range(40)))]
@@ -341,6 +346,28 @@ def test_double_backward_is_refused() -> None:
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(grad.sum(), x)
+
+
+REFUSED: dict[str, Function] = {
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "variance": lambda x: x.var(-1),
+    "hypot": lambda x: torch.hypot(x, x),
+    "nextafter": lambda x: torch.nextafter(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_eager_refuses_ends_in_its_error(name: str, dtype: torch.dtype) -> None:
+    """Tracing lets numbers through that the operator does not take: eager's call says so."""
+    torch._dynamo.reset()
+    x = torch.ones(8, 8, dtype=dtype)
+    with pytest.raises(Exception) as eager:
+        REFUSED[name](x)
+    with pytest.raises(eager.type) as ours:
+        torch.compile(REFUSED[name], backend="deuteron")(x)
+    assert str(ours.value) == str(eager.value)
 
 
 STRIDED = {

@@ -372,6 +372,22 @@ def test_the_oracle_knows_what_may_be_equal() -> None:
     assert differences(changed(got, put(2, True)), oracle), "no rounding makes that 0"
 
 
+def test_the_oracle_knows_that_large_numbers_of_halves_are_rounded() -> None:
+    """Above 128 every bf16 number is whole, and even or odd by rounding (seed 54002857)."""
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(2, 7, generator=generator)
+    at = torch.randint(0, 2, (56,), generator=generator.manual_seed(9))
+
+    def odd(x: Tensor) -> Tensor:
+        total = torch.index_put(x, (at,), x[:1].sum(), accumulate=True)
+        return torch.fmod(total, 2).to(torch.bool)
+
+    for dtype, known in ((torch.bfloat16, True), (torch.float32, False)):
+        oracle, got = seen_by(odd, x.to(dtype))
+        assert got.values["out0"][0, 1]
+        assert (differences(changed(got, put(1, False)), oracle) == []) == known
+
+
 def test_the_oracle_knows_that_means_of_equal_numbers_may_be_off() -> None:
     """By some units in the last place, in eager as elsewhere (seed 12506477)."""
     x = torch.randn(121, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -56,6 +56,14 @@ def test_cast_of_a_literal_is_torchs(value: Any, source: str, target: str) -> No
         assert same(got.attr, expected) and type(got.attr) is type(expected)
 
 
+@pytest.mark.parametrize("dtype", ["i8", "i64", "u8", "bool"])
+def test_integers_have_no_roots(dtype: str) -> None:
+    k = E.load("k", (i.index,), dtype)
+    for name in E.FLOATS_ONLY:
+        with pytest.raises(E.WrongDtype, match=f"{name} of {dtype}"):
+            op(name, *[k] * E.SCALAR_OPS[name][0])
+
+
 def test_literals_that_python_calls_equal_are_different_nodes() -> None:
     assert literal(0.0, "f32") is not literal(-0.0, "f32")
     assert literal(float("nan"), "f32") is literal(-float("nan"), "f32")

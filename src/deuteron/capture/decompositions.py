@@ -234,7 +234,18 @@ def linspace(rule: Rule) -> Rule:
 
 CPU_MEMORY = strides.on_cpu(strides.in_memory_format)
 NORMED = strides.on_cpu(partial(strides.in_memory_format, format_of=strides.filled_format))
+def of_reals(rule: Rule) -> Rule:
+    """Torch's rule refuses complex numbers, which eager takes."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if x.is_complex() else rule(x, *args, **kwargs)
+
+    return wrapped
+
+
 WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
+    "aten.nan_to_num.default": (of_reals,),
     "aten.nll_loss_forward.default": (in_f32,),
     "aten.nll_loss2d_forward.default": (in_f32,),
     "aten.native_batch_norm.default": (NORMED,),

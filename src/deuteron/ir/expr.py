@@ -80,6 +80,11 @@ _OPS: tuple[tuple[int, float, str], ...] = (
     (3, 1.0, "where fma"),
 )
 SCALAR_OPS = {name: (arity, cost) for arity, cost, names in _OPS for name in names.split()}
+# Operations that integers do not have.
+FLOATS_ONLY = frozenset(
+    {n for n, (arity, cost) in SCALAR_OPS.items() if arity == 1 and cost > 1}
+    | {"reciprocal", "div", "copysign", "atan2", "nextafter", "hypot"}
+)
 NO_OP = (0, 0.0)
 COMPARED: dict[str, Callable[[Any, Any], Any]] = {
     "lt": operator.lt,
@@ -507,10 +512,17 @@ def _widens(a: str, b: str) -> bool:
     return a in ("u8", "i8", "i16") and b in ("f32", "f64") or (a == "i32" and b == "f64")
 
 
+class WrongDtype(TypeError):
+    """An operation of numbers that do not have it, as a root of integers."""
+
+
 def op(name: str, *args: Expr, dtype: str | None = None) -> Expr:
-    """A scalar operation. All arguments share one dtype (for `where`: the last two)."""
+    """A scalar operation. All arguments share one dtype (for `where`: the last two). Raises
+    `WrongDtype` for one that this dtype does not have."""
     arity = SCALAR_OPS[name][0]
     assert len(args) == arity, f"{name} takes {arity} arguments, got {len(args)}"
+    if name in FLOATS_ONLY and args[0].dtype not in FLOATS and args[0].dtype not in FLOAT8:
+        raise WrongDtype(f"{name} of {args[0].dtype}")
     out = dtype or ("bool" if name in COMPARISONS else args[-1].dtype)
     folded = _fold(name, args)
     return folded if folded is not None else Expr(name, out, args)

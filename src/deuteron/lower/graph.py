@@ -250,9 +250,9 @@ class Driver:
             mark = len(ctx.defs)
             try:
                 return self.lowered(node, f, self.moved(node, args), kwargs, val)
-            except Declined as d:
+            except (Declined, E.WrongDtype) as d:
                 del ctx.defs[mark:]
-                reason = d.reason
+                reason = str(d)  # of a wrong dtype: eager's call says what it says in eager
         assert reason is not None
         if name == "aten.copy_.default":
             reason = f"copy into an input: {reason}"

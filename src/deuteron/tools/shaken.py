@@ -105,6 +105,11 @@ def floating(t: Tensor) -> bool:
     return t.dtype.is_floating_point and t.layout == torch.strided
 
 
+def exact_whole(t: Tensor) -> Tensor:
+    """Where infinities stand, and whole numbers that are not whole for their size alone."""
+    return (t == t.round()) & ~(t.isfinite() & (t.abs() >= 1 / torch.finfo(t.dtype).eps))
+
+
 def magnitude(t: Tensor) -> Tensor:
     return t.abs() if floating(t) else t
 
@@ -146,6 +151,8 @@ class Shaken(TorchDispatchMode):
         self.gaps: list[Tensor] = []
         self.ties = ties
         self.generator, self.odd = torch.Generator().manual_seed(seed), seed % 2 == 1
+        # By a whole unit alone, what is rounded to whole numbers would stay even or odd.
+        self.share = 0.5 if seed % 8 >= 4 else 1.0
         self.eps = None if dtype is None else torch.finfo(dtype).eps
 
     def __torch_dispatch__(
@@ -181,8 +188,8 @@ class Shaken(TorchDispatchMode):
             if not isinstance(t, Tensor) or not floating(t) or t.numel() == 0:
                 continue
             way = self.way(t)
-            other = t.double() + self.unit(t) * size.double() * way
-            whole = (t == t.round()) & (size == size.round())
+            other = t.double() + self.share * self.unit(t) * size.double() * way
+            whole = exact_whole(t) & exact_whole(size)
             t.copy_(torch.where(whole | ~other.isfinite(), t, other))
             if len(given) == 1 and not bool(size.isfinite().all() | ~given[0].isfinite().all()):
                 # What is added on the way may be beyond the range. A part of each term is not.
@@ -235,7 +242,7 @@ class Shaken(TorchDispatchMode):
         size = t.double().abs().clamp(min=torch.finfo(t.dtype).tiny)
         other = (t.double() + self.unit(t) * size * self.way(t)).to(t.dtype)
         other = torch.where(t.abs() <= 1, other.clamp(-1, 1), other)
-        return t.copy_(torch.where(t == t.round(), t, other))
+        return t.copy_(torch.where(exact_whole(t), t, other))
 
 
 class Packed(TorchDispatchMode):
