@@ -19,7 +19,7 @@ from torch._decomp import decomposition_table
 
 from deuteron.tools import reproduce
 from deuteron.tools.coverage import SPENT, Lost, Worker
-from deuteron.tools.fuzz import Task, fuzz, lost, run_task, runnable
+from deuteron.tools.fuzz import Task, fuzz, largest, lost, run_task, runnable
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.oracle import Oracle, differences, see
 from deuteron.tools.reduce import reduced
@@ -97,6 +97,14 @@ def test_a_file_has_its_inputs(tmp_path: Path) -> None:
     assert x.tolist() == small.tolist() and x.requires_grad
     for got, want in ((x, small), (y, large)):
         assert got.stride() == want.stride() and got.storage_offset() == want.storage_offset()
+
+
+@pytest.mark.parametrize("write", ["index_put", "clone().index_put_"])
+def test_elements_that_are_written_again_and_again_count(write: str) -> None:
+    """4e7 of them took a quarter of an hour where programs are interpreted (seed 55000271)."""
+    x, at = torch.ones(30, 40), torch.zeros(500, dtype=torch.int64)
+    f = eval(f"lambda x, at: x.{write}((at,), x.sum(), accumulate=True)")
+    assert largest(f, [x, at]) == 500 * 40
 
 
 def test_nothing_attends_to_nothing() -> None:

@@ -96,15 +96,15 @@ def runnable(p: Straight, backward: bool) -> list[int]:
 
 
 def largest(fn: Fn, given: Sequence[Tensor]) -> int:
-    """Elements of the largest tensor that a program makes, found without making it; as far as it is
-    known without values."""
+    """Elements of the largest tensor that a program makes, or of what it writes at once, found
+    without making it; as far as it is known without values."""
     with FakeTensorMode() as fake, Counted() as counted, suppress(Exception):
         fn(*(fake.from_tensor(t) for t in given))
     return counted.most
 
 
 class Counted(TorchDispatchMode):
-    """Notes the elements of what operators make."""
+    """Notes the elements of what operators make, or write to by positions."""
 
     most = 0
 
@@ -112,7 +112,10 @@ class Counted(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        made = tree_leaves(out)
+        if func.overloadpacket in (torch.ops.aten.index_put, torch.ops.aten.index_put_):
+            made.append(torch.ops.aten.index.Tensor(*args[:2]))
+        sizes = [x.numel() for x in made if isinstance(x, Tensor)]
         self.most = max([self.most, *(n for n in sizes if isinstance(n, int))])
         return out
 
