@@ -268,6 +268,19 @@ FOUND: dict[str, Found] = {
         (lambda: [f(13, 3)],),
     ),
     # GCC 12 took what is loaded under one mask in the wrong order, too (its bug 114375)
+    # g++ 12: the address of a load under a mask counted with the loop that it had been moved out of
+    "rows times rows": Found(
+        """v = (x ^ 3).to(torch.bfloat16)
+        s = v @ v.mT
+        return v, s, torch.softmax(s, -1), torch.softmax(s, -1) @ v""",
+        (lambda: [(f(17, 3, 67) * 8).to(torch.int64)],),
+    ),
+    # g++ 12: of stores to the same elements, in rows that were written out, the last was not last
+    "rows of constants": Found(
+        """v = torch.where(x > x, x, 1.5)
+        return (v / (x.abs() + 3))[:, y % 11], torch.lerp(v, v, 0.3).sum(0)""",
+        (lambda: [f(17, 23, dtype=torch.float16)[:, :22:2], (f(17, 17) * 9).to(torch.int64)],),
+    ),
     "elements twice": Found(
         """v = torch.cat([x, x], -2)
         return torch.stack([v, v], 2), torch.cat([y, y]).repeat_interleave(2, 1)""",

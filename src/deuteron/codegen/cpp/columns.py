@@ -38,6 +38,7 @@ from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
 from deuteron.schedule.kernel import Prefix
 
+WHOLE = 8  # lanes that some vector takes together
 CROSSED = 128  # lanes of a block with such stores: their tile is in the first cache
 SIDE = 64  # rows of a tile through which stores along the reduced axis are transposed
 
@@ -185,16 +186,19 @@ class Columns(PassWriter):
                     "}",
                 )
 
+        # The lanes that no vector takes are stored one by one. Where all rows are written out, g++
+        # 12 makes vectors of such stores and forgets which came last (random program 54008321).
+        rolled = ["#pragma GCC unroll 1"] if self.width % WHOLE else []
         crossed = [] if chunk else self.crossed_stores(p)
         if crossed:
             serial_loops(self.env, self.outer[:-1], lambda: self.tiled_stores(crossed, innermost))
         elif chunk is None:
-            serial_loops(self.env, self.outer, innermost)
+            serial_loops(self.env, self.outer, innermost, rolled)
         else:
             axis = self.outer[0]
             name = em.name_axis(axis)
             with em.inside(axis) as scope:
-                serial_loops(self.env, self.outer[1:], innermost)
+                serial_loops(self.env, self.outer[1:], innermost, rolled)
             em.scope.loop(
                 f"for (long long {name} = {chunk[0]}; {name} < {chunk[1]}; ++{name})", scope.lines
             )

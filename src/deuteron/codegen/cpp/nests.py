@@ -109,15 +109,18 @@ def parallel_loops(
     env.em.scope.loop(text[-1], scope.lines)
 
 
-def serial_loops(env: Env, axes: Sequence[Axis], inner: Callable[[], None]) -> None:
-    """Nested loops over `axes` in the thread that comes by."""
+def serial_loops(
+    env: Env, axes: Sequence[Axis], inner: Callable[[], None], pragma: Sequence[str] = ()
+) -> None:
+    """Nested loops over `axes` in the thread that comes by, each behind `pragma`."""
     if not axes:
         inner()
         return
     axis, em = axes[0], env.em
     name = em.name_axis(axis)
     with em.inside(axis) as scope:
-        serial_loops(env, axes[1:], inner)
+        serial_loops(env, axes[1:], inner, pragma)
+    em.scope.add(*pragma)
     em.scope.loop(f"for (long long {name} = 0; {name} < {env.extent(axis)}; ++{name})", scope.lines)
 
 
