@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_usage_errors_have_exit_status_2(tmp_path: Path) -> None:
         ["explain", f"{tmp_path}/f.py:double", "--input", "float32(8)"],
     ):
         assert runner.invoke(app, words).exit_code == 2, words
+
+
+def test_dtypes_beyond_the_usual(tmp_path: Path) -> None:
+    runner, state = CliRunner(), tmp_path / "state.jsonl"
+    words = ["coverage", "--ops", "^bitwise_not$", "--parts", "forward", "--state", str(state)]
+    assert runner.invoke(app, [*words, "--dtypes", "int16,uint8"]).exit_code == 0
+    rows = [json.loads(line) for line in state.read_text().splitlines()]
+    assert {r["dtype"] for r in rows if r["right"]} == {"int16", "uint8"}
+    assert runner.invoke(app, [*words, "--dtypes", "int17"]).exit_code == 2
 
 
 @pytest.mark.parametrize("built", [None, "12.8"], ids=["without CUDA", "no GPU"])

@@ -234,6 +234,8 @@ def linspace(rule: Rule) -> Rule:
 
 CPU_MEMORY = strides.on_cpu(strides.in_memory_format)
 NORMED = strides.on_cpu(partial(strides.in_memory_format, format_of=strides.filled_format))
+
+
 def of_reals(rule: Rule) -> Rule:
     """Torch's rule refuses complex numbers, which eager takes."""
 

@@ -90,7 +90,9 @@ def doctor(
 @app.command()
 def coverage(
     ops: Annotated[str, typer.Option(help="Regular expression of operator names.")] = "",
-    dtypes: Annotated[str, typer.Option(help="By comma; default: all eight.")] = "",
+    dtypes: Annotated[
+        str, typer.Option(help="By comma; default: all but int16, int8, uint8, complex128.")
+    ] = "",
     parts: Annotated[
         str, typer.Option(help="forward, backward, inplace, method, layouts, dynamic; by comma.")
     ] = "",
@@ -118,12 +120,12 @@ def coverage(
 
         raise typer.Exit(write_peer(ops, peer))
     from deuteron.tools.coverage import run_coverage, show
-    from deuteron.tools.coverage_cases import DTYPES, PARTS
+    from deuteron.tools.coverage_cases import DTYPES, MORE, PARTS
 
     if states:
         files = " ".join(f"--from {s.name}" for s in states)
         raise typer.Exit(show(states, write, f"deuteron coverage {files} --write docs/coverage.md"))
-    asked = listed(dtypes, DTYPES), listed(parts, PARTS)
+    asked = listed(dtypes, (*DTYPES, *MORE)) if dtypes else DTYPES, listed(parts, PARTS)
     command = f"deuteron coverage --device {device} --samples {samples}"
     raise typer.Exit(
         run_coverage(

@@ -26,6 +26,7 @@ from deuteron.tools.oracle import WIDE
 
 PARTS = ("forward", "backward", "inplace", "method", "layouts", "dynamic")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "bool", "complex64")
+MORE = ("int16", "int8", "uint8", "complex128")  # where they are asked for
 # Samples of the parts that repeat what `forward` has shown.
 FEW = {"inplace": 8, "method": 3, "layouts": 5, "dynamic": 4}
 ELEMENTS = 1 << 18  # of a sample's tensors in all; larger ones are left out
