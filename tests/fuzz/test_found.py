@@ -267,7 +267,6 @@ FOUND: dict[str, Found] = {
         "return torch.cat([(x + k).flip(1) for k in range(9)])",
         (lambda: [f(13, 3)],),
     ),
-    # GCC 12 took what is loaded under one mask in the wrong order, too (its bug 114375)
     # g++ 12: the address of a load under a mask counted with the loop that it had been moved out of
     "rows times rows": Found(
         """v = (x ^ 3).to(torch.bfloat16)
@@ -281,6 +280,7 @@ FOUND: dict[str, Found] = {
         return (v / (x.abs() + 3))[:, y % 11], torch.lerp(v, v, 0.3).sum(0)""",
         (lambda: [f(17, 23, dtype=torch.float16)[:, :22:2], (f(17, 17) * 9).to(torch.int64)],),
     ),
+    # GCC 12 took what is loaded under one mask in the wrong order, too (its bug 114375)
     "elements twice": Found(
         """v = torch.cat([x, x], -2)
         return torch.stack([v, v], 2), torch.cat([y, y]).repeat_interleave(2, 1)""",
