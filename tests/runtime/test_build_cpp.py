@@ -431,29 +431,39 @@ def test_many_processes(tmp_path: Path) -> None:
     herd(tmp_path, 32)
 
 
+# It builds ever more units, and says which before it begins.
+ENDLESS = """
+import itertools, sys
+from deuteron.base.options import Options
+from deuteron.runtime import build_cpp
+options = Options(cache_dir=sys.argv[1], cxx=sys.argv[2])
+source = 'extern "C" int answer() { return %d; }'
+for first in itertools.count(int(sys.argv[3]), 3):
+    print(first, flush=True)
+    builds = [(k, build_cpp.submit(source % k, ("-O1", "-fPIC", "-shared"), options))
+              for k in range(first, first + 4)]
+    for k, b in builds:
+        assert b.result().answer() == k
+"""
+
+
 def killed(tmp_path: Path, rounds: int) -> None:
     """Processes die at random moments of a build; whatever they leave, the next one is right."""
     draw = random.Random(0)
     options = Options(cache_dir=str(tmp_path / "cache"))
-    cxx = real()
-    died = 0
-    for k in range(rounds):
-        command = [
-            sys.executable, "-c", WORKER, str(tmp_path / "cache"), cxx, str(3 * k), str(3 * k + 4),
-        ]  # fmt: skip
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as p:
-            assert p.stdin is not None and p.stdout is not None
-            assert p.stdout.readline() == "ready\n"
-            p.stdin.write("go\n")
-            p.stdin.flush()
+    first = 0
+    for _ in range(rounds):
+        command = [sys.executable, "-c", ENDLESS, str(tmp_path / "cache"), real(), str(first)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as p:
+            assert p.stdout is not None
+            assert p.stdout.readline() == f"{first}\n"
             time.sleep(draw.uniform(0, 0.15))
             p.kill()
-        died += p.returncode == -signal.SIGKILL
-        for n in range(3 * k, 3 * k + 4):
+            begun = [first, *map(int, p.stdout.read().split())]
+        assert p.returncode == -signal.SIGKILL
+        for n in range(first, begun[-1] + 4):
             assert build_cpp.build(SOURCE.strip() % n, PLAIN, options).answer() == n
-    assert died > rounds // 2
+        first = begun[-1] + 3
     root = options.cache_folder() / "kernels"
     for p in root.glob("??/*.so"):
         assert Cache.open(options).get(p.stem, ".so") == p

@@ -128,15 +128,23 @@ def test_many_processes(tmp_path: Path) -> None:
 def kills(folder: Path, rounds: int) -> None:
     done = run(
         f"""
-        import random
-        draw, died = random.Random(0), 0
-        for k in range({rounds}):
-            pid = child(lambda: check(k))
+        import itertools, mmap, random
+        draw, begun = random.Random(0), mmap.mmap(-1, 4)  # shared with the children
+
+        def endless(first):
+            for k in itertools.count(first):
+                begun[:] = k.to_bytes(4, "little")
+                check(k)
+
+        k = 0
+        for _ in range({rounds}):
+            pid = child(lambda: endless(k))
             time.sleep(draw.uniform(0, 1.5))
             os.kill(pid, signal.SIGKILL)
-            died += ended(pid) == -9
+            assert ended(pid) == -9
+            k = max(k, int.from_bytes(begun[:], "little"))
             assert ended(child(lambda: check(k))) == 0, k
-        assert died > {rounds} // 3, died
+            k += 1
         """,
         folder,
         timeout=20 + 6 * rounds,

@@ -28,6 +28,10 @@ randn_like bernoulli scalar_tensor lift_fresh max_pool2d_with_indices slice_back
 select_backward index_select_backward bucketize
 """
 EXACT = frozenset(MOVING.split())
+# Those that ask of their numbers whether they are 0, as casts to bool do.
+TRUTHS = frozenset(
+    ["logical_and", "logical_or", "logical_xor", "logical_not", "any", "all", "count_nonzero"]
+)
 # Those that may give either zero where both are the largest: eager's vectors and the elements left
 # over by them differ.
 SIGNLESS = frozenset(
@@ -141,8 +145,8 @@ class Shaken(TorchDispatchMode):
     numbers, stay: they are exact. Zeros that were chosen change their signs. Some runs compute
     `STEPS` in torch's own steps, and of the widest dtype what `OTHERWISE` names in others.
 
-    `gaps` are the differences of what was compared for equality; of them, those are equal that
-    `ties` says."""
+    `gaps` are the differences of what was compared for equality, with 0 where truth was asked for;
+    of them, those are equal that `ties` says."""
 
     def __init__(
         self, seed: int, dtype: torch.dtype | None, ties: Sequence[Tensor] | None = None
@@ -165,6 +169,8 @@ class Shaken(TorchDispatchMode):
         if self.odd and name in OTHERWISE and args[0].dtype is WIDEST and self.unit(args[0]) == EPS:
             with self:
                 return OTHERWISE[name](*args, **(kwargs or {}))
+        if name in TRUTHS or (name == "_to_copy" and (kwargs or {}).get("dtype") is torch.bool):
+            args = tree_map_only(Tensor, self.doubted, args)
         out = func(*args, **(kwargs or {}))
         if any(r.alias_info is not None for r in func._schema.returns):
             return out
@@ -222,9 +228,16 @@ class Shaken(TorchDispatchMode):
     def compared(self, out: Tensor, equal: bool, a: Tensor, b: Tensor) -> Tensor:
         if a.is_complex() or b.is_complex():
             return out
-        self.gaps.append(a.double() - b.double().to(a.device))
-        tied = None if self.ties is None else self.ties[len(self.gaps) - 1]
+        tied = self.tied(a.double() - b.double().to(a.device))
         return out if tied is None else torch.where(tied, equal, out)
+
+    def doubted(self, t: Tensor) -> Tensor:
+        tied = self.tied(t.double()) if floating(t) else None
+        return t if tied is None else torch.where(tied, 0, t)
+
+    def tied(self, gap: Tensor) -> Tensor | None:
+        self.gaps.append(gap)
+        return None if self.ties is None else self.ties[len(self.gaps) - 1]
 
     def turned(self, t: Tensor) -> Tensor:
         if not floating(t):
