@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # it imports torch, which the building process has no use for
     from deuteron.codegen.triton.generate import Config, TritonKernel
 
 REPORT = 'please report it; options={"fallback": "aten"} runs the graph through ATen'
+REGISTERS = 1 << 16  # that a block may have
 
 
 class NoTriton(DeuteronError):
@@ -43,7 +44,7 @@ class NoTriton(DeuteronError):
 
 @dataclass(frozen=True)
 class Binary:
-    """A kernel for one kind of GPU. `num_warps` may be fewer than asked for (see `_compile`).
+    """A kernel for one kind of GPU. `num_warps` may not be what was asked for (see `_compile`).
     `shared` is bytes of shared memory; `spills` bytes a thread."""
 
     name: str
@@ -206,8 +207,8 @@ def _read(cache: Cache, key: str) -> Binary | None:
 
 
 def _compile(job: Job, cache: Cache, options: Options) -> tuple[bytes, dict[str, Any]]:
-    """Machine code and what is known of it. Where one of Triton's own passes fails, half as many
-    warps are tried, and so on."""
+    """Machine code and what is known of it. Where one of Triton's own passes fails, other numbers
+    of warps are tried."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -224,16 +225,17 @@ def _compile(job: Job, cache: Cache, options: Options) -> tuple[bytes, dict[str,
         asked["maxnreg"] = job.registers
     if job.debug:
         asked |= {"debug": True, "sanitize_overflow": False}
-    target, warps = GPUTarget("cuda", job.capability, 32), job.num_warps
-    while True:
+    target, numbers = GPUTarget("cuda", job.capability, 32), _warps(job)
+    for warps in numbers:
         try:
             with _own_folder(cache):
                 done = triton.compile(source, target=target, options={**asked, "num_warps": warps})
             break
         except Exception as e:
-            # A pass of Triton's that fails on its own layouts does not with others (seed 41101150).
-            if isinstance(e, RuntimeError) and "PassManager" in str(e) and warps > 1:
-                warps //= 2
+            # A pass of Triton's that fails on its own layouts does not with others (seeds 41101150,
+            # 58000815).
+            failed = isinstance(e, RuntimeError) and "PassManager" in str(e)
+            if failed and warps != numbers[-1]:
                 continue
             raise _explained(
                 BuildError(
@@ -250,6 +252,13 @@ def _compile(job: Job, cache: Cache, options: Options) -> tuple[bytes, dict[str,
         "shared": done.metadata.shared,
     }
     return done.asm["cubin"], about
+
+
+def _warps(job: Job) -> list[int]:
+    """Those asked for, then fewer, then more, as far as a block's registers allow."""
+    sizes = [2**k for k in range(6)]
+    more = [n for n in sizes if n > job.num_warps and 32 * n * job.registers <= REGISTERS]
+    return [n for n in reversed(sizes) if n <= job.num_warps] + more
 
 
 _ONE_AT_A_TIME = threading.Lock()
