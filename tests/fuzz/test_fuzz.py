@@ -324,6 +324,22 @@ def test_what_dynamo_alone_gets_wrong(dynamo: bool, monkeypatch: pytest.MonkeyPa
     assert failure is not None and failure.kind == ("torch" if dynamo else "wrong")
 
 
+def test_what_torch_takes_for_strides() -> None:
+    """For `one_hot` of what is not contiguous they are not eager's: AOTAutograd ends on its view
+    of what follows, a compiler does not (seed 59001146)."""
+
+    def rows(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hot = torch.nn.functional.one_hot(x, 5)
+        chosen = hot[:, hot % 2]
+        return chosen, chosen.reshape(-1) + 1
+
+    x = torch.tensor([[1, 0], [4, 3]]).t()
+    with pytest.raises(Exception, match="view size is not compatible"):
+        torch.compile(rows, backend="aot_eager")(x)
+    failure = reproduce.check(rows, rows, [[x]], How())
+    assert failure is not None and failure.kind == "torch"
+
+
 def test_the_oracle_moves_sums_at_positions() -> None:
     """What is put at positions is exact, what is added there is not."""
     x, at, y = torch.full((9,), 0.3), torch.arange(9) % 2, torch.full((9,), 0.1)

@@ -23,6 +23,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule
 
 from deuteron.tools.oracle import ZEROS, Oracle, Seen, copies, differences, observed, see
 
@@ -31,8 +34,9 @@ HALVES = ("float32", "float16", "bfloat16")
 # Backends that draw eager's random numbers when asked: the compiler, and the compiler with Triton
 # kernels that are interpreted on the CPU (in a process started with TRITON_INTERPRET=1).
 OURS = ("deuteron", "interpreted")
-# Backends that run what torch captured as it is: with AOTAutograd, and without.
-CAPTURES = ("aot_eager", "eager")
+# Backends that run what torch captured as it is: with AOTAutograd, so with views that may copy (the
+# strides that it knows are not always a kernel's), and without it.
+CAPTURES = ("aot_eager", "aot_reshaped", "eager")
 
 
 # What a program's file imports anyway.
@@ -189,11 +193,21 @@ def run(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> list[list[Seen]]:
 
 def backend(how: How) -> Any:
     """What `torch.compile` takes."""
+    if how.backend == "aot_reshaped":
+        return aot_autograd(fw_compiler=reshaped)
     if how.backend != "interpreted":
         return how.backend
     from deuteron.tools.interpret import interpreted  # brings Triton
 
     return interpreted
+
+
+def reshaped(graph: GraphModule, inputs: Any) -> Any:
+    """Runs the graph as it is, but for views of what has other strides than it says."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+    return make_boxed_func(graph)
 
 
 def witness(how: How, capture: str = CAPTURES[0]) -> How:
