@@ -164,11 +164,9 @@ class Shaken(TorchDispatchMode):
     ) -> Any:
         name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
         if self.odd and name in STEPS:
-            with self:
-                return decomposition_table[func](*args, **(kwargs or {}))
+            return self.stepped(decomposition_table[func], args, kwargs or {})
         if self.odd and name in OTHERWISE and args[0].dtype is WIDEST and self.unit(args[0]) == EPS:
-            with self:
-                return OTHERWISE[name](*args, **(kwargs or {}))
+            return self.stepped(OTHERWISE[name], args, kwargs or {})
         if name in TRUTHS or (name == "_to_copy" and (kwargs or {}).get("dtype") is torch.bool):
             args = tree_map_only(Tensor, self.doubted, args)
         out = func(*args, **(kwargs or {}))
@@ -184,6 +182,15 @@ class Shaken(TorchDispatchMode):
         if name in SUMS and (adds or name not in EXACT):
             return self.summed(func, args, kwargs or {}, out)
         return out if name in EXACT else tree_map_only(Tensor, self.shaken, out)
+
+    def stepped(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """In the steps of `func`, each moved. What they compare other runs do not."""
+        known = self.gaps, self.ties
+        self.gaps, self.ties = [], None
+        with self:
+            out = func(*args, **kwargs)
+        self.gaps, self.ties = known
+        return out
 
     def summed(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         """A sum in another order of its terms."""
