@@ -539,6 +539,18 @@ FOUND: dict[str, Found] = {
         (lambda: [f(1, 17, dtype=torch.bfloat16)], lambda: [f(1, 8, dtype=torch.bfloat16)]),
         DYNAMIC,
     ),
+    # eager's copy has what lies between the elements, which strides may then read (61003138)
+    "what lies between": Found(
+        """a = torch.select_scatter(x, x.select(0, 1), 0, 2)
+        b = torch.slice_scatter(a.transpose(0, 1), x[:1].transpose(0, 1), 1, 0, 1)
+        return a.as_strided((4, 5), (3, 1)), b.t()[1:].as_strided((2, 7), (1, 1))""",
+        (lambda: [f(5, 6, 2)[..., :1].select(-1, 0)],),
+    ),
+    # << of a tensor and a number has a name of its own, and strides as a sum has (61002243)
+    "shifted by a number": Found(
+        "return x >= (y << 1), y >> 1",
+        (lambda: [f(17, 1), torch.arange(17).reshape(17, 1, 1).permute(1, 2, 0)],),
+    ),
 }
 
 

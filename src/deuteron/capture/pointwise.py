@@ -186,7 +186,7 @@ def as_in_eager(
 
 _TENSOR = """
 add sub mul div fmod remainder eq ne lt le gt ge copysign xlogy clamp_max clamp_min
-bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
+bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift __lshift__ __rshift__
 """
 _DEFAULT = """
 floor_divide logical_and logical_or logical_xor special_xlog1py heaviside logaddexp logaddexp2
@@ -200,7 +200,7 @@ mse_loss smooth_l1_loss huber_loss binary_cross_entropy
 # Of a tensor and a number: eager makes a tensor without dimensions of the number.
 _SCALAR = """
 add sub mul div fmod remainder rsub eq ne lt le gt ge copysign floor_divide
-bitwise_and bitwise_or bitwise_xor
+bitwise_and bitwise_or bitwise_xor __lshift__ __rshift__
 """
 _NUMBER = """
 bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deuteron.graph.aliasing import overlaps
-from deuteron.graph.ops import is_view
+from deuteron.graph.ops import PLACING, is_view, packet
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, is_nonneg, maximum, minimum, product
 from deuteron.ir.program import Extern, ViewArg
@@ -397,11 +397,32 @@ def stack(ctx: LowerContext, tensors: Sequence[Value], dim: int = 0) -> Value:
 
 
 # -- a tensor with a part replaced -----------------------------------------------------------------
+REPLACING = ("aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter")
+
+
 def apart(ctx: LowerContext) -> None:
     """Eager writes into a copy with the same strides: where elements of the tensor share memory so
-    do those of the copy, and more are replaced than the part."""
-    if overlaps(argument(ctx, 0, "self")):
+    do those of the copy, and more are replaced than the part. What lies between its elements is
+    copied as well."""
+    fake = argument(ctx, 0, "self")
+    if overlaps(fake):
         raise ctx.decline("a part is written to a tensor whose elements share memory")
+    sizes = [ctx.size(n) for n in fake.shape]
+    if storage_order(sizes, ctx.strides_of(fake)) is None and read_by_strides(ctx.node):
+        raise ctx.decline("memory between the elements is read, by strides that are given")
+
+
+def read_by_strides(node: Any) -> bool:
+    """Whether strides are given for a tensor, or for a view or a changed copy of it."""
+    left, seen = [node], {node}
+    while left:
+        for user in left.pop().users:
+            if packet(user.target) in PLACING:
+                return True
+            if user not in seen and (is_view(user) or packet(user.target) in REPLACING):
+                seen.add(user)
+                left.append(user)
+    return False
 
 
 def replaced(base: Value, part: Expr, here: Expr, idx: Sequence[Index]) -> Expr:
