@@ -153,12 +153,12 @@ def test_commands_build(tmp_path: Path) -> None:
 
 def test_hangs_and_crashes(tmp_path: Path) -> None:
     """The building process ends, and the error shows what it was building."""
-    for text, words in (
-        ("import time\ntime.sleep(1000)\n", "in time"),
-        ("import os\nos.abort()\n", "signal 6"),
+    for text, words, seconds in (
+        ("import time\ntime.sleep(1000)\n", "in time", 2),
+        ("import os\nos.abort()\n", "signal 6", 100),
     ):
         bad = replace(kernel(), source=text + SOURCE.format(value="x"))
-        asked = options(tmp_path, workers=2, build_timeout=2)
+        asked = options(tmp_path, workers=2, build_timeout=seconds)
         with pytest.raises(BuildError, match=words) as caught:
             build(bad, CONFIG, 90, asked)
         assert Path(caught.value.source).read_text() == bad.source
