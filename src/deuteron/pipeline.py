@@ -53,6 +53,7 @@ from deuteron.schedule import schedule
 from deuteron.schedule.accesses import summary
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.printer import print_schedule
+from deuteron.schedule.unordered import unordered
 from deuteron.schedule.verify import verify_schedule
 
 
@@ -122,6 +123,8 @@ class Compilation:
         assert self.program is not None
         self.schedule = schedule(self.program, self.options, self.record)
         verify_schedule(self.schedule, self.program, "schedule")
+        for entry in unordered(self.schedule):
+            self.record.add("unordered", **entry)
         if self.debug or self.options.verify:
             self.record.add("accesses", **summary(self.schedule))
         return print_schedule(self.schedule) if self.debug else ""

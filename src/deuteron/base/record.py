@@ -11,6 +11,8 @@ the stages wrote them. Passes only add; nobody edits. Kinds in use:
     kernel      name, target, ops, origins, bytes, flops, predicted_us, source
     library     op, reason, origins
     fallback    what, reason
+    unordered   what (a kernel or a library call whose results may differ from run to run), reason,
+                origins
     buffer      name, bytes, first, last, reuse
     accesses    proven, masked, loaded, open (numbers of loads and stores), which (those that are
                 open); with a debug folder or the option `verify`

@@ -87,6 +87,10 @@ def graph_lines(record: Record) -> Iterator[str]:
         yield from kernel_lines(kernel)
     yield from library_lines(library)
     yield from decision_lines(record.of("decision"))
+    for entry in record.of("unordered"):
+        yield f"  may differ from run to run: {entry['what']}: {entry['reason']}"
+        for line in lines_of(entry):
+            yield f"    from {line}"
     for entry in record.of("fallback"):
         yield f"  fallback: {entry.get('what', '')}: {entry.get('reason', '')}"
 

@@ -1,0 +1,87 @@
+"""What the Record says of results that may differ from run to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deuteron.base.record import Record
+from deuteron.ir.index import const
+from deuteron.ir.program import Extern, Layout
+from deuteron.schedule.kernel import Kernel, Schedule
+from deuteron.schedule.unordered import CALLED, LIBRARY, SUMMED, WRITTEN, unordered
+from deuteron.tools.explain import Explanation
+from tests.schedule.tools import scheduled
+
+embedding_backward = torch.ops.aten.embedding_dense_backward
+X, I, V = torch.randn(50, 8), torch.arange(30) % 7, torch.randn(30, 8)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
+    "gradients of an embedding": (
+        lambda v, i: embedding_backward(v, i, 50, -1, False),
+        (V, I),
+        [SUMMED],
+    ),
+    "numbers added": (lambda x, i, v: x.index_add(0, i, v), (X, I, V), [SUMMED]),
+    "whole numbers added": (lambda x, i, v: x.index_add(0, i, v), (X.long(), I, V.long()), []),
+    "numbers multiplied": (
+        lambda x, i, v: x.scatter_reduce(0, i[:, None].expand(30, 8), v, "prod"),
+        (X, I, V),
+        [SUMMED],
+    ),
+    "the largest": (
+        lambda x, i, v: x.scatter_reduce(0, i[:, None].expand(30, 8), v, "amax"),
+        (X, I, V),
+        [],
+    ),
+    "numbers written": (lambda x, i, v: x.index_put((i,), v), (X, I, V), [WRITTEN]),
+    "one number written": (lambda x, i: x.index_fill(0, i, 2.0), (X, I), []),
+    "both": (
+        lambda x, i, v: (x.index_put((i,), v), x.index_add(0, i, v)),
+        (X, I, V),
+        [SUMMED, WRITTEN],
+    ),
+    "sums in order": (lambda x: (x.softmax(-1), x.sum(0), x.cumsum(0)), (X,), []),
+}
+
+
+def on_gpu(schedule: Schedule) -> Schedule:
+    moved = [replace(s, device="cuda:0") if isinstance(s, Kernel) else s for s in schedule.steps]
+    return replace(schedule, steps=tuple(moved))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels(name: str) -> None:
+    f, args, want = CASES[name]
+    found = scheduled(f, *args, device="H200", check=False).schedule
+    assert not list(unordered(found)), "a CPU does all in order"
+    entries = list(unordered(on_gpu(found)))
+    assert sorted({e["reason"] for e in entries}) == want
+    assert all(e["origins"] and e["what"] for e in entries)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_library_calls(device: str) -> None:
+    layout = Layout("f32", (const(3),), (const(1),), device)
+    calls = [
+        Extern((f"t{k}",), op, (), (), (layout,))
+        for k, op in enumerate(("aten.convolution_backward.default", "aten.mm.default"))
+    ]
+    entries = list(unordered(Schedule(tuple(calls), {}, {})))
+    want = [("aten.convolution_backward.default", CALLED)] if device != "cpu" else []
+    assert [(e["what"], e["reason"]) for e in entries] == want
+
+
+def test_the_library_has_such_operators() -> None:
+    assert not [n for n in LIBRARY if not hasattr(torch.ops.aten, n.removeprefix("aten."))]
+
+
+def test_explanations_say_it() -> None:
+    record = Record()
+    record.add("unordered", what="poi_0", reason=SUMMED, origins=[{"line": "model.py:3: x"}])
+    text = str(Explanation([record]))
+    assert "may differ from run to run: poi_0" in text and "from model.py:3: x" in text
