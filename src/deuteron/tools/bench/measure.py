@@ -28,6 +28,7 @@ Row = dict[str, Any]
 GRAPH_US = 2000.0
 COPY_BYTES = {"cuda": 1 << 29, "cpu": 80_000_000}
 COPIES = {"cuda": 8, "cpu": 1}
+REPEATS = 4  # calls that are compared with the first
 
 
 class Runner:
@@ -60,7 +61,12 @@ class Runner:
             self.facts["library"] = sum(len(r.of("library")) for r in found)
             self.facts["predicted_us"] = round(sum(k["predicted_us"] for k in kernels), 2)
             self.facts["fallbacks"] = [e["reason"] for r in found for e in r.of("fallback")]
+            self.facts["unordered"] = [e["reason"] for r in found for e in r.of("unordered")]
         return results
+
+    def repeats(self, results: list[Tensor]) -> bool:
+        """Whether further calls give the same bits."""
+        return all(all(map(identical, results, self.step())) for _ in range(REPEATS))
 
     def synchronize(self) -> None:
         if self.work.device == "cuda":
@@ -307,6 +313,7 @@ def measure(
                     (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
                     for a, b in zip(eager, results, strict=True)
                 )
+                runner.facts["repeats"] = runner.repeats(results)
             del results
             runners.append(runner)
             row["results"][contender.name] = runner.facts
@@ -319,6 +326,11 @@ def measure(
     del exact, eager
     time_all(runners, device, seconds, row)
     return row
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """The same bits, also of NaN."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def fatal(error: BaseException) -> bool:

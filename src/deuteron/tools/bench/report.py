@@ -72,6 +72,9 @@ def remarks(row: Row) -> str:
             found.append(f"{name} WRONG {facts['error']:.1e}")
         if facts.get("layout") is False and name == OURS:
             found.append("strides differ")
+        if facts.get("repeats") is False and name == OURS:
+            said = "" if facts.get("unordered") else ", and the Record does not say so"
+            found.append("differs from run to run" + said)
         if "not_captured" in facts:
             found.append(f"{name} not captured: {facts['not_captured'][:80]}")
         if facts.get("fallbacks"):

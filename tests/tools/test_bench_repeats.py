@@ -1,0 +1,60 @@
+"""Results have the same bits from call to call, however threads run; the bench says where not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from deuteron.tools.bench.cases import Case, Work
+from deuteron.tools.bench.contenders import CONTENDERS
+from deuteron.tools.bench.families import FAMILIES
+from deuteron.tools.bench.measure import Runner, identical
+from deuteron.tools.bench.report import OURS, remarks
+
+FORWARD, TRAIN = (False,), (False, True)
+PROGRAMS = {
+    "layer_norm": ((3000, 257), TRAIN),
+    "batch_norm": ((8, 16, 20, 20), TRAIN),
+    "cross_entropy": ((700, 1001), TRAIN),
+    "embedding": ((500, 64, 4096), TRAIN),
+    "scatter_add": ((300, 32, 5000), FORWARD),
+    "sum_all": ((1 << 20,), FORWARD),
+    "sum_columns": ((5000, 130), FORWARD),
+    "softmax_outer": ((900, 400), FORWARD),
+    "cumsum": ((40, 20_000), FORWARD),
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_calls_repeat(name: str) -> None:
+    shape, ways = PROGRAMS[name]
+    torch._dynamo.reset()
+    case = Case("", name, "fp32", ways[-1], functools.partial(FAMILIES[name], shape, "fp32"))
+    runner = Runner(CONTENDERS["deuteron"], Work(case, "cpu", 0))
+    first = runner.first()
+    assert runner.facts["unordered"] == []
+    assert all(runner.repeats(first) for _ in range(5))
+
+
+def test_bits() -> None:
+    x = torch.tensor([float("nan"), 0.0, 1.0]).bfloat16()
+    assert identical(x, x.clone()) and identical(x.t(), x) and identical(x[2], x[2].clone())
+    assert not identical(x, torch.tensor([float("nan"), -0.0, 1.0]).bfloat16())
+
+
+def test_the_bench_says_so() -> None:
+    facts = {"repeats": False, "unordered": ["added in no fixed order"]}
+    assert remarks({"results": {OURS: facts}}) == "differs from run to run"
+    assert "does not say so" in remarks({"results": {OURS: {**facts, "unordered": []}}})
+    assert remarks({"results": {OURS: {**facts, "repeats": True}}}) == ""
