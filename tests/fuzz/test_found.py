@@ -546,6 +546,13 @@ FOUND: dict[str, Found] = {
         return a.as_strided((4, 5), (3, 1)), b.t()[1:].as_strided((2, 7), (1, 1))""",
         (lambda: [f(5, 6, 2)[..., :1].select(-1, 0)],),
     ),
+    # torch's rule was asked of a copy that is not known to be in order, without end (62004011)
+    "mirrored half of rows": Found(
+        """v = torch.nn.functional.pad(x.chunk(2, -1)[-1][None], (1, 0), mode="reflect")
+        return torch.lerp(v, v, 0.3), v""",
+        (lambda: [f(8, 11)], lambda: [f(64, 13)]),
+        DYNAMIC,
+    ),
     # << of a tensor and a number has a name of its own, and strides as a sum has (61002243)
     "shifted by a number": Found(
         "return x >= (y << 1), y >> 1",

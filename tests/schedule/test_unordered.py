@@ -39,6 +39,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
         [],
     ),
     "numbers written": (lambda x, i, v: x.index_put((i,), v), (X, I, V), [WRITTEN]),
+    "written at places of their own": (
+        lambda x, v: torch.as_strided_scatter(x, v, (30, 8), (8, 1), 3),
+        (X, V),
+        [],
+    ),
     "one number written": (lambda x, i: x.index_fill(0, i, 2.0), (X, I), []),
     "both": (
         lambda x, i, v: (x.index_put((i,), v), x.index_add(0, i, v)),

@@ -15,9 +15,11 @@ from torch import Tensor
 from deuteron.capture import strides
 from deuteron.capture.pointwise import memory_order, over
 from deuteron.capture.strides import (
+    as_it_is,
     has_one,
     in_order,
     is_contiguous,
+    traced_as_it_is,
     unique_consecutive,
     unique_dim,
 )
@@ -75,7 +77,8 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     """Where the tensors of positions lie in another order than their dimensions', so does eager's
     result; torch's fake kernel looks at `x` alone."""
     given = [i for i in indices if i is not None]
-    if any(i.dtype in (torch.bool, torch.uint8) for i in given):
+    masks = any(i.dtype in (torch.bool, torch.uint8) for i in given)
+    if masks or traced_as_it_is(aten.index.Tensor):
         return NotImplemented
     shape = torch.broadcast_shapes(*(i.shape for i in given))
     whole = [i.expand(shape) for i in given]
@@ -110,7 +113,8 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     copied = [None if i is None else i.expand(shape).clone(memory_format=usual) for i in indices]
     perm = order[::-1]
     x = x if in_order(x) else x.clone(memory_format=usual)
-    out = aten.index.Tensor(x, copied).permute(perm).clone(memory_format=usual)
+    # Of sizes that may change it is not known that a copy is in order.
+    out = as_it_is(aten.index.Tensor, x, copied).permute(perm).clone(memory_format=usual)
     return out.permute([perm.index(d) for d in range(len(perm))])
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from deuteron.ir.expr import FLOATS, Expr
+from deuteron.ir.index import Index, Value
 from deuteron.ir.program import Extern, Origin
 from deuteron.schedule.kernel import Kernel, Schedule, Store
 
@@ -61,8 +62,12 @@ def reasons(kernel: Kernel) -> Iterator[str]:
     for s in stores:
         if s.accumulate in ("sum", "prod") and dtypes[s.tensor] in FLOATS:
             yield SUMMED
-        elif s.accumulate is None and s.scattered and not is_constant(s.value):
+        elif s.accumulate is None and any(map(is_loaded, s.index)) and not is_constant(s.value):
             yield WRITTEN
+
+
+def is_loaded(index: Index) -> bool:
+    return any(isinstance(a, Value) for a in index.atoms())
 
 
 def is_constant(value: Expr) -> bool:
