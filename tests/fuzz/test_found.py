@@ -539,12 +539,18 @@ FOUND: dict[str, Found] = {
         (lambda: [f(1, 17, dtype=torch.bfloat16)], lambda: [f(1, 8, dtype=torch.bfloat16)]),
         DYNAMIC,
     ),
-    # eager's copy has what lies between the elements, which strides may then read (61003138)
+    # eager's copy has what lies between the elements, which strides may then read (61003138,
+    # 62006483)
     "what lies between": Found(
         """a = torch.select_scatter(x, x.select(0, 1), 0, 2)
         b = torch.slice_scatter(a.transpose(0, 1), x[:1].transpose(0, 1), 1, 0, 1)
         return a.as_strided((4, 5), (3, 1)), b.t()[1:].as_strided((2, 7), (1, 1))""",
         (lambda: [f(5, 6, 2)[..., :1].select(-1, 0)],),
+    ),
+    "written in place between others": Found(
+        """x.addcdiv_(y, y.abs() + 1, value=-0.1)
+        return x.as_strided((2, 2), (1, 1)) + 1""",
+        (lambda: [f(33, 4)[:, ::4], f(33, 1)],),
     ),
     # torch's rule was asked of a copy that is not known to be in order, without end (62004011)
     "mirrored half of rows": Found(

@@ -397,16 +397,20 @@ def stack(ctx: LowerContext, tensors: Sequence[Value], dim: int = 0) -> Value:
 
 
 # -- a tensor with a part replaced -----------------------------------------------------------------
-REPLACING = ("aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter")
+REPLACING = ("aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter", "aten.copy")
 
 
 def apart(ctx: LowerContext) -> None:
     """Eager writes into a copy with the same strides: where elements of the tensor share memory so
-    do those of the copy, and more are replaced than the part. What lies between its elements is
-    copied as well."""
-    fake = argument(ctx, 0, "self")
-    if overlaps(fake):
+    do those of the copy, and more are replaced than the part."""
+    if overlaps(argument(ctx, 0, "self")):
         raise ctx.decline("a part is written to a tensor whose elements share memory")
+    without_gaps(ctx)
+
+
+def without_gaps(ctx: LowerContext) -> None:
+    """Eager's copy also has what lies between the elements, which strides may read."""
+    fake = argument(ctx, 0, "self")
     sizes = [ctx.size(n) for n in fake.shape]
     if storage_order(sizes, ctx.strides_of(fake)) is None and read_by_strides(ctx.node):
         raise ctx.decline("memory between the elements is read, by strides that are given")
@@ -643,6 +647,7 @@ def clone(ctx: LowerContext, x: Value, **kwargs: Any) -> Value:
 def copy(ctx: LowerContext, x: Value, src: Value, non_blocking: bool = False) -> Value:
     if argument(ctx, 0, "self").device != argument(ctx, 1, "src").device:
         raise ctx.decline("copies between devices")
+    without_gaps(ctx)
     value = make(ctx, x.shape, lambda idx: cast(broadcast(src, idx), x.dtype))
     return ctx.define(value, ctx.dense_layout(ctx.fake()))
 
