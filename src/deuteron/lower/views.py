@@ -418,13 +418,13 @@ def without_gaps(ctx: LowerContext) -> None:
 
 def read_by_strides(node: Any) -> bool:
     """Whether strides are given for a tensor, or for a view or a changed copy of it."""
-    left, seen = [node], {node}
+    left = [node]
     while left:
-        for user in left.pop().users:
+        base = left.pop()
+        for user in (u for u in base.users if u.args and u.args[0] is base):
             if packet(user.target) in PLACING:
                 return True
-            if user not in seen and (is_view(user) or packet(user.target) in REPLACING):
-                seen.add(user)
+            if is_view(user) or packet(user.target) in REPLACING:
                 left.append(user)
     return False
 
