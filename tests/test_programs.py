@@ -142,6 +142,7 @@ PLAIN: list[tuple[str, Function, tuple[Any, ...]]] = [
         lambda x: torch.nan_to_num(x / x),
         (torch.zeros(4, 8, dtype=torch.complex64),),
     ),
+    ("signs of fractions", lambda x: 1 / torch.frac(x), (torch.tensor([-0.0, 0.0, -3.0, -0.5]),)),
 ]
 PLAIN = [(n, f, (a[0], a[1].T.contiguous()) if n == "int product" else a) for n, f, a in PLAIN]
 PLAIN += [("longer cat", PLAIN[20][1], tuple(R(3, 4) for _ in range(40)))]
@@ -353,6 +354,7 @@ REFUSED: dict[str, Function] = {
     "silu": F.silu,
     "variance": lambda x: x.var(-1),
     "hypot": lambda x: torch.hypot(x, x),
+    "frac": torch.frac,
     "nextafter": lambda x: torch.nextafter(x, x + 1),
 }
 

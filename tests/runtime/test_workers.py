@@ -113,13 +113,13 @@ def test_side_by_side(builder: Builder, helpers: Any, tmp_path: Path) -> None:
     assert [t.result() for t in tasks] == [True, True]
 
 
-def test_one_core_needs_no_process() -> None:
+def test_one_after_the_other() -> None:
     b = Builder(1)
     tasks = [b.submit(os.getpid) for _ in range(3)]
-    assert not tasks[0].done()
-    assert {t.result() for t in tasks} == {os.getpid()} and not b.processes()
+    assert [t.result() for t in tasks] == b.processes() * 3 and os.getpid() not in b.processes()
     with pytest.raises(ZeroDivisionError):
         b.submit(operator.truediv, 1, 0).result()
+    b.close()
 
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,6 +313,12 @@ def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 # -- pointwise -------------------------------------------------------------------------------------
+@own("aten.frac.default")
+def frac(x: Tensor) -> Tensor:
+    """Eager's: 0.0 of -0.0, where the rule of torch 2.11 has -0.0."""
+    return x - torch.trunc(x) if x.dtype.is_floating_point else NotImplemented
+
+
 @own("aten.round.decimals")
 def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
     """Scaled, rounded and scaled back in the compute dtype, as eager does; torch's rule emits

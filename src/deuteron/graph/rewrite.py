@@ -20,6 +20,7 @@ from deuteron.graph.cse import merge_common
 from deuteron.graph.edit import Editor
 from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
+from deuteron.graph.random_ops import SEED
 from deuteron.graph.rules import ROWS
 
 
@@ -64,7 +65,9 @@ def apply_rows(gm: fx.GraphModule) -> dict[str, int]:
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Drops what nobody reads and what has no effect. A random draw that nobody reads goes too."""
+    """Drops what nobody reads and what has no effect. A draw from torch's generator has one on the
+    draws after it; the seed of our own numbers has none that counts."""
     for node in reversed(graph.nodes):
-        if not node.users and node.op not in ("placeholder", "output") and not ops.has_effect(node):
+        draws = ops.is_random(node) and node.target is not SEED
+        if not (node.users or draws or ops.has_effect(node)):
             graph.erase_node(node)

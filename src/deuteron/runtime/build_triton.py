@@ -2,9 +2,9 @@
 
 In: `codegen.triton.generate.TritonKernel`, one of its configurations, and a GPU by compute
 capability. Out: a `Binary`: machine code and what its launch needs. Building touches no GPU, so it
-runs anywhere, for any GPU, in any process: in processes of its own where there are several cores
-(`submit`), where nothing of torch is imported. Results are kept in the cache as the code itself and
-a JSON file; nothing of Triton is imported where they are found there.
+runs anywhere, for any GPU: in processes of its own (`submit`), where nothing of torch is imported
+and which LLVM may end as it likes. Results are kept in the cache as the code itself and a JSON
+file; nothing of Triton is imported where they are found there.
 
 ``python -m deuteron.runtime.build_triton FILE`` builds again what could not be built.
 """
@@ -166,7 +166,12 @@ def submit(
     if found is not None:
         return found
     return _builder(options.worker_count(), options.build_timeout).submit(
-        built, job, options, explain=lambda e: _explained(e, job, options)
+        built,
+        job,
+        options,
+        explain=lambda e: _explained(e, job, options),
+        # LLVM ends its process over some kernels, with some numbers of warps (seed 65101685).
+        others=[(job, options, n) for n in range(len(_warps(job)))],
     )
 
 
@@ -183,14 +188,15 @@ def build(
     return found if isinstance(found, Binary) else found.result()
 
 
-def built(job: Job, options: Options) -> Binary:
-    """The binary, from the cache or built in this process."""
+def built(job: Job, options: Options, first: int = 0) -> Binary:
+    """The binary, from the cache or built in this process. `first`: of the numbers of warps, the
+    one to begin with."""
     cache, key = Cache.open(options), job.key()
     with cache.lock(key, options.build_timeout + 10.0):
         found = _read(cache, key)
         if found is not None:
             return found
-        code, about = _compile(job, cache, options)
+        code, about = _compile(job, cache, options, first)
         cache.put(key, ".cubin", code)
         cache.put(key, ".json", json.dumps(about).encode())
         return Binary(code=code, **about)
@@ -206,7 +212,9 @@ def _read(cache: Cache, key: str) -> Binary | None:
         return None
 
 
-def _compile(job: Job, cache: Cache, options: Options) -> tuple[bytes, dict[str, Any]]:
+def _compile(
+    job: Job, cache: Cache, options: Options, first: int = 0
+) -> tuple[bytes, dict[str, Any]]:
     """Machine code and what is known of it. Where one of Triton's own passes fails, other numbers
     of warps are tried."""
     import triton
@@ -225,7 +233,7 @@ def _compile(job: Job, cache: Cache, options: Options) -> tuple[bytes, dict[str,
         asked["maxnreg"] = job.registers
     if job.debug:
         asked |= {"debug": True, "sanitize_overflow": False}
-    target, numbers = GPUTarget("cuda", job.capability, 32), _warps(job)
+    target, numbers = GPUTarget("cuda", job.capability, 32), _warps(job)[first:]
     for warps in numbers:
         try:
             with _own_folder(cache):

@@ -6,8 +6,8 @@ when there has been none for a while, or when this process ends in whatever way.
 interpreters, which import the function's module and nothing else: not torch, not the user's
 program. A crash, a hang or an interrupt there is an error here, and nothing worse.
 
-With one core, or where no process can be started, the function runs here when its result is asked
-for. Pickles travel only between this process and its own children.
+Where no process can be started, the function runs here when its result is asked for. Pickles
+travel only between this process and its own children.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, BinaryIO
 
@@ -46,7 +46,9 @@ Explain = Callable[[BuildError], BuildError]
 
 
 class Task:
-    """A function that was submitted. `explain` may add to the error of a process that died."""
+    """A function that was submitted. Each time that its process dies it is tried with the next of
+    `others`: arguments, by default the same once more, as the process may have been ended from
+    outside. `explain` may add to the error when there are none left."""
 
     def __init__(
         self,
@@ -54,12 +56,13 @@ class Task:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         explain: Explain | None = None,
+        others: Sequence[tuple[Any, ...]] | None = None,
     ) -> None:
         self.builder, self.function, self.args = builder, function, args
         self.explain = explain
+        self.others = deque([args] if others is None else others)
         self.future: Future[Any] = Future()
         self.process = os.getpid()
-        self.lost = False  # whether a process died with it
 
     def done(self) -> bool:
         return self.future.done()
@@ -85,7 +88,7 @@ class Task:
 
 
 class Builder:
-    """At most `count` processes; 1: none. A call may take `seconds`."""
+    """At most `count` processes. A call may take `seconds`."""
 
     def __init__(self, count: int, seconds: float = 300.0) -> None:
         self.count, self.seconds = count, seconds
@@ -108,26 +111,27 @@ class Builder:
         self._reset()
 
     def submit(
-        self, function: Callable[..., Any], *args: Any, explain: Explain | None = None
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        explain: Explain | None = None,
+        others: Sequence[tuple[Any, ...]] | None = None,
     ) -> Task:
-        task = Task(self, function, args, explain)
-        if self.count > 1:
-            with self._changed:
-                self._waiting.append(task)
-                if self._free < len(self._waiting) and len(self._workers) < self.count:
-                    self._hire()
-                self._changed.notify()
+        task = Task(self, function, args, explain, others)
+        with self._changed:
+            self._waiting.append(task)
+            if self._free < len(self._waiting) and len(self._workers) < self.count:
+                self._hire()
+            self._changed.notify()
         return task
 
     def withdraw(self, task: Task) -> bool:
         """Whether the task is the caller's to run: nobody else has it, or will."""
         with self._changed:
-            if self.count > 1 and self._workers:
+            if self._workers or task not in self._waiting:
                 return False
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(task)
-                return True
-            return self.count <= 1
+            self._waiting.remove(task)
+            return True
 
     def processes(self) -> list[int]:
         """Numbers of the processes that live."""
@@ -184,9 +188,8 @@ class Builder:
         except (OSError, EOFError, pickle.UnpicklingError) as e:
             code = worker.kill(patience=0.0 if isinstance(e, TimeoutError) else 1.0)
             good, value = False, _lost(task, e, code)
-            if not task.lost and not isinstance(e, TimeoutError):
-                # Another process may do better: this one may have been ended from outside.
-                task.lost = True
+            if task.others and not isinstance(e, TimeoutError):
+                task.args = task.others.popleft()
                 with self._changed:
                     self._waiting.appendleft(task)
                     self._changed.notify()
