@@ -280,6 +280,13 @@ FOUND: dict[str, Found] = {
         return (v / (x.abs() + 3))[:, y % 11], torch.lerp(v, v, 0.3).sum(0)""",
         (lambda: [f(17, 23, dtype=torch.float16)[:, :22:2], (f(17, 17) * 9).to(torch.int64)],),
     ),
+    # g++ 12: of equal constants with a zero behind them, moved as one number, the zero was lost
+    "equal numbers and a zero": Found(
+        """v = torch.where(x > x, x, 1.5)
+        rows = torch.cat([v, torch.zeros_like(v[:, :1])], 1).sum(0)
+        return torch.dot(v.reshape(-1), v.reshape(-1)), x.to(torch.bool), rows""",
+        (lambda: [f(3, 13, dtype=torch.float64)], lambda: [f(8, 7, dtype=torch.float64)]),
+    ),
     # GCC 12 took what is loaded under one mask in the wrong order, too (its bug 114375)
     "elements twice": Found(
         """v = torch.cat([x, x], -2)

@@ -72,7 +72,8 @@ PART = 2.0**-64
 # differ where a number is the mean (x * scale + shift rarely is exactly 0 there, (x - mean) * scale
 # is), where numbers are infinite (which infinities are subtracted) or near that (Welford's
 # differences of large numbers, which a sum does not form); and those in which what is rounded on
-# the way cancels (the logarithm of a sum that is nearly 1, where one number is the largest by far).
+# the way cancels (the logarithm of a sum that is nearly 1, where one number is the largest by far)
+# or counts for more than a unit in the last place of the result (weights of attention).
 STEPS = frozenset(
     [
         "native_layer_norm",
@@ -87,6 +88,7 @@ STEPS = frozenset(
         "_log_softmax",
         "_log_softmax_backward_data",
         "logsumexp",
+        "_scaled_dot_product_flash_attention_for_cpu",
     ]
 )
 # Those whose vectors and left-over elements differ where NaN came in: what the latter give there,

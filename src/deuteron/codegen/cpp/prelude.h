@@ -29,6 +29,10 @@ typedef double f64;
 #define D_FN static inline __attribute__((always_inline))
 #define D_INF __builtin_inff()
 #define D_NAN __builtin_nanf("")
+// Vectors at any address. By memcpy they are numbers of 512 bits to g++ (`FLAGS` in kernels.py).
+template <class V> struct __attribute__((packed, may_alias)) d_vector { V v; };
+template <class V> D_FN V d_load(const void* from) { return ((const d_vector<V>*)from)->v; }
+template <class V> D_FN void d_store(void* to, V x) { ((d_vector<V>*)to)->v = x; }
 
 //@ d_bits
 D_FN u32 d_bits(f32 x) { return __builtin_bit_cast(u32, x); }

@@ -59,14 +59,9 @@ D_FN d_v_i64 d_swap(d_v_i64 x, d_v_i64 at) { return __builtin_shuffle(x, at); }
 // Combines an array of lanes (a multiple of 64 bytes) in registers: arrays into one register, then
 // halves of it.
 template <class V, class I, class F> D_FN V d_lanes(const void* from, int vectors, F f) {
-  V x;
-  __builtin_memcpy(&x, from, 64);
+  V x = d_load<V>(from);
 #pragma GCC unroll 8
-  for (int k = 1; k < vectors; ++k) {
-    V y;
-    __builtin_memcpy(&y, (const char*)from + 64 * k, 64);
-    x = f(x, y);
-  }
+  for (int k = 1; k < vectors; ++k) x = f(x, d_load<V>((const char*)from + 64 * k));
   if constexpr (sizeof(x[0]) == 4) {
     x = f(x, d_swap(x, I{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
     x = f(x, d_swap(x, I{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
@@ -97,8 +92,7 @@ template <int n, class T> D_FN T d_lanes_nan(const T* a) {
   V bad = {};
 #pragma GCC unroll 8
   for (int k = 0; k < n * (int)sizeof(T) / 64; ++k) {
-    V x;
-    __builtin_memcpy(&x, (const char*)a + 64 * k, 64);
+    V x = d_load<V>((const char*)a + 64 * k);
     bad += x != x ? x : V{};
   }
   return d_lanes_sum<64 / sizeof(T)>((const T*)&bad);
@@ -130,9 +124,7 @@ template <int step, class F> D_FN d_v_f64 d_scan_step(d_v_f64 x, d_v_f64 neutral
   return f(x, (d_v_f64)__builtin_shuffle(neutral, x, at));
 }
 template <class F> D_FN void d_scan(f64* a, f64* carry, f64 first, F f) {
-  d_v_f64 neutral = first + d_v_f64{}, x, y;
-  __builtin_memcpy(&x, a, 64);
-  __builtin_memcpy(&y, a + 8, 64);
+  d_v_f64 neutral = first + d_v_f64{}, x = d_load<d_v_f64>(a), y = d_load<d_v_f64>(a + 8);
   x = d_scan_step<1>(x, neutral, f), y = d_scan_step<1>(y, neutral, f);
   x = d_scan_step<2>(x, neutral, f), y = d_scan_step<2>(y, neutral, f);
   x = d_scan_step<4>(x, neutral, f), y = d_scan_step<4>(y, neutral, f);
@@ -140,8 +132,7 @@ template <class F> D_FN void d_scan(f64* a, f64* carry, f64 first, F f) {
   d_v_f64 before = *carry + d_v_f64{};
   *carry = f(d_v_f64{*carry}, d_v_f64{y[7]})[0];
   x = f(before, x), y = f(before, y);
-  __builtin_memcpy(a, &x, 64);
-  __builtin_memcpy(a + 8, &y, 64);
+  d_store(a, x), d_store(a + 8, y);
 }
 D_FN void d_scan_sum(f64* a, f64* carry) {
   d_scan(a, carry, 0, [](d_v_f64 x, d_v_f64 y) { return x + y; });
@@ -191,7 +182,7 @@ template <bool past, class Row> D_FN void d_row_out(char* to, Row x) {
   typedef f32 Line __attribute__((vector_size(64)));
   if constexpr (past && sizeof(Row) == 64) return __builtin_ia32_movntps512((f32*)to, (Line)x);
 #endif
-  __builtin_memcpy(to, &x, sizeof(Row));
+  d_store(to, x);
 }
 // Q squares of N x N elements; strides in bytes.
 template <class W, int N, int Q, bool past>
@@ -201,8 +192,7 @@ static inline void d_transpose_squares(const char* from, i64 from_stride, char* 
 #pragma GCC unroll 2
   for (int q = 0; q < Q; ++q) {
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i)
-      __builtin_memcpy(&r[q][i], from + (q * N + i) * from_stride, sizeof(Row));
+    for (int i = 0; i < N; ++i) r[q][i] = d_load<Row>(from + (q * N + i) * from_stride);
     if (N == 16) d_exchange<N / 2, N, Row>(r[q]);
     d_exchange<4, N, Row>(r[q]), d_exchange<2, N, Row>(r[q]), d_exchange<1, N, Row>(r[q]);
   }
@@ -289,7 +279,7 @@ typedef f32 d_line __attribute__((vector_size(16)));
 #if defined(__SSE__)
 D_FN void d_line_out(char* to, d_line x) { __builtin_ia32_movntps((f32*)to, x); }
 #else
-D_FN void d_line_out(char* to, d_line x) { __builtin_memcpy(to, &x, sizeof(x)); }
+D_FN void d_line_out(char* to, d_line x) { d_store(to, x); }
 #endif
 #endif
 // Before other threads may read it.
@@ -306,7 +296,9 @@ template <class T> D_FN void d_stream(T* to_, const T* from_, i64 n) {
   __builtin_memcpy(to, from, k);
   for (; k + 64 <= bytes; k += 64) {
     d_line x[64 / sizeof(d_line)];
-    __builtin_memcpy(x, from + k, 64);
+#pragma GCC unroll 4
+    for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
+      x[i] = d_load<d_line>(from + k + i * sizeof(d_line));
 #pragma GCC unroll 4
     for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
       d_line_out(to + k + i * sizeof(d_line), x[i]);
@@ -319,8 +311,9 @@ template <class T> D_FN i64 d_line_start(const T* at, i64 low, i64 high) {
   return n < high ? n : high;
 }
 template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
-  if ((u64)to & 63) __builtin_memcpy(to, from, n * sizeof(T));
-  else d_stream(to, from, n);
+  if (!((u64)to & 63)) return d_stream(to, from, n);
+  for (int k = 0; k < (int)(n * sizeof(T)); k += sizeof(d_line))
+    d_store((char*)to + k, d_load<d_line>((const char*)from + k));
 }
 
 //@ d_rand_lanes
@@ -411,11 +404,9 @@ template <int s, class T> D_FN void d_every(T* to, const T* from, i64 n) {
     if (n >= 16) {
       for (i64 k = 0; k < n; k += 16) {
         i64 at = k < n - 16 ? k : n - 16;
-        Row x, y;
-        __builtin_memcpy(&x, from + 2 * at, 64);
-        __builtin_memcpy(&y, from + 2 * at + 15, 64);
+        Row x = d_load<Row>(from + 2 * at), y = d_load<Row>(from + 2 * at + 15);
         x = __builtin_shuffle(x, y, At{0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31});
-        __builtin_memcpy(to + at, &x, 64);
+        d_store(to + at, x);
       }
       return;
     }
