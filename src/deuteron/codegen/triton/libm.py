@@ -52,6 +52,7 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     round_bf16,
     sigmoid_fast,
     sqrt_fast,
+    tanh_fast,
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     apart,
