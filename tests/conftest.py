@@ -38,7 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
+    """Neither what Dynamo compiled nor that there were hooks on saved tensors is left behind."""
     yield
+    support = sys.modules.get("deuteron.runtime.support")
+    if support is not None:
+        support.HOOKED.clear()
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()

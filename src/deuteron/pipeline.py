@@ -186,6 +186,7 @@ class Compilation:
                 self.options.threads,
                 self.options.verify,
                 lambda product, device: multiply(product, device, self.options) is not None,
+                self.phase,
             ),
         )
         if self.emitted.sequences:
@@ -235,6 +236,7 @@ class Compilation:
                 self.program,
                 self.schedule,
                 self.emitted,
+                self.phase,
                 bool(self.plan.given),
                 self.options,
                 self.record,

@@ -462,7 +462,7 @@ def test_the_oracle_knows_that_means_are_rounded(dtype: torch.dtype) -> None:
     for seed in (1, 3):
         with Shaken(seed, None):
             zeros, got = equal.var(0), others.var(0)
-        assert 0 < float((zeros.double() / (size * x[0].double()).square()).max()) < 2
+        assert 0 < float((zeros.double() / (size * x[0].double()).square()).max()) < 4
         assert float(((got.double() - want) / want).abs().max()) < 2 * eps
     with Shaken(1, None):
         assert x.var(0).isnan().all()

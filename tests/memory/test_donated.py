@@ -96,7 +96,7 @@ def test_what_others_see_is_not_overwritten() -> None:
 
 
 def test_hooks_on_saved_tensors() -> None:
-    """Packed copies are what the backward gets, and may overwrite."""
+    """What they give is theirs, and not overwritten."""
     g, _ = compiled(loss)
     x, w, t = logits()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):

@@ -42,6 +42,7 @@ class Recorded(Pretended):
             self.program,
             self.schedule,
             self.emitted,
+            self.phase,
             bool(self.plan.given),
             self.options,
             self.record,
@@ -137,6 +138,27 @@ def test_training(record: Any, keep: bool) -> None:
         for a, c in zip(grads, [y.grad, *(p.grad for p in net.parameters())], strict=True):
             torch.testing.assert_close(a, c, rtol=1e-3, atol=1e-3)
         net.zero_grad()
+
+
+def test_hooks_on_saved_tensors(record: Any) -> None:
+    """What they give has strides of its own: backwards are no longer replayed, forwards are."""
+    f = lambda x, w: block(x.t(), w, w[0])  # noqa: E731
+    g = record(f)
+    w = R(64, 64, requires_grad=True)
+    for hooked in (False, False, False, True, True, False):
+        x = R(64, 64, requires_grad=True)
+        pack = lambda t: t.mT.contiguous().mT  # noqa: E731
+        if hooked:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                out = g(x, w)
+        else:
+            out = g(x, w)
+        before = replays()
+        got = torch.autograd.grad(out.square().sum(), (x, w))
+        want = torch.autograd.grad(f(x, w).square().sum(), (x, w))
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert replays() == before >= 7, decisions(g.seen)
+    assert "a forward ran under hooks on saved tensors" in decisions(g.seen)
 
 
 def test_two_forwards_before_their_backwards(record: Any) -> None:

@@ -24,6 +24,7 @@ from deuteron.ir.program import Input, Program
 
 SUPPORT = (
     *(
+        "HOOKED",
         "as_traced",
         "empty",
         "empty_cpu",
@@ -33,6 +34,7 @@ SUPPORT = (
         "keeps_graph",
         "leave_device",
         "leaves",
+        "look_for_hooks",
     ),
     *("numbers", "place", "pointers", "remember", "stream", "threads", "typed", "view"),
 )
@@ -57,14 +59,16 @@ class Emitted:
 @dataclass(frozen=True)
 class Request:
     """What a module is asked to be: its first line, lines about it, the threads of CPU kernels (0:
-    as many as torch uses), whether each kernel's results are compared with the reference, and
-    which matrix products (of a device) are made without ATen."""
+    as many as torch uses), whether each kernel's results are compared with the reference, which
+    matrix products (of a device) are made without ATen, and whether it is an inference, forward or
+    backward."""
 
     title: str
     about: tuple[str, ...] = ()
     threads: int = 0
     watch: bool = False
     products: Callable[[Product, str], bool] = lambda product, device: False
+    phase: str = "inference"
 
 
 @dataclass(frozen=True)

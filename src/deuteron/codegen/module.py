@@ -237,12 +237,25 @@ class Writer:
             number = torch.device(device).index or 0
             self.line(f"now_{number} = stream({number})")
         if self.plan.given:
-            self.line("donated = not keeps_graph()")
+            self.line("donated = not (HOOKED or keeps_graph())")
         for s, (kind, where, dim) in self.program.sizes:
             if kind in ("shape", "stride"):
                 what = f"shape[{dim}]" if kind == "shape" else f"stride({dim})"
                 self.line(f"{s.name} = {names[where]}.{what}")
         self.compute_sizes()
+        if self.request.phase == "forward":
+            self.line("look_for_hooks()")
+        if self.request.phase == "backward":
+            self.hooked()
+
+    def hooked(self) -> None:
+        """Gives what came through hooks on saved tensors the strides that it was saved with."""
+        given = [d for d in self.program.defs if isinstance(d, Input) and d.layout.strides]
+        if given:
+            self.line("if HOOKED:")
+        for d in given:
+            v = self.variable(d.name)
+            self.line(f"    {v} = as_traced({v}, {sizes_text(d.layout.strides)})")
 
     def compute_sizes(self) -> None:
         """Sizes that are computed from those known so far."""

@@ -114,6 +114,7 @@ def graphed(
     program: Program,
     schedule: Schedule,
     emitted: Emitted,
+    phase: str,
     given: bool,
     options: Options,
     record: Record,
@@ -133,7 +134,7 @@ def graphed(
     where = next(iter(lay.device for lay in schedule.layouts.values()))
     number = torch.device(where).index or 0
     graphs = Graphs(call, program, emitted, device(number, options), number, record)
-    return graphs.entrance(given)
+    return graphs.entrance(phase, given)
 
 
 @dataclass
@@ -194,11 +195,14 @@ class Graphs:
         self.recorded = 0
         self.off = False
 
-    def entrance(self, given: bool) -> Call:
-        """The function that is called, as text of its own: it runs every time."""
+    def entrance(self, phase: str, given: bool) -> Call:
+        """The function that is called, as text of its own: it runs every time. What came through
+        hooks on saved tensors may have other strides than what was recorded."""
         parts = [f"stream({self.device})", *self.key, *(["keeps_graph()"] * given)]
+        hooks = {"forward": "look_for_hooks()", "backward": "if HOOKED: return through_hooks(args)"}
         text = f"""
 def call(args):
+    {hooks.get(phase, "")}
     before = enter_device({self.device})
     try:
         key = ({", ".join(parts)},)
@@ -208,7 +212,8 @@ def call(args):
         leave_device(before)
 """
         wanted = ("stream", "keeps_graph", "enter_device", "leave_device")
-        names = {n: self.names[n] for n in wanted} | {"table": self.table, "miss": self.miss}
+        names = {n: self.names[n] for n in (*wanted, "HOOKED", "look_for_hooks")}
+        names |= {"table": self.table, "miss": self.miss, "through_hooks": self.through_hooks}
         exec(compile(text, "<deuteron graphs>", "exec"), names)
         out: Call = names["call"]
         out._boxed_call = True  # type: ignore[attr-defined]
@@ -221,6 +226,12 @@ def call(args):
                 self.cuda.drop(found.stream, found.replay)
 
     # -- calls that are not replayed ---------------------------------------------------------------
+    def through_hooks(self, args: list[Any]) -> Sequence[Any]:
+        if not self.off:
+            self.off = True
+            self.refuse("a forward ran under hooks on saved tensors")
+        return self.call(args)
+
     def miss(self, key: Any, args: list[Any]) -> Sequence[Any]:
         """A call for which there is no graph."""
         if self.off or self.cuda.is_recording():

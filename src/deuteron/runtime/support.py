@@ -68,8 +68,9 @@ def typed(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_traced(t: Tensor | None, strides: Sequence[int]) -> Tensor | None:
-    """A library call's result with the strides that the rest of the program was compiled for. Some
-    calls return nothing where their fake results are tensors."""
+    """A library call's result, or what hooks made of a saved tensor, with the strides that the rest
+    of the program was compiled for. Some calls return nothing where their fake results are
+    tensors."""
     if t is None or t.stride() == strides:
         return t
     if all(a == b or n <= 1 for a, b, n in zip(t.stride(), strides, t.shape)) or not t.numel():
@@ -110,6 +111,27 @@ keeps_graph: Callable[[], bool] = getattr(
 )
 
 
+# Not empty once a forward ran under hooks on saved tensors: what a backward gets may then have
+# other strides than what was saved (`torch.autograd.graph.save_on_cpu` gives contiguous ones), and
+# be memory of the hooks'.
+HOOKED: list[bool] = []
+
+
+def _no_hooks(ignoring_tracing: bool) -> None:
+    return None
+
+
+_top_hooks: Callable[[bool], Any] = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", _no_hooks
+)
+
+
+def look_for_hooks() -> None:
+    """Called by forwards whose results autograd saves; 0.2 us."""
+    if _top_hooks(False) is not None and not HOOKED:
+        HOOKED.append(True)
+
+
 class IndexOutOfRange(DeuteronError, IndexError):
     """An index that the program loaded from a tensor is outside the tensor that it indexes."""
 
@@ -119,6 +141,7 @@ class AccessError(DeuteronError):
 
 
 __all__ = [
+    "HOOKED",
     "AccessError",
     "IndexOutOfRange",
     "as_traced",
@@ -130,6 +153,7 @@ __all__ = [
     "keeps_graph",
     "leave_device",
     "leaves",
+    "look_for_hooks",
     "numbers",
     "place",
     "pointers",
