@@ -14,10 +14,10 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
@@ -30,6 +30,7 @@ from deuteron.capture.partition import partition
 from deuteron.capture.regenerated import views_of_inputs
 from deuteron.graph import random
 from deuteron.graph.edit import Editor
+from deuteron.graph.strides import as_saved, report, saved_strides
 from deuteron.runtime import ahead
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -109,7 +110,13 @@ class Session:
         phase: str,
         record: Record,
     ) -> Any:
-        return self.runner(gm, list(inputs), phase=phase, options=self.options, record=record)
+        if phase == "backward":
+            as_saved(gm, inputs)
+        traced = saved_strides(gm)
+        call = self.runner(gm, list(inputs), phase=phase, options=self.options, record=record)
+        if phase == "forward":
+            report(gm, traced)
+        return call
 
     def compile_or_fall_back(
         self,
@@ -166,6 +173,14 @@ def boxed(compiled: Callable[..., Any]) -> Boxed:
     return call
 
 
+def unread_draws(eager_random: bool) -> AbstractContextManager[Any]:
+    """Keeps AOTAutograd from dropping draws whose numbers nobody reads: as in eager, they count for
+    those after them. By Inductor's option for that; torch's graphs ask it whoever compiles."""
+    if not eager_random:
+        return nullcontext()
+    return cast(AbstractContextManager[Any], torch._inductor.config.patch(fallback_random=True))
+
+
 def compile_graph(*args: Any, **kwargs: Any) -> Boxed:
     return pipeline().compile_graph(*args, **kwargs)
 
@@ -201,7 +216,8 @@ def deuteron_backend(
     compiled = ahead.prepare(gm, example_inputs, session.options)
     # Saved tensors are not written to by our backward; declared donated, they would make
     # retain_graph=True fail.
-    with collector_paused(), torch._functorch.config.patch(donated_buffer=False):
+    undonated = torch._functorch.config.patch(donated_buffer=False)
+    with collector_paused(), undonated, unread_draws(session.options.eager_random):
         call = aot(gm, example_inputs)
     compiled()
     return call

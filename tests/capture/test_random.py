@@ -151,6 +151,17 @@ def test_a_draw_that_nobody_reads_counts():
     assert all(map(torch.equal, traced.compile(f)(torch.ones(4)), expected))
 
 
+def test_a_draw_of_which_only_the_shape_is_read_counts():
+    """Decompositions take the shape alone, and AOTAutograd drops what nobody reads then (seed
+    68007967)."""
+    f = lambda x: (torch.rand_like(x).new_zeros(x.shape), torch.rand(4) + x)  # noqa: E731
+    torch.manual_seed(1)
+    expected = f(torch.ones(4))
+    torch.manual_seed(1)
+    g = torch.compile(f, backend="deuteron", fullgraph=True, options={"eager_random": True})
+    assert all(map(torch.equal, g(torch.ones(4)), expected))
+
+
 @pytest.mark.parametrize("eager_random", [False, True])
 def test_checkpoint_repeats_the_numbers(eager_random):
     traced = Traced(options={"eager_random": eager_random})

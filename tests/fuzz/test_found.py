@@ -287,6 +287,15 @@ FOUND: dict[str, Found] = {
         return torch.dot(v.reshape(-1), v.reshape(-1)), x.to(torch.bool), rows""",
         (lambda: [f(3, 13, dtype=torch.float64)], lambda: [f(8, 7, dtype=torch.float64)]),
     ),
+    # Of two values kept for a later pass over the row that are the same in a segment of it (there
+    # the triangle has them all), one was not stored (seed 68008931)
+    "a triangle's rows and all": Found(
+        """v = torch.atan2(x, x)
+        rows = torch.nn.functional.layer_norm(v.triu(1), v.shape[-1:])
+        moved = torch.nn.functional.pad(v, (-1, 1))
+        return rows, torch.mv(moved, moved[0]), v.to(torch.bool)""",
+        (lambda: [f(2, 3)], lambda: [f(3, 40)]),
+    ),
     # GCC 12 took what is loaded under one mask in the wrong order, too (its bug 114375)
     "elements twice": Found(
         """v = torch.cat([x, x], -2)

@@ -386,6 +386,7 @@ def partition(
     if (thread := getattr(P, "thread_graphsafe_rng_from_hops", None)) is not None:
         forward, backward = thread(forward, is_backward=False), thread(backward, is_backward=True)
     mark_donated(forward, backward, num_fwd_outputs)
+    forward.graph.output_node().meta[ops.RESULTS] = num_fwd_outputs
     return forward, backward
 
 

@@ -18,10 +18,10 @@ from torch import fx
 from deuteron.base.record import Record
 from deuteron.graph import ops
 from deuteron.graph.edit import Editor
+from deuteron.graph.strides import order_of, refresh, restore, strides_of
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-FORMATS = (torch.contiguous_format, torch.channels_last)
 # With fewer channels a convolution is as fast either way, and the conversion is not free.
 LEAST_CHANNELS = 16
 
@@ -34,8 +34,8 @@ def channels_last(gm: fx.GraphModule, record: Record) -> int:
     if any(base.op != "placeholder" for n in gm.graph.nodes for base in ops.placed(n)[-1:]):
         return 0  # strides are given for memory as it was traced
     outputs = gm.graph.output_node()
-    before = {n: _strides(n) for n in outputs.all_input_nodes}
-    if any(_format_of(s, n.meta["val"]) is None for n, s in before.items() if s is not None):
+    before = [(n, strides_of(n)) for n in outputs.all_input_nodes]
+    if any(s is not None and order_of(s, n.meta["val"]) is None for n, s in before):
         return 0
     editor = Editor(gm)
     changed: set[fx.Node] = set()
@@ -44,9 +44,9 @@ def channels_last(gm: fx.GraphModule, record: Record) -> int:
         if node in found:
             count += _convert(editor, node, changed)
         if node.op == "call_function" and any(a in changed for a in node.all_input_nodes):
-            _refresh(editor, node, changed)
+            refresh(editor, node, changed)
     if count:
-        _restore(editor, outputs, before)
+        restore(editor, outputs, before)
         record.add(
             "decision",
             subject="layout",
@@ -103,19 +103,6 @@ def _worth(found: list[fx.Node]) -> bool:
     return wide > 0.5 * total
 
 
-def _strides(node: fx.Node) -> tuple[Any, ...] | None:
-    val = node.meta.get("val")
-    return tuple(val.stride()) if isinstance(val, torch.Tensor) else None
-
-
-def _format_of(strides: tuple[Any, ...], t: torch.Tensor) -> torch.memory_format | None:
-    """The memory format that has these strides; None for others."""
-    for f in FORMATS[: 2 if t.dim() == 4 else 1]:
-        if torch.empty(t.shape, device="meta").contiguous(memory_format=f).stride() == strides:
-            return f
-    return None
-
-
 def _convert(editor: Editor, node: fx.Node, changed: set[fx.Node]) -> int:
     done = 0
     for k, a in enumerate(_tensors(node)):
@@ -127,34 +114,6 @@ def _convert(editor: Editor, node: fx.Node, changed: set[fx.Node]) -> int:
         changed.add(new)
         done = 1
     return done
-
-
-def _refresh(editor: Editor, node: fx.Node, changed: set[fx.Node]) -> None:
-    """The fake result for arguments with new strides."""
-    old = node.meta.get("val")
-    try:
-        new = editor.evaluate(node)
-    except RuntimeError:
-        if node.target not in (aten.view.default, aten._unsafe_view.default):
-            raise
-        node.target = aten.reshape.default  # no view any more
-        new = editor.evaluate(node)
-    if not isinstance(old, torch.Tensor) or new.stride() != old.stride():
-        changed.add(node)
-    node.meta["val"] = new
-
-
-def _restore(
-    editor: Editor, outputs: fx.Node, before: dict[fx.Node, tuple[Any, ...] | None]
-) -> None:
-    """What is returned has the strides that were promised."""
-    for node, strides in before.items():
-        if strides is None or _strides(node) == strides:
-            continue
-        memory_format = _format_of(strides, node.meta["val"])
-        with editor.before(outputs):
-            new = editor.call(aten.clone.default, node, like=node, memory_format=memory_format)
-        outputs.replace_input_with(node, new)
 
 
 __all__ = ["channels_last"]

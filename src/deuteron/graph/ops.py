@@ -179,6 +179,18 @@ def placed(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+# Of the output node of a forward: how many of its results are the caller's. What follows is saved
+# for the backward, which is compiled for the strides that it finds.
+RESULTS = "deuteron_results"
+
+
+def results_of(output: fx.Node) -> tuple[list[Any], list[Any]]:
+    """What a graph returns: with the strides that were traced, and with any."""
+    found: Any = output.args[0]
+    count = output.meta.get(RESULTS, len(found))
+    return list(found[:count]), list(found[count:])
+
+
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None

@@ -135,12 +135,12 @@ def _views(node: fx.Node) -> list[fx.Node]:
 
 
 def _promised(node: fx.Node) -> bool:
-    """Whether the graph returns the node or a view of it, or gives strides for one: its own are
-    then promised."""
-    todo = [node]
+    """Whether the graph returns the node or a view of it to its caller, or gives strides for one:
+    its own are then promised."""
+    todo, results = [node], ops.results_of(node.graph.output_node())[0]
     while todo:
         n = todo.pop()
-        if any(u.op == "output" or ops.packet(u.target) in ops.PLACING for u in n.users):
+        if n in results or any(ops.packet(u.target) in ops.PLACING for u in n.users):
             return True
         todo += _views(n)
     return False

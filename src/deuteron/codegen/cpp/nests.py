@@ -281,13 +281,15 @@ class PassWriter:
         """Everything that one point does, into the current scope."""
         em = self.env.em
         em.buffered = self.buffered(seg, lane_linear)
-        keep = dict(seg.keep)
+        keep = list(seg.keep)  # of what differs elsewhere, two may be the same in this segment
         only = f"if ({em.guard}) " if em.guard is not None else ""
 
         def put_kept(ready: Callable[[Expr], bool]) -> None:
-            for node in [n for n in keep if ready(n)]:
+            for pair in [x for x in keep if ready(x[0])]:
+                keep.remove(pair)
+                node, row = pair
                 place = lane_linear if lane_linear is not None else em.index(seg.linear)
-                em.scope.add(f"{only}{keep.pop(node)}[{place}] = {em.value(node)};")
+                em.scope.add(f"{only}{row}[{place}] = {em.value(node)};")
 
         put_kept(
             lambda n: not any(x.op == "load" and x.attr[0] in self.prefix_names for x in n.walk())
