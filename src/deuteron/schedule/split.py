@@ -62,7 +62,8 @@ def relieve(fusion: Fusion) -> None:
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
         if not beside and (
-            now.occupancy >= profit.LOW or not profit.splittable(group, fusion.layouts, spec)
+            now.occupancy >= profit.low(group, fusion.layouts)
+            or not profit.splittable(group, fusion.layouts, spec)
         ):
             continue
         found = split(group, fusion, spec)

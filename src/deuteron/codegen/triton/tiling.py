@@ -29,6 +29,7 @@ from deuteron.codegen.loops import (
 )
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.profit import BUSY, columns_together
 from deuteron.schedule.teams import share, team_of
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
@@ -44,8 +45,6 @@ WASTE = 1.1
 # Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
 # they have at least so many.
 LEAST_RAGGED = 1 << 14
-# The share of a device's cores that programs of columns keep busy at least, to be wider.
-BUSY = 0.9
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
 APART = 4
 # Where elements are read one by one, neighbours in memory are for neighbouring threads: one
@@ -528,7 +527,7 @@ def _column_blocks(nx: int, nr: int, moved: int, spec: DeviceSpec) -> tuple[Bloc
     """
 
     def tile(x: int, elements: int, stages: int) -> Blocks:
-        x = min(x, power(nx))
+        x = min(x, power(nx), columns_together(nx, spec.cores))
         while x > 8 and nx < x * spec.cores * BUSY:
             x //= 2
         r = min(power(nr), max(1, elements // x))

@@ -1,0 +1,105 @@
+"""Products of odd sizes as products of padded matrices (`graph/padding.py`), which happens on GPUs;
+here where their devices are not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deuteron.backend import collecting
+from deuteron.graph import padding
+from deuteron.runtime.support import HOOKED
+
+R = torch.randn
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(node: Any) -> bool:
+        sizes = padding._sizes(node)
+        return all(type(n) is int for n in sizes) and any(n % 8 for n in sizes)
+
+    monkeypatch.setattr(padding, "_worth", odd)
+
+
+class Head(nn.Module):
+    """Logits of an odd number of classes, and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.classes = nn.Linear(16, 24), nn.Linear(24, 61)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(self.classes(F.gelu(self.inner(x))).flatten(0, 1), t.flatten())
+
+
+def saved_by(f: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """What a forward returns, and the strides of what it saves."""
+    found: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (found.append(t.stride()), t)[1], id_):
+        out = f()
+    return out, found
+
+
+def id_(t: Tensor) -> Tensor:
+    return t
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_saved_logits_stay_as_the_product_left_them(hooked: bool) -> None:
+    torch.manual_seed(0)
+    net = Head()
+    compiled = torch.compile(net, backend="deuteron", fullgraph=True)
+    x, t = R(4, 10, 16, requires_grad=True), torch.randint(0, 61, (4, 10))
+    with collecting() as records:
+        out, strides = saved_by(lambda: compiled(x, t))
+    assert any(e["subject"] == "pad" for r in records for e in r.of("decision"))
+    assert (64, 1) in strides and (61, 1) not in strides
+    HOOKED.clear()
+    for _ in range(2):
+        if hooked:
+            pack = lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t)  # noqa: E731
+            with torch.autograd.graph.saved_tensors_hooks(pack, id_):
+                out = compiled(x, t)
+        else:
+            out = compiled(x, t)
+        inputs = (x, *net.parameters())
+        torch.testing.assert_close(out, net(x, t))
+        for a, b in zip(
+            torch.autograd.grad(out, inputs), torch.autograd.grad(net(x, t), inputs), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            assert a.stride() == b.stride()
+
+
+def views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Views of the product that are returned keep their strides, as what is saved does not."""
+    y = x @ w
+    return y.view(5, 5, -1), (y.sin() * y).sum(0), y.t().reshape(-1).exp()
+
+
+def shared(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A gradient is what was saved."""
+    y = x @ w
+    return ((y * w[:1]).sum(), y.tanh() @ w.t())
+
+
+@pytest.mark.parametrize("f", [views, shared])
+def test_results_keep_their_strides(f: Callable[..., tuple[Tensor, ...]]) -> None:
+    torch.manual_seed(0)
+    x, w = R(25, 13, requires_grad=True), R(13, 27, requires_grad=True)
+    compiled = torch.compile(f, backend="deuteron", fullgraph=True)
+    want, got = f(x, w), compiled(x, w)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert a.stride() == b.stride()
+    back = [torch.autograd.grad([o.square().sum() for o in out], (x, w)) for out in (got, want)]
+    for a, b in zip(*back, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        assert a.stride() == b.stride()
