@@ -82,7 +82,9 @@ class Session:
             for k, v in kwargs.items()
             if k in ("num_fwd_outputs", "static_lifetime_input_indices")
         }
-        with self.joint.timed("partition"):
+        # What a partition drops from one graph is in the other.
+        draws = unread_draws(False) if self.options.eager_random else nullcontext()
+        with self.joint.timed("partition"), draws:
             return partition(gm, inputs, **known, options=self.options, record=self.joint)
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], *, phase: str) -> Boxed:
@@ -173,12 +175,11 @@ def boxed(compiled: Callable[..., Any]) -> Boxed:
     return call
 
 
-def unread_draws(eager_random: bool) -> AbstractContextManager[Any]:
-    """Keeps AOTAutograd from dropping draws whose numbers nobody reads: as in eager, they count for
-    those after them. By Inductor's option for that; torch's graphs ask it whoever compiles."""
-    if not eager_random:
-        return nullcontext()
-    return cast(AbstractContextManager[Any], torch._inductor.config.patch(fallback_random=True))
+def unread_draws(kept: bool) -> AbstractContextManager[Any]:
+    """Whether torch's graphs keep draws whose numbers nobody reads. As in eager they count for
+    those after them; AOTAutograd drops them unless Inductor's option for that is set, whoever
+    compiles."""
+    return cast(AbstractContextManager[Any], torch._inductor.config.patch(fallback_random=kept))
 
 
 def compile_graph(*args: Any, **kwargs: Any) -> Boxed:
@@ -217,7 +218,8 @@ def deuteron_backend(
     # Saved tensors are not written to by our backward; declared donated, they would make
     # retain_graph=True fail.
     undonated = torch._functorch.config.patch(donated_buffer=False)
-    with collector_paused(), undonated, unread_draws(session.options.eager_random):
+    draws = unread_draws(True) if session.options.eager_random else nullcontext()
+    with collector_paused(), undonated, draws:
         call = aot(gm, example_inputs)
     compiled()
     return call

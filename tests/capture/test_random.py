@@ -162,6 +162,24 @@ def test_a_draw_of_which_only_the_shape_is_read_counts():
     assert all(map(torch.equal, g(torch.ones(4)), expected))
 
 
+def test_a_draw_that_nobody_reads_counts_in_training():
+    """Neither forward nor backward needs it, and a recomputed one stays in its place."""
+
+    def f(x, w):
+        shaped = torch.zeros_like(torch.rand(5, 5)).sum()
+        y = F.dropout(F.softplus(x) * w, 0.3)
+        zeros = torch.rand_like(x).new_zeros(3)
+        return F.dropout(y, 0.5) + shaped, torch.rand(3) + zeros
+
+    ins = [torch.randn(7, requires_grad=True) for _ in range(2)]
+    results = []
+    for g in (f, torch.compile(f, backend="deuteron", options={"eager_random": True})):
+        torch.manual_seed(1)
+        y, r = g(*ins)
+        results.append([y, r, *torch.autograd.grad(y.sum(), ins)])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("eager_random", [False, True])
 def test_checkpoint_repeats_the_numbers(eager_random):
     traced = Traced(options={"eager_random": eager_random})

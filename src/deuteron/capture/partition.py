@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -336,6 +336,33 @@ def extract(
     )
 
 
+def draws_of(graph: fx.Graph) -> list[fx.Node]:
+    """Draws that do not depend on incoming gradients."""
+    late: set[fx.Node] = set()
+    for n in graph.nodes:
+        if "tangents" in str(n.target) or any(a in late for a in n.all_input_nodes):
+            late.add(n)
+    return [n for n in graph.nodes if ops.is_random(n) and n not in late]
+
+
+def draw_again(
+    forward: fx.Graph, backward: fx.Graph, draws: Sequence[fx.Node], order: Mapping[str, int]
+) -> None:
+    """Puts draws that are in neither graph, since nobody reads them, into the forward, where the
+    joint graph's `order` has them: as in eager, those after them have other numbers without. Not
+    those that read what is not there."""
+    there = {n.name: n for n in forward.nodes}
+    others = {n.name for n in backward.nodes}
+    for draw in draws:
+        missing = any(a.name not in there for a in draw.all_input_nodes)
+        if draw.name in there or draw.name in others or missing:
+            continue
+        calls = (n for n in forward.nodes if n.op != "placeholder")
+        after = (n for n in calls if n.op == "output" or order.get(n.name, -1) > order[draw.name])
+        with forward.inserting_before(next(after)):
+            there[draw.name] = forward.node_copy(draw, lambda a: there[a.name])
+
+
 def partition(
     joint: fx.GraphModule,
     joint_inputs: Sequence[Any],
@@ -376,7 +403,10 @@ def partition(
     costs = Costs(info, options, outputs=frozenset(n for n in outputs if n in info.fw_order))
     saved = before_writes(joint, choose_saved(joint.graph, info, costs), info)
     note(record, saved, costs, info, joint.graph)
+    draws = draws_of(joint.graph) if options.eager_random else []
+    order = {n.name: k for k, n in enumerate(joint.graph.nodes)}
     forward, backward = extract(joint, saved, num_fwd_outputs, info)
+    draw_again(forward.graph, backward.graph, draws, order)
     if recomputes_random:
         symbols = sum(1 for n in saved if P.is_sym_node(n))
         forward, backward = P.functionalize_rng_ops(joint, forward, backward, symbols)

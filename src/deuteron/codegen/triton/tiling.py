@@ -29,7 +29,7 @@ from deuteron.codegen.loops import (
 )
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
-from deuteron.schedule.profit import BUSY, columns_together
+from deuteron.schedule.profit import BUSY
 from deuteron.schedule.teams import share, team_of
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
@@ -527,7 +527,7 @@ def _column_blocks(nx: int, nr: int, moved: int, spec: DeviceSpec) -> tuple[Bloc
     """
 
     def tile(x: int, elements: int, stages: int) -> Blocks:
-        x = min(x, power(nx), columns_together(nx, spec.cores))
+        x = min(x, power(nx))
         while x > 8 and nx < x * spec.cores * BUSY:
             x //= 2
         r = min(power(nr), max(1, elements // x))
