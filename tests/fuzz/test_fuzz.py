@@ -340,6 +340,20 @@ def test_what_torch_takes_for_strides() -> None:
     assert failure is not None and failure.kind == "torch"
 
 
+def test_strides_that_torch_takes_where_its_elements_differ_too() -> None:
+    """The strides of what is written in place are lost in AOTAutograd; without a compiler, eager's
+    gelu then has NaN for infinities of bfloat16, which is not to hide that (seed 72002970)."""
+
+    def added(x: torch.Tensor) -> torch.Tensor:
+        x.index_add_(0, torch.tensor([1]), x[:1].clone())
+        return torch.nn.functional.gelu(x)
+
+    x = torch.randn(2, 2, 8).bfloat16()
+    x[1, 1, 4] = torch.inf
+    failure = reproduce.check(added, added, [[x.permute(1, 0, 2)]], How())
+    assert failure is not None and failure.kind == "torch", failure
+
+
 def test_the_oracle_moves_sums_at_positions() -> None:
     """What is put at positions is exact, what is added there is not."""
     x, at, y = torch.full((9,), 0.3), torch.arange(9) % 2, torch.full((9,), 0.1)
