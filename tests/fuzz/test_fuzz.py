@@ -477,7 +477,8 @@ def test_the_oracle_knows_that_means_are_rounded(dtype: torch.dtype) -> None:
         with Shaken(seed, None):
             zeros, got = equal.var(0), others.var(0)
         assert 0 < float((zeros.double() / (size * x[0].double()).square()).max()) < 4
-        assert float(((got.double() - want) / want).abs().max()) < 2 * eps
+        steps = 6 if dtype is torch.float64 else 1  # each is moved, where nothing is wider
+        assert float(((got.double() - want) / want).abs().max()) < 2 * steps * eps
     with Shaken(1, None):
         assert x.var(0).isnan().all()
 
