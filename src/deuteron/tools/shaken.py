@@ -175,7 +175,9 @@ class Shaken(TorchDispatchMode):
         if self.odd and name in STEPS:
             return self.stepped(decomposition_table[func], args, kwargs or {})
         if self.odd and name in OTHERWISE and args[0].dtype is WIDEST and self.unit(args[0]) == EPS:
-            return self.stepped(OTHERWISE[name], args, kwargs or {})
+            out = func(*args, **(kwargs or {}))
+            other = self.stepped(OTHERWISE[name], args, kwargs or {})
+            return torch.where(out.isfinite(), other, out)  # of one number there is none
         if name in TRUTHS or (name == "_to_copy" and (kwargs or {}).get("dtype") is torch.bool):
             args = tree_map_only(Tensor, self.doubted, args)
         out = func(*args, **(kwargs or {}))
