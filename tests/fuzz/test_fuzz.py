@@ -483,6 +483,36 @@ def test_the_oracle_knows_that_means_are_rounded(dtype: torch.dtype) -> None:
         assert x.var(0).isnan().all()
 
 
+def test_runs_with_other_numbers_that_the_cpu_refuses_are_not_made_on_a_gpu() -> None:
+    """There they end the process: the numbers of an expanded tensor tie, and only where they do is
+    its largest one's position in range (seed 73002997)."""
+
+    def index(t: Tensor) -> Tensor:
+        where = t.argmax(0)
+        return t.index_fill(-1, where.reshape(-1)[:1] % 5, 1.0) + t.exp()
+
+    x = torch.arange(1.0, 4.0)[:, None].expand(3, 1)[None].expand(5, 3, 1)
+    made: list[bool] = []
+
+    def run(ts: list[Tensor]) -> Any:
+        made.append(int(ts[0].argmax(0)[0]) == 0)
+        return see(lambda xs: index(xs[0]), ts, False)
+
+    oracle = Oracle(run, run, [x])
+    assert len(oracle.others) > 4
+    assert not all(made), "these inputs move apart, else the test shows nothing"
+    made.clear()
+
+    def on_cpu(ts: list[Tensor]) -> Any:
+        return see(lambda xs: index(xs[0]), ts, False)
+
+    oracle, cpu = Oracle(run, run, [x]), Oracle(on_cpu, on_cpu, [x])
+    oracle.__dict__["on_cpu"] = cpu  # as where `x` is on a GPU
+    assert any(seen is None for seen, _ in oracle.others)
+    assert any(seen is not None for seen, _ in oracle.others[1:])
+    assert len(made) > 4 and all(made)
+
+
 def test_the_oracle_moves_sums_by_the_size_of_their_terms() -> None:
     """What is 0 in eager's order of the terms, at any inputs, is not in another."""
     x = torch.randn(50, generator=torch.Generator().manual_seed(0))

@@ -81,6 +81,10 @@ def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies(tensors, lambda s: s.to(WIDE.get(s.dtype, s.dtype), copy=True))
 
 
+def to_cpu(storage: Tensor) -> Tensor:
+    return storage.to("cpu", copy=True)
+
+
 def moved(tensors: Sequence[Tensor], seed: int, wide: bool) -> list[Tensor]:
     """Floating elements moved by up to a unit in the last place of their own dtype."""
     generator = torch.Generator().manual_seed(seed)
@@ -246,6 +250,25 @@ class Oracle:
         finally:
             torch.set_default_dtype(usual)
 
+    def otherwise(self, given: list[Tensor], wide: bool, mode: Shaken | None = None) -> Seen | None:
+        """A run with other numbers. On a GPU only where the CPU takes it: a position that another
+        number puts out of range ends the process there (seed 73002997)."""
+        if self.on_cpu is not None:
+            again = None if mode is None else mode.again()
+            if self.on_cpu.attempt(copies(given, to_cpu), wide, again) is None:
+                return None
+        return self.attempt(given, wide, mode)
+
+    @cached_property
+    def on_cpu(self) -> Oracle | None:
+        """The same on the CPU, for what is on a GPU; None where eager cannot do it there."""
+        if all(t.device.type == "cpu" for t in self.inputs):
+            return None
+        try:
+            return Oracle(self.run, self.wide, copies(self.inputs, to_cpu))
+        except Exception:  # noqa: BLE001 - it is then no measure
+            return None
+
     @cached_property
     def exact(self) -> Seen | None:
         return self.attempt(widened(self.inputs), True)
@@ -261,16 +284,16 @@ class Oracle:
     def others(self) -> list[tuple[Seen | None, bool]]:
         """Runs that differ from `exact` (where true) or `eager` by rounding only."""
         out: list[tuple[Seen | None, bool]] = []
-        if any(t.device.type != "cpu" for t in self.inputs):
+        if self.on_cpu is not None:
             # Eager's kernels for GPUs do not agree on what becomes of inf (rows by Welford's sums
             # are NaN, where the length is no multiple of 4); its kernels for CPUs are another view.
-            out.append((self.attempt(copies(self.inputs, lambda s: s.to("cpu")), False), False))
+            out.append((self.on_cpu.eager, False))
         for wide in (True, False):
             for k in range(MOVES):
-                out.append((self.attempt(moved(self.inputs, k, wide), wide), wide))
+                out.append((self.otherwise(moved(self.inputs, k, wide), wide), wide))
                 out.append((self.shaken(k, wide), wide))
                 if self.apart is not None:
-                    out.append((self.attempt(moved(self.apart, k, wide), wide), wide))
+                    out.append((self.otherwise(moved(self.apart, k, wide), wide), wide))
         return out
 
     @cached_property
@@ -328,19 +351,19 @@ class Oracle:
     def shaken(self, seed: int, wide: bool) -> Seen | None:
         """A run in which what is rounded on the way is moved."""
         given = widened(self.inputs) if wide else copies(self.inputs)
-        return self.attempt(given, wide, Shaken(seed, self.coarsest if wide else None))
+        return self.otherwise(given, wide, Shaken(seed, self.coarsest if wide else None))
 
     @cached_property
     def tied(self) -> Seen | None:
         """A run in which a number equals those that rounding puts on either side of it."""
         modes = [Shaken(k, None) for k in range(6 * MOVES)]
         for mode in modes:
-            self.attempt(copies(self.inputs), False, mode)
+            self.otherwise(copies(self.inputs), False, mode)
         gaps = [torch.stack(together) for together in zip(*(mode.gaps for mode in modes))]
         # As far again as these runs go apart: sums of many terms move further.
         low, high = [g.amin(0) for g in gaps], [g.amax(0) for g in gaps]
         ties = [(2 * a <= b) & (2 * b >= a) for a, b in zip(low, high)]
-        return self.attempt(copies(self.inputs), False, Shaken(0, None, ties)) if ties else None
+        return self.otherwise(copies(self.inputs), False, Shaken(0, None, ties)) if ties else None
 
     def further(self) -> Iterator[tuple[Seen | None, bool]]:
         """`others`, and more such runs while they are asked for."""

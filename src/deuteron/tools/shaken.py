@@ -162,11 +162,16 @@ class Shaken(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.gaps: list[Tensor] = []
+        self.made = seed, dtype, ties
         self.ties = ties
         self.generator, self.odd = torch.Generator().manual_seed(seed), seed % 2 == 1
         # By a whole unit alone, what is rounded to whole numbers would stay even or odd.
         self.share = 0.5 if seed % 8 >= 4 else 1.0
         self.eps = None if dtype is None else torch.finfo(dtype).eps
+
+    def again(self) -> Shaken:
+        """One that moves the same, which has seen nothing."""
+        return Shaken(*self.made)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -260,7 +265,7 @@ class Shaken(TorchDispatchMode):
 
     def tied(self, gap: Tensor) -> Tensor | None:
         self.gaps.append(gap)
-        return None if self.ties is None else self.ties[len(self.gaps) - 1]
+        return None if self.ties is None else self.ties[len(self.gaps) - 1].to(gap.device)
 
     def turned(self, t: Tensor) -> Tensor:
         if not floating(t):
