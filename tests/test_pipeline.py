@@ -227,6 +227,66 @@ def test_library_calls_between_kernels() -> None:
     same(f, R(40, 64, requires_grad=True), w.requires_grad_(), dynamic=True)
 
 
+@torch.library.custom_op("deuteron_pipeline::thrice", mutates_args=())
+def thrice(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@thrice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("deuteron_pipeline::onto", mutates_args=("x",))
+def onto(x: Tensor, y: Tensor) -> None:
+    x.add_(y)
+    x.mul_(y)
+
+
+def padded(x: Tensor) -> Tensor:
+    return nn.functional.pad(x, (0, 3))
+
+
+def test_one_copy_for_all_calls_that_read_the_same_elements() -> None:
+    def both(x: Tensor) -> tuple[Tensor, ...]:
+        return thrice(padded(x)), thrice(padded(x).t())
+
+    def other(x: Tensor) -> tuple[Tensor, ...]:
+        return thrice(padded(x)), thrice(padded(x.t()))  # the same shape, other elements
+
+    moved: list[list[int]] = []
+    for f in (both, other):
+        with collecting() as records:
+            same(f, R(61, 61))
+        moved.append([e["bytes"] for r in records for e in r.of("kernel")])
+    read, written = 61 * 61 * 4, 61 * 64 * 4
+    assert sum(moved[0]) == read + written
+    assert sum(moved[1]) >= read + 2 * written
+
+
+def test_what_a_call_writes_no_other_call_shares() -> None:
+    def twins(x: Tensor) -> tuple[Tensor, ...]:
+        a, b = padded(x), padded(x)
+        onto(a, b)
+        return a.sin(), b.cos()
+
+    def in_turn(x: Tensor) -> tuple[Tensor, ...]:
+        a = padded(x)
+        b = thrice(a)
+        onto(a, b)
+        c = thrice(padded(x).t())
+        onto(a, c.t())
+        return a, b, thrice(a)
+
+    def overwritten(x: Tensor) -> tuple[Tensor, ...]:
+        a = thrice(padded(x))
+        x.add_(1)
+        return a, thrice(padded(x)), thrice(padded(x).t())
+
+    for f in (twins, in_turn, overwritten):
+        same(f, R(40, 61))
+
+
 def test_library_results_that_share_memory_with_their_argument() -> None:
     def f(x: Tensor) -> tuple[Tensor, ...]:
         c = torch.view_as_complex(x * 2)

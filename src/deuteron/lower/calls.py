@@ -132,9 +132,15 @@ def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> View
             return view
     if exact and layout.strides != wanted:
         x, layout = with_strides(x, layout, wanted)
-    name = ctx.define(x, layout).expr.attr[0]
+    reads = reads_only(ctx.node)
+    name = ctx.copied(x, layout) if reads else ctx.define(x, layout).expr.attr[0]
     shape = ctx.shape_of(fake)
     return ViewArg(name, shape, layout.strides, as_index(0))
+
+
+def reads_only(node: fx.Node | None) -> bool:
+    """Whether the call is known not to write what it is given."""
+    return node is not None and ops.is_overload(node) and not ops.is_mutating(node)
 
 
 def with_strides(x: Value, layout: Layout, wanted: Sequence[Index]) -> tuple[Value, Layout]:

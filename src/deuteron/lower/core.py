@@ -134,6 +134,8 @@ class LowerContext:
     callables: dict[str, Any] = field(default_factory=dict)
     node: fx.Node | None = None
     overwritten: set[str] = field(default_factory=set)  # tensors whose memory is another's now
+    copies: dict[Any, str] = field(default_factory=dict)  # see `copied`
+    places: dict[Any, Axis] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)  # overwritten tensor -> its newest name
     sized: dict[Sym, tuple[str, int]] = field(default_factory=dict)  # sizes that a result tells
     storages: dict[str, Any] = field(default_factory=dict)  # tensor -> its fake's memory
@@ -313,6 +315,25 @@ class LowerContext:
             )
         )
         return self.load(name)
+
+    def copied(self, value: Value, layout: Layout) -> str:
+        """The name of a tensor in which the elements of `value` lie as `layout` says; one for all
+        calls that read the same elements in the same order of memory, transposed or not."""
+        strides = [s.value for s in layout.strides]
+        if None in strides:
+            return self.define(value, layout).expr.attr[0]
+        order = sorted(range(value.rank), key=lambda d: (-(strides[d] or 0), d))
+        sizes = [value.axes[d].extent for d in order]
+        for k, n in enumerate(sizes):
+            self.places.setdefault((k, n), Axis(f"p{k}", n))
+        at = {d: self.places[k, sizes[k]].index for k, d in enumerate(order)}
+        body = value.at([at[d] for d in range(value.rank)])
+        key = (body, *sizes, *(strides[d] for d in order), layout.device)
+        name = self.copies.get(key)
+        read = {e.attr[0] for e in body.loads()} | {name}
+        if name is None or read & self.overwritten:
+            name = self.copies[key] = self.define(value, layout).expr.attr[0]
+        return name
 
     # -- arguments of library calls
     # ---------------------------------------------------------------------------------
