@@ -44,8 +44,8 @@ class Region:
     at: int
     closed: bool = False
 
-    def take(self, nbytes: int, like: int = 0) -> Place:
-        base = -(-self.at // GAP) * GAP + like % ALIGNMENT
+    def take(self, nbytes: int, like: int = 0, more: int = 0) -> Place:
+        base = -(-self.at // GAP) * GAP + like % ALIGNMENT + more
         self.at = base + nbytes + GAP
         assert self.at <= self.high
         return Place(base, nbytes)

@@ -16,7 +16,7 @@ import deuteron.pipeline as pipeline
 import deuteron.runtime.cuda_graphs as cuda_graphs
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.device import named_gpu
-from deuteron.runtime import build_cpp
+from deuteron.runtime import build_cpp, graph_nodes
 from deuteron.runtime.cuda_graphs import graphed, graphs_of
 from tests.codegen.test_gpu_module import Pretended
 from tests.runtime import cuda_tools
@@ -277,6 +277,38 @@ def test_large_results_of_library_calls(record: Any, monkeypatch: pytest.MonkeyP
         g(x, w)
     assert not replays()
     assert any("library calls allocate" in d for d in decisions(g.seen))
+
+
+def test_more_launches_may_copy_more(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: Tensor, w: Tensor, n: int) -> tuple[Tensor, ...]:
+        v, i = torch.sort(F.softmax(x @ w, -1))
+        for _ in range(n):
+            x = F.layer_norm(x, (32,)) @ w
+        return v, i, x
+
+    monkeypatch.setattr(cuda_graphs, "MOST_COPIED", 3000)
+    x, w = R(32, 32), R(32, 32)  # the sort's results: 12,288 bytes
+    for n, expected in ((3, 0), (40, 2)):
+        g = record(functools.partial(f, n=n))
+        for _ in range(3):
+            for a, c in zip(g(x, w), f(x, w, n), strict=True):
+                torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
+        assert replays() == expected, decisions(g.seen)
+
+
+def test_tensors_move_as_no_others_do(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By odd multiples of what they are aligned to: other memory is aligned to more."""
+    moved: list[int] = []
+
+    def watched(first: Any, second: Any, places: Any, *rest: Any) -> Any:
+        moved.extend(b.base - a.base for a, b in places.values())
+        return graph_nodes.match(first, second, places, *rest)
+
+    monkeypatch.setattr(cuda_graphs, "match", watched)
+    g = record(block)
+    for _ in range(2):
+        g(R(64, 64), R(64, 64), R(64))
+    assert len(moved) >= 4 and all(d % 128 == 64 for d in moved)
 
 
 def test_random_numbers_differ_from_call_to_call(record: Any) -> None:

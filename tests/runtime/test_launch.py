@@ -427,6 +427,17 @@ def test_a_replay_updates_what_has_moved(driver: Driver) -> None:
     assert driver.log == [(5, 0, 0, 0), (6, 0, 0, 0)]
 
 
+def test_a_replay_updates_half_a_word(driver: Driver) -> None:
+    uses = [Use(0, 0, 0, 8, 0), Use(0, 1, 0, -4, 1), Use(0, 2, 0, 0)]
+    r, (params,) = replay_of([0], uses, [Place(1 << 20, 64)])
+    params[0], params[1] = 0x3F800000 << 32 | 7, 7 << 32 | 5
+    assert run(r, 0x123456789000) == 0
+    assert params[0] == 0x3F800000 << 32 | 0x56789008
+    assert params[1] == 0x56788FFC << 32 | 5
+    assert params[2] == 0x123456789000
+    r.close()
+
+
 def test_a_replay_refuses(driver: Driver) -> None:
     r, _ = replay_of([0], [Use(0, 0, 0, 0)], [Place(1 << 20, 64)])
     assert run(r, 0x5004) == launch_graph.MISALIGNED
@@ -447,7 +458,7 @@ def test_words_that_are_no_addresses() -> None:
         low, high = 1 << 40, (1 << 40) + (1 << 30)
 
     class Other:
-        low, high = 1 << 41, (1 << 41) + (1 << 30)
+        low, high = (1 << 41) + 0x135100, (1 << 41) + (1 << 30)
 
     def node(*words: int) -> Node:
         return Node(0, "k", list(words))
@@ -464,12 +475,26 @@ def test_words_that_are_no_addresses() -> None:
     same = match(node(5, a.base + 8, 1 << 50, inside.base), node(5, b.base + 8, 1 << 51, 12345))
     assert same == [Use(0, 1, 0, 8)]
     assert match(node(c.base - 16), node(d.base - 16)) == [Use(0, 0, 1, -16)]
+    # Numbers that look like addresses but did not move.
+    assert match(node(a.base, Region.low + 5, d.base), node(a.base, Region.low + 5, d.base)) == []
+    # A pointer to other memory, whose upper half moved as that of a tensor.
+    far = (d.base - c.base >> 32) + 7 << 32
+    assert match(node(7 << 32 | 4096 * 5), node(far | 4096 * 11)) == []
+    # What is left of an address in the gap before or after a smaller argument.
+    low = 2**32 - 1
+    one = node(7 << 32 | (c.base + 4 & low), (c.base & low) << 32 | 7, 7 << 32 | 8)
+    two = node(7 << 32 | (d.base + 4 & low), (d.base & low) << 32 | 7, 7 << 32 | 8)
+    assert match(one, two) == [Use(0, 0, 1, 4, 0), Use(0, 1, 1, 0, 1)]
     for one, two, reason in (
         (node(a.base), node(d.base), "moved unlike any tensor"),
         (node(a.base), node(4711), "lost its tensor"),
         (node(4711), node(b.base), "moved unlike any tensor"),
         (node(a.base >> 4), node(b.base >> 4), "in disguise"),
         (node(7 << 32 | (c.base >> 8)), node(9 << 32 | (d.base >> 8)), "in disguise"),
+        # As far as a tensor, but not from it to it; and with the other half.
+        (node(7 << 32 | 4711), node(7 << 32 | 4711 + (d.base - c.base & low)), "in disguise"),
+        (node(7 << 32 | (c.base & low)), node(9 << 32 | (d.base & low)), "in disguise"),
+        (node(3 << 32 | 7), node(3 + (d.base - c.base >> 32) << 32 | 7), "in disguise"),
     ):
         with pytest.raises(graph_nodes.Refused, match=reason):
             match(one, two)

@@ -1,9 +1,10 @@
 """Calls as CUDA graphs: one launch for all kernels and library calls of a compiled graph.
 
 In: the ``call`` of an emitted module. Out: a ``call`` that does the same. The second time that it
-sees some sizes it records (`launch_graph`) and from then on replays. Nothing is copied: inputs may
+sees some sizes it records (`launch_graph`) and from then on replays. No input is copied: inputs may
 be anywhere, results are new tensors in every call and belong to the caller, because a replay takes
-the addresses of both. Only what is used inside a call lives in memory that graphs keep.
+the addresses of both; results that a library call allocates itself are copied. Only what is used
+inside a call lives in memory that graphs keep.
 
 A recording runs ``call`` twice with tensors that have addresses and no memory. What cannot be
 recorded runs as in default mode, and the Record has the reason (decisions on "cudagraph").
@@ -42,13 +43,13 @@ FEWEST = 3
 # Graphs that are kept per compiled graph, and recorded in its life; other calls run as ever.
 MOST_KEPT = 16
 MOST_RECORDED = 64
-# Bytes of results that library calls allocate themselves: they are copied out of the graph's
-# memory. More would cost more (16 us on an H200) than launching the calls one by one.
-MOST_COPIED = 32 << 20
+# Bytes, for each launch, of results that library calls allocate themselves: they are copied out of
+# the graph's memory. More would cost more (4 us on an H200) than launching the calls one by one.
+MOST_COPIED = 8 << 20
 # Whole numbers of the same size, as which any tensor is copied bit by bit.
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Bytes by which everything moves besides: no part of the distances is a round number, as are those
-# between other tensors.
+# Bytes by which everything moves besides, and `ALIGNMENT`: no part of the distances is a round
+# number, as are those between other tensors.
 SKEW = 0x135 << 12
 _LOCK = threading.RLock()  # one recording at a time
 
@@ -70,11 +71,15 @@ def why_not(program: Program, schedule: Schedule, emitted: Emitted, options: Opt
         reason = _unfit(c, program)
         if reason:
             return f"{c.op} {reason}"
-    launches = sum(1 for s in schedule.steps if isinstance(s, Kernel))
-    launches += sum(1 for c in calls if not (c.aliases and any(c.aliases)))
-    if launches < FEWEST:
-        return f"{launches} launches cost no more than that of a graph"
+    if launches(schedule) < FEWEST:
+        return f"{launches(schedule)} launches cost no more than that of a graph"
     return ""
+
+
+def launches(schedule: Schedule) -> int:
+    """Kernels and library calls that are no views."""
+    views = sum(1 for s in schedule.steps if isinstance(s, Extern) and s.aliases and any(s.aliases))
+    return sum(1 for s in schedule.steps if isinstance(s, (Kernel, Extern))) - views
 
 
 def _unfit(call: Extern, program: Program) -> str:
@@ -133,7 +138,8 @@ def graphed(
         return call
     where = next(iter(lay.device for lay in schedule.layouts.values()))
     number = torch.device(where).index or 0
-    graphs = Graphs(call, program, emitted, device(number, options), number, record)
+    most = launches(schedule)
+    graphs = Graphs(call, program, emitted, device(number, options), number, most, record)
     return graphs.entrance(phase, given)
 
 
@@ -175,9 +181,17 @@ class Graphs:
     for a key there may be graphs for several alignments of the inputs."""
 
     def __init__(
-        self, call: Call, program: Program, emitted: Emitted, cuda: Any, device: int, record: Record
+        self,
+        call: Call,
+        program: Program,
+        emitted: Emitted,
+        cuda: Any,
+        device: int,
+        launches: int,
+        record: Record,
     ) -> None:
         self.call, self.cuda, self.record, self.device = call, cuda, record, device
+        self.launches, self.most_copied = launches, launches * MOST_COPIED
         self.names: dict[str, Any] = call.__globals__  # type: ignore[attr-defined]
         launched = (*(q.name for q in emitted.sequences), *emitted.products)
         self.launchers = {name: self.names[name] for name in launched}
@@ -346,12 +360,12 @@ def call(args):
     def make(self, key: Any, args: Sequence[Any], seen: Seen) -> Recorded:
         start, stream = perf_counter(), key[0]
         sizes = [n for n, _ in self.spans(args)] + [a.nbytes for a in seen.allocations]
-        regions = []
+        small = [8] * (len(self.tensors) + 8 * self.launches)
+        nbytes = room([*sizes, *small, self.most_copied])
+        regions: list[Any] = []
         try:
             for _ in range(2):
-                regions.append(
-                    self.cuda.region(room([*sizes, *[8] * len(self.tensors), MOST_COPIED]))
-                )
+                regions.append(self.cuda.region(nbytes))
             one = Recording(self, args, regions[0], stream, None)
             two = None
             try:
@@ -423,11 +437,13 @@ class Recording:
             at = self.graphs.cuda.at
             out = torch.empty_strided(a.shape, a.strides, dtype=a.dtype, device=at)
         else:
+            more = 0
             if self.first is not None and (what, k) in self.first.places:
                 # Each tensor moves by a distance of its own.
                 offset = self.first.places[what, k].base - self.first.region.low
                 self.region.at = self.region.low + offset + SKEW + 2 * GAP * len(self.places)
-            place = self.places[what, k] = self.region.take(a.nbytes, address)
+                more = ALIGNMENT
+            place = self.places[what, k] = self.region.take(a.nbytes, address, more)
             out = self.graphs.cuda.tensor(place, a.shape, a.strides, a.dtype)
         self.stands[what, k] = out
         return out
@@ -481,7 +497,7 @@ class Recording:
         a = layout_of(r)
         copies = [t for (what, _), t in self.stands.items() if what == "copy"]
         nbytes = a.nbytes + sum(layout_of(t).nbytes for t in copies)
-        if nbytes > MOST_COPIED:
+        if nbytes > self.graphs.most_copied:
             raise Refused(f"library calls allocate {nbytes >> 20} MB of its results")
         out = self.stand("copy", len(copies), a)
         # By a kernel: a copy of memory is a node that can be moved less freely.

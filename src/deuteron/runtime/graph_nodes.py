@@ -4,8 +4,10 @@ In: graphs that the driver recorded, with tensors at known places. Out: `Node`s 
 arguments as 8-byte words, and the `Use`s: which word is the address of which tensor.
 
 An argument belongs to a tensor when it lies in the tensor's region in both of two recordings and
-moved by exactly as much as the tensor did; where a region appears in any other way, the graph is
-refused (`Refused`). All of this is the driver's C interface: nothing of torch's is assumed.
+moved by exactly as much as the tensor did; so does half of an argument that moved as the lower half
+of the tensor's address (libraries leave such in the gaps of their structs). What did not move is no
+address. Where a region appears in any other way, the graph is refused (`Refused`). All of this is
+the driver's C interface: nothing of torch's is assumed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from deuteron.runtime.launch_cuda import _driver
 
 # Between the tensors of a region: kernels keep pointers before and behind a tensor.
 GAP = 4096
+WHOLE = 2**32  # what half a word counts to
 
 
 class Refused(DeuteronError):
@@ -239,12 +242,14 @@ def _fill(h: int) -> Node:
 
 @dataclass(frozen=True)
 class Use:
-    """Word `word` of node `node` is the address of tensor `tensor`, plus `offset` bytes."""
+    """Word `word` of node `node` is the address of tensor `tensor`, plus `offset` bytes; or its
+    lower (0) or upper (1) `half` is the lower half of that."""
 
     node: int
     word: int
     tensor: int
     offset: int
+    half: int = -1
 
 
 def match(
@@ -266,33 +271,59 @@ def match(
         moved[is_.base - was.base] = k
     out = []
     before, after = regions
-    disguised = _disguised(moved)
+    disguises = Disguises(moved)
     for i, (one, two) in enumerate(zip(first, second, strict=True)):
         for j, (a, b) in enumerate(zip(one.words, two.words, strict=True)):
-            if not (after.low <= b < after.high):
-                inside = before.low <= a < before.high
-                if inside and not any(p.base - GAP < a < p.base + p.nbytes + GAP for p in passing):
-                    raise Refused(f"argument {j} of node {i} lost its tensor")
-                if a != b and not inside and (_halves(a, b) & disguised):
-                    raise Refused(f"argument {j} of node {i} may be an address in disguise")
+            if a == b:
                 continue
-            found = moved.get(b - a)
-            if found is None:
-                raise Refused(f"argument {j} of node {i} moved unlike any tensor")
-            out.append(Use(i, j, found, b - places[found][1].base))
+            if after.low <= b < after.high:
+                found = moved.get(b - a)
+                if found is None:
+                    raise Refused(f"argument {j} of node {i} moved unlike any tensor")
+                out.append(Use(i, j, found, b - places[found][1].base))
+            elif before.low <= a < before.high:
+                if not any(p.base - GAP < a < p.base + p.nbytes + GAP for p in passing):
+                    raise Refused(f"argument {j} of node {i} lost its tensor")
+            elif (half := disguises.half(a, b, places)) is not None:
+                out.append(Use(i, j, *half))
+            elif disguises.shows(a, b):
+                raise Refused(f"argument {j} of node {i} may be an address in disguise")
     return out
 
 
-def _disguised(distances: Mapping[int, int]) -> set[int]:
-    """By how much (modulo 2**32) half a word moves if it holds bits of an address: shifted, or
-    the upper ones."""
-    shifts = (*range(1, 13), 32)
-    found = {(d >> s) % 2**32 for d in distances for s in shifts}
-    return (found | {d % 2**32 for d in distances}) - {0}
+class Disguises:
+    """Ways in which a word that is no address may hold one. `moved`: distance -> tensor."""
+
+    def __init__(self, moved: Mapping[int, int]) -> None:
+        self.lower = {d % WHOLE: k for d, k in moved.items()}
+        self.parts = {(d >> s) % WHOLE for d in moved for s in range(13)} - {0}
+        self.upper = {(d >> 32) % WHOLE for d in moved} - {0}
+
+    def half(
+        self, a: int, b: int, places: Mapping[int, tuple[Place, Place]]
+    ) -> tuple[int, int, int] | None:
+        """(tensor, offset, half) where one half is the lower half of an address, and the other one
+        did not move."""
+        moves = _halves(a, b)
+        for half, other in ((0, 1), (1, 0)):
+            k = self.lower.get(moves[half])
+            if k is not None and not moves[other]:
+                at = places[k][1]
+                offset = ((b >> 32 * half) - at.base + WHOLE // 2) % WHOLE - WHOLE // 2
+                if -GAP < offset < at.nbytes + GAP:
+                    return k, offset, half
+        return None
+
+    def shows(self, a: int, b: int) -> bool:
+        """Whether a half moved as an address does, shifted or not, or as the upper half of one
+        beside what did not move. (Where both halves moved it is a pointer to other memory.)"""
+        low, high = _halves(a, b)
+        return low in self.parts or high in self.parts or (not low and high in self.upper)
 
 
-def _halves(a: int, b: int) -> set[int]:
-    return {(b - a) % 2**32, ((b >> 32) - (a >> 32)) % 2**32}
+def _halves(a: int, b: int) -> tuple[int, int]:
+    """By how much the lower and the upper half moved."""
+    return (b - a) % WHOLE, ((b >> 32) - (a >> 32)) % WHOLE
 
 
 __all__ = ["COPY", "FILL", "GAP", "Node", "Place", "Refused", "Span", "Use", "match", "nodes_of"]

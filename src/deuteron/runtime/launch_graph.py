@@ -35,7 +35,7 @@ PAGE = 2 << 20  # the granularity of mapped memory
 
 SOURCE = """
 extern "C" int sched_yield(void);
-struct use { long long* at; long long offset; int tensor, node; };
+struct use { char* at; long long offset; int tensor, node, half, pad; };
 struct node { void* handle; void* params; int kind, dirty; };
 struct plan {
   void* exec; void* context;
@@ -55,7 +55,8 @@ static int update(plan* p, const long long* now) {
     p->current[k] = now[k];
     for (int u = p->first[k]; u < p->first[k + 1]; ++u) {
       use* w = p->uses + u;
-      *w->at = now[k] + w->offset;
+      if (w->half) *(unsigned*)w->at = (unsigned)(now[k] + w->offset);
+      else *(long long*)w->at = now[k] + w->offset;
       p->nodes[w->node].dirty = 1;
       p->pending = 1;
       ++p->moved;
@@ -95,8 +96,7 @@ class _Use(ctypes.Structure):
     _fields_ = [
         ("at", ctypes.c_void_p),
         ("offset", ctypes.c_longlong),
-        ("tensor", ctypes.c_int),
-        ("node", ctypes.c_int),
+        *((n, ctypes.c_int) for n in ("tensor", "node", "half", "pad")),
     ]
 
 
@@ -182,9 +182,9 @@ class Region:
         call("cuMemSetAccess", start, size, ctypes.byref(access), ctypes.c_size_t(1))
         self.mapped = size.value
 
-    def take(self, nbytes: int, like: int = 0) -> Place:
-        """A place that is aligned as the address `like` is."""
-        base = -(-self.at // GAP) * GAP + like % ALIGNMENT
+    def take(self, nbytes: int, like: int = 0, more: int = 0) -> Place:
+        """A place that is aligned as the address `like` is, `more` bytes further."""
+        base = -(-self.at // GAP) * GAP + like % ALIGNMENT + more
         self.at = base + nbytes + GAP
         assert self.at <= self.high
         return Place(base, nbytes)
@@ -252,7 +252,16 @@ class Replay:
         context = ctypes.c_void_p(0)
         call("cuCtxGetCurrent", ctypes.byref(context))
         ordered = sorted(uses, key=lambda u: (u.tensor, u.node, u.word))
-        rows = [_Use(nodes[u.node].at[u.word], u.offset, u.tensor, u.node) for u in ordered]
+        rows = [
+            _Use(
+                nodes[u.node].at[u.word] + 4 * max(u.half, 0),
+                u.offset,
+                u.tensor,
+                u.node,
+                u.half >= 0,
+            )
+            for u in ordered
+        ]
         first = [0] * (len(places) + 1)
         for u in ordered:
             first[u.tensor + 1] += 1
