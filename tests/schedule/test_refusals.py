@@ -1,4 +1,4 @@
-"""Eleven pairs that do not share a nest, and the reason that the Record gives for each."""
+"""Pairs that do not share a nest, and the reason that the Record gives for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
-from deuteron.ir.program import Compute, contiguous
+from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, alone
 from deuteron.schedule.legality import Refusal, consistent, fits
 from tests.schedule.tools import Scheduled, scheduled
@@ -128,6 +128,36 @@ def test_overwritten() -> None:
     assert found is not None
     assert found.reason == "overwritten"
     assert "reads x at" in found.detail
+
+
+def chain(*levels: str) -> tuple[Group, dict[str, Layout]]:
+    """A fold's row and two computations after each other, on the levels given."""
+    i, j = Axis("d0", 4), Axis("r0", 6)
+    at = (i.index, j.index)
+    first = computed("first", (i, j), E.op("exp", E.load("x", at, "f32")))
+    then = computed("then", (i, j), E.op("cos", E.load("first", at, "f32")))
+    most = computed("most", (i,), E.reduce("max", (j,), E.load("then", at, "f32")))
+    members = [replace(alone(c).members[0], level=n) for c, n in zip((first, then), levels)]
+    row = alone(most)
+    layouts = {"x": contiguous((i.extent, j.extent), "f32")}
+    layouts |= {c.name: c.layout for c in (first, then, most)}
+    return Group(row.space, (*members, *row.members)), layouts
+
+
+def test_read_before_it_is_there() -> None:
+    group, layouts = chain("point", "point")
+    assert consistent(group, layouts, {}) is None
+    first, then, most = group.members
+    found = consistent(replace(group, members=(then, first, most)), layouts, {})
+    assert found is not None
+    assert (found.reason, found.detail) == ("order", "then reads first before it is there")
+
+
+def test_rows_that_read_points() -> None:
+    """What is evaluated once per row cannot read what each of its points makes anew."""
+    found = consistent(*chain("point", "row"), {})
+    assert found is not None
+    assert (found.reason, found.detail) == ("levels", "then is per row, first per point")
 
 
 def test_columns_before_all_rows() -> None:
