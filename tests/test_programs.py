@@ -377,6 +377,7 @@ STRIDED = {
     "flipped and selected": lambda x: (x * 2).flip(0).select(1, 2),
     "expanded": lambda x: (x * 2).amax(1, keepdim=True).expand(4, 7),
     "windows": lambda x: (x * 2).unfold(1, 3, 1),
+    "windows of what was flattened": lambda x: (x * 2).expand(3, 4, 5).reshape(-1).unfold(0, 3, 2),
     "every second": lambda x: (x * 2)[:, ::2],
     "transposed": lambda x: (x * 2)[:, 1:3].t(),
 }

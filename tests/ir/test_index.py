@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import pickle
 
 import pytest
@@ -88,6 +89,21 @@ def test_flattened_and_split_again(tree: Tree, a: Tree, b: Tree) -> None:
         x, y = meaning(tree, env), meaning(a, env)
         assert evaluate(there, env) == x * y + x % y
         assert evaluate(back, env) == x == evaluate(twice, env) == evaluate(inside, env)
+
+
+@pytest.mark.parametrize("sizes", [(9, 6), (9, 3, 2), (3, 3, 3, 2), (2, 4, 5, 3), (4, 3, 9)])
+@pytest.mark.parametrize(("step", "width"), [(1, 2), (2, 3), (3, 2), (4, 5), (6, 7)])
+def test_windows_of_a_tensor_that_was_flattened(
+    sizes: tuple[int, ...], step: int, width: int
+) -> None:
+    """One address of its elements, not a division for each dimension."""
+    starts = (math.prod(sizes) - width) // step + 1
+    flat = Axis("start", starts).index * step + Axis("place", width).index
+    address = const(0)
+    for d, n in enumerate(sizes):
+        inner = math.prod(sizes[d + 1 :])
+        address = address + (flat // inner) % n * inner
+    assert address is flat
 
 
 @quick

@@ -17,7 +17,7 @@ non-negative when it is so after substituting ``size = lowest + t`` with ``t >= 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
 if TYPE_CHECKING:
@@ -409,14 +409,24 @@ def _recombine(out: dict[Monomial, int]) -> Index:
             left.remove(at)
             rest = Index({tuple(left): c})
             for whole in _with_remainder(at, out):
-                pair = rest * floordiv(whole, at.den) * at.den
-                if all(pm != m and out.get(pm) == pc for pm, pc in pair.terms):
-                    kept = dict(out)
-                    for pm, _ in pair.terms:
-                        del kept[pm]
-                    del kept[m]
-                    return Index(kept) + rest * whole
+                for quotient in _quotients(whole, at.den):
+                    pair = rest * quotient * at.den
+                    if all(pm != m and out.get(pm) == pc for pm, pc in pair.terms):
+                        kept = dict(out)
+                        for pm, _ in pair.terms:
+                            del kept[pm]
+                        del kept[m]
+                        return Index(kept) + rest * whole
     return Index(out)
+
+
+def _quotients(num: Index, den: Index) -> Iterator[Index]:
+    """The forms of ``num // den``: also with one division for two, (i + k//2)//3 = (2*i + k)//6."""
+    yield floordiv(num, den)
+    for m, c in num.terms:
+        if c == 1 and len(m) == 1 and isinstance(m[0], Div):
+            inner = m[0]
+            yield floordiv((num - atom(inner)) * inner.den + inner.num, inner.den * den)
 
 
 def _with_remainder(at: Mod, out: dict[Monomial, int]) -> list[Index]:
