@@ -324,6 +324,24 @@ def test_what_dynamo_alone_gets_wrong(dynamo: bool, monkeypatch: pytest.MonkeyPa
     assert failure is not None and failure.kind == ("torch" if dynamo else "wrong")
 
 
+@pytest.mark.parametrize("other_shape", [True, False])
+def test_errors_where_torch_takes_results_for_others(
+    other_shape: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch 2.11's norm the result has another shape, AOTAutograd ends on ours (79000720)."""
+    run = reproduce.run
+
+    def torch_2_11(fn: Any, sets: Any, how: How) -> Any:
+        if how.backend == "deuteron":
+            raise RuntimeError("shape '[5, 5, 2]' is invalid for input of size 10")
+        wrong = torch.atleast_2d if other_shape else torch.sin
+        return run(wrong, sets, replace(how, backend="eager"))
+
+    monkeypatch.setattr(reproduce, "run", torch_2_11)
+    failure = reproduce.check(torch.cos, torch.cos, [[torch.ones(5)]], How())
+    assert failure is not None and failure.kind == ("torch" if other_shape else "error")
+
+
 def test_what_torch_takes_for_strides() -> None:
     """For `one_hot` of what is not contiguous they are not eager's: AOTAutograd ends on its view
     of what follows, a compiler does not (seed 59001146)."""

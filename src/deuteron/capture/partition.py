@@ -12,9 +12,9 @@ are on says what happens:
     both on the backward's side    v is recomputed:  pay recompute(v)
 
 Costs are bytes of memory traffic, or what takes as long (`Costs`). What may not be recomputed
-(library calls, random draws, effects, collectives) costs an infinite amount; what must be (tags of
-torch.utils.checkpoint) is forced to the backward's side. Of equal cuts the one nearest to the
-backward is taken: fewest operations repeated.
+(library calls, random draws, effects, collectives, sums on which a maximum depends) costs an
+infinite amount; what must be (tags of torch.utils.checkpoint) is forced to the backward's side. Of
+equal cuts the one nearest to the backward is taken: fewest operations repeated.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners as P
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deuteron.base.errors import DeuteronError
@@ -72,9 +73,11 @@ class Costs:
     hints: Hints = field(default_factory=Hints)
     depth: dict[fx.Node, int] = field(default_factory=dict)
     outputs: frozenset[fx.Node] = frozenset()
+    exact: frozenset[fx.Node] = frozenset()
     _uses: dict[fx.Node, tuple[bool, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.exact = frozenset(rounded_before_selections(self.info.fw_order))
         for n in self.info.fw_order:  # in graph order
             base = max((self.depth.get(p, 0) for p in n.all_input_nodes), default=0)
             self.depth[n] = base if n.op != "call_function" or ops.is_generated(n) else base + 1
@@ -156,6 +159,8 @@ class Costs:
             return INFINITE
         val = n.meta.get("val")
         size = self.hints.bytes(val)
+        if n in self.exact:
+            return INFINITE
         if ops.is_reduction(n):
             # Not fused into its consumer for free: reads its input once more.
             return int(4 * sum(self.hints.bytes(p.meta.get("val")) for p in n.all_input_nodes)) + 1
@@ -187,6 +192,25 @@ def _reads_data(n: fx.Node) -> bool:
     )
 
 
+def rounded_before_selections(forward: Sequence[fx.Node]) -> set[fx.Node]:
+    """Sums and their like that something is computed from of which an element is selected. Another
+    kernel may round them otherwise; then the maximum that the forward found is none of the elements
+    that the backward computes again, and its gradient, divided among those that equal it, NaN."""
+    found: set[fx.Node] = set()
+    above: set[fx.Node] = set()
+    for n in reversed(forward):
+        if ops.packet(n.target) in ops.SELECTIONS and not must_recompute(n):
+            above.update(n.all_input_nodes)
+        if n not in above or not ops.is_generated(n):
+            continue  # never computed again, nor is what it reads for its sake
+        above.update(n.all_input_nodes)
+        made = [v for v in tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)]
+        rounded = any(v.is_floating_point() or v.is_complex() for v in made)
+        if rounded and ops.is_reduction(n) and ops.packet(n.target) not in ops.SELECTIONS:
+            found.update((n, *(u for u in n.users if u.target is operator.getitem)))
+    return found
+
+
 def needed_by_backward(graph: fx.Graph, info: Any) -> list[fx.Node]:
     """Everything before the tangents that some gradient depends on, in graph order."""
     needed: set[fx.Node] = set()
@@ -204,7 +228,7 @@ def choose_saved(graph: fx.Graph, info: Any, costs: Costs) -> list[fx.Node]:
     """The values to save, in graph order: tensors and sizes alike."""
     order = needed_by_backward(graph, info)
     number = {n: i for i, n in enumerate(order)}
-    forced = {n for n in order if must_recompute(n) and n.op == "call_function"}
+    forced = {n for n in order if must_recompute(n) and n.op == "call_function"} - costs.exact
     again = {n: 0 if n in forced else costs.recompute(n) for n in order}
     net = Network(2 * len(order))
     for n, i in number.items():
@@ -294,7 +318,11 @@ def note(
                 accepted=True,
                 first=n.name,
                 second=str(n.target),
-                reason="must save" if must_save(n) else "cheaper than recomputing",
+                reason="must save"
+                if must_save(n)
+                else "another kernel may round it otherwise"
+                if n in costs.exact
+                else "cheaper than recomputing",
                 detail="",
                 bytes=costs.hints.bytes(n.meta["val"]),
             )

@@ -291,6 +291,27 @@ REDUCTIONS = frozenset(
         "cummin",
     ]
 )
+# Their results are elements of what they read, bit for bit, or places of them.
+SELECTIONS = frozenset(
+    "aten." + n
+    for n in [
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "aminmax",
+        "argmax",
+        "argmin",
+        "cummax",
+        "cummin",
+        "sort",
+        "topk",
+        "kthvalue",
+        "median",
+        "nanmedian",
+        "mode",
+    ]
+)
 # Memory is written at loaded places, or read twice: can be recomputed, but not in a consumer's
 # loop.
 SCATTERS = frozenset(

@@ -108,7 +108,7 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
     try:
         found = problems(run(fn, sets, how), oracles)
     except Exception as e:  # noqa: BLE001 - whatever the compiler or its program raises
-        return blame(fn, sets, how, e)
+        return blame(fn, sets, how, oracles, e)
     if found:
         torch_too = wrong_without(fn, sets, how, oracles, found)
         own = [p for p in found if place(p) not in torch_too]
@@ -215,15 +215,24 @@ def witness(how: How, capture: str = CAPTURES[0]) -> How:
     return replace(how, backend=capture, options={})
 
 
-def blame(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How, error: Exception) -> Failure:
+def blame(
+    fn: Fn, sets: Sequence[Sequence[Tensor]], how: How, oracles: Sequence[Oracle], error: Exception
+) -> Failure:
+    """Whose an error is: torch's, where its capture alone fails as well, or takes a result for
+    one of another shape (torch 2.11: the norm of a vector of one element)."""
     text = described(error)
     if spent():  # whatever runs now fails as well: eager did not
         return Failure("error", text)
     try:
-        run(fn, sets, witness(how))
+        seen = run(fn, sets, witness(how))
     except Exception as e:  # noqa: BLE001 - torch's capture fails as well
         return Failure("torch", described(e))
-    return Failure("error", text)
+    same = all(sizes(s) == sizes(o.eager) for calls, o in zip(seen, oracles) for s in calls)
+    return Failure("error" if same else "torch", text)
+
+
+def sizes(seen: Seen) -> list[torch.Size]:
+    return [v.shape for v in seen.values.values() if isinstance(v, Tensor)]
 
 
 def described(error: Exception) -> str:
