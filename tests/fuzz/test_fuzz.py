@@ -433,6 +433,17 @@ def test_the_oracle_knows_what_may_be_equal() -> None:
         assert differences(changed(got, put(k, True)), oracle), "no rounding makes that 0"
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_the_oracle_knows_that_far_below_0_a_gelu_is_not_0(approximate: str) -> None:
+    """Only where 1 is added to what is nearly -1, as eager does (seed 82001114)."""
+    x = torch.tensor([-9.25, -3.0, 0.0, 1.0], dtype=torch.bfloat16)
+    oracle, got = seen_by(lambda x: torch.nn.functional.gelu(x, approximate=approximate) != 0, x)
+    assert got.values["out0"].tolist() == [False, True, False, True]
+    assert differences(changed(got, put(0, True)), oracle) == []
+    for k in (1, 2, 3):
+        assert differences(changed(got, put(k, k == 2)), oracle)
+
+
 def test_the_oracle_knows_that_large_numbers_of_halves_are_rounded() -> None:
     """Above 128 every bf16 number is whole, and even or odd by rounding (seed 54002857)."""
     generator = torch.Generator().manual_seed(9)
