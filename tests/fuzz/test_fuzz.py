@@ -144,34 +144,6 @@ def test_a_planted_error_is_cut_down_to_its_line() -> None:
     assert failure.kind == "wrong" and len(small.inputs) == 1
 
 
-def test_the_interpreter_rounds_to_bfloat16() -> None:
-    """Triton's own cuts: 0.3 and sums that are about as far from two numbers became another one."""
-    import numpy
-    import triton.language as tl
-
-    from deuteron.tools.interpret import converted
-
-    x = torch.tensor([[0.2, 0.3, -46.875], [float("inf"), 1e-40, -0.0]])
-    bits = converted(lambda *rest: rest, x.numpy(), tl.float32, tl.bfloat16, None)
-    assert bits.dtype == numpy.uint16
-    assert torch.equal(torch.from_numpy(bits.view(numpy.int16)).view(torch.bfloat16), x.bfloat16())
-    assert converted(lambda *rest: rest, 1, tl.float16, tl.float32, 2)[0] == 1
-
-
-def test_the_interpreter_reads_subnormal_bfloat16() -> None:
-    """Triton's own takes bits from them: 4 * 2**-133 became 0 (seed 26000662)."""
-    import numpy
-    import triton.language as tl
-
-    from deuteron.tools.interpret import converted
-
-    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
-    given = bits.numpy().view(numpy.uint16)
-    got = converted(lambda *rest: rest, given, tl.bfloat16, tl.float32, None).view(numpy.float32)
-    want = bits.view(torch.bfloat16).float()
-    assert torch.equal(torch.from_numpy(got).view(torch.int32), want.view(torch.int32))
-
-
 # -- the oracle ------------------------------------------------------------------------------------
 def seen_by(f: Any, *inputs: Tensor) -> tuple[Oracle, Any]:
     def run(xs: list[Tensor]) -> Any:
