@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, get_args
@@ -174,13 +176,14 @@ def answers(module: ModuleType, functions: tuple[str, ...]) -> dict[int, str]:
 
 def every_case(test: Callable[..., Any]) -> Iterator[Callable[[], Any]]:
     """The calls that pytest would make of a test."""
+    choices: list[list[dict[str, Any]]] = []
     for mark in getattr(test, "pytestmark", ()):
         if mark.name == "parametrize":
-            for values in mark.args[1]:
-                values = values if isinstance(values, tuple) else (values,)
-                yield lambda v=values: test(*v)
-            return
-    yield test
+            names, values = mark.args
+            names = names.split(",") if isinstance(names, str) else names
+            choices.append([dict(zip(names, v if len(names) > 1 else (v,))) for v in values])
+    for chosen in itertools.product(*choices):
+        yield partial(test, **{k: v for some in chosen for k, v in some.items()})
 
 
 def test_every_answer_of_the_algebra_is_tested() -> None:
