@@ -74,7 +74,8 @@ def test_softmax(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 @pytest.mark.parametrize(
-    "shape,offset", [((256, 320), 0), ((256, 320), 3), ((250, 333), 0), ((272, 336), 0)]
+    "shape,offset",
+    [((256, 320), 0), ((256, 320), 3), ((250, 333), 0), ((272, 336), 0), ((528, 336), 0)],
 )
 def test_transposed(dtype: torch.dtype, shape: tuple[int, int], offset: int) -> None:
     """Also where rows do not begin with whole registers; with sums, along the other axis."""

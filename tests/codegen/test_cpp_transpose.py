@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deuteron.codegen.cpp.tiles import FEW_ROWS, SHORT_V, SIDE_U, SIDE_V
 from tests.codegen.cpp_tools import Runner
 from tests.schedule.tools import scheduled
 
 DTYPES = [torch.bool, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("shape", [(100, 530), (64, 256), (331, 97)], ids=str)
+@pytest.mark.parametrize("shape", [(100, 530), (64, 256), (331, 97), (531, 150)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transpose(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x = (torch.randn(shape) * 50).to(dtype)
@@ -25,14 +26,17 @@ def test_transpose(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert torch.equal(out, x.t())
 
 
-def test_with_a_cast() -> None:
-    x = torch.randn(200, 333)
+@pytest.mark.parametrize("rows,columns", [(200, 333), (531, 333), (200, 97)])
+def test_with_a_cast(rows: int, columns: int) -> None:
+    """Tiles are short where rows are few and long."""
+    x = torch.randn(rows, columns)
     found = scheduled(lambda x: (x * 2).t().to(torch.bfloat16).contiguous(), x, check=False)
     (kernel,) = found.kernels
     runner = Runner(kernel)
-    assert "d_transpose" in runner.cpp.source
+    side = SHORT_V if rows <= FEW_ROWS and columns > SIDE_V else SIDE_V
+    assert "d_transpose" in runner.cpp.source and f"[{SIDE_U * side}];" in runner.cpp.source
     ((name, _),) = kernel.writes
     ((source, _),) = kernel.reads
-    out = torch.empty(333, 200, dtype=torch.bfloat16)
+    out = torch.empty(columns, rows, dtype=torch.bfloat16)
     runner({source: x, name: out})
     assert torch.equal(out, (x * 2).t().to(torch.bfloat16))

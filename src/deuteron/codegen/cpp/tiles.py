@@ -21,10 +21,15 @@ from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const, hint
 
 # Elements of a tile along u and v. Measured on a transpose of 4096 x 2048 f32 (one core of an
-# EPYC, 1 MiB of
-# L2): 3.5 ms; 64 x 64 3.9, 32 x 32 4.6, 128 x 128 3.4 but twice the memory; with v blocks inside
-# 0 to 20% slower.
+# EPYC, 1 MiB of L2): 3.5 ms; 64 x 64 3.9, 32 x 32 4.6, 128 x 128 3.4 but twice the memory; with v
+# blocks inside 0 to 20% slower.
 SIDE_U, SIDE_V = 64, 128
+# Few rows are still known to the TLB, and open in memory, when the next column of tiles goes
+# through them: tiles are short, and with what they read in the first cache. Times of 64 x 32 over
+# 64 x 128, two cores: relu to channels-last, of 64 rows of 3136 f32 0.85, bf16 0.79, of 512 rows
+# 0.81 and 0.75, of 256 rows of 8192 0.96 and 0.83, of 1024 1.05 and 0.85; copies of 64 rows 0.85,
+# of 256 in bf16 0.66; casts of 512 0.88, of 2048 1.16.
+SHORT_V, FEW_ROWS = 32, 512
 LEAST = 8  # extents below this gain nothing from whole cache lines
 
 
@@ -53,12 +58,14 @@ class Tiles(PassWriter):
     def __init__(self, env: Env, v: Axis, u: Axis) -> None:
         super().__init__(env, v, [], 0, frozenset())
         self.u = u
+        few = hint(u.extent) <= FEW_ROWS and hint(v.extent) > SIDE_V
+        self.side_v = SHORT_V if few else SIDE_V
 
     def write(self) -> None:
         env, em = self.env, self.env.em
         axes = ordered(env.loops, [a for a in env.loops.parallel if a not in (self.u, self.v)])
         extra = []
-        for axis, side in ((self.v, SIDE_V), (self.u, SIDE_U)):
+        for axis, side in ((self.v, self.side_v), (self.u, SIDE_U)):
             count = em.fresh("tiles")
             em.scope.add(f"const long long {count} = ({env.extent(axis)} + {side - 1}) / {side};")
             extra.append((em.fresh("b"), count))
@@ -67,7 +74,7 @@ class Tiles(PassWriter):
     def tile(self, u_block: str, v_block: str) -> None:
         env, em, u, v = self.env, self.env.em, self.u, self.v
         first, count = {}, {}
-        for axis, block, side in ((u, u_block, SIDE_U), (v, v_block, SIDE_V)):
+        for axis, block, side in ((u, u_block, SIDE_U), (v, v_block, self.side_v)):
             first[axis], n = em.fresh("t"), env.extent(axis)
             em.scope.add(f"const long long {first[axis]} = {block} * {side};")
             if axis.extent.value is not None and axis.extent.value % side == 0:
@@ -80,16 +87,18 @@ class Tiles(PassWriter):
         if self.copies(first, count):
             return
         uu, vv = em.fresh("u"), em.fresh("v")
-        cell = f"{uu} * {SIDE_V} + {vv}"
+        cell = f"{uu} * {self.side_v} + {vv}"
         parts = self.plan.passes[0].parts
         loads = self.crossed_loads(self.plan.passes[0].roots())
         for node in loads:
             name = em.fresh("tile")
-            em.scope.add(f"alignas(64) {scalars.MEMORY[node.dtype]} {name}[{SIDE_U * SIDE_V}];")
+            em.scope.add(
+                f"alignas(64) {scalars.MEMORY[node.dtype]} {name}[{SIDE_U * self.side_v}];"
+            )
             self.tiled[node] = scalars.from_memory(f"{name}[{cell}]", node.dtype, em.used)
             where, step = self.corner(node.attr[1][0], first)
             em.scope.add(
-                f"d_transpose({em.tensors[node.attr[0]]} + {where}, {step}, {name}, {SIDE_V}, "
+                f"d_transpose({em.tensors[node.attr[0]]} + {where}, {step}, {name}, {self.side_v}, "
                 f"{count[v]}, {count[u]});"
             )
         stores = [p for p in parts if isinstance(p, Write) and self.is_crossed(p.address)]
@@ -97,14 +106,16 @@ class Tiles(PassWriter):
         names = []
         for p in stores:
             names.append(em.fresh("tile"))
-            em.scope.add(f"alignas(64) {scalars.MEMORY[p.dtype]} {names[-1]}[{SIDE_U * SIDE_V}];")
+            em.scope.add(
+                f"alignas(64) {scalars.MEMORY[p.dtype]} {names[-1]}[{SIDE_U * self.side_v}];"
+            )
             self.places[p] = f"{names[-1]}[{cell}]"
         self.inside(uu, vv, first, count)
         for p, name in zip(stores, names, strict=True):
             where, step = self.corner(p.address, first)
             em.scope.add(
-                f"{transpose(self.env, p)}({name}, {SIDE_V}, {em.tensors[p.tensor]} + {where}, "
-                f"{step}, {count[u]}, {count[v]});"
+                f"{transpose(self.env, p)}({name}, {self.side_v}, "
+                f"{em.tensors[p.tensor]} + {where}, {step}, {count[u]}, {count[v]});"
             )
 
     def copies(self, first: dict[Axis, str], count: dict[Axis, str]) -> bool:
@@ -148,17 +159,17 @@ class Tiles(PassWriter):
         """Fetches of the next tile's part of a row: no prefetcher of the machine's learns so many
         short streams (relu to channels-last of 13 MiB 0.64 ms without, 0.49 ms with)."""
         em, out = self.env.em, []
-        if hint(self.v.extent) <= SIDE_V:
+        if hint(self.v.extent) <= self.side_v:
             return []
         for n in unique_nodes(roots):
             plain = n.op == "load" and n.attr[1] and not n.args and n not in self.tiled
             if plain and stride(n.attr[1][0], self.v) == 1 and stride(n.attr[1][0], self.u):
-                em.name_axis(self.v, f"({first[self.v]} + {SIDE_V})")
+                em.name_axis(self.v, f"({first[self.v]} + {self.side_v})")
                 with em.inside(self.v) as scope:
                     place = f"{em.tensors[n.attr[0]]} + {em.index(n.attr[1][0])}"
                 if not scope.lines:
                     line = 64 // ITEMSIZE[n.dtype]
-                    head = f"for (int k = 0; k < {SIDE_V}; k += {line})"
+                    head = f"for (int k = 0; k < {self.side_v}; k += {line})"
                     out.append(f"{head} __builtin_prefetch({place} + k);")
         return out
 
