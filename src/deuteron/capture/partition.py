@@ -73,11 +73,11 @@ class Costs:
     hints: Hints = field(default_factory=Hints)
     depth: dict[fx.Node, int] = field(default_factory=dict)
     outputs: frozenset[fx.Node] = frozenset()
-    exact: frozenset[fx.Node] = frozenset()
+    exact: set[fx.Node] = field(init=False)  # needed bit for bit, so not recomputed
     _uses: dict[fx.Node, tuple[bool, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.exact = frozenset(rounded_before_selections(self.info.fw_order))
+        self.exact = rounded_before_selections(self.info.fw_order)
         for n in self.info.fw_order:  # in graph order
             base = max((self.depth.get(p, 0) for p in n.all_input_nodes), default=0)
             self.depth[n] = base if n.op != "call_function" or ops.is_generated(n) else base + 1
