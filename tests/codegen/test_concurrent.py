@@ -21,15 +21,17 @@ def k(words, out, bad, N: tl.constexpr):
     pid = tl.program_id(0)
     if pid == bad:
         tl.arange(0, 3)  # no power of two
-    libm.publish(words + pid, (pid * 1.0).to(tl.float32), 1, None)
-    told = libm.told(libm.collect(words, 1, N, 32), 0.0 * pid.to(tl.float32), 0.0, N)
+    tag = pid * 0 + 1
+    libm.publish(words, 0, 1, N, (pid * 1.0).to(tl.float32), tag, 0)
+    told = libm.collect(words, 0, 1, N, tag, 0, 32)
+    told = libm.told(told, 0.0 * pid.to(tl.float32), 0.0, N)
     tl.store(out + pid, libm.team_sum(told))
 
 out = torch.zeros(4)
-together(k, 4, torch.zeros(4, dtype=torch.int64), out, 9, N=4)
+together(k, 4, torch.zeros(16, dtype=torch.int64), out, 9, N=4)
 assert out.tolist() == [6.0] * 4, out
 try:
-    together(k, 4, torch.zeros(4, dtype=torch.int64), out, 1, N=4)
+    together(k, 4, torch.zeros(16, dtype=torch.int64), out, 1, N=4)
 except ValueError:
     print("raised")
 """

@@ -28,7 +28,7 @@ from deuteron.ir.index import Sym, evaluate
 from deuteron.ir.program import Constant, Input
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
-from deuteron.schedule import columns, split, teams
+from deuteron.schedule import split, teams
 from deuteron.tools.concurrent import together
 from deuteron.tools.interpret import readable
 from tests.schedule import tools
@@ -365,17 +365,17 @@ def sharing(name: str) -> Iterator[None]:
         if name in SHARED:
             patch.setattr(teams, "SHARES", ((1, 64), (4, 32)))
             patch.setattr(teams, "LONG", 128)
-            patch.setattr(columns, "LONG", 128)
+            patch.setattr(tiling, "LONG", 128)
             patch.setattr(tiling, "ROW_LIMIT", 64)
         yield
 
 
-def kernels(found: Scheduled, name: str) -> list[TritonKernel]:
+def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel]:
     looped = name in LOOPED
     with pytest.MonkeyPatch.context() as patch, sharing(name):
         if looped or name in UNORDERED | SCANS:
             patch.setattr(tiling, "ROW_LIMIT", 64)
-        made = [generate(k, spec_of("H200"), Options()) for k in found.kernels]
+        made = [generate(k, spec_of(gpu), Options()) for k in found.kernels]
     assert name not in SHARED or any(k.team > 1 for k in made), "no team"
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]
     heads = ("for roffset", "for rback", "if rwhole")

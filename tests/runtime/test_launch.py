@@ -46,12 +46,19 @@ int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   note((long long)f, gx, *(long long*)params[0], *(int*)params[1]);
   return 0;
 }
-int cuLaunchCooperativeKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
-                              unsigned by, unsigned bz, unsigned shared, void* stream,
-                              void** params) {
+struct attribute { int id, none; unsigned value[16]; };
+struct configuration {
+  unsigned grid[3], block[3], shared; void* stream; attribute* attributes; unsigned count;
+};
+// A cooperative launch, or one in clusters of so many programs.
+int cuLaunchKernelEx(const configuration* c, void* f, void** params, void** extra) {
   if (int r = answer()) return r;
-  note(-(long long)f, gx, *(long long*)params[0], *(int*)params[1]);
-  return 0;
+  const attribute* a = c->attributes;
+  if (c->count != 1 || a->value[0] < 1 || (a->id == 2 && a->value[0] != 1)) return 1;
+  if (a->id == 4 && (c->grid[0] % a->value[0] || a->value[1] != 1 || a->value[2] != 1)) return 1;
+  note(a->id == 2 ? -(long long)f : -1000 * (long long)a->value[0] - (long long)f, c->grid[0],
+       *(long long*)params[0], *(int*)params[1]);
+  return a->id == 2 || a->id == 4 ? 0 : 1;
 }
 int cuStreamIsCapturing(void* s, int* out) { *out = driver_capturing; return 0; }
 int cuGraphLaunch(void* e, void* s) { note(1, (long long)s, 0, 0); return answer(); }
@@ -201,6 +208,9 @@ def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     assert driver.log == [(-101, 6, 16, 2), (201, 1, 16, 2), (-101, 18, 16, 64), (201, 1, 16, 64)]
     at = [q.prepared[s, (n,)].numbers[2] for s, n in ((7, 2), (8, 64))]
     assert at[1] - at[0] == 8 * launch_cuda.WORDS
+    near, _ = sequence([replace(shared, cluster=True)], [[0]])
+    near(7, addresses(16), (64,))  # clusters of three
+    assert driver.log == [(-3101, 18, 16, 64)]
     large, _ = sequence([replace(shared, team=21)], [[0]])
     with pytest.raises(LaunchError, match="21 programs at once; the device runs 20"):
         large(7, addresses(16), (64,))

@@ -21,19 +21,24 @@ from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.codegen.triton.generate import TritonKernel
-from deuteron.codegen.triton.teams import FIRST, ROUNDS
+from deuteron.codegen.triton.teams import FIRST
 from deuteron.codegen.triton.tiling import MOST_EXCHANGED
 from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
 from deuteron.runtime.build_triton import Binary, build, submit
 from deuteron.runtime.workers import Task
-from deuteron.schedule.teams import RESIDENT
+from deuteron.schedule.teams import CLUSTER_BYTES, RESIDENT, ROUNDS
 
 SOURCE = """
 typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                         unsigned, void*, void**, void**);
-typedef int (*together_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                          unsigned, void*, void**);
+// CUlaunchAttribute and CUlaunchConfig.
+struct attribute { int id, none; unsigned value[16]; };
+struct configuration {
+  unsigned grid[3], block[3], shared; void* stream; attribute* attributes; unsigned count;
+};
+typedef int (*launch_ex_t)(const configuration*, void*, void**, void**);
+// `together`: programs that run at the same time: 0 no matter, 1 all, more: so many, as a cluster.
 struct kernel {
   void* function;
   unsigned grid, block, shared;
@@ -42,7 +47,7 @@ struct kernel {
 };
 
 struct sequence {
-  launch_t launch; together_t together; const kernel* kernels; long long* sizes;
+  launch_t launch; launch_ex_t launch_ex; const kernel* kernels; long long* sizes;
 };
 
 // Launches kernels `from` to `to` (excluded). 0, or minus the number (from 1) of a kernel whose
@@ -62,9 +67,15 @@ extern "C" int deuteron_launch(const sequence* q, int from, int to, void** p, vo
     }
     if (k->aligned && (low & 15)) return -(i + 1);
     params[k->count] = params[k->count + 1] = &none;
-    int rc = k->together
-        ? q->together(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params)
-        : q->launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
+    int rc;
+    if (k->together) {
+      attribute one = {k->together == 1 ? 2 : 4, 0, {1, 1, 1}};  // cooperative, cluster dimensions
+      if (k->together > 1) one.value[0] = k->together;
+      configuration c = {{k->grid, 1, 1}, {k->block, 1, 1}, k->shared, stream, &one, 1};
+      rc = q->launch_ex(&c, k->function, params, 0);
+    } else {
+      rc = q->launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
+    }
     if (rc) return 1000 * (i + 1) + rc;
   }
   return 0;
@@ -85,10 +96,25 @@ class _Kernel(ctypes.Structure):
     ]
 
 
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("none", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _Configuration(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 class _Sequence(ctypes.Structure):
     _fields_ = [
         ("launch", ctypes.c_void_p),
-        ("together", ctypes.c_void_p),
+        ("launch_ex", ctypes.c_void_p),
         ("kernels", ctypes.POINTER(_Kernel)),
         ("sizes", ctypes.POINTER(ctypes.c_longlong)),
     ]
@@ -99,6 +125,7 @@ COUNTERS = 4096  # streams of a device that have one of their own
 # Streams of a device that may run kernels whose programs wait for one another, and words of each.
 TEAMS, WORDS = 128, 1 << 14
 OUT_OF_MEMORY = 2
+PORTABLE_CLUSTER = 8
 
 
 class LaunchError(DeuteronError):
@@ -124,11 +151,11 @@ def _launcher(options: Options) -> tuple[Any, int, int]:
     lib = build_cpp.build(SOURCE, FLAGS, options)
     driver = _driver()
     address = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
-    together = ctypes.cast(driver.cuLaunchCooperativeKernel, ctypes.c_void_p).value
-    assert address is not None and together is not None
+    launch_ex = ctypes.cast(driver.cuLaunchKernelEx, ctypes.c_void_p).value
+    assert address is not None and launch_ex is not None
     function = lib.deuteron_launch
     function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]
-    return function, address, together
+    return function, address, launch_ex
 
 
 @dataclass
@@ -203,18 +230,37 @@ class Variants:
         _ok(
             driver.cuModuleGetFunction(ctypes.byref(function), module, name), "finding", binary.name
         )
-        if binary.shared > 48 << 10:  # 8: the most dynamic shared memory that it may ask for
-            _ok(driver.cuFuncSetAttribute(function, 8, binary.shared), "setting up", binary.name)
+        shared = binary.shared
+        if self.kernel.cluster:
+            shared = -(-shared // 16) * 16 + CLUSTER_BYTES
+        if shared > 48 << 10:  # 8: the most dynamic shared memory that it may ask for
+            _ok(driver.cuFuncSetAttribute(function, 8, shared), "setting up", binary.name)
         assert function.value is not None
-        found = Loaded(function.value, 32 * binary.num_warps, binary.shared)
+        found = Loaded(function.value, 32 * binary.num_warps, shared)
         if self.kernel.team > 1:
-            each = ctypes.c_int(0)
-            asked = (ctypes.byref(each), function, found.block, ctypes.c_size_t(found.shared))
-            rc = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(*asked)
-            _ok(rc, "asking about", binary.name)
-            cores = torch.cuda.get_device_properties(self.device).multi_processor_count
-            found.resident = min(RESIDENT, each.value) * cores
+            found.resident = self.resident(function, found, binary.name)
         return found
+
+    def resident(self, function: Any, found: Loaded, name: str) -> int:
+        """Programs of whole teams that the device runs at once."""
+        driver, count, team = _driver(), ctypes.c_int(0), self.kernel.team
+        cores = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if not self.kernel.cluster:
+            size = ctypes.c_size_t(found.shared)
+            rc = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), function, found.block, size
+            )
+            _ok(rc, "asking about", name)
+            return min(RESIDENT, count.value) * cores
+        if team > PORTABLE_CLUSTER:  # 14: more programs of a cluster than every device has
+            _ok(driver.cuFuncSetAttribute(function, 14, 1), "setting up", name)
+        dims = _Attribute(4, 0, (team, 1, 1))
+        one = (ctypes.c_uint * 3)(found.block, 1, 1)
+        grid = (ctypes.c_uint * 3)(team * cores, 1, 1)
+        asked = _Configuration(grid, one, found.shared, None, ctypes.pointer(dims), 1)
+        rc = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(asked))
+        _ok(rc, "asking about", name)
+        return min(RESIDENT * cores // team, count.value) * team
 
 
 def enter(device: torch.device) -> None:
@@ -356,8 +402,8 @@ class Sequence:
         return found
 
     def bound(self, table: Any, numbers: Any) -> Prepared:
-        launch, driver, together = _launcher(self.options)
-        whole = _Sequence(driver, together, table, numbers)
+        launch, driver, launch_ex = _launcher(self.options)
+        whole = _Sequence(driver, launch_ex, table, numbers)
         return Prepared(launch, ctypes.addressof(whole), whole, table, numbers)
 
     def sizes_aligned(self, k: int, env: dict[str, int]) -> bool:
@@ -377,7 +423,7 @@ class Sequence:
         loaded = self.variants[k].get(aligned, kernel.is_wide(env), chosen)
         row.function, row.block, row.shared = loaded.function, loaded.block, loaded.shared
         row.grid = kernel.grid(kernel.configs[chosen], env)
-        row.together = int(kernel.team > 1)
+        row.together = 0 if kernel.team == 1 else kernel.team if kernel.cluster else 1
         if row.together:
             row.grid = min(row.grid, loaded.resident // kernel.team * kernel.team)
             if not row.grid and kernel.grid(kernel.configs[chosen], env):

@@ -18,7 +18,7 @@ from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
 from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
-from deuteron.schedule.teams import HELD, LONG, share
+from deuteron.schedule.teams import HELD, at_once, team_of
 
 # Workers per multiprocessor of a GPU: few, since each leaves partial results, but more for short
 # rows, which leave a worker waiting. H200, layer norm forward and backward, 2, 4, 8 workers: rows
@@ -48,10 +48,8 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     axis = max(rows, key=lambda a: (hint(a.extent), -rows.index(a)))
     row = hint(product(a.extent for a in space.reduced))
     each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
-    team = 1
-    if folds and row > LONG and spec.kind == "cuda":  # then a worker is a team
-        team = -(-row // share(HELD, row))
-    most = spec.cores if spec.kind == "cpu" else each * spec.cores // team
+    team = max(1, team_of(row, HELD, spec)) if folds else 1  # a worker is a team
+    most = spec.cores if spec.kind == "cpu" else each * at_once(team, spec) // team
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 
 

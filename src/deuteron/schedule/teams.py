@@ -20,7 +20,7 @@ LEAST, MOST = 2048, 8192
 # backward of layer norm and RMS norm, us: rows of 131072 in 32 and 16 programs 1271, 996 and 1098,
 # 936, of 65536 in 16 and 8 966, 1163 and 856, 1052; batch norm of 200704 (25) 1.3 times loops.
 MOST_TEAM = 16
-# Rows of more elements are shared at all.
+# Rows of so many elements are shared at all.
 LONG = 16384
 # Values of each element that a norm's backward holds: what it reads and what it sums up.
 HELD = 4
@@ -32,6 +32,19 @@ RESIDENT = 3
 # of 65536 (8) 0.81 times, batch norm of 200704 (25) 1.07.
 MOST_HELD, MOST_ALONE = 96, 24
 
+# Programs of a team that may be a cluster, whose programs reach one another's shared memory.
+MOST_CLUSTER = 16
+# Eighths of the multiprocessors that run clusters at once. H200, backward of layer norm, bf16,
+# 4 x 2^26 elements, workers for all and for seven eighths of them, us: rows of 16384 (4
+# programs) 650 and 485, of 131072 (16) 682 and 516.
+CLUSTERED = 7
+# With so many values in a thread it needs not more than so many registers. H200, rows of 131072 in
+# 16 programs, bf16, us, any number and 80: layer norm 395 and 353, RMS norm 318 and 278.
+MOST_VALUES, LEAST_REGISTERS = 32, 80
+# Rounds whose numbers a team has place for, a power of two; and the shared memory that a cluster's
+# programs have for them (see `codegen.triton.exchange`).
+ROUNDS, CLUSTER_BYTES = 4, 2048
+
 
 def share(held: int, row: int) -> int:
     """Elements of a row of so many per program, a power of two."""
@@ -39,9 +52,27 @@ def share(held: int, row: int) -> int:
     return MOST if MOST_TEAM * found < row <= MOST_TEAM * MOST else found
 
 
-def team_of(row: int, held: int, spec: DeviceSpec) -> int:
-    """Programs that share a row of so many elements; 0 where that does not pay. Rows that do not
-    start at multiples of 16 bytes come element by element, which costs more than reading twice."""
-    count = -(-row // share(held, row))
+def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0) -> int:
+    """Programs that share a row of so many elements, each a `share` (or so many as `each`); 0 where
+    that does not pay. Rows that do not start at multiples of 16 bytes come element by element,
+    which costs more than reading twice."""
+    count = -(-row // (each or share(held, row)))
     fits = count <= spec.cores and count <= (MOST_ALONE if held == 1 else MOST_HELD // held)
-    return count if spec.kind == "cuda" and row > LONG and row % 8 == 0 and fits else 0
+    return count if spec.kind == "cuda" and row >= LONG and row % 8 == 0 and fits else 0
+
+
+def clustered(team: int, spec: DeviceSpec) -> bool:
+    """Whether a team of so many programs can be a cluster."""
+    return (spec.capability or (0, 0)) >= (9, 0) and team <= MOST_CLUSTER
+
+
+def at_once(team: int, spec: DeviceSpec) -> int:
+    """Multiprocessors of which a kernel's teams fill the places at once."""
+    return spec.cores * CLUSTERED // 8 if team > 1 and clustered(team, spec) else spec.cores
+
+
+def registers(values: int, warps: int, spec: DeviceSpec) -> int:
+    """The most registers (of 4 bytes) of a thread that holds so many values, so that `RESIDENT`
+    programs of so many warps run at once; 0: no matter how many."""
+    most = spec.registers // 4 // (RESIDENT * 32 * warps) // 8 * 8
+    return most if values <= MOST_VALUES and most >= LEAST_REGISTERS else 0

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import reads, spelled
@@ -60,6 +59,7 @@ class Emitter:
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
         self.group, self.apart = 1, False  # see `tiling.Form`
+        self.block = 0  # the most elements of a block along r, a power of two
         self.stages = "1"  # text of the number of stages of software pipelines
         self.float8 = ""  # see `scalars.convert`
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins
@@ -107,23 +107,6 @@ class Emitter:
         self.starts[name] = offset
         if len(dim.axes) == 1:
             self.scope.axes[dim.axes[0]] = f"{stem}index"
-
-    @contextmanager
-    def other_row(self, prefix: str, offset: str) -> Iterator[Scope]:
-        """A scope within the current one for another row of the same elements, which starts at
-        `offset`: what depends on the current row is not seen in it. `prefix` is for its names."""
-        scope, dim = self.scope, self.dims["x"]
-        kept = scope.texts, scope.sums, scope.axes, scope.dims
-        scope.texts = {n: t for n, t in scope.texts.items() if "x" not in self.deps(n)}
-        scope.axes = {a: t for a, t in scope.axes.items() if self.dim_of.get(a) != "x"}
-        scope.sums, scope.dims = {}, self.chain[-2].dims
-        self.dims["x"] = replace(dim, prefix=prefix)
-        with self.inside() as before:
-            self.enter(self.dims["x"], offset)
-            before.dims |= {"r"}
-            yield before
-        self.dims["x"] = dim
-        scope.texts, scope.sums, scope.axes, scope.dims = kept
 
     def widened(self, phase: Axis, along: Axis) -> Emitter:
         """An emitter for stores of the points of `phase` together, in the current scope: its last
@@ -403,6 +386,10 @@ class Emitter:
     def _load(self, node: Expr) -> str:
         name, idx, fill = node.attr
         address, cond = idx[0], node.args[0] if node.args else None
+        if cond is None and name not in self.limits:
+            steady = self._steady(node)
+            if steady is not None:
+                return steady
         dims = self.index_deps(address)
         masks = [self.value(cond)] if cond is not None else []
         wanted = dims | (self.deps(cond) if cond is not None else NONE)
@@ -419,6 +406,31 @@ class Emitter:
             fill if fill is not None else 0, "i8" if node.dtype == "bool" else node.dtype
         )
         return f"tl.load({text}, {where}, other={other}{hint})"
+
+    def _steady(self, node: Expr) -> str | None:
+        """A load of what is the same for all elements of a block along r (a weight by channel, of
+        rows of channels): one element, where otherwise each lane would read its own."""
+        name, (address, *_), _ = node.attr
+        r, start = self.dims.get("r"), self.starts.get("r", "0")
+        used = [a for a in r.axes if a in address.axes()] if r is not None else []
+        if r is None or start == "0" or self.row_start is not None or len(used) != 1:
+            return None
+        below, inner = self._digit(r, used[0])
+        step = address.coefficient(used[0])
+        if not below.value or not self.block or below.value % self.block:
+            return None
+        if step is None or step.axes() or r.name in self.index_deps(address - used[0].index * step):
+            return None
+        place = f"{start} // {below.value}" + (f" % {self._factor(used[0].extent)}" * inner)
+        place = f"({place})" if step.value == 1 else f"({place}) * {self._factor(step)}"
+        rest = address - used[0].index * step
+        own, wanted = self.index_deps(rest), self.index_deps(address)
+        index = self.spread(self.index(rest), own, wanted - {"r"})
+        mask, policy = self.mask(wanted - {"r"}), self.policies.get(node)
+        more = f", {mask}" if mask else ""
+        more += f', eviction_policy="{policy}"' if policy else ""
+        pointer = f"{self.pointers[name]} + {index} + {place}"
+        return f"tl.broadcast_to(tl.load({pointer}{more}), {self.shape(wanted)})"
 
     def guard(
         self, what: str, tensor: str, address: Index, dims: Dims, where: str, scope: Scope

@@ -4,6 +4,10 @@ under whose name generated kernels call them.
 A word has 64 bits: a number of 32 bits, and above it a tag that says which exchange of which launch
 it belongs to. It is written and read at once, so that whoever sees the tag has the number: nothing
 else needs to be ordered. The programs must run at the same time (a cooperative launch).
+
+Where a team is a cluster (sm_90), its programs write into one another's shared memory instead: the
+last `CLUSTER_BYTES` of it, for which the launch makes room. For each round and fold there are a
+barrier (`mbarrier`), which counts the bytes that have come, and a number from every program.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,6 +20,46 @@ import triton.language as tl
 
 from deuteron.codegen.triton.fast import INTERPRETED
 from deuteron.codegen.triton.merging import maximum, minimum
+from deuteron.schedule.teams import CLUSTER_BYTES, MOST_CLUSTER, ROUNDS
+
+SLOTS = tl.constexpr(ROUNDS)
+# Of a cluster's shared memory: where the numbers begin, behind barriers of 8 bytes for each round
+# and fold, and bytes of the numbers of a round and fold.
+NUMBERS, EACH = 256, 4 * MOST_CLUSTER
+HERE = (
+    ".reg .b32 at, size, bar; .reg .pred one; "
+    "mov.u32 at, global_smem; mov.u32 size, %dynamic_smem_size; add.u32 at, at, size; "
+    f"sub.u32 at, at, {CLUSTER_BYTES}; "
+)
+# Makes $1 barriers; what the other programs do afterwards finds them.
+CLUSTER_BEGIN = tl.constexpr(
+    "{ " + HERE + ".reg .b32 who, k; mov.u32 who, %tid.x; setp.ne.u32 one, who, 0; mov.u32 k, 0; "
+    "@one bra ready; "
+    "next: mbarrier.init.shared::cta.b64 [at], 1; add.u32 at, at, 8; add.u32 k, k, 1; "
+    "setp.lt.u32 one, k, $1; @one bra next; fence.mbarrier_init.release.cluster; "
+    "ready: barrier.cluster.arrive; barrier.cluster.wait; mov.u32 $0, 0; }"
+)
+CLUSTER_END = tl.constexpr("{ barrier.cluster.arrive; barrier.cluster.wait; mov.u32 $0, $1; }")
+# Sends $1 to $3 programs, at place $2 of theirs.
+SEND = tl.constexpr(
+    "{ " + HERE + ".reg .b32 who, rank, bytes; "
+    "mov.u32 who, %tid.x; mov.u32 rank, %cluster_ctarank; "
+    f"mad.lo.u32 bar, $2, 8, at; mad.lo.u32 at, $2, {EACH}, at; mad.lo.u32 at, rank, 4, at; "
+    "shl.b32 bytes, $3, 2; setp.eq.u32 one, who, 0; "
+    "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], bytes; "
+    "setp.lt.u32 one, who, $3; "
+    "@one mapa.shared::cluster.u32 at, at, who; @one mapa.shared::cluster.u32 bar, bar, who; "
+    "@one st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 "
+    f"[at + {NUMBERS}], $1, [bar]; mov.u32 $0, 0; }}"
+)
+# Waits for the numbers at place $1, whose barrier's phase is $2; that of program $3.
+RECEIVE = tl.constexpr(
+    "{ " + HERE + f"mad.lo.u32 bar, $1, 8, at; mad.lo.u32 at, $1, {EACH}, at; "
+    "mad.lo.u32 at, $3, 4, at; "
+    "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 one, [bar], $2; "
+    "@!one bra again; "
+    f"ld.shared.b32 $0, [at + {NUMBERS}]; }}"
+)
 
 # Waits for words with a tag; their numbers. Labels are the block's own.
 WAIT_ONE = tl.constexpr(
@@ -34,15 +78,32 @@ WAIT_TWO = tl.constexpr(
 
 
 @triton.jit
-def publish(word, value, tag, when):
-    """Writes `value` (one element of 32 bits) with `tag` at `word`; if `when`, where given."""
-    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    text = bits | (tl.zeros_like(bits) + tag).to(tl.int64) << 32
-    at = word + tl.zeros_like(bits)
-    if when is None:
-        tl.atomic_xchg(at, text, sem="relaxed", scope="gpu")
+def begin(words, CLUSTER: tl.constexpr, FOLDS: tl.constexpr):
+    """The last tag that was used before this launch."""
+    if CLUSTER and not INTERPRETED:
+        tl.inline_asm_elementwise(
+            CLUSTER_BEGIN, "=r,r", [FOLDS * SLOTS], dtype=tl.int32, is_pure=False, pack=1
+        )
+        return tl.full([], -1, tl.int32)
     else:
-        tl.atomic_xchg(at, text, (bits == bits) & when, sem="relaxed", scope="gpu")
+        return tl.load(words + 1).to(tl.int32)
+
+
+@triton.jit
+def publish(words, FOLD: tl.constexpr, FOLDS: tl.constexpr, TEAM: tl.constexpr, value, tag,
+            CLUSTER: tl.constexpr):
+    """Tells the team `value` (one element of 32 bits), that of a fold in the round `tag`. `words`:
+    the team's."""
+    bits = value.to(tl.int32, bitcast=True)
+    place = (tag & (SLOTS - 1)) * FOLDS + FOLD
+    if CLUSTER and not INTERPRETED:
+        what = [tl.sum(tl.ravel(bits), 0), place, TEAM]
+        tl.inline_asm_elementwise(SEND, "=r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        bits = bits.to(tl.int64) & 0xFFFFFFFF
+        text = bits | (tl.zeros_like(bits) + tag).to(tl.int64) << 32
+        at = words + place * TEAM + tl.program_id(0) % TEAM + tl.zeros_like(bits)
+        tl.atomic_xchg(at, text, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -55,33 +116,53 @@ def _polled(at, tags):
 
 
 @triton.jit
-def collect(words, tag, COUNT: tl.constexpr, ROOM: tl.constexpr):
-    """The bits of the numbers of `COUNT` words in `ROOM` lanes (a power of two, at least a warp, so
-    that a thread reads one word; the rest repeat the first); returns once all have the tag."""
-    lane = tl.arange(0, ROOM)
-    at = words + tl.where(lane < COUNT, lane, 0)
-    tags = tl.zeros([ROOM], tl.int32) + tag
-    if INTERPRETED:
-        return _polled(at, tags)
-    else:
-        return tl.inline_asm_elementwise(
-            WAIT_ONE, "=&r,l,r", [at.to(tl.int64), tags], dtype=tl.int32, is_pure=False, pack=1
-        )
+def _received(place, lane, tag):
+    what = [place + tl.zeros_like(lane), ((tag // SLOTS) & 1) + tl.zeros_like(lane), lane]
+    return tl.inline_asm_elementwise(
+        RECEIVE, "=&r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
-def collect_two(words, others, tag, COUNT: tl.constexpr, ROOM: tl.constexpr):
-    """The same of two kinds of words, which are read together."""
+def collect(words, FOLD: tl.constexpr, FOLDS: tl.constexpr, TEAM: tl.constexpr, tag,
+            CLUSTER: tl.constexpr, ROOM: tl.constexpr):
+    """The bits of a team's numbers of a fold in `ROOM` lanes (a power of two, at least a warp, so
+    that a thread reads one; the rest repeat the first); returns once all have come."""
     lane = tl.arange(0, ROOM)
-    step = tl.where(lane < COUNT, lane, 0)
-    tags = tl.zeros([ROOM], tl.int32) + tag
-    if INTERPRETED:
-        return _polled(words + step, tags), _polled(others + step, tags)
+    lane = tl.where(lane < TEAM, lane, 0)
+    place = (tag & (SLOTS - 1)) * FOLDS + FOLD
+    if CLUSTER and not INTERPRETED:
+        return _received(place, lane, tag)
     else:
-        at = [(words + step).to(tl.int64), (others + step).to(tl.int64), tags]
-        return tl.inline_asm_elementwise(
-            WAIT_TWO, "=&r,=&r,l,l,r", at, dtype=(tl.int32, tl.int32), is_pure=False, pack=1
-        )
+        at = words + place * TEAM + lane
+        tags = tl.zeros([ROOM], tl.int32) + tag
+        if INTERPRETED:
+            return _polled(at, tags)
+        else:
+            return tl.inline_asm_elementwise(
+                WAIT_ONE, "=&r,l,r", [at.to(tl.int64), tags], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
+@triton.jit
+def collect_two(words, FOLD: tl.constexpr, OTHER: tl.constexpr, FOLDS: tl.constexpr,
+                TEAM: tl.constexpr, tag, CLUSTER: tl.constexpr, ROOM: tl.constexpr):
+    """The same of two folds, which are read together."""
+    lane = tl.arange(0, ROOM)
+    lane = tl.where(lane < TEAM, lane, 0)
+    one, two = (tag & (SLOTS - 1)) * FOLDS + FOLD, (tag & (SLOTS - 1)) * FOLDS + OTHER
+    if CLUSTER and not INTERPRETED:
+        return _received(one, lane, tag), _received(two, lane, tag)
+    else:
+        ones, twos = words + one * TEAM + lane, words + two * TEAM + lane
+        tags = tl.zeros([ROOM], tl.int32) + tag
+        if INTERPRETED:
+            return _polled(ones, tags), _polled(twos, tags)
+        else:
+            at = [ones.to(tl.int64), twos.to(tl.int64), tags]
+            return tl.inline_asm_elementwise(
+                WAIT_TWO, "=&r,=&r,l,l,r", at, dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+            )
 
 
 @triton.jit
@@ -128,10 +209,14 @@ def team_moments(sums, m2s, sizes, count):
 
 
 @triton.jit
-def arrive(words, tag, rounds):
-    """The last thing of every program: the last one of the launch leaves the next one's tag."""
+def end(words, tag, rounds, CLUSTER: tl.constexpr):
+    """The last thing of every program. No program of a cluster goes while others write to it; the
+    last one of other launches leaves the next one's tag."""
     tl.debug_barrier()
-    ticket = tl.atomic_add(words, 1, sem="acq_rel", scope="gpu")
-    if ticket == tl.num_programs(0) - 1:
-        tl.store(words, 0)
-        tl.store(words + 1, tag.to(tl.int64) + rounds)
+    if CLUSTER and not INTERPRETED:
+        tl.inline_asm_elementwise(CLUSTER_END, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        ticket = tl.atomic_add(words, 1, sem="acq_rel", scope="gpu")
+        if ticket == tl.num_programs(0) - 1:
+            tl.store(words, 0)
+            tl.store(words + 1, tag.to(tl.int64) + rounds)

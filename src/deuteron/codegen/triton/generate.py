@@ -72,6 +72,7 @@ class TritonKernel:
     configs      candidates; the first is the heuristic choice
     team         programs that share a row and must run at the same time. Where there are more than
                  one, any multiple of it is a valid number of programs, the grid's is the most
+    cluster      whether those are a cluster, and have `CLUSTER_BYTES` more shared memory
     """
 
     name: str
@@ -86,6 +87,7 @@ class TritonKernel:
     wide_source: str | None = None
     debug: bool = False  # build with debug=True (and sanitize_overflow=False): it asserts
     team: int = 1
+    cluster: bool = False
     fp_fusion: bool = False  # eager rounds after each multiplication, and so does the kernel
 
     def signature(self, wide: bool = False) -> dict[str, str]:
@@ -184,6 +186,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         wide_source=wide_source,
         debug=any(asserts for _, asserts in written),
         team=team,
+        cluster=forms[0].cluster,
     )
 
 
@@ -219,7 +222,9 @@ def _configs(
         if any(f.loops for f in forms):
             values.append(("STAGES", stages))
         warps = max(c.num_warps for c in chosen)
-        most = registers(warps, spec) if any(f.kind == "chunk" for f in forms) else 0
+        most = max(c.registers for c in chosen)
+        if any(f.kind == "chunk" for f in forms):
+            most = registers(warps, spec)
         out.append(Config(tuple(values), warps, stages, most))
     return tuple(dict.fromkeys(out))
 

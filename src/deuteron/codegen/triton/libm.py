@@ -21,9 +21,10 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them by this module
-    arrive,
+    begin,
     collect,
     collect_two,
+    end,
     publish,
     team_max,
     team_min,

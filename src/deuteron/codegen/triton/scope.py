@@ -27,7 +27,7 @@ class Dim:
     block: str
     place: int  # position in the tile
     masked: bool  # whether a block may reach beyond the end
-    prefix: str = ""  # of its variables: see `Emitter.widened`, `Emitter.other_row`
+    prefix: str = ""  # of its variables: see `Emitter.widened`
 
     @property
     def stem(self) -> str:

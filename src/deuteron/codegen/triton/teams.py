@@ -6,12 +6,6 @@ of their places, so that results repeat bit for bit. Folds that do not need one 
 published first and collected together; so are folds that need others by a rule of
 `schedule.online`: each block's result is one relative to the block's own maximum or mean.
 
-In a chunk nest whose folds one exchange serves, a program folds and publishes its block of the next
-row before it collects the folds of this one: the others' words are on their way meanwhile. (H200,
-us, backward of layer norm with the forward, bf16, rows of 32768: 1048 and 924, of RMS norm 835 and
-793. Without column folds three programs of a multiprocessor hide the exchange as well, and what is
-kept for a round is in their way: softmax of rows of 131072 360 and 414.)
-
 Words are used in turn by four rounds: who publishes round k + 4 has collected round k + 2, so that
 all have published that, and had collected round k before.
 """
@@ -29,13 +23,12 @@ from deuteron.ir.expr import Expr, own_indices
 from deuteron.ir.index import Value
 from deuteron.schedule.kernel import Fold
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
+from deuteron.schedule.teams import ROUNDS
 
 # Words of a launch: the number of programs that are done, the last tag used, then the teams'.
 FIRST = 16
 PARAM = "team_ptr"
 WARP = 32
-# Rounds whose words a team has: a power of two.
-ROUNDS = 4
 
 
 class Team:
@@ -44,7 +37,9 @@ class Team:
     first = "team"
 
     def __init__(self, form: Form, em: Emitter, loops: Loops) -> None:
-        self.count, self.em = form.team, em
+        self.count, self.em, self.cluster = form.team, em, int(form.cluster)
+        blocks = form.candidates[0]
+        self.each = blocks.of("r") // (WARP * blocks.num_warps)  # elements of a thread
         row = frozenset(em.dims) - {"r"}
         chain = Chain(lambda e: em.deps(e) <= row)
         self.folds = {p.name: p for p in loops.parts if isinstance(p, Fold)}
@@ -62,16 +57,8 @@ class Team:
         self.places = {name: k for k, name in enumerate(self.folds)}
         self.local: dict[str, str] = {}
         self.waiting: list[Fold] = []
-        self.late = loops.chunk is not None and self._once()
-
-    def _once(self) -> bool:
-        """Whether no fold waits for another: one exchange serves all."""
-        known: set[str] = set()
-        for name, f in self.folds.items():
-            if any(_uses(root, known) for root in self._roots(f)):
-                return False
-            known.add(name)
-        return True
+        # The exponentials of a block, and the number that makes them those of the row.
+        self.powers: dict[str, tuple[str, str]] = {}
 
     def _roots(self, f: Fold) -> list[Expr]:
         """What a program computes of its elements for a fold."""
@@ -89,13 +76,13 @@ class Team:
             f"place = pid % {n}",
             f"roffset = place{wide} * {em.dims['r'].block}",
             f"words = {PARAM} + {FIRST} + (pid // {n}) * {ROUNDS * n * len(self.places)}",
-            f"before = tl.load({PARAM} + 1).to(tl.int32)",
+            f"before = libm.begin({PARAM}, {self.cluster}, {len(self.places)})",
             "tag = before + 1",
         )
 
     def end(self, rounds: str) -> None:
         """`rounds`: text of a number that no team's exchanges exceed."""
-        self.em.scope.add(f"libm.arrive({PARAM}, before, {rounds})")
+        self.em.scope.add(f"libm.end({PARAM}, before, {rounds}, {self.cluster})")
 
     def fold_all(self) -> None:
         """Folds this program's block of the row, and tells the others; sums that need nothing of
@@ -156,21 +143,18 @@ class Team:
             f"{below} = {value} - {safe}",
             f"{terms} = {power_text(rule, below)}",
         )
-        if rule.factor is not None:
+        if rule.factor is None:
+            self.powers[f.name] = terms, maximum
+        else:
             weight = full(em, em.value(rule.factor), em.deps(rule.factor), dtype)
             em.scope.add(f"{terms} = tl.where({terms} == 0, 0.0, {terms} * {weight})")
         name = em.fresh(f"{clean(f.name)}_")
         em.scope.add(f"{name} = libm.fold_sum({terms})")
         return name
 
-    def _words(self, f: Fold, tag: str) -> str:
-        """Those of a fold in a round."""
-        place = self.places[f.name]
-        return f"words + (({tag} & {ROUNDS - 1}) * {len(self.places)} + {place}) * {self.count}"
-
     def _publish(self, f: Fold, name: str) -> None:
-        more = "more" if self.late else "None"
-        self.em.scope.add(f"libm.publish({self._words(f, 'tag')} + place, {name}, tag, {more})")
+        which = f"words, {self.places[f.name]}, {len(self.places)}, {self.count}"
+        self.em.scope.add(f"libm.publish({which}, {name}, tag, {self.cluster})")
 
     def await_for(self, *roots: Expr) -> None:
         """Collects what is waiting if the roots use any of it."""
@@ -200,6 +184,7 @@ class Team:
                 tops[f.name] = one
             em.scope.add(f"{out} = tl.full([1, 1], {one}, {one}.dtype)")
             if isinstance(rule, Rescaled) and rule.plain:
+                self._keep_powers(f, rule, tops[rule.maximum])
                 em.scope.add(f"{out} = libm.online_finish({out}, {tops[rule.maximum]})")
             elif isinstance(rule, Rescaled):
                 e = power_text(rule, f"({tops[rule.maximum]} - {em.value(rule.shift)})")
@@ -212,21 +197,32 @@ class Team:
             bind(em, f, out)
         self.waiting.clear()
 
+    def _keep_powers(self, f: Fold, rule: Rescaled, top: str) -> None:
+        """What comes later and needs the row's exponentials gets them from the block's by one
+        product, where their last bits do not matter. H200: two exponentials of each element of a
+        softmax take more than half of the time that its memory takes."""
+        em = self.em
+        if f.name in self.powers and rule.power in em.inexact.loose:
+            (terms, maximum), name = self.powers[f.name], em.fresh("power")
+            scale = power_text(rule, f"libm.apart({maximum}, {top})")
+            em.scope.add(f"{name} = {terms} * {scale}")
+            em.scope.texts[rule.power] = name
+
     @property
     def _room(self) -> int:
         return max(WARP, power(self.count))
 
     def _collect(self) -> dict[str, str]:
         """What all programs have published of the folds that wait, a number in each lane."""
-        em, tag = self.em, "(tag - 1)" if self.late else "tag"
+        em = self.em
         found: dict[str, str] = {}
         for k in range(0, len(self.waiting), 2):
             pair = self.waiting[k : k + 2]
             names = [em.fresh("told") for _ in pair]
             both = "collect_two" if len(pair) == 2 else "collect"
-            words = ", ".join(self._words(f, tag) for f in pair)
-            tail = f"{tag}, {self.count}, {self._room}"
-            em.scope.add(f"{', '.join(names)} = libm.{both}({words}, {tail})")
+            which = ", ".join(str(self.places[f.name]) for f in pair)
+            tail = f"{len(self.places)}, {self.count}, tag, {self.cluster}, {self._room}"
+            em.scope.add(f"{', '.join(names)} = libm.{both}(words, {which}, {tail})")
             for f, name in zip(pair, names, strict=True):
                 like = f"tl.full([], 0, {scalars.TYPE[f.body.dtype]})"
                 neutral = identity(f.kind, f.body.dtype)
@@ -244,4 +240,4 @@ def _uses(root: Expr, names: Collection[str]) -> bool:
     return False
 
 
-__all__ = ["FIRST", "PARAM", "ROUNDS", "Team"]
+__all__ = ["FIRST", "PARAM", "Team"]

@@ -25,12 +25,15 @@ from deuteron.codegen.loops import (
     Write,
     ordered,
     points,
+    roots_of,
     stride,
+    unique_nodes,
 )
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
-from deuteron.schedule.teams import share, team_of
+from deuteron.schedule.teams import LONG, clustered, registers, share, team_of
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
 # values alive.
@@ -67,6 +70,8 @@ PIPELINE = 96 << 10
 # many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
 # 4096: 1.49 and 1.59 times a copy's time.
 LARGE, STAGE = 49152, 48 << 10
+# Blocks for what is the same in them have at least so many elements.
+LEAST_STEADY = 1024
 # Folds of a row whose results a team exchanges.
 MOST_EXCHANGED = 6
 # Columns that a program reads at once at least: 32 bytes of half numbers.
@@ -80,6 +85,7 @@ class Blocks:
     sizes: tuple[tuple[str, int], ...]  # ("x", 1024)
     num_warps: int
     stages: int = 1  # of the software pipeline of its loops
+    registers: int = 0  # the most of a thread; 0: no matter how many
 
     def of(self, dim: str) -> int:
         return dict(self.sizes)[dim]
@@ -107,6 +113,7 @@ class Form:
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
     team: int = 1  # programs that share a row: each holds a block of it
+    cluster: bool = False  # whether a team's programs reach one another's shared memory
 
     @property
     def loops(self) -> bool:
@@ -365,6 +372,12 @@ def _row_loads(loops: Loops) -> int:
     return max(1, len(found))
 
 
+def _along(loops: Loops) -> int:
+    """Distinct values that are read for every element of a row, also those of all rows."""
+    found = {a for a in loops.accesses if not a.store and a.address.axes() & set(loops.reduced)}
+    return len(found)
+
+
 def _streamed(loops: Loops) -> int:
     """Bytes that are read for every element of every row."""
     axes = (*loops.parallel, *loops.reduced)
@@ -406,22 +419,30 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     least = LEAST_COLUMNS * (1 if again else 4)
     persistent = known and power(nr) <= (limit // least if columns or across else limit)
     whole = persistent or columns or across
+    near = clustered(1, spec)
     # What is the same for all rows each program reads for every row.
-    few = 2 * _bytes_along(loops, x) >= _bytes_along(loops) or nx < spec.cores
-    # Values of parts of a row, which teams hold element by element. H200, group norm with weights
-    # by channel and SiLU, rows of 65536, us: shared 77, in loops 65.
-    few &= not any(
+    few = near or 2 * _bytes_along(loops, x) >= _bytes_along(loops) or nx < spec.cores
+    # Values of parts of a row that are not the same in a block are held element by element.
+    few &= bool(_steady(loops, r)) or not any(
         a.address.axes() & set(x)
         and a.address.axes() & set(r)
         and 2 * points(a.address, (*x, *r)) <= nx * nr
         for a in loops.accesses
         if not a.store
     )
-    if teams and again and not whole and _ragged(loops, r) is None:
-        team = _team(loops, nr, loads, spec) if few else 0
+    long = nr > ROW_LIMIT or nr * _along(loops) > 2 * ROW_LIMIT
+    shared = not whole or (near and long and not columns and not across)
+    if teams and again and shared and _ragged(loops, r) is None:
+        each = min(share(loads, nr), _steady(loops, r) or nr)
+        team = _team(loops, nr, loads, each, spec) if few else 0
         if team:
             return Form(
-                "rows", (("x", x), ("r", r)), _shares(loads, nr), persistent=True, team=team
+                "rows",
+                (("x", x), ("r", r)),
+                _shares(loads, each, spec),
+                persistent=True,
+                team=team,
+                cluster=clustered(team, spec),
             )
     if across and not persistent:
         candidates = _across_tiles(nx, nr, spec)
@@ -565,9 +586,10 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     few rows    64 of 3 MB of f32: 2048 and 8192 elements, pipeline of 3: 198, 72; 421, 245
     """
     itemsize, moved = _widest(loops), _streamed(loops)
+    steady = _steady(loops, _in_order(loops, loops.reduced))
 
     def tile(r: int, warps: int, stages: int = 1) -> Blocks:
-        block = min(r, power(nr))
+        block = min(r, power(nr), steady or r)
         x = max(1, min(1024 // block, power(nx)))
         return Blocks((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)), stages)
 
@@ -611,7 +633,7 @@ def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
 # -- teams -----------------------------------------------------------------------------------------
 
 
-def _team(loops: Loops, nr: int, held: int, spec: DeviceSpec) -> int:
+def _team(loops: Loops, nr: int, held: int, each: int, spec: DeviceSpec) -> int:
     """Programs that share a row, at least two; 0 where rows are short or cannot be shared: what a
     program tells the others is a few numbers of 32 bits."""
     folds = [p for p in loops.parts if isinstance(p, (Fold, Prefix))]
@@ -624,16 +646,37 @@ def _team(loops: Loops, nr: int, held: int, spec: DeviceSpec) -> int:
         for f in folds
     ):
         return 0
-    team = team_of(nr, held, spec)
+    if not _read(loops, Fold) & _read(loops, (Write, ColumnFold)):
+        return 0  # nothing of a row is needed again
+    team = team_of(nr, held, spec, each)
     return team if team > 1 else 0
 
 
-def _shares(held: int, nr: int) -> tuple[Blocks, ...]:
+def _read(loops: Loops, kinds: type | tuple[type, ...]) -> set[Expr]:
+    """What these parts read along a row."""
+    roots = [root for p in loops.parts if isinstance(p, kinds) for root in roots_of(p)]
+    loads = [n for n in unique_nodes(roots) if n.op == "load" and n.attr[1]]
+    return {n for n in loads if n.attr[1][0].axes() & set(loops.reduced)}
+
+
+def _steady(loops: Loops, r: Sequence[Axis]) -> int:
+    """Elements of the blocks of a row in which all that is read for parts of rows is the same (see
+    `Emitter.value`); 0 where nothing is, or these are short."""
+    found = 0
+    for a in loops.accesses:
+        used = [k for k, axis in enumerate(r) if axis in a.address.axes()]
+        if not a.store and len(used) == 1 and used[0] < len(r) - 1:
+            found = math.gcd(found, product(axis.extent for axis in r[used[0] + 1 :]).value or 1)
+    most = found & -found
+    return most if most >= LEAST_STEADY else 0
+
+
+def _shares(held: int, each: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
     """One block of a row at a time, the next one on its way."""
-    each = share(held, nr)
-    warps = 8 if held == 1 else max(8, each // 512)
+    warps = max(8, each // (1024 if held == 1 else 512))
+    most = registers(held * each // (32 * warps), warps, spec)
     blocks = (("x", 1), ("r", each))
-    return tuple(Blocks(blocks, warps, stages) for stages in (3, 2))
+    return tuple(Blocks(blocks, warps, stages, most) for stages in (3, 2))
 
 
 # -- chunks ----------------------------------------------------------------------------------------
@@ -664,10 +707,20 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
     held = _row_loads(loops) + len(column_folds(loops))
-    if not known or wide * held > HELD * ROW_LIMIT:
-        team = _team(loops, nr, held, spec) if teams else 0
+    near = clustered(1, spec) and nr >= LONG
+    if not known or wide * held > HELD * ROW_LIMIT or near:
+        each = share(held, nr)
+        team = _team(loops, nr, held, each, spec) if teams else 0
         if team:
-            return Form("chunk", dims, _shares(held, nr), persistent=True, team=team)
+            return Form(
+                "chunk",
+                dims,
+                _shares(held, each, spec),
+                persistent=True,
+                team=team,
+                cluster=clustered(team, spec),
+            )
+    if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         group = min(16 // _widest(loops), block)
         only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
