@@ -32,6 +32,7 @@ from deuteron.graph import random
 from deuteron.graph.edit import Editor
 from deuteron.graph.strides import as_saved, report, saved_strides
 from deuteron.runtime import ahead
+from deuteron.runtime.direct import Graphs, direct
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -73,6 +74,7 @@ class Session:
     runner: Runner
     collectors: tuple[list[Record], ...]
     joint: Record = field(default_factory=Record)
+    graphs: Graphs = field(default_factory=Graphs)
 
     def partition(
         self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -101,9 +103,8 @@ class Session:
             views_of_inputs(gm, metadata)
         if metadata is not None and phase == "forward":
             nothing_donated(metadata)
-        if self.options.fallback == "aten":
-            return boxed(self.compile_or_fall_back(gm, inputs, phase, record))
-        return boxed(self.run(gm, inputs, phase, record))
+        made = self.compile_or_fall_back if self.options.fallback == "aten" else self.run
+        return self.graphs.add(boxed(made(gm, inputs, phase, record)), phase, metadata, record)
 
     def run(
         self,
@@ -222,4 +223,4 @@ def deuteron_backend(
     with collector_paused(), undonated, draws:
         call = aot(gm, example_inputs)
     compiled()
-    return call
+    return direct(call, session.graphs)

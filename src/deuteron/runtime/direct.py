@@ -1,0 +1,455 @@
+"""Calls of compiled graphs without the general code that AOTAutograd puts around them.
+
+In: the callable that AOTAutograd made of one Dynamo graph, and the compiled graphs inside it. Out:
+a callable that does the same. What AOTAutograd does around a graph is written for all programs
+(results that alias inputs, tensor subclasses, random states, effects) and takes longer than to
+start a few kernels. For most programs all of it comes to passing on what it got.
+
+Whether it does is not taken on trust. The first call goes through AOTAutograd and is watched. Only
+if the graph was given the very objects that the caller gave, the caller got the very objects that
+the graph returned, and autograd's node keeps what the graph returned behind them, do later calls go
+directly. The first backward is watched likewise. The `autograd.Function` is derived from
+AOTAutograd's, whose node and saved state it keeps: so each call can still take the usual way. It
+does under hooks, modes and transforms, for a double backward, with tangents of another layout, and
+to compile the backward; compiled autograd sees AOTAutograd's node. What was decided, and why, is in
+the Record.
+
+Private names of torch are looked up once; where one is missing nothing goes directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from deuteron.base.record import Record
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+Call = Callable[..., Sequence[Any]]
+
+# What must be empty, zero or false in AOTAutograd's description of a graph (`ViewAndMutationMeta`).
+SPECIAL = (
+    "num_mutated_inp_runtime_indices",
+    "num_intermediate_bases",
+    "num_outputs_aliased",
+    "dynamic_outputs",
+    "dynamic_saved_tensors_idxs",
+    "tokens",
+    "num_backward_tokens",
+    "num_graphsafe_rng_states",
+    "is_rng_op_functionalized",
+    "act_input_indices",
+    "num_tensors_saved_with_no_vc_check",
+    "num_opaque_objects_saved_for_bw",
+    "indices_of_inputs_that_requires_grad_with_mutations_in_bw",
+)
+# What AOTAutograd's `forward` leaves on autograd's node, and all that it may.
+STATE = {"symints", "opaque_objects", "_tensors_no_vc_check"}
+PLAIN = (Tensor, torch.nn.Parameter, int, float, bool)
+# A backward that was not as expected is watched again this many times (tangents of other layouts).
+MOST_LOOKS = 8
+
+
+class Private:
+    """Names of torch that are not public; `complete` says whether this torch has all of them."""
+
+    def __init__(self) -> None:
+        self.autocast = torch_name("_C._is_any_autocast_enabled")
+        self.no_autocast = torch_name("_C._DisableAutocast")
+        self.transformed = torch_name("_C._are_functorch_transforms_active")
+        self.hooks = torch_name("_C._autograd._top_saved_tensors_default_hooks")
+        self.traced = torch_name("_C._dynamo.eval_frame.get_eval_frame_callback")
+        self.skip = torch_name("_dynamo.eval_frame.skip_code")
+        self.complete = all(found is not None for found in vars(self).values())
+        # From 2.13 on, compiled backwards run in the context (`contextvars`) of who called them.
+        self.stashed = torch_name("_C._is_key_in_tls") or (lambda key: False)
+        self.context = torch_name("_C._get_obj_in_tls")
+
+
+def torch_name(path: str) -> Any:
+    """What torch calls ``torch.path``; None if it has no such thing."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+@cache
+def private() -> Private:
+    return Private()
+
+
+@dataclass
+class Seen:
+    """A call of a compiled graph, from the inside."""
+
+    run: Boxed
+    given: list[Any]
+    returned: Sequence[Any]
+    autocast: bool
+
+
+@dataclass
+class Graphs:
+    """The compiled graphs of one Dynamo graph."""
+
+    forward: list[Boxed] = field(default_factory=list)  # or the graph without gradients
+    phase: str = ""
+    metadata: Any = None
+    record: Record = field(default_factory=Record)  # of the forward
+    watches: dict[int, list[Seen]] = field(default_factory=dict)  # by thread
+
+    def add(self, run: Boxed, phase: str, metadata: Any, record: Record) -> Boxed:
+        """A graph that has been compiled. Returns what AOTAutograd shall call, which tells whoever
+        watches."""
+        if phase != "backward":
+            self.forward.append(run)
+            self.phase, self.metadata, self.record = phase, metadata, record
+        watches, autocast = self.watches, private().autocast or bool
+
+        def watched(args: list[Any]) -> Sequence[Any]:
+            seen = watches.get(get_ident())
+            if seen is None:
+                return run(args)
+            given, casts = list(args), autocast()
+            returned = run(args)
+            seen.append(Seen(run, given, returned, casts))
+            return returned
+
+        watched._boxed_call = True  # type: ignore[attr-defined]
+        return watched
+
+    def watch(self, call: Call, *args: Any) -> tuple[Any, list[Seen]]:
+        """What a call returns, and which graphs ran meanwhile in this thread."""
+        me, seen = get_ident(), list[Seen]()
+        before = self.watches.get(me)
+        self.watches[me] = seen
+        try:
+            return call(*args), seen
+        finally:
+            del self.watches[me]
+            if before is not None:
+                self.watches[me] = before
+
+    def decided(self, reason: str) -> None:
+        """The decision in the Record; `reason` is why calls do not go directly, if they do not."""
+        self.record.add(
+            "decision",
+            subject="direct",
+            accepted=not reason,
+            reason="refused" if reason else "passes on",
+            detail=reason,
+        )
+
+
+def direct(aot: Call, graphs: Graphs) -> Call:
+    """What AOTAutograd made of one Dynamo graph (`aot`), or a callable that goes directly once it
+    saw a call that allows it. To be called in the state (autocast) in which `aot` was made."""
+    if len(graphs.forward) != 1:
+        return aot
+    reason = special(graphs.metadata) if private().complete else "this torch lacks what that needs"
+    if not reason and torch._functorch.config.debug_assert:
+        reason = "AOTAutograd's own assertions are on"
+    if reason:
+        graphs.decided(reason)
+        return aot
+    call = (training if graphs.phase == "forward" else inference)(aot, graphs)
+    for name in ("zero_grad", "named_parameters", "named_buffers", "serialize"):
+        if hasattr(aot, name):
+            setattr(call, name, getattr(aot, name))
+    return torch._dynamo.disable(call, reason="do not trace compiled graphs")
+
+
+# ------------------------------------------------------------------------- what a call must be like
+
+
+def special(metadata: Any) -> str:
+    """Why AOTAutograd has more to do than to pass on; empty if it has not."""
+    if not hasattr(metadata, "output_info") or not hasattr(metadata, "grad_enabled_mutation"):
+        return "AOTAutograd does not describe the graph"
+    for name in SPECIAL:
+        if getattr(metadata, name, None):
+            return f"AOTAutograd says: {name} = {getattr(metadata, name)!r}"
+    if metadata.grad_enabled_mutation is not None:
+        return "the graph switches gradients on or off"
+    kinds = {i.output_type.name for i in metadata.output_info} - {"non_alias", "unsafe_view_alias"}
+    return f"results of kind {', '.join(sorted(kinds))}" if kinds else ""
+
+
+def passed_on(
+    args: Sequence[Any], results: Any, seen: list[Seen], count: int, views: Sequence[int]
+) -> str:
+    """Why a watched call was more than passing on `args` and the first `count` results, of which
+    those in `views` were passed on as views. Empty if it was not more."""
+    if len(seen) != 1:
+        return f"a call runs {len(seen)} graphs"
+    made = seen[0].returned
+    if not same(args, seen[0].given):
+        return "the graph gets other inputs than the caller gives"
+    if seen[0].autocast:
+        return "the graph runs under autocast"
+    other = {type(a).__name__ for a in args if type(a) not in PLAIN}
+    if other:
+        return f"inputs of types {sorted(other)}"
+    if not isinstance(results, (list, tuple)) or len(results) != count:
+        return "the caller gets other results than the graph has"
+    tensors = [t for t in results if isinstance(t, Tensor)]
+    if any(type(t) is not Tensor or vars(t) or t._is_view() for t in tensors):
+        return "results of other types, with marks, or that are views"
+    given = {id(a) for a in args}
+    if len(given.union(map(id, tensors))) != len(given) + len(tensors):
+        return "results that are inputs or each other"
+    for k, result in enumerate(results):
+        if k in views and (result is made[k] or not same_memory(result, made[k])):
+            return "a result that is no view of what the graph returns"
+        if k not in views and result is not made[k]:
+            return "a result that is not what the graph returns"
+    return ""
+
+
+def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """The very same objects."""
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    return a is b or (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.data_ptr() == b.data_ptr()
+        and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    )
+
+
+def written_to(metadata: Any) -> tuple[int, ...]:
+    """Inputs that the graph itself writes to, and whose versions AOTAutograd counts up."""
+    return tuple(getattr(metadata, "mutated_graph_handled_indices_seen_by_autograd", ()))
+
+
+# ------------------------------------------------------------------------------- without gradients
+
+
+def inference(aot: Call, graphs: Graphs) -> Call:
+    autocast, grads_on = private().autocast, torch.is_grad_enabled
+    switch = torch._C._set_grad_enabled
+    amp, written = autocast(), written_to(graphs.metadata)
+    run = outside_autocast(graphs.forward[0]) if amp else graphs.forward[0]
+    goes: bool | None = None  # directly; None while unknown
+
+    def call(*args: Any) -> Sequence[Any]:
+        nonlocal goes
+        if not goes or autocast() is not amp:
+            if goes is not None or autocast() is not amp:
+                return aot(*args)
+            results, seen = graphs.watch(aot, *args)
+            reason = passed_on(args, results, seen, len(graphs.metadata.output_info), ())
+            graphs.decided(reason)
+            goes = not reason
+            return results
+        if written:
+            increment_version([args[i] for i in written])
+        if not grads_on():
+            return run(list(args))
+        switch(False)
+        try:
+            return run(list(args))
+        finally:
+            switch(True)
+
+    return call
+
+
+def outside_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph that was captured under autocast has its casts; nobody shall add others."""
+    without = private().no_autocast
+
+    def run(*args: Any) -> Any:
+        with without():
+            return call(*args)
+
+    return run
+
+
+# ---------------------------------------------------------------------------------- with gradients
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a forward graph's results are divided, as seen in a call."""
+
+    parent: Any  # AOTAutograd's subclass of `autograd.Function`
+    results: int
+    tensors: int  # saved for the backward, behind the results; sizes follow
+    differentiable: tuple[int, ...]
+    constant: tuple[int, ...]  # tensors that are not
+    views: tuple[int, ...]
+
+
+def training(aot: Call, graphs: Graphs) -> Call:
+    autocast, hooks, grads_on = private().autocast, private().hooks, torch.is_grad_enabled
+    transformed, amp, written = private().transformed, autocast(), written_to(graphs.metadata)
+    apply: Call | None = None
+    refused = False
+
+    def call(*args: Any) -> Sequence[Any]:
+        nonlocal apply, refused
+        usual = autocast() is amp and grads_on() and hooks(False) is None and not transformed()
+        if apply is None or not usual:
+            if refused or not usual:
+                return aot(*args)
+            results, found = look(aot, graphs, args)
+            refused = found is None
+            if found is not None:
+                made = function(graphs, found)
+                # `Function.apply` itself looks for transforms, and for wrappers that outlived one;
+                # guards on the dispatch keys of inputs let none of these come here.
+                apply = super(torch.autograd.Function, made).apply
+                apply = outside_autocast(apply) if amp else apply
+            return results
+        if written:
+            increment_version([args[i] for i in written])
+        return apply(*args)
+
+    return call
+
+
+def look(aot: Call, graphs: Graphs, args: Sequence[Any]) -> tuple[Sequence[Any], Saved | None]:
+    """The first call: its results, and what autograd's node keeps, if that is as known here."""
+    results, seen = graphs.watch(aot, *args)
+    info = graphs.metadata.output_info
+    # AOTAutograd hides from autograd that these share memory with what is saved.
+    views = tuple(k for k, i in enumerate(info) if i.output_type.name == "unsafe_view_alias")
+    found: Saved | None = None
+    reason = passed_on(args, results, seen, len(info), views)
+    if not reason:
+        found, reason = saved_by(results, seen[0].returned, views)
+    graphs.decided(reason)
+    return results, found
+
+
+def saved_by(
+    results: Sequence[Any], made: Sequence[Any], views: tuple[int, ...]
+) -> tuple[Saved | None, str]:
+    tensors = [k for k, t in enumerate(results) if isinstance(t, Tensor)]
+    differentiable = tuple(k for k in tensors if results[k].requires_grad)
+    nodes = {results[k].grad_fn for k in differentiable}
+    if len(nodes) != 1:
+        return None, f"results of {len(nodes)} nodes"
+    node = nodes.pop()
+    parent: Any = getattr(node, "_forward_cls", None)
+    if not hasattr(parent, "_aot_id") or not hasattr(parent, "metadata"):
+        return None, "the node is not AOTAutograd's"
+    if reason := special(parent.metadata):
+        return None, reason
+    if set(vars(node)) != STATE or node.opaque_objects or node._tensors_no_vc_check:
+        return None, f"the node keeps {sorted(vars(node))}"
+    saved, n = node.saved_tensors, len(results)
+    end = n + len(saved)
+    if not all(map(same_memory, saved, made[n:end])) or not same(node.symints, made[end:]):
+        return None, "the node keeps something else than the graph returns"
+    constant = tuple(k for k in tensors if k not in differentiable)
+    return Saved(parent, n, len(saved), differentiable, constant, views), ""
+
+
+def function(graphs: Graphs, found: Saved) -> Any:
+    """AOTAutograd's subclass of `autograd.Function` with methods that go directly where they can.
+    Its node is AOTAutograd's to all others, compiled autograd for one."""
+    run, results, views, constant = graphs.forward[0], found.results, found.views, found.constant
+    end, view = results + found.tensors, torch.ops.aten._unsafe_view.default
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        made = run(list(args))
+        # As a view, a tensor would keep its base and where it came from.
+        ctx.save_for_backward(*[t.detach() if t._is_view() else t for t in made[results:end]])
+        ctx.symints = made[end:]
+        ctx.opaque_objects, ctx._tensors_no_vc_check = [], []
+        out = made[:results]
+        if views:
+            out = [view(t, t.shape) if k in views else t for k, t in enumerate(out)]
+        if constant:
+            ctx.mark_non_differentiable(*[out[k] for k in constant])
+        ctx._materialize_non_diff_grads = False
+        return tuple(out)
+
+    methods = {"forward": forward, "backward": backward_of(graphs, found)}
+    return type(found.parent)(
+        found.parent.__name__,
+        (found.parent,),
+        {name: staticmethod(method) for name, method in methods.items()},
+    )
+
+
+def backward_of(graphs: Graphs, found: Saved) -> Call:
+    parent, differentiable = found.parent, found.differentiable
+    grads_on, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
+    autocast, transformed = private().autocast, private().transformed
+    traced, stashed, context = private().traced, private().stashed, private().context
+    run: Boxed | None = None
+    layouts: tuple[Any, ...] = ()  # of the tangents with which `run` may go directly
+    looks = MOST_LOOKS
+
+    def backward(ctx: Any, *given: Any) -> Any:
+        nonlocal run, layouts, looks
+        # No Python function may be called before this: Dynamo would compile it.
+        if traced() is not None or grads_on() or deterministic() or autocast() or transformed():
+            return parent.backward(ctx, *given)
+        grads: Any = given
+        boxed = len(given) == 1 and type(given[0]) is list  # from torch 2.13 on
+        if boxed:
+            grads = given[0]
+        tangents = [grads[k] for k in differentiable]
+        if run is None or not laid_out(tangents, layouts):
+            if not looks:
+                del tangents
+                return parent.backward(ctx, *given)
+            looks -= 1
+            kept = [*ctx.symints, *ctx.saved_tensors]
+            out, seen = graphs.watch(parent.backward, ctx, *given)
+            if as_expected(seen, kept, tangents, out):
+                run, layouts = seen[0].run, tuple((t.shape, t.stride()) for t in tangents)
+            return out
+        args = [*ctx.symints, *ctx.saved_tensors, *tangents]
+        # The graph frees what is in `args` as soon as it can, if nobody else holds it.
+        del tangents
+        if boxed:
+            grads.clear()
+        ctx.maybe_clear_saved_tensors()
+        within = context("context") if stashed("context") else None
+        return tuple(run(args) if within is None else within.run(run, args))
+
+    private().skip(backward.__code__)
+    return backward
+
+
+def laid_out(tangents: Sequence[Any], layouts: Sequence[Any]) -> bool:
+    for t, (shape, strides) in zip(tangents, layouts):
+        if type(t) is not Tensor or t.shape != shape or t.stride() != strides:
+            return False
+    return True
+
+
+def as_expected(
+    seen: list[Seen], kept: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
+) -> bool:
+    """Whether a watched backward passed on what was kept, the tangents, and the gradients."""
+    if len(seen) != 1 or not all(type(t) is Tensor for t in tangents):
+        return False
+    given, returned = seen[0].given, seen[0].returned
+    n = len(kept)
+    return (
+        len(given) == n + len(tangents)
+        and all(map(same_memory, kept, given))
+        and same(given[n:], tangents)
+        and type(out) is tuple
+        and same(out, returned)
+    )
+
+
+__all__ = ["Graphs", "direct"]
