@@ -458,10 +458,24 @@ def test_a_linear_of_three_dimensions() -> None:
 
 
 def test_changing_sizes() -> None:
+    """Sizes, and what Dynamo is told of those of results, which may go to another graph."""
     args = leaves((4, 16), (16,))
     g, _ = compiled(norm, *args, steps=0, dynamic=True)
+    other = torch.compile(norm, backend="aot_eager", dynamic=True)
     for n in (4, 5, 9, 4, 5):
-        agree(norm, g, R(n, 16, requires_grad=True), args[1])
+        x = R(n, 16, requires_grad=True)
+        agree(norm, g, x, args[1])
+        y = g(x, args[1])
+        assert vars(y) == vars(other(x, args[1])) != {}
+        agree(lambda x, w: g(g(x, w), w), lambda x, w: norm(norm(x, w), w), x, args[1])
+        with torch.no_grad():
+            torch.testing.assert_close(g(x, args[1]), norm(x, args[1]))
+            assert vars(g(x, args[1])) == vars(other(x, args[1])) != {}
+    assert is_direct(y)
+    with usual_backwards(y) as usual:
+        for n in (4, 5, 9, 4, 5):
+            agree(norm, g, R(n, 16, requires_grad=True), args[1])
+        assert usual == [0]
 
 
 def test_sizes_that_are_saved() -> None:
@@ -469,9 +483,10 @@ def test_sizes_that_are_saved() -> None:
         return (x.sin() * n).sin()
 
     x = R(4, 16, requires_grad=True)
-    g = torch.compile(f, backend="deuteron")
+    g, _ = compiled(f, x, 3)
     for n in (1, 5, 7, 9, 11, 13):
         agree(f, g, x, n)
+    assert is_direct(g(x, 13))
 
 
 def test_threads() -> None:

@@ -39,8 +39,6 @@ SPECIAL = (
     "num_mutated_inp_runtime_indices",
     "num_intermediate_bases",
     "num_outputs_aliased",
-    "dynamic_outputs",
-    "dynamic_saved_tensors_idxs",
     "tokens",
     "num_backward_tokens",
     "num_graphsafe_rng_states",
@@ -53,8 +51,11 @@ SPECIAL = (
 # What AOTAutograd's `forward` leaves on autograd's node, and all that it may.
 STATE = {"symints", "opaque_objects", "_tensors_no_vc_check"}
 PLAIN = (Tensor, torch.nn.Parameter, int, float, bool)
-# A backward that was not as expected is watched again this many times (tangents of other layouts).
-MOST_LOOKS = 8
+# A backward that was not as expected is watched again at most this many times.
+MOST_LOOKS = 4
+# How AOTAutograd says to Dynamo which sizes of a tensor may change, in 2.13 and 2.11.
+WRAPPERS = "_functorch._aot_autograd.runtime_wrappers"
+MARKS = ("mark_dynamo_propagated_dynamic_indices", "maybe_mark_dynamic_helper")
 
 
 class Private:
@@ -68,6 +69,8 @@ class Private:
         self.traced = torch_name("_C._dynamo.eval_frame.get_eval_frame_callback")
         self.skip = torch_name("_dynamo.eval_frame.skip_code")
         self.complete = all(found is not None for found in vars(self).values())
+        marks = (torch_name(f"{WRAPPERS}.{name}") for name in MARKS)
+        self.mark: Any = next((found for found in marks if found is not None), None)
         # From 2.13 on, compiled backwards run in the context (`contextvars`) of who called them.
         self.stashed = torch_name("_C._is_key_in_tls") or (lambda key: False)
         self.context = torch_name("_C._get_obj_in_tls")
@@ -177,6 +180,8 @@ def special(metadata: Any) -> str:
     for name in SPECIAL:
         if getattr(metadata, name, None):
             return f"AOTAutograd says: {name} = {getattr(metadata, name)!r}"
+    if private().mark is None and (marked(metadata) or marked_saved(metadata)):
+        return "sizes change, and this torch has no known mark for that"
     if metadata.grad_enabled_mutation is not None:
         return "the graph switches gradients on or off"
     kinds = {i.output_type.name for i in metadata.output_info} - {"non_alias", "unsafe_view_alias"}
@@ -184,10 +189,10 @@ def special(metadata: Any) -> str:
 
 
 def passed_on(
-    args: Sequence[Any], results: Any, seen: list[Seen], count: int, views: Sequence[int]
+    args: Sequence[Any], results: Any, seen: list[Seen], metadata: Any, views: Sequence[int]
 ) -> str:
-    """Why a watched call was more than passing on `args` and the first `count` results, of which
-    those in `views` were passed on as views. Empty if it was not more."""
+    """Why a watched call was more than passing on `args` and the first results, of which those in
+    `views` were passed on as views. Empty if it was not more."""
     if len(seen) != 1:
         return f"a call runs {len(seen)} graphs"
     made = seen[0].returned
@@ -198,11 +203,16 @@ def passed_on(
     other = {type(a).__name__ for a in args if type(a) not in PLAIN}
     if other:
         return f"inputs of types {sorted(other)}"
-    if not isinstance(results, (list, tuple)) or len(results) != count:
+    if not isinstance(results, (list, tuple)) or len(results) != len(metadata.output_info):
         return "the caller gets other results than the graph has"
     tensors = [t for t in results if isinstance(t, Tensor)]
-    if any(type(t) is not Tensor or vars(t) or t._is_view() for t in tensors):
-        return "results of other types, with marks, or that are views"
+    if any(type(t) is not Tensor or t._is_view() for t in tensors):
+        return "results of other types, or that are views"
+    marks = marked(metadata)
+    for k, t in enumerate(results):
+        dims = [marks[k]] if k in marks else []
+        if isinstance(t, Tensor) and list(vars(t).values()) != dims:
+            return f"a result with {sorted(vars(t))}"
     given = {id(a) for a in args}
     if len(given.union(map(id, tensors))) != len(given) + len(tensors):
         return "results that are inputs or each other"
@@ -228,6 +238,19 @@ def same_memory(a: Any, b: Any) -> bool:
     )
 
 
+def marked(metadata: Any) -> dict[int, set[int]]:
+    """The sizes that may change, by result."""
+    if not getattr(metadata, "dynamic_outputs", False):
+        return {}
+    dims = {k: getattr(i, "dynamic_dims", None) for k, i in enumerate(metadata.output_info)}
+    return {k: found for k, found in dims.items() if found is not None}
+
+
+def marked_saved(metadata: Any) -> dict[int, set[int]]:
+    """The sizes that may change, by saved tensor."""
+    return dict(getattr(metadata, "dynamic_saved_tensors_idxs", ()))
+
+
 def written_to(metadata: Any) -> tuple[int, ...]:
     """Inputs that the graph itself writes to, and whose versions AOTAutograd counts up."""
     return tuple(getattr(metadata, "mutated_graph_handled_indices_seen_by_autograd", ()))
@@ -240,6 +263,7 @@ def inference(aot: Call, graphs: Graphs) -> Call:
     autocast, grads_on = private().autocast, torch.is_grad_enabled
     switch = torch._C._set_grad_enabled
     amp, written = autocast(), written_to(graphs.metadata)
+    marks, mark = tuple(marked(graphs.metadata).items()), private().mark
     run = outside_autocast(graphs.forward[0]) if amp else graphs.forward[0]
     goes: bool | None = None  # directly; None while unknown
 
@@ -249,19 +273,23 @@ def inference(aot: Call, graphs: Graphs) -> Call:
             if goes is not None or autocast() is not amp:
                 return aot(*args)
             results, seen = graphs.watch(aot, *args)
-            reason = passed_on(args, results, seen, len(graphs.metadata.output_info), ())
+            reason = passed_on(args, results, seen, graphs.metadata, ())
             graphs.decided(reason)
             goes = not reason
             return results
         if written:
             increment_version([args[i] for i in written])
-        if not grads_on():
-            return run(list(args))
-        switch(False)
-        try:
-            return run(list(args))
-        finally:
-            switch(True)
+        if grads_on():
+            switch(False)
+            try:
+                results = run(list(args))
+            finally:
+                switch(True)
+        else:
+            results = run(list(args))
+        for k, dims in marks:
+            mark(results[k], dims)
+        return results
 
     return call
 
@@ -327,7 +355,7 @@ def look(aot: Call, graphs: Graphs, args: Sequence[Any]) -> tuple[Sequence[Any],
     # AOTAutograd hides from autograd that these share memory with what is saved.
     views = tuple(k for k, i in enumerate(info) if i.output_type.name == "unsafe_view_alias")
     found: Saved | None = None
-    reason = passed_on(args, results, seen, len(info), views)
+    reason = passed_on(args, results, seen, graphs.metadata, views)
     if not reason:
         found, reason = saved_by(results, seen[0].returned, views)
     graphs.decided(reason)
@@ -363,16 +391,23 @@ def function(graphs: Graphs, found: Saved) -> Any:
     Its node is AOTAutograd's to all others, compiled autograd for one."""
     run, results, views, constant = graphs.forward[0], found.results, found.views, found.constant
     end, view = results + found.tensors, torch.ops.aten._unsafe_view.default
+    marks, mark = tuple(marked(found.parent.metadata).items()), private().mark
+    saved_marks = tuple(marked_saved(found.parent.metadata).items())
 
     def forward(ctx: Any, *args: Any) -> Any:
         made = run(list(args))
         # As a view, a tensor would keep its base and where it came from.
-        ctx.save_for_backward(*[t.detach() if t._is_view() else t for t in made[results:end]])
+        saved = [t.detach() if t._is_view() else t for t in made[results:end]]
+        for k, dims in saved_marks:
+            mark(saved[k], dims)
+        ctx.save_for_backward(*saved)
         ctx.symints = made[end:]
         ctx.opaque_objects, ctx._tensors_no_vc_check = [], []
         out = made[:results]
         if views:
             out = [view(t, t.shape) if k in views else t for k, t in enumerate(out)]
+        for k, dims in marks:
+            mark(out[k], dims)
         if constant:
             ctx.mark_non_differentiable(*[out[k] for k in constant])
         ctx._materialize_non_diff_grads = False
@@ -392,11 +427,11 @@ def backward_of(graphs: Graphs, found: Saved) -> Call:
     autocast, transformed = private().autocast, private().transformed
     traced, stashed, context = private().traced, private().stashed, private().context
     run: Boxed | None = None
-    layouts: tuple[Any, ...] = ()  # of the tangents with which `run` may go directly
+    layouts = [getattr(m, "memory_format", None) for m in parent.metadata.subclass_tangent_meta]
     looks = MOST_LOOKS
 
     def backward(ctx: Any, *given: Any) -> Any:
-        nonlocal run, layouts, looks
+        nonlocal run, looks
         # No Python function may be called before this: Dynamo would compile it.
         if traced() is not None or grads_on() or deterministic() or autocast() or transformed():
             return parent.backward(ctx, *given)
@@ -405,15 +440,14 @@ def backward_of(graphs: Graphs, found: Saved) -> Call:
         if boxed:
             grads = given[0]
         tangents = [grads[k] for k in differentiable]
-        if run is None or not laid_out(tangents, layouts):
-            if not looks:
-                del tangents
-                return parent.backward(ctx, *given)
+        if not laid_out(tangents, layouts) or (run is None and not looks):
+            del tangents
+            return parent.backward(ctx, *given)
+        if run is None:
             looks -= 1
             kept = [*ctx.symints, *ctx.saved_tensors]
             out, seen = graphs.watch(parent.backward, ctx, *given)
-            if as_expected(seen, kept, tangents, out):
-                run, layouts = seen[0].run, tuple((t.shape, t.stride()) for t in tangents)
+            run = seen[0].run if as_expected(seen, kept, tangents, out) else None
             return out
         args = [*ctx.symints, *ctx.saved_tensors, *tangents]
         # The graph frees what is in `args` as soon as it can, if nobody else holds it.
@@ -429,8 +463,16 @@ def backward_of(graphs: Graphs, found: Saved) -> Call:
 
 
 def laid_out(tangents: Sequence[Any], layouts: Sequence[Any]) -> bool:
-    for t, (shape, strides) in zip(tangents, layouts):
-        if type(t) is not Tensor or t.shape != shape or t.stride() != strides:
+    """Whether all have the layout that AOTAutograd would give them."""
+    if len(tangents) != len(layouts):
+        return False
+    for t, layout in zip(tangents, layouts):
+        if type(t) is not Tensor or layout is None:
+            return False
+        if layout.memory_format is not None:
+            if not t.is_contiguous(memory_format=layout.memory_format):
+                return False
+        elif t.shape != layout.size or t.stride() != layout.stride:
             return False
     return True
 
@@ -439,7 +481,7 @@ def as_expected(
     seen: list[Seen], kept: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> bool:
     """Whether a watched backward passed on what was kept, the tangents, and the gradients."""
-    if len(seen) != 1 or not all(type(t) is Tensor for t in tangents):
+    if len(seen) != 1:
         return False
     given, returned = seen[0].given, seen[0].returned
     n = len(kept)
