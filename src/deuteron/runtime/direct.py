@@ -146,6 +146,7 @@ class Graphs:
         self.record.add(
             "decision",
             subject="direct",
+            first="calls",
             accepted=not reason,
             reason="refused" if reason else "passes on",
             detail=reason,
@@ -184,8 +185,13 @@ def special(metadata: Any) -> str:
         return "sizes change, and this torch has no known mark for that"
     if metadata.grad_enabled_mutation is not None:
         return "the graph switches gradients on or off"
-    kinds = {i.output_type.name for i in metadata.output_info} - {"non_alias", "unsafe_view_alias"}
+    kinds = {kind_of(i) for i in metadata.output_info} - {"non_alias", "unsafe_view_alias"}
     return f"results of kind {', '.join(sorted(kinds))}" if kinds else ""
+
+
+def kind_of(info: Any) -> str:
+    """Of a result: whether it aliases something, by AOTAutograd's name for that."""
+    return str(getattr(getattr(info, "output_type", None), "name", "unknown"))
 
 
 def passed_on(
@@ -353,7 +359,7 @@ def look(aot: Call, graphs: Graphs, args: Sequence[Any]) -> tuple[Sequence[Any],
     results, seen = graphs.watch(aot, *args)
     info = graphs.metadata.output_info
     # AOTAutograd hides from autograd that these share memory with what is saved.
-    views = tuple(k for k, i in enumerate(info) if i.output_type.name == "unsafe_view_alias")
+    views = tuple(k for k, i in enumerate(info) if kind_of(i) == "unsafe_view_alias")
     found: Saved | None = None
     reason = passed_on(args, results, seen, graphs.metadata, views)
     if not reason:
@@ -380,7 +386,8 @@ def saved_by(
         return None, f"the node keeps {sorted(vars(node))}"
     saved, n = node.saved_tensors, len(results)
     end = n + len(saved)
-    if not all(map(same_memory, saved, made[n:end])) or not same(node.symints, made[end:]):
+    same_tensors = len(made) >= end and all(map(same_memory, saved, made[n:end]))
+    if not same_tensors or not same(node.symints, made[end:]):
         return None, "the node keeps something else than the graph returns"
     constant = tuple(k for k in tensors if k not in differentiable)
     return Saved(parent, n, len(saved), differentiable, constant, views), ""
@@ -427,7 +434,8 @@ def backward_of(graphs: Graphs, found: Saved) -> Call:
     autocast, transformed = private().autocast, private().transformed
     traced, stashed, context = private().traced, private().stashed, private().context
     run: Boxed | None = None
-    layouts = [getattr(m, "memory_format", None) for m in parent.metadata.subclass_tangent_meta]
+    metas = getattr(parent.metadata, "subclass_tangent_meta", ())
+    layouts = [getattr(m, "memory_format", None) for m in metas]
     looks = MOST_LOOKS
 
     def backward(ctx: Any, *given: Any) -> Any:
