@@ -4,6 +4,7 @@ eager does, and what is wrong in eager or with `aot_eager` is wrong with the sam
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import threading
 import weakref
@@ -649,6 +650,77 @@ def test_a_module_that_trains() -> None:
         return losses
 
     torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compile_first", [False, True])
+def test_distributed_data_parallel(compile_first: bool) -> None:
+    """Compiled outside of DDP (a graph per bucket) or inside of it."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+        twin = copy.deepcopy(net)
+        parallel = nn.parallel.DistributedDataParallel
+        g: Any = torch.compile(net, backend="deuteron") if compile_first else parallel(net)
+        g = parallel(g) if compile_first else torch.compile(g, backend="deuteron")
+        for _ in range(4):
+            x = R(5, 8)
+            for f in (g, twin):
+                f.zero_grad()
+                f(x).square().sum().backward()
+            mine, theirs = ([p.grad for p in n.parameters()] for n in (net, twin))
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_error_in_the_first_call() -> None:
+    def f(x: Tensor, i: Tensor) -> Tensor:
+        return x.sin()[i] * 2
+
+    x = R(4, requires_grad=True)
+    g = torch.compile(f, backend="deuteron")
+    with pytest.raises(IndexError):
+        g(x, torch.tensor([9]))
+    for _ in range(3):
+        agree(f, g, x, torch.tensor([3]))
+    assert is_direct(g(x, torch.tensor([3])))
+
+
+def test_anomaly_mode_and_profiler() -> None:
+    args = leaves((4, 16), (16,))
+    g, _ = compiled(norm, *args)
+    with torch.autograd.set_detect_anomaly(True):
+        agree(norm, g, *args)
+    with torch.profiler.profile() as trace:
+        agree(norm, g, *args)
+    assert any("CompiledFunction" in e.key for e in trace.key_averages())
+
+
+def test_graphs_are_let_go() -> None:
+    """The graphs of a program that is gone."""
+
+    class Marker:
+        pass
+
+    def make() -> Any:
+        marker = Marker()
+        x = R(3, 5, requires_grad=True)
+
+        def f(x: Tensor) -> Tensor:
+            return (x * 2).sin()
+
+        g, found = compiled(f, x)
+        assert found[0]["accepted"]
+        kind = type(g(x).grad_fn)._forward_cls
+        kind.marker = marker
+        return weakref.ref(marker)
+
+    gone = make()
+    torch._dynamo.reset()
+    for _ in range(3):
+        gc.collect()
+    assert gone() is None
 
 
 def test_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
