@@ -2,8 +2,9 @@
 
 ``python scripts/host_cost.py [--device cuda] [--mode reduce-overhead]`` prints for each program the
 microseconds of a whole call (forward, and backward where it trains), of the same call with a
-backend that computes nothing (the floor: Dynamo, AOTAutograd and autograd), and inside Deuteron's
-``call``, with the kernels and library calls that it starts. Tensors are small; on a CPU the time in
+backend that computes nothing (Dynamo, AOTAutograd and autograd), and inside Deuteron's ``call``,
+with the kernels and library calls that it starts. The whole may be less than the second, since
+calls go around AOTAutograd (`runtime/direct.py`). Tensors are small; on a CPU the time in
 ``call`` holds the arithmetic too. Medians of repeated calls, in processor time of the thread on a
 CPU, in wall time without waiting for the device on a GPU.
 """
@@ -144,7 +145,7 @@ def main() -> None:
     given = parser.parse_args()
     inside = Inside(given.device)
     pipeline.compile_graph = inside  # type: ignore[assignment]
-    print(f"{'program':26} {'whole':>8} {'floor':>8} {'in call':>8}  us; kernels + library calls")
+    print(f"{'program':26} {'whole':>8} {'nothing':>8} {'in call':>8}  us; kernels + library calls")
     for name, (f, make) in programs(given.device).items():
         dynamic = "sizes" in name
         torch._dynamo.reset()

@@ -498,10 +498,13 @@ def test_threads() -> None:
         got = list(pool.map(lambda a: gradients(g, *a), others))
     for a, b in zip(others, got, strict=True):
         torch.testing.assert_close(b, gradients(norm, *a))
+    agree(norm, g, *args)
     y = g(*args)
-    thread = threading.Thread(target=lambda: y.backward(torch.ones_like(y)))
-    thread.start()
-    thread.join()
+    with usual_backwards(y) as usual:
+        thread = threading.Thread(target=lambda: y.backward(torch.ones_like(y)))
+        thread.start()
+        thread.join()
+        assert usual == [0]
     expected = torch.autograd.grad(norm(*args).sum(), args)
     torch.testing.assert_close([t.grad for t in args], list(expected))
 

@@ -340,7 +340,7 @@ def training(aot: Call, graphs: Graphs) -> Call:
                 return aot(*args)
             results, found = look(aot, graphs, args)
             refused = found is None
-            if found is not None:
+            if found is not None and apply is None:  # not by another thread meanwhile
                 made = function(graphs, found)
                 # `Function.apply` itself looks for transforms, and for wrappers that outlived one;
                 # guards on the dispatch keys of inputs let none of these come here.
