@@ -19,7 +19,9 @@ the time of a copy).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deuteron.codegen.loops import ColumnFold, Loops, Write, roots_of
@@ -35,11 +37,13 @@ CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub", "sqrt", "reciproca
 class Inexact:
     """`loose`: nodes of `FAST` whose error nothing shows. `near`: sigmoids of which the exponential
     must be exact, but not the quotient. `decays`: to the sigmoid of x, ``exp(-abs(x))``, and to its
-    error function, ``exp(-x * x)``, where that is computed in any case."""
+    error function, ``exp(-x * x)``, where that is computed in any case. `fused`: sums of a product
+    and something else, of which the product need not be rounded."""
 
     loose: frozenset[Expr] = frozenset()
     near: frozenset[Expr] = frozenset()
     decays: Mapping[Expr, Expr] = field(default_factory=dict)
+    fused: frozenset[Expr] = frozenset()
 
 
 def inexact(loops: Loops, row_level: RowLevel) -> Inexact:
@@ -68,7 +72,45 @@ def inexact(loops: Loops, row_level: RowLevel) -> Inexact:
         frozenset(n for n in found if n not in strict) | frozenset(filter(_in_sums, only_sums)),
         frozenset(n for n in only_sums if n.op == "sigmoid" and not _in_sums(n)),
         _decays([n for n in order if n.dtype == "f32"]),
+        _fused(order, apart | _compared(loops, order)),
     )
+
+
+def _compared(loops: Loops, order: Iterable[Expr]) -> set[Expr]:
+    """What decides which element is the largest, or which of two is: another kernel, where it has
+    other users, must find the same one."""
+    folds = [p for p in loops.parts if isinstance(p, (Fold, ColumnFold, Prefix))]
+    roots = [p.body for p in folds if p.kind != "sum"]
+    roots += [a for n in order if n.dtype == "bool" for a in n.args]
+    return {n for root in dict.fromkeys(roots) for n in root.walk()}
+
+
+def units(loops: Loops, row_level: RowLevel) -> frozenset[str]:
+    """Sums of exp(b - m), m the maximum of b: at least 1, and a number of elements at most."""
+    chain, found = Chain(row_level), set()
+    for p in loops.parts:
+        if isinstance(p, (Fold, Prefix)):
+            chain.add(p)
+            rule = chain.rules.get(p.name)
+            if isinstance(rule, Rescaled) and rule.plain and rule.factor is None:
+                found.add(p.name)
+    return frozenset(found)
+
+
+def _fused(order: Iterable[Expr], shown: set[Expr]) -> frozenset[Expr]:
+    """Not sums of two products: where they are as large, the rounding of one would be all of it."""
+    users = Counter(c for n in order for c in children(n))
+    found = []
+    for n in order:
+        if n.op in ("add", "sub") and n.dtype == "f32" and n not in shown:
+            products = [a for a in n.args if bare_product(a)]
+            if len(products) == 1 and users[products[0]] == 1 and products[0].op == "mul":
+                found.append(n)
+    return frozenset(found)
+
+
+def bare_product(n: Expr) -> bool:
+    return n.op == "mul" or n.op in ("neg", "div") and n.args[0].op in ("mul", "neg", "div")
 
 
 def _decays(order: list[Expr]) -> dict[Expr, Expr]:
@@ -127,6 +169,28 @@ def _in_sums(n: Expr) -> bool:
     return n.op in ("div", "sqrt", "reciprocal", "erf") or rounded
 
 
+def half_more(n: Expr) -> tuple[Expr | None, Expr] | None:
+    """(y, erf) of ``y * 0.5 * (1 + erf(x))``, None for a y of 1."""
+    if n.op != "mul" or n.dtype != "f32":
+        return None
+    for more, other in (n.args, n.args[::-1]):
+        erf = one_more(more)
+        if erf is None:
+            continue
+        if other.op == "literal" and other.attr == 0.5:
+            return None, erf
+        for y, half in (other.args, other.args[::-1]) if other.op == "mul" else ():
+            if half.op == "literal" and half.attr == 0.5:
+                return y, erf
+    return None
+
+
+def times(n: Expr) -> tuple[Expr, float]:
+    """The factor that is no number, and the number; (n, 1) where there are others."""
+    factors, scale = _product(n)
+    return (factors[0], scale) if len(factors) == 1 else (n, 1.0)
+
+
 def log1p_of_unit(n: Expr) -> bool:
     """Whether it is the log1p of the exponential of what is no positive number."""
     if n.op != "log1p" or n.dtype != "f32" or n.args[0].op not in ("exp", "exp2"):
@@ -175,9 +239,22 @@ def at_least_one(n: Expr) -> bool:
     return any(ones) and all(map(_positive, n.args))
 
 
+def of_bf16(n: Expr) -> bool:
+    """Whether it is a constant, and a bf16 that is no subnormal one."""
+    if n.op != "literal" or not 2.0**-126 <= abs(n.attr) < 2.0**127:
+        return False
+    return struct.pack(">f", n.attr)[2:] == b"\0\0"
+
+
+def of_bf16_or_zero(n: Expr) -> bool:
+    """Whether it is a bf16 number times 0 or 1: there is nothing to round."""
+    kinds = [a.args[0].dtype for a in n.args if a.op == "cast"] if n.op == "mul" else []
+    return sorted(kinds) == ["bf16", "bool"]
+
+
 def packed(loops: Loops) -> frozenset[Expr]:
     """Sums, differences and products of two bf16 numbers that are rounded to bf16, and their f32
-    operands: there are instructions for two of them at once."""
+    operands: there are instructions for two of them at once. A factor may be a constant."""
 
     def widened(e: Expr) -> bool:
         return e.op == "cast" and e.dtype == "f32" and e.args[0].dtype == "bf16"
@@ -186,9 +263,21 @@ def packed(loops: Loops) -> frozenset[Expr]:
     for n in (n for root in loops.roots() for n in root.walk()):
         if n.op == "cast" and n.dtype == "bf16":
             (e,) = n.args
-            if e.op in ("add", "sub", "mul") and all(map(widened, e.args)):
-                found.update((e, *e.args))
+            rest = [a for a in e.args if e.op != "mul" or not of_bf16(a)]
+            if e.op in ("add", "sub", "mul") and rest and all(map(widened, rest)):
+                found.update((e, *rest))
     return frozenset(found)
 
 
-__all__ = ["Inexact", "at_least_one", "inexact", "log1p_of_unit", "one_more", "packed"]
+__all__ = [
+    "Inexact",
+    "at_least_one",
+    "half_more",
+    "inexact",
+    "log1p_of_unit",
+    "of_bf16_or_zero",
+    "one_more",
+    "packed",
+    "times",
+    "units",
+]

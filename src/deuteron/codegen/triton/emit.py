@@ -18,8 +18,15 @@ from contextlib import contextmanager
 
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import reads, spelled
-from deuteron.codegen.precision import Inexact, at_least_one, log1p_of_unit, one_more
+from deuteron.codegen.precision import (
+    Inexact,
+    at_least_one,
+    log1p_of_unit,
+    of_bf16_or_zero,
+    one_more,
+)
 from deuteron.codegen.triton import scalars
+from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
 from deuteron.ir import expr as E
@@ -55,6 +62,7 @@ class Emitter:
         self.result_dims: dict[str, Dims] = {}
         self.inexact = Inexact()
         self.packed: frozenset[Expr] = frozenset()  # see `precision`
+        self.units: frozenset[str] = frozenset()  # likewise: names of folds
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
@@ -246,7 +254,8 @@ class Emitter:
             )
         if node.op == "cast":
             (a,) = node.args
-            if (wide := self._widened(node)) is not None:
+            wide = self._widened(node) or in_fewer(self, node)
+            if wide is not None:
                 return wide
             narrow = self.index_type == "tl.int32" and a.op == "index" and not reads(a.attr)
             if narrow and self.deps(a):
@@ -257,7 +266,7 @@ class Emitter:
             dist, stream, element = node.attr
             wide = "64" if node.dtype == "f64" else ""
             seed = self.value(node.args[0])
-            if (dist, wide) == ("rand", "") and (lanes := self._neighbours(element)) is not None:
+            if (dist, wide) == ("rand", "") and (lanes := self.neighbours(element)) is not None:
                 return f"libm.rand_lanes({seed}, {stream}, {lanes}, {self.rank})"
             places = [element // 4, element % 4] if (dist, wide) == ("rand", "") else [element]
             texts = [
@@ -265,6 +274,8 @@ class Emitter:
                 for i in places
             ]
             return f"libm.{dist}{wide}({seed}, {stream}, {', '.join(texts)})"
+        if (fewer := in_fewer(self, node)) is not None:
+            return fewer
         erf = one_more(node)
         if erf is not None and erf in self.inexact.loose:
             by = self.inexact.decays.get(erf)
@@ -284,6 +295,8 @@ class Emitter:
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
                 fast = "_fast" if node in self.inexact.loose else ""
+                if b.op == "load" and b.attr[0] in self.units:
+                    return divided_by_unit(self, a, b, bool(fast))
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
             if node in self.inexact.loose and at_least_one(b):
                 return f"{self.value(a)} * libm.rcp({self.value(b)})"
@@ -476,9 +489,11 @@ class Emitter:
         value = a.args[0]
         if node in self.packed or value in self.packed:
             return None
+        if of_bf16_or_zero(value):
+            return self.value(value)
         return f"libm.round_bf16({self.value(value)})"
 
-    def _neighbours(self, element: Index) -> str | None:
+    def neighbours(self, element: Index) -> str | None:
         """Where the tile's last dimension counts elements, rows of which begin at multiples of 4:
         the text of a row's first element over 4, of the block's start, and of its size."""
         last = list(self.dims.values())[-1]

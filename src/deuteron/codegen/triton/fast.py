@@ -39,23 +39,34 @@ def log1p_unit(x):
 
 @triton.jit
 def erf_above_fast(x):
-    """``1 + erf(x)`` within 4 2^-23, and within 2^-10 of itself: where it is small, erfc(-x).
-
-    erfc(a) = e^(-a^2) t P(t) with t = 1 / (1 + 0.39 a) (the form of Abramowitz and Stegun 7.1.26);
-    P is the polynomial whose largest error on [0, 4.2] is least, 8e-9.
-    """
+    """``1 + erf(x)`` within 4 2^-23, and within 2^-10 of itself: where it is small, erfc(-x)."""
     return erf_above_by(x, exp2_fast(x * x * -1.4426950408889634))
 
 
 @triton.jit
 def erf_above_by(x, decay):
     """The same by ``exp(-x * x)``."""
-    a = tl.abs(x)
-    t = rcp(tl.fma(a, 0.39, 1.0))
-    p = tl.fma(tl.fma(t, -0.22753713, 0.88666437), t, -0.63540028)
-    p = tl.fma(tl.fma(tl.fma(p, t, 0.6495594), t, 0.09138841), t, 0.23532522)
+    return erf_half_by(x, 1.0, decay) * 2.0
+
+
+@triton.jit
+def erf_half_fast(x, SCALE: tl.constexpr):
+    """``(1 + erf(SCALE * x)) / 2``."""
+    return erf_half_by(x, SCALE, exp2_fast(x * x * (SCALE * SCALE * -1.4426950408889634)))
+
+
+@triton.jit
+def erf_half_by(x, SCALE: tl.constexpr, decay):
+    """The same by ``exp(-(SCALE * x)^2)``.
+
+    erfc(a) = e^(-a^2) t P(t) with t = 1 / (1 + 0.39 a) (the form of Abramowitz and Stegun 7.1.26);
+    P, here its half, is the polynomial whose largest error on [0, 4.2] is least, 8e-9.
+    """
+    t = rcp(tl.fma(tl.abs(x), SCALE * 0.39, 1.0))
+    p = tl.fma(tl.fma(t, -0.113768565, 0.443332185), t, -0.31770014)
+    p = tl.fma(tl.fma(tl.fma(p, t, 0.3247797), t, 0.045694205), t, 0.11766261)
     tail = p * t * decay
-    return tl.where(x < 0, tail, 2.0 - tail)
+    return tl.where(x < 0, tail, 1.0 - tail)
 
 
 @triton.jit
@@ -98,6 +109,17 @@ def rcp(x):
 
 
 @triton.jit
+def div_by_unit(a, b, inverse, FINITE: tl.constexpr):
+    """`libm.div_by` of a divisor from 1 to 2^64; `FINITE`: what is divided is."""
+    q = a * inverse
+    better = tl.fma(tl.fma(q, b, -a), -inverse, q)
+    if FINITE:
+        return better
+    else:
+        return tl.where(better == better, better, q)
+
+
+@triton.jit
 def round_bf16(x):
     """The nearest bf16, as f32. The instruction for two of them (the other is 0) is faster than
     the one for one, and leaves the bits in the upper half."""
@@ -109,6 +131,19 @@ def round_bf16(x):
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def whole(x):
+    """The nearest whole number, the even one of two, as i32; of what is at most 2^22."""
+    return tl.inline_asm_elementwise(
+        "cvt.rni.s32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _whole(x):
+    return tl.where(x == x, x + 12582912.0 - 12582912.0, 0.0).to(tl.int32)
 
 
 @triton.jit
@@ -127,7 +162,7 @@ def _round_bf16(x):
 
 
 if INTERPRETED:
-    exp2_fast, rcp, round_bf16 = _exp2, _rcp, _round_bf16
+    exp2_fast, rcp, round_bf16, whole = _exp2, _rcp, _round_bf16, _whole
 
 
 # -- 8-bit floats as their bits --------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.base.text import plain_name
+from deuteron.codegen.loops import ColumnFold
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.passes import Pass
@@ -62,6 +63,15 @@ def _folded(em: Emitter, f: Fold) -> str:
     if dtype not in ("f32", "f64", "i32", "i64", "bool") or (mask and dtype in ("f64",)):
         text = f"{text}.to({scalars.TYPE[dtype]})"
     return text
+
+
+def step(em: Emitter, f: Fold | ColumnFold, name: str) -> str:
+    """An accumulator with one more value. The product of a sum of products is not rounded."""
+    body = f.body
+    if f.kind == "sum" and body.dtype == "f32" and body.op == "mul" and body not in em.packed:
+        a, b = map(em.value, body.args)
+        return f"tl.fma({a}, {b}, {name})"
+    return fold_step(f.kind, body.dtype, name, em.value(body))
 
 
 def power_text(rule: Rescaled, difference: str) -> str:
@@ -164,7 +174,7 @@ class Accumulators:
         elif f.name in self.sums:
             self._maximum(f, name)
         else:
-            self._assign({name: fold_step(f.kind, f.body.dtype, name, em.value(f.body))})
+            self._assign({name: step(em, f, name)})
 
     def _maximum(self, f: Fold, name: str) -> None:
         """A maximum with which sums are rescaled. As long as it is minus infinity 0 is subtracted,

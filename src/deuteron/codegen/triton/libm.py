@@ -35,8 +35,11 @@ from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them
 )
 from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by this module
     INTERPRETED,
+    div_by_unit,
     erf_above_by,
     erf_above_fast,
+    erf_half_by,
+    erf_half_fast,
     exp2_fast,
     exp_fast,
     f8e4m3_to_f32,
@@ -54,6 +57,7 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     sigmoid_fast,
     sqrt_fast,
     tanh_fast,
+    whole,
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     apart,
@@ -608,12 +612,26 @@ def rand(seed, stream, quarter, word):
 @triton.jit
 def rand_lanes(seed, stream, row, start, block: tl.constexpr, rank: tl.constexpr):
     """Those of `block` neighbours from element 4 * row + start on, each counter used once."""
+    words = _words(seed, stream, row, start, block, rank)
+    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def rand_below(
+    seed, stream, row, start, block: tl.constexpr, rank: tl.constexpr, END: tl.constexpr
+):
+    """Whether they are below END 2^-24."""
+    words = _words(seed, stream, row, start, block, rank)
+    return words < tl.full([], END * 256, tl.uint32)
+
+
+@triton.jit
+def _words(seed, stream, row, start, block: tl.constexpr, rank: tl.constexpr):
     lanes = tl.arange(0, block // 4)
     if rank == 2:
         lanes = lanes[None, :]
     a, b, c, d = philox(seed, stream, row + (start // 4 + lanes))
-    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
-from deuteron.codegen.precision import inexact, packed
+from deuteron.codegen.precision import inexact, packed, units
 from deuteron.codegen.triton.emit import Emitter, Limits, bound_name
 from deuteron.codegen.triton.folds import (
     FULL,
@@ -27,6 +27,7 @@ from deuteron.codegen.triton.folds import (
     fold_rows,
     full,
     identity,
+    step,
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.scalars import fold_step
@@ -95,6 +96,7 @@ def write_nest(
     row = frozenset(em.dims) - R
     em.inexact = inexact(loops, lambda e: em.deps(e) <= row)
     em.packed = packed(loops)
+    em.units = units(loops, lambda e: em.deps(e) <= row)
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
     return used(em.chain[0].lines), em.checked
@@ -526,9 +528,13 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
     outer = em.scope
     outer.axes[WORKER] = "worker"
     inner = em.index(_others(loops))
-    each = em.index((axis.extent + (count - 1)) // count)
-    outer.add(f"low = worker * ({each}) * ({inner})")
-    outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
+    if axis in x.axes:
+        each = em.index((axis.extent + (count - 1)) // count)
+        outer.add(f"low = worker * ({each}) * ({inner})")
+        outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
+    else:
+        outer.axes[axis] = "worker"
+        outer.add("low = 0", f"xnumel = {inner}")
     whole = form.persistent or form.tiled
     columns: dict[str, str] = {}
     if whole:
@@ -563,7 +569,7 @@ def _others(loops: Loops) -> Index:
 
 
 def update_column(em: Emitter, p: ColumnFold, name: str) -> None:
-    text = fold_step(p.kind, p.body.dtype, name, em.value(p.body))
+    text = step(em, p, name)
     mask = em.mask(X)
     em.scope.add(f"{name} = tl.where({mask}, {text}, {name})" if mask else f"{name} = {text}")
 

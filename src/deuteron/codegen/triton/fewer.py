@@ -1,0 +1,127 @@
+"""Triton text of several operations that is as good as theirs one by one, in fewer instructions.
+
+In: a node, whose operands' text an `Emitter` has. Out: text, or None where there is no such form.
+Kernels with long chains of arithmetic take the time of their instructions, not of their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from deuteron.codegen.precision import half_more, times
+from deuteron.codegen.triton import scalars
+from deuteron.ir.expr import Expr
+
+if TYPE_CHECKING:
+    from deuteron.codegen.triton.emit import Emitter
+
+
+def in_fewer(em: Emitter, node: Expr) -> str | None:
+    if node.op == "cast":
+        return _truncated(em, node) or _rounded(em, node)
+    if node.op == "mul":
+        return _half_more(em, node)
+    if node.op == "exp":
+        return _power(em, node)
+    if node.op in ("add", "sub"):
+        return _fused(em, node)
+    if node.op == "lt" and node.args[0].op == "random" and node.args[1].op == "literal":
+        return _chance(em, node.args[0], node.args[1].attr)
+    return None
+
+
+def _truncated(em: Emitter, node: Expr) -> str | None:
+    """A computed position without its fraction, by way of a whole number of 64 bits, which takes 16
+    times as long. Zeros are positive."""
+    (a,) = node.args
+    if node.dtype != "f32" or a.op != "cast" or a.dtype != "i64" or a.args[0].dtype != "f32":
+        return None
+    if any(n.op in ("load", "random") for n in a.walk()):  # which may be no number
+        return None
+    return f"libm.trunc({em.value(a.args[0])}) + 0.0"
+
+
+def _rounded(em: Emitter, node: Expr) -> str | None:
+    """A number rounded to a whole one between two others: one conversion instead of two."""
+    if node.dtype not in ("i8", "u8", "i16", "i32", "i64") or em.deps(node) != frozenset(em.dims):
+        return None  # (of rows: see `Emitter._widened`)
+    (a,) = node.args
+    limits: dict[str, float] = {}
+    while a.op in ("minimum", "maximum") and a.op not in limits and a.dtype == "f32":
+        x, limit = sorted(a.args, key=lambda b: b.op == "literal")
+        if limit.op != "literal" or not abs(limit.attr) <= 2**22 or limit.attr % 1:
+            return None
+        limits[a.op], a = limit.attr, x
+    if len(limits) < 2 or a.op != "round" or a.dtype != "f32":
+        return None
+    text = em.value(a.args[0])
+    for kind, value in reversed(limits.items()):
+        text = f"libm.{kind}({text}, {scalars.literal(value, 'f32', typed=True)})"
+    return scalars.convert(f"libm.whole({text})", "i32", node.dtype)
+
+
+def _half_more(em: Emitter, node: Expr) -> str | None:
+    """GELU's ``y * 0.5 * (1 + erf(x * c))``."""
+    found = half_more(node)
+    if found is None or found[1] not in em.inexact.loose:
+        return None
+    y, erf = found
+    x, scale = times(erf.args[0])
+    by = em.inexact.decays.get(erf)
+    kind, decay = ("fast", "") if by is None else ("by", f", {em.value(by)}")
+    half = f"libm.erf_half_{kind}({em.value(x)}, {scale!r}{decay})"
+    return half if y is None else f"{em.value(y)} * {half}"
+
+
+def _power(em: Emitter, node: Expr) -> str | None:
+    """An exponential of a multiple, as a power of two of another multiple."""
+    if node not in em.inexact.loose or node.args[0].op != "mul":
+        return None
+    for x, scale in (node.args[0].args, node.args[0].args[::-1]):
+        if scale.op == "literal" and x.op != "literal":
+            return f"libm.exp2_fast({em.value(x)} * {scale.attr / math.log(2)!r})"
+    return None
+
+
+def _fused(em: Emitter, node: Expr) -> str | None:
+    """A product and a sum, rounded once."""
+    if node not in em.inexact.fused or node in em.packed:
+        return None
+    product, other = sorted(node.args, key=lambda a: a.op != "mul")
+    if em.deps(product) != em.deps(node) or product in em.packed:
+        return None
+    a, b, c = (em.value(x) for x in (*product.args, other))
+    if node.op == "sub":
+        a, c = (f"-{a}", c) if product is node.args[1] else (a, f"-{c}")
+    return f"tl.fma({a}, {b}, {c})"
+
+
+def divided_by_unit(em: Emitter, a: Expr, b: Expr, fast: bool) -> str:
+    """A quotient by one of `em.units`, by its reciprocal, which needs no scale."""
+    divisor, scope = em.value(b), em.chain[em.level(em.deps(b))]
+    if fast:
+        exact, text = "fast", f"libm.reciprocal_fast({divisor})"
+    else:
+        exact, text = "exact", f"libm.div(tl.full([], 1.0, tl.float32), {divisor})"
+    if (b, exact) not in scope.sums:
+        scope.sums[b, exact] = em.fresh("inverse")
+        scope.add(f"{scope.sums[b, exact]} = {text}")
+    text, inverse = em.value(a), scope.sums[b, exact]
+    if fast:
+        return f"{text} * {inverse}"
+    return f"libm.div_by_unit({text}, {divisor}, {inverse}, {a.op == 'exp'})"
+
+
+def _chance(em: Emitter, random: Expr, limit: float) -> str | None:
+    """Whether random numbers, which are multiples of 2^-24, are below a constant."""
+    dist, stream, element = random.attr
+    end = math.ceil(limit * 2**24) if 0 < limit < 1 else 0
+    lanes = em.neighbours(element) if (dist, random.dtype) == ("rand", "f32") else None
+    if lanes is None or not 0 < end < 2**24:
+        return None
+    seed = em.value(random.args[0])
+    return f"libm.rand_below({seed}, {stream}, {lanes}, {em.rank}, {end})"
+
+
+__all__ = ["divided_by_unit", "in_fewer"]
