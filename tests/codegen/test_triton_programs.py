@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from deuteron.base.options import Options
 from deuteron.runtime.build_triton import build
-from tests.codegen.triton_programs import EVERY, kernels, planned
+from tests.codegen.triton_programs import EVERY, GROUPS, kernels, planned
 
 SCRIPT = Path(__file__).with_name("triton_programs.py")
 
@@ -43,6 +43,16 @@ def test_values(name: str) -> None:
     found = interpreted()[name]
     assert "failure" not in found, found["failure"]
     assert found["error"] <= 1
+
+
+@pytest.mark.parametrize("name", [n for n in GROUPS if n.startswith("gradients")])
+def test_groups_are_read_once(name: str) -> None:
+    """Rows and the sums of their groups are one nest, of which no worker has two groups."""
+    nests = [n for k in planned(name).kernels for n in k.nests]
+    (nest,) = [n for n in nests if n.chunk is not None]
+    axis, count = nest.chunk
+    assert axis.extent.value == count
+    assert any(getattr(s, "partial", False) for s in nest.stmts)
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -58,6 +58,14 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
         lambda x, i: x.scatter(1, i, 1.0) * 2,
         (torch.randn(5, 40), torch.randint(0, 40, (5, 1))),
     ),
+    "rounded between limits": (
+        lambda x: (
+            x.round().clamp(-7, 9).to(torch.int8),
+            (x * 2).round().clamp(0, 255).to(torch.uint8),
+            x.clamp_max(9.0).round().to(torch.int32),
+        ),
+        (torch.tensor([0.5, 1.5, -2.5, 8.5, 9.4, 1e9, math.inf, -math.inf, -0.3, 127.25]),),
+    ),
     "minus zeros": (lambda x: torch.copysign(x * x + 1, -x), (torch.tensor([0.0, -0.0, 3.0]),)),
     "zeros over numbers of either sign": (
         lambda x, y: (
@@ -169,7 +177,7 @@ def planned(name: str) -> Scheduled:
     f, args = EVERY[name]
     if name not in PARTS:
         with sharing(name), pytest.MonkeyPatch.context() as patch:
-            if name in SHARED:
+            if name in SHARED | GROUPS:
                 slower = replace(spec_of("H200"), bandwidth_gbps=5.0)
                 patch.setattr(tools, "spec_of", lambda device: slower)
             return scheduled(f, *args, device="H200", check=False)
@@ -279,6 +287,28 @@ def layer_norm_backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, *rows
     return aten.native_layer_norm_backward(g, x, [200], *rows, w, w, [True, True, True])
 
 
+def by_sample(g: torch.Tensor, x: torch.Tensor, s: torch.Tensor) -> Any:
+    """Rows of samples, sums over each sample's rows."""
+    r = torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+    y, gw = x * r, g * (1 + s[..., None, :])
+    return r * (gw - y * (gw * y).mean(-1, keepdim=True)), (g * y).sum(-2), g.sum(-2)
+
+
+# Column sums of groups of rows.
+GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "gradients by sample": (
+        by_sample,
+        (torch.randn(3, 36, 70), torch.randn(3, 36, 70), torch.randn(3, 70)),
+    ),
+    "gradients by samples of samples": (
+        by_sample,
+        (torch.randn(2, 3, 11, 40), torch.randn(2, 3, 11, 40), torch.randn(2, 3, 40)),
+    ),
+    "one row to a group": (
+        by_sample,
+        (torch.randn(5, 1, 40), torch.randn(5, 1, 40), torch.randn(5, 40)),
+    ),
+}
 # Blocks of a row that are not met in the order of their elements, and elements that are equal.
 UNORDERED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "positions in rows of an odd length": (
@@ -354,9 +384,13 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         layer_norm_backward,
         (torch.randn(10, 200), ROWS, torch.randn(200), MEAN, REST),
     ),
+    "shared: gradients by sample": (
+        lambda *args: by_sample(*args)[:2],
+        (torch.randn(3, 4, 200), torch.randn(3, 4, 200), torch.randn(3, 200)),
+    ),
     "shared: norm of images": (lambda x: F.instance_norm(x), (torch.randn(3, 5, 15, 16),)),
 }
-EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | ERF | SCANS | SHARED
+EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | ERF | SCANS | GROUPS | SHARED
 
 
 @contextmanager

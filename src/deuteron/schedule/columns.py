@@ -3,17 +3,30 @@
 In: a nest of rows (or the loops for one) and a group whose folds run over those rows. Out: one nest
 in which every worker walks its share of the rows and keeps partial results of the column folds, and
 the computations that combine the partial results afterwards, in a fixed order. A tensor that both
-read is read once (a norm's backward: dx beside the gradients of weight and bias).
+read is read once (a norm's backward: dx beside the gradients of weight and bias). Where groups of
+rows have column folds of their own (gradients of what a sample's rows are scaled by), no worker has
+rows of two groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.ir import expr as E
-from deuteron.ir.index import Axis, const, floordiv, hint, mod, product
+from deuteron.ir.index import (
+    Axis,
+    Index,
+    const,
+    divide_exact,
+    floordiv,
+    hint,
+    mod,
+    product,
+    substitute,
+)
 from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
@@ -76,20 +89,28 @@ def columns(
             tuple(a for a in space.parallel if a in rows),
             tuple(a for a in space.parallel if a in cols),
         )
-    if set(space.parallel) != rows or set(space.reduced) != cols or not rows or not cols:
+    groups = _groups(guest.space, space, base.chunk, rows, cols)
+    if groups is None or groups.value != 1 and spec.kind == "cpu":
         return Refusal(
             "iteration spaces differ", "the columns of one are not the rows of the other"
         )
     if (
         guest.space.points is not space.points
-        or guest.space.rows is not product(a.extent for a in space.reduced)
+        or guest.space.rows is not groups * product(a.extent for a in space.reduced)
         or not one_to_one(guest.space.axes, table)
     ):
         return Refusal("iteration spaces differ", "rows and columns of different extents")
-    chunk = base.chunk or workers(space, bool(base.folds), spec)
     parts = _parts(guest)
     if isinstance(parts, Refusal):
         return parts
+    chunk = base.chunk or workers(space, bool(base.folds), spec)
+    if base.chunk is None and groups.value != 1:
+        cut = _apart(base, [a for a in space.parallel if a not in rows], spec)
+        if isinstance(cut, Refusal):
+            return cut
+        space, chunk, there = cut
+        base = Group(space, tuple(m.moved(there) for m in base.members), chunk)
+        table = {a: substitute(i, there) for a, i in table.items()}
     points, folds, after = parts
     moved = [m.moved(table, level="point") for m in points]
     partials = dict(base.partials)
@@ -101,7 +122,7 @@ def columns(
         partials[m.name] = name
         shape = (const(chunk[1]), *(a.extent for a in space.reduced))
         made[name] = contiguous(shape, m.compute.body.dtype, m.compute.layout.device)
-        combine = _combine(moved[-1], name, space, chunk[1])
+        combine = _combine(moved[-1], name, space, chunk, groups)
         if combine is None:
             return Refusal("iteration spaces differ", f"{m.name} has no place among the columns")
         tail.append((combine, m.position))
@@ -141,19 +162,79 @@ def _parts(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Re
     return points, folds, after
 
 
-def _combine(m: Member, partial: str, space: Space, count: int) -> Compute | None:
+def _groups(
+    guest: Space,
+    space: Space,
+    chunk: tuple[Axis, int] | None,
+    rows: AbstractSet[Axis],
+    cols: AbstractSet[Axis],
+) -> Index | None:
+    """How many groups of rows have column folds of their own, where the loops `rows` of a nest are
+    the rows of its column folds and `cols` their columns; None where they are not. All rows of a
+    worker must be of one group."""
+    parallel, reduced = set(space.parallel), set(space.reduced)
+    if not rows or not reduced or not reduced <= cols or not rows <= parallel:
+        return None
+    kept = cols - reduced
+    if chunk is None:
+        return product(a.extent for a in kept) if kept == parallel - rows else None
+    axis, count = chunk
+    if rows != parallel or kept and (kept != {axis} or axis.extent.value != count):
+        return None
+    found = divide_exact(guest.rows, product(a.extent for a in reduced))
+    apart = found is not None and found.value is not None and count % found.value == 0
+    return found if apart or not kept and found is not None and found.value == 1 else None
+
+
+def _apart(
+    base: Group, kept: Sequence[Axis], spec: DeviceSpec
+) -> tuple[Space, tuple[Axis, int], Map] | Refusal:
+    """Loops for a base of whose rows those of each group (a place in the loops `kept`) have column
+    folds of their own: a worker has a part of the rows of one group. The loops of before as indices
+    over the new ones."""
+    rows = [a for a in base.space.parallel if a not in kept]
+    groups, row = product(a.extent for a in kept).value, rows[0].extent.value
+    alone = len(rows) == 1 and base.fixed
+    if not alone or groups is None or row is None:
+        return Refusal("iteration spaces differ", "rows of groups, which no worker can have")
+    every = Axis("rows", groups * row)
+    most = workers(Space((every,), base.space.reduced), bool(base.folds), spec)[1]
+    # As near as can be: more parts than workers are as bad as fewer.
+    divisors = [n for n in range(1, min(row, 2 * most) + 1) if row % n == 0]
+    parts = min(divisors, key=lambda n: max(n * groups / most, most / (n * groups)))
+    worker, within = Axis("workers", groups * parts), Axis("within", row // parts)
+    left = floordiv(worker.index, parts)
+    there: Map = {a: a.index for a in base.space.reduced}
+    there[rows[0]] = mod(worker.index, parts) * within.extent + within.index
+    for a in reversed(kept[1:]):
+        there[a] = mod(left, a.extent)
+        left = floordiv(left, a.extent)
+    there[kept[0]] = left
+    return Space((worker, within), base.space.reduced), (worker, groups * parts), there
+
+
+def _combine(
+    m: Member, partial: str, space: Space, chunk: tuple[Axis, int], groups: Index
+) -> Compute | None:
     """The fold of the partial results, under the name of the column fold."""
-    c = m.compute
-    form = dense(flat(m.index, [a.extent for a in c.axes]), space.reduced)
-    whole = {a for a in space.reduced if a.extent.value != 1}
+    c, (axis, count) = m.compute, chunk
+    each = count // (groups.value or 1)
+    group = Axis("group", groups)
+    loops = (*([group] if groups.value != 1 else []), *space.reduced)
+    number = flat(m.index, [a.extent for a in c.axes])
+    if groups.value != 1:
+        (((of_worker,), _),) = floordiv(axis.index, each).terms
+        number = substitute(number, {of_worker: group.index})
+    form = dense(number, loops)
+    whole = {a for a in loops if a.extent.value != 1}
     if form is None or {a for a, _ in form} != whole:
         return None
     here = flat([a.index for a in c.axes], [a.extent for a in c.axes])
-    at: Map = {a: const(0) for a in space.reduced}
+    at: Map = {a: const(0) for a in (group, *space.reduced)}
     for k, (a, w) in enumerate(form):
         at[a] = floordiv(here, w) if k == len(form) - 1 else mod(floordiv(here, w), a.extent)
-    worker = Axis("r0", count)
-    index = (worker.index, *(at[a] for a in space.reduced))
+    worker = Axis("r0", each)
+    index = (at[group] * each + worker.index, *(at[a] for a in space.reduced))
     body = E.reduce(c.body.attr[0], (worker,), E.load(partial, index, c.body.dtype))
     return replace(c, body=body)
 
