@@ -29,7 +29,7 @@ from deuteron.codegen.loops import (
     stride,
     unique_nodes,
 )
-from deuteron.ir.expr import Expr
+from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
@@ -50,9 +50,6 @@ WASTE = 1.1
 LEAST_RAGGED = 1 << 14
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
 APART = 4
-# Where elements are read one by one, neighbours in memory are for neighbouring threads: one
-# instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
-# thread take 84 and 140 us.
 # With so many axes, finding a point's place costs more than its arithmetic.
 MANY_AXES = 4
 # With more at every point, a thread takes few points.
@@ -78,6 +75,9 @@ MOST_EXCHANGED = 6
 LEAST_COLUMNS = 16
 
 
+Axes = tuple[Axis, ...]
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Block sizes by dimension, and the launch's warps and stages."""
@@ -91,11 +91,10 @@ class Blocks:
         return dict(self.sizes)[dim]
 
 
-SINGLE = (
-    Blocks((("x", 256),), 8),
-    Blocks((("x", 128),), 4),
-    Blocks((("x", 256),), 4),
-)
+# Where elements are read one by one, neighbours in memory are for neighbouring threads: one
+# instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
+# thread take 84 and 140 us. Two f32 results of a thread are stored at once: bilinear, 60 and 51 us.
+SINGLE = tuple(Blocks((("x", n),), w) for n, w in ((256, 8), (128, 4), (256, 4)))
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,8 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     full = [a for a in loops.accesses if 2 * points(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
     if order and _apart(loops, order[-1]):
-        return Form("points", (("x", order),), SINGLE)
+        wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.parts)
+        return Form("points", (("x", order),), SINGLE[::-1] if wide else SINGLE)
     blocks = _line_blocks(size(order), spec, _widest(loops), most)
     return Form("points", (("x", order),), blocks)
 
@@ -401,10 +401,8 @@ def _tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
 
 def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
-    if any(
-        isinstance(p, Prefix) or (isinstance(p, Fold) and p.kind.startswith("arg"))
-        for p in loops.parts
-    ):
+    scans = any(isinstance(p, Prefix) for p in loops.parts)
+    if scans or any(isinstance(p, Fold) and p.kind.startswith("arg") for p in loops.parts):
         r = loops.reduced
     nx, nr = size(x), size(r)
     along_x, along_r = (_unit_bytes(loops, axes[-1]) if axes else 0 for axes in (x, r))
@@ -413,7 +411,8 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     known = product(a.extent for a in r).value is not None
     loads = _row_loads(loops)
     again = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
-    limit = ROW_LIMIT * (LONG_ROW if again and loads == 1 else 1)
+    held = loads * _widest(loops) if columns or across else 4 * loads
+    limit = ROW_LIMIT * (LONG_ROW if again and held <= 4 and not scans else 1)
     limit //= 1 if loads <= 2 else 2 if loads <= 4 else 4
     # Columns that are read once are read as well in a loop, more of them side by side.
     least = LEAST_COLUMNS * (1 if again else 4)
@@ -436,14 +435,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         each = min(share(loads, nr), _steady(loops, r) or nr)
         team = _team(loops, nr, loads, each, spec) if few else 0
         if team:
-            return Form(
-                "rows",
-                (("x", x), ("r", r)),
-                _shares(loads, each, spec),
-                persistent=True,
-                team=team,
-                cluster=clustered(team, spec),
-            )
+            return _shared("rows", x, r, loads, each, team, spec)
     if across and not persistent:
         candidates = _across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
@@ -451,7 +443,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     elif persistent:
         candidates = _row_tiles(nx, nr, _widest(loops), spec, light=loads == 1 and not again)
     elif columns:
-        candidates = _column_blocks(nx, nr, _tile_bytes(loops, x, r), spec)
+        candidates = _column_blocks(nx, nr, _tile_bytes(loops, x, r), spec, scans)
     else:
         candidates = _long_rows(loops, nx, nr, spec)
     start = None
@@ -516,7 +508,7 @@ def _row_tiles(
         x = min(max(1, elements // r), power(nx), 128)
         while x > 1 and nx < x * 2 * spec.cores:
             x //= 2
-        warps = 32 if r >= 2 * ROW_LIMIT else warps_for(x * r, each)
+        warps = 32 if r >= 2 * ROW_LIMIT else warps_for(x * nr, each)
         return Blocks((("x", x), ("r", r)), warps)
 
     each = 16 if itemsize >= 4 else 32
@@ -540,11 +532,15 @@ def _column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[Block
     return tuple(dict.fromkeys((tile(64), tile(32), tile(128))))
 
 
-def _column_blocks(nx: int, nr: int, moved: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+def _column_blocks(
+    nx: int, nr: int, moved: int, spec: DeviceSpec, scans: bool
+) -> tuple[Blocks, ...]:
     """The same, block by block. H200, us: 64 x 64 elements and 64 x 128 in a pipeline of 3: 59 and
     41 (statistics of channels, bf16), 134 and 121 (their gradients); 16 x 512 and 32 x 256, of 4096
     columns: 322 and 207 (gradient of GELU with its bias). Sums of 65535 columns of f32, without a
-    pipeline: 64 x 128 and 64 x 64 434 and 276.
+    pipeline: 64 x 128 and 64 x 64 434 and 276. Sums of 8192 columns of bf16 in a pipeline of 3 and
+    4: 155 and 133. A scan (f32), whose blocks wait for each other: 64 x 128 for 8 warps, 64 x 64
+    for 4: 185 and 143.
     """
 
     def tile(x: int, elements: int, stages: int) -> Blocks:
@@ -552,10 +548,13 @@ def _column_blocks(nx: int, nr: int, moved: int, spec: DeviceSpec) -> tuple[Bloc
         while x > 8 and nx < x * spec.cores * BUSY:
             x //= 2
         r = min(power(nr), max(1, elements // x))
-        return Blocks((("x", x), ("r", r)), warps_for(x * r, 32 if x * r > 4096 else 16), stages)
+        each = 32 if x * r > 4096 or scans else 16
+        return Blocks((("x", x), ("r", r)), warps_for(x * r, each), stages)
 
+    if scans:
+        return tuple(dict.fromkeys((tile(64, 4096, 3), tile(32, 4096, 3), tile(64, 2048, 3))))
     most = 8192 if moved <= 4 else 4096
-    deep = 3 if 3 * most * moved <= PIPELINE else 1
+    deep = next((n for n in (4, 3) if n * most * moved <= PIPELINE), 1)
     found = (tile(64, most, deep), tile(64, 4096, 1), tile(32, 4096, deep))
     return tuple(dict.fromkeys(found))
 
@@ -571,7 +570,7 @@ def _across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
         r = min(elements // x, power(nr))
         return Blocks((("x", x), ("r", r)), warps_for(x * r))
 
-    return tuple(dict.fromkeys((tile(64, 4096), tile(32, 4096), tile(64, 8192))))
+    return tuple(dict.fromkeys((tile(64, 8192), tile(32, 4096), tile(64, 4096))))
 
 
 def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
@@ -584,6 +583,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two folds); a pipeline
                 of 3 for f32: 258, 245
     few rows    64 of 3 MB of f32: 2048 and 8192 elements, pipeline of 3: 198, 72; 421, 245
+    scans       32000 of f32: 2048 elements for 4 warps 397, 4096 for 8 420, whole rows 466
     """
     itemsize, moved = _widest(loops), _streamed(loops)
     steady = _steady(loops, _in_order(loops, loops.reduced))
@@ -601,6 +601,8 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     pipeline = tile(4096, 8, 3 if moved <= 4 else 2)
     if nr > LARGE:
         pipeline = tile(min(8192, max(1024, below(STAGE // _bytes_along(loops)))), 8, 3)
+    if any(isinstance(p, Prefix) for p in loops.parts):
+        return tuple(dict.fromkeys((tile(2048, 4, 3), tile(4096, 8, 3), tile(4096, 8))))
     whole = tile(16384, 16)
     held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
     first = (whole, pipeline) if held else (pipeline, tile(2048, 8, 3))
@@ -671,12 +673,16 @@ def _steady(loops: Loops, r: Sequence[Axis]) -> int:
     return most if most >= LEAST_STEADY else 0
 
 
-def _shares(held: int, each: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
-    """One block of a row at a time, the next one on its way."""
+def _shared(
+    kind: str, x: Axes, r: Axes, held: int, each: int, team: int, spec: DeviceSpec
+) -> Form:
+    """Rows in blocks of `each` elements, one for a program; the next one is on its way."""
     warps = max(8, each // (1024 if held == 1 else 512))
     most = registers(held * each // (32 * warps), warps, spec)
     blocks = (("x", 1), ("r", each))
-    return tuple(Blocks(blocks, warps, stages, most) for stages in (3, 2))
+    candidates = tuple(Blocks(blocks, warps, stages, most) for stages in (3, 2))
+    dims, near = (("x", x), ("r", r)), clustered(team, spec)
+    return Form(kind, dims, candidates, persistent=True, team=team, cluster=near)
 
 
 # -- chunks ----------------------------------------------------------------------------------------
@@ -693,7 +699,9 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     r = _in_order(loops, loops.reduced)
     rows = max(1, size(x) // count)
     nr = size(r)
-    dims = (("x", x), ("r", r))
+    # Where a worker has one place of the chunked axis, it is the worker's number.
+    one = len(x) > 1 and axis.extent.value == count
+    dims = (("x", x[1:] if one else x), ("r", r))
     if not any(
         isinstance(p, (Fold, Prefix)) or (isinstance(p, Write) and p.level == "row")
         for p in loops.parts
@@ -712,14 +720,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         each = share(held, nr)
         team = _team(loops, nr, held, each, spec) if teams else 0
         if team:
-            return Form(
-                "chunk",
-                dims,
-                _shares(held, each, spec),
-                persistent=True,
-                team=team,
-                cluster=clustered(team, spec),
-            )
+            return _shared("chunk", x, r, held, each, team, spec)
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         group = min(16 // _widest(loops), block)
