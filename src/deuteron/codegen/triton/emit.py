@@ -21,11 +21,13 @@ from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import reads, spelled
 from deuteron.codegen.precision import Inexact, at_least_one, log1p_of_unit, one_more
 from deuteron.codegen.triton import scalars
+from deuteron.codegen.triton.ragged import write_ragged
 from deuteron.codegen.triton.scalars import TYPE
-from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
+from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name, is_bound
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
+from deuteron.ir.ragged import end_of
 
 # Constants that may be added to a pointer after the rest, which 32 bits then still hold
 # (`generate.LIMIT_32`).
@@ -59,7 +61,8 @@ class Emitter:
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
-        self.group, self.apart = 1, False  # see `tiling.Form`
+        self.group, self.apart, self.terms = 1, False, 1  # see `tiling.Form`
+        self.within: Expr | None = None  # which terms of such a fold there are, inside its loop
         self.stages = "1"  # text of the number of stages of software pipelines
         self.float8 = ""  # see `scalars.convert`
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins
@@ -152,7 +155,10 @@ class Emitter:
     def shape(self, dims: Dims) -> str:
         """The text of the shape of a value that depends on `dims`."""
         places = sorted(self.dims.values(), key=lambda d: d.place)
-        return "[" + ", ".join(d.block if d.name in dims else "1" for d in places) + "]"
+        sizes = [d.block if d.name in dims else "1" for d in places]
+        if self.terms > 1 and any(is_bound(d) for d in dims):
+            sizes[0] = str(self.terms)  # where rows have but one element
+        return "[" + ", ".join(sizes) + "]"
 
     # -- dependence --------------------------------------------------------------------------------
 
@@ -375,6 +381,10 @@ class Emitter:
         outer.add(f"{name} = tl.full({self.shape(self.deps(node))}, {identity}, {TYPE[dtype]})")
         kept, self.chain = self.chain, self.chain[: at + 1]
         heads = []
+        if (end := end_of(node)) is not None:
+            write_ragged(self, node, end, name)
+            self.chain = kept
+            return name
         for a in axes:
             text = self.fresh("k")
             heads.append(f"for {text} in range(0, {self.index(a.extent)})")
@@ -406,6 +416,8 @@ class Emitter:
         dims = self.index_deps(address)
         masks = [self.value(cond)] if cond is not None else []
         wanted = dims | (self.deps(cond) if cond is not None else NONE)
+        if self.within is not None and self.deps(self.within) < wanted:
+            masks.append(self.value(self.within))  # terms that do not exist are not read
         bounds = self.mask(wanted, self.level(wanted))
         where = " & ".join([*([bounds] if bounds else []), *masks])
         text = self.place(name, address, wanted)
@@ -570,14 +582,10 @@ class Emitter:
             self.value(a.expr)
         elif isinstance(a, Axis):
             self.axis(a)
-        elif isinstance(a, (Div, Mod)):
-            for i in (a.num, a.den):
-                for x in i.atoms():
-                    self._prepare(x)
-        elif isinstance(a, MinMax):
-            for i in (a.a, a.b):
-                for x in i.atoms():
-                    self._prepare(x)
+        elif isinstance(a, (Div, Mod, MinMax)):
+            own = (a.a, a.b) if isinstance(a, MinMax) else (a.num, a.den)
+            for x in (x for i in own for m, _ in i.terms for x in m):
+                self._prepare(x)
 
     def _sum(self, index: Index) -> str:
         parts: list[str] = []
@@ -643,13 +651,8 @@ class Emitter:
         return f"libm.index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"
 
 
-def bound_name(axis: Axis) -> str:
-    """The dimension that stands for an axis of a fold inside an expression."""
-    return f"bound {axis.key}"
-
-
 def size_name(symbol: Sym) -> str:
     return f"s_{plain_name(symbol.name)}"
 
 
-__all__ = ["Emitter", "Limits", "bound_name", "size_name"]
+__all__ = ["Emitter", "Limits", "size_name"]

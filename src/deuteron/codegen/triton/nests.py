@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
 from deuteron.codegen.precision import inexact, packed
-from deuteron.codegen.triton.emit import Emitter, Limits, bound_name
+from deuteron.codegen.triton.emit import Emitter, Limits
 from deuteron.codegen.triton.folds import (
     FULL,
     Accumulators,
@@ -30,7 +30,7 @@ from deuteron.codegen.triton.folds import (
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.scalars import TYPE, fold_step
-from deuteron.codegen.triton.scope import Dim, Dims, Scope
+from deuteron.codegen.triton.scope import Dim, Dims, Scope, bound_name
 from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import ITEMSIZE, Expr
@@ -81,7 +81,7 @@ def write_nest(
     """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
     em.stages, em.float8 = names.stages, names.float8
-    em.group, em.apart = form.group, form.apart
+    em.group, em.apart, em.terms = form.group, form.apart, form.terms
     em.limits = names.limits
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":

@@ -64,4 +64,14 @@ class Scope:
         self.lines.extend("    " + line for line in lines or ["pass"])
 
 
-__all__ = ["NONE", "Dim", "Dims", "Scope"]
+def bound_name(axis: Axis) -> str:
+    """The dimension that stands for an axis of a fold inside an expression."""
+    return f"bound {axis.key}"
+
+
+def is_bound(dim: str) -> bool:
+    """Whether a dimension stands for such an axis."""
+    return dim.startswith("bound ")
+
+
+__all__ = ["NONE", "Dim", "Dims", "Scope", "bound_name", "is_bound"]

@@ -27,6 +27,7 @@ from deuteron.codegen.loops import (
     points,
     stride,
 )
+from deuteron.codegen.triton.ragged import EACH, rows_and_columns
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
@@ -107,6 +108,7 @@ class Form:
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
     team: int = 1  # programs that share a row: each holds a block of it
+    terms: int = 1  # of ragged folds, taken at once beside one row's columns
 
     @property
     def loops(self) -> bool:
@@ -194,6 +196,10 @@ def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def _points(loops: Loops, spec: DeviceSpec) -> Form:
     order = point_order(loops)
+    if (found := rows_and_columns(loops, order)) is not None:
+        outer, inner, (high, wide, terms) = found
+        tile = Blocks((("y", high), ("x", wide)), warps_for(high * wide, EACH))
+        return Form("points", (("y", outer), ("x", inner)), (tile,), terms=terms)
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
