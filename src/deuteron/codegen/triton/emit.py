@@ -23,7 +23,7 @@ from deuteron.codegen.precision import Inexact, at_least_one, log1p_of_unit, one
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.ragged import write_ragged
 from deuteron.codegen.triton.scalars import TYPE
-from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name, is_bound
+from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
@@ -155,10 +155,7 @@ class Emitter:
     def shape(self, dims: Dims) -> str:
         """The text of the shape of a value that depends on `dims`."""
         places = sorted(self.dims.values(), key=lambda d: d.place)
-        sizes = [d.block if d.name in dims else "1" for d in places]
-        if self.terms > 1 and any(is_bound(d) for d in dims):
-            sizes[0] = str(self.terms)  # where rows have but one element
-        return "[" + ", ".join(sizes) + "]"
+        return "[" + ", ".join(d.block if d.name in dims else "1" for d in places) + "]"
 
     # -- dependence --------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from deuteron.codegen.triton.folds import (
     identity,
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
+from deuteron.codegen.triton.ragged import enter_row
 from deuteron.codegen.triton.scalars import TYPE, fold_step
 from deuteron.codegen.triton.scope import Dim, Dims, Scope, bound_name
 from deuteron.codegen.triton.teams import Team
@@ -126,7 +127,13 @@ def header(em: Emitter) -> None:
 def write_points(loops: Loops, form: Form, em: Emitter) -> None:
     header(em)
     x = em.dims["x"]
-    if em.rank == 1:
+    if form.single:
+        em.scope.add(
+            f"xblocks = tl.cdiv({em.index(x.count)}, {x.block})",
+            f"xoffset = ({pid(em)} % xblocks) * {x.block}",
+        )
+        enter_row(em, form.single, f"{pid(em)} // xblocks")
+    elif em.rank == 1:
         em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     else:
         y = em.dims["y"]

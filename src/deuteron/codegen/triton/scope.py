@@ -69,9 +69,4 @@ def bound_name(axis: Axis) -> str:
     return f"bound {axis.key}"
 
 
-def is_bound(dim: str) -> bool:
-    """Whether a dimension stands for such an axis."""
-    return dim.startswith("bound ")
-
-
-__all__ = ["NONE", "Dim", "Dims", "Scope", "bound_name", "is_bound"]
+__all__ = ["NONE", "Dim", "Dims", "Scope", "bound_name"]

@@ -27,7 +27,7 @@ from deuteron.codegen.loops import (
     points,
     stride,
 )
-from deuteron.codegen.triton.ragged import EACH, rows_and_columns
+from deuteron.codegen.triton.ragged import EACH, TERMS, rows_and_columns
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
@@ -108,7 +108,8 @@ class Form:
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
     team: int = 1  # programs that share a row: each holds a block of it
-    terms: int = 1  # of ragged folds, taken at once beside one row's columns
+    single: tuple[Axis, ...] = ()  # axes of which a program has one value
+    terms: int = 1  # of ragged folds, read at once beside the columns of such a row
 
     @property
     def loops(self) -> bool:
@@ -197,9 +198,13 @@ def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 def _points(loops: Loops, spec: DeviceSpec) -> Form:
     order = point_order(loops)
     if (found := rows_and_columns(loops, order)) is not None:
-        outer, inner, (high, wide, terms) = found
-        tile = Blocks((("y", high), ("x", wide)), warps_for(high * wide, EACH))
-        return Form("points", (("y", outer), ("x", inner)), (tile,), terms=terms)
+        outer, inner, high, wide = found
+        warps = warps_for(high * wide, EACH)
+        if high == 1:
+            tile = Blocks((("x", wide),), warps)
+            return Form("points", (("x", inner),), (tile,), single=outer, terms=TERMS)
+        tile = Blocks((("y", high), ("x", wide)), warps)
+        return Form("points", (("y", outer), ("x", inner)), (tile,))
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
