@@ -26,12 +26,13 @@ WIDEST, EACH, TERMS = 1024, 8, 4
 # With fewer columns a tile has several rows instead of several terms, and so many elements.
 LEAST_WIDE, ELEMENTS = 64, 256
 
-Tile = tuple[tuple[Axis, ...], tuple[Axis, ...], int, int]
+Dims = tuple[tuple[str, tuple[Axis, ...]], ...]
+Sizes = tuple[tuple[str, int], ...]
 
 
-def rows_and_columns(loops: Loops, order: Sequence[Axis]) -> Tile | None:
-    """The axes that ends depend on and the others, with the numbers of rows and of columns in a
-    tile. None where nothing has an end of its own."""
+def ragged_tile(loops: Loops, order: Sequence[Axis]) -> tuple[Dims, Sizes, tuple[Axis, ...]] | None:
+    """The dimensions of a tile, their sizes, and the axes of which it has one value: rows are what
+    ends depend on. None where nothing has an end of its own."""
     found = [end for root in loops.roots() for end in ends(root).values()]
     own = {a for end in found for a in end.axes()}
     y, x = tuple(a for a in order if a in own), tuple(a for a in order if a not in own)
@@ -39,8 +40,10 @@ def rows_and_columns(loops: Loops, order: Sequence[Axis]) -> Tile | None:
         return None
     columns, rows = (max(1, hint(product(a.extent for a in axes))) for axes in (x, y))
     wide = min(1 << (columns - 1).bit_length(), WIDEST)
-    high = 1 if wide >= LEAST_WIDE else min(1 << (rows - 1).bit_length(), ELEMENTS // wide)
-    return y, x, high, wide
+    high = min(1 << (rows - 1).bit_length(), ELEMENTS // wide)
+    if wide >= LEAST_WIDE or high == 1:
+        return (("x", x),), (("x", wide),), y
+    return (("y", y), ("x", x)), (("y", high), ("x", wide)), ()
 
 
 def write_ragged(em: Emitter, fold: Expr, end: Expr, name: str) -> None:
@@ -74,4 +77,4 @@ def enter_row(em: Emitter, axes: Sequence[Axis], program: str) -> None:
         below = below * a.extent
 
 
-__all__ = ["enter_row", "rows_and_columns", "write_ragged"]
+__all__ = ["EACH", "TERMS", "enter_row", "ragged_tile", "write_ragged"]

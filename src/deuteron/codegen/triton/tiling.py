@@ -27,7 +27,7 @@ from deuteron.codegen.loops import (
     points,
     stride,
 )
-from deuteron.codegen.triton.ragged import EACH, TERMS, rows_and_columns
+from deuteron.codegen.triton.ragged import EACH, TERMS, ragged_tile
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
@@ -51,6 +51,8 @@ APART = 4
 # Where elements are read one by one, neighbours in memory are for neighbouring threads: one
 # instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
 # thread take 84 and 140 us.
+# So many times more rows at once where their places are loaded, which no pipeline hides.
+GATHERED = 2
 # With so many axes, finding a point's place costs more than its arithmetic.
 MANY_AXES = 4
 # With more at every point, a thread takes few points.
@@ -197,14 +199,10 @@ def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def _points(loops: Loops, spec: DeviceSpec) -> Form:
     order = point_order(loops)
-    if (found := rows_and_columns(loops, order)) is not None:
-        outer, inner, high, wide = found
-        warps = warps_for(high * wide, EACH)
-        if high == 1:
-            tile = Blocks((("x", wide),), warps)
-            return Form("points", (("x", inner),), (tile,), single=outer, terms=TERMS)
-        tile = Blocks((("y", high), ("x", wide)), warps)
-        return Form("points", (("y", outer), ("x", inner)), (tile,))
+    if (found := ragged_tile(loops, order)) is not None:
+        dims, sizes, single = found
+        tile = Blocks(sizes, warps_for(math.prod(n for _, n in sizes), EACH))
+        return Form("points", dims, (tile,), single=single, terms=TERMS if single else 1)
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
@@ -685,6 +683,8 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         return Form("chunk", dims, (only,), group=group)
     found = []
     few = 2048 if wide >= 1024 else 1024
+    if any(isinstance(i, Value) for a in loops.accesses for i in a.address.atoms()):
+        few *= GATHERED
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
