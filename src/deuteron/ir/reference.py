@@ -405,8 +405,8 @@ def blocks(
     axes: Sequence[Axis],
     others: Sequence[Axis],
     sizes: Mapping[str, int],
+    known: Mapping[Axis, Range],
     limit: int = BLOCK,
-    known: Mapping[Axis, Range] | None = None,
 ) -> Iterator[dict[Axis, Range]]:
     """Ranges of `axes` that together cover them, with at most `limit` points each counting all of
     `others`, of which the ranges of some may be `known`.
@@ -414,7 +414,7 @@ def blocks(
     The first axes are cut first, down to one value each where it must be.
     """
     extents = {a: evaluate(a.extent, sizes) for a in dict.fromkeys((*axes, *others))}
-    extents |= {a: max(1, high) for a, (_, high) in (known or {}).items() if a in others}
+    extents |= {a: max(1, high) for a, (_, high) in known.items() if a in others}
     points = math.prod(extents.values())
     cuts: list[list[tuple[Axis, Range]]] = []
     for a in axes:
@@ -608,7 +608,7 @@ def compute(d: Compute, tensors: dict[str, Tensor], sizes: Mapping[str, int]) ->
     results = []
     inner = bound_axes(roots)
     known = longest(roots, sizes, tensors, d.layout.device)
-    for ranges in blocks(d.axes, inner, sizes, known=known):
+    for ranges in blocks(d.axes, inner, sizes, known):
         if known:
             ranges |= longest(roots, sizes, tensors, d.layout.device, ranges)
         ev = Evaluator((*d.axes, *inner), sizes, tensors, d.layout.device, ranges)

@@ -74,7 +74,7 @@ def _workers(
 ) -> list[tuple[int, dict[Axis, Range]]]:
     """The parts in which the nest is computed: workers' rows, or blocks of its parallel axes."""
     if nest.chunk is None:
-        return [(0, r) for r in blocks(nest.parallel, whole, sizes, known=known)]
+        return [(0, r) for r in blocks(nest.parallel, whole, sizes, known)]
     axis, count = nest.chunk
     n = evaluate(axis.extent, sizes)
     step = -(-n // count)
