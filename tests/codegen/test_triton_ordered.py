@@ -97,9 +97,9 @@ def test_nothing_is_added_atomically() -> None:
 def test_the_result_is_written_once_in_its_own_dtype() -> None:
     """And nothing else is of its size: neither zeros nor sums in float32."""
     f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 50257, 1, False)  # noqa: E731
-    _, found = planned(f, torch.empty(8, 512, 64).bfloat16(), torch.zeros(8, 512).long())
+    _, found = planned(f, torch.empty(8, 512, 768).bfloat16(), torch.zeros(8, 512).long())
     written = [lay for k in kernels(found) for _, lay in k.writes]
-    large = [lay for lay in written if lay.nbytes_hint >= 50257 * 64]
+    large = [lay for lay in written if lay.nbytes_hint >= 50257 * 768]
     assert [lay.dtype for lay in large] == ["bf16"] and len(kernels(found)) == 3
 
 
@@ -121,6 +121,15 @@ def test_sums_of_single_elements_are_as_ever() -> None:
     assert [r for k in kernels(found) for r in reasons(k)] == [SUMMED]
     whole = [t.long() for t in ROWS]
     assert calls(planned(add, *whole)[1]) == [], "the order of whole numbers does not matter"
+
+
+def test_large_tables_of_which_little_is_touched() -> None:
+    """100,000 rows of 128, 8192 of them touched: a program for each takes longer than zeros."""
+    f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 100_000, -1, False)  # noqa: E731
+    args = torch.empty(8192, 128).bfloat16(), torch.zeros(8192).long()
+    assert calls(planned(f, *args)[1]) == []
+    with deterministic():
+        assert calls(planned(f, *args)[1]) == [SORT]
 
 
 @contextmanager

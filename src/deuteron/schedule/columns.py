@@ -78,22 +78,17 @@ def columns(
             tuple(a for a in space.parallel if a in rows),
             tuple(a for a in space.parallel if a in cols),
         )
-    if not rows or not cols:
-        return Refusal("iteration spaces differ", "one has no rows or no columns")
-    chunk = base.chunk or workers(space, bool(base.folds), spec)
-    # A worker with one value of the axis that is cut has all rows of the folds for it.
-    whole = base.fixed and chunk[0] in cols and chunk[0].extent.value == chunk[1]
-    across = (chunk[0], *space.reduced) if whole else space.reduced
-    if {*space.parallel} - {*across} != rows or {*across} != cols:
+    if set(space.parallel) != rows or set(space.reduced) != cols or not rows or not cols:
         return Refusal(
             "iteration spaces differ", "the columns of one are not the rows of the other"
         )
     if (
         guest.space.points is not space.points
-        or guest.space.rows is not product(a.extent for a in across)
+        or guest.space.rows is not product(a.extent for a in space.reduced)
         or not one_to_one(guest.space.axes, table)
     ):
         return Refusal("iteration spaces differ", "rows and columns of different extents")
+    chunk = base.chunk or workers(space, bool(base.folds), spec)
     parts = _parts(guest)
     if isinstance(parts, Refusal):
         return parts
@@ -108,7 +103,7 @@ def columns(
         partials[m.name] = name
         shape = (const(chunk[1]), *(a.extent for a in space.reduced))
         made[name] = contiguous(shape, m.compute.body.dtype, m.compute.layout.device)
-        combine = _combine(moved[-1], name, space, across, chunk[1])
+        combine = _combine(moved[-1], name, space, chunk[1])
         if combine is None:
             return Refusal("iteration spaces differ", f"{m.name} has no place among the columns")
         tail.append((combine, m.position))
@@ -148,22 +143,17 @@ def _parts(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Re
     return points, folds, after
 
 
-def _combine(
-    m: Member, partial: str, space: Space, across: tuple[Axis, ...], count: int
-) -> Compute | None:
-    """The fold of the partial results, under the name of the column fold; the results themselves
-    where each worker has its own columns."""
+def _combine(m: Member, partial: str, space: Space, count: int) -> Compute | None:
+    """The fold of the partial results, under the name of the column fold."""
     c = m.compute
-    form = dense(flat(m.index, [a.extent for a in c.axes]), across)
-    whole = {a for a in across if a.extent.value != 1}
+    form = dense(flat(m.index, [a.extent for a in c.axes]), space.reduced)
+    whole = {a for a in space.reduced if a.extent.value != 1}
     if form is None or {a for a, _ in form} != whole:
         return None
     here = flat([a.index for a in c.axes], [a.extent for a in c.axes])
-    at: Map = {a: const(0) for a in across}
+    at: Map = {a: const(0) for a in space.reduced}
     for k, (a, w) in enumerate(form):
         at[a] = floordiv(here, w) if k == len(form) - 1 else mod(floordiv(here, w), a.extent)
-    if across is not space.reduced:
-        return replace(c, body=E.load(partial, tuple(at[a] for a in across), c.body.dtype))
     worker = Axis("r0", count)
     index = (worker.index, *(at[a] for a in space.reduced))
     body = E.reduce(c.body.attr[0], (worker,), E.load(partial, index, c.body.dtype))

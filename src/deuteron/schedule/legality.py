@@ -148,7 +148,7 @@ def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
             if guest.space.points is not space.points:
                 return _different(base, guest, "reduced loops")
             return _joined(base, guest, [m.moved(table) for m in guest.members])
-        if r <= rows and p & cols and p <= rows | cols:
+        if p <= cols and r <= rows:
             return Refusal("rows against columns", "one folds over the other's rows")
         return _different(base, guest, "reduced loops")
     if guest.space.points is space.points and one_to_one(guest.space.axes, table):

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from deuteron.codegen.loops import Loops
     from deuteron.codegen.triton.emit import Emitter
 
-# Columns in a tile at most, elements of a thread, and terms at once.
-WIDEST, EACH, TERMS = 1024, 8, 4
+# Columns in a tile at most, elements of a thread, and terms at once. H200, gradient of an embedding
+# of 50257 x 768 (bf16), 32768 positions: any, half of them the same, most of them few; us:
+#     4 terms, 8, 16, 32 elements    59, 51, 43     99, 147, 86      78, 88, 72
+#     2 terms                        50, 43, 38    142, 154, 211    109, 81, 106
+WIDEST, EACH, TERMS = 1024, 32, 4
 # With fewer columns a tile has several rows instead of several terms, and so many elements.
 LEAST_WIDE, ELEMENTS = 64, 256
 

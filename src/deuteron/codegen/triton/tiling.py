@@ -51,8 +51,6 @@ APART = 4
 # Where elements are read one by one, neighbours in memory are for neighbouring threads: one
 # instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
 # thread take 84 and 140 us.
-# So many times more rows at once where their places are loaded, which no pipeline hides.
-GATHERED = 2
 # With so many axes, finding a point's place costs more than its arithmetic.
 MANY_AXES = 4
 # With more at every point, a thread takes few points.
@@ -683,8 +681,6 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         return Form("chunk", dims, (only,), group=group)
     found = []
     few = 2048 if wide >= 1024 else 1024
-    if any(isinstance(i, Value) for a in loops.accesses for i in a.address.atoms()):
-        few *= GATHERED
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
