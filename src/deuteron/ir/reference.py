@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from deuteron.ir.expr import FLOATS, INTS, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, evaluate
 from deuteron.ir.program import Compute, Constant, Extern, Input, Layout, Output, Program, ViewArg
+from deuteron.ir.ragged import ends
 
 BLOCK = 1 << 20  # points per block: 4 MiB per f32 value of the expression
 TO_TORCH: dict[str, torch.dtype] = {
@@ -381,15 +382,39 @@ def in_bounds(
     return out
 
 
+def longest(
+    roots: Sequence[Expr],
+    sizes: Mapping[str, int],
+    tensors: Mapping[str, Tensor],
+    device: Any,
+    ranges: Mapping[Axis, Range] | None = None,
+) -> dict[Axis, Range]:
+    """The values that axes of ragged folds have in any row, of those in `ranges`."""
+    out: dict[Axis, Range] = {}
+    for axis, end in ((a, e) for root in roots for a, e in ends(root).items()):
+        if any(n.attr[0] not in tensors for n in end.loads()):
+            continue  # the nest computes it
+        value = Evaluator(sorted(end.axes()), sizes, tensors, device, ranges).value(end)
+        last = int(value.max()) if value.numel() else 0
+        most = min(last, evaluate(axis.extent, sizes))
+        out[axis] = (0, max(most, out.get(axis, (0, 0))[1]))
+    return out
+
+
 def blocks(
-    axes: Sequence[Axis], others: Sequence[Axis], sizes: Mapping[str, int], limit: int = BLOCK
+    axes: Sequence[Axis],
+    others: Sequence[Axis],
+    sizes: Mapping[str, int],
+    known: Mapping[Axis, Range],
+    limit: int = BLOCK,
 ) -> Iterator[dict[Axis, Range]]:
     """Ranges of `axes` that together cover them, with at most `limit` points each counting all of
-    `others`.
+    `others`, of which the ranges of some may be `known`.
 
     The first axes are cut first, down to one value each where it must be.
     """
     extents = {a: evaluate(a.extent, sizes) for a in dict.fromkeys((*axes, *others))}
+    extents |= {a: max(1, high) for a, (_, high) in known.items() if a in others}
     points = math.prod(extents.values())
     cuts: list[list[tuple[Axis, Range]]] = []
     for a in axes:
@@ -582,7 +607,10 @@ def compute(d: Compute, tensors: dict[str, Tensor], sizes: Mapping[str, int]) ->
     target = tensors[d.name]
     results = []
     inner = bound_axes(roots)
-    for ranges in blocks(d.axes, inner, sizes):
+    known = longest(roots, sizes, tensors, d.layout.device)
+    for ranges in blocks(d.axes, inner, sizes, known):
+        if known:
+            ranges |= longest(roots, sizes, tensors, d.layout.device, ranges)
         ev = Evaluator((*d.axes, *inner), sizes, tensors, d.layout.device, ranges)
         results.append(points(ev, d.axes, d.body, d.store_index, d.mask))
     for (

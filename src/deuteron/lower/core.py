@@ -141,6 +141,7 @@ class LowerContext:
     storages: dict[str, Any] = field(default_factory=dict)  # tensor -> its fake's memory
     floats: dict[Any, Value] = field(default_factory=dict)  # symbol of a float -> the element it is
     choose_contraction: Callable[..., str | None] = lambda *a, **k: None
+    like: str = ""  # the kind of device that stands for every one: see `on_gpu`
     _axis: int = 0
     _names: set[str] = field(default_factory=set)
 
@@ -198,6 +199,10 @@ class LowerContext:
         val = self.node.meta["val"]
         return val[0] if isinstance(val, (tuple, list)) else val
 
+    def on_gpu(self) -> bool:
+        """Whether the node's kernels will be a GPU's."""
+        return (self.like or self.fake().device.type) != "cpu"
+
     def go_home(self, number: Value) -> str | None:
         """What is defined next lives on the device whose tensors `number` reads, if it reads any;
         returns that."""
@@ -243,7 +248,7 @@ class LowerContext:
         """Gives `value` a tensor of its own (reductions inside it get theirs first) and returns a
         read of it."""
         wish = wish or (self.node.name if self.node is not None else "t")
-        body = self._own_reductions(value, wish)
+        body = self.own_reductions(value, wish)
         name = self.fresh_name(wish)
         layout = layout or Layout(
             value.shape, contiguous_strides(value.shape), value.dtype, self.device
@@ -253,7 +258,7 @@ class LowerContext:
         self.add(Compute(name, value.axes, body, layout, origins=self.origins()))
         return self.load(name)
 
-    def _own_reductions(self, value: Value, wish: str) -> Expr:
+    def own_reductions(self, value: Value, wish: str) -> Expr:
         """The body with every fold that is not its root defined as a tensor over the axes that it
         depends on."""
         root = value.expr
@@ -307,7 +312,7 @@ class LowerContext:
             layout = Layout(base.shape, contiguous_strides(base.shape), base.dtype, self.device)
         wish = self.node.name if self.node is not None else "t"
         copy = self.define(base, layout, f"{wish}_base").expr.attr[0]
-        body = self._own_reductions(Value(axes, body), wish)
+        body = self.own_reductions(Value(axes, body), wish)
         name = self.fresh_name(wish)
         self.add(
             Compute(

@@ -83,18 +83,23 @@ def lower(
     gm: fx.GraphModule,
     record: Record,
     contraction: Callable[..., str | None] = choose_contraction,
+    like: str = "",
 ) -> Program:
     """The program of a graph. Raises `UnsupportedOp` for a node that can neither be generated nor
-    called."""
-    return Driver(gm, record, contraction).run()
+    called. `like`: the kind of device that it is for, where that is not the one of its tensors."""
+    return Driver(gm, record, contraction, like).run()
 
 
 class Driver:
     def __init__(
-        self, gm: fx.GraphModule, record: Record, contraction: Callable[..., str | None]
+        self,
+        gm: fx.GraphModule,
+        record: Record,
+        contraction: Callable[..., str | None],
+        like: str = "",
     ) -> None:
         self.gm = gm
-        self.ctx = LowerContext(record, choose_contraction=contraction)
+        self.ctx = LowerContext(record, choose_contraction=contraction, like=like)
         self.sizes: dict[Sym, tuple[str, Any, int]] = {}
         self.position = 0
         self.outputs: list[Output] = []

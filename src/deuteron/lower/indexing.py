@@ -18,7 +18,7 @@ import torch
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
 from deuteron.ir.index import Axis, Index, const, product
-from deuteron.lower import adjoint
+from deuteron.lower import adjoint, ordered
 from deuteron.lower.access import (
     both,
     computed,
@@ -171,14 +171,15 @@ def scatter_into(
         body = cast(cast(body, x.dtype), wide)
         out = adjoint.gathered(ctx, base, preimages, body, mask)
         return make(ctx, x.shape, lambda idx: cast(out.at(idx), x.dtype))
-    if (
-        kind in ("sum", "prod")
-        and x.dtype in FLOATS
-        and ctx.fake().device.type != "cpu"
-        and torch.are_deterministic_algorithms_enabled()
-    ):
-        raise ctx.decline("atomic additions have no fixed order, and results are to repeat")
     wide = ACCUMULATORS.get(x.dtype, x.dtype)
+    if kind in ("sum", "prod") and x.dtype in FLOATS and ctx.on_gpu():
+        repeat = torch.are_deterministic_algorithms_enabled()
+        rows = ordered.rows_of(axes, place, x) if kind == "sum" else None
+        if rows is not None and ordered.worth(ctx, x, rows, repeat):
+            body = cast(cast(body, x.dtype), wide)
+            return ordered.Ordered(ctx, x, rows, place, body, mask).sum()
+        if repeat:
+            raise ctx.decline("atomic additions have no fixed order, and results are to repeat")
     base = make(ctx, x.shape, lambda idx: cast(x.at(idx), wide))
     body = cast(cast(body, x.dtype), wide)
     out = ctx.scatter(base, axes, tuple(place), body, kind, mask)

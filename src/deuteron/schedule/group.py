@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from deuteron.ir import expr as E
+from deuteron.ir import ragged
 from deuteron.ir.expr import Expr, flops
 from deuteron.ir.index import Atom, Axis, Index, Value, atom, const, hint, product, substitute
 from deuteron.ir.program import Compute, Layout, tensors_read
@@ -131,7 +132,11 @@ class Member:
         if self.kind in ("fold", "scan", "column"):
             each, body = 1.0, body.args[0]
         nested = body.axes() - self.at.keys()
-        inner = hint(product(a.extent for a in nested)) if nested else 1
+        if not nested:
+            return each + flops(body)
+        ends = ragged.ends(body)
+        inner = hint(product(a.extent for a in nested if a not in ends))
+        inner *= max(1, sum(ragged.expected(a, ends[a]) for a in nested if a in ends))
         return each + flops(body) * inner
 
 

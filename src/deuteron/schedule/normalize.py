@@ -125,6 +125,7 @@ class Inliner:
         """Whether its elements may be computed by whoever reads them."""
         reads = reads_of(p)  # what is overwritten later is read in its own order
         known = kind_of(p) == "point" and p.target is None
+        known = known and not p.body.axes() - set(p.axes)  # without folds of its own
         return known and not any(r.tensor in self.overwritten for r in reads)
 
     def code(self, e: Expr) -> float:

@@ -19,6 +19,7 @@ from deuteron.ir.reference import (
     blocks,
     bound_axes,
     fold,
+    longest,
     points,
     prefix,
     write,
@@ -46,7 +47,10 @@ def run_nest(
     inner = bound_axes(nest.exprs())
     axes = (*nest.parallel, *nest.reduced, *inner)
     out: list[Pending] = []
-    for worker, ranges in _workers(nest, (*nest.reduced, *inner), sizes):
+    known = longest(nest.exprs(), sizes, tensors, device)
+    for worker, ranges in _workers(nest, (*nest.reduced, *inner), sizes, known):
+        if known:
+            ranges |= longest(nest.exprs(), sizes, tensors, device, ranges)
         ev = Evaluator(axes, sizes, tensors, device, ranges)
         for s in nest.stmts:
             if isinstance(s, Fold) and s.partial:
@@ -66,11 +70,11 @@ def run_nest(
 
 
 def _workers(
-    nest: Nest, whole: tuple[Axis, ...], sizes: Mapping[str, int]
+    nest: Nest, whole: tuple[Axis, ...], sizes: Mapping[str, int], known: Mapping[Axis, Range]
 ) -> list[tuple[int, dict[Axis, Range]]]:
     """The parts in which the nest is computed: workers' rows, or blocks of its parallel axes."""
     if nest.chunk is None:
-        return [(0, r) for r in blocks(nest.parallel, whole, sizes)]
+        return [(0, r) for r in blocks(nest.parallel, whole, sizes, known)]
     axis, count = nest.chunk
     n = evaluate(axis.extent, sizes)
     step = -(-n // count)

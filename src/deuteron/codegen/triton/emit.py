@@ -27,11 +27,13 @@ from deuteron.codegen.precision import (
 )
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer
+from deuteron.codegen.triton.ragged import write_ragged
 from deuteron.codegen.triton.scalars import TYPE
-from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
+from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
+from deuteron.ir.ragged import end_of
 
 # Constants that may be added to a pointer after the rest, which 32 bits then still hold
 # (`generate.LIMIT_32`).
@@ -66,8 +68,9 @@ class Emitter:
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
-        self.group, self.apart = 1, False  # see `tiling.Form`
+        self.group, self.apart, self.terms = 1, False, 1  # see `tiling.Form`
         self.block = 0  # the most elements of a block along r, a power of two
+        self.within: Expr | None = None  # which terms of such a fold there are, inside its loop
         self.stages = "1"  # text of the number of stages of software pipelines
         self.float8 = ""  # see `scalars.convert`
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins
@@ -371,6 +374,10 @@ class Emitter:
         outer.add(f"{name} = tl.full({self.shape(self.deps(node))}, {identity}, {TYPE[dtype]})")
         kept, self.chain = self.chain, self.chain[: at + 1]
         heads = []
+        if (end := end_of(node)) is not None:
+            write_ragged(self, node, end, name)
+            self.chain = kept
+            return name
         for a in axes:
             text = self.fresh("k")
             heads.append(f"for {text} in range(0, {self.index(a.extent)})")
@@ -406,6 +413,8 @@ class Emitter:
         dims = self.index_deps(address)
         masks = [self.value(cond)] if cond is not None else []
         wanted = dims | (self.deps(cond) if cond is not None else NONE)
+        if self.within is not None and self.deps(self.within) < wanted:
+            masks.append(self.value(self.within))  # terms that do not exist are not read
         bounds = self.mask(wanted, self.level(wanted))
         where = " & ".join([*([bounds] if bounds else []), *masks])
         text = self.place(name, address, wanted)
@@ -597,14 +606,10 @@ class Emitter:
             self.value(a.expr)
         elif isinstance(a, Axis):
             self.axis(a)
-        elif isinstance(a, (Div, Mod)):
-            for i in (a.num, a.den):
-                for x in i.atoms():
-                    self._prepare(x)
-        elif isinstance(a, MinMax):
-            for i in (a.a, a.b):
-                for x in i.atoms():
-                    self._prepare(x)
+        elif isinstance(a, (Div, Mod, MinMax)):
+            own = (a.a, a.b) if isinstance(a, MinMax) else (a.num, a.den)
+            for x in (x for i in own for m, _ in i.terms for x in m):
+                self._prepare(x)
 
     def _sum(self, index: Index) -> str:
         parts: list[str] = []
@@ -670,13 +675,8 @@ class Emitter:
         return f"libm.index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"
 
 
-def bound_name(axis: Axis) -> str:
-    """The dimension that stands for an axis of a fold inside an expression."""
-    return f"bound {axis.key}"
-
-
 def size_name(symbol: Sym) -> str:
     return f"s_{plain_name(symbol.name)}"
 
 
-__all__ = ["Emitter", "Limits", "bound_name", "size_name"]
+__all__ = ["Emitter", "Limits", "size_name"]

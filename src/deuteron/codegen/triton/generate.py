@@ -329,15 +329,17 @@ def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
     """Python text of the number of programs of a nest."""
     counts = {d: product(a.extent for a in axes) for d, axes in form.dims}
     if form.kind == "points":
-        return " * ".join(_blocks_text(counts[d], b) for d, b in blocks.items())
-    each = f"{form.team} * " if form.team > 1 else ""
+        each = [_blocks_text(counts[d], b) for d, b in blocks.items()]
+        rows = [python_text(product(a.extent for a in form.single))] if form.single else []
+        return " * ".join([*rows, *each])
+    teams = f"{form.team} * " if form.team > 1 else ""
     if form.kind == "rows":
-        return each + _blocks_text(counts["x"], blocks["x"])
+        return teams + _blocks_text(counts["x"], blocks["x"])
     assert nest.chunk is not None
     return (
         f"{nest.chunk[1]} * {_blocks_text(counts['r'], blocks['r'])}"
         if form.tiled
-        else f"{each}{nest.chunk[1]}"
+        else f"{teams}{nest.chunk[1]}"
     )
 
 
@@ -421,7 +423,8 @@ def _programs(form: Form, blocks: Mapping[str, str], kernel: Kernel, i: int) -> 
         return f"tl.cdiv({_size_text(counts[d])}, {blocks[d]})"
 
     if form.kind == "points":
-        return " * ".join(cut(d) for d in blocks)
+        rows = [_size_text(product(a.extent for a in form.single))] if form.single else []
+        return " * ".join([*rows, *(cut(d) for d in blocks)])
     if form.kind == "rows":
         return cut("x")
     chunk = kernel.nests[i].chunk

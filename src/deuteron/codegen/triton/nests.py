@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
 from deuteron.codegen.precision import inexact, packed, units
-from deuteron.codegen.triton.emit import Emitter, Limits, bound_name
+from deuteron.codegen.triton.emit import Emitter, Limits
 from deuteron.codegen.triton.folds import (
     FULL,
     Accumulators,
@@ -30,8 +30,9 @@ from deuteron.codegen.triton.folds import (
     step,
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
+from deuteron.codegen.triton.ragged import enter_row
 from deuteron.codegen.triton.scalars import fold_step
-from deuteron.codegen.triton.scope import Dim, Dims
+from deuteron.codegen.triton.scope import Dim, Dims, bound_name
 from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import ITEMSIZE, Expr
@@ -83,7 +84,7 @@ def write_nest(
     """
     em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
     em.stages, em.float8 = names.stages, names.float8
-    em.group, em.apart = form.group, form.apart
+    em.group, em.apart, em.terms = form.group, form.apart, form.terms
     em.block = max((b.of("r") for b in form.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
     for node in (n for root in loops.roots() for n in root.walk()):
@@ -130,7 +131,13 @@ def header(em: Emitter) -> None:
 def write_points(loops: Loops, form: Form, em: Emitter) -> None:
     header(em)
     x = em.dims["x"]
-    if em.rank == 1:
+    if form.single:
+        em.scope.add(
+            f"xblocks = tl.cdiv({em.index(x.count)}, {x.block})",
+            f"xoffset = ({pid(em)} % xblocks) * {x.block}",
+        )
+        enter_row(em, form.single, f"{pid(em)} // xblocks")
+    elif em.rank == 1:
         em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     else:
         y = em.dims["y"]

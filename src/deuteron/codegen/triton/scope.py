@@ -64,4 +64,9 @@ class Scope:
         self.lines.extend("    " + line for line in lines or ["pass"])
 
 
-__all__ = ["NONE", "Dim", "Dims", "Scope"]
+def bound_name(axis: Axis) -> str:
+    """The dimension that stands for an axis of a fold inside an expression."""
+    return f"bound {axis.key}"
+
+
+__all__ = ["NONE", "Dim", "Dims", "Scope", "bound_name"]

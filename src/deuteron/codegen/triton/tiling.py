@@ -29,6 +29,7 @@ from deuteron.codegen.loops import (
     stride,
     unique_nodes,
 )
+from deuteron.codegen.triton.ragged import EACH, TERMS, ragged_tile
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
@@ -113,6 +114,8 @@ class Form:
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
     team: int = 1  # programs that share a row: each holds a block of it
     cluster: bool = False  # whether a team's programs reach one another's shared memory
+    single: tuple[Axis, ...] = ()  # axes of which a program has one value
+    terms: int = 1  # of ragged folds, read at once beside the columns of such a row
 
     @property
     def loops(self) -> bool:
@@ -200,6 +203,10 @@ def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def _points(loops: Loops, spec: DeviceSpec) -> Form:
     order = point_order(loops)
+    if (found := ragged_tile(loops, order)) is not None:
+        dims, sizes, single = found
+        tile = Blocks(sizes, warps_for(math.prod(n for _, n in sizes), EACH))
+        return Form("points", dims, (tile,), single=single, terms=TERMS if single else 1)
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)

@@ -1,0 +1,83 @@
+"""Folds that end where each row says (`ir.ragged`), in a tile of rows and columns.
+
+In: such a fold and the emitter that is to write it. Out: a loop up to the end of the longest row of
+the tile, which reads nothing of terms that do not exist. Long rows are a program's of their own:
+then what there is once per row and term is a number, and several terms are read at once. The order
+of additions is that of the terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from deuteron.codegen.triton import scalars
+from deuteron.codegen.triton.scope import Scope, bound_name
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, const, hint, product
+from deuteron.ir.ragged import ends
+
+if TYPE_CHECKING:
+    from deuteron.codegen.loops import Loops
+    from deuteron.codegen.triton.emit import Emitter
+
+# Columns in a tile at most, elements of a thread, and terms at once. H200, gradient of an embedding
+# of 50257 x 768 (bf16), 32768 positions: any, half of them the same, most of them few; us:
+#     4 terms, 8, 16, 32 elements    59, 51, 43     99, 147, 86      78, 88, 72
+#     2 terms                        50, 43, 38    142, 154, 211    109, 81, 106
+WIDEST, EACH, TERMS = 1024, 32, 4
+# With fewer columns a tile has several rows instead of several terms, and so many elements.
+LEAST_WIDE, ELEMENTS = 64, 256
+
+Dims = tuple[tuple[str, tuple[Axis, ...]], ...]
+Sizes = tuple[tuple[str, int], ...]
+
+
+def ragged_tile(loops: Loops, order: Sequence[Axis]) -> tuple[Dims, Sizes, tuple[Axis, ...]] | None:
+    """The dimensions of a tile, their sizes, and the axes of which it has one value: rows are what
+    ends depend on. None where nothing has an end of its own."""
+    found = [end for root in loops.roots() for end in ends(root).values()]
+    own = {a for end in found for a in end.axes()}
+    y, x = tuple(a for a in order if a in own), tuple(a for a in order if a not in own)
+    if not y:
+        return None
+    columns, rows = (max(1, hint(product(a.extent for a in axes))) for axes in (x, y))
+    wide = min(1 << (columns - 1).bit_length(), WIDEST)
+    high = min(1 << (rows - 1).bit_length(), ELEMENTS // wide)
+    if wide >= LEAST_WIDE or high == 1:
+        return (("x", x),), (("x", wide),), y
+    return (("y", y), ("x", x)), (("y", high), ("x", wide)), ()
+
+
+def write_ragged(em: Emitter, fold: Expr, end: Expr, name: str) -> None:
+    """Writes the fold into the current scope; `name` is its value, neutral so far."""
+    (kind, (axis,)), (body,), outer = fold.attr, fold.args, em.scope
+    text, last, first, k = em.value(end), em.fresh("end"), em.fresh("k"), em.fresh("k")
+    longest = f"tl.max({text})" if em.deps(end) else text
+    outer.add(f"{last} = tl.minimum({longest}, {em.index(axis.extent)}).to({em.index_type})")
+    em.chain.append(Scope(outer.dims | {bound_name(axis)}))
+    em.scope.axes[axis] = k
+    more = "" if em.terms == 1 else " + term"
+    em.scope.add(f"{k} = tl.full([], 0, {em.index_type}) + {first}{more}")
+    before, em.within = em.within, body.args[0]
+    em.scope.add(f"{name} = {scalars.fold_step(kind, body.dtype, name, em.value(body))}")
+    em.within = before
+    lines = em.chain.pop().lines
+    if more:  # written out, so that all are read before the first is added
+        lines = [f"for term in tl.static_range({em.terms}):", *(f"    {x}" for x in lines)]
+    outer.block(f"for {first} in tl.range(0, {last}, {em.terms})", lines)
+
+
+def enter_row(em: Emitter, axes: Sequence[Axis], program: str) -> None:
+    """The axes of which a program has one value, from its number."""
+    below = const(1)
+    for a in reversed(axes):
+        name = em.fresh("row")
+        above = f"({program}) // ({em.index(below)})" if below.value != 1 else f"({program})"
+        text = above if a is axes[0] else f"({above}) % ({em.index(a.extent)})"
+        em.scope.add(f"{name} = {text}")
+        em.scope.axes[a] = name
+        below = below * a.extent
+
+
+__all__ = ["EACH", "TERMS", "enter_row", "ragged_tile", "write_ragged"]

@@ -1,0 +1,61 @@
+"""Folds that end where each row says: of how many terms, and how many there are to expect.
+
+In: a fold inside an expression, ``reduce(kind, (k,), where(k < end, term, neutral))`` with an `end`
+that does not depend on k. Out: that end. It means what it says for every k; who runs the fold, or
+reckons what it costs, may stop at the end. Rows of such lengths share out one list (the positions
+of each key in a sorted list): together they have as many terms as the axis has values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deuteron.ir.expr import REDUCTIONS, Expr, index_value, literal
+from deuteron.ir.index import Axis, hint, product
+
+
+def end_of(fold: Expr) -> Expr | None:
+    """Where the terms of a fold end, as an i64 value; None where nothing says so."""
+    if fold.op != "reduce" or len(fold.attr[1]) != 1 or fold.attr[0].startswith("arg"):
+        return None
+    (kind, (axis,)), (body,) = fold.attr, fold.args
+    neutral = literal(REDUCTIONS[kind].identity(body.dtype), body.dtype)
+    if body.op != "where" or body.args[2] is not neutral:
+        return None
+    here = index_value(axis.index)
+    for c in conjuncts(body.args[0]):
+        if c.op == "lt" and c.args[0] is here and axis not in c.args[1].axes():
+            return c.args[1]
+    return None
+
+
+def conjuncts(condition: Expr) -> Iterator[Expr]:
+    """The conditions that must all hold."""
+    todo = [condition]
+    while todo:
+        c = todo.pop()
+        if c.op == "logical_and":
+            todo.extend(c.args)
+        else:
+            yield c
+
+
+_ENDS: dict[Expr, dict[Axis, Expr]] = {}
+
+
+def ends(root: Expr) -> dict[Axis, Expr]:
+    """The axes of such folds under `root`, with their ends."""
+    found = _ENDS.get(root)
+    if found is None:
+        folds = ((n, end_of(n)) for n in root.walk() if n.op == "reduce")
+        found = _ENDS[root] = {n.attr[1][0]: end for n, end in folds if end is not None}
+    return found
+
+
+def expected(axis: Axis, end: Expr) -> int:
+    """Terms of one row, on average, at hinted sizes."""
+    rows = hint(product(a.extent for a in end.axes()))
+    return max(1, -(-hint(axis.extent) // max(1, rows)))
+
+
+__all__ = ["end_of", "ends", "expected"]

@@ -1,0 +1,312 @@
+"""Sums at places that tensors hold, in a fixed order: every row adds what comes to it.
+
+In: a scatter that adds, as points, their places and what they add. Out: the same sum as folds. The
+places are sorted (stably, by the library) with the points' numbers; the points of a row of the
+result are then neighbours, from ``first[row]`` to before ``first[row + 1]``, and the row is a fold
+over them that ends where it ends (`ir.ragged`). Nothing is added atomically, so that results repeat
+bit for bit; the result is written once, in its own dtype, and there is no other memory of its size.
+
+Long runs (padding, a frequent word) are cut: a whole chunk of the sorted points that has but one
+place is summed by itself, beside the others, and a row adds the points before its first whole
+chunk and behind its last one, then the sums of those between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr, cast, index_value, literal, op
+from deuteron.ir.index import (
+    Atom,
+    Axis,
+    Index,
+    Value,
+    const,
+    floordiv,
+    hint,
+    maximum,
+    minimum,
+    product,
+)
+from deuteron.ir.program import Compute, Extern, Layout, ViewArg, contiguous, contiguous_strides
+from deuteron.lower.access import flatten, masked, unflatten
+from deuteron.lower.core import LowerContext, make
+from deuteron.lower.core import Value as Tensor
+
+# Sorted points that are summed by themselves where they have one place.
+CHUNK = 128
+# Steps of a binary search in a list of unknown length: 2**35 positions fill no GPU's memory.
+STEPS = 35
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor as rows that points are added to. `rows` and `columns` are its dimensions, `points`
+    the axes of the points whose places are sorted; each other axis is a column."""
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    points: tuple[Axis, ...]
+    along: tuple[Axis, ...]  # the axis of each column
+
+
+def rows_of(axes: Sequence[Axis], place: Sequence[Index], x: Tensor) -> Rows | None:
+    """Which dimensions of x are rows; None where no place is loaded."""
+    columns = {
+        d: a
+        for d, (p, n) in enumerate(zip(place, x.shape, strict=True))
+        for a in axes
+        if p is a.index and a.extent is n and not any(a in q.axes() for q in place if q is not p)
+    }
+    rows = [d for d in range(x.rank) if d not in columns]
+    if not any(isinstance(a, Value) for d in rows for a in place[d].atoms()):
+        return None
+    points = tuple(a for a in axes if a not in columns.values())
+    if not points:
+        return None
+    return Rows(tuple(rows), tuple(columns), points, tuple(columns.values()))
+
+
+class Ordered:
+    """One such sum: what it defines, in order."""
+
+    def __init__(
+        self,
+        ctx: LowerContext,
+        x: Tensor,
+        rows: Rows,
+        place: Sequence[Index],
+        body: Expr,
+        mask: Expr | None,
+    ) -> None:
+        self.ctx, self.rows, self.place, self.mask = ctx, rows, place, mask
+        self.wish = ctx.node.name if ctx.node is not None else "t"
+        self.x = Tensor(x.axes, ctx.own_reductions(x, self.wish))
+        axes = (*rows.points, *rows.along)
+        self.body = ctx.own_reductions(Tensor(axes, body), self.wish)
+        self.count = product(a.extent for a in rows.points)  # of points
+        self.shape = [x.shape[d] for d in rows.rows]
+        self.size = product(self.shape)  # rows of the result
+        self.widths = [x.shape[d] for d in rows.columns]
+
+    def sum(self) -> Tensor:
+        """x plus what comes to each of its elements."""
+        keys, self.order = self.sort()
+        first = self.first(keys)
+        parts = self.chunks(keys) if self.many() else None
+        return self.total(first, parts)
+
+    def many(self) -> bool:
+        """Whether there may be runs longer than a chunk."""
+        return self.count.value is None or self.count.value >= 2 * CHUNK
+
+    def sort(self) -> tuple[Tensor, Tensor]:
+        """The places in order, and the numbers of their points."""
+        ctx = self.ctx
+        at = [E.checked(index_value(self.place[d]), self.x.shape[d]) for d in self.rows.rows]
+        key = at[0]
+        for d, p in zip(self.rows.rows[1:], at[1:], strict=True):
+            key = op("add", op("mul", key, index_value(self.x.shape[d])), p)
+        if self.mask is not None:  # where it does not hold nothing is added, wherever
+            key = op("where", self.mask, E.with_mask(key, self.mask), literal(0, "i64"))
+        key = self.narrow(key)
+        (axis,) = ctx.axes([self.count])
+        numbers = unflatten(axis.index, [a.extent for a in self.rows.points])
+        table: dict[Atom, Index] = dict(zip(self.rows.points, numbers, strict=True))
+        keys = ctx.define(Tensor((axis,), key.substitute(table)), wish=f"{self.wish}_places")
+        (name,) = [n.attr[0] for n in keys.expr.loads()]
+        shape = (self.count,)
+        names = ctx.fresh_name(f"{self.wish}_sorted"), ctx.fresh_name(f"{self.wish}_order")
+        reason = "an order is computed, which library code does best"
+        ctx.add(
+            Extern(
+                names,
+                "aten.sort.stable",
+                (ViewArg(name, shape, contiguous_strides(shape), const(0)),),
+                (("stable", True), ("dim", 0), ("descending", False)),
+                (contiguous(shape, key.dtype, ctx.device), contiguous(shape, "i64", ctx.device)),
+                aliases=(None, None),
+                origins=ctx.origins(),
+                reason=reason,
+            )
+        )
+        origins = [{"node": o.node, "op": o.op, "line": o.line} for o in ctx.origins()]
+        ctx.record.add("library", op="aten.sort.stable", reason=reason, origins=origins)
+        return ctx.load(names[0]), ctx.load(names[1])
+
+    def narrow(self, key: Expr) -> Expr:
+        """In as few bits as hold every row: the library sorts eight of them at a time."""
+        size = self.size.value
+        if size is None or size > 2**31:
+            return key
+        if size > 2**16:
+            return cast(key, "i32")
+        return cast(op("sub", key, literal(2**15, "i64")), "i16")
+
+    def row(self, key: Expr) -> Expr:
+        """The row that a sorted place is (i64)."""
+        wide = cast(key, "i64")
+        return op("add", wide, literal(2**15, "i64")) if key.dtype == "i16" else wide
+
+    def first(self, keys: Tensor) -> Tensor:
+        """For each row, and the one behind the last, the first of the sorted points that is not
+        before it: a binary search without branches, from the answer's highest bit down."""
+        n = self.count
+
+        def element(idx: tuple[Index, ...]) -> Expr:
+            row, found = index_value(idx[0]), literal(0, "i64")
+            for bit in reversed(range(STEPS if n.value is None else n.value.bit_length())):
+                tried = op("add", found, literal(1 << bit, "i64"))
+                legal = op("le", tried, index_value(n))
+                at = kept(op("sub", tried, literal(1, "i64")), n)
+                below = op("lt", self.row(masked(legal, keys.at([at]))), row)
+                found = op("where", op("logical_and", legal, below), tried, found)
+            return found if n.value is None or n.value >= 2**31 else cast(found, "i32")
+
+        made = make(self.ctx, [self.size + 1], element)
+        return self.ctx.define(made, wish=f"{self.wish}_first")
+
+    def term(self, q: Expr, columns: Sequence[Index]) -> Expr:
+        """What the q-th of the sorted points adds to the columns of its row."""
+        number = kept(self.order.at([kept(q, self.count)]), self.count)
+        at = unflatten(number, [a.extent for a in self.rows.points])
+        table: dict[Atom, Index] = dict(zip(self.rows.points, at, strict=True))
+        table |= dict(zip(self.rows.along, columns, strict=True))
+        body = self.body.substitute(table)
+        if self.mask is None:
+            return body
+        mask = self.mask.substitute(table)
+        return op("where", mask, E.with_mask(body, mask), literal(0, body.dtype))
+
+    def fold(self, extent: Index, end: Expr, term: Callable[[Axis], Expr]) -> Expr:
+        """The sum of the terms before `end`."""
+        (k,) = self.ctx.axes([extent])
+        value = term(k)
+        here = op("lt", index_value(k.index), end)
+        return E.reduce("sum", (k,), op("where", here, value, literal(0, value.dtype)))
+
+    def chunks(self, keys: Tensor) -> Tensor:
+        """The sum of each whole chunk whose points have one place; others are not used."""
+        count = floordiv(self.count, const(CHUNK))
+
+        def element(idx: tuple[Index, ...]) -> Expr:
+            low = idx[0] * CHUNK
+            alike = op("eq", keys.at([low]), keys.at([low + CHUNK - 1]))
+            end = op("where", alike, literal(CHUNK, "i64"), literal(0, "i64"))
+
+            def term(k: Axis) -> Expr:
+                return self.term(index_value(low + k.index), idx[1:])
+
+            # What is added keeps the fold inside the expression.
+            total = self.fold(const(CHUNK), end, term)
+            return op("add", literal(0, total.dtype), total)
+
+        return self.define(make(self.ctx, [count, *self.widths], element), f"{self.wish}_chunks")
+
+    def total(self, first: Tensor, parts: Tensor | None) -> Tensor:
+        """x plus the points of each row."""
+        x, wide = self.x, self.body.dtype
+        shift, chunk = literal(CHUNK.bit_length() - 1, "i64"), literal(CHUNK, "i64")
+
+        def element(idx: tuple[Index, ...]) -> Expr:
+            row = flatten([idx[d] for d in self.rows.rows], self.shape)
+            columns = [idx[d] for d in self.rows.columns]
+            low, high = (cast(first.at([r]), "i64") for r in (row, row + 1))
+            here = op("sub", high, low)
+            out = cast(x.at(idx), wide)
+            if parts is None:
+                terms = self.fold(
+                    self.count,
+                    here,
+                    lambda k: self.term(op("add", low, index_value(k.index)), columns),
+                )
+                return cast(op("add", out, terms), x.dtype)
+            # Whole chunks from `begin` on, `whole` of them.
+            begin = op("rshift", op("add", low, literal(CHUNK - 1, "i64")), shift)
+            whole = op("sub", op("rshift", high, shift), begin)
+            whole = op("maximum", whole, literal(0, "i64"))
+            inner = op("mul", whole, chunk)
+            ahead = op("sub", op("mul", begin, chunk), low)
+
+            def single(k: Axis) -> Expr:
+                number = index_value(k.index)
+                passed = op("where", op("lt", number, ahead), literal(0, "i64"), inner)
+                return self.term(op("add", op("add", low, number), passed), columns)
+
+            def chunked(k: Axis) -> Expr:
+                count = parts.shape[0]
+                at = kept(op("add", begin, index_value(k.index)), count)
+                return parts.at([at, *columns])
+
+            out = op("add", out, self.fold(self.count, op("sub", here, inner), single))
+            out = op("add", out, self.fold(parts.shape[0], whole, chunked))
+            return cast(out, x.dtype)
+
+        made = make(self.ctx, x.shape, element)
+        return self.define(made, self.wish, self.ctx.dense_layout(self.ctx.fake()))
+
+    def define(self, value: Tensor, wish: str, layout: Layout | None = None) -> Tensor:
+        """A tensor whose folds stay inside its expression: each runs beside what needs it."""
+        ctx, name = self.ctx, self.ctx.fresh_name(wish)
+        if layout is None or layout.shape != value.shape:
+            layout = contiguous(value.shape, value.dtype, ctx.device)
+        layout = replace(layout, dtype=value.dtype, device=ctx.device)
+        ctx.add(Compute(name, value.axes, value.expr, layout, origins=ctx.origins()))
+        return ctx.load(name)
+
+
+def kept(position: Expr, extent: Index) -> Index:
+    """A position that is within its extent, in a form that shows it."""
+    found = E.as_position(position)
+    return minimum(maximum(found, const(0)), extent - 1)
+
+
+# Columns from which rows are worth ordering; what is narrower is added element by element.
+WIDE = 16
+# Microseconds that results which repeat are worth: a sort of 32768 places, and what is around it.
+REPEAT = 35.0
+# On an H200: bytes moved, atomic additions of f32 and programs done in a microsecond.
+BYTES, ADDITIONS, PROGRAMS = 4.5e6, 4.2e5, 1640
+# Sorting: up to 4096 places, more, and each of those; times as long by the bytes of a place.
+SORT, SLOWER = (17.0, 28.0, 2.6e-5), {2: 1.0, 4: 1.5, 8: 2.5}
+OTHERS = 6.0  # what else there is: places, first points, chunks
+FEW = 4096
+
+
+def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
+    """Whether to order the additions: always where results are to `repeat`, else where rows are
+    wide, unless that takes much longer than atomic additions to zeros of f32, and a cast.
+
+    H200, us, ordered and atomic: 50257 x 768 (bf16), 32768 points: 74 and 161; 65536 x 128 (f32),
+    524288: 126 and 140; ordered 100000 x 128 (bf16), 8192: 105, of which 61 for programs of a row.
+    """
+    width, count = (hint(product(x.shape[d] for d in dims)) for dims in (rows.columns, rows.rows))
+    points = hint(product(a.extent for a in rows.points))
+    own, wide = E.ITEMSIZE[x.dtype], 8 if x.dtype == "f64" else 4
+    size, added = count * width, points * width
+    key = 2 if count <= 2**16 else 4
+    sort = (SORT[0] if points <= FEW else SORT[1] + SORT[2] * points) * SLOWER[key]
+    programs = count if width >= 64 else size / 256
+    ordered = sort + OTHERS + max((size + added) * own / BYTES, programs / PROGRAMS)
+    atomic = size * wide / BYTES + added / ADDITIONS
+    if own < wide:
+        atomic += size * (own + wide) / BYTES
+    accepted = repeat or width >= WIDE and ordered <= atomic + REPEAT
+    ctx.record.add(
+        "decision",
+        subject="order",
+        accepted=accepted,
+        reason="results repeat" if accepted else "atomic additions are faster",
+        detail=f"{points} rows of {width} added to {count}: {ordered:.0f} us in order, "
+        f"{atomic:.0f} us atomically",
+        first=ctx.node.name if ctx.node is not None else "",
+        second="",
+        bytes=0,
+        us=round(atomic - ordered, 3),
+    )
+    return accepted
+
+
+__all__ = ["Ordered", "Rows", "rows_of", "worth"]
