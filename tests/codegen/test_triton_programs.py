@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from deuteron.base.options import Options
+from deuteron.codegen.triton.generate import generate
 from deuteron.runtime.build_triton import build
-from tests.codegen.triton_programs import EVERY, GROUPS, kernels, planned
+from tests.codegen.triton_programs import EVERY, GROUPS, kernels, planned, sharing
+from tests.schedule.tools import scheduled, spec_of
 
 SCRIPT = Path(__file__).with_name("triton_programs.py")
 
@@ -62,3 +65,32 @@ def test_builds_ahead_of_time(name: str, capability: int, tmp_path: Path) -> Non
     for kernel in kernels(planned(name), name, "A100" if capability < 90 else "H200"):
         binary = build(kernel, kernel.configs[0], capability, options)
         assert binary.code and binary.shared <= 163 << 10
+
+
+def test_exponentials_of_a_shared_row_are_computed_once() -> None:
+    (kernel,) = kernels(planned("shared: softmax of halves"), "shared: softmax of halves")
+    # Two of numbers of which there is one for each program, one of the elements.
+    assert kernel.source.count("exp_fast(") == 3
+    exact = "shared: softmax"  # what is stored in f32 is not the block's by a product
+    (kernel,) = kernels(planned(exact), exact)
+    assert "libm.exp(" in kernel.source
+
+
+def test_what_is_the_same_in_a_block_is_read_once() -> None:
+    name = "shared: norm of groups, weights by channel"
+    (kernel,) = kernels(planned(name), name)
+    assert kernel.source.count("tl.broadcast_to(tl.load(") == 2
+    assert kernel.team == 16
+
+
+def teams_of(f: Any, *args: torch.Tensor) -> set[int]:
+    with sharing("shared: softmax"):
+        found = scheduled(f, *args, device="H200")
+        return {generate(k, spec_of("H200"), Options()).team for k in found.kernels}
+
+
+def test_rows_of_which_nothing_is_needed_again_are_not_shared() -> None:
+    """What the folds read must be what the rest of the row reads."""
+    x, y = torch.randn(9, 200), torch.randn(9, 200)
+    assert teams_of(lambda x: x * 2 + (x * x).sum(-1, keepdim=True), x) == {4}
+    assert teams_of(lambda x, y: x * 2 + (y * y).sum(-1, keepdim=True), x, y) == {1}
