@@ -26,6 +26,9 @@ from deuteron.schedule.teams import HELD, LONG, share
 # difference.
 WORKERS = 2
 MOST_WORKERS = 8
+# Rows that are so many apart begin alike between multiples of 16 bytes: of that many workers or a
+# multiple each has rows of one kind (see `codegen.triton.turn`).
+ALIKE = 8
 # The least that a thread of a worker has. H200, layer norm and GELU, forward and backward, rows of
 # 4096 (bf16), with 166 and 128 registers: 659 and 547 us.
 LEAST_REGISTERS = 128
@@ -52,6 +55,8 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     if folds and row > LONG and spec.kind == "cuda":  # then a worker is a team
         team = -(-row // share(HELD, row))
     most = spec.cores if spec.kind == "cpu" else each * spec.cores // team
+    if spec.kind == "cuda" and row % ALIKE and most > ALIKE:
+        most -= most % ALIKE
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 
 

@@ -40,8 +40,7 @@ def share(held: int, row: int) -> int:
 
 
 def team_of(row: int, held: int, spec: DeviceSpec) -> int:
-    """Programs that share a row of so many elements; 0 where that does not pay. Rows that do not
-    start at multiples of 16 bytes come element by element, which costs more than reading twice."""
+    """Programs that share a row of so many elements; 0 where that does not pay."""
     count = -(-row // share(held, row))
     fits = count <= spec.cores and count <= (MOST_ALONE if held == 1 else MOST_HELD // held)
-    return count if spec.kind == "cuda" and row > LONG and row % 8 == 0 and fits else 0
+    return count if spec.kind == "cuda" and row > LONG and fits else 0

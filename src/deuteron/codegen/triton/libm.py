@@ -71,6 +71,7 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     online_shifted,
     online_shifted_weighted,
     products_step,
+    turned_sizes,
     welford_step,
 )
 

@@ -102,7 +102,7 @@ class Form:
     dims: tuple[tuple[str, tuple[Axis, ...]], ...]
     candidates: tuple[Blocks, ...]
     persistent: bool = False
-    start: tuple[Index, int] | None = None  # see `_ragged`
+    start: tuple[Index, int] | None = None  # rows that turn: see `_ragged`
     group: int = 1  # elements of a row in one lane, which dependent folds take together
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
@@ -417,11 +417,16 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         for a in loops.accesses
         if not a.store
     )
-    if teams and again and not whole and _ragged(loops, r) is None:
+    if teams and again and not whole:
         team = _team(loops, nr, loads, spec) if few else 0
         if team:
             return Form(
-                "rows", (("x", x), ("r", r)), _shares(loads, nr), persistent=True, team=team
+                "rows",
+                (("x", x), ("r", r)),
+                _shares(loads, nr),
+                persistent=True,
+                start=_ragged(loops, r),
+                team=team,
             )
     if across and not persistent:
         candidates = _across_tiles(nx, nr, spec)
@@ -436,10 +441,10 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     start = None
     columns |= across
     group, least = 1, min(b.of("r") for b in candidates)
-    if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
+    if not columns and (persistent or all(b.of("x") == 1 for b in candidates)):
         start = _ragged(loops, r)
         if start is not None and least < start[1]:
-            start = None  # only the first block of a row masks what stands before it
+            start = None  # a block has whole vectors
     if not persistent and not columns:  # 16 bytes of memory come to one thread
         group = min(16 // _widest(loops), least)
     elif not persistent and least >= APART * 16:
@@ -451,9 +456,8 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
 def _ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     """Rows whose length is not a multiple of 16 bytes: (address of a row, elements in 16 bytes).
 
-    Read from the start of the row such a row comes element by element. The loop over it starts at
-    the multiple of 16 bytes before it instead, and masks what is not its own. None where rows are
-    aligned, or where the order of blocks matters.
+    Read from the start of the row such a row comes element by element: see `turn`. None where rows
+    are aligned, or where the order of elements matters.
     """
     if len(r) != 1 or any(isinstance(p, Prefix) for p in loops.parts):
         return None
@@ -667,18 +671,35 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     if not known or wide * held > HELD * ROW_LIMIT:
         team = _team(loops, nr, held, spec) if teams else 0
         if team:
-            return Form("chunk", dims, _shares(held, nr), persistent=True, team=team)
+            start = _turned_alike(loops, r)
+            shares = _shares(held, nr)
+            return Form("chunk", dims, shares, persistent=True, start=start, team=team)
         block = min(4096, wide)
         group = min(16 // _widest(loops), block)
         only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
-        return Form("chunk", dims, (only,), group=group)
+        start = _turned_alike(loops, r) if block >= 16 else None
+        return Form("chunk", dims, (only,), group=group, start=start)
     found = []
     few = 2048 if wide >= 1024 else 1024
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
         found.append(Blocks(blocks, warps_for(max(elements, wide)), stages))
-    return Form("chunk", dims, tuple(dict.fromkeys(found)), persistent=True)
+    start = _turned_alike(loops, r) if wide >= 16 else None
+    return Form("chunk", dims, tuple(dict.fromkeys(found)), persistent=True, start=start)
+
+
+def _turned_alike(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
+    """The same for a worker's rows, if all of them begin as many elements behind a multiple of 16
+    bytes where each is as many rows behind the one before as there are workers."""
+    start = _ragged(loops, r)
+    if start is None or loops.chunk is None:
+        return None
+    (axis, count), (row, vector) = loops.chunk, start
+    step = row.coefficient(axis)
+    if tuple(loops.parallel) != (axis,) or step is None or axis in (row - axis.index * step).axes():
+        return None
+    return start if all(c * count % vector == 0 for _, c in step.terms) else None
 
 
 def column_folds(loops: Loops) -> list[ColumnFold]:
