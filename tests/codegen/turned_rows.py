@@ -89,6 +89,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Made]] = {
         lambda x, w, b: F.layer_norm(x, w.shape, w, b),
         lambda n: (rows(n, F32), rows(n, F32, 1)[0], rows(n, F32, 1)[0]),
     ),
+    "norm with weights of f32": (
+        lambda x, w: F.rms_norm(x.float(), w.shape) * w,
+        lambda n: (rows(n), rows(n, F32, 1)[0]),
+    ),
     "layer norm of a sum": (
         lambda x, y: F.layer_norm(x + y, x.shape[-1:]),
         lambda n: (rows(n), rows(n, F32)),
@@ -104,8 +108,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Made]] = {
         lambda x, b: torch.where(b, x, 0).softmax(-1),
         lambda n: (rows(n, F32), torch.rand(ROWS, n) < 0.5),
     ),
-    "gradients of layer norm": (norm_back, lambda n: gradients(n, BF16, 37)),
-    "gradients of layer norm of f32": (norm_back, lambda n: gradients(n, F32, 37)),
+    "gradients of layer norm": (norm_back, lambda n: gradients(n, BF16, 19)),
+    "gradients of layer norm of f32": (norm_back, lambda n: gradients(n, F32, 19)),
 }
 
 
@@ -188,7 +192,9 @@ def check(name: str, n: int, how: str, dynamic: bool) -> float:
             continue
         top = x.double().nan_to_num(0, 0, 0).abs().amax().item()
         allowed = 2 * (e.double() - x.double()).nan_to_num(0, 0, 0).abs().amax().item()
-        allowed += torch.finfo(e.dtype).eps * top + 1e-7
+        # Of f64 there is nothing more exact.
+        few = 8 if e.dtype == torch.float64 else 1
+        allowed += few * torch.finfo(e.dtype).eps * top + torch.finfo(e.dtype).tiny
         assert torch.equal(g.isnan(), e.isnan()), "NaN"
         off = (g.double() - x.double()).nan_to_num(0, 0, 0).abs().max().item()
         worst = max(worst, off / allowed)
@@ -197,14 +203,13 @@ def check(name: str, n: int, how: str, dynamic: bool) -> float:
 
 def cases() -> Iterator[tuple[str, int, str, bool]]:
     for name in PROGRAMS:
-        for n in (1, 2, 3, 5, 7, 8, 9, 13, 16, 17, 23, 31, 39, 40, 63, 127):
+        for n in range(1, 41) if name == "softmax" else (1, 9, 23, 39):
             yield name, n, WHOLE, False
-        for n in (33, 63, 65, 71, 127):
-            yield name, n, LOOPED, False
-        for n in (9, 41):
-            yield name, n, LOOPED, True
-        for n in (63, 73, 127):
-            yield name, n, SHARED, False
+        yield name, 127, WHOLE, False
+        yield name, 71, LOOPED, False
+        yield name, 41, LOOPED, True
+        yield name, 73, SHARED, False
+    yield "softmax", 1001, WHOLE, False
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def version() -> str:
 def library_text() -> str:
     """The source of the functions that kernels import."""
     folder = Path(deuteron.__file__).parent / "codegen" / "triton"
-    names = ("libm", "fast", "merging", "exchange")
+    names = ("libm", "fast", "merging", "exchange", "turning")
     return "".join((folder / f"{name}.py").read_text() for name in names)
 
 

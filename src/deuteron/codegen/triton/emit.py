@@ -428,6 +428,8 @@ class Emitter:
         hint = f', eviction_policy="{policy}"' if policy else ""
         if self.turn is not None and not masks and self.turn.has(self, address):
             return self.turn.load(self, name, node.dtype, hint)
+        if self.turn is not None and not masks and self.turn.moves(self, address, node.dtype):
+            return self.turn.moved(self, name, address, node.dtype, policy or "")
         if not where:
             return f"tl.load({text}{hint})"
         other = scalars.literal(

@@ -71,8 +71,11 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     online_shifted,
     online_shifted_weighted,
     products_step,
-    turned_sizes,
     welford_step,
+)
+from deuteron.codegen.triton.turning import (  # noqa: F401 - kernels call them by this module
+    turned_load,
+    turned_sizes,
 )
 
 # name here -> (libdevice's name, torch's name)

@@ -39,14 +39,6 @@ def products_step(x, y, c, a, b, share):
 
 
 @triton.jit
-def turned_sizes(at, count, ring, turn, BLOCK: tl.constexpr):
-    """How many of the `BLOCK` lanes from `at` have an element of a row that turns (see `turn`)."""
-    first = tl.minimum(tl.maximum(count - turn - at, 0), BLOCK)
-    last = tl.minimum(at + BLOCK, ring) - tl.maximum(at, ring - turn)
-    return (first + tl.maximum(last, 0)).to(tl.float32)
-
-
-@triton.jit
 def apart(a, b):
     """``a - b``, 0 where they are equal, infinite ones too."""
     return tl.where(a == b, 0.0, a - b)

@@ -190,7 +190,7 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
             # Beside what is read again, what is stored should not stay.
             policy = ', eviction_policy="evict_first"' if em.passing and dims == FULL else ""
             if em.turn is not None and not masks and em.turn.has(em, w.address):
-                lines += em.turn.store(em, w.tensor, place, value, policy)
+                lines += em.turn.store(em, w.tensor, value, policy)
             else:
                 lines.append(f"tl.store({place}, {value}{mask}{policy})")
         else:

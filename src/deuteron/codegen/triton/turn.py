@@ -74,6 +74,7 @@ class Turn:
         em.scope.add(
             f"rring = {rounded_up('rnumel')}",
             "rbody = ((rnumel - rturn) >> BITS) * VECTOR",
+            "rlast = rring - tl.maximum(rturn - rnumel, 0)",  # of rows shorter than a vector
         )
 
     def lanes(self, lanes: str, masked: bool) -> list[str]:
@@ -81,9 +82,9 @@ class Turn:
         out = [f"rlane = {lanes}", "rindex = rlane + rturn"]
         if masked:
             out += [
-                "rturned = rindex >= rring",
+                "rturned = rlane >= rring - rturn",
                 "rindex = tl.where(rturned, rindex - rring, rindex)",
-                "rmask = (rlane < rring) & (rindex < rnumel)",
+                "rmask = (rlane < rnumel - rturn) | (rturned & (rlane < rlast))",
             ]
         return out
 
@@ -97,33 +98,60 @@ class Turn:
 
     def load(self, em: Emitter, tensor: str, dtype: str, hint: str) -> str:
         """The text of what is read of a tensor's rows; lines that it needs are written."""
-        pointer, p = em.pointers[tensor], em.dims["x"].prefix
         scope, rows = em.chain[em.level(FULL)], self._rows(em)
-        ahead = f"{pointer} + ({p}rstart + rlane)"
+        ahead = self._place(em, tensor)
         if not em.dims["r"].masked:
             return f"tl.load({ahead}{', ' if rows else ''}{' & '.join(rows)}{hint})"
         inside, behind = self._vectors(em, ITEMSIZE[dtype])
         main, turned = em.fresh("main"), em.fresh("turned")
         scope.add(
             f"{main} = tl.load({ahead}, {' & '.join([inside, *rows])}, other=0{hint})",
-            f"{turned} = tl.load({pointer} + ({p}rstart - rring + rlane), "
+            f"{turned} = tl.load({self._place(em, tensor, ' - rring')}, "
             f"{' & '.join([behind, *rows])}, other=0{hint})",
         )
         return f"tl.where(rturned, {turned}, {main})"
 
-    def store(self, em: Emitter, tensor: str, place: str, value: str, policy: str) -> list[str]:
-        """The lines that write a tensor's rows: vectors, then the elements of the row's ends, at
-        the pointers `place`."""
-        pointer, p, rows = em.pointers[tensor], em.dims["x"].prefix, self._rows(em)
-        ahead = f"{pointer} + ({p}rstart + rlane)"
+    def moves(self, em: Emitter, address: Index, dtype: str) -> bool:
+        """Whether a tensor has rows that begin at multiples of 16 bytes, of which a lane reads the
+        elements of its row's places (weights of columns)."""
+        rest, size = address - em.dims["r"].axes[0].index, ITEMSIZE[dtype]
+        if size not in (2, 4) or "r" in em.index_deps(rest) or 16 // size > self.vector:
+            return False
+        masked = em.dims["x"].masked and bool(em.index_deps(rest))
+        return not masked and all(c * size % 16 == 0 for _, c in rest.terms)
+
+    def moved(self, em: Emitter, tensor: str, address: Index, dtype: str, policy: str) -> str:
+        """The text of what is read of such a tensor."""
+        r, rest = em.dims["r"], address - em.dims["r"].axes[0].index
+        start = f"{em.pointers[tensor]} + ({em.index(rest)})" if rest.terms else em.pointers[tensor]
+        mask, ends = ("rmask", "True") if r.masked else ("None", "False")
+        given = f"{start}, {em.starts['r']}, rnumel, rring, rturn, rindex, {mask}"
+        size = ITEMSIZE[dtype]
+        return f'libm.turned_load({given}, {r.block}, {size}, {ends}, ALIGNED, "{policy}")'
+
+    def store(self, em: Emitter, tensor: str, value: str, policy: str) -> list[str]:
+        """The lines that write a tensor's rows: vectors, then the elements of the row's ends."""
+        ahead, rows = self._place(em, tensor), self._rows(em)
         if not em.dims["r"].masked:
             return [f"tl.store({ahead}, {value}{', ' if rows else ''}{' & '.join(rows)}{policy})"]
         whole = " & ".join(["(rlane < rbody)", *rows])
-        ends = " & ".join(["rmask", "(rlane >= rbody)", *rows])
-        return [
-            f"tl.store({ahead}, {value}, {whole}{policy})",
-            f"tl.store({place}, {value}, {ends}{policy})",
+        last = " & ".join(["(rlane >= rbody)", "(rlane < rnumel - rturn)", *rows])
+        first = " & ".join(["rturned", "(rlane < rlast)", *rows])
+        behind = self._place(em, tensor, " - rring")
+        ends = [
+            f"tl.store({ahead}, {value}, {last}{policy})",
+            f"tl.store({behind}, {value}, {first}{policy})",
         ]
+        if self.single:
+            head = f"if {em.starts['r']} + {em.dims['r'].block} > rbody:"
+            ends = [head, *(f"    {line}" for line in ends)]
+        return [f"tl.store({ahead}, {value}, {whole}{policy})", *ends]
+
+    def _place(self, em: Emitter, tensor: str, more: str = "") -> str:
+        """Pointers to the elements of the lanes of a block: neighbours differ by constants, which
+        instructions have room for."""
+        start = f"{em.dims['x'].prefix}rstart + {em.starts['r']}{more}"
+        return f"{em.pointers[tensor]} + ({start}) + tl.arange(0, {em.dims['r'].block})[None, :]"
 
     def _rows(self, em: Emitter) -> Sequence[str]:
         x = em.dims["x"]
