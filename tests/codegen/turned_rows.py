@@ -108,6 +108,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Made]] = {
         lambda x, b: torch.where(b, x, 0).softmax(-1),
         lambda n: (rows(n, F32), torch.rand(ROWS, n) < 0.5),
     ),
+    "norm beside sums of columns": (
+        lambda x, y: (F.layer_norm(x, x.shape[-1:]), (x * y).sum(0)),
+        lambda n: (rows(n, F32, 19), rows(n, F32, 19)),
+    ),
     "gradients of layer norm": (norm_back, lambda n: gradients(n, BF16, 19)),
     "gradients of layer norm of f32": (norm_back, lambda n: gradients(n, F32, 19)),
 }
@@ -120,6 +124,7 @@ WHOLE, LOOPED, SHARED = "whole", "looped", "shared"
 @contextmanager
 def walked(how: str) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "LEAST_TURNED", 8)
         if how != WHOLE:
             patch.setattr(tiling, "ROW_LIMIT", 8)
         if how == SHARED:

@@ -39,8 +39,10 @@ def share(held: int, row: int) -> int:
     return MOST if MOST_TEAM * found < row <= MOST_TEAM * MOST else found
 
 
-def team_of(row: int, held: int, spec: DeviceSpec) -> int:
-    """Programs that share a row of so many elements; 0 where that does not pay."""
+def team_of(row: int, held: int, spec: DeviceSpec, alike: bool = False) -> int:
+    """Programs that share a row of so many elements; 0 where that does not pay. Rows that do not
+    start at multiples of 16 bytes are shared where a team's rows are `alike` in that (a chunk's:
+    see `codegen.triton.turn`)."""
     count = -(-row // share(held, row))
     fits = count <= spec.cores and count <= (MOST_ALONE if held == 1 else MOST_HELD // held)
-    return count if spec.kind == "cuda" and row > LONG and fits else 0
+    return count if spec.kind == "cuda" and row > LONG and (alike or row % 8 == 0) and fits else 0

@@ -30,7 +30,6 @@ from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonn
 from deuteron.ir.program import Layout
 from deuteron.schedule.columns import registers
 from deuteron.schedule.kernel import Kernel
-from deuteron.schedule.teams import RESIDENT
 
 # An index may pass the end of its tensor by a block before its mask is applied.
 LIMIT_32 = 2**31 - 2**20
@@ -228,8 +227,6 @@ def _configs(
             values.append(("STAGES", stages))
         warps = max(c.num_warps for c in chosen)
         most = registers(warps, spec) if any(f.kind == "chunk" for f in forms) else 0
-        if not most and any(f.team > 1 and f.start is not None for f in forms):
-            most = spec.registers // 4 // (RESIDENT * 32 * warps) // 8 * 8
         out.append(Config(tuple(values), warps, stages, most))
     return tuple(dict.fromkeys(out))
 

@@ -27,7 +27,8 @@ from deuteron.codegen.loops import (
     points,
     stride,
 )
-from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
+from deuteron.codegen.triton.turn import ragged, turned_alike
+from deuteron.ir.index import Axis, Index, Sym, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
 from deuteron.schedule.teams import share, team_of
@@ -45,6 +46,11 @@ WASTE = 1.1
 # Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
 # they have at least so many.
 LEAST_RAGGED = 1 << 14
+# Rows of a chunk turn if they have so many elements. H200, gradients of layer norm, bf16, rows of
+# 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only folds by themselves
+# do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418; nor do teams without
+# column folds (65535: 717; in loops 483).
+LEAST_TURNED = 1000
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
 APART = 4
 # Where elements are read one by one, neighbours in memory are for neighbouring threads: one
@@ -102,7 +108,7 @@ class Form:
     dims: tuple[tuple[str, tuple[Axis, ...]], ...]
     candidates: tuple[Blocks, ...]
     persistent: bool = False
-    start: tuple[Index, int] | None = None  # rows that turn: see `_ragged`
+    start: tuple[Index, int] | None = None  # rows that turn: see `turn`
     group: int = 1  # elements of a row in one lane, which dependent folds take together
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
@@ -201,7 +207,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         return Form("points", (("y", y), ("x", x)), _tile_blocks(size(y), size(x)))
     cut = _cut(order) if len(order) >= MANY_AXES else _rows_apart(loops, order)
     if cut is not None and stored_points(loops) == 1 and size(order[cut:]) >= LEAST_RAGGED:
-        start = _ragged(loops, order[cut:])
+        start = ragged(loops, order[cut:])
         if start is not None:
             rows = (Blocks((("x", 1), ("r", 4096)), 8), Blocks((("x", 1), ("r", 2048)), 4))
             return Form("rows", (("x", order[:cut]), ("r", order[cut:])), rows, start=start)
@@ -417,16 +423,11 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         for a in loops.accesses
         if not a.store
     )
-    if teams and again and not whole:
+    if teams and again and not whole and ragged(loops, r) is None:
         team = _team(loops, nr, loads, spec) if few else 0
         if team:
             return Form(
-                "rows",
-                (("x", x), ("r", r)),
-                _shares(loads, nr),
-                persistent=True,
-                start=_ragged(loops, r),
-                team=team,
+                "rows", (("x", x), ("r", r)), _shares(loads, nr), persistent=True, team=team
             )
     if across and not persistent:
         candidates = _across_tiles(nx, nr, spec)
@@ -441,8 +442,8 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     start = None
     columns |= across
     group, least = 1, min(b.of("r") for b in candidates)
-    if not columns and (persistent or all(b.of("x") == 1 for b in candidates)):
-        start = _ragged(loops, r)
+    if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
+        start = ragged(loops, r)
         if start is not None and least < start[1]:
             start = None  # a block has whole vectors
     if not persistent and not columns:  # 16 bytes of memory come to one thread
@@ -451,34 +452,6 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         group = APART
     dims = (("x", x), ("r", r))
     return Form("rows", dims, candidates, persistent, start, group, apart=columns and group > 1)
-
-
-def _ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
-    """Rows whose length is not a multiple of 16 bytes: (address of a row, elements in 16 bytes).
-
-    Read from the start of the row such a row comes element by element: see `turn`. None where rows
-    are aligned, or where the order of elements matters.
-    """
-    if len(r) != 1 or any(isinstance(p, Prefix) for p in loops.parts):
-        return None
-    moved: dict[Index, int] = {}
-    width = 8
-    for a in loops.accesses:
-        if stride(a.address, r[0]) == 1:
-            row = a.address - r[0].index
-            moved[row] = moved.get(row, 0) + points(a.address, (*loops.parallel, *r)) * a.itemsize
-            width = min(width, a.itemsize)
-    if not moved:
-        return None
-    row = max(moved, key=lambda i: moved[i])
-    vector = 16 // width
-    if row.axes() & set(r) or any(isinstance(a, Value) for a in row.atoms()):
-        return None
-    aligned = all(
-        c % vector == 0 or any(isinstance(a, Sym) and (a.hint or 1) % 16 == 0 for a in m)
-        for m, c in row.terms
-    )
-    return None if aligned else (row, vector)
 
 
 def warps_for(elements: int, each: int = 16) -> int:
@@ -592,8 +565,15 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
 
 
 def _bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
-    """Bytes of all that is read for a point of a row; with `rows`, of what differs by row."""
-    found = {(a.tensor, a.address): a.itemsize for a in loops.accesses if not a.store}
+    """Bytes of all that is read for a point of a row; with `rows`, of what differs by row. Of what
+    rows that turn share (weights of columns) a lane reads parts of two vectors."""
+    turns = ragged(loops, loops.reduced) is not None
+    found = {
+        (a.tensor, a.address): a.itemsize
+        * (2 if turns and a.itemsize == 2 and not a.address.axes() & set(loops.parallel) else 1)
+        for a in loops.accesses
+        if not a.store
+    }
     along, apart = set(loops.reduced), None if rows is None else set(rows)
     return max(
         1,
@@ -628,7 +608,7 @@ def _team(loops: Loops, nr: int, held: int, spec: DeviceSpec) -> int:
         for f in folds
     ):
         return 0
-    team = team_of(nr, held, spec)
+    team = team_of(nr, held, spec, loops.chunk is not None)
     return team if team > 1 else 0
 
 
@@ -668,16 +648,16 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
     held = _row_loads(loops) + len(column_folds(loops))
+    start = turned_alike(loops, r) if nr >= LEAST_TURNED else None
     if not known or wide * held > HELD * ROW_LIMIT:
-        team = _team(loops, nr, held, spec) if teams else 0
+        even = start is not None or ragged(loops, r) is None
+        team = _team(loops, nr, held, spec) if teams and even else 0
         if team:
-            start = _turned_alike(loops, r)
             shares = _shares(held, nr)
             return Form("chunk", dims, shares, persistent=True, start=start, team=team)
         block = min(4096, wide)
         group = min(16 // _widest(loops), block)
         only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
-        start = _turned_alike(loops, r) if block >= 16 else None
         return Form("chunk", dims, (only,), group=group, start=start)
     found = []
     few = 2048 if wide >= 1024 else 1024
@@ -685,21 +665,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
         found.append(Blocks(blocks, warps_for(max(elements, wide)), stages))
-    start = _turned_alike(loops, r) if wide >= 16 else None
     return Form("chunk", dims, tuple(dict.fromkeys(found)), persistent=True, start=start)
-
-
-def _turned_alike(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
-    """The same for a worker's rows, if all of them begin as many elements behind a multiple of 16
-    bytes where each is as many rows behind the one before as there are workers."""
-    start = _ragged(loops, r)
-    if start is None or loops.chunk is None:
-        return None
-    (axis, count), (row, vector) = loops.chunk, start
-    step = row.coefficient(axis)
-    if tuple(loops.parallel) != (axis,) or step is None or axis in (row - axis.index * step).axes():
-        return None
-    return start if all(c * count % vector == 0 for _, c in step.terms) else None
 
 
 def column_folds(loops: Loops) -> list[ColumnFold]:

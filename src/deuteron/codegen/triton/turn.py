@@ -1,6 +1,6 @@
 """Rows that begin between multiples of 16 bytes, read and written in whole vectors of 16 bytes.
 
-In: the address of a row and the number of elements of a vector (`tiling._ragged`). Out: where lanes
+In: the address of a row and the number of elements of a vector (`ragged`). Out: where lanes
 lie in such a row, and the text of accesses to it.
 
 Lanes begin at the first multiple of 16 bytes in the row. The elements before it, `turn` in number,
@@ -21,14 +21,55 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deuteron.codegen.loops import Loops, points, stride
 from deuteron.codegen.triton.scope import Dim, Dims
 from deuteron.ir.expr import ITEMSIZE
-from deuteron.ir.index import Index
+from deuteron.ir.index import Axis, Index, Sym, Value
+from deuteron.schedule.kernel import Prefix
 
 if TYPE_CHECKING:
     from deuteron.codegen.triton.emit import Emitter
 
 FULL: Dims = frozenset(("x", "r"))
+
+
+def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
+    """Rows that begin between multiples of 16 bytes: (address of a row, elements in 16 bytes). Read
+    from its start such a row comes element by element. None where rows are aligned, or where the
+    order of elements matters."""
+    if len(r) != 1 or any(isinstance(p, Prefix) for p in loops.parts):
+        return None
+    moved: dict[Index, int] = {}
+    width: dict[Index, int] = {}
+    for a in loops.accesses:
+        if stride(a.address, r[0]) == 1:
+            row = a.address - r[0].index
+            moved[row] = moved.get(row, 0) + points(a.address, (*loops.parallel, *r)) * a.itemsize
+            width[row] = min(width.get(row, 8), a.itemsize)
+    if not moved:
+        return None
+    row = max(moved, key=lambda i: moved[i])
+    vector = 16 // width[row]
+    if row.axes() & set(r) or any(isinstance(a, Value) for a in row.atoms()):
+        return None
+    aligned = all(
+        c % vector == 0 or any(isinstance(a, Sym) and (a.hint or 1) % 16 == 0 for a in m)
+        for m, c in row.terms
+    )
+    return None if aligned else (row, vector)
+
+
+def turned_alike(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
+    """The same for a worker's rows, if all of them begin as many elements behind a multiple of 16
+    bytes where each is as many rows behind the one before as there are workers."""
+    start = ragged(loops, r)
+    if start is None or loops.chunk is None:
+        return None
+    (axis, count), (row, vector) = loops.chunk, start
+    step = row.coefficient(axis)
+    if tuple(loops.parallel) != (axis,) or step is None or axis in (row - axis.index * step).axes():
+        return None
+    return start if all(c * count % vector == 0 for _, c in step.terms) else None
 
 
 @dataclass(frozen=True)
@@ -113,9 +154,10 @@ class Turn:
 
     def moves(self, em: Emitter, address: Index, dtype: str) -> bool:
         """Whether a tensor has rows that begin at multiples of 16 bytes, of which a lane reads the
-        elements of its row's places (weights of columns)."""
+        elements of its row's places (weights of columns), of 2 bytes. Wider ones come one by one,
+        with half of the bytes."""
         rest, size = address - em.dims["r"].axes[0].index, ITEMSIZE[dtype]
-        if size not in (2, 4) or "r" in em.index_deps(rest) or 16 // size > self.vector:
+        if size != 2 or "r" in em.index_deps(rest) or self.vector < 8:
             return False
         masked = em.dims["x"].masked and bool(em.index_deps(rest))
         return not masked and all(c * size % 16 == 0 for _, c in rest.terms)
@@ -126,8 +168,7 @@ class Turn:
         start = f"{em.pointers[tensor]} + ({em.index(rest)})" if rest.terms else em.pointers[tensor]
         mask, ends = ("rmask", "True") if r.masked else ("None", "False")
         given = f"{start}, {em.starts['r']}, rnumel, rring, rturn, rindex, {mask}"
-        size = ITEMSIZE[dtype]
-        return f'libm.turned_load({given}, {r.block}, {size}, {ends}, ALIGNED, "{policy}")'
+        return f'libm.turned_load({given}, {r.block}, {ends}, ALIGNED, "{policy}")'
 
     def store(self, em: Emitter, tensor: str, value: str, policy: str) -> list[str]:
         """The lines that write a tensor's rows: vectors, then the elements of the row's ends."""

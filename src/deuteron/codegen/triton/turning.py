@@ -24,52 +24,43 @@ def turned_sizes(at, count, ring, turn, BLOCK: tl.constexpr):
 @triton.jit
 def turned_load(
     pointer, start, count, ring, turn, index, mask,
-    BLOCK: tl.constexpr, BYTES: tl.constexpr, ENDS: tl.constexpr, ALIGNED: tl.constexpr,
-    POLICY: tl.constexpr,
+    BLOCK: tl.constexpr, ENDS: tl.constexpr, ALIGNED: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """The elements `index` of a row that begins at a multiple of 16 bytes, in a block of lanes that
-    turn: whole vectors, of which a lane's has parts of two neighbours. `ENDS`: whether the block
-    has lanes with a `mask`; elements have 2 or 4 bytes."""
+    """The elements `index`, of 2 bytes, of a row that begins at a multiple of 16 bytes, in a block
+    of lanes that turn: whole vectors, of which a lane's has parts of two neighbours. `ENDS`:
+    whether the block has lanes without an element, and a `mask`."""
     if not ALIGNED:
         if ENDS:
             return tl.load(pointer + index, mask, other=0, eviction_policy=POLICY)
         else:
             return tl.load(pointer + index, eviction_policy=POLICY)
     else:
-        each: tl.constexpr = 4 // BYTES  # elements of a word; a vector has 4 words
-        lane = start // each + tl.arange(0, BLOCK // each)[None, :]
-        words, end = ring // each, (count + (4 * each - 1)) // (4 * each) * 4
-        at = lane + turn // (4 * each) * 4
+        # In words of 32 bits, of which a vector has 4.
+        words, end = ring // 2, (count + 7) // 8 * 4
+        at = start // 2 + tl.arange(0, BLOCK // 2)[None, :] + turn // 8 * 4
         source = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
         if ENDS:
+            some = start // 2 + tl.arange(0, BLOCK // 2)[None, :] < words
             at = tl.where(at >= words, at - words, at)
             behind = tl.where(at + 4 >= words, at + 4 - words, at + 4)
-            some = lane < words
             a = tl.load(source + at, some & (at < end), other=0, eviction_policy=POLICY)
             b = tl.load(source + behind, some & (behind < end), other=0, eviction_policy=POLICY)
         else:
-            behind = at + (turn % (4 * each) > 0).to(tl.int32) * 4
+            behind = at + (turn % 8 > 0).to(tl.int32) * 4  # where nothing is needed of it: not read
             a = tl.load(source + at, eviction_policy=POLICY)
             b = tl.load(source + behind, eviction_policy=POLICY)
         a0, a1, a2, a3 = _words(a)
         b0, b1, b2, b3 = _words(b)
-        far = turn // each & 2 > 0
+        far, near, half = turn & 4 > 0, turn & 2 > 0, turn % 2 * 16
         a0, a1 = tl.where(far, a2, a0), tl.where(far, a3, a1)
         a2, a3 = tl.where(far, b0, a2), tl.where(far, b1, a3)
-        b0 = tl.where(far, b2, b0)
-        near = turn // each & 1 > 0
-        if each == 2:
-            b1 = tl.where(far, b3, b1)
-            b0_next = tl.where(near, b1, b0)
+        b0, b1 = tl.where(far, b2, b0), tl.where(far, b3, b1)
         a0, a1 = tl.where(near, a1, a0), tl.where(near, a2, a1)
-        a2, a3 = tl.where(near, a3, a2), tl.where(near, b0, a3)
-        if each == 2:
-            half = turn % 2 * 16
-            a0, a1, a2 = _halves(a0, a1, half), _halves(a1, a2, half), _halves(a2, a3, half)
-            a3 = _halves(a3, b0_next, half)
+        a2, a3, b0 = tl.where(near, a3, a2), tl.where(near, b0, a3), tl.where(near, b1, b0)
+        a0, a1, a2 = _halves(a0, a1, half), _halves(a1, a2, half), _halves(a2, a3, half)
+        a3 = _halves(a3, b0, half)
         found = tl.join(tl.join(a0, a2), tl.join(a1, a3))
-        if each == 2:
-            found = tl.join(found.to(tl.int16), (found >> 16).to(tl.int16))
+        found = tl.join(found.to(tl.int16), (found >> 16).to(tl.int16))
         found = tl.reshape(found, [found.shape[0], BLOCK])
         return found.to(pointer.dtype.scalar.element_ty, bitcast=True)
 
