@@ -469,7 +469,8 @@ def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torc
             else:
                 given.append(counter if kind == "counter" else words)
         config = t.configs[0]
-        constants = t.constants(config, t.is_wide(sizes))
+        aligned = all(x.data_ptr() % 16 == 0 for x in given if isinstance(x, torch.Tensor))
+        constants = t.constants(config, t.is_wide(sizes), aligned)
         kernel, grid = getattr(module(path), t.name), t.grid(config, sizes)
         if t.team == 1:
             kernel[(grid,)](*given, **constants)

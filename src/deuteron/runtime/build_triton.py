@@ -83,7 +83,7 @@ def job_of(kernel: TritonKernel, config: Config, capability: int, aligned: bool,
         kernel.name,
         kernel.source,
         tuple(kernel.signature(wide).items()),
-        tuple(kernel.constants(config, wide).items()),
+        tuple(kernel.constants(config, wide, aligned).items()),
         tuple(kernel.params.index(p) for p in kernel.aligned) if aligned else (),
         config.num_warps,
         config.num_stages,
@@ -113,7 +113,7 @@ def version() -> str:
 def library_text() -> str:
     """The source of the functions that kernels import."""
     folder = Path(deuteron.__file__).parent / "codegen" / "triton"
-    names = ("libm", "fast", "merging", "exchange")
+    names = ("libm", "fast", "merging", "exchange", "turning")
     return "".join((folder / f"{name}.py").read_text() for name in names)
 
 

@@ -39,6 +39,9 @@ from deuteron.schedule.teams import HELD, at_once, team_of
 # difference.
 WORKERS = 2
 MOST_WORKERS = 8
+# Rows that are so many apart begin alike between multiples of 16 bytes: of that many workers or a
+# multiple each has rows of one kind (see `codegen.triton.turn`).
+ALIKE = 8
 # The least that a thread of a worker has. H200, layer norm and GELU, forward and backward, rows of
 # 4096 (bf16), with 166 and 128 registers: 659 and 547 us.
 LEAST_REGISTERS = 128
@@ -61,8 +64,10 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     axis = max(rows, key=lambda a: (hint(a.extent), -rows.index(a)))
     row = hint(product(a.extent for a in space.reduced))
     each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
-    team = max(1, team_of(row, HELD, spec)) if folds else 1  # a worker is a team
+    team = max(1, team_of(row, HELD, spec, alike=True)) if folds else 1  # a worker is a team
     most = spec.cores if spec.kind == "cpu" else each * at_once(team, spec) // team
+    if spec.kind == "cuda" and row % ALIKE and most > ALIKE:
+        most -= most % ALIKE
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 
 

@@ -120,7 +120,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     if group.chunk is not None:
         # Workers that walk down columns read a few bytes of each line of memory at a time.
         walk = SCATTERED if side_by_side(group, layouts) else 1.0
-        team = max(1, team_of(row, HELD, spec)) if group.folds else 1
+        team = max(1, team_of(row, HELD, spec, alike=True)) if group.folds else 1
         return walk * min(1.0, group.chunk[1] * team * ONE_CORE / spec.cores)
     apart = group.fixed and any(m.level == "row" for m in group.members)
     if not group.folds and (spec.kind == "cpu" or not apart):
@@ -268,7 +268,7 @@ def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool
     points = group.space.size()
     read = sum(any(elements(i) >= points for i in where) for where in group.reads.values())
     held = read + len(group.partials)
-    shared = known and bool(team_of(row, held, spec))
+    shared = known and bool(team_of(row, held, spec, alike=True))
     return shared or 4 * row * held <= spec.registers * 3 // 4
 
 

@@ -52,13 +52,14 @@ def share(held: int, row: int) -> int:
     return MOST if MOST_TEAM * found < row <= MOST_TEAM * MOST else found
 
 
-def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0) -> int:
+def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0, alike: bool = False) -> int:
     """Programs that share a row of so many elements, each a `share` (or so many as `each`); 0 where
-    that does not pay. Rows that do not start at multiples of 16 bytes come element by element,
-    which costs more than reading twice."""
+    that does not pay. Rows that do not start at multiples of 16 bytes are shared where a team's
+    rows are `alike` in that (a chunk's: see `codegen.triton.turn`)."""
     count = -(-row // (each or share(held, row)))
     fits = count <= spec.cores and count <= (MOST_ALONE if held == 1 else MOST_HELD // held)
-    return count if spec.kind == "cuda" and row >= LONG and row % 8 == 0 and fits else 0
+    pays = spec.kind == "cuda" and row >= LONG and (alike or row % 8 == 0)
+    return count if pays and fits else 0
 
 
 def clustered(team: int, spec: DeviceSpec) -> bool:

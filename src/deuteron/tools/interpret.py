@@ -228,13 +228,15 @@ def launch(
             given.append(of_64_bits(sizes[what.name]) if wide else sizes[what.name])
         else:
             given.append(counter if kind == "counter" else words)
+    aligned = all(t.data_ptr() % 16 == 0 for t in given if isinstance(t, Tensor))
+    constants = kernel.constants(config, wide, aligned)
     asserting(kernel.debug)
     try:
         if kernel.team > 1:  # few teams: each program is a thread
             few = min(grid, 2 * kernel.team)
-            together(function, few, *given, **kernel.constants(config, wide))
+            together(function, few, *given, **constants)
         else:
-            function[(grid,)](*given, **kernel.constants(config, wide))
+            function[(grid,)](*given, **constants)
     except Exception as e:
         if " outside tensor " in str(e):
             raise AccessError(str(e.__cause__ or e)) from e

@@ -30,6 +30,7 @@ from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer
 from deuteron.codegen.triton.ragged import write_ragged
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
+from deuteron.codegen.triton.turn import Turn
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
@@ -39,6 +40,7 @@ from deuteron.ir.ragged import end_of
 # (`generate.LIMIT_32`).
 FAR = 1 << 19
 PLAIN = ("index", "literal")
+R: Dims = frozenset("r")
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 # Of a tensor whose accesses are checked: the elements that its memory has, and the kernel's name.
 Limits = Mapping[str, tuple[Index, str]]
@@ -75,7 +77,7 @@ class Emitter:
         self.float8 = ""  # see `scalars.convert`
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins
         self.row_places: set[Index] = set()  # addresses that are read once per row
-        self.row_start: Index | None = None  # address of a row that is read from before its start
+        self.turn: Turn | None = None  # of rows that are walked from their first whole vector
         self.passing = False  # whether rows are read in several passes
         self.checked = False  # whether the text has assertions
         self.limits: Limits = {}  # where every access is checked: see `guard`
@@ -104,20 +106,22 @@ class Emitter:
         """
         name, stem = dim.name, dim.stem
         lanes = f"tl.arange(0, {dim.block}){dim.slice(self.rank)}"
+        if name == "x" and self.turn is not None and self.turn.step > 1:
+            lanes = f"{self.turn.step} * {lanes}"
         wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
         start = f"{offset} + " if offset != "0" else ""
-        if name == "r" and self.row_start is not None:
-            self.scope.add(f"rlane = {start}{lanes}{wide}", "rindex = rlane - rshift")
-            below = "(rindex >= 0) & "
+        if name == "r" and self.turn is not None:
+            self.scope.add(*self.turn.lanes(f"{start}{lanes}{wide}", dim.masked))
         else:
             self.scope.add(f"{stem}index = {start}{lanes}{wide}")
-            below = ""
-        if dim.masked:
-            self.scope.add(f"{stem}mask = {below}({stem}index < {stem}numel)")
+            if dim.masked:
+                self.scope.add(f"{stem}mask = {stem}index < {stem}numel")
         self.scope.dims |= {name}
         self.starts[name] = offset
         if len(dim.axes) == 1:
             self.scope.axes[dim.axes[0]] = f"{stem}index"
+        if name == "x" and self.turn is not None:
+            self.turn.row_begins(self, dim)
 
     def widened(self, phase: Axis, along: Axis) -> Emitter:
         """An emitter for stores of the points of `phase` together, in the current scope: its last
@@ -183,6 +187,8 @@ class Emitter:
             if isinstance(a, Axis):
                 if a in self.dim_of:
                     out.add(self.dim_of[a])
+                    if self.turn is not None and self.turn.first is None and out & R:
+                        out.add("x")  # which element a lane has
                 elif a in self.bound:
                     out.add(bound_name(a))
             elif isinstance(a, Value):
@@ -192,6 +198,13 @@ class Emitter:
             elif isinstance(a, MinMax):
                 todo.extend(x for i in (a.a, a.b) for m, _ in i.terms for x in m)
         return frozenset(out)
+
+    def shared(self, load: Expr) -> bool:
+        """Whether all rows read the same of it."""
+        address = load.attr[1][0]
+        if self.turn is None or any(isinstance(a, Value) for a in address.atoms()):
+            return self.deps(load) == R
+        return {self.dim_of.get(a) for a in address.axes()} == {"r"} and not load.args
 
     def level(self, dims: Dims) -> int:
         for k, scope in enumerate(self.chain):
@@ -422,6 +435,10 @@ class Emitter:
         self.guard("load", name, address, wanted, where, scope)
         policy = self.policies.get(node)
         hint = f', eviction_policy="{policy}"' if policy else ""
+        if self.turn is not None and not masks and self.turn.has(self, address):
+            return self.turn.load(self, name, node.dtype, hint)
+        if self.turn is not None and not masks and self.turn.moves(self, address, node.dtype):
+            return self.turn.moved(self, name, address, node.dtype, policy or "")
         if not where:
             return f"tl.load({text}{hint})"
         other = scalars.literal(
@@ -435,7 +452,7 @@ class Emitter:
         name, (address, *_), _ = node.attr
         r, start = self.dims.get("r"), self.starts.get("r", "0")
         used = [a for a in r.axes if a in address.axes()] if r is not None else []
-        if r is None or start == "0" or self.row_start is not None or len(used) != 1:
+        if r is None or start == "0" or self.turn is not None or len(used) != 1:
             return None
         below, inner = self._digit(r, used[0])
         step = address.coefficient(used[0])
@@ -477,7 +494,7 @@ class Emitter:
         pointer = self.pointers[tensor]
         far = dict(address.terms).get((), 0)
         have = self.index_deps(address)
-        if not far or not have or abs(far) > FAR or self.row_start is not None:
+        if not far or not have or abs(far) > FAR or self.turn is not None:
             return f"{pointer} + {self.spread(self.index(address), have, dims)}"
         index = self.spread(self.index(address - far), have, dims)
         return f"{pointer} + {index} {'-' if far < 0 else '+'} {abs(far)}"
@@ -506,7 +523,7 @@ class Emitter:
         """Where the tile's last dimension counts elements, rows of which begin at multiples of 4:
         the text of a row's first element over 4, of the block's start, and of its size."""
         last = list(self.dims.values())[-1]
-        if len(last.axes) != 1 or last.prefix or self.row_start is not None:
+        if len(last.axes) != 1 or last.prefix or self.turn is not None:
             return None
         rest = element - last.axes[0].index
         if (last.count.value or 0) < 4 or last.name in self.index_deps(rest):
@@ -538,8 +555,6 @@ class Emitter:
         """The text of an index: one variable for the part of each set of dimensions, kept where
         that set is known.
         """
-        if self.row_start is not None and index is self.row_start + self.dims["r"].axes[0].index:
-            return "rstart + rlane"
         for a in [a for m, _ in index.terms for a in m]:  # values that the index needs come first
             self._prepare(a)
         parts: dict[Dims, dict[tuple, int]] = {}

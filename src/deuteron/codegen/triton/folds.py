@@ -226,6 +226,8 @@ class Accumulators:
         if "share" not in em.scope.sums:
             block = em.dims["r"].block
             count = f"(tl.full([], 1, tl.int32) + {self.walked} // {block})"
+            if self.counted and em.dims["r"].masked:
+                count = "(rcount + 1)"
             em.scope.add(f"share = 1.0 / {count}.to({kind})")
             em.scope.sums["share"] = "share"
         mean, m2 = em.fresh("mean"), em.fresh("m2_")
@@ -291,11 +293,26 @@ class Accumulators:
         """The number of elements that each lane has folded."""
         em, block = self.em, self.em.dims["r"].block
         key = ("lanes", dtype)
+        if self.counted:
+            return f"rcount.to({scalars.TYPE[dtype]})"
         if key not in em.scope.sums:
             em.scope.sums[key] = name = em.fresh("count")
             each = f"(rnumel - tl.arange(0, {block})[None, :] + {block} - 1) // {block}"
             em.scope.add(f"{name} = tl.maximum({each}, 0).to({scalars.TYPE[dtype]})")
         return em.scope.sums[key]
+
+    @property
+    def counted(self) -> Sequence[str]:
+        """What counts the elements of each lane where the last lanes are not those that have one
+        less; at the end of a block."""
+        moments = any(isinstance(rule, (Products, Centered)) for rule in self.merged.values())
+        return ["rcount += rmask"] if moments and self.em.turn is not None else []
+
+    def ends(self) -> None:
+        """Before the blocks of which some lanes have no element."""
+        if self.counted:
+            shape, block = self.em.shape(FULL), self.em.dims["r"].block
+            self.em.scope.add(f"rcount = tl.zeros({shape}, tl.int32) + rwhole // {block}")
 
     def _finish_centered(self, f: Fold, rule: Centered) -> None:
         em, home = self.em, self.names[self.means[f.name]]

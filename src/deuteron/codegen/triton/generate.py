@@ -34,6 +34,9 @@ from deuteron.schedule.kernel import Kernel
 # An index may pass the end of its tensor by a block before its mask is applied.
 LIMIT_32 = 2**31 - 2**20
 
+# A constexpr: whether all tensors' addresses are multiples of 16.
+ALIGNED = "ALIGNED"
+
 # Counts the programs that are done, in kernels with barriers.
 COUNTER = "counter_ptr"
 
@@ -99,10 +102,13 @@ class TritonKernel:
             self.constexprs, "constexpr"
         )
 
-    def constants(self, config: Config, wide: bool = False) -> dict[str, int]:
-        """Constexpr -> value."""
-        bits = {"INDEX_BITS": 64 if wide else 32} if "INDEX_BITS" in self.constexprs else {}
-        return dict(config.constexprs) | bits
+    def constants(
+        self, config: Config, wide: bool = False, aligned: bool = True
+    ) -> dict[str, int]:
+        """Constexpr -> value; `aligned`: whether all `aligned` params are multiples of 16."""
+        flags = {"INDEX_BITS": 64 if wide else 32, ALIGNED: int(aligned)}
+        own = {n: value for n, value in flags.items() if n in self.constexprs}
+        return dict(config.constexprs) | own
 
     def grid(self, config: Config, sizes: Mapping[str, int]) -> int:
         """Number of programs for these sizes (by symbol name)."""
@@ -139,6 +145,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     static, wide_source, wide = _width(nests, layouts)
     index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
     flags = [] if static else ["INDEX_BITS"]
+    flags += [ALIGNED] * any(f.start is not None for f in forms)
     blocks = [_block_names(f, i if len(forms) > 1 else None) for i, f in enumerate(forms)]
     stages = ["STAGES"] if any(f.loops for f in forms) else []
     float8 = "_native" if (spec.capability or (0, 0)) >= (8, 9) else ""

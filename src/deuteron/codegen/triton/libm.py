@@ -78,6 +78,10 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     products_step,
     welford_step,
 )
+from deuteron.codegen.triton.turning import (  # noqa: F401 - kernels call them by this module
+    turned_load,
+    turned_sizes,
+)
 
 # name here -> (libdevice's name, torch's name)
 _TABLE = {

@@ -35,10 +35,10 @@ from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.scope import Dim, Dims, bound_name
 from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form
+from deuteron.codegen.triton.turn import Turn
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Index, product
+from deuteron.ir.index import Index, product, substitute
 from deuteron.schedule.kernel import Fold, Prefix
-from deuteron.schedule.online import Centered, Products
 
 # Bytes of a thread that it reads before it has a row's folds. H200, 2048 rows of 131072, bf16, us:
 # RMS norm (64 bytes) 303 without and 278 with that, layer norm (128) 353 and 425.
@@ -72,6 +72,8 @@ def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
             exact = False
         if form.team > 1 and name == "x":  # whose blocks are of one row
             exact = True
+        if form.start is not None and name == "r":
+            exact = False
         out.append(Dim(name, axes, names.blocks[name], place, not exact))
     return tuple(out)
 
@@ -87,6 +89,7 @@ def write_nest(
     em.group, em.apart, em.terms = form.group, form.apart, form.terms
     em.block = max((b.of("r") for b in form.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
+    em.turn = turn_of(loops, form)
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])
@@ -98,9 +101,23 @@ def write_nest(
     em.inexact = inexact(loops, lambda e: em.deps(e) <= row)
     em.packed = packed(loops)
     em.units = units(loops, lambda e: em.deps(e) <= row)
+    if em.turn is not None:
+        em.turn.declare(em)
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
     return used(em.chain[0].lines), em.checked
+
+
+def turn_of(loops: Loops, form: Form) -> Turn | None:
+    if form.start is None:
+        return None
+    single = all(b.of("x") == 1 for b in form.candidates)
+    sizes = tuple(sorted({a.itemsize for a in loops.accesses if not a.store}))
+    if loops.chunk is None:
+        return Turn(*form.start, single, itemsizes=sizes)
+    axis, count = loops.chunk
+    first = substitute(form.start[0], {axis: WORKER.index})
+    return Turn(*form.start, single, first, count, sizes)
 
 
 def used(lines: list[str]) -> list[str]:
@@ -183,7 +200,10 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
         if w.accumulate is None:
             # Beside what is read again, what is stored should not stay.
             policy = ', eviction_policy="evict_first"' if em.passing and dims == FULL else ""
-            lines.append(f"tl.store({place}, {value}{mask}{policy})")
+            if em.turn is not None and not masks and em.turn.has(em, w.address):
+                lines += em.turn.store(em, w.tensor, value, policy)
+            else:
+                lines.append(f"tl.store({place}, {value}{mask}{policy})")
         else:
             lines.append(accumulate(em, w, dims, value, where))
     em.scope.add(*lines)
@@ -258,7 +278,7 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
         hints(em, [single(loops)])
         one_pass(loops, em)
     else:
-        Passes(loops, em, form.start).write()
+        Passes(loops, em).write()
 
 
 def declare_results(loops: Loops, em: Emitter) -> None:
@@ -277,7 +297,7 @@ def hints(em: Emitter, passes: list[Pass]) -> None:
     for q in passes:
         for root in q.roots():
             for n in root.walk():
-                if n.op == "load" and n.attr[1] and em.deps(n) == R:
+                if n.op == "load" and n.attr[1] and em.shared(n):
                     em.policies[n] = "evict_last"
 
 
@@ -366,27 +386,11 @@ def masked_value(em: Emitter, kind: str, body: Expr, mask: str) -> str:
 class Passes:
     """Rows in blocks of r, pass by pass."""
 
-    def __init__(self, loops: Loops, em: Emitter, start: tuple[Index, int] | None = None) -> None:
+    def __init__(self, loops: Loops, em: Emitter) -> None:
         self.loops, self.em, self.backwards = loops, em, False
         row = frozenset(em.dims) - R
         self.passes, self.row_writes = plan(loops, lambda e: em.deps(e) <= row)
         em.passing = len(self.passes) > 1
-        merged = [rule for q in self.passes for rule in q.merged.values()]
-        if start is not None and not any(isinstance(rule, (Products, Centered)) for rule in merged):
-            self.align(*start)
-
-    def align(self, row: Index, vector: int) -> None:
-        """Lets the loops start at the multiple of `vector` elements before the row."""
-        em, r = self.em, self.em.dims["r"]
-        em.scope.add(
-            f"rfirst = tl.max({em.index(row)} + tl.zeros({em.shape(X)}, tl.int32))",
-            # Below it also where it is before the tensor (padding).
-            f"rstart = tl.multiple_of(rfirst & -{vector}, {vector})",
-            "rshift = rfirst - rstart",
-            f"rblocks = tl.cdiv(rnumel + rshift, {r.block})",
-        )
-        em.row_start = row
-        em.dims["r"] = replace(r, masked=True)
 
     def write(self) -> None:
         em = self.em
@@ -398,17 +402,16 @@ class Passes:
             r = em.dims["r"]
             # What a pass has read last is the likeliest to be in the cache still.
             self.backwards = k % 2 == 1 and not carries
-            # Rows with a start of their own: the last block comes before those in the middle.
-            accs.ascending = not self.backwards and em.row_start is None
-            if em.row_start is not None:
-                # The first and the last block have masks, those between have none.
-                both = f"0, rblocks * {r.block}, tl.maximum(rblocks - 1, 1) * {r.block}"
-                self.loop(q, accs, carries, f"for roffset in tl.range({both})")
+            # Of rows that turn the first elements come last.
+            accs.ascending = not self.backwards and em.turn is None
+            if em.turn is not None:
+                em.scope.add(f"rwhole = tl.maximum(rbody, 0) // {r.block} * {r.block}")
                 em.dims["r"] = replace(r, masked=False)
-                inner = f"{r.block}, (rblocks - 1) * {r.block}, {r.block}"
-                stages = f"num_stages={em.stages}"
-                self.loop(q, accs, carries, f"for roffset in tl.range({inner}, {stages})")
+                self.blocks(q, accs, carries, "rwhole")
                 em.dims["r"] = r
+                accs.ends()
+                rest = f"for roffset in tl.range(rwhole, rring, {r.block})"
+                self.loop(q, accs, carries, rest, tail=accs.counted)
             elif r.masked and (accs.folds or carries):
                 # Whole blocks without masks, then what is left: selects cost as much as the fold.
                 em.scope.add(f"rwhole = rnumel // {r.block} * {r.block}")
@@ -435,13 +438,20 @@ class Passes:
             self.loop(q, accs, carries, f"for roffset in {inner}")
 
     def loop(
-        self, q: Pass, accs: Accumulators, carries: Mapping[str, str], head: str, *first: str
+        self,
+        q: Pass,
+        accs: Accumulators,
+        carries: Mapping[str, str],
+        head: str,
+        *first: str,
+        tail: Sequence[str] = (),
     ) -> None:
         em = self.em
         with em.inside() as scope:
             scope.add(*first)
             em.enter(em.dims["r"], "roffset")
             self.body(q, accs, carries)
+            scope.add(*tail)
         em.scope.block(head, scope.lines)
 
     def policies(self, k: int) -> None:
@@ -458,7 +468,7 @@ class Passes:
         for root in self.passes[k].roots():
             for n in root.walk():
                 if n.op == "load" and n.attr[1] and em.deps(n) & R:
-                    keep = n in later or em.deps(n) == R
+                    keep = n in later or em.shared(n)
                     em.policies[n] = "evict_last" if keep else "evict_first"
 
     def declare_carries(self, q: Pass) -> dict[str, str]:
@@ -535,7 +545,12 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
     outer = em.scope
     outer.axes[WORKER] = "worker"
     inner = em.index(_others(loops))
-    if axis in x.axes:
+    step = x.block
+    if em.turn is not None:  # rows that turn alike
+        outer.add("low = worker", f"xnumel = {em.index(x.count)}")
+        step = f"{count} * {x.block}"
+        em.turn.begin(em)
+    elif axis in x.axes:
         each = em.index((axis.extent + (count - 1)) // count)
         outer.add(f"low = worker * ({each}) * ({inner})")
         outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
@@ -555,7 +570,7 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
         clear_columns(em, [p for p in loops.parts if isinstance(p, ColumnFold)])
     if team is not None:
         outer.add("xfirst = low")
-        shared_rows(loops, em, team, x.block, columns)
+        shared_rows(loops, em, team, step, columns)
     else:
         with em.inside() as scope:
             em.enter(x, "xoffset")
@@ -564,7 +579,7 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
             else:
                 Passes(loops, em).write()
         stages = f", num_stages={em.stages}" if whole else ""
-        outer.block(f"for xoffset in tl.range(low, xnumel, {x.block}{stages})", scope.lines)
+        outer.block(f"for xoffset in tl.range(low, xnumel, {step}{stages})", scope.lines)
     for p in loops.parts:
         if isinstance(p, ColumnFold) and whole:
             store_column(em, p, columns[p.name])

@@ -118,6 +118,8 @@ class Team:
             away, m2, mask = em.fresh("away"), em.fresh("m2_"), em.mask(frozenset("r"))
             value = full(em, em.value(rule.x), em.deps(rule.x), f.body.dtype)
             size = f"tl.minimum(rnumel - roffset, {em.dims['r'].block})"
+            if em.turn is not None:
+                size = em.turn.sizes("roffset", em.dims["r"].block)
             mean = f"{self.local[self.sums[f.name]]} / tl.maximum({size}, 1)"
             em.scope.add(f"{away} = {value} - {mean}")
             if mask:
@@ -175,8 +177,11 @@ class Team:
             elif isinstance(rule, Products):
                 block, room, sizes = em.dims["r"].block, self._room, em.fresh("sizes")
                 parts = f"{found[self.sums[f.name]]}, {found[f.name]}, {sizes}, rnumel"
+                each = f"libm.team_sizes(rnumel, {block}, {self.count}, {room})"
+                if em.turn is not None:
+                    each = em.turn.sizes(f"tl.arange(0, {room}) * {block}", block)
                 em.scope.add(
-                    f"{sizes} = libm.team_sizes(rnumel, {block}, {self.count}, {room})",
+                    f"{sizes} = {each}",
                     f"{one}_mean, {one} = libm.team_moments({parts})",
                 )
             else:

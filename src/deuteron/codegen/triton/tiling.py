@@ -30,8 +30,9 @@ from deuteron.codegen.loops import (
     unique_nodes,
 )
 from deuteron.codegen.triton.ragged import EACH, TERMS, ragged_tile
+from deuteron.codegen.triton.turn import ragged, turned_alike
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
+from deuteron.ir.index import Axis, Index, Sym, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
 from deuteron.schedule.teams import LONG, clustered, registers, share, team_of
@@ -49,6 +50,11 @@ WASTE = 1.1
 # Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
 # they have at least so many.
 LEAST_RAGGED = 1 << 14
+# Rows of a chunk turn if they have so many elements. H200, gradients of layer norm, bf16, rows of
+# 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only folds by themselves
+# do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418; nor do teams without
+# column folds (65535: 717; in loops 483).
+LEAST_TURNED = 1000
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
 APART = 4
 # With so many axes, finding a point's place costs more than its arithmetic.
@@ -108,7 +114,7 @@ class Form:
     dims: tuple[tuple[str, tuple[Axis, ...]], ...]
     candidates: tuple[Blocks, ...]
     persistent: bool = False
-    start: tuple[Index, int] | None = None  # see `_ragged`
+    start: tuple[Index, int] | None = None  # rows that turn: see `turn`
     group: int = 1  # elements of a row in one lane, which dependent folds take together
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
@@ -214,7 +220,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         return Form("points", (("y", y), ("x", x)), _tile_blocks(size(y), size(x)))
     cut = _cut(order) if len(order) >= MANY_AXES else _rows_apart(loops, order)
     if cut is not None and stored_points(loops) == 1 and size(order[cut:]) >= LEAST_RAGGED:
-        start = _ragged(loops, order[cut:])
+        start = ragged(loops, order[cut:])
         if start is not None:
             rows = (Blocks((("x", 1), ("r", 4096)), 8), Blocks((("x", 1), ("r", 2048)), 4))
             return Form("rows", (("x", order[:cut]), ("r", order[cut:])), rows, start=start)
@@ -438,7 +444,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     )
     long = nr > ROW_LIMIT or nr * _along(loops) > 2 * ROW_LIMIT
     shared = not whole or (near and long and not columns and not across)
-    if teams and again and shared and _ragged(loops, r) is None:
+    if teams and again and shared and ragged(loops, r) is None:
         each = min(share(loads, nr), _steady(loops, r) or nr)
         team = _team(loops, nr, loads, each, spec) if few else 0
         if team:
@@ -457,44 +463,15 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     columns |= across
     group, least = 1, min(b.of("r") for b in candidates)
     if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
-        start = _ragged(loops, r)
+        start = ragged(loops, r)
         if start is not None and least < start[1]:
-            start = None  # only the first block of a row masks what stands before it
+            start = None  # a block has whole vectors
     if not persistent and not columns:  # 16 bytes of memory come to one thread
         group = min(16 // _widest(loops), least)
     elif not persistent and least >= APART * 16:
         group = APART
     dims = (("x", x), ("r", r))
     return Form("rows", dims, candidates, persistent, start, group, apart=columns and group > 1)
-
-
-def _ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
-    """Rows whose length is not a multiple of 16 bytes: (address of a row, elements in 16 bytes).
-
-    Read from the start of the row such a row comes element by element. The loop over it starts at
-    the multiple of 16 bytes before it instead, and masks what is not its own. None where rows are
-    aligned, or where the order of blocks matters.
-    """
-    if len(r) != 1 or any(isinstance(p, Prefix) for p in loops.parts):
-        return None
-    moved: dict[Index, int] = {}
-    width = 8
-    for a in loops.accesses:
-        if stride(a.address, r[0]) == 1:
-            row = a.address - r[0].index
-            moved[row] = moved.get(row, 0) + points(a.address, (*loops.parallel, *r)) * a.itemsize
-            width = min(width, a.itemsize)
-    if not moved:
-        return None
-    row = max(moved, key=lambda i: moved[i])
-    vector = 16 // width
-    if row.axes() & set(r) or any(isinstance(a, Value) for a in row.atoms()):
-        return None
-    aligned = all(
-        c % vector == 0 or any(isinstance(a, Sym) and (a.hint or 1) % 16 == 0 for a in m)
-        for m, c in row.terms
-    )
-    return None if aligned else (row, vector)
 
 
 def warps_for(elements: int, each: int = 16) -> int:
@@ -619,8 +596,15 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
 
 
 def _bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
-    """Bytes of all that is read for a point of a row; with `rows`, of what differs by row."""
-    found = {(a.tensor, a.address): a.itemsize for a in loops.accesses if not a.store}
+    """Bytes of all that is read for a point of a row; with `rows`, of what differs by row. Of what
+    rows that turn share (weights of columns) a lane reads parts of two vectors."""
+    turns = ragged(loops, loops.reduced) is not None
+    found = {
+        (a.tensor, a.address): a.itemsize
+        * (2 if turns and a.itemsize == 2 and not a.address.axes() & set(loops.parallel) else 1)
+        for a in loops.accesses
+        if not a.store
+    }
     along, apart = set(loops.reduced), None if rows is None else set(rows)
     return max(
         1,
@@ -657,7 +641,7 @@ def _team(loops: Loops, nr: int, held: int, each: int, spec: DeviceSpec) -> int:
         return 0
     if not _read(loops, Fold) & _read(loops, (Write, ColumnFold)):
         return 0  # nothing of a row is needed again
-    team = team_of(nr, held, spec, each)
+    team = team_of(nr, held, spec, each, loops.chunk is not None)
     return team if team > 1 else 0
 
 
@@ -723,23 +707,24 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     wide = power(nr)
     held = _row_loads(loops) + len(column_folds(loops))
     near = clustered(1, spec) and nr >= LONG
+    start = turned_alike(loops, r) if nr >= LEAST_TURNED and not one else None
     if not known or wide * held > HELD * ROW_LIMIT or near:
-        each = share(held, nr)
-        team = _team(loops, nr, held, each, spec) if teams else 0
+        each, even = share(held, nr), start is not None or ragged(loops, r) is None
+        team = _team(loops, nr, held, each, spec) if teams and even else 0
         if team:
-            return _shared("chunk", x, r, held, each, team, spec)
+            return replace(_shared("chunk", x, r, held, each, team, spec), start=start)
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         group = min(16 // _widest(loops), block)
         only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
-        return Form("chunk", dims, (only,), group=group)
+        return Form("chunk", dims, (only,), group=group, start=start)
     found = []
     few = 2048 if wide >= 1024 else 1024
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
         found.append(Blocks(blocks, warps_for(max(elements, wide)), stages))
-    return Form("chunk", dims, tuple(dict.fromkeys(found)), persistent=True)
+    return Form("chunk", dims, tuple(dict.fromkeys(found)), persistent=True, start=start)
 
 
 def column_folds(loops: Loops) -> list[ColumnFold]:

@@ -1,0 +1,100 @@
+"""Rows that begin between multiples of 16 bytes: values under Triton's interpreter, and whole
+vectors in what is built ahead of time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.runtime.build_triton import module
+from tests.codegen.turned_rows import LOOPED, PROGRAMS, WHOLE, kernels, planned
+
+SCRIPT = Path(__file__).with_name("turned_rows.py")
+
+
+@lru_cache(maxsize=1)
+def interpreted() -> list[dict[str, Any]]:
+    root = str(SCRIPT.parents[2])
+    path = os.pathsep.join([root, *sys.path])
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values(name: str) -> None:
+    found = [entry for entry in interpreted() if entry["case"][0] == name]
+    assert len(found) >= 8
+    for entry in found:
+        assert "failure" not in entry, (entry["case"], entry["failure"])
+        assert entry["error"] <= 1, entry
+
+
+def accesses(t: TritonKernel, folder: Path, aligned: bool = True) -> Counter[str]:
+    """Instructions that read or write memory outside of the block, for sm_90."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    path = folder / f"{t.name}.py"
+    path.write_text(t.source, encoding="utf-8")
+    config = t.configs[0]
+    attrs = {(t.params.index(p),): [["tt.divisibility", 16]] for p in t.aligned if aligned}
+    source = ASTSource(
+        fn=getattr(module(path), t.name),
+        signature=t.signature(),
+        constexprs=t.constants(config, aligned=aligned),
+        attrs=attrs,
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder / "triton")
+        done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found = re.findall(r"(ld|st)\.global\S*?((?:\.v\d)?\.b\d+)", done.asm["ptx"])
+    return Counter(f"{what}{width}" for what, width in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "how"),
+    [
+        ("softmax", 1001, LOOPED),
+        ("softmax of columns", 1001, LOOPED),
+        ("softmax to f32", 1001, LOOPED),
+        ("layer norm", 1001, LOOPED),
+        ("layer norm of f32", 1001, LOOPED),
+        ("norm with weights of f32", 1001, LOOPED),
+        ("gradients of layer norm", 129, WHOLE),
+        ("gradients of layer norm", 65535, WHOLE),
+    ],
+)
+def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
+    """What is read of rows comes in vectors; what is written, but for the ends."""
+    found, _ = planned(name, n, how, dynamic=False)
+    first = kernels(found, how)[0]
+    assert "rturn" in first.source
+    count = accesses(first, tmp_path)
+    assert not count["ld.b16"] and not count["ld.b8"], count
+    assert count["ld.v4.b32"] or "cp.async" in first.source or first.configs[0].num_stages > 1
+    if name != "softmax of columns":  # whose results begin elsewhere
+        assert count["st.v4.b32"] or count["st.v2.b32"], count
+
+
+def test_other_addresses(tmp_path: Path) -> None:
+    """Where tensors begin between multiples of 16 bytes nothing is read that is not theirs."""
+    found, _ = planned("softmax", 1001, LOOPED, dynamic=False)
+    count = accesses(kernels(found, LOOPED)[0], tmp_path, aligned=False)
+    assert set(count) == {"ld.b16", "st.b16"}
