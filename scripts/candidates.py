@@ -29,7 +29,8 @@ import torch
 import deuteron.codegen.triton.generate as generating
 from deuteron.codegen.triton import tiling
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
-from deuteron.codegen.triton.tiling import Blocks, Form, size
+from deuteron.codegen.triton.reading import size
+from deuteron.codegen.triton.tiling import Blocks, Form
 
 
 def kernels(case: str) -> list[Any]:

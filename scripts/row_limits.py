@@ -50,10 +50,10 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", default=[])
     parser.add_argument("--only", default="")
     given = parser.parse_args()
-    from deuteron.codegen.triton import tiling
+    from deuteron.codegen.triton import reading, tiling
 
     def warps(most: int) -> Callable[[int, int], int]:
-        return lambda elements, each=16: min(most, max(1, tiling.below(elements // (32 * each))))
+        return lambda elements, each=16: min(most, max(1, reading.below(elements // (32 * each))))
 
     def limits(limit: int, most: int) -> Callable[[], None]:
         def change() -> None:

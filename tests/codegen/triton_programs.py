@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.base.options import Options
-from deuteron.codegen.triton import tiling
+from deuteron.codegen.triton import reading, tiling
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.index import Sym, evaluate
 from deuteron.ir.program import Constant, Input
@@ -412,7 +412,7 @@ def sharing(name: str) -> Iterator[None]:
             patch.setattr(teams, "SHARES", ((1, 64), (4, 32)))
             patch.setattr(teams, "LONG", 128)
             patch.setattr(tiling, "LONG", 128)
-            patch.setattr(tiling, "LEAST_STEADY", 64)
+            patch.setattr(reading, "LEAST_STEADY", 64)
             patch.setattr(tiling, "ROW_LIMIT", 64)
         yield
 

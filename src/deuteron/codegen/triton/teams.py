@@ -18,7 +18,8 @@ from deuteron.codegen.loops import Loops
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.folds import bind, clean, fold_rows, full, identity, power_text
-from deuteron.codegen.triton.tiling import Form, power
+from deuteron.codegen.triton.reading import power
+from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import Expr, own_indices
 from deuteron.ir.index import Value
 from deuteron.schedule.kernel import Fold

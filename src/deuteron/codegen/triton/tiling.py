@@ -25,13 +25,25 @@ from deuteron.codegen.loops import (
     Write,
     ordered,
     points,
-    roots_of,
     stride,
-    unique_nodes,
 )
 from deuteron.codegen.triton.ragged import EACH, TERMS, ragged_tile
+from deuteron.codegen.triton.reading import (
+    below,
+    bytes_along,
+    loads_along,
+    power,
+    read_along,
+    row_loads,
+    size,
+    steady_block,
+    streamed,
+    tile_bytes,
+    unit_bytes,
+    widest,
+)
 from deuteron.codegen.triton.turn import ragged, turned_alike
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
@@ -74,8 +86,6 @@ PIPELINE = 96 << 10
 # many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
 # 4096: 1.49 and 1.59 times a copy's time.
 LARGE, STAGE = 49152, 48 << 10
-# Blocks for what is the same in them have at least so many elements.
-LEAST_STEADY = 1024
 # Folds of a row whose results a team exchanges.
 MOST_EXCHANGED = 6
 # Columns that a program reads at once at least: 32 bytes of half numbers.
@@ -168,38 +178,12 @@ def _uneven(loops: Loops) -> bool:
     return False
 
 
-def power(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << max(0, n - 1).bit_length()
-
-
-def below(n: int) -> int:
-    """The largest power of two that is at most `n` (at least 1)."""
-    return 1 << (max(1, n).bit_length() - 1)
-
-
-def size(axes: Sequence[Axis]) -> int:
-    return max(1, hint(product(a.extent for a in axes)))
-
-
-def _unit_bytes(loops: Loops, axis: Axis) -> int:
-    """Bytes that are contiguous along `axis`. A tensor that is read at several places counts once;
-    what is written counts twice, since lines that are written in parts are read as well."""
-    axes = (*loops.parallel, *loops.reduced)
-    moved: dict[tuple[str, bool], int] = {}
-    for a in loops.accesses:
-        if stride(a.address, axis) == 1:
-            size = a.itemsize * points(a.address, axes) * (2 if a.store else 1)
-            moved[a.tensor, a.store] = max(size, moved.get((a.tensor, a.store), 0))
-    return sum(moved.values())
-
-
 def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
     """Axes from outermost to innermost, the one with most contiguous bytes innermost."""
     order = ordered(loops, axes)
     if len(order) > 1:
-        last = max(order, key=lambda a: (_unit_bytes(loops, a), order.index(a)))
-        if _unit_bytes(loops, last):
+        last = max(order, key=lambda a: (unit_bytes(loops, a), order.index(a)))
+        if unit_bytes(loops, last):
             order = [a for a in order if a != last] + [last]
     return tuple(order)
 
@@ -233,7 +217,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     if order and _apart(loops, order[-1]):
         wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.parts)
         return Form("points", (("x", order),), SINGLE[::-1] if wide else SINGLE)
-    blocks = _line_blocks(size(order), spec, _widest(loops), most)
+    blocks = _line_blocks(size(order), spec, widest(loops), most)
     return Form("points", (("x", order),), blocks)
 
 
@@ -300,15 +284,6 @@ def _rows_apart(loops: Loops, order: Sequence[Axis]) -> int | None:
     return len(order) - 1 if alone and n >= 64 and -(-n // block) * block <= WASTE * n else None
 
 
-def _widest(loops: Loops) -> int:
-    """Bytes of the elements that most of the traffic consists of."""
-    moved: dict[int, int] = {}
-    axes = (*loops.parallel, *loops.reduced)
-    for a in loops.accesses:
-        moved[a.itemsize] = moved.get(a.itemsize, 0) + a.itemsize * points(a.address, axes)
-    return max(moved, key=lambda n: moved[n], default=4)
-
-
 def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
     """An axis along which a good part of the bytes is contiguous that is not along the innermost
     one.
@@ -370,61 +345,19 @@ def _tile_blocks(ny: int, nx: int) -> tuple[Blocks, ...]:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _row_loads(loops: Loops) -> int:
-    """Distinct values that are read for every element of every row."""
-    axes, found = (*loops.parallel, *loops.reduced), set()
-    for root in loops.roots():
-        for n in root.walk():
-            if n.op == "load" and n.attr[1]:
-                own = n.attr[1][0].axes()
-                along = own & set(loops.reduced) and (
-                    own & set(loops.parallel) or not loops.parallel
-                )
-                if along and 2 * points(n.attr[1][0], axes) > size(axes):
-                    found.add(n)
-    return max(1, len(found))
-
-
-def _along(loops: Loops) -> int:
-    """Distinct values that are read for every element of a row, also those of all rows."""
-    found = {a for a in loops.accesses if not a.store and a.address.axes() & set(loops.reduced)}
-    return len(found)
-
-
-def _streamed(loops: Loops) -> int:
-    """Bytes that are read for every element of every row."""
-    axes = (*loops.parallel, *loops.reduced)
-    found = {
-        (a.tensor, a.address): a.itemsize
-        for a in loops.accesses
-        if not a.store and 2 * points(a.address, axes) > size(axes)
-    }
-    return sum(found.values())
-
-
-def _tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
-    """Bytes that are read for each element of a tile, whatever of them is the same."""
-    found = {
-        (a.tensor, a.address): a.itemsize
-        for a in loops.accesses
-        if not a.store and a.address.axes() & set(x) and a.address.axes() & set(r)
-    }
-    return sum(found.values())
-
-
 def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
     scans = any(isinstance(p, Prefix) for p in loops.parts)
     if scans or any(isinstance(p, Fold) and p.kind.startswith("arg") for p in loops.parts):
         r = loops.reduced
     nx, nr = size(x), size(r)
-    along_x, along_r = (_unit_bytes(loops, axes[-1]) if axes else 0 for axes in (x, r))
+    along_x, along_r = (unit_bytes(loops, axes[-1]) if axes else 0 for axes in (x, r))
     across = bool(x) and min(along_x, along_r) * ACROSS >= max(along_x, along_r) > 0
     columns = bool(x) and along_x > along_r
     known = product(a.extent for a in r).value is not None
-    loads = _row_loads(loops)
+    loads = row_loads(loops)
     again = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
-    held = loads * _widest(loops) if columns or across else 4 * loads
+    held = loads * widest(loops) if columns or across else 4 * loads
     limit = ROW_LIMIT * (LONG_ROW if again and held <= 4 and not scans else 1)
     limit //= 1 if loads <= 2 else 2 if loads <= 4 else 4
     # Columns that are read once are read as well in a loop, more of them side by side.
@@ -433,19 +366,19 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     whole = persistent or columns or across
     near = clustered(1, spec)
     # What is the same for all rows each program reads for every row.
-    few = near or 2 * _bytes_along(loops, x) >= _bytes_along(loops) or nx < spec.cores
+    few = near or 2 * bytes_along(loops, x) >= bytes_along(loops) or nx < spec.cores
     # Values of parts of a row that are not the same in a block are held element by element.
-    few &= bool(_steady(loops, r)) or not any(
+    few &= bool(steady_block(loops, r)) or not any(
         a.address.axes() & set(x)
         and a.address.axes() & set(r)
         and 2 * points(a.address, (*x, *r)) <= nx * nr
         for a in loops.accesses
         if not a.store
     )
-    long = nr > ROW_LIMIT or nr * _along(loops) > 2 * ROW_LIMIT
+    long = nr > ROW_LIMIT or nr * loads_along(loops) > 2 * ROW_LIMIT
     shared = not whole or (near and long and not columns and not across)
     if teams and again and shared and ragged(loops, r) is None:
-        each = min(share(loads, nr), _steady(loops, r) or nr)
+        each = min(share(loads, nr), steady_block(loops, r) or nr)
         team = _team(loops, nr, loads, each, spec) if few else 0
         if team:
             return _shared("rows", x, r, loads, each, team, spec)
@@ -454,9 +387,9 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     elif persistent and (columns or across):
         candidates = _column_tiles(nx, nr, spec, limit)
     elif persistent:
-        candidates = _row_tiles(nx, nr, _widest(loops), spec, light=loads == 1 and not again)
+        candidates = _row_tiles(nx, nr, widest(loops), spec, light=loads == 1 and not again)
     elif columns:
-        candidates = _column_blocks(nx, nr, _tile_bytes(loops, x, r), spec, scans)
+        candidates = _column_blocks(nx, nr, tile_bytes(loops, x, r), spec, scans)
     else:
         candidates = _long_rows(loops, nx, nr, spec)
     start = None
@@ -467,7 +400,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         if start is not None and least < start[1]:
             start = None  # a block has whole vectors
     if not persistent and not columns:  # 16 bytes of memory come to one thread
-        group = min(16 // _widest(loops), least)
+        group = min(16 // widest(loops), least)
     elif not persistent and least >= APART * 16:
         group = APART
     dims = (("x", x), ("r", r))
@@ -569,11 +502,11 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     few rows    64 of 3 MB of f32: 2048 and 8192 elements, pipeline of 3: 198, 72; 421, 245
     scans       32000 of f32: 2048 elements for 4 warps 397, 4096 for 8 420, whole rows 466
     """
-    itemsize, moved = _widest(loops), _streamed(loops)
-    steady = _steady(loops, _in_order(loops, loops.reduced))
+    itemsize, moved = widest(loops), streamed(loops)
+    same = steady_block(loops, _in_order(loops, loops.reduced))
 
     def tile(r: int, warps: int, stages: int = 1) -> Blocks:
-        block = min(r, power(nr), steady or r)
+        block = min(r, power(nr), same or r)
         x = max(1, min(1024 // block, power(nx)))
         return Blocks((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)), stages)
 
@@ -584,7 +517,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
         return tuple(dict.fromkeys((tile(4096, 8, stages), tile(2048, 8), tile(8192, 16, stages))))
     pipeline = tile(4096, 8, 3 if moved <= 4 else 2)
     if nr > LARGE:
-        pipeline = tile(min(8192, max(1024, below(STAGE // _bytes_along(loops)))), 8, 3)
+        pipeline = tile(min(8192, max(1024, below(STAGE // bytes_along(loops)))), 8, 3)
     if any(isinstance(p, Prefix) for p in loops.parts):
         return tuple(dict.fromkeys((tile(2048, 4, 3), tile(4096, 8, 3), tile(4096, 8))))
     whole = tile(16384, 16)
@@ -595,31 +528,10 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     return tuple(dict.fromkeys((*first, tile(4096, 8))))
 
 
-def _bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
-    """Bytes of all that is read for a point of a row; with `rows`, of what differs by row. Of what
-    rows that turn share (weights of columns) a lane reads parts of two vectors."""
-    turns = ragged(loops, loops.reduced) is not None
-    found = {
-        (a.tensor, a.address): a.itemsize
-        * (2 if turns and a.itemsize == 2 and not a.address.axes() & set(loops.parallel) else 1)
-        for a in loops.accesses
-        if not a.store
-    }
-    along, apart = set(loops.reduced), None if rows is None else set(rows)
-    return max(
-        1,
-        sum(
-            n
-            for (_, i), n in found.items()
-            if i.axes() & along and (apart is None or i.axes() & apart)
-        ),
-    )
-
-
 def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
     """The deepest pipeline for which there is shared memory: all stages but one have a place for a
     block of each tensor that is read. An eighth is for what folds exchange."""
-    block = math.prod(n for _, n in blocks.sizes) * _bytes_along(loops)
+    block = math.prod(n for _, n in blocks.sizes) * bytes_along(loops)
     return 1 + spec.shared * 7 // 8 // block
 
 
@@ -639,29 +551,10 @@ def _team(loops: Loops, nr: int, held: int, each: int, spec: DeviceSpec) -> int:
         for f in folds
     ):
         return 0
-    if not _read(loops, Fold) & _read(loops, (Write, ColumnFold)):
+    if not read_along(loops, Fold) & read_along(loops, (Write, ColumnFold)):
         return 0  # nothing of a row is needed again
     team = team_of(nr, held, spec, each, loops.chunk is not None)
     return team if team > 1 else 0
-
-
-def _read(loops: Loops, kinds: type | tuple[type, ...]) -> set[Expr]:
-    """What these parts read along a row."""
-    roots = [root for p in loops.parts if isinstance(p, kinds) for root in roots_of(p)]
-    loads = [n for n in unique_nodes(roots) if n.op == "load" and n.attr[1]]
-    return {n for n in loads if n.attr[1][0].axes() & set(loops.reduced)}
-
-
-def _steady(loops: Loops, r: Sequence[Axis]) -> int:
-    """Elements of the blocks of a row in which all that is read for parts of rows is the same (see
-    `Emitter.value`); 0 where nothing is, or these are short."""
-    found = 0
-    for a in loops.accesses:
-        used = [k for k, axis in enumerate(r) if axis in a.address.axes()]
-        if not a.store and len(used) == 1 and used[0] < len(r) - 1:
-            found = math.gcd(found, product(axis.extent for axis in r[used[0] + 1 :]).value or 1)
-    most = found & -found
-    return most if most >= LEAST_STEADY else 0
 
 
 def _shared(
@@ -705,7 +598,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         return Form("chunk", dims, tuple(dict.fromkeys(found)), tiled=True)
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
-    held = _row_loads(loops) + len(column_folds(loops))
+    held = row_loads(loops) + len(column_folds(loops))
     near = clustered(1, spec) and nr >= LONG
     start = turned_alike(loops, r) if nr >= LEAST_TURNED and not one else None
     if not known or wide * held > HELD * ROW_LIMIT or near:
@@ -715,7 +608,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
             return replace(_shared("chunk", x, r, held, each, team, spec), start=start)
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
-        group = min(16 // _widest(loops), block)
+        group = min(16 // widest(loops), block)
         only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
         return Form("chunk", dims, (only,), group=group, start=start)
     found = []
@@ -731,4 +624,4 @@ def column_folds(loops: Loops) -> list[ColumnFold]:
     return [p for p in loops.parts if isinstance(p, ColumnFold)]
 
 
-__all__ = ["Blocks", "Form", "choose", "column_folds", "most_stages", "size"]
+__all__ = ["Blocks", "Form", "choose", "column_folds", "most_stages"]

@@ -1,0 +1,134 @@
+"""What a nest reads and writes, in bytes, elements and values: what its tile is chosen by.
+
+In: `Loops`. Out: numbers; sizes that change count as their hints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from deuteron.codegen.loops import Loops, points, roots_of, stride, unique_nodes
+from deuteron.codegen.triton.turn import ragged
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, hint, product
+
+# Blocks for what is the same in them have at least so many elements.
+LEAST_STEADY = 1024
+
+
+def power(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def below(n: int) -> int:
+    """The largest power of two that is at most `n` (at least 1)."""
+    return 1 << (max(1, n).bit_length() - 1)
+
+
+def size(axes: Sequence[Axis]) -> int:
+    return max(1, hint(product(a.extent for a in axes)))
+
+
+def unit_bytes(loops: Loops, axis: Axis) -> int:
+    """Bytes that are contiguous along `axis`. A tensor that is read at several places counts once;
+    what is written counts twice, since lines that are written in parts are read as well."""
+    axes = (*loops.parallel, *loops.reduced)
+    moved: dict[tuple[str, bool], int] = {}
+    for a in loops.accesses:
+        if stride(a.address, axis) == 1:
+            size = a.itemsize * points(a.address, axes) * (2 if a.store else 1)
+            moved[a.tensor, a.store] = max(size, moved.get((a.tensor, a.store), 0))
+    return sum(moved.values())
+
+
+def widest(loops: Loops) -> int:
+    """Bytes of the elements that most of the traffic consists of."""
+    moved: dict[int, int] = {}
+    axes = (*loops.parallel, *loops.reduced)
+    for a in loops.accesses:
+        moved[a.itemsize] = moved.get(a.itemsize, 0) + a.itemsize * points(a.address, axes)
+    return max(moved, key=lambda n: moved[n], default=4)
+
+
+def row_loads(loops: Loops) -> int:
+    """Distinct values that are read for every element of every row."""
+    axes, found = (*loops.parallel, *loops.reduced), set()
+    for root in loops.roots():
+        for n in root.walk():
+            if n.op == "load" and n.attr[1]:
+                own = n.attr[1][0].axes()
+                along = own & set(loops.reduced) and (
+                    own & set(loops.parallel) or not loops.parallel
+                )
+                if along and 2 * points(n.attr[1][0], axes) > size(axes):
+                    found.add(n)
+    return max(1, len(found))
+
+
+def loads_along(loops: Loops) -> int:
+    """Distinct values that are read for every element of a row, also those of all rows."""
+    found = {a for a in loops.accesses if not a.store and a.address.axes() & set(loops.reduced)}
+    return len(found)
+
+
+def streamed(loops: Loops) -> int:
+    """Bytes that are read for every element of every row."""
+    axes = (*loops.parallel, *loops.reduced)
+    found = {
+        (a.tensor, a.address): a.itemsize
+        for a in loops.accesses
+        if not a.store and 2 * points(a.address, axes) > size(axes)
+    }
+    return sum(found.values())
+
+
+def tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
+    """Bytes that are read for each element of a tile, whatever of them is the same."""
+    found = {
+        (a.tensor, a.address): a.itemsize
+        for a in loops.accesses
+        if not a.store and a.address.axes() & set(x) and a.address.axes() & set(r)
+    }
+    return sum(found.values())
+
+
+def bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
+    """Bytes of all that is read for a point of a row; with `rows`, of what differs by row. Of what
+    rows that turn share (weights of columns) a lane reads parts of two vectors."""
+    turns = ragged(loops, loops.reduced) is not None
+    found = {
+        (a.tensor, a.address): a.itemsize
+        * (2 if turns and a.itemsize == 2 and not a.address.axes() & set(loops.parallel) else 1)
+        for a in loops.accesses
+        if not a.store
+    }
+    along, apart = set(loops.reduced), None if rows is None else set(rows)
+    return max(
+        1,
+        sum(
+            n
+            for (_, i), n in found.items()
+            if i.axes() & along and (apart is None or i.axes() & apart)
+        ),
+    )
+
+
+def read_along(loops: Loops, kinds: type | tuple[type, ...]) -> set[Expr]:
+    """What these parts read along a row."""
+    roots = [root for p in loops.parts if isinstance(p, kinds) for root in roots_of(p)]
+    loads = [n for n in unique_nodes(roots) if n.op == "load" and n.attr[1]]
+    return {n for n in loads if n.attr[1][0].axes() & set(loops.reduced)}
+
+
+def steady_block(loops: Loops, r: Sequence[Axis]) -> int:
+    """Elements of the blocks of a row in which all that is read for parts of rows is the same (see
+    `Emitter._steady`); 0 where nothing is, or these are short."""
+    found = 0
+    for a in loops.accesses:
+        used = [k for k, axis in enumerate(r) if axis in a.address.axes()]
+        if not a.store and len(used) == 1 and used[0] < len(r) - 1:
+            found = math.gcd(found, product(axis.extent for axis in r[used[0] + 1 :]).value or 1)
+    most = found & -found
+    return most if most >= LEAST_STEADY else 0
