@@ -130,7 +130,7 @@ def walked(how: str) -> Iterator[pytest.MonkeyPatch]:
         if how == SHARED:
             patch.setattr(teams, "SHARES", ((1, 32), (4, 32)))
             patch.setattr(teams, "LONG", 32)
-            patch.setattr(columns, "LONG", 32)
+            patch.setattr(tiling, "LONG", 32)
         yield patch
 
 

@@ -340,7 +340,7 @@ def shared_rows(
             em.enter(em.dims["r"], "roffset")  # what only depends on it would stay in registers
         hints(em, [single(loops)])
         team.fold_all()
-        same = [n for n in loops.nodes if n.op == "load" and n.attr[1] and em.deps(n) == R]
+        same = [n for n in loops.nodes if n.op == "load" and n.attr[1] and em.shared(n)]
         if same:
             apart_rest(loops, em, team, columns, same)
         else:

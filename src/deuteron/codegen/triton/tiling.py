@@ -396,7 +396,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     columns |= across
     group, least = 1, min(b.of("r") for b in candidates)
     if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
-        start = ragged(loops, r)
+        start = _turned(loops, r)
         if start is not None and least < start[1]:
             start = None  # a block has whole vectors
     if not persistent and not columns:  # 16 bytes of memory come to one thread
@@ -405,6 +405,15 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         group = APART
     dims = (("x", x), ("r", r))
     return Form("rows", dims, candidates, persistent, start, group, apart=columns and group > 1)
+
+
+def _turned(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
+    """`ragged` rows that are better read from their first whole vector, in loops. Not those of f32
+    beside weights of columns, of which a lane would read parts of two vectors, while a warp's f32
+    from any place are whole lines: H200, layer norm, 4096 rows of 65535, us: from their begin 1065,
+    turned in blocks of 4096 1238 (in blocks of 16384, with spills, 2051)."""
+    shared = loads_along(loops) > row_loads(loops)
+    return None if shared and widest(loops) >= 4 else ragged(loops, r)
 
 
 def warps_for(elements: int, each: int = 16) -> int:
@@ -499,6 +508,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
                 (instance norm), 335, 284 (its backward)
     read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two folds); a pipeline
                 of 3 for f32: 258, 245
+    that turn   softmax of 65535 (bf16), pipelines of 3: 8192 and 4096 elements 483, 433
     few rows    64 of 3 MB of f32: 2048 and 8192 elements, pipeline of 3: 198, 72; 421, 245
     scans       32000 of f32: 2048 elements for 4 warps 397, 4096 for 8 420, whole rows 466
     """
@@ -522,6 +532,8 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
         return tuple(dict.fromkeys((tile(2048, 4, 3), tile(4096, 8, 3), tile(4096, 8))))
     whole = tile(16384, 16)
     held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
+    if _turned(loops, _in_order(loops, loops.reduced)) is not None:
+        held, pipeline = False, tile(4096, 8, 3 if moved <= 4 else 2)
     first = (whole, pipeline) if held else (pipeline, tile(2048, 8, 3))
     if nx < spec.cores:
         first = (tile(8192, 8, 3), pipeline)
