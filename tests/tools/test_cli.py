@@ -148,3 +148,22 @@ def test_a_report_keeps_what_it_says_of_other_machines() -> None:
     assert again.index("## A (GPU)") < again.index("## B (CPU)")
     twice = markdown([run("cpu", "B"), run("cpu", "B", "2.14")])
     assert "bench B 2.13" in twice and "bench B 2.14" in twice
+
+
+def test_a_bench_that_is_stopped_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deuteron.tools.bench import run
+
+    def stopped(request: Any, until: float, log: Path, report: Any) -> list[str]:
+        report({"suite": "norms", "case": "one", "failure": "none", "results": {}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "time_all", stopped)
+    target = tmp_path / "folder" / "rows.json"
+    plan = run.Plan((), ("eager",), "cpu", 0, 0.1, 60.0, tmp_path / "bench.log", target)
+    with pytest.raises(KeyboardInterrupt):
+        run.run_bench(plan, "time", "deuteron bench norms")
+    document = json.loads(target.read_text())
+    assert document["command"] == "deuteron bench norms"
+    assert [row["case"] for row in document["rows"]] == ["one"]

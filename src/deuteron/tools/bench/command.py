@@ -69,9 +69,9 @@ def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool, p
         raise typer.BadParameter("no case has such a name")
     jobs = asked.jobs if asked.jobs >= 0 else min(12, os.cpu_count() or 1)
     names = contenders(asked, suites)
-    plan = Plan(tuple(found), names, device, jobs, asked.each, asked.seconds, out / "bench.log")
+    log, rows = out / "bench.log", target or out / "bench.json"
+    plan = Plan(tuple(found), names, device, jobs, asked.each, asked.seconds, log, rows)
     document = run_bench(plan, asked.what, asked.command())
-    write(document, target or out / "bench.json")
     if plot:
         write_plots([document], out)
     whole: dict[str, Any] = means(document["rows"])
@@ -102,12 +102,6 @@ def check(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
     for g in given:
         if g not in known:
             raise typer.BadParameter(f"{what}: {g!r} is not one of {', '.join(known)}")
-
-
-def write(document: dict[str, Any], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(document, indent=1))
-    print(f"rows: {target}")
 
 
 def write_plots(documents: list[dict[str, Any]], out: Path) -> None:

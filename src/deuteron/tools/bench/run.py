@@ -160,7 +160,8 @@ def fresh_caches() -> Iterator[dict[str, str]]:
 @dataclass(frozen=True)
 class Plan:
     """What to run: cases under contenders on a device. `each`: seconds of timing per case, about;
-    `seconds`: nothing starts after so long; `jobs`: processes that compile beforehand."""
+    `seconds`: nothing starts after so long; `jobs`: processes that compile beforehand. `target` has
+    all rows that there are, whenever the run is stopped."""
 
     cases: tuple[Case, ...]
     contenders: tuple[str, ...]
@@ -169,6 +170,13 @@ class Plan:
     each: float
     seconds: float
     log: Path
+    target: Path
+
+    def save(self, document: Row) -> None:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        part = self.target.with_name(f"{self.target.name}.part")
+        part.write_text(json.dumps(document, indent=1))
+        part.replace(self.target)
 
     def request(self, caches: dict[str, str]) -> Request:
         suites = tuple(dict.fromkeys(c.suite for c in self.cases))
@@ -192,6 +200,7 @@ def run_times(plan: Plan, document: Row) -> None:
 
         def report(row: Row) -> None:
             document["rows"].append(row)
+            plan.save(document)
             print(table_row(row, plan.contenders), flush=True)
 
         document["left"] = time_all(request, until, plan.log, report)
@@ -220,6 +229,7 @@ def run_cold(plan: Plan, document: Row) -> None:
                         facts["failure"] = found["failure"]
                 row["results"][name] = facts
         document["cold"].append(row)
+        plan.save(document)
         print(cold_row(row), flush=True)
 
 
@@ -231,6 +241,7 @@ def run_profile(plan: Plan, document: Row) -> None:
             one = replace(plan, cases=(case,)).request(caches)
             row = run_alone(replace(one, task="profile"), until, plan.log)
             document["profiles"].append(row)
+            plan.save(document)
             if "failure" in row:
                 print(f"{case.name}: {row['failure']}", flush=True)
             for name, facts in row["results"].items():
@@ -265,5 +276,8 @@ def run_bench(plan: Plan, what: str, command: str) -> Row:
     document.update({"rows": [], "cold": [], "profiles": [], "left": []})
     about = document["machine"]
     print(f"{about['name']}, torch {about['torch']}, {about['date']}", flush=True)
+    plan.save(document)
     RUNS[what](plan, document)
+    plan.save(document)
+    print(f"rows: {plan.target}")
     return document
