@@ -1,11 +1,14 @@
-"""What every test starts from: own kernel cache, no network, few threads, a fresh Dynamo."""
+"""What every test starts from: own kernel cache, no network, few threads, a fresh Dynamo, and the
+random numbers of its name, so that a test finds today what it found yesterday."""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def repeatable(request: pytest.FixtureRequest) -> None:
+    number = zlib.crc32(request.node.nodeid.encode())
+    random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,9 @@ def gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, li
 
 
 def agree(f: Callable[..., Any], g: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    torch.testing.assert_close(gradients(g, *args, **kwargs), gradients(f, *args, **kwargs))
+    """Up to rounding: gradients of a norm are differences. What goes astray is off by far more."""
+    got, wanted = gradients(g, *args, **kwargs), gradients(f, *args, **kwargs)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def is_direct(t: Tensor) -> bool:

@@ -85,8 +85,8 @@ Fn = Callable[..., Any]
 
 # -- judging ---------------------------------------------------------------------------------------
 def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failure | None:
-    """Compiles `fn`, calls it on each set of inputs twice, and compares with eager. `wide` is the
-    same program in float64."""
+    """Compiles `fn`, calls it on each set of inputs some times, and compares with eager. `wide` is
+    the same program in float64."""
     oracles, drew = [], False
     for given in sets:
         torch.manual_seed(0)
@@ -157,7 +157,7 @@ def problems(seen: list[list[Seen]], oracles: Sequence[Oracle]) -> list[str]:
     out = []
     for k, (calls, oracle) in enumerate(zip(seen, oracles)):
         for n, s in enumerate(calls):
-            where = (f"inputs {k}, " if len(oracles) > 1 else "") + ("call 2, " if n else "")
+            where = (f"inputs {k}, " if len(oracles) > 1 else "") + (f"call {n + 1}, " if n else "")
             out += [where + p for p in differences(s, oracle)]
     return out
 
@@ -170,8 +170,9 @@ def place(problem: str) -> str:
 
 
 def run(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> list[list[Seen]]:
-    """What two calls on each set of inputs show. Results of the first call are looked at after the
-    second: they must not have changed."""
+    """What two calls on each set of inputs show, or three training steps, of which the third goes
+    around AOTAutograd in both directions (`runtime.direct`). Results of the first call are looked
+    at after the others: they must not have changed."""
     torch._dynamo.reset()
     given = {"options": how.options} if how.options else {}
     compiled = torch.compile(
@@ -183,7 +184,7 @@ def run(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> list[list[Seen]]:
     ):
         for inputs in sets:
             calls = []
-            for _ in range(2):
+            for _ in range(3 if how.backward else 2):
                 mine = copies(inputs)
                 torch.manual_seed(0)
                 calls.append((compiled(*mine), mine))
