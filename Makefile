@@ -33,10 +33,10 @@ types: $(STAMP)
 	$(PY) -m mypy
 
 test: lint types
-	$(PY) -m pytest -q -n $(WORKERS) -m 'not slow'
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup -m 'not slow'
 
 test-all: lint types
-	$(PY) -m pytest -q -n $(WORKERS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup
 
 clean:
 	rm -rf .venv out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

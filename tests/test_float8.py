@@ -4,9 +4,6 @@ copy goes to the library."""
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ import deuteron
 from deuteron.base.options import Options
 from deuteron.ir.expr import float8_bits, float8_value
 from deuteron.lower import pointwise
+from tests.interpreting import interpret
 from tests.test_pipeline import compiled
 
 DTYPES = {"f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2}
@@ -117,14 +115,7 @@ print("done")
 
 def test_triton_interpreted() -> None:
     pytest.importorskip("triton")
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
-    command = [sys.executable, "-W", "ignore", "-c", INTERPRETED]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.stdout.endswith("done\n"), done.stderr[-3000:]
+    assert interpret("-c", INTERPRETED).endswith("done\n")
 
 
 @pytest.mark.parametrize("device, capability", [("H200", 90), ("A100", 80)])

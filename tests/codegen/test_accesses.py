@@ -6,10 +6,7 @@ the kernel, the tensor and the element.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +21,7 @@ from deuteron.backend import deuteron_backend
 from deuteron.ir.expr import Expr, rebuild
 from deuteron.runtime.support import AccessError, IndexOutOfRange
 from deuteron.schedule.kernel import Kernel, Nest, Store
+from tests.interpreting import interpret
 
 R = torch.randn
 OPTIONS = {"check_accesses": True}
@@ -156,7 +154,7 @@ def test_users_indices_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- Triton ----------------------------------------------------------------------------------------
 
 
-def interpret() -> None:
+def process() -> None:
     """What the process of `test_interpreted` does."""
     import deuteron.tools.interpret as tools
 
@@ -190,14 +188,8 @@ def interpret() -> None:
 
 
 def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpret(__file__)
 
 
 if __name__ == "__main__":
-    interpret()
+    process()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.interpreting import interpret
 
 FAILS = """
 import torch, triton, triton.language as tl
@@ -40,8 +39,4 @@ except ValueError:
 def test_one_that_fails_ends_the_others(tmp_path: Path) -> None:
     path = tmp_path / "fails.py"
     path.write_text(FAILS)
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, path], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout == "raised\n", done.stderr
+    assert interpret(path) == "raised\n"

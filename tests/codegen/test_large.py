@@ -8,10 +8,7 @@ on such views (in a process of their own: a wrong address is a segmentation faul
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from deuteron.graph.rewrite import rewrite
 from deuteron.lower.graph import lower
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel
+from tests.interpreting import interpret
 
 FAR = 2**29 + 7  # between rows: the fifth begins beyond 2**31
 MOST_PROGRAMS = 2**31 - 1  # of a grid's first dimension; the others are not used
@@ -110,7 +108,7 @@ def test_cpp_whole() -> None:
     assert got[2].tolist() == [1] * 31 + [5]
 
 
-def interpret() -> None:
+def process() -> None:
     """What the process of `test_interpreted` does."""
     from deuteron.tools.interpret import interpreted
 
@@ -121,13 +119,7 @@ def interpret() -> None:
 
 
 def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpret(__file__)
 
 
 # -- for a GPU -------------------------------------------------------------------------------------
@@ -281,4 +273,4 @@ def test_loaded_indices_keep_their_bits(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    interpret()
+    process()

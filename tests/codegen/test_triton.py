@@ -5,11 +5,7 @@ builds without a GPU.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +20,21 @@ from triton.compiler import ASTSource
 
 from deuteron.base.options import Options
 from tests.codegen.test_cpp_fuzz import Maker
+from tests.interpreting import reported
 from tests.schedule.tools import scheduled
 
-HERE = Path(__file__).parent
-spec = importlib.util.spec_from_file_location("triton_cases", HERE / "triton_cases.py")
+SCRIPT = Path(__file__).with_name("triton_cases.py")
+spec = importlib.util.spec_from_file_location("triton_cases", SCRIPT)
 assert spec is not None and spec.loader is not None
 cases = importlib.util.module_from_spec(spec)
 sys.modules["triton_cases"] = cases
 spec.loader.exec_module(cases)
 
 
-def interpret(*arguments: str) -> list[dict[str, Any]]:
-    """What an interpreting process reports."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", str(HERE / "triton_cases.py"), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-@lru_cache(maxsize=1)
-def interpreted() -> dict[str, dict[str, Any]]:
-    """All cases, in one process."""
-    return {entry["case"]: entry for entry in interpret(*cases.CASES)}
-
-
+@pytest.mark.xdist_group("cases")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_values(name: str) -> None:
-    found = interpreted()[name]
+    (found,) = [entry for entry in reported(SCRIPT, *cases.CASES) if entry["case"] == name]
     assert "failure" not in found, found["failure"]
     wrong = {k: v for k, v in found["errors"].items() if not v <= 1}
     assert not wrong, f"error over tolerance, by output: {wrong}"
@@ -167,7 +150,7 @@ def test_loaded_indices_are_checked(tmp_path: Path) -> None:
 
 def test_random_kernels() -> None:
     """Against the reference executor."""
-    found = interpret("--fuzz", "0", "40")
+    found = reported(SCRIPT, "--fuzz", "0", "40")
     assert len(found) > 8
     for entry in found:
         assert "failure" not in entry, (entry["case"], entry["failure"])

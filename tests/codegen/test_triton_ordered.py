@@ -3,13 +3,8 @@ what becomes of them in the compiler."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +29,17 @@ from deuteron.schedule.kernel import Kernel, Schedule, Store
 from deuteron.schedule.unordered import SUMMED, reasons
 from deuteron.schedule.verify import verify_schedule
 from tests.codegen.ordered_programs import cases
+from tests.interpreting import reported
 from tests.lower.harness import trace
 
 SCRIPT = Path(__file__).with_name("ordered_programs.py")
 SORT = "aten.sort.stable"
 
 
-@lru_cache(maxsize=1)
-def interpreted() -> list[dict[str, Any]]:
-    root = str(SCRIPT.parents[2])
-    path = os.pathsep.join([root, *sys.path])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
+@pytest.mark.xdist_group("ordered")
 @pytest.mark.parametrize("name", cases())
 def test_values(name: str) -> None:
-    found = [e for e in interpreted() if e["program"] == name]
+    found = [e for e in reported(SCRIPT) if e["program"] == name]
     assert len(found) == len(cases()[name][1])
     for e in found:
         assert "failure" not in e, e["failure"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ pytest.importorskip("triton")
 
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import generate
+from tests.interpreting import interpret
 from tests.schedule.tools import scheduled, spec_of
 
 
@@ -191,9 +189,7 @@ def test_values_of_device_functions(name: str, test: str, tmp_path: Path) -> Non
     if name == "erf_half_fast":
         text = text.replace("tl.arange(0, N))))", "tl.arange(0, N)), 2.0))")
     path.write_text(text + test)
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    interpret(path)
 
 
 def test_log1p_of_what_decays() -> None:

@@ -3,11 +3,6 @@ ahead-of-time builds for two generations of GPUs, on a machine without one."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +15,16 @@ from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import generate
 from deuteron.runtime.build_triton import build
 from tests.codegen.triton_programs import EVERY, GROUPS, kernels, planned, sharing
+from tests.interpreting import reported
 from tests.schedule.tools import scheduled, spec_of
 
 SCRIPT = Path(__file__).with_name("triton_programs.py")
 
 
-@lru_cache(maxsize=1)
-def interpreted() -> dict[str, dict[str, Any]]:
-    """All programs, in one process."""
-    root = str(SCRIPT.parents[2])
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([root, *sys.path]),
-    }
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {entry["program"]: entry for entry in lines}
-
-
+@pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("name", EVERY)
 def test_values(name: str) -> None:
-    found = interpreted()[name]
+    (found,) = [entry for entry in reported(SCRIPT) if entry["program"] == name]
     assert "failure" not in found, found["failure"]
     assert found["error"] <= 1
 

@@ -3,15 +3,9 @@ vectors in what is built ahead of time."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,24 +14,15 @@ pytest.importorskip("triton")
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.runtime.build_triton import module
 from tests.codegen.turned_rows import LOOPED, PROGRAMS, WHOLE, kernels, planned
+from tests.interpreting import reported
 
 SCRIPT = Path(__file__).with_name("turned_rows.py")
 
 
-@lru_cache(maxsize=1)
-def interpreted() -> list[dict[str, Any]]:
-    root = str(SCRIPT.parents[2])
-    path = os.pathsep.join([root, *sys.path])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
+@pytest.mark.xdist_group("turn")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values(name: str) -> None:
-    found = [entry for entry in interpreted() if entry["case"][0] == name]
+    found = [entry for entry in reported(SCRIPT) if entry["case"][0] == name]
     assert len(found) >= 8
     for entry in found:
         assert "failure" not in entry, (entry["case"], entry["failure"])

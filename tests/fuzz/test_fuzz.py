@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from deuteron.tools.oracle import Oracle, differences, see
 from deuteron.tools.reduce import reduced
 from deuteron.tools.reproduce import Failure, How, Line, Straight, file_text, load, straight
 from deuteron.tools.shaken import Shaken
+from tests.interpreting import interpret
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIXED = 7_000_013
@@ -59,15 +58,7 @@ def test_interpreted_programs(tmp_path: Path) -> None:
         "    assert row['verdict'] in ('right', 'refused', 'torch'), row\n"
     )
     seeds = [str(s) for s in (*INTERPRETED, FIXED)]
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), *seeds],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, f"seeds {seeds}\n{done.stderr[-3000:]}"
+    interpret("-c", code, tmp_path, *seeds)
 
 
 def test_a_seed_is_a_program() -> None:

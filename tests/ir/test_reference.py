@@ -74,7 +74,8 @@ def test_philox_known_answers() -> None:
 
 
 FOLDS = {
-    "sum": lambda x: x.double().sum((0, 2)).to(x.dtype), "prod": lambda x: x.prod(2).prod(0),
+    "sum": lambda x: x.double().sum((0, 2)).to(x.dtype),
+    "prod": lambda x: x.double().prod(2).prod(0).to(x.dtype),
     "max": lambda x: x.amax((0, 2)), "min": lambda x: x.amin((0, 2)),
 }  # fmt: skip
 

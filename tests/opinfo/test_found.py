@@ -128,7 +128,7 @@ def test_broadcast_that_was_decided_by_a_guard() -> None:
     agrees(
         lambda x, y: F.avg_pool1d(x[None], 2) * y, torch.randn(2), torch.randn(1, 2), dynamic=True
     )
-    agrees(lambda x: x.flatten().unbind(0)[-1], torch.randn(31, 31), dynamic=True)
+    agrees(lambda x: x.flatten().unbind(0)[-1], torch.randn(5, 5), dynamic=True)
 
 
 def test_results_that_are_sizes_of_arguments() -> None:

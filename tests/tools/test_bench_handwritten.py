@@ -3,13 +3,11 @@ the interpreter is chosen when Triton is imported)."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
+
+from tests.interpreting import interpret
 
 PROGRAM = """
 import torch, torch.nn.functional as F
@@ -41,10 +39,4 @@ print("right")
 
 
 def test_kernels_written_by_hand() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.endswith("right\n"), done.stderr[-3000:]
+    assert interpret("-c", PROGRAM).endswith("right\n")
