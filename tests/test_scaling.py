@@ -19,7 +19,7 @@ from deuteron.base import device
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "scaling.py"
 # Between these sizes everything that is bounded (members of a kernel, its code) reaches its bound.
-SMALL, LARGE = 300, 900
+SMALL, LARGE = 400, 1200
 # Calls per node at the large size over those at the small one.
 MOST = 1.2
 # The shape with the most members of a kernel, where the cores decide how many.

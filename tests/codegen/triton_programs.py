@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from deuteron.base.options import Options
 from deuteron.codegen.triton import reading, tiling
-from deuteron.codegen.triton.generate import TritonKernel, generate
+from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir.index import Sym, evaluate
 from deuteron.ir.program import Constant, Input
 from deuteron.lower.core import TO_TORCH
@@ -163,7 +163,7 @@ LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "positions in a loop": (
         lambda x, y: (x.argmax(-1), x.argmin(-1), y.argmax(-1), y.argmin(-1)),
-        (extremes(6, 1100), torch.randint(-4, 4, (2, 1100), dtype=torch.int32)),
+        (extremes(6, 3000), torch.randint(-4, 4, (6, 3000), dtype=torch.int32)),
     ),
     "covariance in a loop": (
         lambda x, y: ((x - mean(x)) * (y - mean(y))).sum(-1),
@@ -313,11 +313,11 @@ GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 UNORDERED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "positions in rows of an odd length": (
         lambda x: (x.argmax(-1), (-x).argmin(-1)),
-        ((torch.arange(20001) > 10000).int().repeat(2, 1),),
+        ((torch.arange(2001) > 1000).int().repeat(2, 1),),
     ),
     "positions in rows read backwards": (
         lambda x: (x // x.amax(-1, True)).argmax(-1),
-        ((torch.arange(20000) > 7000).int().repeat(2, 1) + 1,),
+        ((torch.arange(2000) > 700).int().repeat(2, 1) + 1,),
     ),
 }
 ERF: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -439,6 +439,12 @@ def sizes_of(found: Scheduled, args: list[Any]) -> dict[str, int]:
     return out
 
 
+def short_blocks(config: Config) -> Config:
+    """Blocks of which rows of a few thousand elements have many."""
+    sizes = [(k, min(v, 256) if k.startswith("RBLOCK") else v) for k, v in config.constexprs]
+    return replace(config, constexprs=tuple(sizes))
+
+
 def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torch.Tensor]:
     """The program's outputs, its kernels interpreted."""
     words = torch.zeros(4096, dtype=torch.int64)
@@ -468,7 +474,7 @@ def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torc
                 given.append(sizes[what.name])
             else:
                 given.append(counter if kind == "counter" else words)
-        config = t.configs[0]
+        config = short_blocks(t.configs[0]) if name in LOOPED | UNORDERED | SCANS else t.configs[0]
         aligned = all(x.data_ptr() % 16 == 0 for x in given if isinstance(x, torch.Tensor))
         constants = t.constants(config, t.is_wide(sizes), aligned)
         kernel, grid = getattr(module(path), t.name), t.grid(config, sizes)

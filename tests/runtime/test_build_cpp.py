@@ -181,14 +181,15 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
 
 
 def hanging(folder: Path) -> str:
-    """A compiler whose own child hangs; the child's number is in the file `pid`."""
-    return script(folder / "hangs", f'sleep 1000 & echo $! > "{folder}/pid"; wait\n')
+    """A compiler whose own child hangs; the child's number is in the file `pid`, at once."""
+    text = f'sleep 1000 & echo $! > "{folder}/new"; mv "{folder}/new" "{folder}/pid"; wait\n'
+    return script(folder / "hangs", text)
 
 
 def child(folder: Path) -> int:
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        if (folder / "pid").exists() and (folder / "pid").read_text().strip():
+        if (folder / "pid").exists():
             return int((folder / "pid").read_text())
         time.sleep(0.02)
     raise AssertionError("the compiler did not start")
