@@ -142,21 +142,44 @@ D_FN void d_scan_prod(f64* a, f64* carry) {
 }
 
 //@ d_transpose
-// Elements of a side of the squares that registers transpose; none without instructions that
-// shuffle elements of `bytes` between two registers.
+// Rows and columns of the blocks that registers transpose: squares with AVX-512, whose instructions
+// shuffle any elements of two registers; with AVX2, which interleaves halves of registers, as many
+// columns as a half has. One element without such instructions.
 constexpr int d_side(int bytes) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return bytes == 8 ? 8 : bytes == 4 || bytes == 2 ? 16 : 1;
 #elif defined(__AVX512F__)
   return bytes == 8 ? 8 : bytes == 4 ? 16 : 1;
+#elif defined(__AVX2__) && !defined(__clang__)
+  return bytes == 1 ? 1 : 32 / bytes;
 #else
   return 1;
+#endif
+}
+constexpr int d_wide(int bytes) {
+#if defined(__AVX512F__)
+  return d_side(bytes);
+#else
+  return d_side(bytes) == 1 ? 1 : 16 / bytes;
 #endif
 }
 template <int bytes> struct d_word { typedef unsigned char type; };
 template <> struct d_word<2> { typedef u16 type; };
 template <> struct d_word<4> { typedef u32 type; };
 template <> struct d_word<8> { typedef u64 type; };
+// Stores a register, past the caches where `past` (then `to` is a multiple of its size).
+template <bool past, class Row> D_FN void d_row_out(char* to, Row x) {
+#if defined(__AVX__) && !defined(__clang__)
+  typedef f32 Half __attribute__((vector_size(32)));
+  if constexpr (past && sizeof(Row) == 32) return __builtin_ia32_movntps256((f32*)to, (Half)x);
+#endif
+#if defined(__AVX512F__) && !defined(__clang__)
+  typedef f32 Line __attribute__((vector_size(64)));
+  if constexpr (past && sizeof(Row) == 64) return __builtin_ia32_movntps512((f32*)to, (Line)x);
+#endif
+  d_store(to, x);
+}
+#if defined(__AVX512F__)
 // Rows that lie S apart exchange blocks of S elements.
 template <int S, int N, class Row> D_FN void d_exchange(Row (&r)[N]) {
   Row low, high;
@@ -172,32 +195,51 @@ template <int S, int N, class Row> D_FN void d_exchange(Row (&r)[N]) {
     r[i + S] = __builtin_shuffle(a, b, high);
   }
 }
-// Stores a register, past the caches where `past` (then `to` is a multiple of its size).
-template <bool past, class Row> D_FN void d_row_out(char* to, Row x) {
-#if defined(__AVX__) && !defined(__clang__)
-  typedef f32 Half __attribute__((vector_size(32)));
-  if constexpr (past && sizeof(Row) == 32) return __builtin_ia32_movntps256((f32*)to, (Half)x);
-#endif
-#if defined(__AVX512F__) && !defined(__clang__)
-  typedef f32 Line __attribute__((vector_size(64)));
-  if constexpr (past && sizeof(Row) == 64) return __builtin_ia32_movntps512((f32*)to, (Line)x);
-#endif
-  d_store(to, x);
-}
-// Q squares of N x N elements; strides in bytes.
-template <class W, int N, int Q, bool past>
-static inline void d_transpose_squares(const char* from, i64 from_stride, char* to, i64 to_stride) {
-  typedef W Row __attribute__((vector_size(N * sizeof(W))));
-  Row r[Q][N];
-#pragma GCC unroll 2
-  for (int q = 0; q < Q; ++q) {
+template <int N, class Row> D_FN void d_load_columns(const char* from, i64 stride, Row (&r)[N]) {
 #pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) r[q][i] = d_load<Row>(from + (q * N + i) * from_stride);
-    if (N == 16) d_exchange<N / 2, N, Row>(r[q]);
-    d_exchange<4, N, Row>(r[q]), d_exchange<2, N, Row>(r[q]), d_exchange<1, N, Row>(r[q]);
+  for (int i = 0; i < N; ++i) r[i] = d_load<Row>(from + i * stride);
+  if (N == 16) d_exchange<N / 2, N, Row>(r);
+  d_exchange<4, N, Row>(r), d_exchange<2, N, Row>(r), d_exchange<1, N, Row>(r);
+}
+#elif defined(__AVX2__) && !defined(__clang__)
+// Halves of registers are rows that lie N apart; each pair of them, N / 2 apart, is interleaved
+// until the elements of a column are neighbours.
+template <int N, class Row> D_FN void d_load_columns(const char* from, i64 stride, Row (&r)[N]) {
+  typedef i32 Half __attribute__((vector_size(16)));
+  Row low, high;
+  for (int k = 0; k < 2 * N; ++k) {
+    low[k] = k / N * N + k % N / 2 + (k & 1 ? 2 * N : 0);
+    high[k] = low[k] + N / 2;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i)
+    r[i] = (Row)__builtin_ia32_vinsertf128_si256(
+        __builtin_ia32_si256_si(d_load<Half>(from + i * stride)),
+        d_load<Half>(from + (i + N) * stride), 1);
+#pragma GCC unroll 4
+  for (int s = 1; s < N; s *= 2) {
+    Row t[N];
+#pragma GCC unroll 16
+    for (int i = 0; i < N / 2; ++i) {
+      t[2 * i] = __builtin_shuffle(r[i], r[i + N / 2], low);
+      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + N / 2], high);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) r[i] = t[i];
+  }
+}
+#else
+template <int N, class Row> void d_load_columns(const char*, i64, Row (&)[N]);
+#endif
+// Q blocks of N rows and C columns; strides in bytes.
+template <class W, int N, int C, int Q, bool past>
+static inline void d_transpose_blocks(const char* from, i64 from_stride, char* to, i64 to_stride) {
+  typedef W Row __attribute__((vector_size(N * sizeof(W))));
+  Row r[Q][C];
+#pragma GCC unroll 2
+  for (int q = 0; q < Q; ++q) d_load_columns<C, Row>(from + q * N * from_stride, from_stride, r[q]);
+#pragma GCC unroll 16
+  for (int i = 0; i < C; ++i)
 #pragma GCC unroll 2
     for (int q = 0; q < Q; ++q)
       d_row_out<past, Row>(to + i * to_stride + q * sizeof(Row), r[q][i]);
@@ -205,24 +247,24 @@ static inline void d_transpose_squares(const char* from, i64 from_stride, char* 
 // to[c][r] = from[r][c]
 template <bool past, class T> static __attribute__((noinline, noclone)) void d_transpose_to(
     const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
-  constexpr int size = sizeof(T), side = d_side(size), N = side == 1 ? 8 : side;
+  constexpr int size = sizeof(T), N = d_side(size), C = d_wide(size);
   // Past the caches go whole lines: halves that wait for their other halves cost ten times as much.
   constexpr int Q = past && N * size < 64 ? 64 / (N * size) : 1;
   typedef typename d_word<size>::type W;
   i64 done = 0;
-  if (side > 1) {
-    for (; done + N <= columns; done += N) {
+  if constexpr (N > 1) {
+    for (; done + C <= columns; done += C) {
       i64 r = 0;
       for (; r + Q * N <= rows; r += Q * N)
-        d_transpose_squares<W, N, Q, past>(
+        d_transpose_blocks<W, N, C, Q, past>(
             (const char*)(from + r * from_stride + done), from_stride * size,
             (char*)(to + done * to_stride + r), to_stride * size);
       for (; r + N <= rows; r += N)
-        d_transpose_squares<W, N, 1, false>(
+        d_transpose_blocks<W, N, C, 1, false>(
             (const char*)(from + r * from_stride + done), from_stride * size,
             (char*)(to + done * to_stride + r), to_stride * size);
       for (; r < rows; ++r)
-        for (i64 c = done; c < done + N; ++c) to[c * to_stride + r] = from[r * from_stride + c];
+        for (i64 c = done; c < done + C; ++c) to[c * to_stride + r] = from[r * from_stride + c];
     }
   }
   // Whole lines are written where the vector loop does not reach.
