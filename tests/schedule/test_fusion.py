@@ -44,6 +44,13 @@ def swiglu_backward(dy: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return dy * b * (s + a * s * (1 - s)), dy * a * s
 
 
+def gated_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """A value that two operations read, both of them within a half of what is concatenated."""
+    a, b = x.chunk(2, -1)
+    s = torch.sigmoid(a)
+    return torch.cat([g * b * s * (1 + a * (1 - s)), g * F.silu(a)], -1)
+
+
 COUNTS: list[tuple[str, Any, tuple[Any, ...], int]] = [
     ("sin((x+1)*2)", lambda x: ((x + 1) * 2).sin(), (x(),), 1),
     ("written-out GELU", gelu, (x(),), 1),
@@ -79,6 +86,13 @@ def test_symbolic_sizes_fuse_alike(name: str, f: Any, args: tuple[Any, ...], mos
     if name == "layer norm":
         pytest.skip("normalized_shape is a number here")
     assert len(scheduled(f, *args, dynamic=True).kernels) <= most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_value_for_a_part_of_its_reader(device: str) -> None:
+    """However slow arithmetic is: nothing is computed more than once."""
+    found = scheduled(gated_gradient, x(4096, 1024), x(4096, 2048), device=device, check=False)
+    assert len(found.kernels) == 1
 
 
 def test_unfused() -> None:

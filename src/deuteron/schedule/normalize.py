@@ -21,7 +21,7 @@ from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
 from deuteron.ir import expr as E
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Axis, Value, hint, product
+from deuteron.ir.index import Axis, Value, const, hint, product
 from deuteron.ir.onehot import single_term
 from deuteron.ir.program import Compute, Extern, Layout, Program, tensors_read
 from deuteron.schedule.group import MOST_CODE, bound_axes, code_of, kind_of, reads_of
@@ -80,8 +80,11 @@ class Inliner:
     def add(self, c: Compute) -> None:
         c = canonical(c)
         if self.sites.get(c.name, 0) or c.name in self.memory:
+            # What producers read beside their own points, a reader may read elsewhere: again.
+            while (new := self.inlined(c, False)) is not c:
+                c = new
             # What is read at loaded places waits until those places are expressions.
-            c = self.inlined(self.inlined(c, False), True)
+            c = self.inlined(c, True)
             self.computes[c.name] = self.without_loop(c) or c
 
     def inlined(self, c: Compute, gathers: bool) -> Compute:
@@ -144,6 +147,8 @@ class Inliner:
         reads = reads_of(p)
         lay = self.layouts[p.name]
         points = hint(product(a.extent for a in (*c.axes, *_inner(c))))
+        if self.specs[lay.device].kind == "cpu" and load.args and _shifted(load, c):
+            points = min(points, hint(lay.numel))  # loops are cut where masks begin and end
         often = points / max(1, hint(lay.numel))
         if p.name not in self.memory and self.sites[p.name] == 1 and often <= 1.0:
             return True
@@ -209,6 +214,18 @@ def _aligned(load: Expr, c: Compute) -> bool:
     used = [i for i in load.attr[1] if i.value != 0]
     plain = {a.index: k for k, a in enumerate(axes)}
     return not load.args and len(used) == len(set(used)) and all(i in plain for i in used)
+
+
+def _shifted(load: Expr, c: Compute) -> bool:
+    """Whether no two points of the reader read the same element: one beside each of its own."""
+    used: list[Axis] = []
+    for i in load.attr[1]:
+        for a in i.atoms():
+            if not isinstance(a, Axis) or i.coefficient(a) is not const(1):
+                return False
+            used.append(a)
+    loops = {a for a in (*c.axes, *_inner(c)) if a.extent.value != 1}
+    return len(used) == len(set(used)) and loops <= set(used)
 
 
 def element(p: Compute, load: Expr) -> Expr:
