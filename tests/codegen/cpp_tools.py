@@ -63,13 +63,13 @@ def build(source: str, extra: Sequence[str] = ()) -> ctypes.CDLL:
     stem = CACHE / hashlib.sha256((source + " ".join((*FLAGS, *extra))).encode()).hexdigest()[:20]
     library = stem.with_suffix(".so")
     if not library.exists():
-        stem.with_suffix(".cpp").write_text(source)
-        done = subprocess.run(
-            ["g++", *FLAGS, *extra, str(stem.with_suffix(".cpp")), "-o", str(library)],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"{done.stderr[:3000]}\n{source}"
+        with tempfile.TemporaryDirectory(dir=CACHE) as own:  # others may build the same
+            text, made = Path(own) / "unit.cpp", Path(own) / "unit.so"
+            text.write_text(source)
+            command = ["g++", *FLAGS, *extra, str(text), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, f"{done.stderr[:3000]}\n{source}"
+            made.replace(library)
     return ctypes.CDLL(str(library))
 
 

@@ -43,41 +43,42 @@ static inline char* d_scratch_columns(i64 bytes) { return d_memory<1>(bytes); }
 template <int k> static inline char* d_shared(i64 bytes) { return d_memory<2 + k>(bytes); }
 
 //@ d_lanes
-typedef f32 d_v_f32 __attribute__((vector_size(64)));
-typedef i32 d_v_i32 __attribute__((vector_size(64)));
-typedef f64 d_v_f64 __attribute__((vector_size(64)));
-typedef i64 d_v_i64 __attribute__((vector_size(64)));
+// Registers: wider vectors would be taken apart element by element where they are shuffled.
+#if defined(__AVX512F__)
+#define D_BYTES 64
+#else
+#define D_BYTES 32
+#endif
+typedef f32 d_v_f32 __attribute__((vector_size(D_BYTES)));
+typedef i32 d_v_i32 __attribute__((vector_size(D_BYTES)));
+typedef f64 d_v_f64 __attribute__((vector_size(D_BYTES)));
+typedef i64 d_v_i64 __attribute__((vector_size(D_BYTES)));
 template <class T> struct d_lane;
 template <> struct d_lane<f32> { typedef d_v_f32 V; typedef d_v_i32 I; };
 template <> struct d_lane<i32> { typedef d_v_i32 V; typedef d_v_i32 I; };
 template <> struct d_lane<f64> { typedef d_v_f64 V; typedef d_v_i64 I; };
 template <> struct d_lane<i64> { typedef d_v_i64 V; typedef d_v_i64 I; };
-D_FN d_v_f32 d_swap(d_v_f32 x, d_v_i32 at) { return __builtin_shuffle(x, at); }
-D_FN d_v_i32 d_swap(d_v_i32 x, d_v_i32 at) { return __builtin_shuffle(x, at); }
-D_FN d_v_f64 d_swap(d_v_f64 x, d_v_i64 at) { return __builtin_shuffle(x, at); }
-D_FN d_v_i64 d_swap(d_v_i64 x, d_v_i64 at) { return __builtin_shuffle(x, at); }
+// Each element beside the one `step` away.
+template <int step, class I, class V, class F> D_FN V d_fold_step(V x, F f) {
+  I at;
+  for (int k = 0; k < D_BYTES / (int)sizeof(x[0]); ++k) at[k] = k ^ step;
+  return f(x, (V)__builtin_shuffle(x, at));
+}
 // Combines an array of lanes (a multiple of 64 bytes) in registers: arrays into one register, then
 // halves of it.
 template <class V, class I, class F> D_FN V d_lanes(const void* from, int vectors, F f) {
   V x = d_load<V>(from);
-#pragma GCC unroll 8
-  for (int k = 1; k < vectors; ++k) x = f(x, d_load<V>((const char*)from + 64 * k));
-  if constexpr (sizeof(x[0]) == 4) {
-    x = f(x, d_swap(x, I{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-    x = f(x, d_swap(x, I{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-    x = f(x, d_swap(x, I{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
-    x = f(x, d_swap(x, I{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
-  } else {
-    x = f(x, d_swap(x, I{4, 5, 6, 7, 0, 1, 2, 3}));
-    x = f(x, d_swap(x, I{2, 3, 0, 1, 6, 7, 4, 5}));
-    x = f(x, d_swap(x, I{1, 0, 3, 2, 5, 4, 7, 6}));
-  }
-  return x;
+#pragma GCC unroll 16
+  for (int k = 1; k < vectors; ++k) x = f(x, d_load<V>((const char*)from + D_BYTES * k));
+  constexpr int n = D_BYTES / sizeof(x[0]);
+  if constexpr (n > 8) x = d_fold_step<8, I>(x, f);
+  if constexpr (n > 4) x = d_fold_step<4, I>(x, f);
+  return d_fold_step<1, I>(d_fold_step<2, I>(x, f), f);
 }
 #define D_LANES(NAME, EXPRESSION)                                                 \
   template <int n, class T> D_FN T NAME(const T* a) {                             \
     typedef typename d_lane<T>::V V;                                              \
-    return d_lanes<V, typename d_lane<T>::I>(a, n * (int)sizeof(T) / 64,          \
+    return d_lanes<V, typename d_lane<T>::I>(a, n * (int)sizeof(T) / D_BYTES,     \
                                              [](V x, V y) { return EXPRESSION; })[0]; \
   }
 D_LANES(d_lanes_sum, x + y)
@@ -90,12 +91,12 @@ D_LANES(d_lanes_all, x & y)
 template <int n, class T> D_FN T d_lanes_nan(const T* a) {
   typedef typename d_lane<T>::V V;
   V bad = {};
-#pragma GCC unroll 8
-  for (int k = 0; k < n * (int)sizeof(T) / 64; ++k) {
-    V x = d_load<V>((const char*)a + 64 * k);
+#pragma GCC unroll 16
+  for (int k = 0; k < n * (int)sizeof(T) / D_BYTES; ++k) {
+    V x = d_load<V>((const char*)a + D_BYTES * k);
     bad += x != x ? x : V{};
   }
-  return d_lanes_sum<64 / sizeof(T)>((const T*)&bad);
+  return d_lanes_sum<D_BYTES / sizeof(T)>((const T*)&bad);
 }
 template <int n, class T> D_FN T d_lanes_max(const T* a) {
   if ((T)0.5 == (T)0) return d_lanes_larger<n>(a);
@@ -119,20 +120,30 @@ template <int n, class T> D_FN f64 d_lanes_flush(T* a) {
 // Running sums (products) of 16 doubles in their place, from `carry` on, which goes on. Each is the
 // carry and what came since then: the next block waits for one addition.
 template <int step, class F> D_FN d_v_f64 d_scan_step(d_v_f64 x, d_v_f64 neutral, F f) {
+  constexpr int n = D_BYTES / 8;
   d_v_i64 at;
-  for (int k = 0; k < 8; ++k) at[k] = k < step ? k : k - step + 8;
+  for (int k = 0; k < n; ++k) at[k] = k < step ? k : k - step + n;
   return f(x, (d_v_f64)__builtin_shuffle(neutral, x, at));
 }
 template <class F> D_FN void d_scan(f64* a, f64* carry, f64 first, F f) {
-  d_v_f64 neutral = first + d_v_f64{}, x = d_load<d_v_f64>(a), y = d_load<d_v_f64>(a + 8);
-  x = d_scan_step<1>(x, neutral, f), y = d_scan_step<1>(y, neutral, f);
-  x = d_scan_step<2>(x, neutral, f), y = d_scan_step<2>(y, neutral, f);
-  x = d_scan_step<4>(x, neutral, f), y = d_scan_step<4>(y, neutral, f);
-  y = f(y, x[7] + d_v_f64{});
+  constexpr int n = D_BYTES / 8, parts = 16 / n;
+  d_v_f64 neutral = first + d_v_f64{}, x[parts];
+#pragma GCC unroll 4
+  for (int k = 0; k < parts; ++k) {
+    x[k] = d_scan_step<1>(d_load<d_v_f64>(a + n * k), neutral, f);
+    x[k] = d_scan_step<2>(x[k], neutral, f);
+    if constexpr (n > 4) x[k] = d_scan_step<4>(x[k], neutral, f);
+  }
+#pragma GCC unroll 4
+  for (int k = 1; k < parts; k += 2) x[k] = f(x[k], x[k - 1][n - 1] + d_v_f64{});
+  if constexpr (parts > 2) {
+    d_v_f64 half = x[1][n - 1] + d_v_f64{};
+    x[2] = f(x[2], half), x[3] = f(x[3], half);
+  }
   d_v_f64 before = *carry + d_v_f64{};
-  *carry = f(d_v_f64{*carry}, d_v_f64{y[7]})[0];
-  x = f(before, x), y = f(before, y);
-  d_store(a, x), d_store(a + 8, y);
+  *carry = f(d_v_f64{*carry}, d_v_f64{x[parts - 1][n - 1]})[0];
+#pragma GCC unroll 4
+  for (int k = 0; k < parts; ++k) d_store(a + n * k, f(before, x[k]));
 }
 D_FN void d_scan_sum(f64* a, f64* carry) {
   d_scan(a, carry, 0, [](d_v_f64 x, d_v_f64 y) { return x + y; });
