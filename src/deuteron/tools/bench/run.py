@@ -135,9 +135,12 @@ def machine(device: str) -> Row:
         versions["triton"] = triton.__version__
     except ImportError:
         pass
+    name = found.name
+    if device == "cpu":  # a maker's machines may have one name
+        name += f", {torch.backends.cpu.get_cpu_capability()}"
     return {
         "device": device,
-        "name": found.name,
+        "name": name,
         "cores": found.cores,
         "threads": torch.get_num_threads(),
         **versions,
