@@ -60,9 +60,7 @@ def gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, li
 
 
 def agree(f: Callable[..., Any], g: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Up to rounding: gradients of a norm are differences. What goes astray is off by far more."""
-    got, wanted = gradients(g, *args, **kwargs), gradients(f, *args, **kwargs)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients(g, *args, **kwargs), gradients(f, *args, **kwargs))
 
 
 def is_direct(t: Tensor) -> bool:
@@ -462,11 +460,12 @@ def test_a_linear_of_three_dimensions() -> None:
 
 def test_changing_sizes() -> None:
     """Sizes, and what Dynamo is told of those of results, which may go to another graph."""
-    args = leaves((4, 16), (16,))
+    # In double: gradients of a norm of a norm are differences of what is rounded.
+    args = [t.detach().double().requires_grad_() for t in leaves((4, 16), (16,))]
     g, _ = compiled(norm, *args, steps=0, dynamic=True)
     other = torch.compile(norm, backend="aot_eager", dynamic=True)
     for n in (4, 5, 9, 4, 5):
-        x = R(n, 16, requires_grad=True)
+        x = R(n, 16, dtype=torch.float64, requires_grad=True)
         agree(norm, g, x, args[1])
         y = g(x, args[1])
         assert vars(y) == vars(other(x, args[1])) != {}
@@ -477,7 +476,7 @@ def test_changing_sizes() -> None:
     assert is_direct(y)
     with usual_backwards(y) as usual:
         for n in (4, 5, 9, 4, 5):
-            agree(norm, g, R(n, 16, requires_grad=True), args[1])
+            agree(norm, g, R(n, 16, dtype=torch.float64, requires_grad=True), args[1])
         assert usual == [0]
 
 
