@@ -85,6 +85,13 @@ def test_the_library_has_such_operators() -> None:
     assert not [n for n in LIBRARY if not hasattr(torch.ops.aten, n.removeprefix("aten."))]
 
 
+def test_backwards_of_attention_are_named() -> None:
+    every = (n.replace("::", ".") for n in torch._C._dispatch_get_all_op_names())
+    backwards = {n for n in every if n.startswith("aten.") and "attention_backward" in n}
+    others = ("for_cpu", "overrideable")  # of other devices
+    assert {n for n in backwards if not any(o in n for o in others)} <= LIBRARY
+
+
 def test_explanations_say_it() -> None:
     record = Record()
     record.add("unordered", what="poi_0", reason=SUMMED, origins=[{"line": "model.py:3: x"}])

@@ -27,7 +27,7 @@ from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
 from deuteron.runtime.build_triton import Binary, build, submit
 from deuteron.runtime.workers import Task
-from deuteron.schedule.teams import CLUSTER_BYTES, RESIDENT, ROUNDS
+from deuteron.schedule.teams import CLUSTER_BYTES, RESIDENT, ROUNDS, resident
 
 SOURCE = """
 typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
@@ -260,7 +260,8 @@ class Variants:
         asked = _Configuration(grid, one, found.shared, None, ctypes.pointer(dims), 1)
         rc = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(asked))
         _ok(rc, "asking about", name)
-        return min(RESIDENT * cores // team, count.value) * team
+        most = resident(found.block // 32, True) * cores
+        return min(most // team, count.value) * team
 
 
 def enter(device: torch.device) -> None:

@@ -135,7 +135,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     # Short rows are walked together by one program.
     programs = max(1, rows // max(1, 256 // max(1, row)))
     if known_rows(group) and read_again(group, layouts):
-        programs *= max(1, team_of(row, 1, spec))
+        programs *= max(1, team_of(row, 1, spec, alike=in_lines(group, layouts)))
     return min(1.0, programs * ONE_CORE / spec.cores)
 
 
@@ -162,6 +162,11 @@ def low(group: Group, layouts: Mapping[str, Layout]) -> float:
 def known_rows(group: Group) -> bool:
     """Whether the length of a row is known when kernels are written."""
     return product(a.extent for a in group.space.reduced).value is not None
+
+
+def in_lines(group: Group, layouts: Mapping[str, Layout]) -> bool:
+    """Whether elements are so wide that what a warp reads is whole lines, wherever rows begin."""
+    return all(ITEMSIZE[layouts[n].dtype] >= 4 for n in group.reads)
 
 
 def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
@@ -263,8 +268,8 @@ def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool
         return 4 * row <= spec.l2 // 2
     known = known_rows(group)
     if group.chunk is None:
-        shared = known and bool(team_of(row, 1, spec)) and not side_by_side(group, layouts)
-        return shared or 4 * row <= spec.registers // 2
+        team = team_of(row, 1, spec, alike=in_lines(group, layouts)) if known else 0
+        return bool(team) and not side_by_side(group, layouts) or 4 * row <= spec.registers // 2
     points = group.space.size()
     read = sum(any(elements(i) >= points for i in where) for where in group.reads.values())
     held = read + len(group.partials)

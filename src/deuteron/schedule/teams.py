@@ -24,8 +24,11 @@ MOST_TEAM = 16
 LONG = 16384
 # Values of each element that a norm's backward holds: what it reads and what it sums up.
 HELD = 4
-# Programs of a multiprocessor that run at once: some load while others wait for their teams.
-RESIDENT = 3
+# Programs of a multiprocessor that run at once: some load while others wait for their teams. Small
+# ones of clusters (the others need words in memory, see `codegen.triton.exchange`) are as many as
+# have so many warps. H200, group norm with SiLU, bf16, 4096 elements each, us: 3 programs of 8
+# warps 57, of 4 warps 54, 6 of 4 warps 44.
+RESIDENT, WARPS = 3, 24
 # Programs of a team, times the values held: larger teams wait for their slowest. H200, backward of
 # layer norm (4), rows of 32768 and 131072 (teams of 8 and 32): 0.83 and 1.2 times the time of loops
 # that read twice; of RMS norm (3) 0.62 and 0.89. Where one is held, programs alone: instance norm
@@ -41,6 +44,11 @@ CLUSTERED = 7
 # With so many values in a thread it needs not more than so many registers. H200, rows of 131072 in
 # 16 programs, bf16, us, any number and 80: layer norm 395 and 353, RMS norm 318 and 278.
 MOST_VALUES, LEAST_REGISTERS = 32, 80
+# Values of a row and of what all rows share (weights) that a thread holds from row to row, and its
+# registers then: what a multiprocessor reads from the L2 takes longer than what comes from memory.
+# H200, layer norm, rows of 131072, bf16, us: with weights read for each row 355, with weights in
+# registers of 2 programs of 8 warps 276, of 16 warps, which spill, 366.
+MOST_KEPT, KEPT_REGISTERS = 96, 128
 # Rounds whose numbers a team has place for, a power of two; and the shared memory that a cluster's
 # programs have for them (see `codegen.triton.exchange`).
 ROUNDS, CLUSTER_BYTES = 4, 2048
@@ -55,7 +63,9 @@ def share(held: int, row: int) -> int:
 def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0, alike: bool = False) -> int:
     """Programs that share a row of so many elements, each a `share` (or so many as `each`); 0 where
     that does not pay. Rows that do not start at multiples of 16 bytes are shared where a team's
-    rows are `alike` in that (a chunk's: see `codegen.triton.turn`)."""
+    rows are `alike` in that (a chunk's: see `codegen.triton.turn`), or where it is `alike` for them
+    (f32, which comes in whole lines from anywhere; H200, layer norm, 4096 rows of 65535, us: in
+    loops 1068, shared 837)."""
     count = -(-row // (each or share(held, row)))
     fits = count <= spec.cores and count <= (MOST_ALONE if held == 1 else MOST_HELD // held)
     pays = spec.kind == "cuda" and row >= LONG and (alike or row % 8 == 0)
@@ -72,8 +82,13 @@ def at_once(team: int, spec: DeviceSpec) -> int:
     return spec.cores * CLUSTERED // 8 if team > 1 and clustered(team, spec) else spec.cores
 
 
-def registers(values: int, warps: int, spec: DeviceSpec) -> int:
-    """The most registers (of 4 bytes) of a thread that holds so many values, so that `RESIDENT`
-    programs of so many warps run at once; 0: no matter how many."""
-    most = spec.registers // 4 // (RESIDENT * 32 * warps) // 8 * 8
+def resident(warps: int, cluster: bool) -> int:
+    """Programs of so many warps of a multiprocessor that run at once."""
+    return max(RESIDENT, WARPS // warps) if cluster else RESIDENT
+
+
+def registers(values: int, warps: int, cluster: bool, spec: DeviceSpec) -> int:
+    """The most registers (of 4 bytes) of a thread that holds so many values, so that as many
+    programs of so many warps run at once as may; 0: no matter how many."""
+    most = spec.registers // 4 // (resident(warps, cluster) * 32 * warps) // 8 * 8
     return most if values <= MOST_VALUES and most >= LEAST_REGISTERS else 0

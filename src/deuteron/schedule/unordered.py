@@ -34,7 +34,8 @@ replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
 nll_loss2d_forward _ctc_loss_backward _embedding_bag_backward _embedding_bag_dense_backward
 histc bincount median nanmedian grid_sampler_2d_backward grid_sampler_3d_backward cumsum
 _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward
-_flash_attention_backward _efficient_attention_backward
+_scaled_dot_product_cudnn_attention_backward
+_flash_attention_backward _efficient_attention_backward _cudnn_attention_backward
 """
 LIBRARY = frozenset(f"aten.{n}" for n in _LIBRARY.split())
 

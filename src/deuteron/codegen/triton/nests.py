@@ -268,6 +268,8 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
         team.begin()
         step = f"teams * {x.block}"
         em.scope.add(f"xfirst = {team.first} * {x.block}")
+        if form.kept:
+            em.enter(r, "roffset")
         shared_rows(loops, em, team, step, {})
         team.end(f"tl.cdiv(xnumel, {step})")
         return
@@ -337,7 +339,7 @@ def shared_rows(
     with em.inside() as loop:
         em.enter(em.dims["x"], "xoffset")
         if "r" not in loop.dims:
-            em.enter(em.dims["r"], "roffset")  # what only depends on it would stay in registers
+            em.enter(em.dims["r"], "roffset")  # else what only depends on it stays in registers
         hints(em, [single(loops)])
         team.fold_all()
         same = [n for n in loops.nodes if n.op == "load" and n.attr[1] and em.shared(n)]

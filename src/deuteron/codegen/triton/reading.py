@@ -73,6 +73,13 @@ def loads_along(loops: Loops) -> int:
     return len(found)
 
 
+def shared_along(loops: Loops) -> int:
+    """Distinct values that are read for every element of a row and are the same for all rows."""
+    found = {(a.tensor, a.address): a.address.axes() for a in loops.accesses if not a.store}
+    along, rows = set(loops.reduced), set(loops.parallel)
+    return sum(bool(axes & along) and not axes & rows for axes in found.values())
+
+
 def streamed(loops: Loops) -> int:
     """Bytes that are read for every element of every row."""
     axes = (*loops.parallel, *loops.reduced)

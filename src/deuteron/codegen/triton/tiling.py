@@ -35,6 +35,7 @@ from deuteron.codegen.triton.reading import (
     power,
     read_along,
     row_loads,
+    shared_along,
     size,
     steady_block,
     streamed,
@@ -47,7 +48,15 @@ from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.profit import BUSY
-from deuteron.schedule.teams import LONG, clustered, registers, share, team_of
+from deuteron.schedule.teams import (
+    KEPT_REGISTERS,
+    LONG,
+    MOST_KEPT,
+    clustered,
+    registers,
+    share,
+    team_of,
+)
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
 # values alive.
@@ -132,6 +141,7 @@ class Form:
     cluster: bool = False  # whether a team's programs reach one another's shared memory
     single: tuple[Axis, ...] = ()  # axes of which a program has one value
     terms: int = 1  # of ragged folds, read at once beside the columns of such a row
+    kept: bool = False  # whether a team's programs hold what all rows share in registers
 
     @property
     def loops(self) -> bool:
@@ -206,7 +216,8 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     if cut is not None and stored_points(loops) == 1 and size(order[cut:]) >= LEAST_RAGGED:
         start = ragged(loops, order[cut:])
         if start is not None:
-            rows = (Blocks((("x", 1), ("r", 4096)), 8), Blocks((("x", 1), ("r", 2048)), 4))
+            # H200, gradient of cross entropy, 50257 classes, bf16, us: 507 and 533.
+            rows = (Blocks((("x", 1), ("r", 2048)), 4), Blocks((("x", 1), ("r", 4096)), 8))
             return Form("rows", (("x", order[:cut]), ("r", order[cut:])), rows, start=start)
     if cut is not None:
         y, x = order[:cut], order[cut:]
@@ -377,11 +388,12 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     )
     long = nr > ROW_LIMIT or nr * loads_along(loops) > 2 * ROW_LIMIT
     shared = not whole or (near and long and not columns and not across)
-    if teams and again and shared and ragged(loops, r) is None:
+    wide = widest(loops) >= 4
+    if teams and again and shared and (wide or ragged(loops, r) is None):
         each = min(share(loads, nr), steady_block(loops, r) or nr)
-        team = _team(loops, nr, loads, each, spec) if few else 0
+        team = _team(loops, nr, loads, each, wide, spec) if few else 0
         if team:
-            return _shared("rows", x, r, loads, each, team, spec)
+            return _kept(loops, _shared("rows", x, r, loads, each, team, spec), loads)
     if across and not persistent:
         candidates = _across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
@@ -508,7 +520,9 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
                 (instance norm), 335, 284 (its backward)
     read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two folds); a pipeline
                 of 3 for f32: 258, 245
-    that turn   softmax of 65535 (bf16), pipelines of 3: 8192 and 4096 elements 483, 433
+    that turn   65535 of bf16, pipelines of 3, softmax: 8192 and 4096 elements 483, 433, the latter
+                with at most 80 registers 389; layer norm, whose weights turn too: any number of
+                registers, 128 and 80 762, 599 and 656
     few rows    64 of 3 MB of f32: 2048 and 8192 elements, pipeline of 3: 198, 72; 421, 245
     scans       32000 of f32: 2048 elements for 4 warps 397, 4096 for 8 420, whole rows 466
     """
@@ -533,7 +547,8 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     whole = tile(16384, 16)
     held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
     if _turned(loops, _in_order(loops, loops.reduced)) is not None:
-        held, pipeline = False, tile(4096, 8, 3 if moved <= 4 else 2)
+        most = 128 if loads_along(loops) > row_loads(loops) else 80
+        held, pipeline = False, replace(tile(4096, 8, 3 if moved <= 4 else 2), registers=most)
     first = (whole, pipeline) if held else (pipeline, tile(2048, 8, 3))
     if nx < spec.cores:
         first = (tile(8192, 8, 3), pipeline)
@@ -550,7 +565,7 @@ def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
 # -- teams -----------------------------------------------------------------------------------------
 
 
-def _team(loops: Loops, nr: int, held: int, each: int, spec: DeviceSpec) -> int:
+def _team(loops: Loops, nr: int, held: int, each: int, alike: bool, spec: DeviceSpec) -> int:
     """Programs that share a row, at least two; 0 where rows are short or cannot be shared: what a
     program tells the others is a few numbers of 32 bits."""
     folds = [p for p in loops.parts if isinstance(p, (Fold, Prefix))]
@@ -565,20 +580,30 @@ def _team(loops: Loops, nr: int, held: int, each: int, spec: DeviceSpec) -> int:
         return 0
     if not read_along(loops, Fold) & read_along(loops, (Write, ColumnFold)):
         return 0  # nothing of a row is needed again
-    team = team_of(nr, held, spec, each, loops.chunk is not None)
+    team = team_of(nr, held, spec, each, alike)
     return team if team > 1 else 0
 
 
-def _shared(
-    kind: str, x: Axes, r: Axes, held: int, each: int, team: int, spec: DeviceSpec
-) -> Form:
+def _shared(kind: str, x: Axes, r: Axes, held: int, each: int, team: int, spec: DeviceSpec) -> Form:
     """Rows in blocks of `each` elements, one for a program; the next one is on its way."""
-    warps = max(8, each // (1024 if held == 1 else 512))
-    most = registers(held * each // (32 * warps), warps, spec)
+    near = clustered(team, spec)
+    warps = each // (1024 if held == 1 else 512)
+    warps = max(4 if held == 1 and near else 8, warps)
+    most = registers(held * each // (32 * warps), warps, near, spec)
     blocks = (("x", 1), ("r", each))
     candidates = tuple(Blocks(blocks, warps, stages, most) for stages in (3, 2))
-    dims, near = (("x", x), ("r", r)), clustered(team, spec)
+    dims = (("x", x), ("r", r))
     return Form(kind, dims, candidates, persistent=True, team=team, cluster=near)
+
+
+def _kept(loops: Loops, form: Form, held: int) -> Form:
+    """The same with what all rows share in registers, where there is room for it."""
+    tile, same = form.candidates[0], shared_along(loops)
+    values = (held + same) * tile.of("r") // (32 * tile.num_warps)
+    if not same or values > MOST_KEPT:
+        return form
+    few = tuple(replace(b, registers=KEPT_REGISTERS) for b in form.candidates)
+    return replace(form, candidates=few, kept=True)
 
 
 # -- chunks ----------------------------------------------------------------------------------------
@@ -615,7 +640,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     start = turned_alike(loops, r) if nr >= LEAST_TURNED and not one else None
     if not known or wide * held > HELD * ROW_LIMIT or near:
         each, even = share(held, nr), start is not None or ragged(loops, r) is None
-        team = _team(loops, nr, held, each, spec) if teams and even else 0
+        team = _team(loops, nr, held, each, True, spec) if teams and even else 0
         if team:
             return replace(_shared("chunk", x, r, held, each, team, spec), start=start)
     if not known or wide * held > HELD * ROW_LIMIT:

@@ -49,7 +49,8 @@ class Runner:
         return self.work.step(self.call, k)
 
     def first(self) -> list[Tensor]:
-        """The first call compiles."""
+        """The first call compiles. What graphs of the mode's own return is copied: Inductor's next
+        call overwrites it."""
         with records(self.contender) as found:
             start = time.perf_counter()
             results = self.step()
@@ -62,7 +63,7 @@ class Runner:
             self.facts["predicted_us"] = round(sum(k["predicted_us"] for k in kernels), 2)
             self.facts["fallbacks"] = [e["reason"] for r in found for e in r.of("fallback")]
             self.facts["unordered"] = [e["reason"] for r in found for e in r.of("unordered")]
-        return results
+        return [t.clone() for t in results] if self.contender.captures else results
 
     def repeats(self, results: list[Tensor]) -> bool:
         """Whether further calls give the same bits."""
