@@ -153,6 +153,14 @@ LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x: (torch.softmax(x, -1), torch.var(x, -1), x.sum(0)),
         (torch.randn(40, 128) * 9,),
     ),
+    "rows and columns of places in a loop": (
+        lambda x: (
+            torch.softmax(x, -1),
+            (x - top(x)).sum(0),
+            x.sum((0, 1)),
+        ),
+        (torch.randn(4, 40, 128) * 9,),
+    ),
     "differences in a loop": (
         lambda x: (
             (x - x[:, :1].abs() * mean(x)).sum(-1),
@@ -294,6 +302,18 @@ def by_sample(g: torch.Tensor, x: torch.Tensor, s: torch.Tensor) -> Any:
     return r * (gw - y * (gw * y).mean(-1, keepdim=True)), (g * y).sum(-2), g.sum(-2)
 
 
+def by_place(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+    """Rows of samples and places: sums over each place's rows of what is stored, rounded, beside
+    sums over all rows. Products are exact, and so the same whether rounded or not."""
+    y = g * w
+    dx = torch.where(x > 0, y - top(y), 0.0).half()
+    return dx, dx.float().sum(0), (g * x).sum((0, 1)), g.sum((0, 1))
+
+
+def weights(n: int) -> torch.Tensor:
+    return torch.randint(0, 3, (n,)).float().exp2()
+
+
 # Column sums of groups of rows.
 GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gradients by sample": (
@@ -307,6 +327,14 @@ GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "one row to a group": (
         by_sample,
         (torch.randn(5, 1, 40), torch.randn(5, 1, 40), torch.randn(5, 40)),
+    ),
+    "gradients by place": (
+        by_place,
+        (torch.randn(3, 84, 70), torch.randn(3, 84, 70), weights(70)),
+    ),
+    "gradients by place, places first": (
+        lambda g, x, w: by_place(g.transpose(0, 1), x.transpose(0, 1), w),
+        (torch.randn(84, 3, 70), torch.randn(84, 3, 70), weights(70)),
     ),
 }
 # Blocks of a row that are not met in the order of their elements, and elements that are equal.
@@ -401,6 +429,10 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "shared: gradients by sample": (
         lambda *args: by_sample(*args)[:2],
         (torch.randn(3, 4, 200), torch.randn(3, 4, 200), torch.randn(3, 200)),
+    ),
+    "shared: gradients by place": (
+        lambda *args: by_place(*args)[:3],
+        (torch.randn(6, 40, 200), torch.randn(6, 40, 200), weights(200)),
     ),
     "shared: norm of images": (lambda x: F.instance_norm(x), (torch.randn(3, 5, 15, 16),)),
 }

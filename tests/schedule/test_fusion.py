@@ -13,7 +13,8 @@ from torch import Tensor
 
 from deuteron.base.device import named_gpu
 from deuteron.schedule.columns import registers
-from tests.schedule.tools import scheduled
+from deuteron.schedule.kernel import Fold
+from tests.schedule.tools import Scheduled, scheduled
 
 DEVICES = ["cpu", "H200"]
 ROWS, COLS = 96, 64
@@ -28,7 +29,8 @@ def norm_backward(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     rstd = (d.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     xh, g = d * rstd, dy * w
     dx = (g - g.mean(-1, keepdim=True) - xh * (g * xh).mean(-1, keepdim=True)) * rstd
-    return dx, (dy * xh).sum(0), dy.sum(0)
+    rows = tuple(range(x.ndim - 1))
+    return dx, (dy * xh).sum(rows), dy.sum(rows)
 
 
 def rms_norm(x: Tensor, w: Tensor) -> Tensor:
@@ -147,6 +149,51 @@ def test_columns_are_chunked() -> None:
     found = scheduled(lambda x: (x * 2).sum(0), x(4096, 64), device="H200")
     assert found.accepted("split")
     assert found.kernels[0].nests[0].chunk is not None
+
+
+def column_folds(found: Scheduled) -> list[list[str]]:
+    """For each chunked nest, the tensors of its partial results."""
+    nests = [n for k in found.kernels for n in k.nests if n.chunk is not None]
+    return [[s.name for s in n.stmts if isinstance(s, Fold) and s.partial] for n in nests]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sums_of_places_beside_sums_of_all_rows(axis: int) -> None:
+    """Each worker has one place: the sum of what the nest stores over the place's rows is complete
+    when it is done."""
+
+    def f(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        dx, dw, db = norm_backward(dy, x, w)
+        return dx, dx.sum(axis), dw, db
+
+    shape = (16, 512, 128) if axis == 0 else (512, 16, 128)
+    found = scheduled(f, x(*shape), x(*shape), x(128), device="H200")
+    assert len(found.kernels) == 2
+    (folds,) = column_folds(found)
+    assert len(folds) == 3
+    # Nothing is left to fold of the places.
+    [places] = [n for n in found.kernels[1].nests if not n.reduced]
+    assert [a.extent.value for a in places.parallel] == [512, 128]
+
+
+def test_sums_of_places_alone() -> None:
+    def f(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        dx = dy - x * (dy * x).mean(-1, keepdim=True)
+        return dx, dy.sum(0), dx.sum(0)
+
+    found = scheduled(f, x(8, 1024, 64), x(8, 1024, 64), device="H200")
+    assert len(found.kernels) == 2 and len(column_folds(found)[0]) == 2
+
+
+def test_places_of_several_workers_stay_apart() -> None:
+    """Workers that have rows of many places, and part of each place's, cannot fold by place."""
+
+    def f(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        dx, dw, db = norm_backward(dy, x, w)
+        return dx, dx.sum(0), dw, db
+
+    found = scheduled(f, x(512, 16, 128), x(512, 16, 128), x(128), device="H200")
+    assert [len(folds) for folds in column_folds(found)] == [2]
 
 
 def test_positions_survive() -> None:

@@ -4,8 +4,9 @@ In: a nest of rows (or the loops for one) and a group whose folds run over those
 in which every worker walks its share of the rows and keeps partial results of the column folds, and
 the computations that combine the partial results afterwards, in a fixed order. A tensor that both
 read is read once (a norm's backward: dx beside the gradients of weight and bias). Where groups of
-rows have column folds of their own (gradients of what a sample's rows are scaled by), no worker has
-rows of two groups.
+rows have column folds of their own (gradients of what a sample's rows are scaled by, or of what is
+added at a position), no worker has rows of two groups; of a worker that has all rows of its group
+the result needs no fold any more.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ def _groups(
     if chunk is None:
         return product(a.extent for a in kept) if kept == parallel - rows else None
     axis, count = chunk
+    if kept == parallel - rows == {axis} and axis.extent.value == count:
+        return axis.extent  # a worker has all rows of a place of that axis
     if rows != parallel or kept and (kept != {axis} or axis.extent.value != count):
         return None
     found = divide_exact(guest.rows, product(a.extent for a in reduced))
@@ -222,7 +225,8 @@ def _apart(
 def _combine(
     m: Member, partial: str, space: Space, chunk: tuple[Axis, int], groups: Index
 ) -> Compute | None:
-    """The fold of the partial results, under the name of the column fold."""
+    """The fold of the partial results, under the name of the column fold; where a group has one
+    worker, that worker's result."""
     c, (axis, count) = m.compute, chunk
     each = count // (groups.value or 1)
     group = Axis("group", groups)
@@ -241,6 +245,9 @@ def _combine(
         at[a] = floordiv(here, w) if k == len(form) - 1 else mod(floordiv(here, w), a.extent)
     worker = Axis("r0", each)
     index = (at[group] * each + worker.index, *(at[a] for a in space.reduced))
+    if each == 1:
+        index = (at[group], *index[1:])
+        return replace(c, body=E.load(partial, index, c.body.dtype))
     body = E.reduce(c.body.attr[0], (worker,), E.load(partial, index, c.body.dtype))
     return replace(c, body=body)
 
