@@ -32,7 +32,7 @@ from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
 from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
-from deuteron.schedule.teams import HELD, at_once, team_of
+from deuteron.schedule.teams import HELD, MOST, at_once, share, team_of
 
 # Workers per multiprocessor of a GPU: few, since each leaves partial results, but more for short
 # rows, which leave a worker waiting. H200, layer norm forward and backward, 2, 4, 8 workers: rows
@@ -67,6 +67,8 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     row = hint(product(a.extent for a in space.reduced))
     each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
     team = max(1, team_of(row, HELD, spec, alike=True)) if folds else 1  # a worker is a team
+    if team > 1 and share(HELD, row) == MOST:
+        each = 1  # a multiprocessor has registers for one of its programs
     most = spec.cores if spec.kind == "cpu" else each * at_once(team, spec) // team
     if spec.kind == "cuda" and row % ALIKE and most > ALIKE:
         most = (most + ALIKE // 2) // ALIKE * ALIKE
