@@ -238,10 +238,11 @@ def test_long_chains(n: int) -> None:
 
 
 def test_registers_of_a_worker() -> None:
-    """Two workers share a multiprocessor's 65,536; what is fewer than 128, or all, is not asked
-    for."""
+    """The workers of a multiprocessor, two at least, share its 65,536; what is fewer than 128, or
+    all, is not asked for."""
     spec = named_gpu("H200")
     assert spec is not None
-    assert [registers(w, spec) for w in (4, 6, 8, 16)] == [0, 170, 128, 0]
+    assert [registers(264, w, spec) for w in (4, 6, 8, 16)] == [0, 170, 128, 0]
+    assert [registers(n, 4, spec) for n in (1, 396, 512, 528, 529)] == [0, 170, 128, 128, 0]
     small = replace(spec, registers=spec.registers // 2)
-    assert [registers(w, small) for w in (2, 4, 8)] == [0, 128, 0]
+    assert [registers(264, w, small) for w in (2, 4, 8)] == [0, 128, 0]

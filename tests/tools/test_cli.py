@@ -150,6 +150,24 @@ def test_a_report_keeps_what_it_says_of_other_machines() -> None:
     assert "bench B 2.13" in twice and "bench B 2.14" in twice
 
 
+def test_a_report_keeps_what_it_says_of_other_suites() -> None:
+    from deuteron.tools.bench.document import markdown
+
+    def run(suite: str, us: float) -> dict[str, Any]:
+        machine = {"device": "cpu", "name": "A", "torch": "2", "cores": 2, "threads": 2}
+        row = {"suite": suite, "case": f"{suite} case", "bytes": 1, "copy_gbps": 1.0, "flops": 0}
+        row |= {"results": {"deuteron": {"us": us, "median_us": us}}}
+        command = f"deuteron bench {suite} --device cpu"
+        return {"machine": machine | {"date": "today"}, "command": command, "rows": [row]}
+
+    first = markdown([run("norms", 300.0), run("losses", 400.0)])
+    again = markdown([run("norms", 500.0)], first)
+    for text in ("bench norms", "bench losses", "| 500 |", "| 400 |", "### norms", "### losses"):
+        assert again.count(text) == 1, text
+    assert "| 300 |" not in again
+    assert markdown([run("norms", 500.0)], again) == again
+
+
 def test_a_bench_that_is_stopped_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,10 +75,11 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 
 
-def registers(warps: int, spec: DeviceSpec) -> int:
-    """The most registers (of 4 bytes) of a thread of a worker that has so many warps, so that a
-    multiprocessor has room for all its workers; 0: no matter how many."""
-    most = spec.registers // 4 // (WORKERS * 32 * warps)
+def registers(count: int, warps: int, spec: DeviceSpec) -> int:
+    """The most registers (of 4 bytes) of a thread of one of so many workers, each of so many warps,
+    so that a multiprocessor has room for all its workers; 0: no matter how many."""
+    each = max(WORKERS, -(-count // spec.cores))
+    most = spec.registers // 4 // (each * 32 * warps)
     return most if LEAST_REGISTERS <= most < 256 else 0
 
 

@@ -230,8 +230,9 @@ def _configs(
             values.append(("STAGES", stages))
         warps = max(c.num_warps for c in chosen)
         most = max(c.registers for c in chosen)
-        if any(f.kind == "chunk" for f in forms):
-            most = registers(warps, spec)
+        workers = [n.chunk[1] for n in nests if n.chunk is not None]
+        if workers:
+            most = registers(max(workers), warps, spec)
         out.append(Config(tuple(values), warps, stages, most))
     return tuple(dict.fromkeys(out))
 

@@ -37,12 +37,14 @@ from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form
 from deuteron.codegen.triton.turn import Turn
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Index, product, substitute
+from deuteron.ir.index import Index, const, product, substitute
 from deuteron.schedule.kernel import Fold, Prefix
 
 # Bytes of a thread that it reads before it has a row's folds. H200, 2048 rows of 131072, bf16, us:
 # RMS norm (64 bytes) 303 without and 278 with that, layer norm (128) 353 and 425.
 AHEAD = 64
+# A worker that has so many blocks of rows has no part of one.
+MANY = 12
 X: Dims = frozenset("x")
 R: Dims = frozenset("r")
 
@@ -61,7 +63,7 @@ class Names:
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
 
 
-def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
+def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
     """The dimensions of a form; one is masked unless every candidate block divides it."""
     out = []
     for place, (name, axes) in enumerate(form.dims):
@@ -69,7 +71,7 @@ def dims_of(form: Form, names: Names) -> tuple[Dim, ...]:
         count = dim.count.value
         exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in form.candidates)
         if form.kind == "chunk" and name == "x":
-            exact = False
+            exact = whole_blocks(loops, form)
         if form.team > 1 and name == "x":  # whose blocks are of one row
             exact = True
         if form.start is not None and name == "r":
@@ -84,7 +86,7 @@ def write_nest(
     """The lines of a nest's function, which has `pid`, the program's number within the nest; and
     whether it asserts anything.
     """
-    em = Emitter(dims_of(form, names), names.pointers, numbers, names.index_type)
+    em = Emitter(dims_of(loops, form, names), names.pointers, numbers, names.index_type)
     em.stages, em.float8 = names.stages, names.float8
     em.group, em.apart, em.terms = form.group, form.apart, form.terms
     em.block = max((b.of("r") for b in form.candidates if "r" in dict(b.sizes)), default=0)
@@ -553,7 +555,7 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
         step = f"{count} * {x.block}"
         em.turn.begin(em)
     elif axis in x.axes:
-        each = em.index((axis.extent + (count - 1)) // count)
+        each = em.index(places_each(loops, form))
         outer.add(f"low = worker * ({each}) * ({inner})")
         outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
     else:
@@ -585,6 +587,29 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
     for p in loops.parts:
         if isinstance(p, ColumnFold) and whole:
             store_column(em, p, columns[p.name])
+
+
+def places_each(loops: Loops, form: Form) -> Index:
+    """Places of the chunked axis that a worker has: blocks of them, where they are many."""
+    assert loops.chunk is not None
+    axis, count = loops.chunk
+    each, block = (axis.extent + (count - 1)) // count, max(b.of("x") for b in form.candidates)
+    if each.value is None or each.value < MANY * block:
+        return each
+    return const(-(-each.value // block) * block)
+
+
+def whole_blocks(loops: Loops, form: Form) -> bool:
+    """Whether the rows of every worker are whole blocks: then none is masked, which would cost a
+    selection of every value that is kept over the rows."""
+    assert loops.chunk is not None
+    axes, (axis, _) = dict(form.dims)["x"], loops.chunk
+    rows, each = product(a.extent for a in axes).value, _others(loops).value
+    if axis in axes and each is not None:
+        each *= places_each(loops, form).value or 0
+    if rows is None or each is None or form.start is not None:
+        return all(b.of("x") == 1 for b in form.candidates)
+    return all(n % b.of("x") == 0 for n in (rows, each) for b in form.candidates)
 
 
 def _others(loops: Loops) -> Index:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #     4 terms, 8, 16, 32 elements    59, 51, 43     99, 147, 86      78, 88, 72
 #     2 terms                        50, 43, 38    142, 154, 211    109, 81, 106
 WIDEST, EACH, TERMS = 1024, 32, 4
+# Registers of a thread at most, so that more programs wait for memory: all that it has (96) is for
+# terms that most rows do not have.
+REGISTERS = 80
 # With fewer columns a tile has several rows instead of several terms, and so many elements.
 LEAST_WIDE, ELEMENTS = 64, 256
 
@@ -80,4 +83,4 @@ def enter_row(em: Emitter, axes: Sequence[Axis], program: str) -> None:
         below = below * a.extent
 
 
-__all__ = ["EACH", "TERMS", "enter_row", "ragged_tile", "write_ragged"]
+__all__ = ["EACH", "REGISTERS", "TERMS", "enter_row", "ragged_tile", "write_ragged"]

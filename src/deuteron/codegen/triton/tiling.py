@@ -27,7 +27,7 @@ from deuteron.codegen.loops import (
     points,
     stride,
 )
-from deuteron.codegen.triton.ragged import EACH, TERMS, ragged_tile
+from deuteron.codegen.triton.ragged import EACH, REGISTERS, TERMS, ragged_tile
 from deuteron.codegen.triton.reading import (
     below,
     bytes_along,
@@ -205,7 +205,8 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     order = point_order(loops)
     if (found := ragged_tile(loops, order)) is not None:
         dims, sizes, single = found
-        tile = Blocks(sizes, warps_for(math.prod(n for _, n in sizes), EACH))
+        most = REGISTERS if single and widest(loops) <= 4 else 0
+        tile = Blocks(sizes, warps_for(math.prod(n for _, n in sizes), EACH), registers=most)
         return Form("points", dims, (tile,), single=single, terms=TERMS if single else 1)
     other = _second_contiguous(loops, order)
     if other is not None:

@@ -48,16 +48,34 @@ Written by `deuteron bench --report`; nothing here is typed by hand. How it is m
 
 def markdown(documents: Sequence[Row], before: str = "") -> str:
     """The whole document. `before` is what is replaced: what it says of machines that no document
-    names stays."""
+    names, and of suites that none has of a machine, stays."""
     sections = {
         x.split("\n", 1)[0]: x.rstrip() for x in re.split(r"^(?=## )", before, flags=re.M)[1:]
     }
     made: dict[str, list[str]] = {}
     for key in dict.fromkeys(machine_key(d) for d in documents):
         lines = machine_part([d for d in documents if machine_key(d) == key])
-        made.setdefault(lines[0], []).append("\n".join(lines))
+        text = "\n".join(lines)
+        made.setdefault(lines[0], []).append(text + others(text, sections.get(lines[0], "")))
     sections |= {title: "\n\n".join(texts) for title, texts in made.items()}
     return "\n\n".join((HEAD, *sections.values())).rstrip() + "\n"
+
+
+def others(text: str, before: str) -> str:
+    """What a machine's part said of suites that its new one does not have, with the commands that
+    measured them."""
+    tables = re.split(r"^(?=### )", before, flags=re.M)[1:]
+    kept = {t[4:].split("\n", 1)[0]: t.rstrip() for t in tables}
+    kept = {name: t for name, t in kept.items() if f"\n### {name}\n" not in text}
+    if not kept:
+        return ""
+    commands = [
+        c
+        for c in re.findall(r"^    deuteron bench .*", before, flags=re.M)
+        if kept.keys() & set(c.split()) and c not in text
+    ]
+    lines = ["", "", "Measured before:", "", *commands]
+    return "\n".join(lines) + "".join(f"\n\n{t}" for t in kept.values())
 
 
 def machine_key(document: Row) -> tuple[str, str, str]:
