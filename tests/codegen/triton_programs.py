@@ -33,6 +33,7 @@ from deuteron.tools.concurrent import together
 from deuteron.tools.interpret import readable
 from tests.schedule import tools
 from tests.schedule.test_fusion import COUNTS
+from tests.schedule.test_reindex import placed
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
 
@@ -76,6 +77,14 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
             torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e38]).expand(8, 7).contiguous(),
             torch.tensor([6.0, -6.0, 0.0, -0.0, 1e30, -1e30, 1e-30, -1e-30]),
         ),
+    ),
+    "a permuted copy and its sum": (
+        lambda x: ((y := placed(x)), y.sum((0, 1, 2))),
+        (torch.randn(16, 64, 40),),
+    ),
+    "sum of permuted rows": (
+        lambda x: (placed(x).sum((0, 1, 2)), x.roll(5, 1).flip(1).amax(1)),
+        (torch.randn(16, 64, 40),),
     ),
     "matrix-vector": (lambda a, b: torch.mv(a, b).relu(), (torch.randn(30, 70), torch.randn(70))),
 }

@@ -41,6 +41,7 @@ WHOLE = frozenset(
         "max_pool2d_with_indices_backward",
         "_adaptive_avg_pool2d",
         "index_select",
+        "roll",
         *(f"{p}_pad{d}d" for p in ("reflection", "replication") for d in (1, 2, 3)),
         *(f"{u}{d}d" for u in ("upsample_nearest", "_upsample_nearest_exact") for d in (1, 2, 3)),
     )

@@ -5,6 +5,7 @@ In: a `Program`. Out: a `Schedule`, and every decision in the Record. The passes
     normalize    canonical axes; producers written into their readers
     dag          what must run before what
     fuse         best-first merges: `legality` says whether, `profit` says how much
+    reindex      folds over permuted points in the order of memory
     split        folds with few rows in two steps
     recompute    what is cheaper to compute again than to read
     join         short kernels in one launch
@@ -24,6 +25,7 @@ from deuteron.schedule.join import Joiner, Launch
 from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.normalize import canonical, normalize
 from deuteron.schedule.recompute import recompute
+from deuteron.schedule.reindex import reindex
 from deuteron.schedule.split import relieve
 
 
@@ -46,6 +48,7 @@ def schedule(
     fusion = Fusion(dag, layouts, owner, needed_outside(program), specs, record)
     if options.fusion:
         fusion.run()
+        reindex(fusion)
         relieve(fusion)
         recompute(fusion)
         fusion.report()

@@ -161,7 +161,26 @@ def _solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) -
         found = _from_dense(e, ours, theirs) or paired(e.ours, e.theirs, ours.axes, theirs)
         for a, i in found.items():
             table.setdefault(a, i)
+    for e in equations:
+        if not e.theirs.axes() <= table.keys():
+            for a, i in _renamed(e.ours, e.theirs, ours.axes, theirs).items():
+                table.setdefault(a, i)
     return table
+
+
+def _renamed(u: Index, v: Index, ours: Iterable[Axis], theirs: Iterable[Axis]) -> Map:
+    """The axes of `v` as axes of `u`, where those are the same but for the names of the axes, of
+    which places need not be linear (rolled, in windows)."""
+    a, b = ([x for x in axes if x in i.axes()] for axes, i in ((ours, u), (theirs, v)))
+    if len(a) != len(b) or len(a) > MOST_DIGITS:
+        return {}
+    extents = [y.extent for y in b]
+    for order in permutations(a):
+        if [x.extent for x in order] == extents:
+            table: Map = {y: x.index for x, y in zip(order, b, strict=True)}
+            if substitute(v, table) is u:
+                return table
+    return {}
 
 
 def _from_dense(e: Equation, ours: Space, theirs: Sequence[Axis]) -> Map:
