@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from deuteron.codegen.cpp import Machine
 from deuteron.ir.expr import as_position, cast, index_value, load, op
 from deuteron.ir.index import Sym, atom
 from deuteron.ir.program import contiguous
@@ -210,6 +211,22 @@ def test_scan(kind: str, dim: int) -> None:
     c = c(x, dim) if c else {"max": torch.cummax, "min": torch.cummin}[kind](x, dim).values
     torch.testing.assert_close(y, c * 2)
     torch.testing.assert_close(z, c - c.amax(dim, keepdim=True))
+
+
+@pytest.mark.parametrize("threads, columns", [(1, 64), (2, 32), (3, 32), (8, 16)])
+def test_columns_of_added_rows_are_shared(threads: int, columns: int) -> None:
+    """In whole lines, since rows that are added to one go on in order."""
+    g, at = torch.randn(300, 64), torch.randint(0, 9, (300,))
+    total = torch.zeros(9, 64)
+    want = total.double().index_add(0, at, g.double())
+    i, j = ax("i", 300), ax("j", 64)
+    place = as_position(ld("at", i, dtype="i64"))
+    nest = Nest((i, j), (), (Store("total", (place, j.index), ld("g", i, j), "point", "sum"),))
+    machine = Machine(threads, 32 << 10, 1 << 20)
+    r = run(nest, {"g": g, "at": at, "total": total}, ["total"], machine, ["g", "at"])
+    torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-5)
+    if threads > 1:
+        assert f"const long long len0 = {columns};" in r.cpp.source
 
 
 def test_gather_and_scatter_add() -> None:
