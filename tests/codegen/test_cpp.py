@@ -213,6 +213,24 @@ def test_scan(kind: str, dim: int) -> None:
     torch.testing.assert_close(z, c - c.amax(dim, keepdim=True))
 
 
+@pytest.mark.parametrize("n", [64, 65, 100, 4096, 5003])
+def test_dear_loops_of_several_vectors(n: int) -> None:
+    """Each element once, whatever is left over; a second pass over rows, and points."""
+    x, y, z = torch.randn(3, n), torch.empty(3, n), torch.empty(3, n)
+    a, r = ax("i", 3), ax("j", n)
+    top = Fold("m", "max", ld("x", a, r))
+    value = op("exp", op("mul", op("sub", ld("x", a, r), ref("m")), lit(0.5)))
+    rows = Nest((a,), (r,), (top, Store("y", idx(a, r), value, "point")))
+    value = op("add", ld("z", a, r), op("exp", ld("x", a, r)))
+    points = Nest((a, r), (), (Store("z", idx(a, r), value, "point"),))
+    z.fill_(1)
+    k = run([rows, points], {"x": x, "y": y, "z": z}, ["y", "z"], reads=["x"])
+    assert ("d_narrow &&" in k.cpp.source) == (n >= 64)
+    wide = x.double()
+    torch.testing.assert_close(y.double(), ((wide - wide.amax(1, True)) * 0.5).exp())
+    torch.testing.assert_close(z.double(), wide.exp() + 1)
+
+
 def test_error_function_in_a_sum() -> None:
     """Where only 1 + erf(x) is used, its error is that of the sum; not where erf(x) is, too."""
     x, y = torch.randn(4000) * 3, torch.empty(4000)
