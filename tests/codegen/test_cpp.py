@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from deuteron.codegen.cpp import Machine
 from deuteron.ir.expr import as_position, cast, index_value, load, op
 from deuteron.ir.index import Sym, atom
 from deuteron.ir.program import contiguous
@@ -210,6 +211,82 @@ def test_scan(kind: str, dim: int) -> None:
     c = c(x, dim) if c else {"max": torch.cummax, "min": torch.cummin}[kind](x, dim).values
     torch.testing.assert_close(y, c * 2)
     torch.testing.assert_close(z, c - c.amax(dim, keepdim=True))
+
+
+@pytest.mark.parametrize("n", [64, 65, 100, 4096, 5003])
+def test_dear_loops_of_several_vectors(n: int) -> None:
+    """Each element once, whatever is left over; a second pass over rows, and points."""
+    x, y, z = torch.randn(3, n), torch.empty(3, n), torch.empty(3, n)
+    a, r = ax("i", 3), ax("j", n)
+    top = Fold("m", "max", ld("x", a, r))
+    value = op("exp", op("mul", op("sub", ld("x", a, r), ref("m")), lit(0.5)))
+    rows = Nest((a,), (r,), (top, Store("y", idx(a, r), value, "point")))
+    value = op("add", ld("z", a, r), op("exp", ld("x", a, r)))
+    points = Nest((a, r), (), (Store("z", idx(a, r), value, "point"),))
+    z.fill_(1)
+    k = run([rows, points], {"x": x, "y": y, "z": z}, ["y", "z"], reads=["x"])
+    assert ("d_narrow &&" in k.cpp.source) == (n >= 64)
+    wide = x.double()
+    torch.testing.assert_close(y.double(), ((wide - wide.amax(1, True)) * 0.5).exp())
+    torch.testing.assert_close(z.double(), wide.exp() + 1)
+
+
+def test_error_function_in_a_sum() -> None:
+    """Where only 1 + erf(x) is used, its error is that of the sum; not where erf(x) is, too."""
+    x, y = torch.randn(4000) * 3, torch.empty(4000)
+    i = ax("i", 4000)
+    erf = op("erf", op("mul", ld("x", i), lit(0.7071067811865476)))
+    more = op("add", erf, lit(1.0))
+    wide = x.double()
+    e = torch.erf(wide * 0.7071067811865476)
+    for value, want, loose in ((more, 1 + e, True), (op("mul", more, erf), (1 + e) * e, False)):
+        r = run(Nest((i,), (), (Store("y", idx(i), value, "point"),)), {"x": x, "y": y}, ["y"])
+        assert ("d_erf_of_sum(" in r.cpp.source) == loose
+        eager = 1 + torch.erf(x * 0.7071067811865476)
+        eager = eager if loose else eager * torch.erf(x * 0.7071067811865476)
+        assert (y - want).abs().max() <= 2 * (eager - want).abs().max()
+
+
+def test_logarithm_of_one_and_a_decay() -> None:
+    """Needs no range but that from 0 to 1, nor does the exponential more than what is below 1."""
+    x, y = torch.cat([torch.randn(100) * 9, torch.tensor([0.0, 200.0, math.inf])]), torch.empty(103)
+    i = ax("i", 103)
+    value = op("log1p", op("exp", op("neg", op("abs", ld("x", i)))))
+    r = run(Nest((i,), (), (Store("y", idx(i), value, "point"),)), {"x": x, "y": y}, ["y"])
+    assert "d_log1p_unit(" in r.cpp.source and "d_exp_below(" in r.cpp.source
+    want = x.double().abs().neg().exp().log1p()
+    torch.testing.assert_close(y.double(), want, rtol=5e-7, atol=1e-40)
+
+
+@pytest.mark.parametrize("threads, columns", [(1, 64), (2, 32), (3, 32), (8, 16)])
+def test_columns_of_added_rows_are_shared(threads: int, columns: int) -> None:
+    """In whole lines, since rows that are added to one go on in order."""
+    g, at = torch.randn(300, 64), torch.randint(0, 9, (300,))
+    total = torch.zeros(9, 64)
+    want = total.double().index_add(0, at, g.double())
+    i, j = ax("i", 300), ax("j", 64)
+    place = as_position(ld("at", i, dtype="i64"))
+    nest = Nest((i, j), (), (Store("total", (place, j.index), ld("g", i, j), "point", "sum"),))
+    machine = Machine(threads, 32 << 10, 1 << 20)
+    r = run(nest, {"g": g, "at": at, "total": total}, ["total"], machine, ["g", "at"])
+    torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-5)
+    if threads > 1:
+        assert f"const long long len0 = {columns};" in r.cpp.source
+
+
+def test_one_and_an_exponential() -> None:
+    """Is one call, unless the exponential is used besides."""
+    x, y = torch.randn(100).clamp(-4, 4) * 20, torch.empty(100)
+    i = ax("i", 100)
+    power = op("exp", op("neg", ld("x", i)))
+    more = op("add", lit(1.0), power)
+    for value, alone in ((op("div", ld("x", i), more), True), (op("div", power, more), False)):
+        r = run(Nest((i,), (), (Store("y", idx(i), value, "point"),)), {"x": x, "y": y}, ["y"])
+        assert ("d_one_and_exp(" in r.cpp.source) == alone
+        wide = x.double()
+        e = torch.exp(-wide)
+        want = (wide if alone else e) / (1 + e)
+        torch.testing.assert_close(y.double(), want, rtol=5e-7, atol=1e-37)
 
 
 def test_gather_and_scatter_add() -> None:

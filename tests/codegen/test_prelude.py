@@ -143,7 +143,10 @@ def source() -> str:
             for n in INTEGER
         ]
     parts += [loop(n, f"const {a} *__restrict a", o, e) for n, (e, a, o) in CONVERSIONS.items()]
-    parts.append(loop("exp_below", "const f32 *__restrict a", "f32", "d_exp_below(a[i])"))
+    parts += [
+        loop(n, "const f32 *__restrict a", "f32", f"d_{n}(a[i])")
+        for n in ("exp_below", "one_and_exp", "log1p_unit", "erf_of_sum")
+    ]
     scale = "d_divisor_scale(b[i])"
     parts += [
         loop(
@@ -302,6 +305,27 @@ def test_exp_of_no_positive_number(built: tuple[ctypes.CDLL, str, str]) -> None:
     x = torch.cat([samples(), torch.linspace(-120, 0, 1 << 16)])
     x = x[~(x > 0)]
     check(call(built, "exp_below", torch.float32, x), x.double().exp(), 2, x)
+
+
+def test_one_and_an_exponential(built: tuple[ctypes.CDLL, str, str]) -> None:
+    x = torch.cat([samples(), torch.linspace(-120, 120, 1 << 16)])
+    check(call(built, "one_and_exp", torch.float32, x), x.double().exp() + 1, 1.5, x)
+
+
+def test_erf_of_a_sum(built: tuple[ctypes.CDLL, str, str]) -> None:
+    """Within 2^-23 of it, and 1 where the exact one is."""
+    x = torch.cat([samples(), torch.linspace(-6, 6, 1 << 18)])
+    got = call(built, "erf_of_sum", torch.float32, x)
+    want = torch.erf(x.double())
+    assert torch.equal(got.isnan(), x.isnan())
+    assert ((got - want).abs().nan_to_num(0) <= 2.0**-23).all()
+    assert torch.equal(got[x.abs() > 4], torch.sign(x[x.abs() > 4]))
+
+
+def test_log1p_of_a_unit(built: tuple[ctypes.CDLL, str, str]) -> None:
+    x = torch.cat([samples().abs(), torch.linspace(0, 1, 1 << 16)])
+    x = x[~(x > 1)]
+    check(call(built, "log1p_unit", torch.float32, x), x.double().log1p(), 1.5, x)
 
 
 @pytest.mark.parametrize("name, limit", [("div_by", 0.5), ("div_by_fast", 2.0)])

@@ -196,7 +196,7 @@ def log1p_of_unit(n: Expr) -> bool:
     if n.op != "log1p" or n.dtype != "f32" or n.args[0].op not in ("exp", "exp2"):
         return False
     power = n.args[0].args[0]
-    return power.op == "neg" and _positive(power.args[0])
+    return power.op == "neg" and not_negative(power.args[0])
 
 
 def one_more(n: Expr) -> Expr | None:
@@ -222,21 +222,21 @@ def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
 
 def _whole(n: Expr) -> bool:
     """No difference: a sum only of what is known to be no negative number."""
-    return n.op not in ("add", "sub") or n.op == "add" and all(map(_positive, n.args))
+    return n.op not in ("add", "sub") or n.op == "add" and all(map(not_negative, n.args))
 
 
-def _positive(n: Expr) -> bool:
+def not_negative(n: Expr) -> bool:
     if n.op in ("add", "mul"):
-        return all(map(_positive, n.args))
+        return all(map(not_negative, n.args))
     if n.op == "cast":
-        return _positive(n.args[0])
+        return not_negative(n.args[0])
     return n.op in ("exp", "exp2", "sigmoid", "abs", "sqrt") or n.op == "literal" and n.attr >= 0
 
 
 def at_least_one(n: Expr) -> bool:
     """Whether it is 1 and what is no negative number: no reciprocal of it needs a scale."""
     ones = [a.op == "literal" and a.attr >= 1.0 for a in n.args] if n.op == "add" else []
-    return any(ones) and all(map(_positive, n.args))
+    return any(ones) and all(map(not_negative, n.args))
 
 
 def of_bf16(n: Expr) -> bool:
@@ -275,6 +275,7 @@ __all__ = [
     "half_more",
     "inexact",
     "log1p_of_unit",
+    "not_negative",
     "of_bf16_or_zero",
     "one_more",
     "packed",

@@ -20,6 +20,7 @@ from math import frexp, prod
 from deuteron.base.text import plain_name
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.folds import Accumulator
+from deuteron.codegen.precision import log1p_of_unit, not_negative
 from deuteron.ir.expr import FLOATS, INTS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, hint, is_nonneg
 
@@ -67,6 +68,8 @@ class Emitter:
         self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
         self.loose: frozenset[Expr] = frozenset()  # see `precision`
         self.tops: dict[str, Expr] = {}  # the nest's maxima, and of what they are
+        self.shared: frozenset[Expr] = frozenset()  # exponentials with several uses
+        self.summed: frozenset[Expr] = frozenset()  # erf of which only 1 + erf is used
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
         self.guard: str | None = None
         self.guard_level = 0
@@ -269,9 +272,20 @@ class Emitter:
         if node in self.near:
             self.used |= scalars.NEAR_USES
             return kind, f"d_{node.op}_near({args[0]})"
-        if node.op == "exp" and node.dtype == "f32" and self.is_below_top(node.args[0]):
+        if node.op == "exp" and node.dtype == "f32" and self.is_not_positive(node.args[0]):
             self.used.add("d_exp_below")
             return kind, f"d_exp_below({args[0]})"
+        if node in self.summed:
+            self.used.add("d_erf_of_sum")
+            return kind, f"d_erf_of_sum({args[0]})"
+        if log1p_of_unit(node):
+            self.used.add("d_log1p_unit")
+            return kind, f"d_log1p_unit({args[0]})"
+        if node.op == "add" and node.dtype == "f32":
+            power = one_and_exp(node)
+            if power is not None and power not in self.shared:  # which the compiler leaves out
+                self.used.add("d_one_and_exp")
+                return kind, f"d_one_and_exp({self.value(power.args[0])})"
         if node.op in ("maximum", "minimum") and node.dtype in FLOATS:
             # One instruction: what the comparison with NaN leaves is the other argument.
             for limit, x, text in zip(node.args, reversed(node.args), reversed(args), strict=True):
@@ -320,8 +334,11 @@ class Emitter:
             self.used.add("d_divisor_scale")
         return scope.divisors[b]
 
-    def is_below_top(self, e: Expr) -> bool:
-        """Whether it is the difference of a row's element from the row's maximum."""
+    def is_not_positive(self, e: Expr) -> bool:
+        """Whether it is the difference of a row's element from the row's maximum, or the negative
+        of what is no negative number."""
+        if e.op == "neg":
+            return not_negative(e.args[0])
         if e.op != "sub" or e.args[1].op != "load":
             return False
         return self.tops.get(e.args[1].attr[0]) is e.args[0]
@@ -409,6 +426,14 @@ class Emitter:
         name = "d_index_div" if isinstance(a, Div) else "d_index_mod"
         self.used.add(name)
         return f"{name}({num}, {den})"
+
+
+def one_and_exp(node: Expr) -> Expr | None:
+    """The exponential in ``1 + exp(x)``."""
+    for one, power in (node.args, node.args[::-1]):
+        if one.op == "literal" and one.attr == 1.0 and power.op == "exp":
+            return power
+    return None
 
 
 def made_whole(node: Expr) -> bool:

@@ -13,6 +13,7 @@ equal when the memory planner reuses an operand that dies in the kernel.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,9 +32,9 @@ from deuteron.codegen.cpp.rows import write_chunked, write_rows
 from deuteron.codegen.cpp.streams import streams
 from deuteron.codegen.cpp.support import sections, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
-from deuteron.codegen.loops import Loops, Write, prepare
-from deuteron.codegen.precision import inexact
-from deuteron.ir.expr import index_value
+from deuteron.codegen.loops import Loops, Write, prepare, unique_nodes
+from deuteron.codegen.precision import inexact, one_more
+from deuteron.ir.expr import Expr, children, index_value
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix
@@ -150,6 +151,7 @@ def generate_for(
         em = Emitter(pointers, used, numbers)
         em.tops = {p.name: p.body for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}
         em.loose = inexact(loops, lambda e: False).loose
+        em.shared, em.summed = _shared_powers(loops), _summed(loops)
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
         env = Env(loops, em, machine, threaded, shared, past, tiles_past)
         write_nest(env)
@@ -208,6 +210,22 @@ def translation_unit(kernels: Sequence[CppKernel]) -> str:
     return "\n".join(
         [*head, prelude(used - sections().keys()), support(used), *(k.source for k in kernels), ""]
     )
+
+
+def _shared_powers(loops: Loops) -> frozenset[Expr]:
+    """Exponentials that are used more than once."""
+    roots = loops.roots()
+    users = Counter(c for n in unique_nodes(roots) for c in children(n) if c.op == "exp")
+    users.update(r for r in roots if r.op == "exp")
+    return frozenset(e for e, count in users.items() if count > 1)
+
+
+def _summed(loops: Loops) -> frozenset[Expr]:
+    """Error functions of which only ``1 + erf(x)`` is used."""
+    roots = loops.roots()
+    users = [(c, n) for n in unique_nodes(roots) for c in children(n) if c.op == "erf"]
+    others = {c for c, n in users if one_more(n) is not c} | set(roots)
+    return frozenset(c for c, _ in users if c.dtype == "f32" and c not in others)
 
 
 def write_nest(env: Env) -> None:

@@ -10,14 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, smaller
 from deuteron.codegen.cpp.folds import Accumulator, combine
-from deuteron.codegen.cpp.passes import Pass, plan
+from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass, plan
 from deuteron.codegen.cpp.segments import cuts, pieces
 from deuteron.codegen.cpp.short import short_loop
 from deuteron.codegen.cpp.streams import buffer, place_of, streamed
-from deuteron.codegen.loops import ColumnFold, Loops, Part, Rewriter, Write
+from deuteron.codegen.loops import (
+    ColumnFold,
+    Loops,
+    Part,
+    Rewriter,
+    Write,
+    roots_of,
+    unique_nodes,
+)
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Atom, Axis, Index, const, determined, hint, product, substitute
 from deuteron.schedule.kernel import Fold, Prefix
@@ -25,6 +34,10 @@ from deuteron.schedule.kernel import Fold, Prefix
 ROW = Axis(
     "row", 1
 )  # provided by the scope of one row: what depends on a fold's result is not hoisted out of it
+# Elements that a long loop of dear arithmetic takes at a time where registers are short: four
+# vectors share what the loop itself costs (layer norm and GELU of f32, AVX2: 0.83 of the time with
+# 32, 0.87 with 16; with AVX-512 and g++ 13 from 1.00 to 1.09).
+UNROLLED = 32
 
 
 @dataclass(frozen=True)
@@ -349,6 +362,14 @@ class PassWriter:
                 em.scope.add(em.simd(scope))
             em.scope.loop(head, scope.lines)
 
+        if not past and simd and self.is_dear(seg):
+            em.used.add("d_narrow")
+            with em.inside() as block:
+                loop(f"for (int l = 0; l < {UNROLLED}; ++l)", "l")
+            head = f"for (; d_narrow && {name} + {UNROLLED} <= {high}; {name} += {UNROLLED})"
+            em.scope.add(f"long long {name} = {low};")
+            em.scope.loop(head, block.lines)
+            low, name = name, em.fresh("i_")
         if not past:
             loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", "")
             return
@@ -374,6 +395,11 @@ class PassWriter:
         em.scope.loop(
             f"for (long long {name} = {first}; {name} < {last}; {name} += {lanes})", block.lines
         )
+
+    def is_dear(self, seg: Segment) -> bool:
+        """Whether the arithmetic of a long loop is worth more than one vector at a time."""
+        nodes = unique_nodes(r for p in seg.parts for r in roots_of(p))
+        return hint(seg.count) >= 2 * UNROLLED and flops_of(nodes) > KEEP_FLOPS
 
     def drawn_loop(
         self,

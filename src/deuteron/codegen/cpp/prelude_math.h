@@ -3,28 +3,30 @@
 // ------------------------------------------------------------------------------------- exp and log
 
 //@ d_exp_part
-// e^t = p * 2^n with |log2 p| <= 1/2; t within +-2^21. 1.5 * 2^23 is added so that the mantissa's
-// low bits hold n; they are returned as they are, and `(s << 23) + 0x3f800000` are the bits of 2^n.
-// q: 2^-28.2.
-D_FN f32 d_exp_part(f32 t, u32 &s) {
-  f32 sum = d_fma(t, 1.44269504f, 12582912.0f);
-  f32 k = sum - 12582912.0f;
+// e^t = p * 2^n with |log2 p| <= 1/2; t within +-2^21. 1.5 * 2^23 and a bias are added so that the
+// mantissa's low bits hold n + bias, which are returned as they are: `s << 23` are the bits of 2^n
+// where the bias is 127. q: 2^-28.2.
+template <i32 bias> D_FN f32 d_exp_part(f32 t, u32 &s) {
+  constexpr f32 whole = 12582912.0f + bias;
+  f32 sum = d_fma(t, 1.44269504f, whole);
+  f32 k = sum - whole;
   f32 r = d_fma(k, -0.693145752f, t);
   r = d_fma(k, -1.42860677e-06f, r);
   f32 q = d_fma(r, 0.00138383429f, 0.0083691664f);
   q = d_fma(q, r, 0.0416681021f);
   q = d_fma(q, r, 0.166665167f);
   q = d_fma(q, r, 0.49999994f);
+  q = d_fma(q, r, 1.0f);
   s = d_bits(sum);
-  return d_fma(r * r, q, r) + 1.0f;
+  return d_fma(q, r, 1.0f);
 }
 
 //@ d_scale
-// p * 2^n for n from -160 to 160, n in the low bits of s: two factors, so that large and subnormal
-// results round once.
+// p * 2^n for n from -160 to 160, n + 254 in the low bits of s: two factors, so that large and
+// subnormal results round once. Halves of s have the bias of exponents, and the shifts drop the rest.
 D_FN f32 d_scale(f32 p, u32 s) {
-  u32 h = s >> 1;  // half of n, above bits that the shifts below drop
-  return (p * d_f32((h + 127u) << 23)) * d_f32((s - h + 127u) << 23);
+  u32 h = s >> 1;
+  return (p * d_f32(h << 23)) * d_f32((s - h) << 23);
 }
 
 //@ d_exp_part64
@@ -51,7 +53,7 @@ D_FN f64 d_exp_part64(f64 t, f64 &k) {
 // What lies outside is chosen at the end: two clamps before it take the compiler seven instructions.
 D_FN f32 d_exp(f32 x) {
   u32 s;
-  f32 p = d_exp_part(x, s);
+  f32 p = d_exp_part<254>(x, s);
   f32 y = d_scale(p, s);
   y = x > 89.0f ? D_INF : y;
   return x < -105.0f ? 0.0f : y;                                 // NaN passes both
@@ -71,10 +73,21 @@ D_FN f64 d_exp(f64 x) {
 // once.
 D_FN f32 d_exp_below(f32 x) {
   u32 s;
-  f32 p = d_exp_part(x, s);
-  f32 y = (p * d_f32((s << 23) + 0x5f800000u)) * 5.42101086e-20f;  // 2^-64
+  f32 p = d_exp_part<191>(x, s);
+  f32 y = (p * d_f32(s << 23)) * 5.42101086e-20f;                // 2^-64
   return x < -105.0f ? 0.0f : y;
 }
+
+//@ d_one_and_exp
+// 1 + e^x: a power that the sum does not show need not be exact, and one rounding makes the sum.
+D_FN f32 d_one_and_exp(f32 x) {
+  f32 t = -80.0f > x ? -80.0f : x;
+  t = 89.0f < t ? 89.0f : t;
+  u32 s;
+  f32 p = d_exp_part<126>(t, s);                                 // twice p, half of 2^n
+  return d_fma(p + p, d_f32(s << 23), 1.0f);
+}
+D_FN f64 d_one_and_exp(f64 x) { return 1.0 + d_exp(x); }
 
 //@ d_divisor_scale
 // For many divisions by b: a power of two with b's sign, times which b is positive and has a
@@ -106,9 +119,10 @@ D_FN f32 d_div_by_fast(f32 a, f32, f32 inverse, f32 scale) { return a * inverse 
 
 //@ d_exp2_part
 // 2^t = p * 2^n as d_exp_part; 2^-25.9, all of it the rounding of ln 2.
-D_FN f32 d_exp2_part(f32 t, u32 &s) {
-  f32 sum = t + 12582912.0f;
-  f32 r = t - (sum - 12582912.0f);
+template <i32 bias> D_FN f32 d_exp2_part(f32 t, u32 &s) {
+  constexpr f32 whole = 12582912.0f + bias;
+  f32 sum = t + whole;
+  f32 r = t - (sum - whole);
   f32 q = d_fma(r, 0.000153532441f, 0.00133990031f);
   q = d_fma(q, r, 0.00961843878f);
   q = d_fma(q, r, 0.0555033199f);
@@ -122,7 +136,7 @@ D_FN f32 d_exp2_part(f32 t, u32 &s) {
 D_LIBM(exp2)
 D_FN f32 d_exp2(f32 x) {
   u32 s;
-  f32 p = d_exp2_part(x, s);
+  f32 p = d_exp2_part<254>(x, s);
   f32 y = d_scale(p, s);
   y = x > 130.0f ? D_INF : y;
   return x < -151.0f ? 0.0f : y;
@@ -273,6 +287,20 @@ D_FN f64 d_log1p(f64 x) {
   return __builtin_fabs(x) < 1e-20 ? x : y;
 }
 
+//@ d_log1p_unit
+// Of a number from 0 to 1: x + x^2 Q(x), 2^-27.5.
+D_FN f32 d_log1p_unit(f32 x) {
+  f32 q = d_fma(x, -0.003291074186563492f, 0.02008846029639244f);
+  q = d_fma(q, x, -0.0574604831635952f);
+  q = d_fma(q, x, 0.10661371052265167f);
+  q = d_fma(q, x, -0.15344977378845215f);
+  q = d_fma(q, x, 0.1969212144613266f);
+  q = d_fma(q, x, -0.24958020448684692f);
+  q = d_fma(q, x, 0.33330464363098145f);
+  q = d_fma(q, x, -0.4999993145465851f);
+  return d_fma(x * x, q, x);
+}
+
 //@ d_log_tail40
 // d_log_tail64 to 2^-45: f32 functions that need more than f32.
 D_FN f64 d_log_tail40(f64 f, f64 e) {
@@ -333,8 +361,12 @@ template <class T> D_FN T d_pow(T x, T n) { return (T)d_pow((i64)x, (i64)n); }
 
 //@ d_sigmoid
 // ATen's formula.
-D_FN f32 d_sigmoid(f32 x) { return 1.0f / (1.0f + d_exp(-x)); }
-D_FN f64 d_sigmoid(f64 x) { return 1.0 / (1.0 + d_exp(-x)); }
+D_FN f32 d_sigmoid(f32 x) { return 1.0f / d_one_and_exp(-x); }
+D_FN f64 d_sigmoid(f64 x) { return 1.0 / d_one_and_exp(-x); }
+
+//@ d_signed
+// A number that is not negative, with the sign of x.
+D_FN f32 d_signed(f32 y, f32 x) { return d_f32(d_bits(y) | (d_bits(x) & 0x80000000u)); }
 
 //@ d_tanh
 D_LIBM(tanh)
@@ -347,11 +379,10 @@ D_FN f32 d_tanh(f32 x) {
   q = d_fma(q, z, -0.333332986f);
   f32 low = d_fma(q, z * a, a);
   u32 s;
-  f32 t = a > 10.0f ? 20.0f : a + a;
-  f32 p = d_exp_part(t, s);
-  f32 e = p * d_f32((s << 23) + 0x3f800000u);
-  f32 high = 1.0f - 2.0f / (e + 1.0f);
-  return __builtin_copysignf(a < 0.6f ? low : high, x);
+  f32 t = 10.0f < a ? 10.0f : a;
+  f32 p = d_exp_part<127>(t + t, s);
+  f32 high = 1.0f - 2.0f / d_fma(p, d_f32(s << 23), 1.0f);
+  return d_signed(a < 0.6f ? low : high, x);
 }
 D_SLOW f64 d_tanh(f64 x) { return tanh(x); }
 
@@ -365,9 +396,9 @@ D_FN f32 d_sinh(f32 x) {
   q = d_fma(q, z, 0.166666672f);
   f32 low = d_fma(q, z * a, a);
   u32 s;
-  f32 p = d_exp_part(a > 91.0f ? 91.0f : a, s);
+  f32 p = d_exp_part<254>(91.0f < a ? 91.0f : a, s);
   f32 h = d_scale(p, s - 1u);
-  return __builtin_copysignf(a < 1.0f ? low : h - 0.25f / h, x);
+  return d_signed(a < 1.0f ? low : h - 0.25f / h, x);
 }
 D_SLOW f64 d_sinh(f64 x) { return sinh(x); }
 
@@ -376,7 +407,7 @@ D_LIBM(cosh)
 D_FN f32 d_cosh(f32 x) {
   f32 a = __builtin_fabsf(x);
   u32 s;
-  f32 p = d_exp_part(a > 91.0f ? 91.0f : a, s);
+  f32 p = d_exp_part<254>(91.0f < a ? 91.0f : a, s);
   f32 h = d_scale(p, s - 1u);
   return h + 0.25f / h;
 }

@@ -196,7 +196,7 @@ D_FN f32 d_erf(f32 x) {
   q = d_fma(q, z, -0.376126289f);
   q = d_fma(q, z, 0.128379166f);
   f32 low = d_fma(q, a, a);
-  f32 t = a > 4.0f ? 4.0f : a;
+  f32 t = 4.0f < a ? 4.0f : a;
   f32 l = d_fma(t, -3.05264912e-05f, 0.000627850823f);
   l = d_fma(l, t, -0.00602258462f);
   l = d_fma(l, t, 0.0362526216f);
@@ -205,11 +205,28 @@ D_FN f32 d_erf(f32 x) {
   l = d_fma(l, t, -1.62955403f);
   l = d_fma(l, t, 0.000253731123f);
   u32 n;
-  f32 p = d_exp2_part(l, n);
-  f32 high = d_fma(-p, d_f32((n << 23) + 0x3f800000u), 1.0f);
-  return __builtin_copysignf(a < 0.92f ? low : high, x);
+  f32 p = d_exp2_part<127>(l, n);
+  f32 high = d_fma(-p, d_f32(n << 23), 1.0f);
+  return d_signed(a < 0.92f ? low : high, x);
 }
 D_SLOW f64 d_erf(f64 x) { return erf(x); }
+
+//@ d_erf_of_sum
+// For 1 + erf(x): within 2^-23, the unit in the last place of such a sum from 1 on.
+D_FN f32 d_erf_of_sum(f32 x) {
+  f32 a = __builtin_fabsf(x), t = 4.0f < a ? 4.0f : a;
+  f32 l = d_fma(t, -4.438496398506686e-05f, 0.0004372269904706627f);
+  l = d_fma(l, t, -0.001461380859836936f);
+  l = d_fma(l, t, -0.0008233512635342777f);
+  l = d_fma(l, t, 0.0283000860363245f);
+  l = d_fma(l, t, -0.14850568771362305f);
+  l = d_fma(l, t, -0.918410062789917f);
+  l = d_fma(l, t, -1.6279093027114868f);
+  l = d_fma(l, t, 2.1717637466167616e-08f);
+  u32 n;
+  f32 p = d_exp2_part<127>(l, n);
+  return d_signed(__builtin_fabsf(d_fma(-p, d_f32(n << 23), 1.0f)), x);
+}
 
 //@ d_erfc
 D_LIBM(erfc)

@@ -295,6 +295,14 @@ template <class T> D_FN void d_transpose_past(
     d_transpose_to<true>(from, from_stride, to, to_stride, rows, columns);
 }
 
+//@ d_narrow
+// Whether vectors are shorter than a line.
+#if defined(__AVX512F__)
+constexpr bool d_narrow = false;
+#else
+constexpr bool d_narrow = true;
+#endif
+
 //@ d_near
 // sin and cos of arguments below 8192: prelude's, without the reduction of large arguments.
 D_FN f32 d_trig_near(f32 x, u32 &quadrant) {
