@@ -931,9 +931,7 @@ def chunk_persistent() -> Case:
 
 @case
 def chunk_looped() -> Case:
-    return norm_backward(
-        13, 20, 4, atom(Sym("s0", 0, 64)), sizes={"s0": 20}, blocks={"RBLOCK": 8, "XBLOCK": 2}
-    )
+    return norm_backward(13, 20, 4, atom(Sym("s0", 0, 64)), sizes={"s0": 20}, blocks={"RBLOCK": 8})
 
 
 @case
