@@ -67,3 +67,10 @@ def test_the_walked_program_is_todays() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "architecture.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, "run `python scripts/architecture.py`\n" + done.stderr[-2000:]
+
+
+@pytest.mark.xdist_group("told")
+def test_groups_of_tests_are_of_one_worker(request: pytest.FixtureRequest) -> None:
+    """As versions of pytest and its xdist have it that fit one another (`interpreting.reported`)."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@told")
