@@ -71,6 +71,6 @@ def test_the_walked_program_is_todays() -> None:
 
 @pytest.mark.xdist_group("told")
 def test_groups_of_tests_are_of_one_worker(request: pytest.FixtureRequest) -> None:
-    """As versions of pytest and its xdist have it that fit one another (`interpreting.reported`)."""
+    """They are where pytest and its xdist fit one another (see `interpreting.reported`)."""
     if getattr(request.config.option, "loadgroup", False):
         assert request.node.nodeid.endswith("@told")
