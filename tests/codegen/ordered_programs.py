@@ -1,5 +1,6 @@
 """Additions at places that tensors hold, under Triton's interpreter: run as a script it prints one
-line of JSON for each call of each program, with the errors against float64 and eager's."""
+line of JSON for each call of each program, with the errors against float64 and eager's. Each runs
+twice: with the order by which it is compiled, and with the library's sort."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from deuteron.lower.ordered import Ordered
 
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], list[tuple[Any, ...]]]
@@ -26,8 +29,8 @@ def add(x: Any, i: Any, v: Any) -> Any:
     return x.index_add(0, i, v)
 
 
-def embedding(padding: int) -> Callable[..., Any]:
-    return lambda g, i: aten.embedding_dense_backward(g, i, 37, padding, False)
+def embedding(padding: int, rows: int = 37) -> Callable[..., Any]:
+    return lambda g, i: aten.embedding_dense_backward(g, i, rows, padding, False)
 
 
 def cases() -> dict[str, Case]:
@@ -65,6 +68,14 @@ def cases() -> dict[str, Case]:
         lambda x, i, v, j, u: x.index_add(0, i, v).index_add(0, j, u) * 2,
         [(r(40, 32), places("any", 100), r(100, 32), places("any", 70), r(70, 32))],
     )
+    for kind in ("any", "mostly one"):
+        i = places(kind, 150, rows=500)
+        out[f"few of many rows, {kind}"] = (add, [(r(500, 80), i, r(150, 80))])
+        i = places(kind, 2, 150, rows=700)
+        g = r(2, 150, 64).bfloat16()
+        out[f"most words unused, {kind}"] = (embedding(1, 700), [(g, i)])
+    i = places("mostly one", 40, rows=9), places("any", 40, rows=30) - 30
+    out["few of many pairs"] = (put, [(r(9, 30, 20).half(), r(40, 20).half(), *i)])
     out["none"] = (add, [(r(40, 32), places("any", 0), r(0, 32))])
     out["a single one"] = (add, [(r(40, 32), places("any", 1), r(1, 32))])
     out["with arithmetic before and behind"] = (
@@ -95,7 +106,13 @@ def errors(f: Callable[..., Any], args: tuple[Any, ...], got: torch.Tensor) -> d
 def main() -> None:
     from deuteron.tools.interpret import interpreted
 
-    torch.manual_seed(0)
+    for few in (Ordered.few, lambda self: False):
+        Ordered.few = few  # type: ignore[method-assign]
+        torch.manual_seed(0)
+        run(interpreted)
+
+
+def run(interpreted: Any) -> None:
     for name, (f, calls) in cases().items():
         torch._dynamo.reset()
         compiled = torch.compile(f, backend=interpreted, dynamic=len(calls) > 1)

@@ -432,6 +432,23 @@ def convolution_backward(
     return dx, dw, bias
 
 
+# -- embeddings ------------------------------------------------------------------------------------
+@own("aten.embedding_dense_backward.default")
+def embedding_dense_backward(
+    grad: Tensor, indices: Tensor, rows: int, padding: int, scale_by_frequency: bool
+) -> Any:
+    """One sum of rows, rounded once. Torch's rule makes it of f32 and casts the whole table, and
+    looks again whether the indices are legal, which the forward has done."""
+    if scale_by_frequency:
+        return NotImplemented
+    indices = indices.long()
+    if padding >= 0:
+        there = (indices != padding)[(..., *[None] * (grad.dim() - indices.dim()))]
+        grad = torch.where(there, grad, 0)
+    table = grad.new_zeros((rows, *grad.shape[indices.dim() :]))
+    return aten.index_put.default(table, [indices], grad, True)
+
+
 # -- lists of tensors: optimizers ------------------------------------------------------------------
 # _foreach operator -> operator per tensor, where names or overloads differ. "List" overloads pair
 # up two lists.

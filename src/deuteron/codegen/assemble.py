@@ -26,6 +26,7 @@ SUPPORT = (
     *(
         "HOOKED",
         "as_traced",
+        "convolve",
         "empty",
         "empty_cpu",
         "empty_cuda",

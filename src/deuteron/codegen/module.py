@@ -27,7 +27,8 @@ from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, s
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const
 from deuteron.ir.program import Constant, Extern, Input, Layout, Output, Program, ViewArg
-from deuteron.memory.plan import KEPT, OUT_VARIANTS, POOLED, MemoryPlan, span
+from deuteron.memory.into import out_variant
+from deuteron.memory.plan import KEPT, POOLED, MemoryPlan, span
 from deuteron.schedule.kernel import Kernel, Schedule
 
 
@@ -402,11 +403,12 @@ class Writer:
         listed = d.op not in self.program.callables
         args = [self.argument(a, listed) for a in d.args]
         args += [f"{k}={self.argument(v, listed)}" for k, v in d.kwargs]
-        if d.op in OUT_VARIANTS:
+        into = out_variant(d)
+        if into is not None:
             assert d.names[0] is not None
             lay = self.schedule.layouts[d.names[0]]
             args.append(f"out={self.view(d.names[0], lay.shape, lay.strides, lay.offset)}")
-            self.add(f"{OUT_VARIANTS[d.op]}(", args, ")")
+            self.add(f"{into}(", args, ")")
             return
         operator = self.operator(d.op)
         names = [self.variable(n) if n is not None else "_" for n in d.names]

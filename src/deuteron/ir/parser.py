@@ -260,9 +260,8 @@ class _Reader:
         accumulate = ast.literal_eval(kwargs["accumulate"]) if "accumulate" in kwargs else None
         mask = self.expr(kwargs["mask"]) if "mask" in kwargs else None
         target = None if place.value.id == "own" else place.value.id
-        return Compute(
-            name, axes, self.expr(args[1]), layout, target, index, accumulate, origins, mask
-        )
+        value, unique = self.expr(args[1]), "unique" in kwargs
+        return Compute(name, axes, value, layout, target, index, accumulate, origins, mask, unique)
 
     def places(self, node: ast.Subscript) -> list[ast.expr]:
         return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

@@ -325,6 +325,8 @@ def _compute(d: Compute, layouts: Mapping[str, Layout]) -> list[str]:
         parts.append(f"accumulate={d.accumulate!r}")
     if d.mask is not None:
         parts.append(f"mask={texts[1]}")
+    if d.unique:
+        parts.append("unique=True")
     return [*out, f"    return store({', '.join(parts)})"]
 
 

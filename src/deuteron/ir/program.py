@@ -151,6 +151,7 @@ class Compute:
     )
     origins: tuple[Origin, ...] = ()
     mask: Expr | None = None  # points where it is false store nothing (only with `target`)
+    unique: bool = False  # no two points that store have one place, although places are loaded
 
     @property
     def store_index(self) -> tuple[Index, ...]:

@@ -304,9 +304,10 @@ class LowerContext:
         body: Expr,
         accumulate: str | None = None,
         mask: Expr | None = None,
+        unique: bool = False,
     ) -> Value:
         """A copy of `base` into which ``copy[index] (accumulate)= body`` is done for every point of
-        `axes`."""
+        `axes`; `unique`: no two of them have one place."""
         layout = self.dense_layout(self.fake())
         if layout.shape != base.shape:
             layout = Layout(base.shape, contiguous_strides(base.shape), base.dtype, self.device)
@@ -316,7 +317,16 @@ class LowerContext:
         name = self.fresh_name(wish)
         self.add(
             Compute(
-                name, axes, body, self.layouts[copy], copy, index, accumulate, self.origins(), mask
+                name,
+                axes,
+                body,
+                self.layouts[copy],
+                copy,
+                index,
+                accumulate,
+                self.origins(),
+                mask,
+                unique,
             )
         )
         return self.load(name)

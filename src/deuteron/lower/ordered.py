@@ -87,35 +87,84 @@ class Ordered:
         axes = (*rows.points, *rows.along)
         self.body = ctx.own_reductions(Tensor(axes, body), self.wish)
         self.count = product(a.extent for a in rows.points)  # of points
+        self.bits = 0  # of a point's number below its row, where both are one number
         self.shape = [x.shape[d] for d in rows.rows]
         self.size = product(self.shape)  # rows of the result
         self.widths = [x.shape[d] for d in rows.columns]
 
     def sum(self) -> Tensor:
         """x plus what comes to each of its elements."""
-        keys, self.order = self.sort()
+        if self.few():
+            self.bits = max(1, ((self.count.value or 1) - 1).bit_length())
+            keys = self.order = self.rank()
+        else:
+            keys, self.order = self.sort()
+        if self.sparse():
+            ends = self.ends(keys)
+            return self.spread(keys, ends, self.chunks(keys) if self.many() else None)
         first = self.first(keys)
-        parts = self.chunks(keys) if self.many() else None
-        return self.total(first, parts)
+        return self.total(first, self.chunks(keys) if self.many() else None)
+
+    def sparse(self) -> bool:
+        """Whether most rows have no points."""
+        return is_sparse(hint(self.count), hint(self.size))
+
+    def few(self) -> bool:
+        """Whether to count is faster than the library's sort."""
+        count, size = self.count.value, self.size.value
+        if count is None or size is None or size * count >= 2**30:
+            return False  # a row and a number have 31 bits
+        return ranking_us(count) < sorting_us(count, size)
 
     def many(self) -> bool:
         """Whether there may be runs longer than a chunk."""
         return self.count.value is None or self.count.value >= 2 * CHUNK
 
-    def sort(self) -> tuple[Tensor, Tensor]:
-        """The places in order, and the numbers of their points."""
-        ctx = self.ctx
+    def key(self) -> Expr:
+        """The row of a point (i64)."""
         at = [E.checked(index_value(self.place[d]), self.x.shape[d]) for d in self.rows.rows]
         key = at[0]
         for d, p in zip(self.rows.rows[1:], at[1:], strict=True):
             key = op("add", op("mul", key, index_value(self.x.shape[d])), p)
         if self.mask is not None:  # where it does not hold nothing is added, wherever
             key = op("where", self.mask, E.with_mask(key, self.mask), literal(0, "i64"))
-        key = self.narrow(key)
-        (axis,) = ctx.axes([self.count])
+        return key
+
+    def places(self, of: Callable[[Expr, Index], Expr]) -> Tensor:
+        """What `of` makes of each point's row and number."""
+        (axis,) = self.ctx.axes([self.count])
         numbers = unflatten(axis.index, [a.extent for a in self.rows.points])
         table: dict[Atom, Index] = dict(zip(self.rows.points, numbers, strict=True))
-        keys = ctx.define(Tensor((axis,), key.substitute(table)), wish=f"{self.wish}_places")
+        value = of(self.key().substitute(table), axis.index)
+        return self.ctx.define(Tensor((axis,), value), wish=f"{self.wish}_places")
+
+    def rank(self) -> Tensor:
+        """As `sort`, in one list: rows and numbers are one whole number, so that no two are the
+        same. Few points count who goes before them."""
+        ctx, count = self.ctx, self.count
+
+        def both(row: Expr, number: Index) -> Expr:
+            high = op("lshift", cast(row, "i32"), literal(self.bits, "i32"))
+            return op("bitwise_or", high, cast(index_value(number), "i32"))
+
+        places = self.places(both)
+
+        def before(idx: tuple[Index, ...]) -> Expr:
+            (other,) = ctx.axes([count])
+            less = op("lt", places.at([other.index]), places.at(idx))
+            return E.reduce("sum", (other,), cast(less, "i32"))
+
+        rank = ctx.define(make(ctx, [count], before), wish=f"{self.wish}_rank")
+        (axis,) = ctx.axes([count])
+        at = kept(cast(rank.at([axis.index]), "i64"), count)
+        # Every place is of one point, so that a maximum has no order.
+        none = make(ctx, [count], lambda idx: literal(0, "i32"))
+        return ctx.scatter(none, (axis,), (at,), places.at([axis.index]), "max", None)
+
+    def sort(self) -> tuple[Tensor, Tensor]:
+        """The places in order, and the numbers of their points."""
+        ctx = self.ctx
+        keys = self.places(lambda key, number: self.narrow(key))
         (name,) = [n.attr[0] for n in keys.expr.loads()]
         shape = (self.count,)
         names = ctx.fresh_name(f"{self.wish}_sorted"), ctx.fresh_name(f"{self.wish}_order")
@@ -126,7 +175,7 @@ class Ordered:
                 "aten.sort.stable",
                 (ViewArg(name, shape, contiguous_strides(shape), const(0)),),
                 (("stable", True), ("dim", 0), ("descending", False)),
-                (contiguous(shape, key.dtype, ctx.device), contiguous(shape, "i64", ctx.device)),
+                (contiguous(shape, keys.dtype, ctx.device), contiguous(shape, "i64", ctx.device)),
                 aliases=(None, None),
                 origins=ctx.origins(),
                 reason=reason,
@@ -147,30 +196,44 @@ class Ordered:
 
     def row(self, key: Expr) -> Expr:
         """The row that a sorted place is (i64)."""
+        if self.bits:
+            return cast(op("rshift", key, literal(self.bits, "i32")), "i64")
         wide = cast(key, "i64")
         return op("add", wide, literal(2**15, "i64")) if key.dtype == "i16" else wide
 
     def first(self, keys: Tensor) -> Tensor:
         """For each row, and the one behind the last, the first of the sorted points that is not
-        before it: a binary search without branches, from the answer's highest bit down."""
-        n = self.count
+        before it."""
+        made = make(self.ctx, [self.size + 1], lambda idx: self.search(keys, index_value(idx[0])))
+        return self.ctx.define(made, wish=f"{self.wish}_first")
+
+    def ends(self, keys: Tensor) -> Tensor:
+        """For each sorted point the first one behind those of its row."""
 
         def element(idx: tuple[Index, ...]) -> Expr:
-            row, found = index_value(idx[0]), literal(0, "i64")
-            for bit in reversed(range(STEPS if n.value is None else n.value.bit_length())):
-                tried = op("add", found, literal(1 << bit, "i64"))
-                legal = op("le", tried, index_value(n))
-                at = kept(op("sub", tried, literal(1, "i64")), n)
-                below = op("lt", self.row(masked(legal, keys.at([at]))), row)
-                found = op("where", op("logical_and", legal, below), tried, found)
-            return found if n.value is None or n.value >= 2**31 else cast(found, "i32")
+            row = self.row(keys.at(idx))
+            return self.search(keys, op("add", row, literal(1, "i64")))
 
-        made = make(self.ctx, [self.size + 1], element)
-        return self.ctx.define(made, wish=f"{self.wish}_first")
+        return self.ctx.define(make(self.ctx, [self.count], element), wish=f"{self.wish}_ends")
+
+    def search(self, keys: Tensor, row: Expr) -> Expr:
+        """The first of the sorted points that is not before a row: a binary search without
+        branches, from the answer's highest bit down."""
+        n, found = self.count, literal(0, "i64")
+        for bit in reversed(range(STEPS if n.value is None else n.value.bit_length())):
+            tried = op("add", found, literal(1 << bit, "i64"))
+            legal = op("le", tried, index_value(n))
+            at = kept(op("sub", tried, literal(1, "i64")), n)
+            below = op("lt", self.row(masked(legal, keys.at([at]))), row)
+            found = op("where", op("logical_and", legal, below), tried, found)
+        return found if n.value is None or n.value >= 2**31 else cast(found, "i32")
 
     def term(self, q: Expr, columns: Sequence[Index]) -> Expr:
         """What the q-th of the sorted points adds to the columns of its row."""
-        number = kept(self.order.at([kept(q, self.count)]), self.count)
+        found = self.order.at([kept(q, self.count)])
+        if self.bits:
+            found = cast(op("bitwise_and", found, literal((1 << self.bits) - 1, "i32")), "i64")
+        number = kept(found, self.count)
         at = unflatten(number, [a.extent for a in self.rows.points])
         table: dict[Atom, Index] = dict(zip(self.rows.points, at, strict=True))
         table |= dict(zip(self.rows.along, columns, strict=True))
@@ -193,7 +256,7 @@ class Ordered:
 
         def element(idx: tuple[Index, ...]) -> Expr:
             low = idx[0] * CHUNK
-            alike = op("eq", keys.at([low]), keys.at([low + CHUNK - 1]))
+            alike = op("eq", *(self.row(keys.at([q])) for q in (low, low + CHUNK - 1)))
             end = op("where", alike, literal(CHUNK, "i64"), literal(0, "i64"))
 
             def term(k: Axis) -> Expr:
@@ -205,47 +268,77 @@ class Ordered:
 
         return self.define(make(self.ctx, [count, *self.widths], element), f"{self.wish}_chunks")
 
+    def run(self, low: Expr, high: Expr, columns: Sequence[Index], parts: Tensor | None) -> Expr:
+        """The sum of the sorted points from `low` to before `high`, which have one row."""
+        here = op("sub", high, low)
+        if parts is None:
+            return self.fold(
+                self.count,
+                here,
+                lambda k: self.term(op("add", low, index_value(k.index)), columns),
+            )
+        # Whole chunks from `begin` on, `whole` of them.
+        shift, chunk = literal(CHUNK.bit_length() - 1, "i64"), literal(CHUNK, "i64")
+        begin = op("rshift", op("add", low, literal(CHUNK - 1, "i64")), shift)
+        whole = op("sub", op("rshift", high, shift), begin)
+        whole = op("maximum", whole, literal(0, "i64"))
+        inner = op("mul", whole, chunk)
+        ahead = op("sub", op("mul", begin, chunk), low)
+
+        def single(k: Axis) -> Expr:
+            number = index_value(k.index)
+            passed = op("where", op("lt", number, ahead), literal(0, "i64"), inner)
+            return self.term(op("add", op("add", low, number), passed), columns)
+
+        def chunked(k: Axis) -> Expr:
+            at = kept(op("add", begin, index_value(k.index)), parts.shape[0])
+            return parts.at([at, *columns])
+
+        alone = self.fold(self.count, op("sub", here, inner), single)
+        return op("add", alone, self.fold(parts.shape[0], whole, chunked))
+
     def total(self, first: Tensor, parts: Tensor | None) -> Tensor:
         """x plus the points of each row."""
         x, wide = self.x, self.body.dtype
-        shift, chunk = literal(CHUNK.bit_length() - 1, "i64"), literal(CHUNK, "i64")
 
         def element(idx: tuple[Index, ...]) -> Expr:
             row = flatten([idx[d] for d in self.rows.rows], self.shape)
             columns = [idx[d] for d in self.rows.columns]
             low, high = (cast(first.at([r]), "i64") for r in (row, row + 1))
-            here = op("sub", high, low)
-            out = cast(x.at(idx), wide)
-            if parts is None:
-                terms = self.fold(
-                    self.count,
-                    here,
-                    lambda k: self.term(op("add", low, index_value(k.index)), columns),
-                )
-                return cast(op("add", out, terms), x.dtype)
-            # Whole chunks from `begin` on, `whole` of them.
-            begin = op("rshift", op("add", low, literal(CHUNK - 1, "i64")), shift)
-            whole = op("sub", op("rshift", high, shift), begin)
-            whole = op("maximum", whole, literal(0, "i64"))
-            inner = op("mul", whole, chunk)
-            ahead = op("sub", op("mul", begin, chunk), low)
-
-            def single(k: Axis) -> Expr:
-                number = index_value(k.index)
-                passed = op("where", op("lt", number, ahead), literal(0, "i64"), inner)
-                return self.term(op("add", op("add", low, number), passed), columns)
-
-            def chunked(k: Axis) -> Expr:
-                count = parts.shape[0]
-                at = kept(op("add", begin, index_value(k.index)), count)
-                return parts.at([at, *columns])
-
-            out = op("add", out, self.fold(self.count, op("sub", here, inner), single))
-            out = op("add", out, self.fold(parts.shape[0], whole, chunked))
-            return cast(out, x.dtype)
+            terms = self.run(low, high, columns, parts)
+            return cast(op("add", cast(x.at(idx), wide), terms), x.dtype)
 
         made = make(self.ctx, x.shape, element)
         return self.define(made, self.wish, self.ctx.dense_layout(self.ctx.fake()))
+
+    def spread(self, keys: Tensor, ends: Tensor, parts: Tensor | None) -> Tensor:
+        """The same where most rows have none: x, and over it the rows that have, each stored by the
+        first of its points."""
+        x, wide = self.x, self.body.dtype
+
+        def is_first(point: Index) -> Expr:
+            before = keys.at([maximum(point - 1, const(0))])
+            other = op("ne", self.row(before), self.row(keys.at([point])))
+            return op("logical_or", op("eq", index_value(point), literal(0, "i64")), other)
+
+        def place(point: Index, columns: Sequence[Index]) -> list[Index]:
+            row = unflatten(kept(self.row(keys.at([point])), self.size), self.shape)
+            found = dict(zip(self.rows.rows, row, strict=True))
+            found |= dict(zip(self.rows.columns, columns, strict=True))
+            return [found[d] for d in range(x.rank)]
+
+        def element(idx: tuple[Index, ...]) -> Expr:
+            point, *columns = idx
+            low = index_value(point)
+            high = op("where", is_first(point), cast(ends.at([point]), "i64"), low)
+            terms = self.run(low, high, columns, parts)
+            return cast(op("add", cast(x.at(place(point, columns)), wide), terms), x.dtype)
+
+        sums = self.define(make(self.ctx, [self.count, *self.widths], element), f"{self.wish}_sums")
+        axes = self.ctx.axes(sums.shape)
+        point, *columns = (a.index for a in axes)
+        at, body = place(point, columns), sums.at([point, *columns])
+        return self.ctx.scatter(x, axes, tuple(at), body, None, is_first(point), unique=True)
 
     def define(self, value: Tensor, wish: str, layout: Layout | None = None) -> Tensor:
         """A tensor whose folds stay inside its expression: each runs beside what needs it."""
@@ -267,12 +360,30 @@ def kept(position: Expr, extent: Index) -> Index:
 WIDE = 16
 # Microseconds that results which repeat are worth: a sort of 32768 places, and what is around it.
 REPEAT = 35.0
-# On an H200: bytes moved, atomic additions of f32 and programs done in a microsecond.
-BYTES, ADDITIONS, PROGRAMS = 4.5e6, 4.2e5, 1640
+# On an H200: bytes moved, atomic additions of f32 (in the L2, elsewhere) and programs done in a
+# microsecond. 100000 x 128, 8192 points take 36 us.
+BYTES, ADDITIONS, FAR, PROGRAMS = 4.5e6, 4.2e5, 3e4, 1640
+NEAR = 40e6  # bytes that are in the L2
 # Sorting: up to 4096 places, more, and each of those; times as long by the bytes of a place.
 SORT, SLOWER = (17.0, 28.0, 2.6e-5), {2: 1.0, 4: 1.5, 8: 2.5}
 OTHERS = 6.0  # what else there is: places, first points, chunks
 FEW = 4096
+# Ranking: kernels, and comparisons done in a microsecond (H100, us: 4096 places 4, 8192 10, 12000
+# 26).
+RANK, COMPARISONS = 2.0, 7e6
+
+
+def is_sparse(points: int, rows: int) -> bool:
+    return 2 * points <= rows
+
+
+def sorting_us(points: float, rows: float) -> float:
+    sort = SORT[0] if points <= FEW else SORT[1] + SORT[2] * points
+    return sort * SLOWER[2 if rows <= 2**16 else 4]
+
+
+def ranking_us(points: float) -> float:
+    return RANK + points**2 / COMPARISONS
 
 
 def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
@@ -286,11 +397,11 @@ def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
     points = hint(product(a.extent for a in rows.points))
     own, wide = E.ITEMSIZE[x.dtype], 8 if x.dtype == "f64" else 4
     size, added = count * width, points * width
-    key = 2 if count <= 2**16 else 4
-    sort = (SORT[0] if points <= FEW else SORT[1] + SORT[2] * points) * SLOWER[key]
-    programs = count if width >= 64 else size / 256
+    sort = min(sorting_us(points, count), ranking_us(points))
+    filled = points if is_sparse(points, count) else count
+    programs = filled if width >= 64 else filled * width / 256
     ordered = sort + OTHERS + max((size + added) * own / BYTES, programs / PROGRAMS)
-    atomic = size * wide / BYTES + added / ADDITIONS
+    atomic = size * wide / BYTES + added / (ADDITIONS if size * wide <= NEAR else FAR)
     if own < wide:
         atomic += size * (own + wide) / BYTES
     accepted = repeat or width >= WIDE and ordered <= atomic + REPEAT

@@ -24,12 +24,11 @@ from deuteron.base.record import Record
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, evaluate, hint
 from deuteron.ir.program import Compute, Extern, Input, Layout, Program
+from deuteron.memory.into import out_variant
 from deuteron.memory.lifetimes import Lifetimes, overwritable
 from deuteron.schedule.kernel import Kernel, Schedule
 
 ALIGNMENT = 256
-# Calls that write their result into memory of ours, with the strides that we choose.
-OUT_VARIANTS = {f"aten.{n}.default": f"torch.{n}" for n in ("mm", "bmm", "addmm", "baddbmm")}
 # Bytes from which memory of the CPU comes from a pool (`runtime.host_memory`). Below, malloc keeps
 # the memory itself and is as fast.
 POOLED = 64 << 10
@@ -149,7 +148,7 @@ def plan_memory(
     """The plan of one call. `donated`: positions of inputs that may be overwritten where the caller
     says so at the call."""
     life = Lifetimes.of(schedule, program)
-    calls = (s for s in schedule.steps if isinstance(s, Extern) and s.op not in OUT_VARIANTS)
+    calls = (s for s in schedule.steps if isinstance(s, Extern) and out_variant(s) is None)
     made = {n for s in calls for n in s.names if n}
     ours = [n for n in life.first if n not in life.external and n not in made]
     home = _overwriting(program)
@@ -344,4 +343,4 @@ def _runs(schedule: Schedule) -> tuple[list[int], list[int]]:
     return starts, ends
 
 
-__all__ = ["KEPT", "OUT_VARIANTS", "POOLED", "Arena", "MemoryPlan", "place", "plan_memory", "span"]
+__all__ = ["KEPT", "POOLED", "Arena", "MemoryPlan", "place", "plan_memory", "span"]

@@ -78,6 +78,33 @@ def as_traced(t: Tensor | None, strides: Sequence[int]) -> Tensor | None:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
+def convolve(
+    x: Tensor,
+    w: Tensor,
+    bias: None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    *,
+    out: Tensor,
+) -> None:
+    """What `aten.convolution` does where that is one call of cuDNN's, with the settings of
+    ``torch.backends.cudnn`` at this moment, into given memory."""
+    if not torch._C._get_cudnn_enabled():
+        rest = (stride, padding, dilation, transposed, output_padding, groups)
+        out.copy_(torch.ops.aten.convolution.default(x, w, bias, *rest))
+        return
+    benchmark = torch._C._get_cudnn_benchmark()
+    exact = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
+    tf32 = x.dtype != torch.float32 or torch.backends.cudnn.conv.fp32_precision == "tf32"
+    torch.ops.aten.cudnn_convolution.out(
+        x, w, padding, stride, dilation, groups, benchmark, exact, tf32, out=out
+    )
+
+
 def remember(table: dict[Any, Any], sizes: Any, layout: Callable[..., Any]) -> Any:
     """The layout for new sizes."""
     if len(table) >= MOST_LAYOUTS:

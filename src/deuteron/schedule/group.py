@@ -237,7 +237,8 @@ class Group:
             builder = Builder(self, layouts, values)
             index = tuple(builder.index(i, m.at) for i in c.store_index)
             mask = builder.expr(c.mask, m.at) if c.mask is not None else None
-        return Store(m.name, index, value, m.level, c.accumulate, mask, m.kind == "write")
+        scattered = m.kind == "write"
+        return Store(m.name, index, value, m.level, c.accumulate, mask, scattered, c.unique)
 
 
 def register(m: Member) -> str:

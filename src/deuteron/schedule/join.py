@@ -21,8 +21,12 @@ from deuteron.schedule.group import Group
 MOST_NESTS = 12
 # Kernels up to this long are worth joining, in launches; longer ones hide the launch.
 SHORT = 4.0
-# What one program reads at the end of a kernel, at most (H200: 50 GB/s alone, 2 us).
-GPU_TAIL_BYTES = 1 << 17
+# What one program moves and computes at the end of a kernel, at most (H200: 50 GB/s alone, 4 us),
+# and at the end of one that is not short: there the next launch is a microsecond away, while the
+# loops before a tail share its registers. H100, us, gradients of batch norm's channels with their
+# tails and without: 64 x 112 x 112 88 and 82 + 2, 512 x 7 x 7 11 and 8 + 2.
+GPU_TAIL_BYTES, GPU_TAIL_FLOPS = 192 << 10, 1 << 17
+LONG_TAIL_BYTES = 16 << 10
 CPU_SHORT_US = 30.0
 
 
@@ -34,6 +38,7 @@ class Launch:
     device: str
     us: float
     barriers: list[int] = field(default_factory=list)
+    tail: float = 0.0  # bytes that are moved behind barriers
 
     @staticmethod
     def of(group: Group, us: float, layouts: Mapping[str, Layout]) -> Launch:
@@ -93,13 +98,14 @@ class Joiner:
         depends = self.needs(k.since_barrier(), group)
         if depends and not self.may_follow(k, group, us, spec):
             return False
-        limit = CPU_SHORT_US if spec.kind == "cpu" else SHORT * spec.launch_us
-        if not depends and min(us, k.us) > limit:
+        if not depends and min(us, k.us) > short(spec):
             return False
         if depends:
             k.barriers.append(len(k.groups))
         elif k.barriers and spec.kind != "cpu" and not self.may_follow(k, group, us, spec):
             return False
+        if k.barriers:
+            k.tail += self.cost(group, spec).bytes
         self.record.add(
             "decision",
             subject="join",
@@ -123,8 +129,18 @@ class Joiner:
             return us <= CPU_SHORT_US
         if group.chunk is not None or any(m.kind == "scan" for m in group.members):
             return False
+        cost = self.cost(group, spec)
+        most = GPU_TAIL_BYTES if k.us <= short(spec) else LONG_TAIL_BYTES
+        return k.tail + cost.bytes <= most and cost.flops <= GPU_TAIL_FLOPS
+
+    def cost(self, group: Group, spec: DeviceSpec) -> profit.Cost:
         keep = [m.name for m in group.members]
-        return profit.cost(group, dict(self.layouts), keep, spec).bytes <= GPU_TAIL_BYTES
+        return profit.cost(group, dict(self.layouts), keep, spec)
+
+
+def short(spec: DeviceSpec) -> float:
+    """Microseconds up to which a kernel is short."""
+    return CPU_SHORT_US if spec.kind == "cpu" else SHORT * spec.launch_us
 
 
 __all__ = ["Joiner", "Launch"]

@@ -54,6 +54,7 @@ class Store:
     accumulate: str | None = None  # atomics or an ordered loop, as the target must; None assigns
     mask: Expr | None = None
     scattered: bool = False  # at places that are computed: two points may have the same
+    unique: bool = False  # though they have not
 
 
 Stmt = Fold | Prefix | Store

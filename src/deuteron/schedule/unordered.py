@@ -63,8 +63,9 @@ def reasons(kernel: Kernel) -> Iterator[str]:
     for s in stores:
         if s.accumulate in ("sum", "prod") and dtypes[s.tensor] in FLOATS:
             yield SUMMED
-        elif s.accumulate is None and any(map(is_loaded, s.index)) and not is_constant(s.value):
-            yield WRITTEN
+        elif s.accumulate is None and not s.unique and any(map(is_loaded, s.index)):
+            if not is_constant(s.value):
+                yield WRITTEN
 
 
 def is_loaded(index: Index) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
@@ -102,9 +102,7 @@ class TritonKernel:
             self.constexprs, "constexpr"
         )
 
-    def constants(
-        self, config: Config, wide: bool = False, aligned: bool = True
-    ) -> dict[str, int]:
+    def constants(self, config: Config, wide: bool = False, aligned: bool = True) -> dict[str, int]:
         """Constexpr -> value; `aligned`: whether all `aligned` params are multiples of 16."""
         flags = {"INDEX_BITS": 64 if wide else 32, ALIGNED: int(aligned)}
         own = {n: value for n, value in flags.items() if n in self.constexprs}
@@ -133,13 +131,11 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         phased(written_out(prepare(with_checks(n, layouts, checked), layouts)))
         for n in kernel.nests
     ]
-    # What one program does alone is not cut small to occupy the device.
-    alone = replace(spec, cores=1)
     first = kernel.barriers[0] if kernel.barriers else len(nests)
-    forms = [
-        choose(n, spec if k < first else alone, teams=first == 1 and k == 0)
-        for k, n in enumerate(nests)
-    ]
+    forms = [choose(n, spec, teams=first == 1 and k == 0) for k, n in enumerate(nests[:first])]
+    # What one program does alone is not cut small to occupy the device.
+    warps = max(f.candidates[0].num_warps for f in forms)
+    forms += [choose(n, spec, alone=warps) for n in nests[first:]]
     team = forms[0].team
     symbols = _symbols(nests, layouts)
     static, wide_source, wide = _width(nests, layouts)

@@ -76,6 +76,8 @@ LEAST_RAGGED = 1 << 14
 # do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418; nor do teams without
 # column folds (65535: 717; in loops 483).
 LEAST_TURNED = 1000
+# Elements of a thread in blocks that follow one another in one program.
+LONE = 32
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
 APART = 4
 # With so many axes, finding a point's place costs more than its arithmetic.
@@ -151,9 +153,12 @@ class Form:
         )
 
 
-def choose(loops: Loops, spec: DeviceSpec, teams: bool = False) -> Form:
-    """The form of a nest; `teams`: whether programs may wait for one another."""
-    form = _choose(loops, spec, teams)
+def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) -> Form:
+    """The form of a nest; `teams`: whether programs may wait for one another; `alone`: the warps of
+    the one program that walks the nest at the end of a kernel, 0 where there are many."""
+    form = _choose(loops, replace(spec, cores=1) if alone else spec, teams)
+    if alone and form.kind == "rows" and form.persistent:
+        form = replace(form, candidates=(_lone_tile(form, alone, row_loads(loops)),))
     if form.start is None and form.loops and _uneven(loops):
         # Elements that come one by one are better read than copied to shared memory.
         best = sorted(form.candidates, key=lambda b: b.stages > 1)
@@ -454,6 +459,15 @@ def _row_tiles(
     few = 2048 if light and itemsize < 4 else 1024
     found = dict.fromkeys((tile(few, each), tile(1024, each // 2), tile(3072 - few, each)))
     return tuple(found)
+
+
+def _lone_tile(form: Form, warps: int, loads: int) -> Blocks:
+    """Of what one program does after all others: its blocks come one behind the other, each after
+    the memory's latency, so that they are as large as registers allow."""
+    (_, x), (_, r) = form.dims
+    wide = power(size(r))
+    rows = max(1, LONE * 32 * warps // (wide * max(1, loads)))
+    return Blocks((("x", min(rows, power(size(x)))), ("r", wide)), warps)
 
 
 def _column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[Blocks, ...]:
