@@ -25,6 +25,7 @@ from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.ir.index import evaluate
 from deuteron.ir.program import Layout
 from deuteron.lower.core import TO_TORCH
+from deuteron.memory import into
 from deuteron.memory.plan import span
 from deuteron.pipeline import Compilation
 from deuteron.runtime import build_cpp
@@ -270,6 +271,31 @@ def test_products_without_aten(
     assert len(products) >= 8 and any(p.bias for p in products)
     assert any(p.batch == 3 for p in products) and any(p.a.transposed for p in products)
     assert "torch.addmm" in g.seen[0].emitted.text  # with a beta, ATen does it
+
+
+def test_convolutions_into_given_memory(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without cuDNN, which may be switched off at any time, the result is copied there."""
+    monkeypatch.setattr(into, "of_cudnn", lambda d: True)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 1, bias=False),
+    )
+    x = R(2, 3, 9, 9)
+    g = pretend(net)
+    with torch.backends.cudnn.flags(enabled=False):
+        for _ in range(2):
+            got, want = [], []
+            for run, found in ((g, got), (net, want)):
+                out = run(x)
+                out.square().mean().backward()
+                found += [out, *(p.grad for p in net.parameters())]
+                net.zero_grad()
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+                assert a.stride() == b.stride()
+    assert g.seen[0].emitted.text.count("convolve(") == 2
 
 
 def test_large_and_odd_products_stay_aten(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from deuteron.codegen.triton.generate import generate
 from deuteron.lower.graph import lower
 from deuteron.runtime.build_triton import build
 from deuteron.schedule.kernel import Kernel
+from tests.codegen import triton_cases as cases
 from tests.lower.harness import trace
 from tests.schedule.tools import scheduled, spec_of
 
@@ -38,6 +39,36 @@ def test_of_points_that_are_stored_several_times(
     for kernel in kernels:
         for config in generate(kernel, spec, Options()).configs:
             assert all(n & (n - 1) == 0 for _, n in config.constexprs), config
+
+
+def test_who_goes_on_alone_takes_large_blocks() -> None:
+    """They come one behind the other: of 64 x 256 partial sums there are two, not sixteen."""
+    d, p, r = (cases.axis(n, extent) for n, extent in (("d", 64), ("p", 256), ("r", 4096)))
+    layouts = {n: cases.lay(*s) for n, s in (("x", (64, 256, 4096)), ("part", (64, 256)))}
+    layouts["total"] = cases.lay(64)
+    sums = (
+        cases.Fold("part.r", "sum", cases.at("x", d, p, r)),
+        cases.store("part", (d, p), cases.local("part.r", d, p), level="row"),
+    )
+    totals = (
+        cases.Fold("total.r", "sum", cases.at("part", d, p)),
+        cases.store("total", (d,), cases.local("total.r", d), level="row"),
+    )
+    nests = (cases.Nest((d, p), (r,), sums), cases.Nest((d,), (p,), totals))
+    reads = tuple((n, layouts[n]) for n in ("x", "part"))
+    writes = tuple((n, layouts[n]) for n in ("part", "total"))
+    kernel = Kernel("red", nests, reads, writes, (), "cuda", 0, 0, 0, barriers=(1,))
+    for config in generate(kernel, spec_of("H200"), Options()).configs:
+        sizes = dict(config.constexprs)
+        assert (sizes["XBLOCK_1"], sizes["RBLOCK_1"]) == (32, 256)
+
+
+def test_long_kernels_have_no_tails() -> None:
+    """Their loops would share its registers; the next launch is hidden behind them."""
+    x = torch.empty(64, 64, 112, 112, dtype=torch.bfloat16)
+    y = x.to(memory_format=torch.channels_last)
+    found = scheduled(lambda x, y: ((x * y).sum((0, 2, 3)), x.sum((0, 2, 3))), y, y, device="H200")
+    assert len(found.kernels) > 1 and not any(k.barriers for k in found.kernels)
 
 
 @pytest.mark.parametrize("rows", [64, 1024])

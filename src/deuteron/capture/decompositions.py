@@ -443,7 +443,7 @@ def embedding_dense_backward(
         return NotImplemented
     indices = indices.long()
     if padding >= 0:
-        there = (indices != padding)[(..., *[None] * (grad.dim() - indices.dim()))]
+        there = (indices != padding).reshape(*indices.shape, *[1] * (grad.dim() - indices.dim()))
         grad = torch.where(there, grad, 0)
     table = grad.new_zeros((rows, *grad.shape[indices.dim() :]))
     return aten.index_put.default(table, [indices], grad, True)

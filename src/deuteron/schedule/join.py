@@ -102,9 +102,9 @@ class Joiner:
             return False
         if depends:
             k.barriers.append(len(k.groups))
-        elif k.barriers and spec.kind != "cpu" and not self.may_follow(k, group, us, spec):
-            return False
-        if k.barriers:
+        if k.barriers and spec.kind != "cpu":
+            if not depends and not self.may_follow(k, group, us, spec):
+                return False
             k.tail += self.cost(group, spec).bytes
         self.record.add(
             "decision",
