@@ -103,3 +103,32 @@ def test_results_keep_their_strides(f: Callable[..., tuple[Tensor, ...]]) -> Non
     for a, b in zip(*back, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
         assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_last_columns_of_what_is_returned_are_a_product_of_their_own(bias: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(16, 27, bias=bias)
+    compiled = torch.compile(net, backend="deuteron", fullgraph=True)
+    x = R(5, 5, 16)
+    with collecting() as records, torch.no_grad():
+        got = compiled(x)
+    (record,) = records
+    (pad,) = [e for e in record.of("decision") if e["subject"] == "pad"]
+    assert pad["reason"] == "the last columns apart"
+    torch.testing.assert_close(got, net(x), rtol=1e-5, atol=1e-6)
+    assert got.stride() == net(x).stride()
+
+
+def test_columns_are_not_cut_off_where_that_copies() -> None:
+    """Neither from weights of odd rows, nor where the depth is odd as well."""
+    for w in (R(16, 27), R(27, 15).t()):
+        compiled = torch.compile(
+            lambda x, w: x @ w, backend="deuteron", fullgraph=True, dynamic=False
+        )
+        x = R(25, w.shape[0])
+        with collecting() as records:
+            got = compiled(x, w)
+        (pad,) = [e for e in records[0].of("decision") if e["subject"] == "pad"]
+        assert pad["reason"] == "rows of 16 bytes"
+        torch.testing.assert_close(got, x @ w, rtol=1e-4, atol=1e-5)
