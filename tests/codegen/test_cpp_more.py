@@ -359,3 +359,21 @@ def test_exponentials_below_a_maximum(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, f(x), rtol=1e-5, atol=2e-45, equal_nan=True)
     [text] = [p.read_text() for p in tmp_path.glob("*/kernels.txt")]
     assert ("d_exp_below(" in text) == below
+
+
+def test_loops_with_much_arithmetic_are_scheduled_and_round_as_others() -> None:
+    """`D_DENSE` changes the order of instructions only: products and sums still round apart."""
+    i, j = ax("i", 37), ax("j", 1000)
+    x = ld("x", i, j)
+    y = x
+    for k in range(20):
+        y = op("add", op("mul", y, lit(0.7 + k)), x)
+    data = {"x": torch.randn(37, 1000), "y": torch.empty(37, 1000)}
+    r = run(Nest((i, j), (), (Store("y", idx(i, j), y, "point"),)), data, ["y"])
+    want = data["x"]
+    for k in range(20):
+        want = want * torch.tensor(0.7 + k, dtype=torch.float32) + data["x"]
+    assert torch.equal(data["y"], want)
+    assert 'extern "C" D_DENSE void' in r.cpp.source
+    light = Nest((i, j), (), (Store("y", idx(i, j), op("mul", x, x), "point"),))
+    assert "D_DENSE" not in run(light, data, ["y"]).cpp.source

@@ -305,9 +305,9 @@ class Rows(PassWriter):
 
         The caches' own prefetchers stop at the end of a page, and the wait for a row's first pass
         is not hidden by its later ones (softmax of 4096 x 2048 f32, one core: 4.9 ms without, 2.8
-        ms with). Where the second pass stores too, short rows gain (two cores, AVX2: quantizing rows
-        of 8 KiB takes 0.74, norms of 4 KiB and their gradients 0.87 to 0.97 of the time); rows of 64
-        KiB, on which the caches' prefetchers work for longer, lose 4%.
+        ms with). Where the second pass stores too, short rows gain (AVX2: quantizing rows of 8 KiB
+        takes 0.62, norms of 4 KiB and their gradients 0.88 to 0.98 of the time); rows of 64 KiB, on
+        which the caches' prefetchers work for longer, lose 4%.
         """
         step = self.step
         if k == 0 and (len(self.plan.passes) == 1 or self.far):

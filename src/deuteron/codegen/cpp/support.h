@@ -303,6 +303,16 @@ constexpr bool d_narrow = false;
 constexpr bool d_narrow = true;
 #endif
 
+//@ D_DENSE
+// Of functions with much arithmetic: instructions are put into an order before registers are given
+// out, which g++ does not do for x86 by itself. With few registers, long chains of operations on one
+// vector then run beside those on the next.
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__AVX512F__)
+#define D_DENSE __attribute__((optimize("schedule-insns")))
+#else
+#define D_DENSE
+#endif
+
 //@ d_near
 // sin and cos of arguments below 8192: prelude's, without the reduction of large arguments.
 D_FN f32 d_trig_near(f32 x, u32 &quadrant) {
