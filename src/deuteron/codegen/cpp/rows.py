@@ -22,6 +22,7 @@ from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
+from deuteron.codegen.cpp.halves import in_floats
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
@@ -243,9 +244,10 @@ class Rows(PassWriter):
         with em.inside() as drawn:
             for n in random:
                 self.tiled[n] = f"{fill(env, n, seg.axis, base, lanes)}[l]"
-        em.name_axis(seg.axis, f"({base} + l)")
-        with em.inside(seg.axis, self.v) as scope:
-            self.body(seg, accs, "l", self.position(seg))
+        with in_floats(self, seg, base, lanes) as halves:
+            em.name_axis(seg.axis, f"({base} + l)")
+            with em.inside(seg.axis, self.v) as scope:
+                self.body(seg, accs, "l", self.position(seg))
         rest: Scope | None = None
         if seg.count.value is None or chunk or seg.count.value % lanes:
             em.guard, em.guard_level = f"(l < r_{base})", len(em.chain)
@@ -255,7 +257,10 @@ class Rows(PassWriter):
             rest = tail
         for n in random:
             del self.tiled[n]
-        lines = lane_loops(em, base, block, end, lanes, scope, rest, ahead, drawn.lines)
+        ahead += halves.before
+        lines = lane_loops(
+            em, base, block, end, lanes, scope, rest, ahead, drawn.lines, halves.behind
+        )
         if blocks:
             in_blocks(lines)
         else:
@@ -401,9 +406,11 @@ def lane_loops(
     rest: Scope | None,
     ahead: Sequence[str] = (),
     drawn: Sequence[str] = (),
+    behind: Sequence[str] = (),
 ) -> list[str]:
     """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last
-    lanes, guarded; `ahead` are prefetches that go with each step, `drawn` what each needs first.
+    lanes, guarded; `ahead` goes with each step (prefetches), `drawn` is what each needs first, of
+    the last lanes too, `behind` ends a step.
     """
     out = [
         f"long long {base} = {low};",
@@ -413,7 +420,7 @@ def lane_loops(
         em.simd(body),
         f"for (int l = 0; l < {lanes}; ++l) {{",
         *body.lines,
-        "} }",
+        *(["}", *behind, "}"] if behind else ["} }"]),
     ]
     if rest is not None:
         count = "r_" + base
