@@ -415,3 +415,18 @@ def test_f32_is_rounded_to_bf16_in_blocks() -> None:
     assert torch.equal(got.isnan(), want.isnan())
     number = ~want.isnan()
     assert torch.equal(got[number].view(torch.int16), want[number].view(torch.int16))
+
+
+@pytest.mark.parametrize("n, fetched", [(2048, True), (16384, False)])
+def test_the_next_row_is_fetched_where_short_rows_are_stored(n: int, fetched: bool) -> None:
+    i, r = ax("i", 33), ax("r", n)
+    x = ld("x", i, r)
+    nest = Nest(
+        (i,),
+        (r,),
+        (Fold("m", "max", x), Store("y", idx(i, r), op("sub", x, ref("m")), "point")),
+    )
+    data = {"x": torch.randn(33, n), "y": torch.empty(33, n)}
+    cpp = run(nest, data, ["y"], SERIAL).cpp
+    assert torch.equal(data["y"], data["x"] - data["x"].amax(-1, keepdim=True))
+    assert ("if (d_narrow) __builtin_prefetch(" in cpp.source) == fetched

@@ -312,7 +312,8 @@ class Rows(PassWriter):
         is not hidden by its later ones (softmax of 4096 x 2048 f32, one core: 4.9 ms without, 2.8
         ms with). Where the second pass stores too, short rows gain (AVX2: quantizing rows of 8 KiB
         takes 0.62, norms of 4 KiB and their gradients 0.88 to 0.98 of the time); rows of 64 KiB, on
-        which the caches' prefetchers work for longer, lose 4%.
+        which the caches' prefetchers work for longer, lose 4%. With AVX-512 fetches got in the way
+        of stores (1.4 times slower).
         """
         step = self.step
         if k == 0 and (len(self.plan.passes) == 1 or self.far):
@@ -336,6 +337,9 @@ class Rows(PassWriter):
             near = NEAR_ROW[0] <= item * hint(self.row_size) <= most
             if near and len(out) <= 16:
                 out += self.fetch(tensor, address, item, base, lanes, 0, store)
+        if stores and out:
+            self.env.em.used.add("d_narrow")
+            out = [f"if (d_narrow) {line}" for line in out]
         return out
 
     @property
