@@ -359,3 +359,74 @@ def test_exponentials_below_a_maximum(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, f(x), rtol=1e-5, atol=2e-45, equal_nan=True)
     [text] = [p.read_text() for p in tmp_path.glob("*/kernels.txt")]
     assert ("d_exp_below(" in text) == below
+
+
+def test_loops_with_much_arithmetic_are_scheduled_and_round_as_others() -> None:
+    """`D_DENSE` changes the order of instructions only: products and sums still round apart."""
+    i, j = ax("i", 37), ax("j", 1000)
+    x = ld("x", i, j)
+    y = x
+    for k in range(20):
+        y = op("add", op("mul", y, lit(0.7 + k)), x)
+    data = {"x": torch.randn(37, 1000), "y": torch.empty(37, 1000)}
+    r = run(Nest((i, j), (), (Store("y", idx(i, j), y, "point"),)), data, ["y"])
+    want = data["x"]
+    for k in range(20):
+        want = want * torch.tensor(0.7 + k, dtype=torch.float32) + data["x"]
+    assert torch.equal(data["y"], want)
+    assert 'extern "C" D_DENSE void' in r.cpp.source
+    light = Nest((i, j), (), (Store("y", idx(i, j), op("mul", x, x), "point"),))
+    assert "D_DENSE" not in run(light, data, ["y"]).cpp.source
+
+
+@pytest.mark.parametrize("n", [16, 100, 1000, 1024])
+def test_blocks_of_bf16_become_floats_and_back(n: int, tmp_path: Path) -> None:
+    """All bit patterns pass through; what is left over of a block goes one by one."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    x = bits.repeat(2)[: 65536 // n * n].view(-1, n)
+    w = torch.randn(n)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0 - x  # bf16 in each step
+
+    def rows(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.float().nan_to_num(0).clamp(-9, 9) * w  # with an operand of floats
+        return (y - y.mean(-1, keepdim=True)).bfloat16(), x.float()
+
+    options = {"debug_dir": str(tmp_path)}
+    for fn, args in ((twice, (x,)), (rows, (x, w))):
+        got = torch.compile(fn, backend="deuteron", options=options, dynamic=False)(*args)
+        for g, e in zip(tree_leaves(got), tree_leaves(fn(*args)), strict=True):
+            tolerance = {"rtol": 1e-2, "atol": 1e-4} if fn is rows else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(g, e, equal_nan=True, **tolerance)
+    if n == 1024:
+        texts = [p.read_text() for p in tmp_path.glob("*/kernels.txt")]
+        assert all("D_WIDEN(" in t and "D_NARROWED(" in t for t in texts)
+
+
+def test_f32_is_rounded_to_bf16_in_blocks() -> None:
+    """As one by one: ties to even, the largest numbers, subnormal ones, NaN."""
+    bits = torch.randint(-(2**31), 2**31, (64, 1024)).to(torch.int32)
+    bits[:16] = (bits[:16] & -0x10000) | 0x8000  # ties
+    bits[16:18] = torch.tensor([0x7F7FFFFF, 0x7F800001, -1, 0x7FFF8000]).repeat(512).view(2, -1)
+    x = bits.view(torch.float32)
+    got = torch.compile(lambda x: x.bfloat16(), backend="deuteron", dynamic=False)(x)
+    want = x.bfloat16()
+    assert torch.equal(got.isnan(), want.isnan())
+    number = ~want.isnan()
+    assert torch.equal(got[number].view(torch.int16), want[number].view(torch.int16))
+
+
+@pytest.mark.parametrize("n, fetched", [(2048, True), (16384, False)])
+def test_the_next_row_is_fetched_where_short_rows_are_stored(n: int, fetched: bool) -> None:
+    i, r = ax("i", 33), ax("r", n)
+    x = ld("x", i, r)
+    nest = Nest(
+        (i,),
+        (r,),
+        (Fold("m", "max", x), Store("y", idx(i, r), op("sub", x, ref("m")), "point")),
+    )
+    data = {"x": torch.randn(33, n), "y": torch.empty(33, n)}
+    cpp = run(nest, data, ["y"], SERIAL).cpp
+    assert torch.equal(data["y"], data["x"] - data["x"].amax(-1, keepdim=True))
+    assert ("if (d_narrow) __builtin_prefetch(" in cpp.source) == fetched

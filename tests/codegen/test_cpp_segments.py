@@ -137,3 +137,40 @@ def test_floats_made_whole(dtype: torch.dtype) -> None:
     got = torch.compile(lambda x: x.to(dtype).float() + -0.0, backend="deuteron")(x)
     want = x.to(dtype).float()
     assert torch.equal(got, want) and torch.equal(got.signbit(), want.signbit())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_clamped_floats_are_converted_without_a_test(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Where both limits are known the conversion is one instruction; what else is, is tested."""
+    low, high = (0, 255) if dtype == torch.uint8 else (-128, 127)
+    x = torch.cat([torch.randn(200) * 300, torch.tensor([torch.inf, -torch.inf, -0.5, 0.5, 1e20])])
+
+    def before(x: Tensor) -> Tensor:
+        return x.round().clamp(low, high).to(dtype)
+
+    def after(x: Tensor) -> Tensor:
+        return x.clamp(low, high).floor().to(dtype)
+
+    def above(x: Tensor) -> Tensor:
+        return x.abs().clamp(max=high).to(dtype)
+
+    for fn, tested in ((before, False), (after, False), (above, True)):
+        folder = tmp_path / fn.__name__
+        compiled = torch.compile(fn, backend="deuteron", options={"debug_dir": str(folder)})
+        assert torch.equal(compiled(x), fn(x))
+        [text] = [f.read_text() for f in folder.glob("*/kernels.txt")]
+        assert ("= d_to_" in text) == tested
+
+
+def test_positions_that_were_checked_are_compared_as_ints(tmp_path: Path) -> None:
+    """A vector of ints has as many lanes as one of floats."""
+    places = torch.randint(0, 50, (7,))
+
+    def fn(x: Tensor, at: Tensor) -> Tensor:
+        return torch.zeros_like(x).scatter(1, at[:, None], 1.0) + x
+
+    x = torch.randn(7, 50)
+    compiled = torch.compile(fn, backend="deuteron", options={"debug_dir": str(tmp_path)})
+    torch.testing.assert_close(compiled(x, places), fn(x, places), rtol=0, atol=0)
+    [text] = [f.read_text() for f in tmp_path.glob("*/kernels.txt")]
+    assert "== (int)t" in text

@@ -42,9 +42,12 @@ ONES = (
     pick(E.op("logical_and", here, E.op("gt", grad, number(0.0))), grad, number(0.0)),
     E.cast(pick(here, target, E.literal(0, "i64")), "f32"),
     E.op("mul", pick(here, grad, number(0.0)), pick(back, number(2.0), number(0.0))),
+    pick(here, number(1.0), number(2.0)),
+    pick(back, number(-0.5), grad),
+    E.op("add", pick(here, number(-1.0), number(0.0)), E.op("neg", grad)),
 )
 OTHERS = (
-    pick(here, number(1.0), number(2.0)),
+    pick(here, target, E.literal(1, "i64")),
     pick(here, grad, E.load("m", (ROW.index, CLASS.index), "f32")),
     pick(here, E.load("m", (ROW.index, CLASS.index), "f32"), number(0.0)),
     pick(E.op("ne", E.index_value(CLASS.index), target), grad, number(0.0)),
@@ -81,11 +84,12 @@ def test_axes_of_one_or_unknown_length_stay() -> None:
         assert single_term(body, axis) is None
 
 
-def test_the_gradient_of_a_loss_has_no_sum() -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_gradient_of_a_loss_has_no_sum(smoothing: float) -> None:
     """Cross-entropy's gradient is computed point by point, whatever the targets and gradients."""
 
     def loss(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(x, t, reduction="none")
+        return F.cross_entropy(x, t, reduction="none", label_smoothing=smoothing)
 
     x = torch.randn(6, 40, requires_grad=True)
     t = torch.tensor([0, 39, -100, 7, 7, 20])

@@ -19,19 +19,25 @@ from math import frexp, prod
 
 from deuteron.base.text import plain_name
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.folds import Accumulator
 from deuteron.codegen.precision import log1p_of_unit, not_negative
-from deuteron.ir.expr import FLOATS, INTS, Expr, children
+from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, hint, is_nonneg
 
 NONE: frozenset[Axis] = frozenset()
+ROUNDING = ("round", "floor", "ceil", "trunc")
+BELOW_I64 = ("i32", "i16", "i8", "u8")
+# Operations that gain nothing by `D_DENSE`: choices (max-pooling takes 1.12 of the time with it),
+# and erf, a chain with no division (GELU 1.00; behind a layer norm, whose folds are light, 1.05).
+LEFT_OUT = COMPARISONS | {"where", "maximum", "minimum", "fmax", "fmin", "erf"}
 MANY = 256  # divisions by the same number, for which it pays to compute its reciprocal
 
 
 class Scope:
     """One loop level: its lines so far, the axes known in it, and the values that it holds."""
 
-    __slots__ = ("axes", "checked", "divisors", "lines", "sums", "texts")
+    __slots__ = ("axes", "checked", "divisors", "flops", "lines", "sums", "texts")
 
     def __init__(self, axes: frozenset[Axis]) -> None:
         self.axes = axes  # cumulative: those of the scopes around it too
@@ -40,6 +46,7 @@ class Scope:
         self.texts: dict[Expr, str] = {}
         self.sums: dict[Index, str] = {}
         self.divisors: dict[Expr, str] = {}  # what `d_div_by` needs of them
+        self.flops = 0.0  # of each of its turns, without those of the scopes inside
 
     def add(self, *lines: str) -> None:
         self.lines.extend(lines)
@@ -64,6 +71,7 @@ class Emitter:
         self.axis_text: dict[Axis, str] = {}
         self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
         self.checked = False  # whether anything reports to `bad`
+        self.dearest = 0.0  # most FLOPs of a scope, as far as order matters for them
         self.wide = False  # whether positions along the loops may need 64 bits
         self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
         self.loose: frozenset[Expr] = frozenset()  # see `precision`
@@ -196,6 +204,9 @@ class Emitter:
             text = self.guarded(self.buffered[node], node.dtype, at)
         else:
             kind, text = self._text(node, at)
+            if node.op not in LEFT_OUT:
+                scope.flops += flops_of((node,))
+                self.dearest = max(self.dearest, scope.flops)
         name = self.fresh("t")
         scope.add(f"const {kind} {name} = {text};")
         scope.texts[node] = name
@@ -265,7 +276,11 @@ class Emitter:
                 # the integer is 0.
                 self.used.add("d_opaque")
                 args = [f"d_opaque({args[0]})"]
+            if source == "f32" and node.dtype in BELOW_I64 and is_clamped(node.args[0]):
+                return kind, f"({kind})(int){args[0]}"  # one instruction, which fits
             return kind, scalars.convert(args[0], source, node.dtype, self.used)
+        if node.op in COMPARISONS and all(map(is_small, node.args)):  # as many lanes as of floats
+            args = [f"(int){a}" for a in args]
         if node.op == "truncdiv" and node.dtype in INTS and node.args[1].op == "literal":
             if node.args[1].attr > 0:  # nothing to trap: vectors divide by multiplying
                 return kind, f"({kind})({args[0]} / {args[1]})"
@@ -434,6 +449,27 @@ def one_and_exp(node: Expr) -> Expr | None:
         if one.op == "literal" and one.attr == 1.0 and power.op == "exp":
             return power
     return None
+
+
+def is_small(node: Expr) -> bool:
+    """Whether a position is proven to fit a 32-bit int: one that is computed, a constant, or one
+    that was loaded and is checked against an extent that fits."""
+    if node.op == "literal":
+        return node.dtype == "i64" and abs(node.attr) < 2**31
+    return node.op in ("index", "check") and fits_int(node.attr)
+
+
+def is_clamped(node: Expr) -> bool:
+    """Whether a float is between two constants that a 32-bit int holds, or NaN."""
+    bounded = set()
+    while node.op in ("minimum", "maximum", *ROUNDING):
+        limits = [a for a in node.args if a.op == "literal"]
+        if limits and abs(limits[0].attr) <= 2.0**30:
+            bounded.add(node.op)
+        elif limits:
+            return False
+        node = next((a for a in node.args if a.op != "literal"), node.args[0])
+    return {"minimum", "maximum"} <= bounded
 
 
 def made_whole(node: Expr) -> bool:

@@ -74,6 +74,10 @@ FLAGS = (
 # (200 KB/us; a third of that from L3), exp of 16 K floats 3.4 us (12 FLOPs each).
 BYTES_PER_US = 100e3
 FLOPS_PER_US = 50e3
+# FLOPs of one turn of a loop from which `D_DENSE` pays (AVX2, time with it: GELU with tanh 0.86,
+# binary cross-entropy 0.79, eight activations 0.79, two exponentials per turn 0.96; of lighter ones
+# softmax 1.05, quantization to float8 1.14).
+DENSE_FLOPS = 24.0
 # Where threads begin to pay: the 32 K additions above take as long on two threads as on one. A
 # region of many threads costs more.
 PARALLEL_US = 1.5
@@ -143,7 +147,7 @@ def generate_for(
     else:
         past, tiles_past = (streams(kernel, machine, again, tiles) for tiles in (False, True))
     body: list[str] = []
-    checks = False
+    checks = dense = False
     apart = dict.fromkeys(layouts, 1)
     for k, loops in enumerate(nests):
         if k in kernel.barriers and threaded:
@@ -157,13 +161,16 @@ def generate_for(
         write_nest(env)
         apart |= {n: max(apart[n], len(places)) for n, places in em.masked.items()}
         inside = env.em.chain[0].lines
+        dense |= em.dearest >= DENSE_FLOPS
         if "d_stream" in used:
             inside.append("d_stream_end();")
         if env.em.checked:
             inside = ["int bad = 0;", *inside, "if (bad) cpp_index_error = 1;"]
             checks = True
         body += ["{", *("  " + s for s in inside), "}"]
-    lines = [f'extern "C" void cpp_{kernel.name}(void** ptrs, const long long* sizes) {{']
+    how = "D_DENSE " if dense else ""
+    lines = [f'extern "C" {how}void cpp_{kernel.name}(void** ptrs, const long long* sizes) {{']
+    used |= {"D_DENSE"} if dense else set()
     symbols = _symbols(kernel)
     taken = [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
     lines += taken if accesses else []

@@ -14,6 +14,7 @@ from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, smaller
 from deuteron.codegen.cpp.folds import Accumulator, combine
+from deuteron.codegen.cpp.halves import in_floats, loads, stores, unrounded
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass, plan
 from deuteron.codegen.cpp.segments import cuts, pieces
 from deuteron.codegen.cpp.short import short_loop
@@ -208,6 +209,7 @@ class PassWriter:
         self.places: dict[
             Write, str
         ] = {}  # store -> its element in a tile that is written out later
+        self.rounded: dict[Write, str] = {}  # store -> its element before a block of it is rounded
         order = [*self.outer, v] if v in loops.reduced else list(self.outer)
         self.linear = const(0)
         step = const(1)
@@ -323,6 +325,8 @@ class PassWriter:
                     f"{only}{cell} = "
                     f"{combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
                 )
+            elif p in self.rounded:
+                em.scope.add(f"d_put({self.rounded[p]}, {em.value(unrounded(p.value))});")
             else:
                 write_store(self.env, p, self.places.get(p))
         put_kept(lambda n: True)
@@ -364,8 +368,10 @@ class PassWriter:
 
         if not past and simd and self.is_dear(seg):
             em.used.add("d_narrow")
-            with em.inside() as block:
+            with em.inside() as block, in_floats(self, seg, name, UNROLLED) as halves:
+                block.add(*halves.before)
                 loop(f"for (int l = 0; l < {UNROLLED}; ++l)", "l")
+                block.add(*halves.behind)
             head = f"for (; d_narrow && {name} + {UNROLLED} <= {high}; {name} += {UNROLLED})"
             em.scope.add(f"long long {name} = {low};")
             em.scope.loop(head, block.lines)
@@ -387,7 +393,10 @@ class PassWriter:
         with em.inside() as block:
             buffers = {w: buffer(self.env, w, lanes) for w in past}
             self.places |= {w: f"{text}[l]" for w, text in buffers.items()}
-            loop(f"for (int l = 0; l < {lanes}; ++l)", "l")
+            with in_floats(self, seg, name, lanes, buffers) as halves:
+                block.add(*halves.before)
+                loop(f"for (int l = 0; l < {lanes}; ++l)", "l")
+                block.add(*halves.behind)
             for w, text in buffers.items():
                 del self.places[w]
                 place = place_of(self.env, w, seg.axis, name)
@@ -397,9 +406,11 @@ class PassWriter:
         )
 
     def is_dear(self, seg: Segment) -> bool:
-        """Whether the arithmetic of a long loop is worth more than one vector at a time."""
+        """Whether the arithmetic of a long loop, or how its elements become floats, is worth more
+        than one vector at a time."""
         nodes = unique_nodes(r for p in seg.parts for r in roots_of(p))
-        return hint(seg.count) >= 2 * UNROLLED and flops_of(nodes) > KEEP_FLOPS
+        dear = flops_of(nodes) > KEEP_FLOPS or bool(loads(seg) or stores(seg))
+        return hint(seg.count) >= 2 * UNROLLED and dear
 
     def drawn_loop(
         self,

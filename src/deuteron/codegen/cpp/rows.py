@@ -22,6 +22,7 @@ from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
+from deuteron.codegen.cpp.halves import in_floats
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
@@ -51,6 +52,7 @@ from deuteron.schedule.kernel import Prefix
 
 CHUNKS = 64  # most chunks of a shared row
 NEAR_ROW = (1 << 10, 1 << 18)  # bytes of a row whose successor is worth fetching ahead
+NEAR_STORED = 1 << 15  # most bytes of it where the pass that fetches also stores
 AHEAD = 8192  # bytes between what a single pass reads and what it fetches
 SHORT = 512  # elements of a row below which the last lanes are worth masks instead of a loop
 SCAN = 16  # elements that `d_scan` takes
@@ -242,9 +244,10 @@ class Rows(PassWriter):
         with em.inside() as drawn:
             for n in random:
                 self.tiled[n] = f"{fill(env, n, seg.axis, base, lanes)}[l]"
-        em.name_axis(seg.axis, f"({base} + l)")
-        with em.inside(seg.axis, self.v) as scope:
-            self.body(seg, accs, "l", self.position(seg))
+        with in_floats(self, seg, base, lanes) as halves:
+            em.name_axis(seg.axis, f"({base} + l)")
+            with em.inside(seg.axis, self.v) as scope:
+                self.body(seg, accs, "l", self.position(seg))
         rest: Scope | None = None
         if seg.count.value is None or chunk or seg.count.value % lanes:
             em.guard, em.guard_level = f"(l < r_{base})", len(em.chain)
@@ -254,7 +257,10 @@ class Rows(PassWriter):
             rest = tail
         for n in random:
             del self.tiled[n]
-        lines = lane_loops(em, base, block, end, lanes, scope, rest, ahead, drawn.lines)
+        ahead += halves.before
+        lines = lane_loops(
+            em, base, block, end, lanes, scope, rest, ahead, drawn.lines, halves.behind
+        )
         if blocks:
             in_blocks(lines)
         else:
@@ -304,13 +310,18 @@ class Rows(PassWriter):
 
         The caches' own prefetchers stop at the end of a page, and the wait for a row's first pass
         is not hidden by its later ones (softmax of 4096 x 2048 f32, one core: 4.9 ms without, 2.8
-        ms with).
+        ms with). Where the second pass stores too, short rows gain (AVX2: quantizing rows of 8 KiB
+        takes 0.62, norms of 4 KiB and their gradients 0.88 to 0.98 of the time); rows of 64 KiB, on
+        which the caches' prefetchers work for longer, lose 4%. With AVX-512 fetches got in the way
+        of stores (1.4 times slower).
         """
         step = self.step
         if k == 0 and (len(self.plan.passes) == 1 or self.far):
             return self.stream(base, lanes)
-        if k != 1 or step is None or any(isinstance(w, Write) for w in self.plan.passes[1].parts):
-            return []  # fetches get in the way of stores (1.4 times slower)
+        if k != 1 or step is None:
+            return []
+        stores = any(isinstance(w, Write) for w in self.plan.passes[1].parts)
+        most = NEAR_STORED if stores else NEAR_ROW[1]
         found: dict[tuple[str, Index, bool], int] = {}
         for n in unique_nodes(self.plan.passes[0].roots()):
             if n.op == "load" and n.attr[1] and not n.args:
@@ -323,9 +334,12 @@ class Rows(PassWriter):
                     found[w.tensor, w.address, True] = ITEMSIZE[w.dtype]
         out: list[str] = []
         for (tensor, address, store), item in found.items():
-            near = NEAR_ROW[0] <= item * hint(self.row_size) <= NEAR_ROW[1]
+            near = NEAR_ROW[0] <= item * hint(self.row_size) <= most
             if near and len(out) <= 16:
                 out += self.fetch(tensor, address, item, base, lanes, 0, store)
+        if stores and out:
+            self.env.em.used.add("d_narrow")
+            out = [f"if (d_narrow) {line}" for line in out]
         return out
 
     @property
@@ -396,9 +410,11 @@ def lane_loops(
     rest: Scope | None,
     ahead: Sequence[str] = (),
     drawn: Sequence[str] = (),
+    behind: Sequence[str] = (),
 ) -> list[str]:
     """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last
-    lanes, guarded; `ahead` are prefetches that go with each step, `drawn` what each needs first.
+    lanes, guarded; `ahead` goes with each step (prefetches), `drawn` is what each needs first, of
+    the last lanes too, `behind` ends a step.
     """
     out = [
         f"long long {base} = {low};",
@@ -408,7 +424,7 @@ def lane_loops(
         em.simd(body),
         f"for (int l = 0; l < {lanes}; ++l) {{",
         *body.lines,
-        "} }",
+        *(["}", *behind, "}"] if behind else ["} }"]),
     ]
     if rest is not None:
         count = "r_" + base

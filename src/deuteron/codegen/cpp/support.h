@@ -303,6 +303,66 @@ constexpr bool d_narrow = false;
 constexpr bool d_narrow = true;
 #endif
 
+//@ D_DENSE
+// Of functions with much arithmetic: instructions are put into an order before registers are given
+// out, which g++ does not do for x86 by itself. With few registers, long chains of operations on one
+// vector then run beside those on the next.
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__AVX512F__)
+#define D_DENSE __attribute__((optimize("schedule-insns")))
+#else
+#define D_DENSE
+#endif
+
+//@ d_halves
+// bf16 of a block as floats, before (D_WIDEN) and behind a loop over its lanes (D_NARROW, D_NARROWED),
+// which reads `d_wide(NAME[l])` and writes by `d_put`.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
+typedef char d_h_i8 __attribute__((vector_size(32)));
+typedef i32 d_h_i32 __attribute__((vector_size(32)));
+typedef u32 d_h_u32 __attribute__((vector_size(32)));
+typedef i64 d_h_i64 __attribute__((vector_size(32)));
+typedef f32 d_h_f32 __attribute__((vector_size(32)));
+typedef i64 d_h_half __attribute__((vector_size(16)));
+// A load to both halves of a register, and one shuffle for eight numbers.
+template <int n> D_FN void d_widen(f32* to, const u16* from) {
+  constexpr char z = -128;  // a byte of zeros
+  constexpr d_h_i8 at = {z, z, 0, 1, z, z, 2,  3,  z, z, 4,  5,  z, z, 6,  7,
+                         z, z, 8, 9, z, z, 10, 11, z, z, 12, 13, z, z, 14, 15};
+#pragma GCC unroll 16
+  for (int k = 0; k < n; k += 8) {
+    d_h_i64 both = __builtin_ia32_vbroadcastsi256(d_load<d_h_half>(from + k));
+    *(d_h_f32*)(to + k) = (d_h_f32)__builtin_ia32_pshufb256((d_h_i8)both, at);
+  }
+}
+// As d_f32_to_bf16, in the lower half of each element.
+D_FN d_h_i64 d_rounded(const f32* from) {
+  d_h_f32 x = *(const d_h_f32*)from;
+  d_h_u32 u = (d_h_u32)x, number = (d_h_u32)(x == x);
+  d_h_u32 r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (d_h_i64)((number & r) | (~number & 0x7fc0u));
+}
+template <int n> D_FN void d_narrowed(u16* to, const f32* from) {
+#pragma GCC unroll 8
+  for (int k = 0; k < n; k += 16) {
+    d_h_i64 a = d_rounded(from + k), b = d_rounded(from + k + 8);
+    d_h_i64 low = __builtin_shuffle(a, b, d_h_i64{0, 1, 4, 5});
+    d_h_i64 high = __builtin_shuffle(a, b, d_h_i64{2, 3, 6, 7});
+    d_store(to + k, __builtin_ia32_packusdw256((d_h_i32)low, (d_h_i32)high));
+  }
+}
+D_FN f32 d_wide(f32 x) { return x; }
+D_FN void d_put(f32& to, f32 x) { to = x; }
+#define D_WIDEN(N, NAME, FROM) alignas(64) f32 NAME[N]; d_widen<N>(NAME, FROM);
+#define D_NARROW(N, NAME, TO) alignas(64) f32 NAME[N];
+#define D_NARROWED(N, NAME, TO) d_narrowed<N>(TO, NAME);
+#else
+D_FN f32 d_wide(u16 x) { return d_load_bf16(x); }
+D_FN void d_put(u16& to, f32 x) { to = d_f32_to_bf16(x); }
+#define D_WIDEN(N, NAME, FROM) const u16* const NAME = FROM;
+#define D_NARROW(N, NAME, TO) u16* const NAME = TO;
+#define D_NARROWED(N, NAME, TO)
+#endif
+
 //@ d_near
 // sin and cos of arguments below 8192: prelude's, without the reduction of large arguments.
 D_FN f32 d_trig_near(f32 x, u32 &quadrant) {
