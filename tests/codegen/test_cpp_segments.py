@@ -154,7 +154,11 @@ def test_clamped_floats_are_converted_without_a_test(dtype: torch.dtype, tmp_pat
     def above(x: Tensor) -> Tensor:
         return x.abs().clamp(max=high).to(dtype)
 
-    for fn, tested in ((before, False), (after, False), (above, True)):
+    def between(x: Tensor) -> Tensor:
+        return torch.minimum(x.clamp(low, high), x.abs()).to(dtype)
+
+    cases = ((before, False), (after, False), (above, True), (between, True))
+    for fn, tested in cases:
         folder = tmp_path / fn.__name__
         compiled = torch.compile(fn, backend="deuteron", options={"debug_dir": str(folder)})
         assert torch.equal(compiled(x), fn(x))

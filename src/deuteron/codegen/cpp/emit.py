@@ -463,13 +463,15 @@ def is_clamped(node: Expr) -> bool:
     """Whether a float is between two constants that a 32-bit int holds, or NaN."""
     bounded = set()
     while node.op in ("minimum", "maximum", *ROUNDING):
-        limits = [a for a in node.args if a.op == "literal"]
-        if limits and abs(limits[0].attr) <= 2.0**30:
+        if node.op not in ROUNDING:
+            limits = [a for a in node.args if a.op == "literal" and abs(a.attr) <= 2.0**30]
+            if not limits:
+                return False
             bounded.add(node.op)
-        elif limits:
-            return False
+        if len(bounded) == 2:
+            return True
         node = next((a for a in node.args if a.op != "literal"), node.args[0])
-    return {"minimum", "maximum"} <= bounded
+    return False
 
 
 def made_whole(node: Expr) -> bool:
