@@ -463,9 +463,11 @@ def _row_tiles(
 
 def _lone_tile(form: Form, warps: int, loads: int) -> Blocks:
     """Of what one program does after all others: its blocks come one behind the other, each after
-    the memory's latency, so that they are as large as registers allow."""
+    the memory's latency, so that they are as large as registers allow. Longer rows than those have
+    more warps."""
     (_, x), (_, r) = form.dims
     wide = power(size(r))
+    warps = max(warps, warps_for(wide * max(1, loads), LONE))
     rows = max(1, LONE * 32 * warps // (wide * max(1, loads)))
     return Blocks((("x", min(rows, power(size(x)))), ("r", wide)), warps)
 
