@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,18 @@ def test_programs_run_by_reference_and_read_back() -> None:
         assert print_program(parse_program(text)) == text
         (got,) = run_program(program, list(args))
         assert torch.allclose(got, add(*args), atol=1e-4)
+
+
+def test_who_is_said_to_be_alone_is_alone() -> None:
+    """What the executor finds otherwise is reported: the Record would not name the kernel."""
+    x, v = torch.randn(900, 32), torch.randn(300, 32)
+    program, _ = planned(add, x, torch.arange(300) % 70, v)
+    (d,) = [d for d in program.computes() if d.unique]
+    assert d.mask is not None
+    everywhere = [replace(e, mask=None) if e is d else e for e in program.defs]
+    with pytest.raises(ValueError, match="one place"):
+        run_program(replace(program, defs=tuple(everywhere)), [x, torch.arange(300) % 70, v])
+    run_program(replace(program, defs=tuple(everywhere)), [x, torch.arange(300), v])
 
 
 def test_positions_outside_are_reported() -> None:

@@ -613,12 +613,25 @@ def compute(d: Compute, tensors: dict[str, Tensor], sizes: Mapping[str, int]) ->
             ranges |= longest(roots, sizes, tensors, d.layout.device, ranges)
         ev = Evaluator((*d.axes, *inner), sizes, tensors, d.layout.device, ranges)
         results.append(points(ev, d.axes, d.body, d.store_index, d.mask))
+    if d.unique:
+        once(d.name, [(at, mask) for _, at, mask in results])
     for (
         value,
         at,
         mask,
     ) in results:  # after all reads: what is overwritten may be read by other points
         write(d.name, target, at, value, d.accumulate, mask)
+
+
+def once(name: str, stores: Sequence[tuple[Sequence[Tensor], Tensor | None]]) -> None:
+    """Raises where two points that store have one place although the definition says that none
+    have."""
+    all_of = [torch.stack([i.reshape(-1) for i in at], -1) for at, _ in stores]
+    masks = [mask for _, mask in stores]
+    kept = [p if m is None else p[m.reshape(-1)] for p, m in zip(all_of, masks, strict=True)]
+    places = torch.cat(kept)
+    if len(torch.unique(places, dim=0)) < len(places):
+        raise ValueError(f"two points of {name} are stored at one place, which is said not to be")
 
 
 def points(

@@ -518,6 +518,8 @@ class _State:
         if d.target is None:
             if d.accumulate is not None:
                 raise Fault("kinds", "accumulates into no target")
+            if d.unique:
+                raise Fault("kinds", "places that are unique, in no target")
             self.add(d.name, d.layout)
         else:
             self._overwrite(d, d.target)

@@ -112,9 +112,7 @@ class Ordered:
     def few(self) -> bool:
         """Whether to count is faster than the library's sort."""
         count, size = self.count.value, self.size.value
-        if count is None or size is None or size * count >= 2**30:
-            return False  # a row and a number have 31 bits
-        return ranking_us(count) < sorting_us(count, size)
+        return count is not None and size is not None and is_ranked(count, size)
 
     def many(self) -> bool:
         """Whether there may be runs longer than a chunk."""
@@ -360,8 +358,8 @@ def kept(position: Expr, extent: Index) -> Index:
 WIDE = 16
 # Microseconds that results which repeat are worth: a sort of 32768 places, and what is around it.
 REPEAT = 35.0
-# On an H200: bytes moved, atomic additions of f32 (in the L2, elsewhere) and programs done in a
-# microsecond. 100000 x 128, 8192 points take 36 us.
+# On an H200: bytes moved, atomic additions of f32 (in the L2, and, on an H100, elsewhere: those of
+# 8192 x 128 to 100000 x 128 take 36 us) and programs done in a microsecond.
 BYTES, ADDITIONS, FAR, PROGRAMS = 4.5e6, 4.2e5, 3e4, 1640
 NEAR = 40e6  # bytes that are in the L2
 # Sorting: up to 4096 places, more, and each of those; times as long by the bytes of a place.
@@ -375,6 +373,11 @@ RANK, COMPARISONS = 2.0, 7e6
 
 def is_sparse(points: int, rows: int) -> bool:
     return 2 * points <= rows
+
+
+def is_ranked(points: int, rows: int) -> bool:
+    """A row and a number have 31 bits."""
+    return points * rows < 2**30 and ranking_us(points) < sorting_us(points, rows)
 
 
 def sorting_us(points: float, rows: float) -> float:
@@ -391,13 +394,13 @@ def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
     wide, unless that takes much longer than atomic additions to zeros of f32, and a cast.
 
     H200, us, ordered and atomic: 50257 x 768 (bf16), 32768 points: 74 and 161; 65536 x 128 (f32),
-    524288: 126 and 140; ordered 100000 x 128 (bf16), 8192: 105, of which 61 for programs of a row.
+    524288: 126 and 140. H100: 100000 x 128 (bf16), 8192 points: 35 and 73.
     """
     width, count = (hint(product(x.shape[d] for d in dims)) for dims in (rows.columns, rows.rows))
     points = hint(product(a.extent for a in rows.points))
     own, wide = E.ITEMSIZE[x.dtype], 8 if x.dtype == "f64" else 4
     size, added = count * width, points * width
-    sort = min(sorting_us(points, count), ranking_us(points))
+    sort = ranking_us(points) if is_ranked(points, count) else sorting_us(points, count)
     filled = points if is_sparse(points, count) else count
     programs = filled if width >= 64 else filled * width / 256
     ordered = sort + OTHERS + max((size + added) * own / BYTES, programs / PROGRAMS)

@@ -20,6 +20,7 @@ _PRODUCTS = {f"aten.{n}.default": f"torch.{n}" for n in ("mm", "bmm", "addmm", "
 
 
 def out_variant(d: Extern) -> str | None:
+    """What writes the call's result into given memory, as emitted text; None where nothing does."""
     if d.op == "aten.convolution.default":
         return "convolve" if of_cudnn(d) else None
     return _PRODUCTS.get(d.op)

@@ -78,25 +78,13 @@ def as_traced(t: Tensor | None, strides: Sequence[int]) -> Tensor | None:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def convolve(
-    x: Tensor,
-    w: Tensor,
-    bias: None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    *,
-    out: Tensor,
-) -> None:
-    """What `aten.convolution` does where that is one call of cuDNN's, with the settings of
-    ``torch.backends.cudnn`` at this moment, into given memory."""
+def convolve(x: Tensor, w: Tensor, bias: None, *settings: Any, out: Tensor) -> None:
+    """`aten.convolution`, with its arguments, where that is one call of cuDNN's (`memory.into`):
+    with what ``torch.backends.cudnn`` says at this moment, into given memory."""
     if not torch._C._get_cudnn_enabled():
-        rest = (stride, padding, dilation, transposed, output_padding, groups)
-        out.copy_(torch.ops.aten.convolution.default(x, w, bias, *rest))
+        out.copy_(torch.ops.aten.convolution.default(x, w, bias, *settings))
         return
+    stride, padding, dilation, _, _, groups = settings
     benchmark = torch._C._get_cudnn_benchmark()
     exact = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
     tf32 = x.dtype != torch.float32 or torch.backends.cudnn.conv.fp32_precision == "tf32"
