@@ -21,6 +21,8 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from deuteron.base.garbage import collector_paused
 from deuteron.base.options import Options
@@ -31,8 +33,10 @@ from deuteron.capture.regenerated import views_of_inputs
 from deuteron.graph import random
 from deuteron.graph.edit import Editor
 from deuteron.graph.strides import as_saved, report, saved_strides
-from deuteron.runtime import ahead
+from deuteron.runtime import ahead, kept
+from deuteron.runtime.cache import Cache
 from deuteron.runtime.direct import Graphs, direct
+from deuteron.runtime.kept import Keeper
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -75,6 +79,7 @@ class Session:
     collectors: tuple[list[Record], ...]
     joint: Record = field(default_factory=Record)
     graphs: Graphs = field(default_factory=Graphs)
+    keeper: Keeper | None = None
 
     def partition(
         self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -90,7 +95,7 @@ class Session:
             return partition(gm, inputs, **known, options=self.options, record=self.joint)
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], *, phase: str) -> Boxed:
-        record = Record(list(self.joint.entries) if phase == "forward" else [])
+        record = Record(list(self.joint.entries) if phase != "backward" else [])
         record.add("graph", phase=phase, nodes=len(gm.graph.nodes))
         for found in self.collectors:
             found.append(record)
@@ -104,7 +109,10 @@ class Session:
         if metadata is not None and phase == "forward":
             nothing_donated(metadata)
         made = self.compile_or_fall_back if self.options.fallback == "aten" else self.run
-        return self.graphs.add(boxed(made(gm, inputs, phase, record)), phase, metadata, record)
+        call = made(gm, inputs, phase, record)
+        if self.keeper is not None:
+            self.keeper.add(phase, call, record)
+        return self.graphs.add(boxed(call), phase, metadata, record)
 
     def run(
         self,
@@ -204,9 +212,45 @@ def deuteron_backend(
     runner: Runner = compile_graph,
 ) -> Callable[..., Any]:
     """Dynamo's entry point; raises `OptionError` for a mode or option that does not exist."""
+    session = Session(Options.make(mode, options), runner, _COLLECTORS.get())
+    key = kept.key(gm, example_inputs, session.options, session.joint)
+    if not key or runner is not compile_graph:
+        return compiled(gm, example_inputs, session)
+    cache = Cache.open(session.options)
+    late = Late(gm, session.options)
+    with collector_paused():
+        call = kept.restored(cache, key, session.options, session.collectors, late, gm)
+    if call is not None:
+        return call
+    session.keeper = Keeper(cache, key)
+    session.graphs.settled = session.keeper.keep
+    return compiled(gm, example_inputs, session)
+
+
+@dataclass
+class Late:
+    """A graph that is compiled when it is first called: with tensors, not with what Dynamo said of
+    them."""
+
+    gm: fx.GraphModule
+    options: Options
+    made: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self.made is None:
+            mode = FakeTensorMode(shape_env=ShapeEnv())
+            with torch._guards.tracing(torch._guards.TracingContext(mode)):
+                fakes = [mode.from_tensor(x, static_shapes=True) for x in args]
+                self.made = compiled(self.gm, fakes, Session(self.options, compile_graph, ()))
+        return self.made(*args)
+
+
+def compiled(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
+) -> Callable[..., Any]:
+    """The callable of what Dynamo captured, compiled by AOTAutograd and Deuteron."""
     from torch._dynamo.backends.common import aot_autograd
 
-    session = Session(Options.make(mode, options), runner, _COLLECTORS.get())
     aot = aot_autograd(
         fw_compiler=functools.partial(session.compile, phase="forward"),
         bw_compiler=functools.partial(session.compile, phase="backward"),
@@ -215,12 +259,12 @@ def deuteron_backend(
         partition_fn=session.partition,
         keep_inference_input_mutations=True,
     )
-    compiled = ahead.prepare(gm, example_inputs, session.options)
+    prepared = ahead.prepare(gm, example_inputs, session.options)
     # Saved tensors are not written to by our backward; declared donated, they would make
     # retain_graph=True fail.
     undonated = torch._functorch.config.patch(donated_buffer=False)
     draws = unread_draws(True) if session.options.eager_random else nullcontext()
     with collector_paused(), undonated, draws:
         call = aot(gm, example_inputs)
-    compiled()
+    prepared()
     return direct(call, session.graphs)

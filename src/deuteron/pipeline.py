@@ -7,9 +7,8 @@ time is in the Record, and with a debug folder each artifact is written there as
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -40,11 +39,10 @@ from deuteron.ir.verify import verify_program
 from deuteron.lower.graph import lower
 from deuteron.memory.plan import MemoryPlan, plan_memory
 from deuteron.runtime import build_cpp
-from deuteron.runtime.cuda_graphs import graphed
+from deuteron.runtime.artifact import Artifact, next_number
+from deuteron.runtime.cuda_graphs import Recordable, recordable
 from deuteron.runtime.launch import Call
-from deuteron.runtime.launch import load as load_module
 from deuteron.runtime.launch_blas import multiply
-from deuteron.runtime.launch_cuda import Sequence as Launcher
 from deuteron.runtime.launch_cuda import Variants
 from deuteron.runtime.traced import Traced
 from deuteron.runtime.tune import Tuned, TunedProduct
@@ -83,7 +81,6 @@ STAGES = (
     # kernels built or taken from the cache, and bound to the program
     Stage("load", "codegen.assemble.Emitted", "a callable", ""),
 )
-_NUMBERS = itertools.count()
 
 
 @dataclass
@@ -95,7 +92,7 @@ class Compilation:
     options: Options
     record: Record
     donated: frozenset[int] = frozenset()  # inputs that may be overwritten, where a call says so
-    number: int = field(default_factory=lambda: next(_NUMBERS))
+    number: int = field(default_factory=next_number)
     traced: Traced | None = None  # for the self-check
     program: Program | None = None
     schedule: Schedule | None = None
@@ -198,27 +195,9 @@ class Compilation:
     def do_load(self) -> str:
         assert self.emitted is not None
         extra: dict[str, Any] = {}
-        steps = {k.name: k for k in self.steps()}
-        for q in self.emitted.sequences:
-            kernels = [self.triton(n) for n in q.kernels]
-            common = (kernels, q.places, q.sizes, q.device, self.options, self.variants)
-            if self.options.autotune:
-                extra[q.name] = Tuned(*common, [steps[n] for n in q.kernels], self.record)
-            else:
-                extra[q.name] = Launcher(*common, self.record)
-        for name, (product, device) in self.emitted.products.items():
-            extra[name] = multiply(product, device, self.options)
-            if self.options.autotune:
-                number = torch.device(device).index or 0
-                extra[name] = TunedProduct(product, number, self.options, self.record)
-        if self.options.autotune and not self.emitted.sequences:
-            self.record.add(
-                "decision",
-                subject="autotune",
-                accepted=False,
-                reason="refused",
-                detail="kernels of the CPU have one configuration",
-            )
+        if self.options.autotune:
+            extra = dict(self.tuned())
+        watcher: Watcher | None = None
         if self.options.verify:
             assert self.program is not None
             found = self.steps()
@@ -226,22 +205,42 @@ class Compilation:
             extra["watch"] = watcher.watch
         name = f"<deuteron {self.phase} graph {self.number}>"
         path = str(self.debug / "module.py") if self.debug else name
-        self.call = load_module(self.emitted, self.library, extra, path)
-        if self.options.verify:
-            self.call = watcher.around(self.call)
-        if self.options.cudagraphs:
-            assert self.program is not None and self.schedule is not None and self.plan is not None
-            self.call = graphed(
-                self.call,
-                self.program,
-                self.schedule,
-                self.emitted,
-                self.phase,
-                bool(self.plan.given),
-                self.options,
-                self.record,
-            )
+        triton = {n: k for n, k in self.kernels.items() if isinstance(k, TritonKernel)}
+        named = {n: triton[n] for q in self.emitted.sequences for n in q.kernels}
+        artifact = Artifact(self.phase, self.emitted, named, self.recordable())
+        around = watcher.around if watcher is not None else None
+        self.call = artifact.load(
+            self.options, self.record, path, self.library, self.variants, extra, around
+        )
+        self.call.artifact = artifact  # type: ignore[attr-defined]
         return ""
+
+    def tuned(self) -> Iterator[tuple[str, Any]]:
+        """What launches kernels and products, and tries their candidates in the first call."""
+        assert self.emitted is not None
+        steps = {k.name: k for k in self.steps()}
+        for q in self.emitted.sequences:
+            kernels = [self.triton(n) for n in q.kernels]
+            common = (kernels, q.places, q.sizes, q.device, self.options, self.variants)
+            yield q.name, Tuned(*common, [steps[n] for n in q.kernels], self.record)
+        for name, (product, device) in self.emitted.products.items():
+            number = torch.device(device).index or 0
+            yield name, TunedProduct(product, number, self.options, self.record)
+        if not self.emitted.sequences:
+            self.record.add(
+                "decision",
+                subject="autotune",
+                accepted=False,
+                reason="refused",
+                detail="kernels of the CPU have one configuration",
+            )
+
+    def recordable(self) -> Recordable | None:
+        """What a CUDA graph needs to know, where one was asked for."""
+        if not self.options.cudagraphs:
+            return None
+        assert self.program is not None and self.schedule is not None and self.plan is not None
+        return recordable(self.program, self.schedule, bool(self.plan.given), self.options)
 
     def start(self, made: Generated, device: str) -> None:
         """A kernel's build starts while others are generated."""

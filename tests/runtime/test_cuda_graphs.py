@@ -17,7 +17,7 @@ import deuteron.runtime.cuda_graphs as cuda_graphs
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.device import named_gpu
 from deuteron.runtime import build_cpp, graph_nodes
-from deuteron.runtime.cuda_graphs import graphed, graphs_of
+from deuteron.runtime.cuda_graphs import graphed, graphs_of, recordable
 from tests.codegen.test_gpu_module import Pretended
 from tests.runtime import cuda_tools
 from tests.runtime.cuda_tools import FakeCuda
@@ -37,16 +37,9 @@ class Recorded(Pretended):
         assert self.call is not None and self.program and self.schedule and self.plan
         assert self.emitted is not None
         self.eager = self.call
+        what = recordable(self.program, self.schedule, bool(self.plan.given), self.options)
         self.call = graphed(
-            self.call,
-            self.program,
-            self.schedule,
-            self.emitted,
-            self.phase,
-            bool(self.plan.given),
-            self.options,
-            self.record,
-            FakeCuda,
+            self.call, what, self.emitted, self.phase, self.options, self.record, FakeCuda
         )
         return ""
 

@@ -64,6 +64,9 @@ class Options:
         None, "Folder of built kernels; default: the user's cache folder / deuteron."
     )
     cache: bool = _option(True, "Read and write the cache of built kernels.")
+    keep_graphs: bool = _option(
+        True, "Keep compiled graphs in the cache, so that another process need not compile them."
+    )
     workers: int = _option(0, "Processes that build kernels; 0: one per core, at most 8.", low=0)
     build_timeout: int = _option(
         300, "Seconds after which a build is given up; the compiler is then killed.", low=1

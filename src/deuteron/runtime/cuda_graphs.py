@@ -54,7 +54,7 @@ SKEW = 0x135 << 12
 _LOCK = threading.RLock()  # one recording at a time
 
 
-def why_not(program: Program, schedule: Schedule, emitted: Emitted, options: Options) -> str:
+def why_not(program: Program, schedule: Schedule, options: Options) -> str:
     """Why a program cannot be recorded; "" if it can."""
     devices = sorted({lay.device for lay in schedule.layouts.values()})
     if not any(d.startswith("cuda") for d in devices):
@@ -114,33 +114,61 @@ def _without_dropout(call: Extern, operator: Any) -> bool:
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
+@dataclass(frozen=True)
+class Recordable:
+    """What recording a graph needs to know of it, or why that cannot be.
+
+    reason    why it runs as ever; empty if it is recorded
+    device    the number of its GPU
+    launches  kernels and library calls in a call
+    tensors   positions of the arguments that are tensors
+    key       texts of what decides, beside the stream, which graph a call (of ``args``) takes
+    given     whether the call asks if inputs may be overwritten
+    """
+
+    reason: str
+    device: int = 0
+    launches: int = 0
+    tensors: tuple[int, ...] = ()
+    key: tuple[str, ...] = ()
+    given: bool = False
+
+
+def recordable(program: Program, schedule: Schedule, given: bool, options: Options) -> Recordable:
+    reason = why_not(program, schedule, options)
+    if reason:
+        return Recordable(reason)
+    where = next(iter(lay.device for lay in schedule.layouts.values()))
+    tensors = tuple(d.position for d in program.defs if isinstance(d, Input))
+    key = [f"args[{i}]" for i in sorted(set(range(program.num_inputs)) - set(tensors))]
+    for _, (kind, i, dim) in program.sizes:
+        if kind in ("shape", "stride"):
+            what = f"shape[{dim}]" if kind == "shape" else f"stride({dim})"
+            key.append(f"args[{i}].{what}")
+    number = torch.device(where).index or 0
+    return Recordable("", number, launches(schedule), tensors, tuple(key), given)
+
+
 def graphed(
     call: Call,
-    program: Program,
-    schedule: Schedule,
+    what: Recordable,
     emitted: Emitted,
     phase: str,
-    given: bool,
     options: Options,
     record: Record,
     device: Callable[[int, Options], Any] = Cuda,
 ) -> Call:
-    """`call`, or one that replays it. `given`: whether it asks if inputs may be overwritten."""
-    reason = why_not(program, schedule, emitted, options)
+    """`call`, or one that replays it."""
     record.add(
         "decision",
         subject="cudagraph",
-        accepted=not reason,
-        reason="refused" if reason else "recorded at the second call",
-        detail=reason,
+        accepted=not what.reason,
+        reason="refused" if what.reason else "recorded at the second call",
+        detail=what.reason,
     )
-    if reason:
+    if what.reason:
         return call
-    where = next(iter(lay.device for lay in schedule.layouts.values()))
-    number = torch.device(where).index or 0
-    most = launches(schedule)
-    graphs = Graphs(call, program, emitted, device(number, options), number, most, record)
-    return graphs.entrance(phase, given)
+    return Graphs(call, what, emitted, device(what.device, options), record).entrance(phase)
 
 
 @dataclass
@@ -181,38 +209,26 @@ class Graphs:
     for a key there may be graphs for several alignments of the inputs."""
 
     def __init__(
-        self,
-        call: Call,
-        program: Program,
-        emitted: Emitted,
-        cuda: Any,
-        device: int,
-        launches: int,
-        record: Record,
+        self, call: Call, what: Recordable, emitted: Emitted, cuda: Any, record: Record
     ) -> None:
-        self.call, self.cuda, self.record, self.device = call, cuda, record, device
-        self.launches, self.most_copied = launches, launches * MOST_COPIED
+        self.call, self.cuda, self.record, self.what = call, cuda, record, what
+        self.device, self.tensors = what.device, what.tensors
+        self.launches, self.most_copied = what.launches, what.launches * MOST_COPIED
         self.names: dict[str, Any] = call.__globals__  # type: ignore[attr-defined]
         launched = (*(q.name for q in emitted.sequences), *emitted.products)
         self.launchers = {name: self.names[name] for name in launched}
-        self.tensors = [d.position for d in program.defs if isinstance(d, Input)]
-        others = set(range(program.num_inputs)) - set(self.tensors)
-        self.key = [f"args[{i}]" for i in sorted(others)]
-        for _, (kind, i, dim) in program.sizes:
-            if kind in ("shape", "stride"):
-                what = f"shape[{dim}]" if kind == "shape" else f"stride({dim})"
-                self.key.append(f"args[{i}].{what}")
-        self.constants = list(program.constants.values())
+        self.constants = [t for t in emitted.objects.values() if isinstance(t, Tensor)]
         self.table: dict[Any, Call] = {}
         self.seen: dict[Any, Seen] = {}
         self.kept: OrderedDict[Any, Recorded] = OrderedDict()
         self.recorded = 0
         self.off = False
 
-    def entrance(self, phase: str, given: bool) -> Call:
+    def entrance(self, phase: str) -> Call:
         """The function that is called, as text of its own: it runs every time. What came through
         hooks on saved tensors may have other strides than what was recorded."""
-        parts = [f"stream({self.device})", *self.key, *(["keeps_graph()"] * given)]
+        asked = ["keeps_graph()"] if self.what.given else []
+        parts = [f"stream({self.device})", *self.what.key, *asked]
         hooks = {"forward": "look_for_hooks()", "backward": "if HOOKED: return through_hooks(args)"}
         text = f"""
 def call(args):

@@ -99,6 +99,25 @@ class Seen:
     autocast: bool
 
 
+@dataclass(frozen=True)
+class Saved:
+    """How a forward graph's results are divided, as seen in a call."""
+
+    results: int
+    tensors: int  # saved for the backward, behind the results; sizes follow
+    differentiable: tuple[int, ...]
+    constant: tuple[int, ...]  # tensors that are not
+    views: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What calls that go directly go by. `metadata` is AOTAutograd's, or says the same."""
+
+    metadata: Any
+    saved: Saved | None = None
+
+
 @dataclass
 class Graphs:
     """The compiled graphs of one Dynamo graph."""
@@ -108,6 +127,8 @@ class Graphs:
     metadata: Any = None
     record: Record = field(default_factory=Record)  # of the forward
     watches: dict[int, list[Seen]] = field(default_factory=dict)  # by thread
+    backward: Boxed | None = None  # where it is known beforehand
+    settled: Callable[[Settled], None] = lambda found: None  # told what later calls go by
 
     def add(self, run: Boxed, phase: str, metadata: Any, record: Record) -> Boxed:
         """A graph that has been compiled. Returns what AOTAutograd shall call, which tells whoever
@@ -165,9 +186,14 @@ def direct(aot: Call, graphs: Graphs) -> Call:
         graphs.decided(reason)
         return aot
     call = (training if graphs.phase == "forward" else inference)(aot, graphs)
+    return finished(call, aot)
+
+
+def finished(call: Call, like: Any) -> Call:
+    """A callable as Dynamo wants it, with what it finds on `like`."""
     for name in ("zero_grad", "named_parameters", "named_buffers", "serialize"):
-        if hasattr(aot, name):
-            setattr(call, name, getattr(aot, name))
+        if hasattr(like, name):
+            setattr(call, name, getattr(like, name))
     return torch._dynamo.disable(call, reason="do not trace compiled graphs")
 
 
@@ -265,13 +291,14 @@ def written_to(metadata: Any) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------- without gradients
 
 
-def inference(aot: Call, graphs: Graphs) -> Call:
+def inference(aot: Call, graphs: Graphs, known: bool = False) -> Call:
+    """`known`: that calls go directly."""
     autocast, grads_on = private().autocast, torch.is_grad_enabled
     switch = torch._C._set_grad_enabled
     amp, written = autocast(), written_to(graphs.metadata)
     marks, mark = tuple(marked(graphs.metadata).items()), private().mark
     run = outside_autocast(graphs.forward[0]) if amp else graphs.forward[0]
-    goes: bool | None = None  # directly; None while unknown
+    goes: bool | None = True if known else None  # directly; None while unknown
 
     def call(*args: Any) -> Sequence[Any]:
         nonlocal goes
@@ -282,6 +309,8 @@ def inference(aot: Call, graphs: Graphs) -> Call:
             reason = passed_on(args, results, seen, graphs.metadata, ())
             graphs.decided(reason)
             goes = not reason
+            if goes:
+                graphs.settled(Settled(graphs.metadata))
             return results
         if written:
             increment_version([args[i] for i in written])
@@ -314,23 +343,13 @@ def outside_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------------- with gradients
 
 
-@dataclass(frozen=True)
-class Saved:
-    """How a forward graph's results are divided, as seen in a call."""
-
-    parent: Any  # AOTAutograd's subclass of `autograd.Function`
-    results: int
-    tensors: int  # saved for the backward, behind the results; sizes follow
-    differentiable: tuple[int, ...]
-    constant: tuple[int, ...]  # tensors that are not
-    views: tuple[int, ...]
-
-
-def training(aot: Call, graphs: Graphs) -> Call:
+def training(aot: Call, graphs: Graphs, known: Call | None = None) -> Call:
+    """`known`: what applies the graph directly, if that is known beforehand."""
     autocast, hooks, grads_on = private().autocast, private().hooks, torch.is_grad_enabled
     transformed, amp, written = private().transformed, autocast(), written_to(graphs.metadata)
-    apply: Call | None = None
-    refused = False
+    apply, refused = known, False
+    if known is not None and amp:
+        apply = outside_autocast(known)
 
     def call(*args: Any) -> Sequence[Any]:
         nonlocal apply, refused
@@ -341,10 +360,7 @@ def training(aot: Call, graphs: Graphs) -> Call:
             results, found = look(aot, graphs, args)
             refused = found is None
             if found is not None and apply is None:  # not by another thread meanwhile
-                made = function(graphs, found)
-                # `Function.apply` itself looks for transforms, and for wrappers that outlived one;
-                # guards on the dispatch keys of inputs let none of these come here.
-                apply = super(torch.autograd.Function, made).apply
+                apply = function(graphs, *found)
                 apply = outside_autocast(apply) if amp else apply
             return results
         if written:
@@ -354,13 +370,16 @@ def training(aot: Call, graphs: Graphs) -> Call:
     return call
 
 
-def look(aot: Call, graphs: Graphs, args: Sequence[Any]) -> tuple[Sequence[Any], Saved | None]:
-    """The first call: its results, and what autograd's node keeps, if that is as known here."""
+Node = tuple[Any, Saved]  # AOTAutograd's subclass of `autograd.Function`, what its node keeps
+
+
+def look(aot: Call, graphs: Graphs, args: Sequence[Any]) -> tuple[Sequence[Any], Node | None]:
+    """The first call: its results, and autograd's node, if that is as known here."""
     results, seen = graphs.watch(aot, *args)
     info = graphs.metadata.output_info
     # AOTAutograd hides from autograd that these share memory with what is saved.
     views = tuple(k for k, i in enumerate(info) if kind_of(i) == "unsafe_view_alias")
-    found: Saved | None = None
+    found: Node | None = None
     reason = passed_on(args, results, seen, graphs.metadata, views)
     if not reason:
         found, reason = saved_by(results, seen[0].returned, views)
@@ -370,7 +389,7 @@ def look(aot: Call, graphs: Graphs, args: Sequence[Any]) -> tuple[Sequence[Any],
 
 def saved_by(
     results: Sequence[Any], made: Sequence[Any], views: tuple[int, ...]
-) -> tuple[Saved | None, str]:
+) -> tuple[Node | None, str]:
     tensors = [k for k, t in enumerate(results) if isinstance(t, Tensor)]
     differentiable = tuple(k for k in tensors if results[k].requires_grad)
     nodes = {results[k].grad_fn for k in differentiable}
@@ -390,16 +409,16 @@ def saved_by(
     if not same_tensors or not same(node.symints, made[end:]):
         return None, "the node keeps something else than the graph returns"
     constant = tuple(k for k in tensors if k not in differentiable)
-    return Saved(parent, n, len(saved), differentiable, constant, views), ""
+    return (parent, Saved(n, len(saved), differentiable, constant, views)), ""
 
 
-def function(graphs: Graphs, found: Saved) -> Any:
-    """AOTAutograd's subclass of `autograd.Function` with methods that go directly where they can.
-    Its node is AOTAutograd's to all others, compiled autograd for one."""
+def function(graphs: Graphs, parent: Any, found: Saved) -> Call:
+    """Applies AOTAutograd's subclass of `autograd.Function`, with methods that go directly where
+    they can. Its node is AOTAutograd's to all others, compiled autograd for one."""
     run, results, views, constant = graphs.forward[0], found.results, found.views, found.constant
     end, view = results + found.tensors, torch.ops.aten._unsafe_view.default
-    marks, mark = tuple(marked(found.parent.metadata).items()), private().mark
-    saved_marks = tuple(marked_saved(found.parent.metadata).items())
+    marks, mark = tuple(marked(parent.metadata).items()), private().mark
+    saved_marks = tuple(marked_saved(parent.metadata).items())
 
     def forward(ctx: Any, *args: Any) -> Any:
         made = run(list(args))
@@ -420,20 +439,24 @@ def function(graphs: Graphs, found: Saved) -> Any:
         ctx._materialize_non_diff_grads = False
         return tuple(out)
 
-    methods = {"forward": forward, "backward": backward_of(graphs, found)}
-    return type(found.parent)(
-        found.parent.__name__,
-        (found.parent,),
+    methods = {"forward": forward, "backward": backward_of(graphs, parent, found)}
+    made = type(parent)(
+        parent.__name__,
+        (parent,),
         {name: staticmethod(method) for name, method in methods.items()},
     )
+    # `Function.apply` itself looks for transforms, and for wrappers that outlived one; guards on
+    # the dispatch keys of inputs let none of these come here.
+    apply: Call = super(torch.autograd.Function, made).apply
+    return apply
 
 
-def backward_of(graphs: Graphs, found: Saved) -> Call:
-    parent, differentiable = found.parent, found.differentiable
+def backward_of(graphs: Graphs, parent: Any, found: Saved) -> Call:
+    differentiable = found.differentiable
     grads_on, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
     autocast, transformed = private().autocast, private().transformed
     traced, stashed, context = private().traced, private().stashed, private().context
-    run: Boxed | None = None
+    run = graphs.backward
     metas = getattr(parent.metadata, "subclass_tangent_meta", ())
     layouts = [getattr(m, "memory_format", None) for m in metas]
     looks = MOST_LOOKS
@@ -456,6 +479,8 @@ def backward_of(graphs: Graphs, found: Saved) -> Call:
             kept = [*ctx.symints, *ctx.saved_tensors]
             out, seen = graphs.watch(parent.backward, ctx, *given)
             run = seen[0].run if as_expected(seen, kept, tangents, out) else None
+            if run is not None:
+                graphs.settled(Settled(parent.metadata, found))
             return out
         args = [*ctx.symints, *ctx.saved_tensors, *tangents]
         # The graph frees what is in `args` as soon as it can, if nobody else holds it.
@@ -502,4 +527,15 @@ def as_expected(
     )
 
 
-__all__ = ["Graphs", "direct"]
+__all__ = [
+    "Graphs",
+    "Saved",
+    "Settled",
+    "direct",
+    "finished",
+    "function",
+    "inference",
+    "private",
+    "training",
+    "written_to",
+]

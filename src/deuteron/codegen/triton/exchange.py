@@ -90,8 +90,15 @@ def begin(words, CLUSTER: tl.constexpr, FOLDS: tl.constexpr):
 
 
 @triton.jit
-def publish(words, FOLD: tl.constexpr, FOLDS: tl.constexpr, TEAM: tl.constexpr, value, tag,
-            CLUSTER: tl.constexpr):
+def publish(
+    words,
+    FOLD: tl.constexpr,
+    FOLDS: tl.constexpr,
+    TEAM: tl.constexpr,
+    value,
+    tag,
+    CLUSTER: tl.constexpr,
+):
     """Tells the team `value` (one element of 32 bits), that of a fold in the round `tag`. `words`:
     the team's."""
     bits = value.to(tl.int32, bitcast=True)
@@ -124,8 +131,15 @@ def _received(place, lane, tag):
 
 
 @triton.jit
-def collect(words, FOLD: tl.constexpr, FOLDS: tl.constexpr, TEAM: tl.constexpr, tag,
-            CLUSTER: tl.constexpr, ROOM: tl.constexpr):
+def collect(
+    words,
+    FOLD: tl.constexpr,
+    FOLDS: tl.constexpr,
+    TEAM: tl.constexpr,
+    tag,
+    CLUSTER: tl.constexpr,
+    ROOM: tl.constexpr,
+):
     """The bits of a team's numbers of a fold in `ROOM` lanes (a power of two, at least a warp, so
     that a thread reads one; the rest repeat the first); returns once all have come."""
     lane = tl.arange(0, ROOM)
@@ -145,8 +159,16 @@ def collect(words, FOLD: tl.constexpr, FOLDS: tl.constexpr, TEAM: tl.constexpr, 
 
 
 @triton.jit
-def collect_two(words, FOLD: tl.constexpr, OTHER: tl.constexpr, FOLDS: tl.constexpr,
-                TEAM: tl.constexpr, tag, CLUSTER: tl.constexpr, ROOM: tl.constexpr):
+def collect_two(
+    words,
+    FOLD: tl.constexpr,
+    OTHER: tl.constexpr,
+    FOLDS: tl.constexpr,
+    TEAM: tl.constexpr,
+    tag,
+    CLUSTER: tl.constexpr,
+    ROOM: tl.constexpr,
+):
     """The same of two folds, which are read together."""
     lane = tl.arange(0, ROOM)
     lane = tl.where(lane < TEAM, lane, 0)

@@ -1,0 +1,156 @@
+"""A compiled graph as data: what loading it needs, and nothing that only compiling it needed.
+
+In: what `codegen` made of a graph. Out: an `Artifact`, which becomes a callable (`load`) in this
+process, or JSON (`to_json`, `from_json`) and a callable in another one. There is no other way to
+load: a graph that was compiled a moment ago and one that a cache kept differ in nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from deuteron.base.options import Options
+from deuteron.base.record import Record
+from deuteron.codegen.assemble import Emitted, triton_fields, triton_kernel
+from deuteron.codegen.cpp.kernels import FLAGS
+from deuteron.codegen.products import Product, Side
+from deuteron.codegen.segments import Launches
+from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.runtime import build_cpp
+from deuteron.runtime.cuda_graphs import Recordable, graphed
+from deuteron.runtime.launch import Call
+from deuteron.runtime.launch import load as load_module
+from deuteron.runtime.launch_blas import multiply
+from deuteron.runtime.launch_cuda import Sequence as Launcher
+from deuteron.runtime.launch_cuda import Variants
+
+# Bytes of constants that are kept with a graph; one with more is compiled by every process.
+MOST_CONSTANTS = 1 << 20
+_NUMBERS = itertools.count()
+
+
+def next_number() -> int:
+    """The number of a graph in this process."""
+    return next(_NUMBERS)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """`triton`: the kernels that the sequences name; `recordable`: what a CUDA graph of it would
+    be, where one was asked for."""
+
+    phase: str
+    emitted: Emitted
+    triton: dict[str, TritonKernel]
+    recordable: Recordable | None = None
+
+    def why_not(self) -> str:
+        """Why this has no text; empty if it has."""
+        size = 0
+        for name, value in self.emitted.objects.items():
+            if type(value) is not torch.Tensor or value.layout != torch.strided:
+                return f"{name} is a {type(value).__name__}"
+            size += value.untyped_storage().nbytes()
+        return f"{size} bytes of constants" if size > MOST_CONSTANTS else ""
+
+    def to_json(self) -> dict[str, Any]:
+        e = self.emitted
+        return {
+            "phase": self.phase,
+            "text": e.text,
+            "unit": e.unit,
+            "segments": e.segments,
+            "sequences": [asdict(q) for q in e.sequences],
+            "products": {n: [asdict(p), device] for n, (p, device) in e.products.items()},
+            "constants": {n: _tensor_to_json(t) for n, t in e.objects.items()},
+            "triton": {n: [triton_fields(k), k.source] for n, k in self.triton.items()},
+            "recordable": self.recordable and asdict(self.recordable),
+        }
+
+    @staticmethod
+    def from_json(known: Mapping[str, Any]) -> Artifact:
+        emitted = Emitted(
+            known["text"],
+            known["unit"],
+            tuple(known["segments"]),
+            tuple(Launches(**_frozen(q)) for q in known["sequences"]),
+            {n: _tensor_from_json(t) for n, t in known["constants"].items()},
+            {n: (_product(p), device) for n, (p, device) in known["products"].items()},
+        )
+        triton = {n: triton_kernel(about, text) for n, (about, text) in known["triton"].items()}
+        recordable = known["recordable"] and Recordable(**_frozen(known["recordable"]))
+        return Artifact(known["phase"], emitted, triton, recordable)
+
+    def load(
+        self,
+        options: Options,
+        record: Record,
+        path: str,
+        library: build_cpp.Build | None = None,
+        variants: dict[tuple[str, str], Variants] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        around: Callable[[Call], Call] | None = None,
+    ) -> Call:
+        """The callable. `path`: what tracebacks call the module; `library`, `variants`: builds that
+        have been started; `extra`: what the module finds under these names, a
+        launcher's too; `around`: wraps its ``call``."""
+        e = self.emitted
+        if e.unit and library is None:
+            library = build_cpp.submit(e.unit, FLAGS, options)
+        given = dict(extra or {})
+        built = {} if variants is None else variants
+        for q in e.sequences:
+            if q.name not in given:
+                kernels = [self.triton[n] for n in q.kernels]
+                given[q.name] = Launcher(
+                    kernels, q.places, q.sizes, q.device, options, built, record
+                )
+        for name, (product, device) in e.products.items():
+            if name not in given:
+                given[name] = multiply(product, device, options)
+        call = load_module(e, library, given, path)
+        if around is not None:
+            call = around(call)
+        if self.recordable is not None:
+            call = graphed(call, self.recordable, e, self.phase, options, record)
+        return call
+
+
+def _frozen(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with tuples for JSON's lists."""
+
+    def tuples(x: Any) -> Any:
+        return tuple(map(tuples, x)) if isinstance(x, list) else x
+
+    return {name: tuples(x) for name, x in known.items()}
+
+
+def _product(known: Mapping[str, Any]) -> Product:
+    sides = {name: Side(**known[name]) for name in ("a", "b", "out")}
+    return Product(**{**known, **sides})
+
+
+def _tensor_to_json(t: torch.Tensor) -> dict[str, Any]:
+    whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+    return {
+        "bytes": base64.b64encode(bytes(whole.cpu().tolist())).decode(),
+        "dtype": str(t.dtype).removeprefix("torch."),
+        "device": str(t.device),
+        "place": [list(t.shape), list(t.stride()), t.storage_offset()],
+    }
+
+
+def _tensor_from_json(known: Mapping[str, Any]) -> torch.Tensor:
+    data = bytearray(base64.b64decode(known["bytes"]))
+    dtype = getattr(torch, known["dtype"])
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.to(known["device"]).as_strided(*known["place"])
+
+
+__all__ = ["Artifact", "next_number"]
