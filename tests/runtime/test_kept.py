@@ -134,6 +134,10 @@ def users(x: Tensor) -> Tensor:
     return x.sin()
 
 
+class Own(Tensor):
+    pass
+
+
 HELD = torch.ones(4)
 
 
@@ -143,6 +147,7 @@ HELD = torch.ones(4)
         (lambda x: users(x) + 1, (R(4),), "users is not torch's"),
         (lambda x, y: x.add_(1) + y, (HELD[:3], HELD[1:]), "inputs share memory"),
         (lambda x: torch.nonzero(x) + 1, (R(4),), "sizes are symbols"),
+        (lambda x: x.sin() + 1, (R(4).as_subclass(Own),), "an input is a Own"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -151,6 +156,22 @@ def test_what_has_no_name(f: Step, args: Any, reason: str, tmp_path: Path) -> No
         _, records = trained(anew(f, tmp_path), *args)
     assert any(not ok and reason in why for ok, why in decisions(records)), decisions(records)
     assert not list(tmp_path.rglob("*.graph"))
+
+
+def test_random_numbers_are_the_seed_s(tmp_path: Path) -> None:
+    def f(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5) * 2
+
+    x, drawn = R(8, 64, requires_grad=True), []
+    for _ in range(2):
+        g = anew(f, tmp_path)
+        trained(g, x)
+        torch.manual_seed(3)
+        drawn.append([trained(g, x, steps=1)[0] for _ in range(2)])
+    (a, b), (c, d) = drawn
+    assert torch.equal(a[0], c[0]) and torch.equal(a[1], c[1]) and torch.equal(b[0], d[0])
+    assert not torch.equal(a[0], b[0])
+    assert len(list(tmp_path.rglob("*.graph"))) == 1
 
 
 def test_symbols_and_watching_options(tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ def line(node: fx.Node) -> str:
     sized(node.meta.get("example_value"))
     if node.op == "placeholder":
         kept = node.meta.get("tensor_dict") or {}
+        real = getattr(node.meta.get("grapharg"), "example", None)
+        if isinstance(real, Tensor) and type(real) not in (Tensor, torch.nn.Parameter):
+            raise Unnameable(f"an input is a {type(real).__name__}")
         return f"{node.name} {sorted(kept)}"
     if node.op in ("get_attr", "call_module"):
         raise Unnameable(f"the graph holds {node.target}")

@@ -131,7 +131,7 @@ class Keeper:
             decided(record, False, "refused", self.reason)
 
     def keep(self, found: Settled) -> None:
-        if self.reason:
+        if self.reason or not self.parts:
             return
         parts = {
             phase: {"artifact": artifact.to_json(), "record": [e for e in entries if lasting(e)]}
@@ -142,6 +142,7 @@ class Keeper:
             entry["saved"] = asdict(found.saved)
         with suppress(CacheError):  # who puts kernels there says so
             self.cache.put(self.key, SUFFIX, json.dumps(entry).encode())
+        self.parts = {}
 
 
 def lasting(entry: dict[str, Any]) -> bool:
