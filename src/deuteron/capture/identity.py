@@ -60,7 +60,9 @@ class Unnameable(Exception):
 
 def identity(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     """The text. Raises `Unnameable`."""
-    return "\n".join((*settings(), *map(given, inputs), *apart(inputs), *map(line, gm.graph.nodes)))
+    described = [*settings(), *map(given, inputs)]
+    apart(inputs)
+    return "\n".join((*described, *map(line, gm.graph.nodes)))
 
 
 def settings() -> Iterator[str]:
@@ -93,12 +95,11 @@ def given(x: Any) -> str:
     return f"{x.dtype} {x.device} {list(x.shape)} {numbers} {flags} {parameter}"
 
 
-def apart(inputs: Iterable[Any]) -> Iterator[str]:
-    """Nothing, if no two inputs share memory: else the graph may depend on which parts they do."""
+def apart(inputs: Iterable[Tensor]) -> None:
+    """Raises if two inputs share memory: the graph may depend on which parts they share."""
     places = [x.untyped_storage()._cdata for x in inputs if x.numel()]
     if len(set(places)) != len(places):
         raise Unnameable("inputs share memory")
-    yield from ()
 
 
 def line(node: fx.Node) -> str:
@@ -149,6 +150,8 @@ def named(f: Any) -> str:
         if f.namespace in NAMESPACES:
             return str(f)
         raise Unnameable(f"{f} is no operator of torch's")
+    if isinstance(f, torch._ops.HigherOrderOperator):  # its numbers may name kernels of the user's
+        raise Unnameable(f"{f} runs what the graph does not show")
     name = getattr(f, "__name__", "")
     for home, module in homes():
         if name and getattr(module, name, None) is f:

@@ -232,7 +232,7 @@ def triton_fields(k: TritonKernel) -> dict[str, Any]:
     """A kernel without its source, as plain values that JSON holds."""
     out = {f.name: getattr(k, f.name) for f in fields(k) if f.name != "source"}
     args = [[kind, w if isinstance(w, str) else [w.name, w.low, w.hint]] for kind, w in k.args]
-    configs = [[c.constexprs, c.num_warps, c.num_stages] for c in k.configs]
+    configs = [[c.constexprs, c.num_warps, c.num_stages, c.registers] for c in k.configs]
     return {**out, "args": args, "configs": configs}
 
 
@@ -246,7 +246,7 @@ def triton_kernel(known: dict[str, Any], source: str) -> TritonKernel:
     values["args"] = tuple(
         (kind, w if isinstance(w, str) else Sym(*w)) for kind, w in known["args"]
     )
-    values["configs"] = tuple(Config(frozen(a), b, c) for a, b, c in known["configs"])
+    values["configs"] = tuple(Config(*frozen(c)) for c in known["configs"])
     return TritonKernel(source=source, **values)
 
 
