@@ -98,6 +98,29 @@ def test_warm_starts_start_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_process_that_builds_has_no_torch(tmp_path: Path) -> None:
+    """Its import takes longer than the build: 5 s where files are slow."""
+    made = build_triton.job_of(kernel(), CONFIG, 90, True, False)
+    code = f"""
+    import sys
+    from deuteron.base.options import Options
+    from deuteron.runtime import build_triton, workers
+    from deuteron.runtime.build_triton import Job
+    workers.serving = True
+    asked = Options.make(options={{"cache_dir": {str(tmp_path)!r}}})
+    build_triton.ready(90, asked)
+    library = [m for m in sys.modules if m.startswith("deuteron.codegen.triton.")]
+    assert build_triton.built({made!r}, asked).code
+    found = {{m for m in sys.modules if m.startswith("deuteron.codegen.triton.")}}
+    assert library and found == set(library), found
+    assert "torch" not in sys.modules
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_refused(tmp_path: Path, workers: int) -> None:
     with pytest.raises(BuildError, match="Triton refused") as caught:

@@ -147,7 +147,8 @@ def prepare(capability: int, count: int, options: Options) -> None:
 def ready(capability: int, options: Options) -> None:
     """Builds nothing of use: Triton is set up afterwards."""
     if workers.serving:
-        text = "import triton\n\n\n@triton.jit\ndef nothing(p):\n    pass\n"
+        head = "import triton\nfrom deuteron.codegen.triton import libm\n"
+        text = f"{head}\n\n@triton.jit\ndef nothing(p):\n    pass\n"
         job = Job("nothing", text, (("p", "*fp32"),), (), (), 1, 1, 0, True, False, capability)
         _compile(job, Cache.open(options), options)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from deuteron.base.cluster import CLUSTER_BYTES, ROUNDS
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
@@ -27,7 +28,7 @@ from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
 from deuteron.runtime.build_triton import Binary, build, submit
 from deuteron.runtime.workers import Task
-from deuteron.schedule.teams import CLUSTER_BYTES, RESIDENT, ROUNDS, resident
+from deuteron.schedule.teams import RESIDENT, resident
 
 SOURCE = """
 typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,

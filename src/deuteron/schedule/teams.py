@@ -9,6 +9,7 @@ Both who plans kernels and who writes them ask here, so that they agree on what 
 
 from __future__ import annotations
 
+from deuteron.base.cluster import MOST_CLUSTER
 from deuteron.base.device import DeviceSpec
 
 # Elements of a row per program, by how many values of each are held: (at most so many, elements).
@@ -35,8 +36,6 @@ RESIDENT, WARPS = 3, 24
 # of 65536 (8) 0.81 times, batch norm of 200704 (25) 1.07.
 MOST_HELD, MOST_ALONE = 96, 24
 
-# Programs of a team that may be a cluster, whose programs reach one another's shared memory.
-MOST_CLUSTER = 16
 # Eighths of the multiprocessors that run clusters at once. H200, backward of layer norm, bf16,
 # 4 x 2^26 elements, workers for all and for seven eighths of them, us: rows of 16384 (4
 # programs) 650 and 485, of 131072 (16) 682 and 516.
@@ -49,9 +48,6 @@ MOST_VALUES, LEAST_REGISTERS = 32, 80
 # H200, layer norm, rows of 131072, bf16, us: with weights read for each row 355, with weights in
 # registers of 2 programs of 8 warps 276, of 16 warps, which spill, 366.
 MOST_KEPT, KEPT_REGISTERS = 96, 128
-# Rounds whose numbers a team has place for, a power of two; and the shared memory that a cluster's
-# programs have for them (see `codegen.triton.exchange`).
-ROUNDS, CLUSTER_BYTES = 4, 2048
 
 
 def share(held: int, row: int) -> int:

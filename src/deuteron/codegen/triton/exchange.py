@@ -18,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deuteron.base.cluster import CLUSTER_BYTES, MOST_CLUSTER, ROUNDS
 from deuteron.codegen.triton.fast import INTERPRETED
 from deuteron.codegen.triton.merging import maximum, minimum
-from deuteron.schedule.teams import CLUSTER_BYTES, MOST_CLUSTER, ROUNDS
 
 SLOTS = tl.constexpr(ROUNDS)
 # Of a cluster's shared memory: where the numbers begin, behind barriers of 8 bytes for each round

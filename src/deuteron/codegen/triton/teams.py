@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from deuteron.base.cluster import ROUNDS
 from deuteron.codegen.loops import Loops
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
@@ -24,7 +25,6 @@ from deuteron.ir.expr import Expr, own_indices
 from deuteron.ir.index import Value
 from deuteron.schedule.kernel import Fold
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
-from deuteron.schedule.teams import ROUNDS
 
 # Words of a launch: the number of programs that are done, the last tag used, then the teams'.
 FIRST = 16

@@ -84,7 +84,7 @@ def contenders(asked: Asked, suites: tuple[str, ...]) -> tuple[str, ...]:
 
     names = tuple((asked.vs or DEFAULT).split(","))
     check("--vs", names, tuple(CONTENDERS))
-    if asked.what == "profile" and not asked.vs:
+    if asked.what != "time" and not asked.vs:
         names = ("inductor",)
     elif not asked.vs:
         names += MODES[:1] if {"launch", "models"} & set(suites) else ()
