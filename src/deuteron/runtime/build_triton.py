@@ -112,9 +112,10 @@ def version() -> str:
 @cache
 def library_text() -> str:
     """The source of the functions that kernels import."""
-    folder = Path(deuteron.__file__).parent / "codegen" / "triton"
+    package = Path(deuteron.__file__).parent
     names = ("libm", "fast", "merging", "exchange", "turning")
-    return "".join((folder / f"{name}.py").read_text() for name in names)
+    files = [*(f"codegen/triton/{name}.py" for name in names), "base/cluster.py"]
+    return "".join((package / name).read_text() for name in files)
 
 
 @lru_cache(maxsize=256)
