@@ -84,7 +84,7 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
     ),
     "sum of permuted rows": (
         lambda x: (placed(x).sum((0, 1, 2)), x.roll(5, 1).flip(1).amax(1)),
-        (torch.randn(16, 64, 40),),
+        (torch.randn(16, 64, 20),),
     ),
     "matrix-vector": (lambda a, b: torch.mv(a, b).relu(), (torch.randn(30, 70), torch.randn(70))),
 }
@@ -343,7 +343,7 @@ GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "gradients by place, places first": (
         lambda g, x, w: by_place(g.transpose(0, 1), x.transpose(0, 1), w),
-        (torch.randn(84, 3, 70), torch.randn(84, 3, 70), weights(70)),
+        (torch.randn(36, 3, 70), torch.randn(36, 3, 70), weights(70)),
     ),
 }
 # Blocks of a row that are not met in the order of their elements, and elements that are equal.
@@ -441,7 +441,7 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "shared: gradients by place": (
         lambda *args: by_place(*args)[:3],
-        (torch.randn(6, 40, 200), torch.randn(6, 40, 200), weights(200)),
+        (torch.randn(6, 8, 200), torch.randn(6, 8, 200), weights(200)),
     ),
     "shared: norm of images": (lambda x: F.instance_norm(x), (torch.randn(3, 5, 15, 16),)),
 }

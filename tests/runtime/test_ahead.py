@@ -49,7 +49,7 @@ def test_a_graph_is_prepared_once(started: list[Any], tmp_path: Path) -> None:
     done()
     ahead.prepare(graph(3), x, options)()
     assert len(started) == 2
-    ahead.prepare(graph(100), x, options)
+    ahead.prepare(graph(200), x, options)
     assert started[-1][:2] == (90, ahead.MOST)
     ahead.prepare(graph(3), [torch.ones(4).as_subclass(OnGpu)], options)
     assert len(started) == 4

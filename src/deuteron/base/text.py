@@ -15,7 +15,9 @@ LONGEST_LINE = 240
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:
     """The text with a blank for every character that is not printable, cut off behind `longest`
     characters."""
-    out = "".join(c if c.isprintable() else " " for c in text[: longest + 1])
+    out = text[: longest + 1]
+    if not out.isprintable():
+        out = "".join(c if c.isprintable() else " " for c in out)
     return out if len(out) <= longest else out[: longest - 3] + "..."
 
 

@@ -17,6 +17,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -426,7 +427,11 @@ FRAME = re.compile(r'^[ \t]*File "((?:.|\n)*?)", line (\d+), in [^\n]*(?:\n(.*))
 
 def source_line(node: fx.Node) -> str:
     """ "file:line: code" of the innermost user frame that made the node, or ""."""
-    trace = node.meta.get("stack_trace") or ""
+    return _source_line(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=1024)  # a line of the user's makes many nodes
+def _source_line(trace: str) -> str:
     found = list(FRAME.finditer(trace))
     if not found:
         return ""

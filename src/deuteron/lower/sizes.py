@@ -30,6 +30,8 @@ class Symbols:
     shape_env: Any = None
 
     def index(self, x: Any) -> Index:
+        if type(x) is int:  # nearly always
+            return const(x)
         if isinstance(x, Index):
             return x
         if isinstance(x, (bool, int)):

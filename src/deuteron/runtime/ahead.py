@@ -24,7 +24,7 @@ from deuteron.runtime.cache import Cache, key_of
 
 # Processes that are started for a graph: one, and one more for so many operations.
 OPERATIONS = 16
-MOST = 4
+MOST = 8
 _SUFFIX = ".seen"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

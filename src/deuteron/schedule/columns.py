@@ -64,7 +64,7 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     so that a worker walks whole rows."""
     rows = space.parallel
     axis = max(rows, key=lambda a: (hint(a.extent), -rows.index(a)))
-    row = hint(product(a.extent for a in space.reduced))
+    row = hint(space.row)
     each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
     team = max(1, team_of(row, HELD, spec, alike=True)) if folds else 1  # a worker is a team
     if team > 1 and share(HELD, row) == MOST:
@@ -106,7 +106,7 @@ def columns(
         )
     if (
         guest.space.points is not space.points
-        or guest.space.rows is not groups * product(a.extent for a in space.reduced)
+        or guest.space.rows is not groups * space.row
         or not one_to_one(guest.space.axes, table)
     ):
         return Refusal("iteration spaces differ", "rows and columns of different extents")

@@ -75,15 +75,22 @@ def bytes_written(m: Member, layout: Layout, points: int) -> int:
     return bytes_of(layout)
 
 
-def inner_axes(index: tuple[Index, ...], layout: Layout) -> set[Axis]:
+_INNER: dict[tuple[tuple[Index, ...], tuple[Index, ...]], frozenset[Axis]] = {}
+
+
+def inner_axes(index: tuple[Index, ...], layout: Layout) -> frozenset[Axis]:
     """The loops along which a tensor is contiguous."""
-    return {
-        a
-        for i, s in zip(index, layout.strides, strict=True)
-        if s.value == 1
-        for a in i.axes()
-        if i.coefficient(a) is const(1)
-    }
+    key = (index, layout.strides)
+    found = _INNER.get(key)
+    if found is None:
+        found = _INNER[key] = frozenset(
+            a
+            for i, s in zip(index, layout.strides, strict=True)
+            if s.value == 1
+            for a in i.axes()
+            if i.coefficient(a) is const(1)
+        )
+    return found
 
 
 def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
@@ -116,7 +123,7 @@ def work(group: Group) -> float:
 
 def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
     """The share of the device that the parallel loops can keep busy."""
-    row = hint(product(a.extent for a in group.space.reduced))
+    row = hint(group.space.row)
     if group.chunk is not None:
         # Workers that walk down columns read a few bytes of each line of memory at a time.
         walk = SCATTERED if side_by_side(group, layouts) else 1.0
@@ -161,7 +168,7 @@ def low(group: Group, layouts: Mapping[str, Layout]) -> float:
 
 def known_rows(group: Group) -> bool:
     """Whether the length of a row is known when kernels are written."""
-    return product(a.extent for a in group.space.reduced).value is not None
+    return group.space.row.value is not None
 
 
 def in_lines(group: Group, layouts: Mapping[str, Layout]) -> bool:
@@ -173,18 +180,9 @@ def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
     """Rows lie side by side in memory: the fastest axis of what is read most is a parallel one."""
     best, found = 0, False
     for name, indices in group.reads.items():
-        strides = layouts[name].strides
         for index in indices:
-            used = {a for i in index for a in i.axes()}
-            size = hint(product(a.extent for a in used))
-            inner = {
-                a
-                for i, s in zip(index, strides, strict=True)
-                if s.value == 1
-                for a in i.axes()
-                if i.coefficient(a) is const(1)
-            }
-            if size > best and inner:
+            size = elements(index)
+            if size > best and (inner := inner_axes(index, layouts[name])):
                 best, found = size, any(a in group.space.parallel for a in inner)
     return found
 
@@ -263,7 +261,7 @@ def read_again(group: Group, layouts: Mapping[str, Layout]) -> int:
 def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
     """Whether what a row reads is still at hand when it is needed again: in registers (half of
     them, as f32; of several programs, where they can share the row), or in the core's cache."""
-    row = hint(product(a.extent for a in group.space.reduced))
+    row = hint(group.space.row)
     if spec.kind == "cpu":
         return 4 * row <= spec.l2 // 2
     known = known_rows(group)

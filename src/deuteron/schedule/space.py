@@ -54,6 +54,11 @@ class Space:
     def rows(self) -> Index:
         return product(a.extent for a in self.parallel)
 
+    @cached_property
+    def row(self) -> Index:
+        """Points of a row."""
+        return product(a.extent for a in self.reduced)
+
     def size(self) -> int:
         """Points at hinted sizes."""
         return hint(self.points)
@@ -240,6 +245,9 @@ def one_to_one(axes: Sequence[Axis], table: Mapping[Atom, Index]) -> bool:
 def _digits(theirs: Sequence[Axis], ours: set[Axis], table: Mapping[Atom, Index]) -> bool:
     """Whether the images of `theirs`, in some order, are the digits of one number that `ours` count
     without gaps."""
+    same = {b for a in theirs for b in ours if table[a] is b.index and a.extent is b.extent}
+    if len(same) == len(ours) == len(theirs):  # the same loops: mostly
+        return True
     count = product(a.extent for a in theirs)
     if product(a.extent for a in ours) is not count or len(theirs) > MOST_DIGITS:
         return False

@@ -160,7 +160,7 @@ def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
 def parts_of(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> int:
     """How many parts of a row keep the device busy, each with enough to do."""
     rows = hint(group.space.rows)
-    length = hint(product(a.extent for a in group.space.reduced))
+    length = hint(group.space.row)
     if profit.side_by_side(group, layouts):
         programs = max(1, rows // COLUMNS)
         return min(PARTS * spec.cores // programs, length // SHORTEST_COLUMN)
