@@ -5,7 +5,8 @@ In: `Loops` with linear addresses, and the device. Out: a `Form`.
     points   no folds: one dimension x where all accesses agree on the contiguous axis, else y and x
              (a transposition)
     rows     x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped:
-             blocks of r, pass by pass
+             blocks of r, pass by pass. With sections: x, p = which section, r = those along one;
+             a block holds whole rows
     chunk    rows x walked by a fixed number of workers; results of r are kept over the rows (see
              schedule.kernel)
 
@@ -157,7 +158,7 @@ def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) 
     """The form of a nest; `teams`: whether programs may wait for one another; `alone`: the warps of
     the one program that walks the nest at the end of a kernel, 0 where there are many."""
     form = _choose(loops, replace(spec, cores=1) if alone else spec, teams)
-    if alone and form.kind == "rows" and form.persistent:
+    if alone and form.kind == "rows" and form.persistent and not loops.section:
         form = replace(form, candidates=(_lone_tile(form, alone, row_loads(loops)),))
     if form.start is None and form.loops and _uneven(loops):
         # Elements that come one by one are better read than copied to shared memory.
@@ -170,6 +171,8 @@ def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) 
 def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     if loops.chunk is not None:
         return _chunk(loops, spec, teams)
+    if loops.section:
+        return _sections(loops, spec)
     folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
     if not folds and not any(
         isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.parts
@@ -459,6 +462,19 @@ def _row_tiles(
     few = 2048 if light and itemsize < 4 else 1024
     found = dict.fromkeys((tile(few, each), tile(1024, each // 2), tile(3072 - few, each)))
     return tuple(found)
+
+
+def _sections(loops: Loops, spec: DeviceSpec) -> Form:
+    """Whole rows in three dimensions: a thread then has 16 bytes of a section, and few threads of a
+    warp a section, so that its fold is theirs alone."""
+    x, p, r = (_in_order(loops, axes) for axes in (loops.parallel, loops.counting, loops.section))
+    row = power(size(p)) * size(r)
+    candidates = []
+    for tile in _row_tiles(size(x), row, widest(loops), spec, light=False):
+        blocks = (("x", tile.of("x")), ("p", row // size(r)), ("r", size(r)))
+        candidates.append(replace(tile, sizes=blocks))
+    dims = (("x", x), ("p", p), ("r", r))
+    return Form("rows", dims, tuple(candidates), persistent=True)
 
 
 def _lone_tile(form: Form, warps: int, loads: int) -> Blocks:
