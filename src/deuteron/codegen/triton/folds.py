@@ -50,11 +50,8 @@ def fold_rows(em: Emitter, folds: Sequence[Fold]) -> list[str]:
         texts.append(f"tl.broadcast_to(rindex, {em.shape(FULL)})")
     position = ".to(tl.int64)" if kind.startswith("arg") else ""
     if em.rank > 2:
-        (f,) = folds
-        x, p, r = (em.dims[d].block for d in "xpr")
-        flat, out = (f"[{x} * {p}, {r}]", p) if f.section else (f"[{x}, {p} * {r}]", "1")
-        text = f"libm.fold_{kind}(tl.reshape({texts[0]}, {flat}))"
-        em.scope.add(f"{names[0]} = tl.reshape({text}, [{x}, {out}, 1])")
+        (f,), text = folds, f"libm.fold_{kind}({texts[0]}, 2)"
+        em.scope.add(f"{names[0]} = {text if f.section else f'libm.fold_{kind}({text}, 1)'}")
         return names
     em.scope.add(f"{', '.join(names)} = libm.fold_{kind}({', '.join(texts)}){position}")
     return names
