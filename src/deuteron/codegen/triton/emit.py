@@ -26,7 +26,7 @@ from deuteron.codegen.precision import (
     one_more,
 )
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer
+from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer, tame
 from deuteron.codegen.triton.ragged import write_ragged
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
@@ -313,7 +313,7 @@ class Emitter:
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
                 fast = "_fast" if node in self.inexact.loose else ""
-                if b.op == "load" and b.attr[0] in self.units:
+                if tame(self, b, bool(fast)):
                     return divided_by_unit(self, a, b, bool(fast))
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
             if node in self.inexact.loose and at_least_one(b):
