@@ -90,6 +90,22 @@ def test_divisors_of_at_least_one() -> None:
     assert "libm.div_by_unit(" in text and "libm.divisor(" in text
 
 
+def test_scales_of_known_size() -> None:
+    """What is at least a constant, and a fraction of an f32, needs no scale itself."""
+
+    def quotients(least: float | None, most: float) -> str:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x.float()
+            return (y / (y.abs().amax(-1, True).clamp(min=least) / most)).to(torch.float8_e4m3fn)
+
+        return source(f, HALF)
+
+    assert "libm.reciprocal_fast(" in quotients(1e-12, 448.0)
+    for least, most in ((1e-30, 448.0), (1e-12, 0.5), (-1.0, 448.0)):
+        text = quotients(least, most)
+        assert "libm.div_by_fast(" in text and "libm.reciprocal_fast(" not in text
+
+
 def test_powers_of_multiples() -> None:
     text = source(lambda x: torch.exp(x.float() * -0.5).bfloat16(), HALF)
     assert "libm.exp2_fast(" in text and "* -0.72134752" in text

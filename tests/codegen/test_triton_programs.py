@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import generate
 from deuteron.runtime.build_triton import build
-from tests.codegen.triton_programs import EVERY, GROUPS, kernels, planned, sharing
+from tests.codegen.triton_programs import (
+    EVERY,
+    GROUPS,
+    SECTIONS,
+    in_blocks,
+    kernels,
+    planned,
+    sharing,
+)
 from tests.interpreting import reported
 from tests.schedule.tools import scheduled, spec_of
 
@@ -37,6 +46,33 @@ def test_groups_are_read_once(name: str) -> None:
     axis, count = nest.chunk
     assert axis.extent.value == count
     assert any(getattr(s, "partial", False) for s in nest.stmts)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_sections_are_folded_beside_rows(name: str) -> None:
+    (kernel,) = planned(name).kernels
+    (nest,) = kernel.nests
+    assert nest.section
+    (made,) = kernels(planned(name), name)
+    assert made.source.count("tl.load(") == len(kernel.reads), "everything is read once"
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_a_row_with_sections_stays_in_registers(length: int, tmp_path: Path) -> None:
+    """What a few lanes of a warp have of a section they fold by themselves: 16 bytes each."""
+
+    def quantised(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, scale = in_blocks(F.rms_norm(x, w.shape, w).float(), 128)
+        return y.to(torch.float8_e4m3fn), scale
+
+    args = (torch.empty(4096, length).bfloat16(), torch.empty(length).bfloat16())
+    (kernel,) = scheduled(quantised, *args, device="H200", check=False).kernels
+    made = generate(kernel, spec_of("H200"), Options())
+    options = Options.make(options={"cache_dir": str(tmp_path)})
+    for config in made.configs:
+        binary = build(made, config, 90, options)
+        assert binary.spills == 0 and binary.registers <= 64
+        assert binary.shared <= 1024, "no more than a row's folds and scales"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -445,7 +445,76 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "shared: norm of images": (lambda x: F.instance_norm(x), (torch.randn(3, 5, 15, 16),)),
 }
-EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | ERF | SCANS | GROUPS | SHARED
+
+
+def blocked(y: torch.Tensor, n: int) -> torch.Tensor:
+    return y.unflatten(-1, (-1, n))
+
+
+def in_blocks(y: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quotients by a scale for every n neighbours, and the scales."""
+    y = blocked(y, n)
+    scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
+    return (y / scale).flatten(-2), scale.squeeze(-1)
+
+
+def between_extremes(x: torch.Tensor, w: torch.Tensor) -> Any:
+    y = blocked(F.layer_norm(x.float(), x.shape[-1:], w), 32)
+    low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
+    return ((y - low) / (high - low)).flatten(-2), low, high
+
+
+def shares(x: torch.Tensor) -> Any:
+    """Sums of sections after their maxima, and a sum of the row after those."""
+    y = blocked(torch.softmax(x, -1), 16)
+    part = y / top(y)
+    total = part.sum(-1, keepdim=True)
+    return part / total, total, (part / total).square().sum((-1, -2))
+
+
+def two_softmaxes(x: torch.Tensor) -> Any:
+    """Exponentials of which one section may have none that is not tiny."""
+    row, e = torch.softmax(x, -1), blocked(torch.exp(x - top(x)), 16)
+    return row, torch.softmax(blocked(x, 16), -1), e / e.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def flags(x: torch.Tensor, g: torch.Tensor) -> Any:
+    y = blocked(x - mean(x), 8) * g[..., None]
+    return (y > 2).any(-1), (y > -2).all(-1), y.clamp(-1.1, 1.1).prod(-1), y.amax((-1, -2))
+
+
+def of_planes(x: torch.Tensor) -> Any:
+    """Rows of two dimensions, sections along either."""
+    y = x * torch.rsqrt(x.square().mean((-1, -2), keepdim=True) + 1e-5)
+    return y / y.abs().amax(-1, keepdim=True), y.amax(-1)
+
+
+def of_columns(x: torch.Tensor) -> Any:
+    y = x * torch.rsqrt(x.square().mean((-1, -2), keepdim=True) + 1e-5)
+    return y / y.abs().amax(-2, keepdim=True), y.amax(-2)
+
+
+# Folds over sections of rows beside folds over whole rows; those of 96 are no power of two.
+SECTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "sections: after a norm": (
+        lambda x, w: in_blocks(rms(x, w), 16),
+        (torch.randn(5, 96), torch.rand(96)),
+    ),
+    "sections: after a norm of a sum, which is stored": (
+        lambda x, r, w: ((h := x + r), *in_blocks(rms(h, w), 128)),
+        (torch.randn(2, 3, 384), torch.randn(2, 3, 384), torch.rand(384)),
+    ),
+    "sections: between extremes": (
+        between_extremes,
+        (torch.randn(4, 256).bfloat16(), torch.rand(256)),
+    ),
+    "sections: shares of shares": (shares, (torch.randn(3, 96),)),
+    "sections: two softmaxes": (two_softmaxes, (torch.randn(5, 96) * 20,)),
+    "sections: flags": (flags, (torch.randn(3, 96), torch.randn(3, 12))),
+    "sections: of planes": (of_planes, (torch.randn(4, 6, 16),)),
+    "sections: of columns of planes": (of_columns, (torch.randn(4, 16, 6),)),
+}
+EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | ERF | SCANS | GROUPS | SHARED | SECTIONS
 
 
 @contextmanager

@@ -93,6 +93,12 @@ def only(*stmts: Stmt, **kwargs: Any) -> Schedule:
     return schedule(kernel(nest(*stmts, **kwargs)), CALL, LAST)
 
 
+def sectioned(last: Stmt) -> Schedule:
+    """One row, of which each `i` is a section."""
+    folded = replace(fold, section=True)
+    return only(folded, point, last, parallel=(), reduced=(i, j), section=(j,))
+
+
 BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
     "read before written": ("written", lambda: schedule(CALL, FIRST, LAST)),
     "output not written": ("written", lambda: schedule(FIRST, CALL)),
@@ -126,6 +132,13 @@ BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
     "loop twice": ("axes", lambda: only(fold, row, point, parallel=(i, j))),
     "chunks of no loop": ("axes", lambda: only(fold, row, point, chunk=(p, 4))),
     "body binds a loop": ("axes", lambda: only(fold, replace(row, value=total), point)),
+    "sections of no row": ("axes", lambda: only(fold, row, point, section=(p,))),
+    "sections that are whole rows": ("axes", lambda: only(fold, row, point, section=(j,))),
+    "fold of sections without any": (
+        "levels", lambda: only(replace(fold, section=True), row, point)),
+    "value of a section stored by row": ("levels", lambda: sectioned(row)),
+    "store by section of a row without": (
+        "levels", lambda: only(fold, replace(row, level="section"), point)),
     "partial of another shape": ("layouts", lambda: only(fold, row, point, partial, chunk=(i, 3))),
     "written twice": ("once", lambda: schedule(FIRST, CALL, FIRST, LAST)),
     "one place along a loop": (
@@ -185,6 +198,7 @@ def test_good_schedules_pass() -> None:
     # in place behind the reads, and beside a store that uses the same element
     verify_schedule(schedule(kernel(nest(fold, row, last, in_place)), CALL), PROGRAM)
     verify_schedule(schedule(kernel(nest(fold, row, in_place, last)), CALL), PROGRAM)
+    verify_schedule(sectioned(replace(row, level="section")), PROGRAM, strict=True)
     chunked = schedule(kernel(nest(fold, partial, row, point, chunk=(i, 4))), CALL, LAST)
     verify_schedule(chunked, PROGRAM)
 

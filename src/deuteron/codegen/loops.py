@@ -78,12 +78,18 @@ class Loops:
     parts: tuple[Part, ...]
     chunk: tuple[Axis, int] | None = None
     results: frozenset[str] = field(default_factory=frozenset)  # names of folds and prefixes
+    section: tuple[Axis, ...] = ()  # the reduced axes along a section of a row
 
     def roots(self) -> list[Expr]:
         out: list[Expr] = []
         for p in self.parts:
             out.extend(roots_of(p))
         return out
+
+    @property
+    def counting(self) -> tuple[Axis, ...]:
+        """The reduced axes that count sections, or all where there are none."""
+        return tuple(a for a in self.reduced if a not in self.section)
 
     def addresses(self) -> list[Index]:
         return [p.address for p in self.parts if isinstance(p, (Write, ColumnFold))]
@@ -211,7 +217,7 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
             parts.append(
                 Write(s.tensor, address, value, s.level, s.accumulate, mask, lay.dtype, s.scattered)
             )
-    loops = Loops(nest.parallel, nest.reduced, tuple(parts), nest.chunk, results)
+    loops = Loops(nest.parallel, nest.reduced, tuple(parts), nest.chunk, results, nest.section)
     return _merge(_split(_drop_unit(loops)))
 
 
@@ -227,7 +233,11 @@ def _fixed(loops: Loops) -> set[Axis]:
 
 
 def rearranged(
-    loops: Loops, table: Mapping[Atom, Index], parallel: Iterable[Axis], reduced: Iterable[Axis]
+    loops: Loops,
+    table: Mapping[Atom, Index],
+    parallel: Iterable[Axis],
+    reduced: Iterable[Axis],
+    section: Iterable[Axis] = (),
 ) -> Loops:
     """The nest over other axes; `table` says what those of before are."""
     move = Rewriter(table, None, loops.results)
@@ -235,6 +245,7 @@ def rearranged(
         loops,
         parallel=tuple(parallel),
         reduced=tuple(reduced),
+        section=tuple(section),
         parts=tuple(move.part(p) for p in loops.parts),
     )
 
@@ -256,6 +267,7 @@ def _drop_unit(loops: Loops) -> Loops:
         table,
         (a for a in loops.parallel if a not in drop),
         (a for a in loops.reduced if a not in drop),
+        (a for a in loops.section if a not in drop),
     )
 
 
@@ -292,9 +304,8 @@ def _split(loops: Loops) -> Loops:
         ) -> list[Axis]:
             return [x for a in group for x in (pair if a == axis else (a,))]
 
-        loops = rearranged(
-            loops, {axis: outer.index * size + inner.index}, put(loops.parallel), put(loops.reduced)
-        )
+        groups = map(put, (loops.parallel, loops.reduced, loops.section))
+        loops = rearranged(loops, {axis: outer.index * size + inner.index}, *groups)
     return loops
 
 
@@ -323,7 +334,7 @@ def _merge(loops: Loops) -> Loops:
         pair = next(
             (
                 p
-                for group in (loops.parallel, loops.reduced)
+                for group in (loops.parallel, loops.counting, loops.section)
                 for p in _pairs(group)
                 if p[0] not in fixed and p[1] not in fixed and _mergeable(indices, *p)
             ),
@@ -340,7 +351,7 @@ def _merge(loops: Loops) -> Loops:
         ) -> list[Axis]:
             return [both if x == last else x for x in group if x != gone]
 
-        loops = rearranged(loops, table, put(loops.parallel), put(loops.reduced))
+        loops = rearranged(loops, table, *map(put, (loops.parallel, loops.reduced, loops.section)))
 
 
 def _pairs(group: Sequence[Axis]) -> list[tuple[Axis, Axis]]:

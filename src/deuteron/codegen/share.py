@@ -12,7 +12,7 @@ from typing import Any
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value
 from deuteron.ir.program import Layout
-from deuteron.schedule.kernel import Kernel, Nest, Store
+from deuteron.schedule.kernel import Fold, Kernel, Nest, Store
 
 
 def tensors_of(kernel: Kernel) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class _Structure:
     def nest(self, nest: Nest) -> Hashable:
         self.locals = {n: k for k, n in enumerate(nest.locals())}
         self.exprs = {}  # registers of another nest may have the same names
-        axes = (self.list(nest.parallel), self.list(nest.reduced))
+        axes = (self.list(nest.parallel), self.list(nest.reduced), self.list(nest.section))
         chunk = None if nest.chunk is None else (self.axis(nest.chunk[0]), nest.chunk[1])
         stmts: list[Hashable] = []
         for s in nest.stmts:
@@ -63,8 +63,8 @@ class _Structure:
                 stmts.append(("store", how, self.expr(s.value)))
             else:
                 name = self.tensors.get(s.name)
-                partial = getattr(s, "partial", None)
-                stmts.append((type(s).__name__, s.kind, partial, name, self.expr(s.body)))
+                what = (s.partial, s.section) if isinstance(s, Fold) else None
+                stmts.append((type(s).__name__, s.kind, what, name, self.expr(s.body)))
         return axes, chunk, tuple(stmts)
 
     def list(self, axes: tuple[Axis, ...]) -> Hashable:

@@ -116,7 +116,7 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
     store = stores[0]
     if not isinstance(store, Store) or store.accumulate is not None or store.mask is not None:
         return False
-    if store.level == "row" and hint(product(a.extent for a in nest.reduced)) > LEAST:
+    if store.level != "point" and hint(product(a.extent for a in nest.reduced)) > LEAST:
         return False  # programs that share a row all need what is read once per row
     waits = _waits(nest)
     mine = waits[id(store)]

@@ -92,6 +92,8 @@ def columns(
     spec: DeviceSpec,
 ) -> Chunked | Refusal:
     """`guest`, whose folds run over the base's rows, as column folds of the base's nest."""
+    if base.section or guest.section:
+        return Refusal("chunked", "rows with sections are not walked by workers")
     rows, cols = image(table, guest.space.reduced), image(table, guest.space.parallel)
     space = base.space
     if not base.fixed:

@@ -128,7 +128,8 @@ class Fusion:
         if a.content.code + b.content.code > MOST_CODE:
             size = f"{a.content.code:.0f} and {b.content.code:.0f} FLOPs and loads an element"
             return Refusal("too large", f"{size} would take the compiler too long in one kernel")
-        merged = fits(a.content, b.content, self.layouts, self.owner)
+        spec = self.spec(a.content)
+        merged = fits(a.content, b.content, self.layouts, self.owner, spec)
         found: Offer | Refusal
         if isinstance(merged, Group):
             found = self.score(a, b, merged)

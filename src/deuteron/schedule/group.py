@@ -4,8 +4,9 @@ In: `Compute` definitions. Out: a `Group`, whose `nest()` is what code generator
 value; merging makes a new one. Inside, every member's result is an expression at the nest's current
 point: what a member reads from another is that expression, and interning shares it.
 
-    point    a pointwise computation, one element per point (or, level "row", per row)
-    fold     a reduction over all reduced axes, its result lives on rows
+    point    a pointwise computation, one element per point (or per row or section: its level)
+    fold     a reduction over all reduced axes, its result lives on rows; or, level "section", over
+             those of a section of each row (see `kernel`)
     column   a reduction over the rows of a chunked nest: partial results, one row per worker
     scan     a prefix fold along the reduced axis
     write    anything that stores at computed places or combines with what is there
@@ -92,7 +93,7 @@ class Member:
     compute: Compute
     at: Map
     kind: str
-    level: str  # "row" | "point": on which axes it is evaluated
+    level: str  # "row" | "section" | "point": on which axes it, or a fold's result, is evaluated
     position: int = 0  # in the program; members are evaluated in this order
 
     @cached_property
@@ -156,6 +157,7 @@ class Group:
     members: tuple[Member, ...]
     chunk: tuple[Axis, int] | None = None
     partials: dict[str, str] = field(default_factory=dict)  # column member -> its partial tensor
+    section: tuple[Axis, ...] = ()  # the reduced axes along a section of a row
 
     @cached_property
     def names(self) -> dict[str, Member]:
@@ -221,13 +223,15 @@ class Group:
                 stmts.append(Fold(self.partials[m.name], kind, values[m.name], partial=True))
                 continue
             if m.kind == "fold":
-                stmts.append(Fold(register(m), c.body.attr[0], values[m.name]))
+                section = m.level == "section"
+                stmts.append(Fold(register(m), c.body.attr[0], values[m.name], section=section))
             elif m.kind == "scan":
                 stmts.append(Prefix(register(m), c.body.attr[0], values[m.name]))
             if m.name in keep or c.target is not None:
                 where = late if c.target is not None else stmts
                 where.append(self._store(m, values, layouts))
-        return Nest(self.space.parallel, self.space.reduced, (*stmts, *late), self.chunk)
+        space = self.space
+        return Nest(space.parallel, space.reduced, (*stmts, *late), self.chunk, self.section)
 
     def _store(self, m: Member, values: dict[str, Expr], layouts: dict[str, Layout]) -> Store:
         c = m.compute

@@ -3,10 +3,11 @@
 A `Nest` iterates ``parallel x reduced`` and runs its statements in order, each at every point where
 it lives:
 
-    Fold    name[parallel] = fold of `body` over all reduced axes: the value lives on rows; or, when
-            `partial`, over the rows of one worker of a chunked nest (below)
+    Fold    name[parallel] = fold of `body` over all reduced axes: the value lives on rows; or over
+            one section of a row, or, when `partial`, over the rows of one worker of a chunked nest
+            (both below)
     Prefix  name[parallel, reduced] = scan of `body` along the one reduced axis
-    Store   tensor[index] = value, at every row (level "row") or every point (level "point")
+    Store   tensor[index] = value, at every row, section or point (its level)
 
 Bodies and values are expressions whose loads are of tensors in memory, or of results of the same
 nest: registers, whose name is in `Nest.locals()` and whose indices are to be ignored. A Store makes
@@ -18,6 +19,10 @@ The parallel axis is walked by `count` independent workers, worker k taking the 
 ``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Fold` with `partial` folds its body, which
 lives on parallel x reduced, over the worker's rows and stores the result in
 ``name[k, reduced...]``; a later nest folds the partial results in order, so that results repeat.
+
+Rows may have sections (blocks of 128 neighbours that have a scale each): `section` are the reduced
+axes along one, the other reduced axes count sections. A `Fold` of `section` folds each section, and
+its value lives on parallel axes and those others. Such rows are held whole on chip.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ class Fold:
     body: Expr
     # then `name` is also the tensor in memory [count, *reduced extents] that receives the results
     partial: bool = False
+    section: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Store:
     tensor: str
     index: tuple[Index, ...]
     value: Expr
-    level: str  # "row" | "point"
+    level: str  # "row" | "section" | "point"
     accumulate: str | None = None  # atomics or an ordered loop, as the target must; None assigns
     mask: Expr | None = None
     scattered: bool = False  # at places that are computed: two points may have the same
@@ -66,6 +72,18 @@ class Nest:
     reduced: tuple[Axis, ...]
     stmts: tuple[Stmt, ...]
     chunk: tuple[Axis, int] | None = None
+    section: tuple[Axis, ...] = ()
+
+    def loops(self, level: str) -> tuple[Axis, ...]:
+        """The axes on which what is of a level lives."""
+        inside = {"row": self.reduced, "section": self.section, "point": ()}[level]
+        return (*self.parallel, *(a for a in self.reduced if a not in inside))
+
+    def folded(self, s: Fold) -> tuple[Axis, ...]:
+        """The axes that a fold folds."""
+        if s.partial:
+            return self.parallel
+        return self.section if s.section else self.reduced
 
     def locals(self) -> dict[str, Stmt]:
         return {s.name: s for s in self.stmts if isinstance(s, (Fold, Prefix))}

@@ -7,7 +7,8 @@ kernels (`fuse` asks for those).
 One nest stays as it is (the base); the other's loops (the guest's) become indices over the base's,
 found from the tensors that both touch. Rows stay rows: a guest with folds fits where its parallel
 loops are the base's parallel ones and its reduced loops the reduced ones. A guest whose folds run
-over the base's rows becomes column folds of a chunked nest.
+over the base's rows becomes column folds of a chunked nest. On a GPU a guest may have its folds in
+sections of the base's rows (`sections`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from deuteron.base.device import DeviceSpec
 from deuteron.ir.index import Axis, Index, as_index, product
 from deuteron.ir.program import Layout
+from deuteron.schedule import sections
 from deuteron.schedule.group import Group, Member, bound_axes
 from deuteron.schedule.space import (
     Equation,
@@ -30,6 +33,9 @@ from deuteron.schedule.space import (
     solve,
 )
 
+# From what one value of a row serves to what each point has.
+LEVELS = ("row", "section", "point")
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -40,9 +46,14 @@ class Refusal:
 
 
 def fits(
-    a: Group, b: Group, layouts: Mapping[str, Layout], owner: Mapping[str, str]
+    a: Group,
+    b: Group,
+    layouts: Mapping[str, Layout],
+    owner: Mapping[str, str],
+    spec: DeviceSpec | None = None,
 ) -> Group | Refusal:
-    """The nest that computes both groups, `a`'s members before `b`'s where they depend."""
+    """The nest that computes both groups, `a`'s members before `b`'s where they depend. Without a
+    device, or on a CPU, rows have no sections."""
     for g in (a, b):
         if any(m.kind == "write" for m in g.members):
             return Refusal("scatter", f"{_writers(g)} stores at computed places")
@@ -55,9 +66,13 @@ def fits(
         if isinstance(table, Refusal):
             first = first or table
             continue
-        placed = place(base, guest, table)
+        cut = spec is not None and spec.kind == "cuda"
+        placed = place(base, guest, table, cut)
         if isinstance(placed, Refusal):
             first = first or placed
+            continue
+        if placed.section and spec is not None and (why := sections.unfit(placed, layouts, spec)):
+            first = first or Refusal("sections", why)
             continue
         bad = consistent(placed, layouts, owner, (base, guest))
         if bad is None:
@@ -130,8 +145,8 @@ def _loops(s: Space) -> str:
 
 
 # -- where the guest's members live ---------------------------------------------------------------
-def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
-    """Base and guest in one nest."""
+def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | Refusal:
+    """Base and guest in one nest. `cut`: whether rows may be cut into sections for it."""
     space = base.space
     if guest.chunk is not None:
         assert base.chunk is not None
@@ -147,7 +162,16 @@ def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
                 return _different(base, guest, "rows")
             if guest.space.points is not space.points:
                 return _different(base, guest, "reduced loops")
+            if guest.section and image(table, guest.section) != set(base.section):
+                return _different(base, guest, "sections")
             return _joined(base, guest, [m.moved(table) for m in guest.members])
+        found = sections.cut(base, guest, table) if cut else None
+        if found is not None:
+            (base, table) = found
+            if not one_to_one(guest.space.axes, table) or guest.space.points is not space.points:
+                return _different(base, guest, "sections")
+            at = [m.moved(table, sections.LEVELS[m.level]) for m in guest.members]
+            return _joined(base, guest, at)
         groups = rows - r if base.chunk is None else {base.chunk[0]}
         if r <= rows and p <= cols | groups:
             return Refusal("rows against columns", "one folds over the other's rows")
@@ -169,6 +193,11 @@ def place(base: Group, guest: Group, table: Map) -> Group | Refusal:
         if not one_to_one(guest.space.axes, table):
             return _different(base, guest, "rows")
         return _joined(base, guest, [m.moved(table, level="row") for m in guest.members])
+    counting = sections.counting(base)
+    if base.section and everything <= counting:
+        if guest.space.points is product(a.extent for a in counting):
+            if one_to_one(guest.space.axes, table):
+                return _joined(base, guest, [m.moved(table, "section") for m in guest.members])
     return _different(base, guest, "loops")
 
 
@@ -192,7 +221,7 @@ def _different(base: Group, guest: Group, what: str) -> Refusal:
 
 def _joined(base: Group, guest: Group, members: Sequence[Member]) -> Group:
     both = sorted((*base.members, *members), key=lambda m: m.position)
-    return Group(base.space, tuple(both), base.chunk, {**base.partials, **guest.partials})
+    return replace(base, members=tuple(both), partials={**base.partials, **guest.partials})
 
 
 # -- dependences inside ---------------------------------------------------------------
@@ -234,8 +263,8 @@ def consistent(
                     f"{p.name} is made at {_text(p.index)} and read by {m.name} at "
                     f"{_text(r.index)}",
                 )
-            if m.level == "row" and p.level == "point" and m.kind not in ("fold", "scan"):
-                return Refusal("levels", f"{m.name} is per row, {p.name} per point")
+            if LEVELS.index(m.level) < LEVELS.index(p.level) and m.kind not in ("fold", "scan"):
+                return Refusal("levels", f"{m.name} is per {m.level}, {p.name} per {p.level}")
         seen[m.name] = m
     return overwritten(g, owner) if g.targets else None
 

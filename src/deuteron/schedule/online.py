@@ -129,7 +129,7 @@ class Chain:
 
     def rule(self, f: Fold, k: int) -> Rule | None:
         """The rule by which a fold that needs folds of pass k - 1 can run in that pass."""
-        if f.kind != "sum" or f.body.dtype not in ("f32", "f64"):
+        if f.kind != "sum" or f.section or f.body.dtype not in ("f32", "f64"):
             return None
         return self._rescaled(f.body, k) or self._products(f.body, k)
 

@@ -90,7 +90,7 @@ def _loops(axes: Iterable[Axis]) -> str:
 
 def _local(s: Fold | Prefix, nest: Nest, ex: Expressions) -> str:
     (body,) = ex.print([s.body])
-    over = nest.parallel if isinstance(s, Fold) and s.partial else nest.reduced
+    over = nest.folded(s) if isinstance(s, Fold) else nest.reduced
     axes = ", ".join(repr(a) for a in over)
     kind = f"scan_{s.kind}" if isinstance(s, Prefix) else s.kind
     name = name_text(s.name)

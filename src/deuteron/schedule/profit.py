@@ -114,11 +114,11 @@ def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
 
 def work(group: Group) -> float:
     """FLOPs of one execution."""
-    points, rows = group.space.size(), hint(group.space.rows)
-    return sum(
-        m.effort * (points if m.kind != "point" or m.level == "point" else rows)
-        for m in group.members
-    )
+    space = group.space
+    points, rows = space.size(), hint(space.rows)
+    each = {"point": points, "row": rows}
+    each["section"] = points // hint(product(a.extent for a in group.section))
+    return sum(m.effort * (points if m.kind != "point" else each[m.level]) for m in group.members)
 
 
 def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
@@ -141,7 +141,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
         return share * balance(rows // columns_together(rows, spec.cores), spec.cores)
     # Short rows are walked together by one program.
     programs = max(1, rows // max(1, 256 // max(1, row)))
-    if known_rows(group) and read_again(group, layouts):
+    if known_rows(group) and not group.section and read_again(group, layouts):
         programs *= max(1, team_of(row, 1, spec, alike=in_lines(group, layouts)))
     return min(1.0, programs * ONE_CORE / spec.cores)
 
@@ -234,7 +234,7 @@ def cost(
 
 def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
     """Whether its folds may be partial folds and a combination."""
-    if spec.kind == "cpu" or group.chunk is not None or not group.folds:
+    if spec.kind == "cpu" or group.chunk is not None or group.section or not group.folds:
         return False
     if any(m.kind == "scan" or m.compute.target is not None for m in group.members):
         return False

@@ -56,8 +56,8 @@ def run_nest(
             if isinstance(s, Fold) and s.partial:
                 out.append(_partial(s, nest, ev, worker))
             elif isinstance(s, Fold):
-                full = ev.spread(ev.value(s.body), nest.reduced)
-                dims = [ev.dims[a] for a in nest.reduced]
+                full = ev.spread(ev.value(s.body), nest.folded(s))
+                dims = [ev.dims[a] for a in nest.folded(s)]
                 ev.locals[s.name] = fold(s.kind, full, dims, s.body.dtype)
             elif isinstance(s, Prefix):
                 (axis,) = nest.reduced
@@ -91,8 +91,7 @@ def _partial(s: Fold, nest: Nest, ev: Evaluator, worker: int) -> Pending:
 
 
 def _stored(s: Store, nest: Nest, ev: Evaluator) -> Pending:
-    axes = nest.parallel if s.level == "row" else (*nest.parallel, *nest.reduced)
-    value, at, mask = points(ev, axes, s.value, s.index, s.mask)
+    value, at, mask = points(ev, nest.loops(s.level), s.value, s.index, s.mask)
     return s.tensor, at, value, s.accumulate, mask
 
 

@@ -8,7 +8,8 @@ Invariants by name (those of expressions are `ir.verify`'s)
     nests        no nest of a kernel reads or overwrites memory that another nest of it writes
     locals       registers of a nest are defined before use, once, and are no tensors in memory
     levels       what is stored or folded depends on axes that exist at its place
-    axes         loops of a nest are distinct; a chunked axis is a parallel one
+    axes         loops of a nest are distinct; a chunked axis is a parallel one; those of a section
+                 are some of a row's
     once         every library call of the program is executed once, impure ones in their order; a
                  tensor is written by one step, and at each point of its loops in another place
     overwritten  a reader of memory comes before its overwriter; in one nest the overwriter reads it
@@ -217,7 +218,7 @@ class _State:
     def nest(self, nest: Nest) -> tuple[set[str], set[str]]:
         """Checks one nest; returns the tensors in memory that it reads and writes."""
         _check_axes(nest)
-        parallel, whole = frozenset(nest.parallel), frozenset((*nest.parallel, *nest.reduced))
+        whole = frozenset(nest.loops("point"))
         local = nest.locals()
         depends: dict[str, frozenset[Axis]] = {}  # registers defined so far -> axes they live on
         reads: set[str] = set()
@@ -236,7 +237,7 @@ class _State:
                 if s.name in names:
                     raise Fault("locals", f"{s.name} is defined twice")
                 names.add(s.name)
-            depends.update(self.stmt(s, nest, free, parallel, whole, writes))
+            depends.update(self.stmt(s, nest, free, writes))
         clash = reads & writes
         if clash:
             raise Fault("nests", f"a nest reads {sorted(clash)}, which it stores itself")
@@ -276,14 +277,13 @@ class _State:
         s: Stmt,
         nest: Nest,
         free: frozenset[Axis],
-        parallel: frozenset[Axis],
-        whole: frozenset[Axis],
         writes: set[str],
     ) -> dict[str, frozenset[Axis]]:
         """Checks one statement; returns the register that it defines with the axes it lives on."""
         if isinstance(s, Store):
-            self.store(s, free, parallel if s.level == "row" else whole, writes)
+            self.store(s, nest, free, writes)
             return {}
+        whole = frozenset(nest.loops("point"))
         outside = free - whole
         if outside:
             raise Fault("levels", f"{s.name} depends on {sorted(outside)}, no loops of its nest")
@@ -297,11 +297,15 @@ class _State:
                 raise Fault("kinds", f"no reduction {s.kind!r}")
             if s.kind.startswith("arg") and len(nest.reduced) != 1:
                 raise Fault("levels", f"{s.name} counts along {len(nest.reduced)} axes")
+            if s.section and (s.partial or not nest.section):
+                raise Fault("levels", f"{s.name} is a fold of sections, which its nest lacks")
             if s.partial:
                 return self.partial(s, nest, writes)
         if s.name in self.layouts and s.name in self.written:
             raise Fault("locals", f"the register {s.name} has the name of a tensor in memory")
-        return {s.name: whole if isinstance(s, Prefix) else parallel}
+        if isinstance(s, Prefix):
+            return {s.name: whole}
+        return {s.name: frozenset(nest.loops("section" if s.section else "row"))}
 
     def partial(self, s: Fold, nest: Nest, writes: set[str]) -> dict[str, frozenset[Axis]]:
         if nest.chunk is None:
@@ -316,11 +320,10 @@ class _State:
         writes.add(s.name)
         return {}
 
-    def store(
-        self, s: Store, free: frozenset[Axis], there: frozenset[Axis], writes: set[str]
-    ) -> None:
-        if s.level not in ("row", "point"):
+    def store(self, s: Store, nest: Nest, free: frozenset[Axis], writes: set[str]) -> None:
+        if s.level not in (("row", "section", "point") if nest.section else ("row", "point")):
             raise Fault("levels", f"no level {s.level!r}")
+        there = frozenset(nest.loops(s.level))
         for i in s.index:
             free |= index_axes(i)
         outside = free - there
@@ -374,6 +377,8 @@ def _check_axes(nest: Nest) -> None:
         axis, count = nest.chunk
         if axis not in nest.parallel or count < 1:
             raise Fault("axes", f"{count} chunks of {axis!r}, among parallel {list(nest.parallel)}")
+    if nest.section and (nest.chunk is not None or not {*nest.section} < {*nest.reduced}):
+        raise Fault("axes", f"sections along {list(nest.section)} of rows along {nest.reduced}")
 
 
 __all__ = ["verify_schedule"]

@@ -130,6 +130,7 @@ def generate_for(
     """
     layouts = dict(kernel.reads) | dict(kernel.writes)
     written = {n for n, _ in kernel.writes}
+    assert not any(n.section for n in kernel.nests), "rows have no sections on a CPU"
     pointers = {n: f"p{i}_" + plain_name(n)[:40] for i, n in enumerate(layouts)}
     used: set[str] = set()
     numbers = itertools.count()

@@ -4,8 +4,8 @@ can be computed.
 In: expressions with linear addresses (`loops.Loops`) and the tile's dimensions. Out:
 lines in a chain of `Scope`s.
 
-A tile has one or two dimensions (`Dim`); each flattens a group of axes. A value depends on some of
-the dimensions and has extent 1 along the others, so that broadcasting does the rest; one that
+A tile has one to three dimensions (`Dim`); each flattens a group of axes. A value depends on some
+of the dimensions and has extent 1 along the others, so that broadcasting does the rest; one that
 depends on none is a scalar. A scope provides dimensions: a node is written into the first scope,
 from outside, that has all that it depends on. What is hoisted out of a loop stands before it,
 because the loop is appended to the scope around it when it is complete.
@@ -26,7 +26,7 @@ from deuteron.codegen.precision import (
     one_more,
 )
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer
+from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer, tame
 from deuteron.codegen.triton.ragged import write_ragged
 from deuteron.codegen.triton.scalars import TYPE
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
@@ -58,6 +58,8 @@ class Emitter:
     ) -> None:
         self.dims = {d.name: d for d in dims}
         self.rank = len(dims)
+        self.whole: Dims = frozenset(self.dims)
+        self.along: Dims = self.whole & {"p", "r"}  # of a row
         self.pointers = pointers
         self.numbers = numbers
         self.index_type = index_type  # "tl.int32", "tl.int64" or the kernel's constexpr name
@@ -203,7 +205,7 @@ class Emitter:
         """Whether all rows read the same of it."""
         address = load.attr[1][0]
         if self.turn is None or any(isinstance(a, Value) for a in address.atoms()):
-            return self.deps(load) == R
+            return self.deps(load) == self.along
         return {self.dim_of.get(a) for a in address.axes()} == {"r"} and not load.args
 
     def level(self, dims: Dims) -> int:
@@ -311,7 +313,7 @@ class Emitter:
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
                 fast = "_fast" if node in self.inexact.loose else ""
-                if b.op == "load" and b.attr[0] in self.units:
+                if tame(self, b, bool(fast)):
                     return divided_by_unit(self, a, b, bool(fast))
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
             if node in self.inexact.loose and at_least_one(b):
@@ -523,7 +525,7 @@ class Emitter:
         """Where the tile's last dimension counts elements, rows of which begin at multiples of 4:
         the text of a row's first element over 4, of the block's start, and of its size."""
         last = list(self.dims.values())[-1]
-        if len(last.axes) != 1 or last.prefix or self.turn is not None:
+        if len(last.axes) != 1 or last.prefix or self.turn is not None or self.rank > 2:
             return None
         rest = element - last.axes[0].index
         if (last.count.value or 0) < 4 or last.name in self.index_deps(rest):

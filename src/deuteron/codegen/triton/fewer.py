@@ -97,8 +97,22 @@ def _fused(em: Emitter, node: Expr) -> str | None:
     return f"tl.fma({a}, {b}, {c})"
 
 
+def tame(em: Emitter, b: Expr, fast: bool) -> bool:
+    """Whether the reciprocal of a divisor needs no scale: that of one of `em.units`, and, where it
+    need not be exact, of a scale like ``maximum(x, 1e-12) / 448``. That is at least 2^-64, and at
+    most 2^126 or no finite number."""
+    if b.op == "load":
+        return b.attr[0] in em.units
+    share = 1.0
+    if b.op in ("mul", "div") and b.args[1].op == "literal" and b.args[1].attr > 0:
+        share = b.args[1].attr if b.op == "mul" else 1 / b.args[1].attr
+        b = b.args[0]
+    least = [x.attr for x in b.args if x.op == "literal"] if b.op == "maximum" else []
+    return fast and share <= 0.25 and any(x * share >= 2.0**-64 for x in least)
+
+
 def divided_by_unit(em: Emitter, a: Expr, b: Expr, fast: bool) -> str:
-    """A quotient by one of `em.units`, by its reciprocal, which needs no scale."""
+    """A quotient by what is `tame`, by its reciprocal."""
     divisor, scope = em.value(b), em.chain[em.level(em.deps(b))]
     if fast:
         exact, text = "fast", f"libm.reciprocal_fast({divisor})"
@@ -124,4 +138,4 @@ def _chance(em: Emitter, random: Expr, limit: float) -> str | None:
     return f"libm.rand_below({seed}, {stream}, {lanes}, {em.rank}, {end})"
 
 
-__all__ = ["divided_by_unit", "in_fewer"]
+__all__ = ["divided_by_unit", "in_fewer", "tame"]

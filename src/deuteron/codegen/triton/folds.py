@@ -36,9 +36,9 @@ def constant(shape: str, kind: str, dtype: str) -> str:
 
 def full(em: Emitter, text: str, have: frozenset[str], dtype: str) -> str:
     """A value in the shape of the whole tile."""
-    if have >= FULL:
+    if have >= em.whole:
         return text
-    return f"tl.broadcast_to({text}, {em.shape(FULL)})"
+    return f"tl.broadcast_to({text}, {em.shape(em.whole)})"
 
 
 def fold_rows(em: Emitter, folds: Sequence[Fold]) -> list[str]:
@@ -49,6 +49,10 @@ def fold_rows(em: Emitter, folds: Sequence[Fold]) -> list[str]:
     if kind.startswith("arg"):
         texts.append(f"tl.broadcast_to(rindex, {em.shape(FULL)})")
     position = ".to(tl.int64)" if kind.startswith("arg") else ""
+    if em.rank > 2:
+        (f,), text = folds, f"libm.fold_{kind}({texts[0]}, 2)"
+        em.scope.add(f"{names[0]} = {text if f.section else f'libm.fold_{kind}({text}, 1)'}")
+        return names
     em.scope.add(f"{', '.join(names)} = libm.fold_{kind}({', '.join(texts)}){position}")
     return names
 
@@ -57,7 +61,7 @@ def _folded(em: Emitter, f: Fold) -> str:
     """What is folded, neutral where it is masked."""
     dtype = f.body.dtype
     text = full(em, em.value(f.body), em.deps(f.body), dtype)
-    mask = em.mask(frozenset("r"))
+    mask = "" if f.section else em.mask(em.along)  # sections are whole
     if mask:
         text = f"tl.where({mask}, {text}, {identity(f.kind, dtype)})"
     if dtype not in ("f32", "f64", "i32", "i64", "bool") or (mask and dtype in ("f64",)):

@@ -456,8 +456,8 @@ def from_zero(x):
 
 
 @triton.jit
-def fold_sum(x):
-    return from_zero(tl.sum(x, 1))[:, None]
+def fold_sum(x, axis: tl.constexpr = 1):
+    return from_zero(tl.sum(x, axis, keep_dims=True))
 
 
 @triton.jit
@@ -472,28 +472,28 @@ def fold_sum_two(x, y):
 
 
 @triton.jit
-def fold_prod(x):
-    return tl.reduce(x, 1, mul_combine)[:, None]
+def fold_prod(x, axis: tl.constexpr = 1):
+    return tl.reduce(x, axis, mul_combine, keep_dims=True)
 
 
 @triton.jit
-def fold_max(x):
-    return tl.reduce(x, 1, max_combine)[:, None]
+def fold_max(x, axis: tl.constexpr = 1):
+    return tl.reduce(x, axis, max_combine, keep_dims=True)
 
 
 @triton.jit
-def fold_min(x):
-    return tl.reduce(x, 1, min_combine)[:, None]
+def fold_min(x, axis: tl.constexpr = 1):
+    return tl.reduce(x, axis, min_combine, keep_dims=True)
 
 
 @triton.jit
-def fold_any(x):
-    return tl.max(x.to(tl.int32), 1)[:, None] != 0
+def fold_any(x, axis: tl.constexpr = 1):
+    return tl.max(x.to(tl.int32), axis, keep_dims=True) != 0
 
 
 @triton.jit
-def fold_all(x):
-    return tl.min(x.to(tl.int32), 1)[:, None] != 0
+def fold_all(x, axis: tl.constexpr = 1):
+    return tl.min(x.to(tl.int32), axis, keep_dims=True) != 0
 
 
 # -- atomic updates that the hardware does not have ------------------------------------------------

@@ -97,9 +97,9 @@ def write_nest(
             em.bound.update(node.attr[1])
     declare_results(loops, em)
     for node in (n for root in loops.roots() for n in root.walk()):
-        if node.op == "load" and node.attr[1] and em.deps(node) <= X:
+        if node.op == "load" and node.attr[1] and em.deps(node) <= em.whole - R:
             em.row_places.add(node.attr[1][0])
-    row = frozenset(em.dims) - R
+    row = em.whole - em.along
     em.inexact = inexact(loops, lambda e: em.deps(e) <= row)
     em.packed = packed(loops)
     em.units = units(loops, lambda e: em.deps(e) <= row)
@@ -143,7 +143,7 @@ def pid(em: Emitter) -> str:
 def header(em: Emitter) -> None:
     """The number of elements along each dimension."""
     for d in em.dims.values():
-        if d.masked or d.name == "r" or em.rank == 2:
+        if d.masked or d.name == "r" or em.rank >= 2:
             em.scope.add(f"{d.name}numel = {em.index(d.count)}")
 
 
@@ -186,7 +186,7 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
     the memory that is stored to may be what others still have to read, they meet before.
     """
     lines = []
-    if any("r" in em.dims and dims == X and w.address in em.row_places for w, dims in writes):
+    if "r" in em.dims and any("r" not in d and w.address in em.row_places for w, d in writes):
         lines.append("tl.debug_barrier()")
     for w, dims in writes:
         if w.phase is not None:
@@ -278,7 +278,8 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
     em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     em.enter(x, "xoffset")
     if form.persistent:
-        em.enter(r, "0")
+        for name in sorted(em.along):
+            em.enter(em.dims[name], "0")
         hints(em, [single(loops)])
         one_pass(loops, em)
     else:
@@ -288,7 +289,7 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
 def declare_results(loops: Loops, em: Emitter) -> None:
     for p in loops.parts:
         if isinstance(p, Fold):
-            em.result_dims[p.name] = X
+            em.result_dims[p.name] = em.whole - R if p.section else X
         elif isinstance(p, Prefix):
             em.result_dims[p.name] = FULL
 
@@ -316,6 +317,7 @@ def one_pass(
 ) -> None:
     """Everything of whole rows: the scope has both dimensions."""
     writes: list[tuple[Write, Dims]] = []
+    there = {"row": X, "section": em.whole - R, "point": em.whole}
     for p in loops.parts:
         if isinstance(p, Fold):
             bind(em, p, *fold_rows(em, [p]))
@@ -329,7 +331,7 @@ def one_pass(
             assert columns is not None
             update_column(em, p, columns[p.name])
         else:
-            writes.append((p, X if p.level == "row" else FULL))
+            writes.append((p, there[p.level]))
     stores(em, writes)
 
 

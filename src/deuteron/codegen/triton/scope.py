@@ -22,7 +22,7 @@ class Dim:
     (a constexpr).
     """
 
-    name: str  # "x", "y", "r"
+    name: str  # "x", "y", "p" (which section of a row), "r"
     axes: tuple[Axis, ...]
     block: str
     place: int  # position in the tile
@@ -40,7 +40,8 @@ class Dim:
 
     def slice(self, rank: int) -> str:
         """What turns a one-dimensional tensor into one along this dimension of the tile."""
-        return "" if rank == 1 else ("[:, None]", "[None, :]")[self.place]
+        each = [":" if k == self.place else "None" for k in range(rank)]
+        return "" if rank == 1 else f"[{', '.join(each)}]"
 
 
 class Scope:

@@ -5,7 +5,8 @@ In: `Loops` with linear addresses, and the device. Out: a `Form`.
     points   no folds: one dimension x where all accesses agree on the contiguous axis, else y and x
              (a transposition)
     rows     x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped:
-             blocks of r, pass by pass
+             blocks of r, pass by pass. With sections: x, p = which section, r = those along one;
+             a block holds whole rows
     chunk    rows x walked by a fixed number of workers; results of r are kept over the rows (see
              schedule.kernel)
 
@@ -157,7 +158,7 @@ def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) 
     """The form of a nest; `teams`: whether programs may wait for one another; `alone`: the warps of
     the one program that walks the nest at the end of a kernel, 0 where there are many."""
     form = _choose(loops, replace(spec, cores=1) if alone else spec, teams)
-    if alone and form.kind == "rows" and form.persistent:
+    if alone and form.kind == "rows" and form.persistent and not loops.section:
         form = replace(form, candidates=(_lone_tile(form, alone, row_loads(loops)),))
     if form.start is None and form.loops and _uneven(loops):
         # Elements that come one by one are better read than copied to shared memory.
@@ -170,6 +171,8 @@ def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) 
 def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     if loops.chunk is not None:
         return _chunk(loops, spec, teams)
+    if loops.section:
+        return _sections(loops, spec)
     folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
     if not folds and not any(
         isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.parts
@@ -459,6 +462,20 @@ def _row_tiles(
     few = 2048 if light and itemsize < 4 else 1024
     found = dict.fromkeys((tile(few, each), tile(1024, each // 2), tile(3072 - few, each)))
     return tuple(found)
+
+
+def _sections(loops: Loops, spec: DeviceSpec) -> Form:
+    """A whole row in three dimensions: a few neighbouring threads, which have 16 bytes each, then
+    fold a section. One row at a time: Triton 3.6 gives several and what they share (weights) two
+    layouts. RMS norm of 512, bf16, sections of 128, instructions an element: 24, two rows 26."""
+    x, p, r = (_in_order(loops, axes) for axes in (loops.parallel, loops.counting, loops.section))
+    found = []
+    for tile in _row_tiles(1, power(size(p)) * size(r), widest(loops), spec, light=False):
+        blocks = (("x", 1), ("p", power(size(p))), ("r", size(r)))
+        found.append(replace(tile, sizes=blocks))
+    return Form(
+        "rows", (("x", x), ("p", p), ("r", r)), tuple(dict.fromkeys(found)), persistent=True
+    )
 
 
 def _lone_tile(form: Form, warps: int, loads: int) -> Blocks:

@@ -41,7 +41,7 @@ def written_out(loops: Loops) -> Loops:
 
 
 def _worth(loops: Loops) -> bool:
-    if not loops.reduced or loops.chunk is not None:
+    if not loops.reduced or loops.section or loops.chunk is not None:
         return False
     if not all(isinstance(p, (Fold, Write)) for p in loops.parts):
         return False
