@@ -231,10 +231,12 @@ class Rows(PassWriter):
             head = f"for (long long {block} = {low}; {block} < {high}; {block} += {length})"
             em.scope.loop(head, [limit, *inner, *flush])
 
-        if serial or (not accs and not ahead and hint(self.v.extent) > SHORT):
+        past = [] if serial or accs else self.past_caches(seg.parts, seg.axis)
+        if serial or past or (not accs and not ahead and hint(self.v.extent) > SHORT):
             at = self.position(seg, "@")
             if not blocks:
-                self.whole_loop(seg, low, high, at, not serial, accs)
+                fetch = (lambda i, n: self.prefetches(k, i, n)) if ahead else None
+                self.whole_loop(seg, low, high, at, not serial, accs, fetch)
                 return
             with em.inside() as whole:
                 self.whole_loop(seg, block, end, at, not serial, accs)
@@ -322,24 +324,26 @@ class Rows(PassWriter):
             return []
         stores = any(isinstance(w, Write) for w in self.plan.passes[1].parts)
         most = NEAR_STORED if stores else NEAR_ROW[1]
-        found: dict[tuple[str, Index, bool], int] = {}
+        found: dict[tuple[str, Index, Write | None], int] = {}
         for n in unique_nodes(self.plan.passes[0].roots()):
             if n.op == "load" and n.attr[1] and not n.args:
                 c = n.attr[1][0].coefficient(step)
                 if c is not None and c.value != 0:
-                    found[n.attr[0], n.attr[1][0] + c, False] = ITEMSIZE[n.dtype]
+                    found[n.attr[0], n.attr[1][0] + c, None] = ITEMSIZE[n.dtype]
+        past: set[Write] = set()
         for q in self.plan.passes[2:]:
-            for w in q.parts:
-                if isinstance(w, Write) and w.mask is None:
-                    found[w.tensor, w.address, True] = ITEMSIZE[w.dtype]
+            past |= set(self.past_caches(q.parts, self.v))
+            for w in q.writes:
+                if w.mask is None:
+                    found[w.tensor, w.address, w] = ITEMSIZE[w.dtype]
         out: list[str] = []
-        for (tensor, address, store), item in found.items():
+        for (tensor, address, late), item in found.items():
             near = NEAR_ROW[0] <= item * hint(self.row_size) <= most
             if near and len(out) <= 16:
-                out += self.fetch(tensor, address, item, base, lanes, 0, store)
-        if stores and out:
-            self.env.em.used.add("d_narrow")
-            out = [f"if (d_narrow) {line}" for line in out]
+                lines = self.fetch(tensor, address, item, base, lanes, 0, late is not None)
+                only = "if (d_narrow) " if stores else "if (!d_narrow) " if late in past else ""
+                out += [only + line for line in lines]
+        self.env.em.used |= {"d_narrow"} if stores or past else set()
         return out
 
     @property
