@@ -96,3 +96,32 @@ def test_transposed(dtype: torch.dtype, shape: tuple[int, int], offset: int) -> 
     run(Nest((b,), (a,), parts), {"x": x, "y": y, "z": z}, ["y", "z"], machine)
     assert torch.equal(y, (-x).t()) and torch.equal(z, x.amax(0))
     assert memory[:offset].eq(0).all() and memory[offset + x.numel() :].eq(0).all()
+
+
+@pytest.mark.parametrize("offset", [0, 3, 16])
+@pytest.mark.parametrize("rows,n", [(5, 1024), (3, 5003), (1, 70_000)])
+@pytest.mark.parametrize("dear", [False, True])
+def test_last_of_several_passes(rows: int, n: int, offset: int, dear: bool) -> None:
+    """Rows that are read twice: streams where both passes are cheap, whatever the addresses."""
+    x, memory = torch.randn(rows, n), torch.full((rows * n + 64,), 7.0)
+    y = memory[offset : offset + rows * n].view(rows, n)
+    z, total = torch.empty(rows), ref("f", "f32")
+    a, b = ax("i", rows), ax("j", n)
+    each = op("sub", ld("x", a, b), op("div", total, lit(float(n), "f32")))
+    value = op("exp", each) if dear else each
+    parts = (
+        Fold("f", "sum", ld("x", a, b)),
+        Store("y", idx(a, b), value, "point"),
+        Store("z", idx(a), total, "row"),
+    )
+    r = run(
+        Nest((a,), (b,), parts),
+        {"x": x, "y": y, "z": z},
+        ["y", "z"],
+        Machine(1, 32 << 10, 1 << 20, 64),
+    )
+    assert ("d_stream_last<" in r.cpp.source) is not dear
+    want = x - x.mean(1, keepdim=True)
+    torch.testing.assert_close(y, want.exp() if dear else want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z, x.sum(1), rtol=1e-5, atol=1e-3)
+    assert memory[:offset].eq(7).all() and memory[offset + rows * n :].eq(7).all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
@@ -340,11 +341,12 @@ class PassWriter:
         position: str,
         simd: bool,
         accs: dict[str, Accumulator] | None = None,
+        ahead: Callable[[str, int], list[str]] | None = None,
     ) -> None:
         """One loop over a segment. `position` may be ``@``: the loop's variable.
 
         What it stores past the caches is written by lines, from the first whole line on; a loop
-        before that does the ends.
+        before that does the ends. `ahead` is what goes with each line (prefetches).
         """
         em = self.env.em
         random = draws(self.env, seg.parts, (seg.axis, self.v)) if simd else []
@@ -353,8 +355,7 @@ class PassWriter:
             return
         if simd and short_loop(self, seg, low, high, accs or {}):
             return
-        alone = simd and len(self.plan.passes) == 1 and not self.plan.row_writes
-        past = streamed(self.env, seg.parts, seg.axis) if alone else []
+        past = self.past_caches(seg.parts, seg.axis) if simd else []
         name = em.fresh("i_")
 
         def loop(head: str, lane: str) -> None:
@@ -380,6 +381,7 @@ class PassWriter:
             loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", "")
             return
         lanes = max(64 // ITEMSIZE[w.dtype] for w in past)
+        out = "d_stream_lanes" if self.is_alone else "d_stream_last"
         first, last, end, upto = (em.fresh(s) for s in ("first", "last", "end", "upto"))
         place = place_of(self.env, past[0], seg.axis, low)
         em.scope.add(
@@ -393,6 +395,7 @@ class PassWriter:
         with em.inside() as block:
             buffers = {w: buffer(self.env, w, lanes) for w in past}
             self.places |= {w: f"{text}[l]" for w, text in buffers.items()}
+            block.add(*(ahead(name, lanes) if ahead else ()))
             with in_floats(self, seg, name, lanes, buffers) as halves:
                 block.add(*halves.before)
                 loop(f"for (int l = 0; l < {lanes}; ++l)", "l")
@@ -400,9 +403,29 @@ class PassWriter:
             for w, text in buffers.items():
                 del self.places[w]
                 place = place_of(self.env, w, seg.axis, name)
-                block.add(f"d_stream_lanes<{lanes}>({place}, {text});")
+                block.add(f"{out}<{lanes}>({place}, {text});")
         em.scope.loop(
             f"for (long long {name} = {first}; {name} < {last}; {name} += {lanes})", block.lines
+        )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the nest has one pass, and stores nothing behind it."""
+        return len(self.plan.passes) == 1 and not self.plan.row_writes
+
+    def past_caches(self, parts: Sequence[Part], axis: Axis) -> list[Write]:
+        """The stores of a vector loop that go past the caches: of the only pass, or of one of
+        several that are cheap (see `streams`)."""
+        return streamed(self.env, parts, axis) if self.is_alone or not self.has_dear else []
+
+    @cached_property
+    def has_dear(self) -> bool:
+        """Whether some pass has dear arithmetic at every point."""
+        reduced = frozenset(self.env.loops.reduced)
+        return any(
+            flops_of(n for n in unique_nodes(p.roots()) if self.env.em.deps(n) & reduced)
+            > KEEP_FLOPS
+            for p in self.plan.passes
         )
 
     def is_dear(self, seg: Segment) -> bool:

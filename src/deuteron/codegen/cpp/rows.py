@@ -21,7 +21,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
-from deuteron.codegen.cpp.folds import FLUSH, Accumulator
+from deuteron.codegen.cpp.folds import FEW, FLUSH, Accumulator
 from deuteron.codegen.cpp.halves import in_floats
 from deuteron.codegen.cpp.nests import (
     ROW,
@@ -47,7 +47,7 @@ from deuteron.codegen.loops import (
     unique_nodes,
 )
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
-from deuteron.ir.index import Axis, Index, hint
+from deuteron.ir.index import Axis, Index, hint, product
 from deuteron.schedule.kernel import Prefix
 
 CHUNKS = 64  # most chunks of a shared row
@@ -102,10 +102,9 @@ class Rows(PassWriter):
                 joint.blocks(self.walker(k), "0", self.env.extent(joint.axis))
                 joint.finish()
                 continue
+            em, few = self.env.em, self.has_few(p)
             accs = {
-                f.name: Accumulator(
-                    self.env.em.fresh("f"), f.kind, f.body.dtype, self.env.em.used, self.env.em.wide
-                )
+                f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide, few)
                 for f in p.folds
             }
             lanes = self.start(p, accs)
@@ -113,6 +112,14 @@ class Rows(PassWriter):
             for f in p.folds:
                 self.env.em.scope.add(*accs[f.name].finish(lanes))
                 self.bind(f.name, accs[f.name])
+
+    def has_few(self, p: Pass) -> bool:
+        """Whether a cheap pass adds so little to each lane that sums need no double."""
+        n = product(a.extent for a in (*self.outer, self.v)).value
+        if n is None or p.prefixes or flops_of(unique_nodes(p.roots())) > KEEP_FLOPS:
+            return False
+        lanes = lanes_of(p, hint(self.v.extent))
+        return size(self.outer) * -(-hint(self.v.extent) // lanes) <= FEW
 
     def joint(self, p: Pass) -> Joint:
         """The folds of a pass in which some need others."""
@@ -231,10 +238,12 @@ class Rows(PassWriter):
             head = f"for (long long {block} = {low}; {block} < {high}; {block} += {length})"
             em.scope.loop(head, [limit, *inner, *flush])
 
-        if serial or (not accs and not ahead and hint(self.v.extent) > SHORT):
+        past = [] if serial or accs else self.past_caches(seg.parts, seg.axis)
+        if serial or past or (not accs and not ahead and hint(self.v.extent) > SHORT):
             at = self.position(seg, "@")
             if not blocks:
-                self.whole_loop(seg, low, high, at, not serial, accs)
+                fetch = (lambda i, n: self.prefetches(k, i, n)) if ahead else None
+                self.whole_loop(seg, low, high, at, not serial, accs, fetch)
                 return
             with em.inside() as whole:
                 self.whole_loop(seg, block, end, at, not serial, accs)
@@ -322,24 +331,26 @@ class Rows(PassWriter):
             return []
         stores = any(isinstance(w, Write) for w in self.plan.passes[1].parts)
         most = NEAR_STORED if stores else NEAR_ROW[1]
-        found: dict[tuple[str, Index, bool], int] = {}
+        found: dict[tuple[str, Index, Write | None], int] = {}
         for n in unique_nodes(self.plan.passes[0].roots()):
             if n.op == "load" and n.attr[1] and not n.args:
                 c = n.attr[1][0].coefficient(step)
                 if c is not None and c.value != 0:
-                    found[n.attr[0], n.attr[1][0] + c, False] = ITEMSIZE[n.dtype]
+                    found[n.attr[0], n.attr[1][0] + c, None] = ITEMSIZE[n.dtype]
+        past: set[Write] = set()
         for q in self.plan.passes[2:]:
-            for w in q.parts:
-                if isinstance(w, Write) and w.mask is None:
-                    found[w.tensor, w.address, True] = ITEMSIZE[w.dtype]
+            past |= set(self.past_caches(q.parts, self.v))
+            for w in q.writes:
+                if w.mask is None:
+                    found[w.tensor, w.address, w] = ITEMSIZE[w.dtype]
         out: list[str] = []
-        for (tensor, address, store), item in found.items():
+        for (tensor, address, late), item in found.items():
             near = NEAR_ROW[0] <= item * hint(self.row_size) <= most
             if near and len(out) <= 16:
-                out += self.fetch(tensor, address, item, base, lanes, 0, store)
-        if stores and out:
-            self.env.em.used.add("d_narrow")
-            out = [f"if (d_narrow) {line}" for line in out]
+                lines = self.fetch(tensor, address, item, base, lanes, 0, late is not None)
+                only = "if (d_narrow) " if stores else "if (!d_narrow) " if late in past else ""
+                out += [only + line for line in lines]
+        self.env.em.used |= {"d_narrow"} if stores or past else set()
         return out
 
     @property
@@ -351,7 +362,8 @@ class Rows(PassWriter):
         """In the only pass over rows: fetches of what comes two pages later, where that is the same
         row or the next (sum of 4096 rows of 4096 bf16, one core: 1.38 ms without, 0.70 ms with;
         1024 elements ahead 0.91 ms). Norm of 8192 rows of 1024 f32: 0.82 and 0.59 ms; but f32 rows
-        of 4096 are 10% slower with.
+        of 4096 are 10% slower with. With AVX2 (Zen 3) rows of bf16 take 0.85 to 0.92 of the time
+        with, those of f32 1.05 to 1.11.
         """
         if any(isinstance(w, Write) for w in self.plan.passes[0].parts):
             return []
@@ -365,7 +377,11 @@ class Rows(PassWriter):
             row = item * hint(self.v.extent)
             if (apart and row < 4 * AHEAD) or (item > 2 and row > AHEAD):
                 continue
-            out += self.fetch(n.attr[0], n.attr[1][0], item, base, lanes, AHEAD // item)
+            lines = self.fetch(n.attr[0], n.attr[1][0], item, base, lanes, AHEAD // item)
+            if item > 2:
+                self.env.em.used.add("d_narrow")
+                lines = [f"if (!d_narrow) {line}" for line in lines]
+            out += lines
         return out
 
     def fetch(
