@@ -16,7 +16,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 13) \
 	  else "Deuteron needs Python 3.10 to 3.13; this is %d.%d. Say which: make PYTHON=python3.12 ..." % v)'
-	@command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null \
+	@command -v g++ >/dev/null || command -v c++ >/dev/null \
 	  || echo "note: no C++ compiler found; CPU programs will run through ATen"
 	test -x $(PY) || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "python3 has no venv: install it (Debian: apt-get install python3-venv)"; exit 1; }

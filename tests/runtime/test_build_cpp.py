@@ -482,3 +482,11 @@ def test_kills_while_building(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_kills_while_building(tmp_path: Path) -> None:
     killed(tmp_path, 200)
+
+
+def test_clang_is_told_apart(tmp_path: Path, options: Options) -> None:
+    """It has other vector extensions."""
+    says = "echo \"clang: error: unknown argument: '-fno-tree-pre'\"; exit 1\n"
+    asked = Options(cache_dir=options.cache_dir, cxx=script(tmp_path / "own", says))
+    with pytest.raises(BuildError, match="it is clang"):
+        build_cpp.build(SOURCE % 3, PLAIN, asked)

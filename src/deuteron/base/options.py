@@ -72,7 +72,7 @@ class Options:
         300, "Seconds after which a build is given up; the compiler is then killed.", low=1
     )
     cxx: str | None = _option(
-        None, "C++ compiler, perhaps with arguments; default: the first of c++, g++, clang++."
+        None, "C++ compiler (GNU), perhaps with arguments; default: the first of c++, g++."
     )
     recompute: bool = _option(
         True, "Recompute cheap values in the backward pass instead of saving them."

@@ -31,7 +31,7 @@ from deuteron.base.errors import BuildError, DeuteronError
 from deuteron.base.options import Options, environment
 from deuteron.runtime.cache import Cache, key_of
 
-COMPILERS = ("c++", "g++", "clang++")
+COMPILERS = ("c++", "g++")
 # What compilers say, in the language of LC_ALL=C, when a disk is full.
 NO_SPACE = ("No space left on device", "Disk quota exceeded")
 SECONDS_TO_END = 2.0  # for builds to tidy up when the program ends
@@ -209,9 +209,12 @@ def _compile(
             if not any(words in output for words in NO_SPACE):
                 break
     kept = cache.put(key, ".cpp", source.encode())
+    hint = 'please report it; options={"fallback": "aten"} runs the graph through ATen'
+    if "clang" in output:
+        hint = 'it is clang: the code uses g++\'s vector extensions; options={"cxx": "g++"}'
     raise BuildError(
         "the C++ compiler failed on generated source",
-        hint='please report it; options={"fallback": "aten"} runs the graph through ATen',
+        hint=hint,
         source=str(kept),
         output=output,
         command=shlex.join([*command, str(kept), "-o", os.devnull]),
