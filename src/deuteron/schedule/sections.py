@@ -32,7 +32,7 @@ def cut(base: Group, guest: Group, table: Map) -> tuple[Group, Map] | None:
     inner = image(table, guest.space.reduced)
     if guest.section or base.chunk is not None or not base.folds or not guest.folds:
         return None
-    if not inner <= set(base.space.reduced):
+    if not inner or not inner <= set(base.space.reduced):  # a fold of one element has no loop
         return None
     if not base.section:
         shared = inner & image(table, guest.space.parallel)
