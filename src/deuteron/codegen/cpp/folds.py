@@ -17,10 +17,6 @@ from deuteron.ir.expr import FLOATS, REDUCTIONS, extreme
 
 # Additions per lane before it goes to the double accumulator (eager's cascade adds 16 to 64).
 FLUSH = 32
-# Additions per lane of a whole row up to which lanes are added as floats where little else is done
-# (sums of rows of 64: 0.89 to 0.95 of the time; largest error 6.2e-8 of the sum of magnitudes, as
-# eager's, 3.8e-8 with doubles).
-FEW = 8
 
 
 def combine(kind: str, dtype: str, a: str, b: str, used: set[str]) -> str:
@@ -52,7 +48,6 @@ class Accumulator:
     dtype: str  # of the body
     used: set[str]
     wide: bool = False  # whether positions need 64 bits
-    few: bool = False  # whether a lane takes at most `FEW` elements
 
     @property
     def positional(self) -> bool:
@@ -65,7 +60,7 @@ class Accumulator:
 
     @property
     def flushed(self) -> bool:
-        return self.kind == "sum" and self.dtype in FLOATS and not self.few
+        return self.kind == "sum" and self.dtype in FLOATS
 
     @property
     def type(self) -> str:

@@ -21,7 +21,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
-from deuteron.codegen.cpp.folds import FEW, FLUSH, Accumulator
+from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.halves import in_floats
 from deuteron.codegen.cpp.nests import (
     ROW,
@@ -47,7 +47,7 @@ from deuteron.codegen.loops import (
     unique_nodes,
 )
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
-from deuteron.ir.index import Axis, Index, hint, product
+from deuteron.ir.index import Axis, Index, hint
 from deuteron.schedule.kernel import Prefix
 
 CHUNKS = 64  # most chunks of a shared row
@@ -102,9 +102,9 @@ class Rows(PassWriter):
                 joint.blocks(self.walker(k), "0", self.env.extent(joint.axis))
                 joint.finish()
                 continue
-            em, few = self.env.em, self.has_few(p)
+            em = self.env.em
             accs = {
-                f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide, few)
+                f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
                 for f in p.folds
             }
             lanes = self.start(p, accs)
@@ -112,14 +112,6 @@ class Rows(PassWriter):
             for f in p.folds:
                 self.env.em.scope.add(*accs[f.name].finish(lanes))
                 self.bind(f.name, accs[f.name])
-
-    def has_few(self, p: Pass) -> bool:
-        """Whether a cheap pass adds so little to each lane that sums need no double."""
-        n = product(a.extent for a in (*self.outer, self.v)).value
-        if n is None or p.prefixes or flops_of(unique_nodes(p.roots())) > KEEP_FLOPS:
-            return False
-        lanes = lanes_of(p, hint(self.v.extent))
-        return size(self.outer) * -(-hint(self.v.extent) // lanes) <= FEW
 
     def joint(self, p: Pass) -> Joint:
         """The folds of a pass in which some need others."""
