@@ -56,9 +56,9 @@ def cut(base: Group, guest: Group, table: Map) -> tuple[Group, Map] | None:
             section=tuple(x for x in reduced if x in inner),
         )
         table = {a: substitute(i, there) for a, i in table.items()}
-    outer, section = counting(base), set(base.section)
-    fits = image(table, guest.space.parallel) <= outer and image(table, guest.space.reduced)
-    return (base, table) if fits == section else None
+    if not image(table, guest.space.parallel) <= counting(base):
+        return None
+    return (base, table) if image(table, guest.space.reduced) == set(base.section) else None
 
 
 def counting(group: Group) -> set[Axis]:
@@ -69,7 +69,7 @@ def counting(group: Group) -> set[Axis]:
 def unfit(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> str | None:
     """Why a device has no good kernel for rows with sections; None where it has."""
     length = product(a.extent for a in group.section).value
-    row = product(a.extent for a in group.space.reduced).value
+    row = group.space.row.value
     if length is None or row is None:
         return "sections of rows of unknown length"
     if length & (length - 1) or length < LEAST:
