@@ -89,6 +89,42 @@ def test_library_calls_are_never_repeated():
     assert sorted(v.numel() for v in saved(traced)) == [16, 16, 16 * 64, 16 * 128]
 
 
+class Block(nn.Module):
+    """Two convolutions with norms, and what skips them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(
+            nn.BatchNorm2d(16, track_running_stats=False) for _ in range(2)
+        )
+
+    def forward(self, x):
+        y = F.relu(self.norms[0](self.convs[0](x)))
+        return F.relu(self.norms[1](self.convs[1](y)) + x)
+
+
+def test_what_a_convolution_reads_again_is_saved_and_masks_are_recomputed():
+    torch.manual_seed(0)
+    # Between the blocks there is one value with two summands.
+    net = nn.Sequential(Block(), Block())
+    traced = same(
+        lambda x: net(x).square(), torch.randn(4, 16, 8, 8, requires_grad=True), tolerance=1e-4
+    )
+    graph = dict(traced.graphs)["backward"].graph
+    names = [n.name.split("_")[0] for n in graph.find_nodes(op="placeholder")]
+    # What each norm reads, what each convolution reads but the first.
+    assert names.count("convolution") == 4 and names.count("relu") == 3
+    calls = [n for n in graph.nodes if "convolution_backward" in str(n.target)]
+    assert len(calls) == 4 and all(n.args[1].op == "placeholder" for n in calls)
+    # In a block the first ReLU's sign is that of a norm, which its backward reads anyway; the value
+    # between the blocks is read.
+    inside = {n.args[1] for n in calls if any("relu" in str(u.target) for u in n.args[1].users)}
+    assert not inside
+    signs = [n.args[0] for n in graph.nodes if n.target is torch.ops.aten.le.Scalar]
+    assert sum(s.op == "placeholder" for s in signs) == 1 and len(signs) == 4
+
+
 def test_views_save_their_base():
     torch.manual_seed(0)
 

@@ -246,3 +246,18 @@ def test_registers_of_a_worker() -> None:
     assert [registers(n, 4, spec) for n in (1, 396, 512, 528, 529)] == [0, 170, 128, 128, 0]
     small = replace(spec, registers=spec.registers // 2)
     assert [registers(264, w, small) for w in (2, 4, 8)] == [0, 128, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_has_what_is_narrow(device):
+    """A wider copy with several readers is made by each of them."""
+
+    def f(x: Tensor, g: Tensor, h: Tensor) -> Tensor:
+        wide = torch.where(x > 0, g.exp(), h.sin()).float()
+        return (wide - wide.sum()) * wide
+
+    rows = 4096
+    found = scheduled(f, *(x(rows, COLS).bfloat16() for _ in range(3)), device=device, check=False)
+    assert len(found.kernels) > 1
+    stored = [lay for k in found.kernels for _, lay in k.writes if lay.numel.value == rows * COLS]
+    assert sorted(lay.dtype for lay in stored) == ["bf16", "f32"]  # what is narrow, and the result

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,12 +75,25 @@ class Costs:
     outputs: frozenset[fx.Node] = frozenset()
     exact: set[fx.Node] = field(init=False)  # needed bit for bit, so not recomputed
     _uses: dict[fx.Node, tuple[bool, bool]] = field(default_factory=dict)
+    # Library calls of the backward, each a bit, and for every node those that come before it.
+    _calls: dict[fx.Node, int] = field(default_factory=dict)
+    _before: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.exact = rounded_before_selections(self.info.fw_order)
         for n in self.info.fw_order:  # in graph order
             base = max((self.depth.get(p, 0) for p in n.all_input_nodes), default=0)
             self.depth[n] = base if n.op != "call_function" or ops.is_generated(n) else base + 1
+        late = self.info.tangents_closure
+        for n in next(iter(late)).graph.nodes if late else ():
+            if n not in late:
+                continue
+            if n.op == "call_function" and not ops.is_generated(n):
+                self._calls[n] = 1 << len(self._calls)
+            before = 0
+            for p in n.all_input_nodes:
+                before |= self._before.get(p, 0) | self._calls.get(p, 0)
+            self._before[n] = before
 
     def forward(self, n: fx.Node) -> bool:
         return n in self.depth
@@ -121,6 +134,51 @@ class Costs:
                 library = True
         self._uses[n] = generated, library
         return generated, library
+
+    def readers(self, n: fx.Node, but: fx.Node) -> list[fx.Node]:
+        """What reads `n` in the backward, or what is computed from it and not written to memory;
+        `but` apart."""
+        found: dict[fx.Node, None] = {}
+        todo, seen = [n], {n, but}
+        while todo:
+            for u in todo.pop().users:
+                if u in seen:
+                    continue
+                seen.add(u)
+                if u in self._before:
+                    found[u] = None
+                elif ops.is_view(u) or u.op == "call_function" and not self.materialized(u):
+                    todo.append(u)
+        return list(found)
+
+    def sources(self, n: fx.Node) -> list[fx.Node]:
+        """The tensors in memory from which `n` is computed, reductions apart."""
+        found: dict[fx.Node, None] = {}
+        todo, seen = [n], {n}
+        while todo:
+            for p in todo.pop().all_input_nodes:
+                if p in seen:
+                    continue
+                seen.add(p)
+                if isinstance(p.meta.get("val"), torch.Tensor) and not ops.is_reduction(p):
+                    if ops.is_view(p) or p.op == "call_function" and not self.materialized(p):
+                        todo.append(p)
+                    else:
+                        found[p] = None
+        return list(found)
+
+    def apart(self, n: fx.Node) -> int:
+        """Bytes that are read only to compute `n` again for a library call: nobody else reads them
+        at that time, since everybody else waits for what the call returns."""
+        calls = 0
+        for u in self.readers(n, n):
+            calls |= self._calls.get(u, 0)
+        found = 0
+        for p in self.sources(n):
+            others = [u for u in self.readers(p, n) if ops.is_generated(u)]
+            if all(self._before[u] & calls for u in others):
+                found += self.hints.bytes(p.meta["val"])
+        return found
 
     def save(self, n: fx.Node) -> int:
         val = n.meta.get("val")
@@ -176,7 +234,7 @@ class Costs:
             flops = PHILOX_FLOPS
         cost = self.hints.numel(first) * flops / per_byte
         if self.backward_uses(n)[1]:
-            cost += size  # a library call wants it in memory
+            cost += size + self.apart(n)  # a library call wants it in memory
         return int(4 * cost) + 1
 
 
@@ -208,6 +266,30 @@ def rounded_before_selections(forward: Sequence[fx.Node]) -> set[fx.Node]:
         rounded = any(v.is_floating_point() or v.is_complex() for v in made)
         if rounded and ops.is_reduction(n) and ops.packet(n.target) not in ops.SELECTIONS:
             found.update((n, *(u for u in n.users if u.target is operator.getitem)))
+    return found
+
+
+def read_apart(joint: fx.GraphModule, costs: Costs) -> bool:
+    """Gives generated code of the backward a value of its own where a library call needs the same
+    one, which is then saved for that call: what it is computed from is read there anyway (the sign
+    of a ReLU behind a norm). Returns whether there was one."""
+    editor, found = Editor(joint), False
+    for n in costs.info.fw_order:
+        if n.op != "call_function" or not ops.is_generated(n) or ops.is_view(n):
+            continue
+        if costs.backward_uses(n) != (True, True) or costs.recompute(n) >= INFINITE:
+            continue
+        own = costs.hints.bytes(n.meta["val"])
+        large = [p for p in costs.sources(n) if 2 * costs.hints.bytes(p.meta["val"]) >= own]
+        if len(large) != 1 or not any(map(ops.is_generated, costs.readers(large[0], n))):
+            continue
+        with editor.before(n.next):
+            again = editor.call(n.target, *n.args, like=n, **n.kwargs)
+        for u in list(n.users):
+            if u is not again and u not in costs.depth and ops.is_generated(u):
+                if u.op != "output" and not ops.is_view(u):
+                    u.replace_input_with(n, again)
+        found = True
     return found
 
 
@@ -428,6 +510,8 @@ def partition(
             static_lifetime_input_indices=static,
         )
     outputs = next(iter(reversed(joint.graph.nodes))).all_input_nodes
+    if read_apart(joint, Costs(info, options)):
+        info = P.classify_nodes(joint, static, num_fwd_outputs)
     costs = Costs(info, options, outputs=frozenset(n for n in outputs if n in info.fw_order))
     saved = before_writes(joint, choose_saved(joint.graph, info, costs), info)
     note(record, saved, costs, info, joint.graph)

@@ -79,13 +79,28 @@ class Inliner:
 
     def add(self, c: Compute) -> None:
         c = canonical(c)
-        if self.sites.get(c.name, 0) or c.name in self.memory:
+        if self.widens(c):
+            # Every reader widens, so that memory has what is narrow.
+            self.sites[c.body.args[0].attr[0]] += self.sites[c.name] - 1
+            self.computes[c.name] = c
+        elif self.sites.get(c.name, 0) or c.name in self.memory:
             # What producers read beside their own points, a reader may read elsewhere: again.
             while (new := self.inlined(c, False)) is not c:
                 c = new
             # What is read at loaded places waits until those places are expressions.
             c = self.inlined(c, True)
             self.computes[c.name] = self.without_loop(c) or c
+
+    def widens(self, c: Compute) -> bool:
+        """Whether it is a wider copy of a tensor that is made for it alone, and has several
+        readers."""
+        if c.body.op != "cast" or c.name in self.memory or self.sites.get(c.name, 0) < 2:
+            return False
+        (e,) = c.body.args
+        p = self.computes.get(e.attr[0]) if e.op == "load" and not _gathers(e) else None
+        if p is None or self.sites[p.name] > 1 or not self.repeatable(c):
+            return False
+        return ITEMSIZE[e.dtype] < ITEMSIZE[c.body.dtype]
 
     def inlined(self, c: Compute, gathers: bool) -> Compute:
         loads = {n for root in roots(c) for n in root.loads()}
