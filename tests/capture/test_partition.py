@@ -95,9 +95,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
-        self.norms = nn.ModuleList(
-            nn.BatchNorm2d(16, track_running_stats=False) for _ in range(2)
-        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16, track_running_stats=False) for _ in range(2))
 
     def forward(self, x):
         y = F.relu(self.norms[0](self.convs[0](x)))

@@ -117,7 +117,7 @@ class Pretended(Compilation):
         extra |= {"stream": lambda d: 70 + d, "enter_device": self.enter}
         extra |= {"leave_device": self.enter, "empty_cuda": self.empty}
         extra |= {n: Multiplied(p) for n, (p, _) in self.emitted.products.items()}
-        self.call = load(self.emitted, None, extra, "<test>")
+        self.call = load(self.emitted, None, extra, compile(self.emitted.text, "<test>", "exec"))
         return ""
 
     def enter(self, device: int) -> int:

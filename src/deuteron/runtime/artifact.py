@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import itertools
+import marshal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -43,12 +45,13 @@ def next_number() -> int:
 @dataclass(frozen=True)
 class Artifact:
     """`triton`: the kernels that the sequences name; `recordable`: what a CUDA graph of it would
-    be, where one was asked for."""
+    be, where one was asked for; `code`: the module's text, compiled, where a cache had that."""
 
     phase: str
     emitted: Emitted
     triton: dict[str, TritonKernel]
     recordable: Recordable | None = None
+    code: CodeType | None = None
 
     def why_not(self) -> str:
         """Why this has no text; empty if it has."""
@@ -59,11 +62,14 @@ class Artifact:
             size += value.untyped_storage().nbytes()
         return f"{size} bytes of constants" if size > MOST_CONSTANTS else ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, path: str) -> dict[str, Any]:
+        """`path`: what tracebacks call the module. Its code is this Python's."""
         e = self.emitted
+        code = marshal.dumps(compile(e.text, path, "exec"))
         return {
             "phase": self.phase,
             "text": e.text,
+            "code": base64.b64encode(code).decode(),
             "unit": e.unit,
             "segments": e.segments,
             "sequences": [asdict(q) for q in e.sequences],
@@ -85,21 +91,22 @@ class Artifact:
         )
         triton = {n: triton_kernel(about, text) for n, (about, text) in known["triton"].items()}
         recordable = known["recordable"] and Recordable(**_frozen(known["recordable"]))
-        return Artifact(known["phase"], emitted, triton, recordable)
+        code = marshal.loads(base64.b64decode(known["code"]))
+        return Artifact(known["phase"], emitted, triton, recordable, code)
 
     def load(
         self,
         options: Options,
         record: Record,
-        path: str,
+        path: str = "",
         library: build_cpp.Build | None = None,
         variants: dict[tuple[str, str], Variants] | None = None,
         extra: Mapping[str, Any] | None = None,
         around: Callable[[Call], Call] | None = None,
     ) -> Call:
-        """The callable. `path`: what tracebacks call the module; `library`, `variants`: builds that
-        have been started; `extra`: what the module finds under these names, a
-        launcher's too; `around`: wraps its ``call``."""
+        """The callable. `path`: what tracebacks call a module whose text is not compiled yet;
+        `library`, `variants`: builds that have been started; `extra`: what the module finds under
+        these names, a launcher's too; `around`: wraps its ``call``."""
         e = self.emitted
         if e.unit and library is None:
             library = build_cpp.submit(e.unit, FLAGS, options)
@@ -114,7 +121,8 @@ class Artifact:
         for name, (product, device) in e.products.items():
             if name not in given:
                 given[name] = multiply(product, device, options)
-        call = load_module(e, library, given, path)
+        code = self.code or compile(e.text, path, "exec")
+        call = load_module(e, library, given, code)
         if around is not None:
             call = around(call)
         if self.recordable is not None:

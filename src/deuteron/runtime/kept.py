@@ -35,7 +35,7 @@ from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture.identity import Unnameable, identity
 from deuteron.runtime import build_triton
-from deuteron.runtime.artifact import Artifact, next_number
+from deuteron.runtime.artifact import Artifact
 from deuteron.runtime.cache import Cache, key_of
 from deuteron.runtime.direct import (
     Graphs,
@@ -134,7 +134,10 @@ class Keeper:
         if self.reason or not self.parts:
             return
         parts = {
-            phase: {"artifact": artifact.to_json(), "record": [e for e in entries if lasting(e)]}
+            phase: {
+                "artifact": artifact.to_json(f"<deuteron {phase} graph {self.key[:16]}>"),
+                "record": [e for e in entries if lasting(e)],
+            }
             for phase, (artifact, entries) in self.parts.items()
         }
         entry = {"parts": parts, "metadata": asdict(stated(found.metadata)), "saved": None}
@@ -222,8 +225,7 @@ def restored(
     try:
         for phase, part in entry["parts"].items():
             record = records[phase] = Record(part["record"])
-            where = f"<deuteron {phase} graph {next_number()}>"
-            calls[phase] = Artifact.from_json(part["artifact"]).load(options, record, where)
+            calls[phase] = Artifact.from_json(part["artifact"]).load(options, record)
     except DeuteronError:  # whoever compiles the graph says what is missing
         return None
     for record in records.values():

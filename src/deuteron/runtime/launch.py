@@ -20,12 +20,15 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 
 def load(
-    emitted: Emitted, library: build_cpp.Build | None, extra: Mapping[str, Any], path: str
+    emitted: Emitted,
+    library: build_cpp.Build | None,
+    extra: Mapping[str, Any],
+    code: CodeType,
 ) -> Call:
     """The callable of a graph. `extra`: what launches GPU kernels, by the names of the module's
-    sequences, and what else it uses by name."""
+    sequences, and what else it uses by name; `code`: the module's text, compiled."""
+    path = code.co_filename
     names: dict[str, Any] = {"__name__": "deuteron_graph", "__file__": path}
-    code: CodeType = compile(emitted.text, path, "exec")
     # Tracebacks show the emitted lines although there may be no such file.
     linecache.cache[path] = (len(emitted.text), None, emitted.text.splitlines(True), path)
     exec(code, names)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Ordered
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -159,6 +160,12 @@ def _launcher(options: Options) -> tuple[Any, int, int]:
     return function, address, launch_ex
 
 
+@cache
+def _loaders() -> ThreadPoolExecutor:
+    """Threads that load code: the driver takes 6 ms for a kernel, without Python's lock."""
+    return ThreadPoolExecutor(2, "deuteron-load")
+
+
 @dataclass
 class Loaded:
     function: int
@@ -196,6 +203,12 @@ class Variants:
             (c, True, wide): submit(kernel, kernel.configs[c], self.capability, options, True, wide)
             for c in range(count)
         }
+        # What has been built is loaded while Python does other things.
+        self.loading: dict[tuple[int, bool, bool], Future[Loaded]] = {
+            key: _loaders().submit(self.load, found)
+            for key, found in self.ahead.items()
+            if isinstance(found, Binary)
+        }
 
     def get(self, aligned: bool, wide: bool, config: int = 0) -> Loaded:
         key = (config, aligned, wide)
@@ -208,7 +221,8 @@ class Variants:
             else:
                 binary = ahead if isinstance(ahead, Binary) else ahead.result()
             self.note(binary, self.kernel.configs[config].num_warps)
-            found = self.loaded[key] = self.load(binary)
+            begun = self.loading.pop(key, None)
+            found = self.loaded[key] = self.load(binary) if begun is None else begun.result()
         return found
 
     def note(self, binary: Binary, asked: int) -> None:

@@ -40,6 +40,10 @@ from deuteron.schedule.teams import HELD, MOST, at_once, share, team_of
 # difference.
 WORKERS = 2
 MOST_WORKERS = 8
+# Not five to seven of 128 threads, which would not have `LEAST_REGISTERS`. H100, backward of layer
+# norm, rows of 768 (f32), whose two sums are folded at once: 5 workers, of which 4 run at a time,
+# 233 us.
+MID_WORKERS = 4
 # Rows that are so many apart begin alike between multiples of 16 bytes: of that many workers or a
 # multiple each has rows of one kind (see `codegen.triton.turn`). H200, backward of layer norm, 4096
 # rows of 65535, bf16, in teams of 16, us: 8 workers 1010, 16 (14 would be the device's) 806.
@@ -66,6 +70,8 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     axis = max(rows, key=lambda a: (hint(a.extent), -rows.index(a)))
     row = hint(space.row)
     each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
+    if MID_WORKERS < each < MOST_WORKERS:
+        each = MID_WORKERS
     team = max(1, team_of(row, HELD, spec, alike=True)) if folds else 1  # a worker is a team
     if team > 1 and share(HELD, row) == MOST:
         each = 1  # a multiprocessor has registers for one of its programs

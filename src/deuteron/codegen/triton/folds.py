@@ -11,16 +11,17 @@ the new maximum, and each element costs one more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from deuteron.base.text import plain_name
-from deuteron.codegen.loops import ColumnFold
+from deuteron.codegen.loops import ColumnFold, Part
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.passes import Pass
 from deuteron.codegen.triton.scalars import fold_step
-from deuteron.ir.expr import REDUCTIONS, Expr
-from deuteron.schedule.kernel import Fold
+from deuteron.ir.expr import REDUCTIONS, Expr, own_indices
+from deuteron.ir.index import Value
+from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Centered, Products, Rescaled
 
 FULL = frozenset(("x", "r"))
@@ -55,6 +56,26 @@ def fold_rows(em: Emitter, folds: Sequence[Fold]) -> list[str]:
         return names
     em.scope.add(f"{', '.join(names)} = libm.fold_{kind}({', '.join(texts)}){position}")
     return names
+
+
+def at_once(f: Fold, later: Sequence[Part]) -> list[Fold]:
+    """A fold, and the next one where both are sums that need nothing of one another: threads wait
+    for each other once."""
+    g = next((p for p in later if isinstance(p, (Fold, Prefix))), None)
+    if not isinstance(g, Fold) or {f.kind, g.kind} != {"sum"} or f.section or g.section:
+        return [f]
+    return [f] if f.body.dtype != g.body.dtype or uses(g.body, {f.name}) else [f, g]
+
+
+def uses(root: Expr, names: Collection[str]) -> bool:
+    """Whether a value needs results of these names."""
+    if not names:
+        return False
+    for node in root.walk():
+        places = (a for i in own_indices(node) for a in i.atoms() if isinstance(a, Value))
+        if node.op == "load" and node.attr[0] in names or any(uses(a.expr, names) for a in places):
+            return True
+    return False
 
 
 def _folded(em: Emitter, f: Fold) -> str:

@@ -21,6 +21,7 @@ from deuteron.codegen.triton.emit import Emitter, Limits
 from deuteron.codegen.triton.folds import (
     FULL,
     Accumulators,
+    at_once,
     bind,
     clean,
     constant,
@@ -318,9 +319,14 @@ def one_pass(
     """Everything of whole rows: the scope has both dimensions."""
     writes: list[tuple[Write, Dims]] = []
     there = {"row": X, "section": em.whole - R, "point": em.whole}
-    for p in loops.parts:
+    bound: set[str] = set()
+    for k, p in enumerate(loops.parts):
         if isinstance(p, Fold):
-            bind(em, p, *fold_rows(em, [p]))
+            if p.name not in bound:
+                found = at_once(p, loops.parts[k + 1 :]) if em.rank == 2 else [p]
+                for f, name in zip(found, fold_rows(em, found), strict=True):
+                    bind(em, f, name)
+                    bound.add(f.name)
         elif isinstance(p, Prefix):
             name = em.fresh(f"{clean(p.name)}_")
             em.scope.add(

@@ -12,17 +12,22 @@ all have published that, and had collected round k before.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from deuteron.base.cluster import ROUNDS
 from deuteron.codegen.loops import Loops
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
-from deuteron.codegen.triton.folds import bind, clean, fold_rows, full, identity, power_text
+from deuteron.codegen.triton.folds import (
+    bind,
+    clean,
+    fold_rows,
+    full,
+    identity,
+    power_text,
+    uses,
+)
 from deuteron.codegen.triton.reading import power
 from deuteron.codegen.triton.tiling import Form
-from deuteron.ir.expr import Expr, own_indices
-from deuteron.ir.index import Value
+from deuteron.ir.expr import Expr
 from deuteron.schedule.kernel import Fold
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
 
@@ -94,7 +99,7 @@ class Team:
             pair = [f, *rest[:1]]
             if len(pair) == 2 and all(p.kind == "sum" and p.name not in self.rules for p in pair):
                 self.await_for(*(p.body for p in pair))
-                if not _uses(pair[1].body, {f.name}) and f.body.dtype == pair[1].body.dtype:
+                if not uses(pair[1].body, {f.name}) and f.body.dtype == pair[1].body.dtype:
                     names = fold_rows(self.em, pair)
                     for p, name in zip(pair, names, strict=True):
                         self.local[p.name] = name
@@ -162,7 +167,7 @@ class Team:
     def await_for(self, *roots: Expr) -> None:
         """Collects what is waiting if the roots use any of it."""
         names = {f.name for f in self.waiting}
-        if any(_uses(root, names) for root in roots):
+        if any(uses(root, names) for root in roots):
             self.await_all()
 
     def await_all(self) -> None:
@@ -235,15 +240,6 @@ class Team:
                 em.scope.add(f"{name} = libm.told({name}, {like}, {neutral}, {self.count})")
                 found[f.name] = name
         return found
-
-
-def _uses(root: Expr, names: Collection[str]) -> bool:
-    """Whether a value needs results of these names, or values of which that is not known."""
-    for node in root.walk():
-        found = any(isinstance(a, Value) for i in own_indices(node) for a in i.atoms())
-        if names and (found or (node.op == "load" and node.attr[0] in names)):
-            return True
-    return False
 
 
 __all__ = ["FIRST", "PARAM", "Team"]

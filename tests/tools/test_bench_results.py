@@ -1,4 +1,5 @@
-"""Results have the same bits from call to call, however threads run; the bench says where not."""
+"""Results have the same bits from call to call, however threads run; the bench says where not. They
+are compared with those of float64."""
 
 from __future__ import annotations
 
@@ -58,3 +59,17 @@ def test_the_bench_says_so() -> None:
     assert remarks({"results": {OURS: facts}}) == "differs from run to run"
     assert "does not say so" in remarks({"results": {OURS: {**facts, "unordered": []}}})
     assert remarks({"results": {OURS: {**facts, "repeats": True}}}) == ""
+
+
+@pytest.mark.parametrize("name", ["entropy", "mean_square", "rms_norm_fp8_rows"])
+def test_references_are_of_float64(name: str) -> None:
+    shape = (64, 300)
+    made = functools.partial(FAMILIES[name], shape, "bf16")
+    work = Work(Case("", name, "bf16", name != "rms_norm_fp8_rows", made), "cpu", 0)
+    found = work.reference()
+    assert found is not None
+    kept = [t for t in found if t.dtype != torch.float8_e4m3fn]
+    assert kept and all(t.dtype == torch.float64 for t in kept)
+    eager = work.step(work.function)
+    apart = max(float((e.double() - t.double()).abs().max()) for e, t in zip(eager, found))
+    assert 0 < apart < 40  # a unit in the last place of the largest fp8 number
