@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import ITEMSIZE
-from deuteron.ir.index import Axis, Index, const, hint, product
+from deuteron.ir.index import Axis, Index, Mod, const, hint, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.parts import one_pass
@@ -27,6 +27,8 @@ CPU_KERNEL_US = 0.3
 SCATTERED = 0.25
 # Bytes that move for one that is stored by itself.
 LINE = 8
+# Elements of a run of memory that is worth walking along.
+RUN = 16
 # Below this share of the device a fold is worth a second kernel; the latter where rows lie side by
 # side. H200, bf16, gradient of GELU with its bias, 16384 rows of 2048, of 3072: 95, 153 us in one
 # kernel, 69 and 97 in two; sums of 2048 columns alone 24 and 26.
@@ -88,9 +90,18 @@ def inner_axes(index: tuple[Index, ...], layout: Layout) -> frozenset[Axis]:
             for i, s in zip(index, layout.strides, strict=True)
             if s.value == 1
             for a in i.axes()
-            if i.coefficient(a) is const(1)
+            if by_one(i, a)
         )
     return found
+
+
+def by_one(i: Index, a: Axis) -> bool:
+    """Whether a position goes on by one from point to point of a loop, or does so in runs: those of
+    tensors that are joined, or of heads whose axis is one with another."""
+    if i.coefficient(a) is const(1):
+        return True
+    runs = (m[0] for m, c in i.terms if c == 1 and len(m) == 1 and isinstance(m[0], Mod))
+    return any(r.num.coefficient(a) is const(1) and hint(r.den) >= RUN for r in runs)
 
 
 def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
