@@ -485,7 +485,7 @@ def _lone_tile(form: Form, warps: int, loads: int) -> Blocks:
     (_, x), (_, r) = form.dims
     wide = power(size(r))
     warps = max(warps, warps_for(wide * max(1, loads), LONE))
-    rows = max(1, LONE * 32 * warps // (wide * max(1, loads)))
+    rows = below(LONE * 32 * warps // (wide * max(1, loads)))
     return Blocks((("x", min(rows, power(size(x)))), ("r", wide)), warps)
 
 
