@@ -153,12 +153,15 @@ def test_a_report_keeps_what_it_says_of_other_machines() -> None:
 def test_a_report_keeps_what_it_says_of_other_suites() -> None:
     from deuteron.tools.bench.document import markdown
 
-    def run(suite: str, us: float) -> dict[str, Any]:
+    def run(suite: str, *times: float) -> dict[str, Any]:
         machine = {"device": "cpu", "name": "A", "torch": "2", "cores": 2, "threads": 2}
-        row = {"suite": suite, "case": f"{suite} case", "bytes": 1, "copy_gbps": 1.0, "flops": 0}
-        row |= {"results": {"deuteron": {"us": us, "median_us": us}}}
-        command = f"deuteron bench {suite} --device cpu"
-        return {"machine": machine | {"date": "today"}, "command": command, "rows": [row]}
+        rows = [
+            {"suite": suite, "case": f"{suite} case {k}", "bytes": 1, "copy_gbps": 1.0, "flops": 0}
+            | {"results": {"deuteron": {"us": us, "median_us": us}}}
+            for k, us in enumerate(times)
+        ]
+        command = f"deuteron bench {suite} --device cpu --seconds {len(times)}"
+        return {"machine": machine | {"date": "today"}, "command": command, "rows": rows}
 
     first = markdown([run("norms", 300.0), run("losses", 400.0)])
     again = markdown([run("norms", 500.0)], first)
@@ -166,6 +169,14 @@ def test_a_report_keeps_what_it_says_of_other_suites() -> None:
         assert again.count(text) == 1, text
     assert "| 300 |" not in again
     assert markdown([run("norms", 500.0)], again) == again
+    # Of a suite that was measured in part, the other cases stay.
+    first = markdown([run("norms", 300.0, 400.0)])
+    again = markdown([run("norms", 500.0)], first)
+    for text in ("--seconds 1 ", "--seconds 2 ", "| 500 |", "| 400 |", "Measured before"):
+        assert again.count(text) == 1, text
+    assert "| 300 |" not in again and again.count("### norms") == 2
+    assert markdown([run("norms", 500.0)], again) == again
+    assert "Measured before" not in markdown([run("norms", 500.0, 600.0)], again)
 
 
 def test_a_bench_that_is_stopped_keeps_its_rows(

@@ -46,6 +46,9 @@ Written by `deuteron bench --report`; nothing here is typed by hand. How it is m
 """
 
 
+COLD = "Compile time"  # the heading of first calls
+
+
 def markdown(documents: Sequence[Row], before: str = "") -> str:
     """The whole document. `before` is what is replaced: what it says of machines that no document
     names, and of suites that none has of a machine, stays."""
@@ -62,20 +65,43 @@ def markdown(documents: Sequence[Row], before: str = "") -> str:
 
 
 def others(text: str, before: str) -> str:
-    """What a machine's part said of suites that its new one does not have, with the commands that
+    """What a machine's part said of cases that its new one does not have, with the commands that
     measured them."""
-    tables = re.split(r"^(?=### )", before, flags=re.M)[1:]
-    kept = {t[4:].split("\n", 1)[0]: t.rstrip() for t in tables}
-    kept = {name: t for name, t in kept.items() if f"\n### {name}\n" not in text}
+    seen = {(name, cell(x)) for name, lines in tables(text) for x in lines}
+    renewed = {name for name, _ in tables(text)}
+    kept: dict[str, str] = {}
+    for name, lines in tables(before):
+        head = next((k for k, x in enumerate(lines) if x.startswith("|---")), 0) + 1
+        rows = [x for x in lines[head:] if name not in renewed or x[:1] == "|"]
+        rows = [x for x in rows if x[:1] != "|" or (name, cell(x)) not in seen]
+        seen |= {(name, cell(x)) for x in rows}
+        if any(x[:1] == "|" for x in rows):
+            kept["\n".join((f"### {name}", *lines[:head], *rows))] = name
     if not kept:
         return ""
+    asked = {"--cold" if name == COLD else name for name in kept.values()}
     commands = [
         c
         for c in re.findall(r"^    deuteron bench .*", before, flags=re.M)
-        if kept.keys() & set(c.split()) and c not in text
+        if asked & set(c.split()) and c not in text
     ]
-    lines = ["", "", "Measured before:", "", *commands]
-    return "\n".join(lines) + "".join(f"\n\n{t}" for t in kept.values())
+    return "\n".join(["", "", "Measured before:", "", *commands]) + "".join(
+        f"\n\n{t}" for t in kept
+    )
+
+
+def tables(text: str) -> list[tuple[str, list[str]]]:
+    """Headings of a machine's part, and the lines below each."""
+    found = []
+    for part in re.split(r"^### ", text, flags=re.M)[1:]:
+        name, *lines = part.split("\n\nMeasured before:")[0].rstrip().split("\n")
+        found.append((name, lines))
+    return found
+
+
+def cell(row: str) -> str:
+    """The first one of a table's row."""
+    return row.split(" | ")[0]
 
 
 def machine_key(document: Row) -> tuple[str, str, str]:
@@ -106,7 +132,7 @@ def machine_part(documents: Sequence[Row]) -> list[str]:
         lines += ["", f"### {suite}", "", *table([r for r in rows if r["suite"] == suite])]
     cold = latest(documents, "cold")
     if cold:
-        lines += ["", "### Compile time", "", *cold_table(cold)]
+        lines += ["", f"### {COLD}", "", *cold_table(cold)]
     return lines
 
 
