@@ -11,10 +11,11 @@ are on says what happens:
     in | out divided               v is saved:       pay save(v)
     both on the backward's side    v is recomputed:  pay recompute(v)
 
-Costs are bytes of memory traffic, or what takes as long (`Costs`). What may not be recomputed
-(library calls, random draws, effects, collectives, sums on which a maximum depends) costs an
-infinite amount; what must be (tags of torch.utils.checkpoint) is forced to the backward's side. Of
-equal cuts the one nearest to the backward is taken: fewest operations repeated.
+Costs are bytes of memory traffic, or what takes as long (`Costs`): what a library call wants is
+also written, and what it is computed from read, where nobody else reads that then. What may not be
+recomputed (library calls, random draws, effects, collectives, sums on which a maximum depends)
+costs an infinite amount; what must be (tags of torch.utils.checkpoint) is forced to the backward's
+side. Of equal cuts the one nearest to the backward is taken: fewest operations repeated.
 """
 
 from __future__ import annotations
@@ -283,13 +284,14 @@ def read_apart(joint: fx.GraphModule, costs: Costs) -> bool:
         large = [p for p in costs.sources(n) if 2 * costs.hints.bytes(p.meta["val"]) >= own]
         if len(large) != 1 or not any(map(ops.is_generated, costs.readers(large[0], n))):
             continue
-        with editor.before(n.next):
-            again = editor.call(n.target, *n.args, like=n, **n.kwargs)
-        for u in list(n.users):
-            if u is not again and u not in costs.depth and ops.is_generated(u):
-                if u.op != "output" and not ops.is_view(u):
-                    u.replace_input_with(n, again)
-        found = True
+        late = [u for u in n.users if u.op != "output" and u not in costs.depth]
+        late = [u for u in late if ops.is_generated(u) and not ops.is_view(u)]
+        if late:
+            with editor.before(n.next):
+                again = editor.call(n.target, *n.args, like=n, **n.kwargs)
+            for u in late:
+                u.replace_input_with(n, again)
+            found = True
     return found
 
 
@@ -510,9 +512,11 @@ def partition(
             static_lifetime_input_indices=static,
         )
     outputs = next(iter(reversed(joint.graph.nodes))).all_input_nodes
-    if read_apart(joint, Costs(info, options)):
+    returned = frozenset(n for n in outputs if n in info.fw_order)
+    costs = Costs(info, options, outputs=returned)
+    if read_apart(joint, costs):
         info = P.classify_nodes(joint, static, num_fwd_outputs)
-    costs = Costs(info, options, outputs=frozenset(n for n in outputs if n in info.fw_order))
+        costs = Costs(info, options, outputs=returned)
     saved = before_writes(joint, choose_saved(joint.graph, info, costs), info)
     note(record, saved, costs, info, joint.graph)
     draws = draws_of(joint.graph) if options.eager_random else []
