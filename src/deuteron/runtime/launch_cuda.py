@@ -162,8 +162,13 @@ def _launcher(options: Options) -> tuple[Any, int, int]:
 
 @cache
 def _loaders() -> ThreadPoolExecutor:
-    """Threads that load code: the driver takes 6 ms for a kernel, without Python's lock."""
-    return ThreadPoolExecutor(2, "deuteron-load")
+    """Threads that load code: the driver takes 6 ms for a kernel, without Python's lock. A stream
+    that another thread records at that time is none of theirs (2: relaxed)."""
+
+    def apart() -> None:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))
+
+    return ThreadPoolExecutor(2, "deuteron-load", apart)
 
 
 @dataclass

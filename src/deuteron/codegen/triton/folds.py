@@ -58,7 +58,7 @@ def fold_rows(em: Emitter, folds: Sequence[Fold]) -> list[str]:
     return names
 
 
-def at_once(f: Fold, later: Sequence[Part]) -> list[Fold]:
+def paired(f: Fold, later: Sequence[Part]) -> list[Fold]:
     """A fold, and the next one where both are sums that need nothing of one another: threads wait
     for each other once."""
     g = next((p for p in later if isinstance(p, (Fold, Prefix))), None)

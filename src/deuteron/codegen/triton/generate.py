@@ -134,7 +134,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     ]
     first = kernel.barriers[0] if kernel.barriers else len(nests)
     forms = [choose(n, spec, teams=first == 1 and k == 0) for k, n in enumerate(nests[:first])]
-    forms = side_by_side(forms)
+    forms = sharing(forms)
     # What one program does alone is not cut small to occupy the device.
     warps = max(f.candidates[0].num_warps for f in forms)
     forms += [choose(n, spec, alone=warps) for n in nests[first:]]
@@ -195,7 +195,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     )
 
 
-def side_by_side(forms: Sequence[Form]) -> list[Form]:
+def sharing(forms: Sequence[Form]) -> list[Form]:
     """The forms of nests that share a kernel, and so the number of warps: where that is more than
     a nest asked for whose tile is cut freely, the tile is larger, so that a thread has as much.
     H100, gradient of GELU with its bias (8192 x 3072, bf16) beside a sum that wants 8 warps: 8

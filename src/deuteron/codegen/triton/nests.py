@@ -21,13 +21,13 @@ from deuteron.codegen.triton.emit import Emitter, Limits
 from deuteron.codegen.triton.folds import (
     FULL,
     Accumulators,
-    at_once,
     bind,
     clean,
     constant,
     fold_rows,
     full,
     identity,
+    paired,
     step,
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
@@ -323,7 +323,7 @@ def one_pass(
     for k, p in enumerate(loops.parts):
         if isinstance(p, Fold):
             if p.name not in bound:
-                found = at_once(p, loops.parts[k + 1 :]) if em.rank == 2 else [p]
+                found = paired(p, loops.parts[k + 1 :]) if em.rank == 2 else [p]
                 for f, name in zip(found, fold_rows(em, found), strict=True):
                     bind(em, f, name)
                     bound.add(f.name)

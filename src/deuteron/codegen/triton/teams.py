@@ -22,6 +22,7 @@ from deuteron.codegen.triton.folds import (
     fold_rows,
     full,
     identity,
+    paired,
     power_text,
     uses,
 )
@@ -96,19 +97,17 @@ class Team:
         todo = list(self.folds.values())
         while todo:
             f, *rest = todo
-            pair = [f, *rest[:1]]
-            if len(pair) == 2 and all(p.kind == "sum" and p.name not in self.rules for p in pair):
-                self.await_for(*(p.body for p in pair))
-                if not uses(pair[1].body, {f.name}) and f.body.dtype == pair[1].body.dtype:
-                    names = fold_rows(self.em, pair)
-                    for p, name in zip(pair, names, strict=True):
-                        self.local[p.name] = name
-                        self._publish(p, name)
-                    self.waiting += pair
-                    todo = rest[1:]
-                    continue
-            self.fold(f)
-            todo = rest
+            pair = paired(f, rest)
+            if len(pair) == 1 or any(p.name in self.rules for p in pair):
+                self.fold(f)
+                todo = rest
+                continue
+            self.await_for(*(p.body for p in pair))
+            for p, name in zip(pair, fold_rows(self.em, pair), strict=True):
+                self.local[p.name] = name
+                self._publish(p, name)
+            self.waiting += pair
+            todo = rest[1:]
 
     def fold(self, f: Fold) -> None:
         em, rule = self.em, self.rules.get(f.name)
