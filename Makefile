@@ -36,7 +36,7 @@ test: lint types
 	$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup -m 'not slow'
 
 test-all: lint types
-	$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup -o faulthandler_timeout=2400
 
 clean:
 	rm -rf .venv out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,9 +12,15 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 _CACHE = "DEUTERON_CACHE_DIR"
+
+
+# Examples are those of the test's name, as other random numbers are (`deuteron fuzz` draws anew).
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -430,3 +430,48 @@ def test_the_next_row_is_fetched_where_short_rows_are_stored(n: int, fetched: bo
     cpp = run(nest, data, ["y"], SERIAL).cpp
     assert torch.equal(data["y"], data["x"] - data["x"].amax(-1, keepdim=True))
     assert ("if (d_narrow) __builtin_prefetch(" in cpp.source) == fetched
+
+
+@pytest.mark.parametrize(
+    "shape, known, dtype, kind, in_turn",
+    [
+        ((300, 33), True, torch.float32, "max", True),
+        ((303, 64), True, torch.float64, "sum", True),
+        ((300, 33), False, torch.float32, "sum", True),
+        ((5, 70, 40), True, torch.float32, "max", True),  # both loops are one
+        ((3, 5, 70, 64), False, torch.int32, "min", True),
+        ((300, 256), True, torch.float32, "max", False),  # rows of 1 KiB
+        ((200, 33), True, torch.float32, "max", False),  # few
+        ((300, 33), True, torch.bfloat16, "max", False),  # fetched ahead
+        ((300, 33), True, torch.float32, "stored", False),  # as much is written
+    ],
+)
+def test_short_rows_are_taken_from_several_ranges_in_turn(
+    shape: tuple[int, ...], known: bool, dtype: torch.dtype, kind: str, in_turn: bool
+) -> None:
+    """Every row once, whatever is left over; in caches rows come one after the other."""
+    stored, name = kind == "stored", NAMES[dtype]
+    x = torch.randint(-99, 99, shape).to(dtype)
+    y = torch.empty_like(x if stored else x[..., 0])
+    symbols = {} if known else {Sym(f"s{k}", 0, n): n for k, n in enumerate(shape)}
+    size = tuple([atom(s) for s in symbols] or [as_index(n) for n in shape])
+    *rows, r = (ax(f"a{k}", n) for k, n in enumerate(size))
+    at = ld("x", *rows, r, dtype=name)
+    fold = Fold("m", "max" if stored else kind, at)
+    result = ref("m", name)
+    if stored:
+        store = Store("y", idx(*rows, r), op("sub", at, result), "point")
+        want = x - x.amax(-1, keepdim=True)
+    else:
+        store = Store("y", idx(*rows), result, "row")
+        want = {"max": torch.amax, "min": torch.amin, "sum": torch.sum}[kind](x, -1)
+    k = kernel(
+        [Nest(tuple(rows), (r,), (fold, store))],
+        {"x": contiguous(size, name)},
+        {"y": contiguous(size if stored else size[:-1], name)},
+    )
+    for l3, expected in ((1 << 14, in_turn), (1 << 20, False)):
+        runner = Runner(k, Machine(2, 4 << 10, 4 << 10, l3))
+        runner({"x": x, "y": y.fill_(7)}, symbols)
+        assert torch.equal(y, want)
+        assert ("d_in_turn<4>" in runner.cpp.source) == expected, runner.cpp.source

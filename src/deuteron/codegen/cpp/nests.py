@@ -94,13 +94,17 @@ def size(axes: Sequence[Axis]) -> int:
 
 
 def parallel_loops(
-    env: Env, axes: Sequence[Axis], extra: Sequence[tuple[str, str]], inner: Callable[[], None]
+    env: Env,
+    axes: Sequence[Axis],
+    extra: Sequence[tuple[str, str]],
+    inner: Callable[[], None],
+    ways: int = 1,
 ) -> None:
     """Nested loops over `axes` (outermost first) and `extra` (name, count), shared among threads;
     `inner` fills them.
 
     Only as many loops are collapsed as the threads need, so that addresses can be hoisted between
-    the others.
+    the others. With `ways` those are one loop, which goes through as many ranges in turn.
     """
     em, need = env.em, 16 * env.machine.threads
     count, have = 0, 1
@@ -120,8 +124,29 @@ def parallel_loops(
         env.em.scope.add(*([once] if env.threaded else []))
         env.em.scope.loop("", scope.lines)
         return
+    if ways > 1:
+        in_turn(env, heads, ways, scope.lines)
+        return
     env.em.scope.add(*env.omp_for(len(text)), *text[:-1])
     env.em.scope.loop(text[-1], scope.lines)
+
+
+def in_turn(env: Env, heads: Sequence[tuple[str, str]], ways: int, lines: Sequence[str]) -> None:
+    """One loop over all of `heads` (name, count), which takes a step in each of `ways` ranges."""
+    em = env.em
+    em.used.add("d_in_turn")
+    turn, steps, at = em.fresh("t"), em.fresh("steps"), em.fresh("at")
+    em.scope.add(f"const long long {steps} = {' * '.join(n for _, n in heads)};")
+    places = [f"const long long {at} = d_in_turn<{ways}>({turn}, {steps});"]
+    left = at
+    for k, (name, n) in enumerate(reversed(heads)):
+        if k == len(heads) - 1:
+            places.append(f"const long long {name} = {left};")
+        else:
+            places.append(f"const long long {name} = {left} % {n};")
+            left = f"{left} / {n}"
+    em.scope.add(*env.omp_for(1))
+    em.scope.loop(f"for (long long {turn} = 0; {turn} < {steps}; ++{turn})", [*places, *lines])
 
 
 def serial_loops(

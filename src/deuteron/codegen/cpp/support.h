@@ -17,6 +17,13 @@ D_FN i64 d_index_div(i64 a, i64 b) { i64 q = a / b; return q - (a % b != 0 && (a
 //@ d_index_mod
 D_FN i64 d_index_mod(i64 a, i64 b) { i64 r = a % b; return r + (r != 0 && (r < 0) != (b < 0) ? b : 0); }
 
+//@ d_in_turn
+// Which of n steps is taken as the t-th: one of each of `ways` ranges in turn, at last the rest.
+template <int ways> D_FN i64 d_in_turn(i64 t, i64 n) {
+  const i64 each = n / ways;
+  return t < ways * each ? t % ways * each + t / ways : t;
+}
+
 //@ d_memory
 extern "C" void* aligned_alloc(unsigned long, unsigned long) noexcept;
 extern "C" void free(void*) noexcept;
