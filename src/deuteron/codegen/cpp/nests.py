@@ -104,7 +104,8 @@ def parallel_loops(
     `inner` fills them.
 
     Only as many loops are collapsed as the threads need, so that addresses can be hoisted between
-    the others. With `ways` those are one loop, which goes through as many ranges in turn.
+    the others. With `ways` those are one loop, which goes through as many ranges in turn where
+    vectors are short (`in_turn`).
     """
     em, need = env.em, 16 * env.machine.threads
     count, have = 0, 1
@@ -132,19 +133,18 @@ def parallel_loops(
 
 
 def in_turn(env: Env, heads: Sequence[tuple[str, str]], ways: int, lines: Sequence[str]) -> None:
-    """One loop over all of `heads` (name, count), which takes a step in each of `ways` ranges."""
+    """One loop over all of `heads` (name, count), which takes a step in each of `ways` ranges; one
+    range with AVX-512."""
     em = env.em
-    em.used.add("d_in_turn")
+    em.used |= {"d_in_turn", "d_narrow"}
     turn, steps, at = em.fresh("t"), em.fresh("steps"), em.fresh("at")
     em.scope.add(f"const long long {steps} = {' * '.join(n for _, n in heads)};")
-    places = [f"const long long {at} = d_in_turn<{ways}>({turn}, {steps});"]
+    places = [f"const long long {at} = d_in_turn<d_narrow ? {ways} : 1>({turn}, {steps});"]
     left = at
-    for k, (name, n) in enumerate(reversed(heads)):
-        if k == len(heads) - 1:
-            places.append(f"const long long {name} = {left};")
-        else:
-            places.append(f"const long long {name} = {left} % {n};")
-            left = f"{left} / {n}"
+    for name, n in reversed(heads[1:]):
+        places.append(f"const long long {name} = {left} % {n};")
+        left = f"{left} / {n}"
+    places.append(f"const long long {heads[0][0]} = {left};")
     em.scope.add(*env.omp_for(1))
     em.scope.loop(f"for (long long {turn} = 0; {turn} < {steps}; ++{turn})", [*places, *lines])
 

@@ -58,7 +58,6 @@ SHORT = 512  # elements of a row below which the last lanes are worth masks inst
 SCAN = 16  # elements that `d_scan` takes
 CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
 RANGES = 4  # places in memory at which a loop over short rows is at work
-LEAST_STEPS = 64  # rows of a range below which it is not worth its begin
 
 
 def lanes_of(p: Pass, row: int) -> int:
@@ -484,7 +483,8 @@ def ranges(env: Env, rows: Sequence[Axis]) -> int:
     to see it go on: with others at work memory does not wait with them. AVX2 (Zen 3), two cores:
     sums of 262144 rows of 64 f32 0.80, of 131072 rows of 160 0.93, maxima 0.77, mean squares of 100
     0.89 of the time. Nothing is gained where a second tensor is as large (softmax, layer norm), of
-    bf16, which is fetched ahead (`Rows.stream`), with rows of 1 KiB, and in caches.
+    bf16, which is fetched ahead (`Rows.stream`, with AVX-512 f32 too), with rows of 1 KiB, and in
+    caches.
     """
     loops = env.loops
     large = [
@@ -493,10 +493,9 @@ def ranges(env: Env, rows: Sequence[Axis]) -> int:
     ]  # fmt: skip
     if len(large) != 1 or large[0].store or large[0].itemsize < 4:
         return 1
-    steps, row = size(rows), large[0].itemsize * size(loops.reduced)
-    if row >= NEAR_ROW[0] or steps < LEAST_STEPS * RANGES:
-        return 1
-    return RANGES if steps * row > env.machine.l3_bytes > 0 else 1
+    row = large[0].itemsize * size(loops.reduced)
+    far = size(rows) * row > env.machine.l3_bytes > 0
+    return RANGES if far and row < NEAR_ROW[0] else 1
 
 
 def row_bytes(loops: Loops) -> int:
