@@ -247,7 +247,10 @@ def test_interrupted(tmp_path: Path, ending: str) -> None:
         pid = child(tmp_path)
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        try:
+            process.communicate(timeout=20)
+        finally:
+            process.kill()  # else one that goes on is waited for
     assert gone(pid)
     assert not leftovers(Options(cache_dir=str(tmp_path / "cache")))
 

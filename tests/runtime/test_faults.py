@@ -267,7 +267,10 @@ def test_interrupt(tmp_path: Path) -> None:
             time.sleep(0.05)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        try:
+            process.communicate(timeout=30)
+        finally:
+            process.kill()  # else one that goes on is waited for
     assert process.returncode != 0
     pid = int((tmp_path / "pid").read_text())
     end = time.monotonic() + 10

@@ -207,7 +207,10 @@ def test_they_end_with_the_program(ending: str, how: signal.Signals) -> None:
         pids = [int(x) for x in p.stdout.readline().split()]
         assert len(pids) == 2
         p.send_signal(how)
-        p.wait(10)
+        try:
+            p.wait(10)
+        finally:
+            p.kill()  # else one that goes on is waited for
     assert gone(pids)
 
 

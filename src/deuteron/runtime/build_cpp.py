@@ -30,6 +30,7 @@ import deuteron
 from deuteron.base.errors import BuildError, DeuteronError
 from deuteron.base.options import Options, environment
 from deuteron.runtime.cache import Cache, key_of
+from deuteron.runtime.workers import awaited
 
 COMPILERS = ("c++", "g++")
 # What compilers say, in the language of LC_ALL=C, when a disk is full.
@@ -107,7 +108,7 @@ class Build:
             # Threads do not live on in a forked child.
             return build(self.source, self.flags, self.options)
         try:
-            return self.future.result()
+            return awaited(self.future)
         except BaseException:
             if not self.future.done():
                 _STATE.kill(self.thread)

@@ -26,8 +26,8 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, BinaryIO
+from concurrent.futures import Future, wait
+from typing import Any, BinaryIO, TypeVar
 
 from deuteron.base.errors import BuildError
 
@@ -43,6 +43,16 @@ _PROGRAM = (
 
 
 Explain = Callable[[BuildError], BuildError]
+T = TypeVar("T")
+
+
+def awaited(future: Future[T]) -> T:
+    """What a future's `result` returns or raises. An interrupt ends the wait: a signal that comes
+    just before Python begins to wait is seen when the wait ends, so that each lasts a second (1 in
+    1600 programs that were interrupted as they asked for a result went on until there was one)."""
+    while not wait((future,), timeout=1.0).done:
+        pass
+    return future.result()
 
 
 class Task:
@@ -75,7 +85,7 @@ class Task:
             or self.builder.withdraw(self)
         ):
             self.run()
-        return self.future.result()
+        return awaited(self.future)
 
     def run(self) -> None:
         """Runs it here."""
