@@ -62,6 +62,8 @@ def accesses(t: TritonKernel, folder: Path, aligned: bool = True) -> Counter[str
         ("layer norm", 1001, LOOPED),
         ("gradients of layer norm", 129, WHOLE),
         ("gradients of layer norm", 65535, WHOLE),
+        ("softmax", 65535, WHOLE),
+        ("layer norm", 65535, WHOLE),
     ],
 )
 def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
@@ -74,6 +76,17 @@ def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
     assert count["ld.v4.b32"] or "cp.async" in first.source or first.configs[0].num_stages > 1
     if name != "softmax of columns":  # whose results begin elsewhere
         assert count["st.v4.b32"] or count["st.v2.b32"], count
+
+
+@pytest.mark.parametrize("name", ["softmax", "layer norm", "gradients of layer norm"])
+def test_rows_that_begin_alike_are_a_workers(name: str) -> None:
+    """Teams share them, and what all rows share is read once per worker."""
+    found, _ = planned(name, 65535, WHOLE, dynamic=False)
+    first = kernels(found, WHOLE)[0]
+    before, loop = first.source.split("for xoffset in tl.range(xfirst, xnumel, ")
+    assert first.team > 1 and first.cluster and "rturn = -(" in before
+    assert "turned_load" not in loop and int(loop.split(" ", 1)[0]) % 8 == 0
+    assert ("turned_load" in before) == (name != "softmax")
 
 
 @pytest.mark.parametrize("name", ["layer norm of f32", "norm with weights of f32"])

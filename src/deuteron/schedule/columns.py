@@ -32,7 +32,16 @@ from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
 from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
-from deuteron.schedule.teams import HELD, MOST, at_once, share, team_of
+from deuteron.schedule.teams import (
+    ALIKE,
+    HELD,
+    MOST,
+    PARTIAL,
+    at_once,
+    share,
+    team_of,
+    workers_alike,
+)
 
 # Workers per multiprocessor of a GPU: few, since each leaves partial results, but more for short
 # rows, which leave a worker waiting. H200, layer norm forward and backward, 2, 4, 8 workers: rows
@@ -44,10 +53,6 @@ MOST_WORKERS = 8
 # norm, rows of 768 (f32), whose two sums are folded at once: 5 workers, of which 4 run at a time,
 # 233 us.
 MID_WORKERS = 4
-# Rows that are so many apart begin alike between multiples of 16 bytes: of that many workers or a
-# multiple each has rows of one kind (see `codegen.triton.turn`). H200, backward of layer norm, 4096
-# rows of 65535, bf16, in teams of 16, us: 8 workers 1010, 16 (14 would be the device's) 806.
-ALIKE = 8
 # The least that a thread of a worker has. H200, layer norm and GELU, forward and backward, rows of
 # 4096 (bf16), with 166 and 128 registers: 659 and 547 us.
 LEAST_REGISTERS = 128
@@ -77,7 +82,7 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
         each = 1  # a multiprocessor has registers for one of its programs
     most = spec.cores if spec.kind == "cpu" else each * at_once(team, spec) // team
     if spec.kind == "cuda" and row % ALIKE and most > ALIKE:
-        most = (most + ALIKE // 2) // ALIKE * ALIKE
+        most = workers_alike(hint(axis.extent), most, PARTIAL)
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 
 

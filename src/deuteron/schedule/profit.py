@@ -153,7 +153,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     # Short rows are walked together by one program.
     programs = max(1, rows // max(1, 256 // max(1, row)))
     if known_rows(group) and not group.section and read_again(group, layouts):
-        programs *= max(1, team_of(row, 1, spec, alike=in_lines(group, layouts)))
+        programs *= max(1, team_of(row, 1, spec, alike=shareable(group, layouts)))
     return min(1.0, programs * ONE_CORE / spec.cores)
 
 
@@ -182,9 +182,12 @@ def known_rows(group: Group) -> bool:
     return group.space.row.value is not None
 
 
-def in_lines(group: Group, layouts: Mapping[str, Layout]) -> bool:
-    """Whether elements are so wide that what a warp reads is whole lines, wherever rows begin."""
-    return all(ITEMSIZE[layouts[n].dtype] >= 4 for n in group.reads)
+def shareable(group: Group, layouts: Mapping[str, Layout]) -> bool:
+    """Whether teams may share rows that begin anywhere: elements are so wide that what a warp reads
+    is whole lines, or there is one axis of rows, of which each worker has those that begin alike
+    (`codegen.triton.alike`)."""
+    wide = all(ITEMSIZE[layouts[n].dtype] >= 4 for n in group.reads)
+    return wide or sum(a.extent.value != 1 for a in group.space.parallel) == 1
 
 
 def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
@@ -277,7 +280,7 @@ def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool
         return 4 * row <= spec.l2 // 2
     known = known_rows(group)
     if group.chunk is None:
-        team = team_of(row, 1, spec, alike=in_lines(group, layouts)) if known else 0
+        team = team_of(row, 1, spec, alike=shareable(group, layouts)) if known else 0
         return bool(team) and not side_by_side(group, layouts) or 4 * row <= spec.registers // 2
     points = group.space.size()
     read = sum(any(elements(i) >= points for i in where) for where in group.reads.values())

@@ -36,6 +36,12 @@ RESIDENT, WARPS = 3, 24
 # of 65536 (8) 0.81 times, batch norm of 200704 (25) 1.07.
 MOST_HELD, MOST_ALONE = 96, 24
 
+# Rows that are so many apart begin alike between multiples of 16 bytes: of that many workers or a
+# multiple each has rows of one kind (see `codegen.triton.turn`).
+ALIKE = 8
+# What a worker's partial results of columns cost, as rows of a team's.
+PARTIAL = 2.7
+
 # Eighths of the multiprocessors that run clusters at once. H200, backward of layer norm, bf16,
 # 4 x 2^26 elements, workers for all and for seven eighths of them, us: rows of 16384 (4
 # programs) 650 and 485, of 131072 (16) 682 and 516.
@@ -66,6 +72,18 @@ def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0, alike: bool = 
     fits = count <= spec.cores and count <= (MOST_ALONE if held == 1 else MOST_HELD // held)
     pays = spec.kind == "cuda" and row >= LONG and (alike or row % 8 == 0)
     return count if pays and fits else 0
+
+
+def workers_alike(rows: int, most: int, partial: float = 0.0) -> int:
+    """How many workers, of which at most so many run at once, walk so many rows soonest, where each
+    has rows of one kind; `partial`: what one leaves behind, in rows. H200, backward of layer norm,
+    4096 rows of 65535, bf16, of which 14 run at once, us: 8 workers 1010, 16 822, 40 620, 56 592,
+    112 606."""
+
+    def cost(count: int) -> float:
+        return -(-count // most) * -(-rows // count) + partial * count / most
+
+    return min(range(ALIKE, 8 * most + 1, ALIKE), key=cost, default=ALIKE)
 
 
 def clustered(team: int, spec: DeviceSpec) -> bool:

@@ -18,13 +18,14 @@ from deuteron.base.options import Options
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import with_checks
 from deuteron.codegen.loops import WORKER, Loops, prepare
+from deuteron.codegen.triton.alike import alike
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.phases import phased
 from deuteron.codegen.triton.reading import power, size
 from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.teams import PARAM
-from deuteron.codegen.triton.tiling import Blocks, Form, choose, most_stages
+from deuteron.codegen.triton.tiling import Blocks, Form, choose, column_folds, most_stages
 from deuteron.codegen.triton.unroll import written_out
 from deuteron.ir.expr import own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
@@ -133,6 +134,8 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         for n in kernel.nests
     ]
     first = kernel.barriers[0] if kernel.barriers else len(nests)
+    if first == 1:
+        nests[0] = alike(nests[0], spec)
     forms = [choose(n, spec, teams=first == 1 and k == 0) for k, n in enumerate(nests[:first])]
     forms = sharing(forms)
     # What one program does alone is not cut small to occupy the device.
@@ -253,7 +256,7 @@ def _configs(
             values.append(("STAGES", stages))
         warps = max(c.num_warps for c in chosen)
         most = max(c.registers for c in chosen)
-        workers = [n.chunk[1] for n in nests if n.chunk is not None]
+        workers = [n.chunk[1] for n in nests if n.chunk is not None and column_folds(n)]
         if workers:
             most = registers(max(workers), warps, spec)
         out.append(Config(tuple(values), warps, stages, most))

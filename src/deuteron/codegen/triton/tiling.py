@@ -74,8 +74,7 @@ WASTE = 1.1
 LEAST_RAGGED = 1 << 14
 # Rows of a chunk turn if they have so many elements. H200, gradients of layer norm, bf16, rows of
 # 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only folds by themselves
-# do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418; nor do teams without
-# column folds (65535: 717; in loops 483).
+# do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418.
 LEAST_TURNED = 1000
 # Elements of a thread in blocks that follow one another in one program.
 LONE = 32
@@ -676,7 +675,8 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         each, even = share(held, nr), start is not None or ragged(loops, r) is None
         team = _team(loops, nr, held, each, True, spec) if teams and even else 0
         if team:
-            return replace(_shared("chunk", x, r, held, each, team, spec), start=start)
+            form = replace(_shared("chunk", x, r, held, each, team, spec), start=start)
+            return form if column_folds(loops) else _kept(loops, form, held)
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         group = min(16 // widest(loops), block)

@@ -1,0 +1,30 @@
+"""How many workers walk rows that begin alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from deuteron.schedule.teams import ALIKE, PARTIAL, workers_alike
+
+
+def turns(rows: int, most: int, count: int) -> int:
+    """Rows that pass one after the other, where so many workers run at once."""
+    return -(-count // most) * -(-rows // count)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 500, 4096, 100_000])
+@pytest.mark.parametrize("most", [1, 7, 14, 28, 43, 264])
+def test_workers_leave_few_idle(rows: int, most: int) -> None:
+    count = workers_alike(rows, most)
+    assert count % ALIKE == 0
+    ideal = -(-rows // min(most, rows))
+    least = min(turns(rows, most, n) for n in range(ALIKE, 8 * most + 1, ALIKE) or [ALIKE])
+    assert turns(rows, most, count) == least
+    if rows >= 64 * most >= 64 * ALIKE:
+        assert least <= 1.06 * ideal
+
+
+def test_partial_results_bound_them() -> None:
+    assert workers_alike(4096, 14, PARTIAL) == 56
+    assert workers_alike(64, 14, PARTIAL) == 8
+    assert workers_alike(4096, 14, 100.0) < 56
