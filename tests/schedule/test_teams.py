@@ -28,3 +28,11 @@ def test_partial_results_bound_them() -> None:
     assert workers_alike(4096, 14, PARTIAL) == 56
     assert workers_alike(64, 14, PARTIAL) == 8
     assert workers_alike(4096, 14, 100.0) < 56
+
+
+@pytest.mark.parametrize("rows", [1, 11, 64, 4096])
+@pytest.mark.parametrize("most", [1, 28, 43])
+def test_workers_of_several_turns(rows: int, most: int) -> None:
+    count = workers_alike(rows, most, turns=5)
+    assert count % ALIKE == 0
+    assert count >= min(rows, 4 * most) and (count < rows + ALIKE or count <= 8 * most + ALIKE)

@@ -74,16 +74,17 @@ def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0, alike: bool = 
     return count if pays and fits else 0
 
 
-def workers_alike(rows: int, most: int, partial: float = 0.0) -> int:
-    """How many workers, of which at most so many run at once, walk so many rows soonest, where each
-    has rows of one kind; `partial`: what one leaves behind, in rows. H200, backward of layer norm,
-    4096 rows of 65535, bf16, of which 14 run at once, us: 8 workers 1010, 16 822, 40 620, 56 592,
-    112 606."""
+def workers_alike(rows: int, most: int, partial: float = 0.0, turns: int = 1) -> int:
+    """How many workers, of which about so many run at once, walk so many rows soonest, where each
+    has rows of one kind. `partial`: what one leaves behind, in rows; `turns`: of workers, at least.
+    H200, backward of layer norm, 4096 rows of 65535, bf16, of which 14 run at once, us: 8 workers
+    1010, 16 822, 40 620, 56 592, 112 606."""
 
     def cost(count: int) -> float:
         return -(-count // most) * -(-rows // count) + partial * count / most
 
-    return min(range(ALIKE, 8 * most + 1, ALIKE), key=cost, default=ALIKE)
+    first = -(-max(1, min(rows, (turns - 1) * most)) // ALIKE) * ALIKE
+    return min(range(first, 8 * most + 1, ALIKE), key=cost, default=ALIKE)
 
 
 def clustered(team: int, spec: DeviceSpec) -> bool:
