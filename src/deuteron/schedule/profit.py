@@ -187,7 +187,8 @@ def shareable(group: Group, layouts: Mapping[str, Layout]) -> bool:
     is whole lines, or there is one axis of rows, of which each worker has those that begin alike
     (`codegen.triton.alike`)."""
     wide = all(ITEMSIZE[layouts[n].dtype] >= 4 for n in group.reads)
-    return wide or sum(a.extent.value != 1 for a in group.space.parallel) == 1
+    rows = [a.extent.value for a in group.space.parallel if a.extent.value != 1]
+    return wide or (len(rows) == 1 and rows[0] is not None)
 
 
 def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
