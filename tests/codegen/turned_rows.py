@@ -7,6 +7,7 @@ error over what is allowed, or what went wrong.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -197,8 +198,8 @@ def check(name: str, n: int, how: str, dynamic: bool) -> float:
             continue
         top = x.double().nan_to_num(0, 0, 0).abs().amax().item()
         allowed = 2 * (e.double() - x.double()).nan_to_num(0, 0, 0).abs().amax().item()
-        # Of f64 there is nothing more exact; how exact eager's f32 are depends on the CPU.
-        few = {torch.float64: 8, F32: 2}.get(e.dtype, 1)
+        # Of f64 there is nothing more exact.
+        few = 8 if e.dtype == torch.float64 else 1
         allowed += few * torch.finfo(e.dtype).eps * top + torch.finfo(e.dtype).tiny
         assert torch.equal(g.isnan(), e.isnan()), "NaN"
         off = (g.double() - x.double()).nan_to_num(0, 0, 0).abs().max().item()
@@ -218,6 +219,9 @@ def cases() -> Iterator[tuple[str, int, str, bool]]:
 
 
 if __name__ == "__main__":
+    # What eager is wrong by, which bounds errors, is then the same on every CPU: with AVX-512 a
+    # softmax of 71 (f32) happens to be exact.
+    os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
     only = sys.argv[1:]
     for name, n, how, dynamic in cases():
         if only and name not in only:

@@ -184,11 +184,11 @@ def known_rows(group: Group) -> bool:
 
 def shareable(group: Group, layouts: Mapping[str, Layout]) -> bool:
     """Whether teams may share rows that begin anywhere: elements are so wide that what a warp reads
-    is whole lines, or there is one axis of rows, of which each worker has those that begin alike
-    (`codegen.triton.alike`)."""
-    wide = all(ITEMSIZE[layouts[n].dtype] >= 4 for n in group.reads)
+    is whole lines, or (of at least 2 bytes) there is one axis of rows, of which each worker has
+    those that begin alike (`codegen.triton.alike`)."""
+    least = min((ITEMSIZE[layouts[n].dtype] for n in group.reads), default=4)
     rows = [a.extent.value for a in group.space.parallel if a.extent.value != 1]
-    return wide or (len(rows) == 1 and rows[0] is not None)
+    return least >= 4 or (least >= 2 and len(rows) == 1 and rows[0] is not None)
 
 
 def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:

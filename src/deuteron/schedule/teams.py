@@ -36,10 +36,11 @@ RESIDENT, WARPS = 3, 24
 # of 65536 (8) 0.81 times, batch norm of 200704 (25) 1.07.
 MOST_HELD, MOST_ALONE = 96, 24
 
-# Rows that are so many apart begin alike between multiples of 16 bytes: of that many workers or a
-# multiple each has rows of one kind (see `codegen.triton.turn`).
+# Rows that are so many apart, of at least 2 bytes an element, begin alike between multiples of 16
+# bytes: of that many workers or a multiple each has rows of one kind (see `codegen.triton.turn`).
 ALIKE = 8
-# What a worker's partial results of columns cost, as rows of a team's.
+# What a worker's partial results of columns cost, in rows: two sums of 4 bytes that are written and
+# read, beside three times 2 bytes of a row.
 PARTIAL = 2.7
 
 # Eighths of the multiprocessors that run clusters at once. H200, backward of layer norm, bf16,

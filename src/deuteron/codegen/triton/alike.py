@@ -24,6 +24,7 @@ TURNS = 5
 
 
 def alike(loops: Loops, spec: DeviceSpec) -> Loops:
+    """The loops, with workers where a team's rows have to begin alike; else as they are."""
     if loops.chunk is not None or loops.section or len(loops.parallel) != 1:
         return loops
     (axis,) = loops.parallel
