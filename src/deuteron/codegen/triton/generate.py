@@ -19,13 +19,14 @@ from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import with_checks
 from deuteron.codegen.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.alike import alike
+from deuteron.codegen.triton.blocks import Blocks
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.phases import phased
 from deuteron.codegen.triton.reading import power, size
 from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.teams import PARAM
-from deuteron.codegen.triton.tiling import Blocks, Form, choose, column_folds, most_stages
+from deuteron.codegen.triton.tiling import Form, choose, column_folds, most_stages
 from deuteron.codegen.triton.unroll import written_out
 from deuteron.ir.expr import own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product

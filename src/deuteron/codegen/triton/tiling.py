@@ -28,6 +28,14 @@ from deuteron.codegen.loops import (
     points,
     stride,
 )
+from deuteron.codegen.triton.blocks import (
+    SINGLE,
+    Blocks,
+    line_blocks,
+    plane_blocks,
+    tile_blocks,
+    warps_for,
+)
 from deuteron.codegen.triton.ragged import EACH, REGISTERS, TERMS, ragged_tile
 from deuteron.codegen.triton.reading import (
     below,
@@ -104,25 +112,6 @@ LEAST_COLUMNS = 16
 
 
 Axes = tuple[Axis, ...]
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Block sizes by dimension, and the launch's warps and stages."""
-
-    sizes: tuple[tuple[str, int], ...]  # ("x", 1024)
-    num_warps: int
-    stages: int = 1  # of the software pipeline of its loops
-    registers: int = 0  # the most of a thread; 0: no matter how many
-
-    def of(self, dim: str) -> int:
-        return dict(self.sizes)[dim]
-
-
-# Where elements are read one by one, neighbours in memory are for neighbouring threads: one
-# instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
-# thread take 84 and 140 us. Two f32 results of a thread are stored at once: bilinear, 60 and 51 us.
-SINGLE = tuple(Blocks((("x", n),), w) for n, w in ((256, 8), (128, 4), (256, 4)))
 
 
 @dataclass(frozen=True)
@@ -219,7 +208,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
         y = tuple(a for a in order[:-1] if a != other) + (other,)
-        return Form("points", (("y", y), ("x", x)), _tile_blocks(size(y), size(x)))
+        return Form("points", (("y", y), ("x", x)), tile_blocks(loops, other, y, x, spec))
     cut = _cut(order) if len(order) >= MANY_AXES else _rows_apart(loops, order)
     if cut is not None and stored_points(loops) == 1 and size(order[cut:]) >= LEAST_RAGGED:
         start = ragged(loops, order[cut:])
@@ -229,14 +218,14 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
             return Form("rows", (("x", order[:cut]), ("r", order[cut:])), rows, start=start)
     if cut is not None:
         y, x = order[:cut], order[cut:]
-        blocks = _plane_blocks(size(y), size(x), spec, 512 if len(order) >= MANY_AXES else 2048)
+        blocks = plane_blocks(size(y), size(x), spec, 512 if len(order) >= MANY_AXES else 2048)
         return Form("points", (("y", y), ("x", x)), blocks)
     full = [a for a in loops.accesses if 2 * points(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
     if order and _apart(loops, order[-1]):
         wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.parts)
         return Form("points", (("x", order),), SINGLE[::-1] if wide else SINGLE)
-    blocks = _line_blocks(size(order), spec, widest(loops), most)
+    blocks = line_blocks(size(order), spec, widest(loops), most)
     return Form("points", (("x", order),), blocks)
 
 
@@ -325,42 +314,6 @@ def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
     return best if worth else None
 
 
-def _line_blocks(count: int, spec: DeviceSpec, itemsize: int, most: int) -> tuple[Blocks, ...]:
-    """16 bytes per thread and access or more, but enough programs for every multiprocessor."""
-    best = min(most, 1024 if itemsize >= 4 else 2048)
-    while best > 128 and count < best * 2 * spec.cores:
-        best //= 2
-    warps = {128: 2, 256: 4}.get(best, 4)
-    out = [Blocks((("x", best),), warps)]
-    for block, w in ((512, 4), (1024, 4), (2048, 8)):
-        if block != best and count >= block * spec.cores:
-            out.append(Blocks((("x", block),), w))
-    return tuple(out)
-
-
-def _plane_blocks(ny: int, nx: int, spec: DeviceSpec, most: int) -> tuple[Blocks, ...]:
-    x = min(power(nx), most)
-    count = ny * nx
-
-    def plane(elements: int, warps: int) -> Blocks:
-        while elements > 256 and count < elements * 2 * spec.cores:
-            elements //= 2
-        y = min(max(1, elements // x), power(ny))
-        return Blocks((("y", y), ("x", min(x, elements))), warps)
-
-    return tuple(dict.fromkeys((plane(2048, 4), plane(1024, 4), plane(4096, 8))))
-
-
-def _tile_blocks(ny: int, nx: int) -> tuple[Blocks, ...]:
-    def tile(edge: int, warps: int) -> Blocks:
-        x = min(edge, power(nx))
-        y = min(edge * edge // x, power(ny))
-        x = min(edge * edge // y, power(nx))
-        return Blocks((("y", y), ("x", x)), warps)
-
-    return (tile(64, 8), tile(32, 4))
-
-
 # -- rows ------------------------------------------------------------------------------------------
 
 
@@ -434,11 +387,6 @@ def _turned(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     turned in blocks of 4096 1238 (in blocks of 16384, with spills, 2051)."""
     shared = loads_along(loops) > row_loads(loops)
     return None if shared and widest(loops) >= 4 else ragged(loops, r)
-
-
-def warps_for(elements: int, each: int = 16) -> int:
-    """Warps so that a thread has about `each` elements."""
-    return min(16, max(1, below(elements // (32 * each))))
 
 
 def _row_tiles(
