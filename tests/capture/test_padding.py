@@ -132,3 +132,56 @@ def test_columns_are_not_cut_off_where_that_copies() -> None:
         (pad,) = [e for e in records[0].of("decision") if e["subject"] == "pad"]
         assert pad["reason"] == "rows of 16 bytes"
         torch.testing.assert_close(got, x @ w, rtol=1e-4, atol=1e-5)
+
+
+def pairs(*rows: Tensor) -> Tensor:
+    """All products of rows (DLRM): the rows are joined with those that are padding."""
+    joined = torch.stack(rows, 1)
+    return (joined @ joined.transpose(1, 2)).tanh().sum((1, 2))
+
+
+def many(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """Rows and columns odd, transposed or not; the second is returned as it is."""
+    return (a @ b).sin(), b @ c, (a.transpose(1, 2).contiguous().transpose(1, 2) @ b).cos()
+
+
+def turned(a: Tensor, b: Tensor) -> Tensor:
+    """Of odd rows, and read transposed only, together with another of that shape."""
+    return (torch.bmm(a, b).transpose(1, 2) + torch.bmm(b.transpose(1, 2), a.mT)).sin()
+
+
+MANY: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "pairs": (pairs, ((5, 8),) * 3),
+    "pairs of odd rows": (pairs, ((5, 9),) * 4),
+    "many": (many, ((3, 5, 9), (3, 9, 8), (3, 8, 11))),
+    "many of one": (many, ((1, 1, 9), (1, 9, 1), (1, 1, 3))),
+    "turned": (turned, ((4, 16, 7), (4, 7, 5))),
+    "turned, deep": (turned, ((2, 8, 16), (2, 16, 27))),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_small_products(name: str) -> None:
+    torch.manual_seed(0)
+    f, shapes = MANY[name]
+    inputs = [R(s, requires_grad=True) for s in shapes]
+    compiled = torch.compile(f, backend="deuteron", fullgraph=True, dynamic=False)
+    with collecting() as records:
+        got = compiled(*inputs)
+    assert any(e["subject"] == "pad" for r in records for e in r.of("decision"))
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    results = []
+    for out, xs in ((got, inputs), (f(*inputs), inputs), (f(*exact), exact)):
+        outs = out if isinstance(out, tuple) else (out,)
+        results.append((*outs, *torch.autograd.grad(sum(o.square().sum() for o in outs), xs)))
+    for a, b, c in zip(*results, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a.double(), c, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_that_is_read_transposed_is_computed_transposed() -> None:
+    a, b = R(4, 16, 7), R(4, 7, 5)
+    with collecting() as records:
+        torch.compile(turned, backend="deuteron", fullgraph=True, dynamic=False)(a, b)
+    (record,) = records
+    assert {e["detail"] for e in record.of("decision") if e["subject"] == "pad"} == {"4x5x7x16"}
