@@ -254,7 +254,8 @@ def test_a_graph_of_a_gpu_as_text() -> None:
     limited = tuple(replace(c, num_stages=3, registers=64) for c in k.configs)
     made[first] = replace(k, configs=limited, cluster=True, fp_fusion=True)
     launches = Launches("gpu_0", "cuda:0", tuple(made), ((0, 1),) * len(made), ("s0",))
-    product = Product(4, 8, 16, 1, "bf16", *(Side(k == 1, 16, 0) for k in range(3)), True)
+    sides = [Side(k == 1, 16, 0) for k in range(3)]
+    product = Product(4, 8, 16, 1, "bf16", *sides, True, "relu")
     constant = torch.arange(6, dtype=torch.int16).reshape(2, 3).t()
     emitted = Emitted("text", "", (), (launches,), {"c": constant}, {"mul_0": (product, "cuda:0")})
     recordable = Recordable("", 0, 3, (0, 1), ("args[2]",), True)

@@ -30,9 +30,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Product:
-    """``out[m, n] = a[m, k] @ b[k, n] (+ bias[n])``, `batch` times; the rows of `out` are
-    contiguous. In columns that is ``out.T = b.T @ a.T``, and the sides are those of the factors
-    there: `b` first."""
+    """``out[m, n] = a[m, k] @ b[k, n] (+ bias[n])``, `batch` times; with a bias there may be an
+    activation of that ("relu", or "gelu": by tanh). The rows of `out` are contiguous. In columns
+    that is ``out.T = b.T @ a.T``, and the sides are those of the factors there: `b` first."""
 
     m: int
     n: int
@@ -43,9 +43,11 @@ class Product:
     a: Side
     out: Side
     bias: bool
+    activation: str = ""
 
 
-OPS = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1}
+ACTIVATED = "aten._addmm_activation.default"
+OPS = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, ACTIVATED: 1}
 
 
 def product_of(call: Extern, layouts: Mapping[str, Layout]) -> tuple[Product, list[ViewArg]] | None:
@@ -79,7 +81,8 @@ def product_of(call: Extern, layouts: Mapping[str, Layout]) -> tuple[Product, li
         return None
     if bias and _value(bias[0].shape[0]) != n:
         return None
-    product = Product(m, n, k, batch, lay.dtype, right, left, result, bool(bias))
+    known = "gelu" if settings.get("use_gelu") else "relu" if call.op == ACTIVATED else ""
+    product = Product(m, n, k, batch, lay.dtype, right, left, result, bool(bias), known)
     return product, [a, b, *bias]
 
 

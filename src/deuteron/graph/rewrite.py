@@ -1,7 +1,8 @@
 """The table of rewrites of ATen graphs, and the pass that applies it.
 
 In: a functional FX graph (joint, forward, backward or inference) with fake values. Out: the same
-graph, rewritten in place, with fewer nodes. Invariants: results are bit-identical; strides and
+graph, rewritten in place, with fewer nodes. Invariants: results are bit-identical, but for library
+calls that become others (`padding`, `epilogues`), whose sums may have another order; strides and
 dtypes of outputs stay; which outputs share storage with which inputs and outputs stays; random
 draws, mutations, collectives and assertions keep their number and their order.
 
@@ -18,6 +19,7 @@ from deuteron.graph import ops
 from deuteron.graph.aliasing import Aliasing
 from deuteron.graph.cse import merge_common
 from deuteron.graph.edit import Editor
+from deuteron.graph.epilogues import join_activations
 from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
 from deuteron.graph.random_ops import SEED
@@ -32,7 +34,8 @@ def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
         applied = apply_rows(gm)
         merged = merge_common(gm)
         remove_dead(gm.graph)
-        if pad_products(gm, record) + channels_last(gm, record):
+        changed = pad_products(gm, record) + channels_last(gm, record)
+        if changed + join_activations(gm, record):
             merged += merge_common(gm)
             remove_dead(gm.graph)
     record.add(

@@ -16,7 +16,7 @@ from deuteron.ir.index import Index, const, hint, product
 from deuteron.lower.access import compare, loaded, masked, wrap_dim
 from deuteron.lower.calls import emit
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
-from deuteron.lower.pointwise import broadcast, compute_dtype, pointwise, scalar
+from deuteron.lower.pointwise import broadcast, compute_dtype, gelu, pointwise, relu, scalar
 from deuteron.lower.pooling import fold_of, small_axes
 from deuteron.lower.positions import exact as exact_index
 
@@ -242,6 +242,21 @@ def addmm(
         return cast(op("add", first, total), a.dtype)
 
     return make(ctx, ctx.shape_of(ctx.fake()), out)
+
+
+@lowering("aten._addmm_activation.default")
+def activated(
+    ctx: LowerContext,
+    bias: Value,
+    a: Value,
+    b: Value,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    use_gelu: bool = False,
+) -> Value:
+    total = addmm(ctx, bias, a, b, beta=beta, alpha=alpha)
+    return gelu(ctx, total, approximate="tanh") if use_gelu else relu(ctx, total)
 
 
 # -- nearest neighbours ----------------------------------------------------------------------------

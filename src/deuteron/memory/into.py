@@ -16,7 +16,10 @@ from deuteron.ir.index import Index
 from deuteron.ir.program import Extern, ViewArg
 from deuteron.ir.reference import TO_TORCH
 
-_PRODUCTS = {f"aten.{n}.default": f"torch.{n}" for n in ("mm", "bmm", "addmm", "baddbmm")}
+_PRODUCTS = {
+    f"aten.{n}.default": f"torch.{n}"
+    for n in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation")
+}
 
 
 def out_variant(d: Extern) -> str | None:

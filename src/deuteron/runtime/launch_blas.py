@@ -56,7 +56,7 @@ extern "C" int deuteron_multiply(product* q, void** p, void* space, unsigned lon
 TYPES = {"f32": 0, "f16": 2, "bf16": 14}
 FLOAT, TF32 = 68, 77  # kinds of computation
 TRANSPOSE_FIRST, TRANSPOSE_SECOND, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8
-WITH_BIAS = 4
+WITH_BIAS = {"": 4, "relu": 6, "gelu": 36}  # and an activation
 BATCH, BATCH_STEP = 5, 6
 MOST_SPACE, ALIGNMENTS = 1, (5, 6, 7, 8)
 # Partial results that an algorithm may write, one for each part of k. With 32 MB to use, as ATen
@@ -233,7 +233,7 @@ class Multiply:
         ]
         if p.bias:
             settings += [
-                (EPILOGUE, ctypes.c_int(WITH_BIAS)),
+                (EPILOGUE, ctypes.c_int(WITH_BIAS[p.activation])),
                 (BIAS_POINTER, ctypes.c_void_p(256)),
             ]
         for attribute, value in settings:

@@ -1,0 +1,78 @@
+"""Activations that the library applies where it adds the bias of a matrix product, on GPUs.
+
+In: an ATen graph with fake values. Out: the same, in place, where a linear layer whose result only
+an activation reads is one call. The library's product has the sum at hand in f32: ReLU gives the
+same bits, GELU (by tanh) is that of the sum before it is rounded. H200, bf16, us: 8192x480 by
+480x1024 and ReLU 23.7, at once 16.9; 128x768 by 768x3072 and GELU 6.3, at once 5.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from deuteron.base.record import Record
+from deuteron.graph.edit import Editor
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def join_activations(gm: fx.GraphModule, record: Record) -> int:
+    """Joins what pays; returns the number of activations that went."""
+    found = [n for n in gm.graph.nodes if _linear(n) is not None]
+    if not found:
+        return 0
+    editor = Editor(gm)
+    for node in found:
+        linear = _linear(node)
+        assert linear is not None
+        with editor.before(node):
+            gelu = {"use_gelu": True} if node.target is aten.gelu.default else {}
+            new = editor.call(aten._addmm_activation.default, *linear.args, like=node, **gelu)
+        editor.replace(node, new)
+        gm.graph.erase_node(linear)
+        record.add(
+            "decision",
+            subject="epilogue",
+            accepted=True,
+            reason="the library applies it where it adds the bias",
+            detail="GELU" if gelu else "ReLU",
+            first=new.name,
+            second="",
+            bytes=0,
+            us=0.0,
+        )
+    return len(found)
+
+
+def _linear(node: fx.Node) -> fx.Node | None:
+    """The linear layer whose result only this activation reads, if the library has both at once."""
+    gelu = node.target is aten.gelu.default
+    if not gelu and node.target is not aten.relu.default:
+        return None
+    if gelu and node.kwargs.get("approximate", "none") != "tanh":
+        return None
+    x = node.args[0]
+    if not isinstance(x, fx.Node) or x.target is not aten.addmm.default or len(x.users) > 1:
+        return None
+    if any(x.kwargs.get(n, 1) != 1 for n in ("alpha", "beta")) or len(x.args) != 3:
+        return None
+    bias, a, b = (n.meta["val"] for n in x.args)  # type: ignore[union-attr]
+    out = x.meta["val"]
+    dtypes = HALVES if gelu else (*HALVES, torch.float32)
+    if not _of_gpu(out) or out.dtype not in dtypes or out.dtype != node.meta["val"].dtype:
+        return None
+    sizes = (*bias.shape, *a.shape, *b.shape)
+    # What ATen asks for, before it gives the library the bias.
+    whole = all(type(n) is int and n > 1 for n in sizes) and bias.shape == b.shape[1:]
+    return x if whole and bias.is_contiguous() and out.is_contiguous() else None
+
+
+def _of_gpu(x: Any) -> bool:
+    return bool(x.device.type == "cuda" and not torch.version.hip)
+
+
+__all__ = ["join_activations"]
