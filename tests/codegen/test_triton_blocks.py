@@ -93,3 +93,31 @@ def test_pipelines_have_room(rows: int, tmp_path: Path) -> None:
     for kernel in (generate(k, spec_of("H200"), options) for k in found.kernels):
         for config in kernel.configs:
             assert build(kernel, config, 90, options).shared <= 227 << 10
+
+
+def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
+    """Threads meet before a row's value is stored only where another of its size may lie there."""
+
+    def f(table: Tensor, places: Tensor, grad: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        x = table[places] * scale
+        total = (x * grad.float()).sum(1, keepdim=True)
+        return total, (grad.float() - x * total).to(grad.dtype), (grad.float() * x).sum(0)
+
+    half = torch.bfloat16
+    args = (
+        torch.randn(500, 768, dtype=half),
+        torch.randint(0, 500, (16384,)),
+        torch.randn(16384, 768, dtype=half),
+        torch.randn(16384, 1, dtype=half),
+    )
+    spec = named_gpu("H200")
+    assert spec is not None
+    gm = trace(f, args)
+    program = lower(gm, Record(), like="cuda")
+    steps = scheduling.schedule(program, Options.make(), Record(), spec).steps
+    kernel = next(k for k in steps if isinstance(k, Kernel) and k.nests[0].chunk is not None)
+    made = generate(kernel, spec, Options())
+    assert "debug_barrier" not in made.source.split("tl.range")[1]
+    binary = build(made, made.configs[0], 90, Options(cache_dir=str(tmp_path)))
+    sizes = dict(made.configs[0].constexprs)
+    assert binary.shared > 2 * 2 * 2 * sizes["XBLOCK"] * 768  # two of two blocks are on their way

@@ -67,6 +67,13 @@ class Lifetimes:
         )
 
 
+def may_share(a: Layout, b: Layout) -> bool:
+    """Whether what has these layouts may have the same memory: one is written over the other, as
+    `overwritable` allows, or into an input's memory."""
+    alike = ITEMSIZE[a.dtype] == ITEMSIZE[b.dtype] and a.shape == b.shape and a.strides == b.strides
+    return alike or a.dtype == b.dtype
+
+
 def overwritable(kernel: Kernel, written: str, read: str, layouts: dict[str, Layout]) -> bool:
     """Whether `kernel` may write `written` into the memory of `read`, which dies there: every point
     reads only the element that it overwrites, and nobody reads it later."""
@@ -152,4 +159,4 @@ def _waits(nest: Nest) -> dict[int, frozenset[str]]:
     return out
 
 
-__all__ = ["Lifetimes", "overwritable"]
+__all__ = ["Lifetimes", "may_share", "overwritable"]

@@ -78,7 +78,7 @@ class Emitter:
         self.stages = "1"  # text of the number of stages of software pipelines
         self.float8 = ""  # see `scalars.convert`
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins
-        self.row_places: set[Index] = set()  # addresses that are read once per row
+        self.met: set[tuple[str, Index]] = set()  # stores before which threads meet: see `nests`
         self.turn: Turn | None = None  # of rows that are walked from their first whole vector
         self.passing = False  # whether rows are read in several passes
         self.checked = False  # whether the text has assertions

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
@@ -39,6 +39,8 @@ from deuteron.codegen.triton.tiling import Form
 from deuteron.codegen.triton.turn import Turn
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Index, const, product, substitute
+from deuteron.ir.program import Layout
+from deuteron.memory.lifetimes import may_share
 from deuteron.schedule.kernel import Fold, Prefix
 
 # Bytes of a thread that it reads before it has a row's folds. H200, 2048 rows of 131072, bf16, us:
@@ -59,6 +61,7 @@ class Names:
     blocks: Mapping[str, str]
     pointers: Mapping[str, str]
     index_type: str
+    layouts: Mapping[str, Layout]  # of tensors
     stages: str = "1"  # of the loops' software pipelines
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
@@ -97,9 +100,7 @@ def write_nest(
         if node.op == "reduce":
             em.bound.update(node.attr[1])
     declare_results(loops, em)
-    for node in (n for root in loops.roots() for n in root.walk()):
-        if node.op == "load" and node.attr[1] and em.deps(node) <= em.whole - R:
-            em.row_places.add(node.attr[1][0])
+    em.met = met(loops, names.layouts, lambda e: em.deps(e) <= em.whole - R)
     row = em.whole - em.along
     em.inexact = inexact(loops, lambda e: em.deps(e) <= row)
     em.packed = packed(loops)
@@ -177,6 +178,26 @@ def write_points(loops: Loops, form: Form, em: Emitter) -> None:
     stores(em, [(w, everything) for w in loops.parts if isinstance(w, Write)])
 
 
+def met(
+    loops: Loops, layouts: Mapping[str, Layout], row_level: Callable[[Expr], bool]
+) -> set[tuple[str, Index]]:
+    """Stores to where something may lie that is read once per row. Loops in which threads wait for
+    one another Triton does not pipeline: backward of layer norm over gathered rows, 32768 x 768,
+    bf16, H200, 80 us."""
+    read = {
+        (n.attr[1][0], layouts[n.attr[0]])
+        for root in loops.roots()
+        for n in root.walk()
+        if n.op == "load" and n.attr[1] and row_level(n)
+    }
+    return {
+        (w.tensor, w.address)
+        for w in loops.parts
+        if isinstance(w, Write)
+        and any(w.address == at and may_share(layouts[w.tensor], lay) for at, lay in read)
+    }
+
+
 # -- stores ----------------------------------------------------------------------------------------
 
 
@@ -187,7 +208,7 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
     the memory that is stored to may be what others still have to read, they meet before.
     """
     lines = []
-    if "r" in em.dims and any("r" not in d and w.address in em.row_places for w, d in writes):
+    if "r" in em.dims and any("r" not in d and (w.tensor, w.address) in em.met for w, d in writes):
         lines.append("tl.debug_barrier()")
     for w, dims in writes:
         if w.phase is not None:
