@@ -82,6 +82,24 @@ def test_training_keeps_what_gelu_is_of_and_joins_relu() -> None:
         assert a.stride() == b.stride()
 
 
+def test_views_between_them() -> None:
+    """A linear layer of batches is a product of all rows."""
+    torch.manual_seed(0)
+    x, w, b = R(3, 11, 48), R(40, 48), R(40)
+
+    def f(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.relu(F.linear(x, w, b)).view(33, 40)
+
+    def g(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.linear(x, w, b)
+        return torch.relu(y), y.view(33, 40)
+
+    for function, expected in ((f, ["ReLU"]), (g, [])):
+        out, joined = compiled(function, x, w, b)
+        assert joined == expected
+        torch.testing.assert_close(out, function(x, w, b), rtol=1e-4, atol=1e-5)
+
+
 def read_twice(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.addmm(b, x, w)
     return torch.relu(y), y

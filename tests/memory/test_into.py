@@ -76,3 +76,10 @@ def test_other_convolutions() -> None:
 def test_products() -> None:
     assert out_variant(call(torch.mm, R(600, 700), R(700, 800))) == "torch.mm"
     assert out_variant(call(torch.sort, R(3))) is None
+
+
+def test_joined_tensors() -> None:
+    many = [R(3, 4) for _ in range(20)]
+    assert out_variant(call(lambda *xs: torch.cat(xs, 1), *many)) == "torch.cat"
+    last = [R(2, 4, 3, 3).to(memory_format=torch.channels_last) for _ in range(20)]
+    assert out_variant(call(lambda *xs: torch.cat(xs, 1), *last)) is None

@@ -17,6 +17,7 @@ from deuteron.base.record import Record
 from deuteron.graph.edit import Editor
 
 aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -29,11 +30,11 @@ def join_activations(gm: fx.GraphModule, record: Record) -> int:
     for node in found:
         linear = _linear(node)
         assert linear is not None
-        with editor.before(node):
+        with editor.before(linear):
             gelu = {"use_gelu": True} if node.target is aten.gelu.default else {}
             new = editor.call(aten._addmm_activation.default, *linear.args, like=node, **gelu)
-        editor.replace(node, new)
-        gm.graph.erase_node(linear)
+        editor.replace(linear, new)
+        editor.replace(node, node.all_input_nodes[0])
         record.add(
             "decision",
             subject="epilogue",
@@ -55,8 +56,10 @@ def _linear(node: fx.Node) -> fx.Node | None:
         return None
     if gelu and node.kwargs.get("approximate", "none") != "tanh":
         return None
-    x = node.args[0]
-    if not isinstance(x, fx.Node) or x.target is not aten.addmm.default or len(x.users) > 1:
+    x = node.all_input_nodes[0]
+    while x.target in VIEWS and len(x.users) == 1:
+        x = x.all_input_nodes[0]
+    if x.target is not aten.addmm.default or len(x.users) > 1:
         return None
     if any(x.kwargs.get(n, 1) != 1 for n in ("alpha", "beta")) or len(x.args) != 3:
         return None

@@ -198,15 +198,10 @@ def _pad(editor: Editor, like: fx.Node, x: fx.Node, rows: int, cols: int) -> fx.
     if joined is not None and not cols:
         count, n, width = x.meta["val"].shape
         val = joined.meta["val"]
-        more = editor.call(
-            aten.full.default,
-            [count, rows * width],
-            0,
-            like=like,
-            dtype=val.dtype,
-            device=val.device,
-        )
-        wide = editor.call(aten.cat.default, [*joined.args[0], more], 1, like=joined)  # type: ignore[misc]
+        kind = {"dtype": val.dtype, "device": val.device}
+        more = editor.call(aten.full.default, [count, width], 0, like=like, **kind)
+        parts = [*joined.args[0], *[more] * rows]  # type: ignore[misc]
+        wide = editor.call(aten.cat.default, parts, 1, like=joined)
         return editor.call(aten.view.default, wide, [count, n + rows, width], like=x)
     return editor.call(aten.constant_pad_nd.default, x, [0, cols, 0, rows], 0, like=like)
 

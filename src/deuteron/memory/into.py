@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from deuteron.ir.index import Index
-from deuteron.ir.program import Extern, ViewArg
+from deuteron.ir.program import Extern, Layout, ViewArg, contiguous_strides
 from deuteron.ir.reference import TO_TORCH
 
 _PRODUCTS = {
@@ -26,7 +26,13 @@ def out_variant(d: Extern) -> str | None:
     """What writes the call's result into given memory, as emitted text; None where nothing does."""
     if d.op == "aten.convolution.default":
         return "convolve" if of_cudnn(d) else None
+    if d.op == "aten.cat.default":
+        return "torch.cat" if dense(d.layouts[0]) else None
     return _PRODUCTS.get(d.op)
+
+
+def dense(lay: Layout | None) -> bool:
+    return lay is not None and lay.strides == contiguous_strides(lay.shape)
 
 
 def of_cudnn(d: Extern) -> bool:

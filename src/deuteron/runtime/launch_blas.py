@@ -61,8 +61,9 @@ BATCH, BATCH_STEP = 5, 6
 MOST_SPACE, ALIGNMENTS = 1, (5, 6, 7, 8)
 # Partial results that an algorithm may write, one for each part of k. With 32 MB to use, as ATen
 # gives it without a bias, cuBLAS recommends 264 for f32 8x256x256: 31 us on an H200, where one
-# without any takes 3.0; 128x768x2304 takes 19.7 with five, 30 without.
-PARTS = 7
+# without any takes 3.0; 128x768x2304 takes 19.7 with five, 30 without. Long sums have more: bf16
+# 512x13 of 8192 takes 52 with seven, 13 by ATen.
+PARTS, PART = 7, 512
 
 
 class BlasError(DeuteronError):
@@ -278,7 +279,7 @@ class Multiply:
         wish = _made("cublasLtMatmulPreferenceCreate")
         name = "cublasLtMatmulPreferenceSetAttribute"
         p = self.product
-        most = PARTS * 4 * p.m * p.n * p.batch
+        most = max(PARTS, p.k // PART) * 4 * p.m * p.n * p.batch
         _set(name, wish, MOST_SPACE, ctypes.c_size_t(most))
         for attribute in ALIGNMENTS:
             _set(name, wish, attribute, ctypes.c_uint(alignment))

@@ -56,7 +56,6 @@ from deuteron.codegen.triton.turn import ragged, turned_alike
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
-from deuteron.schedule.online import passes_of
 from deuteron.schedule.profit import BUSY
 from deuteron.schedule.teams import (
     KEPT_REGISTERS,
@@ -351,8 +350,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     long = nr > ROW_LIMIT or nr * loads_along(loops) > 2 * ROW_LIMIT
     shared = not whole or (near and long and not columns and not across)
     wide = widest(loops) >= 4
-    twice = again or _several_passes(loops)
-    if teams and twice and shared and (wide or ragged(loops, r) is None):
+    if teams and again and shared and (wide or ragged(loops, r) is None):
         each = min(share(loads, nr), steady_block(loops, r) or nr)
         team = _team(loops, nr, loads, each, wide, spec) if few else 0
         if team:
@@ -380,12 +378,6 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         group = APART
     dims = (("x", x), ("r", r))
     return Form("rows", dims, candidates, persistent, start, group, apart=columns and group > 1)
-
-
-def _several_passes(loops: Loops) -> bool:
-    """Whether folds need others of their row in a way that takes it to be read again."""
-    reduced = frozenset(loops.reduced)
-    return passes_of(loops.parts, lambda e: not e.axes() & reduced) > 1
 
 
 def _turned(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
@@ -567,8 +559,7 @@ def _team(loops: Loops, nr: int, held: int, each: int, alike: bool, spec: Device
         for f in folds
     ):
         return 0
-    later = read_along(loops, Fold) & read_along(loops, (Write, ColumnFold))
-    if not later and not _several_passes(loops):
+    if not read_along(loops, Fold) & read_along(loops, (Write, ColumnFold)):
         return 0  # nothing of a row is needed again
     team = team_of(nr, held, spec, each, alike)
     return team if team > 1 else 0
