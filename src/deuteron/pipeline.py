@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -112,7 +113,8 @@ class Compilation:
         return self.graph.print_readable(print_output=False) if self.debug else ""
 
     def do_lower(self) -> str:
-        self.program = lower(self.graph, self.record)
+        specs = partial(device_spec_for, options=self.options)
+        self.program = lower(self.graph, self.record, specs=specs)
         verify_program(self.program, "lower")
         return print_program(self.program) if self.debug else ""
 

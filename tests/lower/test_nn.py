@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deuteron.base.device import named_gpu
+from deuteron.base.record import Record
 from deuteron.ir.index import as_index
 from deuteron.ir.program import Compute
 from deuteron.lower import nn
-from tests.lower.harness import check, check_half, declines
+from deuteron.lower.graph import lower
+from tests.lower.harness import check, check_half, declines, trace
 
 aten = torch.ops.aten
 torch.manual_seed(0)
@@ -189,6 +192,40 @@ def test_scans_in_parts(kind: str, dim: int, monkeypatch: pytest.MonkeyPatch) ->
     low = check(lambda x: f(x, dim), torch.rand(12, 18, 24) + 0.5)
     scans = [d for d in low.program.defs if isinstance(d, Compute) and d.body.op == "scan"]
     assert {d.body.attr[1].extent.value for d in scans} == {6, (2, 3, 4)[dim]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "device", "once"),
+    [
+        (64, 1 << 20, "H200", True),
+        (200, 1 << 18, "H200", True),
+        (1, 1 << 26, "H200", False),  # a team is 16 programs at most
+        (8, 1 << 23, "H200", False),
+        (64, 1 << 20, "A100", False),  # has no clusters
+    ],
+)
+def test_which_scans_are_by_teams(
+    rows: int, length: int, device: str, once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, where teams of programs read them once sooner than they are read twice in parts."""
+    monkeypatch.setattr(nn, "accumulated_in", lambda ctx, dtype: dtype)
+    monkeypatch.setattr(nn, "part_of", lambda ctx, shape, dim: 4096)
+    spec = named_gpu(device)
+    assert spec is not None
+
+    def scans(f: Any, *shape: int) -> tuple[int, list[bool]]:
+        record = Record()
+        gm = trace(f, [torch.empty(shape)])
+        program = lower(gm, record, specs=lambda device: spec)
+        found = [d for d in program.defs if isinstance(d, Compute) and d.body.op == "scan"]
+        return len(found), [d["accepted"] for d in record.of("decision") if d["subject"] == "scan"]
+
+    want = 1 if once else 2, [once] if device == "H200" else []
+    assert scans(lambda x: x.cumsum(1), rows, length) == want
+    assert scans(lambda x: x.cummax(1)[0], rows, length) == want
+    assert scans(lambda x: x.cummax(1), rows, length) == (4, [])  # both in parts
+    assert scans(lambda x: x.cumsum(0), length, rows + 1) == (2, [])  # side by side in memory
+    assert scans(lambda x: x.long().cumsum(1), rows, length) == (2, [])  # 64 bits
 
 
 def test_which_scans_are_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

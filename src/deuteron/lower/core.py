@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
 from deuteron.base.text import one_line
 from deuteron.ir import expr as E
@@ -143,6 +144,7 @@ class LowerContext:
     floats: dict[Any, Value] = field(default_factory=dict)  # symbol of a float -> the element it is
     choose_contraction: Callable[..., str | None] = lambda *a, **k: None
     like: str = ""  # the kind of device that stands for every one: see `on_gpu`
+    specs: Callable[[str], DeviceSpec] | None = None  # the figures of a device
     _axis: int = 0
     _names: set[str] = field(default_factory=set)
 

@@ -25,6 +25,7 @@ import deuteron.lower.pointwise
 import deuteron.lower.pooling
 import deuteron.lower.reductions
 import deuteron.lower.views  # noqa: F401
+from deuteron.base.device import DeviceSpec
 from deuteron.base.errors import DeuteronError, UnsupportedOp
 from deuteron.base.record import Record
 from deuteron.graph import ops
@@ -84,10 +85,12 @@ def lower(
     record: Record,
     contraction: Callable[..., str | None] = choose_contraction,
     like: str = "",
+    specs: Callable[[str], DeviceSpec] | None = None,
 ) -> Program:
     """The program of a graph. Raises `UnsupportedOp` for a node that can neither be generated nor
-    called. `like`: the kind of device that it is for, where that is not the one of its tensors."""
-    return Driver(gm, record, contraction, like).run()
+    called. `like`: the kind of device that it is for, where that is not the one of its tensors;
+    `specs`: the figures of a device."""
+    return Driver(gm, record, contraction, like, specs).run()
 
 
 class Driver:
@@ -97,9 +100,10 @@ class Driver:
         record: Record,
         contraction: Callable[..., str | None],
         like: str = "",
+        specs: Callable[[str], DeviceSpec] | None = None,
     ) -> None:
         self.gm = gm
-        self.ctx = LowerContext(record, choose_contraction=contraction, like=like)
+        self.ctx = LowerContext(record, choose_contraction=contraction, like=like, specs=specs)
         self.sizes: dict[Sym, tuple[str, Any, int]] = {}
         self.position = 0
         self.outputs: list[Output] = []

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deuteron.base.scans import EXCHANGED, LONG_SCAN, by_teams_us, in_parts_us
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, hint, product
@@ -20,9 +21,10 @@ from deuteron.lower.pointwise import broadcast, compute_dtype, gelu, pointwise, 
 from deuteron.lower.pooling import fold_of, small_axes
 from deuteron.lower.positions import exact as exact_index
 
-# Rows of at least so many elements are scanned in parts of about SCAN_PART on GPUs, where there are
-# at most so many: H200, 64 rows of 1048576 (f32), each by one program, 3 times a copy's time.
-LONG_SCAN, FEW_SCANS, SCAN_PART = 1 << 16, 256, 4096
+# Long rows are scanned in parts of about SCAN_PART on GPUs, where there are at most so many and
+# teams of programs are not faster (`base.scans`): H200, 64 rows of 1048576 (f32), each by one
+# program, 3 times a copy's time.
+FEW_SCANS, SCAN_PART = 256, 4096
 
 
 # -- scans -----------------------------------------------------------------------------------------
@@ -33,13 +35,15 @@ def scanned(
     dim: int,
     f: Callable[..., Expr],
     finish: Callable[[Expr], Expr] = lambda e: e,
+    alone: bool = True,
 ) -> Value:
-    """The inclusive scan of ``f(idx)`` along a dimension, and what `finish` makes of it."""
-    length = part_of(ctx, shape, dim)
-    if length is not None:
-        return scanned_in_parts(ctx, kind, shape, dim, length, f, finish)
+    """The inclusive scan of ``f(idx)`` along a dimension, and what `finish` makes of it. `alone`:
+    whether no other scan follows that reads both."""
     axes = ctx.axes(shape)
     body = f(tuple(a.index for a in axes))
+    length = part_of(ctx, shape, dim)
+    if length is not None and not (alone and by_teams(ctx, body.dtype, shape, dim)):
+        return scanned_in_parts(ctx, kind, shape, dim, length, f, finish)
     sums = ctx.define(Value(axes, E.scan(kind, axes[dim], body)))
     return make(ctx, shape, lambda idx: finish(sums.at(idx)))
 
@@ -48,10 +52,40 @@ def part_of(ctx: LowerContext, shape: Sequence[Index], dim: int) -> int | None:
     """How long the parts are in which long rows are scanned, where there are too few rows for a
     GPU: each row by one program leaves most of it idle."""
     n = shape[dim].value
-    rows = hint(product([m for d, m in enumerate(shape) if d != dim]))
-    if ctx.fake().device.type == "cpu" or n is None or n < LONG_SCAN or rows > FEW_SCANS:
+    if ctx.fake().device.type == "cpu" or n is None or n < LONG_SCAN:
+        return None
+    if rows_of(shape, dim) > FEW_SCANS:
         return None
     return next((k for k in range(SCAN_PART, SCAN_PART // 8, -16) if n % k == 0), None)
+
+
+def by_teams(ctx: LowerContext, dtype: str, shape: Sequence[Index], dim: int) -> bool:
+    """Whether teams of programs, which read rows once, scan them sooner than these are in parts."""
+    fake = ctx.fake()
+    if ctx.specs is None or dtype not in EXCHANGED or ctx.strides_of(fake)[dim].value != 1:
+        return False
+    spec, rows = ctx.specs(str(fake.device)), rows_of(shape, dim)
+    moved = 2 * rows * hint(shape[dim]) * fake.itemsize
+    once = by_teams_us(rows, hint(shape[dim]), moved, spec)
+    if once is None:
+        return False
+    twice = in_parts_us(moved, spec)
+    ctx.record.add(
+        "decision",
+        subject="scan",
+        accepted=once < twice,
+        reason="rows are read once" if once < twice else "parts keep more of the device busy",
+        detail=f"by teams {once:.1f} us, in parts {twice:.1f} us",
+        first=ctx.node.name if ctx.node is not None else "",
+        second="",
+        bytes=moved // 2 if once < twice else 0,
+        us=round(abs(twice - once), 3),
+    )
+    return once < twice
+
+
+def rows_of(shape: Sequence[Index], dim: int) -> int:
+    return hint(product([m for d, m in enumerate(shape) if d != dim]))
 
 
 def scanned_in_parts(
@@ -134,7 +168,9 @@ def _running_extreme(kind: str) -> Callable[..., tuple[Value, Value]]:
             return x, make(ctx, [], lambda idx: literal(0, "i64"))
         dim = wrap_dim(dim, x.rank)
         wide = compute_dtype(x.dtype)
-        best = scanned(ctx, kind, x.shape, dim, lambda idx: cast(x.at(idx), wide))
+        # In parts the positions' first kernel is the extremes' last one.
+        alone = ctx.node is not None and all(user.args[1:] == (0,) for user in ctx.node.users)
+        best = scanned(ctx, kind, x.shape, dim, lambda idx: cast(x.at(idx), wide), alone=alone)
 
         def place(idx: tuple[Index, ...]) -> Expr:
             # The last position so far that equals the extreme; a NaN is the extreme from then on.

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from deuteron.base.cluster import CLUSTER_BYTES, MOST_CLUSTER, ROUNDS
 from deuteron.codegen.triton.fast import INTERPRETED
-from deuteron.codegen.triton.merging import maximum, minimum
+from deuteron.codegen.triton.merging import maximum, minimum, mul_combine
 
 SLOTS = tl.constexpr(ROUNDS)
 # Of a cluster's shared memory: where the numbers begin, behind barriers of 8 bytes for each round
@@ -210,6 +210,21 @@ def team_max(x):
 @triton.jit
 def team_min(x):
     return tl.reduce(x, 0, minimum)
+
+
+@triton.jit
+def through(carry, values, place, neutral, KIND: tl.constexpr):
+    """What a team's blocks of a row fold to, from the row's begin: up to before the block of the
+    program at `place`, and through the last one. `carry`: what comes before all of them."""
+    before = tl.where(tl.arange(0, values.shape[0]) < place, values, neutral)
+    if KIND == "sum":
+        return carry + tl.sum(before, 0), carry + tl.sum(values, 0)
+    elif KIND == "prod":
+        return carry * tl.reduce(before, 0, mul_combine), carry * tl.reduce(values, 0, mul_combine)
+    elif KIND == "max":
+        return maximum(carry, team_max(before)), maximum(carry, team_max(values))
+    else:
+        return minimum(carry, team_min(before)), minimum(carry, team_min(values))
 
 
 @triton.jit

@@ -361,5 +361,15 @@ def result(f: Fold) -> Expr:
     return Expr("load", "i64" if f.kind.startswith("arg") else f.body.dtype, (), (f.name, (), None))
 
 
+def scan_result(p: Prefix) -> Expr:
+    return Expr("load", p.body.dtype, (), (p.name, (), None))
+
+
+def masked_value(em: Emitter, kind: str, body: Expr, mask: str) -> str:
+    """A value in the shape of the tile, neutral where the mask is false."""
+    text = full(em, em.value(body), em.deps(body), body.dtype)
+    return f"tl.where({mask}, {text}, {identity(kind, body.dtype)})" if mask else text
+
+
 def bind(em: Emitter, f: Fold, text: str) -> None:
     em.scope.texts[result(f)] = text

@@ -25,6 +25,7 @@ from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.phases import phased
 from deuteron.codegen.triton.reading import power, size
 from deuteron.codegen.triton.scalars import POINTER
+from deuteron.codegen.triton.scanning import scan_form
 from deuteron.codegen.triton.teams import PARAM
 from deuteron.codegen.triton.tiling import Form, choose, column_folds, most_stages
 from deuteron.codegen.triton.unroll import written_out
@@ -138,6 +139,8 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     if first == 1:
         nests[0] = alike(nests[0], spec)
     forms = [choose(n, spec, teams=first == 1 and k == 0) for k, n in enumerate(nests[:first])]
+    if first == 1:
+        forms[0] = scan_form(nests[0], spec) or forms[0]
     forms = sharing(forms)
     # What one program does alone is not cut small to occupy the device.
     warps = max(f.candidates[0].num_warps for f in forms)

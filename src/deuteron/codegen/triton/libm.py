@@ -31,6 +31,7 @@ from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them
     team_moments,
     team_sizes,
     team_sum,
+    through,
     told,
 )
 from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by this module
@@ -60,6 +61,7 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     whole,
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
+    add_combine,
     apart,
     argmax_combine,
     argmax_last_nan_combine,
@@ -70,8 +72,12 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     fold_argmax,
     fold_argmax_last_nan,
     fold_argmin,
+    from_zero,
+    max_combine,
     maximum,
+    min_combine,
     minimum,
+    mul_combine,
     online_finish,
     online_shifted,
     online_shifted_weighted,
@@ -424,35 +430,6 @@ def i1e(x):
 
 
 # -- folds -----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def add_combine(a, b):
-    return a + b
-
-
-@triton.jit
-def mul_combine(a, b):
-    return a * b
-
-
-@triton.jit
-def max_combine(a, b):
-    return maximum(a, b)
-
-
-@triton.jit
-def min_combine(a, b):
-    return minimum(a, b)
-
-
-@triton.jit
-def from_zero(x):
-    """A sum begins at zero in ATen: of negative zeros alone it is the positive one."""
-    if x.dtype.is_floating():
-        return x + 0.0
-    else:
-        return x
 
 
 @triton.jit

@@ -23,6 +23,35 @@ def minimum(a, b):
 
 
 @triton.jit
+def add_combine(a, b):
+    return a + b
+
+
+@triton.jit
+def mul_combine(a, b):
+    return a * b
+
+
+@triton.jit
+def max_combine(a, b):
+    return maximum(a, b)
+
+
+@triton.jit
+def min_combine(a, b):
+    return minimum(a, b)
+
+
+@triton.jit
+def from_zero(x):
+    """A sum begins at zero in ATen: of negative zeros alone it is the positive one."""
+    if x.dtype.is_floating():
+        return x + 0.0
+    else:
+        return x
+
+
+@triton.jit
 def welford_step(mean, m2, x, share):
     """One more element `x` in every lane; `share` = 1 / number of elements then."""
     delta = x - mean

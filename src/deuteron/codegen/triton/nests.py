@@ -25,14 +25,15 @@ from deuteron.codegen.triton.folds import (
     clean,
     constant,
     fold_rows,
-    full,
-    identity,
+    masked_value,
     paired,
+    scan_result,
     step,
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.ragged import enter_row
 from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scanning import TeamScans
 from deuteron.codegen.triton.scope import Dim, Dims, bound_name
 from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form
@@ -78,6 +79,10 @@ def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
             exact = whole_blocks(loops, form)
         if form.team > 1 and name == "x":  # whose blocks are of one row
             exact = True
+        if form.team > 1 and name == "r" and not form.persistent:  # in turns of the team
+            exact = bool(count) and not any(
+                (count or 1) % (form.team * b.of(name)) for b in form.candidates
+            )
         if form.start is not None and name == "r":
             exact = False
         out.append(Dim(name, axes, names.blocks[name], place, not exact))
@@ -287,6 +292,10 @@ def accumulate(em: Emitter, w: Write, dims: Dims, value: str, where: str) -> str
 def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
     header(em)
     x, r = em.dims["x"], em.dims["r"]
+    if form.team > 1 and not form.persistent:
+        with TeamScans(loops, form, em).turns():
+            stores(em, [(w, FULL) for w in loops.parts if isinstance(w, Write)])
+        return
     if form.team > 1:
         team = Team(form, em, loops)
         team.begin()
@@ -326,10 +335,6 @@ def hints(em: Emitter, passes: list[Pass]) -> None:
             for n in root.walk():
                 if n.op == "load" and n.attr[1] and em.shared(n):
                     em.policies[n] = "evict_last"
-
-
-def scan_result(p: Prefix) -> Expr:
-    return Expr("load", p.body.dtype, (), (p.name, (), None))
 
 
 def one_pass(
@@ -408,12 +413,6 @@ def rest_of_row(loops: Loops, em: Emitter, team: Team, columns: Mapping[str, str
     team.await_all()
     writes = [p for p in loops.parts if isinstance(p, Write)]
     stores(em, [(p, X if p.level == "row" else FULL) for p in writes])
-
-
-def masked_value(em: Emitter, kind: str, body: Expr, mask: str) -> str:
-    """A value in the shape of the tile, neutral where the mask is false."""
-    text = full(em, em.value(body), em.deps(body), body.dtype)
-    return f"tl.where({mask}, {text}, {identity(kind, body.dtype)})" if mask else text
 
 
 class Passes:

@@ -75,17 +75,7 @@ class Team:
         return [rule.x if isinstance(rule, Products) else f.body]
 
     def begin(self) -> None:
-        em, n = self.em, self.count
-        wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
-        em.scope.add(
-            f"team = (pid // {n}){wide}",
-            f"teams = (tl.num_programs(0) // {n}){wide}",
-            f"place = pid % {n}",
-            f"roffset = place{wide} * {em.dims['r'].block}",
-            f"words = {PARAM} + {FIRST} + (pid // {n}) * {ROUNDS * n * len(self.places)}",
-            f"before = libm.begin({PARAM}, {self.cluster}, {len(self.places)})",
-            "tag = before + 1",
-        )
+        begin(self.em, self.count, len(self.places), self.cluster)
 
     def end(self, rounds: str) -> None:
         """`rounds`: text of a number that no team's exchanges exceed."""
@@ -241,4 +231,19 @@ class Team:
         return found
 
 
-__all__ = ["FIRST", "PARAM", "Team"]
+def begin(em: Emitter, count: int, folds: int, cluster: int) -> None:
+    """The first thing of a program: which one of which team it is, of so many programs that
+    exchange so many folds in a round, and where its block of a row begins."""
+    wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
+    em.scope.add(
+        f"team = (pid // {count}){wide}",
+        f"teams = (tl.num_programs(0) // {count}){wide}",
+        f"place = pid % {count}",
+        f"roffset = place{wide} * {em.dims['r'].block}",
+        f"words = {PARAM} + {FIRST} + (pid // {count}) * {ROUNDS * count * folds}",
+        f"before = libm.begin({PARAM}, {cluster}, {folds})",
+        "tag = before + 1",
+    )
+
+
+__all__ = ["FIRST", "PARAM", "Team", "begin"]

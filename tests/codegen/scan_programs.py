@@ -1,0 +1,180 @@
+"""Scans of few long rows by teams, their Triton kernels run by Triton's interpreter.
+
+``TRITON_INTERPRET=1 python scan_programs.py`` prints a JSON line per program: the largest error of
+its outputs over their tolerance, or what went wrong. Rows are short, and so are blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deuteron.base import scans
+from deuteron.base.options import Options
+from deuteron.codegen.triton import scanning
+from deuteron.codegen.triton.generate import TritonKernel, generate
+from deuteron.ir.index import evaluate
+from deuteron.ir.program import Constant, Input
+from deuteron.lower import nn
+from deuteron.lower.core import TO_TORCH
+from deuteron.runtime.build_triton import module
+from deuteron.tools.concurrent import together
+from tests.schedule import tools
+from tests.schedule.tools import Scheduled, scheduled, spec_of
+
+BLOCK = 64
+TABLE = torch.randn(9)
+
+
+def infinite(rows: int, length: int) -> torch.Tensor:
+    x = torch.randn(rows, length)
+    x[0, length // 2] = math.inf
+    x[-1, 70::300] = math.nan
+    return x
+
+
+def factors(rows: int, length: int) -> torch.Tensor:
+    return 1 + torch.randn(rows, length) / 50
+
+
+PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    f"sums of {rows} rows of {length}": (lambda x: x.cumsum(-1), (torch.randn(rows, length),))
+    for rows, length in [(1, 2048), (2, 1024), (3, 1000), (4, 257), (5, 513), (5, 64), (1, 4099)]
+} | {
+    "bfloat16": (lambda x: x.cumsum(-1), (torch.rand(3, 1024).bfloat16(),)),
+    "float16 of odd rows": (lambda x: x.cumsum(-1), (torch.rand(3, 777).half(),)),
+    "bfloat16 to f32": (
+        lambda x: x.cumsum(-1, dtype=torch.float32) * 2,
+        (torch.rand(2, 600).bfloat16(),),
+    ),
+    "products": (lambda x: x.cumprod(-1), (factors(3, 700),)),
+    "maxima": (lambda x: x.cummax(-1)[0], (infinite(3, 700),)),
+    "minima": (lambda x: x.cummin(-1)[0], (infinite(2, 1030),)),
+    "maxima of whole numbers": (
+        lambda x: x.cummax(-1)[0],
+        (torch.randint(-(2**31), 2**31 - 1, (3, 500), dtype=torch.int32),),
+    ),
+    "sums with infinities": (lambda x: x.cumsum(-1), (infinite(3, 700),)),
+    "what is computed before and after": (
+        lambda x: (x * 2).sin().cumsum(-1).div(30).exp(),
+        (torch.randn(3, 900),),
+    ),
+    "what is needed again": (lambda x: x.cumsum(-1) * x + x.abs(), (torch.randn(4, 513),)),
+    "beside others": (
+        lambda x, y, w, b: (x * w).cumsum(-1) * b[:, None] + y,
+        (torch.randn(3, 640), torch.randn(3, 640), torch.randn(640), torch.randn(3)),
+    ),
+    "of a table": (
+        lambda x, table: table[(x.cumsum(-1).long() % 9).abs()],
+        (torch.ones(2, 500), TABLE),
+    ),
+    "three at once": (
+        lambda x, y: (x.cumsum(-1), (y + 1).cumprod(-1) - x, (x * x).cumsum(-1)),
+        (torch.randn(3, 700), torch.randn(3, 700) / 60),
+    ),
+    "backwards": (lambda x: x.flip(-1).cumsum(-1).flip(-1), (torch.randn(3, 700),)),
+    "rows of two dimensions": (lambda x: x.cumsum(-1) + 1, (torch.randn(2, 2, 515),)),
+    "every other row": (lambda x: x[::2].cumsum(-1), (torch.randn(5, 515),)),
+}
+
+
+@contextmanager
+def short() -> Iterator[None]:
+    """Rows and blocks are short, sums of f32 on the CPU as on a GPU, and of its multiprocessors
+    there are so few that teams differ: 16, 8 and 4 programs of 1, 2 and more rows."""
+    few = replace(spec_of("H200"), cores=5, bandwidth_gbps=5.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scans, "LONG_SCAN", 64)
+        for name in ("BLOCK", "NARROW", "LEAST"):
+            patch.setattr(scanning, name, BLOCK)
+        patch.setattr(tools, "spec_of", lambda device: few)
+        patch.setattr(nn, "accumulated_in", lambda ctx, dtype: "i64" if dtype == "i64" else "f32")
+        yield
+
+
+def planned(name: str) -> tuple[Scheduled, list[TritonKernel]]:
+    f, args = PROGRAMS[name]
+    with short():
+        found = scheduled(f, *args, device="H200", check=False)
+        return found, [generate(k, tools.spec_of("H200"), Options()) for k in found.kernels]
+
+
+def run(name: str, folder: Path, teams: int) -> list[torch.Tensor]:
+    """The program's outputs; every kernel by at most so many teams."""
+    found, kernels = planned(name)
+    args = PROGRAMS[name][1]
+    words = torch.zeros(1 << 14, dtype=torch.int64)
+    memory: dict[str, torch.Tensor] = {}
+    for d in found.program.defs:
+        if isinstance(d, Input):
+            memory[d.name] = args[d.position]
+        elif isinstance(d, Constant):
+            memory[d.name] = found.program.constants[d.name]
+    for k, t in zip(found.kernels, kernels, strict=True):
+        for written, lay in k.writes:
+            shape = [evaluate(i, {}) for i in lay.shape]
+            strides = [evaluate(i, {}) for i in lay.strides]
+            made = torch.empty_strided(shape, strides, dtype=TO_TORCH[lay.dtype])
+            memory.setdefault(written, made)
+        path = folder / f"{t.name}.py"
+        path.write_text(t.source)
+        own = {"team": words, "counter": torch.zeros(1, dtype=torch.int32)}
+        given = [memory[str(what)] if kind == "tensor" else own[kind] for kind, what in t.args]
+        constants = t.constants(t.configs[0], False, True)
+        kernel, grid = getattr(module(path), t.name), t.grid(t.configs[0], {})
+        if t.team == 1:
+            kernel[(grid,)](*given, **constants)
+            continue
+        assert grid % t.team == 0
+        for _ in range(2):  # the next launch finds the last one's words
+            together(kernel, min(grid, teams * t.team), *given, **constants)
+        assert int(words[0]) == 0 and int(words[1]) > 0
+    return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
+
+
+def check(name: str, folder: Path) -> float:
+    f, args = PROGRAMS[name]
+    wide = [x.double() if x.is_floating_point() else x for x in args]
+    want = f(*wide)
+    narrow = f(*args)
+    want, narrow = (list(w) if isinstance(w, tuple) else [w] for w in (want, narrow))
+    got = run(name, folder, 3)
+    again = run(name, folder, 1)
+    worst = 0.0
+    for g, same, w, n in zip(got, again, want, narrow, strict=True):
+        assert g.dtype == n.dtype and g.shape == n.shape
+        assert torch.equal(g.view(torch.uint8), same.view(torch.uint8)), "results differ"
+        if not g.is_floating_point():
+            worst = max(worst, 0.0 if torch.equal(g, n) else math.inf)
+            continue
+        alike = torch.equal(g.isnan(), w.isnan()) and torch.equal(g.isinf(), w.isinf())
+        g, w = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (g, w))
+        units = 16 if n.itemsize == 4 else 1  # of a result in halves, its rounding only
+        bound = units * torch.finfo(n.dtype).eps * (1 + float(w.abs().max()))
+        worst = max(worst, float((g - w).abs().max()) / bound if alike else math.inf)
+    return worst
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for k, name in enumerate(PROGRAMS):
+            own = Path(folder) / str(k)
+            own.mkdir()
+            try:
+                print(json.dumps({"program": name, "error": check(name, own)}), flush=True)
+            except Exception:  # noqa: BLE001 - each program reports for itself
+                print(json.dumps({"program": name, "failure": traceback.format_exc()[-3000:]}))
+
+
+if __name__ == "__main__":
+    main()
