@@ -55,6 +55,10 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
         lambda x: (torch.where(x > 0, 3, 0) << 40, torch.where(x > 0, 3, 1).amin()),
         (torch.randn(50),),
     ),
+    "places of columns": (  # beside others, in rows of which each program has several
+        lambda x, y, i: torch.cat([x, y[:, i[0], i[1]]], 1),
+        (torch.randn(37, 12), torch.randn(37, 7, 7), torch.randint(-7, 7, (2, 51))),
+    ),
     "one of a row": (
         lambda x, i: x.scatter(1, i, 1.0) * 2,
         (torch.randn(5, 40), torch.randint(0, 40, (5, 1))),

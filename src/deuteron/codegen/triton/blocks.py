@@ -65,6 +65,18 @@ def plane_blocks(ny: int, nx: int, spec: DeviceSpec, most: int) -> tuple[Blocks,
     return tuple(dict.fromkeys((plane(2048, 4), plane(1024, 4), plane(4096, 8))))
 
 
+def row_blocks(ny: int, nx: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+    """Whole rows, several for a program, which computes something for all of them."""
+    x = power(nx)
+
+    def rows(elements: int, warps: int) -> Blocks:
+        while elements > x and ny * nx < elements * 2 * spec.cores:
+            elements //= 2
+        return Blocks((("y", min(max(1, elements // x), power(ny))), ("x", x)), warps)
+
+    return tuple(dict.fromkeys((rows(8192, 8), rows(4096, 8), rows(4096, 4))))
+
+
 def tile_blocks(
     loops: Loops, other: Axis, y: Sequence[Axis], x: Sequence[Axis], spec: DeviceSpec
 ) -> tuple[Blocks, ...]:
