@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from deuteron.codegen.loops import Loops, Write, stride
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.scope import Scope, bound_name
 from deuteron.ir.expr import Expr
@@ -18,7 +19,6 @@ from deuteron.ir.index import Axis, const, hint, product
 from deuteron.ir.ragged import ends
 
 if TYPE_CHECKING:
-    from deuteron.codegen.loops import Loops
     from deuteron.codegen.triton.emit import Emitter
 
 # Columns in a tile at most, elements of a thread, and terms at once. H200, gradient of an embedding
@@ -31,6 +31,8 @@ WIDEST, EACH, TERMS = 1024, 32, 4
 REGISTERS = 80
 # With fewer columns a tile has several rows instead of several terms, and so many elements.
 LEAST_WIDE, ELEMENTS = 64, 256
+# Elements of a tile whose rows lie side by side.
+ACROSS = 2048
 
 Dims = tuple[tuple[str, tuple[Axis, ...]], ...]
 Sizes = tuple[tuple[str, int], ...]
@@ -38,18 +40,29 @@ Sizes = tuple[tuple[str, int], ...]
 
 def ragged_tile(loops: Loops, order: Sequence[Axis]) -> tuple[Dims, Sizes, tuple[Axis, ...]] | None:
     """The dimensions of a tile, their sizes, and the axes of which it has one value: rows are what
-    ends depend on. None where nothing has an end of its own."""
+    ends depend on. None where nothing has an end of its own. Rows that lie side by side in memory
+    are for neighbouring lanes."""
     found = [end for root in loops.roots() for end in ends(root).values()]
     own = {a for end in found for a in end.axes()}
     y, x = tuple(a for a in order if a in own), tuple(a for a in order if a not in own)
     if not y:
         return None
     columns, rows = (max(1, hint(product(a.extent for a in axes))) for axes in (x, y))
+    if beside(loops, y[-1]):
+        wide = min(1 << (rows - 1).bit_length(), ELEMENTS)
+        high = min(1 << (columns - 1).bit_length(), ACROSS // wide)
+        return (("y", x), ("x", y)), (("y", high), ("x", wide)), ()
     wide = min(1 << (columns - 1).bit_length(), WIDEST)
     high = min(1 << (rows - 1).bit_length(), ELEMENTS // wide)
     if wide >= LEAST_WIDE or high == 1:
         return (("x", x),), (("x", wide),), y
     return (("y", y), ("x", x)), (("y", high), ("x", wide)), ()
+
+
+def beside(loops: Loops, row: Axis) -> bool:
+    """Whether all that is stored is contiguous along the rows."""
+    stored = [p.address for p in loops.parts if isinstance(p, Write)]
+    return bool(stored) and all(stride(a, row) == 1 for a in stored)
 
 
 def write_ragged(em: Emitter, fold: Expr, end: Expr, name: str) -> None:
