@@ -274,6 +274,20 @@ def test_columns_of_added_rows_are_shared(threads: int, columns: int) -> None:
         assert f"const long long len0 = {columns};" in r.cpp.source
 
 
+def test_one_and_a_tangent() -> None:
+    """Is one call, unless the tangent is used besides."""
+    x, y = torch.randn(100).clamp(-4, 4) * 5, torch.empty(100)
+    i = ax("i", 100)
+    tangent = op("tanh", ld("x", i))
+    more = op("add", tangent, lit(1.0))
+    for value, alone in ((op("mul", ld("x", i), more), True), (op("mul", tangent, more), False)):
+        r = run(Nest((i,), (), (Store("y", idx(i), value, "point"),)), {"x": x, "y": y}, ["y"])
+        assert ("d_one_and_tanh(" in r.cpp.source) == alone
+        wide = x.double()
+        want = (wide if alone else wide.tanh()) * (1 + wide.tanh())
+        torch.testing.assert_close(y.double(), want, rtol=5e-7, atol=1e-11 if alone else 1e-7)
+
+
 def test_one_and_an_exponential() -> None:
     """Is one call, unless the exponential is used besides."""
     x, y = torch.randn(100).clamp(-4, 4) * 20, torch.empty(100)

@@ -145,7 +145,7 @@ def source() -> str:
     parts += [loop(n, f"const {a} *__restrict a", o, e) for n, (e, a, o) in CONVERSIONS.items()]
     parts += [
         loop(n, "const f32 *__restrict a", "f32", f"d_{n}(a[i])")
-        for n in ("exp_below", "one_and_exp", "log1p_unit", "erf_of_sum")
+        for n in ("exp_below", "one_and_exp", "one_and_tanh", "log1p_unit", "erf_of_sum")
     ]
     scale = "d_divisor_scale(b[i])"
     parts += [
@@ -310,6 +310,14 @@ def test_exp_of_no_positive_number(built: tuple[ctypes.CDLL, str, str]) -> None:
 def test_one_and_an_exponential(built: tuple[ctypes.CDLL, str, str]) -> None:
     x = torch.cat([samples(), torch.linspace(-120, 120, 1 << 16)])
     check(call(built, "one_and_exp", torch.float32, x), x.double().exp() + 1, 1.5, x)
+
+
+def test_one_and_a_tangent(built: tuple[ctypes.CDLL, str, str]) -> None:
+    """Also where the tangent is near -1, of whose sum eager keeps 2^-24 at best."""
+    x = torch.cat([samples(), torch.linspace(-40, 40, 1 << 16)])
+    want = 2 / (1 + (-2 * x.double()).exp())
+    got = call(built, "one_and_tanh", torch.float32, x).double()
+    torch.testing.assert_close(got, want, rtol=3e-7, atol=1e-12, equal_nan=True)
 
 
 def test_erf_of_a_sum(built: tuple[ctypes.CDLL, str, str]) -> None:

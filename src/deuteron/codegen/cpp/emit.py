@@ -76,7 +76,7 @@ class Emitter:
         self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
         self.loose: frozenset[Expr] = frozenset()  # see `precision`
         self.tops: dict[str, Expr] = {}  # the nest's maxima, and of what they are
-        self.shared: frozenset[Expr] = frozenset()  # exponentials with several uses
+        self.shared: frozenset[Expr] = frozenset()  # exponentials, tangents of several uses
         self.summed: frozenset[Expr] = frozenset()  # erf of which only 1 + erf is used
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
         self.guard: str | None = None
@@ -297,10 +297,11 @@ class Emitter:
             self.used.add("d_log1p_unit")
             return kind, f"d_log1p_unit({args[0]})"
         if node.op == "add" and node.dtype == "f32":
-            power = one_and_exp(node)
-            if power is not None and power not in self.shared:  # which the compiler leaves out
-                self.used.add("d_one_and_exp")
-                return kind, f"d_one_and_exp({self.value(power.args[0])})"
+            curve = one_and(node)
+            if curve is not None and curve not in self.shared:  # which the compiler leaves out
+                name = f"d_one_and_{curve.op}"
+                self.used.add(name)
+                return kind, f"{name}({self.value(curve.args[0])})"
         if node.op in ("maximum", "minimum") and node.dtype in FLOATS:
             # One instruction: what the comparison with NaN leaves is the other argument.
             for limit, x, text in zip(node.args, reversed(node.args), reversed(args), strict=True):
@@ -443,11 +444,11 @@ class Emitter:
         return f"{name}({num}, {den})"
 
 
-def one_and_exp(node: Expr) -> Expr | None:
-    """The exponential in ``1 + exp(x)``."""
-    for one, power in (node.args, node.args[::-1]):
-        if one.op == "literal" and one.attr == 1.0 and power.op == "exp":
-            return power
+def one_and(node: Expr) -> Expr | None:
+    """The exponential in ``1 + exp(x)``, the tangent in ``1 + tanh(x)``."""
+    for one, curve in (node.args, node.args[::-1]):
+        if one.op == "literal" and one.attr == 1.0 and curve.op in ("exp", "tanh"):
+            return curve
     return None
 
 

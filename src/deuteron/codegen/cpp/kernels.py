@@ -160,7 +160,7 @@ def generate_for(
         em = Emitter(pointers, used, numbers)
         em.tops = {p.name: p.body for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}
         em.loose = inexact(loops, lambda e: False).loose
-        em.shared, em.summed = _shared_powers(loops), _summed(loops)
+        em.shared, em.summed = _shared_curves(loops), _summed(loops)
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
         env = Env(loops, em, machine, threaded, shared, past, tiles_past)
         write_nest(env)
@@ -224,11 +224,11 @@ def translation_unit(kernels: Sequence[CppKernel]) -> str:
     )
 
 
-def _shared_powers(loops: Loops) -> frozenset[Expr]:
-    """Exponentials that are used more than once."""
-    roots = loops.roots()
-    users = Counter(c for n in unique_nodes(roots) for c in children(n) if c.op == "exp")
-    users.update(r for r in roots if r.op == "exp")
+def _shared_curves(loops: Loops) -> frozenset[Expr]:
+    """Exponentials and tangents that are used more than once."""
+    roots, curves = loops.roots(), ("exp", "tanh")
+    users = Counter(c for n in unique_nodes(roots) for c in children(n) if c.op in curves)
+    users.update(r for r in roots if r.op in curves)
     return frozenset(e for e, count in users.items() if count > 1)
 
 

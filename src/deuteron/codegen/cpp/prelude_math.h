@@ -386,6 +386,11 @@ D_FN f32 d_tanh(f32 x) {
 }
 D_SLOW f64 d_tanh(f64 x) { return tanh(x); }
 
+//@ d_one_and_tanh
+// 1 + tanh(x) = 2 / (1 + e^-2x), of which nothing is lost where tanh is near -1.
+D_FN f32 d_one_and_tanh(f32 x) { return 2.0f / d_one_and_exp(-2.0f * x); }
+D_FN f64 d_one_and_tanh(f64 x) { return 1.0 + d_tanh(x); }
+
 //@ d_sinh
 D_LIBM(sinh)
 // Odd polynomial (2^-31.6) below 1, h - 1/(4h) with h = e^x / 2 above.
