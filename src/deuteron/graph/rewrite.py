@@ -17,6 +17,7 @@ from torch import fx
 from deuteron.base.record import Record
 from deuteron.graph import ops
 from deuteron.graph.aliasing import Aliasing
+from deuteron.graph.convolutions import rewrite_convolutions
 from deuteron.graph.cse import merge_common
 from deuteron.graph.edit import Editor
 from deuteron.graph.epilogues import join_activations
@@ -34,7 +35,9 @@ def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
         applied = apply_rows(gm)
         merged = merge_common(gm)
         remove_dead(gm.graph)
-        changed = pad_products(gm, record) + channels_last(gm, record)
+        changed = channels_last(gm, record)
+        changed += rewrite_convolutions(gm, record)  # in the order that memory has by now
+        changed += pad_products(gm, record)
         if changed + join_activations(gm, record):
             merged += merge_common(gm)
             remove_dead(gm.graph)

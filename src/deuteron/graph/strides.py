@@ -58,17 +58,23 @@ def order_of(strides: Strides, t: Tensor) -> list[int] | None:
 def restore(editor: Editor, output: fx.Node, promised: Iterable[tuple[fx.Node, Strides]]) -> None:
     """Copies what the graph returns with other strides than it promised."""
     for node, strides in promised:
-        if strides_of(node) == strides:
-            continue
-        order = order_of(strides, node.meta["val"])
-        assert order is not None, f"{node}: nothing lies {strides} apart side by side"
         with editor.before(output):
-            moved = editor.call(aten.permute.default, node, order, like=node)
-            kwargs = {"memory_format": torch.contiguous_format}
-            moved = editor.call(aten.clone.default, moved, like=node, **kwargs)
-            back = sorted(range(len(order)), key=order.__getitem__)
-            new = editor.call(aten.permute.default, moved, back, like=node)
-        output.replace_input_with(node, new)
+            new = laid(editor, node, strides)
+        if new is not node:
+            output.replace_input_with(node, new)
+
+
+def laid(editor: Editor, node: fx.Node, strides: Strides) -> fx.Node:
+    """The node, or a copy of it that has these strides."""
+    if strides_of(node) == strides:
+        return node
+    order = order_of(strides, node.meta["val"])
+    assert order is not None, f"{node}: nothing lies {strides} apart side by side"
+    moved = editor.call(aten.permute.default, node, order, like=node)
+    kwargs = {"memory_format": torch.contiguous_format}
+    moved = editor.call(aten.clone.default, moved, like=node, **kwargs)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return editor.call(aten.permute.default, moved, back, like=node)
 
 
 def as_saved(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -109,4 +115,14 @@ def report(gm: fx.GraphModule, traced: Sequence[Strides]) -> None:
         found.extend(b if a != b else None for a, b in zip(traced, now, strict=True))
 
 
-__all__ = ["as_saved", "refresh", "report", "restore", "saved_strides", "strides_of"]
+__all__ = [
+    "Strides",
+    "as_saved",
+    "laid",
+    "order_of",
+    "refresh",
+    "report",
+    "restore",
+    "saved_strides",
+    "strides_of",
+]

@@ -31,7 +31,7 @@ from deuteron.ir.index import (
     product,
 )
 from deuteron.ir.program import Compute, Extern, Layout, ViewArg, contiguous, contiguous_strides
-from deuteron.lower.access import flatten, masked, unflatten
+from deuteron.lower.access import compare, flatten, masked, unflatten
 from deuteron.lower.core import LowerContext, make
 from deuteron.lower.core import Value as Tensor
 
@@ -95,7 +95,7 @@ class Ordered:
     def sum(self) -> Tensor:
         """x plus what comes to each of its elements."""
         if self.few():
-            self.bits = max(1, ((self.count.value or 1) - 1).bit_length())
+            self.bits = bits_of(self.count.value or 1)
             keys = self.order = self.rank()
         else:
             keys, self.order = self.sort()
@@ -138,26 +138,76 @@ class Ordered:
 
     def rank(self) -> Tensor:
         """As `sort`, in one list: rows and numbers are one whole number, so that no two are the
-        same. Few points count who goes before them."""
-        ctx, count = self.ctx, self.count
+        same. Each counts who goes before it: of all, or of its block and then of the others, which
+        are in order by then."""
+        count, n = self.count, self.count.value or 0
+        dtype = packed(n, self.size.value or 0)
+        assert dtype is not None
 
         def both(row: Expr, number: Index) -> Expr:
-            high = op("lshift", cast(row, "i32"), literal(self.bits, "i32"))
-            return op("bitwise_or", high, cast(index_value(number), "i32"))
+            high = op("lshift", cast(row, dtype), literal(self.bits, dtype))
+            return op("bitwise_or", high, cast(index_value(number), dtype))
 
-        places = self.places(both)
+        keys, block = self.places(both), block_of(n, dtype)
+        (axis,) = self.ctx.axes([count])
+        if block:
+            blocks = self.ranked_blocks(keys, block, -(-n // (block * CHAINS)) * CHAINS)
+            key = blocks.at([axis.index])
+            return self.stored(axis, self.before(blocks, key, block), key, keys)
 
         def before(idx: tuple[Index, ...]) -> Expr:
-            (other,) = ctx.axes([count])
-            less = op("lt", places.at([other.index]), places.at(idx))
-            return E.reduce("sum", (other,), cast(less, "i32"))
+            (other,) = self.ctx.axes([count])
+            return E.reduce("sum", (other,), less(keys.at([other.index]), keys.at(idx)))
 
-        rank = ctx.define(make(ctx, [count], before), wish=f"{self.wish}_rank")
-        (axis,) = ctx.axes([count])
-        at = kept(cast(rank.at([axis.index]), "i64"), count)
-        # Every place is of one point, so that a maximum has no order.
-        none = make(ctx, [count], lambda idx: literal(0, "i32"))
-        return ctx.scatter(none, (axis,), (at,), places.at([axis.index]), "max", None)
+        rank = self.ctx.define(make(self.ctx, [count], before), wish=f"{self.wish}_rank")
+        return self.stored(axis, rank.at([axis.index]), keys.at([axis.index]), keys)
+
+    def stored(self, axis: Axis, rank: Expr, key: Expr, keys: Tensor) -> Tensor:
+        """Each key at its rank, in a list that is `keys` before: no two have one rank."""
+        at = kept(cast(rank, "i64"), self.count)
+        return self.ctx.scatter(keys, (axis,), (at,), key, unique=True)
+
+    def ranked_blocks(self, keys: Tensor, block: int, blocks: int) -> Tensor:
+        """The keys with those of each block in order; behind the last are others, which go before
+        none."""
+        ctx, n, dtype = self.ctx, self.count, keys.dtype
+        last = literal(2 ** (31 if dtype == "i32" else 63) - 1, dtype)
+
+        def padded(at: Index) -> Expr:
+            return masked(compare("lt", at, n), keys.at([at]), last)
+
+        terms = min(TERMS, block)
+        a, b, group, other = ctx.axes([blocks, block, block // terms, terms])
+        place, low = a.index * block + b.index, a.index * block + group.index * terms
+        key = padded(place)
+        rank = E.reduce("sum", (other,), less(padded(low + other.index), key))
+        at = a.index * block + kept(cast(E.reduce("sum", (group,), rank), "i64"), const(block))
+        filled = make(ctx, [const(block * blocks)], lambda idx: padded(idx[0]))
+        exists = None if n.value == block * blocks else compare("lt", place, n)
+        return ctx.scatter(filled, (a, b), (at,), key, None, exists, unique=True)
+
+    def before(self, keys: Tensor, key: Expr, block: int) -> Expr:
+        """How many go before a key: in each of the blocks a binary search without branches, of
+        several blocks at once."""
+        (group,) = self.ctx.axes([floordiv(keys.shape[0], const(block * CHAINS))])
+
+        def search(low: Index) -> Expr:
+            found = literal(0, "i32")
+            for k in reversed(range(block.bit_length())):
+                step = 1 << k >> 1  # the last one looks at what is found itself
+                ahead = max(step - 1, 0)
+                at = const(ahead)
+                if found.op != "literal":
+                    at = kept(op("add", found, literal(ahead, "i32")), const(block))
+                below = less(keys.at([low + at]), key)
+                below = op("mul", below, literal(step, "i32")) if step > 1 else below
+                found = below if found.op == "literal" else op("add", found, below)
+            return found
+
+        total = search(group.index * (CHAINS * block))
+        for k in range(1, CHAINS):
+            total = op("add", total, search((group.index * CHAINS + k) * block))
+        return E.reduce("sum", (group,), total)
 
     def sort(self) -> tuple[Tensor, Tensor]:
         """The places in order, and the numbers of their points."""
@@ -195,7 +245,7 @@ class Ordered:
     def row(self, key: Expr) -> Expr:
         """The row that a sorted place is (i64)."""
         if self.bits:
-            return cast(op("rshift", key, literal(self.bits, "i32")), "i64")
+            return cast(op("rshift", key, literal(self.bits, key.dtype)), "i64")
         wide = cast(key, "i64")
         return op("add", wide, literal(2**15, "i64")) if key.dtype == "i16" else wide
 
@@ -230,9 +280,9 @@ class Ordered:
         """What the q-th of the sorted points adds to the columns of its row."""
         found = self.order.at([kept(q, self.count)])
         if self.bits:
-            found = cast(op("bitwise_and", found, literal((1 << self.bits) - 1, "i32")), "i64")
-        number = kept(found, self.count)
-        at = unflatten(number, [a.extent for a in self.rows.points])
+            number = literal((1 << self.bits) - 1, found.dtype)
+            found = cast(op("bitwise_and", found, number), "i64")
+        at = unflatten(kept(found, self.count), [a.extent for a in self.rows.points])
         table: dict[Atom, Index] = dict(zip(self.rows.points, at, strict=True))
         table |= dict(zip(self.rows.along, columns, strict=True))
         body = self.body.substitute(table)
@@ -354,6 +404,11 @@ def kept(position: Expr, extent: Index) -> Index:
     return minimum(maximum(found, const(0)), extent - 1)
 
 
+def less(a: Expr, b: Expr) -> Expr:
+    """1 where a < b, else 0 (i32)."""
+    return cast(op("lt", a, b), "i32")
+
+
 # Columns from which rows are worth ordering; what is narrower is added element by element.
 WIDE = 16
 # Microseconds that results which repeat are worth: a sort of 32768 places, and what is around it.
@@ -366,9 +421,15 @@ NEAR = 40e6  # bytes that are in the L2
 SORT, SLOWER = (17.0, 28.0, 2.6e-5), {2: 1.0, 4: 1.5, 8: 2.5}
 OTHERS = 6.0  # what else there is: places, first points, chunks
 FEW = 4096
-# Ranking: kernels, and comparisons done in a microsecond (H100, us: 4096 places 4, 8192 10, 12000
-# 26).
-RANK, COMPARISONS = 2.0, 7e6
+# Ranking: a kernel, and comparisons done in a microsecond, with all (H100, us: 4096 places 4, 8192
+# 10, 12000 26) and in binary searches; numbers of 64 bits take so much longer.
+RANK, COMPARISONS, LOOKS, LONG = 2.0, 7e6, 2.5e6, 2.0
+# Places that are put in order by themselves, before the others' are searched.
+BLOCKS = (128, 256, 512, 1024)
+# Searches of a lane that do not wait for each other.
+CHAINS = 4
+# Comparisons of a lane that are written out.
+TERMS = 32
 
 
 def is_sparse(points: int, rows: int) -> bool:
@@ -376,8 +437,19 @@ def is_sparse(points: int, rows: int) -> bool:
 
 
 def is_ranked(points: int, rows: int) -> bool:
-    """A row and a number have 31 bits."""
-    return points * rows < 2**30 and ranking_us(points) < sorting_us(points, rows)
+    dtype = packed(points, rows)
+    return dtype is not None and ranking_us(points, dtype) < sorting_us(points, rows)
+
+
+def bits_of(count: int) -> int:
+    """Bits of numbers below `count`."""
+    return max(1, (count - 1).bit_length())
+
+
+def packed(points: int, rows: int) -> str | None:
+    """The dtype that holds a row and a point's number and is not negative."""
+    bits = bits_of(points) + bits_of(rows)
+    return "i32" if bits <= 31 else "i64" if bits <= 63 else None
 
 
 def sorting_us(points: float, rows: float) -> float:
@@ -385,8 +457,20 @@ def sorting_us(points: float, rows: float) -> float:
     return sort * SLOWER[2 if rows <= 2**16 else 4]
 
 
-def ranking_us(points: float) -> float:
-    return RANK + points**2 / COMPARISONS
+def ranking_us(points: int, dtype: str, block: int | None = None) -> float:
+    """With blocks of so many places, 0: without, None: as is best."""
+    if block is None:
+        block = block_of(points, dtype)
+    slower = LONG if dtype == "i64" else 1.0
+    if not block:
+        return RANK + points**2 / COMPARISONS * slower
+    looks = -(-points // block) * block.bit_length()
+    return 2 * RANK + points * (block / COMPARISONS + looks / LOOKS) * slower
+
+
+def block_of(points: int, dtype: str) -> int:
+    """Places of a block that is put in order by itself; 0: all are compared with all."""
+    return min((0, *BLOCKS), key=lambda block: ranking_us(points, dtype, block))
 
 
 def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
@@ -400,7 +484,9 @@ def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
     points = hint(product(a.extent for a in rows.points))
     own, wide = E.ITEMSIZE[x.dtype], 8 if x.dtype == "f64" else 4
     size, added = count * width, points * width
-    sort = ranking_us(points) if is_ranked(points, count) else sorting_us(points, count)
+    sort = sorting_us(points, count)
+    if is_ranked(points, count):
+        sort = ranking_us(points, packed(points, count) or "i64")
     filled = points if is_sparse(points, count) else count
     programs = filled if width >= 64 else filled * width / 256
     ordered = sort + OTHERS + max((size + added) * own / BYTES, programs / PROGRAMS)
