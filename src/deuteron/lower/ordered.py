@@ -106,8 +106,9 @@ class Ordered:
         return self.total(first, self.chunks(keys) if self.many() else None)
 
     def sparse(self) -> bool:
-        """Whether most rows have no points."""
-        return is_sparse(hint(self.count), hint(self.size))
+        """Whether most rows have no points. Rows that lie side by side are written at once."""
+        beside = bool(self.rows.columns) and self.x.rank - 1 in self.rows.rows
+        return not beside and is_sparse(hint(self.count), hint(self.size))
 
     def few(self) -> bool:
         """Whether to count is faster than the library's sort."""
