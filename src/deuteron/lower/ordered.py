@@ -152,9 +152,9 @@ class Ordered:
         keys, block = self.places(both), block_of(n, dtype)
         (axis,) = self.ctx.axes([count])
         if block:
-            blocks = self.ranked_blocks(keys, block, -(-n // (block * CHAINS)) * CHAINS)
+            blocks = self.ranked_blocks(keys, block, -(-n // block))
             key = blocks.at([axis.index])
-            return self.stored(axis, self.before(blocks, key, block), key, keys)
+            return self.stored(axis, self.before(blocks, block).at([axis.index]), key, keys)
 
         def before(idx: tuple[Index, ...]) -> Expr:
             (other,) = self.ctx.axes([count])
@@ -177,22 +177,26 @@ class Ordered:
         def padded(at: Index) -> Expr:
             return masked(compare("lt", at, n), keys.at([at]), last)
 
-        terms = min(TERMS, block)
-        a, b, group, other = ctx.axes([blocks, block, block // terms, terms])
-        place, low = a.index * block + b.index, a.index * block + group.index * terms
+        def before(idx: tuple[Index, ...]) -> Expr:
+            (other,) = ctx.axes([const(block)])
+            low = idx[0] * block
+            return E.reduce("sum", (other,), less(padded(low + other.index), padded(low + idx[1])))
+
+        sizes = [const(blocks), const(block)]
+        rank = ctx.define(make(ctx, sizes, before), wish=f"{self.wish}_rank")
+        a, b = ctx.axes(sizes)
+        place = a.index * block + b.index
         key = padded(place)
-        rank = E.reduce("sum", (other,), less(padded(low + other.index), key))
-        at = a.index * block + kept(cast(E.reduce("sum", (group,), rank), "i64"), const(block))
+        at = a.index * block + kept(cast(rank.at([a.index, b.index]), "i64"), const(block))
         filled = make(ctx, [const(block * blocks)], lambda idx: padded(idx[0]))
         exists = None if n.value == block * blocks else compare("lt", place, n)
         return ctx.scatter(filled, (a, b), (at,), key, None, exists, unique=True)
 
-    def before(self, keys: Tensor, key: Expr, block: int) -> Expr:
-        """How many go before a key: in each of the blocks a binary search without branches, of
-        several blocks at once."""
-        (group,) = self.ctx.axes([floordiv(keys.shape[0], const(block * CHAINS))])
+    def before(self, keys: Tensor, block: int) -> Tensor:
+        """How many go before each key: in every block a binary search without branches."""
+        blocks = floordiv(keys.shape[0], const(block))
 
-        def search(low: Index) -> Expr:
+        def search(low: Index, key: Expr) -> Expr:
             found = literal(0, "i32")
             for k in reversed(range(block.bit_length())):
                 step = 1 << k >> 1  # the last one looks at what is found itself
@@ -205,10 +209,12 @@ class Ordered:
                 found = below if found.op == "literal" else op("add", found, below)
             return found
 
-        total = search(group.index * (CHAINS * block))
-        for k in range(1, CHAINS):
-            total = op("add", total, search((group.index * CHAINS + k) * block))
-        return E.reduce("sum", (group,), total)
+        def rank(idx: tuple[Index, ...]) -> Expr:
+            (other,) = self.ctx.axes([blocks])
+            return E.reduce("sum", (other,), search(other.index * block, keys.at(idx)))
+
+        made = make(self.ctx, [self.count], rank)
+        return self.ctx.define(made, wish=f"{self.wish}_rank")
 
     def sort(self) -> tuple[Tensor, Tensor]:
         """The places in order, and the numbers of their points."""
@@ -422,15 +428,13 @@ NEAR = 40e6  # bytes that are in the L2
 SORT, SLOWER = (17.0, 28.0, 2.6e-5), {2: 1.0, 4: 1.5, 8: 2.5}
 OTHERS = 6.0  # what else there is: places, first points, chunks
 FEW = 4096
-# Ranking: a kernel, and comparisons done in a microsecond, with all (H100, us: 4096 places 4, 8192
-# 10, 12000 26) and in binary searches; numbers of 64 bits take so much longer.
-RANK, COMPARISONS, LOOKS, LONG = 2.0, 7e6, 2.5e6, 2.0
+# Ranking: two kernels, and comparisons done in a microsecond, with all and in binary searches; with
+# numbers of 64 bits they take so much longer. H200, us, 8192 places: with all 10, in blocks of 512
+# 2.2 and their searches 3.1; 16384: 33, 2.3 and 6.0 (of 1024 3.2 and 9.2); 32768: 127, 5.4 and 8.2
+# in blocks of 1024 (of 512 3.4 and 11.3), by the library 24.
+RANK, COMPARISONS, LOOKS, LONG = 2.0, 5.5e6, 1.7e6, 2.0
 # Places that are put in order by themselves, before the others' are searched.
 BLOCKS = (128, 256, 512, 1024)
-# Searches of a lane that do not wait for each other.
-CHAINS = 4
-# Comparisons of a lane that are written out.
-TERMS = 32
 
 
 def is_sparse(points: int, rows: int) -> bool:
