@@ -261,3 +261,19 @@ def test_memory_has_what_is_narrow(device):
     assert len(found.kernels) > 1
     stored = [lay for k in found.kernels for _, lay in k.writes if lay.numel.value == rows * COLS]
     assert sorted(lay.dtype for lay in stored) == ["bf16", "f32"]  # what is narrow, and the result
+
+
+def test_what_computes_is_no_nest_beside_what_reads() -> None:
+    """Ranks of many places and sums of columns would have one number of warps."""
+    places = torch.randint(0, 1 << 30, (16384,), dtype=torch.int32)
+
+    def ranks(i: Tensor) -> Tensor:
+        return (i[:, None] > i[None, :]).sum(1, dtype=torch.int32)
+
+    def f(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return ranks(i), x.sum(0)
+
+    found = scheduled(f, places, torch.randn(64, 4096), device="H200", check=False)
+    assert len(found.kernels) == 2
+    short = scheduled(f, places[:64], torch.randn(64, 4096), device="H200", check=False)
+    assert len(short.kernels) == 1
