@@ -181,7 +181,7 @@ def test_moved_inputs() -> None:
 def lowered_wrongly(monkeypatch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> None:
     """Everything behind lowering believes a program that is not what was traced."""
     real = pipeline.lower
-    monkeypatch.setattr(pipeline, "lower", lambda *args: change(real(*args)))
+    monkeypatch.setattr(pipeline, "lower", lambda *args, **kw: change(real(*args, **kw)))
 
 
 def test_wrong_lowering_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
