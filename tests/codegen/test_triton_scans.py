@@ -3,9 +3,6 @@ needs on a GPU."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.lower import nn
 from deuteron.runtime.build_triton import build
+from tests.codegen.cubins import resources
 from tests.codegen.scan_programs import PROGRAMS, planned
 from tests.interpreting import reported
 from tests.schedule.tools import scheduled, spec_of
@@ -56,16 +54,6 @@ def on_gpu(patch: pytest.MonkeyPatch, f: Any, *args: torch.Tensor) -> list[Trito
     patch.setattr(nn, "accumulated_in", lambda ctx, dtype: "f32")
     found = scheduled(f, *args, device="H200", check=False)
     return [generate(k, spec_of("H200"), Options()) for k in found.kernels]
-
-
-def resources(code: bytes, folder: Path) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread."""
-    tool = str(files("triton") / "backends" / "nvidia" / "bin" / "cuobjdump")
-    file = folder / "kernel.cubin"
-    file.write_bytes(code)
-    done = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True)
-    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    return int(found[0]), int(found[1])
 
 
 LONG = {

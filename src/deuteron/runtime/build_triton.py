@@ -45,14 +45,12 @@ class NoTriton(DeuteronError):
 @dataclass(frozen=True)
 class Binary:
     """A kernel for one kind of GPU. `num_warps` may not be what was asked for (see `_compile`).
-    `shared` is bytes of shared memory; `spills` bytes a thread."""
+    `shared` is bytes of shared memory."""
 
     name: str
     code: bytes
     num_warps: int
     shared: int
-    registers: int = 0
-    spills: int = 0
 
 
 @dataclass(frozen=True)
