@@ -28,7 +28,7 @@ from deuteron.lower.graph import lower
 from deuteron.lower.ordered import Ordered
 from deuteron.runtime.build_triton import build
 from deuteron.schedule import schedule
-from deuteron.schedule.kernel import Kernel, Schedule, Store
+from deuteron.schedule.kernel import Fold, Kernel, Schedule, Store
 from deuteron.schedule.unordered import SUMMED, reasons
 from deuteron.schedule.verify import verify_schedule
 from tests.codegen.ordered_programs import SORTED, cases
@@ -113,9 +113,12 @@ def test_places_are_checked_once() -> None:
     f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 2**20, -1, False)  # noqa: E731
     assert ordered.packed(8192, 2**20) == "i64"
     _, found = planned(f, torch.empty(8192, 16).bfloat16(), torch.zeros(8192).long())
-    roots = [root for k in kernels(found) for nest in k.nests for root in nest.exprs()]
+    nests = [nest for k in kernels(found) for nest in k.nests]
+    roots = [root for nest in nests for root in nest.exprs()]
     folds = [n for root in roots for n in root.walk() if n.op == "reduce"]
-    assert folds and not any(n.op == "check" for fold in folds for n in fold.walk())
+    ranks = [s.body for nest in nests for s in nest.stmts if isinstance(s, Fold)]
+    assert folds and len(ranks) == 2
+    assert not any(n.op == "check" for fold in (*folds, *ranks) for n in fold.walk())
     assert any(n.op == "check" for root in roots for n in root.walk())
 
 

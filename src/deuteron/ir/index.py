@@ -307,18 +307,6 @@ class Index:
             self._atoms = tuple(seen)
         return self._atoms
 
-    def values(self) -> tuple[Value, ...]:
-        """The values that it depends on, not those inside them."""
-        seen: dict[Atom, None] = {}
-        todo = [a for m, _ in self.terms for a in m]
-        while todo:
-            a = todo.pop()
-            if a not in seen:
-                seen[a] = None
-                inner = () if isinstance(a, Value) else _children(a)
-                todo.extend(x for i in inner for m, _ in i.terms for x in m)
-        return tuple(a for a in seen if isinstance(a, Value))
-
     def axes(self) -> frozenset[Axis]:
         if self._axes is None:
             self._axes = frozenset(a for a in self.atoms() if a.rank == 1 and isinstance(a, Axis))

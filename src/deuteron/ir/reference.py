@@ -600,7 +600,6 @@ def resolve(op: str) -> Callable[..., Any]:
 def compute(d: Compute, tensors: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
     """Adds the tensor that a `Compute` defines."""
     roots = [d.body] + ([d.mask] if d.mask is not None else [])
-    roots += [a.expr for i in d.index or () for a in i.values()]
     if d.target is None:
         tensors[d.name] = allocate(d.layout, sizes)
     else:

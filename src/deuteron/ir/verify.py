@@ -510,8 +510,9 @@ class _State:
                     "axes",
                     f"the store's axes {sorted(map(repr, missing))} are not the definition's",
                 )
-            for a in i.values():
-                self.expr(a.expr, d.axes)
+            for a in i.atoms():
+                if isinstance(a, Value):
+                    self.expr(a.expr, d.axes)
         if d.accumulate is not None and d.accumulate not in ACCUMULATES:
             raise Fault("kinds", f"no accumulation {d.accumulate!r}")
         if d.target is None:

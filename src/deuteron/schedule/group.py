@@ -128,22 +128,17 @@ class Member:
 
     @cached_property
     def effort(self) -> float:
-        """FLOPs of one evaluation, at one point or row, folds in the place of a store included."""
+        """FLOPs of one evaluation, at one point or row."""
         each, body = 0.0, self.compute.body
         if self.kind in ("fold", "scan", "column"):
             each, body = 1.0, body.args[0]
-        values = [a.expr for i in self.compute.index or () for a in i.values()]
-        folds = [e for e in values if e.axes() - self.at.keys()]
-        return each + sum(self._flops(e) for e in (body, *folds))
-
-    def _flops(self, body: Expr) -> float:
         nested = body.axes() - self.at.keys()
         if not nested:
-            return flops(body)
+            return each + flops(body)
         ends = ragged.ends(body)
         inner = hint(product(a.extent for a in nested if a not in ends))
         inner *= max(1, sum(ragged.expected(a, ends[a]) for a in nested if a in ends))
-        return flops(body) * inner
+        return each + flops(body) * inner
 
 
 def alone(c: Compute, position: int = 0) -> Group:

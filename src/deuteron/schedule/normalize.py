@@ -14,14 +14,12 @@ Tensors that are needed in memory (outputs, library calls, targets) keep their d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
 from deuteron.ir import expr as E
-from deuteron.ir import ragged
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Value, const, hint, product
 from deuteron.ir.onehot import single_term
@@ -166,8 +164,6 @@ class Inliner:
         points = hint(product(a.extent for a in (*c.axes, *_inner(c))))
         if self.specs[lay.device].kind == "cpu" and load.args and _shifted(load, c):
             points = min(points, hint(lay.numel))  # loops are cut where masks begin and end
-        if any(n.op == "check" for n in p.body.walk()):
-            points *= _repeats(load, c)  # each is a branch
         often = points / max(1, hint(lay.numel))
         if p.name not in self.memory and self.sites[p.name] == 1 and often <= 1.0:
             return True
@@ -225,14 +221,6 @@ def _gathers(load: Expr) -> bool:
 
 def _inner(c: Compute) -> tuple[Axis, ...]:
     return bound_axes(c) if c.body.op == "reduce" else ()
-
-
-def _repeats(load: Expr, c: Compute) -> int:
-    """How often folds inside the reader's expressions read at each of its points, about."""
-    ends = {a: end for root in roots(c) for a, end in ragged.ends(root).items()}
-    inner = load.axes() - {*c.axes, *_inner(c)}
-    ended = (ragged.expected(a, ends[a]) for a in inner if a in ends)
-    return math.prod(hint(a.extent) for a in inner if a not in ends) * math.prod(ended)
 
 
 def _aligned(load: Expr, c: Compute) -> bool:

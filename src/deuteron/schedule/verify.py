@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from deuteron.ir.expr import REDUCTIONS, SCANS, Expr, own_indices
-from deuteron.ir.index import Axis
+from deuteron.ir.index import Axis, Value
 from deuteron.ir.program import Compute, Constant, Extern, Input, Layout, Program
 from deuteron.ir.verify import (
     ACCUMULATES,
@@ -84,7 +84,7 @@ def stmt_exprs(s: Stmt) -> tuple[Expr, ...]:
     """What a statement evaluates, the positions of a store included."""
     if not isinstance(s, Store):
         return (s.body,)
-    values = [a.expr for i in s.index for a in i.values()]
+    values = [a.expr for i in s.index for a in i.atoms() if isinstance(a, Value)]
     return (s.value, *values) if s.mask is None else (s.value, s.mask, *values)
 
 

@@ -34,6 +34,12 @@ class Blocks:
 SINGLE = tuple(Blocks((("x", n),), w) for n, w in ((256, 8), (128, 4), (256, 4)))
 
 
+# Elements and warps of a tile: of points; of those that share what is found for their column.
+Tiles = tuple[tuple[int, int], ...]
+PLAIN: Tiles = ((2048, 4), (1024, 4), (4096, 8))
+PLACED: Tiles = ((8192, 8), (4096, 8), (4096, 4))
+
+
 def warps_for(elements: int, each: int = 16) -> int:
     """Warps so that a thread has about `each` elements."""
     return min(16, max(1, below(elements // (32 * each))))
@@ -52,7 +58,9 @@ def line_blocks(count: int, spec: DeviceSpec, itemsize: int, most: int) -> tuple
     return tuple(out)
 
 
-def plane_blocks(ny: int, nx: int, spec: DeviceSpec, most: int) -> tuple[Blocks, ...]:
+def plane_blocks(
+    ny: int, nx: int, spec: DeviceSpec, most: int, tiles: Tiles = PLAIN
+) -> tuple[Blocks, ...]:
     x = min(power(nx), most)
     count = ny * nx
 
@@ -62,26 +70,15 @@ def plane_blocks(ny: int, nx: int, spec: DeviceSpec, most: int) -> tuple[Blocks,
         y = min(max(1, elements // x), power(ny))
         return Blocks((("y", y), ("x", min(x, elements))), warps)
 
-    return tuple(dict.fromkeys((plane(2048, 4), plane(1024, 4), plane(4096, 8))))
-
-
-def row_blocks(ny: int, nx: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
-    """Whole rows, several for a program, which computes something for all of them."""
-    x = power(nx)
-
-    def rows(elements: int, warps: int) -> Blocks:
-        while elements > x and ny * nx < elements * 2 * spec.cores:
-            elements //= 2
-        return Blocks((("y", min(max(1, elements // x), power(ny))), ("x", x)), warps)
-
-    return tuple(dict.fromkeys((rows(8192, 8), rows(4096, 8), rows(4096, 4))))
+    return tuple(dict.fromkeys(plane(*tile) for tile in tiles))
 
 
 def tile_blocks(
     loops: Loops, other: Axis, y: Sequence[Axis], x: Sequence[Axis], spec: DeviceSpec
 ) -> tuple[Blocks, ...]:
-    """`other`: the axis of y along which something is contiguous. H200, us, 16384 x 16384 of bf16:
-    tiles of 64 x 64 275, of 128 x 128 262; a copy 257."""
+    """`other`: the axis of y along which something is contiguous. Large tiles where there are many,
+    few of which are cut off: H200, us, 16384 x 16384 of bf16: tiles of 64 x 64 275, of 128 x 128
+    262; a copy 257."""
     ny, nx = size(y), size(x)
     plain = widest(loops) <= 2 and len(loops.accesses) <= 2
     enough = min(hint(other.extent), nx) >= 1024 and ny * nx >= 4 * 128 * 128 * spec.cores

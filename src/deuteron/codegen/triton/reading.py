@@ -15,8 +15,6 @@ from deuteron.ir.index import Axis, hint, product
 
 # Blocks for what is the same in them have at least so many elements.
 LEAST_STEADY = 1024
-# A point that reads more takes long, as one does that walks a fold by itself.
-MANY_READS = 32
 
 
 def power(n: int) -> int:
@@ -141,13 +139,3 @@ def steady_block(loops: Loops, r: Sequence[Axis]) -> int:
             found = math.gcd(found, product(axis.extent for axis in r[used[0] + 1 :]).value or 1)
     most = found & -found
     return most if most >= LEAST_STEADY else 0
-
-
-def spread_block(loops: Loops, axes: Sequence[Axis], cores: int) -> int:
-    """Few points that take long: how many are together, one in each lane, so that every
-    multiprocessor has some; else 0."""
-    count, nodes = size(axes), unique_nodes(loops.roots())
-    slow = any(n.op == "reduce" for n in nodes) or sum(n.op == "load" for n in nodes) > MANY_READS
-    if not slow or count >= 256 * cores:
-        return 0
-    return max(32, min(128, below(count // cores)))

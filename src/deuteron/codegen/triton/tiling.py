@@ -29,11 +29,11 @@ from deuteron.codegen.loops import (
     stride,
 )
 from deuteron.codegen.triton.blocks import (
+    PLACED,
     SINGLE,
     Blocks,
     line_blocks,
     plane_blocks,
-    row_blocks,
     tile_blocks,
     warps_for,
 )
@@ -47,7 +47,6 @@ from deuteron.codegen.triton.reading import (
     row_loads,
     shared_along,
     size,
-    spread_block,
     steady_block,
     streamed,
     tile_bytes,
@@ -225,11 +224,10 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     cut = _columns_placed(loops, order)
     if cut is not None:
         y, x = order[:cut], order[cut:]
-        return Form("points", (("y", y), ("x", x)), row_blocks(size(y), size(x), spec))
+        blocks = plane_blocks(size(y), size(x), spec, 2048, PLACED)
+        return Form("points", (("y", y), ("x", x)), blocks)
     full = [a for a in loops.accesses if 2 * points(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
-    if order and (block := spread_block(loops, order, spec.cores)):
-        return Form("points", (("x", order),), (Blocks((("x", block),), block // 32),))
     if order and _apart(loops, order[-1]):
         wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.parts)
         return Form("points", (("x", order),), SINGLE[::-1] if wide else SINGLE)

@@ -22,7 +22,6 @@ from deuteron.schedule.kernel import Fold
 
 MOST_POINTS = 32
 MOST_NODES = 600  # of the text; compile time
-MOST_INNER = 1000  # the same of a fold inside an expression
 
 
 def points_of(axes: Sequence[Axis]) -> int | None:
@@ -101,17 +100,13 @@ def _unrolled(loops: Loops) -> Loops:
     return replace(loops, reduced=(), parts=tuple(parts), results=frozenset())
 
 
-def _small(body: Expr, points: int) -> bool:
-    return points == 1 or len(set(body.walk())) * points <= MOST_INNER
-
-
 class _Inner(Rewriter):
     def _node(self, node: Expr) -> Expr:
         if node.op == "reduce":
             kind, axes = node.attr
             points = points_of(axes)
             body = self.done[node.args[0]]
-            if points is not None and 0 < points <= MOST_POINTS and _small(body, points):
+            if points is not None and 0 < points <= MOST_POINTS:
                 tables = _tables(axes)
                 at = [index_value(t[axes[0]]) for t in tables]
                 return tree(kind, [Rewriter(t).expr(body) for t in tables], at)
