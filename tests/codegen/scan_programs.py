@@ -24,7 +24,6 @@ from deuteron.base.options import Options
 from deuteron.codegen.triton import scanning
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.index import evaluate
-from deuteron.ir.program import Constant, Input
 from deuteron.lower import nn
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
@@ -114,12 +113,7 @@ def run(name: str, folder: Path, teams: int) -> list[torch.Tensor]:
     found, kernels = planned(name)
     args = PROGRAMS[name][1]
     words = torch.zeros(1 << 14, dtype=torch.int64)
-    memory: dict[str, torch.Tensor] = {}
-    for d in found.program.defs:
-        if isinstance(d, Input):
-            memory[d.name] = args[d.position]
-        elif isinstance(d, Constant):
-            memory[d.name] = found.program.constants[d.name]
+    memory = found.given(args)
     for k, t in zip(found.kernels, kernels, strict=True):
         for written, lay in k.writes:
             shape = [evaluate(i, {}) for i in lay.shape]

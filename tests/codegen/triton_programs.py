@@ -25,7 +25,6 @@ from deuteron.base.options import Options
 from deuteron.codegen.triton import reading, tiling
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir.index import Sym, evaluate
-from deuteron.ir.program import Constant, Input
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
 from deuteron.schedule import split, teams
@@ -570,12 +569,7 @@ def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torc
     """The program's outputs, its kernels interpreted."""
     words = torch.zeros(4096, dtype=torch.int64)
     sizes = sizes_of(found, args)
-    memory: dict[str, torch.Tensor] = {}
-    for d in found.program.defs:
-        if isinstance(d, Input):
-            memory[d.name] = args[d.position]
-        elif isinstance(d, Constant):
-            memory[d.name] = found.program.constants[d.name]
+    memory = found.given(args)
     for k, t in zip(found.kernels, kernels(found, name), strict=True):
         for written, lay in k.writes:
             if written not in memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,16 @@ class Scheduled:
     def accepted(self, subject: str) -> list[dict[str, Any]]:
         return [d for d in self.record.of("decision") if d["accepted"] and d["subject"] == subject]
 
+    def given(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """What is in memory before the first kernel: inputs and constants."""
+        memory: dict[str, torch.Tensor] = {}
+        for d in self.program.defs:
+            if isinstance(d, Input):
+                memory[d.name] = args[d.position]
+            elif isinstance(d, Constant):
+                memory[d.name] = self.program.constants[d.name]
+        return memory
+
     def run(self, args: list[Any]) -> list[torch.Tensor]:
         """The outputs, by the reference executor."""
         sizes: dict[str, int] = {}
@@ -54,12 +64,7 @@ class Scheduled:
             sizes[sym.name] = (
                 x if kind == "int" else (x.shape if kind == "shape" else x.stride())[dim]
             )
-        memory: dict[str, torch.Tensor] = {}
-        for d in self.program.defs:
-            if isinstance(d, Input):
-                memory[d.name] = args[d.position]
-            elif isinstance(d, Constant):
-                memory[d.name] = self.program.constants[d.name]
+        memory = self.given(args)
         for k in self.kernels:
             for name, lay in k.writes:
                 if name in self.schedule.aliases:
