@@ -30,11 +30,28 @@ def kernels(f: Callable[..., Any], *args: Tensor) -> list[TritonKernel]:
     return [generate(k, spec_of("H200"), Options()) for k in found.kernels]
 
 
+def loads(k: TritonKernel) -> list[str]:
+    return [line for line in k.source.splitlines() if "tl.load(" in line]
+
+
 def test_a_window_has_one_address() -> None:
     (k,) = kernels(lambda x: F.avg_pool2d(x, 3, 2, 1), X)
-    places = {line.split("tl.load(")[1].split(")")[0] for line in k.source.splitlines()
-              if "tl.load(" in line}  # fmt: skip
+    places = {line.split("tl.load(")[1].split(")")[0] for line in loads(k)}
     assert len(places) == 1, places
+
+
+def test_a_lane_has_several_windows() -> None:
+    """Where elements come one by one: those that windows share are read once, and more are on their
+    way."""
+    x = X.expand(64, 8, 32, 56, 64).reshape(512, 32, 56, 64)
+    (k,) = kernels(lambda x: F.avg_pool2d(x, 3, 2, 1), x)  # four of 28 rows
+    assert k.source.count("tl.store(") == 4 and len(loads(k)) == 3 * (2 * 4 + 1)
+    (k,) = kernels(lambda x: F.avg_pool2d(x, 2, 2), x[:, :, :32])  # nothing is shared
+    assert k.source.count("tl.store(") == 8 and len(loads(k)) == 4 * 8
+    (k,) = kernels(lambda x: F.avg_pool2d(x, 3, 2, 1), X)  # too few
+    assert k.source.count("tl.store(") == 1
+    (k,) = kernels(lambda x: F.avg_pool2d(x, (3, 1), 1), x)  # whole vectors
+    assert k.source.count("tl.store(") == 1
 
 
 def test_elements_apart_are_for_neighbouring_threads() -> None:

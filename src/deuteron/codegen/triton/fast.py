@@ -25,7 +25,7 @@ def exp_fast(x):
 
 @triton.jit
 def sigmoid_fast(x):
-    return rcp(1.0 + exp_fast(-x))
+    return rcp(1.0 + exp2_fast(x * -1.4426950408889634))
 
 
 @triton.jit

@@ -76,9 +76,12 @@ def _half_more(em: Emitter, node: Expr) -> str | None:
 
 def _power(em: Emitter, node: Expr) -> str | None:
     """An exponential of a multiple, as a power of two of another multiple."""
-    if node not in em.inexact.loose or node.args[0].op != "mul":
+    (power,) = node.args
+    if node not in em.inexact.loose or power.op not in ("mul", "neg"):
         return None
-    for x, scale in (node.args[0].args, node.args[0].args[::-1]):
+    if power.op == "neg":
+        return f"libm.exp2_fast({em.value(power.args[0])} * {-1 / math.log(2)!r})"
+    for x, scale in (power.args, power.args[::-1]):
         if scale.op == "literal" and x.op != "literal":
             return f"libm.exp2_fast({em.value(x)} * {scale.attr / math.log(2)!r})"
     return None

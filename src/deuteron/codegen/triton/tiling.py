@@ -248,6 +248,11 @@ def _apart(loops: Loops, inner: Axis) -> bool:
     return len(read) > 1 and 2 * single > len(read)
 
 
+def one_by_one(loops: Loops, spec: DeviceSpec) -> bool:
+    """Whether neighbouring threads have neighbouring points, one each."""
+    return set(_choose(loops, spec, False).candidates) == set(SINGLE)
+
+
 def stored_points(loops: Loops) -> int:
     """Neighbouring elements of one tensor that a lane stores at most."""
     count: dict[str, int] = {}
@@ -664,4 +669,4 @@ def column_folds(loops: Loops) -> list[ColumnFold]:
     return [p for p in loops.parts if isinstance(p, ColumnFold)]
 
 
-__all__ = ["Blocks", "Form", "choose", "column_folds", "most_stages"]
+__all__ = ["Blocks", "Form", "choose", "column_folds", "most_stages", "one_by_one", "point_order"]
