@@ -25,6 +25,7 @@ from deuteron.base.options import Options
 from deuteron.codegen.triton import reading, tiling
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir.index import Sym, evaluate
+from deuteron.lower import nn
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
 from deuteron.schedule import split, teams
@@ -200,6 +201,7 @@ def planned(name: str) -> Scheduled:
             if name in SHARED | GROUPS:
                 slower = replace(spec_of("H200"), bandwidth_gbps=5.0)
                 patch.setattr(tools, "spec_of", lambda device: slower)
+                patch.setattr(nn, "accumulated_in", lambda ctx, dtype: dtype)  # as on a GPU
             return scheduled(f, *args, device="H200", check=False)
     slow = replace(spec_of("H200"), bandwidth_gbps=0.5)
     with pytest.MonkeyPatch.context() as patch:
@@ -391,6 +393,11 @@ def _after_the_mean(x: torch.Tensor) -> torch.Tensor:
     return x + (x * u).amax(-1, keepdim=True) + ((x - u) * (x - u)).sum(-1, keepdim=True)
 
 
+def _before_a_sum(x: torch.Tensor) -> torch.Tensor:
+    kept = x * (x.cumsum(-1) - x < 12.51)
+    return kept / kept.sum(-1, keepdim=True)
+
+
 def masked_halves() -> torch.Tensor:
     x = spread(7, 200).half()
     x[1, :70] = x[2, 130:] = x[3] = -math.inf
@@ -447,6 +454,18 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (torch.randn(6, 8, 200), torch.randn(6, 8, 200), weights(200)),
     ),
     "shared: norm of images": (lambda x: F.instance_norm(x), (torch.randn(3, 5, 15, 16),)),
+    "shared: those before a sum": (_before_a_sum, (torch.randint(0, 64, (7, 200)) / 64,)),
+    "shared: scans of scans": (
+        lambda x, y: (
+            (low := ((x * y).cumsum(1) - x).cumsum(1)),
+            low / low.abs().amax(1, keepdim=True) + x,
+        ),
+        (torch.randint(-9, 9, (5, 192)).float(), torch.randint(1, 3, (5, 192)).float()),
+    ),
+    "shared: whole numbers": (
+        lambda x: x * (x.cumsum(1, dtype=torch.int32) % 3 == 0) - x.amax(1, keepdim=True),
+        (torch.randint(-99, 99, (6, 256), dtype=torch.int32),),
+    ),
 }
 
 

@@ -4,7 +4,8 @@ A team's programs hold a block of the same row each and walk over the same rows.
 its block it publishes; before anyone uses a fold it collects what all have published, in the order
 of their places, so that results repeat bit for bit. Folds that do not need one another are
 published first and collected together; so are folds that need others by a rule of
-`schedule.online`: each block's result is one relative to the block's own maximum or mean.
+`schedule.online`: each block's result is one relative to the block's own maximum or mean. Of a scan
+a program publishes what its block folds to, and adds what comes before it to the block's own scan.
 
 Words are used in turn by four rounds: who publishes round k + 4 has collected round k + 2, so that
 all have published that, and had collected round k before.
@@ -22,14 +23,17 @@ from deuteron.codegen.triton.folds import (
     fold_rows,
     full,
     identity,
+    masked_value,
     paired,
     power_text,
+    scan_result,
     uses,
 )
 from deuteron.codegen.triton.reading import power
+from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import Expr
-from deuteron.schedule.kernel import Fold
+from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
 
 # Words of a launch: the number of programs that are done, the last tag used, then the teams'.
@@ -49,21 +53,23 @@ class Team:
         self.each = blocks.of("r") // (WARP * blocks.num_warps)  # elements of a thread
         row = frozenset(em.dims) - {"r"}
         chain = Chain(lambda e: em.deps(e) <= row)
-        self.folds = {p.name: p for p in loops.parts if isinstance(p, Fold)}
+        self.folds = {p.name: p for p in loops.parts if isinstance(p, (Fold, Prefix))}
         for f in self.folds.values():
             chain.add(f)
         self.sums: dict[str, str] = {}  # sum of squares -> the sum of the same elements
         self.rules: dict[str, Rule] = {}
         for name, rule in chain.rules.items():
             if isinstance(rule, Products) and rule.square:
-                same = [f for f in self.folds.values() if f.kind == "sum" and f.body is rule.x]
+                folds = (f for f in self.folds.values() if isinstance(f, Fold))
+                same = [f for f in folds if f.kind == "sum" and f.body is rule.x]
                 if same:
                     self.rules[name], self.sums[name] = rule, same[0].name
             elif isinstance(rule, Rescaled):
                 self.rules[name] = rule  # others wait for what they need
         self.places = {name: k for k, name in enumerate(self.folds)}
         self.local: dict[str, str] = {}
-        self.waiting: list[Fold] = []
+        self.scanned: dict[str, str] = {}  # scans of this program's block
+        self.waiting: list[Fold | Prefix] = []
         # The exponentials of a block, and the number that makes them those of the row.
         self.powers: dict[str, tuple[str, str]] = {}
 
@@ -87,6 +93,10 @@ class Team:
         todo = list(self.folds.values())
         while todo:
             f, *rest = todo
+            if isinstance(f, Prefix):
+                self.scan(f)
+                todo = rest
+                continue
             pair = paired(f, rest)
             if len(pair) == 1 or any(p.name in self.rules for p in pair):
                 self.fold(f)
@@ -127,6 +137,16 @@ class Team:
             self._publish(f, self.local[f.name])
         self.waiting.append(f)
 
+    def scan(self, f: Prefix) -> None:
+        em, block, own = self.em, self.em.fresh("block"), self.em.fresh("own")
+        self.await_for(f.body)
+        value = masked_value(em, f.kind, f.body, em.mask(frozenset("r")))
+        em.scope.add(f"{block} = {value}")
+        self._publish(f, f"libm.fold_{f.kind}({block})")
+        em.scope.add(f"{own} = libm.scan_{f.kind}({block})")
+        self.scanned[f.name] = own
+        self.waiting.append(f)
+
     def _rescaled(self, f: Fold, rule: Rescaled) -> str:
         """The sum of this block, relative to the block's maximum."""
         em, dtype = self.em, f.body.dtype
@@ -149,7 +169,7 @@ class Team:
         em.scope.add(f"{name} = libm.fold_sum({terms})")
         return name
 
-    def _publish(self, f: Fold, name: str) -> None:
+    def _publish(self, f: Fold | Prefix, name: str) -> None:
         which = f"words, {self.places[f.name]}, {len(self.places)}, {self.count}"
         self.em.scope.add(f"libm.publish({which}, {name}, tag, {self.cluster})")
 
@@ -164,6 +184,16 @@ class Team:
         found = self._collect()
         tops: dict[str, str] = {}
         for f in self.waiting:
+            if isinstance(f, Prefix):
+                neutral = identity(f.kind, f.body.dtype)
+                values = f'{neutral}, {found[f.name]}, place, {neutral}, "{f.kind}"'
+                start, name = em.fresh("start"), em.fresh(f"{clean(f.name)}_")
+                em.scope.add(
+                    f"{start}, _ = libm.through({values})",
+                    f"{name} = {fold_step(f.kind, f.body.dtype, start, self.scanned[f.name])}",
+                )
+                em.scope.texts[scan_result(f)] = name
+                continue
             rule, out, one = self.rules.get(f.name), *(em.fresh(f"{clean(f.name)}_") for _ in "ab")
             if isinstance(rule, Rescaled):
                 lanes = found[rule.maximum]
