@@ -10,9 +10,17 @@ from pathlib import Path
 
 def resources(code: bytes, folder: Path) -> tuple[int, int]:
     """Registers and bytes of local memory of a thread."""
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", _asked("-res-usage", code, folder))
+    return int(found[0]), int(found[1])
+
+
+def loads(code: bytes, folder: Path) -> set[str]:
+    """The instructions that read memory."""
+    return set(re.findall(r"\bLDG[.\w]*", _asked("-sass", code, folder)))
+
+
+def _asked(what: str, code: bytes, folder: Path) -> str:
     tool = str(files("triton") / "backends" / "nvidia" / "bin" / "cuobjdump")
     file = folder / "kernel.cubin"
     file.write_bytes(code)
-    done = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True)
-    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    return int(found[0]), int(found[1])
+    return subprocess.run([tool, what, file], capture_output=True, text=True, check=True).stdout

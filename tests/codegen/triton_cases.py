@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from deuteron.base.device import DeviceSpec, named_gpu
+from deuteron.base.device import named_gpu
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, index_value, literal, load, op
@@ -960,9 +960,9 @@ def chunk_columns() -> Case:
 # ------------------------------------------------------------------------------------------- run
 
 
-def build(name: str, gpu: DeviceSpec = SPEC) -> tuple[Case, TritonKernel]:
+def build(name: str) -> tuple[Case, TritonKernel]:
     made = CASES[name]()
-    return made, generate(made.kernel(name), gpu)
+    return made, generate(made.kernel(name), SPEC)
 
 
 def config_of(made: Case, kernel: TritonKernel, number: int = 0) -> Config:

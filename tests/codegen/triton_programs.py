@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.base.options import Options
-from deuteron.codegen.triton import reading, tiling
+from deuteron.codegen.triton import phases, reading, tiling
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir.index import Sym, evaluate
 from deuteron.lower import nn
@@ -89,6 +89,15 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
     "sum of permuted rows": (
         lambda x: (placed(x).sum((0, 1, 2)), x.roll(5, 1).flip(1).amax(1)),
         (torch.randn(16, 64, 20),),
+    ),
+    "triangles": (
+        lambda x, y: (
+            x.masked_fill(torch.ones(37, 40, dtype=torch.bool).triu(4), -math.inf).softmax(-1),
+            y.tril(-3) * 2,
+            y.float().triu(5).sum(-1),
+            torch.tril(x, 38),
+        ),
+        (torch.randn(3, 37, 40), torch.randn(2, 24, 64).bfloat16()),
     ),
     "matrix-vector": (lambda a, b: torch.mv(a, b).relu(), (torch.randn(30, 70), torch.randn(70))),
 }
@@ -182,6 +191,14 @@ LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ),
         (torch.randn(3, 3000) + 20,),
     ),
+    "differences of differences in a loop": (
+        lambda x: (torch.log_softmax(x, -1).sum(-1), x.logsumexp(-1)),
+        (torch.randn(3, 3000) * 9,),
+    ),
+    "no number, and none that is finite, in a loop": (
+        lambda x: (torch.log_softmax(x, -1).sum(-1), x.amax(-1)),
+        (torch.randn(3, 3000).index_fill(1, torch.tensor([7, 2999]), -math.inf),),
+    ),
     "positions in a loop": (
         lambda x, y: (x.argmax(-1), x.argmin(-1), y.argmax(-1), y.argmin(-1)),
         (extremes(6, 3000), torch.randint(-4, 4, (6, 3000), dtype=torch.int32)),
@@ -273,6 +290,15 @@ PHASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x: F.interpolate(x, scale_factor=2) + 1,
         (torch.randn(2, 24, 5, 6).to(memory_format=torch.channels_last),),
     ),
+}
+# Where a lane has several windows of rows (`kernels`).
+WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "windows: maxima and their places": (
+        lambda x: torch.ops.deuteron.max_pool(x, *WINDOW),
+        (tied(2, 3, 16, 40),),
+    ),
+    "windows: means": (lambda x: F.avg_pool2d(x, 3, 2, 1), (torch.randn(2, 3, 8, 40),)),
+    "windows: apart": (lambda x: F.avg_pool2d(x, 2) + 1, (torch.randn(3, 16, 40),)),
 }
 PHASES |= {
     "shuffled": (lambda x: F.pixel_shuffle(x, 2).relu(), (torch.randn(2, 8, 6, 40),)),
@@ -536,7 +562,8 @@ SECTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sections: of planes": (of_planes, (torch.randn(4, 6, 16),)),
     "sections: of columns of planes": (of_columns, (torch.randn(4, 16, 6),)),
 }
-EVERY = PROGRAMS | PARTS | LOOPED | PHASES | UNORDERED | ERF | SCANS | GROUPS | SHARED | SECTIONS
+EVERY = PROGRAMS | PARTS | LOOPED | PHASES | WINDOWS | UNORDERED | ERF | SCANS | GROUPS | SHARED
+EVERY |= SECTIONS
 
 
 @contextmanager
@@ -561,7 +588,10 @@ def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel
     with pytest.MonkeyPatch.context() as patch, sharing(name):
         if looped or name in UNORDERED | SCANS:
             patch.setattr(tiling, "ROW_LIMIT", 64)
+        if name in WINDOWS:
+            patch.setattr(phases, "LANES", 0)
         made = [generate(k, spec_of(gpu), Options()) for k in found.kernels]
+    assert name not in WINDOWS or made[0].source.count("tl.store(") > 1
     assert name not in SHARED or any(k.team > 1 for k in made), "no team"
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]
     heads = ("for roffset", "for rback", "if rwhole")

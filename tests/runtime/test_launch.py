@@ -50,23 +50,15 @@ struct attribute { int id, none; unsigned value[16]; };
 struct configuration {
   unsigned grid[3], block[3], shared; void* stream; attribute* attributes; unsigned count;
 };
-// A cooperative launch, or one in clusters of so many programs, or one that may begin early (plus a
-// million).
+// A cooperative launch, or one in clusters of so many programs.
 int cuLaunchKernelEx(const configuration* c, void* f, void** params, void** extra) {
   if (int r = answer()) return r;
-  long long what = (long long)f, early = 0;
-  if (c->count < 1) return 1;
-  for (const attribute* a = c->attributes; a < c->attributes + c->count; ++a) {
-    unsigned n = a->value[0];
-    if (n < 1 || (a->id != 4 && n != 1)) return 1;
-    if (a->id == 4 && (c->grid[0] % n || a->value[1] != 1 || a->value[2] != 1)) return 1;
-    if (a->id == 2) what = -what;
-    else if (a->id == 4) what = -1000 * (long long)n - what;
-    else if (a->id == 6) early = 1000000;
-    else return 1;
-  }
-  note(what + early, c->grid[0], *(long long*)params[0], *(int*)params[1]);
-  return 0;
+  const attribute* a = c->attributes;
+  if (c->count != 1 || a->value[0] < 1 || (a->id == 2 && a->value[0] != 1)) return 1;
+  if (a->id == 4 && (c->grid[0] % a->value[0] || a->value[1] != 1 || a->value[2] != 1)) return 1;
+  note(a->id == 2 ? -(long long)f : -1000 * (long long)a->value[0] - (long long)f, c->grid[0],
+       *(long long*)params[0], *(int*)params[1]);
+  return a->id == 2 || a->id == 4 ? 0 : 1;
 }
 int cuStreamIsCapturing(void* s, int* out) { *out = driver_capturing; return 0; }
 int cuGraphLaunch(void* e, void* s) { note(1, (long long)s, 0, 0); return answer(); }
@@ -219,11 +211,6 @@ def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     near, _ = sequence([replace(shared, cluster=True)], [[0]])
     near(7, addresses(16), (64,))  # clusters of three
     assert driver.log == [(-3101, 18, 16, 64)]
-    first, third, fourth = (replace(kernel(k), early=True) for k in (2, 3, 4))
-    cluster = replace(shared, cluster=True, early=True)
-    both, _ = sequence([first, cluster, third, fourth], [[0, 0], [0], [0, 0], [0, 0]])
-    both(7, addresses(16), (64,))  # a team, and what is behind one
-    assert [what for what, *_ in driver.log] == [101, 10**6 - 3201, 10**6 + 301, 401]
     large, _ = sequence([replace(shared, team=21)], [[0]])
     with pytest.raises(LaunchError, match="21 programs at once; the device runs 20"):
         large(7, addresses(16), (64,))

@@ -215,6 +215,8 @@ def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
         return user.dtype in (*HALF, *FLOAT8) or (user.dtype == "f32" and user not in strict)
     if user in strict:
         return False
+    if log1p_of_unit(user):
+        return True  # its slope is less than what it makes over its argument
     if user.op == "sqrt" or user.op == "reciprocal" or user.op == "div" and position == 1:
         return _whole(user.args[position])  # what is left of a difference would be all there is
     return user.op in CARRIES and (user.op != "where" or position > 0)

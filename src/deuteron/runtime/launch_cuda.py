@@ -41,11 +41,10 @@ struct configuration {
 };
 typedef int (*launch_ex_t)(const configuration*, void*, void**, void**);
 // `together`: programs that run at the same time: 0 no matter, 1 all, more: so many, as a cluster.
-// `early`: whether they may start before the kernel before has ended.
 struct kernel {
   void* function;
   unsigned grid, block, shared;
-  int count, aligned, together, early;
+  int count, aligned, together;
   const int* args;
 };
 
@@ -71,12 +70,10 @@ extern "C" int deuteron_launch(const sequence* q, int from, int to, void** p, vo
     if (k->aligned && (low & 15)) return -(i + 1);
     params[k->count] = params[k->count + 1] = &none;
     int rc;
-    if (k->together || k->early) {
-      attribute found[2]; unsigned count = 0;
-      if (k->together == 1) found[count++] = {2, 0, {1}};  // cooperative
-      if (k->together > 1) found[count++] = {4, 0, {(unsigned)k->together, 1, 1}};  // clusters
-      if (k->early) found[count++] = {6, 0, {1}};  // programmatic stream serialization
-      configuration c = {{k->grid, 1, 1}, {k->block, 1, 1}, k->shared, stream, found, count};
+    if (k->together) {
+      attribute one = {k->together == 1 ? 2 : 4, 0, {1, 1, 1}};  // cooperative, cluster dimensions
+      if (k->together > 1) one.value[0] = k->together;
+      configuration c = {{k->grid, 1, 1}, {k->block, 1, 1}, k->shared, stream, &one, 1};
       rc = q->launch_ex(&c, k->function, params, 0);
     } else {
       rc = q->launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
@@ -97,7 +94,6 @@ class _Kernel(ctypes.Structure):
         ("count", ctypes.c_int),
         ("aligned", ctypes.c_int),
         ("together", ctypes.c_int),
-        ("early", ctypes.c_int),
         ("args", ctypes.POINTER(ctypes.c_int)),
     ]
 
@@ -456,8 +452,6 @@ class Sequence:
                     f"{kernel.name} needs {kernel.team} programs at once; the device runs "
                     f"{loaded.resident}"
                 )
-        behind = k > 0 and self.kernels[k - 1].team > 1
-        row.early = int(kernel.early and (behind or kernel.team > 1))
         row.count, row.aligned = len(kernel.args), int(aligned)
         row.args = ctypes.cast(self.arrays[k], ctypes.POINTER(ctypes.c_int))
 

@@ -165,6 +165,8 @@ class Inliner:
         if self.specs[lay.device].kind == "cpu" and load.args and _shifted(load, c):
             points = min(points, hint(lay.numel))  # loops are cut where masks begin and end
         often = points / max(1, hint(lay.numel))
+        if self.specs[lay.device].kind == "cuda" and c.body.op == "reduce" and self.beside_rows(p):
+            return False
         if p.name not in self.memory and self.sites[p.name] == 1 and often <= 1.0:
             return True
         work = E.flops(p.body)
@@ -187,6 +189,20 @@ class Inliner:
             saved = spec.memory_us(touched * ITEMSIZE[lay.dtype])
             more += spec.memory_us(min(points, hint(lay.numel)) * moved)
         return more < saved
+
+    def beside_rows(self, p: Compute) -> bool:
+        """Whether it reads something of each row of a tensor, at a loaded place, beside what the
+        row folds to: who folds the row has that at hand, others fetch a line of memory for it.
+        H200, cross entropy of 262144 x 128, bf16, forward and backward, us: 68.8 and 63.9."""
+        rows = hint(self.layouts[p.name].numel)
+        placed = {n.attr[0] for n in p.body.loads() if _gathers(n)}
+        found, todo = set(), [n.attr[0] for n in p.body.loads() if not _gathers(n)]
+        while todo:
+            q = self.computes.get(todo.pop())
+            if q is not None and hint(self.layouts[q.name].numel) == rows:
+                todo += [r.tensor for r in reads_of(q) if q.body.op != "reduce"]
+                found |= {r.tensor for r in reads_of(q) if q.body.op == "reduce"}
+        return bool(placed & found)
 
 
 def roots(c: Compute) -> list[Expr]:

@@ -188,6 +188,8 @@ class Chain:
         if f.kind != "sum" or f.body.op != "sub" or f.body.dtype not in ("f32", "f64"):
             return None
         x, a = f.body.args
+        while x.op == "sub" and self.row_level(x.args[1]):  # (x - b) - a
+            x, a = x.args[0], E.op("add", x.args[1], a)
         varies = not self.row_level(x) and self.row_level(a)
         return Centered(x, a) if varies and self.need(x) < k else None
 

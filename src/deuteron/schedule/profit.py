@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from deuteron.base.device import DeviceSpec
 from deuteron.base.scans import EXCHANGED, MOST_SCANS, bandwidth, scan_team
 from deuteron.ir.expr import ITEMSIZE
-from deuteron.ir.index import Axis, Index, Mod, const, hint, product
+from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.parts import one_pass
@@ -26,8 +26,8 @@ ONE_CORE = 1.6
 GPU_KERNEL_US = 1.0
 CPU_KERNEL_US = 0.3
 SCATTERED = 0.25
-# Bytes that move for one that is stored by itself.
-LINE = 8
+# Bytes that move for one that is stored by itself, and for an element that is read so.
+LINE, SECTOR = 8, 32
 # Elements of a run of memory that is worth walking along.
 RUN = 16
 # Below this share of the device a fold is worth a second kernel; the latter where rows lie side by
@@ -55,8 +55,27 @@ def bytes_of(layout: Layout) -> int:
 
 def bytes_read(group: Group, name: str, layout: Layout) -> int:
     """Bytes of one tensor that the group reads: all of it, or as much as its points touch."""
-    touched = sum(elements(index) for index in group.reads[name])
-    return min(hint(layout.numel), touched) * ITEMSIZE[layout.dtype]
+    each = ITEMSIZE[layout.dtype]
+    touched = sum(
+        elements(index) * (max(each, SECTOR) if placed(index, layout) else each)
+        for index in group.reads[name]
+    )
+    return min(hint(layout.numel) * each, touched)
+
+
+_PLACED: dict[tuple[tuple[Index, ...], tuple[Index, ...]], bool] = {}
+
+
+def placed(index: tuple[Index, ...], layout: Layout) -> bool:
+    """Whether each element is read from a loaded place in a run of memory."""
+    key = (index, layout.strides)
+    found = _PLACED.get(key)
+    if found is None:
+        found = _PLACED[key] = any(
+            s.value == 1 and any(isinstance(a, Value) for a in i.atoms())
+            for i, s in zip(index, layout.strides, strict=True)
+        )
+    return found
 
 
 _ELEMENTS: dict[tuple[Index, ...], int] = {}

@@ -77,26 +77,6 @@ WAIT_TWO = tl.constexpr(
 )
 
 
-# Waits for the kernels before; lets the programs of the next one start, which wait, too.
-FOLLOW, LEAD = tl.constexpr("griddepcontrol.wait; "), "griddepcontrol.launch_dependents; "
-FOLLOW_AND_LEAD = tl.constexpr(FOLLOW + LEAD)
-
-
-@triton.jit
-def follow(LEADS: tl.constexpr):
-    """The first thing of a kernel that may start while the one before it ends; `LEADS`: whether the
-    next one may, too."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            (FOLLOW_AND_LEAD if LEADS else FOLLOW) + "mov.u32 $0, 0;",
-            "=r",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 @triton.jit
 def begin(words, CLUSTER: tl.constexpr, FOLDS: tl.constexpr):
     """The last tag that was used before this launch."""

@@ -124,7 +124,7 @@ class Accumulators:
         for name, rule in p.merged.items():
             if isinstance(rule, Rescaled):
                 self.sums.setdefault(rule.maximum, []).append(name)
-        # sum of differences -> what keeps the mean of the same elements
+        # sum of differences -> what keeps the mean, or the sum, of the same elements
         self.means: dict[str, str] = {}
         squares = {r.x: n for n, r in p.merged.items() if isinstance(r, Products) and r.square}
         for name, rule in p.merged.items():
@@ -140,9 +140,8 @@ class Accumulators:
             rule = self.merged.get(f.name)
             if isinstance(rule, Centered) and self.means[f.name] != f.name:
                 continue
-            if isinstance(rule, (Products, Centered)):
-                single = isinstance(rule, Centered) or rule.square
-                means = ("mean",) if single else ("mean", "other")
+            if isinstance(rule, Products):
+                means = ("mean",) if rule.square else ("mean", "other")
                 zeros = f"tl.zeros({shape}, {scalars.TYPE[dtype]})"
                 em.scope.add(*(f"{name}_{what} = {zeros}" for what in (*means, "m2")))
             elif f.name in self.sums or isinstance(rule, Rescaled):
@@ -188,7 +187,7 @@ class Accumulators:
             self._products(f, rule, name)
         elif isinstance(rule, Centered):
             if self.means[f.name] == f.name:
-                self._products(f, Products(rule.x, rule.a, rule.x, rule.a), name)
+                self._assign({name: f"{name} + {em.value(rule.x)}"})
         elif f.kind.startswith("arg"):
             value, at = em.fresh("v"), em.fresh("i")
             place = f"tl.broadcast_to(rindex, {em.shape(FULL)})"
@@ -340,8 +339,12 @@ class Accumulators:
             self.em.scope.add(f"rcount = tl.zeros({shape}, tl.int32) + rwhole // {block}")
 
     def _finish_centered(self, f: Fold, rule: Centered) -> None:
-        em, home = self.em, self.names[self.means[f.name]]
-        self._lanes_sum(f, f"{self._count(f.body.dtype)} * ({home}_mean - {em.value(rule.a)})")
+        em, home = self.em, self.means[f.name]
+        count, name, a = self._count(f.body.dtype), self.names[home], em.value(rule.a)
+        if isinstance(self.merged[home], Centered):  # of few elements; minus infinity stays that
+            self._lanes_sum(f, f"{name} - {count} * {a}")
+        else:
+            self._lanes_sum(f, f"{count} * ({name}_mean - {a})")
 
     def _finish_products(self, f: Fold, rule: Products, name: str) -> None:
         """Each lane's sum about its means, moved to the center of the row."""

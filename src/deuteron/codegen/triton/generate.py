@@ -20,6 +20,7 @@ from deuteron.codegen.checks import with_checks
 from deuteron.codegen.loops import WORKER, Loops, prepare
 from deuteron.codegen.triton.alike import alike
 from deuteron.codegen.triton.blocks import Blocks
+from deuteron.codegen.triton.chosen import chosen
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.phases import phased
@@ -43,11 +44,6 @@ ALIGNED = "ALIGNED"
 
 # Counts the programs that are done, in kernels with barriers.
 COUNTER = "counter_ptr"
-# Programs of a multiprocessor, at most, of a kernel that may start early, if it is behind a team's.
-# H200, us, no kernel early, teams, these too, and any kernel of few programs: layer norm of
-# 64 x 131072 38.0, 37.2, 36.6, 36.6; modulated layer norm, in the way of whose programs those are
-# that wait, 232, 232, 232, 239.
-FEW = 8
 
 HEADER = """import triton
 import triton.language as tl
@@ -85,8 +81,6 @@ class TritonKernel:
     team         programs that share a row and must run at the same time. Where there are more than
                  one, any multiple of it is a valid number of programs, the grid's is the most
     cluster      whether those are a cluster, and have `CLUSTER_BYTES` more shared memory
-    early        whether its programs may start while a team's kernel before it ends: they wait for
-                 that before they do anything
     """
 
     name: str
@@ -102,7 +96,6 @@ class TritonKernel:
     debug: bool = False  # build with debug=True (and sanitize_overflow=False): it asserts
     team: int = 1
     cluster: bool = False
-    early: bool = False
     fp_fusion: bool = False  # eager rounds after each multiplication, and so does the kernel
 
     def signature(self, wide: bool = False) -> dict[str, str]:
@@ -140,7 +133,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     pointers = _pointer_names(layouts)
     checked = options is None or options.bounds_check
     nests = [
-        phased(written_out(prepare(with_checks(n, layouts, checked), layouts)), spec)
+        phased(written_out(chosen(prepare(with_checks(n, layouts, checked), layouts))), spec)
         for n in kernel.nests
     ]
     first = kernel.barriers[0] if kernel.barriers else len(nests)
@@ -177,15 +170,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
     params += [COUNTER] * bool(kernel.barriers) + [PARAM] * (team > 1)
     constexprs = [v for b in blocks for v in b.values()] + stages + flags
-    configs = _configs(forms, blocks, nests, spec)
-    grid_source = _grids(forms, blocks, nests, _main(kernel))
-    early = (spec.capability or (0, 0)) >= (9, 0) and (
-        forms[0].cluster if team > 1 else _few(grid_source, configs, symbols, spec)
-    )
-    start = [f"libm.follow({int(team > 1)})"] * early
-    source = _source(
-        name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers, start
-    )
+    source = _source(name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers)
     sizes = "i64" if static and wide else "i32"
     counter = bool(kernel.barriers)
     return TritonKernel(
@@ -205,8 +190,8 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
             *(["*i64"] * (team > 1)),
         ),
         constexprs=tuple(constexprs),
-        configs=configs,
-        grid_source=grid_source,
+        configs=_configs(forms, blocks, nests, spec),
+        grid_source=_grids(forms, blocks, nests, _main(kernel)),
         aligned=(
             *pointers.values(),
             *(size_name(s) for s in symbols if s.hint and s.hint % 16 == 0),
@@ -215,18 +200,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         debug=any(asserts for _, asserts in written),
         team=team,
         cluster=forms[0].cluster,
-        early=early,
     )
-
-
-def _few(
-    grid_source: str, configs: Sequence[Config], symbols: Sequence[Sym], spec: DeviceSpec
-) -> bool:
-    """Whether a kernel has so few programs that it does not matter that they wait."""
-    names = {"min": min, "max": max, **{s.name: s.hint for s in symbols}}
-    if None in names.values():
-        return False
-    return int(eval(grid_source, names, dict(configs[0].constexprs))) <= FEW * spec.cores
 
 
 def sharing(forms: Sequence[Form]) -> list[Form]:
@@ -421,25 +395,24 @@ def _source(
     constexprs: list[str],
     layouts: Mapping[str, Layout],
     pointers: Mapping[str, str],
-    start: list[str],
 ) -> str:
     lines = [HEADER]
     signature = ", ".join([*params, *(f"{c}: tl.constexpr" for c in constexprs)])
-    begin = [*_comments(kernel, layouts, pointers), *start, "pid = tl.program_id(0)"]
+    notes = _comments(kernel, layouts, pointers)
     if len(bodies) == 1:
-        lines += [*_function(name, signature, [*begin, *bodies[0]])]
+        lines += [*_function(name, signature, [*notes, "pid = tl.program_id(0)", *bodies[0]])]
         return "\n".join([*lines, ""])
-    calls, counts = [], []
+    calls, start = [], []
     for i, body in enumerate(bodies):
         lines += [*_function(f"_{name}_{i}", f"pid, {signature}", body), "", ""]
-        counts.append(f"blocks{i}")
+        start.append(f"blocks{i}")
         calls.append(_call(i, name, [*params, *constexprs]))
-    main = begin
+    main = [*notes, "pid = tl.program_id(0)"]
     for i, (form, names) in enumerate(zip(forms, blocks, strict=True)):
         main.append(f"blocks{i} = {_programs(form, names, kernel, i)}")
     side_by_side = calls[: _main(kernel)]
     for i, call in enumerate(side_by_side):
-        before = " + ".join(counts[:i])
+        before = " + ".join(start[:i])
         last = i == len(side_by_side) - 1
         head = "if" if i == 0 else "elif"
         first = f"pid - ({before})" if before else "pid"
@@ -447,7 +420,7 @@ def _source(
             main.append(call.replace("PID", "pid"))
             break
         main += [
-            "else:" if last else f"{head} pid < {' + '.join(counts[: i + 1])}:",
+            "else:" if last else f"{head} pid < {' + '.join(start[: i + 1])}:",
             "    " + call.replace("PID", first),
         ]
     main += _tail(kernel, calls)

@@ -25,7 +25,6 @@ from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them
     collect,
     collect_two,
     end,
-    follow,
     publish,
     team_max,
     team_min,

@@ -6,7 +6,7 @@ In: `Loops`. Out: numbers; sizes that change count as their hints.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from deuteron.codegen.loops import Loops, points, roots_of, stride, unique_nodes
 from deuteron.codegen.triton.turn import ragged
@@ -31,13 +31,14 @@ def size(axes: Sequence[Axis]) -> int:
     return max(1, hint(product(a.extent for a in axes)))
 
 
-def unit_bytes(loops: Loops, axis: Axis) -> int:
-    """Bytes that are contiguous along `axis`. A tensor that is read at several places counts once;
-    what is written counts twice, since lines that are written in parts are read as well."""
+def unit_bytes(loops: Loops, axis: Axis, beside: Collection[Axis] = ()) -> int:
+    """Bytes that are contiguous along `axis`, of what depends on one of the axes `beside`, if there
+    are any. A tensor that is read at several places counts once; what is written counts twice,
+    since lines that are written in parts are read as well."""
     axes = (*loops.parallel, *loops.reduced)
     moved: dict[tuple[str, bool], int] = {}
     for a in loops.accesses:
-        if stride(a.address, axis) == 1:
+        if stride(a.address, axis) == 1 and (not beside or a.address.axes() & set(beside)):
             size = a.itemsize * points(a.address, axes) * (2 if a.store else 1)
             moved[a.tensor, a.store] = max(size, moved.get((a.tensor, a.store), 0))
     return sum(moved.values())
