@@ -82,6 +82,14 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
             torch.tensor([6.0, -6.0, 0.0, -0.0, 1e30, -1e30, 1e-30, -1e-30]),
         ),
     ),
+    "quotients by what may be huge": (
+        lambda x: (x / x.abs().amax(-1, keepdim=True).clamp_min(1e-8) * 0.75).half(),
+        (
+            torch.tensor(
+                [[0.0, 1.0, -3e38, 2e38], [1e-9, -2e-9, 1e-30, 0.0], [5.0, -1e38, 9e37, 4.0]]
+            ),
+        ),
+    ),
     "a permuted copy and its sum": (
         lambda x: ((y := placed(x)), y.sum((0, 1, 2))),
         (torch.randn(16, 64, 40),),
