@@ -214,6 +214,9 @@ def test_log1p_of_what_decays() -> None:
         assert "libm.log1p_unit" in source(lambda x: F.logsigmoid(x), x)
         assert "libm.log1p_unit" not in source(lambda x: torch.log1p(torch.exp(x)), x)
         assert "libm.log1p_unit" not in source(lambda x: torch.log1p(x.abs()), x)
+    # Its argument's error is its own, at most: nothing shows that of what is rounded.
+    assert "libm.exp2_fast" in source(lambda x: F.logsigmoid(x), HALF)
+    assert "libm.exp2_fast" not in source(lambda x: F.logsigmoid(x), FLOAT)
 
 
 def test_sigmoid_beside_what_decays() -> None:

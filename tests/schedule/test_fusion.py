@@ -277,3 +277,15 @@ def test_what_computes_is_no_nest_beside_what_reads() -> None:
     assert len(found.kernels) == 2
     short = scheduled(f, places[:64], torch.randn(64, 4096), device="H200", check=False)
     assert len(short.kernels) == 1
+
+
+def test_what_is_taken_from_a_row_is_computed_beside_its_folds() -> None:
+    """Not where the rows are summed up, which would fetch a line of memory for each."""
+
+    def loss(x: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(x, t)
+
+    x, t = torch.empty(1 << 17, 64), torch.empty(1 << 17, dtype=torch.int64)
+    first, second = scheduled(loss, x, t, device="H200", check=False).kernels
+    assert {"arg0_1", "arg1_1"} <= {n for n, _ in first.reads}
+    assert "arg0_1" not in {n for n, _ in second.reads}

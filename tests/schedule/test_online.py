@@ -66,7 +66,14 @@ def chain_of(nest: Nest) -> Chain:
     return chain
 
 
-@pytest.mark.parametrize("f", [lambda x: (x - mean(x)).sum(-1), lambda x: (x - top(x)).sum(-1)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: (x - mean(x)).sum(-1),
+        lambda x: (x - top(x)).sum(-1),
+        lambda x: (x - (m := top(x)) - m.sin()).sum(-1),
+    ],
+)
 def test_differences_from_a_row_value(f: Callable[..., Any]) -> None:
     """Only where a target asks for the rule."""
     (kernel,) = scheduled(f, torch.randn(5, 64), device="H200").kernels

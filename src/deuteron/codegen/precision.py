@@ -3,8 +3,9 @@
 In: `Loops`. Out: the f32 nodes whose relative error may be a few 2^-24 times their argument, since
 nothing shows it:
 
-    rounded   every use goes through products, quotients, choices, sums and differences only to a
-              rounding to a half type or an 8-bit one, which is 2^-12 at the finest
+    rounded   every use goes through products, quotients, choices, sums, differences and the log1p
+              of what is at most 1 only to a rounding to a half type or an 8-bit one, which is 2^-12
+              at the finest
     one more  of erf, only ``1 + erf(x)``, whose error is at most 4 2^-23
     terms     exp(b - m) in a sum over b, m the maximum of b (`schedule.online`): an argument of -d
               has an error of d 2^-24, its exponential e^-d times that, which is at most 0.4 2^-24

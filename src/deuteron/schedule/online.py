@@ -14,8 +14,8 @@ is derived from the form of the bodies; no operator is known here.
                constant in a row (Chan, Golub,         C_k = sum (x - X_k) (y - Y_k);
                LeVeque 1979; x = y: a sum of           s = sum_k C_k + n_k (X_k - a) (Y_k - b)
                squares)
-    centered   s = sum (x - a), a constant in a row    n_k elements with mean X_k;
-                                                       s = sum_k n_k (X_k - a)
+    centered   s = sum (x - a), a constant in a row    n_k elements with mean X_k or sum S_k;
+               (also x - b - a)                        s = sum_k n_k (X_k - a) = sum_k S_k - n_k a
 
 All hold for any division of a row into parts: blocks of a loop, lanes, threads, programs. What the
 partial results are folded with needs no complete fold, so one pass over memory is enough. A target
