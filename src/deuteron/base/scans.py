@@ -16,10 +16,13 @@ from deuteron.base.device import DeviceSpec
 
 # Rows of at least so many elements are worth either.
 LONG_SCAN = 1 << 16
-# Programs (of 4 warps) of a multiprocessor that scan together: H200, 64 rows of 1048576, f32, in 8
-# and 4 of the 132 multiprocessors' programs per row, us: 151.6 and 194 (a copy 127). More do not
-# run at once for sure, and rows that wait for a place take as long again.
-PLACES = 4
+# Programs (of 4 warps) of a multiprocessor that scan together, and that have room in it; the same
+# of light ones, which hold one f32 of each element. H200, 64 rows of 1048576, f32, by 8, 10, 11, 12
+# and 13 programs per row, us: 150, 149, 147.5, 148.5 and 188 (a copy 134): of clusters of 13 some
+# wait for a place, and take as long again. So do those of 11 that are not light, or they spill
+# (bf16, 64 rows of 524288: 43.0 by 8, 53.7 and 45.4).
+PLACES, ROOM = 4.0, 5
+LIGHT_PLACES, LIGHT_ROOM = 5.4, 7
 # Scans of a row whose numbers a team exchanges, and of what: 32 bits.
 MOST_SCANS, EXCHANGED = 6, ("f32", "i32")
 # Bandwidth of teams, as a share of the device's: 1 / (LIMIT + WAIT / programs of a multiprocessor).
@@ -31,15 +34,15 @@ LIMIT, WAIT = 0.79, 1.6
 KERNELS, TWICE, BANDWIDTH = 3, 1.5, 0.96
 
 
-def scan_team(rows: int, length: int, spec: DeviceSpec) -> int:
+def scan_team(rows: int, length: int, spec: DeviceSpec, light: bool = False) -> int:
     """Programs that walk along each of so many rows together, as many as have a place at once; 0
     where one program each has as much of the device."""
     if (spec.capability or (0, 0)) < (9, 0) or spec.kind != "cuda" or length < LONG_SCAN:
         return 0
-    team = MOST_CLUSTER
-    while team > 1 and rows * team > PLACES * spec.cores:
-        team //= 2
-    return team if team > 1 else 0
+    if 2 * rows > PLACES * spec.cores:
+        return 0
+    places = LIGHT_PLACES if light else PLACES
+    return min(MOST_CLUSTER, int(places * spec.cores / max(1, rows)))
 
 
 def bandwidth(programs: int, spec: DeviceSpec) -> float:
@@ -60,9 +63,11 @@ def by_teams_us(rows: int, length: int, moved: float, spec: DeviceSpec) -> float
 
 __all__ = [
     "EXCHANGED",
+    "LIGHT_ROOM",
     "LONG_SCAN",
     "MOST_SCANS",
     "PLACES",
+    "ROOM",
     "bandwidth",
     "by_teams_us",
     "in_parts_us",

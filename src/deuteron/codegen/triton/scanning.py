@@ -17,8 +17,9 @@ results repeat bit for bit.
 
 The next block is on its way while this one is scanned, and what it folds to while this one is
 stored: nobody waits for the memory or the team's slowest. H200, 64 rows of 1048576 (f32), us: a
-copy 127; so, by 8 programs a row of 4 warps with 2048 elements each, 151.6, by 16 (of 32 rows at
-once) 155, by 4 with 4096 elements 158, by 8 of 8 warps with 4096 163; in parts (`lower.nn`) 194.
+copy 127; so, by 8 programs a row of 4 warps with 2048 elements each, 151.6, by 4 with 4096 elements
+158, by 8 of 8 warps with 4096 163; in parts (`lower.nn`) 194. By 11 programs 147.5, and 155 if what
+is read were marked to be let go first.
 
 What blocks read that is needed again where results are stored is kept with them. Rows are scanned
 so only beside what is computed point by point (`schedule.profit.scanned_by`).
@@ -31,12 +32,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
-from deuteron.base.scans import EXCHANGED, MOST_SCANS, PLACES, scan_team
+from deuteron.base.scans import EXCHANGED, LIGHT_ROOM, MOST_SCANS, ROOM, scan_team
 from deuteron.codegen.loops import Loops, Write, roots_of, unique_nodes
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.folds import clean, identity, masked_value, scan_result, uses
-from deuteron.codegen.triton.reading import row_loads, size, unit_bytes, widest
+from deuteron.codegen.triton.reading import read_along, row_loads, size, unit_bytes, widest
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.teams import PARAM, WARP, begin
 from deuteron.codegen.triton.tiling import Blocks, Form
@@ -45,9 +46,9 @@ from deuteron.schedule.kernel import Prefix
 
 R = frozenset("r")
 # Elements of a block, where elements have 4 bytes and fewer, and warps that scan it (see above).
-# Half of them where more is held of each or a lane's are no neighbours: at most 96 registers, so
-# that one program more than `PLACES` has room in a multiprocessor: some take fewer clusters (H200:
-# 124 of 8 programs, of which 8 have room in each of 132 multiprocessors).
+# Half of them where more is held of each or a lane's are no neighbours: registers are enough for
+# `ROOM` programs, one or two more than are there at once, since some multiprocessors take fewer
+# clusters.
 BLOCK, NARROW, WARPS, LEAST = 2048, 4096, 4, 512
 
 
@@ -65,11 +66,13 @@ def scan_form(loops: Loops, spec: DeviceSpec) -> Form | None:
         return None
     if any(unit_bytes(loops, a) > unit_bytes(loops, r[-1]) for a in x):
         return None  # rows lie side by side
-    team = scan_team(size(x), size(r), spec)
+    each, held = widest(loops), max(len(scans), row_loads(loops))
+    light = held == 1 and each >= 4 and not read_along(loops, Write)
+    team = scan_team(size(x), size(r), spec, light)
     if not team:
         return None
-    most = spec.registers // 4 // ((PLACES + 1) * WARP * WARPS) // 8 * 8
-    each, held = widest(loops), max(len(scans), row_loads(loops))
+    room = LIGHT_ROOM if light else ROOM
+    most = spec.registers // 4 // (room * WARP * WARPS) // 8 * 8
     block = (BLOCK if each >= 4 else NARROW) // (1 if held == 1 else 2 if held <= 3 else 4)
     block = max(LEAST, block // (1 if size(r) * each % 16 == 0 else 2 if each >= 4 else 4))
     tiles = tuple(
@@ -104,7 +107,7 @@ class TeamScans:
         again = later | set(unique_nodes(p.body for p in self.narrow))
         self.kept = [n for n in reads if n in own & again]
         self.late = [n for n in reads if n in later - own and not uses(n, names)]
-        em.policies = {n: "evict_last" if em.shared(n) else "evict_first" for n in reads}
+        em.policies = {n: "evict_last" for n in reads if em.shared(n)}
 
     @contextmanager
     def turns(self) -> Iterator[None]:
