@@ -351,8 +351,8 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         r = loops.reduced
     nx, nr = size(x), size(r)
     # Beside a tensor with an element for each point, what rows have one of does not matter.
-    whole = any(2 * points(a.address, (*x, *r)) > nx * nr for a in loops.accesses)
-    along_x = unit_bytes(loops, x[-1], r if whole else ()) if x else 0
+    dense = any(2 * points(a.address, (*x, *r)) > nx * nr for a in loops.accesses)
+    along_x = unit_bytes(loops, x[-1], r if dense else ()) if x else 0
     along_r = unit_bytes(loops, r[-1]) if r else 0
     across = bool(x) and min(along_x, along_r) * ACROSS >= max(along_x, along_r) > 0
     columns = bool(x) and along_x > along_r
