@@ -18,11 +18,11 @@ from deuteron.base.device import DeviceSpec
 LONG_SCAN = 1 << 16
 # Programs (of 4 warps) of a multiprocessor that scan together, and that have room in it; the same
 # of light ones, which hold one f32 of each element. H200, 64 rows of 1048576, f32, by 8, 10, 11, 12
-# and 13 programs per row, us: 150, 149, 147.5, 148.5 and 188 (a copy 134): of clusters of 13 some
-# wait for a place, and take as long again. So do those of 11 that are not light, or they spill
-# (bf16, 64 rows of 524288: 43.0 by 8, 53.7 and 45.4).
+# and 13 programs per row, us: 150, 149, 147.5, 148.5 and 188 (a copy 134). From 11 on they spill;
+# of clusters of 13 some wait for a place, and take as long again. So do those of 11 that are not
+# light, or they spill more (bf16, 64 rows of 524288: 43.0 by 8, 53.7 and 45.4).
 PLACES, ROOM = 4.0, 5
-LIGHT_PLACES, LIGHT_ROOM = 5.4, 7
+LIGHT_PLACES, LIGHT_ROOM = 5.0, 6
 # Scans of a row whose numbers a team exchanges, and of what: 32 bits.
 MOST_SCANS, EXCHANGED = 6, ("f32", "i32")
 # Bandwidth of teams, as a share of the device's: 1 / (LIMIT + WAIT / programs of a multiprocessor).
@@ -36,7 +36,8 @@ KERNELS, TWICE, BANDWIDTH = 3, 1.5, 0.96
 
 def scan_team(rows: int, length: int, spec: DeviceSpec, light: bool = False) -> int:
     """Programs that walk along each of so many rows together, as many as have a place at once; 0
-    where one program each has as much of the device."""
+    where one program each has as much of the device. `light`: of kernels that hold one f32 of each
+    element, which who writes them knows; the cost counts on the others' number."""
     if (spec.capability or (0, 0)) < (9, 0) or spec.kind != "cuda" or length < LONG_SCAN:
         return 0
     if 2 * rows > PLACES * spec.cores:

@@ -19,7 +19,7 @@ The next block is on its way while this one is scanned, and what it folds to whi
 stored: nobody waits for the memory or the team's slowest. H200, 64 rows of 1048576 (f32), us: a
 copy 127; so, by 8 programs a row of 4 warps with 2048 elements each, 151.6, by 4 with 4096 elements
 158, by 8 of 8 warps with 4096 163; in parts (`lower.nn`) 194. On another day by 8 programs 150 (155
-where what is read is marked to be let go first), by 11 147.5.
+where what is read is marked to be let go first), by 10 149.
 
 What blocks read that is needed again where results are stored is kept with them. Rows are scanned
 so only beside what is computed point by point (`schedule.profit.scanned_by`).
