@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Value, hint, product
+from deuteron.ir.index import Value
 from deuteron.ir.program import Constant, Input, Layout, Program, tensors_read
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Stmt, Store
-from deuteron.schedule.teams import LEAST
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,6 @@ class Lifetimes:
         )
 
 
-def may_share(a: Layout, b: Layout) -> bool:
-    """Whether what has these layouts may have the same memory: one is written over the other, as
-    `overwritable` allows, or into an input's memory."""
-    alike = ITEMSIZE[a.dtype] == ITEMSIZE[b.dtype] and a.shape == b.shape and a.strides == b.strides
-    return alike or a.dtype == b.dtype
-
-
 def overwritable(kernel: Kernel, written: str, read: str, layouts: dict[str, Layout]) -> bool:
     """Whether `kernel` may write `written` into the memory of `read`, which dies there: every point
     reads only the element that it overwrites, and nobody reads it later."""
@@ -123,8 +115,8 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
     store = stores[0]
     if not isinstance(store, Store) or store.accumulate is not None or store.mask is not None:
         return False
-    if store.level != "point" and hint(product(a.extent for a in nest.reduced)) > LEAST:
-        return False  # programs that share a row all need what is read once per row
+    if store.level != "point" and nest.reduced:
+        return False  # it is little, and all threads of a row need what is read once per row
     waits = _waits(nest)
     mine = waits[id(store)]
     seen = False
@@ -159,4 +151,4 @@ def _waits(nest: Nest) -> dict[int, frozenset[str]]:
     return out
 
 
-__all__ = ["Lifetimes", "may_share", "overwritable"]
+__all__ = ["Lifetimes", "overwritable"]

@@ -152,6 +152,9 @@ def kernel(
         flops=sum(c.flops for c in costs),
         predicted_us=sum(c.us for c in costs),
         barriers=barriers,
+        overwrites=frozenset(
+            m.name for g in groups for m in g.members if m.compute.target is not None
+        ),
     )
 
 

@@ -106,7 +106,7 @@ class Kernel:
     the program that finishes last runs them.
 
     `reads` and `writes` are tensors in memory with their layouts (a tensor both read and written is
-    in both);
+    in both); `overwrites` are those of `writes` that live in another tensor's memory;
     `bytes`/`flops` are what one call moves and computes at hinted sizes; `predicted_us` is the cost
     model's time.
     """
@@ -121,6 +121,7 @@ class Kernel:
     flops: float
     predicted_us: float
     barriers: tuple[int, ...] = ()
+    overwrites: frozenset[str] = frozenset()
 
     def parts(self) -> tuple[tuple[Nest, ...], ...]:
         """Nests between barriers."""

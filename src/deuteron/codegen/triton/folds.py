@@ -19,12 +19,11 @@ from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.passes import Pass
 from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scope import FULL, R
 from deuteron.ir.expr import REDUCTIONS, Expr, own_indices
 from deuteron.ir.index import Value
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.online import Centered, Products, Rescaled
-
-FULL = frozenset(("x", "r"))
 
 
 def identity(kind: str, dtype: str) -> str:
@@ -206,7 +205,7 @@ class Accumulators:
         """
         em, dtype = self.em, f.body.dtype
         value = full(em, em.value(f.body), em.deps(f.body), dtype)
-        mask = em.mask(frozenset("r"))
+        mask = em.mask(R)
         if mask:
             value = f"tl.where({mask}, {value}, {identity('max', dtype)})"
         items, new, safe = em.fresh("items"), em.fresh("top"), em.fresh("safe")
@@ -224,7 +223,7 @@ class Accumulators:
 
     def _weighted(self, terms: str, weight: str, rule: Rescaled) -> str:
         """Terms with factors; what is masked has none."""
-        if not self.em.mask(frozenset("r")):
+        if not self.em.mask(R):
             return f"{terms} * {weight}"
         return f"tl.where({terms} == 0, 0.0, {terms} * {weight})"
 
@@ -238,7 +237,7 @@ class Accumulators:
         return em.scope.sums[key]
 
     def _assign(self, new: dict[str, str]) -> None:
-        mask = self.em.mask(frozenset("r"))
+        mask = self.em.mask(R)
         for name, text in new.items():
             self.em.scope.add(
                 f"{name} = tl.where({mask}, {text}, {name})" if mask else f"{name} = {text}"

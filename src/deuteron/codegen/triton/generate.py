@@ -158,7 +158,8 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     limits = {}
     if options is not None and options.check_accesses:
         limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
-    names = [Names(b, pointers, index_type, layouts, "STAGES", float8, limits) for b in blocks]
+    common = (pointers, index_type, layouts, "STAGES", float8, limits, kernel.overwrites)
+    names = [Names(b, *common) for b in blocks]
     written = [
         write_nest(n, f, own, itertools.count())
         for n, f, own in zip(nests, forms, names, strict=True)

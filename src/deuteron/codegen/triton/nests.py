@@ -17,9 +17,14 @@ from dataclasses import dataclass, field, replace
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
 from deuteron.codegen.precision import inexact, packed, units
+from deuteron.codegen.triton.columns import (
+    Columns,
+    clear_columns,
+    in_threads,
+    update_column_in_memory,
+)
 from deuteron.codegen.triton.emit import Emitter, Limits
 from deuteron.codegen.triton.folds import (
-    FULL,
     Accumulators,
     bind,
     clean,
@@ -28,20 +33,18 @@ from deuteron.codegen.triton.folds import (
     masked_value,
     paired,
     scan_result,
-    step,
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.ragged import enter_row
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.scanning import TeamScans
-from deuteron.codegen.triton.scope import Dim, Dims, bound_name
+from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
 from deuteron.codegen.triton.teams import Team
-from deuteron.codegen.triton.tiling import Form
+from deuteron.codegen.triton.tiling import Form, column_folds
 from deuteron.codegen.triton.turn import Turn
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Index, const, product, substitute
 from deuteron.ir.program import Layout
-from deuteron.memory.lifetimes import may_share
 from deuteron.schedule.kernel import Fold, Prefix
 
 # Bytes of a thread that it reads before it has a row's folds. H200, 2048 rows of 131072, bf16, us:
@@ -49,8 +52,6 @@ from deuteron.schedule.kernel import Fold, Prefix
 AHEAD = 64
 # A worker that has so many blocks of rows has no part of one.
 MANY = 12
-X: Dims = frozenset("x")
-R: Dims = frozenset("r")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Names:
     stages: str = "1"  # of the loops' software pipelines
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
+    overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
 
 
 def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
@@ -105,7 +107,7 @@ def write_nest(
         if node.op == "reduce":
             em.bound.update(node.attr[1])
     declare_results(loops, em)
-    em.met = met(loops, names.layouts, lambda e: em.deps(e) <= em.whole - R)
+    em.met = met(loops, names, lambda e: em.deps(e) <= em.whole - R)
     row = em.whole - em.along
     em.inexact = inexact(loops, lambda e: em.deps(e) <= row)
     em.packed = packed(loops)
@@ -183,14 +185,12 @@ def write_points(loops: Loops, form: Form, em: Emitter) -> None:
     stores(em, [(w, everything) for w in loops.parts if isinstance(w, Write)])
 
 
-def met(
-    loops: Loops, layouts: Mapping[str, Layout], row_level: Callable[[Expr], bool]
-) -> set[tuple[str, Index]]:
-    """Stores to where something may lie that is read once per row. Loops in which threads wait for
-    one another Triton does not pipeline: backward of layer norm over gathered rows, 32768 x 768,
-    bf16, H200, 80 us."""
+def met(loops: Loops, names: Names, row_level: Callable[[Expr], bool]) -> set[tuple[str, Index]]:
+    """Stores into the memory of others (inputs that a program changes) where something may lie that
+    is read once per row. Loops in which threads wait for one another Triton does not pipeline:
+    backward of layer norm over gathered rows, 32768 x 768, bf16, H200, us: 64, without 51."""
     read = {
-        (n.attr[1][0], layouts[n.attr[0]])
+        (n.attr[1][0], names.layouts[n.attr[0]].dtype)
         for root in loops.roots()
         for n in root.walk()
         if n.op == "load" and n.attr[1] and row_level(n)
@@ -198,8 +198,8 @@ def met(
     return {
         (w.tensor, w.address)
         for w in loops.parts
-        if isinstance(w, Write)
-        and any(w.address == at and may_share(layouts[w.tensor], lay) for at, lay in read)
+        if isinstance(w, Write) and w.tensor in names.overwrites
+        if (w.address, names.layouts[w.tensor].dtype) in read
     }
 
 
@@ -303,7 +303,7 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
         em.scope.add(f"xfirst = {team.first} * {x.block}")
         if form.kept:
             em.enter(r, "roffset")
-        shared_rows(loops, em, team, step, {})
+        shared_rows(loops, em, team, step, Columns(FULL))
         team.end(f"tl.cdiv(xnumel, {step})")
         return
     em.scope.add(f"xoffset = {pid(em)} * {x.block}")
@@ -340,7 +340,7 @@ def hints(em: Emitter, passes: list[Pass]) -> None:
 def one_pass(
     loops: Loops,
     em: Emitter,
-    columns: Mapping[str, str] | None = None,
+    columns: Columns | None = None,
 ) -> None:
     """Everything of whole rows: the scope has both dimensions."""
     writes: list[tuple[Write, Dims]] = []
@@ -361,15 +361,13 @@ def one_pass(
             em.scope.texts[scan_result(p)] = name
         elif isinstance(p, ColumnFold):
             assert columns is not None
-            update_column(em, p, columns[p.name])
+            columns.update(em, p)
         else:
             writes.append((p, there[p.level]))
     stores(em, writes)
 
 
-def shared_rows(
-    loops: Loops, em: Emitter, team: Team, step: str, columns: Mapping[str, str]
-) -> None:
+def shared_rows(loops: Loops, em: Emitter, team: Team, step: str, columns: Columns) -> None:
     """The rows that a team walks over: from `xfirst` to before `xnumel`."""
     outer, stages = em.scope, f"num_stages={em.stages}"
     with em.inside() as loop:
@@ -388,7 +386,7 @@ def shared_rows(
 
 
 def apart_rest(
-    loops: Loops, em: Emitter, team: Team, columns: Mapping[str, str], same: Sequence[Expr]
+    loops: Loops, em: Emitter, team: Team, columns: Columns, same: Sequence[Expr]
 ) -> None:
     """The rest of a row behind a condition that always holds: what is the same for all rows is then
     read from the cache, not brought to shared memory with each row by the loop's pipeline. It is on
@@ -404,12 +402,12 @@ def apart_rest(
     loop.block("if xoffset < xnumel", rest.lines)
 
 
-def rest_of_row(loops: Loops, em: Emitter, team: Team, columns: Mapping[str, str]) -> None:
+def rest_of_row(loops: Loops, em: Emitter, team: Team, columns: Columns) -> None:
     """All but the folds of a row."""
     for p in loops.parts:
         if isinstance(p, ColumnFold):
             team.await_for(p.body)
-            update_column(em, p, columns[p.name])
+            columns.update(em, p)
     team.await_all()
     writes = [p for p in loops.parts if isinstance(p, Write)]
     stores(em, [(p, X if p.level == "row" else FULL) for p in writes])
@@ -590,16 +588,15 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
         outer.axes[axis] = "worker"
         outer.add("low = 0", f"xnumel = {inner}")
     whole = form.persistent or form.tiled
-    columns: dict[str, str] = {}
+    folds = column_folds(loops)
+    columns = Columns(R if in_threads(form) else FULL)
     if whole:
         em.enter(r, "roffset" if form.tiled or team is not None else "0")
         hints(em, [single(loops)])
-        for p in loops.parts:
-            if isinstance(p, ColumnFold):
-                columns[p.name] = em.fresh(f"{clean(p.name)}_")
-                outer.add(f"{columns[p.name]} = {constant(em.shape(FULL), p.kind, p.body.dtype)}")
+        for p in folds:
+            columns.declare(em, p)
     else:
-        clear_columns(em, [p for p in loops.parts if isinstance(p, ColumnFold)])
+        clear_columns(em, folds)
     if team is not None:
         outer.add("xfirst = low")
         shared_rows(loops, em, team, step, columns)
@@ -612,9 +609,8 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
                 Passes(loops, em).write()
         stages = f", num_stages={em.stages}" if whole else ""
         outer.block(f"for xoffset in tl.range(low, xnumel, {step}{stages})", scope.lines)
-    for p in loops.parts:
-        if isinstance(p, ColumnFold) and whole:
-            store_column(em, p, columns[p.name])
+    for p in folds if whole else ():
+        columns.store(em, p)
 
 
 def places_each(loops: Loops, form: Form) -> Index:
@@ -643,51 +639,6 @@ def whole_blocks(loops: Loops, form: Form) -> bool:
 def _others(loops: Loops) -> Index:
     assert loops.chunk is not None
     return product(a.extent for a in loops.parallel if a != loops.chunk[0])
-
-
-def update_column(em: Emitter, p: ColumnFold, name: str) -> None:
-    text = step(em, p, name)
-    mask = em.mask(X)
-    em.scope.add(f"{name} = tl.where({mask}, {text}, {name})" if mask else f"{name} = {text}")
-
-
-def store_column(em: Emitter, p: ColumnFold, name: str) -> None:
-    mask = em.mask(R)
-    tail = f", {mask}" if mask else ""
-    em.scope.add(f"tl.store({column_place(em, p)}, libm.cols_{p.kind}({name}){tail})")
-
-
-def column_place(em: Emitter, p: ColumnFold) -> str:
-    index = em.spread(em.index(p.address), em.index_deps(p.address), R)
-    em.guard("store", p.tensor, p.address, R, em.mask(R), em.scope)
-    return f"{em.pointers[p.tensor]} + {index}"
-
-
-def clear_columns(em: Emitter, folds: list[ColumnFold]) -> None:
-    """Columns too many for registers: the worker's row of the result is the accumulator."""
-    r = em.dims["r"]
-    with em.inside() as scope:
-        em.enter(r, "roffset")
-        mask = em.mask(R)
-        tail = f", {mask}" if mask else ""
-        for p in folds:
-            neutral = constant(em.shape(R), p.kind, p.body.dtype)
-            scope.add(f"tl.store({column_place(em, p)}, {neutral}{tail})")
-    em.scope.block(f"for roffset in range(0, rnumel, {r.block})", scope.lines)
-    em.scope.add("tl.debug_barrier()")
-
-
-def update_column_in_memory(em: Emitter, p: ColumnFold) -> None:
-    dtype = p.body.dtype
-    value = masked_value(em, p.kind, p.body, em.mask(X))
-    old, mask, place = em.fresh("old"), em.mask(R), column_place(em, p)
-    tail = f", {mask}" if mask else ""
-    new = fold_step(p.kind, dtype, old, f"libm.cols_{p.kind}({value})")
-    em.scope.add(
-        f"{old} = tl.load({place}{tail})",
-        f"tl.store({place}, {new}{tail})",
-        "tl.debug_barrier()",
-    )
 
 
 __all__ = ["Names", "dims_of", "write_nest"]

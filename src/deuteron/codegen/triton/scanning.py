@@ -39,12 +39,12 @@ from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.folds import clean, identity, masked_value, scan_result, uses
 from deuteron.codegen.triton.reading import read_along, row_loads, size, unit_bytes, widest
 from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scope import R
 from deuteron.codegen.triton.teams import PARAM, WARP, begin
 from deuteron.codegen.triton.tiling import Blocks, Form
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.schedule.kernel import Prefix
 
-R = frozenset("r")
 # Elements of a block, where elements have 4 bytes and fewer, and warps that scan it (see above).
 # Half of them where more is held of each or a lane's are no neighbours: registers are enough for
 # `ROOM` programs, one or two more than are there at once, since some multiprocessors take fewer

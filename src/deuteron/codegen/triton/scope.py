@@ -14,6 +14,9 @@ from deuteron.ir.index import Axis, Index, product
 
 Dims = frozenset[str]
 NONE: Dims = frozenset()
+X: Dims = frozenset("x")
+R: Dims = frozenset("r")
+FULL: Dims = X | R
 
 
 @dataclass(frozen=True)
@@ -70,4 +73,4 @@ def bound_name(axis: Axis) -> str:
     return f"bound {axis.key}"
 
 
-__all__ = ["NONE", "Dim", "Dims", "Scope", "bound_name"]
+__all__ = ["FULL", "NONE", "R", "X", "Dim", "Dims", "Scope", "bound_name"]

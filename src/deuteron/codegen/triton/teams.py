@@ -31,6 +31,7 @@ from deuteron.codegen.triton.folds import (
 )
 from deuteron.codegen.triton.reading import power
 from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scope import R
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import Expr
 from deuteron.schedule.kernel import Fold, Prefix
@@ -120,7 +121,7 @@ class Team:
         if isinstance(rule, Rescaled):
             self._publish(f, self._rescaled(f, rule))
         elif isinstance(rule, Products):
-            away, m2, mask = em.fresh("away"), em.fresh("m2_"), em.mask(frozenset("r"))
+            away, m2, mask = em.fresh("away"), em.fresh("m2_"), em.mask(R)
             value = full(em, em.value(rule.x), em.deps(rule.x), f.body.dtype)
             size = f"tl.minimum(rnumel - roffset, {em.dims['r'].block})"
             if em.turn is not None:
@@ -140,7 +141,7 @@ class Team:
     def scan(self, f: Prefix) -> None:
         em, block, own = self.em, self.em.fresh("block"), self.em.fresh("own")
         self.await_for(f.body)
-        value = masked_value(em, f.kind, f.body, em.mask(frozenset("r")))
+        value = masked_value(em, f.kind, f.body, em.mask(R))
         em.scope.add(f"{block} = {value}")
         self._publish(f, f"libm.fold_{f.kind}({block})")
         em.scope.add(f"{own} = libm.scan_{f.kind}({block})")
@@ -150,7 +151,7 @@ class Team:
     def _rescaled(self, f: Fold, rule: Rescaled) -> str:
         """The sum of this block, relative to the block's maximum."""
         em, dtype = self.em, f.body.dtype
-        mask, safe, below, terms = em.mask(frozenset("r")), *map(em.fresh, ("safe", "below", "e"))
+        mask, safe, below, terms = em.mask(R), *map(em.fresh, ("safe", "below", "e"))
         maximum, lowest = self.local[rule.maximum], identity("max", dtype)
         value = full(em, em.value(rule.element), em.deps(rule.element), dtype)
         if mask:

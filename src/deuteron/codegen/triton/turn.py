@@ -22,15 +22,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deuteron.codegen.loops import Loops, points, stride
-from deuteron.codegen.triton.scope import Dim, Dims
+from deuteron.codegen.triton.scope import FULL, Dim, R
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, Value
 from deuteron.schedule.kernel import Prefix
 
 if TYPE_CHECKING:
     from deuteron.codegen.triton.emit import Emitter
-
-FULL: Dims = frozenset(("x", "r"))
 
 
 def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
@@ -203,7 +201,7 @@ class Turn:
         its beginning, which come last; of a tensor with elements of so many bytes. Only 16 bytes
         together are certain to be the tensor's where one of them is."""
         name = f"rtail{itemsize}"
-        scope = em.chain[em.level(FULL if self.first is None else frozenset("r"))]
+        scope = em.chain[em.level(FULL if self.first is None else R)]
         if name not in scope.sums:
             scope.sums[name] = name
             scope.add(
