@@ -10,7 +10,8 @@
 A `Compute` with `target` writes into the memory of an earlier tensor instead of its own (scatter,
 mutation of an input):
 for every point, ``target[index] (accumulate)= body``; afterwards `name` is that memory and `target`
-may not be read again.
+may not be read again. With an `index` and no target it is a permutation: each of its elements is
+the place of one point.
 
 Invariants (`ir.verify`): names are defined once and before use; axes are distinct; index arity
 equals rank; dtypes agree;

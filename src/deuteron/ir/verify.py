@@ -54,6 +54,7 @@ from deuteron.ir.index import (
     evaluate,
     in_range,
     is_nonneg,
+    product,
 )
 from deuteron.ir.masks import lets_through
 from deuteron.ir.program import (
@@ -518,8 +519,9 @@ class _State:
         if d.target is None:
             if d.accumulate is not None:
                 raise Fault("kinds", "accumulates into no target")
-            if d.unique:
-                raise Fault("kinds", "places that are unique, in no target")
+            count = product(a.extent for a in d.axes)
+            if d.unique and (d.index is None or d.mask is not None or count is not d.layout.numel):
+                raise Fault("kinds", "places that are unique, in no target, do not fill the tensor")
             self.add(d.name, d.layout)
         else:
             self._overwrite(d, d.target)

@@ -28,7 +28,7 @@ from deuteron.base.record import Record
 from deuteron.base.text import one_line
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Atom, Axis, Index, IndexLike, Sym, as_index, const, is_nonneg
+from deuteron.ir.index import Atom, Axis, Index, IndexLike, Sym, as_index, const, is_nonneg, product
 from deuteron.ir.program import (
     Compute,
     Constant,
@@ -331,6 +331,17 @@ class LowerContext:
                 mask,
                 unique,
             )
+        )
+        return self.load(name)
+
+    def permuted(self, axes: tuple[Axis, ...], index: tuple[Index, ...], body: Expr) -> Value:
+        """A tensor of one dimension with an element for every point of `axes`, at its own place:
+        no two have one."""
+        shape = (product(a.extent for a in axes),)
+        layout = Layout(shape, contiguous_strides(shape), body.dtype, self.device)
+        name = self.fresh_name(self.node.name if self.node is not None else "t")
+        self.add(
+            Compute(name, axes, body, layout, index=index, origins=self.origins(), unique=True)
         )
         return self.load(name)
 

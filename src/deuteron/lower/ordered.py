@@ -155,19 +155,18 @@ class Ordered:
         if block:
             blocks = self.ranked_blocks(keys, block, -(-n // block))
             key = blocks.at([axis.index])
-            return self.stored(axis, self.before(blocks, block).at([axis.index]), key, keys)
+            return self.stored(axis, self.before(blocks, block).at([axis.index]), key)
 
         def before(idx: tuple[Index, ...]) -> Expr:
             (other,) = self.ctx.axes([count])
             return E.reduce("sum", (other,), less(keys.at([other.index]), keys.at(idx)))
 
         rank = self.ctx.define(make(self.ctx, [count], before), wish=f"{self.wish}_rank")
-        return self.stored(axis, rank.at([axis.index]), keys.at([axis.index]), keys)
+        return self.stored(axis, rank.at([axis.index]), keys.at([axis.index]))
 
-    def stored(self, axis: Axis, rank: Expr, key: Expr, keys: Tensor) -> Tensor:
-        """Each key at its rank, in a list that is `keys` before: no two have one rank."""
-        at = kept(cast(rank, "i64"), self.count)
-        return self.ctx.scatter(keys, (axis,), (at,), key, unique=True)
+    def stored(self, axis: Axis, rank: Expr, key: Expr) -> Tensor:
+        """Each key at its rank: no two have one."""
+        return self.ctx.permuted((axis,), (kept(cast(rank, "i64"), self.count),), key)
 
     def ranked_blocks(self, keys: Tensor, block: int, blocks: int) -> Tensor:
         """The keys with those of each block in order; behind the last are others, which go before
@@ -189,9 +188,10 @@ class Ordered:
         place = a.index * block + b.index
         key = padded(place)
         at = a.index * block + kept(cast(rank.at([a.index, b.index]), "i64"), const(block))
+        if n.value == block * blocks:
+            return ctx.permuted((a, b), (at,), key)
         filled = make(ctx, [const(block * blocks)], lambda idx: padded(idx[0]))
-        exists = None if n.value == block * blocks else compare("lt", place, n)
-        return ctx.scatter(filled, (a, b), (at,), key, None, exists, unique=True)
+        return ctx.scatter(filled, (a, b), (at,), key, None, compare("lt", place, n), unique=True)
 
     def before(self, keys: Tensor, block: int) -> Tensor:
         """How many go before each key: in every block a binary search without branches."""

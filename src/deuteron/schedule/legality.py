@@ -54,8 +54,9 @@ def fits(
 ) -> Group | Refusal:
     """The nest that computes both groups, `a`'s members before `b`'s where they depend. Without a
     device, or on a CPU, rows have no sections."""
-    for g in (a, b):
-        if any(m.kind == "write" for m in g.members):
+    cuda = spec is not None and spec.kind == "cuda"
+    for g, other in ((a, b), (b, a)):
+        if any(m.kind == "write" for m in g.members) and not (cuda and may_store(g, other)):
             return Refusal("scatter", f"{_writers(g)} stores at computed places")
     devices = {layouts[g.members[0].name].device for g in (a, b)}
     if len(devices) > 1:
@@ -66,8 +67,7 @@ def fits(
         if isinstance(table, Refusal):
             first = first or table
             continue
-        cut = spec is not None and spec.kind == "cuda"
-        placed = place(base, guest, table, cut)
+        placed = place(base, guest, table, cuda)
         if isinstance(placed, Refusal):
             first = first or placed
             continue
@@ -80,6 +80,15 @@ def fits(
         first = first or bad
     assert first is not None
     return first
+
+
+def may_store(g: Group, other: Group) -> bool:
+    """Whether a group is one store at places of its own for each point, which may be done where
+    `other` has computed what it needs: nothing else of that is in the memory that it writes to."""
+    (m, *more) = g.members
+    if more or not m.compute.unique or m.compute.accumulate is not None:
+        return False
+    return m.compute.target not in other.names and not other.names.keys().isdisjoint(g.inputs)
 
 
 def _writers(g: Group) -> str:

@@ -162,7 +162,8 @@ def solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) ->
 
 def _solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) -> Map:
     table: Map = {a: const(0) for a in theirs if a.extent.value == 1}
-    for e in sorted(equations, key=lambda e: -len(e.theirs.axes())):
+    # What the guest reads of the base is at one place; what both read may be at several.
+    for e in sorted(equations, key=lambda e: (-len(e.theirs.axes()), not e.exact)):
         found = _from_dense(e, ours, theirs) or paired(e.ours, e.theirs, ours.axes, theirs)
         for a, i in found.items():
             table.setdefault(a, i)

@@ -27,14 +27,12 @@ from deuteron.codegen.precision import (
 )
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer, tame
-from deuteron.codegen.triton.ragged import write_ragged
-from deuteron.codegen.triton.scalars import TYPE
+from deuteron.codegen.triton.ragged import continues, write_fold
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
 from deuteron.codegen.triton.turn import Turn
 from deuteron.ir import expr as E
-from deuteron.ir.expr import REDUCTIONS, Expr, children
+from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
-from deuteron.ir.ragged import end_of
 
 # Constants that may be added to a pointer after the rest, which 32 bits then still hold
 # (`generate.LIMIT_32`).
@@ -238,6 +236,9 @@ class Emitter:
             stack.append((node, True))
             if node.op == "reduce":  # its body is written inside its loop
                 continue
+            if continues(node):
+                stack.append((node.args[0], False))
+                continue
             stack.extend((a, False) for a in reversed(children(node)))
         text = self.lookup(root)
         assert text is not None
@@ -248,7 +249,10 @@ class Emitter:
             raise AssertionError(f"result {node.attr[0]!r} is used before it is computed")
         scope = self.chain[self.level(self.deps(node))]
         if node.op == "reduce":
-            scope.texts[node] = self._reduce(node)
+            scope.texts[node] = write_fold(self, node)
+            return
+        if continues(node):
+            scope.texts[node] = write_fold(self, node.args[1], self.value(node.args[0]))
             return
         if node.op == "check":
             scope.texts[node] = self._check(node, scope)
@@ -376,35 +380,6 @@ class Emitter:
             found = scope.sums[(b, "divisor")] = ", ".join(names)
             scope.add(f"{found} = libm.divisor({text})")
         return found
-
-    def _reduce(self, node: Expr) -> str:
-        """A fold inside an expression: a loop over single elements."""
-        kind, axes = node.attr
-        body = node.args[0]
-        assert not kind.startswith("arg"), f"a long {kind} inside an expression"
-        at = self.level(self.deps(node))
-        outer, dtype = self.chain[at], body.dtype
-        name = self.fresh("fold")
-        identity = scalars.literal(REDUCTIONS[kind].identity(dtype), dtype)
-        outer.add(f"{name} = tl.full({self.shape(self.deps(node))}, {identity}, {TYPE[dtype]})")
-        kept, self.chain = self.chain, self.chain[: at + 1]
-        heads = []
-        if (end := end_of(node)) is not None:
-            write_ragged(self, node, end, name)
-            self.chain = kept
-            return name
-        for a in axes:
-            text = self.fresh("k")
-            heads.append(f"for {text} in range(0, {self.index(a.extent)})")
-            self.chain.append(Scope(self.scope.dims | {bound_name(a)}))
-            self.scope.axes[a] = text
-        scalar = scalars.fold_step(kind, dtype, name, self.value(body))
-        self.scope.add(f"{name} = {scalar}")
-        for head in reversed(heads):
-            inner = self.chain.pop()
-            self.scope.block(head, inner.lines)
-        self.chain = kept
-        return name
 
     def _check(self, node: Expr, scope: Scope) -> str:
         """Asserts that an index is within its dimension; its value, which spans what the masks of

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from deuteron.codegen.loops import Loops, Write, stride
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.scope import Scope, bound_name
-from deuteron.ir.expr import Expr
+from deuteron.ir.expr import REDUCTIONS, Expr
 from deuteron.ir.index import Axis, const, hint, product
-from deuteron.ir.ragged import ends
+from deuteron.ir.ragged import end_of, ends
 
 if TYPE_CHECKING:
     from deuteron.codegen.triton.emit import Emitter
@@ -65,8 +65,47 @@ def beside(loops: Loops, row: Axis) -> bool:
     return bool(stored) and all(stride(a, row) == 1 for a in stored)
 
 
-def write_ragged(em: Emitter, fold: Expr, end: Expr, name: str) -> None:
-    """Writes the fold into the current scope; `name` is its value, neutral so far."""
+def continues(node: Expr) -> bool:
+    """Whether it is a sum whose second part goes on where the first one ends, in its registers."""
+    if node.op != "add" or any(end_of(a) is None for a in node.args):
+        return False
+    first, second = node.args
+    return first.attr[0] == second.attr[0] == "sum" and first is not second
+
+
+def write_fold(em: Emitter, node: Expr, start: str | None = None) -> str:
+    """Writes a fold inside an expression, a loop over single elements, where all that it depends on
+    is known; its value. `start`: what it begins with."""
+    kind, axes = node.attr
+    body = node.args[0]
+    assert not kind.startswith("arg"), f"a long {kind} inside an expression"
+    at, dtype = em.level(em.deps(node)), body.dtype
+    outer, name = em.chain[at], em.fresh("fold")
+    if start is None:
+        identity = scalars.literal(REDUCTIONS[kind].identity(dtype), dtype)
+        start = f"tl.full({em.shape(em.deps(node))}, {identity}, {scalars.TYPE[dtype]})"
+    outer.add(f"{name} = {start}")
+    kept, em.chain = em.chain, em.chain[: at + 1]
+    if (end := end_of(node)) is not None:
+        _write_ragged(em, node, end, name)
+        em.chain = kept
+        return name
+    heads = []
+    for a in axes:
+        text = em.fresh("k")
+        heads.append(f"for {text} in range(0, {em.index(a.extent)})")
+        em.chain.append(Scope(em.scope.dims | {bound_name(a)}))
+        em.scope.axes[a] = text
+    em.scope.add(f"{name} = {scalars.fold_step(kind, dtype, name, em.value(body))}")
+    for head in reversed(heads):
+        inner = em.chain.pop()
+        em.scope.block(head, inner.lines)
+    em.chain = kept
+    return name
+
+
+def _write_ragged(em: Emitter, fold: Expr, end: Expr, name: str) -> None:
+    """Writes the loop of such a fold into the current scope; `name` is its value so far."""
     (kind, (axis,)), (body,), outer = fold.attr, fold.args, em.scope
     text, last, first, k = em.value(end), em.fresh("end"), em.fresh("k"), em.fresh("k")
     longest = f"tl.max({text})" if em.deps(end) else text
@@ -76,12 +115,21 @@ def write_ragged(em: Emitter, fold: Expr, end: Expr, name: str) -> None:
     more = "" if em.terms == 1 else " + term"
     em.scope.add(f"{k} = tl.full([], 0, {em.index_type}) + {first}{more}")
     before, em.within = em.within, body.args[0]
-    em.scope.add(f"{name} = {scalars.fold_step(kind, body.dtype, name, em.value(body))}")
+    term = em.value(body.args[1] if kind == "sum" and _zero_without(em, body) else body)
+    em.scope.add(f"{name} = {scalars.fold_step(kind, body.dtype, name, term)}")
     em.within = before
     lines = em.chain.pop().lines
     if more:  # written out, so that all are read before the first is added
         lines = [f"for term in tl.static_range({em.terms}):", *(f"    {x}" for x in lines)]
     outer.block(f"for {first} in tl.range(0, {last}, {em.terms})", lines)
+
+
+def _zero_without(em: Emitter, body: Expr) -> bool:
+    """Whether what is read of terms that do not exist is zero (see `Emitter._load`)."""
+    within, term = body.args[:2]
+    while term.op == "cast":
+        (term,) = term.args
+    return term.op == "load" and not term.attr[2] and em.deps(within) < em.deps(term)
 
 
 def enter_row(em: Emitter, axes: Sequence[Axis], program: str) -> None:
@@ -96,4 +144,4 @@ def enter_row(em: Emitter, axes: Sequence[Axis], program: str) -> None:
         below = below * a.extent
 
 
-__all__ = ["EACH", "REGISTERS", "TERMS", "enter_row", "ragged_tile", "write_ragged"]
+__all__ = ["EACH", "REGISTERS", "TERMS", "continues", "enter_row", "ragged_tile", "write_fold"]
