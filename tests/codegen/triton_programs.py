@@ -157,6 +157,11 @@ def guarded(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return (torch.exp(x - torch.where(m == float("-inf"), 0.0, m)) * g).sum(-1)
 
 
+def entropy(x: torch.Tensor) -> torch.Tensor:
+    p = torch.log_softmax(x, -1)
+    return -(p.exp() * p).sum(-1)
+
+
 # Rows in blocks of a loop, dependent folds in one pass over them.
 LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "softmax in a loop": (lambda x: torch.softmax(x, -1), (spread(3, 3000),)),
@@ -206,6 +211,28 @@ LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "no number, and none that is finite, in a loop": (
         lambda x: (torch.log_softmax(x, -1).sum(-1), x.amax(-1)),
         (torch.randn(3, 3000).index_fill(1, torch.tensor([7, 2999]), -math.inf),),
+    ),
+    "entropy in a loop": (entropy, (torch.randn(3, 3000) * 9 + 100,)),
+    "entropy of rows with nothing, in a loop": (
+        entropy,
+        (torch.randn(3, 3000).index_fill(1, torch.tensor([7, 2999]), -math.inf),),
+    ),
+    "divergence in a loop": (
+        lambda x, y: F.kl_div(
+            x.log_softmax(-1), y.log_softmax(-1), reduction="batchmean", log_target=True
+        ),
+        (torch.randn(3, 3000) * 4 - 50, torch.randn(3, 3000) * 4 + 50),
+    ),
+    "divergence from what has nothing, in a loop": (
+        lambda x, y: (y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1),
+        (spread(3, 3000), torch.randn(3, 3000)),
+    ),
+    "moments of a softmax in a loop": (
+        lambda x: (
+            (torch.softmax(x, -1) * (2 - 3 * torch.log_softmax(x, -1)) / 4).sum(-1),
+            -((x - top(x)) * torch.softmax(x, -1)).sum(-1),
+        ),
+        (torch.randn(3, 4096) * 3,),
     ),
     "positions in a loop": (
         lambda x, y: (x.argmax(-1), x.argmin(-1), y.argmax(-1), y.argmin(-1)),

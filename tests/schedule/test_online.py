@@ -85,6 +85,31 @@ def test_differences_from_a_row_value(f: Callable[..., Any]) -> None:
         assert [type(c) for c in chain.centers.values()] == [Centered] * centering
 
 
+MOMENTS: dict[str, tuple[Callable[..., Any], int, set[int]]] = {
+    "entropy": (lambda x: (torch.log_softmax(x, -1) * torch.softmax(x, -1)).sum(-1), 1, {1}),
+    "divergence": (
+        lambda x, y: (y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1),
+        2,
+        {2},
+    ),
+    "square": (lambda x: (torch.log_softmax(x, -1) ** 2 * torch.softmax(x, -1)).sum(-1), 1, set()),
+    "elements": (lambda x: (torch.softmax(x, -1) * x.log_softmax(-1) * x).sum(-1), 1, set()),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments(name: str) -> None:
+    """Exponentials times what is linear in exponents; only where a target asks for the rule."""
+    f, count, slopes = MOMENTS[name]
+    (kernel,) = scheduled(f, *inputs(count, 4, 300), device="H200").kernels
+    (nest,) = kernel.nests
+    for moments in (False, True):
+        chain = Chain(lambda e: not (e.axes() & set(nest.reduced)), moments=moments)
+        passes = [chain.add(s) for s in nest.stmts if isinstance(s, Fold)]
+        assert max(passes) == (0 if slopes and moments else 1)
+        assert {len(m.slopes) for m in chain.weighted.values()} == (slopes if moments else set())
+
+
 def rules_of(found: Scheduled) -> list[Rule]:
     return [r for k in found.kernels for n in k.nests for r in chain_of(n).rules.values()]
 

@@ -16,6 +16,10 @@ is derived from the form of the bodies; no operator is known here.
                squares)
     centered   s = sum (x - a), a constant in a row    n_k elements with mean X_k or sum S_k;
                (also x - b - a)                        s = sum_k n_k (X_k - a) = sum_k S_k - n_k a
+    moment     s = sum exp(u + q) (a + c v) beside     S_k as in the first row,
+               S = sum exp(u), u = b - m, also of      T_k = sum exp(b - m_k) (d - n_k);
+               several v = d - n, n = max d; q, a      T = sum_k exp(m_k - m) (T_k + (n_k - n) S_k),
+               and c constant in a row                 s = exp(q) (a S + c T)
 
 All hold for any division of a row into parts: blocks of a loop, lanes, threads, programs. What the
 partial results are folded with needs no complete fold, so one pass over memory is enough. A target
@@ -82,21 +86,41 @@ class Centered:
     a: Expr
 
 
+@dataclass(frozen=True)
+class Moment:
+    """``sum exp(u + shift) (at + sum of slope v)``, where `total` is the fold ``sum exp(u)``. u and
+    each v are elements less their maximum, which `slopes` names; `shift`, `at` and the slopes are
+    constant in a row and may need folds of the same pass."""
+
+    total: str
+    shift: Expr
+    at: Expr
+    slopes: dict[str, Expr]
+
+
 Rule = Rescaled | Products
 
 
 class Chain:
     """Folds and scans in order of dependence. `row_level(e)`: whether e is constant along the
     reduced axes (registers of folds are). `merging` False: no rule is used; `centering`: the third
-    one too.
+    one too; `moments`: the fourth.
     """
 
-    def __init__(self, row_level: RowLevel, merging: bool = True, centering: bool = False) -> None:
-        self.row_level, self.merging, self.centering = row_level, merging, centering
+    def __init__(
+        self,
+        row_level: RowLevel,
+        merging: bool = True,
+        centering: bool = False,
+        moments: bool = False,
+    ) -> None:
+        self.row_level, self.merging = row_level, merging
+        self.centering, self.moments = centering, moments
         self.folds: dict[str, Fold] = {}
         self.ready: dict[str, int] = {}  # result -> first pass that may use it
         self.rules: dict[str, Rule] = {}
         self.centers: dict[str, Centered] = {}
+        self.weighted: dict[str, Moment] = {}
 
     def need(self, *roots: Expr) -> int:
         """The first pass in which the values can be computed."""
@@ -122,7 +146,9 @@ class Chain:
             self.rules[part.name] = rule
         elif k and self.centering and (center := self._centered(part, k)) is not None:
             self.centers[part.name] = center
-        k -= part.name in self.rules or part.name in self.centers
+        elif k and self.moments and (moment := self._moment(part, k)) is not None:
+            self.weighted[part.name] = moment
+        k -= any(part.name in found for found in (self.rules, self.centers, self.weighted))
         self.folds[part.name] = part
         self.ready[part.name] = k + 1
         return k
@@ -192,6 +218,72 @@ class Chain:
             x, a = x.args[0], E.op("add", x.args[1], a)
         varies = not self.row_level(x) and self.row_level(a)
         return Centered(x, a) if varies and self.need(x) < k else None
+
+    def _moment(self, f: Fold, k: int) -> Moment | None:
+        if f.kind != "sum" or f.section or f.body.dtype != "f32":
+            return None
+        totals: dict[Expr, str] = {}  # of exponentials, by their exponents
+        for name, rule in self.rules.items():
+            body = self.folds[name].body
+            if isinstance(rule, Rescaled) and rule.plain and rule.power is body:
+                if body.op == "exp" and body.dtype == "f32" and self.ready[name] == k:
+                    totals[body.args[0]] = name
+        for power in (n for n in f.body.walk() if n.op == "exp"):
+            factor = linear(f.body, power)
+            inner = self.affine(power.args[0], totals) if factor is not None else None
+            outer = self.affine(factor, totals) if factor is not None else None
+            if inner is None or outer is None or not outer[1]:
+                continue
+            ((total, slope),) = inner[1].items() if len(inner[1]) == 1 else ((None, None),)
+            if total is None or slope is not E.literal(1, "f32"):
+                continue
+            if self.need(inner[0], outer[0], *outer[1].values()) <= k:
+                tops = {self._top(name): c for name, c in outer[1].items()}
+                return Moment(total, inner[0], outer[0], tops)
+        return None
+
+    def _top(self, total: str) -> str:
+        rule = self.rules[total]
+        assert isinstance(rule, Rescaled)
+        return rule.maximum
+
+    def affine(self, e: Expr, bases: dict[Expr, str]) -> tuple[Expr, dict[str, Expr]] | None:
+        """(a, c) where ``e = a + sum of c[name] base``, constant in a row; None where it is not
+        (known to be)."""
+        if e in bases:
+            return E.literal(0, e.dtype), {bases[e]: E.literal(1, e.dtype)}
+        if self.row_level(e):
+            return e, {}
+        parts = [p for p in (self.affine(x, bases) for x in e.args) if p is not None]
+        if e.op not in ("add", "sub", "mul", "div", "neg") or len(parts) < len(e.args):
+            return None
+        (a, c), (b, d) = parts[0], parts[-1]
+        if e.op in ("add", "sub"):
+            none = E.literal(0, e.dtype)
+            slopes = {n: _sum(e.op, c.get(n, none), d.get(n, none)) for n in {**c, **d}}
+            return _sum(e.op, a, b), slopes
+        if e.op == "neg":
+            b, d = E.literal(-1, e.dtype), {}
+        elif e.op == "div":
+            b = E.op("div", E.literal(1, e.dtype), b)
+        elif not c:
+            a, c, b, d = b, d, a, c
+        return None if d else (_product(a, b), {n: _product(x, b) for n, x in c.items()})
+
+
+def _sum(kind: str, a: Expr, b: Expr) -> Expr:
+    if _zero(b) is not None:
+        return a
+    if _zero(a) is not None:
+        return b if kind == "add" else E.op("neg", b)
+    return E.op(kind, a, b)
+
+
+def _product(a: Expr, b: Expr) -> Expr:
+    for x, y in ((a, b), (b, a)):
+        if x.op == "literal" and x.attr in (0, 1):
+            return x if x.attr == 0 else y
+    return E.op("mul", a, b)
 
 
 def register(f: Fold) -> Expr:
@@ -341,6 +433,7 @@ def passes_of(parts: Iterable[object], row_level: RowLevel, merging: bool = True
 __all__ = [
     "Centered",
     "Chain",
+    "Moment",
     "Products",
     "Rescaled",
     "Rule",

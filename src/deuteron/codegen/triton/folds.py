@@ -20,10 +20,11 @@ from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.passes import Pass
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.scope import FULL, R
+from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, own_indices
 from deuteron.ir.index import Value
 from deuteron.schedule.kernel import Fold, Prefix
-from deuteron.schedule.online import Centered, Products, Rescaled
+from deuteron.schedule.online import Centered, Moment, Products, Rescaled
 
 
 def identity(kind: str, dtype: str) -> str:
@@ -123,6 +124,14 @@ class Accumulators:
         for name, rule in p.merged.items():
             if isinstance(rule, Rescaled):
                 self.sums.setdefault(rule.maximum, []).append(name)
+        # sum of exponentials that a moment needs -> what it was before the current block
+        self.before = {r.total: "" for r in p.merged.values() if isinstance(r, Moment)}
+        # (moment, maximum of its exponents) -> accumulator
+        self.moments = {
+            (name, top): em.fresh(f"{clean(name)}_")
+            for name, rule in p.merged.items()
+            for top in (rule.slopes if isinstance(rule, Moment) else ())
+        }
         # sum of differences -> what keeps the mean, or the sum, of the same elements
         self.means: dict[str, str] = {}
         squares = {r.x: n for n, r in p.merged.items() if isinstance(r, Products) and r.square}
@@ -143,6 +152,9 @@ class Accumulators:
                 means = ("mean",) if rule.square else ("mean", "other")
                 zeros = f"tl.zeros({shape}, {scalars.TYPE[dtype]})"
                 em.scope.add(*(f"{name}_{what} = {zeros}" for what in (*means, "m2")))
+            elif isinstance(rule, Moment):
+                zeros = constant(self.lanes, f.kind, dtype)
+                em.scope.add(*(f"{self.moments[f.name, top]} = {zeros}" for top in rule.slopes))
             elif f.name in self.sums or isinstance(rule, Rescaled):
                 em.scope.add(f"{name} = {constant(self.lanes, f.kind, dtype)}")
             else:
@@ -181,7 +193,13 @@ class Accumulators:
                 weight = self.groups(em.value(rule.factor), em.deps(rule.factor), f.body.dtype)
                 terms = self._weighted(terms, weight, rule)
             e = self._power(rule, fell)
+            if f.name in self.before:
+                self.before[f.name] = em.fresh("before")
+                em.scope.add(f"{self.before[f.name]} = {name}")
             em.scope.add(f"{name} = {name} * {e} + tl.sum({terms}, {self.along})")
+        elif isinstance(rule, Moment):
+            for top in rule.slopes:
+                self._moment(rule, top, self.moments[f.name, top])
         elif isinstance(rule, Products):
             self._products(f, rule, name)
         elif isinstance(rule, Centered):
@@ -220,6 +238,19 @@ class Accumulators:
             f"{name} = {new}",
         )
         self.steps[f.name] = (below, fell)
+
+    def _moment(self, rule: Moment, top: str, name: str) -> None:
+        """A sum of exponentials times differences from a maximum, which fall by as much as that
+        rises. Where there were none so far (or e^-inf times -inf, no number) nothing falls."""
+        em, total = self.em, self._rescaled(rule.total)
+        e, scale = (self._power(total, d) for d in self.steps[total.maximum])
+        below, fell = self.steps[top]
+        terms, mask = f"{e} * {below}", em.mask(R)
+        if mask:
+            terms = f"tl.where({self.groups(mask, R, 'bool')}, {terms}, 0.0)"
+        fell = f"tl.where({fell} == {identity('max', total.power.dtype)}, 0.0, {fell})"
+        old = f"{scale} * ({name} + {fell} * {self.before[rule.total]})"
+        em.scope.add(f"{name} = {old} + tl.sum({terms}, {self.along})")
 
     def _weighted(self, terms: str, weight: str, rule: Rescaled) -> str:
         """Terms with factors; what is masked has none."""
@@ -286,6 +317,8 @@ class Accumulators:
                 self._finish_products(f, rule, self.names[f.name])
             elif isinstance(rule, Centered):
                 self._finish_centered(f, rule)
+            elif isinstance(rule, Moment):
+                self._finish_moment(f, rule)
 
     def _finish_rescaled(self, f: Fold, lanes: str, row: str) -> None:
         """The sums that were rescaled with the maximum `row`."""
@@ -293,11 +326,11 @@ class Accumulators:
         sums = [s for s in self.folds if s.name in self.sums[f.name]]
         names = {s.name: em.fresh(f"{clean(s.name)}_") for s in sums}
         for s in sums:
-            scale = self._power(self._rescaled(s), f"libm.apart({lanes}, {row})")
+            scale = self._power(self._rescaled(s.name), f"libm.apart({lanes}, {row})")
             em.scope.add(f"{names[s.name]} = libm.fold_sum({self.names[s.name]} * {scale})")
         bind(em, f, row)
         for s in sums:
-            rule, total = self._rescaled(s), names[s.name]
+            rule, total = self._rescaled(s.name), names[s.name]
             if rule.plain:
                 em.scope.add(f"{total} = libm.online_finish({total}, {row})")
             else:
@@ -307,8 +340,26 @@ class Accumulators:
                 em.scope.add(f"{total} = libm.online_shifted{weighted}({total}, {row}, {e})")
             bind(em, s, total)
 
-    def _rescaled(self, f: Fold) -> Rescaled:
-        rule = self.merged[f.name]
+    def _finish_moment(self, f: Fold, rule: Moment) -> None:
+        em, total = self.em, self._rescaled(rule.total)
+        row = {g.name: em.value(result(g)) for g in self.folds if g.name not in self.merged}
+        scale = self._power(total, f"libm.apart({self.names[total.maximum]}, {row[total.maximum]})")
+        (whole,) = (em.value(result(g)) for g in self.folds if g.name == rule.total)
+        terms = [f"{em.value(rule.at)} * {whole}"]
+        for top, slope in rule.slopes.items():
+            lanes, moment = self.names[top], em.fresh("moment")
+            away = (
+                f"tl.where({lanes} == {identity('max', f.body.dtype)}, 0.0, {lanes} - {row[top]})"
+            )
+            each = f"{self.moments[f.name, top]} + {away} * {self.names[rule.total]}"
+            em.scope.add(f"{moment} = libm.fold_sum({scale} * ({each}))")
+            terms.append(f"{em.value(slope)} * {moment}")
+        by, out = em.value(E.op("exp", rule.shift)), em.fresh(f"{clean(f.name)}_")
+        em.scope.add(f"{out} = {by} * ({' + '.join(terms)})")
+        bind(em, f, out)
+
+    def _rescaled(self, name: str) -> Rescaled:
+        rule = self.merged[name]
         assert isinstance(rule, Rescaled)
         return rule
 

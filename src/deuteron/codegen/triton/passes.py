@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from deuteron.codegen.loops import ColumnFold, Loops, Part, Write, roots_of
 from deuteron.ir.expr import Expr
 from deuteron.schedule.kernel import Fold, Prefix
-from deuteron.schedule.online import Centered, Chain, Products, Rescaled, Rule
+from deuteron.schedule.online import Centered, Chain, Moment, Products, Rescaled, Rule
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Pass:
     """
 
     parts: list[Part] = field(default_factory=list)
-    merged: dict[str, Rule | Centered] = field(default_factory=dict)
+    merged: dict[str, Rule | Centered | Moment] = field(default_factory=dict)
 
     def roots(self) -> list[Expr]:
         """What is computed at every point of the pass."""
@@ -40,6 +40,8 @@ class Pass:
                 out.extend([rule.x] if rule.square else [rule.x, rule.y])
             elif isinstance(rule, Centered):
                 out.append(rule.x)
+            elif isinstance(rule, Moment):
+                continue  # the fold of its maximum reads the elements
             else:
                 out.extend(roots_of(p))
         return out
@@ -54,7 +56,7 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
     """Passes and the row stores that follow them. `row_level(e)`: whether e is constant along the
     reduced axes.
     """
-    chain = Chain(row_level, centering=True)
+    chain = Chain(row_level, centering=True, moments=True)
     placed: list[tuple[int, Part]] = []
     row_writes: list[Write] = []
     for p in loops.parts:
@@ -69,8 +71,8 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
         if not isinstance(p, Write):
             passes[k].parts.append(p)
             if isinstance(p, Fold):
-                rule = chain.rules.get(p.name) or chain.centers.get(p.name)
-                passes[k].merged.update({p.name: rule} if rule is not None else {})
+                for found in (chain.rules, chain.centers, chain.weighted):
+                    passes[k].merged.update({p.name: found[p.name]} if p.name in found else {})
     _repeat_scans(loops, placed, passes)
     last = max((k for k, q in enumerate(passes) if _reads(q, row_level)), default=0)
     last = max([last, *(k for k, p in placed if isinstance(p, Write))])
