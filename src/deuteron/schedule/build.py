@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import Expr
 from deuteron.ir.program import Compute, Extern, Layout, Origin, Program, tensors_read
+from deuteron.schedule.direction import with_directions
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.join import Launch
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Step, Store
@@ -194,7 +195,7 @@ def build(
         out.append(
             kernel(step.groups, stored, layouts, spec, name, step.device, tuple(step.barriers))
         )
-    return Schedule(tuple(out), memory_of(program), layouts)
+    return Schedule(tuple(with_directions(out, layouts, specs)), memory_of(program), layouts)
 
 
 __all__ = ["accesses", "build", "kernel", "memory_of", "needed_outside"]

@@ -122,6 +122,7 @@ class Kernel:
     predicted_us: float
     barriers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
+    reverse: bool = False  # programs go from the last to the first: see `schedule.direction`
 
     def parts(self) -> tuple[tuple[Nest, ...], ...]:
         """Nests between barriers."""

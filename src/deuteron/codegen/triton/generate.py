@@ -401,7 +401,10 @@ def _source(
     signature = ", ".join([*params, *(f"{c}: tl.constexpr" for c in constexprs)])
     notes = _comments(kernel, layouts, pointers)
     if len(bodies) == 1:
-        lines += [*_function(name, signature, [*notes, "pid = tl.program_id(0)", *bodies[0]])]
+        pid = "tl.program_id(0)"
+        if kernel.reverse and forms[0].team == 1:
+            pid = "tl.num_programs(0) - 1 - tl.program_id(0)"
+        lines += [*_function(name, signature, [*notes, f"pid = {pid}", *bodies[0]])]
         return "\n".join([*lines, ""])
     calls, start = [], []
     for i, body in enumerate(bodies):
