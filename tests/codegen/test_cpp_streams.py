@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deuteron.codegen.cpp import Machine
-from deuteron.codegen.cpp.streams import streams
+from deuteron.codegen.cpp.streams import read_again, streams
 from deuteron.ir.expr import op
-from deuteron.schedule.kernel import Fold, Nest, Store
+from deuteron.schedule.kernel import Fold, Nest, Schedule, Store
 from tests.codegen.cpp_tools import NAMES, ax, idx, kernel, layout, ld, lit, ref, run, softmax_nest
 
 CACHE = 4 << 20
@@ -32,14 +32,44 @@ def test_what_streams(elements: int, again: bool, wanted: bool) -> None:
 
 
 @pytest.mark.parametrize("tiles", [True, False])
-def test_tiles_count_on_a_part_of_a_large_cache(tiles: bool) -> None:
-    x = torch.empty(4 << 20)
+@pytest.mark.parametrize("mib", [4, 16])
+def test_a_core_counts_on_a_part_of_a_large_cache(mib: int, tiles: bool) -> None:
+    """Results that the graph returns; what is read soon stays in it, whatever a core counts on."""
+    x = torch.empty(mib << 18)
     a = ax("i", x.numel())
     nest = Nest((a,), (), (Store("y", idx(a), op("neg", ld("x", a)), "point"),))
     k = kernel([nest], {"x": layout(x)}, {"y": layout(x)})
     machine = Machine(2, 32 << 10, 1 << 20, 260 << 20)
-    assert streams(k, machine, frozenset(), tiles) == ({"y"} if tiles else set())
+    assert streams(k, machine, frozenset(), tiles) == ({"y"} if tiles or mib == 16 else set())
+    soon = streams(k, machine, frozenset("y"), tiles)
+    assert soon == ({"y"} if tiles and mib == 16 else set())
     assert not streams(k, Machine(64, 32 << 10, 1 << 20, 260 << 20), frozenset(), tiles)
+
+
+def test_what_is_added_to_stays_in_the_cache() -> None:
+    """The zeros to which another kernel adds are read again, though it only stores to them."""
+    x = torch.empty(1 << 20)
+    k = kernel([], {}, {"zeros": layout(x)}, "fill")
+    added = kernel([], {"x": layout(x)}, {"sums": layout(x)}, "add")
+    found = read_again(Schedule((k, added), {"sums": "zeros"}, {}))
+    assert found == {"fill": {"zeros"}, "add": set()}
+
+
+@pytest.mark.parametrize("rows,n", [(1, 70_001), (40, 1024), (40, 1031), (9, 9000)])
+def test_what_is_read_is_fetched_ahead(rows: int, n: int) -> None:
+    """Where a row of what is read follows another, or is long; not what a cache holds."""
+    x, bias, y = torch.randn(rows, n), torch.randn(n), torch.empty(rows, n)
+    a, b = ax("i", rows), ax("j", n)
+    nest = Nest(
+        (a, b), (), (Store("y", idx(a, b), op("add", ld("x", a, b), ld("bias", b)), "point"),)
+    )
+    tensors = {"x": x, "bias": bias, "y": y}
+    r = run(nest, tensors, ["y"], Machine(1, 1 << 10, 72 << 10, 64))
+    assert "if (!d_narrow) __builtin_prefetch(p0_x" in r.cpp.source
+    assert ("__builtin_prefetch(p1_bias" in r.cpp.source) is (rows == 1)
+    assert torch.equal(y, x + bias)
+    r = run(nest, tensors, ["y"], Machine(1, 1 << 10, 1 << 20, 64))
+    assert "d_stream_lanes" in r.cpp.source and "__builtin_prefetch" not in r.cpp.source
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7, 16])

@@ -14,6 +14,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, smaller
+from deuteron.codegen.cpp.fetches import streamed_reads
 from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.halves import in_floats, loads, stores, unrounded
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass, plan
@@ -293,6 +294,7 @@ class PassWriter:
                     move.index(self.linear),
                 )
             )
+            self.env.em.follow(move.done)
         return out
 
     def buffered(self, seg: Segment, lane_linear: str | None = None) -> dict[Expr, str]:
@@ -420,7 +422,10 @@ class PassWriter:
         with em.inside() as block:
             buffers = {w: buffer(self.env, w, lanes) for w in past}
             self.places |= {w: f"{text}[l]" for w, text in buffers.items()}
-            block.add(*(ahead(name, lanes) if ahead else ()))
+            if ahead:
+                block.add(*ahead(name, lanes))
+            elif self.is_alone and seg.axis == self.v:
+                block.add(*streamed_reads(self.env, seg.parts, self.v, name, lanes))
             with in_floats(self, seg, name, lanes, buffers) as halves:
                 block.add(*halves.before)
                 loop(f"for (int l = 0; l < {lanes}; ++l)", "l")

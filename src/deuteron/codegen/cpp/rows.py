@@ -21,6 +21,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
+from deuteron.codegen.cpp.fetches import AHEAD, fetch
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.halves import in_floats
 from deuteron.codegen.cpp.nests import (
@@ -43,7 +44,6 @@ from deuteron.codegen.loops import (
     Part,
     Write,
     ordered,
-    stride,
     unique_nodes,
 )
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
@@ -53,7 +53,6 @@ from deuteron.schedule.kernel import Prefix
 CHUNKS = 64  # most chunks of a shared row
 NEAR_ROW = (1 << 10, 1 << 18)  # bytes of a row whose successor is worth fetching ahead
 NEAR_STORED = 1 << 15  # most bytes of it where the pass that fetches also stores
-AHEAD = 8192  # bytes between what a single pass reads and what it fetches
 SHORT = 512  # elements of a row below which the last lanes are worth masks instead of a loop
 SCAN = 16  # elements that `d_scan` takes
 CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
@@ -340,7 +339,9 @@ class Rows(PassWriter):
         for (tensor, address, late), item in found.items():
             near = NEAR_ROW[0] <= item * hint(self.row_size) <= most
             if near and len(out) <= 16:
-                lines = self.fetch(tensor, address, item, base, lanes, 0, late is not None)
+                lines = fetch(
+                    self.env, self.v, tensor, address, item, base, lanes, 0, late is not None
+                )
                 only = "if (d_narrow) " if stores else "if (!d_narrow) " if late in past else ""
                 out += [only + line for line in lines]
         self.env.em.used |= {"d_narrow"} if stores or past else set()
@@ -370,38 +371,14 @@ class Rows(PassWriter):
             row = item * hint(self.v.extent)
             if (apart and row < 4 * AHEAD) or (item > 2 and row > AHEAD):
                 continue
-            lines = self.fetch(n.attr[0], n.attr[1][0], item, base, lanes, AHEAD // item)
+            lines = fetch(
+                self.env, self.v, n.attr[0], n.attr[1][0], item, base, lanes, AHEAD // item
+            )
             if item > 2:
                 self.env.em.used.add("d_narrow")
                 lines = [f"if (!d_narrow) {line}" for line in lines]
             out += lines
         return out
-
-    def fetch(
-        self,
-        tensor: str,
-        address: Index,
-        item: int,
-        base: str,
-        lanes: int,
-        ahead: int,
-        store: bool = False,
-    ) -> list[str]:
-        """Fetches of the lines of one step, `ahead` elements further; none where lanes are not side
-        by side or the address is computed in the loop."""
-        em = self.env.em
-        if stride(address, self.v) != 1:
-            return []
-        em.name_axis(self.v, base)
-        with em.inside(self.v) as scope:
-            place = f"{em.tensors[tensor]} + {em.index(address)}"
-        if scope.lines:
-            return []
-        tail = ", 1" if store else ""
-        return [
-            f"__builtin_prefetch({place} + {ahead + lane}{tail});"
-            for lane in range(0, lanes, 64 // item)
-        ]
 
     def position(self, seg: Segment, text: str | None = None) -> str:
         """The place along the reduced axis, for argmax (then there is one reduced axis)."""
