@@ -150,8 +150,31 @@ def test_last_of_several_passes(rows: int, n: int, offset: int, dear: bool) -> N
         ["y", "z"],
         Machine(1, 32 << 10, 1 << 20, 64),
     )
-    assert ("d_stream_last<" in r.cpp.source) is not dear
+    assert ("d_stream_last<" in r.cpp.source) is dear
+    assert ("d_stream_lanes<" in r.cpp.source) is not dear
     want = x - x.mean(1, keepdim=True)
     torch.testing.assert_close(y, want.exp() if dear else want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(z, x.sum(1), rtol=1e-5, atol=1e-3)
     assert memory[:offset].eq(7).all() and memory[offset + rows * n :].eq(7).all()
+
+
+@pytest.mark.parametrize("n", [50, 1024, 1031])
+@pytest.mark.parametrize("dear", [False, True])
+def test_what_rows_fetch_where_they_stream(n: int, dear: bool) -> None:
+    """With AVX-512 cheap passes what comes two pages later, dear ones the next row; and what the
+    first pass does not read."""
+    rows = (1 << 19) // n
+    x, z, y = torch.randn(rows, n), torch.randn(rows, n), torch.empty(rows, n)
+    a, b = ax("i", rows), ax("j", n)
+    each = op("mul", op("sub", ld("x", a, b), ref("f", "f32")), ld("z", a, b))
+    value = op("exp", each) if dear else each
+    parts = (Fold("f", "max", ld("x", a, b)), Store("y", idx(a, b), value, "point"))
+    tensors = {"x": x, "z": z, "y": y}
+    r = run(Nest((a,), (b,), parts), tensors, ["y"], Machine(1, 32 << 10, 1 << 20, 64))
+    first, second = r.cpp.source.split("const float f")[:2]
+    wide = "if (!d_narrow) __builtin_prefetch(p"
+    assert (wide + "0_x" in first) is (n == 50 or not dear)
+    assert (wide + "1_z" in second) is (n > 1000)
+    assert ("  __builtin_prefetch(p0_x" in second) is (n > 1000 and dear)
+    want = (x - x.amax(1, keepdim=True)) * z
+    torch.testing.assert_close(y, want.exp() if dear else want, rtol=1e-5, atol=1e-5)

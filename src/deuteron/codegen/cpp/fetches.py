@@ -33,8 +33,9 @@ def fetch(
     ahead: int,
     store: bool = False,
 ) -> list[str]:
-    """Fetches of the lines of one step along `v`, `ahead` elements further; none where lanes are
-    not side by side or the address is computed in the loop."""
+    """Fetches of the lines of one step along `v`, `ahead` elements further, where they are
+    elements of 4 bytes and more into the second cache; none where lanes are not side by side or the
+    address is computed in the loop."""
     em = env.em
     if stride(address, v) != 1:
         return []
@@ -43,7 +44,7 @@ def fetch(
         place = f"{em.tensors[tensor]} + {em.index(address)}"
     if scope.lines:
         return []
-    tail = ", 1" if store else ""
+    tail = ", 1" if store else ", 0, 2" if ahead and item > 2 else ""
     return [
         f"__builtin_prefetch({place} + {ahead + lane}{tail});"
         for lane in range(0, lanes, 64 // item)

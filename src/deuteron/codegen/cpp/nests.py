@@ -408,7 +408,7 @@ class PassWriter:
             loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", "")
             return
         lanes = max(64 // ITEMSIZE[w.dtype] for w in past)
-        out = "d_stream_lanes" if self.is_alone else "d_stream_last"
+        out = "d_stream_last" if not self.is_alone and self.has_dear else "d_stream_lanes"
         first, last, end, upto = (em.fresh(s) for s in ("first", "last", "end", "upto"))
         place = place_of(self.env, past[0], seg.axis, low)
         em.scope.add(
@@ -444,9 +444,9 @@ class PassWriter:
         return len(self.plan.passes) == 1 and not self.plan.row_writes
 
     def past_caches(self, parts: Sequence[Part], axis: Axis) -> list[Write]:
-        """The stores of a vector loop that go past the caches: of the only pass, or of one of
-        several that are cheap (see `streams`)."""
-        return streamed(self.env, parts, axis) if self.is_alone or not self.has_dear else []
+        """The stores of a vector loop that go past the caches; of one of several passes, some of
+        which are dear, only with AVX-512 (see `streams`)."""
+        return streamed(self.env, parts, axis)
 
     @cached_property
     def has_dear(self) -> bool:

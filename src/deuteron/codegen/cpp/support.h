@@ -443,12 +443,12 @@ template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
   for (int k = 0; k < (int)(n * sizeof(T)); k += sizeof(d_line))
     d_store((char*)to + k, d_load<d_line>((const char*)from + k));
 }
-// In one of several passes over a row (see streams.py).
+// In one of several passes over a row, some of which are dear (see streams.py).
 template <int n, class T> D_FN void d_stream_last(T* to, const T* from) {
 #if defined(__AVX512F__)
-  for (int k = 0; k < n; ++k) to[k] = from[k];
-#else
   d_stream_lanes<n>(to, from);
+#else
+  for (int k = 0; k < n; ++k) to[k] = from[k];
 #endif
 }
 
