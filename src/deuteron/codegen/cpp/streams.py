@@ -15,12 +15,12 @@ while they wait for memory.
 Where a row is read in several passes, an ordinary store's line is fetched beside an earlier pass
 (`Ahead.prefetches`), which costs no time where that computes much (log-softmax of rows of 2048
 takes 1.02 of its time if it streams) but a third of what a norm moves. With AVX2, one core,
-shared memory of 20 GB/s: layer norm of 4096 x 2048 takes 0.69, of 64 x 65536 with gradients 0.86, instance norm
-0.79, batch norm with gradients 0.89, add and RMS norm with gradients 0.81, softmax with gradients
-0.85 of the time. With AVX-512, two cores of a Xeon, tensors of 16 to 32 MiB: RMS norm with
-gradients takes 0.56, layer norm 0.63, of 64 x 65536 0.66, batch norm 0.81 of the time, half of it
-due to what is fetched ahead (`Ahead.wide`). There what is dear streams too (softmax with gradients
-0.79, log-softmax 0.77).
+shared memory of 20 GB/s: layer norm of 4096 x 2048 takes 0.69, of 64 x 65536 with gradients 0.86,
+instance norm 0.79, batch norm with gradients 0.89, add and RMS norm with gradients 0.81, softmax
+with gradients 0.85 of the time. With AVX-512, two cores of a Xeon, tensors of 16 to 32 MiB: RMS
+norm with gradients takes 0.56, layer norm 0.63, of 64 x 65536 0.66, batch norm 0.81 of the time,
+half of it due to what is fetched ahead (`Ahead.wide`). There what is dear streams too (softmax with
+gradients 0.79, log-softmax 0.77).
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ SHARE = 32 << 20
 # short and far apart (the Xeon: 32 MiB transposed 6.9 ms, streaming 2.6 ms; stores in order of
 # their addresses gain nothing there).
 TILE_SHARE = 16 << 20
-ROW_LINES = 64  # lines of a row below which its ends cost more than is gained
+# Lines of a row below which its ends cost more than is gained (the Xeon: RMS norm of rows of 32
+# lines of bf16 with gradients takes 0.68 of the time, similarities of rows of 48 0.85, lookups in
+# an embedding of rows of 16 1.14).
+ROW_LINES = 32
 
 
 def read_again(schedule: Schedule) -> dict[str, frozenset[str]]:
