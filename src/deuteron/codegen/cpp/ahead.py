@@ -40,8 +40,7 @@ class Ahead(PassWriter):
         out = self.wide(k, base, lanes)
         if k != 1 or step is None:
             return out
-        stores = any(isinstance(w, Write) for w in passes[1].parts)
-        most = NEAR_STORED if stores else NEAR_ROW[1]
+        stores, most = self.next_row
         found: dict[tuple[str, Index, Write | None], int] = {}
         for n in self.new_loads(0):
             c = n.attr[1][0].coefficient(step)
@@ -65,6 +64,12 @@ class Ahead(PassWriter):
         return out
 
     @cached_property
+    def next_row(self) -> tuple[bool, int]:
+        """Whether the second pass stores; the most bytes of a row that it fetches."""
+        stores = any(isinstance(w, Write) for w in self.plan.passes[1].parts)
+        return stores, NEAR_STORED if stores else NEAR_ROW[1]
+
+    @cached_property
     def past(self) -> list[Write]:
         """What the later passes of several write past the caches."""
         later = [p for p in self.plan.passes[1:] if not p.folds]
@@ -75,12 +80,13 @@ class Ahead(PassWriter):
         are short (softmax of 131072 rows of 64 f32 takes 0.69 of the time), or where the last pass
         streams (RMS norm of 8192 rows of 1024, two cores: 2.75 ms with ordinary stores, whatever is
         fetched, 2.30 ms past the caches, 1.88 ms with fetches; of the next row in the last pass
-        2.27 ms). In a dear pass the next row is better (softmax 1.38, 1.29 and 1.12 ms), beside
-        what earlier passes have not read."""
-        short = 4 * hint(self.row_size) < NEAR_ROW[0]
-        if not (self.past and (k or not self.has_dear) or k == 0 and short):
-            return []
+        2.27 ms). In a dear pass the next row is better, if it is near (softmax 1.38, 1.29 and 1.12
+        ms), beside what earlier passes have not read."""
         if len(self.plan.passes) == 1:
+            return []
+        row = 4 * hint(self.row_size)
+        alone = k or not self.has_dear or row > self.next_row[1]
+        if not (self.past and alone or k == 0 and row < NEAR_ROW[0]):
             return []
         loops, most = self.env.loops, self.env.machine.l2_bytes
         axes = (*loops.parallel, *loops.reduced)
