@@ -89,17 +89,25 @@ def test_addresses(offset: int, dtype: torch.dtype, n: int) -> None:
     assert memory[:offset].eq(7).all() and memory[offset + n :].eq(7).all()
 
 
-@pytest.mark.parametrize("shape", [(33, 1500), (40, 1100), (3, 4096)])
-def test_softmax(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "shape", [(33, 1500), (40, 1100), (3, 4096), (900, 64), (3000, 16), (501, 32)]
+)
+@pytest.mark.parametrize("offset", [3, 16])
+def test_softmax(shape: tuple[int, int], offset: int) -> None:
+    """Down columns: of long rows, and of short ones that follow each other."""
     x = torch.randn(shape)
-    memory = torch.full((x.numel() + 3,), 7.0)
-    y = memory[3:].view(shape)
+    memory = torch.full((x.numel() + offset,), 7.0)
+    y = memory[offset:].view(shape)
     a, b = ax("i", shape[0]), ax("j", shape[1])
     nest = softmax_nest((b,), a, a, b)
     r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 1 << 20, 64))
     assert "d_stream" in r.cpp.source
     torch.testing.assert_close(y, x.softmax(0), rtol=1e-5, atol=1e-6)
-    assert memory[:3].eq(7).all()
+    assert memory[:offset].eq(7).all()
+    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 16 << 10, 64))
+    fetched = "if (!d_narrow) __builtin_prefetch(p0_x" in r.cpp.source
+    assert fetched is (shape[0] > 100)  # else a core's cache holds what it works on
+    torch.testing.assert_close(y, x.softmax(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
