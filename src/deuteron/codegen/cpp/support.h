@@ -416,21 +416,22 @@ D_FN void d_stream_end() {
   __builtin_ia32_sfence();
 #endif
 }
+D_FN void d_whole_line(char* to, const char* from) {
+  d_line x[64 / sizeof(d_line)];
+#pragma GCC unroll 4
+  for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
+    x[i] = d_load<d_line>(from + i * sizeof(d_line));
+#pragma GCC unroll 4
+  for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
+    d_line_out(to + i * sizeof(d_line), x[i]);
+}
 template <class T> D_FN void d_stream(T* to_, const T* from_, i64 n) {
   char* to = (char*)to_;
   const char* from = (const char*)from_;
   i64 bytes = n * (i64)sizeof(T), k = (i64)(-(u64)to & 63);
   k = k < bytes ? k : bytes;
   __builtin_memcpy(to, from, k);
-  for (; k + 64 <= bytes; k += 64) {
-    d_line x[64 / sizeof(d_line)];
-#pragma GCC unroll 4
-    for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
-      x[i] = d_load<d_line>(from + k + i * sizeof(d_line));
-#pragma GCC unroll 4
-    for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
-      d_line_out(to + k + i * sizeof(d_line), x[i]);
-  }
+  for (; k + 64 <= bytes; k += 64) d_whole_line(to + k, from + k);
   __builtin_memcpy(to + k, from + k, bytes - k);
 }
 // The first place from `low` on, of at most `high`, that starts a line; `at` is the address of `low`.
@@ -439,9 +440,13 @@ template <class T> D_FN i64 d_line_start(const T* at, i64 low, i64 high) {
   return n < high ? n : high;
 }
 template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
-  if (!((u64)to & 63)) return d_stream(to, from, n);
-  for (int k = 0; k < (int)(n * sizeof(T)); k += sizeof(d_line))
-    d_store((char*)to + k, d_load<d_line>((const char*)from + k));
+  static_assert(n * sizeof(T) % 64 == 0, "whole lines");
+  constexpr int bytes = n * sizeof(T);
+  if (!((u64)to & 63))
+    for (int k = 0; k < bytes; k += 64) d_whole_line((char*)to + k, (const char*)from + k);
+  else
+    for (int k = 0; k < bytes; k += sizeof(d_line))
+      d_store((char*)to + k, d_load<d_line>((const char*)from + k));
 }
 // In one of several passes over a row, some of which are dear (see streams.py).
 template <int n, class T> D_FN void d_stream_last(T* to, const T* from) {
