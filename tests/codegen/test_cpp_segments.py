@@ -116,6 +116,22 @@ def test_gradients_of_pools(size: int, window: tuple[int, int, int]) -> None:
         torch.testing.assert_close(grad(x, g, compiled), grad(x, g, kind))
 
 
+def test_what_is_known_of_nodes_is_known_where_a_loop_is_cut(tmp_path: Path) -> None:
+    """That of an error function only the sum with 1 is used, of an exponential more than one."""
+    a, b = torch.randn(9, 70), torch.randn(9, 50)
+
+    def sums(a: Tensor, b: Tensor) -> Tensor:
+        x = torch.cat([a, b], 1)
+        return F.gelu(x) * F.silu(x)
+
+    options = {"debug_dir": str(tmp_path), "cache": False}
+    got = torch.compile(sums, backend="deuteron", options=options)(a, b)
+    text = "".join(f.read_text() for f in tmp_path.glob("**/kernels.txt"))
+    assert "d_erf_of_sum(" in text and "d_erf(" not in text
+    exact = sums(a.double(), b.double())
+    assert (got - exact).abs().max() <= 2 * (sums(a, b) - exact).abs().max() + 1e-6
+
+
 def test_places_between_windows_are_written_side_by_side(tmp_path: Path) -> None:
     leaf = torch.randn(1, 2, 64, 64).requires_grad_()
     options = {"debug_dir": str(tmp_path)}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deuteron.codegen.cpp import Machine
-from deuteron.codegen.cpp.streams import streams
+from deuteron.codegen.cpp.streams import read_again, streams
 from deuteron.ir.expr import op
-from deuteron.schedule.kernel import Fold, Nest, Store
+from deuteron.schedule.kernel import Fold, Nest, Schedule, Store
 from tests.codegen.cpp_tools import NAMES, ax, idx, kernel, layout, ld, lit, ref, run, softmax_nest
 
 CACHE = 4 << 20
@@ -32,14 +32,44 @@ def test_what_streams(elements: int, again: bool, wanted: bool) -> None:
 
 
 @pytest.mark.parametrize("tiles", [True, False])
-def test_tiles_count_on_a_part_of_a_large_cache(tiles: bool) -> None:
-    x = torch.empty(4 << 20)
+@pytest.mark.parametrize("mib", [4, 16])
+def test_a_core_counts_on_a_part_of_a_large_cache(mib: int, tiles: bool) -> None:
+    """Results that the graph returns; what is read soon stays in it, whatever a core counts on."""
+    x = torch.empty(mib << 18)
     a = ax("i", x.numel())
     nest = Nest((a,), (), (Store("y", idx(a), op("neg", ld("x", a)), "point"),))
     k = kernel([nest], {"x": layout(x)}, {"y": layout(x)})
     machine = Machine(2, 32 << 10, 1 << 20, 260 << 20)
-    assert streams(k, machine, frozenset(), tiles) == ({"y"} if tiles else set())
+    assert streams(k, machine, frozenset(), tiles) == ({"y"} if tiles or mib == 16 else set())
+    soon = streams(k, machine, frozenset("y"), tiles)
+    assert soon == ({"y"} if tiles and mib == 16 else set())
     assert not streams(k, Machine(64, 32 << 10, 1 << 20, 260 << 20), frozenset(), tiles)
+
+
+def test_what_is_added_to_stays_in_the_cache() -> None:
+    """The zeros to which another kernel adds are read again, though it only stores to them."""
+    x = torch.empty(1 << 20)
+    k = kernel([], {}, {"zeros": layout(x)}, "fill")
+    added = kernel([], {"x": layout(x)}, {"sums": layout(x)}, "add")
+    found = read_again(Schedule((k, added), {"sums": "zeros"}, {}))
+    assert found == {"fill": {"zeros"}, "add": set()}
+
+
+@pytest.mark.parametrize("rows,n", [(1, 70_001), (40, 1024), (40, 1031), (9, 9000)])
+def test_what_is_read_is_fetched_ahead(rows: int, n: int) -> None:
+    """Where a row of what is read follows another, or is long; not what a cache holds."""
+    x, bias, y = torch.randn(rows, n), torch.randn(n), torch.empty(rows, n)
+    a, b = ax("i", rows), ax("j", n)
+    nest = Nest(
+        (a, b), (), (Store("y", idx(a, b), op("add", ld("x", a, b), ld("bias", b)), "point"),)
+    )
+    tensors = {"x": x, "bias": bias, "y": y}
+    r = run(nest, tensors, ["y"], Machine(1, 1 << 10, 72 << 10, 64))
+    assert "if (!d_narrow) __builtin_prefetch(p0_x" in r.cpp.source
+    assert ("__builtin_prefetch(p1_bias" in r.cpp.source) is (rows == 1)
+    assert torch.equal(y, x + bias)
+    r = run(nest, tensors, ["y"], Machine(1, 1 << 10, 1 << 20, 64))
+    assert "d_stream_lanes" in r.cpp.source and "__builtin_prefetch" not in r.cpp.source
 
 
 @pytest.mark.parametrize("offset", [0, 1, 7, 16])
@@ -59,17 +89,25 @@ def test_addresses(offset: int, dtype: torch.dtype, n: int) -> None:
     assert memory[:offset].eq(7).all() and memory[offset + n :].eq(7).all()
 
 
-@pytest.mark.parametrize("shape", [(33, 1500), (40, 1100), (3, 4096)])
-def test_softmax(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "shape", [(33, 1500), (40, 1100), (3, 4096), (900, 64), (3000, 16), (501, 32)]
+)
+@pytest.mark.parametrize("offset", [3, 16])
+def test_softmax(shape: tuple[int, int], offset: int) -> None:
+    """Down columns: of long rows, and of short ones that follow each other."""
     x = torch.randn(shape)
-    memory = torch.full((x.numel() + 3,), 7.0)
-    y = memory[3:].view(shape)
+    memory = torch.full((x.numel() + offset,), 7.0)
+    y = memory[offset:].view(shape)
     a, b = ax("i", shape[0]), ax("j", shape[1])
     nest = softmax_nest((b,), a, a, b)
     r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 1 << 20, 64))
     assert "d_stream" in r.cpp.source
     torch.testing.assert_close(y, x.softmax(0), rtol=1e-5, atol=1e-6)
-    assert memory[:3].eq(7).all()
+    assert memory[:offset].eq(7).all()
+    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 16 << 10, 64))
+    fetched = "if (!d_narrow) __builtin_prefetch(p0_x" in r.cpp.source
+    assert fetched is (shape[0] > 100)  # else a core's cache holds what it works on
+    torch.testing.assert_close(y, x.softmax(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
@@ -120,8 +158,31 @@ def test_last_of_several_passes(rows: int, n: int, offset: int, dear: bool) -> N
         ["y", "z"],
         Machine(1, 32 << 10, 1 << 20, 64),
     )
-    assert ("d_stream_last<" in r.cpp.source) is not dear
+    assert ("d_stream_last<" in r.cpp.source) is dear
+    assert ("d_stream_lanes<" in r.cpp.source) is not dear
     want = x - x.mean(1, keepdim=True)
     torch.testing.assert_close(y, want.exp() if dear else want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(z, x.sum(1), rtol=1e-5, atol=1e-3)
     assert memory[:offset].eq(7).all() and memory[offset + rows * n :].eq(7).all()
+
+
+@pytest.mark.parametrize("n", [50, 1024, 1031])
+@pytest.mark.parametrize("dear", [False, True])
+def test_what_rows_fetch_where_they_stream(n: int, dear: bool) -> None:
+    """With AVX-512 cheap passes what comes two pages later, dear ones the next row; and what the
+    first pass does not read."""
+    rows = (1 << 19) // n
+    x, z, y = torch.randn(rows, n), torch.randn(rows, n), torch.empty(rows, n)
+    a, b = ax("i", rows), ax("j", n)
+    each = op("mul", op("sub", ld("x", a, b), ref("f", "f32")), ld("z", a, b))
+    value = op("exp", each) if dear else each
+    parts = (Fold("f", "max", ld("x", a, b)), Store("y", idx(a, b), value, "point"))
+    tensors = {"x": x, "z": z, "y": y}
+    r = run(Nest((a,), (b,), parts), tensors, ["y"], Machine(1, 32 << 10, 1 << 20, 64))
+    first, second = r.cpp.source.split("const float f")[:2]
+    wide = "if (!d_narrow) __builtin_prefetch(p"
+    assert (wide + "0_x" in first) is (n == 50 or not dear)
+    assert (wide + "1_z" in second) is (n > 1000)
+    assert ("  __builtin_prefetch(p0_x" in second) is (n > 1000 and dear)
+    want = (x - x.amax(1, keepdim=True)) * z
+    torch.testing.assert_close(y, want.exp() if dear else want, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ hoisted stands before the loop. Addresses are hoisted in the same way, by terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from math import frexp, prod
@@ -75,7 +75,7 @@ class Emitter:
         self.wide = False  # whether positions along the loops may need 64 bits
         self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
         self.loose: frozenset[Expr] = frozenset()  # see `precision`
-        self.tops: dict[str, Expr] = {}  # the nest's maxima, and of what they are
+        self.tops: dict[str, set[Expr]] = {}  # the nest's maxima, and of what they are
         self.shared: frozenset[Expr] = frozenset()  # exponentials, tangents of several uses
         self.summed: frozenset[Expr] = frozenset()  # erf of which only 1 + erf is used
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
@@ -84,6 +84,20 @@ class Emitter:
         self.masked: dict[str, list[Index]] = {}  # tensor -> what is loaded of it under masks
         self.buffered: dict[Expr, str] = {}  # values kept by an earlier pass -> where they are now
         self._deps: dict[Expr, frozenset[Axis]] = {}
+
+    def follow(self, moved: Mapping[Expr, Expr]) -> None:
+        """What is known of nodes is known of those that stand for them where a loop is cut, unless
+        these stand for others too."""
+
+        def images(known: Collection[Expr]) -> set[Expr]:
+            return {moved[n] for n in known if n in moved}
+
+        self.shared |= images(self.shared)
+        others = [images(moved.keys() - known) for known in (self.loose, self.summed)]
+        self.loose = (self.loose | images(self.loose)) - others[0]
+        self.summed = (self.summed | images(self.summed)) - others[1]
+        for bodies in self.tops.values():
+            bodies |= images(bodies)
 
     def fresh(self, stem: str) -> str:
         return f"{stem}{next(self.numbers)}"
@@ -357,7 +371,7 @@ class Emitter:
             return not_negative(e.args[0])
         if e.op != "sub" or e.args[1].op != "load":
             return False
-        return self.tops.get(e.args[1].attr[0]) is e.args[0]
+        return e.args[0] in self.tops.get(e.args[1].attr[0], ())
 
     def is_guarded(self, at: int) -> bool:
         return self.guard is not None and at >= self.guard_level

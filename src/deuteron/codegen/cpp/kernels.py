@@ -158,7 +158,7 @@ def generate_for(
         if k in kernel.barriers and threaded:
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
-        em.tops = {p.name: p.body for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}
+        em.tops = {p.name: {p.body} for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}
         em.loose = inexact(loops, lambda e: False).loose
         em.shared, em.summed = _shared_curves(loops), _summed(loops)
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))

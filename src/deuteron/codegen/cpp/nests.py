@@ -14,6 +14,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, smaller
+from deuteron.codegen.cpp.fetches import streamed_reads
 from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.halves import in_floats, loads, stores, unrounded
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass, plan
@@ -293,6 +294,7 @@ class PassWriter:
                     move.index(self.linear),
                 )
             )
+            self.env.em.follow(move.done)
         return out
 
     def buffered(self, seg: Segment, lane_linear: str | None = None) -> dict[Expr, str]:
@@ -406,7 +408,7 @@ class PassWriter:
             loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", "")
             return
         lanes = max(64 // ITEMSIZE[w.dtype] for w in past)
-        out = "d_stream_lanes" if self.is_alone else "d_stream_last"
+        out = "d_stream_last" if not self.is_alone and self.has_dear else "d_stream_lanes"
         first, last, end, upto = (em.fresh(s) for s in ("first", "last", "end", "upto"))
         place = place_of(self.env, past[0], seg.axis, low)
         em.scope.add(
@@ -420,7 +422,10 @@ class PassWriter:
         with em.inside() as block:
             buffers = {w: buffer(self.env, w, lanes) for w in past}
             self.places |= {w: f"{text}[l]" for w, text in buffers.items()}
-            block.add(*(ahead(name, lanes) if ahead else ()))
+            if ahead:
+                block.add(*ahead(name, lanes))
+            elif self.is_alone and seg.axis == self.v:
+                block.add(*streamed_reads(self.env, seg.parts, self.v, name, lanes))
             with in_floats(self, seg, name, lanes, buffers) as halves:
                 block.add(*halves.before)
                 loop(f"for (int l = 0; l < {lanes}; ++l)", "l")
@@ -439,9 +444,9 @@ class PassWriter:
         return len(self.plan.passes) == 1 and not self.plan.row_writes
 
     def past_caches(self, parts: Sequence[Part], axis: Axis) -> list[Write]:
-        """The stores of a vector loop that go past the caches: of the only pass, or of one of
-        several that are cheap (see `streams`)."""
-        return streamed(self.env, parts, axis) if self.is_alone or not self.has_dear else []
+        """The stores of a vector loop that go past the caches; of one of several passes, some of
+        which are dear, only with AVX-512 (see `streams`)."""
+        return streamed(self.env, parts, axis)
 
     @cached_property
     def has_dear(self) -> bool:

@@ -144,6 +144,7 @@ class Points(PassWriter):
                     move.done[n] = n
             test = [em.value(c) for row in masks if known[row] for c in sorted(row, key=_number)]
             body = replace(seg, parts=[move.part(p) for p in seg.parts])
+            em.follow(move.done)
             branches.append((" & ".join(dict.fromkeys(test)), body))
         if not all_cases:
             branches.append(("", seg))

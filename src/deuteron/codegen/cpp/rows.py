@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.ahead import NEAR_ROW, Ahead
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.draws import LANES, draws, fill
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
@@ -26,7 +27,6 @@ from deuteron.codegen.cpp.halves import in_floats
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
-    PassWriter,
     Segment,
     carry_dtype,
     parallel_loops,
@@ -41,19 +41,14 @@ from deuteron.codegen.loops import (
     ColumnFold,
     Loops,
     Part,
-    Write,
     ordered,
-    stride,
     unique_nodes,
 )
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
-from deuteron.ir.index import Axis, Index, hint
+from deuteron.ir.index import Axis, hint
 from deuteron.schedule.kernel import Prefix
 
 CHUNKS = 64  # most chunks of a shared row
-NEAR_ROW = (1 << 10, 1 << 18)  # bytes of a row whose successor is worth fetching ahead
-NEAR_STORED = 1 << 15  # most bytes of it where the pass that fetches also stores
-AHEAD = 8192  # bytes between what a single pass reads and what it fetches
 SHORT = 512  # elements of a row below which the last lanes are worth masks instead of a loop
 SCAN = 16  # elements that `d_scan` takes
 CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
@@ -79,14 +74,13 @@ def lanes_of(p: Pass, row: int) -> int:
     return 32 if narrow or any(f.kind.startswith("arg") for f in p.folds) else 64
 
 
-class Rows(PassWriter):
+class Rows(Ahead):
     """Writes the passes over one row (or one chunk of it)."""
 
     def __init__(self, env: Env, v: Axis, cache: int, merging: bool = False) -> None:
         loops = env.loops
         outer = ordered(loops, [a for a in loops.reduced if a != v])
         super().__init__(env, v, outer, cache, frozenset(loops.reduced), merging)
-        self.step: Axis | None = None  # the parallel axis along which this thread goes on
 
     def row(self) -> None:
         """All of one row, in a scope of its own: folds' results are known there, not outside."""
@@ -307,102 +301,6 @@ class Rows(PassWriter):
         )
         return base
 
-    def prefetches(self, k: int, base: str, lanes: int) -> list[str]:
-        """In the second pass over a row: fetches of the next row's operands and of results to come.
-
-        The caches' own prefetchers stop at the end of a page, and the wait for a row's first pass
-        is not hidden by its later ones (softmax of 4096 x 2048 f32, one core: 4.9 ms without, 2.8
-        ms with). Where the second pass stores too, short rows gain (AVX2: quantizing rows of 8 KiB
-        takes 0.62, norms of 4 KiB and their gradients 0.88 to 0.98 of the time); rows of 64 KiB, on
-        which the caches' prefetchers work for longer, lose 4%. With AVX-512 fetches got in the way
-        of stores (1.4 times slower).
-        """
-        step = self.step
-        if k == 0 and (len(self.plan.passes) == 1 or self.far):
-            return self.stream(base, lanes)
-        if k != 1 or step is None:
-            return []
-        stores = any(isinstance(w, Write) for w in self.plan.passes[1].parts)
-        most = NEAR_STORED if stores else NEAR_ROW[1]
-        found: dict[tuple[str, Index, Write | None], int] = {}
-        for n in unique_nodes(self.plan.passes[0].roots()):
-            if n.op == "load" and n.attr[1] and not n.args:
-                c = n.attr[1][0].coefficient(step)
-                if c is not None and c.value != 0:
-                    found[n.attr[0], n.attr[1][0] + c, None] = ITEMSIZE[n.dtype]
-        past: set[Write] = set()
-        for q in self.plan.passes[2:]:
-            past |= set(self.past_caches(q.parts, self.v))
-            for w in q.writes:
-                if w.mask is None:
-                    found[w.tensor, w.address, w] = ITEMSIZE[w.dtype]
-        out: list[str] = []
-        for (tensor, address, late), item in found.items():
-            near = NEAR_ROW[0] <= item * hint(self.row_size) <= most
-            if near and len(out) <= 16:
-                lines = self.fetch(tensor, address, item, base, lanes, 0, late is not None)
-                only = "if (d_narrow) " if stores else "if (!d_narrow) " if late in past else ""
-                out += [only + line for line in lines]
-        self.env.em.used |= {"d_narrow"} if stores or past else set()
-        return out
-
-    @property
-    def far(self) -> bool:
-        """Whether a row is so long that each pass reads it from memory."""
-        return 4 * hint(self.row_size) > NEAR_ROW[1]
-
-    def stream(self, base: str, lanes: int) -> list[str]:
-        """In the only pass over rows: fetches of what comes two pages later, where that is the same
-        row or the next (sum of 4096 rows of 4096 bf16, one core: 1.38 ms without, 0.70 ms with;
-        1024 elements ahead 0.91 ms). Norm of 8192 rows of 1024 f32: 0.82 and 0.59 ms; but f32 rows
-        of 4096 are 10% slower with. With AVX2 (Zen 3) rows of bf16 take 0.85 to 0.92 of the time
-        with, those of f32 1.05 to 1.11.
-        """
-        if any(isinstance(w, Write) for w in self.plan.passes[0].parts):
-            return []
-        out: list[str] = []
-        for n in unique_nodes(self.plan.passes[0].roots()):
-            if n.op != "load" or not n.attr[1] or n.args or len(out) > 16:
-                continue
-            c = n.attr[1][0].coefficient(self.step) if self.step is not None else None
-            apart = c is None or c.axes() or hint(c) != hint(self.row_size)
-            item = ITEMSIZE[n.dtype]
-            row = item * hint(self.v.extent)
-            if (apart and row < 4 * AHEAD) or (item > 2 and row > AHEAD):
-                continue
-            lines = self.fetch(n.attr[0], n.attr[1][0], item, base, lanes, AHEAD // item)
-            if item > 2:
-                self.env.em.used.add("d_narrow")
-                lines = [f"if (!d_narrow) {line}" for line in lines]
-            out += lines
-        return out
-
-    def fetch(
-        self,
-        tensor: str,
-        address: Index,
-        item: int,
-        base: str,
-        lanes: int,
-        ahead: int,
-        store: bool = False,
-    ) -> list[str]:
-        """Fetches of the lines of one step, `ahead` elements further; none where lanes are not side
-        by side or the address is computed in the loop."""
-        em = self.env.em
-        if stride(address, self.v) != 1:
-            return []
-        em.name_axis(self.v, base)
-        with em.inside(self.v) as scope:
-            place = f"{em.tensors[tensor]} + {em.index(address)}"
-        if scope.lines:
-            return []
-        tail = ", 1" if store else ""
-        return [
-            f"__builtin_prefetch({place} + {ahead + lane}{tail});"
-            for lane in range(0, lanes, 64 // item)
-        ]
-
     def position(self, seg: Segment, text: str | None = None) -> str:
         """The place along the reduced axis, for argmax (then there is one reduced axis)."""
         text = text or self.env.em.axis_text[seg.axis]
@@ -483,7 +381,7 @@ def ranges(env: Env, rows: Sequence[Axis]) -> int:
     to see it go on: with others at work memory does not wait with them. AVX2 (Zen 3), two cores:
     sums of 262144 rows of 64 f32 0.80, of 131072 rows of 160 0.93, maxima 0.77, mean squares of 100
     0.89 of the time. Nothing is gained where a second tensor is as large (softmax, layer norm), of
-    bf16, which is fetched ahead (`Rows.stream`, with AVX-512 f32 too), with rows of 1 KiB, and in
+    bf16, which is fetched ahead (`Ahead.stream`, with AVX-512 f32 too), with rows of 1 KiB, and in
     caches.
     """
     loops = env.loops

@@ -13,11 +13,14 @@ and 2.30 ms, rotation of rows of 128 0.93 and 1.13 ms): they leave no time to fe
 while they wait for memory.
 
 Where a row is read in several passes, an ordinary store's line is fetched beside an earlier pass
-(`Rows.prefetches`), which costs no time where that computes much (log-softmax of rows of 2048 takes
-1.02 of its time if it streams) but a third of what a norm moves. With AVX2, one core, shared memory
-of 20 GB/s: layer norm of 4096 x 2048 takes 0.69, of 64 x 65536 with gradients 0.86, instance norm
-0.79, batch norm with gradients 0.89, add and RMS norm with gradients 0.81, softmax with gradients
-0.85 of the time. With AVX-512 such stores are ordinary ones (`d_stream_last`): not measured.
+(`Ahead.prefetches`), which costs no time where that computes much (log-softmax of rows of 2048
+takes 1.02 of its time if it streams) but a third of what a norm moves. With AVX2, one core,
+shared memory of 20 GB/s: layer norm of 4096 x 2048 takes 0.69, of 64 x 65536 with gradients 0.86,
+instance norm 0.79, batch norm with gradients 0.89, add and RMS norm with gradients 0.81, softmax
+with gradients 0.85 of the time. With AVX-512, two cores of a Xeon, tensors of 16 to 32 MiB: RMS
+norm with gradients takes 0.56, layer norm 0.63, of 64 x 65536 0.66, batch norm 0.81 of the time,
+half of it due to what is fetched ahead (`Ahead.wide`). There what is dear streams too (softmax with
+gradients 0.79, log-softmax 0.77).
 """
 
 from __future__ import annotations
@@ -39,12 +42,19 @@ SMALL = 32  # results below this fraction of the last cache stay in it
 # Fraction of the last cache that a kernel touches from which results stream that the graph returns;
 # what a later step of the graph reads streams where the kernel touches more than all of it.
 RETURNED = 4
-# Bytes of the last cache on which a core counts where tiles are transposed into their places: the
-# fetches that ordinary stores cause are short and far apart (Xeon, two cores, 260 MiB of cache by
-# name, of a host that many share: 32 MiB transposed 6.9 ms, streaming 2.6 ms; stores in order of
+# Bytes of the last cache on which a core counts. A Xeon names 480 MiB, of a host that many share;
+# two cores read and write no faster there than in memory: 51 GB/s with ordinary stores to 16 of 32
+# MiB, 31 to 64 of 128 MiB, 56 with stores past the caches to either. Its gradients of slices of 32
+# MiB take 0.78, of a mean square of 32 MiB 0.80 of the time.
+SHARE = 32 << 20
+# The same where tiles are transposed into their places: the fetches that ordinary stores cause are
+# short and far apart (the Xeon: 32 MiB transposed 6.9 ms, streaming 2.6 ms; stores in order of
 # their addresses gain nothing there).
-SHARE = 16 << 20
-ROW_LINES = 64  # lines of a row below which its ends cost more than is gained
+TILE_SHARE = 16 << 20
+# Lines of a row below which its ends cost more than is gained (the Xeon: RMS norm of rows of 32
+# lines of bf16 with gradients takes 0.68 of the time, similarities of rows of 48 0.85, lookups in
+# an embedding of rows of 16 1.14).
+ROW_LINES = 32
 
 
 def read_again(schedule: Schedule) -> dict[str, frozenset[str]]:
@@ -59,6 +69,7 @@ def read_again(schedule: Schedule) -> dict[str, frozenset[str]]:
         if isinstance(step, Kernel):
             out[step.name] = frozenset(n for n, _ in step.writes if root(n) in later)
             later.update(root(n) for n, _ in step.reads)
+            later.update(root(n) for n, _ in step.writes if n in schedule.aliases)
         else:
             later.update(root(n) for n in tensors_read(step))
     return out
@@ -73,12 +84,13 @@ def streams(
     layouts = dict(kernel.reads) | dict(kernel.writes)
     size = {n: ITEMSIZE[lay.dtype] * hint(product(lay.shape)) for n, lay in layouts.items()}
     read = {n for n, _ in kernel.reads}
-    last = min(machine.l3_bytes, machine.threads * SHARE) if tiles else machine.l3_bytes
+    share = TILE_SHARE if tiles else SHARE
+    last = min(machine.l3_bytes, machine.threads * share)
     total = sum(size.values())
     if not last or total < last // RETURNED:
         return frozenset()
     large = {n for n, _ in kernel.writes if n not in read and size[n] >= last // SMALL}
-    return frozenset(large if total >= last else large - again)
+    return frozenset(large if total >= (last if tiles else machine.l3_bytes) else large - again)
 
 
 def streamed(env: Env, parts: Sequence[Part], axis: Axis, tiles: bool = False) -> list[Write]:

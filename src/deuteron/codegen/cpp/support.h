@@ -416,21 +416,22 @@ D_FN void d_stream_end() {
   __builtin_ia32_sfence();
 #endif
 }
+D_FN void d_whole_line(char* to, const char* from) {
+  d_line x[64 / sizeof(d_line)];
+#pragma GCC unroll 4
+  for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
+    x[i] = d_load<d_line>(from + i * sizeof(d_line));
+#pragma GCC unroll 4
+  for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
+    d_line_out(to + i * sizeof(d_line), x[i]);
+}
 template <class T> D_FN void d_stream(T* to_, const T* from_, i64 n) {
   char* to = (char*)to_;
   const char* from = (const char*)from_;
   i64 bytes = n * (i64)sizeof(T), k = (i64)(-(u64)to & 63);
   k = k < bytes ? k : bytes;
   __builtin_memcpy(to, from, k);
-  for (; k + 64 <= bytes; k += 64) {
-    d_line x[64 / sizeof(d_line)];
-#pragma GCC unroll 4
-    for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
-      x[i] = d_load<d_line>(from + k + i * sizeof(d_line));
-#pragma GCC unroll 4
-    for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
-      d_line_out(to + k + i * sizeof(d_line), x[i]);
-  }
+  for (; k + 64 <= bytes; k += 64) d_whole_line(to + k, from + k);
   __builtin_memcpy(to + k, from + k, bytes - k);
 }
 // The first place from `low` on, of at most `high`, that starts a line; `at` is the address of `low`.
@@ -439,21 +440,67 @@ template <class T> D_FN i64 d_line_start(const T* at, i64 low, i64 high) {
   return n < high ? n : high;
 }
 template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
-  if (!((u64)to & 63)) return d_stream(to, from, n);
-  for (int k = 0; k < (int)(n * sizeof(T)); k += sizeof(d_line))
-    d_store((char*)to + k, d_load<d_line>((const char*)from + k));
+  static_assert(n * sizeof(T) % 64 == 0, "whole lines");
+  constexpr int bytes = n * sizeof(T);
+  if (!((u64)to & 63))
+    for (int k = 0; k < bytes; k += 64) d_whole_line((char*)to + k, (const char*)from + k);
+  else
+    for (int k = 0; k < bytes; k += sizeof(d_line))
+      d_store((char*)to + k, d_load<d_line>((const char*)from + k));
 }
-// In one of several passes over a row (see streams.py).
+// In one of several passes over a row, some of which are dear (see streams.py).
 template <int n, class T> D_FN void d_stream_last(T* to, const T* from) {
 #if defined(__AVX512F__)
-  for (int k = 0; k < n; ++k) to[k] = from[k];
-#else
   d_stream_lanes<n>(to, from);
+#else
+  for (int k = 0; k < n; ++k) to[k] = from[k];
 #endif
 }
 
 //@ d_rand_lanes
-// d_rand of 64 elements that share 16 counters.
+// d_rand of 64 elements that share 16 counters. With AVX-512 words lie in the low halves of 64 bits,
+// as products of 32 bits want them; g++ 12 makes the same of the loop below by multiplying 64 bits
+// (three times as long), and by moving words to and fro.
+#if defined(__AVX512F__)
+typedef u64 d_v_u64 __attribute__((vector_size(64)));
+typedef i32 d_v_word __attribute__((vector_size(64)));
+typedef f32 d_v_drawn __attribute__((vector_size(64)));
+D_FN d_v_u64 d_mul_words(d_v_u64 x, u64 y) {
+  return (d_v_u64)__builtin_ia32_pmuludq512_mask((d_v_word)x, (d_v_word)(d_v_u64{} + y),
+                                                 (i64 __attribute__((vector_size(64)))){}, 255);
+}
+D_FN d_v_u64 d_high_words(d_v_u64 x) {
+  constexpr d_v_word odd = {1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15};
+  return (d_v_u64)__builtin_shuffle((d_v_word)x, odd);
+}
+D_FN void d_unit_floats(f32* out, d_v_u64 words) {
+  d_v_word bits = (d_v_word)((u32 __attribute__((vector_size(64))))words >> 8);
+  d_store(out, __builtin_convertvector(bits, d_v_drawn) * 5.9604644775390625e-08f);
+}
+static inline void d_rand_64(f32* out, i64 seed, i64 stream, i64 counter) {
+  constexpr d_v_u64 first = {0, 1, 2, 3, 4, 5, 6, 7}, lower = {0, 8, 1, 9, 2, 10, 3, 11};
+  d_v_u64 zero = {}, k0 = zero + (u64)seed, k1 = zero + ((u64)seed >> 32), c[2][4];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    c[h][0] = first + (u64)(counter + 8 * h), c[h][1] = c[h][0] >> 32;
+    c[h][2] = zero + (u64)stream, c[h][3] = c[h][2] >> 32;
+  }
+#pragma GCC unroll 10
+  for (int i = 0; i < 10; ++i, k0 += 0x9e3779b9u, k1 += 0xbb67ae85u)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      d_v_u64 p0 = d_mul_words(c[h][0], 0xd2511f53u), p1 = d_mul_words(c[h][2], 0xcd9e8d57u);
+      c[h][0] = d_high_words(p1) ^ c[h][1] ^ k0, c[h][2] = d_high_words(p0) ^ c[h][3] ^ k1;
+      c[h][1] = p1, c[h][3] = p0;
+    }
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    d_v_u64 x = (c[h][0] & 0xffffffffu) | c[h][1] << 32, y = (c[h][2] & 0xffffffffu) | c[h][3] << 32;
+    d_unit_floats(out + 32 * h, __builtin_shuffle(x, y, lower));
+    d_unit_floats(out + 32 * h + 16, __builtin_shuffle(x, y, lower + 4));
+  }
+}
+#else
 static inline void d_rand_64(f32* out, i64 seed, i64 stream, i64 counter) {
 #pragma omp simd
   for (int l = 0; l < 16; ++l) {
@@ -465,6 +512,7 @@ static inline void d_rand_64(f32* out, i64 seed, i64 stream, i64 counter) {
     out[4 * l + 3] = (f32)(i32)(d >> 8) * 5.9604644775390625e-08f;
   }
 }
+#endif
 // d_rand of elements first ... first + n - 1; n is a multiple of 64.
 template <int n> static inline void d_rand_lanes(f32* out, i64 seed, i64 stream, i64 first) {
   if (!(first & 3)) {
