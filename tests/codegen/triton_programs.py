@@ -250,12 +250,13 @@ def planned(name: str) -> Scheduled:
     f, args = EVERY[name]
     if name not in PARTS:
         with sharing(name), pytest.MonkeyPatch.context() as patch:
-            if name in SHARED | GROUPS:
+            if name in SHARED | GROUPS | WORKERS:
                 slower = replace(spec_of("H200"), bandwidth_gbps=5.0)
+                slower = replace(slower, cores=4 if name in WORKERS else slower.cores)
                 patch.setattr(tools, "spec_of", lambda device: slower)
                 patch.setattr(nn, "accumulated_in", lambda ctx, dtype: dtype)  # as on a GPU
             return scheduled(f, *args, device="H200", check=False)
-    slow = replace(spec_of("H200"), bandwidth_gbps=0.5)
+    slow = replace(spec_of("H200"), bandwidth_gbps=0.5, l2=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tools, "spec_of", lambda device: slow)
         patch.setattr(split, "PARTS", 1)
@@ -410,6 +411,17 @@ GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gradients by place, places first": (
         lambda g, x, w: by_place(g.transpose(0, 1), x.transpose(0, 1), w),
         (torch.randn(36, 3, 70), torch.randn(36, 3, 70), weights(70)),
+    ),
+}
+# Workers with many rows each, on a device that has few.
+WORKERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "gradients, two rows at a time": (
+        rms_backward,
+        (torch.randn(60, 600), torch.randn(600), torch.randn(60, 600)),
+    ),
+    "sums beside rows of half a block": (
+        lambda g, x: ((y := g.float() * x - top(g)).bfloat16(), (y + top(y)).sum(0)),
+        tuple(torch.randint(-4, 5, (30, 1152)).bfloat16() for _ in "gx"),
     ),
 }
 # Blocks of a row that are not met in the order of their elements, and elements that are equal.
@@ -598,7 +610,7 @@ SECTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sections: of columns of planes": (of_columns, (torch.randn(4, 16, 6),)),
 }
 EVERY = PROGRAMS | PARTS | LOOPED | PHASES | WINDOWS | UNORDERED | ERF | SCANS | GROUPS | SHARED
-EVERY |= SECTIONS
+EVERY |= SECTIONS | WORKERS
 
 
 @contextmanager

@@ -119,6 +119,8 @@ BROKEN: dict[str, tuple[str, Callable[[], Program]]] = {
     "mask without target": ("kinds", lambda: make(pointwise(x, mask=op("lt", x, one)))),
     "accumulates nowhere": ("kinds", lambda: make(pointwise(x, accumulate="sum"))),
     "unique places nowhere": ("kinds", lambda: make(pointwise(x, unique=True))),
+    "unique places that do not fill": (
+        "kinds", lambda: make(replace(scatter, target=None, unique=True))),
     "unknown accumulation": ("kinds", lambda: make(replace(scatter, accumulate="xor"))),
     "reads beyond the end": ("range", lambda: make(pointwise(read("x", i.index + 1, j)))),
     "reads before the start": ("range", lambda: make(pointwise(read("x", i, j.index - 1)))),

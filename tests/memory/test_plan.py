@@ -14,6 +14,7 @@ from torch import Tensor
 from deuteron.backend import deuteron_backend
 from deuteron.ir.index import evaluate
 from deuteron.ir.program import Extern, Program, tensors_read
+from deuteron.memory.lifetimes import overwritable
 from deuteron.memory.plan import ALIGNMENT, MemoryPlan, place
 from deuteron.pipeline import Compilation
 from deuteron.schedule.kernel import Kernel, Schedule
@@ -167,6 +168,20 @@ def test_reads_elsewhere_forbid_overwriting() -> None:
     """Every point reads its neighbour too."""
     found = chained(lambda x: (y := x + 1) + y.roll(1, 0), R(8, 8))
     assert found.get("add_1") is None or found["add_1"] == "roll"
+
+
+def test_a_row_value_is_not_written_over_another() -> None:
+    """All threads that have a part of the row read what one of them would overwrite."""
+    for f, allowed in (
+        (lambda x, m: (x - m[:, None]).square().sum(1), False),
+        (lambda x, m: m.square() + 1, True),
+    ):
+        _, schedule, program = planned(f, R(8, 64), R(8))
+        (kernel,) = schedule.steps
+        assert isinstance(kernel, Kernel)
+        (written,) = (n for n, _ in kernel.writes)
+        (read,) = (n for n, lay in kernel.reads if len(lay.shape) == 1)
+        assert overwritable(kernel, written, read, schedule.layouts) == allowed
 
 
 def test_inputs_are_never_overwritten() -> None:

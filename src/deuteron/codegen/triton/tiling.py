@@ -54,11 +54,17 @@ from deuteron.codegen.triton.reading import (
     unit_bytes,
     widest,
 )
+from deuteron.codegen.triton.row_blocks import (
+    ROW_LIMIT,
+    across_tiles,
+    column_blocks,
+    column_tiles,
+    row_tiles,
+)
 from deuteron.codegen.triton.turn import ragged, turned_alike
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.schedule.kernel import Fold, Prefix
-from deuteron.schedule.profit import BUSY
 from deuteron.schedule.teams import (
     KEPT_REGISTERS,
     LONG,
@@ -69,9 +75,6 @@ from deuteron.schedule.teams import (
     team_of,
 )
 
-# Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
-# values alive.
-ROW_LIMIT = 16384
 # Twice as many where the row is needed a second time, for a store. H200, 32768 columns, time over a
 # copy's, looped and whole: layer norm 1.58 and 1.06 (f32), 1.29 and 1.23 (bf16), softmax 1.48 and
 # 1.31 (f32); logsumexp, which reads once in any case, 1.20 and 1.22. At 65536 columns registers
@@ -94,6 +97,8 @@ LONE = 32
 # layer norm of 1152 137 and 132, 2560 124 and 114, 3072 112 and 105, 5120 (which spills) 135 and
 # 230.
 SPARE, MOST_SPARE = 0.75, 4096
+# Rows of more elements that are `_narrowed` have as many threads as others.
+MOST_NARROW = 8192
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
 APART = 4
 # With so many axes, finding a point's place costs more than its arithmetic.
@@ -107,8 +112,6 @@ HELD = 3
 # Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
 # parts of both.
 ACROSS = 8
-# Bytes of the blocks that are on their way to a program.
-PIPELINE = 96 << 10
 # Rows of more elements come from the L2 in part when they are read again: large blocks, at most so
 # many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
 # 4096: 1.49 and 1.59 times a copy's time.
@@ -394,13 +397,14 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
             form = _shared("rows", x, r, values, each, team, spec, values == 1 or scans)
             return _kept(loops, form, values)
     if across and not persistent:
-        candidates = _across_tiles(nx, nr, spec)
+        candidates = across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
-        candidates = _column_tiles(nx, nr, spec, limit)
+        candidates = column_tiles(nx, nr, spec, limit)
     elif persistent:
-        candidates = _row_tiles(nx, nr, widest(loops), spec, light=loads == 1 and not again)
+        light, narrow = loads == 1 and not again, nr <= MOST_NARROW and _narrowed(loops)
+        candidates = row_tiles(nx, nr, widest(loops), spec, light, narrow)
     elif columns:
-        candidates = _column_blocks(nx, nr, tile_bytes(loops, x, r), spec, scans)
+        candidates = column_blocks(nx, nr, tile_bytes(loops, x, r), spec, scans)
     else:
         candidates = _long_rows(loops, nx, nr, spec)
     start = None
@@ -427,26 +431,11 @@ def _turned(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     return None if shared and widest(loops) >= 4 else ragged(loops, r)
 
 
-def _row_tiles(
-    nx: int, nr: int, itemsize: int, spec: DeviceSpec, light: bool
-) -> tuple[Blocks, ...]:
-    """Whole rows; several short ones at once, as long as every multiprocessor has two programs.
-    H200, us: one tensor that is only folded (`light`), bf16 rows of 512 at 1024 and 2048 elements
-    85 and 74; rows of 32000 with 16 and 32 warps 691 and 614 (f32), 517 and 421 (bf16).
-    """
-    r = power(nr)
-
-    def tile(elements: int, each: int) -> Blocks:
-        x = min(max(1, elements // r), power(nx), 128)
-        while x > 1 and nx < x * 2 * spec.cores:
-            x //= 2
-        warps = 32 if r >= 2 * ROW_LIMIT else warps_for(x * nr, each)
-        return Blocks((("x", x), ("r", r)), warps)
-
-    each = 16 if itemsize >= 4 else 32
-    few = 2048 if light and itemsize < 4 else 1024
-    found = dict.fromkeys((tile(few, each), tile(1024, each // 2), tile(3072 - few, each)))
-    return tuple(found)
+def _narrowed(loops: Loops) -> bool:
+    """Whether rows are folded once and stored in one byte an element."""
+    folds = [p for p in loops.parts if isinstance(p, (Fold, Prefix))]
+    stored = [p for p in loops.parts if isinstance(p, Write) and p.level == "point"]
+    return len(folds) == 1 and bool(stored) and all(ITEMSIZE[p.dtype] == 1 for p in stored)
 
 
 def _sections(loops: Loops, spec: DeviceSpec) -> Form:
@@ -455,7 +444,7 @@ def _sections(loops: Loops, spec: DeviceSpec) -> Form:
     layouts. RMS norm of 512, bf16, sections of 128, instructions an element: 24, two rows 26."""
     x, p, r = (_in_order(loops, axes) for axes in (loops.parallel, loops.counting, loops.section))
     found = []
-    for tile in _row_tiles(1, power(size(p)) * size(r), widest(loops), spec, light=False):
+    for tile in row_tiles(1, power(size(p)) * size(r), widest(loops), spec, light=False):
         blocks = (("x", 1), ("p", power(size(p))), ("r", size(r)))
         found.append(replace(tile, sizes=blocks))
     return Form(
@@ -472,62 +461,6 @@ def _lone_tile(form: Form, warps: int, loads: int) -> Blocks:
     warps = max(warps, warps_for(wide * max(1, loads), LONE))
     rows = below(LONE * 32 * warps // (wide * max(1, loads)))
     return Blocks((("x", min(rows, power(size(x)))), ("r", wide)), warps)
-
-
-def _column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[Blocks, ...]:
-    """Contiguous along x: at least 32 bytes of a row at once, few enough columns that there are
-    many programs; whole columns, at most `limit` elements.
-    """
-
-    def tile(x: int) -> Blocks:
-        x = min(x, power(nx))
-        while x > 8 and nx < x * spec.cores:
-            x //= 2
-        x = min(x, max(1, limit // power(nr)))
-        return Blocks((("x", x), ("r", power(nr))), warps_for(x * power(nr)))
-
-    return tuple(dict.fromkeys((tile(64), tile(32), tile(128))))
-
-
-def _column_blocks(
-    nx: int, nr: int, moved: int, spec: DeviceSpec, scans: bool
-) -> tuple[Blocks, ...]:
-    """The same, block by block. H200, us: 64 x 64 elements and 64 x 128 in a pipeline of 3: 59 and
-    41 (statistics of channels, bf16), 134 and 121 (their gradients); 16 x 512 and 32 x 256, of 4096
-    columns: 322 and 207 (gradient of GELU with its bias). Sums of 65535 columns of f32, without a
-    pipeline: 64 x 128 and 64 x 64 434 and 276. Sums of 8192 columns of bf16 in a pipeline of 3 and
-    4: 155 and 133. A scan (f32), whose blocks wait for each other: 64 x 128 for 8 warps, 64 x 64
-    for 4: 185 and 143.
-    """
-
-    def tile(x: int, elements: int, stages: int) -> Blocks:
-        x = min(x, power(nx))
-        while x > 8 and nx < x * spec.cores * BUSY:
-            x //= 2
-        r = min(power(nr), max(1, elements // x))
-        each = 32 if x * r > 4096 or scans else 16
-        return Blocks((("x", x), ("r", r)), warps_for(x * r, each), stages)
-
-    if scans:
-        return tuple(dict.fromkeys((tile(64, 4096, 3), tile(32, 4096, 3), tile(64, 2048, 3))))
-    most = 8192 if moved <= 4 else 4096
-    deep = next((n for n in (4, 3) if n * most * moved <= PIPELINE), 1)
-    found = (tile(64, most, deep), tile(64, 4096, 1), tile(32, 4096, deep))
-    return tuple(dict.fromkeys(found))
-
-
-def _across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
-    """Some tensors are contiguous along x, others along r: 64 bytes and more of each at once. H200,
-    a transposition with sums, bf16: 32 x 128 203 us, 32 x 256 in a pipeline of 3 569 us."""
-
-    def tile(x: int, elements: int) -> Blocks:
-        x = min(x, power(nx))
-        while x > 32 and nx < x * spec.cores:
-            x //= 2
-        r = min(elements // x, power(nr))
-        return Blocks((("x", x), ("r", r)), warps_for(x * r))
-
-    return tuple(dict.fromkeys((tile(64, 8192), tile(32, 4096), tile(64, 4096))))
 
 
 def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
