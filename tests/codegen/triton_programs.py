@@ -227,6 +227,10 @@ LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         lambda x, y: (y.softmax(-1) * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1),
         (spread(3, 3000), torch.randn(3, 3000)),
     ),
+    "entropy of what is divided, in a loop": (
+        lambda x: entropy(x / 0.7),
+        (torch.randn(3, 3000) * 4,),
+    ),
     "moments of a softmax in a loop": (
         lambda x: (
             (torch.softmax(x, -1) * (2 - 3 * torch.log_softmax(x, -1)) / 4).sum(-1),

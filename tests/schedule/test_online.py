@@ -92,6 +92,11 @@ MOMENTS: dict[str, tuple[Callable[..., Any], int, set[int]]] = {
         2,
         {2},
     ),
+    "slower": (
+        lambda x: (e := ((x - top(x)) * 0.5)).exp().sum(-1) + (e.exp() * e).sum(-1),
+        1,
+        set(),
+    ),
     "square": (lambda x: (torch.log_softmax(x, -1) ** 2 * torch.softmax(x, -1)).sum(-1), 1, set()),
     "elements": (lambda x: (torch.softmax(x, -1) * x.log_softmax(-1) * x).sum(-1), 1, set()),
 }

@@ -225,9 +225,10 @@ class Chain:
         totals: dict[Expr, str] = {}  # of exponentials, by their exponents
         for name, rule in self.rules.items():
             body = self.folds[name].body
-            if isinstance(rule, Rescaled) and rule.plain and rule.power is body:
-                if body.op == "exp" and body.dtype == "f32" and self.ready[name] == k:
-                    totals[body.args[0]] = name
+            if not isinstance(rule, Rescaled) or rule.power is not body or self.ready[name] != k:
+                continue
+            if rule.plain and rule.scale == 1 and (body.op, body.dtype) == ("exp", "f32"):
+                totals[body.args[0]] = name
         for power in (n for n in f.body.walk() if n.op == "exp"):
             factor = linear(f.body, power)
             inner = self.affine(power.args[0], totals) if factor is not None else None
@@ -239,7 +240,8 @@ class Chain:
                 continue
             if self.need(inner[0], outer[0], *outer[1].values()) <= k:
                 tops = {self._top(name): c for name, c in outer[1].items()}
-                return Moment(total, inner[0], outer[0], tops)
+                if len(tops) == len(outer[1]):
+                    return Moment(total, inner[0], outer[0], tops)
         return None
 
     def _top(self, total: str) -> str:
