@@ -45,7 +45,7 @@ class Columns:
 def in_threads(form: Form) -> bool:
     """Whether a row of a tile has 16 bytes of half numbers for every thread, so that a column's
     elements are in one. H200, backward of an embedding with layer norm, 768 columns, two rows a
-    tile, three sums, us: an accumulator for each element, which spills, 69, for each column 59."""
+    tile, three sums, us: an accumulator for each element, which spills, 63, for each column 52."""
     tile = form.candidates[0]
     return tile.of("x") > 1 and tile.of("r") >= 8 * 32 * tile.num_warps
 
