@@ -56,6 +56,14 @@ def cases() -> dict[str, Case]:
     out["embedding with padding"] = (embedding(1), [(g, i)])
     out["positions of 32 bits"] = (embedding(-1), [(g, i.int())])
     out["an expanded gradient"] = (embedding(-1), [(r(64).expand(2, 140, 64), i)])
+    out["the same for each"] = (
+        lambda x, i: add(x, i, x.new_ones(300, 64)),
+        [(r(40, 64), places("mostly one", 300))],
+    )
+    out["one column's, for each"] = (
+        lambda x, i, v: add(x, i, v.expand(300, 64)),
+        [(r(40, 64), places("mostly one", 300), r(300, 1))],
+    )
     out["narrow rows"] = (add, [(r(40, 17), places("any", 300), r(300, 17))])
     out["long rows"] = (add, [(r(4, 1300), places("any", 20, rows=4), r(20, 1300))])
     out["columns"] = (

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
+from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.program import Layout, tensors_read
 from deuteron.schedule.kernel import Kernel, Step
 from deuteron.schedule.profit import bytes_of
@@ -35,7 +36,8 @@ def with_directions(
                 step = replace(step, reverse=_backwards(step, last, moved, layouts, spec))
             back, moved = step.reverse, moved + step.bytes
         else:
-            touched = [n for n in (*tensors_read(step), *step.names) if n is not None]
+            listed = [n for n in (*tensors_read(step), *step.names) if n is not None]
+            touched = [n for n in listed if layouts[n].dtype in ITEMSIZE]
             walks, back = True, False
             moved += sum(bytes_of(layouts[n]) for n in touched)
         for n in touched:

@@ -236,7 +236,7 @@ class Emitter:
             stack.append((node, True))
             if node.op == "reduce":  # its body is written inside its loop
                 continue
-            if continues(node):
+            if continues(self, node):
                 stack.append((node.args[0], False))
                 continue
             stack.extend((a, False) for a in reversed(children(node)))
@@ -251,7 +251,7 @@ class Emitter:
         if node.op == "reduce":
             scope.texts[node] = write_fold(self, node)
             return
-        if continues(node):
+        if continues(self, node):
             scope.texts[node] = write_fold(self, node.args[1], self.value(node.args[0]))
             return
         if node.op == "check":
@@ -396,7 +396,7 @@ class Emitter:
     def _load(self, node: Expr) -> str:
         name, idx, fill = node.attr
         address, cond = idx[0], node.args[0] if node.args else None
-        if cond is None and name not in self.limits:
+        if cond is None and self.within is None and name not in self.limits:
             steady = self._steady(node)
             if steady is not None:
                 return steady

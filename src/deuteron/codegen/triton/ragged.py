@@ -65,12 +65,14 @@ def beside(loops: Loops, row: Axis) -> bool:
     return bool(stored) and all(stride(a, row) == 1 for a in stored)
 
 
-def continues(node: Expr) -> bool:
-    """Whether it is a sum whose second part goes on where the first one ends, in its registers."""
+def continues(em: Emitter, node: Expr) -> bool:
+    """Whether it is a sum whose second part goes on where the first one ends, in its registers:
+    both are values of the same shape."""
     if node.op != "add" or any(end_of(a) is None for a in node.args):
         return False
     first, second = node.args
-    return first.attr[0] == second.attr[0] == "sum" and first is not second
+    alike = first.attr[0] == second.attr[0] == "sum" and em.deps(first) == em.deps(second)
+    return alike and first is not second
 
 
 def write_fold(em: Emitter, node: Expr, start: str | None = None) -> str:

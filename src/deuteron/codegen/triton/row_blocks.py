@@ -98,4 +98,4 @@ def across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
     return tuple(dict.fromkeys((tile(64, 8192), tile(32, 4096), tile(64, 4096))))
 
 
-__all__ = ["PIPELINE", "ROW_LIMIT", "across_tiles", "column_blocks", "column_tiles", "row_tiles"]
+__all__ = ["ROW_LIMIT", "across_tiles", "column_blocks", "column_tiles", "row_tiles"]
