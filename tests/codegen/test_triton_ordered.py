@@ -3,6 +3,7 @@ what becomes of them in the compiler."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -120,6 +121,19 @@ def test_places_are_checked_once() -> None:
     assert folds and len(ranks) == 2
     assert not any(n.op == "check" for fold in (*folds, *ranks) for n in fold.walk())
     assert any(n.op == "check" for root in roots for n in root.walk())
+
+
+def test_one_accumulator_for_parts_of_one_shape(tmp_path: Path) -> None:
+    """Where all columns get the same, a row's points are one number, its whole chunks columns."""
+    spec, alike = named_gpu("H200"), r"fold\d+ = fold\d+\n"
+    assert spec is not None
+    for f, one in ((add, True), (lambda x, i, v: add(x, i, x.new_ones(v.shape)), False)):
+        args = torch.zeros(500, 64), torch.arange(32768) % 7, torch.zeros(32768, 64)
+        _, found = planned(f, *args)
+        made = [generate(k, spec, Options()) for k in kernels(found)]
+        assert any(re.search(alike, k.source) for k in made) == one
+        for kernel in made:
+            build(kernel, kernel.configs[0], 90, Options(cache_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
