@@ -39,6 +39,9 @@ MOST_HELD, MOST_ALONE = 96, 24
 # Rows that are so many apart, of at least 2 bytes an element, begin alike between multiples of 16
 # bytes: of that many workers or a multiple each has rows of one kind (see `codegen.triton.turn`).
 ALIKE = 8
+# The same for lines of the cache, of 128 bytes. H200, softmax of 4096 rows of 65535, bf16, us: rows
+# from multiples of 16 bytes 348, of 128 bytes 323.
+ALIKE_LINES = 64
 # What a worker's partial results of columns cost, in rows: two sums of 4 bytes that are written and
 # read, beside three times 2 bytes of a row.
 PARTIAL = 2.7
@@ -75,17 +78,20 @@ def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0, alike: bool = 
     return count if pays and fits else 0
 
 
-def workers_alike(rows: int, most: int, partial: float = 0.0, turns: int = 1) -> int:
+def workers_alike(
+    rows: int, most: int, partial: float = 0.0, turns: int = 1, kinds: int = ALIKE
+) -> int:
     """How many workers, of which about so many run at once, walk so many rows soonest, where each
-    has rows of one kind. `partial`: what one leaves behind, in rows; `turns`: of workers, at least.
+    has rows of one of so many kinds. `partial`: what one leaves behind, in rows; `turns`: of
+    workers, at least.
     H200, backward of layer norm, 4096 rows of 65535, bf16, of which 14 run at once, us: 8 workers
     1010, 16 822, 40 620, 56 592, 112 606."""
 
     def cost(count: int) -> float:
         return -(-count // most) * -(-rows // count) + partial * count / most
 
-    first = -(-max(1, min(rows, (turns - 1) * most)) // ALIKE) * ALIKE
-    return min(range(first, 8 * most + 1, ALIKE), key=cost, default=ALIKE)
+    first = -(-max(1, min(rows, (turns - 1) * most)) // kinds) * kinds
+    return min(range(first, 8 * most + 1, kinds), key=cost, default=first)
 
 
 def clustered(team: int, spec: DeviceSpec) -> bool:

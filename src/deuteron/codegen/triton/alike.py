@@ -13,14 +13,17 @@ from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.loops import Loops
-from deuteron.codegen.triton.reading import widest
+from deuteron.codegen.triton.reading import shared_along, widest
 from deuteron.codegen.triton.tiling import Form, choose
 from deuteron.codegen.triton.turn import ragged
-from deuteron.schedule.teams import ALIKE, at_once, resident, workers_alike
+from deuteron.schedule.teams import ALIKE, ALIKE_LINES, at_once, resident, workers_alike
 
 # Turns of workers, so that it matters little how many run at once. H200, softmax of 4096 rows of
 # 65535, bf16, 64 workers 393 us, 128 356, 192 333, 256 335.
 TURNS = 5
+# What a worker's begin costs, in rows, for each tensor that all rows share. Layer norm, 128 workers
+# 334 us, 192 323, 256 350.
+BEGIN = 1.5
 
 
 def alike(loops: Loops, spec: DeviceSpec) -> Loops:
@@ -35,7 +38,9 @@ def alike(loops: Loops, spec: DeviceSpec) -> Loops:
     form = choose(replace(loops, chunk=(axis, ALIKE)), spec, teams=True)
     if form.team == 1 or form.start is None:
         return loops
-    count = workers_alike(axis.extent.value, max(1, _at_once(form, spec)), turns=TURNS)
+    most = max(1, _at_once(form, spec))
+    begin = BEGIN * shared_along(loops)
+    count = workers_alike(axis.extent.value, most, begin, turns=TURNS, kinds=ALIKE_LINES)
     return replace(loops, chunk=(axis, count))
 
 
@@ -45,7 +50,8 @@ def _at_once(form: Form, spec: DeviceSpec) -> int:
     each = resident(blocks.num_warps, form.cluster)
     if blocks.registers:
         each = min(each, spec.registers // 4 // (blocks.registers * 32 * blocks.num_warps))
-    return each * at_once(form.team, spec) // form.team
+    cores = at_once(form.team, spec) if form.team > 8 else spec.cores
+    return each * cores // form.team
 
 
 __all__ = ["alike"]

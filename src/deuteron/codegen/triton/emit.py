@@ -111,7 +111,7 @@ class Emitter:
         wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
         start = f"{offset} + " if offset != "0" else ""
         if name == "r" and self.turn is not None:
-            self.scope.add(*self.turn.lanes(f"{start}{lanes}{wide}", dim.masked))
+            self.scope.add(*self.turn.lanes(f"{start}{lanes}{wide}", dim))
         else:
             self.scope.add(f"{stem}index = {start}{lanes}{wide}")
             if dim.masked:

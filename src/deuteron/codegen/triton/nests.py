@@ -41,9 +41,9 @@ from deuteron.codegen.triton.scanning import TeamScans
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
 from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form, column_folds
-from deuteron.codegen.triton.turn import Turn
+from deuteron.codegen.triton.turn import turn_of
 from deuteron.ir.expr import ITEMSIZE, Expr
-from deuteron.ir.index import Index, const, product, substitute
+from deuteron.ir.index import Index, const, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Fold, Prefix
 
@@ -102,7 +102,9 @@ def write_nest(
     em.group, em.apart, em.terms = form.group, form.apart, form.terms
     em.block = max((b.of("r") for b in form.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
-    em.turn = turn_of(loops, form)
+    if form.start is not None:
+        blocks = [(b.of("x"), b.of("r")) for b in form.candidates]
+        em.turn = turn_of(loops, form.start, em.dims["r"].count, blocks)
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])
@@ -117,18 +119,6 @@ def write_nest(
     writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
     writer(loops, form, em)
     return used(em.chain[0].lines), em.checked
-
-
-def turn_of(loops: Loops, form: Form) -> Turn | None:
-    if form.start is None:
-        return None
-    single = all(b.of("x") == 1 for b in form.candidates)
-    sizes = tuple(sorted({a.itemsize for a in loops.accesses if not a.store}))
-    if loops.chunk is None:
-        return Turn(*form.start, single, itemsizes=sizes)
-    axis, count = loops.chunk
-    first = substitute(form.start[0], {axis: WORKER.index})
-    return Turn(*form.start, single, first, count, sizes)
 
 
 def used(lines: list[str]) -> list[str]:
@@ -230,7 +220,7 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
             # Beside what is read again, what is stored should not stay.
             policy = ', eviction_policy="evict_first"' if em.passing and dims == FULL else ""
             if em.turn is not None and not masks and em.turn.has(em, w.address):
-                lines += em.turn.store(em, w.tensor, value, policy)
+                lines += em.turn.store(em, w.tensor, ITEMSIZE[w.dtype], value, policy)
             else:
                 lines.append(f"tl.store({place}, {value}{mask}{policy})")
         else:
@@ -435,7 +425,7 @@ class Passes:
             # Of rows that turn the first elements come last.
             accs.ascending = not self.backwards and em.turn is None
             if em.turn is not None:
-                em.scope.add(f"rwhole = tl.maximum(rbody, 0) // {r.block} * {r.block}")
+                em.scope.add(f"rwhole = tl.maximum(rnumel - rturn, 0) // {r.block} * {r.block}")
                 em.dims["r"] = replace(r, masked=False)
                 self.blocks(q, accs, carries, "rwhole")
                 em.dims["r"] = r

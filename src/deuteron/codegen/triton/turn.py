@@ -21,14 +21,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deuteron.codegen.loops import Loops, points, stride
+from deuteron.codegen.loops import WORKER, Loops, points, stride
 from deuteron.codegen.triton.scope import FULL, Dim, R
 from deuteron.ir.expr import ITEMSIZE
-from deuteron.ir.index import Axis, Index, Sym, Value
+from deuteron.ir.index import Axis, Index, Sym, Value, hint, substitute
 from deuteron.schedule.kernel import Prefix
 
 if TYPE_CHECKING:
     from deuteron.codegen.triton.emit import Emitter
+
+# Bytes of a line of the cache, from which rows of so many elements and more are read.
+LINE, LINED = 128, 1024
 
 
 def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
@@ -67,7 +70,13 @@ def turned_alike(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     step = row.coefficient(axis)
     if tuple(loops.parallel) != (axis,) or step is None or axis in (row - axis.index * step).axes():
         return None
-    return start if all(c * count % vector == 0 for _, c in step.terms) else None
+    return start if alike_by(row, axis, count, vector) else None
+
+
+def alike_by(row: Index, axis: Axis, count: int, elements: int) -> bool:
+    """Whether rows that are so many apart begin as many elements behind a multiple of so many."""
+    step = row.coefficient(axis)
+    return step is not None and all(c * count % elements == 0 for _, c in step.terms)
 
 
 @dataclass(frozen=True)
@@ -81,16 +90,22 @@ class Turn:
     single: bool
     first: Index | None = None
     step: int = 1
-    itemsizes: tuple[int, ...] = ()  # of elements that are read
+    itemsizes: tuple[int, ...] = ()
+    line: int = 0  # lanes begin at multiples of so many elements
 
     def declare(self, em: Emitter) -> None:
-        """The elements of a vector: of all tensors, and of those with elements of so many bytes."""
-        sizes = {"": self.vector} | {str(n): 16 // n for n in self.itemsizes}
+        """Where lanes begin, and the elements of a vector of those of so many bytes."""
+        sizes = {"": self.line or self.vector} | {str(n): 16 // n for n in self.itemsizes}
         for name, count in sizes.items():
             em.scope.add(
                 f"VECTOR{name}: tl.constexpr = {count} if ALIGNED else 1",
                 f"BITS{name}: tl.constexpr = {count.bit_length() - 1} if ALIGNED else 0",
             )
+        # The lane of a block from which on a row's ends are, which threads of others need not ask.
+        r, line = em.dims["r"], sizes[""]
+        last = -(-(r.count.value or 0) // line) * line - 1
+        edge = f"{last} % {r.block} - {2 * line - 1}" if r.count.value else "0"
+        em.scope.add(f"EDGE: tl.constexpr = {edge}")
 
     def begin(self, em: Emitter) -> None:
         """What all rows of a worker share; in the current scope."""
@@ -112,18 +127,19 @@ class Turn:
     def _ring(self, em: Emitter) -> None:
         em.scope.add(
             f"rring = {rounded_up('rnumel')}",
-            "rbody = ((rnumel - rturn) >> BITS) * VECTOR",
+            "rhead = rring - rturn",
             "rlast = rring - tl.maximum(rturn - rnumel, 0)",  # of rows shorter than a vector
         )
 
-    def lanes(self, lanes: str, masked: bool) -> list[str]:
+    def lanes(self, lanes: str, r: Dim) -> list[str]:
         """The lines that say which element each lane of a block has."""
         out = [f"rlane = {lanes}", "rindex = rlane + rturn"]
-        if masked:
+        if r.masked:
             out += [
-                "rturned = rlane >= rring - rturn",
-                "rindex = tl.where(rturned, rindex - rring, rindex)",
-                "rmask = (rlane < rnumel - rturn) | (rturned & (rlane < rlast))",
+                f"rwithin = tl.arange(0, {r.block})[None, :] < EDGE",
+                f"redge = tl.arange(0, {r.block})[None, :] >= EDGE",
+                "rindex = tl.where(redge & (rlane >= rhead), rindex - rring, rindex)",
+                "rmask = rwithin | (rlane < rnumel - rturn) | ((rlane >= rhead) & (rlane < rlast))",
             ]
         return out
 
@@ -141,14 +157,15 @@ class Turn:
         ahead = self._place(em, tensor)
         if not em.dims["r"].masked:
             return f"tl.load({ahead}{', ' if rows else ''}{' & '.join(rows)}{hint})"
-        inside, behind = self._vectors(em, ITEMSIZE[dtype])
         main, turned = em.fresh("main"), em.fresh("turned")
+        tail, head = (self._whole(em, kind, ITEMSIZE[dtype]) for kind in ("tail", "head"))
+        inside = " & ".join([f"(rwithin | (rlane < {tail}))", *rows])
+        behind = " & ".join([f"redge & (rlane >= {head})", "(rlane < rring)", *rows])
         scope.add(
-            f"{main} = tl.load({ahead}, {' & '.join([inside, *rows])}, other=0{hint})",
-            f"{turned} = tl.load({self._place(em, tensor, ' - rring')}, "
-            f"{' & '.join([behind, *rows])}, other=0{hint})",
+            f"{main} = tl.load({ahead}, {inside}, other=0{hint})",
+            f"{turned} = tl.load({self._place(em, tensor, ' - rring')}, {behind}, other=0{hint})",
         )
-        return f"tl.where(rturned, {turned}, {main})"
+        return f"tl.where(redge & (rlane >= rhead), {turned}, {main})"
 
     def moves(self, em: Emitter, address: Index, dtype: str) -> bool:
         """Whether a tensor has rows that begin at multiples of 16 bytes, of which a lane reads the
@@ -168,21 +185,21 @@ class Turn:
         given = f"{start}, {em.starts['r']}, rnumel, rring, rturn, rindex, {mask}"
         return f'libm.turned_load({given}, {r.block}, {ends}, ALIGNED, "{policy}")'
 
-    def store(self, em: Emitter, tensor: str, value: str, policy: str) -> list[str]:
+    def store(self, em: Emitter, tensor: str, itemsize: int, value: str, policy: str) -> list[str]:
         """The lines that write a tensor's rows: vectors, then the elements of the row's ends."""
         ahead, rows = self._place(em, tensor), self._rows(em)
         if not em.dims["r"].masked:
             return [f"tl.store({ahead}, {value}{', ' if rows else ''}{' & '.join(rows)}{policy})"]
-        whole = " & ".join(["(rlane < rbody)", *rows])
-        last = " & ".join(["(rlane >= rbody)", "(rlane < rnumel - rturn)", *rows])
-        first = " & ".join(["rturned", "(rlane < rlast)", *rows])
-        behind = self._place(em, tensor, " - rring")
+        body = self._whole(em, "body", itemsize)
+        whole = " & ".join([f"(rwithin | (rlane < {body}))", *rows])
+        last = " & ".join([f"redge & (rlane >= {body})", "(rlane < rnumel - rturn)", *rows])
+        first = " & ".join(["redge & (rlane >= rhead)", "(rlane < rlast)", *rows])
         ends = [
             f"tl.store({ahead}, {value}, {last}{policy})",
-            f"tl.store({behind}, {value}, {first}{policy})",
+            f"tl.store({self._place(em, tensor, ' - rring')}, {value}, {first}{policy})",
         ]
         if self.single:
-            head = f"if {em.starts['r']} + {em.dims['r'].block} > rbody:"
+            head = f"if {em.starts['r']} + {em.dims['r'].block} > {body}:"
             ends = [head, *(f"    {line}" for line in ends)]
         return [f"tl.store({ahead}, {value}, {whole}{policy})", *ends]
 
@@ -196,22 +213,42 @@ class Turn:
         x = em.dims["x"]
         return [f"{x.stem}mask"] if x.masked else []
 
-    def _vectors(self, em: Emitter, itemsize: int) -> tuple[str, str]:
-        """Masks of the vectors that have some element of the row, and of those that have some of
-        its beginning, which come last; of a tensor with elements of so many bytes. Only 16 bytes
-        together are certain to be the tensor's where one of them is."""
-        name = f"rtail{itemsize}"
+    def _whole(self, em: Emitter, kind: str, itemsize: int) -> str:
+        """The name of the lane at which vectors end that have some element of the row before its
+        begin (`tail`), or no other (`body`), or from which they have some of its begin (`head`); of
+        a tensor with elements of so many bytes. Only 16 bytes together are certain to be the
+        tensor's where one of them is."""
+        name, more = f"r{kind}{itemsize}", f" + (VECTOR{itemsize} - 1)"
         scope = em.chain[em.level(FULL if self.first is None else R)]
         if name not in scope.sums:
             scope.sums[name] = name
-            scope.add(
-                f"{name} = {rounded_up('rnumel - rturn', itemsize)}",
-                f"rhead{itemsize} = rring - {rounded_up('rturn', itemsize)}",
-            )
-        return f"(rlane < {name})", f"(rlane >= rhead{itemsize}) & (rlane < rring)"
+            count = {"head": f"rturn{more}", "tail": f"rnumel - rturn{more}"}
+            text = count.get(kind, "rnumel - rturn")
+            whole = f"(({text}) >> BITS{itemsize}) * VECTOR{itemsize}"
+            scope.add(f"{name} = " + (f"rring - {whole}" if kind == "head" else whole))
+        return name
 
 
-def rounded_up(text: str, itemsize: int | str = "") -> str:
+def turn_of(
+    loops: Loops, start: tuple[Index, int], length: Index, blocks: Sequence[tuple[int, int]]
+) -> Turn:
+    """How rows of so many elements turn that begin so (`ragged`), in blocks of so many rows and
+    lanes."""
+    single = all(rows == 1 for rows, _ in blocks)
+    sizes = tuple(sorted({a.itemsize for a in loops.accesses}))
+    row, vector = start
+    line = LINE // 16 * vector
+    if hint(length) < LINED or any(lanes % line for _, lanes in blocks):
+        line = 0
+    if loops.chunk is None:
+        return Turn(row, vector, single, itemsizes=sizes, line=line)
+    axis, count = loops.chunk
+    first = substitute(row, {axis: WORKER.index})
+    line *= alike_by(row, axis, count, line or 1)
+    return Turn(row, vector, single, first, count, sizes, line)
+
+
+def rounded_up(text: str) -> str:
     """A number rounded up to whole vectors, as Triton sees that it is a multiple of them. (By a
     shift: numbers may be below 0.)"""
-    return f"(({text} + (VECTOR{itemsize} - 1)) >> BITS{itemsize}) * VECTOR{itemsize}"
+    return f"(({text} + (VECTOR - 1)) >> BITS) * VECTOR"
