@@ -68,6 +68,7 @@ class Emitter:
         self.packed: frozenset[Expr] = frozenset()  # see `precision`
         self.units: frozenset[str] = frozenset()  # likewise: names of folds
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
+        self.stays = False  # whether what streams has one: see `generate.stays`
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
         self.group, self.apart, self.terms = 1, False, 1  # see `tiling.Form`
@@ -410,12 +411,13 @@ class Emitter:
         text = self.place(name, address, wanted)
         scope = self.chain[self.level(wanted)]
         self.guard("load", name, address, wanted, where, scope)
-        policy = self.policies.get(node)
+        streams = self.stays and dims == self.whole
+        policy = self.policies.get(node, "evict_last" if streams else "")
         hint = f', eviction_policy="{policy}"' if policy else ""
         if self.turn is not None and not masks and self.turn.has(self, address):
             return self.turn.load(self, name, node.dtype, hint)
         if self.turn is not None and not masks and self.turn.moves(self, address, node.dtype):
-            return self.turn.moved(self, name, address, node.dtype, policy or "")
+            return self.turn.moved(self, name, address, node.dtype, policy)
         if not where:
             return f"tl.load({text}{hint})"
         other = scalars.literal(

@@ -68,6 +68,7 @@ class Names:
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
     overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
+    stays: bool = False  # see `generate.stays`
 
 
 def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
@@ -102,6 +103,7 @@ def write_nest(
     em.group, em.apart, em.terms = form.group, form.apart, form.terms
     em.block = max((b.of("r") for b in form.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
+    em.stays = names.stays and any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
     if form.start is not None:
         blocks = [(b.of("x"), b.of("r")) for b in form.candidates]
         em.turn = turn_of(loops, form.start, em.dims["r"].count, blocks)
@@ -488,7 +490,7 @@ class Passes:
         for root in self.passes[k].roots():
             for n in root.walk():
                 if n.op == "load" and n.attr[1] and em.deps(n) & R:
-                    keep = n in later or em.shared(n)
+                    keep = n in later or em.shared(n) or em.stays
                     em.policies[n] = "evict_last" if keep else "evict_first"
 
     def declare_carries(self, q: Pass) -> dict[str, str]:
