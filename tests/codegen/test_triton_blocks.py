@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,23 @@ def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
     binary = build(made, made.configs[0], 90, Options(cache_dir=str(tmp_path)))
     sizes = dict(made.configs[0].constexprs)
     assert binary.shared > 2 * 2 * 2 * sizes["XBLOCK"] * 768  # two of two blocks are on their way
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "f", "marked"),
+    [
+        ("H200", 32768, lambda x: x.softmax(-1), True),
+        ("H200", 32768, lambda x: x.mul(2).relu(), True),
+        ("H200", 2048, lambda x: x.softmax(-1), False),  # whose result the L2 has for the next
+        ("A100", 32768, lambda x: x.softmax(-1), False),
+        ("H200", 32768, lambda x: x.square().sum(-1), False),
+        ("H200", 32768, lambda x: x.view(-1, 131072).softmax(-1), False),  # shared by teams
+    ],
+)
+def test_what_streams_through_stays(
+    device: str, rows: int, f: Callable[[Tensor], Tensor], marked: bool
+) -> None:
+    found = scheduled(f, torch.empty(rows, 8192, dtype=torch.bfloat16), device=device, check=False)
+    (kernel,) = (generate(k, spec_of(device), Options()) for k in found.kernels)
+    loads = [line for line in kernel.source.split("\n") if "tl.load(arg0_1_ptr" in line]
+    assert loads and all(("evict_last" in line) == marked for line in loads)

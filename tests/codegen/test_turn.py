@@ -85,8 +85,29 @@ def test_rows_that_begin_alike_are_a_workers(name: str) -> None:
     first = kernels(found, WHOLE)[0]
     before, loop = first.source.split("for xoffset in tl.range(xfirst, xnumel, ")
     assert first.team > 1 and first.cluster and "rturn = -(" in before
-    assert "turned_load" not in loop and int(loop.split(" ", 1)[0]) % 8 == 0
+    count = int(loop.split(" ", 1)[0])
+    assert "turned_load" not in loop and count % 8 == 0
     assert ("turned_load" in before) == (name != "softmax")
+    # Of many kinds of rows, workers that fold columns would be too many.
+    lined = "VECTOR: tl.constexpr = 64 if ALIGNED" in before
+    assert lined == (count % 64 == 0) == ("gradients" not in name)
+
+
+@pytest.mark.parametrize(
+    ("n", "edge"),
+    [
+        (65535, "65535 % RBLOCK - 127"),
+        (50257, "50303 % RBLOCK - 127"),
+        (1001, "1007 % RBLOCK - 15"),
+    ],
+)
+def test_only_the_last_lanes_ask_for_a_rows_ends(n: int, edge: str) -> None:
+    """Two lines of the cache, or vectors of short rows, before the end of the ring."""
+    found, _ = planned("softmax", n, LOOPED if n == 1001 else WHOLE, dynamic=False)
+    first = kernels(found, LOOPED if n == 1001 else WHOLE)[0]
+    assert f"EDGE: tl.constexpr = {edge}\n" in first.source
+    ends = [line for line in first.source.split("\n") if "roffset - rring) + tl.arange" in line]
+    assert len(ends) >= 2 and all("redge & (rlane >= rhead" in line for line in ends)
 
 
 @pytest.mark.parametrize("name", ["layer norm of f32", "norm with weights of f32"])

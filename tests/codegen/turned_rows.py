@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.base.options import Options
-from deuteron.codegen.triton import tiling
+from deuteron.codegen.triton import tiling, turn
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.program import Constant, Input
 from deuteron.ir.reference import allocate
@@ -118,8 +118,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Made]] = {
 }
 
 
-# How a row is walked: whole, in blocks of a loop, by several programs.
-WHOLE, LOOPED, SHARED = "whole", "looped", "shared"
+# How a row is walked: whole, in blocks of a loop, by several programs, by those from whole lines.
+WHOLE, LOOPED, SHARED, LINED = "whole", "looped", "shared", "lined"
 
 
 @contextmanager
@@ -128,10 +128,13 @@ def walked(how: str) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(tiling, "LEAST_TURNED", 8)
         if how != WHOLE:
             patch.setattr(tiling, "ROW_LIMIT", 8)
-        if how == SHARED:
-            patch.setattr(teams, "SHARES", ((1, 32), (4, 32)))
+        if how in (SHARED, LINED):
+            each = 32 if how == SHARED else 64
+            patch.setattr(teams, "SHARES", ((1, each), (4, each)))
             patch.setattr(teams, "LONG", 32)
             patch.setattr(tiling, "LONG", 32)
+        if how == LINED:
+            patch.setattr(turn, "LINED", 64)
         yield patch
 
 
@@ -141,7 +144,8 @@ def planned(name: str, n: int, how: str, dynamic: bool) -> tuple[Scheduled, list
     args = list(made(n))
     with walked(how) as patch:
         many = columns.workers
-        patch.setattr(columns, "workers", lambda *a: (many(*a)[0], 8))  # of several rows each
+        count = 64 if how == LINED else 8  # of several rows each
+        patch.setattr(columns, "workers", lambda *a: (many(*a)[0], count))
         return scheduled(f, *args, device="H200", dynamic=dynamic, check=False), args
 
 
@@ -215,7 +219,11 @@ def cases() -> Iterator[tuple[str, int, str, bool]]:
         yield name, 71, LOOPED, False
         yield name, 41, LOOPED, True
         yield name, 73, SHARED, False
+        for n in (145, 191, 225):  # of 192 and 256 lanes, with and without some to spare
+            yield name, n, LINED, False
     yield "softmax", 1001, WHOLE, False
+    for name in ("softmax", "layer norm", "loss", "truth values"):
+        yield name, 1101, LOOPED, False
 
 
 if __name__ == "__main__":
