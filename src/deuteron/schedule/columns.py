@@ -53,6 +53,10 @@ MOST_WORKERS = 8
 # norm, rows of 768 (f32), whose two sums are folded at once: 5 workers, of which 4 run at a time,
 # 233 us.
 MID_WORKERS = 4
+# So many, too, of rows that leave much of a block of 2048 free, where a worker is one warp
+# (`codegen.triton.tiling.ALONE`). H200, layer norm forward and backward, rows of 1536 (bf16), 2 and
+# 4 workers: 195 and 178 us.
+SPARE_ROW = 1536
 # The least that a thread of a worker has. H200, layer norm and GELU, forward and backward, rows of
 # 4096 (bf16), with 166 and 128 registers: 659 and 547 us.
 LEAST_REGISTERS = 128
@@ -75,7 +79,7 @@ def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
     axis = max(rows, key=lambda a: (hint(a.extent), -rows.index(a)))
     row = hint(space.row)
     each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
-    if MID_WORKERS < each < MOST_WORKERS:
+    if MID_WORKERS < each < MOST_WORKERS or 1024 < row <= SPARE_ROW:
         each = MID_WORKERS
     team = max(1, team_of(row, HELD, spec, alike=True)) if folds else 1  # a worker is a team
     if team > 1 and share(HELD, row) == MOST:

@@ -28,6 +28,8 @@ SHORT = 4.0
 GPU_TAIL_BYTES, GPU_TAIL_FLOPS = 192 << 10, 1 << 17
 LONG_TAIL_BYTES = 16 << 10
 CPU_SHORT_US = 30.0
+# A short kernel waits for another one among so many after it.
+DELAY = 6
 # How much longer arithmetic takes than memory where it decides. H200, us: ranks of 32768 places in
 # blocks of 1024, and sums of columns: 5.4 and 6.1, in one kernel 29.8.
 COMPUTES = 4.0
@@ -91,7 +93,33 @@ class Joiner:
             if isinstance(last, Launch) and self.join(last, group, us):
                 continue
             out.append(Launch.of(group, us, self.layouts))
+        return self.delayed(out)
+
+    def delayed(self, launches: Sequence[Launch | Extern]) -> list[Launch | Extern]:
+        """The same, with short launches in the next ones that they may join, where none between
+        needs them."""
+        out = list(launches)
+        for at in reversed(range(len(out))):
+            k = out[at]
+            if isinstance(k, Extern) or k.barriers:
+                continue
+            for later in out[at + 1 : at + 1 + DELAY]:
+                if isinstance(later, Extern) or any(self.needs(later.groups, g) for g in k.groups):
+                    break
+                if self.may_wait(k, later):
+                    self.note(k.groups[-1], later.groups[0], "independent and short", k.device)
+                    later.groups[:0] = k.groups
+                    later.us += k.us
+                    del out[at]
+                    break
         return out
+
+    def may_wait(self, k: Launch, later: Launch) -> bool:
+        spec = self.specs[k.device]
+        if k.device != later.device or later.barriers or k.us > short(spec) or spec.kind == "cpu":
+            return False
+        groups = [*k.groups, *later.groups]
+        return len(groups) <= MOST_NESTS and len({self.computes(g, spec) for g in groups}) == 1
 
     def join(self, k: Launch, group: Group, us: float) -> bool:
         device = self.layouts[group.members[0].name].device
@@ -111,20 +139,24 @@ class Joiner:
             if not depends and not self.may_follow(k, group, us, spec):
                 return False
             k.tail += self.cost(group, spec).bytes
+        reason = "a barrier costs less than a launch" if depends else "independent and short"
+        self.note(k.groups[-1], group, reason, device)
+        k.groups.append(group)
+        k.us += us
+        return True
+
+    def note(self, first: Group, second: Group, reason: str, device: str) -> None:
         self.record.add(
             "decision",
             subject="join",
             accepted=True,
-            reason="a barrier costs less than a launch" if depends else "independent and short",
+            reason=reason,
             detail="",
-            first=k.groups[-1].members[-1].name,
-            second=group.members[-1].name,
+            first=first.members[-1].name,
+            second=second.members[-1].name,
             bytes=0,
-            us=round(profit.launch_us(spec), 3),
+            us=round(profit.launch_us(self.specs[device]), 3),
         )
-        k.groups.append(group)
-        k.us += us
-        return True
 
     def may_follow(self, k: Launch, group: Group, us: float, spec: DeviceSpec) -> bool:
         """Whether `group` may run behind a barrier in the same kernel."""

@@ -134,7 +134,7 @@ def stays(kernel: Kernel, spec: DeviceSpec) -> bool:
     gradient of a mean square 92 and 88, copies into other places 128 and 126. (What is only read
     takes longer with it: 66 and 70; in teams softmax of rows of 32768 288 and 291. What is stored
     marked to go first: no gain.)"""
-    return (spec.capability or (0, 0)) >= (9, 0) and kernel.bytes > 2 * spec.l2
+    return (spec.capability or (0, 0)) >= (9, 0) and kernel.bytes > 1.5 * spec.l2
 
 
 def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -> TritonKernel:

@@ -97,6 +97,9 @@ LONE = 32
 # layer norm of 1152 137 and 132, 2560 124 and 114, 3072 112 and 105, 5120 (which spills) 135 and
 # 230.
 SPARE, MOST_SPARE = 0.75, 4096
+# Of such rows in blocks of at most so many elements, and of those of so many at most, a worker is
+# one warp, which waits for no other, with a pipeline of so many bytes.
+MOST_ALONE, ALONE, DEEP = 2048, 256, 36 << 10
 # Rows of more elements that are `_narrowed` have as many threads as others.
 MOST_NARROW = 8192
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
@@ -614,6 +617,11 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     found = []
     few = 2048 if wide >= 1024 else 1024
     spare = widest(loops) < 4 and nr <= SPARE * wide and wide <= MOST_SPARE
+    if widest(loops) < 4 and (wide <= ALONE or (spare and wide <= MOST_ALONE)):
+        deep = min(power(rows), max(1, 1024 // wide))
+        stages = max(4, min(6, DEEP // (bytes_along(loops, loops.parallel) * deep * wide)))
+        blocks = (("x", deep), ("r", wide))
+        found += [Blocks(blocks, 1, stages), Blocks(blocks, 1, 3)]
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
