@@ -19,6 +19,7 @@ from deuteron.lower.graph import lower
 from deuteron.runtime.build_triton import build
 from deuteron.schedule.kernel import Kernel
 from tests.codegen import triton_cases as cases
+from tests.codegen.turned_rows import gradients, norm_back
 from tests.lower.harness import trace
 from tests.schedule.tools import scheduled, spec_of
 
@@ -142,3 +143,31 @@ def test_what_streams_through_stays(
     (kernel,) = (generate(k, spec_of(device), Options()) for k in found.kernels)
     loads = [line for line in kernel.source.split("\n") if "tl.load(arg0_1_ptr" in line]
     assert loads and all(("evict_last" in line) == marked for line in loads)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "alone"),
+    [
+        (128, torch.bfloat16, True),
+        (256, torch.bfloat16, True),
+        (512, torch.bfloat16, False),
+        (768, torch.bfloat16, True),
+        (768, torch.float32, False),
+        (1024, torch.bfloat16, False),
+        (1152, torch.bfloat16, True),
+        (2560, torch.bfloat16, False),
+    ],
+)
+def test_workers_of_one_warp(columns: int, dtype: torch.dtype, alone: bool, tmp_path: Path) -> None:
+    """They skip what no row has, and have more rows on their way."""
+    found = scheduled(
+        norm_back, *gradients(columns, dtype, 16384), device="H200", check=False
+    ).kernels[0]
+    assert found.nests[0].chunk is not None
+    kernel = generate(found, spec_of("H200"), Options())
+    first = kernel.configs[0]
+    assert (first.num_warps == 1) == alone and len(kernel.configs) <= 4
+    if alone:
+        assert first.num_stages >= 4
+        built = build(kernel, first, 90, Options(cache_dir=str(tmp_path)))
+        assert 4 * built.shared <= 227 << 10  # workers of a multiprocessor

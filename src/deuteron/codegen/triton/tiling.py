@@ -97,8 +97,11 @@ LONE = 32
 # layer norm of 1152 137 and 132, 2560 124 and 114, 3072 112 and 105, 5120 (which spills) 135 and
 # 230.
 SPARE, MOST_SPARE = 0.75, 4096
-# Of such rows in blocks of at most so many elements, and of those of so many at most, a worker is
-# one warp, which waits for no other, with a pipeline of so many bytes.
+# Of such rows in blocks of at most so many elements, and of rows of so many at most, a worker is one
+# warp, which waits for no other and skips a part that no row has, with a pipeline of so many bytes.
+# H200, bf16, backward of layer norm, 2^26 elements, with more warps and so, us: rows of 128 151 and
+# 108, 256 117 and 107, 640 136 and 111, 768 117 and 105, 1152 132 and 110; of 1024 51 and 52.
+# Behind an embedding of 768, with pipelines of 3, 4, 6 and 8 rows 50, 44, 40, 41 (four warps 52).
 MOST_ALONE, ALONE, DEEP = 2048, 256, 36 << 10
 # Rows of more elements that are `_narrowed` have as many threads as others.
 MOST_NARROW = 8192
@@ -622,7 +625,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         stages = max(4, min(6, DEEP // (bytes_along(loops, loops.parallel) * deep * wide)))
         blocks = (("x", deep), ("r", wide))
         found += [Blocks(blocks, 1, stages), Blocks(blocks, 1, 3)]
-    for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1)):
+    for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1))[: 4 - len(found)]:
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
         each = LONE if spare and deep == 1 else 16
