@@ -97,7 +97,7 @@ LONE = 32
 # layer norm of 1152 137 and 132, 2560 124 and 114, 3072 112 and 105, 5120 (which spills) 135 and
 # 230.
 SPARE, MOST_SPARE = 0.75, 4096
-# Of such rows in blocks of at most so many elements, and of rows of so many at most, a worker is one
+# Of such rows in blocks of at most so many elements, and of rows of so many at most, a worker is a
 # warp, which waits for no other and skips a part that no row has, with a pipeline of so many bytes.
 # H200, bf16, backward of layer norm, 2^26 elements, with more warps and so, us: rows of 128 151 and
 # 108, 256 117 and 107, 640 136 and 111, 768 117 and 105, 1152 132 and 110; of 1024 51 and 52.
