@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,14 @@ def test_everything_else_counts() -> None:
     assert not alike(lambda x: x.sum(0), lambda x: x.sum(1), x, other=(R(8, 8),))
     assert not alike(lambda x: x.amax(1), lambda x: x.amin(1), x)
     assert not alike(lambda x: (x.sum(1), x.amax(1)), lambda x: (x.amax(1), x.sum(1)), x)
+
+
+def test_what_a_schedule_has_decided_counts() -> None:
+    found = kernel(lambda x: x.sin(), R(8, 6))
+    (written, _), key = found.writes[0], structure(found)
+    assert structure(replace(found)) == key
+    for other in ({"reverse": True}, {"stays": True}, {"overwrites": frozenset({written})}):
+        assert structure(replace(found, **other)) != key
 
 
 def test_order_of_operands_counts() -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from deuteron.ir.program import Extern
+from deuteron.schedule.direction import with_directions
+from deuteron.schedule.kernel import Kernel
 from tests.schedule import tools
 from tests.schedule.tools import scheduled, spec_of
 
@@ -44,3 +47,13 @@ def test_what_is_gone_from_the_cache_is_read_from_its_begin() -> None:
 
     found = ways(f, 60_000, X, torch.randn(64, 300))
     assert found[-1] is False and True in found
+
+
+def test_the_cache_is_left_to_library_calls() -> None:
+    spec = replace(spec_of("H200"), l2=60_000)
+    found = scheduled(steps, X, device="H200", fusion=False)
+    plain: list[Any] = [replace(k, stays=False) for k in found.kernels]
+    call = Extern((None,), "aten.mm.default", (), (), (None,))
+    for calls, marked in (([], [True] * 4), ([call], [False] * 4)):
+        done = with_directions([*plain, *calls], found.schedule.layouts, {"cpu": spec})
+        assert [k.stays for k in done if isinstance(k, Kernel)] == marked

@@ -40,9 +40,10 @@ class _Structure:
         writes = tuple(self.tensors[n] for n, _ in kernel.writes)
         layouts = tuple(self.layout(lay) for lay in self.layouts.values())
         nests = tuple(self.nest(n) for n in kernel.nests)
+        over = frozenset(self.tensors[n] for n in kernel.overwrites)
         self.key: Hashable = (
-            *(kernel.device, kernel.barriers, reads, writes, layouts, nests),
-            tuple(self.nodes),
+            *(kernel.device, kernel.barriers, kernel.reverse, kernel.stays, over),
+            *(reads, writes, layouts, nests, tuple(self.nodes)),
         )
 
     def layout(self, lay: Layout) -> Hashable:

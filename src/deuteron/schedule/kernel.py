@@ -123,6 +123,7 @@ class Kernel:
     barriers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
     reverse: bool = False  # programs go from the last to the first: see `schedule.direction`
+    stays: bool = False  # what it reads is to stay in the L2: likewise
 
     def parts(self) -> tuple[tuple[Nest, ...], ...]:
         """Nests between barriers."""

@@ -68,7 +68,7 @@ class Emitter:
         self.packed: frozenset[Expr] = frozenset()  # see `precision`
         self.units: frozenset[str] = frozenset()  # likewise: names of folds
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
-        self.stays = False  # whether what streams has one: see `generate.stays`
+        self.stays = False  # whether what streams has one: see `schedule.direction.stays`
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
         self.group, self.apart, self.terms = 1, False, 1  # see `tiling.Form`

@@ -126,17 +126,6 @@ class TritonKernel:
         )
 
 
-def stays(kernel: Kernel, spec: DeviceSpec) -> bool:
-    """Whether what a kernel that stores elements reads once is marked to stay in the L2, so that
-    the L2 gives up what was stored first: in kernels that move more than it holds, where nothing
-    of either is there for the next kernel. H200, us without and with that: softmax, 32768 rows of
-    8192, bf16, 258 and 249, standardized rows of 4096, f32, 260 and 249, running sums 131 and 126,
-    gradient of a mean square 92 and 88, copies into other places 128 and 126. (What is only read
-    takes longer with it: 66 and 70; in teams softmax of rows of 32768 288 and 291. What is stored
-    marked to go first: no gain.)"""
-    return (spec.capability or (0, 0)) >= (9, 0) and kernel.bytes > 1.5 * spec.l2
-
-
 def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -> TritonKernel:
     """The Triton function of a kernel."""
     layouts = dict(kernel.reads) | dict(kernel.writes)
@@ -170,8 +159,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     if options is not None and options.check_accesses:
         limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
     common = (pointers, index_type, layouts, "STAGES", float8, limits, kernel.overwrites)
-    stay = stays(kernel, spec) and team == 1
-    names = [Names(b, *common, stay) for b in blocks]
+    names = [Names(b, *common, kernel.stays and team == 1) for b in blocks]
     written = [
         write_nest(n, f, own, itertools.count())
         for n, f, own in zip(nests, forms, names, strict=True)

@@ -68,7 +68,7 @@ class Names:
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
     overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
-    stays: bool = False  # see `generate.stays`
+    stays: bool = False  # see `schedule.direction.stays`
 
 
 def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
