@@ -224,6 +224,7 @@ def cases() -> Iterator[tuple[str, int, str, bool]]:
     yield "softmax", 1001, WHOLE, False
     for name in ("softmax", "layer norm", "loss", "truth values"):
         yield name, 1101, LOOPED, False
+        yield name, 1103, LOOPED, True
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
+from deuteron.ir.index import hint
 from deuteron.ir.program import Extern, Layout
 from deuteron.schedule import profit
 from deuteron.schedule.group import Group
+from deuteron.schedule.teams import LONG
 
 # Nests of one kernel, at most: registers and code size are those of the largest.
 MOST_NESTS = 12
@@ -28,8 +30,9 @@ SHORT = 4.0
 GPU_TAIL_BYTES, GPU_TAIL_FLOPS = 192 << 10, 1 << 17
 LONG_TAIL_BYTES = 16 << 10
 CPU_SHORT_US = 30.0
-# A short kernel waits for another one among so many after it.
-DELAY = 6
+# A short kernel waits for another one among so many after it, which takes at most so many times as
+# long: a long one's warps and registers are its own.
+DELAY, LONGER = 6, 4.0
 # How much longer arithmetic takes than memory where it decides. H200, us: ranks of 32768 places in
 # blocks of 1024, and sums of columns: 5.4 and 6.1, in one kernel 29.8.
 COMPUTES = 4.0
@@ -119,6 +122,8 @@ class Joiner:
         if k.device != later.device or later.barriers or k.us > short(spec) or spec.kind == "cpu":
             return False
         groups = [*k.groups, *later.groups]
+        if later.us > LONGER * short(spec) or any(hint(g.space.row) >= LONG for g in groups):
+            return False  # rows that teams share have a kernel of their own
         return len(groups) <= MOST_NESTS and len({self.computes(g, spec) for g in groups}) == 1
 
     def join(self, k: Launch, group: Group, us: float) -> bool:
