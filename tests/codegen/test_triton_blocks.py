@@ -171,3 +171,16 @@ def test_workers_of_one_warp(columns: int, dtype: torch.dtype, alone: bool, tmp_
         assert first.num_stages >= 4
         built = build(kernel, first, 90, Options(cache_dir=str(tmp_path)))
         assert 4 * built.shared <= 227 << 10  # workers of a multiprocessor
+
+
+def test_what_a_thread_has_no_room_for() -> None:
+    """Five tensors and two sums of rows of 1152 are 252 values of a warp's thread."""
+    rows = [torch.randn(16384, 1152).bfloat16() for _ in range(5)]
+
+    def f(*xs: Tensor) -> tuple[Tensor, ...]:
+        x = xs[0].float() * xs[1] + xs[2].float() * xs[3]
+        return (x - x.mean(-1, keepdim=True) * xs[4]).bfloat16(), x.sum(0), (x * xs[4]).sum(0)
+
+    found = scheduled(f, *rows, device="H200", check=False).kernels[0]
+    assert found.nests[0].chunk is not None
+    assert generate(found, spec_of("H200"), Options()).configs[0].num_warps > 1

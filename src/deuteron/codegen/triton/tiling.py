@@ -98,11 +98,12 @@ LONE = 32
 # 230.
 SPARE, MOST_SPARE = 0.75, 4096
 # Of such rows in blocks of at most so many elements, and of rows of so many at most, a worker is a
-# warp, which waits for no other and skips a part that no row has, with a pipeline of so many bytes.
+# warp, which waits for no other and skips a part that no row has, if a thread has room for its part
+# of all that is held of a row (so many values), and a pipeline of so many bytes for three rows.
 # H200, bf16, backward of layer norm, 2^26 elements, with more warps and so, us: rows of 128 151 and
 # 108, 256 117 and 107, 640 136 and 111, 768 117 and 105, 1152 132 and 110; of 1024 51 and 52.
 # Behind an embedding of 768, with pipelines of 3, 4, 6 and 8 rows 50, 44, 40, 41 (four warps 52).
-MOST_ALONE, ALONE, DEEP = 2048, 256, 36 << 10
+MOST_ALONE, ALONE, VALUES, DEEP = 2048, 256, 192, 36 << 10
 # Rows of more elements that are `_narrowed` have as many threads as others.
 MOST_NARROW = 8192
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
@@ -622,9 +623,10 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     spare = widest(loops) < 4 and nr <= SPARE * wide and wide <= MOST_SPARE
     if widest(loops) < 4 and (wide <= ALONE or (spare and wide <= MOST_ALONE)):
         deep = min(power(rows), max(1, 1024 // wide))
-        stages = max(4, min(6, DEEP // (bytes_along(loops, loops.parallel) * deep * wide)))
-        blocks = (("x", deep), ("r", wide))
-        found += [Blocks(blocks, 1, stages), Blocks(blocks, 1, 3)]
+        stages = DEEP // (bytes_along(loops, loops.parallel) * deep * wide)
+        if stages >= 3 and deep * nr * held <= 32 * VALUES:
+            blocks = (("x", deep), ("r", wide))
+            found += [Blocks(blocks, 1, max(4, min(6, stages))), Blocks(blocks, 1, 3)]
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1))[: 4 - len(found)]:
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
