@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
+
+pytest.importorskip("triton")
 
 import deuteron.schedule as scheduling
 from deuteron.base.options import Options
 from deuteron.base.record import Record
+from deuteron.codegen.triton.generate import generate
 from deuteron.lower.graph import lower
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.verify import verify_schedule
 from tests.codegen.turned_rows import norm_back
 from tests.lower.harness import trace
-from tests.schedule.tools import Scheduled, spec_of
+from tests.schedule.tools import Scheduled, scheduled, spec_of
 
 
 def gradients(
@@ -45,6 +49,15 @@ def test_short_kernels_wait() -> None:
     kernels = [s for s in plan.steps if isinstance(s, Kernel)]
     sums = next(k for k, step in enumerate(kernels) if len(step.nests) >= 3)
     assert sums >= 2 and len(kernels[1].nests) == 1  # behind ranks, with others
-    assert any(d["first"].startswith("_to_copy") for d in found.accepted("join"))
+    stored = {name for name, _ in kernels[sums].writes}
+    assert any({d["first"], d["second"]} <= stored for d in found.accepted("join"))
     for got, expected in zip(found.run(args), gradients(*args), strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-1)
+
+
+def test_rows_that_teams_share_have_a_kernel_of_their_own() -> None:
+    x, y = torch.empty(2048, 131072, dtype=torch.bfloat16), torch.empty(4096)
+    for f in (lambda x, y: (x.softmax(-1), y + 1), lambda x, y: (y + 1, x.softmax(-1))):
+        found = scheduled(f, x, y, device="H200", check=False).kernels
+        made = [generate(k, spec_of("H200"), Options()) for k in found]
+        assert sorted(k.team for k in made) == [1, 16]

@@ -1,9 +1,10 @@
 """Kernels joined into one launch although they share no loops.
 
-In: groups and calls in execution order. Out: the same order, with neighbouring groups as nests of
-one kernel where a launch costs more than it is worth. Nests side by side are independent; where one
-needs another's results, a barrier stands between them: on a CPU all threads wait, on a GPU the
-program that finishes last goes on alone, so that only little may follow.
+In: groups and calls in execution order. Out: that order, but for short kernels that wait for a
+later one, with neighbouring groups as nests of one kernel where a launch costs more than it is
+worth. Nests side by side are independent; where one needs another's results, a barrier stands
+between them: on a CPU all threads wait, on a GPU the program that finishes last goes on alone, so
+that only little may follow.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ def made(groups: Iterable[Group]) -> set[str]:
     return out
 
 
+def teams_may(groups: Iterable[Group]) -> bool:
+    """Whether teams may share the rows of any, which they do in kernels of one nest."""
+    return any(g.folds and hint(g.space.row) >= LONG for g in groups)
+
+
 class Joiner:
     def __init__(
         self,
@@ -122,8 +128,8 @@ class Joiner:
         if k.device != later.device or later.barriers or k.us > short(spec) or spec.kind == "cpu":
             return False
         groups = [*k.groups, *later.groups]
-        if later.us > LONGER * short(spec) or any(hint(g.space.row) >= LONG for g in groups):
-            return False  # rows that teams share have a kernel of their own
+        if later.us > LONGER * short(spec) or teams_may(groups):
+            return False
         return len(groups) <= MOST_NESTS and len({self.computes(g, spec) for g in groups}) == 1
 
     def join(self, k: Launch, group: Group, us: float) -> bool:
@@ -135,6 +141,8 @@ class Joiner:
         if depends and not self.may_follow(k, group, us, spec):
             return False
         if not depends and min(us, k.us) > short(spec):
+            return False
+        if not depends and spec.kind == "cuda" and teams_may([*k.groups, group]):
             return False
         if not depends and self.computes(k.groups[-1], spec) != self.computes(group, spec):
             return False
