@@ -53,9 +53,9 @@ MOST_WORKERS = 8
 # norm, rows of 768 (f32), whose two sums are folded at once: 5 workers, of which 4 run at a time,
 # 233 us.
 MID_WORKERS = 4
-# So many, too, of rows that leave much of a block of 2048 free, where a worker is one warp
-# (`codegen.triton.tiling.ALONE`). H200, layer norm forward and backward, rows of 1536 (bf16), 2 and
-# 4 workers: 195 and 178 us.
+# So many, too, of rows that leave much of a block of 2048 free, where a worker is one warp if they
+# are of 2 bytes an element (`codegen.triton.tiling.ALONE`). H200, layer norm forward and backward,
+# rows of 1536 (bf16), 2 and 4 workers: 195 and 178 us.
 SPARE_ROW = 1536
 # The least that a thread of a worker has. H200, layer norm and GELU, forward and backward, rows of
 # 4096 (bf16), with 166 and 128 registers: 659 and 547 us.

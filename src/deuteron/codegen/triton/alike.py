@@ -50,6 +50,7 @@ def _at_once(form: Form, spec: DeviceSpec) -> int:
     each = resident(blocks.num_warps, form.cluster)
     if blocks.registers:
         each = min(each, spec.registers // 4 // (blocks.registers * 32 * blocks.num_warps))
+    # Small clusters find places on nearly all multiprocessors: softmax, teams of 8, about 48.
     cores = at_once(form.team, spec) if form.team > 8 else spec.cores
     return each * cores // form.team
 
