@@ -16,7 +16,13 @@ def resources(code: bytes, folder: Path) -> tuple[int, int]:
 
 def loads(code: bytes, folder: Path) -> set[str]:
     """The instructions that read memory."""
-    return set(re.findall(r"\bLDG[.\w]*", _asked("-sass", code, folder)))
+    return {name for name in instructions(code, folder) if re.match(r"LDG\b", name)}
+
+
+def instructions(code: bytes, folder: Path) -> list[str]:
+    """All instructions, in order, without what they work on."""
+    text = _asked("-sass", code, folder)
+    return re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ )?([A-Z][\w.]+)", text)
 
 
 def _asked(what: str, code: bytes, folder: Path) -> str:

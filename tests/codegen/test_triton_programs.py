@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import generate
 from deuteron.runtime.build_triton import build
-from tests.codegen.cubins import resources
+from tests.codegen.cubins import instructions, resources
 from tests.codegen.triton_programs import (
     EVERY,
     GROUPS,
@@ -108,6 +108,21 @@ def test_what_all_rows_share_is_read_once_where_registers_have_room(name: str) -
     before, loop = kernel.source.split("for xoffset")
     weights = "tl.load(arg1_1_ptr"
     assert (before.count(weights), loop.count(weights)) == ((0, 1) if "again" in name else (1, 0))
+
+
+def test_clusters_load_before_they_meet(tmp_path: Path) -> None:
+    """What comes first, and last, does not wait until what was written before is seen by others."""
+    f = lambda x, w, b: F.layer_norm(x, (131072,), w, b)  # noqa: E731
+    args = [torch.empty(*shape).bfloat16() for shape in ((64, 131072), (131072,), (131072,))]
+    (kernel,) = scheduled(f, *args, device="H200").kernels
+    made, options = generate(kernel, spec_of("H200"), Options()), Options(cache_dir=str(tmp_path))
+    assert made.cluster and made.team == 16
+    found = instructions(build(made, made.configs[0], 90, options).code, tmp_path)
+    (begun,) = [k for k, name in enumerate(found) if name == "UCGABAR_ARV"]
+    (met,) = [k for k, name in enumerate(found) if name == "UCGABAR_WAIT"]
+    loads = [k for k, name in enumerate(found) if name.startswith(("LDG.", "LDGSTS."))]
+    assert begun < loads[0] and sum(k < met for k in loads) >= 8
+    assert not [name for name in found if name.startswith("MEMBAR")]
 
 
 def teams_of(f: Any, *args: torch.Tensor) -> set[int]:

@@ -31,15 +31,20 @@ HERE = (
     "mov.u32 at, global_smem; mov.u32 size, %dynamic_smem_size; add.u32 at, at, size; "
     f"sub.u32 at, at, {CLUSTER_BYTES}; "
 )
-# Makes $1 barriers; what the other programs do afterwards finds them.
+# Makes $1 barriers. What the others send (`MEET`) finds them, and what a program loads until then
+# need not wait.
 CLUSTER_BEGIN = tl.constexpr(
     "{ " + HERE + ".reg .b32 who, k; mov.u32 who, %tid.x; setp.ne.u32 one, who, 0; mov.u32 k, 0; "
     "@one bra ready; "
     "next: mbarrier.init.shared::cta.b64 [at], 1; add.u32 at, at, 8; add.u32 k, k, 1; "
     "setp.lt.u32 one, k, $1; @one bra next; fence.mbarrier_init.release.cluster; "
-    "ready: barrier.cluster.arrive; barrier.cluster.wait; mov.u32 $0, 0; }"
+    "ready: barrier.cluster.arrive.relaxed; mov.u32 $0, 0; }"
 )
-CLUSTER_END = tl.constexpr("{ barrier.cluster.arrive; barrier.cluster.wait; mov.u32 $0, $1; }")
+# In the first round ($1 is 0): returns once all programs have made their barriers.
+MEET = tl.constexpr(
+    "{ .reg .pred later; setp.ne.b32 later, $1, 0; @later bra met; barrier.cluster.wait; "
+    "met: mov.u32 $0, 0; }"
+)
 # Sends $1 to $3 programs, at place $2 of theirs.
 SEND = tl.constexpr(
     "{ " + HERE + ".reg .b32 who, rank, bytes; "
@@ -99,11 +104,13 @@ def publish(
     tag,
     CLUSTER: tl.constexpr,
 ):
-    """Tells the team `value` (one element of 32 bits), that of a fold in the round `tag`. `words`:
-    the team's."""
+    """Tells the team `value` (one element of 32 bits), that of a fold in the round `tag`; fold 0
+    comes first. `words`: the team's."""
     bits = value.to(tl.int32, bitcast=True)
     place = (tag & (SLOTS - 1)) * FOLDS + FOLD
     if CLUSTER and not INTERPRETED:
+        if FOLD == 0:
+            tl.inline_asm_elementwise(MEET, "=r,r", [tag], dtype=tl.int32, is_pure=False, pack=1)
         what = [tl.sum(tl.ravel(bits), 0), place, TEAM]
         tl.inline_asm_elementwise(SEND, "=r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -247,12 +254,11 @@ def team_moments(sums, m2s, sizes, count):
 
 @triton.jit
 def end(words, tag, rounds, CLUSTER: tl.constexpr):
-    """The last thing of every program. No program of a cluster goes while others write to it; the
-    last one of other launches leaves the next one's tag."""
-    tl.debug_barrier()
-    if CLUSTER and not INTERPRETED:
-        tl.inline_asm_elementwise(CLUSTER_END, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
-    else:
+    """The last thing of every program: the last one of a launch leaves the next one's tag. A
+    cluster's program can go: the others need nothing of it that it has not sent, and what they
+    send it has received, since who publishes in a round collects all of it."""
+    if not CLUSTER or INTERPRETED:
+        tl.debug_barrier()
         ticket = tl.atomic_add(words, 1, sem="acq_rel", scope="gpu")
         if ticket == tl.num_programs(0) - 1:
             tl.store(words, 0)
