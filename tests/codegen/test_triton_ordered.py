@@ -123,6 +123,20 @@ def test_places_are_checked_once() -> None:
     assert any(n.op == "check" for root in roots for n in root.walk())
 
 
+@pytest.mark.parametrize(("rows", "turns"), [(50257, 2), (500, 1)])
+def test_programs_have_two_rows_where_there_are_many(rows: int, turns: int) -> None:
+    """Far apart, and of each the first point is known where its list begins."""
+    i = torch.arange(32768) % rows
+    _, found = planned(add, torch.zeros(rows, 768), i, torch.zeros(32768, 768))
+    made = [generate(k, named_gpu("H200"), Options()) for k in kernels(found)]
+    sums = made[-1]
+    assert sums.grid(sums.configs[0], {}) == -(-rows // turns)
+    assert ("in tl.range(pid, numbers, programs):" in sums.source) == (turns > 1)
+    before = sums.source.split(" in tl.range(0, ")[0]
+    assert len(re.findall(r"tl\.load\(.*_first_ptr", before)) == 2
+    assert "_put_2_ptr + " in sums.source and "_put_2_ptr + " not in before
+
+
 def test_one_accumulator_for_parts_of_one_shape(tmp_path: Path) -> None:
     """Where all columns get the same, a row's points are one number, its whole chunks columns."""
     spec, alike = named_gpu("H200"), r"fold\d+ = fold\d+\n"

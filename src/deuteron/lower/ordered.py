@@ -159,7 +159,7 @@ class Ordered:
 
         def before(idx: tuple[Index, ...]) -> Expr:
             (other,) = self.ctx.axes([count])
-            return E.reduce("sum", (other,), less(keys.at([other.index]), keys.at(idx)))
+            return E.reduce("sum", (other,), behind(keys.at([other.index]), keys.at(idx)))
 
         rank = self.ctx.define(make(self.ctx, [count], before), wish=f"{self.wish}_rank")
         return self.stored(axis, rank.at([axis.index]), keys.at([axis.index]))
@@ -180,7 +180,8 @@ class Ordered:
         def before(idx: tuple[Index, ...]) -> Expr:
             (other,) = ctx.axes([const(block)])
             low = idx[0] * block
-            return E.reduce("sum", (other,), less(padded(low + other.index), padded(low + idx[1])))
+            own = padded(low + idx[1])
+            return E.reduce("sum", (other,), behind(padded(low + other.index), own))
 
         sizes = [const(blocks), const(block)]
         rank = ctx.define(make(ctx, sizes, before), wish=f"{self.wish}_rank")
@@ -259,8 +260,19 @@ class Ordered:
 
     def first(self, keys: Tensor) -> Tensor:
         """For each row, and the one behind the last, the first of the sorted points that is not
-        before it."""
-        made = make(self.ctx, [self.size + 1], lambda idx: self.search(keys, index_value(idx[0])))
+        before it, and, from bit 32 on, which point that is: who adds up a row of one point finds it
+        with one look less. H200, gradient of an embedding of 50257 x 768 (bf16), 32768 positions,
+        its sums, us: 39.0 and 37.8."""
+
+        def element(idx: tuple[Index, ...]) -> Expr:
+            found = self.search(keys, index_value(idx[0]))
+            if not fits(self.count):
+                return found
+            found = cast(found, "i64")
+            head = op("lshift", cast(self.number(found), "i64"), literal(32, "i64"))
+            return op("bitwise_or", head, found)
+
+        made = make(self.ctx, [self.size + 1], element)
         return self.ctx.define(made, wish=f"{self.wish}_first")
 
     def ends(self, keys: Tensor) -> Tensor:
@@ -282,18 +294,23 @@ class Ordered:
             at = kept(op("sub", tried, literal(1, "i64")), n)
             below = op("lt", self.row(masked(legal, keys.at([at]))), row)
             found = op("where", op("logical_and", legal, below), tried, found)
-        return found if n.value is None or n.value >= 2**31 else cast(found, "i32")
+        return cast(found, "i32") if fits(n) else found
 
-    def term(self, q: Expr, columns: Sequence[Index]) -> Expr:
-        """What the q-th of the sorted points adds to the columns of its row."""
+    def number(self, q: Expr) -> Expr:
+        """Which point the q-th of the sorted ones is."""
         found = self.order.at([kept(q, self.count)])
-        if self.bits:
-            number = literal((1 << self.bits) - 1, found.dtype)
-            found = cast(op("bitwise_and", found, number), "i64")
-        at = unflatten(kept(found, self.count), [a.extent for a in self.rows.points])
+        if not self.bits:
+            return found
+        number = literal((1 << self.bits) - 1, found.dtype)
+        return cast(op("bitwise_and", found, number), "i64")
+
+    def term(self, point: Expr, columns: Sequence[Index], here: Expr | None = None) -> Expr:
+        """What a point adds to the columns of its row; one that is not `here` is not read."""
+        at = unflatten(kept(point, self.count), [a.extent for a in self.rows.points])
         table: dict[Atom, Index] = dict(zip(self.rows.points, at, strict=True))
         table |= dict(zip(self.rows.along, columns, strict=True))
-        body = self.body.substitute(table)
+        body = self.body if here is None else E.with_mask(self.body, here)
+        body = body.substitute(table)
         if self.mask is None:
             return body
         mask = self.mask.substitute(table)
@@ -316,7 +333,7 @@ class Ordered:
             end = op("where", alike, literal(CHUNK, "i64"), literal(0, "i64"))
 
             def term(k: Axis) -> Expr:
-                return self.term(index_value(low + k.index), idx[1:])
+                return self.term(self.number(index_value(low + k.index)), idx[1:])
 
             # What is added keeps the fold inside the expression.
             total = self.fold(const(CHUNK), end, term)
@@ -324,34 +341,54 @@ class Ordered:
 
         return self.define(make(self.ctx, [count, *self.widths], element), f"{self.wish}_chunks")
 
-    def run(self, low: Expr, high: Expr, columns: Sequence[Index], parts: Tensor | None) -> Expr:
-        """The sum of the sorted points from `low` to before `high`, which have one row."""
-        here = op("sub", high, low)
-        if parts is None:
-            return self.fold(
-                self.count,
-                here,
-                lambda k: self.term(op("add", low, index_value(k.index)), columns),
-            )
-        # Whole chunks from `begin` on, `whole` of them.
-        shift, chunk = literal(CHUNK.bit_length() - 1, "i64"), literal(CHUNK, "i64")
-        begin = op("rshift", op("add", low, literal(CHUNK - 1, "i64")), shift)
-        whole = op("sub", op("rshift", high, shift), begin)
-        whole = op("maximum", whole, literal(0, "i64"))
-        inner = op("mul", whole, chunk)
-        ahead = op("sub", op("mul", begin, chunk), low)
+    def run(
+        self,
+        low: Expr,
+        high: Expr,
+        columns: Sequence[Index],
+        parts: Tensor | None,
+        head: Expr | None = None,
+    ) -> Expr:
+        """The sum of the sorted points from `low` to before `high`, which have one row. `head`: the
+        first of them, where it is known."""
+        here, zero = op("sub", high, low), literal(0, "i64")
+        alone, whole = here, zero
+        if parts is not None:  # whole chunks from `begin` on, `whole` of them
+            shift, chunk = literal(CHUNK.bit_length() - 1, "i64"), literal(CHUNK, "i64")
+            begin = op("rshift", op("add", low, literal(CHUNK - 1, "i64")), shift)
+            whole = op("maximum", op("sub", op("rshift", high, shift), begin), zero)
+            inner = op("mul", whole, chunk)
+            ahead = op("sub", op("mul", begin, chunk), low)
+            alone = op("sub", here, inner)
+        taken = None
+        if head is not None:  # where there are no chunks, so that it is the first of those alone
+            there = op("lt", zero, here)
+            if parts is not None:
+                there = op("logical_and", there, op("eq", whole, zero))
+            taken = cast(there, "i64")
+            alone = op("sub", alone, taken)
 
         def single(k: Axis) -> Expr:
             number = index_value(k.index)
-            passed = op("where", op("lt", number, ahead), literal(0, "i64"), inner)
-            return self.term(op("add", op("add", low, number), passed), columns)
+            if taken is not None:
+                number = op("add", number, taken)
+            at = op("add", low, number)
+            if parts is not None:
+                at = op("add", at, op("where", op("lt", number, ahead), zero, inner))
+            return self.term(self.number(at), columns)
+
+        total = self.fold(self.count, alone, single)
+        if head is not None:
+            value = self.term(head, columns, there)
+            total = op("add", op("where", there, value, literal(0, value.dtype)), total)
+        if parts is None:
+            return total
 
         def chunked(k: Axis) -> Expr:
             at = kept(op("add", begin, index_value(k.index)), parts.shape[0])
             return parts.at([at, *columns])
 
-        alone = self.fold(self.count, op("sub", here, inner), single)
-        return op("add", alone, self.fold(parts.shape[0], whole, chunked))
+        return op("add", total, self.fold(parts.shape[0], whole, chunked))
 
     def total(self, first: Tensor, parts: Tensor | None) -> Tensor:
         """x plus the points of each row."""
@@ -361,7 +398,11 @@ class Ordered:
             row = flatten([idx[d] for d in self.rows.rows], self.shape)
             columns = [idx[d] for d in self.rows.columns]
             low, high = (cast(first.at([r]), "i64") for r in (row, row + 1))
-            terms = self.run(low, high, columns, parts)
+            head = None
+            if fits(self.count):
+                head = op("rshift", low, literal(32, "i64"))
+                low, high = (op("bitwise_and", v, literal(2**32 - 1, "i64")) for v in (low, high))
+            terms = self.run(low, high, columns, parts, head)
             return cast(op("add", cast(x.at(idx), wide), terms), x.dtype)
 
         made = make(self.ctx, x.shape, element)
@@ -406,6 +447,11 @@ class Ordered:
         return ctx.load(name)
 
 
+def fits(count: Index) -> bool:
+    """Whether numbers up to `count` have at most 32 bits."""
+    return count.value is not None and count.value < 2**31
+
+
 def kept(position: Expr, extent: Index) -> Index:
     """A position that is within its extent, in a form that shows it."""
     found = E.as_position(position)
@@ -415,6 +461,15 @@ def kept(position: Expr, extent: Index) -> Index:
 def less(a: Expr, b: Expr) -> Expr:
     """1 where a < b, else 0 (i32)."""
     return cast(op("lt", a, b), "i32")
+
+
+def behind(a: Expr, b: Expr) -> Expr:
+    """The same of numbers that are not negative, to be added up: the sign of their difference,
+    which takes two instructions of different units, where a comparison takes three. H200, us: ranks
+    of 32768 places in blocks of 1024 5.7 and 5.3."""
+    if a.dtype != "i32":
+        return less(a, b)
+    return op("neg", op("rshift", op("sub", a, b), literal(31, "i32")))
 
 
 # Columns from which rows are worth ordering; what is narrower is added element by element.

@@ -371,7 +371,8 @@ def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
     if form.kind == "points":
         each = [_blocks_text(counts[d], b) for d, b in blocks.items()]
         rows = [python_text(product(a.extent for a in form.single))] if form.single else []
-        return " * ".join([*rows, *each])
+        text = " * ".join([*rows, *each])
+        return text if form.turns == 1 else f"-(-({text}) // {form.turns})"
     teams = f"{form.team} * " if form.team > 1 else ""
     if form.kind == "rows":
         return teams + _blocks_text(counts["x"], blocks["x"])
@@ -467,7 +468,8 @@ def _programs(form: Form, blocks: Mapping[str, str], kernel: Kernel, i: int) -> 
 
     if form.kind == "points":
         rows = [_size_text(product(a.extent for a in form.single))] if form.single else []
-        return " * ".join([*rows, *(cut(d) for d in blocks)])
+        text = " * ".join([*rows, *(cut(d) for d in blocks)])
+        return text if form.turns == 1 else f"tl.cdiv({text}, {form.turns})"
     if form.kind == "rows":
         return cut("x")
     chunk = kernel.nests[i].chunk

@@ -151,12 +151,12 @@ def header(em: Emitter) -> None:
 def write_points(loops: Loops, form: Form, em: Emitter) -> None:
     header(em)
     x = em.dims["x"]
+    before = 0
     if form.single:
-        em.scope.add(
-            f"xblocks = tl.cdiv({em.index(x.count)}, {x.block})",
-            f"xoffset = ({pid(em)} % xblocks) * {x.block}",
-        )
-        enter_row(em, form.single, f"{pid(em)} // xblocks")
+        em.scope.add(f"xblocks = tl.cdiv({em.index(x.count)}, {x.block})")
+        before, number = len(em.scope.lines), pid(em) if form.turns == 1 else "number"
+        em.scope.add(f"xoffset = ({number} % xblocks) * {x.block}")
+        enter_row(em, form.single, f"{number} // xblocks")
     elif em.rank == 1:
         em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     else:
@@ -175,6 +175,14 @@ def write_points(loops: Loops, form: Form, em: Emitter) -> None:
         streamed = [n for n in loads if stride(n.attr[1][0], x.axes[-1]) == 1]
         em.policies = dict.fromkeys(streamed, "evict_first")
     stores(em, [(w, everything) for w in loops.parts if isinstance(w, Write)])
+    if form.turns > 1:
+        lines = em.scope.lines[before:]
+        del em.scope.lines[before:]
+        em.scope.add(
+            f"numbers = {em.index(product(a.extent for a in form.single))} * xblocks",
+            f"programs = tl.cdiv(numbers, {form.turns})",
+        )
+        em.scope.block(f"for number in tl.range({pid(em)}, numbers, programs)", lines)
 
 
 def met(loops: Loops, names: Names, row_level: Callable[[Expr], bool]) -> set[tuple[str, Index]]:

@@ -38,11 +38,12 @@ from deuteron.codegen.triton.blocks import (
     tile_blocks,
     warps_for,
 )
-from deuteron.codegen.triton.ragged import EACH, REGISTERS, TERMS, ragged_tile
+from deuteron.codegen.triton.ragged import EACH, LEAST_TURNS, REGISTERS, TERMS, TURNS, ragged_tile
 from deuteron.codegen.triton.reading import (
     below,
     bytes_along,
     loads_along,
+    looked_up,
     power,
     read_along,
     row_loads,
@@ -148,7 +149,8 @@ class Form:
     tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
     team: int = 1  # programs that share a row: each holds a block of it
     cluster: bool = False  # whether a team's programs reach one another's shared memory
-    single: tuple[Axis, ...] = ()  # axes of which a program has one value
+    single: tuple[Axis, ...] = ()  # axes of which a program has one value at a time
+    turns: int = 1  # such values, or blocks of them, that a program takes in turn
     terms: int = 1  # of ragged folds, read at once beside the columns of such a row
     kept: bool = False  # whether a team's programs hold what all rows share in registers
 
@@ -221,7 +223,9 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         dims, sizes, single = found
         most = REGISTERS if single and widest(loops) <= 4 else 0
         tile = Blocks(sizes, warps_for(math.prod(n for _, n in sizes), EACH), registers=most)
-        return Form("points", dims, (tile,), single=single, terms=TERMS if single else 1)
+        terms = TERMS if single else 1
+        turns = TURNS if single and size(single) >= TURNS * LEAST_TURNS * spec.cores else 1
+        return Form("points", dims, (tile,), single=single, terms=terms, turns=turns)
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
@@ -408,7 +412,8 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     elif persistent and (columns or across):
         candidates = column_tiles(nx, nr, spec, limit)
     elif persistent:
-        light, narrow = loads == 1 and not again, nr <= MOST_NARROW and _narrowed(loops)
+        narrow = nr <= MOST_NARROW and _narrowed(loops)
+        light = (loads == 1 and not again) or looked_up(loops, r)
         candidates = row_tiles(nx, nr, widest(loops), spec, light, narrow)
     elif columns:
         candidates = column_blocks(nx, nr, tile_bytes(loops, x, r), spec, scans)
