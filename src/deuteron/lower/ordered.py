@@ -266,7 +266,7 @@ class Ordered:
 
         def element(idx: tuple[Index, ...]) -> Expr:
             found = self.search(keys, index_value(idx[0]))
-            if not fits(self.count):
+            if not self.beside():
                 return found
             found = cast(found, "i64")
             head = op("lshift", cast(self.number(found), "i64"), literal(32, "i64"))
@@ -274,6 +274,10 @@ class Ordered:
 
         made = make(self.ctx, [self.size + 1], element)
         return self.ctx.define(made, wish=f"{self.wish}_first")
+
+    def beside(self) -> bool:
+        """Whether points' numbers stand there: there are some, and 32 bits are enough."""
+        return bool(self.count.value) and fits(self.count)
 
     def ends(self, keys: Tensor) -> Tensor:
         """For each sorted point the first one behind those of its row."""
@@ -399,7 +403,7 @@ class Ordered:
             columns = [idx[d] for d in self.rows.columns]
             low, high = (cast(first.at([r]), "i64") for r in (row, row + 1))
             head = None
-            if fits(self.count):
+            if self.beside():
                 head = op("rshift", low, literal(32, "i64"))
                 low, high = (op("bitwise_and", v, literal(2**32 - 1, "i64")) for v in (low, high))
             terms = self.run(low, high, columns, parts, head)
