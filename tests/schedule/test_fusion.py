@@ -13,7 +13,10 @@ from torch import Tensor
 
 from deuteron.base.device import named_gpu
 from deuteron.schedule.columns import registers
+from deuteron.schedule.dag import Node
+from deuteron.schedule.fuse import Fusion, Offer
 from deuteron.schedule.kernel import Fold
+from deuteron.schedule.legality import Refusal
 from tests.schedule.tools import Scheduled, scheduled
 
 DEVICES = ["cpu", "H200"]
@@ -74,6 +77,24 @@ COUNTS: list[tuple[str, Any, tuple[Any, ...], int]] = [
     ("all pairs", lambda x, y: ((x + y).amax(), (x[:, None] - x).amax()), (x(9), x(9, 9)), 1),
     ("three outputs", lambda x: (x + 1, (x + 1).exp(), x.sum(-1)), (x(),), 1),
 ]
+
+
+def test_no_merge_saves_more_than_is_reckoned_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the largest saving is found first although most pairs are never looked at."""
+    seen: list[tuple[float, float]] = []
+    offer = Fusion.offer
+
+    def noted(self: Fusion, a: Node, b: Node) -> Offer | Refusal:
+        most, found = self.most(a, b), offer(self, a, b)
+        if isinstance(found, Offer):
+            seen.append((found.us, most))
+        return found
+
+    monkeypatch.setattr(Fusion, "offer", noted)
+    for device in DEVICES:
+        for _, f, args, _ in COUNTS:
+            scheduled(f, *args, device=device)
+    assert len(seen) > 100 and all(us <= most + 1e-9 for us, most in seen)
 
 
 @pytest.mark.parametrize("device", DEVICES)

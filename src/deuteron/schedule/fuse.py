@@ -3,9 +3,10 @@
 In: the `Dag` of single computations and library calls. Out: the same graph with groups merged, and
 every pair that was considered in the Record, fused or refused, with the reason.
 
-Candidates are pairs of groups that share a tensor: a maker and a reader, or two readers. A merge
-changes the neighbours' savings; they are scored again when they come up. Ties go to the earlier
-pair, so that the result depends on the program alone.
+Candidates are pairs of groups that share a tensor: a maker and a reader, or two readers. What a
+merge saves is reckoned when nothing that may save more is left (`Fusion.most`): of most pairs one
+is merged with another before. Ties go to the earlier pair, so that the result depends on the
+program alone.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Fusion:
         self.verdicts: dict[tuple[int, int], tuple[Refusal, Offer | None]] = {}
         self.judged: dict[int, set[tuple[int, int]]] = {}  # node -> its pairs in `verdicts`
         self.heap: list[tuple[float, int, int, int, int]] = []
-        self.offers: dict[tuple[int, int], Offer] = {}
+        self.offers: dict[tuple[int, int], Offer | None] = {}  # None: not reckoned yet
+        self.reading: dict[int, dict[str, int]] = {}  # node -> bytes of what it reads
 
     # -- what a group leaves in memory ----------------------------------------------------------
     def stored(self, group: Group, inside: set[int]) -> list[str]:
@@ -113,12 +115,34 @@ class Fusion:
         key = (a.id, b.id)
         if key in self.offers or key in self.verdicts:
             return
-        found = self.offer(a, b)
-        if isinstance(found, Refusal):
-            self.judge(key, found, None)
-            return
-        self.offers[key] = found
-        heapq.heappush(self.heap, (-found.us, a.first, b.first, a.id, b.id))
+        self.offers[key] = None
+        heapq.heappush(self.heap, (-self.most(a, b), a.first, b.first, a.id, b.id))
+
+    def most(self, a: Node, b: Node) -> float:
+        """What a merge saves at most, in microseconds: as if the loops had all of the device, and
+        nothing but what each reads and others need were moved."""
+        one, two = self.cost(a), self.cost(b)
+        assert isinstance(a.content, Group) and isinstance(b.content, Group)
+        spec, inside = self.spec(a.content), {a.id, b.id}
+        read, other = self.read(a), self.read(b)
+        moved = 0
+        for n in read.keys() | other.keys():
+            if n not in a.content.names and n not in b.content.names:
+                moved += max(read.get(n, 0), other.get(n, 0))
+        for g in (a.content, b.content):
+            points = g.space.size()
+            for n in dict.fromkeys(self.stored(g, inside)):
+                moved += profit.bytes_written(g.names[n], self.layouts[n], points)
+        return one.us + two.us + profit.launch_us(spec) - profit.time_us(moved, 0.0, 1.0, spec)
+
+    def read(self, node: Node) -> dict[str, int]:
+        found = self.reading.get(node.id)
+        if found is None:
+            g = node.content
+            assert isinstance(g, Group)
+            found = {n: profit.bytes_read(g, n, self.layouts[n]) for n in g.reads}
+            self.reading[node.id] = found
+        return found
 
     def offer(self, a: Node, b: Node) -> Offer | Refusal:
         """The merge of two groups, or why it is not to be had (cycles are asked for later)."""
@@ -208,9 +232,19 @@ class Fusion:
                 self.consider(node, other)
         while self.heap:
             _, _, _, i, j = heapq.heappop(self.heap)
-            offer = self.offers.pop((i, j), None)
             a, b = self.dag.nodes.get(i), self.dag.nodes.get(j)
-            if offer is None or a is None or b is None:
+            if (i, j) not in self.offers:
+                continue
+            offer = self.offers.pop((i, j))
+            if a is None or b is None:
+                continue
+            if offer is None:
+                found = self.offer(a, b)
+                if isinstance(found, Refusal):
+                    self.judge((i, j), found, None)
+                else:
+                    self.offers[i, j] = found
+                    heapq.heappush(self.heap, (-found.us, a.first, b.first, i, j))
                 continue
             between = self.dag.path_around(a, b)
             if between is not None:
