@@ -113,8 +113,8 @@ def test_what_all_rows_share_is_read_once_where_registers_have_room(name: str) -
 def test_clusters_load_before_they_meet(tmp_path: Path) -> None:
     """What comes first, and last, does not wait until what was written before is seen by others."""
     f = lambda x, w, b: F.layer_norm(x, (131072,), w, b)  # noqa: E731
-    args = [torch.empty(*shape).bfloat16() for shape in ((64, 131072), (131072,), (131072,))]
-    (kernel,) = scheduled(f, *args, device="H200").kernels
+    args = [torch.zeros(*shape).bfloat16() for shape in ((64, 131072), (131072,), (131072,))]
+    (kernel,) = scheduled(f, *args, device="H200", check=False).kernels
     made, options = generate(kernel, spec_of("H200"), Options()), Options(cache_dir=str(tmp_path))
     assert made.cluster and made.team == 16
     found = instructions(build(made, made.configs[0], 90, options).code, tmp_path)
