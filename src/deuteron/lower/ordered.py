@@ -276,7 +276,7 @@ class Ordered:
         return self.ctx.define(made, wish=f"{self.wish}_first")
 
     def beside(self) -> bool:
-        """Whether points' numbers stand there: there are some, and 32 bits are enough."""
+        """Whether `first` has points' numbers: there are some, and 32 bits are enough."""
         return bool(self.count.value) and fits(self.count)
 
     def ends(self, keys: Tensor) -> Tensor:

@@ -136,6 +136,7 @@ class Fusion:
         return one.us + two.us + profit.launch_us(spec) - profit.time_us(moved, 0.0, 1.0, spec)
 
     def read(self, node: Node) -> dict[str, int]:
+        """Bytes of each tensor that a group reads."""
         found = self.reading.get(node.id)
         if found is None:
             g = node.content
