@@ -1,7 +1,8 @@
-"""Scans of few long rows by teams, their Triton kernels run by Triton's interpreter.
+"""Scans of few long rows in blocks, their Triton kernels run by Triton's interpreter.
 
 ``TRITON_INTERPRET=1 python scan_programs.py`` prints a JSON line per program: the largest error of
-its outputs over their tolerance, or what went wrong. Rows are short, and so are blocks.
+its outputs over their tolerance, or what went wrong. Rows are short, and so are blocks, groups and
+parts of them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from deuteron.base import scans
 from deuteron.base.options import Options
 from deuteron.codegen.triton import scanning
 from deuteron.codegen.triton.generate import TritonKernel, generate
+from deuteron.codegen.triton.teams import FIRST
 from deuteron.ir.index import evaluate
 from deuteron.lower import nn
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
-from deuteron.tools.concurrent import together
 from tests.schedule import tools
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
-BLOCK = 64
 TABLE = torch.randn(9)
 
 
@@ -89,13 +89,12 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @contextmanager
 def short() -> Iterator[None]:
-    """Rows and blocks are short, sums of f32 on the CPU as on a GPU, and of its multiprocessors
-    there are so few that teams differ: 16, 8 and 4 programs of 1, 2 and more rows."""
+    """Rows and blocks are short, a group is of 4 blocks and a part of 16, and sums are of f32 on
+    the CPU as on a GPU."""
     few = replace(spec_of("H200"), cores=5, bandwidth_gbps=5.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scans, "LONG_SCAN", 64)
-        for name in ("BLOCK", "NARROW", "LEAST"):
-            patch.setattr(scanning, name, BLOCK)
+        patch.setattr(scanning, "WARP", 2)
         patch.setattr(tools, "spec_of", lambda device: few)
         patch.setattr(nn, "accumulated_in", lambda ctx, dtype: "i64" if dtype == "i64" else "f32")
         yield
@@ -108,8 +107,8 @@ def planned(name: str) -> tuple[Scheduled, list[TritonKernel]]:
         return found, [generate(k, tools.spec_of("H200"), Options()) for k in found.kernels]
 
 
-def run(name: str, folder: Path, teams: int) -> list[torch.Tensor]:
-    """The program's outputs; every kernel by at most so many teams."""
+def run(name: str, folder: Path) -> list[torch.Tensor]:
+    """The program's outputs."""
     found, kernels = planned(name)
     args = PROGRAMS[name][1]
     words = torch.zeros(1 << 14, dtype=torch.int64)
@@ -126,13 +125,14 @@ def run(name: str, folder: Path, teams: int) -> list[torch.Tensor]:
         given = [memory[str(what)] if kind == "tensor" else own[kind] for kind, what in t.args]
         constants = t.constants(t.configs[0], False, True)
         kernel, grid = getattr(module(path), t.name), t.grid(t.configs[0], {})
-        if t.team == 1:
-            kernel[(grid,)](*given, **constants)
-            continue
-        assert grid % t.team == 0
         for _ in range(2):  # the next launch finds the last one's words
-            together(kernel, min(grid, teams * t.team), *given, **constants)
-        assert int(words[0]) == 0 and int(words[1]) > 0
+            kernel[(grid,)](*given, **constants)
+        if t.words({}):
+            tag, end = int(words[1]), t.words({})
+            assert int(words[0]) == 0 and tag > 0
+            assert not words[end:].any()
+            told = words[FIRST:end]
+            assert (told >> 32 == tag).all(), "a word was not told, or not now"
     return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
 
 
@@ -142,8 +142,8 @@ def check(name: str, folder: Path) -> float:
     want = f(*wide)
     narrow = f(*args)
     want, narrow = (list(w) if isinstance(w, tuple) else [w] for w in (want, narrow))
-    got = run(name, folder, 3)
-    again = run(name, folder, 1)
+    got = run(name, folder)
+    again = run(name, folder)
     worst = 0.0
     for g, same, w, n in zip(got, again, want, narrow, strict=True):
         assert g.dtype == n.dtype and g.shape == n.shape

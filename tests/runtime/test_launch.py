@@ -177,9 +177,20 @@ def test_addresses_that_are_not_aligned(driver: Driver) -> None:
     assert [what for what, *_ in driver.log] == [101, 200, 301]
 
 
+def zeros_of(
+    patch: pytest.MonkeyPatch, dtype: torch.dtype, each: int, streams: int
+) -> launch_cuda.Zeros:
+    """On the CPU."""
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "current_stream", lambda *device: stream)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return launch_cuda.Zeros(torch.device("cpu"), dtype, each, streams)
+
+
 def test_each_stream_counts_for_itself(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros, taken = torch.zeros(8, dtype=torch.int32), {}
-    monkeypatch.setattr(launch_cuda, "_counters", lambda device: (zeros, taken))
+    zeros = zeros_of(monkeypatch, torch.int32, 1, 8)
+    monkeypatch.setattr(launch_cuda, "_counters", lambda device: zeros)
     with_counter = replace(
         kernel(1), args=(("tensor", "x"), ("size", Sym("n")), ("counter", "")), types=("*fp32",) * 3
     )
@@ -188,14 +199,14 @@ def test_each_stream_counts_for_itself(driver: Driver, monkeypatch: pytest.Monke
     for stream in (7, 8, 7):
         q(stream, addresses(16), (64,))
         other(stream, addresses(16), (64,))
-    assert taken == {7: 0, 8: 1}
+    assert zeros.taken == {7: 0, 8: 1}
     at = [q.prepared[s, (64,)].numbers[1] for s in (7, 8)]
-    assert at == [zeros.data_ptr(), zeros.data_ptr() + 4]
+    assert at == [zeros.pools[0].data_ptr(), zeros.pools[0].data_ptr() + 4]
 
 
 def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros, taken = torch.zeros(launch_cuda.TEAMS, 8, dtype=torch.int64), {}
-    monkeypatch.setattr(launch_cuda, "_words", lambda device: (zeros, taken))
+    zeros = zeros_of(monkeypatch, torch.int64, launch_cuda.WORDS, 2)
+    monkeypatch.setattr(launch_cuda, "_words", lambda device, each: zeros)
     shared = replace(
         kernel(1),
         args=(("tensor", "x"), ("size", Sym("n")), ("team", "")),
@@ -214,9 +225,40 @@ def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     large, _ = sequence([replace(shared, team=21)], [[0]])
     with pytest.raises(LaunchError, match="21 programs at once; the device runs 20"):
         large(7, addresses(16), (64,))
-    taken.update((k, k) for k in range(launch_cuda.TEAMS))
-    with pytest.raises(LaunchError, match="fewer streams"):
-        q(1000, addresses(16), (2,))
+
+
+def test_words_of_more_streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = zeros_of(monkeypatch, torch.int64, 64, 2)
+    at = [zeros.of(stream) for stream in (5, 6, 5, 7, 8)]
+    assert at[0] == at[2] and at[1] - at[0] == at[4] - at[3] == 8 * 64
+    assert len(zeros.pools) == 2 and not any(p.any() for p in zeros.pools)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert zeros.of(8) == at[4]
+    with pytest.raises(LaunchError, match="cannot be had while it is recorded"):
+        zeros.of(9)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert zeros.of(9) not in at
+
+
+def test_as_many_words_as_sizes_need(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def words(device: torch.device, each: int) -> launch_cuda.Zeros:
+        asked.append(each)
+        return zeros_of(monkeypatch, torch.int64, each, 1)
+
+    monkeypatch.setattr(launch_cuda, "_words", words)
+    looking_back = replace(
+        kernel(1),
+        args=(("tensor", "x"), ("size", Sym("n")), ("team", "")),
+        words_source="16 + n * 300",
+    )
+    q, _ = sequence([looking_back, kernel(2)], [[0], [0, 0]])
+    assert asked == [launch_cuda.WORDS]  # before any stream may be recorded
+    q(7, addresses(16), (2,))
+    q(7, addresses(16), (200,))
+    assert asked[1:] == [launch_cuda.WORDS, 1 << 16]
+    assert [what for what, *_ in driver.log] == [101, 201] * 2  # need not run at once
 
 
 def test_failing_launches(driver: Driver) -> None:
@@ -521,9 +563,7 @@ def test_the_stand_in_has_what_the_replay_has(driver: Driver) -> None:
 
 def test_counters_are_real_while_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTAutograd compiles under a mode in which new tensors have no memory."""
-    stream = types.SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
     with FakeTensorMode():
-        zeros, taken = launch_cuda._counters.__wrapped__(torch.device("cpu"))
-    assert type(zeros) is torch.Tensor and zeros.data_ptr() and not zeros.any() and taken == {}
+        zeros = zeros_of(monkeypatch, torch.int32, 1, 8)
+    (made,) = zeros.pools
+    assert type(made) is torch.Tensor and made.data_ptr() and not made.any()

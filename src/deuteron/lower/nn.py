@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deuteron.base.scans import EXCHANGED, LONG_SCAN, by_teams_us, in_parts_us
+from deuteron.base.scans import EXCHANGED, FEW_SCANS, LONG_SCAN, in_blocks
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, hint, product
@@ -21,10 +21,9 @@ from deuteron.lower.pointwise import broadcast, compute_dtype, gelu, pointwise, 
 from deuteron.lower.pooling import fold_of, small_axes
 from deuteron.lower.positions import exact as exact_index
 
-# Long rows are scanned in parts of about SCAN_PART on GPUs, where there are at most so many and
-# teams of programs are not faster (`base.scans`): H200, 64 rows of 1048576 (f32), each by one
-# program, 3 times a copy's time.
-FEW_SCANS, SCAN_PART = 256, 4096
+# Few long rows are scanned in parts of about so many elements on GPUs, where no blocks are
+# (`base.scans`): H200, 64 rows of 1048576 (f32), each by one program, 3 times a copy's time.
+SCAN_PART = 4096
 
 
 # -- scans -----------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ def scanned(
     axes = ctx.axes(shape)
     body = f(tuple(a.index for a in axes))
     length = part_of(ctx, shape, dim)
-    if length is not None and not (alone and by_teams(ctx, body.dtype, shape, dim)):
+    if length is not None and not (alone and looked_back(ctx, body.dtype, shape, dim)):
         return scanned_in_parts(ctx, kind, shape, dim, length, f, finish)
     sums = ctx.define(Value(axes, E.scan(kind, axes[dim], body)))
     return make(ctx, shape, lambda idx: finish(sums.at(idx)))
@@ -59,29 +58,28 @@ def part_of(ctx: LowerContext, shape: Sequence[Index], dim: int) -> int | None:
     return next((k for k in range(SCAN_PART, SCAN_PART // 8, -16) if n % k == 0), None)
 
 
-def by_teams(ctx: LowerContext, dtype: str, shape: Sequence[Index], dim: int) -> bool:
-    """Whether teams of programs, which read rows once, scan them sooner than these are in parts."""
-    fake = ctx.fake()
-    if ctx.specs is None or dtype not in EXCHANGED or ctx.strides_of(fake)[dim].value != 1:
+def looked_back(ctx: LowerContext, dtype: str, shape: Sequence[Index], dim: int) -> bool:
+    """Whether programs scan blocks of the rows, which are then read once."""
+    fake, rows, length = ctx.fake(), rows_of(shape, dim), hint(shape[dim])
+    if ctx.specs is None or not in_blocks(rows, length, ctx.specs(str(fake.device))):
         return False
-    spec, rows = ctx.specs(str(fake.device)), rows_of(shape, dim)
-    moved = 2 * rows * hint(shape[dim]) * fake.itemsize
-    once = by_teams_us(rows, hint(shape[dim]), moved, spec)
-    if once is None:
-        return False
-    twice = in_parts_us(moved, spec)
+    refused = ""
+    if dtype not in EXCHANGED:
+        refused = f"programs cannot tell one another {dtype}"
+    elif ctx.strides_of(fake)[dim].value != 1:
+        refused = "rows do not lie one after another"
     ctx.record.add(
         "decision",
         subject="scan",
-        accepted=once < twice,
-        reason="rows are read once" if once < twice else "parts keep more of the device busy",
-        detail=f"by teams {once:.1f} us, in parts {twice:.1f} us",
+        accepted=not refused,
+        reason=f"in parts: {refused}" if refused else "in blocks: rows are read once",
+        detail=f"{rows} rows of {length}",
         first=ctx.node.name if ctx.node is not None else "",
         second="",
-        bytes=moved // 2 if once < twice else 0,
-        us=round(abs(twice - once), 3),
+        bytes=0 if refused else rows * length * fake.itemsize,
+        us=0.0,
     )
-    return once < twice
+    return not refused
 
 
 def rows_of(shape: Sequence[Index], dim: int) -> int:

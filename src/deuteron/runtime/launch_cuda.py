@@ -13,6 +13,7 @@ from collections.abc import Sequence as Ordered
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -123,9 +124,9 @@ class _Sequence(ctypes.Structure):
 
 
 NO_CONTEXT = 201
-COUNTERS = 4096  # streams of a device that have one of their own
-# Streams of a device that may run kernels whose programs wait for one another, and words of each.
-TEAMS, WORDS = 128, 1 << 14
+# Streams of a device for which there is memory at once: for counters; for words, of so many each,
+# and for more words each of fewer streams.
+COUNTERS, STREAMS, WORDS, LEAST_STREAMS = 4096, 128, 1 << 14, 4
 OUT_OF_MEMORY = 2
 PORTABLE_CLUSTER = 8
 
@@ -303,27 +304,53 @@ def _ok(rc: int, what: str, name: str) -> None:
         raise LaunchError(f"CUDA error {rc} at {what} {name}")
 
 
-@cache
-def _counters(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
-    """Zeros of a device, and which stream has which. Made before any kernel runs: a stream that is
-    being recorded could not wait for them. While AOTAutograd compiles, tensors would be fake."""
-    with _disable_current_modes(), torch.cuda.device(device):
-        out = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream().synchronize()
-    return out, {}
+class Zeros:
+    """Memory of a device for each stream that asks for it: `each` elements, 0 at first. Made before
+    any kernel runs: a stream that is being recorded could not wait for it."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, each: int, streams: int) -> None:
+        self.device, self.dtype, self.shape = device, dtype, (streams, each)
+        self.pools: list[torch.Tensor] = []
+        self.taken: dict[int, int] = {}
+        self.lock = Lock()
+        self.more()
+
+    def more(self) -> None:
+        """Memory for more streams. While AOTAutograd compiles, tensors would be fake."""
+        if torch.cuda.is_current_stream_capturing():
+            raise LaunchError(
+                "kernels whose programs wait for one another need memory of their stream, which "
+                "cannot be had while it is recorded",
+                hint="call the program on the stream once before it is recorded",
+            )
+        with _disable_current_modes(), torch.cuda.device(self.device):
+            self.pools.append(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
+            torch.cuda.current_stream().synchronize()
+
+    def of(self, stream: int) -> int:
+        """The address of a stream's part."""
+        with self.lock:
+            number = self.taken.get(stream, len(self.taken))
+            pool, place = divmod(number, self.shape[0])
+            if pool == len(self.pools):
+                self.more()
+            self.taken[stream] = number
+            return self.pools[pool].data_ptr() + place * self.shape[1] * self.dtype.itemsize
 
 
 @cache
-def _words(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
-    """As `_counters`: what teams exchange (`codegen.triton.exchange`), and which stream has which.
-    A fold takes `ROUNDS` words of a program."""
+def _counters(device: torch.device) -> Zeros:
+    return Zeros(device, torch.int32, 1, COUNTERS)
+
+
+@cache
+def _words(device: torch.device, each: int) -> Zeros:
+    """What programs tell one another in (`codegen.triton.exchange`); of a team, a fold takes
+    `ROUNDS` words of a program."""
     cores = torch.cuda.get_device_properties(device).multi_processor_count
     if FIRST + cores * RESIDENT * ROUNDS * MOST_EXCHANGED > WORDS:
         raise LaunchError(f"{cores} multiprocessors have more programs than words to exchange")
-    with _disable_current_modes(), torch.cuda.device(device):
-        out = torch.zeros(TEAMS, WORDS, dtype=torch.int64, device=device)
-        torch.cuda.current_stream().synchronize()
-    return out, {}
+    return Zeros(device, torch.int64, each, max(LEAST_STREAMS, STREAMS * WORDS // each))
 
 
 class Sequence:
@@ -353,11 +380,11 @@ class Sequence:
         self.device = at
         self.prepared: dict[Any, Prepared] = {}
         self.counts = any(kind == "counter" for k in kernels for kind, _ in k.args)
-        self.exchanges = any(k.team > 1 for k in kernels)
+        self.exchanges = any(kind == "team" for k in kernels for kind, _ in k.args)
         if self.counts:
             _counters(at)
         if self.exchanges:
-            _words(at)
+            _words(at, WORDS) if self.names else self.words({})
         self.arrays: list[Any] = []
         for k, place in zip(kernels, places, strict=True):
             left = iter(place)
@@ -393,24 +420,17 @@ class Sequence:
         if rc:
             self.slow(rc, found, pointers, now, sizes)
 
-    def own(self, stream: int) -> tuple[int, int]:
+    def words(self, env: dict[str, int]) -> Zeros:
+        """What the programs of its kernels tell one another in, for these sizes."""
+        most = max(WORDS, *(k.words(env) for k in self.kernels))
+        return _words(self.device, 1 << (most - 1).bit_length())
+
+    def own(self, stream: int, sizes: tuple[int, ...]) -> tuple[int, int]:
         """Addresses that belong to a stream: of a zero that its kernels count their programs with,
-        and of the words that their teams exchange."""
-        counter = words = 0
-        if self.counts:
-            first, taken = _counters(self.device)
-            number = taken.setdefault(stream, len(taken))
-            counter = first.data_ptr() + 4 * (number % COUNTERS)
-        if self.exchanges:
-            first, taken = _words(self.device)
-            number = taken.setdefault(stream, len(taken))
-            if number >= TEAMS:
-                raise LaunchError(
-                    f"kernels whose programs wait for one another ran on {TEAMS} streams already",
-                    hint="use fewer streams",
-                )
-            words = first.data_ptr() + 8 * WORDS * number
-        return counter, words
+        and of the words that their programs tell one another in."""
+        env = dict(zip(self.names, sizes, strict=True))
+        counter = _counters(self.device).of(stream) if self.counts else 0
+        return counter, self.words(env).of(stream) if self.exchanges else 0
 
     def prepare(self, stream: int, sizes: tuple[int, ...]) -> Prepared:
         """The launch table for sizes."""
@@ -418,7 +438,7 @@ class Sequence:
         table = (_Kernel * self.n)()
         for k in range(self.n):
             self.fill(table[k], k, env, self.sizes_aligned(k, env))
-        numbers = (ctypes.c_longlong * (len(sizes) + 2))(*sizes, *self.own(stream))
+        numbers = (ctypes.c_longlong * (len(sizes) + 2))(*sizes, *self.own(stream, sizes))
         found = self.prepared[stream, sizes] = self.bound(table, numbers)
         return found
 

@@ -79,7 +79,7 @@ class Tuned(Launcher):
         if not open_ or self.recording():
             return self.prepare(stream, sizes)
         table = (_Kernel * self.n)()
-        numbers = (ctypes.c_longlong * (len(sizes) + 2))(*sizes, *self.own(stream))
+        numbers = (ctypes.c_longlong * (len(sizes) + 2))(*sizes, *self.own(stream, sizes))
         found = self.bound(table, numbers)
         for k in range(self.n):
             if k in open_ and not self.known(k, env):

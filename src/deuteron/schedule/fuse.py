@@ -171,13 +171,13 @@ class Fusion:
         self, a: Node, b: Node, merged: Group, chunked: Chunked | None = None
     ) -> Offer | Refusal:
         spec = self.spec(merged)
-        if not profit.scanned_by(merged, self.layouts, spec):
+        if not profit.scanned_in_blocks(merged, self.layouts, spec):
             for g in (a.content, b.content):
                 assert isinstance(g, Group)
-                if team := profit.scanned_by(g, self.layouts, spec):
+                if profit.scanned_in_blocks(g, self.layouts, spec):
                     name = g.members[-1].name
-                    detail = f"{team} programs scan each row of {name}, beside points only"
-                    return Refusal("scanned by teams", detail)
+                    detail = f"programs scan blocks of the rows of {name}, beside points only"
+                    return Refusal("scanned in blocks", detail)
         keep = self.stored(merged, {a.id, b.id})
         one, two = self.cost(a), self.cost(b)
         both = profit.cost(merged, self.layouts, keep, spec)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
-from deuteron.base.scans import EXCHANGED, MOST_SCANS, bandwidth, scan_team
+from deuteron.base.scans import EXCHANGED, MOST_SCANS, bandwidth, in_blocks
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
 from deuteron.ir.program import Layout
@@ -170,8 +170,8 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     if side_by_side(group, layouts):
         share = min(1.0, max(1, rows // 32) * ONE_CORE / spec.cores)
         return share * balance(rows // columns_together(rows, spec.cores), spec.cores)
-    if team := scanned_by(group, layouts, spec):
-        return bandwidth(rows * team, spec)
+    if scanned_in_blocks(group, layouts, spec):
+        return bandwidth(rows)
     # Short rows are walked together by one program.
     programs = max(1, rows // max(1, 256 // max(1, row)))
     if known_rows(group) and not group.section and read_again(group, layouts):
@@ -179,25 +179,25 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     return min(1.0, programs * ONE_CORE / spec.cores)
 
 
-def scanned_by(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> int:
-    """Programs that scan each row of the group together; 0 where that is none or one, as beside
-    folds, and scans of scans: `codegen.triton.scanning`."""
+def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
+    """Whether programs scan blocks of the group's rows, as they do not beside folds and scans of
+    scans: `codegen.triton.scanning`."""
     scans = [m for m in group.members if m.kind == "scan"]
-    if not 0 < len(scans) <= MOST_SCANS or not known_rows(group):
-        return 0
+    if not 0 < len(scans) <= MOST_SCANS:
+        return False
     late: set[str] = set()  # what comes after a scan
     for m in group.members:
         below = any(r.tensor in late for r in m.reads)
         if m.kind == "scan":
             if below or m.compute.body.dtype not in EXCHANGED:
-                return 0
+                return False
         elif m.kind != "point" or m.level != "point":
-            return 0
+            return False
         if below or m.kind == "scan":
             late.add(m.name)
     if side_by_side(group, layouts):
-        return 0
-    return scan_team(hint(group.space.rows), hint(group.space.row), spec)
+        return False
+    return in_blocks(hint(group.space.rows), hint(group.space.row), spec)
 
 
 def balance(programs: int, cores: int) -> float:

@@ -218,7 +218,7 @@ def launch(
         return
     wide = kernel.is_wide(sizes)
     counter = torch.zeros(1, dtype=torch.int32)
-    words = torch.zeros(WORDS, dtype=torch.int64)
+    words = torch.zeros(max(WORDS, kernel.words(sizes)), dtype=torch.int64)
     given: list[Any] = []
     for kind, what in kernel.args:
         if kind == "tensor":

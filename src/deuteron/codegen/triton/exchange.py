@@ -3,7 +3,10 @@ under whose name generated kernels call them.
 
 A word has 64 bits: a number of 32 bits, and above it a tag that says which exchange of which launch
 it belongs to. It is written and read at once, so that whoever sees the tag has the number: nothing
-else needs to be ordered. The programs must run at the same time (a cooperative launch).
+else needs to be ordered. A team's programs must run at the same time (a cooperative launch).
+
+Programs that look back need not run at the same time: they wait for programs with smaller numbers,
+which begin before them.
 
 Where a team is a cluster (sm_90), its programs write into one another's shared memory instead: the
 last `CLUSTER_BYTES` of it, for which the launch makes room. For each round and fold there are a
@@ -106,18 +109,22 @@ def publish(
 ):
     """Tells the team `value` (one element of 32 bits), that of a fold in the round `tag`; fold 0
     comes first. `words`: the team's."""
-    bits = value.to(tl.int32, bitcast=True)
     place = (tag & (SLOTS - 1)) * FOLDS + FOLD
     if CLUSTER and not INTERPRETED:
         if FOLD == 0:
             tl.inline_asm_elementwise(MEET, "=r,r", [tag], dtype=tl.int32, is_pure=False, pack=1)
-        what = [tl.sum(tl.ravel(bits), 0), place, TEAM]
+        what = [tl.sum(tl.ravel(value.to(tl.int32, bitcast=True)), 0), place, TEAM]
         tl.inline_asm_elementwise(SEND, "=r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1)
     else:
-        bits = bits.to(tl.int64) & 0xFFFFFFFF
-        text = bits | (tl.zeros_like(bits) + tag).to(tl.int64) << 32
-        at = words + place * TEAM + tl.program_id(0) % TEAM + tl.zeros_like(bits)
-        tl.atomic_xchg(at, text, sem="relaxed", scope="gpu")
+        tell(words + place * TEAM + tl.program_id(0) % TEAM, value, tag)
+
+
+@triton.jit
+def tell(at, value, tag):
+    """Writes `value` (one element of 32 bits) and the tag into the word `at`."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    text = bits | (tl.zeros_like(bits) + tag).to(tl.int64) << 32
+    tl.atomic_xchg(at + tl.zeros_like(bits), text, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -127,6 +134,18 @@ def _polled(at, tags):
     while tl.sum(tl.where((found >> 32).to(tl.int32) == tags, 0, 1)) > 0:
         found = tl.load(at)
     return found.to(tl.int32)
+
+
+@triton.jit
+def _waited(ones, twos, tags):
+    """The numbers of words with these tags; returns once all are there."""
+    if INTERPRETED:
+        return _polled(ones, tags), _polled(twos, tags)
+    else:
+        at = [ones.to(tl.int64), twos.to(tl.int64), tags]
+        return tl.inline_asm_elementwise(
+            WAIT_TWO, "=&r,=&r,l,l,r", at, dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -183,15 +202,8 @@ def collect_two(
     if CLUSTER and not INTERPRETED:
         return _received(one, lane, tag), _received(two, lane, tag)
     else:
-        ones, twos = words + one * TEAM + lane, words + two * TEAM + lane
-        tags = tl.zeros([ROOM], tl.int32) + tag
-        if INTERPRETED:
-            return _polled(ones, tags), _polled(twos, tags)
-        else:
-            at = [ones.to(tl.int64), twos.to(tl.int64), tags]
-            return tl.inline_asm_elementwise(
-                WAIT_TWO, "=&r,=&r,l,l,r", at, dtype=(tl.int32, tl.int32), is_pure=False, pack=1
-            )
+        at = words + one * TEAM + lane
+        return _waited(at, words + two * TEAM + lane, tl.zeros([ROOM], tl.int32) + tag)
 
 
 @triton.jit
@@ -220,18 +232,34 @@ def team_min(x):
 
 
 @triton.jit
-def through(carry, values, place, neutral, KIND: tl.constexpr):
-    """What a team's blocks of a row fold to, from the row's begin: up to before the block of the
-    program at `place`, and through the last one. `carry`: what comes before all of them."""
-    before = tl.where(tl.arange(0, values.shape[0]) < place, values, neutral)
+def _fold(x, KIND: tl.constexpr):
     if KIND == "sum":
-        return carry + tl.sum(before, 0), carry + tl.sum(values, 0)
+        return team_sum(x)
     elif KIND == "prod":
-        return carry * tl.reduce(before, 0, mul_combine), carry * tl.reduce(values, 0, mul_combine)
+        return tl.reduce(x, 0, mul_combine)
     elif KIND == "max":
-        return maximum(carry, team_max(before)), maximum(carry, team_max(values))
+        return team_max(x)
     else:
-        return minimum(carry, team_min(before)), minimum(carry, team_min(values))
+        return team_min(x)
+
+
+@triton.jit
+def _both(x, y, KIND: tl.constexpr):
+    if KIND == "sum":
+        return x + y
+    elif KIND == "prod":
+        return x * y
+    elif KIND == "max":
+        return maximum(x, y)
+    else:
+        return minimum(x, y)
+
+
+@triton.jit
+def before(values, place, neutral, KIND: tl.constexpr):
+    """What a team's blocks of a row fold to from the row's begin up to before the block of the
+    program at `place`."""
+    return _fold(tl.where(tl.arange(0, values.shape[0]) < place, values, neutral), KIND)
 
 
 @triton.jit
@@ -263,3 +291,53 @@ def end(words, tag, rounds, CLUSTER: tl.constexpr):
         if ticket == tl.num_programs(0) - 1:
             tl.store(words, 0)
             tl.store(words + 1, tag.to(tl.int64) + rounds)
+
+
+# Programs that look back along a row: each is one of `blocks` blocks of it. Of so many blocks one
+# after another as there are lanes (a group), the last one tells what they fold to, and of as many
+# groups (a part), what the row folds to up to its end.
+
+
+@triton.jit
+def told_by(blocks, LANES: tl.constexpr):
+    """Words of a row's blocks, groups and parts."""
+    return blocks + blocks // LANES + blocks // (LANES * LANES)
+
+
+@triton.jit
+def look_back(words, block, blocks, own, tag, neutral, KIND: tl.constexpr, LANES: tl.constexpr):
+    """What a row folds to up to before this block (`neutral` before the first), which has told that
+    it folds to `own` (one element). `words`: the row's, of this scan."""
+    lane = tl.arange(0, LANES)
+    group = block // LANES
+    part = group // LANES
+    place, seat = block % LANES, group % LANES
+    groups = words + blocks
+    parts = groups + blocks // LANES
+    near = lane < place
+    far = lane < seat
+    start = (lane == LANES - 1) & (part > 0)  # a lane that no group before this one has
+    here = words + block
+    ones = tl.where(near, here - place + lane, here)
+    twos = tl.where(far, groups + (group - seat) + lane, tl.where(start, parts + part - 1, here))
+    one, two = _waited(ones, twos, tl.zeros([LANES], tl.int32) + tag)
+    one = tl.where(near, one.to(own.dtype, bitcast=True), neutral)
+    two = tl.where(far | start, two.to(own.dtype, bitcast=True), neutral)
+    blocks_fold, groups_fold = _fold(one, KIND), _fold(two, KIND)
+    if place == LANES - 1:
+        group_fold = _both(blocks_fold, own, KIND)
+        tell(groups + group, group_fold, tag)
+        if seat == LANES - 1:
+            tell(parts + part, _both(groups_fold, group_fold, KIND), tag)
+    return _both(groups_fold, blocks_fold, KIND)
+
+
+@triton.jit
+def leave(words, block, blocks, rows, tag):
+    """The last thing of a program that has looked back: the last of the rows' last ones leaves the
+    next launch's tag. All programs have begun, with the tag before, since it has what they told."""
+    if block == blocks - 1:
+        ticket = tl.atomic_add(words, 1, sem="acq_rel", scope="gpu")
+        if ticket == rows - 1:
+            tl.store(words, 0)
+            tl.store(words + 1, tag.to(tl.int64))

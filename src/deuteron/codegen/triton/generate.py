@@ -26,7 +26,7 @@ from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.phases import phased
 from deuteron.codegen.triton.reading import power, size
 from deuteron.codegen.triton.scalars import POINTER
-from deuteron.codegen.triton.scanning import scan_form
+from deuteron.codegen.triton.scanning import scan_form, words_text
 from deuteron.codegen.triton.teams import PARAM
 from deuteron.codegen.triton.tiling import Form, choose, column_folds, most_stages
 from deuteron.codegen.triton.unroll import written_out
@@ -78,6 +78,8 @@ class TritonKernel:
     wide_source  Python expression over names of sizes: whether 32-bit indices overflow. None where
                  the sizes are known
     configs      candidates; the first is the heuristic choice
+    words_source Python expression over names of sizes and of constexprs; words that its programs
+                 tell one another in, of a stream; None where those are a team's, or none
     team         programs that share a row and must run at the same time. Where there are more than
                  one, any multiple of it is a valid number of programs, the grid's is the most
     cluster      whether those are a cluster, and have `CLUSTER_BYTES` more shared memory
@@ -93,6 +95,7 @@ class TritonKernel:
     grid_source: str
     aligned: tuple[str, ...]
     wide_source: str | None = None
+    words_source: str | None = None
     debug: bool = False  # build with debug=True (and sanitize_overflow=False): it asserts
     team: int = 1
     cluster: bool = False
@@ -115,15 +118,24 @@ class TritonKernel:
 
     def grid(self, config: Config, sizes: Mapping[str, int]) -> int:
         """Number of programs for these sizes (by symbol name)."""
-        return int(
-            eval(self.grid_source, {"min": min, "max": max}, {**sizes, **dict(config.constexprs)})
-        )
+        return _evaluated(self.grid_source, config, sizes)
+
+    def words(self, sizes: Mapping[str, int]) -> int:
+        """Words that a launch needs for these sizes, in any configuration."""
+        if self.words_source is None:
+            return 0
+        return max(_evaluated(self.words_source, c, sizes) for c in self.configs)
 
     def is_wide(self, sizes: Mapping[str, int]) -> bool:
         """Whether these sizes need the 64-bit variant."""
         return self.wide_source is not None and bool(
             eval(self.wide_source, {"min": min, "max": max}, dict(sizes))
         )
+
+
+def _evaluated(source: str, config: Config, sizes: Mapping[str, int]) -> int:
+    names = {**sizes, **dict(config.constexprs)}
+    return int(eval(source, {"min": min, "max": max}, names))
 
 
 def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -> TritonKernel:
@@ -169,7 +181,8 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
         bodies = [[choice, *b] for b in bodies]
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
-    params += [COUNTER] * bool(kernel.barriers) + [PARAM] * (team > 1)
+    waits = forms[0].waits
+    params += [COUNTER] * bool(kernel.barriers) + [PARAM] * waits
     constexprs = [v for b in blocks for v in b.values()] + stages + flags
     source = _source(name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers)
     sizes = "i64" if static and wide else "i32"
@@ -181,14 +194,14 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
             *(("tensor", n) for n in layouts),
             *(("size", s) for s in symbols),
             *([("counter", "")] * counter),
-            *([("team", "")] * (team > 1)),
+            *([("team", "")] * waits),
         ),
         params=tuple(params),
         types=(
             *(POINTER[lay.dtype] for lay in layouts.values()),
             *(sizes for _ in symbols),
             *(["*i32"] * counter),
-            *(["*i64"] * (team > 1)),
+            *(["*i64"] * waits),
         ),
         constexprs=tuple(constexprs),
         configs=_configs(forms, blocks, nests, spec),
@@ -199,6 +212,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         ),
         wide_source=wide_source,
         debug=any(asserts for _, asserts in written),
+        words_source=_words(forms[0], blocks[0], nests[0]),
         team=team,
         cluster=forms[0].cluster,
     )
@@ -365,6 +379,13 @@ def _grids(
     return text if main == len(nests) else f"max(1, {text})"
 
 
+def _words(form: Form, blocks: Mapping[str, str], nest: Loops) -> str | None:
+    if form.kind != "blocks":
+        return None
+    rows, length = (python_text(product(a.extent for a in axes)) for _, axes in form.dims)
+    return words_text(nest, form, rows, length, blocks["r"])
+
+
 def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
     """Python text of the number of programs of a nest."""
     counts = {d: product(a.extent for a in axes) for d, axes in form.dims}
@@ -374,6 +395,8 @@ def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
         text = " * ".join([*rows, *each])
         return text if form.turns == 1 else f"-(-({text}) // {form.turns})"
     teams = f"{form.team} * " if form.team > 1 else ""
+    if form.kind == "blocks":
+        return f"{python_text(counts['x'])} * {_blocks_text(counts['r'], blocks['r'])}"
     if form.kind == "rows":
         return teams + _blocks_text(counts["x"], blocks["x"])
     assert nest.chunk is not None
@@ -403,7 +426,7 @@ def _source(
     notes = _comments(kernel, layouts, pointers)
     if len(bodies) == 1:
         pid = "tl.program_id(0)"
-        if kernel.reverse and forms[0].team == 1:
+        if kernel.reverse and not forms[0].waits:
             pid = "tl.num_programs(0) - 1 - tl.program_id(0)"
         lines += [*_function(name, signature, [*notes, f"pid = {pid}", *bodies[0]])]
         return "\n".join([*lines, ""])
@@ -470,6 +493,8 @@ def _programs(form: Form, blocks: Mapping[str, str], kernel: Kernel, i: int) -> 
         rows = [_size_text(product(a.extent for a in form.single))] if form.single else []
         text = " * ".join([*rows, *(cut(d) for d in blocks)])
         return text if form.turns == 1 else f"tl.cdiv({text}, {form.turns})"
+    if form.kind == "blocks":
+        return f"{_size_text(counts['x'])} * {cut('r')}"
     if form.kind == "rows":
         return cut("x")
     chunk = kernel.nests[i].chunk

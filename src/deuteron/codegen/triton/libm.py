@@ -21,18 +21,22 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them by this module
+    before,
     begin,
     collect,
     collect_two,
     end,
+    leave,
+    look_back,
     publish,
     team_max,
     team_min,
     team_moments,
     team_sizes,
     team_sum,
-    through,
+    tell,
     told,
+    told_by,
 )
 from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by this module
     INTERPRETED,

@@ -37,7 +37,7 @@ from deuteron.codegen.triton.folds import (
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.ragged import enter_row
 from deuteron.codegen.triton.scalars import fold_step
-from deuteron.codegen.triton.scanning import TeamScans
+from deuteron.codegen.triton.scanning import scan_block
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
 from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form, column_folds
@@ -82,10 +82,6 @@ def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
             exact = whole_blocks(loops, form)
         if form.team > 1 and name == "x":  # whose blocks are of one row
             exact = True
-        if form.team > 1 and name == "r" and not form.persistent:  # in turns of the team
-            exact = bool(count) and not any(
-                (count or 1) % (form.team * b.of(name)) for b in form.candidates
-            )
         if form.start is not None and name == "r":
             exact = False
         out.append(Dim(name, axes, names.blocks[name], place, not exact))
@@ -118,8 +114,13 @@ def write_nest(
     em.units = units(loops, lambda e: em.deps(e) <= row)
     if em.turn is not None:
         em.turn.declare(em)
-    writer = {"points": write_points, "rows": write_rows, "chunk": write_chunk}[form.kind]
-    writer(loops, form, em)
+    writers = {
+        "points": write_points,
+        "rows": write_rows,
+        "blocks": write_blocks,
+        "chunk": write_chunk,
+    }
+    writers[form.kind](loops, form, em)
     return used(em.chain[0].lines), em.checked
 
 
@@ -292,10 +293,6 @@ def accumulate(em: Emitter, w: Write, dims: Dims, value: str, where: str) -> str
 def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
     header(em)
     x, r = em.dims["x"], em.dims["r"]
-    if form.team > 1 and not form.persistent:
-        with TeamScans(loops, form, em).turns():
-            stores(em, [(w, FULL) for w in loops.parts if isinstance(w, Write)])
-        return
     if form.team > 1:
         team = Team(form, em, loops)
         team.begin()
@@ -315,6 +312,12 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
         one_pass(loops, em)
     else:
         Passes(loops, em).write()
+
+
+def write_blocks(loops: Loops, form: Form, em: Emitter) -> None:
+    header(em)
+    scan_block(loops, form, em, pid(em))
+    stores(em, [(w, FULL) for w in loops.parts if isinstance(w, Write)])
 
 
 def declare_results(loops: Loops, em: Emitter) -> None:

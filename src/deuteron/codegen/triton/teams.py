@@ -187,10 +187,10 @@ class Team:
         for f in self.waiting:
             if isinstance(f, Prefix):
                 neutral = identity(f.kind, f.body.dtype)
-                values = f'{neutral}, {found[f.name]}, place, {neutral}, "{f.kind}"'
+                values = f'{found[f.name]}, place, {neutral}, "{f.kind}"'
                 start, name = em.fresh("start"), em.fresh(f"{clean(f.name)}_")
                 em.scope.add(
-                    f"{start}, _ = libm.through({values})",
+                    f"{start} = libm.before({values})",
                     f"{name} = {fold_step(f.kind, f.body.dtype, start, self.scanned[f.name])}",
                 )
                 em.scope.texts[scan_result(f)] = name

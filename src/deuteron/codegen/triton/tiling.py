@@ -135,8 +135,8 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """`dims`: name and axes of each dimension, outermost first; `candidates`: the heuristic choice
-    first.
+    """`kind`: points, rows, blocks of rows (`scanning`) or a chunk; `dims`: name and axes of each
+    dimension, outermost first; `candidates`: the heuristic choice first.
     """
 
     kind: str
@@ -153,6 +153,11 @@ class Form:
     turns: int = 1  # such values, or blocks of them, that a program takes in turn
     terms: int = 1  # of ragged folds, read at once beside the columns of such a row
     kept: bool = False  # whether a team's programs hold what all rows share in registers
+
+    @property
+    def waits(self) -> bool:
+        """Whether its programs wait for one another."""
+        return self.team > 1 or self.kind == "blocks"
 
     @property
     def loops(self) -> bool:
