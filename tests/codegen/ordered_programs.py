@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen.triton import tiling
+from deuteron.codegen.triton import ragged
 from deuteron.lower import ordered
 from deuteron.lower.ordered import Ordered
 
@@ -130,7 +130,7 @@ def main() -> None:
     torch.manual_seed(0)
     run(interpreted, tuple(cases()))
     ordered.block_of = lambda points, dtype: 16  # type: ignore[assignment]
-    tiling.LEAST_TURNS = 0  # type: ignore[attr-defined]
+    ragged.LEAST_TURNS = 0
     run(interpreted, SORTED)
     Ordered.few = lambda self: False  # type: ignore[method-assign]
     run(interpreted, SORTED)

@@ -38,8 +38,9 @@ from deuteron.lower.core import Value as Tensor
 
 # Sorted points that are summed by themselves where they have one place.
 CHUNK = 128
-# Steps of a binary search in a list of unknown length: 2**35 positions fill no GPU's memory.
-STEPS = 35
+# Bits of an answer in a list of unknown length: 2**35 positions fill no GPU's memory. Bits that are
+# found at once, since one look takes as long as several.
+STEPS, DIGIT = 35, 2
 
 
 @dataclass(frozen=True)
@@ -289,15 +290,22 @@ class Ordered:
         return self.ctx.define(make(self.ctx, [self.count], element), wish=f"{self.wish}_ends")
 
     def search(self, keys: Tensor, row: Expr) -> Expr:
-        """The first of the sorted points that is not before a row: a binary search without
-        branches, from the answer's highest bit down."""
+        """The first of the sorted points that is not before a row: a search without branches, from
+        the answer's highest digit down. A digit is how many of the places that begin with another
+        one are before the row: they are looked at together."""
         n, found = self.count, literal(0, "i64")
-        for bit in reversed(range(STEPS if n.value is None else n.value.bit_length())):
-            tried = op("add", found, literal(1 << bit, "i64"))
+
+        def below(tried: Expr) -> Expr:
             legal = op("le", tried, index_value(n))
             at = kept(op("sub", tried, literal(1, "i64")), n)
-            below = op("lt", self.row(masked(legal, keys.at([at]))), row)
-            found = op("where", op("logical_and", legal, below), tried, found)
+            return op("logical_and", legal, op("lt", self.row(masked(legal, keys.at([at]))), row))
+
+        bits = STEPS if n.value is None else n.value.bit_length()
+        for low in reversed(range(0, bits, DIGIT)):
+            start = found
+            for digit in range(1, 1 << min(DIGIT, bits - low)):
+                tried = op("add", start, literal(digit << low, "i64"))
+                found = op("where", below(tried), tried, found)
         return cast(found, "i32") if fits(n) else found
 
     def number(self, q: Expr) -> Expr:

@@ -16,7 +16,7 @@ from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.scope import Scope, bound_name
 from deuteron.ir.expr import REDUCTIONS, Expr, literal
 from deuteron.ir.index import Axis, const, hint, product
-from deuteron.ir.ragged import end_of, ends
+from deuteron.ir.ragged import end_of, ends, expected
 
 if TYPE_CHECKING:
     from deuteron.codegen.triton.emit import Emitter
@@ -35,6 +35,10 @@ REGISTERS = 80
 # them few 88.2; two far apart 36.4, 84.1, 79.5; two neighbours 35.9, 80.9, 107, four 35.9, 80.2,
 # 174.
 TURNS, LEAST_TURNS = 2, 32
+# Of rows of at least so many terms on average, of which a thread has so few columns, it reads twice
+# as many terms at once, and one row: starts do not count. H200, 65536 x 128 (f32), 524288 points,
+# us: 4 terms of one and two rows 80.3, 80.5, so 77.4, 78.3, 16 terms of two rows 84.1.
+MANY, NARROW = 8, 4
 # With fewer columns a tile has several rows instead of several terms, and so many elements.
 LEAST_WIDE, ELEMENTS = 64, 256
 # Elements of a tile whose rows lie side by side.
@@ -63,6 +67,15 @@ def ragged_tile(loops: Loops, order: Sequence[Axis]) -> tuple[Dims, Sizes, tuple
     if wide >= LEAST_WIDE or high == 1:
         return (("x", x),), (("x", wide),), y
     return (("y", y), ("x", x)), (("y", high), ("x", wide)), ()
+
+
+def in_flight(loops: Loops, each: int, rows: int, cores: int) -> tuple[int, int]:
+    """Terms that a program reads at once, and rows that it takes one after the other, if it has one
+    row at a time, of which each thread has so many columns."""
+    found = (expected(a, end) for root in loops.roots() for a, end in ends(root).items())
+    if max(found, default=0) >= MANY and each <= NARROW:
+        return 2 * TERMS, 1
+    return TERMS, TURNS if rows >= TURNS * LEAST_TURNS * cores else 1
 
 
 def beside(loops: Loops, row: Axis) -> bool:
@@ -157,12 +170,10 @@ def enter_row(em: Emitter, axes: Sequence[Axis], program: str) -> None:
 
 __all__ = [
     "EACH",
-    "LEAST_TURNS",
     "REGISTERS",
-    "TERMS",
-    "TURNS",
     "continues",
     "enter_row",
+    "in_flight",
     "ragged_tile",
     "write_fold",
 ]

@@ -38,7 +38,7 @@ from deuteron.codegen.triton.blocks import (
     tile_blocks,
     warps_for,
 )
-from deuteron.codegen.triton.ragged import EACH, LEAST_TURNS, REGISTERS, TERMS, TURNS, ragged_tile
+from deuteron.codegen.triton.ragged import EACH, REGISTERS, in_flight, ragged_tile
 from deuteron.codegen.triton.reading import (
     below,
     bytes_along,
@@ -227,9 +227,10 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     if (found := ragged_tile(loops, order)) is not None:
         dims, sizes, single = found
         most = REGISTERS if single and widest(loops) <= 4 else 0
-        tile = Blocks(sizes, warps_for(math.prod(n for _, n in sizes), EACH), registers=most)
-        terms = TERMS if single else 1
-        turns = TURNS if single and size(single) >= TURNS * LEAST_TURNS * spec.cores else 1
+        elements = math.prod(n for _, n in sizes)
+        tile = Blocks(sizes, warps_for(elements, EACH), registers=most)
+        each = elements // (32 * tile.num_warps)
+        terms, turns = in_flight(loops, each, size(single), spec.cores) if single else (1, 1)
         return Form("points", dims, (tile,), single=single, terms=terms, turns=turns)
     other = _second_contiguous(loops, order)
     if other is not None:
