@@ -5,7 +5,7 @@ graph with Deuteron's decompositions; `capture.partition` divides it; each part 
 `pipeline.compile_graph`.
 
 What was asked of a forward (options, who collects Records) is kept in a `Session`, because its
-backward, which compiles behind it, is another call of AOTAutograd's.
+backward compiles at the first ``.backward()``, perhaps in another thread.
 """
 
 from __future__ import annotations
@@ -113,18 +113,6 @@ class Session:
         if self.keeper is not None:
             self.keeper.add(phase, call, record)
         return self.graphs.add(boxed(call), phase, metadata, record)
-
-    def compile_backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
-        """Why it cannot be compiled is raised where it is called: perhaps nobody does."""
-        try:
-            return self.compile(gm, inputs, phase="backward")
-        except Exception as e:  # noqa: BLE001 - of whatever kind, it is raised
-            failure = e
-
-        def call(args: list[Any]) -> Sequence[Any]:
-            raise failure
-
-        return boxed(call)
 
     def run(
         self,
@@ -265,7 +253,7 @@ def compiled(
 
     aot = aot_autograd(
         fw_compiler=functools.partial(session.compile, phase="forward"),
-        bw_compiler=session.compile_backward,
+        bw_compiler=functools.partial(session.compile, phase="backward"),
         inference_compiler=functools.partial(session.compile, phase="inference"),
         decompositions=decompositions.table(session.options.eager_random),
         partition_fn=session.partition,
@@ -273,13 +261,10 @@ def compiled(
     )
     prepared = ahead.prepare(gm, example_inputs, session.options)
     # Saved tensors are not written to by our backward; declared donated, they would make
-    # retain_graph=True fail. The backward is compiled at once: the forward's kernels are built
-    # meanwhile.
-    asked = torch._functorch.config.patch(
-        donated_buffer=False, force_non_lazy_backward_lowering=True
-    )
+    # retain_graph=True fail.
+    undonated = torch._functorch.config.patch(donated_buffer=False)
     draws = unread_draws(True) if session.options.eager_random else nullcontext()
-    with collector_paused(), asked, draws:
+    with collector_paused(), undonated, draws:
         call = aot(gm, example_inputs)
     prepared()
     return direct(call, session.graphs)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deuteron.backend import collecting, deuteron_backend, run_as_traced
+from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.errors import BuildError, DeuteronError, OptionError
 from deuteron.base.options import Options, _make
 from tests.capture.helpers import Traced, same
@@ -101,9 +101,7 @@ def test_phases():
     traced = Traced()
     net = nn.Linear(4, 4)
     f = traced.compile(lambda x: net(x).relu())
-    out = f(T(2, 4))
-    assert traced.phases() == ["forward", "backward"]  # while the forward's kernels are built
-    out.sum().backward()
+    f(T(2, 4)).sum().backward()
     assert traced.phases() == ["forward", "backward"]
     with torch.no_grad():
         f(T(2, 4))
@@ -306,23 +304,6 @@ def test_errors_survive_pickling():
     e = BuildError("failed", hint="look", source="a.cpp", output="no ;", command="g++ a.cpp")
     again = pickle.loads(pickle.dumps(e))
     assert type(again) is BuildError and str(again) == str(e) and "g++ a.cpp" in str(again)
-
-
-def test_a_backward_that_cannot_be_compiled_and_is_not_called():
-    def runner(gm, inputs, *, phase, **kwargs):
-        if phase == "backward":
-            raise DeuteronError("no backward")
-        return run_as_traced(gm)
-
-    torch._dynamo.reset()
-    f = torch.compile(
-        lambda x: x.sin() + 1,
-        backend=lambda gm, inputs: deuteron_backend(gm, inputs, runner=runner),
-    )
-    for _ in range(2):
-        torch.testing.assert_close(out := f(x := grad(4)), x.sin() + 1)
-        with pytest.raises(DeuteronError, match="no backward"):
-            out.sum().backward()
 
 
 def test_fallback_is_a_choice():
