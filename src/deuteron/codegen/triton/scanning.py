@@ -14,9 +14,9 @@ Programs begin in the order of their numbers, and blocks of all rows that begin 
 follow one another: who looks back waits for programs that have begun. There are many programs of
 few elements: whoever waits leaves the memory to others.
 
-H200, 64 rows of 1048576, f32, us: a copy 128, so 140, teams of programs that walk along the rows in
-turns 145 to 149, in parts (`lower.nn`) 194, Inductor's 137 (a look-back whose order of additions
-differs from run to run).
+H200, 64 rows of 1048576, f32, us: a copy 128, so 136 to 139, teams of programs that walk along the
+rows in turns 145 to 149, in parts (`lower.nn`) 194, Inductor's 136 to 141 (a look-back whose order
+of additions differs from run to run).
 
 Rows are scanned so only beside what is computed point by point
 (`schedule.profit.scanned_in_blocks`).
