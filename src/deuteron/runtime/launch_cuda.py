@@ -319,8 +319,8 @@ class Zeros:
         """Memory for more streams. While AOTAutograd compiles, tensors would be fake."""
         if torch.cuda.is_current_stream_capturing():
             raise LaunchError(
-                "kernels whose programs wait for one another need memory of their stream, which "
-                "cannot be had while it is recorded",
+                "kernels whose programs count or wait for one another need memory of their stream, "
+                "which cannot be had while it is recorded",
                 hint="call the program on the stream once before it is recorded",
             )
         with _disable_current_modes(), torch.cuda.device(self.device):
