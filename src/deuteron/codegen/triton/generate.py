@@ -445,7 +445,9 @@ def _source(
         head = "if" if i == 0 else "elif"
         first = f"pid - ({before})" if before else "pid"
         if len(side_by_side) == 1:
-            main.append(call.replace("PID", "pid"))
+            text = call.replace("PID", "pid")
+            alone = forms[0].kind == "blocks"  # without rows there is no block to enter
+            main += ["if pid < blocks0:", f"    {text}"] if alone else [text]
             break
         main += [
             "else:" if last else f"{head} pid < {' + '.join(start[: i + 1])}:",
