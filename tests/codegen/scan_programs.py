@@ -33,6 +33,7 @@ from tests.schedule import tools
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
 TABLE = torch.randn(9)
+SIZES = "sizes of a call"
 
 
 def infinite(rows: int, length: int) -> torch.Tensor:
@@ -167,7 +168,36 @@ def check(name: str, folder: Path) -> float:
     return worst
 
 
+def check_sizes() -> float:
+    """As `check`, with sizes that are known when a program is called that others were compiled
+    for."""
+    from deuteron.tools import interpret
+
+    made: list[TritonKernel] = []
+
+    def generated(*args: Any) -> TritonKernel:
+        made.append(generate(*args))
+        return made[-1]
+
+    worst = 0.0
+    with short(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpret, "generate", generated)
+        f = torch.compile(lambda x: x.cumsum(-1), backend=interpret.interpreted, dynamic=True)
+        for rows, length in [(3, 700), (2, 1024), (5, 65), (4, 3), (2, 1500)]:
+            x = torch.rand(rows, length)
+            want = x.double().cumsum(-1)
+            bound = 16 * torch.finfo(x.dtype).eps * (1 + float(want.max()))
+            worst = max(worst, float((f(x) - want).abs().max()) / bound)
+    (kernel,) = made
+    assert kernel.words_source is not None
+    return worst
+
+
 def main() -> None:
+    try:
+        print(json.dumps({"program": SIZES, "error": check_sizes()}), flush=True)
+    except Exception:  # noqa: BLE001 - as below
+        print(json.dumps({"program": SIZES, "failure": traceback.format_exc()[-3000:]}))
     with tempfile.TemporaryDirectory() as folder:
         for k, name in enumerate(PROGRAMS):
             own = Path(folder) / str(k)
