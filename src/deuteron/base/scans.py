@@ -22,9 +22,14 @@ MOST_SCANS, EXCHANGED = 6, ("f32", "i32")
 OVER, ALONE = 1.07, 0.13
 
 
+def few_and_long(rows: int, length: int) -> bool:
+    """Whether there are too few rows for a GPU to scan each by one program."""
+    return length >= LONG_SCAN and rows <= FEW_SCANS
+
+
 def in_blocks(rows: int, length: int, spec: DeviceSpec) -> bool:
     """Whether so many rows of so many elements are scanned in blocks."""
-    return spec.kind == "cuda" and length >= LONG_SCAN and rows <= FEW_SCANS
+    return spec.kind == "cuda" and few_and_long(rows, length)
 
 
 def bandwidth(rows: int) -> float:
@@ -32,4 +37,4 @@ def bandwidth(rows: int) -> float:
     return 1 / (OVER + ALONE / max(1, rows))
 
 
-__all__ = ["EXCHANGED", "FEW_SCANS", "LONG_SCAN", "MOST_SCANS", "bandwidth", "in_blocks"]
+__all__ = ["EXCHANGED", "MOST_SCANS", "bandwidth", "few_and_long", "in_blocks"]

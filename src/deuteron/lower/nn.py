@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deuteron.base.scans import EXCHANGED, FEW_SCANS, LONG_SCAN, in_blocks
+from deuteron.base.scans import EXCHANGED, few_and_long, in_blocks
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, hint, product
@@ -51,9 +51,7 @@ def part_of(ctx: LowerContext, shape: Sequence[Index], dim: int) -> int | None:
     """How long the parts are in which long rows are scanned, where there are too few rows for a
     GPU: each row by one program leaves most of it idle."""
     n = shape[dim].value
-    if ctx.fake().device.type == "cpu" or n is None or n < LONG_SCAN:
-        return None
-    if rows_of(shape, dim) > FEW_SCANS:
+    if ctx.fake().device.type == "cpu" or n is None or not few_and_long(rows_of(shape, dim), n):
         return None
     return next((k for k in range(SCAN_PART, SCAN_PART // 8, -16) if n % k == 0), None)
 

@@ -291,8 +291,8 @@ class Ordered:
 
     def search(self, keys: Tensor, row: Expr) -> Expr:
         """The first of the sorted points that is not before a row: a search without branches, from
-        the answer's highest digit down. A digit is how many of the places that begin with another
-        one are before the row: they are looked at together."""
+        the answer's highest digit down. All values that a digit may have are tried together: it is
+        the last one of which the point before is before the row."""
         n, found = self.count, literal(0, "i64")
 
         def below(tried: Expr) -> Expr:
