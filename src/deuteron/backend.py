@@ -4,6 +4,9 @@ In: Dynamo's FX graph. Out: a callable. AOTAutograd traces forward and backward 
 graph with Deuteron's decompositions; `capture.partition` divides it; each part goes to
 `pipeline.compile_graph`.
 
+``torch.compile`` imports this module; where there is a GPU, a process that builds kernels starts
+then (`runtime.ahead.begin`), beside whatever the program does before its first call.
+
 What was asked of a forward (options, who collects Records) is kept in a `Session`, because its
 backward compiles at the first ``.backward()``, perhaps in another thread.
 """
@@ -268,3 +271,6 @@ def compiled(
         call = aot(gm, example_inputs)
     prepared()
     return direct(call, session.graphs)
+
+
+ahead.begin()

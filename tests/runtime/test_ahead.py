@@ -49,7 +49,7 @@ def test_a_graph_is_prepared_once(started: list[Any], tmp_path: Path) -> None:
     done()
     ahead.prepare(graph(3), x, options)()
     assert len(started) == 2
-    ahead.prepare(graph(200), x, options)
+    ahead.prepare(graph(400), x, options)
     assert started[-1][:2] == (90, ahead.MOST)
     ahead.prepare(graph(3), [torch.ones(4).as_subclass(OnGpu)], options)
     assert len(started) == 4
@@ -67,6 +67,22 @@ def test_nothing_starts_for_the_cpu(started: list[Any], tmp_path: Path) -> None:
     options = Options.make(options={"cache_dir": str(tmp_path)})
     ahead.prepare(graph(3), [torch.ones(3), 4], options)()
     assert not started and not list(tmp_path.iterdir())
+
+
+def test_a_process_starts_before_there_is_a_graph(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(devices: int, cuda: str | None) -> int:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        started.clear()
+        ahead.begin()
+        return len(started)
+
+    assert counted(1, "13.0") == 1 and started[0][1] == 1
+    assert counted(0, "13.0") == counted(1, None) == 0
+    monkeypatch.setenv("DEUTERON_WORKERS", "many")  # said where something is compiled
+    assert counted(1, "13.0") == 0
 
 
 def test_processes_are_ready(tmp_path: Path) -> None:

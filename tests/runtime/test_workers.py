@@ -113,6 +113,39 @@ def test_side_by_side(builder: Builder, helpers: Any, tmp_path: Path) -> None:
     assert [t.result() for t in tasks] == [True, True]
 
 
+def test_prepared(builder: Builder, helpers: Any, tmp_path: Path) -> None:
+    """A process that gets ready has the task that comes meanwhile, and none is started for it."""
+    builder.prepare(1, time.sleep, 0.2)
+    assert builder.submit(os.getpid).result() in builder.processes()
+    assert len(builder.processes()) == 1
+    builder.prepare(5, Path.touch, tmp_path / "ready")
+    assert len(builder.processes()) == 2  # as many as it may have
+    builder.prepare(5, os._exit, 1)
+    assert len(builder.processes()) == 2
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    tasks = [builder.submit(helpers.meet, a, b), builder.submit(helpers.meet, b, a)]
+    assert [t.result() for t in tasks] == [True, True] and (tmp_path / "ready").exists()
+
+
+def test_a_process_dies_as_it_gets_ready(helpers: Any) -> None:
+    b = Builder(1)
+    b.prepare(1, helpers.crash)
+    assert b.submit(operator.add, 1, 2).result() == 3
+    b.prepare(1, operator.truediv, 1, 0)
+    assert b.submit(operator.add, 1, 2).result() == 3
+    b.close()
+
+
+def test_large_tasks_first(tmp_path: Path) -> None:
+    b = Builder(1)
+    found = tmp_path / "order"
+    b.prepare(1, time.sleep, 0.5)
+    tasks = [b.submit(os.system, f"echo {n} >> '{found}'", size=n) for n in (2, 1, 3, 3, 5, 4)]
+    assert [t.result() for t in tasks] == [0] * 6
+    assert found.read_text().split() == ["5", "4", "3", "3", "2", "1"]
+    b.close()
+
+
 def test_one_after_the_other() -> None:
     b = Builder(1)
     tasks = [b.submit(os.getpid) for _ in range(3)]

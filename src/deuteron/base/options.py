@@ -67,7 +67,7 @@ class Options:
     keep_graphs: bool = _option(
         True, "Keep compiled graphs in the cache, so that another process need not compile them."
     )
-    workers: int = _option(0, "Processes that build kernels; 0: one per core, at most 8.", low=0)
+    workers: int = _option(0, "Processes that build kernels; 0: one per core, at most 16.", low=0)
     build_timeout: int = _option(
         300, "Seconds after which a build is given up; the compiler is then killed.", low=1
     )
@@ -146,14 +146,14 @@ class Options:
         return (Path(base) if base else Path.home() / ".cache") / "deuteron"
 
     def worker_count(self) -> int:
-        """Processes to build with: the cores that this process may use, at most 8."""
+        """Processes to build with: the cores that this process may use, at most 16."""
         if self.workers:
             return self.workers
         try:
             cores = len(os.sched_getaffinity(0))
         except AttributeError:  # not on macOS
             cores = os.cpu_count() or 1
-        return min(8, cores)
+        return min(16, cores)
 
 
 def environment(**changes: str) -> dict[str, str]:

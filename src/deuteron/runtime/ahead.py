@@ -3,7 +3,8 @@
 In: a graph that was captured, and its inputs. Out: processes that build Triton kernels, started and
 with their imports done while AOTAutograd traces and Deuteron schedules (the first kernel then
 compiles at once), and the function that launches kernels. A graph that this cache has seen before
-needs none: all is there.
+needs none: all is there. The first process starts before there is a graph (`begin`): one kernel
+takes no longer to capture and schedule than a process to start.
 """
 
 from __future__ import annotations
@@ -24,9 +25,19 @@ from deuteron.runtime.cache import Cache, key_of
 
 # Processes that are started for a graph: one, and one more for so many operations.
 OPERATIONS = 16
-MOST = 8
+MOST = 16
+# What a process sets up is the same for every GPU; asking which there is would set up CUDA.
+ANY_GPU = 90
 _SUFFIX = ".seen"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def begin() -> None:
+    """Starts one process where a program that has a GPU becomes a user of this compiler."""
+    if torch.version.cuda is None or not torch.cuda.device_count():
+        return
+    with contextlib.suppress(DeuteronError):  # who compiles says what is wrong
+        build_triton.prepare(ANY_GPU, 1, Options.make())
 
 
 def prepare(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[[], None]:
@@ -69,4 +80,4 @@ def _text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     return "\n".join((*nodes, *kinds))
 
 
-__all__ = ["prepare"]
+__all__ = ["begin", "prepare"]

@@ -136,11 +136,11 @@ def _builder(count: int, seconds: int) -> Builder:
 
 
 def prepare(capability: int, count: int, options: Options) -> None:
-    """Starts up to `count` processes and has each import and set up what building needs (0.4 s)."""
+    """Starts up to `count` processes and has each import and set up what building needs (0.4 s).
+    Raises `NoTriton`."""
     version()
     builder = _builder(options.worker_count(), options.build_timeout)
-    for _ in range(min(count, options.worker_count()) - len(builder.processes())):
-        builder.submit(ready, capability, options)
+    builder.prepare(count, ready, capability, options)
 
 
 def ready(capability: int, options: Options) -> None:
@@ -172,6 +172,7 @@ def submit(
         explain=lambda e: _explained(e, job, options),
         # LLVM ends its process over some kernels, with some numbers of warps (seed 65101685).
         others=[(job, options, n) for n in range(len(_warps(job)))],
+        size=len(job.source),
     )
 
 

@@ -43,6 +43,7 @@ _PROGRAM = (
 
 
 Explain = Callable[[BuildError], BuildError]
+First = tuple[Callable[..., Any], tuple[Any, ...]]  # what a process does before its first task
 T = TypeVar("T")
 
 
@@ -67,9 +68,10 @@ class Task:
         args: tuple[Any, ...],
         explain: Explain | None = None,
         others: Sequence[tuple[Any, ...]] | None = None,
+        size: int = 0,
     ) -> None:
         self.builder, self.function, self.args = builder, function, args
-        self.explain = explain
+        self.explain, self.size = explain, size
         self.others = deque([args] if others is None else others)
         self.future: Future[Any] = Future()
         self.process = os.getpid()
@@ -107,10 +109,10 @@ class Builder:
         atexit.register(self.close)
 
     def _reset(self) -> None:
-        self._waiting: deque[Task] = deque()
+        self._waiting: list[Task] = []
         self._changed = threading.Condition()
         self._workers: set[_Worker] = set()
-        self._free = 0  # workers that wait for a task
+        self._free = 0  # workers that wait for a task, or will when they are prepared
         self._closed = False
 
     def _after_fork(self) -> None:
@@ -126,14 +128,23 @@ class Builder:
         *args: Any,
         explain: Explain | None = None,
         others: Sequence[tuple[Any, ...]] | None = None,
+        size: int = 0,
     ) -> Task:
-        task = Task(self, function, args, explain, others)
+        """Of the tasks that wait, the one of the largest `size` is next: it may take longest."""
+        task = Task(self, function, args, explain, others, size)
         with self._changed:
             self._waiting.append(task)
             if self._free < len(self._waiting) and len(self._workers) < self.count:
                 self._hire()
             self._changed.notify()
         return task
+
+    def prepare(self, count: int, function: Callable[..., Any], *args: Any) -> None:
+        """Starts processes until there are `count`. Each calls the function before its first task:
+        what it imports is there then. Nobody hears what comes of it."""
+        with self._changed:
+            for _ in range(min(count, self.count) - len(self._workers)):
+                self._hire((function, args))
 
     def withdraw(self, task: Task) -> bool:
         """Whether the task is the caller's to run: nobody else has it, or will."""
@@ -155,21 +166,24 @@ class Builder:
         for worker in tuple(self._workers):
             worker.kill()
 
-    def _hire(self) -> bool:
+    def _hire(self, first: First | None = None) -> bool:
         try:
             worker = _Worker()
         except OSError:  # no memory, no process left: whoever asks for the result runs the task
             return False
         self._workers.add(worker)
+        self._free += first is not None
         threading.Thread(
-            target=self._serve, args=(worker,), name="deuteron-worker", daemon=True
+            target=self._serve, args=(worker, first), name="deuteron-worker", daemon=True
         ).start()
         return True
 
-    def _serve(self, worker: _Worker) -> None:
+    def _serve(self, worker: _Worker, first: First | None) -> None:
         """A worker's life, in a thread: hands it tasks one after the other."""
         left: list[Task] = []
         try:
+            if first is not None:
+                self._prepare(worker, *first)
             while worker.alive and (task := self._next()) is not None:
                 self._do(worker, task)
         finally:
@@ -177,9 +191,18 @@ class Builder:
             with self._changed:
                 self._workers.discard(worker)
                 if self._waiting and not self._workers and not self._closed and not self._hire():
-                    left, self._waiting = list(self._waiting), deque()
+                    left, self._waiting = self._waiting, []
         for task in left:
             task.run()
+
+    def _prepare(self, worker: _Worker, function: Callable[..., Any], args: Any) -> None:
+        try:
+            worker.call(function, args, self.seconds)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            worker.kill()
+        finally:
+            with self._changed:
+                self._free -= 1
 
     def _next(self) -> Task | None:
         """The next task; None where there was none for a while."""
@@ -188,7 +211,11 @@ class Builder:
                 self._free += 1
                 self._changed.wait_for(lambda: self._waiting or self._closed, IDLE_SECONDS)
                 self._free -= 1
-            return self._waiting.popleft() if self._waiting and not self._closed else None
+            if not self._waiting or self._closed:
+                return None
+            found = max(self._waiting, key=lambda task: task.size)  # the first of the largest
+            self._waiting.remove(found)
+            return found
 
     def _do(self, worker: _Worker, task: Task) -> None:
         try:
@@ -201,7 +228,7 @@ class Builder:
             if task.others and not isinstance(e, TimeoutError):
                 task.args = task.others.popleft()
                 with self._changed:
-                    self._waiting.appendleft(task)
+                    self._waiting.append(task)
                     self._changed.notify()
                 return
         except BaseException as e:  # noqa: BLE001 - arguments that cannot be pickled, for one
