@@ -57,6 +57,15 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
         lambda x: (torch.where(x > 0, 3, 0) << 40, torch.where(x > 0, 3, 1).amin()),
         (torch.randn(50),),
     ),
+    "bits that are moved": (
+        lambda x, n: [
+            f(y, k)
+            for y in (x, x.to(torch.uint8), x.int(), x.long())
+            for k in (-1, 0, 3, 7, 8, 40, n.to(y.dtype))
+            for f in (torch.bitwise_left_shift, torch.bitwise_right_shift)
+        ],
+        (torch.arange(-128, 128, 3).to(torch.int8), torch.arange(86) % 12 - 2),
+    ),
     "places of columns": (  # beside others, in rows of which each program has several
         lambda x, y, i: torch.cat([x, y[:, i[0], i[1]]], 1),
         (torch.randn(37, 12), torch.randn(37, 7, 7), torch.randint(-7, 7, (2, 51))),

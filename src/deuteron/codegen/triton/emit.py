@@ -333,7 +333,7 @@ class Emitter:
         args = []
         for k, a in enumerate(node.args):
             others = all(b.op == "literal" for b in alike if b is not a)
-            if a.op == "literal" and scalars.inlines(node.op, operand, k, others):
+            if a.op == "literal" and scalars.inlines(node.op, operand, k, a.attr, others):
                 args.append(scalars.literal(a.attr, a.dtype))
             else:
                 args.append(self.value(a))

@@ -365,6 +365,13 @@ def rshift(a, n, BITS: tl.constexpr):
 
 
 @triton.jit
+def rshift_unsigned(a, n, BITS: tl.constexpr):
+    """A count below 0 or beyond the width gives 0."""
+    fits = (n >= 0) & (n < BITS)
+    return tl.where(fits, a >> tl.where(fits, n, 0).to(a.dtype), 0).to(a.dtype)
+
+
+@triton.jit
 def ldexp(x, n):
     """``x * 2**n``, in two steps so that a factor alone neither overflows nor vanishes."""
     half = tl.floor(n * 0.5)

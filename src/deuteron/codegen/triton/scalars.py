@@ -26,6 +26,7 @@ NUMBERS = ("f32", "i32", "i64")
 INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
          "eq": "==", "ne": "!=", "bitwise_and": "&", "bitwise_or": "|",
          "bitwise_xor": "^"}  # fmt: skip
+SHIFTS = {"lshift": "<<", "rshift": ">>"}
 LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}
 # On booleans arithmetic is logic, as in ATen.
 BOOLEAN = {**INFIX, "add": "|", "mul": "&", "maximum": "|", "minimum": "&", "fmax": "|",
@@ -142,9 +143,12 @@ def convert(text: str, source: str, target: str, float8: str = "") -> str:
     return f"{text}.to({TYPE[target]})"
 
 
-def inlines(name: str, operand: str, position: int, other_is_literal: bool) -> bool:
+def inlines(name: str, operand: str, position: int, value: Any, other_is_literal: bool) -> bool:
     """Whether a literal argument may stand as a Python number in `operation`'s text. Of a choice
-    between two numbers Triton makes f32 or i32 by itself."""
+    between two numbers Triton makes f32 or i32 by itself. A count of bits may where it is one that
+    the machine shifts by."""
+    if name in SHIFTS:
+        return position == 1 and 0 <= value < 8 * ITEMSIZE[operand] and not other_is_literal
     if name == "where":
         return position > 0 and operand in (("f32", "i32") if other_is_literal else NUMBERS)
     return name in INFIX and operand not in HALF and not other_is_literal
@@ -233,7 +237,10 @@ def _integer(name: str, args: list[str], dtype: str) -> str:
         case "signbit":
             return f"({args[0]} < 0)"
         case "lshift" | "rshift":
-            return f"libm.{name}({', '.join(args)}, {bits - (name == 'rshift' and dtype == 'u8')})"
+            if args[1].isdecimal():
+                return f"{args[0]} {SHIFTS[name]} {args[1]}"
+            kind = "_unsigned" if (name, dtype) == ("rshift", "u8") else ""
+            return f"libm.{name}{kind}({', '.join(args)}, {bits})"
         case "fma":
             return f"{args[0]} * {args[1]} + {args[2]}"
     raise AssertionError(f"no Triton text for {name} on {dtype}")
