@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 
 from deuteron.capture import fourier, pointwise, results, strides
 from deuteron.graph import ops
@@ -142,7 +142,8 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     With `eager_random` nothing is decomposed whose numbers would then differ from eager's.
     """
     found: dict[Any, Rule] = {}
-    found.update(core_aten_decompositions())
+    # Without operators that autograd's dispatcher takes apart: collecting those takes 80 ms.
+    found.update(_core_aten_decompositions_post_autograd())
     further = FURTHER if eager_random else FURTHER + RANDOM
     found.update(get_decompositions(list(ops.resolved(further))))
     for target in ops.resolved(WHOLE):
@@ -213,6 +214,21 @@ def f32_statistics(rule: Rule) -> Rule:
     return wrapped
 
 
+def permuted(rule: Rule) -> Rule:
+    """Torch's rule would trace three operators for one: a matrix product has several of these."""
+
+    @wraps(rule)
+    def wrapped(x: Tensor, *dims: int) -> Any:
+        i, j = dims or (0, 1)
+        order = list(range(x.dim()))
+        if len(order) < 2 or i == j:
+            return rule(x, *dims)
+        order[i], order[j] = order[j], order[i]
+        return torch.ops.aten.permute.default(x, order)
+
+    return wrapped
+
+
 def linspace(rule: Rule) -> Rule:
     """Eager's ends and steps of whole numbers: the ends are cut first. Torch's rule cuts only the
     results."""
@@ -258,6 +274,8 @@ WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten._batch_norm_with_update_functional.default": (f32_statistics, NORMED),
     "aten._batch_norm_no_update.default": (NORMED,),
     "aten._native_batch_norm_legit.no_stats": (f32_statistics, NORMED),
+    "aten.t.default": (permuted,),
+    "aten.transpose.int": (permuted,),
     "aten.linspace": (linspace,),
     "aten.max_unpool2d.default": (CPU_MEMORY,),
     "aten._adaptive_avg_pool2d.default": (strides.in_memory_format,),
