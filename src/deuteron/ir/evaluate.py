@@ -36,7 +36,7 @@ _SUBSTITUTED: dict[tuple[Index, tuple[tuple[Atom, Index], ...]], Index] = {}
 
 def substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
     """`index` with atoms replaced, re-simplified."""
-    if not table or not any(a in table for a in index.atoms()):
+    if not table or table.keys().isdisjoint(index.atoms()):
         return index
     key = (index, tuple(table.items()))
     found = _SUBSTITUTED.get(key)
@@ -98,10 +98,11 @@ def evaluate(
 def hint(index: IndexLike) -> int:
     """What the cost model assumes: symbols at their hints, axes at their ends, loaded values 0."""
     index = as_index(index)
-    if index.value is not None:
-        return index.value
     if index._hint is not None:
         return index._hint
+    if index.value is not None:
+        index._hint = index.value
+        return index.value
     env = {s.name: s.hint if s.hint is not None else max(s.low, 128) for s in index.syms()}
     for a in index.axes():
         env[a.name] = max(0, hint(a.extent) - 1)

@@ -273,9 +273,12 @@ class Index:
 
     def __mul__(self, other: IndexLike) -> Index:
         other = as_index(other)
-        if other.value == 1:
-            return self
-        if self.value == 1:
+        if other.value is not None:
+            if other.value == 1:
+                return self
+            if self.value is not None:
+                return const(self.value * other.value)
+        elif self.value == 1:
             return other
         out: dict[Monomial, int] = {}
         for m1, c1 in self.terms:

@@ -170,6 +170,10 @@ class Group:
         return any(m.compute.target is not None for m in self.members)
 
     @cached_property
+    def scans(self) -> tuple[Member, ...]:
+        return tuple(m for m in self.members if m.kind == "scan")
+
+    @cached_property
     def code(self) -> float:
         """How much code the nest becomes, in units of `code_of`."""
         return sum(code_of(m.compute.body) for m in self.members)

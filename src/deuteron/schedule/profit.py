@@ -182,8 +182,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
 def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
     """Whether programs scan blocks of the group's rows, as they do not beside folds and scans of
     scans: `codegen.triton.scanning`."""
-    scans = [m for m in group.members if m.kind == "scan"]
-    if not 0 < len(scans) <= MOST_SCANS:
+    if not 0 < len(group.scans) <= MOST_SCANS:
         return False
     late: set[str] = set()  # what comes after a scan
     for m in group.members:
