@@ -179,6 +179,33 @@ def test_a_report_keeps_what_it_says_of_other_suites() -> None:
     assert "Measured before" not in markdown([run("norms", 500.0, 600.0)], again)
 
 
+def test_cold_calls_take_turns_and_the_median_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deuteron.tools.bench import run
+    from deuteron.tools.bench.suites import chosen
+
+    asked: list[str] = []
+
+    def alone(request: Any, until: float, log: Path) -> dict[str, Any]:
+        (name,) = request.contenders
+        asked.append(name)
+        if len(asked) == 1:
+            return {"results": {}, "failure": "no time"}
+        return {"results": {name: {"seconds": float(len(asked))}}}
+
+    monkeypatch.setattr(run, "run_alone", alone)
+    (case,) = chosen(("seeds",), "cpu", (), "sin chain", False)
+    files = (tmp_path / "bench.log", tmp_path / "rows.json")
+    plan = run.Plan((case,), ("inductor", "deuteron"), "cpu", 0, 0.1, 60.0, 3, *files)
+    document = run.run_bench(plan, "cold", "deuteron bench --cold")
+    inductor, deuteron = ["inductor"] * 2, ["deuteron"] * 2
+    assert asked == [*inductor, *deuteron, *deuteron, *inductor, *inductor, *deuteron]
+    ((theirs, ours),) = [tuple(row["results"].values()) for row in document["cold"]]
+    assert (theirs["cold_s"], theirs["warm_s"]) == (8.0, 8.0) and theirs["failure"] == "no time"
+    assert ours == {"all_s": [[3.0, 4.0], [5.0, 6.0], [11.0, 12.0]], "cold_s": 5.0, "warm_s": 6.0}
+
+
 def test_a_bench_that_is_stopped_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +217,7 @@ def test_a_bench_that_is_stopped_keeps_its_rows(
 
     monkeypatch.setattr(run, "time_all", stopped)
     target = tmp_path / "folder" / "rows.json"
-    plan = run.Plan((), ("eager",), "cpu", 0, 0.1, 60.0, tmp_path / "bench.log", target)
+    plan = run.Plan((), ("eager",), "cpu", 0, 0.1, 60.0, 1, tmp_path / "bench.log", target)
     with pytest.raises(KeyboardInterrupt):
         run.run_bench(plan, "time", "deuteron bench norms")
     document = json.loads(target.read_text())

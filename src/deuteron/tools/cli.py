@@ -187,6 +187,9 @@ def bench(
     only: Annotated[str, typer.Option(help="Regular expression of suite and case.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="The short selection of cases.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="First calls in fresh processes.")] = False,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="With --cold: calls of each, in turn; the median counts.")
+    ] = 3,
     profile: Annotated[bool, typer.Option("--profile", help="Time by kernel.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that compile beforehand; -1: cores.")] = -1,
     each: Annotated[float, typer.Option(help="Seconds of timing per case, about.")] = 0.5,
@@ -209,7 +212,8 @@ def bench(
     if cold and profile:
         raise typer.BadParameter("--cold and --profile are runs of their own")
     what = "cold" if cold else "profile" if profile else "time"
-    asked = Asked(tuple(suites or ()), vs, device, dtype, only, quick, jobs, each, seconds, what)
+    given = (tuple(suites or ()), vs, device, dtype, only, quick, jobs, each, seconds, what)
+    asked = Asked(*given, repeats)
     raise typer.Exit(run_command(asked, json, out, list_, plot))
 
 

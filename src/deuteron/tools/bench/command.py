@@ -30,6 +30,7 @@ class Asked:
     each: float
     seconds: float
     what: str  # a key of `run.RUNS`
+    repeats: int = 3  # of a cold call
 
     def command(self) -> str:
         """The command line that asks the same."""
@@ -39,6 +40,7 @@ class Asked:
         parts += [f"--only '{self.only}'"] if self.only else []
         parts += ["--quick"] if self.quick else []
         parts += [f"--{self.what}"] if self.what != "time" else []
+        parts += [f"--repeats {self.repeats}"] if self.what == "cold" else []
         return " ".join(parts)
 
 
@@ -70,7 +72,8 @@ def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool, p
     jobs = asked.jobs if asked.jobs >= 0 else min(12, os.cpu_count() or 1)
     names = contenders(asked, suites)
     log, rows = out / "bench.log", target or out / "bench.json"
-    plan = Plan(tuple(found), names, device, jobs, asked.each, asked.seconds, log, rows)
+    many = (asked.each, asked.seconds, asked.repeats)
+    plan = Plan(tuple(found), names, device, jobs, *many, log, rows)
     document = run_bench(plan, asked.what, asked.command())
     if plot:
         write_plots([document], out)

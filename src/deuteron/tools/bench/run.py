@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from deuteron.base.options import environment
@@ -163,8 +164,8 @@ def fresh_caches() -> Iterator[dict[str, str]]:
 @dataclass(frozen=True)
 class Plan:
     """What to run: cases under contenders on a device. `each`: seconds of timing per case, about;
-    `seconds`: nothing starts after so long; `jobs`: processes that compile beforehand. `target` has
-    all rows that there are, whenever the run is stopped."""
+    `seconds`: nothing starts after so long; `repeats`: cold calls of each; `jobs`: processes that
+    compile beforehand. `target` has all rows that there are, whenever the run is stopped."""
 
     cases: tuple[Case, ...]
     contenders: tuple[str, ...]
@@ -172,6 +173,7 @@ class Plan:
     jobs: int
     each: float
     seconds: float
+    repeats: int
     log: Path
     target: Path
 
@@ -215,22 +217,29 @@ def run_times(plan: Plan, document: Row) -> None:
 
 def run_cold(plan: Plan, document: Row) -> None:
     """Fills ``cold``: seconds of the first call in a fresh process, with empty caches and then with
-    those that it left."""
+    those that it left. The compilers take turns, and another begins each time; the medians count,
+    since machines that are shared are slower at times by half. ``all_s``: cold and warm, each."""
     until = time.monotonic() + plan.seconds
     print(cold_headline(), flush=True)
     compilers = [n for n in plan.contenders if CONTENDERS[n].backend not in ("", "handwritten")]
     for case in plan.cases:
-        row: Row = {"suite": case.suite, "case": case.name, "results": {}}
-        for name in compilers:
-            with fresh_caches() as caches:
-                one = replace(plan, cases=(case,), contenders=(name,)).request(caches)
-                facts: Row = {}
-                for what in ("cold_s", "warm_s"):
-                    found = run_alone(replace(one, task="cold"), until, plan.log)
-                    facts[what] = found["results"].get(name, {}).get("seconds", math.nan)
-                    if "failure" in found:
-                        facts["failure"] = found["failure"]
-                row["results"][name] = facts
+        results: dict[str, Row] = {name: {"all_s": []} for name in compilers}
+        for k in range(plan.repeats):
+            for name in compilers[k % len(compilers) :] + compilers[: k % len(compilers)]:
+                with fresh_caches() as caches:
+                    one = replace(plan, cases=(case,), contenders=(name,)).request(caches)
+                    pair = []
+                    for _ in ("cold", "warm"):
+                        found = run_alone(replace(one, task="cold"), until, plan.log)
+                        pair.append(found["results"].get(name, {}).get("seconds", math.nan))
+                        if "failure" in found:
+                            results[name]["failure"] = found["failure"]
+                    results[name]["all_s"].append(pair)
+        for facts in results.values():
+            for at, what in enumerate(("cold_s", "warm_s")):
+                done = [pair[at] for pair in facts["all_s"] if not math.isnan(pair[at])]
+                facts[what] = median(done) if done else math.nan
+        row: Row = {"suite": case.suite, "case": case.name, "results": results}
         document["cold"].append(row)
         plan.save(document)
         print(cold_row(row), flush=True)
