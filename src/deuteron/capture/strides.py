@@ -295,8 +295,8 @@ def view_as_in_eager(target: Any, steps_of: Callable[..., list[Any] | None]) -> 
 
     def rule(x: Tensor, size: Sequence[Any], **kwargs: Any) -> Any:
         plain = x.layout == torch.strided and x.dim() > 0
-        none = all(type(n) is not int or n > 1 for n in size)  # of one element
-        if traced_as_it_is(target) or not plain or none:
+        large = all(type(n) is int and n > 1 for n in size)  # no dimension of one element
+        if traced_as_it_is(target) or not plain or large:
             return NotImplemented
         out = as_it_is(target, x, size, **kwargs)
         steps = steps_of(x, out.shape) if has_one(out) else None
