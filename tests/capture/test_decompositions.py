@@ -216,3 +216,30 @@ def test_tables_name_what_exists():
     for name in decompositions.WHOLE:
         left = [t for t in ops.resolved((name,)) if str(t) not in own]
         assert not any(t in table for t in left if name not in decompositions.OWN), name
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_operators_made_of_others_are_taken_apart(mode):
+    """The table has no rules for them: the dispatcher does it, whether there are gradients."""
+
+    def f(x, y, w, image):
+        return (
+            torch.einsum("bij,bkj->bik", x, y) + torch.cdist(x, y),
+            F.cosine_similarity(x, y, -1) + torch.square(x).std(-1) + torch.clip(y, -1, 1).sum(-1),
+            F.interpolate(image, scale_factor=2, mode="nearest-exact") * 2,
+            F.interpolate(image[:, :, None], scale_factor=2, mode="trilinear") * 2,
+            F.conv1d(x, w) + torch.argsort(x[..., :6], stable=True)[:, :5],
+            torch.take_along_dim(x, y.argsort(), 2).diff(),
+            x.transpose(-1, 0).mT + 1,
+            x[0].t() @ y[0],
+            x[0, 0].t() * 2,
+        )
+
+    args = (T(4, 6, 8), T(4, 6, 8), T(5, 6, 3), T(2, 3, 5, 7))
+    traced = Traced()
+    with mode():
+        for a, b in zip(f(*args), traced.compile(f)(*args)):
+            torch.testing.assert_close(a, b)
+            assert a.stride() == b.stride()
+    nodes = [n for _, graph in traced.graphs for n in graph.graph.nodes if ops.is_overload(n)]
+    assert len(nodes) > 50 and not [n for n in nodes if n.target._can_decompose()]
