@@ -132,7 +132,7 @@ def machine_part(documents: Sequence[Row]) -> list[str]:
         lines += ["", f"### {suite}", "", *table([r for r in rows if r["suite"] == suite])]
     cold = latest(documents, "cold")
     if cold:
-        lines += ["", f"### {COLD}", "", *cold_table(cold)]
+        lines += ["", f"### {COLD}", "", *cold_table(cold, m["device"])]
     return lines
 
 
@@ -200,7 +200,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def cold_table(rows: Sequence[Row]) -> list[str]:
+def cold_table(rows: Sequence[Row], device: str) -> list[str]:
     """Seconds of the first call, cold and warm."""
     head = ["first call in a new process, s", f"{PEER}, cold", f"{OURS}, cold", "ratio"]
     head += [f"{PEER}, warm", f"{OURS}, warm", "ratio"]
@@ -221,4 +221,7 @@ def cold_table(rows: Sequence[Row]) -> list[str]:
     counts = {len(f["all_s"]) for r in rows for f in r["results"].values() if "all_s" in f}
     if max(counts, default=1) > 1:
         told += f" Medians of {' or '.join(map(str, sorted(counts)))} calls of each, in turn."
+    if device == "cuda":
+        told += " A process that builds kernels for Deuteron has started before, as the backend was"
+        told += " imported; Inductor's start in the call."
     return [*lines, "", f"{told} Geometric mean of the cold ratios {number(ratio)}."]

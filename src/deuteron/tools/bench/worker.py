@@ -97,7 +97,8 @@ def build(case: Case, contenders: list[Contender], request: Request) -> Row:
 
 def cold(case: Case, contenders: list[Contender], request: Request) -> Row:
     """Seconds of the first call. What any compiler needs once is loaded before: Dynamo,
-    AOTAutograd, the compiler's own modules, the libraries that the case calls."""
+    AOTAutograd, the compiler's own modules, the libraries that the case calls. On a GPU, Deuteron's
+    first building process has started with its backend's import; Inductor's start in the call."""
     import torch._inductor.compile_fx  # noqa: F401
 
     import deuteron.backend
