@@ -127,13 +127,15 @@ def test_prepared(builder: Builder, helpers: Any, tmp_path: Path) -> None:
     assert [t.result() for t in tasks] == [True, True] and (tmp_path / "ready").exists()
 
 
-def test_a_process_dies_as_it_gets_ready(helpers: Any) -> None:
-    b = Builder(1)
-    b.prepare(1, helpers.crash)
-    assert b.submit(operator.add, 1, 2).result() == 3
-    b.prepare(1, operator.truediv, 1, 0)
-    assert b.submit(operator.add, 1, 2).result() == 3
-    b.close()
+def test_what_gets_a_process_ready_fails(helpers: Any) -> None:
+    """One that dies is replaced; one that says what is wrong goes on."""
+    for what, dies in (((helpers.crash,), True), ((operator.truediv, 1, 0), False)):
+        b = Builder(1)
+        b.prepare(1, *what)
+        first = b.processes()
+        assert b.submit(operator.add, 1, 2).result() == 3
+        assert (b.processes() != first) is dies
+        b.close()
 
 
 def test_large_tasks_first(tmp_path: Path) -> None:
