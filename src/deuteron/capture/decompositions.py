@@ -215,7 +215,8 @@ def f32_statistics(rule: Rule) -> Rule:
 
 
 def permuted(rule: Rule) -> Rule:
-    """Torch's rule would trace three operators for one: a matrix product has several of these."""
+    """Torch's rules go through two or three operators to trace one, and products have several of
+    these."""
 
     @wraps(rule)
     def wrapped(x: Tensor, *dims: int) -> Any:
