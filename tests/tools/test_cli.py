@@ -42,6 +42,7 @@ def test_usage_errors_have_exit_status_2(tmp_path: Path) -> None:
         ["explain", f"{tmp_path}/f.py:absent"],
         ["explain", f"{tmp_path}/f.py:double"],  # no argument given
         ["explain", f"{tmp_path}/f.py:double", "--input", "float32(8)"],
+        ["bench", "seeds", "--repeats", "2"],  # of what is not cold
     ):
         assert runner.invoke(app, words).exit_code == 2, words
 

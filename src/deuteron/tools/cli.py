@@ -188,8 +188,9 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="The short selection of cases.")] = False,
     cold: Annotated[bool, typer.Option("--cold", help="First calls in fresh processes.")] = False,
     repeats: Annotated[
-        int, typer.Option(min=1, help="With --cold: calls of each, in turn; the median counts.")
-    ] = 3,
+        int | None,
+        typer.Option(min=1, help="With --cold: calls of each in turn, by default 3; the median."),
+    ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Time by kernel.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that compile beforehand; -1: cores.")] = -1,
     each: Annotated[float, typer.Option(help="Seconds of timing per case, about.")] = 0.5,
@@ -204,16 +205,18 @@ def bench(
     write: Annotated[Path | None, typer.Option(help="With --report: write Markdown here.")] = None,
 ) -> None:
     """Times beside eager and Inductor, interleaved, and beside the limit that memory sets."""
-    from deuteron.tools.bench.command import Asked, run_command, write_report
+    from deuteron.tools.bench.command import COLD_CALLS, Asked, run_command, write_report
 
     if report:
         write_report(report, write, out, plot)
         return
     if cold and profile:
         raise typer.BadParameter("--cold and --profile are runs of their own")
+    if repeats and not cold:
+        raise typer.BadParameter("--repeats says how many cold calls there are: add --cold")
     what = "cold" if cold else "profile" if profile else "time"
     given = (tuple(suites or ()), vs, device, dtype, only, quick, jobs, each, seconds, what)
-    asked = Asked(*given, repeats)
+    asked = Asked(*given, repeats or COLD_CALLS)
     raise typer.Exit(run_command(asked, json, out, list_, plot))
 
 

@@ -13,6 +13,7 @@ import typer
 DEFAULT = "eager,inductor"
 # Beside them, where the host's time counts; and where kernels were written by hand.
 MODES, BY_HAND = ("inductor-reduce", "deuteron-reduce"), ("handwritten", "handwritten-cuda")
+COLD_CALLS = 3  # of each compiler
 COLD = r"^seeds (sin chain|softmax fp32|layer norm)|^models GPT-2 train"
 
 
@@ -30,7 +31,7 @@ class Asked:
     each: float
     seconds: float
     what: str  # a key of `run.RUNS`
-    repeats: int = 3  # of a cold call
+    repeats: int  # of a cold call
 
     def command(self) -> str:
         """The command line that asks the same."""
