@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -341,7 +342,8 @@ def fatal(error: BaseException) -> bool:
 
 
 def time_all(runners: list[Runner], device: str, seconds: float, row: Row) -> None:
-    """Rounds over all contenders and the copy; then host time and memory."""
+    """Host time; rounds over the copy and all contenders, in another order each, since what ran
+    before changes clocks and caches; then memory."""
     if not runners:
         return
     work = runners[0].work
@@ -359,11 +361,11 @@ def time_all(runners: list[Runner], device: str, seconds: float, row: Row) -> No
         for r in runners:
             r.prepare(calls)
         copy.times.clear()
-        begin, rounds = time.perf_counter(), 0
+        begin, rounds, order = time.perf_counter(), 0, random.Random(0)
         with quiet():
             while rounds < 60 and (rounds < 5 or time.perf_counter() - begin < seconds):
                 copy.timed()
-                for r in runners:
+                for r in order.sample(runners, len(runners)):
                     r.timed()
                 rounds += 1
         for r in runners:
