@@ -6,7 +6,7 @@ In: a `schedule.kernel.Nest` and the layouts of its tensors. Out: `Loops`, in wh
   results have none,
 * axes of extent 1 are gone, an axis seen as ``a // k`` and ``a % k`` with ``k`` dividing its extent
   is two axes, and neighbouring axes that every address walks as one are one axis,
-* conditions that became constant are folded.
+* conditions that became constant, or cannot hold (`ranges`), are folded.
 
 The order of axes carries no meaning: `ordered` takes it from strides.
 """
@@ -17,7 +17,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from deuteron.ir.expr import ITEMSIZE, Expr, as_position, children, load, own_indices, rebuild
+from deuteron.codegen.ranges import never
+from deuteron.ir.expr import (
+    ITEMSIZE,
+    Expr,
+    as_position,
+    children,
+    literal,
+    load,
+    own_indices,
+    rebuild,
+)
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -149,6 +159,7 @@ class Rewriter:
         results: frozenset[str] = frozenset(),
     ) -> None:
         self.table, self.layouts, self.results = dict(table), layouts, results
+        self.maxima: dict[str, Expr] = {}  # of the folds that were met: see `ranges`
         self.done: dict[Expr, Expr] = {}
 
     def expr(self, root: Expr) -> Expr:
@@ -165,6 +176,8 @@ class Rewriter:
         if node.op == "load" and node.attr[0] in self.results:
             return Expr("load", node.dtype, (), (node.attr[0], (), None))
         new = rebuild(node, args, self.table, self.done)
+        if never(new, self.maxima):
+            return literal(False, "bool")
         # What is no load may become one, of what was rewritten already: where(c, x, x).
         if node.op == new.op == "load" and self.layouts is not None:
             name, idx, fill = new.attr
@@ -208,7 +221,10 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
                 )
             )
         elif isinstance(s, (Fold, Prefix)):
-            parts.append(replace(s, body=flat.expr(s.body)))
+            body = flat.expr(s.body)
+            parts.append(replace(s, body=body))
+            if isinstance(s, Fold) and s.kind == "max":
+                flat.maxima[s.name] = body
         else:
             mask = flat.expr(s.mask) if s.mask is not None else None
             lay = layouts[s.tensor]

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from deuteron.codegen.precision import half_more, times
+from deuteron.codegen.ranges import least
 from deuteron.codegen.triton import scalars
 from deuteron.ir.expr import Expr
 
@@ -105,24 +106,15 @@ def tame(em: Emitter, b: Expr, fast: bool) -> bool:
     need not be exact, of what is at least 2^-64, like ``maximum(x, 1e-12) / 448``."""
     if b.op == "load":
         return b.attr[0] in em.units
-    least, share = _least(b)
-    return fast and any(x * share >= 2.0**-64 for x in least)
-
-
-def _least(b: Expr) -> tuple[list[float], float]:
-    """What is known of a divisor: ``maximum(x, least) * share``."""
-    share = 1.0
-    if b.op in ("mul", "div") and b.args[1].op == "literal" and b.args[1].attr > 0:
-        share = b.args[1].attr if b.op == "mul" else 1 / b.args[1].attr
-        b = b.args[0]
-    return [x.attr for x in b.args if x.op == "literal"] if b.op == "maximum" else [], share
+    limit, share, _ = least(b)
+    return fast and limit * share >= 2.0**-64
 
 
 def divided_by_unit(em: Emitter, a: Expr, b: Expr, fast: bool) -> str:
     """A quotient by what is `tame`, by its reciprocal. Of what may be more than 2^126 that is below
     the normal numbers, which only the exact one gives, and still has 21 bits."""
     divisor, scope = em.value(b), em.chain[em.level(em.deps(b))]
-    if fast and (b.op == "load" or _least(b)[1] <= 0.25):
+    if fast and (b.op == "load" or least(b)[1] <= 0.25):
         exact, text = "fast", f"libm.reciprocal_fast({divisor})"
     else:
         exact, text = "exact", f"libm.div(tl.full([], 1.0, tl.float32), {divisor})"

@@ -1,0 +1,141 @@
+"""Comparisons that cannot hold: which they are, and that results are those with the comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from deuteron.base.options import Options
+from deuteron.codegen.ranges import bounds, least, never
+from deuteron.ir.expr import Expr, cast, literal, load, op
+from deuteron.ir.index import Axis
+from deuteron.lower import pointwise
+from tests.schedule.tools import scheduled, spec_of
+from tests.test_float8 import same
+from tests.test_pipeline import compiled
+
+I = Axis("i", 64)  # noqa: E741
+X = load("x", (I.index,), "f32")
+H = load("h", (I.index,), "bf16")
+FOLD = load("m", (), "f32")
+
+
+def number(value: float) -> Expr:
+    return literal(value, "f32")
+
+
+def clamp(e: Expr, low: float, high: float) -> Expr:
+    return op("minimum", op("maximum", e, number(low)), number(high))
+
+
+def quotient(a: Expr, largest: Expr, limit: float = 1e-12, by: float = 448.0) -> Expr:
+    return op("div", a, op("div", op("maximum", largest, number(limit)), number(by)))
+
+
+def test_bounds() -> None:
+    everything = (-math.inf, math.inf)
+    assert bounds(X, {}) == bounds(op("add", X, number(1.0)), {}) == everything
+    assert bounds(number(math.nan), {}) == everything
+    assert bounds(number(-2.0), {}) == (-2.0, -2.0)
+    assert bounds(clamp(X, -3.0, 4.0), {}) == (-3.0, 4.0)
+    assert bounds(op("maximum", X, number(1.0)), {}) == (1.0, math.inf)
+    assert bounds(op("abs", clamp(X, -3.0, 2.0)), {}) == (0.0, 3.0)
+    deep = X
+    for _ in range(2000):
+        deep = op("minimum", op("maximum", deep, X), H32)
+    assert bounds(deep, {}) == everything
+
+
+H32 = cast(H, "f32")
+ROWS = {"m": op("abs", X), "h": op("abs", H32)}
+
+
+@pytest.mark.parametrize(
+    ("e", "most"),
+    [
+        (quotient(X, FOLD), 448.0),
+        (quotient(X, FOLD, by=100.0), 100.0),
+        (quotient(H32, load("h", (), "f32")), 448.0),
+        (quotient(H32, cast(cast(load("h", (), "f32"), "bf16"), "f32")), 448.0),
+        (quotient(X, cast(cast(FOLD, "bf16"), "f32")), math.inf),  # rounded down, perhaps to 0
+        (quotient(X, FOLD, limit=1e-30), math.inf),  # the product may have lost bits
+        (quotient(X, FOLD, limit=-1.0), math.inf),
+        (quotient(H32, FOLD), math.inf),  # the largest of others
+        (quotient(X, load("m", (I.index,), "f32")), math.inf),  # a tensor of that name
+        (quotient(X, load("other", (), "f32")), math.inf),
+        (op("div", X, FOLD), math.inf),
+    ],
+)
+def test_quotients_by_the_largest(e: Expr, most: float) -> None:
+    low, high = bounds(e, ROWS)
+    assert low == -high and (high == most or most <= high <= most * (1 + 1e-6))
+
+
+def test_never() -> None:
+    assert never(op("gt", op("abs", clamp(X, -448.0, 448.0)), number(464.0)), {})
+    assert never(op("gt", op("abs", quotient(X, FOLD)), number(464.0)), ROWS)
+    assert not never(op("gt", op("abs", quotient(X, FOLD, by=500.0)), number(464.0)), ROWS)
+    assert not never(op("gt", clamp(X, -1.0, 1.0), number(0.5)), {})
+    assert not never(op("lt", clamp(X, -1.0, 1.0), number(2.0)), {})
+    assert never(op("gt", clamp(X, -1.0, 1.0), number(1.0)), {})
+
+
+def test_divisors() -> None:
+    clamped = op("maximum", number(1e-3), X)
+    assert least(clamped) == (number(1e-3).attr, 1.0, X)
+    assert least(op("mul", clamped, number(0.5)))[1:] == (0.5, X)
+    assert least(X) == (0.0, 1.0, None)
+
+
+def by_rows(x: Tensor, by: float = 448.0) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / by
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def by_product(x: Tensor) -> Tensor:
+    scale = 448.0 / x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12)
+    return (x.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def beyond(x: Tensor) -> Tensor:
+    return by_rows(x, 500.0)[0]
+
+
+def unclamped(x: Tensor) -> Tensor:
+    return (x.float() / (x.float().abs().amax(-1, keepdim=True) / 448.0)).to(torch.float8_e4m3fn)
+
+
+BOUNDED: dict[str, Callable[[Tensor], object]] = {"rows": by_rows, "product": by_product}
+ASKED: dict[str, Callable[[Tensor], Tensor]] = {"beyond": beyond, "unclamped": unclamped}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*BOUNDED, *ASKED])
+def test_old_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions before 2.12 make NaN of what is too large. Without that question a GPU's quotient is
+    a product."""
+    from deuteron.codegen.triton.generate import generate
+
+    monkeypatch.setattr(pointwise, "saturates", lambda: False)
+    f = (BOUNDED | ASKED)[name]
+    found = scheduled(f, torch.randn(64, 2048).to(dtype), device="H200", check=False)
+    (kernel,) = (generate(k, spec_of("H200"), Options()).source for k in found.kernels)
+    assert ("464" in kernel) == (name in ASKED)
+    if name == "rows":
+        assert "libm.reciprocal_fast" in kernel and kernel.count("libm.div_by(") == 1
+
+    x = torch.randn(12, 300).to(dtype) * 10.0 ** torch.arange(-6, 6)[:, None].to(dtype)
+    x[0], x[1, 3], x[2, 5], x[3] = 0.0, math.inf, math.nan, 1e-38
+    got, want = compiled(f)(x), f(x)
+    if name == "rows":
+        torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=0.0, equal_nan=True)
+        got, want = got[0], want[0]
+    if name == "beyond":
+        q = x.float() / by_rows(x, 500.0)[1]
+        assert (q.abs() > 464.0).any()
+        want = torch.where(q.abs() > 464.0, math.nan, want.float()).to(want.dtype)
+    assert same(got, want)
