@@ -18,9 +18,9 @@ from tests.schedule.tools import scheduled, spec_of
 from tests.test_float8 import same
 from tests.test_pipeline import compiled
 
-I = Axis("i", 64)  # noqa: E741
-X = load("x", (I.index,), "f32")
-H = load("h", (I.index,), "bf16")
+POINT = Axis("i", 64).index
+X = load("x", (POINT,), "f32")
+H = load("h", (POINT,), "bf16")
 FOLD = load("m", (), "f32")
 
 
@@ -65,7 +65,7 @@ ROWS = {"m": op("abs", X), "h": op("abs", H32)}
         (quotient(X, FOLD, limit=1e-30), math.inf),  # the product may have lost bits
         (quotient(X, FOLD, limit=-1.0), math.inf),
         (quotient(H32, FOLD), math.inf),  # the largest of others
-        (quotient(X, load("m", (I.index,), "f32")), math.inf),  # a tensor of that name
+        (quotient(X, load("m", (POINT,), "f32")), math.inf),  # a tensor of that name
         (quotient(X, load("other", (), "f32")), math.inf),
         (op("div", X, FOLD), math.inf),
     ],
@@ -79,9 +79,28 @@ def test_never() -> None:
     assert never(op("gt", op("abs", clamp(X, -448.0, 448.0)), number(464.0)), {})
     assert never(op("gt", op("abs", quotient(X, FOLD)), number(464.0)), ROWS)
     assert not never(op("gt", op("abs", quotient(X, FOLD, by=500.0)), number(464.0)), ROWS)
-    assert not never(op("gt", clamp(X, -1.0, 1.0), number(0.5)), {})
-    assert not never(op("lt", clamp(X, -1.0, 1.0), number(2.0)), {})
-    assert never(op("gt", clamp(X, -1.0, 1.0), number(1.0)), {})
+    assert not never(op("gt", op("abs", quotient(X, FOLD)), number(448.0)), ROWS)  # it may round
+
+
+@pytest.mark.parametrize("kind", ["lt", "le", "gt", "ge"])
+def test_never_is_what_no_value_fulfils(kind: str) -> None:
+    """Between limits, at them and beyond, on both sides; numbers alone decide."""
+    holds = {"lt": float.__lt__, "le": float.__le__, "gt": float.__gt__, "ge": float.__ge__}[kind]
+    values = [-1.0, 0.0, 1.0]
+    for limit in (-2.0, -1.0, 0.0, 1.0, 2.0):
+        between = clamp(X, -1.0, 1.0)
+        for args in ((between, number(limit)), (number(limit), between)):
+            either = [(v, limit) if args[0] is between else (limit, v) for v in values]
+            assert never(op(kind, *args), {}) == (not any(holds(*e) for e in either)), args
+
+
+def test_never_of_integers() -> None:
+    """The most that one can be is no float, and the magnitude of the least is none of its own."""
+    x = load("x", (POINT,), "i64")
+    most = op("minimum", x, literal(2**53 + 1, "i64"))
+    assert not never(op("gt", most, literal(2**53, "i64")), {})
+    least_one = op("abs", op("minimum", x, literal(0, "i64")))
+    assert not never(op("lt", least_one, literal(0, "i64")), {})
 
 
 def test_divisors() -> None:
@@ -116,24 +135,32 @@ ASKED: dict[str, Callable[[Tensor], Tensor]] = {"beyond": beyond, "unclamped": u
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*BOUNDED, *ASKED])
 def test_old_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions before 2.12 make NaN of what is too large. Without that question a GPU's quotient is
-    a product."""
+    """Versions before 2.12 make NaN of what is too large. Where nothing is, a GPU's kernel is that
+    of later ones, with a product for the quotient."""
     from deuteron.codegen.triton.generate import generate
 
-    monkeypatch.setattr(pointwise, "saturates", lambda: False)
-    f = (BOUNDED | ASKED)[name]
-    found = scheduled(f, torch.randn(64, 2048).to(dtype), device="H200", check=False)
-    (kernel,) = (generate(k, spec_of("H200"), Options()).source for k in found.kernels)
+    f, texts = (BOUNDED | ASKED)[name], []
+    for saturates in (True, False):  # the latter from here on
+        monkeypatch.setattr(pointwise, "saturates", lambda new=saturates: new)
+        found = scheduled(f, torch.randn(64, 2048).to(dtype), device="H200", check=False)
+        (kernel,) = (generate(k, spec_of("H200"), Options()).source for k in found.kernels)
+        texts.append([line for line in kernel.split("\n") if not line.lstrip().startswith("#")])
+    assert (texts[0] == texts[1]) == (name in BOUNDED)
     assert ("464" in kernel) == (name in ASKED)
     if name == "rows":
         assert "libm.reciprocal_fast" in kernel and kernel.count("libm.div_by(") == 1
 
+    torch.manual_seed(0)
     x = torch.randn(12, 300).to(dtype) * 10.0 ** torch.arange(-6, 6)[:, None].to(dtype)
     x[0], x[1, 3], x[2, 5], x[3] = 0.0, math.inf, math.nan, 1e-38
     got, want = compiled(f)(x), f(x)
-    if name == "rows":
+    if name == "rows":  # eager rounds twice: a quotient next to the middle of two may go either way
         torch.testing.assert_close(got[1], want[1], rtol=1e-6, atol=0.0, equal_nan=True)
-        got, want = got[0], want[0]
+        q = x.double() / want[1]
+        mine, theirs = ((r[0].double() - q).abs() for r in (got, want))
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        assert bool(((mine <= theirs + 2.0**-21 * q.abs()) | mine.isnan()).all())
+        return
     if name == "beyond":
         q = x.float() / by_rows(x, 500.0)[1]
         assert (q.abs() > 464.0).any()

@@ -24,17 +24,18 @@ Bounds = tuple[float, float]
 
 
 def never(node: Expr, maxima: Mapping[str, Expr]) -> bool:
-    """Whether it is a comparison that no value fulfils."""
-    if node.op != "gt":
+    """Whether it is a comparison of floats that no value fulfils."""
+    if node.op not in ("lt", "le", "gt", "ge") or node.args[0].dtype not in FLOATS:
         return False
-    left, right = (bounds(a, maxima) for a in node.args)
-    return left[1] <= right[0]
+    smaller, larger = node.args if node.op in ("lt", "le") else node.args[::-1]
+    low, high = bounds(smaller, maxima)[0], bounds(larger, maxima)[1]
+    return low > high or low == high and node.op in ("lt", "gt")
 
 
 def bounds(e: Expr, maxima: Mapping[str, Expr], depth: int = 4) -> Bounds:
-    """The least and the most that it can be; `maxima` are bodies of folds by name."""
-    if e.op == "literal" and e.dtype != "bool" and e.attr == e.attr:
-        return float(e.attr), float(e.attr)
+    """The least and the most that a float can be; `maxima` are bodies of folds by name."""
+    if e.op == "literal" and e.attr == e.attr:
+        return e.attr, e.attr
     if e.op in ("minimum", "maximum") and depth:
         (a, b), (c, d) = (bounds(x, maxima, depth - 1) for x in e.args)
         of = min if e.op == "minimum" else max
