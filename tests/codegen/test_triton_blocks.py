@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool2d, pad
 
 import deuteron.schedule as scheduling
 from deuteron.base.device import named_gpu
@@ -134,6 +136,9 @@ def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
         ("A100", 32768, lambda x: x.softmax(-1), False),
         ("H200", 32768, lambda x: x.square().sum(-1), False),
         ("H200", 32768, lambda x: x.view(-1, 131072).softmax(-1), False),  # shared by teams
+        ("H200", 32768, lambda x: pad(x, (3, 0)).unfold(-1, 4, 1).softmax(-1), False),  # windows
+        ("H200", 32768, lambda x: max_pool2d(x.view(2, 128, 1024, 1024), 3, 2), False),
+        ("H200", 32768, lambda x: x + x.roll(1, -1), True),  # read twice
     ],
 )
 def test_what_streams_through_stays(
@@ -143,6 +148,19 @@ def test_what_streams_through_stays(
     (kernel,) = (generate(k, spec_of(device), Options()) for k in found.kernels)
     loads = [line for line in kernel.source.split("\n") if "tl.load(arg0_1_ptr" in line]
     assert loads and all(("evict_last" in line) == marked for line in loads)
+
+
+@pytest.mark.parametrize("width", [3, 8, 12, 16, 64])
+def test_programs_have_many_short_rows(width: int) -> None:
+    """A GPU starts about one program in a cycle."""
+
+    def f(x: Tensor) -> Tensor:
+        return pad(x, (width - 1, 0)).unfold(-1, width, 1).softmax(-1)
+
+    found = scheduled(f, torch.empty(128, 16384), device="H200", check=False)
+    (kernel,) = (generate(k, spec_of("H200"), Options()) for k in found.kernels)
+    for config in kernel.configs:
+        assert math.prod(n for _, n in config.constexprs) >= 1024, config
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import generate
+from deuteron.runtime.build_triton import build
+from tests.codegen.cubins import instructions
 from tests.interpreting import interpret
 from tests.schedule.tools import scheduled, spec_of
 
@@ -88,6 +90,16 @@ def test_divisors_of_at_least_one() -> None:
     assert "libm.divisor(" in source(lambda x: x.exp() / x.exp().sum(-1, keepdim=True), FLOAT)
     text = source(lambda x: torch.softmax(x, -1) + (x / x.abs().amax(-1, True)), FLOAT)
     assert "libm.div_by_unit(" in text and "libm.divisor(" in text
+
+
+def test_quotients_negate_nothing(tmp_path: Path) -> None:
+    """Triton's own minus is a subtraction from 0: a seventh instruction of `libm.div_by`."""
+    x, y = torch.empty(4096, 1024), torch.empty(4096, 1)
+    (found,) = scheduled(lambda x, y: x / y, x, y, device="H200", check=False).kernels
+    kernel = generate(found, spec_of("H200"), Options())
+    assert "libm.div_by(" in kernel.source
+    built = build(kernel, kernel.configs[0], 90, Options(cache_dir=str(tmp_path)))
+    assert "FADD" not in instructions(built.code, tmp_path)
 
 
 def test_scales_of_known_size() -> None:

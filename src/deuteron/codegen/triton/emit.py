@@ -68,7 +68,7 @@ class Emitter:
         self.packed: frozenset[Expr] = frozenset()  # see `precision`
         self.units: frozenset[str] = frozenset()  # likewise: names of folds
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
-        self.stays = False  # whether what streams has one: see `schedule.direction.stays`
+        self.stays: frozenset[str] = frozenset()  # what is to stay in the L2 as it streams
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of folds inside expressions
         self.group, self.apart, self.terms = 1, False, 1  # see `tiling.Form`
@@ -411,7 +411,7 @@ class Emitter:
         text = self.place(name, address, wanted)
         scope = self.chain[self.level(wanted)]
         self.guard("load", name, address, wanted, where, scope)
-        streams = self.stays and dims == self.whole
+        streams = name in self.stays and dims == self.whole
         policy = self.policies.get(node, "evict_last" if streams else "")
         hint = f', eviction_policy="{policy}"' if policy else ""
         if self.turn is not None and not masks and self.turn.has(self, address):

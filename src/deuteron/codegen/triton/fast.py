@@ -110,9 +110,10 @@ def rcp(x):
 
 @triton.jit
 def div_by_unit(a, b, inverse, FINITE: tl.constexpr):
-    """`libm.div_by` of a divisor from 1 to 2^64; `FINITE`: what is divided is."""
+    """`libm.div_by` of a divisor from 1 to 2^64; `FINITE`: what is divided is. (Times -1 is free,
+    Triton's minus a subtraction from 0.)"""
     q = a * inverse
-    better = tl.fma(tl.fma(q, b, -a), -inverse, q)
+    better = tl.fma(tl.fma(q, b, a * -1.0), inverse * -1.0, q)
     if FINITE:
         return better
     else:

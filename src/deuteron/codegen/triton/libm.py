@@ -208,7 +208,7 @@ def div_by(a, b, inverse, scale):
     negative, it is the zero that changes no other.
     """
     q = a * inverse
-    better = tl.fma(tl.fma(q, b, -a), -inverse, q)
+    better = tl.fma(tl.fma(q, b, a * -1.0), inverse * -1.0, q)
     return tl.where(better == better, better, q) * scale
 
 
@@ -229,13 +229,13 @@ def sqrt(x):
 
 @triton.jit
 def sigmoid(x):
-    return div(tl.full([], 1.0, x.dtype), 1.0 + exp(-x))
+    return div(tl.full([], 1.0, x.dtype), 1.0 + exp(x * -1.0))
 
 
 @triton.jit
 def sigmoid_near(x):
     """Within 3 units in the last place; 0 where it is below 2^-126."""
-    return rcp(1.0 + exp(-x))
+    return rcp(1.0 + exp(x * -1.0))
 
 
 @triton.jit

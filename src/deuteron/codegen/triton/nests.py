@@ -36,6 +36,7 @@ from deuteron.codegen.triton.folds import (
 )
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.ragged import enter_row
+from deuteron.codegen.triton.reading import read_rarely
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.scanning import scan_block
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
@@ -99,7 +100,8 @@ def write_nest(
     em.group, em.apart, em.terms = form.group, form.apart, form.terms
     em.block = max((b.of("r") for b in form.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
-    em.stays = names.stays and any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
+    if names.stays and any(isinstance(p, Write) and p.level == "point" for p in loops.parts):
+        em.stays = read_rarely(loops, names.layouts)
     if form.start is not None:
         blocks = [(b.of("x"), b.of("r")) for b in form.candidates]
         em.turn = turn_of(loops, form.start, em.dims["r"].count, blocks)
@@ -501,7 +503,7 @@ class Passes:
         for root in self.passes[k].roots():
             for n in root.walk():
                 if n.op == "load" and n.attr[1] and em.deps(n) & R:
-                    keep = n in later or em.shared(n) or em.stays
+                    keep = n in later or em.shared(n) or n.attr[0] in em.stays
                     em.policies[n] = "evict_last" if keep else "evict_first"
 
     def declare_carries(self, q: Pass) -> dict[str, str]:

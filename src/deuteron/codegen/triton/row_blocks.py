@@ -15,6 +15,9 @@ from deuteron.schedule.profit import BUSY
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
 # values alive.
 ROW_LIMIT = 16384
+# Elements of short columns side by side, at least: a GPU starts one program in a cycle. H200, us,
+# softmax of 2^23 windows of 8 (f32): 256 elements (262144 programs) 160, 512 81, 1024 75.
+LEAST_TILE = 1024
 # Bytes of the blocks that are on their way to a program.
 PIPELINE = 96 << 10
 
@@ -49,7 +52,7 @@ def column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[Blocks
     """
 
     def tile(x: int) -> Blocks:
-        x = min(x, power(nx))
+        x = min(max(x, LEAST_TILE // power(nr)), power(nx))
         while x > 8 and nx < x * spec.cores:
             x //= 2
         x = min(x, max(1, limit // power(nr)))
