@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from deuteron.codegen.cpp import FLAGS, Machine
-from deuteron.ir.expr import as_position, index_value, load, op
+from deuteron.ir.expr import as_position, cast, index_value, load, op
 from deuteron.ir.index import Sym, as_index, atom
 from deuteron.ir.program import contiguous
 from deuteron.schedule.kernel import Fold, Nest, Prefix, Store
@@ -437,6 +437,21 @@ def test_the_next_row_is_fetched_where_short_rows_are_stored(n: int, fetched: bo
 
 
 @pytest.mark.parametrize(
+    ("dtype", "guard"), [(torch.float32, "if (d_waits) "), (torch.bfloat16, "  ")]
+)
+def test_what_only_reads_fetches_where_the_caches_do_not(dtype: torch.dtype, guard: str) -> None:
+    i, r = ax("i", 33), ax("r", 2048)
+    x = ld("x", i, r, dtype=NAMES[dtype])
+    each = cast(x, "f32")
+    nest = Nest((i,), (r,), (Fold("t", "sum", each), Store("y", idx(i), ref("t"), "row")))
+    values = torch.randint(-99, 99, (33, 2048))
+    data = {"x": values.to(dtype), "y": torch.empty(33)}
+    cpp = run(nest, data, ["y"], SERIAL).cpp
+    assert torch.equal(data["y"], values.sum(-1).float())
+    assert f"{guard}__builtin_prefetch(p0_x" in cpp.source
+
+
+@pytest.mark.parametrize(
     "shape, known, dtype, kind, in_turn",
     [
         ((300, 33), True, torch.float32, "max", True),
@@ -477,4 +492,4 @@ def test_short_rows_are_taken_from_several_ranges_in_turn(
         runner = Runner(k, Machine(2, 4 << 10, 4 << 10, l3))
         runner({"x": x, "y": y.fill_(7)}, symbols)
         assert torch.equal(y, want)
-        assert ("d_in_turn<d_narrow ? 4 : 1>" in runner.cpp.source) == expected, runner.cpp.source
+        assert ("d_in_turn<d_places>" in runner.cpp.source) == expected, runner.cpp.source

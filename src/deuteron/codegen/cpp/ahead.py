@@ -117,8 +117,8 @@ class Ahead(PassWriter):
         """In the only pass over rows: fetches of what comes two pages later, where that is the same
         row or the next (sum of 4096 rows of 4096 bf16, one core: 1.38 ms without, 0.70 ms with;
         1024 elements ahead 0.91 ms). Norm of 8192 rows of 1024 f32: 0.82 and 0.59 ms; argmax of
-        512 rows of 32000, two cores: 2.4 and 1.2 ms. With AVX2 (Zen 3) rows of bf16 take 0.85 to
-        0.92 of the time with, those of f32 1.05 to 1.11.
+        512 rows of 32000, two cores: 2.4 and 1.2 ms. On AMD's rows of bf16 take 0.85 to 0.92 of the
+        time with, those of f32 1.05 to 1.11 (AVX2), and 1.0 to 1.25 (AVX-512, 262144 rows of 64).
         """
         if not wide and any(isinstance(w, Write) for w in self.plan.passes[0].parts):
             return []
@@ -136,7 +136,7 @@ class Ahead(PassWriter):
                 self.env, self.v, n.attr[0], n.attr[1][0], item, base, lanes, AHEAD // item
             )
             if item > 2 and not wide:
-                self.env.em.used.add("d_narrow")
-                lines = [f"if (!d_narrow) {line}" for line in lines]
+                self.env.em.used.add("d_waits")
+                lines = [f"if (d_waits) {line}" for line in lines]
             out += lines
         return out

@@ -99,14 +99,13 @@ def parallel_loops(
     axes: Sequence[Axis],
     extra: Sequence[tuple[str, str]],
     inner: Callable[[], None],
-    ways: int = 1,
+    turns: bool = False,
 ) -> None:
     """Nested loops over `axes` (outermost first) and `extra` (name, count), shared among threads;
     `inner` fills them.
 
     Only as many loops are collapsed as the threads need, so that addresses can be hoisted between
-    the others. With `ways` those are one loop, which goes through as many ranges in turn where
-    vectors are short (`in_turn`).
+    the others. Where it `turns`, those are one loop (`in_turn`).
     """
     em, need = env.em, 16 * env.machine.threads
     count, have = 0, 1
@@ -126,21 +125,20 @@ def parallel_loops(
         env.em.scope.add(*([once] if env.threaded else []))
         env.em.scope.loop("", scope.lines)
         return
-    if ways > 1:
-        in_turn(env, heads, ways, scope.lines)
+    if turns:
+        in_turn(env, heads, scope.lines)
         return
     env.em.scope.add(*env.omp_for(len(text)), *text[:-1])
     env.em.scope.loop(text[-1], scope.lines)
 
 
-def in_turn(env: Env, heads: Sequence[tuple[str, str]], ways: int, lines: Sequence[str]) -> None:
-    """One loop over all of `heads` (name, count), which takes a step in each of `ways` ranges; one
-    range with AVX-512."""
+def in_turn(env: Env, heads: Sequence[tuple[str, str]], lines: Sequence[str]) -> None:
+    """One loop over all of `heads` (name, count), which takes a step in each of several ranges."""
     em = env.em
-    em.used |= {"d_in_turn", "d_narrow"}
+    em.used |= {"d_in_turn", "d_waits"}
     turn, steps, at = em.fresh("t"), em.fresh("steps"), em.fresh("at")
     em.scope.add(f"const long long {steps} = {' * '.join(n for _, n in heads)};")
-    places = [f"const long long {at} = d_in_turn<d_narrow ? {ways} : 1>({turn}, {steps});"]
+    places = [f"const long long {at} = d_in_turn<d_places>({turn}, {steps});"]
     left = at
     for name, n in reversed(heads[1:]):
         places.append(f"const long long {name} = {left} % {n};")

@@ -52,7 +52,6 @@ CHUNKS = 64  # most chunks of a shared row
 SHORT = 512  # elements of a row below which the last lanes are worth masks instead of a loop
 SCAN = 16  # elements that `d_scan` takes
 CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
-RANGES = 4  # places in memory at which a loop over short rows is at work
 
 
 def lanes_of(p: Pass, row: int) -> int:
@@ -370,19 +369,19 @@ def write_rows(env: Env, v: Axis) -> None:
     env.em.scope.add(*prelude)
 
     rows.step = next(reversed(free + conflict), None)
-    ways = 1 if conflict else ranges(env, free)
-    parallel_loops(env, free, [], lambda: serial_loops(env, conflict, rows.row), ways)
+    turns = not conflict and short_streams(env, free)
+    parallel_loops(env, free, [], lambda: serial_loops(env, conflict, rows.row), turns)
 
 
-def ranges(env: Env, rows: Sequence[Axis]) -> int:
-    """Into how many ranges a loop over short rows is cut, of which it takes a row each in turn.
+def short_streams(env: Env, rows: Sequence[Axis]) -> bool:
+    """Whether a loop over short rows is cut into ranges, of which it takes a row each in turn.
 
     The caches' own prefetchers follow several streams, each to the end of a page, where they wait
     to see it go on: with others at work memory does not wait with them. AVX2 (Zen 3), two cores:
     sums of 262144 rows of 64 f32 0.80, of 131072 rows of 160 0.93, maxima 0.77, mean squares of 100
-    0.89 of the time. Nothing is gained where a second tensor is as large (softmax, layer norm), of
-    bf16, which is fetched ahead (`Ahead.stream`, with AVX-512 f32 too), with rows of 1 KiB, and in
-    caches.
+    0.89 of the time; AVX-512 (an EPYC), two cores, at 4, 8 and 16 places: sums of 64 0.95, 0.86 and
+    1.7. Nothing is gained where a second tensor is as large (softmax, layer norm), of bf16, which
+    is fetched ahead (`Ahead.stream`; on a Xeon f32 too), with rows of 1 KiB, and in caches.
     """
     loops = env.loops
     large = [
@@ -390,10 +389,10 @@ def ranges(env: Env, rows: Sequence[Axis]) -> int:
         if set(loops.reduced) <= a.address.axes() and set(rows) & a.address.axes()
     ]  # fmt: skip
     if len(large) != 1 or large[0].store or large[0].itemsize < 4:
-        return 1
+        return False
     row = large[0].itemsize * size(loops.reduced)
     far = size(rows) * row > env.machine.l3_bytes > 0
-    return RANGES if far and row < NEAR_ROW[0] else 1
+    return far and row < NEAR_ROW[0]
 
 
 def row_bytes(loops: Loops) -> int:

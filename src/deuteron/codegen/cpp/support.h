@@ -18,10 +18,10 @@ D_FN i64 d_index_div(i64 a, i64 b) { i64 q = a / b; return q - (a % b != 0 && (a
 D_FN i64 d_index_mod(i64 a, i64 b) { i64 r = a % b; return r + (r != 0 && (r < 0) != (b < 0) ? b : 0); }
 
 //@ d_in_turn
-// Which of n steps is taken as the t-th: one of each of `ways` ranges in turn, at last the rest.
-template <int ways> D_FN i64 d_in_turn(i64 t, i64 n) {
-  const i64 each = n / ways;
-  return t < ways * each ? t % ways * each + t / ways : t;
+// Which of n steps is taken as the t-th: one of each of `places` ranges in turn, at last the rest.
+template <int places> D_FN i64 d_in_turn(i64 t, i64 n) {
+  const i64 each = n / places;
+  return t < places * each ? t % places * each + t / places : t;
 }
 
 //@ d_memory
@@ -308,6 +308,20 @@ template <class T> D_FN void d_transpose_past(
 constexpr bool d_narrow = false;
 #else
 constexpr bool d_narrow = true;
+#endif
+
+//@ d_waits
+// Whether loops that only read wait for what comes unless they fetch it; else at how many places
+// they are best at work, if rows are short: the caches' own prefetchers do the rest.
+#if !defined(__AVX512F__)
+constexpr bool d_waits = false;
+constexpr int d_places = 4;
+#elif defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+constexpr bool d_waits = false;
+constexpr int d_places = 8;
+#else
+constexpr bool d_waits = true;
+constexpr int d_places = 1;
 #endif
 
 //@ D_DENSE
