@@ -433,7 +433,7 @@ def test_the_next_row_is_fetched_where_short_rows_are_stored(n: int, fetched: bo
     data = {"x": torch.randn(33, n), "y": torch.empty(33, n)}
     cpp = run(nest, data, ["y"], SERIAL).cpp
     assert torch.equal(data["y"], data["x"] - data["x"].amax(-1, keepdim=True))
-    assert ("if (d_narrow) __builtin_prefetch(" in cpp.source) == fetched
+    assert ("if (!d_waits) __builtin_prefetch(" in cpp.source) == fetched
 
 
 @pytest.mark.parametrize(
