@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deuteron.tools.bench.cases import Case, Work
+from deuteron.tools.bench.command import EACH, Asked
 from deuteron.tools.bench.contenders import CONTENDERS
 from deuteron.tools.bench.families import FAMILIES
 from deuteron.tools.bench.measure import Runner, identical
@@ -73,3 +74,12 @@ def test_references_are_of_float64(name: str) -> None:
     eager = work.step(work.function)
     apart = max(float((e.double() - t.double()).abs().max()) for e, t in zip(eager, found))
     assert 0 < apart < 40  # a unit in the last place of the largest fp8 number
+
+
+def test_results_name_the_command_that_gives_them() -> None:
+    def command(each: float, what: str = "time") -> str:
+        return Asked(("norms",), "", "cpu", "", "", False, -1, each, 60.0, what, 2).command()
+
+    assert command(EACH) == "deuteron bench norms --device cpu"
+    assert command(2.0) == "deuteron bench norms --device cpu --each 2"
+    assert command(2.0, "cold") == "deuteron bench norms --device cpu --cold --repeats 2"

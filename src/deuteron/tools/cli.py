@@ -193,7 +193,9 @@ def bench(
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Time by kernel.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes that compile beforehand; -1: cores.")] = -1,
-    each: Annotated[float, typer.Option(help="Seconds of timing per case, about.")] = 0.5,
+    each: Annotated[
+        float, typer.Option(min=0.0, help="Seconds of timing per case, about, by default 0.5.")
+    ] = 0.0,
     seconds: Annotated[float, typer.Option(help="Start nothing after so long.")] = 3600.0,
     json: Annotated[Path | None, typer.Option(help="Write all rows here.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for logs, rows, plots.")] = Path("out/bench"),
@@ -205,7 +207,7 @@ def bench(
     write: Annotated[Path | None, typer.Option(help="With --report: write Markdown here.")] = None,
 ) -> None:
     """Times beside eager and Inductor, interleaved, and beside the limit that memory sets."""
-    from deuteron.tools.bench.command import COLD_CALLS, Asked, run_command, write_report
+    from deuteron.tools.bench.command import COLD_CALLS, EACH, Asked, run_command, write_report
 
     if report:
         write_report(report, write, out, plot)
@@ -215,7 +217,7 @@ def bench(
     if repeats and not cold:
         raise typer.BadParameter("--repeats says how many cold calls there are: add --cold")
     what = "cold" if cold else "profile" if profile else "time"
-    given = (tuple(suites or ()), vs, device, dtype, only, quick, jobs, each, seconds, what)
+    given = (tuple(suites or ()), vs, device, dtype, only, quick, jobs, each or EACH, seconds, what)
     asked = Asked(*given, repeats or COLD_CALLS)
     raise typer.Exit(run_command(asked, json, out, list_, plot))
 

@@ -14,6 +14,7 @@ DEFAULT = "eager,inductor"
 # Beside them, where the host's time counts; and where kernels were written by hand.
 MODES, BY_HAND = ("inductor-reduce", "deuteron-reduce"), ("handwritten", "handwritten-cuda")
 COLD_CALLS = 3  # of each compiler
+EACH = 0.5  # seconds of timing per case
 COLD = r"^seeds (sin chain|softmax fp32|layer norm)|^models GPT-2 train"
 
 
@@ -41,6 +42,7 @@ class Asked:
         parts += [f"--only '{self.only}'"] if self.only else []
         parts += ["--quick"] if self.quick else []
         parts += [f"--{self.what}"] if self.what != "time" else []
+        parts += [f"--each {self.each:g}"] if self.what == "time" and self.each != EACH else []
         parts += [f"--repeats {self.repeats}"] if self.what == "cold" else []
         return " ".join(parts)
 
