@@ -81,8 +81,9 @@ def find(target: Any) -> Callable[..., Any] | None:
     return LOWERINGS.get(name) or LOWERINGS.get(name.rsplit(".", 1)[0])
 
 
-def lowered(gm: fx.GraphModule) -> Lowered:
-    ctx = LowerContext(Record(), "cpu")
+def lowered(gm: fx.GraphModule, products: str | None = None) -> Lowered:
+    """`products`: "generated", or None where the library multiplies all matrices."""
+    ctx = LowerContext(Record(), "cpu", choose_contraction=lambda *_: products)
     sizes: list[Any] = []
     position = 0
     outputs: list[Output] = []

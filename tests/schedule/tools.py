@@ -82,15 +82,17 @@ def scheduled(
     device: str = "cpu",
     dynamic: bool = False,
     check: bool = True,
+    products: str | None = None,
     **options: Any,
 ) -> Scheduled:
-    """The schedule of `f` for a device (its cost model; the tensors stay on the CPU)."""
+    """The schedule of `f` for a device (its cost model; the tensors stay on the CPU). `products`:
+    as of `lowered`."""
 
     def listed(*xs: Any) -> Any:
         out = f(*xs)
         return tensors(out) if isinstance(out, (list, tuple)) else [out]
 
-    program = lowered(trace(listed, args, dynamic)).program
+    program = lowered(trace(listed, args, dynamic), products).program
     record = Record()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduling, "device_spec_for", lambda d, o: spec_of(device))

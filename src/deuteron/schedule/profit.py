@@ -16,6 +16,7 @@ from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.parts import one_pass
+from deuteron.schedule.strides import strided_bytes
 from deuteron.schedule.teams import HELD, team_of
 
 # What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
@@ -266,6 +267,7 @@ def cost(
     """The predicted cost of a group: as one kernel, or (unless `whole`) in two steps where `split`
     will do it so."""
     moved = sum(bytes_read(group, n, layouts[n]) for n in group.reads)
+    moved += strided_bytes(group, layouts, spec)
     points = group.space.size()
     for n in dict.fromkeys(stored):
         written = bytes_written(group.names[n], layouts[n], points)
