@@ -49,7 +49,8 @@ def schedule(
     if options.fusion:
         fusion.run()
         reindex(fusion)
-        relieve(fusion)
+        while relieve(fusion):  # many partial results are split again
+            pass
         recompute(fusion)
         fusion.report()
     groups = [

@@ -164,6 +164,7 @@ class Parts:
     combined: list[tuple[Compute, int]] = field(default_factory=list)
     late: dict[str, Compute] = field(default_factory=dict)  # tensors that only combinations need
     rests: dict[Expr, str] = field(default_factory=dict)  # sums about parts' means
+    taken: frozenset[str] = frozenset()  # tensors of partial results that there are
 
     def build(self) -> bool:
         """Whether every fold of the group has found its place."""
@@ -184,11 +185,17 @@ class Parts:
             elif f.name in self.chain.centers:
                 self.centered(m, self.chain.centers[f.name], places)
             else:
-                self.partial(f"{m.name}.part", f.kind, f.body, m)
-                self.combine(m, f.kind, self.read(f"{m.name}.part", places))
+                self.partial(self.named(m.name), f.kind, f.body, m)
+                self.combine(m, f.kind, self.read(self.named(m.name), places))
         return True
 
     # -- partial results ---------------------------------------------------------------------------
+    def named(self, name: str) -> str:
+        """The tensor of partial results of `name`: a reduction of many partial results may itself
+        be split."""
+        made = f"{name}.part"
+        return made if made not in self.taken else f"{name}.part2"
+
     def partial(self, name: str, kind: str, body: Expr, m: Member) -> None:
         """A fold of every part: ``name[rows, parts]``."""
         neutral = REDUCTIONS[kind].identity(body.dtype)
@@ -258,8 +265,8 @@ class Parts:
 
     # -- dependent folds ---------------------------------------------------------------------------
     def rescaled(self, f: Fold, m: Member, rule: Rescaled, places: Map) -> None:
-        top = rule.maximum.removesuffix(".r") + ".part"
-        name = f"{m.name}.part"
+        top = self.named(rule.maximum.removesuffix(".r"))
+        name = self.named(m.name)
         shift = local_shift(rule, self.here(top))
         if rule.factor is None:  # minus infinity, beyond the row, adds nothing
             element = self.guarded(rule.element, float("-inf"))
@@ -274,7 +281,7 @@ class Parts:
         """About the parts' means, which are rounded: the sums of what is left, 0 but for rounding,
         make up for it where the elements are far from 0 (`recenter`).
         """
-        dtype, name = f.body.dtype, f"{m.name}.part"
+        dtype, name = f.body.dtype, self.named(m.name)
         sides = (
             {"x": (rule.x, rule.a)}
             if rule.square
@@ -301,7 +308,7 @@ class Parts:
         """In a combination: what a part's mean is apart from the row's center `a`, and the sum of
         what is left about it."""
         if x not in self.rests:
-            self.rests[x] = f"{m.name}.{side}.rest.part"
+            self.rests[x] = self.named(f"{m.name}.{side}.rest")
             self.partial(self.rests[x], "sum", self.apart(x, m, side), m)
         many = E.cast(at_least_one(self.points()), x.dtype)
         mean = E.op("div", self.read(self.sum_of(x, m, side), places), many)
@@ -316,10 +323,10 @@ class Parts:
         """The partial sums of `x`: those of a fold of the group, or some of their own."""
         for f in self.nest.stmts:
             assert isinstance(f, Fold)
-            name = f.name.removesuffix(".r") + ".part"
+            name = self.named(f.name.removesuffix(".r"))
             if f.kind == "sum" and f.body is x and name in self.made:
                 return name
-        name = f"{m.name}.{side}.part"
+        name = self.named(f"{m.name}.{side}")
         if name not in self.made:
             self.partial(name, "sum", x, m)
         return name
@@ -328,7 +335,8 @@ class Parts:
         """The place, along the one reduced loop, of an extreme element: the first of the parts that
         have the row's, and the place in it.
         """
-        best, at, which = (f"{m.name}.{what}" for what in ("best.part", "part", "which"))
+        best, at = self.named(f"{m.name}.best"), self.named(m.name)
+        which = f"{at}.which"
         self.partial(best, E.extreme(f.kind), f.body, m)
         self.partial(at, f.kind, f.body, m)
         (worker,) = self.workers
@@ -380,7 +388,8 @@ def in_parts(group: Group, layouts: Mapping[str, Layout], wish: int) -> Parts | 
     found = cut(nest, layouts, wish)
     if found is None:
         return None
-    parts = Parts(group, nest, chain, found, layouts)
+    taken = frozenset(n for n in group.reads if n in layouts)
+    parts = Parts(group, nest, chain, found, layouts, taken=taken)
     return parts if parts.build() else None
 
 

@@ -4,8 +4,10 @@ In: the fused `Dag`. Out: the same, where groups of folds with few rows have bec
 partial results over parts of the reduced loops, and a fold of those in a fixed order, so that
 results repeat. A fold whose rows lie side by side in memory (a sum over the first dimension) is cut
 into chunks of its reduced loops, with the rows as columns; one with long contiguous rows gets a new
-parallel loop over parts of each row. On a CPU, whose threads share rows as they are, a fold over
-rows is cut into them where it then runs beside the folds that it waits for, which read them too.
+parallel loop over parts of each row. A fold over rows is cut into them where it then runs beside
+the folds that it waits for, which read them too (one sum of everything behind a norm of each row);
+on a CPU, whose threads share rows as they are, that is the only reason. Many partial results are
+split again.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from deuteron.schedule.parts import in_parts, outermost_first
 PARTS = 4
 # Results of so many parts one program combines in about the time of a launch.
 MOST_PARTS = 1 << 14
-# A part has at least this many elements. On a CPU parts are rows that are read once, beside which
-# what they leave is little.
+# A part has at least this many elements.
 SHORTEST = {"cuda": 2048, "cpu": 256}
+# A row that is read once, as a part of a reduction over several, has at least this many elements,
+# beside which the partial result that it leaves (4 bytes, written and read) is little.
+LEAST_ROW = {"cuda": 64, "cpu": 256}
 # A part of at most this many elements is on chip.
 ON_CHIP = 8192
 # The same where rows lie side by side; that many of them are walked together.
@@ -45,19 +49,21 @@ class Split:
     layouts: dict[str, Layout]
 
 
-def relieve(fusion: Fusion) -> None:
-    """Splits every group for which it pays, then lets the new computations fuse."""
+def relieve(fusion: Fusion) -> bool:
+    """Splits every group for which it pays, then lets the new computations fuse; whether there was
+    one."""
     changed: list[Node] = []
     for node in list(fusion.dag.nodes.values()):
         group = node.content
         if not isinstance(group, Group) or not group.folds or group.chunk is not None:
             continue
         spec = fusion.spec(group)
-        if fusion.partial & group.reads.keys():
+        length = hint(group.space.row)
+        if fusion.partial & group.reads.keys() and length <= MOST_PARTS:
             continue  # it combines partial results already
+        beside = bool(rows_inside(group, fusion.layouts, spec))
         # Threads of a CPU share rows as they are: only what else reads the rows inside counts.
-        beside = spec.kind == "cpu"
-        if beside and not rows_inside(group, fusion.layouts, spec):
+        if spec.kind == "cpu" and not beside:
             continue
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
@@ -94,6 +100,7 @@ def relieve(fusion: Fusion) -> None:
         fusion.keep(found.layouts)
         changed += fusion.replace(node, found.main, found.tail)
     fusion.resume(changed)
+    return bool(changed)
 
 
 def read_once(
@@ -164,7 +171,10 @@ def parts_of(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> i
     if profit.side_by_side(group, layouts):
         programs = max(1, rows // COLUMNS)
         return min(PARTS * spec.cores // programs, length // SHORTEST_COLUMN)
-    wish = max(2, PARTS * spec.cores // max(1, rows), rows_inside(group, layouts, spec))
+    inside = rows_inside(group, layouts, spec)
+    if inside:
+        return inside
+    wish = max(2, PARTS * spec.cores // max(1, rows))
     if profit.chained(group):  # parts that fit on chip need no rule to be read once
         wish = max(wish, -(-length // ON_CHIP))
     return min(wish, length // SHORTEST[spec.kind])
@@ -186,8 +196,8 @@ def rows_inside(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -
         for i in index
     )
     count = hint(product(a.extent for a in outer))
-    long = hint(inner.extent) >= SHORTEST[spec.kind]
-    return count if shared and long and count <= MOST_PARTS else 0
+    long = hint(inner.extent) >= LEAST_ROW[spec.kind]
+    return count if shared and long else 0
 
 
 __all__ = ["relieve"]

@@ -65,6 +65,7 @@ from deuteron.codegen.triton.row_blocks import (
 from deuteron.codegen.triton.turn import ragged, turned_alike
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
+from deuteron.schedule.columns import TILE, TILE_COLUMNS
 from deuteron.schedule.kernel import Fold, Prefix
 from deuteron.schedule.teams import (
     KEPT_REGISTERS,
@@ -607,9 +608,9 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         for p in loops.parts
     ):
         found = []
-        for width, elements, stages in ((64, 2048, 2), (128, 2048, 2), (64, 2048, 1)):
+        for width, stages in ((TILE_COLUMNS, 2), (2 * TILE_COLUMNS, 2), (TILE_COLUMNS, 1)):
             wide = min(width, power(nr))
-            deep = min(power(rows), max(1, elements // wide))
+            deep = min(power(rows), max(1, TILE // wide))
             found.append(Blocks((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages))
         return Form("chunk", dims, tuple(dict.fromkeys(found)), tiled=True)
     known = product(a.extent for a in r).value is not None
