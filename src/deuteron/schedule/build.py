@@ -141,7 +141,7 @@ def kernel(
         reads.update(r)
         writes.update(w)
         nests.append(nest)
-        costs.append(cost(g, layouts, keep, spec))
+        costs.append(cost(g, layouts, keep, spec, whole=True))  # what was split is split
     return Kernel(
         name=name,
         nests=tuple(nests),

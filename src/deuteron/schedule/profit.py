@@ -305,15 +305,19 @@ def read_again(group: Group, layouts: Mapping[str, Layout]) -> int:
     late: set[str] = set()
     first: set[str] = set()
     again: set[str] = set()
+    below: dict[str, set[str]] = {}  # what a value at points that waits for nothing is made of
     for m in group.members:
         waits = any(r.tensor in late for r in m.reads)
         read = {r.tensor for r in m.reads if r.tensor in group.reads}
+        read = read.union(*(below.get(r.tensor, ()) for r in m.reads))
         if waits and m.kind != "fold" and m.level == "point":
             again |= read
         else:
             first |= read
         if waits or m.kind in ("fold", "scan"):
             late.add(m.name)
+        elif m.level == "point":
+            below[m.name] = read
     return sum(bytes_read(group, n, layouts[n]) for n in sorted(first & again))
 
 

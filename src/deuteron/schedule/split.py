@@ -146,21 +146,25 @@ def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
     fusion.layouts.update(made)
     tail = list(parts.combined)
     early = [alone(c, p) for c, p in parts.made.values()]
-    waits = {m.name for m in group.members if m.kind == "fold"}
-    for m in group.members:
-        if m.kind == "fold":
-            continue
-        if m.level == "row" or any(r.tensor in waits for r in m.reads):
-            tail.append((m.compute, m.position))
-            waits.add(m.name)
-        else:
-            early.append(alone(m.compute, m.position))
     main = early[0]
     for g in early[1:]:
         both = fits(main, g, fusion.layouts, fusion.owner)
         if not isinstance(both, Group):
             return None
         main = both
+    waits = {m.name for m in group.members if m.kind == "fold"}
+    for m in group.members:
+        if m.kind == "fold":
+            continue
+        if m.level == "point" and not any(r.tensor in waits for r in m.reads):
+            both = fits(main, alone(m.compute, m.position), fusion.layouts, fusion.owner)
+            if isinstance(both, Group):
+                main = both
+                continue
+        # What the partial folds need of a value at points is in their bodies. Where its own loops
+        # are not those of the parts, it is computed beside what waits for the folds.
+        tail.append((m.compute, m.position))
+        waits.add(m.name)
     return Split(main, tuple(tail), made)
 
 

@@ -1,0 +1,68 @@
+"""Tensors that are joined or computed, then normalised by their own statistics: what is read, how
+often, and by how much of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deuteron.schedule import profit
+from tests.schedule.tools import scheduled, spec_of
+
+
+def normalised(y: torch.Tensor) -> torch.Tensor:
+    """Batch norm's arithmetic with batch statistics, and a ReLU."""
+    v, m = torch.var_mean(y, (0, 2, 3), correction=0, keepdim=True)
+    return F.relu((y - m) * (v + 1e-5).rsqrt())
+
+
+def joined(*parts: torch.Tensor) -> torch.Tensor:
+    return normalised(torch.cat(parts, 1))
+
+
+def summed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return normalised(torch.sin(x) * y)
+
+
+def images(*channels: int) -> tuple[torch.Tensor, ...]:
+    """Channels lie side by side."""
+    last = torch.channels_last
+    return tuple(torch.randn(4, c, 40, 24).to(memory_format=last) for c in channels)
+
+
+@pytest.mark.parametrize(
+    "f,channels",
+    [(joined, (8, 16)), (joined, (5, 3, 8, 7, 1)), (summed, (13, 13))],
+    ids=["two", "five unequal", "computed"],
+)
+def test_statistics_of_what_has_several_readers_use_the_device(
+    f: Callable[..., torch.Tensor], channels: tuple[int, ...]
+) -> None:
+    """A value at points with other loops than the partial folds kept them from being split: few
+    channels were walked by as few programs (a dense block, H200: 12 times as long)."""
+    found = scheduled(f, *images(*channels), device="H200")
+    (taken,) = found.accepted("split")
+    assert taken["reason"] == "more of the device is busy"
+    main = found.kernels[0].nests[0]
+    rows = 1
+    for a in main.parallel:
+        rows *= a.extent.value or 1
+    assert rows >= 20 * sum(channels[:1] if f is summed else channels)
+
+
+def test_what_waits_reads_again_through_values_at_points() -> None:
+    """The second reading of what several members read by way of one."""
+    found = scheduled(joined, *images(8, 16), device="H200", check=False)
+    # Once for the statistics, once and a store for the result.
+    size = 4 * 24 * 40 * 24 * 4
+    assert 3 * size <= sum(k.bytes for k in found.kernels) <= 3.2 * size
+
+
+def test_a_kernel_that_is_not_split_is_not_predicted_as_if(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deuteron.schedule.split.split", lambda *a: None)
+    found = scheduled(lambda x: x.sum((0, 1)), torch.randn(4096, 4, 40), device="H200", check=False)
+    (kernel,) = found.kernels
+    assert kernel.predicted_us > 3 * profit.time_us(kernel.bytes, 0.0, 1.0, spec_of("H200"))
