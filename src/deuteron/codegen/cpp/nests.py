@@ -6,7 +6,7 @@ and `points` decide which loops run where; this module writes what stands inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from deuteron.codegen.cpp.fetches import streamed_reads
 from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.halves import in_floats, loads, stores, unrounded
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass, plan
-from deuteron.codegen.cpp.segments import cuts, pieces
+from deuteron.codegen.cpp.segments import MOST, MOST_PARTS, cuts, pieces, repeats
 from deuteron.codegen.cpp.short import short_loop
 from deuteron.codegen.cpp.streams import buffer, place_of, streamed
 from deuteron.codegen.loops import (
@@ -265,35 +265,36 @@ class PassWriter:
     def segments(self, p: Pass, k: int) -> list[Segment]:
         """The vector axis cut where conditions on it change."""
         inside = {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k}
-        marks = cuts(p.roots(), self.v)
-        if not marks:
-            return [
-                Segment(
-                    self.v,
-                    const(0),
-                    self.v.extent,
-                    list(p.parts),
-                    [(n, self.buffers[n]) for n in p.keep],
-                    inside,
-                    self.linear,
-                )
-            ]
-        out = []
-        for low, axis in pieces(self.v, marks):
-            move = Rewriter({self.v: low + axis.index}, None, self.env.loops.results)
-            out.append(
-                Segment(
-                    axis,
-                    low,
-                    axis.extent,
-                    [move.part(x) for x in p.parts],
-                    [(move.expr(n), self.buffers[n]) for n in p.keep],
-                    {move.expr(n): b for n, b in inside.items()},
-                    move.index(self.linear),
-                )
-            )
-            self.env.em.follow(move.done)
-        return out
+        for most in (MOST_PARTS, MOST):
+            marks = cuts(p.roots(), self.v, most)
+            if not marks:
+                continue
+            out = [self.piece(p, low, axis, inside) for low, axis in pieces(self.v, marks)]
+            bodies = [[*(r for x in seg.parts for r in roots_of(x))] for seg, _ in out]
+            if len(marks) > MOST and repeats(p.roots(), bodies):
+                continue
+            for _, done in out:
+                self.env.em.follow(done)
+            return [seg for seg, _ in out]
+        keep = [(n, self.buffers[n]) for n in p.keep]
+        whole = self.v.extent
+        return [Segment(self.v, const(0), whole, list(p.parts), keep, inside, self.linear)]
+
+    def piece(
+        self, p: Pass, low: Index, axis: Axis, inside: Mapping[Expr, str]
+    ) -> tuple[Segment, dict[Expr, Expr]]:
+        """A pass where the vector axis is ``low + axis``, and what became of its expressions."""
+        move = Rewriter({self.v: low + axis.index}, None, self.env.loops.results)
+        segment = Segment(
+            axis,
+            low,
+            axis.extent,
+            [move.part(x) for x in p.parts],
+            [(move.expr(n), self.buffers[n]) for n in p.keep],
+            {move.expr(n): b for n, b in inside.items()},
+            move.index(self.linear),
+        )
+        return segment, move.done
 
     def buffered(self, seg: Segment, lane_linear: str | None = None) -> dict[Expr, str]:
         """Where the values are that earlier passes kept, at this point."""

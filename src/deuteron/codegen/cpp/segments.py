@@ -4,7 +4,7 @@ what is read between the cuts then follows one another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from deuteron.ir.expr import Expr, as_position
 from deuteron.ir.index import (
@@ -18,14 +18,17 @@ from deuteron.ir.index import (
     substitute,
 )
 
-MOST = 5  # cuts; each repeats the body
+# Cuts, each of which repeats the body: at most so many. More, where the pieces have no more code
+# between them all the same, since each is one part of what is joined (`repeats`).
+MOST = 5
+MOST_PARTS = 64
 # Of loops that are cut for the indices of loads: a shorter one is over before vectors pay.
 LONG = 32
 MOST_SIDES = 8  # of what is compared, minima and maxima in it replaced by theirs
 
 
-def cuts(roots: Sequence[Expr], axis: Axis) -> list[Index]:
-    """Positions ``0 < p < extent`` in increasing order at which a comparison of `axis` with a
+def cuts(roots: Sequence[Expr], axis: Axis, most: int = MOST) -> list[Index]:
+    """At most `most` positions ``0 < p < extent`` in increasing order at which a comparison of `axis` with a
     constant changes, or the index of a load goes on otherwise.
 
     Empty when the order of the positions is not proven, or when there are too many; without those
@@ -41,14 +44,14 @@ def cuts(roots: Sequence[Expr], axis: Axis) -> list[Index]:
                 found |= dict.fromkeys(_edges(n, axis))
             elif n.op == "load" and (axis.extent.value or 0) >= LONG:
                 turns |= dict.fromkeys(const(p) for i in n.indices() for p in _turns(i, axis))
-    return _ordered([*(found | turns)], axis) or _ordered([*found], axis)
+    return _ordered([*(found | turns)], axis, most) or _ordered([*found], axis, most)
 
 
-def _ordered(found: Sequence[Index], axis: Axis) -> list[Index]:
+def _ordered(found: Sequence[Index], axis: Axis, most: int) -> list[Index]:
     inside = [p for p in found if is_nonneg(p - 1) and is_nonneg(axis.extent - 1 - p)]
     if (
         not inside
-        or len(inside) > MOST
+        or len(inside) > most
         or len(inside)
         != len([p for p in found if not (is_nonneg(-p) or is_nonneg(p - axis.extent))])
     ):
@@ -69,6 +72,15 @@ def pieces(axis: Axis, marks: Sequence[Index]) -> list[tuple[Index, Axis]]:
     edges = [const(0), *marks, axis.extent]
     ends = zip(edges[:-1], edges[1:], strict=True)
     return [(low, Axis(f"{axis.name}s{i}", high - low)) for i, (low, high) in enumerate(ends)]
+
+
+def repeats(body: Iterable[Expr], parts: Iterable[Iterable[Expr]]) -> bool:
+    """Whether the pieces of a loop have more code than `MOST` cuts make at most."""
+    return sum(_operations(p) for p in parts) > (MOST + 1) * _operations(body)
+
+
+def _operations(roots: Iterable[Expr]) -> int:
+    return len({n for r in roots for n in r.walk()})
 
 
 def _edges(n: Expr, axis: Axis) -> list[Index]:
