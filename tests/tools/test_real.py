@@ -1,0 +1,137 @@
+"""The suite `real`: draws repeat, models become small and get inputs by rules, errors are found,
+and a process that dies ends one model, not the run."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deuteron.tools.real import run as running
+from deuteron.tools.real.build import CAPS, Built, build
+from deuteron.tools.real.draw import HEADS, Candidate, absent, slots, transformers_order
+from deuteron.tools.real.measure import Checked, Step, errors, settled, slower, wrong
+from deuteron.tools.real.report import summary
+from deuteron.tools.real.run import Plan, read, run_all
+from deuteron.tools.real.worker import MARK, Request
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_a_date_draws_the_same_models_and_another_date_others() -> None:
+    one, again, other = (slots(d, 16, ("transformers",)) for d in ("2026-01-02", "2026-01-02", "2"))
+    assert one == again and one != other
+    assert len({(s.train, s.dtype, s.channels_last) for s in one}) == 8
+    names = [c for s in one for c in s.candidates]
+    assert len(set(names)) == len(names)
+    assert len({c.model_type for c in names}) == len(names)
+
+
+def test_every_registry_that_is_drawn_from_exists() -> None:
+    modeling = sys.modules["transformers.models.auto.modeling_auto"]
+    assert all(getattr(modeling, h, None) for h in HEADS)
+    assert len(transformers_order(random.Random(0))) > 300
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("LlamaForCausalLM", "llama"), ("ViTModel", "vit"), ("T5Model", "t5"), ("CLIPModel", "clip")],
+)
+def test_models_become_small_and_get_inputs(name: str, kind: str) -> None:
+    built = build(Candidate("transformers", name, kind), "cpu", True)
+    assert sum(p.numel() for p in built.module.parameters()) < CAPS["cpu"].parameters
+    step = Step("eager", settled(built, "bf16", True), True)
+    values, _ = step.first()
+    assert all(v.isfinite().all() for v in values.values())
+    assert any(k.startswith("gradient") and v.any() for k, v in values.items())
+
+
+def test_an_absent_package_is_empty_inside_and_absent_afterwards() -> None:
+    with absent("no_such_package"):
+        from no_such_package.some.module import Kind  # type: ignore[import-not-found]
+
+        assert Kind.VALUE == "VALUE" and isinstance(Kind(), Kind)
+    with pytest.raises(ImportError):
+        __import__("no_such_package")
+
+
+def test_errors_are_judged_by_eagers() -> None:
+    torch.manual_seed(0)
+    built = Built(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), {"input": torch.randn(4, 8)}, "")
+    checked = Checked(built, True)
+    assert checked.kind == "float64"
+    good = Step("eager", built, True).first()[0]
+    assert checked.judge(good)[1] == []
+    bad = {k: v * (1.001 if k == "gradient 0.bias" else 1) for k, v in good.items()}
+    assert [t.partition(":")[0] for t in checked.judge(bad)[1]] == ["gradient 0.bias"]
+    # A gradient that cancels to nothing counts against the others, not against itself.
+    exact = {"gradient a": torch.ones(4), "gradient b": torch.zeros(4)}
+    got = {"gradient a": torch.ones(4), "gradient b": torch.full((4,), 1e-9)}
+    assert not wrong(errors(exact, got), {"gradient a": 0.0, "gradient b": 0.0}, torch.float32)
+    assert errors(exact, {"gradient a": torch.ones(4)})["gradient b"] == float("inf")
+
+
+def test_the_better_of_the_others_counts() -> None:
+    row = {"eager_ms": 2.0, "inductor_ms": 1.0, "deuteron_ms": 1.2}
+    assert slower(row, "cuda") == pytest.approx(1.2)
+    least = {"eager_least_ms": 1.0, "inductor_least_ms": 1.0, "deuteron_least_ms": 1.0}
+    assert slower({**row, **least}, "cpu") == pytest.approx(1.0)
+
+
+# Plays the worker: slot 0 is right; 1 dies in eager, then the next candidate is right; 2 dies in
+# Inductor, then goes on without; 3 dies in Deuteron; 4 dies when timed; 5 hangs in Deuteron.
+ACTOR = f"""
+import json, os, sys, time
+asked = json.loads(sys.stdin.readline())
+def emit(**m): print({MARK!r} + json.dumps(m), flush=True)
+def die(): os.kill(os.getpid(), 9)
+k, first = asked["slot"], asked["first"]
+emit(stage=[f"m{{first}}", "eager"])
+if k == 1 and first == 0: die()
+emit(stage=[f"m{{first}}", "inductor"])
+if k == 2 and "inductor" not in asked["without"]: die()
+emit(stage=[f"m{{first}}", "deuteron"])
+if k == 3: die()
+if k == 5: time.sleep(60)
+emit(ready=True)
+sys.stdin.readline()
+emit(stage=[f"m{{first}}", "time"])
+if k == 4: die()
+row = {{"slot": k, "model": f"m{{first}}", "failures": [], "without": asked["without"]}}
+emit(row=row)
+"""
+
+
+def test_a_process_that_dies_ends_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "WORKER", [sys.executable, "-c", ACTOR])
+    monkeypatch.setattr(running, "STAGE_S", {"cpu": 3.0})
+    request = Request("2026-01-02", 6, ("transformers",), 0, "cpu")
+    plan = Plan(request, tuple(range(6)), 3, 60.0, tmp_path / "rows", tmp_path / "log")
+    assert run_all(plan) == 0
+    rows: list[dict[str, Any]] = read(plan.target)
+    of = {r["slot"]: r for r in rows if "skip" not in r}
+    assert sorted(of) == list(range(6))
+    assert of[0]["failures"] == [] and of[1]["model"] == "m1"
+    assert [r["skip"] for r in rows if "skip" in r] == ["m0"]
+    assert of[2]["without"] == ["inductor"] and of[2]["model"] == "m0"
+    assert of[3]["failures"] == [{"kind": "died", "cause": "deuteron: the process ended with -9"}]
+    assert of[4]["failures"][0]["kind"] == "died when timed"
+    assert "hung" in of[5]["failures"][0]["cause"]
+    text = summary(rows)
+    assert "6 models" in text and "2 died, 1 died when timed" in text
+    # What is in the file is not run again; a line that was cut off is.
+    lines = plan.target.read_text().splitlines()
+    kept = [x for x in lines if json.loads(x).get("slot") != 0]
+    plan.target.write_text("\n".join(kept) + '\n{"slot": 0, "mod')
+    capsys.readouterr()
+    plan.target.write_text("\n".join(kept) + "\n")
+    assert run_all(plan) == 0
+    assert capsys.readouterr().out.count(" ok") == 1
