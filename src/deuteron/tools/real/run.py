@@ -30,7 +30,7 @@ from deuteron.tools.real.worker import MARK, Request
 Row = dict[str, Any]
 # Of a stage (eager's includes starting the process and the candidates passed over), seconds.
 STAGE_S = {"cuda": 240.0, "cpu": 400.0}
-TURN_S = 90.0  # of timing and profiling a model
+TURN_S = 240.0  # of timing and profiling a model
 WORKER = [sys.executable, "-m", "deuteron.tools.real.worker"]
 TRIES = 6  # processes for one slot
 SOURCES = str(Path(__file__).resolve().parents[3])
