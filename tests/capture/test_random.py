@@ -50,6 +50,32 @@ def test_distributions(dtype):
     assert float(((counts - n / 8) ** 2 / (n / 8)).sum()) < 40
 
 
+# Pairs of bounds whose difference is small, a power of two, odd and large, or beyond 2^63.
+RANGES = [(-5, 2), (0, 2**63 - 1), (-(2**62), 2**62), (-(2**63), 2**63 - 1), (-7, 3 * 2**61)]
+RANGES += [(2**62, 2**62 + 2**41 + 3), (-(2**63), 2**61 + 5)]
+
+
+@pytest.mark.parametrize(("low", "high"), RANGES)
+def test_whole_numbers_of_any_range(low, high):
+    """Of words that are known, numbers are what arithmetic without limits makes of them; compiled
+    they are the same, inside the range, and spread over it."""
+    seed, n = torch.tensor(77), 4096
+    x0, x1, _, _ = (w.tolist() for w in philox(seed, 2, n))
+    count = high - low
+    kept = 2**63 if count <= 2**40 else 2**64
+    exact = [low + (a + 2**32 * b) % kept % count for a, b in zip(x0, x1, strict=True)]
+    assert RANDINT64(seed, 2, low, high, [n]).tolist() == exact
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda s: RANDINT64(s, 2, low, high, [n]), backend="deuteron")
+    assert compiled(seed).tolist() == exact
+    torch._dynamo.reset()
+    drawn = torch.compile(lambda: torch.randint(low, high, (n,)), backend="deuteron")().tolist()
+    assert low <= min(drawn) and max(drawn) < high
+    shares = [sum(x < low + k * count // 4 for x in drawn) / n for k in (1, 2, 3)]
+    if count > 100 and 2**64 % count < count // 100:  # else some are likelier, as eager's are
+        assert all(abs(s - k / 4) < 0.04 for k, s in enumerate(shares, start=1)), shares
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dropout_gradients_use_the_mask_of_the_forward(dtype, monkeypatch):
     monkeypatch.setitem(

@@ -26,6 +26,7 @@ from deuteron.ir.index import (
     determined,
     divide_exact,
     evaluate,
+    fits,
     floordiv,
     hint,
     in_range,
@@ -36,7 +37,7 @@ from deuteron.ir.index import (
     product,
     substitute,
 )
-from deuteron.ir.ranges import _plainly_nonneg
+from deuteron.ir.ranges import _plainly_nonneg, interval
 from tests.ir.trees import AXES, SYMS, Tree, build, divisors, meaning, tree_axes, trees, valuations
 
 quick = settings(max_examples=250, deadline=None)
@@ -141,6 +142,27 @@ def test_bounds_hold(tree: Tree) -> None:
             assert evaluate(low, env) <= value, f"{low!r} <= {index!r} at {env}"
         if high is not None:
             assert value <= evaluate(high, env), f"{index!r} <= {high!r} at {env}"
+
+
+@quick
+@given(trees)
+@example(product_of_unknown_signs)
+@example(inside_a_quotient)
+def test_intervals_hold(tree: Tree) -> None:
+    index = build(tree)
+    found = interval(index)
+    for env in valuations(tree_axes(tree)) if found is not None else ():
+        assert found[0] <= meaning(tree, env) <= found[1], f"{index!r} in {found} at {env}"
+
+
+def test_what_stays_in_64_bits() -> None:
+    """A size is below 2^31, a number that may be negative may be any."""
+    count, size, any_number = Axis("c", 6).index, Axis("r", n).index, atom(Sym("k", -(2**63)))
+    inside = [count * 2**60, count * 2**40 - size * 7, size * m, count // 2 * 2**61, count % 2 + n]
+    inside += [const(2**63 - 1), minimum(size, 100) * 2**56]
+    outside = [count * 2**61, count * 2**60 + 2**62, size * m * 5, n * n * n, any_number + 1]
+    outside += [const(2**63), count * any_number, count * -(2**61), count * 2**61 - 2**62]
+    assert all(fits(i) for i in inside) and not any(fits(i) for i in outside)
 
 
 @quick

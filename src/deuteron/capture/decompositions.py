@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 
-from deuteron.capture import fourier, pointwise, results, strides
+from deuteron.capture import fourier, pointwise, refusals, results, strides
 from deuteron.graph import ops
 
 aten = torch.ops.aten
@@ -175,6 +175,9 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name, rule in (*strides.RULES.items(), *fourier.RULES.items(), *results.RULES.items()):
         for target in ops.resolved((name,)):
             found[target] = rule
+    for name in refusals.OPERANDS:
+        for target in ops.resolved((name,)):
+            found[target] = refusals.as_eager_refuses(target, found.get(target))
     return found
 
 

@@ -158,8 +158,22 @@ def on_cpu(wrap: Callable[[Rule], Rule]) -> Callable[[Rule], Rule]:
 
 
 def ldexp(x: Tensor, n: Tensor) -> Tensor:
-    """As eager composes it."""
-    return x * aten.pow.Scalar(2.0, n)
+    """As eager composes it; from torch 2.12 on exactly where the exponent is a whole number."""
+    exact = torch._C._dispatch_has_kernel_for_dispatch_key(
+        "aten::ldexp.Tensor", "CompositeExplicitAutograd"
+    )
+    if not exact or not x.dtype.is_floating_point or n.dtype.is_floating_point or n.is_complex():
+        return x * aten.pow.Scalar(2.0, n)
+    # In f64 and in three steps, of which none leaves its range where the result is in it. Beyond
+    # these exponents every result is 0 or infinite.
+    most = 2200 if x.dtype == torch.float64 else 400
+    whole = n.long().clamp(-most, most)
+    first = torch.div(whole, 3, rounding_mode="trunc")
+    second = torch.div(whole - first, 2, rounding_mode="trunc")
+    out = x.double()
+    for part in (first, second, whole - first - second):
+        out = out * torch.exp2(part.double())
+    return out.float().to(x.dtype) if x.dtype != torch.float64 else out
 
 
 def power_of_number(base: float, x: Tensor) -> Any:

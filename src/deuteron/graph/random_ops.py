@@ -15,7 +15,7 @@ share a counter, (i // 4, stream). With the resulting words x0..x3:
     rand f64    (x0 << 20 | x1 >> 12) * 2**-52
     randn f32   sqrt(-2 ln u) cos(2 pi v),  u = ((x0 >> 8) + 1) * 2**-24 in (0, 1],  v = (x1 >> 8)
     * 2**-24 randn f64   the same with u = 1 - (x0 << 20 | x1 >> 12) * 2**-52,  v = (x2 << 20 | x3
-    >> 12) * 2**-52 randint64   low + ((x1 << 32 | x0) & (2**63 - 1)) % (high - low)
+    >> 12) * 2**-52 randint64   low + below(x1 << 32 | x0, high - low)
 
 Uniform numbers and integers are equal bit by bit in every implementation; normal ones to rounding.
 """
@@ -91,8 +91,33 @@ def _randn(seed: Tensor, stream: int, size: Sequence[int], dtype: torch.dtype) -
 
 def _randint64(seed: Tensor, stream: int, low: int, high: int, size: Sequence[int]) -> Tensor:
     x0, x1, _, _ = philox(seed, stream, math.prod(size))
-    bits = ((x1 << 32) | x0) & (2**63 - 1)
-    return (low + bits % (high - low)).view(size)
+    return (low + below((x1 << 32) | x0, high - low)).view(size)
+
+
+# Up to this many numbers 63 bits modulo them are even enough: to 2^-23.
+FEW = 2**40
+
+
+def below(bits: Tensor, n: int) -> Tensor:
+    """Random 64 bits (i64, its sign a bit like others) as i64, modulo 0 < n < 2**64. As of eager's
+    numbers some are a little likelier: those that are counted once more by 2**64 (up to `FEW`
+    numbers: by 2**63)."""
+    lowest = -(2**63)
+
+    def wrapped(x: int) -> int:
+        return (x + 2**63) % 2**64 - 2**63
+
+    def reduced(x: Tensor) -> Tensor:
+        return torch.where((x ^ lowest) >= wrapped(n ^ 2**63), x - wrapped(n), x)
+
+    if n <= FEW:
+        return (bits & (2**63 - 1)) % n
+    if n & (n - 1) == 0:
+        return bits & (n - 1)
+    if n > 2**63:
+        return reduced(bits)
+    half = (bits >> 1) & (2**63 - 1)
+    return reduced(half % n * 2 + (bits & 1))
 
 
 def _seed_fake(device: torch.device) -> Tensor:

@@ -324,7 +324,10 @@ def constant(x: fx.Node) -> bool | int | float | None:
     elif name in ("aten.ones", "aten.ones_like", "aten.new_ones"):
         fill = 1
     elif name in ("aten.expand", "aten.view", "aten.permute", "aten.unsqueeze", "aten.squeeze"):
-        return constant(x.args[0]) if isinstance(x.args[0], fx.Node) else None
+        whole = x.args[0]
+        if not isinstance(whole, fx.Node) or getattr(val(whole), "dtype", None) != out.dtype:
+            return None  # bits that are read as another type are other numbers
+        return constant(whole)
     return fill if isinstance(fill, (bool, int, float)) else None
 
 

@@ -39,6 +39,7 @@ from deuteron.ir.index import (
     Value,
     as_index,
     atom,
+    fits,
     in_range,
     is_nonneg,
     substitute,
@@ -558,7 +559,10 @@ def _fold(name: str, args: tuple[Expr, ...]) -> Expr | None:
     positions = all(a.dtype == "i64" and a.op in ("index", "literal") for a in args)
     if positions and name in ("add", "sub", "mul"):
         i, j = (as_position(x) for x in args)
-        return index_value(i + j if name == "add" else i - j if name == "sub" else i * j)
+        exact = i + j if name == "add" else i - j if name == "sub" else i * j
+        # Numbers of 64 bits wrap around, an index does not; two literals may do as they do.
+        if fits(exact) or exact.value is not None:
+            return index_value(exact)
     if positions and name in ("lt", "le", "gt", "ge"):
         return _compare(name, as_position(args[0]), as_position(args[1]))
     return None

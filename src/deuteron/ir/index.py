@@ -629,7 +629,7 @@ def maximum(a: IndexLike, b: IndexLike) -> Index:
 
 # Division asks what is in range and ranges divide: files of one module, imported by this name.
 from deuteron.ir.evaluate import evaluate, hint, substitute  # noqa: E402
-from deuteron.ir.ranges import bound, determined, in_range, is_nonneg  # noqa: E402
+from deuteron.ir.ranges import bound, determined, fits, in_range, is_nonneg  # noqa: E402
 
 __all__ = [
     "Atom",
@@ -649,6 +649,7 @@ __all__ = [
     "const",
     "divide_exact",
     "evaluate",
+    "fits",
     "floordiv",
     "hint",
     "in_range",

@@ -18,6 +18,7 @@ from deuteron.ir.index import (
     IndexLike,
     MinMax,
     Mod,
+    Monomial,
     Sym,
     Value,
     as_index,
@@ -211,6 +212,82 @@ def in_range(index: Index, extent: IndexLike) -> bool:
     is why ``extent - 1`` as the upper end needs no guard that the extent is positive.
     """
     return is_nonneg(index) and is_nonneg(as_index(extent) - 1 - index)
+
+
+# What sizes are taken to be below, where a value that is computed from them must not leave 64 bits.
+LARGEST_SIZE = 2**31
+
+
+def fits(index: Index) -> bool:
+    """Whether the exact number is proven to be one of 64 bits, with a sign, as are the sums of
+    any of its terms: arithmetic of integers, which wraps around, then gives the same. Sizes
+    (numbers that cannot be negative) are below `LARGEST_SIZE`."""
+    if index.value is not None:
+        return -(2**63) <= index.value < 2**63
+    terms = [_term(m, c) for m, c in index.terms]
+    known = [t for t in terms if t is not None]
+    low, high = sum(min(a, 0) for a, _ in known), sum(max(b, 0) for _, b in known)
+    return len(known) == len(terms) and low > -(2**63) and high < 2**63
+
+
+def interval(index: Index) -> tuple[int, int] | None:
+    """Numbers between which an index is; None where nothing is known."""
+    terms = [_term(m, c) for m, c in index.terms]
+    known = [t for t in terms if t is not None]
+    if len(known) < len(terms):
+        return None
+    return sum(a for a, _ in known), sum(b for _, b in known)
+
+
+def _term(m: Monomial, c: int) -> tuple[int, int] | None:
+    """The least and the most of one monomial, as numbers."""
+    term = (c, c)
+    for a in m:
+        limits = _limits(a)
+        if limits is None:
+            return None
+        products = [x * y for x in term for y in limits]
+        term = min(products), max(products)
+    return term
+
+
+_LIMITS: dict[Atom, tuple[int, int] | None] = {}
+
+
+def _limits(a: Atom) -> tuple[int, int] | None:
+    """The least and the most that an atom is, as numbers; None where that is not known."""
+    found = _LIMITS.get(a, _LIMITS)
+    if found is _LIMITS:
+        found = _LIMITS[a] = _computed_limits(a)
+    return found  # type: ignore[return-value]
+
+
+def _computed_limits(a: Atom) -> tuple[int, int] | None:
+    if isinstance(a, Sym):
+        return (a.low, LARGEST_SIZE) if a.low >= 0 else None
+    if isinstance(a, Axis):
+        return _below(a.extent)
+    if isinstance(a, Mod):
+        return _below(a.den)
+    if isinstance(a, Div):
+        num, den = interval(a.num), a.den.value or 1  # a divisor is at least 1
+        if num is None or a.den.value:
+            return None if num is None else (num[0] // den, num[1] // den)
+        return min(num[0], 0), max(num[1], 0)
+    if isinstance(a, MinMax):
+        x, y, pick = interval(a.a), interval(a.b), min if a.kind == "min" else max
+        return None if x is None or y is None else (pick(x[0], y[0]), pick(x[1], y[1]))
+    if isinstance(a, Value) and a.expr.op == "check":
+        return _below(a.expr.attr)
+    if isinstance(a, Value) and a.expr.op == "cast":  # of fewer bits
+        bits = {"bool": 1, "u8": 8, "i8": 7, "i16": 15, "i32": 31}.get(a.expr.args[0].dtype, 63)
+        return -(2**bits), 2**bits - 1
+    return -(2**63), 2**63 - 1
+
+
+def _below(extent: Index) -> tuple[int, int] | None:
+    most = interval(extent)
+    return None if most is None else (0, max(0, most[1] - 1))
 
 
 def determined(index: Index) -> frozenset[Axis]:

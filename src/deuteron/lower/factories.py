@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from deuteron.graph.random_ops import FEW
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
-from deuteron.ir.index import Index
+from deuteron.ir.index import Index, fits
 from deuteron.lower.access import flatten
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, is_dense, lowering, make
 from deuteron.lower.pointwise import scalar
@@ -75,7 +76,15 @@ def progression(ctx: LowerContext, start: Any, step: Any) -> Value:
         start, step = (int(x) if isinstance(x, float) else x for x in (start, step))
     if not isinstance(start, (float, Value)) and not isinstance(step, (float, Value)):
         first, by = ctx.size(start), ctx.size(step)
-        return make(ctx, shape, lambda idx: cast(index_value(idx[0] * by + first), dtype))
+
+        def number(idx: tuple[Index, ...]) -> Expr:
+            place = idx[0] * by + first
+            if by.value is None or first.value is None or fits(place):
+                return cast(index_value(place), dtype)
+            steps = op("mul", index_value(idx[0]), index_value(by))
+            return cast(op("add", steps, index_value(first)), dtype)
+
+        return make(ctx, shape, number)
     wide = "f64" if dtype == "f64" or ctx.fake().device.type == "cpu" else "f32"
 
     def element(idx: tuple[Index, ...]) -> Expr:
@@ -122,7 +131,37 @@ def randint64(ctx: LowerContext, seed: Value, stream: int, low: Any, high: Any, 
     first, count = ctx.size(low), ctx.size(high) - ctx.size(low)
 
     def element(idx: tuple[Index, ...]) -> Expr:
-        positive = op("bitwise_and", bits.at(idx), literal(2**63 - 1, "i64"))
-        return op("add", index_value(first), op("remainder", positive, index_value(count)))
+        n = count.value
+        place = few(bits.at(idx), index_value(count)) if n is None else below(bits.at(idx), n)
+        return op("add", index_value(first), place)
 
     return make(ctx, bits.shape, element)
+
+
+def few(bits: Expr, count: Expr) -> Expr:
+    """63 bits modulo a number that is far below 2^63."""
+    return op("remainder", op("bitwise_and", bits, literal(2**63 - 1, "i64")), count)
+
+
+def below(bits: Expr, n: int) -> Expr:
+    """`random_ops.below`: 64 bits, taken without a sign, modulo n < 2^64."""
+
+    def number(x: int) -> Expr:
+        return literal(x, "i64")
+
+    def reduced(x: Expr) -> Expr:
+        """x - n where x is not below n, as numbers without a sign."""
+        lowest = number(-(2**63))
+        over = op("ge", op("bitwise_xor", x, lowest), number(n ^ 2**63))
+        return op("where", over, op("sub", x, number(n)), x)
+
+    if n <= FEW:
+        return few(bits, number(n))
+    if n & (n - 1) == 0:
+        return op("bitwise_and", bits, number(n - 1))
+    if n > 2**63:
+        return reduced(bits)
+    half = op("bitwise_and", op("rshift", bits, number(1)), number(2**63 - 1))
+    rest = op("remainder", half, number(n))
+    last = op("bitwise_and", bits, number(1))
+    return reduced(op("add", op("add", rest, rest), last))

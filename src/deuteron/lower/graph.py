@@ -59,7 +59,7 @@ from deuteron.lower.core import (
     supported,
     whole_tensor,
 )
-from deuteron.lower.pointwise import broadcast, converted
+from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
 from deuteron.lower.symfloats import element, number_value
 
 # Products of matrices up to this many multiplications are generated, with what surrounds them.
@@ -257,8 +257,9 @@ class Driver:
             reason = f"{name} is not generated"
         if reason is None and f is not None:
             mark = len(ctx.defs)
+            given = self.numbers(node, args)
             try:
-                return self.lowered(node, f, self.moved(node, args), kwargs, val)
+                return self.lowered(node, f, self.moved(node, given), kwargs, val)
             except (Declined, E.WrongDtype) as d:
                 del ctx.defs[mark:]
                 reason = str(d)  # of a wrong dtype: eager's call says what it says in eager
@@ -309,6 +310,23 @@ class Driver:
                 return f"the number of elements is a sum of {terms(self.ctx, t)} products of sizes"
             devices.add(str(t.device))
         return f"tensors on {' and '.join(sorted(devices))}" if len(devices) > 1 else None
+
+    def numbers(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with numbers in place of tensors (`vmap` and `copy_` trace these) made tensors
+        without dimensions, but for operators whose promotion of types tells the two apart."""
+        if ops.packet(node.target) in WITH_NUMBERS:
+            return args
+        kinds = [str(a.type) for a in node.target._schema.arguments]  # type: ignore[union-attr]
+
+        def tensor(x: Any, kind: str) -> Any:
+            if "Tensor" not in kind or not isinstance(x, (bool, int, float, Index)):
+                return x
+            dtype = "bool" if isinstance(x, bool) else "i64"
+            if isinstance(x, float):
+                dtype = TORCH_DTYPES[torch.get_default_dtype()]
+            return make(self.ctx, (), lambda idx: scalar(x, dtype))
+
+        return tuple(tensor(x, kind) for x, kind in zip(args, kinds, strict=False))
 
     def moved(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with single CPU numbers brought to the device of the result."""

@@ -30,7 +30,7 @@ from deuteron.lower.access import (
     wrap,
     wrap_dim,
 )
-from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
+from deuteron.lower.core import TO_TORCH, TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, operand, scalar
 from deuteron.lower.positions import exact, inlined
 
@@ -433,6 +433,10 @@ def search(
     dtype = sorted_.dtype
     if isinstance(values, Value) and values.dtype != dtype:
         raise ctx.decline("values and boundaries of two types")
+    if not isinstance(values, Value):  # compared as torch compares a number with them
+        kind = bool if isinstance(values, bool) else float if isinstance(values, float) else int
+        if torch.result_type(torch.empty(1, dtype=TO_TORCH[dtype]), kind(1)) != TO_TORCH[dtype]:
+            raise ctx.decline("a number and boundaries of two types")
     out = TORCH_DTYPES[ctx.fake().dtype]
     wide = compute_dtype(dtype)
 

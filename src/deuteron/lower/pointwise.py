@@ -19,7 +19,7 @@ from torch._prims_common import elementwise_dtypes
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOAT8, FLOATS, Expr, cast, literal, op
+from deuteron.ir.expr import FLOAT8, FLOATS, HALF, Expr, cast, literal, op
 from deuteron.ir.index import Index, const
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 
@@ -47,7 +47,14 @@ def scalar(x: Any, dtype: str) -> Expr:
     return literal(x, dtype)
 
 
-def operand(x: Any, idx: Sequence[Index], dtype: str) -> Expr:
+def operand(
+    x: Any, idx: Sequence[Index], dtype: str, common: str | None = None, exactly: bool = False
+) -> Expr:
+    """An argument in `dtype`. In `common`, to which ATen promotes it, it is rounded first: a tensor
+    of dimensions, and with `exactly` numbers and tensors without any, which ATen's arithmetic of
+    half types takes as they are."""
+    if common in HALF and (exactly or isinstance(x, Value) and x.rank):
+        return cast(operand(x, idx, common), dtype)
     return cast(broadcast(x, idx), dtype) if isinstance(x, Value) else scalar(x, dtype)
 
 
@@ -65,16 +72,24 @@ def common_dtype(ctx: LowerContext, args: Sequence[Any]) -> str:
 
 
 def pointwise(
-    ctx: LowerContext, args: Sequence[Any], f: Callable[..., Expr], dtype: str | None = None
+    ctx: LowerContext,
+    args: Sequence[Any],
+    f: Callable[..., Expr],
+    dtype: str | None = None,
+    exactly: str | None = None,
 ) -> Value:
     """``f`` over broadcast arguments cast to `dtype` (default: compute dtype of the result), cast
-    to the result dtype."""
+    to the result dtype. `exactly`: the dtype to which all are rounded first, numbers too, of what
+    an error of its operands may turn into another value."""
     fake = ctx.fake()
     out = TORCH_DTYPES[fake.dtype]
     dtype = dtype or compute_dtype(out)
-    return make(
-        ctx, ctx.shape_of(fake), lambda idx: cast(f(*(operand(a, idx, dtype) for a in args)), out)
-    )
+    common = exactly or out
+
+    def element(idx: tuple[Index, ...]) -> Expr:
+        return cast(f(*(operand(a, idx, dtype, common, exactly is not None) for a in args)), out)
+
+    return make(ctx, ctx.shape_of(fake), element)
 
 
 def _simple(name: str) -> Callable[..., Value]:
@@ -153,6 +168,7 @@ BOOL_FORM = {
     "fmax": "logical_or",
     "fmin": "logical_and",
 }
+JUMPING = ("fmod", "remainder")  # where their operands differ by little
 INT_IDENTITY = ("floor", "ceil", "trunc", "round")
 
 
@@ -167,10 +183,26 @@ def _row(name: str) -> Callable[..., Value]:
             return pointwise(ctx, args, lambda x: x)
         if name == "abs" and out == "u8":
             return pointwise(ctx, args, lambda x: x)
+        if name == "nextafter":  # of the last bit of the type itself
+            return pointwise(ctx, args, lambda *xs: op(name, *xs), out, out)
+        if name in JUMPING:
+            return pointwise(ctx, args, lambda *xs: op(name, *xs), exactly=out)
         return pointwise(ctx, args, lambda *xs: op(name, *xs))
 
     return lower
 
+
+# Operators whose operands may be numbers, which promote more weakly than tensors do.
+WITH_NUMBERS = frozenset(
+    f"aten.{n}"
+    for n in (
+        *BINARY,
+        *("add", "sub", "rsub", "mul", "div", "floor_divide", "pow", "where", "ldexp", "lerp"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "clamp", "clamp_min", "clamp_max"),
+        *("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__"),
+        *("addcmul", "addcdiv", "bucketize", "searchsorted"),
+    )
+)
 
 for _n in UNARY + BINARY:
     lowering(f"aten.{_n}")(_row(_n))
@@ -196,7 +228,7 @@ def _comparison(name: str) -> Callable[..., Value]:
                 "ge": lambda x, y: op("logical_or", x, op("logical_not", y)),
             }
             return pointwise(ctx, (a, b), table[name], "bool")
-        return pointwise(ctx, (a, b), lambda x, y: op(name, x, y), compute_dtype(dtype))
+        return pointwise(ctx, (a, b), lambda x, y: op(name, x, y), compute_dtype(dtype), dtype)
 
     return lower
 
@@ -287,12 +319,16 @@ def div(ctx: LowerContext, a: Any, b: Any, *, rounding_mode: str | None = None) 
     if rounding_mode is None:
         return pointwise(ctx, (a, b), lambda x, y: op("div", x, y))
     name = {"floor": "floordiv", "trunc": "truncdiv"}[rounding_mode]
+    out = TORCH_DTYPES[ctx.fake().dtype]
+    if not isinstance(a, Value) or not a.rank:  # which ATen rounds, but no second number
+        number = operand(a, (), out)
+        a = make(ctx, (), lambda idx: number)
     return pointwise(ctx, (a, b), lambda x, y: op(name, x, y))
 
 
 @lowering("aten.floor_divide")
 def floor_divide(ctx: LowerContext, a: Any, b: Any) -> Value:
-    return pointwise(ctx, (a, b), lambda x, y: op("floordiv", x, y))
+    return div(ctx, a, b, rounding_mode="floor")
 
 
 @lowering("aten.pow")
@@ -315,6 +351,8 @@ def pow_(ctx: LowerContext, a: Any, b: Any) -> Value:
             -2.0: lambda x: op("reciprocal", op("mul", x, x)),
             0.0: lambda x: literal(1.0, x.dtype),
         }
+        if out == "f16" and not ctx.on_gpu():  # whose roots ATen takes as any power
+            del special[0.5], special[-0.5]
         if float(b) in special:
             return pointwise(ctx, (a,), special[float(b)])
     return pointwise(ctx, (a, b), lambda x, y: op("pow", x, y))

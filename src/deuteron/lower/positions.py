@@ -19,6 +19,7 @@ from deuteron.ir.index import (
     Axis,
     Index,
     const,
+    fits,
     floordiv,
     in_range,
     is_nonneg,
@@ -77,14 +78,16 @@ def exact(e: Expr) -> Index | None:
         if x.dtype in FLOATS:
             return fitted(e)
         i = exact(x)
-        fits = i is not None and (e.dtype == "i64" or e.dtype == "i32" and in_range(i, 2**31))
-        return i if fits else None
+        same = i is not None and (e.dtype == "i64" or e.dtype == "i32" and in_range(i, 2**31))
+        return i if same else None
     if e.dtype != "i64" or not e.args:
         return None
     args = [exact(a) for a in e.args]
     if any(a is None for a in args):
         return None
-    return _combined(e.op, [a for a in args if a is not None])
+    found = _combined(e.op, [a for a in args if a is not None])
+    # Integers of 64 bits wrap around: then the number is another than the index.
+    return found if found is not None and fits(found) else None
 
 
 def _combined(name: str, args: list[Index]) -> Index | None:

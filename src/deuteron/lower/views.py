@@ -645,7 +645,10 @@ def clone(ctx: LowerContext, x: Value, **kwargs: Any) -> Value:
 
 @lowering("aten.copy")
 def copy(ctx: LowerContext, x: Value, src: Value, non_blocking: bool = False) -> Value:
-    if argument(ctx, 0, "self").device != argument(ctx, 1, "src").device:
+    source = ctx.node.args[1] if ctx.node is not None else None  # or a number
+    if isinstance(source, torch.fx.Node) and (
+        argument(ctx, 0, "self").device != source.meta["val"].device
+    ):
         raise ctx.decline("copies between devices")
     without_gaps(ctx)
     value = make(ctx, x.shape, lambda idx: cast(broadcast(src, idx), x.dtype))

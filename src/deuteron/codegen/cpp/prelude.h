@@ -316,11 +316,11 @@ template <class T> D_FN T d_maximum(T a, T b) { T m = a > b ? a : b; return a !=
 template <class T> D_FN T d_minimum(T a, T b) { T m = a < b ? a : b; return a != a ? a : m; }
 
 //@ d_fmax
-// The other argument where one is NaN.
-template <class T> D_FN T d_fmax(T a, T b) { T m = a > b ? a : b; return b != b ? a : m; }
+// The other argument where one is NaN; the first of two zeros, as ATen's.
+template <class T> D_FN T d_fmax(T a, T b) { T m = a >= b ? a : b; return b != b ? a : m; }
 
 //@ d_fmin
-template <class T> D_FN T d_fmin(T a, T b) { T m = a < b ? a : b; return b != b ? a : m; }
+template <class T> D_FN T d_fmin(T a, T b) { T m = a <= b ? a : b; return b != b ? a : m; }
 
 //@ d_nextafter
 // Steps the bits as an integer: up where the step leads away from zero.
@@ -337,6 +337,24 @@ D_FN f64 d_nextafter(f64 x, f64 y) {
   u64 step = (x < y) == (x > 0.0) ? u + 1ull : u - 1ull;
   u64 first = (d_bits(y) & 0x8000000000000000ull) | 1ull;
   f64 r = x == 0.0 ? d_f64(first) : d_f64(step);
+  r = x == y ? y : r;
+  return x != x || y != y ? x + y : r;
+}
+
+//@ d_nextafter_f16
+D_FN f32 d_nextafter_f16(f32 x, f32 y) {
+  u32 u = d_store_f16(x), v = d_store_f16(y);
+  u32 step = (x < y) == (x > 0.0f) ? u + 1u : u - 1u;
+  f32 r = d_load_f16((u16)(x == 0.0f ? (v & 0x8000u) | 1u : step));
+  r = x == y ? y : r;
+  return x != x || y != y ? x + y : r;
+}
+
+//@ d_nextafter_bf16
+D_FN f32 d_nextafter_bf16(f32 x, f32 y) {
+  u32 u = d_store_bf16(x), v = d_store_bf16(y);
+  u32 step = (x < y) == (x > 0.0f) ? u + 1u : u - 1u;
+  f32 r = d_load_bf16((u16)(x == 0.0f ? (v & 0x8000u) | 1u : step));
   r = x == y ? y : r;
   return x != x || y != y ? x + y : r;
 }

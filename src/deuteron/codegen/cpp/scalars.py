@@ -70,6 +70,7 @@ _EXACT = frozenset(
         "trunc",
         "round",
         "copysign",
+        "nextafter",
     )
 )
 
@@ -208,6 +209,8 @@ def _operation(name: str, args: list[str], operand: str, used: set[str]) -> str:
         return f"__builtin_copysign{suffix}({args[0]}, {args[1]})"
     if name == "fma":
         return f"__builtin_fma{suffix}({args[0]}, {args[1]}, {args[2]})"
+    if name == "nextafter" and operand in HALF:
+        return _call(f"{name}_{operand}", args, used)
     return _call(name, args, used)
 
 

@@ -97,7 +97,8 @@ def _fused(em: Emitter, node: Expr) -> str | None:
         return None
     a, b, c = (em.value(x) for x in (*product.args, other))
     if node.op == "sub":
-        a, c = (f"-{a}", c) if product is node.args[1] else (a, f"-{c}")
+        # Triton's own minus takes it from a positive zero, which makes that of a zero positive.
+        a, c = (f"{a} * -1.0", c) if product is node.args[1] else (a, f"{c} * -1.0")
     return f"tl.fma({a}, {b}, {c})"
 
 

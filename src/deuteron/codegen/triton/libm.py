@@ -64,6 +64,10 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     tanh_fast,
     whole,
 )
+from deuteron.codegen.triton.last_bits import (  # noqa: F401 - kernels call them by this module
+    nextafter_half,
+    signbit,
+)
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     add_combine,
     apart,
@@ -259,14 +263,6 @@ def fmin(a, b):
 def sign(x):
     """0 for NaN, as ATen's."""
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
-
-
-@triton.jit
-def signbit(x):
-    if x.dtype == tl.float32:
-        return x.to(tl.int32, bitcast=True) < 0
-    else:
-        return x.to(tl.int64, bitcast=True) < 0
 
 
 @triton.jit

@@ -107,6 +107,10 @@ def literal(value: Any, dtype: str, typed: bool = False) -> str:
         text = "True" if value else "False"
     elif dtype in FLOATS:
         value = float(value)
+        if value == 0 and math.copysign(1.0, value) < 0:  # Triton forgets the sign of a zero
+            bits = f"tl.int{8 * ITEMSIZE[dtype]}"
+            lowest = -(2 ** (8 * ITEMSIZE[dtype] - 1))
+            return f"tl.full([], {lowest}, {bits}).to({TYPE[dtype]}, bitcast=True)"
         if math.isnan(value):
             text = 'float("nan")'
         elif math.isinf(value):
@@ -156,6 +160,8 @@ def inlines(name: str, operand: str, position: int, value: Any, other_is_literal
 
 def operation(name: str, dtype: str, args: list[str], operand: str) -> str:
     """One scalar operation; `operand` is the arguments' dtype (of the last one for `where`)."""
+    if operand in HALF and name == "nextafter":
+        return f"libm.nextafter_half({', '.join(args)})"
     if operand in HALF and name not in SAME:
         args = [f"{a}.to(tl.float32)" for a in args]
         text = _operation(name, args, "f32")
@@ -220,8 +226,8 @@ def _integer(name: str, args: list[str], dtype: str) -> str:
             return f"libm.int_truncdiv({', '.join(args)})"
         case "neg":
             return f"-{args[0]}"
-        case "bitwise_not":
-            return f"~{args[0]}"
+        case "bitwise_not":  # the interpreter has no ones of all bits without a sign
+            return f"{args[0]} ^ 255" if dtype == "u8" else f"~{args[0]}"
         case "abs":
             return args[0] if dtype == "u8" else f"tl.abs({args[0]})"
         case "maximum" | "fmax":

@@ -1,0 +1,103 @@
+"""What eager refuses for the dtypes of its operands, and torch's fake kernels let pass.
+
+In: the rule of an operator, or none. Out: a rule that raises what eager raises. Nothing here says
+which dtypes an operator takes: where those of a call are unusual, eager itself is asked, with
+tensors of one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from deuteron.graph.edit import outside_of_modes
+
+Rule = Callable[..., Any]
+
+# Operator -> which arguments must be of kindred dtypes. Products of integers are asked about, too:
+# a GPU has none.
+PRODUCTS: dict[str, tuple[int, ...]] = {
+    "aten.mm.default": (0, 1),
+    "aten.bmm.default": (0, 1),
+    "aten.mv.default": (0, 1),
+    "aten.dot.default": (0, 1),
+    "aten.vdot.default": (0, 1),
+    "aten.addmm.default": (0, 1, 2),
+    "aten.addmv.default": (0, 1, 2),
+    "aten.addbmm.default": (0, 1, 2),
+    "aten.baddbmm.default": (0, 1, 2),
+    "aten.convolution.default": (0, 1, 2),
+    "aten._prelu_kernel.default": (0, 1),
+    "aten.linalg_cross.default": (0, 1),
+    "aten.lerp.Scalar": (0, 1),
+    "aten.lerp.Tensor": (0, 1, 2),
+}
+OTHERS: dict[str, tuple[int, ...]] = {
+    "aten.native_layer_norm.default": (0, 2, 3),
+    "aten.native_group_norm.default": (0, 1, 2),
+    "aten.native_batch_norm.default": (0, 1, 2, 3, 4),
+    "aten._native_batch_norm_legit.default": (0, 1, 2, 3, 4),
+    "aten._native_batch_norm_legit_functional.default": (0, 1, 2, 3, 4),
+    "aten._native_batch_norm_legit_no_training.default": (0, 1, 2, 3, 4),
+    "aten._batch_norm_with_update.default": (0, 1, 2, 3, 4),
+    "aten._batch_norm_with_update_functional.default": (0, 1, 2, 3, 4),
+    "aten._batch_norm_no_update.default": (0, 1, 2, 3, 4),
+    "aten.index_add.default": (0, 3),
+    "aten.index_copy.default": (0, 3),
+    "aten.index_put.default": (0, 2),
+}
+OPERANDS = PRODUCTS | OTHERS
+
+
+class Refused(RuntimeError):
+    """Eager's own message."""
+
+
+def as_eager_refuses(target: Any, rule: Rule | None) -> Rule:
+    """`rule`, which first raises what eager raises for such dtypes."""
+    places, product = OPERANDS[str(target)], str(target) in PRODUCTS
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        operands = [args[k] for k in places if k < len(args) and isinstance(args[k], Tensor)]
+        dtypes = {t.dtype for t in operands}
+        whole = product and not all(d.is_floating_point or d.is_complex for d in dtypes)
+        if len(dtypes) > 1 or whole:
+            ask(target, args, kwargs)
+        return NotImplemented if rule is None else rule(*args, **kwargs)
+
+    return wrapped if rule is None else wraps(rule)(wrapped)
+
+
+def ask(target: Any, args: Any, kwargs: Any) -> None:
+    """Runs eager's operator on tensors of one element with these dtypes; raises what it raises of
+    their dtypes. What it says of anything else says nothing of the real ones."""
+
+    def small(t: Tensor) -> Tensor:
+        kind = t.device.type if t.device.type != "meta" else "cpu"
+        return torch.zeros([1] * t.dim(), dtype=t.dtype, device=kind)
+
+    def number(n: Any) -> Any:
+        return 1 if isinstance(n, torch.SymInt) or type(n) is int and n > 1 else n
+
+    with outside_of_modes():
+        given = tree_map_only(Tensor, small, (args, kwargs))
+        given = tree_map_only((int, torch.SymInt), number, given)
+        try:
+            with torch.no_grad():
+                target(*given[0], **given[1])
+        except RuntimeError as e:  # NotImplementedError, too
+            if of_dtypes(str(e)):
+                raise Refused(str(e)) from None
+
+
+def of_dtypes(message: str) -> bool:
+    words = ("dtype", "scalar type", "not implemented for", "same type")
+    return any(w in message for w in words)
+
+
+__all__ = ["OPERANDS", "Refused", "as_eager_refuses"]
