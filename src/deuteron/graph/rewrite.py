@@ -19,6 +19,7 @@ from deuteron.graph import ops
 from deuteron.graph.aliasing import Aliasing
 from deuteron.graph.convolutions import rewrite_convolutions
 from deuteron.graph.cse import merge_common
+from deuteron.graph.devices import move_constructors
 from deuteron.graph.edit import Editor
 from deuteron.graph.epilogues import join_activations
 from deuteron.graph.layout import channels_last
@@ -32,6 +33,7 @@ def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
     first."""
     before = len(gm.graph.nodes)
     with record.timed("graph rewrites"):
+        move_constructors(gm, record)
         applied = apply_rows(gm)
         merged = merge_common(gm)
         remove_dead(gm.graph)
