@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.capture import decompositions, fourier, pointwise, results, strides
+from deuteron.capture import decompositions, fourier, pointwise, refusals, results, strides
 from deuteron.graph import ops
 from tests.capture.helpers import Traced, fresh, tensors
 
@@ -211,6 +211,7 @@ def test_tables_name_what_exists():
     for name in decompositions.FURTHER + decompositions.RANDOM:
         assert any(t in table for t in ops.resolved((name,))), name
     own = {*pointwise.NAMES, *pointwise.LOOPS, *strides.RULES, *fourier.RULES, *results.RULES}
+    own |= {*refusals.OPERANDS}  # rules that only look at dtypes
     for name in own:
         assert list(ops.resolved((name,))), name
     for name in decompositions.WHOLE:
