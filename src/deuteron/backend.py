@@ -32,6 +32,7 @@ from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture import decompositions
 from deuteron.capture.partition import partition
+from deuteron.capture.refusals import check_in_place
 from deuteron.capture.regenerated import views_of_inputs
 from deuteron.graph import random
 from deuteron.graph.edit import Editor
@@ -254,6 +255,7 @@ def compiled(
     """The callable of what Dynamo captured, compiled by AOTAutograd and Deuteron."""
     from torch._dynamo.backends.common import aot_autograd
 
+    check_in_place(gm)
     aot = aot_autograd(
         fw_compiler=functools.partial(session.compile, phase="forward"),
         bw_compiler=functools.partial(session.compile, phase="backward"),

@@ -26,6 +26,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]]
     "index_add": (lambda x, y: x.index_add(1, torch.tensor([0, 2]), y), (2, 5), (2, 2)),
     "index_put": (lambda x, y: x.index_put((torch.tensor([1, 0]),), y), (5,), (2,)),
     "add_": (lambda x, y: x.clone().add_(y), (5,), (5,)),
+    "mul_": (lambda x, y: x.clone().mul_(y), (5,), (5,)),
+    "a number": (lambda x, y: x.clone().mul_(y).mul_(2.5), (5,), (5,)),
+    "cross": (torch.linalg.cross, (4, 3), (4, 3)),
+    "cross entropy": (lambda x, y: F.binary_cross_entropy(x.sigmoid(), y), (5,), (5,)),
+    "a number less truths": (lambda x, y: x - y.bool(), (5,), (5,)),
     "a difference of truths": (lambda x, y: x.bool() - y.bool(), (5,), (5,)),
 }
 

@@ -7,12 +7,13 @@ tensors of one element.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from deuteron.graph.edit import outside_of_modes
@@ -34,6 +35,8 @@ PRODUCTS: dict[str, tuple[int, ...]] = {
     "aten.convolution.default": (0, 1, 2),
     "aten._prelu_kernel.default": (0, 1),
     "aten.linalg_cross.default": (0, 1),
+    "aten.binary_cross_entropy.default": (0, 1, 2),
+    "aten.nll_loss_forward.default": (0, 2),
     "aten.lerp.Scalar": (0, 1),
     "aten.lerp.Tensor": (0, 1, 2),
 }
@@ -47,11 +50,15 @@ OTHERS: dict[str, tuple[int, ...]] = {
     "aten._batch_norm_with_update.default": (0, 1, 2, 3, 4),
     "aten._batch_norm_with_update_functional.default": (0, 1, 2, 3, 4),
     "aten._batch_norm_no_update.default": (0, 1, 2, 3, 4),
+    "aten.sub.Tensor": (0, 1),
     "aten.index_add.default": (0, 3),
     "aten.index_copy.default": (0, 3),
     "aten.index_put.default": (0, 2),
 }
 OPERANDS = PRODUCTS | OTHERS
+LENGTHS = {"aten.linalg_cross.default": 3}  # of each dimension, where one element says nothing
+# Methods whose results torch's own rules cast to what they are written to, whatever they are.
+IN_PLACE = ("mul_", "addcmul_", "addcdiv_", "__imul__")
 
 
 class Refused(RuntimeError):
@@ -77,16 +84,20 @@ def ask(target: Any, args: Any, kwargs: Any) -> None:
     """Runs eager's operator on tensors of one element with these dtypes; raises what it raises of
     their dtypes. What it says of anything else says nothing of the real ones."""
 
+    length = LENGTHS.get(str(target), 1)
+
     def small(t: Tensor) -> Tensor:
         kind = t.device.type if t.device.type != "meta" else "cpu"
-        return torch.zeros([1] * t.dim(), dtype=t.dtype, device=kind)
+        return torch.zeros([length] * t.dim(), dtype=t.dtype, device=kind)
 
     def number(n: Any) -> Any:
+        if isinstance(n, torch.SymFloat):
+            return 1.0
         return 1 if isinstance(n, torch.SymInt) or type(n) is int and n > 1 else n
 
     with outside_of_modes():
         given = tree_map_only(Tensor, small, (args, kwargs))
-        given = tree_map_only((int, torch.SymInt), number, given)
+        given = tree_map_only((int, torch.SymInt, torch.SymFloat), number, given)
         try:
             with torch.no_grad():
                 target(*given[0], **given[1])
@@ -95,9 +106,28 @@ def ask(target: Any, args: Any, kwargs: Any) -> None:
                 raise Refused(str(e)) from None
 
 
+def check_in_place(gm: fx.GraphModule) -> None:
+    """Raises what eager raises of the dtypes of products that are written in place, in a graph of
+    Dynamo's."""
+    for n in gm.graph.nodes:
+        if n.op == "call_method" and n.target in IN_PLACE:
+            target = getattr(Tensor, n.target)
+        elif n.target is operator.imul:
+            target = n.target
+        else:
+            continue
+        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: a.meta.get("example_value"))
+        into = args[0]
+        others = [x for x in args[1:] if isinstance(x, (Tensor, float, torch.SymFloat))]
+        if isinstance(into, Tensor) and not into.dtype.is_complex and others:
+            if any(getattr(x, "dtype", None) != into.dtype for x in others):
+                ask(target, args, kwargs)
+
+
 def of_dtypes(message: str) -> bool:
-    words = ("dtype", "scalar type", "not implemented for", "same type")
+    words = ["dtype", "scalar type", "not implemented for", "same type", "cast to the desired"]
+    words += ["Subtraction", "Integer division", "but expected"]
     return any(w in message for w in words)
 
 
-__all__ = ["OPERANDS", "Refused", "as_eager_refuses"]
+__all__ = ["OPERANDS", "Refused", "as_eager_refuses", "check_in_place"]
