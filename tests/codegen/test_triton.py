@@ -19,9 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deuteron.base.options import Options
+from deuteron.codegen.triton import tiling
+from deuteron.codegen.triton.generate import generate
 from tests.codegen.test_cpp_fuzz import Maker
 from tests.interpreting import reported
-from tests.schedule.tools import scheduled
+from tests.schedule.tools import scheduled, spec_of
 
 SCRIPT = Path(__file__).with_name("triton_cases.py")
 spec = importlib.util.spec_from_file_location("triton_cases", SCRIPT)
@@ -167,3 +169,31 @@ def test_random_kernels_build(tmp_path: Path) -> None:
 def test_windows_are_written_out() -> None:
     source = cases.build("pooling_window")[1].source
     assert "RBLOCK" not in source and "for " not in source
+
+
+@pytest.mark.parametrize(("channels", "stages"), [(8, False), (16, False), (128, True)])
+def test_short_runs_of_memory_are_not_pipelined(
+    channels: int, stages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of channels-last images: each pixel's channels would be a copy to shared memory."""
+    monkeypatch.setattr(tiling, "ROW_LIMIT", 1024)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.unflatten(1, (-1, channels))
+        return y - y.mean((2, 3, 4), keepdim=True)
+
+    x = torch.randn(2, 4 * channels, 24, 24).to(memory_format=torch.channels_last)
+    (kernel,) = scheduled(f, x, device="H200", check=False).kernels
+    made = generate(kernel, spec_of("H200"), Options())
+    assert any(c.num_stages > 1 for c in made.configs) == stages
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "width"), [(2048, 768, 256), (65536, 768, 64), (2048, 100, 64)]
+)
+def test_short_column_sums_have_few_programs(rows: int, columns: int, width: int) -> None:
+    x, y = torch.randn(rows, columns), torch.randn(rows, columns)
+    found = scheduled(lambda x, y: ((x * y).sum(0), y.sum(0)), x, y, device="H200", check=False)
+    kernel = found.kernels[0]
+    first = generate(kernel, spec_of("H200"), Options()).configs[0]
+    assert next(v for k, v in first.constexprs if k.startswith("RBLOCK")) == width

@@ -76,9 +76,7 @@ def destination(node: fx.Node) -> torch.device | None:
     return None if out.device.type in ("cpu", "meta") else out.device
 
 
-def closure(
-    editor: Editor, source: fx.Node, known: dict[fx.Node, bool]
-) -> list[fx.Node] | None:
+def closure(editor: Editor, source: fx.Node, known: dict[fx.Node, bool]) -> list[fx.Node] | None:
     """`source` and what it is made of, in the graph's order; None where something of it must stay
     on the CPU."""
     found: dict[fx.Node, None] = {}

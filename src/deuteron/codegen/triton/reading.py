@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from deuteron.codegen.loops import Loops, points, roots_of, stride, unique_nodes
 from deuteron.codegen.triton.turn import ragged
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Value, hint, product
+from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.ir.program import Layout
 
 # Blocks for what is the same in them have at least so many elements.
@@ -165,3 +165,40 @@ def steady_block(loops: Loops, r: Sequence[Axis]) -> int:
             found = math.gcd(found, product(axis.extent for axis in r[used[0] + 1 :]).value or 1)
     most = found & -found
     return most if most >= LEAST_STEADY else 0
+
+
+# Bytes of a run of memory below which a pipeline does not pay: each run is a copy of its own to
+# shared memory. H200, group norm of channels-last bf16, 384 groups of 8 channels and 3136 pixels
+# (runs of 16 bytes), us: 430 with three stages, 33 with one.
+LEAST_RUN = 128
+
+
+def uneven(loops: Loops) -> bool:
+    """Whether what most is read of has lines that start at no multiple of 16 bytes, or comes in
+    short runs of memory (of a row; those of a chunk's rows lie side by side)."""
+    near = loops.reduced if loops.chunk is None else (*loops.parallel, *loops.reduced)
+    axes = (*loops.parallel, *loops.reduced)
+    for a in loops.accesses:
+        inner = [x for x in axes if stride(a.address, x) == 1]
+        if a.store or not inner or 2 * points(a.address, axes) <= size(axes):
+            continue
+        run = run_of(a.address, near)
+        if run * a.itemsize < LEAST_RUN and points(a.address, near) > run:
+            return True
+        rest = a.address - inner[-1].index
+        if any(
+            not any(isinstance(f, Sym) for f in m) and c * a.itemsize % 16 for m, c in rest.terms
+        ):
+            return True
+    return False
+
+
+def run_of(address: Index, axes: Sequence[Axis]) -> int:
+    """Elements that lie side by side in memory, of those that the axes walk over."""
+    run, left = 1, list(axes)
+    while True:
+        found = next((x for x in left if hint(x.extent) > 1 and stride(address, x) == run), None)
+        if found is None:
+            return run
+        left.remove(found)
+        run *= hint(found.extent)
