@@ -10,7 +10,6 @@ Nothing of the user's (file names, source lines) leaves the comments and strings
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Sequence
@@ -22,11 +21,21 @@ import torch
 from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
 from deuteron.codegen.products import Product, product_of
+from deuteron.codegen.results import PLAIN, comparison, looked_at, relied_on
 from deuteron.codegen.segments import Address, Launches, Segment
 from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const
-from deuteron.ir.program import Constant, Extern, Input, Layout, Output, Program, ViewArg
+from deuteron.ir.program import (
+    Constant,
+    Extern,
+    Input,
+    Layout,
+    Output,
+    Program,
+    ViewArg,
+    names_in,
+)
 from deuteron.memory.into import out_variant
 from deuteron.memory.plan import KEPT, POOLED, MemoryPlan, span
 from deuteron.schedule.kernel import Kernel, Schedule
@@ -85,6 +94,10 @@ class Writer:
             "main",
             "donated",
         }
+        self.checks = list(program.checks)
+        self.relied = relied_on(program, schedule)
+        # Results whose sizes are not all known: variable, those sizes, lines.
+        self.unsettled: list[tuple[str, set[str], list[str]]] = []
         self.dead: list[str] = []
         self.open: Segment | None = None
         self.count = 0
@@ -151,8 +164,7 @@ class Writer:
 
     def ready(self, name: str) -> bool:
         """Whether a size that is computed from others can be computed now."""
-        names = {n.id for n in ast.walk(ast.parse(self.waiting[name])) if isinstance(n, ast.Name)}
-        return names <= self.known | {"math", "torch", "min", "max", "abs", "int", "float", "round"}
+        return names_in(self.waiting[name]) <= self.known
 
     # -- the whole --------------------------------------------------------------------------------
     def write(self) -> Emitted:
@@ -216,6 +228,7 @@ class Writer:
                 continue
             names.append(f"space_{self.arena(device)}")
             names += [v for (d, _), v in self.views.items() if d == device]
+        self.unsettled = [x for x in self.unsettled if x[0] not in names]
         if self.open is None:
             self.dead += names
         else:
@@ -263,6 +276,15 @@ class Writer:
         for name in [n for n in self.waiting if self.ready(n)]:
             self.line(f"{name} = {self.waiting.pop(name)}")
             self.known.add(name)
+        for c in [c for c in self.checks if names_in(c.condition) <= self.known]:
+            self.checks.remove(c)
+            self.line(f"if not {c.condition}:")
+            seen = "".join(f", {n}={n}" for n in sorted(names_in(c.condition)))
+            self.line(f"    refuse({c.message!r}, {c.where!r}{seen})")
+        for x in [x for x in self.unsettled if x[1] <= self.known]:  # after the program's own words
+            self.unsettled.remove(x)
+            for text in x[2]:
+                self.line(text)
 
     def workspace(self, device: str) -> None:
         k = self.arena(device)
@@ -422,8 +444,12 @@ class Writer:
         to = ", ".join(names) + ("," if len(names) == 1 and not flat else "")
         if flat:
             self.add(f"{to} = {operator}(", args, ")")
-        else:
+        elif d.op.startswith(PLAIN) or d.op in self.program.callables:
             self.add(f"{to} = leaves({operator}(", args, "))")
+        else:
+            where = next((o.line for o in d.origins if o.line), "")
+            tail = f")), {len(names)}, {d.op!r}, {where!r})"
+            self.add(f"{to} = exactly(leaves({operator}(", args, tail)
         self.results(d)
 
     def product(self, d: Extern) -> bool:
@@ -477,14 +503,13 @@ class Writer:
             size = d.sizes[k] if d.sizes else None
             if size is not None:
                 self.known.add(size.name)
-        self.compute_sizes()
         for k, n in enumerate(d.names):
-            lay = d.layouts[k]
-            if n is None or lay is None or (d.aliases and d.aliases[k] is not None):
-                continue
-            if lay.strides and lay.dtype in ITEMSIZE:
+            if n is not None and looked_at(d, k):
                 v = self.variable(n)
-                self.line(f"{v} = as_traced({v}, {sizes_text(lay.strides)})")
+                lay = self.schedule.layouts[n]
+                needs = {s.name for i in (*lay.shape, *lay.strides) for s in i.syms()}
+                self.unsettled.append((v, needs, comparison(d, k, v, n in self.relied)))
+        self.compute_sizes()
 
     def flat(self, d: Extern) -> bool:
         """Whether the operator returns its tensors directly, not in lists."""

@@ -50,7 +50,7 @@ DTYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", 
 ITEMSIZE = dict(zip(DTYPES, (1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1)))
 # Tensors of these are only moved and handed to library calls.
 ITEMSIZE.update(
-    dict(complex32=4, complex64=8, complex128=16, uint16=2, uint32=4, uint64=8)
+    dict(complex32=4, complex64=8, complex128=16, uint16=2, uint32=4, uint64=8, quantized=1)
     | {f"float8_{k}": 1 for k in ("e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
 )
 HALF = ("f16", "bf16")
