@@ -112,6 +112,16 @@ def two_words(x: torch.Tensor) -> torch.Tensor:
     return x + k
 
 
+def later(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """Intermediate tensors of a size that is told late."""
+    k = n.sum().item()
+    torch._check(k >= 1)
+    torch._check(k <= x.shape[0])
+    y = x[:k].sin() * 2
+    w = (y + y.sort().values).cumsum(0)
+    return (w.exp() / w.exp().sum()).sort().values + 1
+
+
 X = torch.arange(6.0) + 1
 ROWS: dict[str, tuple[Callable[..., Any], list[Inputs], list[Inputs]]] = {
     "five": (
@@ -144,6 +154,9 @@ ROWS: dict[str, tuple[Callable[..., Any], list[Inputs], list[Inputs]]] = {
     "made": (
         made, [(X, tensor([3, 2])), (X, tensor([2, 0]))],
         [(X, tensor([1, 0])), (X, tensor([7, 7]))]),
+    "later": (
+        later, [(X, tensor([3, 2])), (X, tensor([1, 0]))],
+        [(X, tensor([3, 4])), (X, tensor([0, 0]))]),
     "positive": (positive, [(X,)], [(-X,)]),
     "flag": (flag, [(X,)], [(X - 2,)]),
     "two_words": (two_words, [(tensor([1, 5]),)], [(tensor([1, 2]),), (tensor([1, 3]),)]),
@@ -174,6 +187,30 @@ def test_asserted(name: str) -> None:
         for inputs in right:  # afterwards all is as before
             for a, b in zip(tree_leaves(f(*inputs)), tree_leaves(compiled(*inputs)), strict=True):
                 torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("split", (False, True))
+def test_gradients(split: bool) -> None:
+    """Sizes that data decides, in backward graphs."""
+
+    def f(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        if split:
+            a, b = n.tolist()
+            u, v = torch.split(x * w, [a, b])
+            return u.sin().sum() + (v * v).sum()
+        y = x[(x > 2).nonzero().squeeze(1)] * w
+        return (y * y).sum() + y.exp().mean()
+
+    settings = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    torch._dynamo.reset()
+    found = []
+    with torch._dynamo.config.patch(settings):
+        for g in (f, torch.compile(f, backend="deuteron", fullgraph=True)):
+            x, w = (X / 2).requires_grad_(), tensor(1.5, requires_grad=True)
+            out = g(x, w, tensor([2, 4]))
+            found.append((out.detach(), *torch.autograd.grad(out, (x, w))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a)
 
 
 def test_values_are_told() -> None:

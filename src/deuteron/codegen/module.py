@@ -398,7 +398,10 @@ class Writer:
         """Where in the user's code the segment's loaded indices come from."""
         kernels = {s.name: s for s in self.schedule.steps if isinstance(s, Kernel)}
         found = [o for n in seg.checked for o in kernels[n].origins]
-        words = ("index", "gather", "scatter", "embedding", "select", "take", "put")
+        words = (
+            *("index", "gather", "scatter", "embedding", "select", "take", "put"),
+            *("div", "remainder", "fmod"),
+        )
         some = [o for o in found if any(w in o.op for w in words)] or found
         return "; ".join(dict.fromkeys(f"{o.op} at {o.line}" if o.line else o.op for o in some))
 
@@ -618,8 +621,7 @@ class Writer:
     # -- the text ---------------------------------------------------------------------------------
     def layout(self) -> list[str]:
         """The function that places the workspace for given sizes, and its use in ``call``."""
-        names = ", ".join(s.name for s in self.symbols)
-        out = [f"def layout({names}):"]
+        out: list[str] = []
         results: list[str] = []
         for device, arena in self.plan.arenas.items():
             k = self.arena(device)
@@ -634,7 +636,10 @@ class Writer:
             results.append(name)
         out.append(f"    return ({''.join(r + ', ' for r in results).rstrip()})")
         at = self.lines.index("LAYOUT")
-        use = [f"sizes = ({''.join(s.name + ', ' for s in self.symbols).rstrip()})"]
+        named = set(re.findall(r"\w+", "\n".join(out)))
+        sizes = [s.name for s in self.symbols if s.name in named]  # not numbers that are no sizes
+        out.insert(0, f"def layout({', '.join(sizes)}):")
+        use = [f"sizes = ({''.join(n + ', ' for n in sizes).rstrip()})"]
         use += ["found = LAYOUTS.get(sizes)", "if found is None:"]
         use += ["    found = remember(LAYOUTS, sizes, layout)"]
         if results:

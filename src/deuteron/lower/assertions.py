@@ -78,14 +78,17 @@ def bind(
     return sizes
 
 
-def given(ctx: LowerContext, node: fx.Node, x: Any, dim: int | None = None) -> str | None:
+def given(
+    ctx: LowerContext, node: fx.Node, x: Any, own: bool, dim: int | None = None
+) -> str | None:
     """The name by which a number of the inputs is read, where torch has put another in its place:
-    sizes that Dynamo was told not to guard on (``mark_unbacked``)."""
+    sizes that Dynamo was told not to guard on (``mark_unbacked``). `own`: whether what torch has put
+    there is told by the very same number."""
     raw = getattr(x.node, "_expr", None) if isinstance(x, torch.SymInt) else None
     if raw is None or not getattr(raw, "is_Symbol", False) or not is_unbacked(raw.name):
         return None
     env = x.node.shape_env
-    if raw.name in ctx.sourced or env.replacements.get(raw) is None:
+    if own or raw.name in ctx.sourced or env.replacements.get(raw) is None:
         return None
     name = _named(ctx, raw, env)
     ctx.sourced.add(name)

@@ -144,6 +144,7 @@ class LowerContext:
     sourced: set[str] = field(default_factory=set)  # sizes whose value has a source by now
     guarded: set[str] = field(default_factory=set)  # those of inputs that Dynamo guards
     quantized: set[fx.Node] = field(default_factory=set)  # see `lower.quantized`
+    hosted: dict[str, Sym] = field(default_factory=dict)  # element in memory -> the number it is
     told: dict[fx.Node, str] = field(default_factory=dict)  # numbers as text: see `lower.numbers`
     dims: dict[Any, str] = field(default_factory=dict)  # (tensor, dimension) -> the size it tells
     # See `lower.assertions`: (order, node, check), and those that torch takes for granted.

@@ -61,7 +61,7 @@ from deuteron.lower.core import (
 )
 from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
 from deuteron.lower.quantized import quantized
-from deuteron.lower.symfloats import element, number_value
+from deuteron.lower.symfloats import element, in_memory, number_value
 
 # Products of matrices up to this many multiplications are generated, with what surrounds them.
 SMALL_PRODUCT = 32**3
@@ -203,7 +203,8 @@ class Driver:
                         self.sizes.setdefault(sym, (kind, self.position, d))
                         assertions.sourced(ctx, sym.name)
             for d, n in enumerate(val.shape):
-                raw = assertions.given(ctx, node, n, d)
+                own = ("shape", self.position, d) in (self.sizes.get(s) for s in ctx.size(n).syms())
+                raw = assertions.given(ctx, node, n, own, d)
                 if raw is not None:
                     self.sizes[Sym(raw, 0)] = ("shape", self.position, d)
             return ctx.load(name)
@@ -213,7 +214,8 @@ class Driver:
                 if size is as_index_of(sym):
                     self.sizes[sym] = ("int", self.position, 0)
                     assertions.sourced(ctx, sym.name)
-            raw = assertions.given(ctx, node, val)
+            own = any(size is as_index_of(s) for s in size.syms())
+            raw = assertions.given(ctx, node, val, own)
             if raw is not None:
                 ctx.told[node] = raw
                 self.sizes[Sym(raw, 0)] = ("int", self.position, 0)
@@ -371,6 +373,9 @@ class Driver:
 
     def to_device(self, x: Value, device: torch.device) -> Value:
         ctx = self.ctx
+        number = ctx.hosted.get(whole_tensor(x) or "")
+        if number is not None:
+            return in_memory(ctx, number, x.dtype, str(device))
         name = ctx.fresh_name("moved")
         layout = ctx.default_layout(x, str(device))
         ctx.add(

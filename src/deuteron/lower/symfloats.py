@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
-from deuteron.ir.index import atom
+from deuteron.ir.index import Sym, atom
 from deuteron.ir.program import Extern, Layout
 from deuteron.lower import numbers
 from deuteron.lower.core import Declined, LowerContext, Value, make
@@ -83,13 +83,19 @@ def hosted(ctx: LowerContext, node: fx.Node, dtype: str) -> Value:
     except numbers.NoText as e:
         raise ctx.decline(f"a number that is computed by {e}") from None
     sym = ctx.symbols.number(text)
-    name = ctx.fresh_name(node.name)
-    layout = Layout((), (), dtype, "cpu")
-    settings = (("dtype", torch.bool if dtype == "bool" else torch.float64),)
-    reason = "a number that is computed as Python does"
+    ctx.told[node] = sym.name
+    return in_memory(ctx, sym, dtype, "cpu")
+
+
+def in_memory(ctx: LowerContext, sym: Sym, dtype: str, device: str) -> Value:
+    """A number as an element in memory of a device."""
+    name = ctx.fresh_name("number")
+    kind = torch.bool if dtype == "bool" else torch.float64
+    settings = (("dtype", kind), ("device", torch.device(device)))
+    layout, reason = Layout((), (), dtype, device), "a number that is computed as Python does"
     made = Extern((name,), "aten.scalar_tensor.default", (atom(sym),), settings, (layout,))
     ctx.add(replace(made, origins=ctx.origins(), reason=reason))
-    ctx.told.setdefault(node, sym.name)
+    ctx.hosted[name] = sym
     return ctx.load(name)
 
 
@@ -157,4 +163,4 @@ def _truth(ctx: LowerContext, e: Any) -> Expr:
     raise ctx.decline(f"a truth value that is computed by {kind}")
 
 
-__all__ = ["element", "number_value"]
+__all__ = ["element", "in_memory", "number_value"]

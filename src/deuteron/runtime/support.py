@@ -157,6 +157,10 @@ class IndexOutOfRange(DeuteronError, IndexError):
     """An index that the program loaded from a tensor is outside the tensor that it indexes."""
 
 
+class DivisionByZero(DeuteronError):
+    """A whole number is divided by 0 on the CPU, where eager raises a RuntimeError."""
+
+
 class AccessError(DeuteronError):
     """A generated kernel loads or stores outside of a tensor (found by ``check_accesses``)."""
 
@@ -164,6 +168,7 @@ class AccessError(DeuteronError):
 __all__ = [
     "HOOKED",
     "AccessError",
+    "DivisionByZero",
     "IndexOutOfRange",
     "as_traced",
     "empty",
