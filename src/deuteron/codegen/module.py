@@ -21,7 +21,7 @@ import torch
 from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
 from deuteron.codegen.products import Product, product_of
-from deuteron.codegen.results import PLAIN, comparison, looked_at, relied_on
+from deuteron.codegen.results import FIRST, PLAIN, comparison, looked_at, relied_on
 from deuteron.codegen.segments import Address, Launches, Segment
 from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
 from deuteron.ir.expr import ITEMSIZE
@@ -83,6 +83,7 @@ class Writer:
         self.variables: dict[str, str] = {}
         self.taken = {*SUPPORT, *(s.name for s, _ in program.sizes), "torch", "math", "args"}
         self.taken |= {
+            FIRST,
             "min",
             "max",
             "call",
@@ -193,6 +194,10 @@ class Writer:
         for device in self.frames:
             self.keep(device)
         outs = [self.output(o) for o in self.program.outputs]
+        if any(x.startswith("if ") and f" or {FIRST} or " in x for x in self.lines):
+            self.head.append(f"{FIRST} = [True]")
+            self.line(f"if {FIRST}:")
+            self.line(f"    {FIRST}.clear()")
         self.add("return (", outs, ",)" if len(outs) == 1 else ")")
         layout = [] if self.static else self.layout()
         variables = {self.variable(n): t for n, t in self.program.constants.items()}
