@@ -10,6 +10,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, literal, op
 from deuteron.ir.index import Axis, Index, IndexLike, Sym, Value, as_index, atom, const
 from deuteron.ir.program import (
+    Check,
     Compute,
     Constant,
     Extern,
@@ -112,6 +113,7 @@ def everything() -> tuple[Program, list[Any]]:
         ((S, ("shape", 0, 0)),),
         {"weight": torch.arange(16.0).view(4, 4) / 7},
         num_inputs=4,
+        checks=(Check("(s0 <= 9)", "it's at most \"nine\"", "model.py:3: y"),),
     )  # fmt: skip
     torch.manual_seed(1)
     inputs = [

@@ -12,7 +12,7 @@ from deuteron.base.errors import VerifyError
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, literal, op
 from deuteron.ir.index import Axis, Index, Sym, Value, atom, const
-from deuteron.ir.program import Compute, Def, Extern, Input, Output, Program, ViewArg
+from deuteron.ir.program import Check, Compute, Def, Extern, Input, Output, Program, ViewArg
 from deuteron.ir.verify import verify_program
 from tests.ir.samples import N, S, at, everything, lay, read, softmax, whole
 
@@ -152,6 +152,16 @@ BROKEN: dict[str, tuple[str, Callable[[], Program]]] = {
     "size before its call": (
         "sizes", lambda: make(pointwise(one, Axis("a", atom(other))),
                               call("z", sizes=(other,)))),
+    "result of a size that nobody tells": (
+        "sizes", lambda: make(call("z", layouts=(lay(atom(other)),)),
+                              pointwise(read("z", i), i))),
+    "size of a later result": (
+        "sizes", lambda: make(pointwise(one, Axis("a", atom(other))), call("z"),
+                              sizes=((other, ("result", "z", 0)),))),
+    "size made of a later one": (
+        "sizes", lambda: make(pointwise(one, Axis("a", atom(other))), call("z", sizes=(Sym("u"),)),
+                              sizes=((other, ("expr", "u + 1", 0)),))),
+    "check of what nobody tells": ("sizes", lambda: make(checks=(Check("(u == 1)", ""),))),
     "size defined twice": (
         "sizes", lambda: make(call("v", sizes=(other,)), call("z", sizes=(other,)))),
     "results without layouts": ("calls", lambda: make(call("v", layouts=()))),

@@ -122,6 +122,23 @@ class BuildError(DeuteronError):
         return out
 
 
+class UntrueFakeKernel(DeuteronError):
+    """An operator returned something else than its fake kernel said when the program was traced,
+    and kernels were about to read it as that."""
+
+    def __init__(self, message: str, hint: str = "", where: str = "", op: str = "") -> None:
+        super().__init__(message, hint, where)
+        self.op = op
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "op": self.op}
+
+
+class FailedAssertion(DeuteronError):
+    """What the program asserts of a number that is known only when it runs does not hold; the
+    message is the program's own, where it has one."""
+
+
 class CacheError(DeuteronError):
     """The cache folder cannot be used (not ours, not writable). A bad entry is rebuilt and is no
     error."""

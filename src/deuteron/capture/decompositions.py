@@ -100,7 +100,6 @@ FURTHER: tuple[str, ...] = (
     "aten.conj_physical",
     "aten.addmv",
     # Index arithmetic and gathers.
-    "aten.index_select",
     "aten.grid_sampler_2d",
     "aten.upsample_bicubic2d",
     "aten.upsample_bilinear2d",

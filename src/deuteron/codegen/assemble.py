@@ -32,12 +32,14 @@ SUPPORT = (
         "empty_cuda",
         "empty_small",
         "enter_device",
+        "exactly",
         "keeps_graph",
         "leave_device",
         "leaves",
         "look_for_hooks",
     ),
-    *("numbers", "place", "pointers", "remember", "stream", "threads", "typed", "view"),
+    *("numbers", "place", "pointers", "refuse", "remember", "settled", "stream", "threads"),
+    *("typed", "view"),
 )
 Generated = CppKernel | TritonKernel
 

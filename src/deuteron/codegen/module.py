@@ -10,7 +10,6 @@ Nothing of the user's (file names, source lines) leaves the comments and strings
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Sequence
@@ -22,11 +21,21 @@ import torch
 from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
 from deuteron.codegen.products import Product, product_of
+from deuteron.codegen.results import FIRST, PLAIN, comparison, looked_at, relied_on
 from deuteron.codegen.segments import Address, Launches, Segment
 from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const
-from deuteron.ir.program import Constant, Extern, Input, Layout, Output, Program, ViewArg
+from deuteron.ir.program import (
+    Constant,
+    Extern,
+    Input,
+    Layout,
+    Output,
+    Program,
+    ViewArg,
+    names_in,
+)
 from deuteron.memory.into import out_variant
 from deuteron.memory.plan import KEPT, POOLED, MemoryPlan, span
 from deuteron.schedule.kernel import Kernel, Schedule
@@ -74,6 +83,7 @@ class Writer:
         self.variables: dict[str, str] = {}
         self.taken = {*SUPPORT, *(s.name for s, _ in program.sizes), "torch", "math", "args"}
         self.taken |= {
+            FIRST,
             "min",
             "max",
             "call",
@@ -85,6 +95,10 @@ class Writer:
             "main",
             "donated",
         }
+        self.checks = list(program.checks)
+        self.relied = relied_on(program, schedule)
+        # Results whose sizes are not all known: variable, those sizes, lines.
+        self.unsettled: list[tuple[str, set[str], list[str]]] = []
         self.dead: list[str] = []
         self.open: Segment | None = None
         self.count = 0
@@ -151,8 +165,7 @@ class Writer:
 
     def ready(self, name: str) -> bool:
         """Whether a size that is computed from others can be computed now."""
-        names = {n.id for n in ast.walk(ast.parse(self.waiting[name])) if isinstance(n, ast.Name)}
-        return names <= self.known | {"math", "torch", "min", "max", "abs", "int", "float", "round"}
+        return names_in(self.waiting[name]) <= self.known
 
     # -- the whole --------------------------------------------------------------------------------
     def write(self) -> Emitted:
@@ -181,6 +194,10 @@ class Writer:
         for device in self.frames:
             self.keep(device)
         outs = [self.output(o) for o in self.program.outputs]
+        if any(x.startswith("if ") and f" or {FIRST} or " in x for x in self.lines):
+            self.head.append(f"{FIRST} = [True]")
+            self.line(f"if {FIRST}:")
+            self.line(f"    {FIRST}.clear()")
         self.add("return (", outs, ",)" if len(outs) == 1 else ")")
         layout = [] if self.static else self.layout()
         variables = {self.variable(n): t for n, t in self.program.constants.items()}
@@ -216,6 +233,7 @@ class Writer:
                 continue
             names.append(f"space_{self.arena(device)}")
             names += [v for (d, _), v in self.views.items() if d == device]
+        self.unsettled = [x for x in self.unsettled if x[0] not in names]
         if self.open is None:
             self.dead += names
         else:
@@ -263,6 +281,15 @@ class Writer:
         for name in [n for n in self.waiting if self.ready(n)]:
             self.line(f"{name} = {self.waiting.pop(name)}")
             self.known.add(name)
+        for c in [c for c in self.checks if names_in(c.condition) <= self.known]:
+            self.checks.remove(c)
+            self.line(f"if not {c.condition}:")
+            seen = "".join(f", {n}={n}" for n in sorted(names_in(c.condition)))
+            self.line(f"    refuse({c.message!r}, {c.where!r}{seen})")
+        for x in [x for x in self.unsettled if x[1] <= self.known]:  # after the program's own words
+            self.unsettled.remove(x)
+            for text in x[2]:
+                self.line(text)
 
     def workspace(self, device: str) -> None:
         k = self.arena(device)
@@ -376,7 +403,10 @@ class Writer:
         """Where in the user's code the segment's loaded indices come from."""
         kernels = {s.name: s for s in self.schedule.steps if isinstance(s, Kernel)}
         found = [o for n in seg.checked for o in kernels[n].origins]
-        words = ("index", "gather", "scatter", "embedding", "select", "take", "put")
+        words = (
+            *("index", "gather", "scatter", "embedding", "select", "take", "put"),
+            *("div", "remainder", "fmod"),
+        )
         some = [o for o in found if any(w in o.op for w in words)] or found
         return "; ".join(dict.fromkeys(f"{o.op} at {o.line}" if o.line else o.op for o in some))
 
@@ -422,8 +452,12 @@ class Writer:
         to = ", ".join(names) + ("," if len(names) == 1 and not flat else "")
         if flat:
             self.add(f"{to} = {operator}(", args, ")")
-        else:
+        elif d.op.startswith(PLAIN) or d.op in self.program.callables:
             self.add(f"{to} = leaves({operator}(", args, "))")
+        else:
+            where = next((o.line for o in d.origins if o.line), "")
+            tail = f")), {len(names)}, {d.op!r}, {where!r})"
+            self.add(f"{to} = exactly(leaves({operator}(", args, tail)
         self.results(d)
 
     def product(self, d: Extern) -> bool:
@@ -477,14 +511,13 @@ class Writer:
             size = d.sizes[k] if d.sizes else None
             if size is not None:
                 self.known.add(size.name)
-        self.compute_sizes()
         for k, n in enumerate(d.names):
-            lay = d.layouts[k]
-            if n is None or lay is None or (d.aliases and d.aliases[k] is not None):
-                continue
-            if lay.strides and lay.dtype in ITEMSIZE:
+            if n is not None and looked_at(d, k):
                 v = self.variable(n)
-                self.line(f"{v} = as_traced({v}, {sizes_text(lay.strides)})")
+                lay = self.schedule.layouts[n]
+                needs = {s.name for i in (*lay.shape, *lay.strides) for s in i.syms()}
+                self.unsettled.append((v, needs, comparison(d, k, v, n in self.relied)))
+        self.compute_sizes()
 
     def flat(self, d: Extern) -> bool:
         """Whether the operator returns its tensors directly, not in lists."""
@@ -593,8 +626,7 @@ class Writer:
     # -- the text ---------------------------------------------------------------------------------
     def layout(self) -> list[str]:
         """The function that places the workspace for given sizes, and its use in ``call``."""
-        names = ", ".join(s.name for s in self.symbols)
-        out = [f"def layout({names}):"]
+        out: list[str] = []
         results: list[str] = []
         for device, arena in self.plan.arenas.items():
             k = self.arena(device)
@@ -609,7 +641,10 @@ class Writer:
             results.append(name)
         out.append(f"    return ({''.join(r + ', ' for r in results).rstrip()})")
         at = self.lines.index("LAYOUT")
-        use = [f"sizes = ({''.join(s.name + ', ' for s in self.symbols).rstrip()})"]
+        named = set(re.findall(r"\w+", "\n".join(out)))
+        sizes = [s.name for s in self.symbols if s.name in named]  # not numbers that are no sizes
+        out.insert(0, f"def layout({', '.join(sizes)}):")
+        use = [f"sizes = ({''.join(n + ', ' for n in sizes).rstrip()})"]
         use += ["found = LAYOUTS.get(sizes)", "if found is None:"]
         use += ["    found = remember(LAYOUTS, sizes, layout)"]
         if results:

@@ -138,6 +138,12 @@ def _bernoulli_p(d: Draw) -> fx.Node:
 
 
 def _bernoulli(d: Draw) -> fx.Node:
+    if d.val.device.type == "cpu":  # eager looks at all of them before it draws
+        p = d.node.args[0]
+        low, high = d.call(aten.ge.Scalar, p, 0), d.call(aten.le.Scalar, p, 1)
+        fine = d.call(aten.all.default, d.call(aten.logical_and.default, low, high))
+        said = "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
+        d.call(aten._assert_async.msg, fine, said)
     u = d.draw(RAND, d.sizes(d.node.args[0]), d.seed, d.stream)
     return d.cast(d.call(aten.lt.Tensor, u, d.node.args[0]))
 
@@ -204,6 +210,25 @@ def why_not(node: fx.Node) -> str | None:
         return f"dtype {val.dtype}"
     if node.kwargs.get("layout") not in (None, torch.strided):
         return "sparse layout"
+    return refused(node)
+
+
+def refused(node: fx.Node) -> str | None:
+    """Why eager raises, if it does: the library says so itself."""
+    at = {
+        "aten.bernoulli.p": (0.0, (1, "p", 0.5), 1.0),
+        "aten.uniform.default": ((1, "from", 0.0), (2, "to", 1.0)),
+        "aten.normal_functional.default": (0.0, (2, "std", 1.0)),
+    }
+    numbers = []
+    for x in at.get(str(node.target), ()):
+        if isinstance(x, tuple):
+            position, name, default = x
+            given = len(node.args) > position
+            x = node.args[position] if given else node.kwargs.get(name, default)
+        numbers.append(x)
+    if all(isinstance(n, (int, float)) for n in numbers) and numbers != sorted(numbers):
+        return f"its numbers are out of range: {numbers}"
     return None
 
 

@@ -39,6 +39,7 @@ from deuteron.ir.index import (
     Value,
     as_index,
     atom,
+    const,
     fits,
     in_range,
     is_nonneg,
@@ -50,7 +51,7 @@ DTYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64", 
 ITEMSIZE = dict(zip(DTYPES, (1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1)))
 # Tensors of these are only moved and handed to library calls.
 ITEMSIZE.update(
-    dict(complex32=4, complex64=8, complex128=16, uint16=2, uint32=4, uint64=8)
+    dict(complex32=4, complex64=8, complex128=16, uint16=2, uint32=4, uint64=8, quantized=1)
     | {f"float8_{k}": 1 for k in ("e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
 )
 HALF = ("f16", "bf16")
@@ -617,6 +618,20 @@ def checked(value: Expr, extent: Index) -> Expr:
     if value.op == "index" and in_range(value.attr, extent):
         return value
     return Expr("check", "i64", (value,), extent)
+
+
+def nonzero(divisor: Expr) -> Expr:
+    """`divisor` (whole numbers), which must not be 0: generated code reports where it is."""
+    if divisor.dtype not in INTS or divisor.op == "literal" and divisor.attr:
+        return divisor
+    zero = cast(op("eq", divisor, literal(0, divisor.dtype)), "i64")
+    return op("add", divisor, cast(checked(zero, const(1)), divisor.dtype))
+
+
+def is_divisor(check: Expr) -> bool:
+    """Whether a check is one of `nonzero`."""
+    value = check.args[0]
+    return value.op == "literal" or value.op == "cast" and value.args[0].dtype == "bool"
 
 
 def flops(root: Expr) -> float:

@@ -18,6 +18,7 @@ from deuteron.ir.expr import COMPARISONS, DTYPES, Expr, literal
 from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, Sym, Value, atom, const
 from deuteron.ir.printer import INFIX
 from deuteron.ir.program import (
+    Check,
     Compute,
     Constant,
     Def,
@@ -62,6 +63,7 @@ class _Reader:
         self.defs: list[Def] = []
         self.outputs: list[Output] = []
         self.sizes: list[tuple[Sym, Any]] = []
+        self.checks: list[Check] = []
         self.num_inputs = 0
 
     def fail(self, node: ast.AST, why: str) -> SyntaxError:
@@ -89,6 +91,7 @@ class _Reader:
             constants,
             callables,
             self.num_inputs,
+            checks=tuple(self.checks),
         )
 
     def origins(self, start: int, end: int) -> tuple[Origin, ...]:
@@ -122,6 +125,8 @@ class _Reader:
             self.num_inputs = ast.literal_eval(kwargs["num_inputs"])
         elif kind == "output":
             self.output(args, kwargs)
+        elif kind == "check":
+            self.checks.append(Check(*map(ast.literal_eval, args)))
         elif kind == "call":
             self.call(args, kwargs, origins)
         else:

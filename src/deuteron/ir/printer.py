@@ -64,6 +64,7 @@ def print_program(p: Program) -> str:
     layouts = p.layouts()
     for d in p.defs:
         lines += _definition(d, layouts)
+    lines += [f"check({c.condition!r}, {c.message!r}, {c.where!r})" for c in p.checks]
     lines += [_output(o) for o in p.outputs]
     return "\n".join(lines) + "\n"
 

@@ -20,8 +20,9 @@ every load is in range or masked; a target has no reader after its overwriter.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from deuteron.ir.expr import ITEMSIZE, Expr
@@ -183,6 +184,17 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Check:
+    """What must hold of numbers that are known only at run time. `condition`: Python text over the
+    names of sizes; `message`: what is said where it does not hold; `where`: the user's line. It is
+    evaluated as soon as all that it names is known, before any kernel that reads one of them."""
+
+    condition: str
+    message: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
 class Program:
     """`sizes[s]` says where symbol s is read: (input position, dimension or None for the integer
     input itself)."""
@@ -197,6 +209,7 @@ class Program:
     num_inputs: int = 0
     # Tensor -> the node of the traced graph whose value it is, for the self-check.
     nodes: dict[str, str] = field(default_factory=dict, compare=False)
+    checks: tuple[Check, ...] = ()
 
     def computes(self) -> tuple[Compute, ...]:
         return tuple(d for d in self.defs if isinstance(d, Compute))
@@ -209,6 +222,17 @@ class Program:
             else:
                 out[d.name] = d.layout
         return out
+
+
+# What Python text of sizes may name beside sizes.
+KNOWN = frozenset(("math", "torch", "min", "max", "abs", "int", "float", "round", "bool", "pow"))
+
+
+@lru_cache(maxsize=4096)
+def names_in(text: str) -> frozenset[str]:
+    """The sizes that Python text of sizes names."""
+    found = (n.id for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name))
+    return frozenset(found) - KNOWN
 
 
 def symbols_read(d: Def) -> set[Sym]:

@@ -21,7 +21,17 @@ from torch.utils._pytree import tree_leaves
 
 from deuteron.ir.expr import FLOATS, INTS, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, evaluate
-from deuteron.ir.program import Compute, Constant, Extern, Input, Layout, Output, Program, ViewArg
+from deuteron.ir.program import (
+    Compute,
+    Constant,
+    Extern,
+    Input,
+    Layout,
+    Output,
+    Program,
+    ViewArg,
+    names_in,
+)
 from deuteron.ir.ragged import ends
 
 BLOCK = 1 << 20  # points per block: 4 MiB per f32 value of the expression
@@ -502,9 +512,15 @@ def input_sizes(p: Program, inputs: Sequence[Any]) -> dict[str, int]:
             out[sym.name] = int(inputs[where].shape[dim])
         elif kind == "stride":
             out[sym.name] = int(inputs[where].stride(dim))
-        elif kind == "expr":
-            out[sym.name] = int(eval(str(where), {"math": math, "torch": torch}, out))
+    computed_sizes(p, out)
     return out
+
+
+def computed_sizes(p: Program, known: dict[str, int]) -> None:
+    """Adds the sizes that are computed from known ones."""
+    for sym, (kind, where, _) in p.sizes:
+        if kind == "expr" and names_in(str(where)) <= known.keys():
+            known[sym.name] = int(eval(str(where), {"math": math, "torch": torch}, known))
 
 
 class Execution:
@@ -569,6 +585,7 @@ class Execution:
             for sym, (kind, tensor, dim) in self.program.sizes:
                 if kind == "result" and tensor == name:
                     self.sizes[sym.name] = int(results[k].shape[dim])
+            computed_sizes(self.program, self.sizes)
             layout, t = d.layouts[k], results[k]
             assert layout is not None
             t = self._checked(name, layout, t)

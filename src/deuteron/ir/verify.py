@@ -18,7 +18,9 @@ Invariants by name
                  example passes, unless `strict`
     overwritten  after a target is overwritten nobody reads it, nor its memory by an older name; the
                  overwriter itself reads it only where it writes
-    sizes        every symbol used is defined by the inputs or by an earlier call
+    sizes        every symbol used has a source by then: the inputs (Dynamo guards those), an
+                 earlier call, or an expression of such; those of a call's result have one by the
+                 time that somebody reads it; checks name what has one
     calls        names, layouts, aliases and sizes of a library call's results fit
 """
 
@@ -67,6 +69,7 @@ from deuteron.ir.program import (
     Origin,
     Program,
     ViewArg,
+    names_in,
 )
 
 ACCUMULATES = ("sum", "prod", "max", "min")
@@ -423,7 +426,11 @@ class _State:
         self.stale: dict[str, str] = {}  # name -> who overwrote it
         self.memory: dict[str, str] = {}  # name -> name of the tensor that owns its memory
         self.group: dict[str, list[str]] = {}  # owner -> names of its memory that are not stale
-        self.sizes: dict[str, Sym] = {s.name: s for s, _ in p.sizes}
+        self.sizes: dict[str, Sym] = {}  # symbols with a source so far
+        self.later = {s.name: (s, str(w)) for s, (kind, w, _) in p.sizes if kind == "result"}
+        self.made = {s.name: (s, str(w)) for s, (kind, w, _) in p.sizes if kind == "expr"}
+        self.tell(s for s, (kind, _, _) in p.sizes if kind in ("int", "shape", "stride"))
+        self.open: list[tuple[str, Index]] = []  # of calls' results: sizes without a source so far
         self.known: set[Index] = set()
         self.positions: set[int] = set()
 
@@ -445,15 +452,30 @@ class _State:
         else:
             self.compute(d)
 
-    def add(self, name: str, layout: Layout, memory: str | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        layout: Layout,
+        memory: str | None = None,
+        parts: tuple[Index, ...] | None = None,
+    ) -> None:
         if name in self.layouts:
             raise Fault("names", f"{name} is defined twice")
         check_layout(name, layout)
-        self.indices((*layout.shape, *layout.strides, layout.offset))
+        own = (*layout.shape, *layout.strides, layout.offset)
+        self.indices(own if parts is None else parts)
         self.layouts[name] = layout
         owner = self.memory.get(memory, memory) if memory is not None else name
         self.memory[name] = owner
         self.group.setdefault(owner, []).append(name)
+
+    def tell(self, symbols: Iterable[Sym]) -> None:
+        """The symbols have a source from now on, and what is computed from them."""
+        self.sizes.update((s.name, s) for s in symbols)
+        ready = [n for n, (_, text) in self.made.items() if names_in(text) <= self.sizes.keys()]
+        found = [self.made.pop(n)[0] for n in ready]
+        if found:
+            self.tell(found)
 
     def indices(self, indices: Iterable[Index]) -> None:
         """Every symbol used is defined."""
@@ -469,6 +491,9 @@ class _State:
         layout = self.layouts.get(name)
         if layout is None:
             raise Fault("names", f"{name} is read and not defined")
+        if self.open:
+            self.indices(i for n, i in self.open if n == name)
+            self.open = [(n, i) for n, i in self.open if n != name]
         if name in self.stale:
             raise Fault(
                 "overwritten", f"{name} is read after {self.stale[name]} overwrote its memory"
@@ -571,7 +596,9 @@ class _State:
             if s is not None:
                 if s.name in self.sizes:
                     raise Fault("sizes", f"{s!r} is defined twice")
-                self.sizes[s.name] = s
+                self.tell((s,))
+        told = [n for n, (_, tensor) in self.later.items() if tensor in d.names]
+        self.tell(self.later.pop(n)[0] for n in told)
         for k, name in enumerate(d.names):
             if name is None:
                 continue
@@ -581,9 +608,15 @@ class _State:
                 raise Fault("calls", f"result {name} has no layout")
             if alias is not None:
                 self.readable(alias)
-            self.add(name, layout, alias)
+            parts = (*layout.shape, *layout.strides, layout.offset)
+            self.open += [(name, i) for i in parts]
+            self.add(name, layout, alias, parts=())
 
     def outputs(self) -> None:
+        for c in self.program.checks:
+            missing = names_in(c.condition) - self.sizes.keys()
+            if missing:
+                raise Fault("sizes", f"nothing defines {sorted(missing)} of {c.condition}")
         for k, o in enumerate(self.program.outputs):
             if o.tensor is not None:
                 self.readable(o.tensor)

@@ -16,9 +16,11 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deuteron.graph import ops
-from deuteron.ir.index import Axis, Index, Sym, as_index, atom, const
+from deuteron.ir.index import Axis, Index, as_index, const
 from deuteron.ir.program import Extern, Layout, ViewArg
+from deuteron.lower.assertions import bind
 from deuteron.lower.core import LowerContext, Opaque, Value
+from deuteron.lower.quantized import DTYPE, floating
 from deuteron.lower.symfloats import number_value
 
 Overload = torch._ops.OpOverload
@@ -45,29 +47,24 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
     names: list[str | None] = []
     layouts: list[Layout | None] = []
     aliases: list[str | None] = []
-    sizes: list[Sym | None] = []
     for k, fake in enumerate(leaves):
-        name, layout, shared, size = None, None, None, None
+        name, layout, shared = None, None, None
         if isinstance(fake, torch.Tensor):
             name = ctx.fresh_name(node.name if len(leaves) == 1 else f"{node.name}_{k}")
             layout = ctx.layout_of(fake)
+            if node in ctx.quantized and floating(fake):
+                layout = replace(layout, dtype=DTYPE)
             ctx.storages[name] = storage(fake)
             source = storages.get(storage(fake), ops.viewed(node))
+            if source in ctx.quantized and layout.dtype != DTYPE:
+                source = None  # what is packed shares no memory with numbers
             if source is not None:
                 # What was computed or copied for the call is in memory only as its argument.
                 shared = passed.get(source) or memory_of(ctx, ctx.env.get(source))
-        elif isinstance(fake, torch.SymInt):
-            # Others are sizes of arguments, or made of them (attention's longest sequence).
-            size = next((s for s in ctx.size(fake).syms() if is_unbacked(s)), None)
-        elif isinstance(fake, torch.SymBool) and "_local_scalar" in str(node.target):
-            # Traced as a whole number that is 1.
-            (symbol,) = fake.node.expr.free_symbols
-            (size,) = ctx.size(symbol).syms()
         names.append(name)
         layouts.append(layout)
         aliases.append(shared)
-        sizes.append(size)
-    declare_sizes(ctx, leaves, names)
+    sizes = bind(ctx, node, leaves, spec, names)
     mutated = tuple(dict.fromkeys(overwritten(node, call_args, dict(call_kwargs))))
     view = any(aliases) and not mutated
     ctx.add(
@@ -270,27 +267,6 @@ def storage(t: Any) -> Any:
         return object()
 
 
-def fetched(ctx: LowerContext, number: Value) -> Index:
-    """A tensor without dimensions as a Python number, which is known from here on at run time."""
-    ctx.go_home(number)
-    known = Sym(ctx.fresh_name("number"), 0)
-    ctx.add(
-        Extern(
-            (None,),
-            "aten._local_scalar_dense.default",
-            (ctx.view_arg(number),),
-            (),
-            (None,),
-            (),
-            (None,),
-            (known,),
-            ctx.origins(),
-            "a number is returned",
-        )
-    )
-    return atom(known)
-
-
 def memory_of(ctx: LowerContext, x: Any) -> str | None:
     """The tensor in memory that a value is a view of."""
     if not isinstance(x, Value) or x.expr.op != "load":
@@ -299,20 +275,4 @@ def memory_of(ctx: LowerContext, x: Any) -> str | None:
     return view.tensor if view is not None else None
 
 
-def is_unbacked(size: Sym) -> bool:
-    """Whether it is known only at run time, from results."""
-    return size.name.startswith("u")
-
-
-def declare_sizes(ctx: LowerContext, leaves: list[Any], names: list[str | None]) -> None:
-    """Sizes that only the result itself tells (nonzero, unique)."""
-    for fake, name in zip(leaves, names, strict=True):
-        if name is None:
-            continue
-        for d, n in enumerate(ctx.shape_of(fake)):
-            for s in n.syms():
-                if is_unbacked(s) and s not in ctx.sized:
-                    ctx.sized[s] = (name, d)
-
-
-__all__ = ["emit", "fetched", "memory_of", "storage", "with_strides"]
+__all__ = ["emit", "memory_of", "storage", "with_strides"]

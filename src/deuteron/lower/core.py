@@ -30,6 +30,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Atom, Axis, Index, IndexLike, Sym, as_index, const, is_nonneg, product
 from deuteron.ir.program import (
+    Check,
     Compute,
     Constant,
     Def,
@@ -140,6 +141,15 @@ class LowerContext:
     places: dict[Any, Axis] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)  # overwritten tensor -> its newest name
     sized: dict[Sym, tuple[str, int]] = field(default_factory=dict)  # sizes that a result tells
+    sourced: set[str] = field(default_factory=set)  # sizes whose value has a source by now
+    guarded: set[str] = field(default_factory=set)  # those of inputs that Dynamo guards
+    quantized: set[fx.Node] = field(default_factory=set)  # see `lower.quantized`
+    hosted: dict[str, Sym] = field(default_factory=dict)  # element in memory -> the number it is
+    told: dict[fx.Node, str] = field(default_factory=dict)  # numbers as text: see `lower.numbers`
+    dims: dict[Any, str] = field(default_factory=dict)  # (tensor, dimension) -> the size it tells
+    # See `lower.assertions`: (order, node, check), and those that torch takes for granted.
+    checks: list[tuple[Any, fx.Node, Check]] = field(default_factory=list)
+    settled: list[tuple[fx.Node, str]] = field(default_factory=list)
     storages: dict[str, Any] = field(default_factory=dict)  # tensor -> its fake's memory
     floats: dict[Any, Value] = field(default_factory=dict)  # symbol of a float -> the element it is
     choose_contraction: Callable[..., str | None] = lambda *a, **k: None

@@ -44,7 +44,7 @@ from deuteron.ir.program import (
     ViewArg,
     tensors_read,
 )
-from deuteron.lower import calls
+from deuteron.lower import assertions, calls, numbers
 from deuteron.lower.access import nothing
 from deuteron.lower.core import (
     LOWERINGS,
@@ -60,7 +60,8 @@ from deuteron.lower.core import (
     whole_tensor,
 )
 from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
-from deuteron.lower.symfloats import element, number_value
+from deuteron.lower.quantized import quantized
+from deuteron.lower.symfloats import element, in_memory, number_value
 
 # Products of matrices up to this many multiplications are generated, with what surrounds them.
 SMALL_PRODUCT = 32**3
@@ -134,6 +135,8 @@ class Driver:
             self.sizes.setdefault(sym, ("expr", source, 0))
         for sym, (name, dim) in ctx.sized.items():
             self.sizes.setdefault(sym, ("result", name, dim))
+        calls_made = [d for d in ctx.defs if isinstance(d, Extern)]
+        called = {s.name for d in calls_made for s in d.sizes if s is not None}
         program = Program(
             tuple(ctx.defs),
             tuple(self.outputs),
@@ -142,6 +145,7 @@ class Driver:
             dict(ctx.callables),
             self.position,
             self.nodes,
+            assertions.checks(ctx, {s.name for s in self.sizes} | called),
         )
         return live(program)
 
@@ -160,6 +164,8 @@ class Driver:
         elif node.op == "get_attr":
             self.ctx.env[node] = self.attribute(node)
         elif node.op == "call_function":
+            if quantized(node, self.ctx.quantized):
+                self.ctx.quantized.add(node)
             self.ctx.env[node] = made = self.call(node)
             self.note(node, made)
         elif node.op == "output":
@@ -195,12 +201,24 @@ class Driver:
                     (sym, *more) = n.syms() or (None,)
                     if sym is not None and not more and n is as_index_of(sym):
                         self.sizes.setdefault(sym, (kind, self.position, d))
+                        assertions.sourced(ctx, sym.name)
+            for d, n in enumerate(val.shape):
+                own = ("shape", self.position, d) in (self.sizes.get(s) for s in ctx.size(n).syms())
+                raw = assertions.given(ctx, node, n, own, d)
+                if raw is not None:
+                    self.sizes[Sym(raw, 0)] = ("shape", self.position, d)
             return ctx.load(name)
         if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
             size = ctx.size(val)
             for sym in size.syms():
                 if size is as_index_of(sym):
                     self.sizes[sym] = ("int", self.position, 0)
+                    assertions.sourced(ctx, sym.name)
+            own = any(size is as_index_of(s) for s in size.syms())
+            raw = assertions.given(ctx, node, val, own)
+            if raw is not None:
+                ctx.told[node] = raw
+                self.sizes[Sym(raw, 0)] = ("int", self.position, 0)
             return size
         if val is None:
             return None
@@ -236,11 +254,12 @@ class Driver:
             return args[0][args[1]]
         name = str(node.target)
         if name.startswith(ASSERTIONS):
-            return None  # what Dynamo guards
+            assertions.asserted(ctx, node)
+            return None
         if not isinstance(node.target, torch._ops.OpOverload) and isinstance(
             val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
         ):
-            return self.number(val)
+            return self.number(val, node)
         if name.startswith("aten.sym_") and isinstance(val, (torch.SymInt, int)):
             return ctx.size(val)
         reason = self.obstacle(node, val)
@@ -283,12 +302,12 @@ class Driver:
             return slice(self.value(x.start), self.value(x.stop), self.value(x.step))
         return x
 
-    def number(self, val: Any) -> Any:
+    def number(self, val: Any, node: fx.Node) -> Any:
         """A size, or a number made of sizes and elements."""
         if isinstance(val, (torch.SymInt, int)) and not isinstance(val, bool):
             return self.ctx.size(val)
         if isinstance(val, (torch.SymFloat, torch.SymBool)):
-            return number_value(self.ctx, val)
+            return number_value(self.ctx, val, node)
         return val
 
     def obstacle(self, node: fx.Node, val: Any) -> str | None:
@@ -296,6 +315,8 @@ class Driver:
         if not isinstance(node.target, torch._ops.OpOverload):
             return f"{node.target} is a function of its own"
         devices = set()
+        if not self.ctx.quantized.isdisjoint((node, *node.all_input_nodes)):
+            return "quantized tensors are not generated"
         for n in node.all_input_nodes:
             fake = n.meta.get("val")
             for t in leaves(fake):
@@ -352,6 +373,9 @@ class Driver:
 
     def to_device(self, x: Value, device: torch.device) -> Value:
         ctx = self.ctx
+        number = ctx.hosted.get(whole_tensor(x) or "")
+        if number is not None:
+            return in_memory(ctx, number, x.dtype, str(device))
         name = ctx.fresh_name("moved")
         layout = ctx.default_layout(x, str(device))
         ctx.add(
@@ -497,12 +521,13 @@ class Driver:
             return Output(None, value=v)
         ctx.node = r
         if not isinstance(fake, torch.Tensor):
-            return Output(None, value=calls.fetched(ctx, v))
+            return Output(None, value=as_index_of(numbers.fetched(ctx, v)))
         ctx.device = str(fake.device)
         if r.op == "placeholder" and r.name in ctx.renamed:  # returned after copies into it
             v = ctx.load(ctx.renamed[r.name])
         view = ctx.strided(v)
-        if view is not None and fake.layout != torch.strided:  # only the call itself can return it
+        other = fake.layout != torch.strided or r in ctx.quantized
+        if view is not None and other:  # only the call itself can return it
             layout = ctx.layouts[view.tensor]
             return Output(view.tensor, layout.shape, layout.strides)
         wanted = ctx.strides_of(fake)
@@ -518,7 +543,9 @@ class Driver:
     def distinct(self, r: Any, o: Output) -> Output:
         """Nodes that give the same view of a tensor give two Python objects, but for those that
         write into what they give."""
-        if o.tensor is None or ops.is_mutating(r) or self.givers.setdefault(o, r) is r:
+        if o.tensor is None or r in self.ctx.quantized or ops.is_mutating(r):
+            return o
+        if self.givers.setdefault(o, r) is r:
             return o
         return replace(o, apart=True)
 
@@ -638,6 +665,7 @@ def live(p: Program) -> Program:
         p.callables,
         p.num_inputs,
         p.nodes,
+        p.checks,
     )
 
 

@@ -186,7 +186,7 @@ def _row(name: str) -> Callable[..., Value]:
         if name == "nextafter":  # of the last bit of the type itself
             return pointwise(ctx, args, lambda *xs: op(name, *xs), out, out)
         if name in JUMPING:
-            return pointwise(ctx, args, lambda *xs: op(name, *xs), exactly=out)
+            return pointwise(ctx, args, lambda x, y: quotient(ctx, name, x, y), exactly=out)
         return pointwise(ctx, args, lambda *xs: op(name, *xs))
 
     return lower
@@ -203,6 +203,12 @@ WITH_NUMBERS = frozenset(
         *("addcmul", "addcdiv", "bucketize", "searchsorted"),
     )
 )
+
+
+def quotient(ctx: LowerContext, name: str, x: Expr, y: Expr) -> Expr:
+    """Eager's division of whole numbers on a CPU raises where the divisor is 0."""
+    return op(name, x, y if ctx.on_gpu() else E.nonzero(y))
+
 
 for _n in UNARY + BINARY:
     lowering(f"aten.{_n}")(_row(_n))
@@ -323,7 +329,7 @@ def div(ctx: LowerContext, a: Any, b: Any, *, rounding_mode: str | None = None) 
     if not isinstance(a, Value) or not a.rank:  # which ATen rounds, but no second number
         number = operand(a, (), out)
         a = make(ctx, (), lambda idx: number)
-    return pointwise(ctx, (a, b), lambda x, y: op(name, x, y))
+    return pointwise(ctx, (a, b), lambda x, y: quotient(ctx, name, x, y))
 
 
 @lowering("aten.floor_divide")

@@ -14,7 +14,18 @@ from typing import Any
 import sympy
 import torch
 
-from deuteron.ir.index import Index, Sym, as_index, atom, const, floordiv, maximum, minimum, mod
+from deuteron.ir.index import (
+    Index,
+    Sym,
+    as_index,
+    atom,
+    const,
+    floordiv,
+    is_nonneg,
+    maximum,
+    minimum,
+    mod,
+)
 
 # What is known of a whole number of which nothing is known.
 LOWEST = -(2**62)
@@ -92,10 +103,13 @@ class Symbols:
             for _ in range(int(e.exp)):
                 out = out * self.from_sympy(e.base)
             return out
-        if kind in ("FloorDiv", "CleanDiv"):
-            return floordiv(self.from_sympy(e.args[0]), self.from_sympy(e.args[1]))
-        if kind in ("Mod", "PythonMod"):
-            return mod(self.from_sympy(e.args[0]), self.from_sympy(e.args[1]))
+        if kind in ("FloorDiv", "CleanDiv", "Mod", "PythonMod"):
+            if not all(a.is_integer for a in e.args):
+                return self._computed(e)
+            num, den = (self.from_sympy(a) for a in e.args)
+            if den.value == 0 or not is_nonneg(den):  # Python divides by such, or raises
+                return self._computed(e)
+            return (floordiv if kind in ("FloorDiv", "CleanDiv") else mod)(num, den)
         if kind == "ModularIndexing":
             base, div, m = (self.from_sympy(a) for a in e.args)
             return mod(floordiv(base, div), m)
@@ -129,15 +143,33 @@ class Symbols:
 
         for s in e.free_symbols:
             self.symbol(s)
-        name = f"z{len(self.computed)}"
         hint = None
         values = {s: self.known[s.name].hint for s in e.free_symbols}
         if all(v is not None for v in values.values()):
-            hint = int(e.xreplace({s: sympy.Integer(v) for s, v in values.items()}))
-        sym = Sym(name, 0, hint)
-        self.known[name] = sym
-        self.computed[name] = (sym, PythonPrinter().doprint(e))
+            found = e.xreplace({s: sympy.Integer(v) for s, v in values.items()})
+            hint = int(found) if found.is_number else None
+        sym = self.number(PythonPrinter().doprint(e), self.lower_end(e), hint)
         return as_index(atom(sym))
+
+    def number(self, text: str, low: int = LOWEST, hint: int | None = None) -> Sym:
+        """A new symbol, whose value is that of a Python text over other symbols."""
+        sym = Sym(f"z{len(self.computed)}", low, hint)
+        self.known[sym.name] = sym
+        self.computed[sym.name] = (sym, text)
+        return sym
+
+    def lower_end(self, e: Any) -> int:
+        """What the number cannot be below, as far as torch knows the ranges of its symbols."""
+        from torch.utils._sympy.value_ranges import bound_sympy
+
+        env = self.shape_env
+        if e.is_nonnegative or env is None:
+            return 0
+        try:
+            found = bound_sympy(e, {s: env.var_to_range[s] for s in e.free_symbols}).lower
+            return int(found) if found.is_finite else LOWEST
+        except (KeyError, TypeError, ValueError, AttributeError, NotImplementedError):
+            return LOWEST  # no range is known
 
 
 def _at_least_one(e: Any) -> bool:

@@ -8,12 +8,18 @@ Declines what has no scalar form.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
+from torch import fx
 
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
-from deuteron.lower.core import LowerContext, Value, make
+from deuteron.ir.index import Sym, atom
+from deuteron.ir.program import Extern, Layout
+from deuteron.lower import numbers
+from deuteron.lower.core import Declined, LowerContext, Value, make
 
 RELATIONS = {
     "Equality": "eq",
@@ -32,11 +38,65 @@ UNARY = {
 BINARY = {"FloatTrueDiv": "div", "IntTrueDiv": "div", "FloatPow": "pow"}
 
 
-def number_value(ctx: LowerContext, x: torch.SymFloat | torch.SymBool) -> Value:
-    """The number as a tensor without dimensions."""
+def number_value(
+    ctx: LowerContext, x: torch.SymFloat | torch.SymBool, node: fx.Node | None = None
+) -> Value:
+    """The number, which `node` computes, as a tensor without dimensions. Kernels compute what is as
+    exact there as in Python and cannot raise; the module computes the rest."""
     e = x.node.expr
     convert: Callable[..., Expr] = _truth if isinstance(x, torch.SymBool) else _converted
-    return make(ctx, [], lambda idx: convert(ctx, e))
+    if node is not None and not simple(ctx, e):
+        return hosted(ctx, node, "bool" if isinstance(x, torch.SymBool) else "f64")
+    try:
+        return make(ctx, [], lambda idx: convert(ctx, e))
+    except Declined:
+        if node is None:
+            raise
+        return hosted(ctx, node, "bool" if isinstance(x, torch.SymBool) else "f64")
+
+
+def simple(ctx: LowerContext, e: Any) -> bool:
+    """Whether kernels may compute a number. Elements of tensors are theirs as far as they have the
+    functions: nobody waits for them."""
+    parts = list(sympy.preorder_traversal(e))
+    if any(p in ctx.floats for p in parts):
+        return True
+    for p in parts:
+        kind = type(p).__name__
+        if kind in ("FloatTrueDiv", "IntTrueDiv"):
+            if not p.args[1].is_nonzero:
+                return False  # Python raises where it is 0
+        elif kind in BINARY or kind in UNARY and kind != "Abs":
+            return False
+        elif kind in ("FloorDiv", "Mod", "PythonMod", "CleanDiv"):
+            if not (p.args[0].is_integer and p.args[1].is_integer and p.args[1].is_nonzero):
+                return False
+        elif p.is_Pow and not (p.exp.is_Integer and p.exp.is_nonnegative):
+            return False
+    return True
+
+
+def hosted(ctx: LowerContext, node: fx.Node, dtype: str) -> Value:
+    """A number that Python computes in each call, as an element in memory."""
+    try:
+        text = numbers.text(ctx, node)
+    except numbers.NoText as e:
+        raise ctx.decline(f"a number that is computed by {e}") from None
+    sym = ctx.symbols.number(text)
+    ctx.told[node] = sym.name
+    return in_memory(ctx, sym, dtype, "cpu")
+
+
+def in_memory(ctx: LowerContext, sym: Sym, dtype: str, device: str) -> Value:
+    """A number as an element in memory of a device."""
+    name = ctx.fresh_name("number")
+    kind = torch.bool if dtype == "bool" else torch.float64
+    settings = (("dtype", kind), ("device", torch.device(device)))
+    layout, reason = Layout((), (), dtype, device), "a number that is computed as Python does"
+    made = Extern((name,), "aten.scalar_tensor.default", (atom(sym),), settings, (layout,))
+    ctx.add(replace(made, origins=ctx.origins(), reason=reason))
+    ctx.hosted[name] = sym
+    return ctx.load(name)
 
 
 def element(ctx: LowerContext, x: Value, number: Any) -> Value | None:
@@ -103,4 +163,4 @@ def _truth(ctx: LowerContext, e: Any) -> Expr:
     raise ctx.decline(f"a truth value that is computed by {kind}")
 
 
-__all__ = ["element", "number_value"]
+__all__ = ["element", "in_memory", "number_value"]

@@ -32,7 +32,9 @@ def out_variant(d: Extern) -> str | None:
 
 
 def dense(lay: Layout | None) -> bool:
-    return lay is not None and lay.strides == contiguous_strides(lay.shape)
+    if lay is None or lay.dtype == "quantized":
+        return False
+    return lay.strides == contiguous_strides(lay.shape)
 
 
 def of_cudnn(d: Extern) -> bool:

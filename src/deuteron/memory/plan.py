@@ -26,6 +26,7 @@ from deuteron.ir.index import Index, evaluate, hint
 from deuteron.ir.program import Compute, Extern, Input, Layout, Program
 from deuteron.memory.into import out_variant
 from deuteron.memory.lifetimes import Lifetimes, overwritable
+from deuteron.schedule.dag import results_that_tell
 from deuteron.schedule.kernel import Kernel, Schedule
 
 ALIGNMENT = 256
@@ -163,11 +164,12 @@ def plan_memory(
         del reused[name]
     home |= reused | {name: reused[at] for name, at in home.items() if at in reused}
     pieces = _pieces(schedule, life, ours, reused)
-    late = {s for s, (kind, _, _) in program.sizes if kind == "result"}
+    late = {name for name, told in results_that_tell(program).items() if told}
     alone = {
         p.root
         for p in pieces
-        if set(p.names) & (life.returned | life.pinned | given.keys()) or p.nbytes.syms() & late
+        if set(p.names) & (life.returned | life.pinned | given.keys())
+        or late & {s.name for s in p.nbytes.syms()}
     }
     others = [n for n in life.first if n in made]
     counted = [p for p in pieces if p.root not in given]

@@ -14,7 +14,7 @@ from typing import Any
 
 from deuteron.codegen.assemble import Emitted
 from deuteron.runtime import build_cpp
-from deuteron.runtime.support import AccessError, IndexOutOfRange
+from deuteron.runtime.support import AccessError, DivisionByZero, IndexOutOfRange
 
 Call = Callable[[list[Any]], Sequence[Any]]
 
@@ -56,8 +56,10 @@ def bind(names: dict[str, Any], segments: Iterable[str], lib: ctypes.CDLL) -> No
         return
 
     def check_indices(where: str) -> None:
-        if flag.value:
-            flag.value = 0
+        found, flag.value = flag.value, 0
+        if found == 2:
+            raise DivisionByZero("ZeroDivisionError: a whole number is divided by 0", where=where)
+        if found:
             raise IndexOutOfRange(
                 "index out of range: an index that the program loads from a tensor",
                 hint="eager raises here too; check the tensor of indices",

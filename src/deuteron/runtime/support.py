@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves as leaves
 
-from deuteron.base.errors import DeuteronError
+from deuteron.base.errors import DeuteronError, FailedAssertion
 from deuteron.memory.plan import place
 from deuteron.runtime.host_memory import POOL
+from deuteron.runtime.results import exactly, settled
 
 # Layouts of the workspace that are kept, by sizes; who sees more shapes than this computes again.
 MOST_LAYOUTS = 4096
@@ -68,9 +69,8 @@ def typed(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_traced(t: Tensor | None, strides: Sequence[int]) -> Tensor | None:
-    """A library call's result, or what hooks made of a saved tensor, with the strides that the rest
-    of the program was compiled for. Some calls return nothing where their fake results are
-    tensors."""
+    """What hooks made of a saved tensor, with the strides that the rest of the program was compiled
+    for."""
     if t is None or t.stride() == strides:
         return t
     if all(a == b or n <= 1 for a, b, n in zip(t.stride(), strides, t.shape)) or not t.numel():
@@ -91,6 +91,12 @@ def convolve(x: Tensor, w: Tensor, bias: None, *settings: Any, out: Tensor) -> N
     torch.ops.aten.cudnn_convolution.out(
         x, w, padding, stride, dilation, groups, benchmark, exact, tf32, out=out
     )
+
+
+def refuse(message: str, where: str, **seen: Any) -> None:
+    """Something that the program asserts of numbers does not hold; these were seen."""
+    values = ", ".join(f"{name} = {value}" for name, value in seen.items())
+    raise FailedAssertion(message, hint=f"in this call {values}", where=where)
 
 
 def remember(table: dict[Any, Any], sizes: Any, layout: Callable[..., Any]) -> Any:
@@ -151,6 +157,10 @@ class IndexOutOfRange(DeuteronError, IndexError):
     """An index that the program loaded from a tensor is outside the tensor that it indexes."""
 
 
+class DivisionByZero(DeuteronError):
+    """A whole number is divided by 0 on the CPU, where eager raises a RuntimeError."""
+
+
 class AccessError(DeuteronError):
     """A generated kernel loads or stores outside of a tensor (found by ``check_accesses``)."""
 
@@ -158,6 +168,7 @@ class AccessError(DeuteronError):
 __all__ = [
     "HOOKED",
     "AccessError",
+    "DivisionByZero",
     "IndexOutOfRange",
     "as_traced",
     "empty",
@@ -165,6 +176,7 @@ __all__ = [
     "empty_cuda",
     "empty_small",
     "enter_device",
+    "exactly",
     "keeps_graph",
     "leave_device",
     "leaves",
@@ -172,7 +184,10 @@ __all__ = [
     "numbers",
     "place",
     "pointers",
+    "refuse",
     "remember",
+    "settled",
+    "settled",
     "stream",
     "threads",
     "typed",

@@ -304,4 +304,4 @@ def results_that_tell(program: Program) -> dict[str, tuple[str, ...]]:
     return found
 
 
-__all__ = ["Dag", "Node"]
+__all__ = ["Dag", "Node", "results_that_tell"]

@@ -22,7 +22,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.folds import Accumulator
 from deuteron.codegen.precision import log1p_of_unit, not_negative
-from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, Expr, children
+from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, Expr, children, is_divisor
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, hint, is_nonneg
 
 NONE: frozenset[Axis] = frozenset()
@@ -247,14 +247,17 @@ class Emitter:
         self.chain = outer
 
     def _check(self, node: Expr, scope: Scope) -> None:
-        """Reports an index that is out of range in `bad`, and goes on with 0."""
+        """Reports an index that is out of range, or a divisor that is 0, in `bad`, and goes on with
+        0."""
         value, extent = self.value(node.args[0]), self.index(node.attr, 0)
         outside = f"((unsigned long long){value} >= (unsigned long long)({extent}))"
         mask = f" & {self.value(node.args[1])}" if len(node.args) > 1 else ""
         if self.is_guarded(next(k for k, x in enumerate(self.chain) if x is scope)):
             mask += f" & {self.guard}"
         name = self.fresh("t")
-        scope.add(f"bad |= {outside}{mask};", f"const long long {name} = {outside} ? 0 : {value};")
+        which = 2 if is_divisor(node) else 1  # bits of what `runtime.launch` is told
+        seen = f"{outside}{mask}" if which == 1 else f"({outside}{mask}) << 1"
+        scope.add(f"bad |= {seen};", f"const long long {name} = {outside} ? 0 : {value};")
         scope.texts[node] = name
         scope.checked = self.checked = True
 

@@ -170,7 +170,7 @@ def generate_for(
         if "d_stream" in used:
             inside.append("d_stream_end();")
         if env.em.checked:
-            inside = ["int bad = 0;", *inside, "if (bad) cpp_index_error = 1;"]
+            inside = ["int bad = 0;", *inside, "if (bad) cpp_index_error = bad;"]
             checks = True
         body += ["{", *("  " + s for s in inside), "}"]
     how = "D_DENSE " if dense else ""

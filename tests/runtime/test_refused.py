@@ -1,0 +1,145 @@
+"""What eager refuses when it runs on a CPU, the compiled program refuses, too, and nothing more.
+
+Each row: a program, a second argument that it takes, one that eager refuses by an error. Errors of
+indices are `IndexError`s here, of divisions by zero `RuntimeError`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import tensor
+from torch.utils._pytree import tree_leaves
+
+import deuteron  # noqa: F401
+from deuteron.runtime.support import DivisionByZero, IndexOutOfRange
+
+Rows = dict[str, tuple[Callable[..., Any], torch.Tensor, torch.Tensor]]
+WHOLE = tensor([3, 1, -2])
+
+INDICES: Rows = {
+    "index": (lambda x, i: x[i] * 2, tensor([0, -6]), tensor([0, 6])),
+    "index below": (lambda x, i: x[i] * 2, tensor([0, 5]), tensor([0, -7])),
+    "mask of bools": (lambda x, i: x[i > 0] * 2, tensor([0, 1, 1, 0, 1, 1]), tensor([0, 1])),
+    "gather": (lambda x, i: x.gather(0, i) * 2, tensor([[0, 5, 1]]), tensor([[0, 6, 1]])),
+    "take": (lambda x, i: x.take(i) + 1, tensor([0, -18]), tensor([0, 18])),
+    "put": (lambda x, i: x.put(i, x[0, :2]) + 1, tensor([0, 17]), tensor([0, 18])),
+    "index_select": (lambda x, i: x.index_select(0, i) + 1, tensor([0, 5]), tensor([0, 6])),
+    "index_select below": (lambda x, i: x.index_select(1, i) + 1, tensor([2]), tensor([-1])),
+    "scatter": (lambda x, i: x.scatter(0, i, 1.0) * 2, tensor([[0, 5, 1]]), tensor([[0, 6, 1]])),
+    "scatter_add": (
+        lambda x, i: x.scatter_add(0, i, x) * 2, tensor([[0, 5, 1]]), tensor([[0, -1, 1]])),
+    "scatter_reduce": (
+        lambda x, i: x.scatter_reduce(0, i, x, "amin"), tensor([[0, 5]]), tensor([[0, 9]])),
+    "index_put": (
+        lambda x, i: x.index_put((i,), x[:2], accumulate=True), tensor([1, -1]), tensor([1, 6])),
+    "index_add": (lambda x, i: x.index_add(0, i, x[:2]), tensor([1, 2]), tensor([1, 6])),
+    "index_copy": (lambda x, i: x.index_copy(0, i, x[:2]), tensor([1, 2]), tensor([1, 6])),
+    "index_fill": (lambda x, i: x.index_fill(0, i, 2.0) + x, tensor([1, -2]), tensor([1, 7])),
+    "embedding": (
+        lambda x, i: F.embedding(i, x, padding_idx=1) * 2, tensor([5, 1]), tensor([6, 1])),
+    "embedding below": (lambda x, i: F.embedding(i, x) * 2, tensor([5, 1]), tensor([0, -1])),
+    "cross entropy": (
+        lambda x, i: F.cross_entropy(x, i),
+        tensor([0, 1, 2, 0, -100, 2]), tensor([0, 1, 2, 0, 3, 2])),
+    "nll below": (
+        lambda x, i: F.nll_loss(x, i), tensor([0, 1, 2, 0, 1, 2]), tensor([0, 1, 2, 0, -1, 2])),
+    "multi margin": (
+        lambda x, i: F.multi_margin_loss(x, i),
+        tensor([0, 1, 2, 0, 1, 2]), tensor([0, 1, 2, 0, 3, 2])),
+}  # fmt: skip
+DIVISIONS: Rows = {
+    "quotient": (lambda x, i: WHOLE // i * 2, tensor([1, -3, 2]), tensor([1, 0, 2])),
+    "remainder": (lambda x, i: WHOLE % i + 1, tensor([1, -3, 2]), tensor([1, 0, 2])),
+    "fmod": (lambda x, i: torch.fmod(WHOLE, i) + 1, tensor([1, -3, 2]), tensor([1, 0, 2])),
+    "truncated": (
+        lambda x, i: torch.div(WHOLE, i, rounding_mode="trunc"),
+        tensor([1, -3, 2]), tensor([0, 1, 2])),
+    "of 32 bits": (lambda x, i: WHOLE.int() // i.int(), tensor([5, 7, 9]), tensor([1, 1, 0])),
+    "of 16 bits": (lambda x, i: WHOLE.short() % i.short(), tensor([5, 7, 9]), tensor([1, 1, 0])),
+    "of 8 bits": (
+        lambda x, i: i.to(torch.uint8) // (i - 1).to(torch.uint8), tensor([5]), tensor([1])),
+    "by one number": (lambda x, i: (x * 9).long() // i[0], tensor([5]), tensor([0])),
+    "in a sum": (
+        lambda x, i: (x * 9).long().remainder(i).sum(1), tensor([1, 2, 3]), tensor([0, 1, 1])),
+    "padded": (  # what is beside the elements has no divisor
+        lambda x, i: F.pad(WHOLE // i, (2, 3)) + 1, tensor([1, 2, 3]), tensor([1, 2, 0])),
+    "joined": (
+        lambda x, i: torch.cat([WHOLE, WHOLE % i, i]) * 2, tensor([1, 2, 3]), tensor([0, 1, 2])),
+    "shifted": (
+        lambda x, i: F.pad((WHOLE // i)[1:], (0, 1)) + WHOLE // i,
+        tensor([1, 2, 3]), tensor([1, 0, 3])),
+}  # fmt: skip
+OTHERS: Rows = {
+    "one_hot": (lambda x, i: F.one_hot(i, 4) + x[0, 0], tensor([0, 3]), tensor([0, 4])),
+    "one_hot below": (lambda x, i: F.one_hot(i, 4) + x[0, 0], tensor([0, 3]), tensor([0, -1])),
+    "counts": (
+        lambda x, i: torch.repeat_interleave(x, i, 0, output_size=7) * 2,
+        tensor([1, 1, 2, 1, 1, 1]), tensor([1, 1, 2, 2, 1, 1])),
+    "negative counts": (
+        lambda x, i: torch.repeat_interleave(x, i, 0) * 2,
+        tensor([0, 1, 2, 1, 1, 1]), tensor([0, 1, -2, 1, 1, 1])),
+    "bincount": (lambda x, i: torch.bincount(i, minlength=3) * 2, tensor([0, 2]), tensor([0, -2])),
+    "multinomial": (
+        lambda x, i: torch.multinomial(i.float(), 1) * 0 + 1, tensor([0, 1]), tensor([0, 0])),
+    "multinomial below": (
+        lambda x, i: torch.multinomial(i.float(), 1) * 0 + 1, tensor([0, 1]), tensor([2, -1])),
+    "bernoulli": (
+        lambda x, i: torch.bernoulli(i.float()) * x, tensor([0, 1, 1]), tensor([0, 2, 1])),
+    "cholesky": (
+        lambda x, i: torch.linalg.cholesky(torch.eye(3) * i) + 1, tensor([2]), tensor([-2])),
+    "inverse": (lambda x, i: torch.linalg.inv(torch.eye(3) * i) + 1, tensor([2]), tensor([0])),
+    "offsets of bags": (
+        lambda x, i: F.embedding_bag(tensor([0, 1, 2]), x, i) * 2, tensor([0, 2]), tensor([1, 2])),
+    "bags": (
+        lambda x, i: F.embedding_bag(i, x, tensor([0, 2])), tensor([0, 1, 5]), tensor([0, 1, 6])),
+    "masked_scatter": (
+        lambda x, i: x.masked_scatter(x > 0, i * 1.0) * 2, torch.arange(18), torch.arange(2)),
+}  # fmt: skip
+
+
+def refused(rows: Rows, name: str, kind: type[BaseException]) -> None:
+    torch._dynamo.reset()
+    f, right, wrong = rows[name]
+    x = torch.linspace(0.1, 2, 18).view(6, 3)
+    compiled = torch.compile(f, backend="deuteron")
+    for a, b in zip(tree_leaves(f(x, right)), tree_leaves(compiled(x, right)), strict=True):
+        torch.testing.assert_close(b, a)
+    with pytest.raises(Exception):  # noqa: B017
+        f(x, wrong)
+    with pytest.raises(kind):
+        compiled(x, wrong)
+    compiled(x, right)
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices(name: str) -> None:
+    refused(INDICES, name, IndexError if name == "mask of bools" else IndexOutOfRange)
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_divisions(name: str) -> None:
+    refused(DIVISIONS, name, DivisionByZero)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(name: str) -> None:
+    refused(OTHERS, name, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    "f",
+    (
+        lambda x: torch.bernoulli(x, 1.5),
+        lambda x: x.clone().uniform_(3, 1),
+        lambda x: torch.bernoulli(x, -0.5) + 1,
+    ),
+)
+def test_numbers_of_draws(f: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="expects"):
+        torch.compile(f, backend="deuteron")(torch.randn(5))
