@@ -37,11 +37,13 @@ from deuteron.graph.rewrite import rewrite
 from deuteron.ir.printer import print_program
 from deuteron.ir.program import Program
 from deuteron.ir.verify import verify_program
+from deuteron.lower.contractions import choose_contraction
 from deuteron.lower.graph import lower
 from deuteron.memory.plan import MemoryPlan, plan_memory
-from deuteron.runtime import build_cpp
+from deuteron.runtime import build_cpp, guard
 from deuteron.runtime.artifact import Artifact, next_number
 from deuteron.runtime.cuda_graphs import Recordable, recordable
+from deuteron.runtime.guard import Clock
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch_blas import multiply
 from deuteron.runtime.launch_cuda import Variants
@@ -52,6 +54,7 @@ from deuteron.schedule import schedule
 from deuteron.schedule.accesses import summary
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.printer import print_schedule
+from deuteron.schedule.uncertain import uncertain
 from deuteron.schedule.unordered import unordered
 from deuteron.schedule.verify import verify_schedule
 
@@ -102,6 +105,9 @@ class Compilation:
     variants: dict[tuple[str, str], Variants] = field(default_factory=dict)
     emitted: Emitted | None = None
     library: build_cpp.Build | None = None
+    apart: frozenset[str] = frozenset()  # nodes of the graph that share no kernel
+    clock: Clock | None = None  # called around each step
+    key: str = ""  # of what the guard decides
     call: Call | None = None
 
     # -- the stages -------------------------------------------------------------------------------
@@ -113,14 +119,22 @@ class Compilation:
         return self.graph.print_readable(print_output=False) if self.debug else ""
 
     def do_lower(self) -> str:
-        specs = partial(device_spec_for, options=self.options)
-        self.program = lower(self.graph, self.record, specs=specs)
+        mark = len(self.record.entries)
+        self.program = self.lowered()
+        if self.options.guard != "off":
+            self.key = guard.key(
+                print_program(self.program), self.program, self.where(), self.options
+            )
+            self.apart = guard.remembered(self.key, self.options) or frozenset()
+            if self.apart:
+                del self.record.entries[mark:]
+                self.program = self.lowered()
         verify_program(self.program, "lower")
         return print_program(self.program) if self.debug else ""
 
     def do_schedule(self) -> str:
         assert self.program is not None
-        self.schedule = schedule(self.program, self.options, self.record)
+        self.schedule = schedule(self.program, self.options, self.record, apart=self.apart)
         verify_schedule(self.schedule, self.program, "schedule")
         for entry in unordered(self.schedule):
             self.record.add("unordered", **entry)
@@ -186,6 +200,7 @@ class Compilation:
                 self.options.verify,
                 lambda product, device: multiply(product, device, self.options) is not None,
                 self.phase,
+                self.clock is not None,
             ),
         )
         if self.emitted.sequences:
@@ -205,6 +220,8 @@ class Compilation:
             found = self.steps()
             watcher = Watcher(found, self.kernels, self.options, self.program, self.traced)
             extra["watch"] = watcher.watch
+        if self.clock is not None:
+            extra["clock"] = self.clock.start
         name = f"<deuteron {self.phase} graph {self.number}>"
         path = str(self.debug / "module.py") if self.debug else name
         triton = {n: k for n, k in self.kernels.items() if isinstance(k, TritonKernel)}
@@ -215,7 +232,70 @@ class Compilation:
             self.options, self.record, path, self.library, self.variants, extra, around
         )
         self.call.artifact = artifact  # type: ignore[attr-defined]
+        if self.options.guard != "off":
+            self.call = self.guarded(self.call)
         return ""
+
+    # -- the guard --------------------------------------------------------------------------------
+    def lowered(self) -> Program:
+        """The program; products among the nodes that are kept apart are library calls."""
+
+        def contraction(ctx: Any, a: Any, b: Any) -> str:
+            if ctx.node.name in self.apart:
+                return "measured: see the decisions of the guard"
+            return choose_contraction(ctx, a, b)
+
+        specs = partial(device_spec_for, options=self.options)
+        chosen = contraction if self.apart else choose_contraction
+        return lower(self.graph, self.record, chosen, specs=specs)
+
+    def where(self) -> str:
+        """The devices of the program, in words."""
+        assert self.program is not None
+        devices = sorted({lay.device for lay in self.program.layouts().values()})
+        return ", ".join(device_spec_for(d, self.options).name for d in devices)
+
+    def guarded(self, call: Call) -> Call:
+        """`call`, in whose first call uncertain kernels are measured, where nobody has yet."""
+        assert self.program is not None and self.schedule is not None
+        specs = {k.device: device_spec_for(k.device, self.options) for k in self.steps()}
+        reasons = {k.name: uncertain(k, specs[k.device]) for k in self.steps()}
+        reasons = {n: r for n, r in reasons.items() if r}
+        effect = guard.effects(self.program)
+        found = guard.remembered(self.key, self.options)
+        why = "no kernel is uncertain" if not reasons else f"{effect} has effects" if effect else ""
+        if found is not None:
+            why = f"remembered, apart: {', '.join(sorted(found)) or 'nothing'}"
+        if why:
+            self.record.add(
+                "decision", subject="guard", accepted=bool(found), reason=why, detail=""
+            )
+            return call
+        it = guard.Guard(
+            self.program, self.schedule, reasons, self.timed_form, self.other_form, self.key,
+            self.options, self.record,
+        )  # fmt: skip
+        return it.around(call)
+
+    def timed_form(self, apart: frozenset[str]) -> guard.Form:
+        """The graph with these nodes kept apart, and a clock around each step."""
+        clock = Clock(any(k.device != "cpu" for k in self.steps()))
+        quiet = replace(self.options, guard="off", autotune=False, cudagraphs=False, debug_dir=None)
+        other = Compilation(self.graph, self.phase, quiet, Record(), apart=apart, clock=clock)
+        call = other.again()
+        assert other.schedule is not None
+        return guard.Form(call, other.schedule.steps, clock)
+
+    def other_form(self, apart: frozenset[str]) -> Call:
+        """The graph with these nodes kept apart, as it will run from now on."""
+        options = replace(self.options, guard="off", debug_dir=None)
+        made = Compilation(self.graph, self.phase, options, self.record, self.donated, apart=apart)
+        return made.again()
+
+    def again(self) -> Call:
+        """Runs the stages on a graph that was rewritten before."""
+        with collector_paused():
+            return self.staged(STAGES[1:])
 
     def tuned(self) -> Iterator[tuple[str, Any]]:
         """What launches kernels and products, and tries their candidates in the first call."""
@@ -271,8 +351,8 @@ class Compilation:
         with collector_paused():
             return self.staged()
 
-    def staged(self) -> Call:
-        for stage in STAGES:
+    def staged(self, stages: Sequence[Stage] = STAGES) -> Call:
+        for stage in stages:
             start = perf_counter()
             try:
                 text = getattr(self, f"do_{stage.name}")()
@@ -324,13 +404,25 @@ def compile_graph(
 ) -> Call:
     """Compiles one ATen graph. Raises `DeuteronError` where it cannot; without a C++ compiler the
     graph runs as traced."""
+    forms = guard.listener()
+    clock = None if forms is None else Clock(on_gpu(gm))
+    compilation = Compilation(gm, phase, options, record, clock=clock)
     try:
-        return Compilation(gm, phase, options, record).run()
+        call = compilation.run()
+        if forms is not None and clock is not None and compilation.schedule is not None:
+            forms.append(guard.Form(call, compilation.schedule.steps, clock))
+        return call
     except build_cpp.NoCompiler as e:
         warn_once(str(e))
         record.add("fallback", what=f"{phase} graph", reason=e.message)
         gm.recompile()
         return make_boxed_func(gm.forward)
+
+
+def on_gpu(gm: fx.GraphModule) -> bool:
+    """Whether it has tensors on one."""
+    found = (n.meta.get("val") for n in gm.graph.nodes)
+    return any(isinstance(t, torch.Tensor) and t.device.type == "cuda" for t in found)
 
 
 _WARNED: set[str] = set()

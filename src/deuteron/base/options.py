@@ -104,6 +104,12 @@ class Options:
         "Measure candidate configurations where the cost model finds them close.",
         codegen=True,
     )
+    guard: str = _option(
+        "off",
+        "Measure fused kernels against the unfused form or the library in the first call, where "
+        "the cost model is uncertain ('measure'), and keep the better.",
+        choices=("off", "measure"),
+    )
     bounds_check: bool = _option(
         True, "Check indices that are loaded from tensors, as eager does.", codegen=True
     )
@@ -169,7 +175,7 @@ def set_environment(**values: str) -> None:
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "reduce-overhead": {"cudagraphs": True},
-    "max-autotune": {"cudagraphs": True, "autotune": True},
+    "max-autotune": {"cudagraphs": True, "autotune": True, "guard": "measure"},
 }
 
 

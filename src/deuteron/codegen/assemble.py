@@ -63,8 +63,8 @@ class Emitted:
 class Request:
     """What a module is asked to be: its first line, lines about it, the threads of CPU kernels (0:
     as many as torch uses), whether each kernel's results are compared with the reference, which
-    matrix products (of a device) are made without ATen, and whether it is an inference, forward or
-    backward."""
+    matrix products (of a device) are made without ATen, whether it is an inference, forward or
+    backward, and whether ``clock`` is called around each step."""
 
     title: str
     about: tuple[str, ...] = ()
@@ -72,6 +72,7 @@ class Request:
     watch: bool = False
     products: Callable[[Product, str], bool] = lambda product, device: False
     phase: str = "inference"
+    clock: bool = False
 
 
 @dataclass(frozen=True)

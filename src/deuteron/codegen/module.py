@@ -184,11 +184,17 @@ class Writer:
                 if name in self.plan.given:
                     made_as = f"{self.variable(self.plan.given[name])} if donated else {made_as}"
                 self.line(f"{self.variable(name)} = {made_as}")
+            if self.request.clock:
+                self.close()
+                self.line(f"stop = clock({k})")
             if isinstance(step, Extern):
                 self.close()
                 self.extern(step)
             else:
                 self.generated(step)
+            if self.request.clock:
+                self.close()
+                self.line("stop()")
             self.let_go(k)
         self.close()
         for device in self.frames:

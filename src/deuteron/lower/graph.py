@@ -32,7 +32,7 @@ from deuteron.graph import ops
 from deuteron.graph.aliasing import exposed
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, Sym, as_index, const, hint, product
+from deuteron.ir.index import Axis, Index, Sym, as_index, const, hint
 from deuteron.ir.index import Value as Loaded
 from deuteron.ir.program import (
     Compute,
@@ -46,6 +46,7 @@ from deuteron.ir.program import (
 )
 from deuteron.lower import assertions, calls, numbers
 from deuteron.lower.access import nothing
+from deuteron.lower.contractions import choose_contraction
 from deuteron.lower.core import (
     LOWERINGS,
     TORCH_DTYPES,
@@ -63,22 +64,7 @@ from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
 from deuteron.lower.quantized import quantized
 from deuteron.lower.symfloats import element, in_memory, number_value
 
-# Products of matrices up to this many multiplications are generated, with what surrounds them.
-SMALL_PRODUCT = 32**3
 ASSERTIONS = ("aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
-
-
-def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
-    """ "generated", or why the library multiplies: matrix-vector and small products move more than
-    they compute."""
-    *batch, m, k = a.shape
-    n = b.shape[-1]
-    if hint(n) == 1 or hint(m) == 1:
-        return "generated"
-    work = hint(product([*batch, m, n, k]))
-    if work <= SMALL_PRODUCT:
-        return "generated"
-    return f"{hint(m)}x{hint(k)} by {hint(k)}x{hint(n)}: the library's matrix product is faster"
 
 
 def lower(

@@ -227,10 +227,14 @@ def product_sum(ctx: LowerContext, a: Value, b: Value) -> Callable[[Sequence[Ind
         raise ctx.decline(reason or "the library multiplies matrices faster")
     wide = compute_dtype(a.dtype)
     axes, (k,) = small_axes(ctx, [a.shape[-1]])
+    single = a.shape[-1].value == 1
 
     def element(idx: Sequence[Index]) -> Expr:
         *batch, m, n = idx
-        x, y = a.at([*batch, m, k]), b.at([*batch, k, n])
+        at = const(0) if single else k
+        x, y = a.at([*batch, m, at]), b.at([*batch, at, n])
+        if single:  # of vectors, each by each
+            return op("mul", cast(x, wide), cast(y, wide))
         return fold_of("sum", axes, op("mul", cast(x, wide), cast(y, wide)))
 
     return element

@@ -51,7 +51,7 @@ from deuteron.runtime.direct import (
 
 SUFFIX = ".graph"
 # Options whose meaning is what happens while a graph is compiled, or in its first call.
-WATCHING = ("debug_dir", "verify", "autotune", "check_accesses")
+WATCHING = ("debug_dir", "verify", "autotune", "check_accesses", "guard")
 # Options that decide nothing about what a graph becomes.
 ELSEWHERE = ("cache_dir", "cache", "workers", "build_timeout")
 # Of a Record: times, and what who loads a graph decides anew.
@@ -70,7 +70,7 @@ def decided(record: Record, accepted: bool, reason: str, detail: str = "") -> No
 
 def key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, record: Record) -> str:
     """The entry's key; empty, with a decision, for a graph that is not kept."""
-    watching = [name for name in WATCHING if getattr(options, name)]
+    watching = [name for name in WATCHING if getattr(options, name) not in (None, False, "off")]
     reason = f"option {watching[0]} watches how it is compiled" if watching else ""
     if not options.cache or not options.keep_graphs:
         reason = "the options say so"

@@ -23,17 +23,22 @@ from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.join import Joiner, Launch
 from deuteron.schedule.kernel import Schedule
-from deuteron.schedule.normalize import canonical, normalize
+from deuteron.schedule.normalize import canonical, keeps_apart, normalize
 from deuteron.schedule.recompute import recompute
 from deuteron.schedule.reindex import reindex
 from deuteron.schedule.split import relieve
 
 
 def schedule(
-    program: Program, options: Options, record: Record, spec: DeviceSpec | None = None
+    program: Program,
+    options: Options,
+    record: Record,
+    spec: DeviceSpec | None = None,
+    apart: frozenset[str] = frozenset(),
 ) -> Schedule:
     """Kernels and library calls in execution order. `spec` stands for every device, where kernels
-    are not made for the one that the tensors are on."""
+    are not made for the one that the tensors are on. What does the graph's nodes `apart` shares no
+    kernel (`runtime.guard`)."""
     layouts = program.layouts()
     specs: dict[str, DeviceSpec] = {
         d: spec or device_spec_for(d, options)
@@ -41,11 +46,12 @@ def schedule(
     }
     owner = memory_of(program)
     if options.fusion:
-        computes = normalize(program, layouts, specs, record)
+        computes = normalize(program, layouts, specs, record, apart)
     else:
         computes = {d.name: canonical(d) for d in program.computes()}
     dag = Dag.of(program, computes, owner)
     fusion = Fusion(dag, layouts, owner, needed_outside(program), specs, record)
+    fusion.apart = {n for n, c in computes.items() if keeps_apart(c, apart)}
     if options.fusion:
         fusion.run()
         reindex(fusion)

@@ -56,6 +56,7 @@ class Fusion:
     ) -> None:
         self.dag, self.layouts, self.owner = dag, layouts, owner
         self.outside, self.specs, self.record = outside, specs, record
+        self.apart: set[str] = set()  # computations that share no kernel
         self.partial: set[str] = set()  # tensors of partial results
         self.costs: dict[int, profit.Cost] = {}
         self.verdicts: dict[tuple[int, int], tuple[Refusal, Offer | None]] = {}
@@ -148,6 +149,10 @@ class Fusion:
     def offer(self, a: Node, b: Node) -> Offer | Refusal:
         """The merge of two groups, or why it is not to be had (cycles are asked for later)."""
         assert isinstance(a.content, Group) and isinstance(b.content, Group)
+        if self.apart and any(
+            m.name in self.apart for g in (a.content, b.content) for m in g.members
+        ):
+            return Refusal("kept apart", "measured: see the decisions of the guard")
         if len(a.content.members) + len(b.content.members) > MOST_MEMBERS:
             return Refusal("too large", f"more than {MOST_MEMBERS} operations in one kernel")
         if a.content.code + b.content.code > MOST_CODE:

@@ -54,9 +54,13 @@ class Inliner:
     """Writes producers into their readers, in program order."""
 
     def __init__(
-        self, program: Program, layouts: Mapping[str, Layout], specs: Mapping[str, DeviceSpec]
+        self,
+        program: Program,
+        layouts: Mapping[str, Layout],
+        specs: Mapping[str, DeviceSpec],
+        apart: frozenset[str] = frozenset(),
     ) -> None:
-        self.layouts, self.specs = layouts, specs
+        self.layouts, self.specs, self.apart = layouts, specs, apart
         self.memory = {o.tensor for o in program.outputs}
         self.computes: dict[str, Compute] = {}
         self.sites: dict[str, int] = {}  # tensor -> places that read it
@@ -157,7 +161,7 @@ class Inliner:
 
     def worth(self, p: Compute, load: Expr, c: Compute) -> bool:
         """Whether the reader should compute the element itself."""
-        if not self.repeatable(p):
+        if not self.repeatable(p) or keeps_apart(p, self.apart) or keeps_apart(c, self.apart):
             return False
         reads = reads_of(p)
         lay = self.layouts[p.name]
@@ -204,6 +208,11 @@ class Inliner:
                 todo += [r.tensor for r in reads_of(q) if q.body.op != "reduce"]
                 found |= {r.tensor for r in reads_of(q) if q.body.op == "reduce"}
         return bool(placed & found)
+
+
+def keeps_apart(c: Compute, nodes: frozenset[str]) -> bool:
+    """Whether it does one of these nodes of the graph."""
+    return bool(nodes) and any(o.node in nodes for o in c.origins)
 
 
 def roots(c: Compute) -> list[Expr]:
@@ -276,9 +285,10 @@ def normalize(
     layouts: Mapping[str, Layout],
     specs: Mapping[str, DeviceSpec],
     record: Record,
+    apart: frozenset[str] = frozenset(),
 ) -> dict[str, Compute]:
-    """The computations that fusion starts from."""
-    inliner = Inliner(program, layouts, specs)
+    """The computations that fusion starts from. Those of the nodes `apart` stay as they are."""
+    inliner = Inliner(program, layouts, specs, apart)
     for d in program.defs:
         if isinstance(d, Compute):
             inliner.add(d)
@@ -306,4 +316,4 @@ def normalize(
     return dict(reversed(live.items()))
 
 
-__all__ = ["canonical", "inlined", "normalize"]
+__all__ = ["canonical", "inlined", "keeps_apart", "normalize"]

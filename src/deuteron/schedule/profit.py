@@ -267,9 +267,10 @@ def cost(
     """The predicted cost of a group: as one kernel, or (unless `whole`) in two steps where `split`
     will do it so."""
     moved = sum(bytes_read(group, n, layouts[n]) for n in group.reads)
-    moved += strided_bytes(group, layouts, spec)
+    stored = list(dict.fromkeys(stored))
+    moved += strided_bytes(group, layouts, spec, stored)
     points = group.space.size()
-    for n in dict.fromkeys(stored):
+    for n in stored:
         written = bytes_written(group.names[n], layouts[n], points)
         moved += written * (LINE if scattered(group, group.names[n], layouts) else 1)
     spilled = group.chunk is not None and chained(group) and not stays(group, layouts, spec)

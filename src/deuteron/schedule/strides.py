@@ -8,7 +8,7 @@ Loops over points alone are tiled by the generators and cost nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import ITEMSIZE
@@ -47,8 +47,14 @@ def steps(index: tuple[Index, ...], layout: Layout) -> dict[Axis, int] | None:
     return _STEPS[key]
 
 
-def strided_bytes(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> int:
-    """Bytes that the group's reads touch beyond the elements that they use."""
+def strided_bytes(
+    group: Group,
+    layouts: Mapping[str, Layout],
+    spec: DeviceSpec,
+    stored: Iterable[str] = (),
+) -> int:
+    """Bytes that the group touches beyond the elements that it reads and stores (on a CPU, of the
+    members `stored`)."""
     if not group.folds or spec.kind == "cuda" and group.chunk is None:
         return 0
     accesses = [
@@ -57,6 +63,13 @@ def strided_bytes(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec)
         for index in indices
         if (found := steps(index, layouts[name])) is not None and len(found) > 1
     ]
+    if spec.kind == "cpu":  # a line is read and written
+        accesses += [
+            (found, ITEMSIZE[layouts[n].dtype])
+            for n in dict.fromkeys(stored)
+            if group.names[n].level == "point" and group.names[n].kind == "point"
+            if (found := steps(group.names[n].index, layouts[n])) is not None and len(found) > 1
+        ]
     axes = group.space.reduced if group.chunk is not None else group.space.axes
     if spec.kind == "cuda":  # a program has the row at once, in whatever order
         return sum(_beyond(s, axes, item, group, spec) for s, item in accesses)

@@ -402,10 +402,11 @@ def row_bytes(loops: Loops) -> int:
     return sum(a.itemsize * size([x for x in reduced if x in a.address.axes()]) for a in reads)
 
 
-def chunk_counts(env: Env, axis: Axis, ops: int, round_to: int) -> tuple[str, str]:
-    """C names of the chunk length along `axis` and of the number of chunks, from sizes alone."""
+def chunk_counts(env: Env, axis: Axis, ops: int, round_to: int, least: int = 1) -> tuple[str, str]:
+    """C names of the chunk length along `axis` (`least` or longer) and of the number of chunks,
+    from sizes alone."""
     em = env.em
-    least = max(round_to, -(-CHUNK_OPS // max(1, ops)) // round_to * round_to)
+    least = max(least, round_to, -(-CHUNK_OPS // max(1, ops)) // round_to * round_to)
     n = env.extent(axis)
     length, count = em.fresh("len"), em.fresh("chunks")
     em.chain[0].add(

@@ -1,0 +1,84 @@
+"""Which matrix products are loops of ours, and which are library calls.
+
+In: the operands of a product. Out: "generated", or why the library multiplies: the times that both
+would take (`base.products`), which are in the Record either way.
+"""
+
+from __future__ import annotations
+
+from deuteron.base.device import DeviceSpec, device_spec, named_gpu
+from deuteron.base.products import Product, generated_us, library_us
+from deuteron.ir.expr import ITEMSIZE
+from deuteron.ir.index import hint, product
+from deuteron.lower.core import LowerContext, Value
+
+# Whose figures stand for a GPU where none is known.
+SOME_GPU = "H100"
+WORTH = 0.02  # by what share a call must be faster, which nothing can be fused with
+
+
+def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
+    """ "generated", or why the library multiplies."""
+    p, spec = described(ctx, a, b), figures(ctx)
+    ours, theirs = generated_us(p, spec), library_us(p, spec)
+    text = f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us"
+    if ours > (1 + WORTH) * theirs:
+        return text
+    ctx.record.add(
+        "decision",
+        subject="product",
+        accepted=True,
+        reason="generated",
+        detail=text,
+        first=ctx.node.name if ctx.node is not None else "",
+        second="",
+        bytes=0,
+        us=round(theirs - ours, 3),
+    )
+    return "generated"
+
+
+def described(ctx: LowerContext, a: Value, b: Value) -> Product:
+    *batch, m, k = a.shape
+    n = b.shape[-1]
+    larger, axis = (b, -2) if hint(n) >= hint(m) else (a, -1)
+    view = ctx.strided(larger)
+    along = view is None or view.strides[axis].value == 1
+    return Product(
+        hint(product(batch)),
+        hint(m),
+        hint(k),
+        hint(n),
+        a.dtype,
+        ITEMSIZE[a.dtype],
+        along,
+        surrounded(ctx),
+    )
+
+
+def surrounded(ctx: LowerContext) -> bool:
+    """Whether the result goes into something that could share the product's kernel."""
+    users = ctx.node.users if ctx.node is not None else {}
+    return any(u.op == "call_function" and not _multiplies(str(u.target)) for u in users)
+
+
+def _multiplies(target: str) -> bool:
+    return target.startswith(("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"))
+
+
+def figures(ctx: LowerContext) -> DeviceSpec:
+    """Of the device that the product runs on."""
+    device = str(ctx.fake().device) if ctx.node is not None else ctx.device
+    kind = ctx.like or device.partition(":")[0]
+    if ctx.specs is not None:
+        found = ctx.specs(device)
+        if found.kind == kind or not ctx.like:
+            return found
+    if kind == "cpu":
+        return device_spec("cpu")
+    found_gpu = named_gpu(SOME_GPU)
+    assert found_gpu is not None
+    return found_gpu
+
+
+__all__ = ["choose_contraction"]

@@ -1,0 +1,83 @@
+"""Who multiplies: the times of both are compared, and are in the Record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deuteron.base import products
+from deuteron.base.device import DeviceSpec, device_spec, named_gpu
+from deuteron.base.products import Product, generated_us, library_us
+from deuteron.base.record import Record
+from deuteron.ir.program import Compute, Extern, Program
+from deuteron.lower.graph import lower
+from tests.lower.harness import trace
+
+
+def lowered(f: Any, *args: Any) -> tuple[Program, Record]:
+    record = Record()
+    spec = device_spec("cpu")
+    return lower(trace(f, args), record, specs=lambda _: spec), record
+
+
+def calls(p: Program) -> list[Extern]:
+    return [d for d in p.defs if isinstance(d, Extern)]
+
+
+def product(m: int, k: int, n: int, dtype: str = "f32", **more: Any) -> Product:
+    size = {"f32": 4, "f64": 8, "bf16": 2, "f16": 2}[dtype]
+    return Product(**{**dict(batch=1, m=m, k=k, n=n, dtype=dtype, itemsize=size), **more})
+
+
+def test_one_row_is_generated_and_many_are_called() -> None:
+    w = torch.randn(900, 700)
+    p, record = lowered(lambda x, w: torch.relu(x @ w), torch.randn(1, 900), w)
+    assert not calls(p)
+    (d,) = [d for d in record.of("decision") if d["subject"] == "product"]
+    assert "1x900 by 900x700: generated" in d["detail"] and "the library" in d["detail"]
+    p, _ = lowered(lambda x, w: torch.relu(x @ w), torch.randn(130, 900), w)
+    (call,) = calls(p)
+    assert "130x900 by 900x700: generated" in call.reason and "the library" in call.reason
+
+
+def test_figures_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the library twice as fast, it would multiply."""
+    slow = {k: tuple(tuple(r / 40 for r in side) for side in v) for k, v in
+            products.GENERATED.items()}  # fmt: skip
+    monkeypatch.setattr(products, "GENERATED", slow)
+    p, _ = lowered(lambda x, w: torch.relu(x @ w), torch.randn(1, 900), torch.randn(900, 700))
+    assert len(calls(p)) == 1
+
+
+@pytest.mark.parametrize("order", ["along", "across"])
+def test_half_precision_goes_where_it_is_faster(order: str) -> None:
+    """The library's f16 is fast along the sum and slow across it."""
+    x, w = torch.randn(1, 2000).half(), torch.randn(1500, 2000).half()
+    f = (lambda x, w: x @ w.t()) if order == "along" else (lambda x, w: x @ w)
+    p, _ = lowered(f, x, w if order == "along" else w.t().contiguous())
+    assert len(calls(p)) == (order == "along")
+
+
+def test_outer_products_are_pointwise() -> None:
+    a, b = torch.randn(70, 1), torch.randn(1, 90)
+    p, _ = lowered(lambda a, b: (a @ b) * 2 + 1, a, b)
+    assert not calls(p)
+    assert not any(d.is_reduction for d in p.defs if isinstance(d, Compute))
+    got = torch.compile(lambda a, b: (a @ b) * 2 + 1, backend="deuteron")(a, b)
+    torch.testing.assert_close(got, (a @ b) * 2 + 1)
+
+
+@pytest.mark.parametrize("spec", [device_spec("cpu"), named_gpu("H200")])
+def test_times_grow_with_the_work(spec: DeviceSpec) -> None:
+    for us in (generated_us, library_us):
+        last = 0.0
+        for n in (64, 256, 1024, 4096):
+            now = us(product(1, n, n, along=True, around=False), spec)
+            assert now > last * 0.999
+            last = now
+    large = product(512, 512, 512, along=True, around=True)
+    assert generated_us(large, spec) > library_us(large, spec)
+    one = product(1, 512, 512, "bf16", along=False, around=True)
+    assert generated_us(one, spec) < library_us(one, spec)
