@@ -114,7 +114,8 @@ class Compilation:
 
     def do_lower(self) -> str:
         specs = partial(device_spec_for, options=self.options)
-        self.program = lower(self.graph, self.record, specs=specs)
+        precision = self.options.precision
+        self.program = lower(self.graph, self.record, specs=specs, precision=precision)
         verify_program(self.program, "lower")
         return print_program(self.program) if self.debug else ""
 

@@ -34,6 +34,7 @@ from deuteron.ir.expr import (
     COMPARISONS,
     DTYPES,
     FLOAT8,
+    HALF,
     FLOATS,
     ITEMSIZE,
     REDUCTIONS,
@@ -241,6 +242,8 @@ def _load(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
 def _cast(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
     if len(n.args) != 1:
         raise Fault("kinds", f"a cast of {len(n.args)} values")
+    if n.attr is not None and (n.args[0].dtype not in HALF or n.dtype != "f32"):
+        raise Fault("dtypes", f"{n!r} is {n.dtype}, of what was never rounded from f32")
     return free
 
 

@@ -61,6 +61,7 @@ from deuteron.lower.core import (
 )
 from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
 from deuteron.lower.symfloats import element, number_value
+from deuteron.lower.unrounded import unrounded
 
 # Products of matrices up to this many multiplications are generated, with what surrounds them.
 SMALL_PRODUCT = 32**3
@@ -86,11 +87,13 @@ def lower(
     contraction: Callable[..., str | None] = choose_contraction,
     like: str = "",
     specs: Callable[[str], DeviceSpec] | None = None,
+    precision: str = "float32",
 ) -> Program:
     """The program of a graph. Raises `UnsupportedOp` for a node that can neither be generated nor
     called. `like`: the kind of device that it is for, where that is not the one of its tensors;
-    `specs`: the figures of a device."""
-    return Driver(gm, record, contraction, like, specs).run()
+    `specs`: the figures of a device; `precision`: the option."""
+    program = Driver(gm, record, contraction, like, specs).run()
+    return unrounded(program) if precision == "float32" else program
 
 
 class Driver:
