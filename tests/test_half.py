@@ -229,7 +229,9 @@ def test_no_gradient_is_lost(rows: bool, stored: bool) -> None:
     found = compiled(f)(x, make(96, seed=1) * 3)
     (found[0] if stored else found).sum().backward()
     assert x.grad is not None
-    torch.testing.assert_close(x.grad.float().sum(dims), torch.ones(64 if rows else 96), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        x.grad.float().sum(dims), torch.ones(64 if rows else 96), rtol=0.01, atol=0
+    )
 
 
 def test_masks_of_the_backward_are_the_forwards() -> None:
@@ -311,5 +313,3 @@ def test_the_option() -> None:
     assert Options.make(options={"precision": "eager"}).codegen_key() != Options().codegen_key()
     with pytest.raises(OptionError):
         Options.make(options={"precision": "double"})
-
-
