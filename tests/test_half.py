@@ -107,6 +107,8 @@ def test_casts_with_a_meaning_stay() -> None:
             wide.float().double() - wide,
             (x * 100).round().to(torch.int32),
             wide.to(torch.bfloat16).double(),
+            (wide * 1e3).to(torch.int32) * x[0, 0],
+            (wide * 1e3).to(torch.int32).to(torch.bfloat16).float() - 0.5,
         )
 
     args = make(60, 7), torch.randn(50, dtype=torch.float64)

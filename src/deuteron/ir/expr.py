@@ -485,7 +485,8 @@ def cast(x: Expr, dtype: str) -> Expr:
 
 
 def unrounded(x: Expr) -> Expr:
-    """The f32 number that `x`, of a half type, was rounded from, as far as the expression says it.
+    """The f32 number that `x`, of a half type, was rounded from, as far as the expression says it
+    (what was rounded from whole numbers or f64 stays rounded).
     What it loads may say more once its producer is written in: such a cast is marked, and asked
     again whenever it is rebuilt. Choices are looked through only where one of their branches is
     rounded; others only move halves."""
@@ -504,7 +505,8 @@ def unrounded(x: Expr) -> Expr:
             done[n] = op("where", n.args[0], *(done[a] for a in below))
         elif n.op == "cast":
             found = True
-            done[n] = done[below[0]] if below else cast(n.args[0], "f32")
+            inner = n.args[0]
+            done[n] = done[inner] if below else inner if inner.dtype == "f32" else cast(n, "f32")
         elif n.op == "literal":
             done[n] = cast(n, "f32")
         else:
