@@ -7,6 +7,7 @@ decided alike wherever the same tensor is read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,56 +21,34 @@ from deuteron.ir.parser import parse_program
 from deuteron.ir.printer import print_program
 from deuteron.ir.verify import verify_program
 from deuteron.lower.unrounded import unrounded
-from deuteron.tools.oracle import Oracle, copies, differences, see
+from tests.interpreting import reported
 from tests.lower.harness import lowered, trace
+from tests.numerics.halves import (
+    CHAINS,
+    EXTREMES,
+    HALVES,
+    INTERPRETED,
+    coarse,
+    compiled,
+    decided,
+    equalities,
+    gelu,
+    judged,
+    jumps,
+    make,
+    of_chain,
+    softmax,
+)
 from tests.schedule.tools import scheduled
 
-HALVES = (torch.bfloat16, torch.float16)
-
-
-def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
-    return torch.compile(f, backend="deuteron", options={"verify": True, **options})
-
-
-def make(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def gated(x: Tensor, w: Tensor) -> Tensor:
-    y = x.float()
-    y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-    return w * y * F.silu(x)
-
-
-def softmax(x: Tensor) -> Tensor:
-    e = (x - x.amax(-1, keepdim=True)).exp()
-    return e / e.sum(-1, keepdim=True)
-
-
-def gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x * x * x)))
-
-
-CHAINS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
-    "gelu": (gelu, ((37, 50),)),
-    "gated": (gated, ((19, 70), (70,))),
-    "softmax": (softmax, ((23, 90),)),
-}
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+SCRIPT = Path(__file__).with_name("halves.py")
 
 
 # -- values ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", CHAINS)
 def test_more_exact_than_eager(name: str, dtype: torch.dtype) -> None:
-    f, shapes = CHAINS[name]
-    args = [make(*s, dtype=dtype, seed=k) for k, s in enumerate(shapes)]
-    exact = f(*[a.double() for a in args])
-    assert error(compiled(f)(*args), exact) < 0.8 * error(f(*args), exact)
+    assert not coarse(name, dtype)
 
 
 @pytest.mark.parametrize("options", [{"precision": "eager"}, {"fusion": False}])
@@ -119,32 +98,11 @@ def test_casts_with_a_meaning_stay() -> None:
 
 
 # -- decisions -------------------------------------------------------------------------------------
-def jumps(y: Tensor, t: Tensor) -> tuple[Tensor, ...]:
-    return (
-        *(y > t, y <= 0.5, y != 0, y.floor(), y.to(torch.int32), y.ceil(), y.round(), y.sign()),
-        *(y.to(torch.float8_e5m2).float(), torch.floor_divide(y, 0.25), y.isinf(), y.bool()),
-        *(y.clamp(-1, 1).to(torch.int8), torch.where(y >= t, 1, 0).sum(-1), y.remainder(0.5)),
-        *(y.frac(), y.abs().to(torch.uint8), (-y).trunc(), y.maximum(t).to(torch.int16)),
-    )
-
-
-def equalities(y: Tensor, t: Tensor) -> tuple[Tensor, ...]:
-    return y == t, y.argmax(-1), y.amax(-1) == t[:, 0], y == y.amin(0), y.float() != t
-
-
 @pytest.mark.parametrize("decisions", [jumps, equalities])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_what_is_stored_decides(dtype: torch.dtype, decisions: Callable[..., Any]) -> None:
     """Whoever decides by a value beside its producer decides as who reads it from memory."""
-
-    def f(x: Tensor, w: Tensor, t: Tensor) -> tuple[Tensor, ...]:
-        y = (x * w + t) * 1.1 - w
-        return y, *decisions(y, t)
-
-    args = [make(30, 41, dtype=dtype, seed=k) for k in range(3)]
-    y, *got = compiled(f)(*args)
-    for g, e in zip(got, decisions(y, args[2]), strict=True):
-        torch.testing.assert_close(g, e, rtol=0, atol=0)
+    assert not decided(decisions, dtype)
 
 
 def test_guards_see_what_they_guard() -> None:
@@ -161,49 +119,6 @@ def test_guards_see_what_they_guard() -> None:
         assert not call(x, w).isnan().any() or f(x, w).isnan().any()
 
 
-EXTREMES: dict[str, Callable[[Tensor], Any]] = {
-    "amax": lambda y: y.amax(-1),
-    "amin": lambda y: y.amin(0),
-    "max": lambda y: y.max(),
-    "max of rows": lambda y: y.max(-1)[0],
-    "min of columns": lambda y: y.min(0).values,
-    "norm": lambda y: torch.linalg.vector_norm(y, float("inf"), -1),
-    "maximum": lambda y: torch.maximum(y, y.flip(-1)),
-    "clamp": lambda y: y.clamp(-0.5, 0.75),
-    "relu": lambda y: F.relu(y) * y,
-    "hardtanh": lambda y: F.hardtanh(y) + F.relu6(y * 4),
-    "pool": lambda y: F.max_pool2d(y[None, None], 3, 2),
-    "pool of rows": lambda y: F.max_pool1d(y[None], 2),
-    "adaptive pool": lambda y: F.adaptive_max_pool2d(y[None, None], (3, 4)),
-    "median": lambda y: y.median(-1).values,
-    "sorted": lambda y: y.sort(-1).values[:, :5],
-    "topk": lambda y: y.topk(3, -1).values,
-    "cummax": lambda y: y.cummax(-1).values,
-    "softmax": lambda y: (y - y.amax(-1, keepdim=True)).exp(),
-    "equal": lambda y: torch.where(y == y.amax(-1, keepdim=True), y, 0),
-    "logsumexp": lambda y: y.logsumexp(-1),
-    "float amax": lambda y: y.float().amax(-1),
-    "two": lambda y: y.amax(-1) * 2 - y.amin(-1).float(),
-}
-
-
-def chain(x: Tensor, w: Tensor) -> Tensor:
-    """Every element has its slope; sums round on the way."""
-    return (x * 1.3 + w) - w * 0.7 + (x * w.mean()) * 0.1
-
-
-def judged(
-    f: Callable[..., Any], args: list[Tensor], **options: Any
-) -> tuple[list[str], Callable[..., Any]]:
-    call = compiled(f, **options)
-
-    def runner(g: Callable[..., Any]) -> Callable[[list[Tensor]], Any]:
-        return lambda xs: see(lambda given: g(*given), xs, True)
-
-    oracle = Oracle(runner(f), runner(f), args)
-    return differences(runner(call)(copies(args)), oracle), call
-
-
 @pytest.mark.parametrize("name", EXTREMES)
 def test_gradients_of_extremes(name: str) -> None:
     """A gradient goes to the element that the forward chose, though the backward computes its
@@ -211,8 +126,15 @@ def test_gradients_of_extremes(name: str) -> None:
     for seed, dtype in enumerate(HALVES):
         x, w = make(26, 35, dtype=dtype, seed=seed), make(35, dtype=dtype, seed=seed + 5)
         args = [x.requires_grad_(), w.requires_grad_()]
-        wrong, _ = judged(lambda x, w: EXTREMES[name](chain(x, w)), args)
-        assert not wrong, wrong
+        assert not judged(of_chain(name), args)
+
+
+@pytest.mark.xdist_group("halves interpreted")
+@pytest.mark.parametrize("name", [*INTERPRETED, "jumps", "equalities", *CHAINS])
+def test_interpreted(name: str) -> None:
+    """The same as Triton kernels."""
+    (found,) = [r["wrong"] for r in reported(SCRIPT) if r["program"] == name]
+    assert not found
 
 
 @pytest.mark.parametrize("stored", [False, True])
