@@ -247,7 +247,8 @@ class Compilation:
 
         specs = partial(device_spec_for, options=self.options)
         chosen = contraction if self.apart else choose_contraction
-        return lower(self.graph, self.record, chosen, specs=specs)
+        precision = self.options.precision
+        return lower(self.graph, self.record, chosen, specs=specs, precision=precision)
 
     def where(self) -> str:
         """The devices of the program, in words."""

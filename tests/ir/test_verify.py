@@ -99,6 +99,8 @@ BROKEN: dict[str, tuple[str, Callable[[], Program]]] = {
     "no dtype": ("dtypes", lambda: make(pointwise(Expr("neg", "f8", (x,)), layout=lay(8, 4)))),
     "fold of another dtype": (
         "dtypes", lambda: make(pointwise(Expr("reduce", "f64", (x,), ("sum", (j,))), i))),
+    "unrounded number that is no half": (
+        "dtypes", lambda: make(pointwise(Expr("cast", "f32", (x,), E.UNROUNDED)))),
     "any of numbers": ("dtypes", lambda: make(pointwise(E.reduce("any", (j,), x), i))),
     "seed is a float": (
         "dtypes", lambda: make(pointwise(E.random("rand", one, 0, i.index, "f32")))),

@@ -16,6 +16,7 @@ from deuteron.base.record import Record
 from deuteron.ir.index import evaluate
 from deuteron.ir.program import Constant, Input, Program
 from deuteron.lower.core import TO_TORCH
+from deuteron.lower.unrounded import unrounded
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.reference import run_kernel
 from deuteron.schedule.verify import verify_schedule
@@ -93,10 +94,13 @@ def scheduled(
         return tensors(out) if isinstance(out, (list, tuple)) else [out]
 
     program = lowered(trace(listed, args, dynamic), products).program
+    asked = Options.make(options=options)
+    if asked.precision == "float32":
+        program = unrounded(program)
     record = Record()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduling, "device_spec_for", lambda d, o: spec_of(device))
-        found = scheduling.schedule(program, Options.make(options=options), record)
+        found = scheduling.schedule(program, asked, record)
     verify_schedule(found, program, "schedule", strict=False)
     out = Scheduled(program, found, record)
     if check:

@@ -83,6 +83,14 @@ class Options:
         "the price of library calls and saved masks.",
         codegen=True,
     )
+    precision: str = _option(
+        "float32",
+        "What float16 and bfloat16 values are inside a kernel, between operations: the float32 "
+        "that was computed ('float32'; what is stored is rounded), or rounded after each "
+        "operation, as eager does ('eager').",
+        codegen=True,
+        choices=("float32", "eager"),
+    )
     fusion: bool = _option(
         True,
         "Let operations share kernels. False: one kernel per operation (to bisect).",

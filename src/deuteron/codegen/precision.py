@@ -10,6 +10,8 @@ nothing shows it:
     terms     exp(b - m) in a sum over b, m the maximum of b (`schedule.online`): an argument of -d
               has an error of d 2^-24, its exponential e^-d times that, which is at most 0.4 2^-24
               of the sum's largest term
+    averaged  the same uses only to sums in f32 of which all uses are such (option precision
+              "float32"; else every such sum counts as the next one)
     summed    the same uses only to a sum in f32: of quotients, whose error of 2^-23 is to the sum
               as it is to the terms (the one in a sigmoid, too: `near`); and of exponentials of what
               is itself rounded, which have an error of that size in any case
@@ -47,10 +49,12 @@ class Inexact:
     fused: frozenset[Expr] = frozenset()
 
 
-def inexact(loops: Loops, row_level: RowLevel) -> Inexact:
+def inexact(loops: Loops, row_level: RowLevel, averages: bool = False) -> Inexact:
+    """`averages`: sums whose own uses end in roundings to a half are no results."""
     chain = Chain(row_level)
     shown: set[Expr] = set()  # roots whose errors are seen
     sums: set[Expr] = set()
+    totals: dict[str, Expr] = {}  # sums by their registers' names
     order: dict[Expr, None] = {}
     for p in loops.parts:
         if isinstance(p, (Fold, Prefix)):
@@ -61,10 +65,13 @@ def inexact(loops: Loops, row_level: RowLevel) -> Inexact:
             order.update(dict.fromkeys(root.walk()))
             if not terms:
                 (sums if root is body and root.dtype == "f32" else shown).add(root)
+            if averages and isinstance(p, Fold) and root is body and root in sums:
+                totals[p.name] = root
         if isinstance(p, Write) and p.value.dtype == "f32":
             shown.update((p.value, *p.others))
     down = sorted(order, key=lambda n: n.id, reverse=True)  # users before arguments
-    strict, apart = _strict(down, shown | sums), _strict(down, shown)
+    sums, positive = _results(down, shown, sums, totals)
+    strict, apart = _strict(down, shown | sums, positive), _strict(down, shown, positive)
     for n in order:
         strict.update(c for c in children(n) if c.op == "erf" and not one_more(n))
     found = [n for n in order if n.op in FAST and n.dtype == "f32"]
@@ -155,14 +162,34 @@ def _product(n: Expr, depth: int = 3) -> tuple[list[Expr], float]:
     return ([], float(n.attr)) if n.op == "literal" else ([n], 1.0)
 
 
-def _strict(down: list[Expr], roots: set[Expr]) -> set[Expr]:
-    """The roots, and all whose errors they may show."""
+def _strict(
+    down: list[Expr], roots: set[Expr], positive: frozenset[str] | None = None
+) -> set[Expr]:
+    """The roots, and all whose errors they may show. `positive`: registers without a sign."""
     strict = set(roots)
     for n in down:
         for k, c in enumerate(children(n)):
-            if c.dtype == "f32" and not _passes(n, k, strict):
+            if c.dtype == "f32" and not _passes(n, k, strict, positive):
                 strict.add(c)
     return strict
+
+
+def _results(
+    down: list[Expr], shown: set[Expr], sums: set[Expr], totals: dict[str, Expr]
+) -> tuple[set[Expr], frozenset[str] | None]:
+    """Those of the sums whose errors are seen: not where all uses of the total, those in other such
+    sums too, end in a rounding to a half. And the totals that are no negative numbers."""
+    if not totals:
+        return sums, None
+    positive = frozenset(n for n, body in totals.items() if not_negative(body, frozenset()))
+    seen = sums - set(totals.values())
+    while True:
+        strict = _strict(down, shown | seen, positive)
+        shows = {n.attr[0] for n in strict if n.op == "load"}
+        more = {body for name, body in totals.items() if name in shows} - seen
+        if not more:
+            return seen, positive
+        seen |= more
 
 
 def _in_sums(n: Expr) -> bool:
@@ -209,7 +236,9 @@ def one_more(n: Expr) -> Expr | None:
     return None
 
 
-def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
+def _passes(
+    user: Expr, position: int, strict: set[Expr], positive: frozenset[str] | None = None
+) -> bool:
     """Whether an error of an argument is at most an error of the same size of a node that may have
     it."""
     if user.op == "cast":
@@ -219,20 +248,29 @@ def _passes(user: Expr, position: int, strict: set[Expr]) -> bool:
     if log1p_of_unit(user):
         return True  # its slope is less than what it makes over its argument
     if user.op == "sqrt" or user.op == "reciprocal" or user.op == "div" and position == 1:
-        return _whole(user.args[position])  # what is left of a difference would be all there is
+        # What is left of a difference would be all there is.
+        return _whole(user.args[position], positive)
+    if user.op == "rsqrt":
+        return positive is not None and _whole(user.args[0], positive)
     return user.op in CARRIES and (user.op != "where" or position > 0)
 
 
-def _whole(n: Expr) -> bool:
+def _whole(n: Expr, positive: frozenset[str] | None = None) -> bool:
     """No difference: a sum only of what is known to be no negative number."""
-    return n.op not in ("add", "sub") or n.op == "add" and all(map(not_negative, n.args))
+    if n.op == "add":
+        return all(not_negative(a, positive) for a in n.args)
+    return n.op != "sub"
 
 
-def not_negative(n: Expr) -> bool:
-    if n.op in ("add", "mul"):
-        return all(map(not_negative, n.args))
+def not_negative(n: Expr, positive: frozenset[str] | None = None) -> bool:
+    """`positive`: registers that are known to be so; where given, more is looked into."""
+    if n.op in ("add", "mul") or n.op == "div" and positive is not None:
+        square = positive is not None and n.op == "mul" and n.args[0] is n.args[1]
+        return square or all(not_negative(a, positive) for a in n.args)
     if n.op == "cast":
-        return not_negative(n.args[0])
+        return not_negative(n.args[0], positive)
+    if n.op == "load":
+        return positive is not None and n.attr[0] in positive
     return n.op in ("exp", "exp2", "sigmoid", "abs", "sqrt") or n.op == "literal" and n.attr >= 0
 
 

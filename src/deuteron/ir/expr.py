@@ -6,7 +6,9 @@ An `Expr` is frozen and interned; equality is identity. `op` says what it is:
     index     attr = Index; the integer value of an index expression (i64)
     load      attr = (tensor name, index per dimension, fill); args = () or (mask,): where the
               mask is false nothing is read and the value is `fill`
-    cast      args = (x,); converts to `dtype` as C and ATen do; to f8e4m3 it saturates
+    cast      args = (x,); converts to `dtype` as C and ATen do; to f8e4m3 it saturates. With attr
+              `UNROUNDED`, from a half type to f32: the f32 number that x was rounded from, where
+              the same kernel has it, else x (see `unrounded`)
     reduce    attr = (kind, axes); args = (body,): folds body over the axes (see `REDUCTIONS`)
     scan      attr = (kind, axis); args = (body,): inclusive prefix fold along the axis
     random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10 with the
@@ -55,6 +57,7 @@ ITEMSIZE.update(
     | {f"float8_{k}": 1 for k in ("e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
 )
 HALF = ("f16", "bf16")
+UNROUNDED = "unrounded"
 FLOATS = ("f16", "bf16", "f32", "f64")
 INTS = ("u8", "i8", "i16", "i32", "i64")
 
@@ -357,7 +360,7 @@ def rebuild(
     if all(a is b for a, b in zip(args, node.args, strict=True)):
         return node
     if node.op == "cast":
-        return cast(args[0], node.dtype)
+        return unrounded(args[0]) if node.attr == UNROUNDED else cast(args[0], node.dtype)
     if node.op in SCALAR_OPS:
         return op(node.op, *args, dtype=node.dtype)
     return Expr(node.op, node.dtype, args, node.attr)
@@ -480,6 +483,36 @@ def cast(x: Expr, dtype: str) -> Expr:
     if x.op == "cast" and x.args[0].dtype == dtype and _sign_of(x.args[0], x.dtype):
         return x.args[0]
     return Expr("cast", dtype, (x,))
+
+
+def unrounded(x: Expr) -> Expr:
+    """The f32 number that `x`, of a half type, was rounded from, as far as the expression says it
+    (what was rounded from whole numbers or f64 stays rounded).
+    What it loads may say more once its producer is written in: such a cast is marked, and asked
+    again whenever it is rebuilt. Choices are looked through only where one of their branches is
+    rounded; others only move halves."""
+    done: dict[Expr, Expr] = {}
+    found, stack = False, [x]
+    while stack:
+        n = stack[-1]
+        below = n.args[1:] if n.op == "where" else n.args if n.op == "cast" else ()
+        below = tuple(a for a in below if a.dtype in HALF)
+        todo = [a for a in below if a not in done]
+        if todo and n not in done:
+            stack += todo
+            continue
+        stack.pop()
+        if n.op == "where":
+            done[n] = op("where", n.args[0], *(done[a] for a in below))
+        elif n.op == "cast":
+            found = True
+            inner = n.args[0]
+            done[n] = done[inner] if below else inner if inner.dtype == "f32" else cast(n, "f32")
+        elif n.op == "literal":
+            done[n] = cast(n, "f32")
+        else:
+            done[n] = Expr("cast", "f32", (n,), UNROUNDED)
+    return done[x] if found or x.op == "literal" else Expr("cast", "f32", (x,), UNROUNDED)
 
 
 def _exact(value: Any, dtype: str) -> bool:
@@ -659,7 +692,7 @@ def show(root: Expr) -> str:
             axes = n.attr[1] if isinstance(n.attr[1], tuple) else (n.attr[1],)
             text[n] = f"{n.op}_{n.attr[0]}({', '.join(repr(a) for a in axes)}; {args})"
         elif n.op == "cast":
-            text[n] = f"{n.dtype}({args})"
+            text[n] = f"{n.attr or n.dtype}({args})"
         elif n.op == "random":
             text[n] = f"random_{n.attr[0]}({args}, {n.attr[1]}, {n.attr[2]!r})"
         else:

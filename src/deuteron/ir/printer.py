@@ -258,6 +258,8 @@ class Expressions:
         if n.op == "load":
             return self._load(n, args)
         if n.op == "cast":
+            if n.attr is not None:
+                return f"{n.attr}({args[0]})"
             if n.args[0].op == "literal":  # bf16(0.1) is a literal
                 return f"cast[{n.dtype!r}]({args[0]})"
             return f"{n.dtype}({args[0]})"

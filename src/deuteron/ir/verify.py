@@ -37,6 +37,7 @@ from deuteron.ir.expr import (
     DTYPES,
     FLOAT8,
     FLOATS,
+    HALF,
     ITEMSIZE,
     REDUCTIONS,
     SCALAR_OPS,
@@ -244,6 +245,8 @@ def _load(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
 def _cast(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
     if len(n.args) != 1:
         raise Fault("kinds", f"a cast of {len(n.args)} values")
+    if n.attr is not None and (n.args[0].dtype not in HALF or n.dtype != "f32"):
+        raise Fault("dtypes", f"{n!r} is {n.dtype}, of what was never rounded from f32")
     return free
 
 

@@ -63,6 +63,7 @@ from deuteron.lower.core import (
 from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
 from deuteron.lower.quantized import quantized
 from deuteron.lower.symfloats import element, in_memory, number_value
+from deuteron.lower.unrounded import unrounded
 
 ASSERTIONS = ("aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
 
@@ -73,11 +74,13 @@ def lower(
     contraction: Callable[..., str | None] = choose_contraction,
     like: str = "",
     specs: Callable[[str], DeviceSpec] | None = None,
+    precision: str = "float32",
 ) -> Program:
     """The program of a graph. Raises `UnsupportedOp` for a node that can neither be generated nor
     called. `like`: the kind of device that it is for, where that is not the one of its tensors;
-    `specs`: the figures of a device."""
-    return Driver(gm, record, contraction, like, specs).run()
+    `specs`: the figures of a device; `precision`: the option."""
+    program = Driver(gm, record, contraction, like, specs).run()
+    return unrounded(program) if precision == "float32" else program
 
 
 class Driver:

@@ -284,6 +284,8 @@ class Builder:
             new = E.rebuild(node, args, table, done)
             if new.op == "load" and new.attr[0] in self.group.names:
                 new = self.local(new)
+            elif new.op == "cast" and new.attr is not None:  # of what is in memory: rounded
+                new = E.cast(new.args[0], new.dtype)
             done[node] = new
         return done[root]
 

@@ -125,7 +125,13 @@ def compile_interpreted(
     """Takes the place of `pipeline.compile_graph`."""
     traced = Traced(gm) if options.verify else None
     rewrite(gm, record)
-    program = lower(gm, record, like=gpu().kind, specs=lambda device: gpu())
+    program = lower(
+        gm,
+        record,
+        like=gpu().kind,
+        specs=lambda device: gpu(),
+        precision=options.precision,
+    )
     verify_program(program, "lower")
     plan = schedule(program, options, record, gpu())
     verify_schedule(plan, program, "schedule")

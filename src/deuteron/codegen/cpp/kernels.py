@@ -119,7 +119,9 @@ def generate(
     threads = options.threads if options is not None and options.threads else spec.cores
     checked = options is None or options.bounds_check
     machine = Machine(threads, spec.l1, spec.l2, spec.l3)
-    return generate_for(kernel, machine, checked, again, bool(options and options.check_accesses))
+    accesses = bool(options and options.check_accesses)
+    averages = options is None or options.precision == "float32"
+    return generate_for(kernel, machine, checked, again, accesses, averages)
 
 
 def generate_for(
@@ -128,9 +130,10 @@ def generate_for(
     checked: bool = True,
     again: frozenset[str] = frozenset(),
     accesses: bool = False,
+    averages: bool = True,
 ) -> CppKernel:
     """The C++ function of a kernel; `machine` decides tile sizes and whether rows are shared among
-    threads. `accesses`: every access is checked.
+    threads. `accesses`: every access is checked. `averages`: see `precision.inexact`.
     """
     layouts = dict(kernel.reads) | dict(kernel.writes)
     written = {n for n, _ in kernel.writes}
@@ -159,7 +162,7 @@ def generate_for(
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
         em.tops = {p.name: {p.body} for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}
-        em.loose = inexact(loops, lambda e: False).loose
+        em.loose = inexact(loops, lambda e: False, averages).loose
         em.shared, em.summed = _shared_curves(loops), _summed(loops)
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
         env = Env(loops, em, machine, threaded, shared, past, tiles_past)

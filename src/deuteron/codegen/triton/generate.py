@@ -171,7 +171,8 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     if options is not None and options.check_accesses:
         limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
     common = (pointers, index_type, layouts, "STAGES", float8, limits, kernel.overwrites)
-    names = [Names(b, *common, kernel.stays and team == 1) for b in blocks]
+    averages = options is None or options.precision == "float32"
+    names = [Names(b, *common, kernel.stays and team == 1, averages) for b in blocks]
     written = [
         write_nest(n, f, own, itertools.count())
         for n, f, own in zip(nests, forms, names, strict=True)

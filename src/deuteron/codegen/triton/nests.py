@@ -70,6 +70,7 @@ class Names:
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
     overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
     stays: bool = False  # see `schedule.direction.stays`
+    averages: bool = True  # see `precision.inexact`
 
 
 def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
@@ -111,7 +112,7 @@ def write_nest(
     declare_results(loops, em)
     em.met = met(loops, names, lambda e: em.deps(e) <= em.whole - R)
     row = em.whole - em.along
-    em.inexact = inexact(loops, lambda e: em.deps(e) <= row)
+    em.inexact = inexact(loops, lambda e: em.deps(e) <= row, names.averages)
     em.packed = packed(loops)
     em.units = units(loops, lambda e: em.deps(e) <= row)
     if em.turn is not None:

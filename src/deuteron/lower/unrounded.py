@@ -1,0 +1,232 @@
+"""Half precision: inside a kernel values stay in f32, and are rounded where they are stored.
+
+In: a `Program` whose operators compute in f32 and round each result, as eager does. Out: the same,
+in which readers of a result of a half type ask for the f32 number that it was rounded from
+(``unrounded(x)``, see `ir.expr.unrounded`). They get it where the schedule puts producer and reader
+into one kernel; what comes from memory is what was stored. Nothing else in the compiler decides
+this: ``precision="eager"`` leaves the pass out.
+
+A rounding is kept where more than the last digits of a result depend on it:
+
+    jumps      A tensor that is compared, or becomes a whole number, a truth value or an 8-bit
+               number, is for all readers what memory would hold. So everyone who decides the same
+               thing decides alike, whatever shares a kernel with what, and who computes with a
+               value has the one that a guard has seen (``where(y > 1, 0, sqrt(1 - y))``).
+               Comparisons with 0 ask for the sign, which a rounding only changes to 0.
+    equality   Two tensors that are compared for being equal, the operand of which a position of an
+               extreme element is found, and that of a maximum which leaves the graph (its gradient
+               goes to where the operand equals it): they, and all from which they are computed, are
+               rounded as eager does, for all readers. Then each kernel that computes such a tensor
+               anew, in the backward too, has the same bits.
+
+Library calls, inputs and constants are in memory: what is beyond them is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from deuteron.ir import expr as E
+from deuteron.ir.expr import FLOATS, HALF, INTS, Expr
+from deuteron.ir.program import Compute, Program, tensors_read
+
+# Operations whose result jumps where a float argument crosses a number.
+ORDERS = ("lt", "le", "gt", "ge")
+JUMPS = {
+    *ORDERS,
+    *("eq", "ne", "isinf", "floor", "ceil", "trunc", "round", "sign", "nextafter"),
+    *("floordiv", "truncdiv", "fmod", "remainder"),
+}
+# Operations that give an argument, or its negative: it is what jumps.
+PASSES = ("neg", "abs", "where", "maximum", "minimum", "fmax", "fmin")
+MOVES = ("cast", "where", "neg", "abs")
+
+
+def unrounded(program: Program) -> Program:
+    """The program with f32 readings of unrounded halves, but where a rounding is kept."""
+    computes = {d.name: d for d in program.computes()}
+    kept = compared(program, computes)
+    stored = {n for n in program.layouts() if n not in computes} | kept
+    stored |= deciding(computes)
+    return replace(
+        program,
+        defs=tuple(
+            relaxed(d, stored) if isinstance(d, Compute) and d.name not in kept else d
+            for d in program.defs
+        ),
+    )
+
+
+def roots(c: Compute) -> list[Expr]:
+    """What it evaluates: its value, where it stores it and where not."""
+    return [c.body, *([c.mask] if c.mask is not None else []), *map(E.index_value, c.index or ())]
+
+
+def widening(n: Expr) -> bool:
+    return n.op == "cast" and n.dtype == "f32" and n.args[0].dtype in HALF
+
+
+# -- what is compared for being equal --------------------------------------------------------------
+def compared(program: Program, computes: dict[str, Compute]) -> set[str]:
+    """Computations that are rounded as in eager: those on which an equality depends."""
+    leaving = {o.tensor for o in program.outputs if o.tensor is not None}
+    todo = [load.attr[0] for seed in seeds(computes, leaving) for load in seed.loads()]
+    found: set[str] = set()
+    while todo:
+        d = computes.get(todo.pop())
+        if d is not None and d.name not in found:
+            found.add(d.name)
+            todo += tensors_read(d)
+    return found
+
+
+def seeds(computes: dict[str, Compute], leaving: set[str]) -> Iterator[Expr]:
+    """Operands of equalities, of positions of extremes, and of extremes that leave the graph."""
+    for c in computes.values():
+        for root in roots(c):
+            yield from equated(root)
+    todo, seen = list(leaving), set(leaving)
+    while todo:
+        d = computes.get(todo.pop())
+        if d is None:
+            continue
+        for n in moved(d.body):
+            if n.op in ("reduce", "scan") and n.attr[0] in ("max", "min"):
+                yield n.args[0]
+            elif n.op == "load" and n.attr[0] not in seen:
+                seen.add(n.attr[0])
+                todo.append(n.attr[0])
+
+
+def equated(root: Expr) -> Iterator[Expr]:
+    for n in root.walk():
+        if n.op in ("eq", "ne") and n.args[0].dtype in FLOATS and n.args[0] is not n.args[1]:
+            if all(a.op != "literal" for a in n.args):
+                yield from n.args
+        elif n.op == "reduce" and n.attr[0].startswith("arg") and n.args[0].dtype in FLOATS:
+            yield from n.args
+
+
+def moved(root: Expr) -> Iterator[Expr]:
+    """Of what the value is a copy: `root` through conversions and choices."""
+    todo, seen = [root], {root}
+    while todo:
+        n = todo.pop()
+        yield n
+        below = (n.args[1:] if n.op == "where" else n.args) if n.op in MOVES else ()
+        todo += [a for a in below if a not in seen]
+        seen.update(below)
+
+
+# -- what is decided by ----------------------------------------------------------------------------
+def deciding(computes: dict[str, Compute]) -> set[str]:
+    """Computations of halves by which something is decided."""
+    found: set[str] = set()
+    todo = [h for c in computes.values() for root in roots(c) for h in decided_by(root)]
+    while todo:
+        for n in moved(todo.pop().args[0]):
+            if n.op == "load" and n.dtype in HALF and n.attr[0] not in found:
+                found.add(n.attr[0])
+                d = computes.get(n.attr[0])
+                if d is not None and d.body.op in ("load", "where"):  # a copy
+                    todo.append(Expr("cast", "f32", (d.body,)))
+    return found
+
+
+def decided_by(root: Expr) -> Iterator[Expr]:
+    """Conversions to f32 of the halves by which something is decided."""
+    for n in root.walk():
+        if n.op in JUMPS or n.op == "cast" and n.dtype not in (*HALF, "f32", "f64"):
+            if n.op not in ORDERS or all(a.op != "literal" or a.attr != 0 for a in n.args):
+                yield from filter(widening, passed(a for a in n.args if a.dtype not in INTS))
+
+
+def passed(operands: Iterable[Expr]) -> Iterator[Expr]:
+    """The operands, and arguments of which they are one."""
+    todo = list(operands)
+    seen = set(todo)
+    while todo:
+        n = todo.pop()
+        yield n
+        if n.op in PASSES:
+            below = n.args[1:] if n.op == "where" else n.args
+            todo += [a for a in below if a not in seen]
+            seen.update(below)
+
+
+# -- readings --------------------------------------------------------------------------------------
+def relaxed(c: Compute, stored: set[str]) -> Compute:
+    """`c` reading halves unrounded, but what is in memory in any case."""
+    if not any(widening(n) for root in roots(c) for n in root.walk()):
+        return c
+    exact = {n for root in roots(c) for n in rounded(root)}
+
+    def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if not widening(n) or n in exact:
+            return None
+        new = E.unrounded(args[0])
+        known = new.op == "cast" and new.attr is not None
+        return E.cast(args[0], "f32") if known and from_memory(args[0], stored) else new
+
+    def change(e: Expr) -> Expr:
+        return E.rewrite(e, rule)
+
+    index = c.index
+    if index is not None:
+        index = tuple(E.as_position(change(E.index_value(i))) for i in index)
+    mask = change(c.mask) if c.mask is not None else None
+    return replace(c, body=change(c.body), index=index, mask=mask)
+
+
+def from_memory(h: Expr, stored: set[str]) -> bool:
+    """Whether a half is an element of what nobody computes, or everyone reads rounded."""
+    return all(n.attr[0] in stored for n in moved(h) if n.op == "load")
+
+
+def rounded(root: Expr) -> Iterator[Expr]:
+    """The conversions to f32 that give the half itself: see `jumps` and `equality` above."""
+    for operand in equated(root):
+        yield from filter(widening, operand.walk())
+    yield from decided_by(root)
+
+
+# -- for checks ------------------------------------------------------------------------------------
+def at_the_other_end(program: Program) -> dict[str, Compute]:
+    """The computations of a program as one kernel would run all of them: those of a half type give
+    the f32 number that would be rounded, and readers round it who must. What kernels find lies
+    between this and the program's own definitions. Empty where nothing is read unrounded."""
+    computes = program.computes()
+    if not any(n.attr == E.UNROUNDED for c in computes for r in roots(c) for n in r.walk()):
+        return {}
+    written = {c.target for c in computes} | {c.name for c in computes if c.target is not None}
+    wide = {c.name for c in computes if c.body.dtype in HALF} - written
+
+    def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if n.op != "load" or n.attr[0] not in wide or n.dtype not in HALF:
+            return None
+        (name, index, fill), mask = E.rebuild(n, args, {}, {}).attr, args[0] if args else None
+        return E.cast(E.load(name, index, "f32", mask, 0 if fill is None else fill), n.dtype)
+
+    out = {}
+    for c in computes:
+        body = E.rewrite(c.body, rule)
+        if c.name in wide:
+            layout = replace(c.layout, dtype="f32")
+            c = replace(c, body=plain(E.unrounded(body)), layout=layout)
+        else:
+            c = replace(c, body=plain(body))
+        out[c.name] = c
+    return out
+
+
+def plain(root: Expr) -> Expr:
+    """With the halves themselves, where they are asked for as what they were rounded from."""
+
+    def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        return E.cast(args[0], n.dtype) if n.op == "cast" and n.attr is not None else None
+
+    return E.rewrite(root, rule)
+
+
+__all__ = ["at_the_other_end", "unrounded"]
