@@ -1,5 +1,5 @@
-"""Tensors of several processes (DTensor), and what else a graph is given that is neither a tensor nor
-a number: device meshes and process groups are handed on."""
+"""Tensors of several processes (DTensor), and what else a graph is given that is neither a tensor
+nor a number: device meshes and process groups are handed on."""
 
 import pytest
 import torch

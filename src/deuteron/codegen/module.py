@@ -607,8 +607,11 @@ class Writer:
     # -- the text ---------------------------------------------------------------------------------
     def layout(self) -> list[str]:
         """The function that places the workspace for given sizes, and its use in ``call``."""
-        names = ", ".join(s.name for s in self.symbols)
-        out = [f"def layout({names}):"]
+        texts = [source(s.nbytes) for arena in self.plan.arenas.values() for s in arena.slots]
+        texts += [text for _, text in self.arrays]
+        used = {word for text in texts for word in re.findall(r"\w+", text)}
+        names = [s.name for s in self.symbols if s.name in used]
+        out = [f"def layout({', '.join(names)}):"]
         results: list[str] = []
         for device, arena in self.plan.arenas.items():
             k = self.arena(device)
@@ -623,7 +626,7 @@ class Writer:
             results.append(name)
         out.append(f"    return ({''.join(r + ', ' for r in results).rstrip()})")
         at = self.lines.index("LAYOUT")
-        use = [f"sizes = ({''.join(s.name + ', ' for s in self.symbols).rstrip()})"]
+        use = [f"sizes = ({''.join(name + ', ' for name in names).rstrip()})"]
         use += ["found = LAYOUTS.get(sizes)", "if found is None:"]
         use += ["    found = remember(LAYOUTS, sizes, layout)"]
         if results:
