@@ -90,7 +90,8 @@ def test_debug_options(options, tmp_path):
 
 def test_other_lengths_are_the_same_program():
     compiled = torch.compile(lambda n: F.gelu(n * 2) + n, backend="deuteron")
+    inputs = [nested(lengths, False) for lengths in LENGTHS[:2]]
     with collecting() as records:
-        for lengths in LENGTHS[:2]:
-            compiled(nested(lengths, False))
+        for n in inputs:
+            compiled(n)
     assert len(records) == 1 and not records[0].of("library")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 
-from deuteron.capture import fourier, pointwise, refusals, results, strides
+from deuteron.capture import attention, fourier, pointwise, refusals, results, strides
 from deuteron.graph import ops
 
 aten = torch.ops.aten
@@ -172,7 +172,8 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
         for target in ops.resolved((name,)):
             if target in found:
                 found[target] = wrapper(found[target])
-    for name, rule in (*strides.RULES.items(), *fourier.RULES.items(), *results.RULES.items()):
+    last = (strides.RULES, fourier.RULES, results.RULES, attention.RULES)
+    for name, rule in (row for table in last for row in table.items()):
         for target in ops.resolved((name,)):
             found[target] = rule
     for name in refusals.OPERANDS:
