@@ -53,12 +53,10 @@ def plain_attention(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (autocast(x, dtype) for x in (query, key, value))
     with torch.autocast(kind, enabled=False):
-        scores, result = attended(
-            query,
-            *(for_heads(x, query) for x in (key, value)),
-            *(score_mod, block_mask[-1], scale),
-            *(tuple(score_mod_other_buffers), tuple(mask_mod_other_buffers)),
-        )
+        key, value = for_heads(key, query), for_heads(value, query)
+        score_buffers, mask_buffers = tuple(score_mod_other_buffers), tuple(mask_mod_other_buffers)
+        mods = (score_mod, block_mask[-1])
+        scores, result = attended(query, key, value, *mods, scale, score_buffers, mask_buffers)
         highest = scores.detach().amax(-1)
         empty = highest == -math.inf
         finite = torch.where(empty.unsqueeze(-1), 0.0, scores)
