@@ -31,6 +31,7 @@ from deuteron.base.garbage import collector_paused
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture import decompositions
+from deuteron.capture.attention import inline_attention
 from deuteron.capture.partition import partition
 from deuteron.capture.refusals import check_in_place
 from deuteron.capture.regenerated import views_of_inputs
@@ -254,6 +255,7 @@ def compiled(
     from torch._dynamo.backends.common import aot_autograd
 
     check_in_place(gm)
+    inline_attention(gm, session.joint)
     aot = aot_autograd(
         fw_compiler=functools.partial(session.compile, phase="forward"),
         bw_compiler=functools.partial(session.compile, phase="backward"),

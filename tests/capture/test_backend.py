@@ -268,11 +268,22 @@ def test_backward_in_another_thread():
 def test_options():
     assert Options.make("max-autotune").autotune
     assert Options.make("max-autotune", {"autotune": False}).autotune is False
+    plain = Options.make("max-autotune-no-cudagraphs")
+    assert plain.autotune and not plain.cudagraphs
     assert Options.make(None, {"mode": "reduce-overhead"}).cudagraphs
     assert _make(None, None, {"DEUTERON_DEBUG": "out", "DEUTERON_VERIFY": "1"}).debug_dir == "out"
     assert _make(None, {"verify": False}, {"DEUTERON_VERIFY": "1"}).verify is False
     assert Options.make().codegen_key() != Options.make(None, {"fusion": False}).codegen_key()
     assert Options.make().codegen_key() == Options.make(None, {"workers": 3}).codegen_key()
+
+
+@pytest.mark.parametrize(
+    "mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+)
+def test_modes_of_torch(mode):
+    x = T(5)
+    f = torch.compile(lambda x: x.sin() * 2, backend="deuteron", mode=mode)
+    torch.testing.assert_close(f(x), x.sin() * 2)
 
 
 @pytest.mark.parametrize(

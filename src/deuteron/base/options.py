@@ -44,7 +44,7 @@ class Options:
     mode: str = _option(
         "default",
         "The mode that the other defaults came from.",
-        choices=("default", "reduce-overhead", "max-autotune"),
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     fallback: str = _option(
         "error",
@@ -184,6 +184,7 @@ MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "reduce-overhead": {"cudagraphs": True},
     "max-autotune": {"cudagraphs": True, "autotune": True, "guard": "measure"},
+    "max-autotune-no-cudagraphs": {"autotune": True, "guard": "measure"},
 }
 
 

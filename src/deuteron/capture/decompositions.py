@@ -28,7 +28,7 @@ from torch._decomp import _core_aten_decompositions_post_autograd, get_decomposi
 from torch._guards import detect_fake_mode
 
 from deuteron.base.record import Record
-from deuteron.capture import fourier, pointwise, refusals, results, strides
+from deuteron.capture import attention, fourier, pointwise, refusals, results, strides
 from deuteron.graph import ops, transaction
 from deuteron.graph.edit import outside_of_modes
 
@@ -175,7 +175,8 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
         for target in ops.resolved((name,)):
             if target in found:
                 found[target] = wrapper(found[target])
-    for name, rule in (*strides.RULES.items(), *fourier.RULES.items(), *results.RULES.items()):
+    last = (strides.RULES, fourier.RULES, results.RULES, attention.RULES)
+    for name, rule in (row for table in last for row in table.items()):
         for target in ops.resolved((name,)):
             found[target] = rule
     for name in refusals.OPERANDS:

@@ -52,8 +52,8 @@ class Hints:
         known = getattr(env, "backed_var_to_val", None)
         if known is None:
             known = getattr(env, "var_to_val", {})
-        values = {s: sympy.Integer(int(known.get(s, FALLBACK))) for s in expr.free_symbols}
         try:
+            values = {s: sympy.Integer(int(known.get(s, FALLBACK))) for s in expr.free_symbols}
             return max(0, int(expr.xreplace(values)))
         except (TypeError, ValueError, ZeroDivisionError, OverflowError):
             return FALLBACK

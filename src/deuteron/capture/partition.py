@@ -37,6 +37,7 @@ from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.capture.hints import Hints
+from deuteron.capture.replay import replayed
 from deuteron.graph import ops, rewrite
 from deuteron.graph.edit import Editor
 from deuteron.graph.rewrite import Attempts
@@ -495,7 +496,6 @@ def partition(
     joint = rewrite(joint, record)
     Attempts(joint, record)("places of maxima")
     recomputes = P.has_recomputable_ops(joint)
-    recomputes_random = recomputes and P.has_recomputable_rng_ops(joint)
     if recomputes:
         joint = P.cleanup_recompute_tags(joint, is_default_partition=False)
     for name in (
@@ -525,11 +525,8 @@ def partition(
     order = {n.name: k for k, n in enumerate(joint.graph.nodes)}
     forward, backward = extract(joint, saved, num_fwd_outputs, info)
     draw_again(forward.graph, backward.graph, draws, order)
-    if recomputes_random:
-        symbols = sum(1 for n in saved if P.is_sym_node(n))
-        forward, backward = P.functionalize_rng_ops(joint, forward, backward, symbols)
-        Editor(forward).complete()
-        Editor(backward).complete()
+    if recomputes:
+        forward, backward = replayed(joint, forward, backward, num_fwd_outputs)
     late = Rewrite("recomputation late", lambda gm, _: recompute_late(gm.graph))
     attempt(backward, record, late)
     if (thread := getattr(P, "thread_graphsafe_rng_from_hops", None)) is not None:

@@ -29,12 +29,14 @@ from deuteron.ir.index import Index, const
 from deuteron.ir.program import (
     Constant,
     Extern,
+    Given,
     Input,
     Layout,
     Output,
     Program,
     ViewArg,
     names_in,
+    objects_used,
 )
 from deuteron.memory.into import out_variant
 from deuteron.memory.plan import KEPT, POOLED, MemoryPlan, span
@@ -255,6 +257,8 @@ class Writer:
                 names[d.position] = self.variable(d.name)
             elif isinstance(d, Constant):
                 self.objects[self.variable(d.name)] = self.program.constants[d.name]
+        for given in objects_used(self.program):
+            names[given.position] = self.argument(given)
         if names:
             self.add("(", names, ",) = args" if len(names) == 1 else ") = args")
         self.line("args.clear()")
@@ -554,6 +558,8 @@ class Writer:
             return self.view(x.tensor, x.shape, x.strides, x.offset)
         if isinstance(x, Index):
             return source(x)
+        if isinstance(x, Given):
+            return self.variable(f"given {x.position}")
         if isinstance(x, (tuple, list)):
             inside = "".join(self.argument(y, listed) + ", " for y in x)
             return f"[{inside.rstrip(', ')}]" if listed else f"({inside.rstrip()})"
@@ -616,7 +622,7 @@ class Writer:
 
     def output(self, o: Output) -> str:
         if o.tensor is None:
-            return source(o.value) if isinstance(o.value, Index) else repr(o.value)
+            return self.argument(o.value)
         lay = self.schedule.layouts[o.tensor]
         whole = lay.shape == o.shape and lay.strides == o.strides and o.offset.value == 0
         if whole and not o.apart:

@@ -53,6 +53,15 @@ def is_random(node: fx.Node) -> bool:
     return is_overload(node) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def without_dropout(node: fx.Node) -> bool:
+    """Whether an operator draws numbers only for a dropout of which there is none (attention)."""
+    if not is_overload(node):
+        return False
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
+
+
 def is_mutating(node: fx.Node) -> bool:
     return is_overload(node) and node.target._schema.is_mutable
 

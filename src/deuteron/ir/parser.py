@@ -23,6 +23,7 @@ from deuteron.ir.program import (
     Constant,
     Def,
     Extern,
+    Given,
     Input,
     Layout,
     Origin,
@@ -202,6 +203,8 @@ class _Reader:
             if kind == "view":
                 shape, strides = self.indices(args[1]), self.indices(args[2])
                 return ViewArg(ast.literal_eval(args[0]), shape, strides, self.index(args[3]))
+            if kind == "given":
+                return Given(ast.literal_eval(args[0]))
             if kind == "opaque":
                 return self.objects[ast.literal_eval(args[0])]
         return number(node)

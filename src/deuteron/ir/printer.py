@@ -35,6 +35,7 @@ from deuteron.ir.program import (
     Constant,
     Def,
     Extern,
+    Given,
     Input,
     Layout,
     Origin,
@@ -361,6 +362,8 @@ def value_text(x: Any) -> str:
     if isinstance(x, ViewArg):
         place = f"{_indices(x.shape)}, {_indices(x.strides)}, {index_text(x.offset)}"
         return f"view({x.tensor!r}, {place})"
+    if isinstance(x, Given):
+        return f"given({x.position})"
     if isinstance(x, tuple):
         return tuple_text(map(value_text, x))
     if isinstance(x, list):

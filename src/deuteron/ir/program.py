@@ -111,9 +111,17 @@ class ViewArg:
 
 
 @dataclass(frozen=True)
+class Given:
+    """An argument of the compiled function that is neither a tensor nor a number (a device mesh, a
+    process group, a generator): library calls get it and results hold it, as it is."""
+
+    position: int
+
+
+@dataclass(frozen=True)
 class Extern:
-    """A library call. `args` and `kwargs` hold Python scalars, `Index` (sizes), `ViewArg`, and
-    tuples of these.
+    """A library call. `args` and `kwargs` hold Python scalars, `Index` (sizes), `ViewArg`, `Given`,
+    and tuples of these.
 
     `results` are the output tensors in order (None: an output that is no tensor or that nobody
     reads); `names` likewise;
@@ -176,7 +184,7 @@ class Output:
     shape: tuple[Index, ...] = ()
     strides: tuple[Index, ...] = ()
     offset: Index = field(default_factory=lambda: const(0))
-    value: Any = None  # Index, or None/number, when tensor is None
+    value: Any = None  # Index, Given, or None/number, when tensor is None
     dtype: str | None = None  # torch dtype name where the view reinterprets (else the tensor's)
     # Another Python object than the earlier results that are the same view of the same tensor:
     # autograd may mark one of them as not differentiable.
@@ -290,4 +298,20 @@ def tensors_read(d: Def) -> tuple[str, ...]:
 
         visit(d.args)
         visit(tuple(v for _, v in d.kwargs))
+    return tuple(found)
+
+
+def objects_used(p: Program) -> tuple[Given, ...]:
+    """What `p` is given, beside tensors and numbers, and uses."""
+    found: dict[Given, None] = {}
+
+    def visit(x: Any) -> None:
+        if isinstance(x, Given):
+            found[x] = None
+        elif isinstance(x, (tuple, list)):
+            for y in x:
+                visit(y)
+
+    visit([(d.args, [v for _, v in d.kwargs]) for d in p.defs if isinstance(d, Extern)])
+    visit([o.value for o in p.outputs])
     return tuple(found)

@@ -25,6 +25,7 @@ from deuteron.ir.program import (
     Compute,
     Constant,
     Extern,
+    Given,
     Input,
     Layout,
     Output,
@@ -563,6 +564,8 @@ class Execution:
             return self._view(x, self.tensors[x.tensor])
         if isinstance(x, Index):
             return evaluate(x, self.sizes)
+        if isinstance(x, Given):
+            return self.inputs[x.position]
         if isinstance(x, (tuple, list)):
             return [self.argument(y) for y in x]
         # An object that lowering keeps in `callables` (graphs, kernels) is referred to by its key.
@@ -599,7 +602,7 @@ class Execution:
 
     def output(self, o: Output) -> Any:
         if o.tensor is None:
-            return evaluate(o.value, self.sizes) if isinstance(o.value, Index) else o.value
+            return self.argument(o.value)
         t = self.tensors[o.tensor]
         if o.dtype is not None and TO_TORCH.get(o.dtype, getattr(torch, o.dtype, None)) != t.dtype:
             t = t.view(TO_TORCH.get(o.dtype) or getattr(torch, o.dtype))

@@ -61,6 +61,8 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
             if source is not None:
                 # What was computed or copied for the call is in memory only as its argument.
                 shared = passed.get(source) or memory_of(ctx, ctx.env.get(source))
+        elif is_object(fake):
+            raise ctx.decline("an object that is neither a tensor nor a number is returned")
         names.append(name)
         layouts.append(layout)
         aliases.append(shared)
@@ -181,6 +183,12 @@ def needs_exact_strides(node: fx.Node) -> bool:
     )
 
 
+def is_object(val: Any) -> bool:
+    """Neither a tensor nor a number, but what only library calls know to use: torch traces device
+    meshes and process groups as `FakeScriptObject`, generators as themselves."""
+    return isinstance(val, torch.Generator) or type(val).__name__ == "FakeScriptObject"
+
+
 def number(ctx: LowerContext, fake: Any) -> Any:
     """A result that is no tensor."""
     if isinstance(fake, torch.SymBool):
@@ -253,7 +261,7 @@ def is_impure(node: fx.Node, results: list[Any]) -> bool:
     """Whether the call must keep its place: it has effects besides its results."""
     target = node.target
     if not isinstance(target, Overload):
-        return not any(isinstance(r, torch.Tensor) for r in results)
+        return ops.has_effect(node) or not any(isinstance(r, torch.Tensor) for r in results)
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return True
     return target.namespace.startswith("_c10d") or not results or all(r is None for r in results)

@@ -38,6 +38,7 @@ from deuteron.ir.program import (
     Compute,
     Constant,
     Extern,
+    Given,
     Input,
     Output,
     Program,
@@ -211,6 +212,8 @@ class Driver:
             return size
         if val is None:
             return None
+        if calls.is_object(val):
+            return Given(self.position)
         raise self.unsupported(node, f"an argument of type {type(val).__name__}")
 
     def attribute(self, node: fx.Node) -> Any:

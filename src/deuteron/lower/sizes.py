@@ -186,8 +186,10 @@ def _lowest(env: Any, s: Any) -> int:
 
 
 def _hint(env: Any, s: Any) -> int | None:
+    """The value of a symbol in the traced call. The length of a nested tensor's ragged dimension
+    has none: it stands for as many lengths as there are rows."""
     for table in ("backed_var_to_val", "var_to_val"):  # the newer name, the older
         if hasattr(env, table):
             found = getattr(env, table).get(s)
-            return None if found is None else int(found)
+            return int(found) if getattr(found, "is_Integer", isinstance(found, int)) else None
     return None
