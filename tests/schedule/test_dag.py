@@ -6,8 +6,7 @@ import random
 
 from deuteron.ir import expr as E
 from deuteron.ir.index import Axis, Index
-from deuteron.ir.program import Compute, Input, Output, Program, contiguous
-from deuteron.schedule.build import memory_of
+from deuteron.ir.program import Compute, Input, Output, Program, contiguous, memory_of
 from deuteron.schedule.dag import Dag, Node
 from deuteron.schedule.group import Group, alone
 from deuteron.schedule.order import Order

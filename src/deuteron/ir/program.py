@@ -315,3 +315,16 @@ def objects_used(p: Program) -> tuple[Given, ...]:
     visit([(d.args, [v for _, v in d.kwargs]) for d in p.defs if isinstance(d, Extern)])
     visit([o.value for o in p.outputs])
     return tuple(found)
+
+
+def memory_of(program: Program) -> dict[str, str]:
+    """For each tensor that lives in another's memory, the owner."""
+    owner: dict[str, str] = {}
+    for d in program.defs:
+        if isinstance(d, Compute) and d.target is not None:
+            owner[d.name] = owner.get(d.target, d.target)
+        elif isinstance(d, Extern):
+            for name, other in zip(d.names, d.aliases):
+                if name is not None and other is not None:
+                    owner[name] = owner.get(other, other)
+    return owner

@@ -421,9 +421,17 @@ class Driver:
             raise ctx.decline("not a plain view of a tensor")
         old = e.attr[0]
         newest = ctx.renamed.get(old, old)
-        self.keep_old(node, {old, newest})
+        memory = ctx.storages.get(newest)
+        # Views that the library made of it have names of their own.
+        views = {n for n, s in ctx.storages.items() if s == memory and memory is not None}
+        self.keep_old(node, {old, newest} | views)
         src = self.value(node.args[1])
-        if any(n.attr[0] in (old, newest) and n.attr[1] != e.attr[1] for n in src.expr.loads()):
+        if any(
+            n.attr[0] in views - {old, newest}
+            or n.attr[0] in (old, newest)
+            and n.attr[1] != e.attr[1]
+            for n in src.expr.loads()
+        ):
             src = ctx.define(src)
         index = e.attr[1]
         body = converted(broadcast(src, [a.index for a in dst.axes]), dst.dtype)
@@ -444,7 +452,7 @@ class Driver:
         if newest in ctx.storages:
             ctx.storages[name] = ctx.storages[newest]
         ctx.renamed[old] = name
-        ctx.overwritten.update((old, newest))
+        ctx.overwritten.update((old, newest, *views))
         at: dict[Any, Any] = {}
         return Value(dst.axes, E.load(name, index, dst.dtype).substitute(at))
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from deuteron.base.device import DeviceSpec, device_spec_for
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.ir.program import Extern, Program
-from deuteron.schedule.build import build, memory_of, needed_outside
+from deuteron.ir.program import Extern, Program, memory_of
+from deuteron.schedule.build import build, needed_outside
 from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.join import Joiner, Launch

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import Expr
-from deuteron.ir.program import Compute, Extern, Layout, Origin, Program, tensors_read
+from deuteron.ir.program import (
+    Extern,
+    Layout,
+    Origin,
+    Program,
+    memory_of,
+    tensors_read,
+)
 from deuteron.schedule.direction import with_directions
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.join import Launch
@@ -24,19 +31,6 @@ LONGEST_NAME = 72
 def needed_outside(program: Program) -> set[str]:
     """Tensors that outputs view."""
     return {o.tensor for o in program.outputs if o.tensor is not None}
-
-
-def memory_of(program: Program) -> dict[str, str]:
-    """For each tensor that lives in another's memory, the owner."""
-    owner: dict[str, str] = {}
-    for d in program.defs:
-        if isinstance(d, Compute) and d.target is not None:
-            owner[d.name] = owner.get(d.target, d.target)
-        elif isinstance(d, Extern):
-            for name, other in zip(d.names, d.aliases):
-                if name is not None and other is not None:
-                    owner[name] = owner.get(other, other)
-    return owner
 
 
 class Namer:
@@ -198,4 +192,4 @@ def build(
     return Schedule(tuple(with_directions(out, layouts, specs)), memory_of(program), layouts)
 
 
-__all__ = ["accesses", "build", "kernel", "memory_of", "needed_outside"]
+__all__ = ["accesses", "build", "kernel", "needed_outside"]

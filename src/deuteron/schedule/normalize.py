@@ -23,7 +23,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Value, const, hint, product
 from deuteron.ir.onehot import single_term
-from deuteron.ir.program import Compute, Extern, Layout, Program, tensors_read
+from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of, tensors_read
 from deuteron.schedule.group import MOST_CODE, bound_axes, code_of, kind_of, reads_of
 from deuteron.schedule.space import Map
 
@@ -74,12 +74,16 @@ class Inliner:
                     self.memory.update((d.name, d.target))
                 for r in reads_of(d):
                     self.sites[r.tensor] = self.sites.get(r.tensor, 0) + 1
-        self.overwritten: set[str | None] = {
+        calls = [d for d in program.defs if isinstance(d, Extern)]
+        self.overwritten = {
             d.target for d in program.defs if isinstance(d, Compute) and d.target is not None
         }
-        for d in program.defs:
-            if isinstance(d, Extern):
-                self.overwritten.update(d.mutates)
+        self.overwritten.update(n for d in calls for n in d.mutates)
+        # Views that the library made of such memory have names of their own.
+        owner = memory_of(program)
+        memory = {owner.get(n, n) for n in self.overwritten}
+        views = {n for d in calls for n, a in zip(d.names, d.aliases) if n and a}
+        self.overwritten.update(n for n in views if owner.get(n, n) in memory)
 
     def add(self, c: Compute) -> None:
         c = canonical(c)
