@@ -4,6 +4,7 @@ random numbers of its name, so that a test finds today what it found yesterday."
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -74,3 +76,26 @@ def fresh_dynamo() -> Iterator[None]:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def every_rewrite_succeeds(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """A rewrite that raises is undone, and the compile goes on: to tests it is a failure all the
+    same, but to those that make one fail (marked `failing_rewrites`)."""
+    transaction = None
+    if "torch" in sys.modules and "failing_rewrites" not in request.keywords:
+        transaction = importlib.import_module("deuteron.graph.transaction")
+    if transaction is None:
+        yield
+        return
+    found, plain = [], transaction.failed
+
+    def failed(record: Any, name: str, e: Exception) -> None:
+        found.append(f"{name}: {e!r}")
+        plain(record, name, e)
+
+    monkeypatch.setattr(transaction, "failed", failed)
+    yield
+    assert not found, "rewrites failed, and the compile went on without them"

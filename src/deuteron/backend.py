@@ -35,8 +35,7 @@ from deuteron.capture.attention import inline_attention
 from deuteron.capture.partition import partition
 from deuteron.capture.refusals import check_in_place
 from deuteron.capture.regenerated import views_of_inputs
-from deuteron.graph import random
-from deuteron.graph.edit import Editor
+from deuteron.graph.rewrite import Attempts
 from deuteron.graph.strides import as_saved, report, saved_strides
 from deuteron.runtime import ahead, kept
 from deuteron.runtime.cache import Cache
@@ -106,8 +105,7 @@ class Session:
             found.append(record)
         if phase == "inference":
             if not self.options.eager_random:
-                random.functionalize(gm, record)
-            Editor(gm).view_again()
+                Attempts(gm, record)("random numbers")
         metadata = aot_metadata()
         if metadata is not None and phase != "backward":
             views_of_inputs(gm, metadata)
@@ -127,7 +125,7 @@ class Session:
         record: Record,
     ) -> Any:
         if phase == "backward":
-            as_saved(gm, inputs)
+            as_saved(gm, inputs, record)
         traced = saved_strides(gm)
         call = self.runner(gm, list(inputs), phase=phase, options=self.options, record=record)
         if phase == "forward":
@@ -262,7 +260,9 @@ def compiled(
         fw_compiler=functools.partial(session.compile, phase="forward"),
         bw_compiler=functools.partial(session.compile, phase="backward"),
         inference_compiler=functools.partial(session.compile, phase="inference"),
-        decompositions=decompositions.table(session.options.eager_random),
+        decompositions=decompositions.forgiving(
+            decompositions.table(session.options.eager_random), session.joint
+        ),
         partition_fn=session.partition,
         keep_inference_input_mutations=True,
     )

@@ -17,16 +17,20 @@ does. Those that round more often than eager are in WHOLE or have a rule in OWN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
+from torch._guards import detect_fake_mode
 
+from deuteron.base.record import Record
 from deuteron.capture import attention, fourier, pointwise, refusals, results, strides
-from deuteron.graph import ops
+from deuteron.graph import ops, transaction
+from deuteron.graph.edit import outside_of_modes
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -180,6 +184,23 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
         for target in ops.resolved((name,)):
             found[target] = refusals.as_eager_refuses(target, found.get(target))
     return found
+
+
+def forgiving(rules: Mapping[Any, Rule], record: Record) -> dict[Any, Rule]:
+    """The rules; where one fails and its operator does not, the operator stays whole."""
+    return {target: partial(_tried, record, target, rule) for target, rule in rules.items()}
+
+
+def _tried(record: Record, target: Any, rule: Rule, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return rule(*args, **kwargs)
+    except refusals.Refused:
+        raise
+    except Exception as e:  # noqa: BLE001 - whatever it is; it is in the Record
+        with outside_of_modes(), detect_fake_mode((args, kwargs)) or nullcontext():
+            target(*args, **kwargs)  # what eager refuses is an error of the program's
+        transaction.failed(record, f"decomposition of {target}", e)
+        return NotImplemented
 
 
 # -- torch's rules, with eager's precision ---------------------------------------------------------

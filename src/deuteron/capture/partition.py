@@ -38,10 +38,10 @@ from deuteron.base.record import Record
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.capture.hints import Hints
 from deuteron.capture.replay import replayed
-from deuteron.graph import ops, random, rewrite
+from deuteron.graph import ops, rewrite
 from deuteron.graph.edit import Editor
-from deuteron.graph.rewrite import remove_dead
-from deuteron.graph.windows import keep_places
+from deuteron.graph.rewrite import Attempts
+from deuteron.graph.transaction import Rewrite, attempt
 
 aten = torch.ops.aten
 
@@ -271,6 +271,11 @@ def rounded_before_selections(forward: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def costs_of(joint: fx.GraphModule, info: Any, options: Options) -> Costs:
+    results = next(iter(reversed(joint.graph.nodes))).all_input_nodes
+    return Costs(info, options, outputs=frozenset(n for n in results if n in info.fw_order))
+
+
 def read_apart(joint: fx.GraphModule, costs: Costs) -> bool:
     """Gives generated code of the backward a value of its own where a library call needs the same
     one, which is then saved for that call: what it is computed from is read there anyway (the sign
@@ -487,11 +492,9 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """AOTAutograd's ``partition_fn``, with Deuteron's options and Record."""
     if not options.eager_random:
-        random.functionalize(joint, record)
-    Editor(joint).view_again()
+        Attempts(joint, record)("random numbers")
     joint = rewrite(joint, record)
-    if keep_places(joint):
-        remove_dead(joint.graph)
+    Attempts(joint, record)("places of maxima")
     recomputes = P.has_recomputable_ops(joint)
     if recomputes:
         joint = P.cleanup_recompute_tags(joint, is_default_partition=False)
@@ -511,12 +514,11 @@ def partition(
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static,
         )
-    outputs = next(iter(reversed(joint.graph.nodes))).all_input_nodes
-    returned = frozenset(n for n in outputs if n in info.fw_order)
-    costs = Costs(info, options, outputs=returned)
-    if read_apart(joint, costs):
+    costs = costs_of(joint, info, options)
+    apart = attempt(joint, record, Rewrite("reads apart", lambda gm, _: read_apart(gm, costs)))
+    if apart is None or apart:
         info = P.classify_nodes(joint, static, num_fwd_outputs)
-        costs = Costs(info, options, outputs=returned)
+        costs = costs_of(joint, info, options)
     saved = before_writes(joint, choose_saved(joint.graph, info, costs), info)
     note(record, saved, costs, info, joint.graph)
     draws = draws_of(joint.graph) if options.eager_random else []
@@ -525,7 +527,8 @@ def partition(
     draw_again(forward.graph, backward.graph, draws, order)
     if recomputes:
         forward, backward = replayed(joint, forward, backward, num_fwd_outputs)
-    recompute_late(backward.graph)
+    late = Rewrite("recomputation late", lambda gm, _: recompute_late(gm.graph))
+    attempt(backward, record, late)
     if (thread := getattr(P, "thread_graphsafe_rng_from_hops", None)) is not None:
         forward, backward = thread(forward, is_backward=False), thread(backward, is_backward=True)
     mark_donated(forward, backward, num_fwd_outputs)

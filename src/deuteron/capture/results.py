@@ -50,11 +50,11 @@ def contiguous(rule: Rule) -> Rule:
 
 
 def of_nothing(rule: Rule) -> Rule:
-    """Torch's rule for pooling takes no tensor without channels; eager does."""
+    """Torch's rule for pooling takes no tensor without channels, nor to no elements; eager does."""
 
     @wraps(rule)
     def wrapped(x: Tensor, size: Sequence[int]) -> Any:
-        if any(type(n) is int and n == 0 for n in x.shape[: -len(size)]):
+        if any(type(n) is int and n == 0 for n in (*x.shape[: -len(size)], *size)):
             return x.new_empty((*x.shape[: -len(size)], *size))
         return rule(x, size)
 

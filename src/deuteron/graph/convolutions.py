@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, fx
 
 from deuteron.base.record import Record
-from deuteron.graph.aliasing import exposed
-from deuteron.graph.edit import Editor
-from deuteron.graph.strides import Strides, laid, order_of, refresh, restore, strides_of
+from deuteron.graph.edit import Editor, at
+from deuteron.graph.strides import Relayout, order_of, strides_of
 
 aten = torch.ops.aten
 FORWARD, BACKWARD = aten.convolution.default, aten.convolution_backward.default
@@ -78,45 +77,35 @@ def rewrite_convolutions(gm: fx.GraphModule, record: Record) -> int:
     """Rewrites what pays; returns the number of convolutions changed."""
     if not any(n.target in (FORWARD, BACKWARD) for n in gm.graph.nodes):
         return 0
-    editor, output = Editor(gm), gm.graph.output_node()
-    promised = {n: strides_of(n) for n in output.all_input_nodes}
-    known = all(s is None or order_of(s, n.meta["val"]) is not None for n, s in promised.items())
-    free = known and not exposed(gm.graph)  # to let other strides follow
-    changed: set[fx.Node] = set()
+    editor = Editor(gm)
+    relayout = Relayout(editor)
     count = 0
     for node in list(gm.graph.nodes):
-        c = convolution(node)
-        if c is not None and (reason := rewritten(editor, c, promised, changed, free)):
-            count += 1
-            record.add(
-                "decision",
-                subject="convolution",
-                accepted=True,
-                reason=reason,
-                detail=" by ".join("x".join(map(str, _shape(t))) for t in (c.x, c.w)),
-                first=node.name,
-                second="",
-                bytes=0,
-                us=0.0,
-            )
-        elif node.op == "call_function" and any(a in changed for a in node.all_input_nodes):
-            refresh(editor, node, changed)
-    if changed:
-        restore(editor, output, promised.items())
+        with at(node):
+            c = convolution(node)
+            if c is None or not (reason := rewritten(editor, c, relayout)):
+                relayout.follow(node)
+                continue
+        count += 1
+        record.add(
+            "decision",
+            subject="convolution",
+            accepted=True,
+            reason=reason,
+            detail=" by ".join("x".join(map(str, _shape(t))) for t in (c.x, c.w)),
+            first=node.name,
+            second="",
+            bytes=0,
+            us=0.0,
+        )
+    relayout.finish()
     if count:
         editor.view_again()
     return count
 
 
-def rewritten(
-    editor: Editor,
-    c: Convolution,
-    promised: dict[fx.Node, Strides],
-    changed: set[fx.Node],
-    free: bool,
-) -> str:
-    """Puts what pays into the place of a node, also in `promised`, and adds what has other strides
-    to `changed`; where those may not change (not `free`), it is copied. Returns why, or nothing."""
+def rewritten(editor: Editor, c: Convolution, relayout: Relayout) -> str:
+    """Puts what pays into the place of a node. Returns why, or nothing."""
     with editor.before(c.node):
         if pays_as_product(c):
             made, reason = Writer(editor, c).product(), "windows side by side: a product"
@@ -127,14 +116,7 @@ def rewritten(
     for old in _results(c.node):
         new = made[0 if old is c.node else int(old.args[1])]  # type: ignore[arg-type]
         assert new is not None
-        if not free:
-            with editor.before(old):
-                new = laid(editor, new, strides_of(old))
-        if strides_of(new) != strides_of(old):
-            changed.add(new)
-        if old in promised:
-            promised[new] = promised.pop(old)
-        editor.replace(old, new)
+        relayout.replace(old, new)
     if c.mask is not None:
         editor.graph.erase_node(c.node)
     return reason

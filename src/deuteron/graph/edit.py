@@ -17,6 +17,8 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from deuteron.graph import ops
+from deuteron.graph.random_ops import SEED
+from deuteron.graph.transaction import AT
 
 # What a replacement inherits from the node that it stands for.
 INHERITED = (
@@ -64,23 +66,28 @@ class Editor:
             if node.op == "call_function" and "val" not in node.meta:
                 node.meta["val"] = self.evaluate(node)
 
-    def view_again(self) -> None:
+    def view_again(self) -> int:
         """Views of what took another node's place are evaluated again: which tensors share memory
-        is read off the fake values, and the old ones still lie in that of the node that went."""
+        is read off the fake values, and the old ones still lie in that of the node that went.
+        Returns how many."""
+        count = 0
         for node in self.graph.nodes:
             base, val = ops.viewed(node), node.meta.get("val")
             if base is None or ops.tensor_of(base) is None:
                 continue
             parts = val if isinstance(val, (tuple, list)) else [val]
             if any(ops.storage(v) != ops.storage_of(base) for v in parts):
-                made = node.meta["val"] = self.evaluate(node)
+                with at(node):
+                    made = node.meta["val"] = self.evaluate(node)
+                count += 1
                 for u in node.users:
                     if u.target is operator.getitem:
                         u.meta["val"] = made[u.args[1]]
+        return count
 
     @contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
-        with self.graph.inserting_before(node):
+        with at(node), self.graph.inserting_before(node):
             yield
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
@@ -91,6 +98,28 @@ class Editor:
     def first_call(self) -> fx.Node:
         """The first node after the placeholders."""
         return next(n for n in self.graph.nodes if n.op != "placeholder")
+
+
+def remove_dead(graph: fx.Graph) -> int:
+    """Drops what nobody reads and what has no effect; returns how many. A draw from torch's
+    generator has one on the draws after it; the seed of our own numbers has none that counts."""
+    before = len(graph.nodes)
+    for node in reversed(graph.nodes):
+        draws = ops.is_random(node) and node.target is not SEED
+        if not (node.users or draws or ops.has_effect(node)):
+            graph.erase_node(node)
+    return before - len(graph.nodes)
+
+
+@contextmanager
+def at(node: fx.Node) -> Iterator[None]:
+    """An exception in the block says at which node it was raised (the innermost)."""
+    try:
+        yield
+    except Exception as e:
+        if not hasattr(e, AT):
+            setattr(e, AT, node.name)
+        raise
 
 
 @contextmanager

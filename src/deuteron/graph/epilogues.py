@@ -15,6 +15,7 @@ from torch import fx
 
 from deuteron.base.record import Record
 from deuteron.graph.edit import Editor
+from deuteron.graph.strides import as_was
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -33,6 +34,7 @@ def join_activations(gm: fx.GraphModule, record: Record) -> int:
         with editor.before(linear):
             gelu = {"use_gelu": True} if node.target is aten.gelu.default else {}
             new = editor.call(aten._addmm_activation.default, *linear.args, like=node, **gelu)
+            new = as_was(editor, new, linear)
         editor.replace(linear, new)
         editor.replace(node, node.all_input_nodes[0])
         record.add(

@@ -1,10 +1,10 @@
 """Channels-last memory for graphs of convolutions.
 
 In: an ATen graph with fake values. Out: the same, in place, with the inputs of two-dimensional
-convolutions in channels-last order, and with the strides that follow from that in every fake value
-downstream. The libraries' convolutions work in that order and otherwise convert before and after
-each (H200, a residual network in bf16: half of the step). What the graph returns keeps the strides
-that it was traced with.
+convolutions in channels-last order, and with the strides that follow from that downstream
+(`strides.Relayout`). The libraries' convolutions work in that order and otherwise convert before
+and after each (H200, a residual network in bf16: half of the step). What the graph returns keeps
+the strides that it was traced with.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from torch import fx
 
 from deuteron.base.record import Record
-from deuteron.graph import ops
-from deuteron.graph.edit import Editor
-from deuteron.graph.strides import order_of, refresh, restore, strides_of
+from deuteron.graph.edit import Editor, at
+from deuteron.graph.strides import Relayout
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
@@ -31,22 +30,15 @@ def channels_last(gm: fx.GraphModule, record: Record) -> int:
     found = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS and _plain(n)]
     if not found or not _worth(found) or any(map(_corrupts, found)):
         return 0
-    if any(base.op != "placeholder" for n in gm.graph.nodes for base in ops.placed(n)[-1:]):
-        return 0  # strides are given for memory as it was traced
-    outputs = gm.graph.output_node()
-    before = [(n, strides_of(n)) for n in outputs.all_input_nodes]
-    if any(s is not None and order_of(s, n.meta["val"]) is None for n, s in before):
-        return 0
     editor = Editor(gm)
-    changed: set[fx.Node] = set()
-    count = 0
+    relayout = Relayout(editor)
+    chosen, count = set(found), 0
     for node in list(gm.graph.nodes):
-        if node in found:
-            count += _convert(editor, node, changed)
-        if node.op == "call_function" and any(a in changed for a in node.all_input_nodes):
-            refresh(editor, node, changed)
+        with at(node):
+            count += node in chosen and _convert(editor, relayout, node)
+            relayout.follow(node)
+    relayout.finish()
     if count:
-        restore(editor, outputs, before)
         record.add(
             "decision",
             subject="layout",
@@ -103,16 +95,16 @@ def _worth(found: list[fx.Node]) -> bool:
     return wide > 0.5 * total
 
 
-def _convert(editor: Editor, node: fx.Node, changed: set[fx.Node]) -> int:
-    done = 0
+def _convert(editor: Editor, relayout: Relayout, node: fx.Node) -> bool:
+    done = False
     for k, a in enumerate(_tensors(node)):
         if a.meta["val"].is_contiguous(memory_format=torch.channels_last):
             continue
         with editor.before(node):
             new = editor.call(aten.clone.default, a, like=node, memory_format=torch.channels_last)
+        relayout.beside(new, a)
         node.update_arg(k, new)
-        changed.add(new)
-        done = 1
+        done = True
     return done
 
 

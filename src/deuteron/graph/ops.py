@@ -196,6 +196,8 @@ RESULTS = "deuteron_results"
 def results_of(output: fx.Node) -> tuple[list[Any], list[Any]]:
     """What a graph returns: with the strides that were traced, and with any."""
     found: Any = output.args[0]
+    if not isinstance(found, (tuple, list)):
+        return [found], []
     count = output.meta.get(RESULTS, len(found))
     return list(found[:count]), list(found[count:])
 

@@ -23,7 +23,8 @@ from torch import fx
 
 from deuteron.base.record import Record
 from deuteron.graph import ops
-from deuteron.graph.edit import Editor
+from deuteron.graph.edit import Editor, at
+from deuteron.graph.strides import Relayout
 
 aten = torch.ops.aten
 MULTIPLE = 8
@@ -39,30 +40,38 @@ VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.t, aten.
 
 def pad_products(gm: fx.GraphModule, record: Record) -> int:
     """Pads what pays; returns the number of products changed."""
-    products = [n for n in gm.graph.nodes if n.target in PRODUCTS and _worth(n)]
+    products = {n for n in gm.graph.nodes if n.target in PRODUCTS and _worth(n)}
     if not products:
         return 0
     editor = Editor(gm)
-    for node in products:
-        node = _read_transposed(editor, node) or node
-        detail = "x".join(map(str, _sizes(node)))
-        apart = _apart(node)
-        with editor.before(node):
-            new = _parted(editor, node) if apart else _padded(editor, node)
-        editor.replace(node, new)
-        _refresh(editor, new)
-        record.add(
-            "decision",
-            subject="pad",
-            accepted=True,
-            reason="the last columns apart" if apart else "rows of 16 bytes",
-            detail=detail,
-            first=new.name,
-            second="",
-            bytes=0,
-            us=0.0,
-        )
+    relayout = Relayout(editor)
+    for node in list(gm.graph.nodes):
+        with at(node):
+            relayout.follow(node)
+            if node in products:
+                _pad_product(editor, relayout, node, record)
+    relayout.finish()
     return len(products)
+
+
+def _pad_product(editor: Editor, relayout: Relayout, node: fx.Node, record: Record) -> None:
+    node = _read_transposed(editor, relayout, node) or node
+    detail = "x".join(map(str, _sizes(node)))
+    apart = _apart(node)
+    with editor.before(node):
+        new = _parted(editor, node) if apart else _padded(editor, node)
+    relayout.replace(node, new)
+    record.add(
+        "decision",
+        subject="pad",
+        accepted=True,
+        reason="the last columns apart" if apart else "rows of 16 bytes",
+        detail=detail,
+        first=new.name,
+        second="",
+        bytes=0,
+        us=0.0,
+    )
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -114,7 +123,7 @@ def _turn(editor: Editor, x: fx.Node, like: fx.Node) -> fx.Node:
     return _turned(x) or editor.call(aten.permute.default, x, order, like=like)
 
 
-def _read_transposed(editor: Editor, node: fx.Node) -> fx.Node | None:
+def _read_transposed(editor: Editor, relayout: Relayout, node: fx.Node) -> fx.Node | None:
     """The product transposed, in the place of the one that reads it so; None where that does not
     spare odd rows."""
     *_, m, _k, n = _sizes(node)
@@ -127,9 +136,8 @@ def _read_transposed(editor: Editor, node: fx.Node) -> fx.Node | None:
     with editor.before(node):
         swapped = (_turn(editor, x, node) for x in (b, a))
         new = editor.call(target, *swapped, like=node)  # type: ignore[arg-type]
-    editor.replace(users[0], new)
+    relayout.replace(users[0], new)
     editor.graph.erase_node(node)
-    _refresh(editor, new)
     return new
 
 
@@ -235,19 +243,6 @@ def _promised(node: fx.Node) -> bool:
             return True
         todo += _views(n)
     return False
-
-
-def _refresh(editor: Editor, node: fx.Node) -> None:
-    """Views of a result that is now a slice have other strides."""
-    todo = _views(node)
-    while todo:
-        n = todo.pop()
-        try:
-            n.meta["val"] = editor.evaluate(n)
-        except RuntimeError:  # not a view of strided memory: a copy, as eager's reshape makes
-            n.target = aten.reshape.default
-            n.meta["val"] = editor.evaluate(n)
-        todo += _views(n)
 
 
 __all__ = ["pad_products"]

@@ -24,6 +24,7 @@ from deuteron.base.record import Record
 from deuteron.graph import ops
 from deuteron.graph.edit import Editor
 from deuteron.graph.random_ops import RAND, RANDINT64, RANDN, SEED
+from deuteron.graph.strides import as_was
 
 aten = torch.ops.aten
 # Bits of a uniform number that the type holds exactly; eager draws the same grid (f64: 53 there,
@@ -206,9 +207,9 @@ def why_not(node: fx.Node) -> str | None:
     return None
 
 
-def functionalize(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
+def functionalize(gm: fx.GraphModule, record: Record) -> int:
     """Replaces every random node that has a row; in place. Idempotent. Does not recompile the
-    module."""
+    module. Returns how many."""
     nodes = [
         n
         for n in gm.graph.nodes
@@ -229,7 +230,7 @@ def functionalize(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
             detail=reason or "",
         )
     if not chosen:
-        return gm
+        return 0
     editor = Editor(gm)
     seeds: dict[torch.device, fx.Node] = {}
     taken = sum(1 for n in gm.graph.nodes if n.target in (RAND, RANDN, RANDINT64))
@@ -243,5 +244,6 @@ def functionalize(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
                 seeds[device].meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 seeds[device].meta.pop("ac_graph_id", None)
         with editor.before(n):
-            editor.replace(n, ROWS[str(n.target)](Draw(editor, n, seeds[device], stream)))
-    return gm
+            new = ROWS[str(n.target)](Draw(editor, n, seeds[device], stream))
+            editor.replace(n, as_was(editor, new, n))
+    return len(chosen)

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import suggest_memory_format
 
-from deuteron.graph.edit import Editor
+from deuteron.base.record import Record
+from deuteron.graph.edit import Editor, at, remove_dead
+from deuteron.graph.strides import as_was
 
 aten = torch.ops.aten
 MOST_PLACES = 127  # that an i8 distinguishes
@@ -102,11 +104,17 @@ MAX_POOL = torch.ops.deuteron.max_pool.default
 MAX_POOL_BACKWARD = torch.ops.deuteron.max_pool_backward.default
 
 
-def keep_places(gm: fx.GraphModule) -> int:
+def keep_places(gm: fx.GraphModule, record: Record) -> int:
     """Rewrites what it can; returns the number of poolings changed."""
     found = [n for n in gm.graph.nodes if n.target in FORWARD.values()]
     editor = Editor(gm)
-    return sum(_kept(editor, n) for n in found)
+    count = 0
+    for n in found:
+        with at(n):
+            count += _kept(editor, n)
+    if count:
+        remove_dead(gm.graph)
+    return count
 
 
 def _arguments(n: fx.Node, rank: int) -> tuple[list[list[int]], bool] | None:
@@ -151,6 +159,7 @@ def _kept(editor: Editor, node: fx.Node) -> bool:
             form = suggest_memory_format(x.meta["val"])
             given = (user.args[0], index, size, *lists, ceil, form)
             back = editor.call(MAX_POOL_BACKWARD, *given, like=user)
+            back = as_was(editor, back, user)
         editor.replace(user, back)
     return True
 

@@ -56,6 +56,11 @@ class Windows:
         here = inside(i, 0, self.inputs)
         return (here if self.end is None else both(here, compare("lt", i, self.end(o)))), i
 
+    def first_inside(self, o: Index) -> Index:
+        """The first input of window o that is none of padding."""
+        outside = (maximum(-self.start(o), 0) + self.step - 1) // self.step
+        return self.start(o) + outside * self.step
+
     def covering(self, i: Index, k: Index) -> tuple[Expr, Index]:
         """The k-th window that may cover input i, and whether it exists and does."""
         o = self.first(i) + k
@@ -202,8 +207,9 @@ def max_pool(
         for w, o, digit in zip(windows, idx[-r:], [left, *digits], strict=True):
             place = op("mul", cast(digit, "i64"), index_value(w.step))
             at = op("add", index_value(w.start(o)), place)
-            # Where everything is the lowest number, the first place of the window may be outside.
-            at = op("maximum", at, literal(0, "i64"))
+            # Where everything is the lowest number, the first place of the window may be outside:
+            # then it is the first inside.
+            at = op("maximum", at, index_value(w.first_inside(o)))
             out = op("add", op("mul", out, index_value(w.inputs)), at)
         return out
 
