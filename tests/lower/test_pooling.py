@@ -49,15 +49,23 @@ def image(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def test_to_nothing() -> None:
-    check(
-        [
-            (lambda x: F.adaptive_avg_pool1d(x, 0), image(2, 3, 5)),
-            (lambda x: F.adaptive_avg_pool1d(x, 0), image(3, 2)),
-            (lambda x: F.adaptive_avg_pool2d(x, (0, 3)), image(2, 3, 5, 6)),
-            (lambda x: F.adaptive_avg_pool2d(x, (2, 0)), image(3, 5, 7)),
-            (lambda x: F.adaptive_avg_pool3d(x, (2, 0, 1)), image(2, 3, 4, 5, 3)),
-        ]
-    )
+    """Eager refuses most gradients of it, not the forward of what requires them."""
+    cases: list[tuple[Pool, Tensor]] = [
+        (lambda x: F.adaptive_avg_pool1d(x, 0), image(2, 3, 5)),
+        (lambda x: F.adaptive_avg_pool1d(x, 0), image(3, 2)),
+        (lambda x: F.adaptive_avg_pool2d(x, (0, 3)), image(2, 3, 5, 6)),
+        (lambda x: F.adaptive_avg_pool2d(x, (2, 0)), image(3, 5, 7)),
+        (lambda x: F.adaptive_avg_pool3d(x, (2, 0, 1)), image(2, 3, 4, 5, 3)),
+        (lambda x: F.adaptive_max_pool2d(x, (0, 1)), image(1, 2, 4, 4)),
+        (lambda x: F.adaptive_max_pool3d(x, 0), image(1, 2, 4, 4, 3)),
+    ]
+    pools, inputs = zip(*cases, strict=True)
+    program = torch.compile(lambda *xs: results(pools, xs), backend="deuteron", fullgraph=True)
+    want = results(pools, inputs)
+    for given in (inputs, [x.clone().requires_grad_() for x in inputs]):
+        got = program(*given)
+        assert [y.shape for y in got] == [y.shape for y in want]
+        assert all(y.requires_grad == x.requires_grad for x, y in zip(given, got, strict=True))
 
 
 def test_from_nothing() -> None:
@@ -81,8 +89,8 @@ def test_lists_of_one() -> None:
             (lambda x: F.avg_pool2d(x, [3], [2], [1]), image(2, 3, 9, 8)),
             (lambda x: F.avg_pool2d(x, [3]), image(2, 3, 9, 8).contiguous(memory_format=LAST)),
             (lambda x: F.avg_pool3d(x, [2], [1], [1]), image(2, 2, 4, 3, 5)),
-            (lambda x: F.unfold(x, [2], [1], [1], [2]), image(2, 3, 5, 6)),
-            (lambda x: F.fold(x, [5], [2], [1], [0], [1]), image(2, 8, 16)),
+            (lambda x: F.unfold(x, 2, 1, 1, 2), image(2, 3, 5, 6)),
+            (lambda x: F.fold(x, 5, 2, 1, 0, 1), image(2, 8, 16)),
         ]
     )
 

@@ -172,7 +172,18 @@ def with_positions(name: str, rule: Rule | None = None) -> Rule:
     return ours
 
 
+def gradient_of_nothing(grad: Tensor, x: Tensor, *args: Any) -> Any:
+    """Eager runs pooling to no elements and refuses its gradient; traced together with the forward,
+    the refusal would be one of both."""
+    nothing = any(type(n) is int and n == 0 for n in grad.shape)
+    return torch.zeros_like(x) if nothing else NotImplemented
+
+
 RULES: dict[str, Rule] = {
+    "aten._adaptive_avg_pool2d_backward.default": gradient_of_nothing,
+    "aten._adaptive_avg_pool3d_backward.default": gradient_of_nothing,
+    "aten.adaptive_max_pool2d_backward.default": gradient_of_nothing,
+    "aten.adaptive_max_pool3d_backward.default": gradient_of_nothing,
     "aten.index.Tensor": index,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": flash_attention_for_cpu,
     "aten._unique2.default": with_positions("_unique2"),
