@@ -100,7 +100,7 @@ def rewrite_convolutions(gm: fx.GraphModule, record: Record) -> int:
         )
     relayout.finish()
     if count:
-        editor.view_again()
+        editor.view_again()  # also of what lies as before
     return count
 
 

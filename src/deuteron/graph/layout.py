@@ -23,6 +23,8 @@ aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 # With fewer channels a convolution is as fast either way, and the conversion is not free.
 LEAST_CHANNELS = 16
+# Input channels with which no weight gradient writes out of bounds (see `_corrupts`).
+SAFE_CHANNELS = 16
 
 
 def channels_last(gm: fx.GraphModule, record: Record) -> int:
@@ -76,7 +78,7 @@ def _corrupts(node: fx.Node) -> bool:
     in this order (torch 2.13, eager too: 4 and 8 channels crash, 16 and more do not)."""
     weight: Any = node.args[2 if node.target is aten.convolution_backward.default else 1]
     _, channels, *kernel = weight.meta["val"].shape
-    if weight.meta["val"].device.type != "cpu" or channels >= LEAST_CHANNELS:
+    if weight.meta["val"].device.type != "cpu" or channels >= SAFE_CHANNELS:
         return False
     stride: Any = node.args[4 if node.target is aten.convolution_backward.default else 3]
     return all(k == 1 for k in kernel) and any(s != 1 for s in stride)

@@ -98,7 +98,7 @@ def follows(node: fx.Node) -> bool:
     name = ops.packet(node.target)
     if name in LOGICAL_VIEWS:
         return str(node.target) != "aten.view.dtype"
-    if ops.is_view(node) or name in ops.PLACING:
+    if ops.is_view(node) or name in ops.PLACING or name == "aten.roll":  # torch's rule is not true
         return False
     of_elements = ops.is_pointwise(node) or ops.is_reduction(node)
     return of_elements or name in ops.SCATTERS or name in ANYWHERE
@@ -193,6 +193,8 @@ class Relayout:
         for n in dict.fromkeys((*results, *strict)):
             if isinstance(n, fx.Node) and n in self.traced:
                 output.replace_input_with(n, self.as_traced(n))
+        if self.traced:  # views of copies lie in these
+            self.editor.view_again()
 
 
 def after(node: fx.Node) -> fx.Node:

@@ -66,6 +66,8 @@ class InputSpec:
             t = t.expand(shape)
         if self.form == "permuted":
             t = t.permute([order.index(k) for k in range(len(shape))])
+        if self.form == "channels_last" and len(shape) > 2:  # also of one dimension of space
+            t = t.movedim(1, -1).contiguous().movedim(-1, 1)
         return t.requires_grad_(self.grad)
 
 
