@@ -261,7 +261,7 @@ def test_convolutions_with_lists_of_one() -> None:
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-3)
 
 
-# -- that torch's rules know where results lie ------------------------------------------------------
+# -- that torch's rules know where results lie -----------------------------------------------------
 def library_calls(x: Tensor) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Calls that follow an image which moved."""
     c = x.shape[1]
