@@ -12,10 +12,11 @@ With few blocks and long columns the outermost reduced axis is cut into chunks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.emit import Scope, smaller
+from deuteron.codegen.cpp.emit import Scope, difference, smaller
 from deuteron.codegen.cpp.fetches import AHEAD, MOST, fetch
 from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.lanes import Lanes
@@ -156,17 +157,12 @@ class Columns(PassWriter):
             counter = em.fresh("n")
             em.scope.add(f"int {counter} = 0;")
 
+        cut = self.cut(p, k) or [(self.whole(p, k), {})]
+        for _, moved in cut:
+            em.follow(moved)
+
         def innermost() -> None:
             em.axis_text[self.v] = f"({self.base} + l)"
-            seg = Segment(
-                self.v,
-                const(0),
-                self.v.extent,
-                list(p.parts),
-                [(n, self.buffers[n]) for n in p.keep],
-                {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k},
-                self.linear,
-            )
             linear = f"({em.index(self.linear)})*{self.width} + l" if self.buffers else None
             position = em.axis_text[self.outer[0]] if len(self.outer) == 1 else "0"
             simd = self.v not in self.conflicts
@@ -176,9 +172,9 @@ class Columns(PassWriter):
             if past:
                 em.scope.add(*self.fetches(p, k))
             em.axis_text[self.v] = f"({self.base} + l)"
-            with em.inside(self.v) as scope:
-                self.body(seg, accs, "l", position, linear)
-            self.lane_loop(scope, simd)
+            for seg, moved in cut:
+                with self.lanes_of(p, seg, moved, simd):
+                    self.body(seg, accs, "l", position, linear)
             for w, n in names.items():
                 del self.places[w]
                 place = place_of(self.env, w, self.v, self.base)
@@ -207,6 +203,36 @@ class Columns(PassWriter):
             em.scope.loop(
                 f"for (long long {name} = {chunk[0]}; {name} < {chunk[1]}; ++{name})", scope.lines
             )
+
+    @contextmanager
+    def lanes_of(
+        self, p: Pass, seg: Segment, moved: Mapping[Expr, Expr], simd: bool
+    ) -> Iterator[None]:
+        """The loop over the lanes of a segment. What is known of expressions and stores on all
+        lanes is known of what they become there."""
+        em = self.env.em
+        start, end = "0", self.count
+        if seg.axis != self.v:
+            low, high = em.index(seg.low), em.index(seg.low + seg.count)
+            em.axis_text[seg.axis] = f"({self.base} + l - {low})"
+            start, end = difference(low, self.base), smaller(difference(high, self.base), end)
+        stores = {
+            b: self.places[a]
+            for a, b in zip(p.parts, seg.parts, strict=True)
+            if isinstance(a, Write) and isinstance(b, Write) and a in self.places and b != a
+        }
+        self.places |= stores
+        with em.inside(seg.axis, self.v) as scope:
+            for old, new in moved.items():
+                text = em.lookup(old) if old is not new else None
+                if text is not None:
+                    scope.texts[new] = text
+            yield
+        for store in stores:
+            del self.places[store]
+        if simd:
+            em.scope.add(em.simd(scope))
+        em.scope.loop(f"for (int l = {start}; l < {end}; ++l)", scope.lines)
 
     def past_lanes(self, p: Pass) -> list[Write]:
         """Stores of rows that go past the caches: long ones, and those of whole lines that follow

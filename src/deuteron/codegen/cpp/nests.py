@@ -264,21 +264,31 @@ class PassWriter:
 
     def segments(self, p: Pass, k: int) -> list[Segment]:
         """The vector axis cut where conditions on it change."""
+        found = self.cut(p, k)
+        for _, moved in found:
+            self.env.em.follow(moved)
+        return [seg for seg, _ in found] or [self.whole(p, k)]
+
+    def cut(self, p: Pass, k: int) -> list[tuple[Segment, dict[Expr, Expr]]]:
+        """The pieces of the vector axis, each with what becomes of expressions there; none where it
+        stays whole."""
         inside = {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k}
         for most in (MOST_PARTS, MOST):
             marks = cuts(p.roots(), self.v, most)
             if not marks:
                 continue
-            out = [self.piece(p, low, axis, inside) for low, axis in pieces(self.v, marks)]
-            bodies = [[*(r for x in seg.parts for r in roots_of(x))] for seg, _ in out]
-            if len(marks) > MOST and repeats(p.roots(), bodies):
-                continue
-            for _, done in out:
-                self.env.em.follow(done)
-            return [seg for seg, _ in out]
+            found = [self.piece(p, low, axis, inside) for low, axis in pieces(self.v, marks)]
+            bodies = [[r for x in seg.parts for r in roots_of(x)] for seg, _ in found]
+            if len(marks) <= MOST or not repeats(p.roots(), bodies):
+                return found
+        return []
+
+    def whole(self, p: Pass, k: int) -> Segment:
+        """All of the vector axis."""
+        inside = {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k}
         keep = [(n, self.buffers[n]) for n in p.keep]
-        whole = self.v.extent
-        return [Segment(self.v, const(0), whole, list(p.parts), keep, inside, self.linear)]
+        parts = list(p.parts)
+        return Segment(self.v, const(0), self.v.extent, parts, keep, inside, self.linear)
 
     def piece(
         self, p: Pass, low: Index, axis: Axis, inside: Mapping[Expr, str]

@@ -28,7 +28,7 @@ MOST_SIDES = 8  # of what is compared, minima and maxima in it replaced by their
 
 
 def cuts(roots: Sequence[Expr], axis: Axis, most: int = MOST) -> list[Index]:
-    """At most `most` positions ``0 < p < extent`` in increasing order at which a comparison of
+    """Positions ``0 < p < extent`` in increasing order, at most `most`, at which a comparison of
     `axis` with a constant changes, or the index of a load goes on otherwise.
 
     Empty when the order of the positions is not proven, or when there are too many; without those
