@@ -93,7 +93,9 @@ class Columns(PassWriter):
         em = self.env.em
         if accs is None:
             accs = {
-                f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
+                f.name: Accumulator(
+                    em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide, of_bytes(f.body)
+                )
                 for f in p.folds
             }
         for a in accs.values():
@@ -329,6 +331,11 @@ class Columns(PassWriter):
             for w in self.plan.row_writes:
                 write_store(self.env, w)
         self.lane_loop(scope, self.v not in self.conflicts)
+
+
+def of_bytes(body: Expr) -> bool:
+    """Whether all that an expression reads are bytes."""
+    return all(ITEMSIZE[n.dtype] == 1 for n in body.loads())
 
 
 def width_of(env: Env, v: Axis, passes: int) -> int:

@@ -172,6 +172,9 @@ def operation(name: str, dtype: str, args: list[str], operand: str, used: set[st
 
 
 def _operation(name: str, args: list[str], operand: str, used: set[str]) -> str:
+    if name == "where" and operand == "bool":  # g++ 12 has no vectors for a choice of flags
+        flag, one, other = args
+        return f"(({flag} & {one}) | (!{flag} & {other}))"
     if name == "where":
         return f"({args[0]} ? {args[1]} : {args[2]})"
     if name in ("logical_and", "logical_or", "logical_xor", "logical_not"):
