@@ -142,3 +142,49 @@ def test_flags(name: str, tmp_path: Path) -> None:
     assert not re.search(r"const bool t\d+ = \(t\d+ \? t", text)
     if name == "any of columns":
         assert "alignas(64) unsigned char" in text, "bytes are combined as bytes"
+
+
+OUTSIDE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "channels": (lambda *xs: torch.cat(xs, 1).relu(), [(3, c, 9, 31) for c in (5, 1, 8, 3, 7)]),
+    "rows": (lambda *xs: torch.cat([x * 2 for x in xs]), [(n, 70) for n in (90, 3, 40, 1, 66)]),
+    "beside a sum": (lambda *xs: torch.cat(xs).sum(-1), [(n, 90) for n in (90, 3, 40, 1, 66)]),
+    "softmax": (lambda *xs: torch.cat(xs).softmax(-1), [(n, 90) for n in (90, 3, 40, 1, 66)]),
+    "sum and rows": (
+        lambda *xs: (y := torch.cat(xs)).sum(0) + y.amax(-1).sum(),
+        [(n, 90) for n in (90, 3, 40, 1, 66)],
+    ),
+    "stacked": (lambda *xs: torch.stack([x.exp() for x in xs]).transpose(0, 1), [(60, 40)] * 5),
+    "within": (
+        lambda *xs: torch.cat([torch.cat(xs[:3], 1), torch.cat(xs[3:], 1)], -1),
+        [(4, c, 60) for c in (6, 20, 4)] + [(4, c, 33) for c in (10, 11, 9)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_joins_along_outer_loops(name: str, threads: int, tmp_path: Path) -> None:
+    f, shapes = OUTSIDE[name]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        text = same(f, *(torch.randn(s) for s in shapes), tmp_path=tmp_path)
+    finally:
+        torch.set_num_threads(before)
+    if name in ("channels", "rows", "stacked"):
+        assert not any(" ? p" in x for x in loops(text)), "a row asks which part it is of"
+
+
+def test_a_join_of_changing_sizes(tmp_path: Path) -> None:
+    f = torch.compile(lambda *xs: torch.cat([x + 1 for x in xs]), backend="deuteron", dynamic=True)
+    for k in (3, 50, 1):
+        xs = [torch.randn(n, 64) for n in (k, 2 * k + 5, 30, k + 7)]
+        torch.testing.assert_close(f(*xs), torch.cat([x + 1 for x in xs]))
+
+
+def test_few_points_are_not_cut() -> None:
+    def joined(*xs: Tensor) -> Tensor:
+        return torch.cat([x * 2 for x in xs])
+
+    xs = [torch.randn(n, 5) for n in (3, 1, 4, 2)]
+    torch.testing.assert_close(torch.compile(joined, backend="deuteron")(*xs), joined(*xs))

@@ -266,6 +266,13 @@ def rearranged(
     )
 
 
+def stretch(loops: Loops, axis: Axis, low: Index, piece: Axis) -> Loops:
+    """The nest where ``low <= axis < low + extent of piece``."""
+    parallel = (piece if a == axis else a for a in loops.parallel)
+    moved = rearranged(loops, {axis: low + piece.index}, parallel, loops.reduced, loops.section)
+    return _merge(_drop_unit(moved))
+
+
 def _drop_unit(loops: Loops) -> Loops:
     folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
     drop = {

@@ -26,6 +26,7 @@ from deuteron.codegen.cpp.axes import flops_of, vector
 from deuteron.codegen.cpp.bounds import ERROR, checked_pointer
 from deuteron.codegen.cpp.columns import write_columns
 from deuteron.codegen.cpp.emit import Emitter, apart_name, fits_int, size_name
+from deuteron.codegen.cpp.joined import by_parts
 from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
@@ -154,8 +155,9 @@ def generate_for(
     body: list[str] = []
     checks = dense = False
     apart = dict.fromkeys(layouts, 1)
-    for k, loops in enumerate(nests):
-        if k in kernel.barriers and threaded:
+    whole = ((k, x) for k, loops in enumerate(nests) for x in enumerate(by_parts(loops)))
+    for k, (piece, loops) in whole:
+        if k in kernel.barriers and threaded and not piece:
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
         em.tops = {p.name: {p.body} for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}

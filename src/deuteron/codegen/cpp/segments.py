@@ -27,24 +27,24 @@ LONG = 32
 MOST_SIDES = 8  # of what is compared, minima and maxima in it replaced by theirs
 
 
-def cuts(roots: Sequence[Expr], axis: Axis, most: int = MOST) -> list[Index]:
+def cuts(roots: Sequence[Expr], axis: Axis, most: int = MOST, turns: bool = True) -> list[Index]:
     """Positions ``0 < p < extent`` in increasing order, at most `most`, at which a comparison of
-    `axis` with a constant changes, or the index of a load goes on otherwise.
+    `axis` with a constant changes, or (with `turns`) the index of a load goes on otherwise.
 
     Empty when the order of the positions is not proven, or when there are too many; without those
     of loads, when there are too many with them.
     """
     found: dict[Index, None] = {}
-    turns: dict[Index, None] = {}
+    sides: dict[Index, None] = {}
     for r in roots:
         for n in r.walk():
             if n.op in ("lt", "le", "gt", "ge") and all(
                 a.op in ("index", "literal") for a in n.args
             ):
                 found |= dict.fromkeys(_edges(n, axis))
-            elif n.op == "load" and (axis.extent.value or 0) >= LONG:
-                turns |= dict.fromkeys(const(p) for i in n.indices() for p in _turns(i, axis))
-    return _ordered([*(found | turns)], axis, most) or _ordered([*found], axis, most)
+            elif turns and n.op == "load" and (axis.extent.value or 0) >= LONG:
+                sides |= dict.fromkeys(const(p) for i in n.indices() for p in _turns(i, axis))
+    return _ordered([*(found | sides)], axis, most) or _ordered([*found], axis, most)
 
 
 def _ordered(found: Sequence[Index], axis: Axis, most: int) -> list[Index]:
@@ -76,10 +76,11 @@ def pieces(axis: Axis, marks: Sequence[Index]) -> list[tuple[Index, Axis]]:
 
 def repeats(body: Iterable[Expr], parts: Iterable[Iterable[Expr]]) -> bool:
     """Whether the pieces of a loop have more code than `MOST` cuts make at most."""
-    return sum(_operations(p) for p in parts) > (MOST + 1) * _operations(body)
+    return sum(operations(p) for p in parts) > (MOST + 1) * operations(body)
 
 
-def _operations(roots: Iterable[Expr]) -> int:
+def operations(roots: Iterable[Expr]) -> int:
+    """Distinct nodes under `roots`."""
     return len({n for r in roots for n in r.walk()})
 
 

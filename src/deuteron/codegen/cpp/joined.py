@@ -1,0 +1,58 @@
+"""Nests over joined tensors, as a nest for each part (index-set splitting).
+
+In: `codegen.loops.Loops`. Out: the same points, once each, in several `Loops`. A parallel axis is
+cut where conditions on it change, if it is not the one that vectors walk along (`segments` cuts
+that). A row then belongs to one part; otherwise it would ask at every element which one it is.
+"""
+
+from __future__ import annotations
+
+from deuteron.codegen.cpp.axes import vector
+from deuteron.codegen.cpp.nests import ordered_conflicts
+from deuteron.codegen.cpp.segments import MOST_PARTS, cuts, operations, pieces
+from deuteron.codegen.loops import Loops, stretch
+from deuteron.ir.index import Axis, hint
+
+# Conditions of a row that a loop has branches for (`points.MOST_CASES`); with more, nests are cut.
+FEW = 2
+# Code of all pieces, in that of the nest: where each is one part of a join they have less than
+# twice as much, since what the parts share is repeated.
+MOST_CODE = 2
+# Points of a piece at least, on average: less are over before their loops pay.
+LEAST = 1024
+
+
+def by_parts(loops: Loops) -> list[Loops]:
+    """The nest in pieces, or as it is."""
+    if loops.chunk is not None:
+        return [loops]
+    axes = [*loops.parallel, *loops.reduced]
+    walked, meeting = vector(loops, axes), ordered_conflicts(loops)
+    for axis in loops.parallel:
+        if axis != walked and axis not in meeting and conditions(loops, axis) > FEW:
+            found = cut(loops, axis)
+            if found:
+                return found
+    return [loops]
+
+
+def conditions(loops: Loops, axis: Axis) -> int:
+    """Distinct masks of loads that depend on an axis."""
+    masks = {n.args[0] for n in loops.nodes if n.op == "load" and n.args}
+    return sum(axis in m.axes() for m in masks)
+
+
+def cut(loops: Loops, axis: Axis) -> list[Loops]:
+    """The nest between conditions on one of its axes; none where that gains nothing."""
+    marks = cuts(loops.roots(), axis, MOST_PARTS, turns=False)
+    points = 1
+    for a in (*loops.parallel, *loops.reduced):
+        points *= max(1, hint(a.extent))
+    if not marks or points < LEAST * (len(marks) + 1):
+        return []
+    found = [stretch(loops, axis, low, piece) for low, piece in pieces(axis, marks)]
+    code = sum(operations(x.roots()) for x in found)
+    return found if code <= MOST_CODE * operations(loops.roots()) else []
+
+
+__all__ = ["by_parts"]
