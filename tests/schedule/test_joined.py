@@ -66,3 +66,35 @@ def test_a_kernel_that_is_not_split_is_not_predicted_as_if(monkeypatch: pytest.M
     found = scheduled(lambda x: x.sum((0, 1)), torch.randn(4096, 4, 40), device="H200", check=False)
     (kernel,) = found.kernels
     assert kernel.predicted_us > 3 * profit.time_us(kernel.bytes, 0.0, 1.0, spec_of("H200"))
+
+
+def branches(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Pools and what is beside them, joined."""
+    pools = F.max_pool2d(a, 3, 2), F.avg_pool2d(F.relu(c * 2 - 1), 3, 1, 1)
+    return torch.cat([pools[0], F.relu(b), pools[1]], 1)
+
+
+@pytest.mark.parametrize("device", ["H200", "cpu"])
+def test_reductions_lie_as_what_they_are_for(device: str) -> None:
+    """Sums of windows of channels that lie side by side do so too: stored in the order of other
+    dimensions, each was a sector of its own, and windows were not written out (H200: 11 times as
+    long as need be)."""
+    a, b, c = (
+        torch.randn(2, n, s, s).to(memory_format=torch.channels_last)
+        for n, s in ((24, 19), (16, 9), (8, 9))
+    )
+    found = scheduled(branches, a, b, c, device=device)
+    written = [lay for k in found.kernels for _, lay in k.writes if len(lay.shape) == 4]
+    assert len(written) >= 3
+    assert all(lay.strides[1].value == 1 for lay in written)
+
+
+def test_reductions_of_several_orders_are_right() -> None:
+    x = torch.randn(3, 5, 7, 4).permute(2, 0, 3, 1)
+
+    def pooled(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x.softmax(1) * x.amax((0, 2), keepdim=True)
+        return [y, F.avg_pool2d(x, 2) - 1, (x.cumsum(1) * 2).sum(3)]
+
+    for device in ("H200", "cpu"):
+        scheduled(pooled, x, device=device)

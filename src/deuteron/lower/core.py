@@ -28,7 +28,18 @@ from deuteron.base.record import Record
 from deuteron.base.text import one_line
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Atom, Axis, Index, IndexLike, Sym, as_index, const, is_nonneg, product
+from deuteron.ir.index import (
+    Atom,
+    Axis,
+    Index,
+    IndexLike,
+    Sym,
+    as_index,
+    const,
+    hint,
+    is_nonneg,
+    product,
+)
 from deuteron.ir.program import (
     Compute,
     Constant,
@@ -251,7 +262,7 @@ class LowerContext:
         """Gives `value` a tensor of its own (reductions inside it get theirs first) and returns a
         read of it."""
         wish = wish or (self.node.name if self.node is not None else "t")
-        body = self.own_reductions(value, wish)
+        body = self.own_reductions(value, wish, layout)
         name = self.fresh_name(wish)
         layout = layout or Layout(
             value.shape, contiguous_strides(value.shape), value.dtype, self.device
@@ -261,9 +272,10 @@ class LowerContext:
         self.add(Compute(name, value.axes, body, layout, origins=self.origins()))
         return self.load(name)
 
-    def own_reductions(self, value: Value, wish: str) -> Expr:
+    def own_reductions(self, value: Value, wish: str, layout: Layout | None = None) -> Expr:
         """The body with every fold that is not its root defined as a tensor over the axes that it
-        depends on."""
+        depends on, in the order of memory in which the value is stored (pooling of what has its
+        channels last)."""
         root = value.expr
         table: dict[Expr, Expr] = {}
         for n in root.walk():
@@ -278,12 +290,19 @@ class LowerContext:
                 axes = axes + tuple(b for b in bound if b not in axes)
             name = self.fresh_name(f"{wish}_{n.attr[0]}")
             shape = tuple(a.extent for a in axes)
+            strides = contiguous_strides(shape)
+            if layout is not None and layout.strides != contiguous_strides(layout.shape):
+                order = [
+                    layout.strides[value.axes.index(a)] if a in value.axes else const(1)
+                    for a in axes
+                ]
+                strides = strides_like(shape, order)
             self.add(
                 Compute(
                     name,
                     axes,
                     inner,
-                    Layout(shape, contiguous_strides(shape), inner.dtype, self.device),
+                    Layout(shape, strides, inner.dtype, self.device),
                     origins=self.origins(),
                 )
             )
@@ -416,6 +435,13 @@ def is_dense(shape: tuple[Index, ...], strides: tuple[Index, ...]) -> bool:
         left.remove(pair)
         step = step * pair[1]
     return True
+
+
+def strides_like(shape: tuple[Index, ...], like: Sequence[Index]) -> tuple[Index, ...]:
+    """Strides without holes for dimensions in the order of others' strides, largest first."""
+    order = sorted(range(len(shape)), key=lambda k: -hint(like[k]))
+    dense = contiguous_strides(tuple(shape[k] for k in order))
+    return tuple(dense[order.index(k)] for k in range(len(shape)))
 
 
 def whole_tensor(value: Value) -> str | None:
