@@ -98,3 +98,19 @@ def test_reductions_of_several_orders_are_right() -> None:
 
     for device in ("H200", "cpu"):
         scheduled(pooled, x, device=device)
+
+
+def test_a_result_of_columns_is_not_walked_for_a_launch() -> None:
+    """A short vector beside points of which it is the fastest axis: its rows would be programs,
+    each with all other loops. What is read most is at clamped places, which do not tell."""
+    x, y = (torch.empty(3, 64, n, m).bfloat16() for n, m in ((100, 131), (200, 263)))
+
+    def resampled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        up = F.interpolate(
+            normalised(x.float()), scale_factor=2, mode="bilinear", align_corners=True
+        )
+        return torch.cat([y, F.pad(up, (0, 1)).to(y.dtype)], 1)
+
+    found = scheduled(resampled, x, y, device="H200", check=False)
+    written = [n for k in found.kernels for n in k.nests if not n.locals()]
+    assert written and not any(n.reduced for n in written), "points have no rows"

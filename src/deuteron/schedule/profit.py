@@ -242,6 +242,14 @@ def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
             size = elements(index)
             if size > best and (inner := inner_axes(index, layouts[name])):
                 best, found = size, any(a in group.space.parallel for a in inner)
+    if 2 * best >= group.space.size():
+        return found
+    # What is read most is at no place that tells (resampling): what is made at points does.
+    for m in group.members:
+        if m.kind == "point" and m.level == "point":
+            size = elements(m.index)
+            if size > best and (inner := inner_axes(m.index, layouts[m.name])):
+                best, found = size, any(a in group.space.parallel for a in inner)
     return found
 
 
