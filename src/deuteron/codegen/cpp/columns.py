@@ -215,7 +215,7 @@ class Columns(PassWriter):
         em = self.env.em
         start, end = "0", self.count
         if seg.axis != self.v:
-            low, high = em.index(seg.low), em.index(seg.low + seg.count)
+            low, high = self.env.extent(seg.low), self.env.extent(seg.low + seg.count)
             em.axis_text[seg.axis] = f"({self.base} + l - {low})"
             start, end = difference(low, self.base), smaller(difference(high, self.base), end)
         stores = {
