@@ -158,6 +158,10 @@ GROUPS: dict[str, Group] = {
         ],
         pairs(WHOLE, torch.int64),
     ),
+    "running products of zeros": (
+        [lambda x: x.cumprod(0), lambda x: x.flip(0).cumprod(0), lambda x: (x * 0).cumprod(0)],
+        ((torch.arange(77) % 7 - 3.0) / 4,),
+    ),
     "powers of two": (
         [
             lambda x, n: [torch.ldexp(x, n), torch.ldexp(x.half(), n), torch.ldexp(x.double(), n)],

@@ -7,7 +7,8 @@ the stages wrote them. Passes only add; nobody edits. Kinds in use:
 
     stage       name, seconds, artifact (text, when a debug folder is set)
     decision    subject ("fuse", "inline", "save", ...), accepted, reason (class), detail, first,
-                second, bytes, us
+                second, bytes, us. Of a rewrite that failed: subject "rewrite", first its name,
+                second the node at which it was, detail the error and its place in the code
     kernel      name, target, ops, origins, bytes, flops, predicted_us, source
     library     op, reason, origins
     fallback    what, reason

@@ -38,12 +38,11 @@ from deuteron.codegen.cpp.streams import buffer, place_of, streamed, transpose
 from deuteron.codegen.loops import Write, ordered, points, roots_of, stride, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Prefix
 
 WHOLE = 8  # lanes that some vector takes together
 CROSSED = 128  # lanes of a block with such stores: their tile is in the first cache
 FETCHED_ROWS = 8  # least rows between what a loop reads and what it fetches
-WHOLE_ROW = 4096  # lanes of one sum whose accumulators stay in the first caches
 SIDE = 64  # rows of a tile through which stores along the reduced axis are transposed
 
 
@@ -216,7 +215,7 @@ class Columns(PassWriter):
         em = self.env.em
         start, end = "0", self.count
         if seg.axis != self.v:
-            low, high = em.index(seg.low), em.index(seg.low + seg.count)
+            low, high = self.env.extent(seg.low), self.env.extent(seg.low + seg.count)
             em.axis_text[seg.axis] = f"({self.base} + l - {low})"
             start, end = difference(low, self.base), smaller(difference(high, self.base), end)
         stores = {
@@ -355,18 +354,6 @@ def width_of(env: Env, v: Axis, passes: int) -> int:
     return max(1, min(width, n))
 
 
-def many_rows(env: Env, reduced: Sequence[Axis]) -> bool:
-    """Whether threads can share the rows of each column in chunks that are long. They then walk
-    memory as it lies, in whole rows: EPYC with AVX-512, one core, x @ W of one row, 1024 x 4096
-    f32: 240 us, in blocks of 512 columns 500 us."""
-    return hint(reduced[0].extent) >= 4 * env.machine.threads * 2 * FLUSH
-
-
-def row_lanes(env: Env) -> int:
-    """Lanes whose accumulators stay in the first caches."""
-    return WHOLE_ROW // max(1, sum(isinstance(p, Fold) for p in env.loops.parts))
-
-
 def write_columns(env: Env, v: Axis) -> None:
     """Writes the nest with lanes along the parallel axis `v`."""
     em, loops = env.em, env.loops
@@ -381,9 +368,7 @@ def write_columns(env: Env, v: Axis) -> None:
     blocks = -(-hint(v.extent) // width)
     sharable = not has_scan and probe.conflicts.isdisjoint(loops.reduced)
     need = 2 * env.machine.threads
-    whole = size(free) == 1 and many_rows(env, loops.reduced) and len(probe.plan.passes) == 1
-    whole = whole and hint(v.extent) <= row_lanes(env)
-    if env.threaded and (whole or size(free) * blocks < need) and not meet:
+    if env.threaded and size(free) * blocks < need and not meet:
         n = hint(v.extent)
         if sharable and size(loops.reduced) * n >= 8 * CHUNK_OPS and size(loops.reduced) >= 64:
             write_shared_columns(env, v, others, len(probe.plan.passes))
@@ -438,14 +423,12 @@ def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int)
     combined in order.
     """
     em, loops = env.em, env.loops
-    width = min(max(1024, row_lanes(env)), hint(v.extent)) if v.extent.value is not None else 512
+    width = min(1024, hint(v.extent)) if v.extent.value is not None else 512
     read = size((v, *loops.reduced)) * sum(a.itemsize for a in loops.accesses if not a.store)
     cols = Columns(env, v, 0, width, read > env.machine.threads * env.machine.l2_bytes // 2)
     axis = cols.outer[0]
     per_step = size([a for a in loops.reduced if a != axis]) * width
-    # A chunk clears, adds and stores a double for each lane, which takes as long as three rows.
-    least = 2 * FLUSH if many_rows(env, [axis]) else 1
-    length, count = chunk_counts(env, axis, per_step, 1, least)
+    length, count = chunk_counts(env, axis, per_step, 1)
     block, blocks = em.fresh("b"), em.fresh("blocks")
     em.scope.add(f"const long long {blocks} = ({env.extent(v)} + {width - 1}) / {width};")
 

@@ -125,7 +125,8 @@ template <int n, class T> D_FN f64 d_lanes_flush(T* a) {
 
 //@ d_scan
 // Running sums (products) of 16 doubles in their place, from `carry` on, which goes on. Each is the
-// carry and what came since then: the next block waits for one addition.
+// carry and what came since then: the next block waits for one addition. A number is made a vector by
+// taking zeros from it, which leaves -0.0 what it is.
 template <int step, class F> D_FN d_v_f64 d_scan_step(d_v_f64 x, d_v_f64 neutral, F f) {
   constexpr int n = D_BYTES / 8;
   d_v_i64 at;
@@ -134,7 +135,7 @@ template <int step, class F> D_FN d_v_f64 d_scan_step(d_v_f64 x, d_v_f64 neutral
 }
 template <class F> D_FN void d_scan(f64* a, f64* carry, f64 first, F f) {
   constexpr int n = D_BYTES / 8, parts = 16 / n;
-  d_v_f64 neutral = first + d_v_f64{}, x[parts];
+  d_v_f64 neutral = first - d_v_f64{}, x[parts];
 #pragma GCC unroll 4
   for (int k = 0; k < parts; ++k) {
     x[k] = d_scan_step<1>(d_load<d_v_f64>(a + n * k), neutral, f);
@@ -142,12 +143,12 @@ template <class F> D_FN void d_scan(f64* a, f64* carry, f64 first, F f) {
     if constexpr (n > 4) x[k] = d_scan_step<4>(x[k], neutral, f);
   }
 #pragma GCC unroll 4
-  for (int k = 1; k < parts; k += 2) x[k] = f(x[k], x[k - 1][n - 1] + d_v_f64{});
+  for (int k = 1; k < parts; k += 2) x[k] = f(x[k], x[k - 1][n - 1] - d_v_f64{});
   if constexpr (parts > 2) {
-    d_v_f64 half = x[1][n - 1] + d_v_f64{};
+    d_v_f64 half = x[1][n - 1] - d_v_f64{};
     x[2] = f(x[2], half), x[3] = f(x[3], half);
   }
-  d_v_f64 before = *carry + d_v_f64{};
+  d_v_f64 before = *carry - d_v_f64{};
   *carry = f(d_v_f64{*carry}, d_v_f64{x[parts - 1][n - 1]})[0];
 #pragma GCC unroll 4
   for (int k = 0; k < parts; ++k) d_store(a + n * k, f(before, x[k]));
