@@ -44,7 +44,8 @@ class Clock:
     is called after it."""
 
     def __init__(self, cuda: bool) -> None:
-        self.cuda, self.us = cuda, {}  # type: bool, dict[int, float]
+        self.cuda = cuda
+        self.us: dict[int, float] = {}
         self.events: list[tuple[int, Any, Any]] = []
 
     def start(self, step: int) -> Callable[[], None]:

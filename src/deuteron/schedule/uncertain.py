@@ -6,9 +6,12 @@ memory are predicted well; what follows here has been wrong by more than 3 x bef
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Store
 from deuteron.schedule.strides import steps
 
@@ -55,7 +58,7 @@ def _contracts(body: Expr) -> bool:
     return bool(a - b) or bool(b - a)
 
 
-def _strided(nest: Nest, nodes: set[Expr], layouts: dict) -> bool:  # type: ignore[type-arg]
+def _strided(nest: Nest, nodes: set[Expr], layouts: Mapping[str, Layout]) -> bool:
     """Whether two tensors of the nest's size are contiguous along different loops."""
     local = nest.locals()
     places = [
