@@ -1,12 +1,13 @@
 """Random programs on a machine with a GPU, in many processes.
 
-    python scripts/gpu_fuzz.py DEVICE FIRST_SEED SECONDS PROCESSES LOG
+    python scripts/gpu_fuzz.py DEVICE FIRST_SEED SECONDS PROCESSES LOG [KIND]
 
 DEVICE is cuda, or cpu (where the machine only lends its cores), or interpret (Triton's interpreter
-on the CPU). Prints the failures and a count; LOG receives a JSON line per program as it ends, so
-that a run which is stopped loses nothing. To go on where a run ended, take the seed that it names
-as FIRST_SEED, which may also be several seeds, by comma. A failure is made again by its seed:
-``deuteron fuzz --seed N --count 1``.
+on the CPU); KIND one kind of programs (see `deuteron fuzz --help`). Prints the failures and a
+count; LOG receives a JSON line per program as it ends, so that a run which is stopped loses
+nothing. To go on where a run ended, take the seed that it names as FIRST_SEED, which may also be
+several seeds, by comma. A failure is made again by its seed:
+``deuteron fuzz --kind KIND --seed N --count 1``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def main(device: str, first: str, seconds: str, processes: str, log: str) -> None:
+def main(
+    device: str, first: str, seconds: str, processes: str, log: str, kind: str = "all"
+) -> None:
     interpret = device == "interpret"
     with tempfile.TemporaryDirectory() as folder, open(log, "w") as rows:
         # One thread and one builder each: there are as many processes as cores.
@@ -42,6 +45,7 @@ def main(device: str, first: str, seconds: str, processes: str, log: str) -> Non
             "interpreted" if interpret else "deuteron",
             cut=False,
             folder=f"{folder}/failures",
+            kind=kind,
         )
 
         def keep(row: dict[str, Any]) -> None:

@@ -143,6 +143,9 @@ def fuzz(
     jobs: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     lines: Annotated[int, typer.Option(help="Of a program, at most.")] = 40,
     backend: Annotated[str, typer.Option(help="The backend that is tested.")] = "deuteron",
+    kind: Annotated[
+        str, typer.Option(help="mixed, vectors, assertions, checkpoints, or all of them.")
+    ] = "all",
     out: Annotated[Path, typer.Option(help="Folder for failing programs.")] = Path("out/fuzz"),
     cut: Annotated[bool, typer.Option(help="Cut failing programs down.")] = True,
     interpret: Annotated[
@@ -152,11 +155,13 @@ def fuzz(
     """Random programs, compiled and compared with eager; failures are cut down and kept."""
     from deuteron.base.options import set_environment
     from deuteron.tools.fuzz import Task, run_fuzz
+    from deuteron.tools.fuzz_kinds import KINDS
 
+    listed(kind, (*KINDS, "all"))
     if interpret:
         set_environment(TRITON_INTERPRET="1")  # of the worker processes
         backend = "interpreted"
-    task = Task(seed, device, backend, lines, cut=cut, folder=str(out))
+    task = Task(seed, device, backend, lines, cut=cut, folder=str(out), kind=kind)
     raise typer.Exit(run_fuzz(seed, None if count is not None else seconds, count, jobs, task))
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from deuteron.base.device import demand
 from deuteron.tools.coverage import SPENT, Lost, Worker
-from deuteron.tools.fuzz_programs import program
+from deuteron.tools.fuzz_kinds import KINDS, kind_of
 from deuteron.tools.oracle import copies, see
 from deuteron.tools.reduce import reduced
 from deuteron.tools.reproduce import (
@@ -50,7 +50,7 @@ INTERPRETED = 900.0  # Triton's interpreter takes milliseconds for each program 
 
 @dataclass(frozen=True)
 class Task:
-    """One program."""
+    """One program. `kind`: of `fuzz_kinds`, or all."""
 
     seed: int
     device: str = "cpu"
@@ -59,24 +59,31 @@ class Task:
     options: tuple[tuple[str, Any], ...] = ()
     cut: bool = True
     folder: str = "out/fuzz"
+    kind: str = "mixed"
 
 
 def run_task(task: Task) -> dict[str, Any]:
     """The verdict on one program: right, wrong, error, torch (its capture fails alone), refused
     (eager does not run it, as with other sizes)."""
-    p = program(task.seed, task.lines)
+    name = kind_of(task.seed, task.kind)
+    kind = KINDS[name]
+    p = kind.make(task.seed, task.lines)
     how = How(p.backward, p.dynamic, task.backend, dict(task.options))
-    row: dict[str, Any] = {"seed": task.seed, "lines": len(p.lines), "text": "", "file": ""}
-    whole = chosen(p.straight(task.device), runnable(p.straight(), p.backward))
+    row: dict[str, Any] = {"seed": task.seed, "kind": name, "lines": len(p.lines)}
+    row |= {"text": "", "file": ""}
+    whole = p.straight(task.device)
+    if not kind.sets:
+        whole = chosen(whole, runnable(p.straight(), p.backward))
     try:
-        failure = whole.check(how)
+        failure = kind.judge(whole, how)
     except Unusable as e:
         return {**row, "verdict": "refused", "text": str(e)}
     if failure is None:
         return {**row, "verdict": "right"}
     row |= {"verdict": failure.kind, "text": failure.text}
     if failure.kind != "torch" and not spent():  # nothing is read from a GPU that is
-        row["file"] = str(kept(task, whole, how, failure))
+        cut = task.cut and not kind.sets  # the one that cuts knows of no refusals
+        row["file"] = str(kept(replace(task, kind=name, cut=cut), whole, how, failure))
     return row
 
 
@@ -130,7 +137,8 @@ def kept(task: Task, whole: Straight, how: How, failure: Failure) -> Path:
     folder = Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{failure.kind}_{task.seed}.py"
-    command = f"deuteron fuzz --seed {task.seed} --count 1 --device {task.device}"
+    kind = f" --kind {task.kind}" if task.kind != "all" else ""
+    command = f"deuteron fuzz{kind} --seed {task.seed} --count 1 --device {task.device}"
     path.write_text(file_text(whole, how, f"{command}\n{failure}"), encoding="utf-8")
     if task.cut:
         small, failure, how = reduced(whole, how, failure, CUTTING)
@@ -208,7 +216,7 @@ def fuzz(
         tally.verdicts[row["verdict"]] += 1
         if row["verdict"] in ("wrong", "error"):
             tally.failures.append(row)
-            say(f"seed {row['seed']}: {row['verdict']}: {row['text'][:300]}")
+            say(f"seed {row['seed']} {row.get('kind', '')}: {row['verdict']}: {row['text'][:300]}")
             if row["file"]:
                 say(f"    {row['file']}")
         if sum(tally.verdicts.values()) % 100 == 0:
@@ -232,7 +240,8 @@ def lost(worker: Worker, task: Task, limit: float, e: Lost) -> dict[str, Any]:
         worker.run(replace(task, backend=CAPTURES[0], options=(), cut=False), limit)
     except Lost as alone:
         verdict = "torch" if str(alone) == str(e) else verdict
-    return {"seed": task.seed, "verdict": verdict, "text": str(e), "file": ""}
+    kind = kind_of(task.seed, task.kind)
+    return {"seed": task.seed, "kind": kind, "verdict": verdict, "text": str(e), "file": ""}
 
 
 def run_fuzz(

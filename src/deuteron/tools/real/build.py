@@ -85,6 +85,8 @@ def build(candidate: Candidate, device: str, train: bool) -> Built:
     except Unfit:
         raise
     except Exception as error:  # noqa: BLE001
+        if broken(error):
+            raise
         reasons.append(one_line(error))
     raise Unfit("; ".join(reasons[-3:]) or "no rung")
 
@@ -109,7 +111,7 @@ def attempt(rung: str, make: Make, device: str, train: bool, reasons: list[str])
             with torch.no_grad():
                 module(**there)
         except Exception as error:  # noqa: BLE001
-            if "CUDA error" in str(error):
+            if broken(error):
                 raise
             reasons.append(f"{rung}, {', '.join(inputs)}: {one_line(error)}")
             continue
@@ -124,6 +126,11 @@ def without_draws(module: nn.Module) -> nn.Module:
             if isinstance(getattr(m, name, None), float) and "norm" not in type(m).__name__.lower():
                 setattr(m, name, 0.0)
     return module
+
+
+def broken(error: BaseException) -> bool:
+    """Whether the process cannot use its GPU any more: it ends, and the run starts another."""
+    return "CUDA error" in str(error) or "illegal memory access" in str(error)
 
 
 def one_line(error: BaseException) -> str:

@@ -211,7 +211,7 @@ def died(status: int | None, limit: float) -> str:
 @contextmanager
 def caches(batch: int) -> Iterator[dict[str, str]]:
     """Empty caches, and as many builders for each process as cores are left for it."""
-    each = str(max(1, (os.cpu_count() or 1) // batch))
+    each = str(max(2, (os.cpu_count() or 1) // batch))
     with tempfile.TemporaryDirectory(prefix="deuteron-real-") as scratch:
         yield {
             "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",

@@ -136,18 +136,21 @@ class Work:
             self.compile(name, built, checked)
 
     def checked(self, kind: Any, built: Any) -> Any:
-        from deuteron.tools.real.build import Unfit, one_line
+        from deuteron.tools.real.build import Unfit, broken, one_line
 
         try:
             return kind(built, self.slot.train)
         except Unfit:
             raise
         except Exception as error:  # noqa: BLE001 - in this dtype or memory order
+            if broken(error):
+                raise
             traceback.print_exc()
             raise Unfit(f"eager: {one_line(error)}") from error
 
     def compile(self, name: str, built: Any, checked: Any) -> None:
         from deuteron.tools.bench.measure import one_line, root
+        from deuteron.tools.real.build import broken
         from deuteron.tools.real.measure import Step
 
         row = self.row
@@ -155,12 +158,13 @@ class Work:
             step = Step(name, built, self.slot.train)
             values, row[f"{name}_first_s"] = step.first()
             row[f"{name}_error_size"], bad = checked.judge(values)
+            step.settle()
         except Exception as error:  # noqa: BLE001 - what a compiler raises is a result
             traceback.print_exc()
             row[f"{name}_error"] = f"{one_line(error)} [{one_line(root(error))}]"
             if name == "deuteron":
                 row["failures"].append({"kind": "crash", "cause": row["deuteron_error"]})
-            if "CUDA error" in str(error):
+            if broken(error):
                 emit(row=row)
                 sys.exit(3)
             return

@@ -1,0 +1,78 @@
+"""The kinds of random programs: seeds repeat, eager runs what is drawn, and what a program asserts
+is judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deuteron.tools.fuzz_assertions import SETS, assertions, judge, outcomes
+from deuteron.tools.fuzz_checkpoints import checkpoints
+from deuteron.tools.fuzz_draft import Drawn
+from deuteron.tools.fuzz_kinds import KINDS, kind_of
+from deuteron.tools.fuzz_vectors import vectors
+from deuteron.tools.oracle import copies
+from deuteron.tools.reproduce import How, Line
+
+ONE_KIND = {"vectors": vectors, "assertions": assertions, "checkpoints": checkpoints}
+
+
+@pytest.mark.parametrize("name", ONE_KIND)
+def test_seeds_repeat_and_eager_runs_them(name: str) -> None:
+    texts = set()
+    for seed in range(12):
+        p, again = ONE_KIND[name](seed), ONE_KIND[name](seed)
+        assert (p.lines, p.outputs) == (again.lines, again.outputs)
+        torch.manual_seed(0)
+        out = p.straight().function()(*copies(p.straight().sets()[0]))
+        assert all(isinstance(t, torch.Tensor) for t in out)
+        texts.add(p.straight().text())
+    assert len(texts) == 12
+
+
+def test_every_kind_comes_from_some_seed() -> None:
+    assert {kind_of(s, "all") for s in range(60)} == set(KINDS)
+    assert kind_of(3, "vectors") == "vectors"
+
+
+def test_some_sets_break_what_is_asserted_and_the_first_never() -> None:
+    raised = 0
+    for seed in range(20):
+        p = assertions(seed).straight()
+        found = outcomes(p, None, How())
+        assert len(found) == SETS and not isinstance(found[0], str)
+        raised += any(isinstance(x, str) for x in found)
+    assert raised >= 8
+
+
+def counted() -> Drawn:
+    values = (torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1]), torch.tensor([1, 1, 1]))
+    lines = (
+        Line("x0.nonzero()[:, 0]", "v0"),
+        Line("torch._check(v0.size(0) == 2)", None),
+        Line("v0 + 3", "v1"),
+    )
+    return Drawn(0, {"x0": values}, lines, ("v1",))
+
+
+def careless(gm: Any, inputs: Any) -> Any:
+    """A backend that checks nothing."""
+    for node in reversed(gm.graph.nodes):
+        if not node.users and node.op == "call_function":
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm.forward
+
+
+def test_a_backend_that_does_not_check_is_wrong() -> None:
+    failure = judge(counted().straight(), How(backend=careless))
+    assert failure is not None and failure.kind == "wrong"
+    assert "inputs 2: returns; eager raises" in failure.text
+    assert judge(counted().straight(), How(backend="eager")) is None
+
+
+def test_products_of_one_row_are_right() -> None:
+    for seed in (0, 3):
+        assert KINDS["vectors"].judge(vectors(seed).straight(), How(vectors(seed).backward)) is None
