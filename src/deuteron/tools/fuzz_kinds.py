@@ -20,13 +20,17 @@ from deuteron.tools.reproduce import Failure, How, Straight
 Judge = Callable[[Straight, How], Failure | None]
 
 
+def checked(whole: Straight, how: How) -> Failure | None:
+    return whole.check(how)
+
+
 @dataclass(frozen=True)
 class Kind:
     """`sets`: sets of inputs that eager refuses belong to the program, too."""
 
     share: float
     make: Callable[[int, int], Any]
-    judge: Judge = Straight.check
+    judge: Judge = checked
     sets: bool = False
 
 
