@@ -13,6 +13,7 @@ from typing import Any
 
 from deuteron.tools.fuzz_assertions import assertions, judge
 from deuteron.tools.fuzz_checkpoints import checkpoints
+from deuteron.tools.fuzz_convolutions import network
 from deuteron.tools.fuzz_programs import program
 from deuteron.tools.fuzz_vectors import vectors
 from deuteron.tools.reproduce import Failure, How, Straight
@@ -40,6 +41,7 @@ def of_seed(make: Callable[[int], Any]) -> Callable[[int, int], Any]:
 
 KINDS = {
     "mixed": Kind(5, program),
+    "networks": Kind(2, of_seed(network)),
     "vectors": Kind(1.5, of_seed(vectors)),
     "assertions": Kind(1, of_seed(assertions), judge, sets=True),
     "checkpoints": Kind(1, of_seed(checkpoints)),
