@@ -41,7 +41,6 @@ from deuteron.ir.index import (
     Value,
     as_index,
     atom,
-    const,
     fits,
     in_range,
     is_nonneg,
@@ -651,20 +650,6 @@ def checked(value: Expr, extent: Index) -> Expr:
     if value.op == "index" and in_range(value.attr, extent):
         return value
     return Expr("check", "i64", (value,), extent)
-
-
-def nonzero(divisor: Expr) -> Expr:
-    """`divisor` (whole numbers), which must not be 0: generated code reports where it is."""
-    if divisor.dtype not in INTS or divisor.op == "literal" and divisor.attr:
-        return divisor
-    zero = cast(op("eq", divisor, literal(0, divisor.dtype)), "i64")
-    return op("add", divisor, cast(checked(zero, const(1)), divisor.dtype))
-
-
-def is_divisor(check: Expr) -> bool:
-    """Whether a check is one of `nonzero`."""
-    value = check.args[0]
-    return value.op == "literal" or value.op == "cast" and value.args[0].dtype == "bool"
 
 
 def flops(root: Expr) -> float:

@@ -19,6 +19,7 @@ from torch._prims_common import elementwise_dtypes
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.ir import expr as E
+from deuteron.ir.divisors import nonzero
 from deuteron.ir.expr import FLOAT8, FLOATS, HALF, Expr, cast, literal, op
 from deuteron.ir.index import Index, const
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
@@ -207,7 +208,7 @@ WITH_NUMBERS = frozenset(
 
 def quotient(ctx: LowerContext, name: str, x: Expr, y: Expr) -> Expr:
     """Eager's division of whole numbers on a CPU raises where the divisor is 0."""
-    return op(name, x, y if ctx.on_gpu() else E.nonzero(y))
+    return op(name, x, y if ctx.on_gpu() else nonzero(y))
 
 
 for _n in UNARY + BINARY:

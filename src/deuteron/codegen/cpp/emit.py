@@ -22,7 +22,8 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.folds import Accumulator
 from deuteron.codegen.precision import log1p_of_unit, not_negative
-from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, Expr, children, is_divisor
+from deuteron.ir.divisors import is_divisor
+from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, hint, is_nonneg
 
 NONE: frozenset[Axis] = frozenset()
