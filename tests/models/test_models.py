@@ -68,9 +68,10 @@ def test_inference(name: str, counted: Counted) -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "unet", "kl"])
 def test_bfloat16_on_cpu(name: str, counted: Counted) -> None:
+    """Over several starts: eager's rounding of one loss may be lucky."""
     trial = Trial.of(BY_NAME[name], torch.bfloat16, "cpu")
-    got = trial.errors(compiled(counted))
-    assert not failures(trial.errors(None), got, torch.bfloat16)
+    eager, got = trial.errors_over_starts(compiled(counted))
+    assert not failures(eager, got, torch.bfloat16)
 
 
 def test_autocast(counted: Counted) -> None:
