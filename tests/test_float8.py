@@ -12,7 +12,7 @@ from torch import Tensor
 
 import deuteron
 from deuteron.base.options import Options
-from deuteron.ir.expr import float8_bits, float8_value
+from deuteron.ir.float8 import float8_bits, float8_value
 from deuteron.lower import pointwise
 from tests.interpreting import interpret
 from tests.test_pipeline import compiled
