@@ -302,3 +302,18 @@ def test_builds_ahead_of_time(capability: int, tmp_path: Path) -> None:
         for k in kernels(planned(f, *args)[1]):
             kernel: TritonKernel = generate(k, spec, Options.make())
             assert build(kernel, kernel.configs[0], capability, options).code
+
+
+@pytest.mark.parametrize("points", [1024, 4096])
+def test_few_chunks_are_a_loop(points: int) -> None:
+    """Rows mostly have none: written out, each would read all of them."""
+
+    def f(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return x.index_add(0, i, v)
+
+    args = torch.zeros(700, 256), torch.randint(0, 700, (points,)), torch.randn(points, 256)
+    _, found = planned(f, *args)
+    spec = named_gpu("H200")
+    assert spec is not None
+    text = generate(kernels(found)[-1], spec, Options()).source
+    assert text.count("tl.load(") < 30 and text.count("in tl.range(") >= 2
