@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.base.device import named_gpu
+from deuteron.ir.index import product
 from deuteron.schedule.columns import registers
 from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion, Offer
@@ -348,3 +349,23 @@ def test_what_is_taken_from_a_row_is_computed_beside_its_folds() -> None:
     first, second = scheduled(loss, x, t, device="H200", check=False).kernels
     assert {"arg0_1", "arg1_1"} <= {n for n, _ in first.reads}
     assert "arg0_1" not in {n for n, _ in second.reads}
+
+
+@pytest.mark.parametrize("parts", [(24, 24), (16, 40, 8)])
+def test_statistics_of_a_join_of_two_layouts_are_split(parts: tuple[int, ...]) -> None:
+    """Its first part lies as the input, others as convolutions leave them: a tile has several
+    channels, so that few programs would walk everything (H200, a dense block in bf16: 7.9 ms)."""
+    first, *others = (torch.randn(4, c, 40, 48) for c in parts)
+    others = [x.to(memory_format=torch.channels_last) for x in others]
+
+    def f(*xs: torch.Tensor) -> torch.Tensor:
+        x = torch.cat(xs, 1)
+        m, v = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), keepdim=True)
+        return ((x - m) * (v + 1e-5).rsqrt()).relu()
+
+    found = scheduled(f, first, *others, device="H200")
+    assert found.accepted("split")
+    for k in found.kernels:
+        for nest in k.nests:
+            row = product(a.extent for a in nest.reduced)
+            assert nest.chunk is not None or (row.value or 1) <= 4 * 40 * 48

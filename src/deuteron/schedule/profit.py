@@ -6,7 +6,7 @@ FLOPs, how much of the device its loops can occupy, microseconds. Nothing here d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
@@ -29,6 +29,9 @@ CPU_KERNEL_US = 0.3
 SCATTERED = 0.25
 # Bytes that move for one that is stored by itself, and for an element that is read so.
 LINE, SECTOR = 8, 32
+# Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
+# parts of both. Tensors of fewer elements than a part of the largest do not count.
+ACROSS, PART_OF = 8, 8
 # Elements of a run of memory that is worth walking along.
 RUN = 16
 # Below this share of the device a fold is worth a second kernel; the latter where rows lie side by
@@ -235,22 +238,38 @@ def shareable(group: Group, layouts: Mapping[str, Layout]) -> bool:
 
 
 def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
-    """Rows lie side by side in memory: the fastest axis of what is read most is a parallel one."""
-    best, found = 0, False
-    for name, indices in group.reads.items():
-        for index in indices:
-            size = elements(index)
-            if size > best and (inner := inner_axes(index, layouts[name])):
-                best, found = size, any(a in group.space.parallel for a in inner)
-    if 2 * best >= group.space.size():
-        return found
-    # What is read most is at no place that tells (resampling): what is made at points does.
-    for m in group.members:
-        if m.kind == "point" and m.level == "point":
-            size = elements(m.index)
-            if size > best and (inner := inner_axes(m.index, layouts[m.name])):
-                best, found = size, any(a in group.space.parallel for a in inner)
-    return found
+    """Rows lie side by side in memory: most of what is read and made at points is contiguous along
+    a parallel axis, or so much of it that a program's tile has several rows."""
+    beside = inside = 0
+    for contiguous, size in contiguous_bytes(group, layouts):
+        if contiguous & set(group.space.parallel):
+            beside += size
+        else:
+            inside += size
+    return beside * ACROSS > inside if inside else beside > 0
+
+
+def contiguous_bytes(
+    group: Group, layouts: Mapping[str, Layout]
+) -> Iterator[tuple[frozenset[Axis], int]]:
+    """For each tensor with an element for many of the group's points, the axes along which it is
+    contiguous, and bytes; what is made and not read inside counts twice, as in code generation."""
+    points = group.space.size()
+    read = {r.tensor for m in group.members for r in m.reads}
+    uses = [(n, next(iter(indices)), 1) for n, indices in group.reads.items() if indices]
+    uses += [
+        (m.name, m.index, 2)
+        for m in group.members
+        if m.kind == "point" and m.level == "point" and m.name not in read
+    ]
+    largest = max((elements(i) for _, i, _ in uses), default=0)
+    for name, index, times in uses:
+        size = elements(index)
+        if size * PART_OF < min(points, largest):
+            continue
+        inner = inner_axes(index, layouts[name])
+        if inner:
+            yield inner, size * ITEMSIZE[layouts[name].dtype] * times
 
 
 def chained(group: Group) -> bool:

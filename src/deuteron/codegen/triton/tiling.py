@@ -68,6 +68,7 @@ from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Value, hint, product
 from deuteron.schedule.columns import TILE, TILE_COLUMNS
 from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.profit import ACROSS
 from deuteron.schedule.teams import (
     KEPT_REGISTERS,
     LONG,
@@ -119,9 +120,6 @@ MANY_ACCESSES = 6
 # of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
 # two) 2.0.
 HELD = 3
-# Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
-# parts of both.
-ACROSS = 8
 # Rows of more elements come from the L2 in part when they are read again: large blocks, at most so
 # many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
 # 4096: 1.49 and 1.59 times a copy's time.
