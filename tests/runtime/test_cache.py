@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
+import deuteron
 from deuteron.base.options import Options
 from deuteron.runtime import cache as module
-from deuteron.runtime.cache import Cache, key_of
+from deuteron.runtime.cache import Cache, fingerprint, key_of
 
 KEY = key_of("a", "b")
 DATA = b"some machine code" * 100
@@ -519,3 +520,18 @@ def test_no_warning_without_reason(cache: Cache) -> None:
         cache.get(KEY, ".so")
         with cache.lock(KEY):
             pass
+
+
+@pytest.mark.parametrize("name", ["backend.py", "codegen/cpp/support.h"])
+def test_another_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that changes while its size, its time and the version stay makes another compiler:
+    what this one compiled is not loaded by that one."""
+    monkeypatch.setattr(deuteron, "__file__", str(tmp_path / "__init__.py"))
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = []
+    for text in ("a < b", "a > b", "a < b"):
+        path.write_text(text)
+        os.utime(path, (1, 1))
+        found.append(fingerprint.__wrapped__())
+    assert found[0] == found[2] != found[1]

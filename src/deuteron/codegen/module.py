@@ -376,8 +376,7 @@ class Writer:
         tensors = []
         for name, lay in (dict(step.reads) | dict(step.writes)).items():
             tensors.append(f"{name!r}: {self.view(name, lay.shape, lay.strides, const(0))}")
-        sizes = [f"{s.name!r}: {s.name}" for s in self.symbols]
-        sizes += [f"{s.name!r}: {s.name}" for s in self.late if s.name in self.known]
+        sizes = [f"{name!r}: {name}" for name in sorted(self.known)]
         self.add(f"check = watch({step.name!r}, {{", tensors, f"}}, {{{', '.join(sizes)}}})")
 
     def close(self) -> None:

@@ -105,6 +105,30 @@ def sourced(ctx: LowerContext, name: str) -> None:
         ctx.guarded.add(name)
 
 
+def solved(ctx: LowerContext, node: fx.Node, dims: list[Any]) -> list[tuple[Sym, int]]:
+    """Sizes that no input tells by itself: where torch has put ``2 * s`` in the place of a
+    dimension (which is asserted to be twice a number that data decides), the dimension tells s.
+    `dims`: the shape of an input. Out: for each size found the symbol of the whole dimension, and
+    which one that is."""
+    out: list[tuple[Sym, int]] = []
+    for d, n in enumerate(dims):
+        e = n.node.expr if isinstance(n, torch.SymInt) else None
+        free = [s for s in e.free_symbols if s.name not in ctx.sourced] if e is not None else []
+        if len(free) != 1 or e == free[0]:
+            continue
+        factor, rest = e.coeff(free[0]), e - e.coeff(free[0]) * free[0]
+        if not factor.is_Integer or factor <= 0 or free[0] in rest.free_symbols:
+            continue
+        name = free[0].name
+        whole = Sym(f"{name}_whole", 0)
+        text = f"(({whole.name} - ({numbers.of_sympy(rest)})) // {int(factor)})"
+        ctx.symbols.computed[name] = (ctx.symbols.symbol(free[0]), text)
+        ctx.sourced.add(name)
+        add(ctx, f"({whole.name} == {numbers.of_sympy(e)})", "", source_line(node), node)
+        out.append((whole, d))
+    return out
+
+
 def believed(ctx: LowerContext, node: fx.Node, raw: Any, name: str, env: Any) -> None:
     """Checks of what torch takes for granted of a number: what it has put in its place, its range,
     and what it has deferred."""
@@ -261,4 +285,4 @@ def is_unbacked(name: str) -> bool:
     return name.startswith("u")
 
 
-__all__ = ["asserted", "bind", "checks", "given", "sourced"]
+__all__ = ["asserted", "bind", "checks", "given", "solved", "sourced"]

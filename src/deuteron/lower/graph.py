@@ -105,10 +105,13 @@ class Driver:
 
     def run(self) -> Program:
         self.exposed = {calls.storage(n.meta["val"]) for n in exposed(self.gm.graph)}
+        given = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
         for node in self.gm.graph.nodes:
             self.ctx.node = node
             try:
                 self.node(node)
+                if given and node is given[-1]:
+                    self.solve(given)
             except Declined as d:
                 raise self.unsupported(node, d.reason) from None
             except DeuteronError:
@@ -178,6 +181,14 @@ class Driver:
                 self.nodes[name] = traced
 
     # -- what the graph is given ------------------------------------------------------------------
+    def solve(self, given: list[fx.Node]) -> None:
+        """Sizes that inputs tell only as parts of sums and products."""
+        for position, node in enumerate(given):
+            val = node.meta.get("val")
+            if isinstance(val, torch.Tensor):
+                for whole, d in assertions.solved(self.ctx, node, list(val.shape)):
+                    self.sizes[whole] = ("shape", position, d)
+
     def placeholder(self, node: fx.Node) -> Any:
         ctx, val = self.ctx, node.meta.get("val")
         if isinstance(val, torch.Tensor):

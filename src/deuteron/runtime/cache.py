@@ -34,6 +34,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+import deuteron
 from deuteron.base.errors import CacheError
 from deuteron.base.options import Options
 
@@ -53,6 +54,17 @@ def key_of(*parts: str | bytes) -> str:
         h.update(len(data).to_bytes(8, "little"))
         h.update(data)
     return h.hexdigest()[:40]
+
+
+@cache
+def fingerprint() -> str:
+    """Which compiler this is: every file of the package by its content, the texts that kernels
+    include (`*.h`) too. Its version and the files' times say less: a source tree changes between
+    two versions, and some installers give every file one time. 10 ms for 2.6 MB, once."""
+    root = Path(deuteron.__file__).parent
+    kinds = ("*.py", "*.h")
+    files = sorted((str(p.relative_to(root)), p) for kind in kinds for p in root.rglob(kind))
+    return key_of(*(part for name, path in files for part in (name, path.read_bytes())))
 
 
 @dataclass(frozen=True)
@@ -368,4 +380,4 @@ def _pin(root: Path) -> int | None:
     return fd
 
 
-__all__ = ["Cache", "key_of"]
+__all__ = ["Cache", "fingerprint", "key_of"]

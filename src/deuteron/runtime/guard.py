@@ -26,7 +26,7 @@ from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.ir.program import Compute, Extern, Input, Program
-from deuteron.runtime.cache import Cache, key_of
+from deuteron.runtime.cache import Cache, fingerprint, key_of
 from deuteron.schedule.kernel import Kernel, Schedule, Step
 
 Call = Callable[[list[Any]], Sequence[Any]]
@@ -249,11 +249,12 @@ def recording() -> bool:
 
 
 def key(text: str, program: Program, where: str, options: Options) -> str:
-    """Under which a decision is kept: the program, its nodes, the machine, the options."""
+    """Under which a decision is kept: the program, its nodes, the machine, the options, and the
+    compiler, whose kernels were measured."""
     nodes = repr([getattr(d, "origins", ()) and [o.node for o in d.origins] for d in program.defs
                   if isinstance(d, (Compute, Extern))])  # fmt: skip
     threads = options.threads or torch.get_num_threads()
-    return key_of("guard", text, nodes, where, str(threads), options.codegen_key())
+    return key_of("guard", fingerprint(), text, nodes, where, str(threads), options.codegen_key())
 
 
 def remember(key: str, apart: frozenset[str], options: Options) -> None:

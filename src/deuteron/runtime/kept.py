@@ -21,14 +21,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-import deuteron
 from deuteron.base.device import device_spec_for
 from deuteron.base.errors import CacheError, DeuteronError
 from deuteron.base.options import Options
@@ -36,7 +33,7 @@ from deuteron.base.record import Record
 from deuteron.capture.identity import Unnameable, identity
 from deuteron.runtime import build_triton
 from deuteron.runtime.artifact import Artifact
-from deuteron.runtime.cache import Cache, key_of
+from deuteron.runtime.cache import Cache, fingerprint, key_of
 from deuteron.runtime.direct import (
     Graphs,
     Saved,
@@ -95,14 +92,6 @@ def around(inputs: Sequence[Any], options: Options) -> Iterator[str]:
     if len(devices) > 1:
         with suppress(DeuteronError):
             yield build_triton.version()
-
-
-@cache
-def fingerprint() -> str:
-    """Which files of this package run: who changes one has another compiler."""
-    root = Path(deuteron.__file__).parent
-    files = sorted((str(p.relative_to(root)), p.stat()) for p in root.rglob("*.py"))
-    return key_of(*(f"{name} {info.st_size} {info.st_mtime_ns}" for name, info in files))
 
 
 # ------------------------------------------------------------------------------------------ keeping
