@@ -67,6 +67,30 @@ def written(x: Tensor) -> Tensor:
 PROGRAMS = (points, transposed, rows, columns, windows, indexed, written)
 
 
+@pytest.mark.parametrize("step", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16], ids=str)
+def test_few_elements_that_are_apart(step: int, dtype: torch.dtype) -> None:
+    """Parts of complex numbers, and elements that are a step apart of small tensors: what gathers
+    them for a loop of vectors is checked, too."""
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        return x.reshape(-1), x + 1, (x * 2).unsqueeze(0).expand(3, *x.shape)
+
+    for n in (3, 24, 41):
+        x = torch.arange(2 * step * n).to(dtype).view(2, n, step)[..., 1]
+        torch._dynamo.reset()
+        for a, b in zip(
+            torch.compile(f, backend="deuteron", options=OPTIONS)(x), f(x), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
+    part = torch.randn(4, 6, dtype=torch.complex64).imag
+    for a, b in zip(
+        torch.compile(f, backend="deuteron", options=OPTIONS)(part), f(part), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("shape", [(24, 20), (200, 300)], ids=str)
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_right_programs_stay_right(f: Callable[..., Any], shape: tuple[int, int]) -> None:

@@ -123,6 +123,26 @@ def later(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
 
 
 X = torch.arange(6.0) + 1
+
+
+def twice_the_number(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    k = n.item()  # of an input: Dynamo guards on it
+    torch._check(x.shape[0] == 2 * k)
+    return x.view(k, 2).sum(1) * 3
+
+
+def one_more(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    k = n.sum().item()
+    torch._check(x.shape[0] == 3 * k + 1)
+    return x[1:].view(k, 3).amax(1) + x[:1]
+
+
+def pairs(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    n = chosen.nonzero().shape[0]
+    torch._check(x.shape[1] == 2 * n)
+    return x.view(-1, n, 2).softmax(-1)
+
+
 ROWS: dict[str, tuple[Callable[..., Any], list[Inputs], list[Inputs]]] = {
     "five": (
         five, [(tensor([1, 0, 3, 4, 2, 9]),)], [(tensor([0, 0, 0, 1, 0, 0]),), (X.long(),)]),
@@ -158,6 +178,14 @@ ROWS: dict[str, tuple[Callable[..., Any], list[Inputs], list[Inputs]]] = {
         later, [(X, tensor([3, 2])), (X, tensor([1, 0]))],
         [(X, tensor([3, 4])), (X, tensor([0, 0]))]),
     "positive": (positive, [(X,)], [(-X,)]),
+    "twice_the_number": (
+        twice_the_number, [(torch.randn(6), tensor(3)), (torch.randn(10), tensor(5))], []),
+    "one_more": (
+        one_more, [(torch.randn(7), tensor([1, 1])), (torch.randn(13), tensor([1, 3]))],
+        [(torch.randn(13), tensor([1, 2])), (torch.randn(13), tensor([4, 1]))]),
+    "pairs": (
+        pairs, [(torch.randn(2, 6), tensor([1, 0, 2, 3])), (torch.randn(3, 4), tensor([0, 1, 1]))],
+        [(torch.randn(2, 6), tensor([1, 0, 2]))]),
     "flag": (flag, [(X,)], [(X - 2,)]),
     "two_words": (two_words, [(tensor([1, 5]),)], [(tensor([1, 2]),), (tensor([1, 3]),)]),
 }  # fmt: skip
@@ -187,6 +215,21 @@ def test_asserted(name: str) -> None:
         for inputs in right:  # afterwards all is as before
             for a, b in zip(tree_leaves(f(*inputs)), tree_leaves(compiled(*inputs)), strict=True):
                 torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("name", ("twice_the_number", "as_the_number", "one_more", "made"))
+@pytest.mark.parametrize("option", ("verify", "check_accesses"))
+def test_debug_options(name: str, option: str) -> None:
+    """What watches kernels knows sizes that data decides."""
+    f, right, wrong = ROWS[name]
+    settings = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(settings):
+        g = torch.compile(f, backend="deuteron", dynamic=True, options={option: True})
+        for inputs in right:
+            torch.testing.assert_close(g(*inputs), f(*inputs))
+        for inputs in wrong:
+            message(g, inputs)
 
 
 @pytest.mark.parametrize("split", (False, True))

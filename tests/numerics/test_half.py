@@ -237,3 +237,12 @@ def test_the_option() -> None:
     assert Options.make(options={"precision": "eager"}).codegen_key() != Options().codegen_key()
     with pytest.raises(OptionError):
         Options.make(options={"precision": "double"})
+
+
+@pytest.mark.parametrize("f", [torch.isposinf, torch.isneginf, torch.isinf])
+def test_infinite_is_what_a_half_cannot_hold(f: Callable[..., Any]) -> None:
+    x = torch.tensor([65504.0, -65504, 1, 40000] * 9).half()
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(lambda x: f(x * 2), backend="deuteron")(x), f(x * 2))
+    whole = torch.arange(5)
+    assert torch.equal(torch.compile(f, backend="deuteron")(whole), f(whole))

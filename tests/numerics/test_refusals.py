@@ -61,3 +61,29 @@ def test_sizes() -> None:
         torch._dynamo.reset()
         with pytest.raises(RuntimeError):
             torch.compile(f, backend="deuteron")(torch.ones(x), torch.ones(y))
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_extremes_of_nothing(name: str) -> None:
+    """Torch's fake kernels let them pass."""
+    programs = (
+        lambda x: getattr(x[:, :0], name)(),
+        lambda x: getattr(x[:, :0], name)(1).values,
+    )
+    for f in programs:
+        torch._dynamo.reset()
+        for g in (f, torch.compile(f, backend="deuteron")):
+            with pytest.raises((RuntimeError, IndexError)):
+                g(torch.randn(3, 2))
+    g = torch.compile(lambda x: getattr(x[:0], name)(1).values, backend="deuteron")
+    assert g(torch.randn(3, 2)).shape == (0,)
+
+
+def test_one_times_an_infinite_complex_number() -> None:
+    """It is no identity: infinity times the imaginary zero of that 1 is NaN."""
+    x = torch.tensor([float("inf"), 0.0, -1.5])
+    for f in (lambda z: z * 1, lambda z: z / 1 + 0):
+        torch._dynamo.reset()
+        z = torch.complex(x, -x)
+        got, want = torch.compile(f, backend="deuteron")(z), f(z)
+        assert torch.equal(torch.view_as_real(got).isnan(), torch.view_as_real(want).isnan())

@@ -53,7 +53,7 @@ WHOLE: tuple[str, ...] = (
     "aten.clamp_max",
     "aten.clip",
     "aten.floor_divide",
-    "aten.sgn",
+    *("aten.sgn", "aten.isposinf", "aten.isneginf"),
     "aten.std",
     # Sums of half types accumulate in f32 in the lowering; a decomposed `sum.default` says nothing
     # more.

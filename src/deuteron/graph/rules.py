@@ -201,9 +201,13 @@ def cast_back(editor: Editor, node: fx.Node) -> fx.Node | None:
 
 @row("times one", "aten.mul", "aten.div", "aten.pow")
 def times_one(editor: Editor, node: fx.Node) -> fx.Node | None:
-    """x * 1 = x / 1 = x ** 1 = x."""
+    """x * 1 = x / 1 = x ** 1 = x, but for complex x: that 1 has an imaginary part of zero, and
+    infinity times zero is NaN."""
     other = node.args[1] if len(node.args) > 1 else None
     if literal(other) != 1 or node.kwargs.get("rounding_mode") is not None:
+        return None
+    out = val(node)
+    if out is None or out.is_complex():
         return None
     return like_first(node)
 

@@ -114,7 +114,7 @@ def solved(ctx: LowerContext, node: fx.Node, dims: list[Any]) -> list[tuple[Sym,
     for d, n in enumerate(dims):
         e = n.node.expr if isinstance(n, torch.SymInt) else None
         free = [s for s in e.free_symbols if s.name not in ctx.sourced] if e is not None else []
-        if len(free) != 1 or e == free[0]:
+        if e is None or len(free) != 1 or e == free[0]:
             continue
         factor, rest = e.coeff(free[0]), e - e.coeff(free[0]) * free[0]
         if not factor.is_Integer or factor <= 0 or free[0] in rest.free_symbols:

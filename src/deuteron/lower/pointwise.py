@@ -279,6 +279,18 @@ for _n in ("isnan", "isinf", "signbit"):
     lowering(f"aten.{_n}")(_classify(_n))
 
 
+@lowering("aten.isposinf", "aten.isneginf")
+def infinite(ctx: LowerContext, x: Value) -> Value:
+    """Of the number itself: torch's rule converts halves to f32 first, after which a number that a
+    half cannot hold is finite."""
+    assert ctx.node is not None
+    if x.dtype not in FLOATS:
+        return make(ctx, x.shape, lambda idx: literal(False, "bool"))
+    end = math.inf if "isposinf" in str(ctx.node.target) else -math.inf
+    dtype = compute_dtype(x.dtype)
+    return pointwise(ctx, (x,), lambda v: op("eq", v, literal(end, dtype)), dtype)
+
+
 @lowering("aten.sign", "aten.sgn")
 def sign(ctx: LowerContext, x: Value) -> Value:
     if x.dtype == "bool":

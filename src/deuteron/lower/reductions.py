@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deuteron.base.errors import DeuteronError
 from deuteron.ir import expr as E
 from deuteron.ir.expr import FLOATS, Expr, cast, literal, op
 from deuteron.ir.index import Index, const, is_nonneg, product
@@ -114,6 +115,14 @@ def prod(
     return _total(ctx, x, "prod", dim, keepdim, dtype)
 
 
+def not_empty(x: Value, dims: Sequence[int]) -> None:
+    """An extreme of nothing, which torch's fake kernels let pass, raises as in eager."""
+    if any(x.shape[d].value == 0 for d in dims):
+        raise DeuteronError(
+            f"max(), min(): expected the reduced dimensions {list(dims)} to have non-zero sizes"
+        )
+
+
 def _extreme(kind: str) -> Callable[..., Value]:
     def lower(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
         acc = compute_dtype(x.dtype)
@@ -134,8 +143,15 @@ def _extreme(kind: str) -> Callable[..., Value]:
     return lower
 
 
-lowering("aten.amax", "aten.max.default")(_extreme("max"))
-lowering("aten.amin", "aten.min.default")(_extreme("min"))
+lowering("aten.amax")(_extreme("max"))
+lowering("aten.amin")(_extreme("min"))
+
+
+@lowering("aten.max.default", "aten.min.default")
+def extreme(ctx: LowerContext, x: Value) -> Value:
+    assert ctx.node is not None
+    not_empty(x, dims_of(x, None))
+    return _extreme("max" if "max" in str(ctx.node.target) else "min")(ctx, x)
 
 
 def _position(ctx: LowerContext, x: Value, kind: str, dim: int | None, keepdim: bool) -> Value:
@@ -177,6 +193,7 @@ def extreme_dim(
     ctx: LowerContext, x: Value, dim: int, keepdim: bool = False
 ) -> tuple[Value, Value]:
     assert ctx.node is not None
+    not_empty(x, dims_of(x, dim))
     kind = "max" if "max" in str(ctx.node.target) else "min"
     return _extreme(kind)(ctx, x, dim, keepdim), _position(ctx, x, "arg" + kind, dim, keepdim)
 

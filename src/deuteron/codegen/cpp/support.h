@@ -613,3 +613,7 @@ template <int s, class T> D_FN void d_every(T* to, const T* from, i64 n) {
 #endif
   for (i64 k = 0; k < n; ++k) to[k] = from[s * k];
 }
+template <int s, class T, class P>  // P: a d_place
+D_FN auto d_every(T* to, P from, i64 n) -> decltype(from.what, void()) {
+  if (const T* f = from.block(0, 1, s * (n - 1) + 1)) d_every<s>(to, f, n);
+}
