@@ -283,3 +283,22 @@ def test_small_indices_build_without_packed_additions(tmp_path: Path) -> None:
         job = build_triton.job_of(made, made.configs[0], 90, aligned=False, wide=False)
         build_triton.built(job, options(tmp_path))
     assert any("add.s16x2" in t for t in seen)
+
+
+def test_too_much_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shorter pipeline, or another configuration (LeViT in training asked for more than an H200's
+    program may have)."""
+    x = torch.randn(65536, 768)
+    found = scheduled(lambda x: ((x * 2).sum(0), x.sin().sum(0)), x, device="H200", check=False)
+    made = generate(found.kernels[0], spec_of("H200"), Options())
+    config = next(c for c in made.configs if c.num_stages > 1)
+    job = build_triton.job_of(made, config, 90, aligned=True, wide=False)
+    most = build_triton.built(job, options(tmp_path / "a")).shared
+    monkeypatch.setattr(build_triton, "MOST_SHARED", {90: most - 1 + build_triton.CLUSTER_BYTES})
+    assert build_triton.built(job, options(tmp_path / "b")).shared < most
+    monkeypatch.setattr(build_triton, "MOST_SHARED", {90: 0})
+    with pytest.raises(build_triton.TooLarge, match="shared memory"):
+        build_triton.built(job, options(tmp_path / "c"))
+    refused = build_triton.TooLarge("too much")
+    told = build_triton._explained(refused, job, options(tmp_path / "c"))
+    assert isinstance(told, build_triton.TooLarge) and told.command

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import deuteron
+from deuteron.base.cluster import CLUSTER_BYTES
 from deuteron.base.errors import BuildError, DeuteronError
 from deuteron.base.options import Options
 from deuteron.runtime import ptx, workers
@@ -36,10 +37,29 @@ if TYPE_CHECKING:  # it imports torch, which the building process has no use for
 
 REPORT = 'please report it; options={"fallback": "aten"} runs the graph through ATen'
 REGISTERS = 1 << 16  # that a block may have
+# Bytes of shared memory that one program may ask for, by compute capability (CUDA C++ Programming
+# Guide, technical specifications).
+MOST_SHARED = {
+    70: 98_304,
+    75: 65_536,
+    80: 166_912,
+    86: 101_376,
+    87: 166_912,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    103: 232_448,
+    120: 101_376,
+    121: 101_376,
+}
 
 
 class NoTriton(DeuteronError):
     """Triton is not installed."""
+
+
+class TooLarge(BuildError):
+    """A configuration needs more shared memory than a program may have."""
 
 
 @dataclass(frozen=True)
@@ -216,20 +236,54 @@ def _read(cache: Cache, key: str) -> Binary | None:
 def _compile(
     job: Job, cache: Cache, options: Options, first: int = 0
 ) -> tuple[bytes, dict[str, Any]]:
-    """Machine code and what is known of it. Where one of Triton's own passes fails, other numbers
-    of warps are tried."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+    """Machine code and what is known of it. What needs more shared memory than a program may have
+    gets a shorter pipeline. Raises `TooLarge` where that is not enough."""
+    path = cache.put(key_of(job.source), ".py", job.source.encode())
+    source = _source(job, path, job.num_stages)
+    most = MOST_SHARED.get(job.capability, max(MOST_SHARED.values())) - CLUSTER_BYTES
+    for stages in range(max(1, job.num_stages), 0, -1):
+        done = _with_warps(job, source, stages, cache, options, first)
+        if done.metadata.shared <= most:
+            break
+        source = _source(job, path, stages - 1)
+    else:
+        raise TooLarge(
+            f"{job.name} needs {done.metadata.shared} bytes of shared memory; a program may have "
+            f"{most}",
+            hint=REPORT,
+        )
+    about = {
+        "name": done.metadata.name,
+        "num_warps": done.metadata.num_warps,
+        "shared": done.metadata.shared,
+    }
+    return done.asm["cubin"], about
+
+
+def _source(job: Job, path: Path, stages: int) -> Any:
+    """The kernel's text for Triton, with a pipeline of so many stages."""
     from triton.compiler import ASTSource
 
-    path = cache.put(key_of(job.source), ".py", job.source.encode())
-    source = ASTSource(
+    constants = dict(job.constants)
+    if "STAGES" in constants:
+        constants["STAGES"] = min(constants["STAGES"], max(1, stages))
+    return ASTSource(
         fn=getattr(module(path), job.name),
         signature=dict(job.signature),
-        constexprs=dict(job.constants),
+        constexprs=constants,
         attrs={(p,): [["tt.divisibility", 16]] for p in job.divisible},
     )
-    asked = {"num_stages": job.num_stages, "enable_fp_fusion": job.fp_fusion}
+
+
+def _with_warps(
+    job: Job, source: Any, stages: int, cache: Cache, options: Options, first: int
+) -> Any:
+    """What Triton makes of it. Where one of its own passes fails, other numbers of warps are
+    tried."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    asked = {"num_stages": stages, "enable_fp_fusion": job.fp_fusion}
     if job.registers:
         asked["maxnreg"] = job.registers
     if job.debug:
@@ -238,8 +292,7 @@ def _compile(
     for warps in numbers:
         try:
             with _own_folder(cache):
-                done = triton.compile(source, target=target, options={**asked, "num_warps": warps})
-            break
+                return triton.compile(source, target=target, options={**asked, "num_warps": warps})
         except Exception as e:
             # A pass of Triton's that fails on its own layouts does not with others (seeds 41101150,
             # 58000815).
@@ -255,12 +308,7 @@ def _compile(
                 job,
                 options,
             ) from e
-    about = {
-        "name": done.metadata.name,
-        "num_warps": done.metadata.num_warps,
-        "shared": done.metadata.shared,
-    }
-    return done.asm["cubin"], about
+    raise AssertionError(f"no number of warps for {job.name}")
 
 
 def _warps(job: Job) -> list[int]:
@@ -316,7 +364,7 @@ def _explained(error: BuildError, job: Job, options: Options) -> BuildError:
     file = cache.put(job.key(), ".job.json", json.dumps(asdict(job)).encode())
     command = shlex.join([sys.executable, "-m", "deuteron.runtime.build_triton", str(file)])
     fields = {**error.fields(), "source": str(path), "command": command}
-    return BuildError(**fields)
+    return type(error)(**fields)
 
 
 def main(file: Path) -> None:
@@ -332,4 +380,4 @@ def main(file: Path) -> None:
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
 
-__all__ = ["Binary", "Job", "NoTriton", "build", "submit"]
+__all__ = ["Binary", "Job", "NoTriton", "TooLarge", "build", "submit"]

@@ -28,7 +28,7 @@ from deuteron.codegen.triton.teams import FIRST
 from deuteron.codegen.triton.tiling import MOST_EXCHANGED
 from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
-from deuteron.runtime.build_triton import Binary, build, submit
+from deuteron.runtime.build_triton import Binary, TooLarge, build, submit
 from deuteron.runtime.workers import Task
 from deuteron.schedule.teams import RESIDENT, resident
 
@@ -230,6 +230,25 @@ class Variants:
             begun = self.loading.pop(key, None)
             found = self.loaded[key] = self.load(binary) if begun is None else begun.result()
         return found
+
+    def first(self, aligned: bool, wide: bool, config: int) -> tuple[int, Loaded]:
+        """The configuration, or the first of the others that fits the device's shared memory."""
+        others = (c for c in range(len(self.kernel.configs)) if c != config)
+        refused: TooLarge | None = None
+        for c in (config, *others):
+            try:
+                return c, self.get(aligned, wide, c)
+            except TooLarge as e:
+                refused = refused or e
+                self.record.add(
+                    "decision",
+                    subject="configuration",
+                    accepted=False,
+                    reason="too much shared memory",
+                    detail=f"{self.kernel.name}: {self.kernel.configs[c]}: {e.message}",
+                )
+        assert refused is not None
+        raise refused
 
     def note(self, binary: Binary, asked: int) -> None:
         if binary.num_warps != asked:
@@ -460,8 +479,8 @@ class Sequence:
         self, row: Any, k: int, env: dict[str, int], aligned: bool, config: int | None = None
     ) -> None:
         kernel = self.kernels[k]
-        chosen = self.config(k, env) if config is None else config
-        loaded = self.variants[k].get(aligned, kernel.is_wide(env), chosen)
+        first = self.config(k, env) if config is None else config
+        chosen, loaded = self.variants[k].first(aligned, kernel.is_wide(env), first)
         row.function, row.block, row.shared = loaded.function, loaded.block, loaded.shared
         row.grid = kernel.grid(kernel.configs[chosen], env)
         row.together = 0 if kernel.team == 1 else kernel.team if kernel.cluster else 1
