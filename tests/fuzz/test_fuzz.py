@@ -175,6 +175,23 @@ def test_the_oracle_sees_what_is_wrong() -> None:
     assert judged(lambda t: t + 1, lambda x: (x * 9).int()), "whole numbers are exact"
 
 
+def test_the_oracle_sees_the_signs_of_zeros() -> None:
+    """Where the operators define them: not where a sum of other order, or an underflow, does."""
+    x = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    programs: list[tuple[Any, Any]] = [
+        (lambda x: -x.abs() * 0, torch.abs),
+        (lambda x: x - x, torch.neg),
+        (lambda x: torch.copysign(x * 0, -x.abs()), torch.abs),
+        (lambda x: torch.where(x > 0, x, -0.0).half(), lambda t: t + 0.0),
+    ]
+    for f, change in programs:
+        oracle, got = seen_by(f, x)
+        assert differences(got, oracle) == []
+        assert "zeros of another sign" in "".join(differences(changed(got, change), oracle))
+    oracle, got = seen_by(lambda x: (x * 1e-30) * (x.sum() - x.double().sum()).float() * 1e-20, x)
+    assert differences(changed(got, torch.neg), oracle) == []
+
+
 def test_where_float64_has_no_number() -> None:
     """Eager's number is the measure there, to units in the last place."""
     x = torch.rand(50, generator=torch.Generator().manual_seed(0)) + 1

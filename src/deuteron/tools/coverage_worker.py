@@ -32,7 +32,7 @@ import deuteron
 from deuteron.backend import collecting
 from deuteron.base.device import device_spec
 from deuteron.tools.coverage_cases import Case, Unsuitable, cases, entries, suitable, whole_numbers
-from deuteron.tools.oracle import Oracle, Seen, copies, differences, observed, see
+from deuteron.tools.oracle import SIGNS, Oracle, Seen, copies, differences, observed, see
 
 BATCH = 12  # cases in one graph
 SHOWN = 4  # failures of a job that are described
@@ -207,6 +207,8 @@ class Runner:
         witness = self.witness(trials, at)
         if isinstance(witness, Seen):
             same = set(differences(witness, trial.oracle))
+            signs = {p.split(":")[0] for p in same if SIGNS in p}  # of other elements, perhaps
+            same.update(p for p in found if SIGNS in p and p.split(":")[0] in signs)
             for p in found:
                 if p in same:
                     self.row.noted["as aot_eager: " + p] += 1

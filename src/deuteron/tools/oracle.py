@@ -9,7 +9,8 @@ moving the inputs, and what is rounded on the way, by a unit in the last place d
 A sum is moved by a unit in the last place of the sum of its terms' magnitudes, which is what
 another order of its terms does to it. NaN and inf are where eager has them, or where float64 has
 them, or where rounding or torch's own formula for an operator puts them. Where float64 has no
-number and eager has one, units in the last place count from that.
+number and eager has one, units in the last place count from that. A zero has eager's sign where
+runs that differ by rounding have it, too.
 """
 
 from __future__ import annotations
@@ -412,6 +413,7 @@ def differences(got: Seen, oracle: Oracle) -> list[str]:
 
 
 ZEROS = "zeros where eager has no gradient"
+SIGNS = "zeros of another sign"
 
 
 def difference(name: str, g: Any, e: Any, oracle: Oracle) -> str | None:
@@ -428,7 +430,24 @@ def difference(name: str, g: Any, e: Any, oracle: Oracle) -> str | None:
         return None
     if not (e.dtype.is_floating_point or e.dtype.is_complex):
         return whole_difference(name, g, e, oracle)
-    return real_difference(name, g, e, oracle)
+    return real_difference(name, g, e, oracle) or sign_difference(name, g, e, oracle)
+
+
+def sign_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | None:
+    """Zeros of the other sign, where the operators define it: eager has it in float64, too, and in
+    runs that differ by rounding, in which a sum in another order or an underflow would show."""
+    a, b = parts(g), parts(e)
+    bad = (a == 0) & (b == 0) & (a.signbit() != b.signbit())
+    if not bool(bad.any()):
+        return None
+    for other in chain((oracle.exact,), (seen for seen, _ in oracle.others)):
+        x = oracle.like(other, name)
+        if x is None and other is oracle.exact:
+            return None  # nothing tells
+        if x is not None:
+            z = parts(x)
+            bad &= (z == 0) & (z.signbit() == b.signbit())
+    return f"{SIGNS}: {words(bad, g, e, None)}" if bool(bad.any()) else None
 
 
 def whole_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | None:
@@ -537,4 +556,4 @@ def words(bad: Tensor, g: Tensor, e: Tensor, x: Tensor | None) -> str:
     )
 
 
-__all__ = ["ZEROS", "Oracle", "Seen", "copies", "differences", "observed", "see"]
+__all__ = ["SIGNS", "ZEROS", "Oracle", "Seen", "copies", "differences", "observed", "see"]
