@@ -190,6 +190,9 @@ def test_the_oracle_sees_the_signs_of_zeros() -> None:
         assert "zeros of another sign" in "".join(differences(changed(got, change), oracle))
     oracle, got = seen_by(lambda x: (x * 1e-30) * (x.sum() - x.double().sum()).float() * 1e-20, x)
     assert differences(changed(got, torch.neg), oracle) == []
+    zeros = torch.where(torch.rand(500) < 0.5, 0.0, -0.0)  # of the largest of both, either is right
+    oracle, got = seen_by(lambda x: torch.maximum(x, -x), zeros)
+    assert differences(changed(got, torch.neg), oracle) == []
 
 
 def test_where_float64_has_no_number() -> None:

@@ -440,13 +440,15 @@ def sign_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | No
     bad = (a == 0) & (b == 0) & (a.signbit() != b.signbit())
     if not bool(bad.any()):
         return None
-    for other in chain((oracle.exact,), (seen for seen, _ in oracle.others)):
+    if oracle.like(oracle.exact, name) is None:
+        return None  # nothing tells
+    for other in chain((oracle.exact,), (seen for seen, _ in oracle.further())):
         x = oracle.like(other, name)
-        if x is None and other is oracle.exact:
-            return None  # nothing tells
         if x is not None:
             z = parts(x)
             bad &= (z == 0) & (z.signbit() == b.signbit())
+        if not bool(bad.any()):
+            break
     return f"{SIGNS}: {words(bad, g, e, None)}" if bool(bad.any()) else None
 
 

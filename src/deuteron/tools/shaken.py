@@ -82,11 +82,13 @@ STEPS = frozenset(
         "native_group_norm_backward",
         "native_batch_norm",
         "native_batch_norm_backward",
+        "_native_batch_norm_legit",
         "_fused_rms_norm",
         "_fused_rms_norm_backward",
         "var_mean",
         "_log_softmax",
         "_log_softmax_backward_data",
+        "_softmax_backward_data",
         "logsumexp",
         "_scaled_dot_product_flash_attention_for_cpu",
     ]
