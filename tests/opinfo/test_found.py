@@ -182,3 +182,35 @@ def test_index_fill_with_a_number_that_requires_a_gradient() -> None:
 
     x, value = torch.randn(5, 5, requires_grad=True), torch.tensor(3.0, requires_grad=True)
     agrees_on_copies(f, x, value)
+
+
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_what_grid_sample_reads_outside(mode: str, padding: str) -> None:
+    """It is 0, whatever the first element is; places that are no numbers are those of eager."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, 5, 4, generator=generator)
+    x[0, 0, 0, 0], x[1, 1, 0, 0], x[1, 0, 4, 3] = float("inf"), -1.0, float("nan")
+    grid = torch.randn(2, 6, 7, 2, generator=generator) * 1.5
+    grid[0, 0, 0, 0], grid[1, 1, 1, 1], grid[0, 2, 2] = float("nan"), float("inf"), 1e9
+
+    def f(x: Tensor, grid: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            F.grid_sample(x, grid, mode=mode, padding_mode=padding, align_corners=a)
+            for a in (False, True)
+        )
+
+    agrees(f, x, grid)
+
+
+def test_negative_zeros_add_up_to_zero() -> None:
+    """Eager's sums begin with 0, those of pooling windows as well."""
+    x = torch.full((2, 3, 7, 7), -0.0)
+    x[1, :, 3:] = torch.randn(3, 4, 7)
+    agrees(lambda x: (F.adaptive_avg_pool2d(x, (3, 2)), F.adaptive_avg_pool2d(x, 7)), x)
+
+
+def test_a_truth_value_is_not_subtracted() -> None:
+    for f in (torch.sub, torch.rsub):
+        with pytest.raises(RuntimeError, match="bool"):
+            torch.compile(f, backend="deuteron")(torch.randn(3), torch.tensor([True, False, True]))

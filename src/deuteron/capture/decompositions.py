@@ -28,7 +28,7 @@ from torch._decomp import _core_aten_decompositions_post_autograd, get_decomposi
 from torch._guards import detect_fake_mode
 
 from deuteron.base.record import Record
-from deuteron.capture import attention, fourier, pointwise, refusals, results, strides
+from deuteron.capture import attention, fourier, pointwise, refusals, results, sampling, strides
 from deuteron.graph import ops, transaction
 from deuteron.graph.edit import outside_of_modes
 
@@ -100,7 +100,6 @@ FURTHER: tuple[str, ...] = (
     "aten.conj_physical",
     "aten.addmv",
     # Index arithmetic and gathers.
-    "aten.grid_sampler_2d",
     "aten.upsample_bicubic2d",
     "aten.upsample_bilinear2d",
     "aten.upsample_trilinear3d",
@@ -153,6 +152,7 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
         found.pop(target, None)
     rules: list[tuple[str, Rule]] = [
         *OWN.items(),
+        *sampling.RULES.items(),
         *([] if eager_random else [("aten.geometric.default", geometric)]),
         *foreach_rules(),
         ("aten.native_dropout.default", partial(native_dropout, eager_random)),
@@ -303,7 +303,7 @@ WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten.transpose.int": (permuted,),
     "aten.linspace": (linspace,),
     "aten.max_unpool2d.default": (CPU_MEMORY,),
-    "aten._adaptive_avg_pool2d.default": (strides.in_memory_format,),
+    "aten._adaptive_avg_pool2d.default": (sampling.from_zero, strides.in_memory_format),
 }
 
 

@@ -51,6 +51,7 @@ OTHERS: dict[str, tuple[int, ...]] = {
     "aten._batch_norm_with_update_functional.default": (0, 1, 2, 3, 4),
     "aten._batch_norm_no_update.default": (0, 1, 2, 3, 4),
     "aten.sub.Tensor": (0, 1),
+    "aten.rsub.Tensor": (0, 1),
     "aten.index_add.default": (0, 3),
     "aten.index_copy.default": (0, 3),
     "aten.index_put.default": (0, 2),
