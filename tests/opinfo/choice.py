@@ -39,6 +39,14 @@ FIXED = {
     "layouts": "copysign:float32 mean:float32 split:float32 nn.functional.linear:float32",
     "dynamic": "add:float32 reshape:float32 unbind:float32 nn.functional.avg_pool1d:float32",
     "inplace": "clamp:float32 index_add:float32",
+    "numbers": "nn.functional.leaky_relu:float32 clamp:int64 roll:float32",
+    "lists": "nn.functional.avg_pool2d:float32 sum:float32 amax:int64",
+    "mixed": "add:float32 where:float16 nn.functional.linear:float32 index_put:int32",
+    "zeros": (
+        "div.no_rounding_mode:float32 copysign:float32 atan2:float32 softmax:bfloat16 "
+        "nn.functional.grid_sample:float32"
+    ),
+    "chains": "nn.functional.gelu:bfloat16 nn.functional.layer_norm:bfloat16 sum:float16",
 }
 
 

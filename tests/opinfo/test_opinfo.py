@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from deuteron.tools.coverage import failure_text, jobs_for
-from deuteron.tools.coverage_cases import Case, entries
+from deuteron.tools.coverage_cases import entries
+from deuteron.tools.coverage_forms import Case
 from deuteron.tools.coverage_worker import Job, Row, Runner, run_job, seedless, trial
 from deuteron.tools.oracle import see
 from tests.opinfo.choice import SEED, VARIABLE, fixed, rotating

@@ -94,7 +94,11 @@ def coverage(
         str, typer.Option(help="By comma; default: all but int16, int8, uint8, complex128.")
     ] = "",
     parts: Annotated[
-        str, typer.Option(help="forward, backward, inplace, method, layouts, dynamic; by comma.")
+        str,
+        typer.Option(
+            help="forward, backward, inplace, method, layouts, dynamic, numbers, lists, mixed, "
+            "zeros, chains; by comma."
+        ),
     ] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     jobs: Annotated[int, typer.Option(help="Worker processes.")] = 2,

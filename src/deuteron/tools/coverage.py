@@ -25,7 +25,8 @@ from deuteron.tools.coverage_table import by_op, share, summary, table
 from deuteron.tools.coverage_worker import EAGER, Job, work
 
 LIMIT = 500.0  # seconds for a job; a multiple of what the slowest takes
-LONGEST_FIRST = ("dynamic", "backward", "layouts", "forward", "inplace", "method")
+LONGEST_FIRST: tuple[str, ...] = ("dynamic", "numbers", "backward", "layouts", "chains", "zeros")
+LONGEST_FIRST += ("mixed", "forward", "lists", "inplace", "method")
 JOBS_PER_PROCESS = 150  # torch and its caches grow
 SPENT = "spent"  # in a row: its process cannot do another job
 SECONDS_TO_END = 5  # for a worker that is asked to

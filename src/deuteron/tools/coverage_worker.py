@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import deuteron
 from deuteron.backend import collecting
 from deuteron.base.device import device_spec
-from deuteron.tools.coverage_cases import Case, Unsuitable, cases, entries, suitable, whole_numbers
+from deuteron.tools.coverage_cases import Unsuitable, cases, entries, suitable
+from deuteron.tools.coverage_forms import Case, whole_numbers
 from deuteron.tools.oracle import SIGNS, Oracle, Seen, copies, differences, observed, see
 
 BATCH = 12  # cases in one graph
@@ -102,7 +103,8 @@ class Runner:
     def __init__(self, job: Job, row: Row) -> None:
         self.job, self.row = job, row
         self.backward = job.part == "backward"
-        self.dynamic = job.part == "dynamic"
+        self.dynamic = job.part in ("dynamic", "numbers")
+        self.in_turn = job.part == "numbers"  # one compiled function is called for each case
         self.direct = False  # Dynamo has declined: trace with make_fx
 
     # -- capture ----------------------------------------------------------------------------------
@@ -121,6 +123,7 @@ class Runner:
         self, trials: Sequence[Trial], made: list[list[Tensor]], backend: Any, options: Any
     ) -> list[Any]:
         op = trials[0].case.op
+        calls = [t.case.arguments(x) for t, x in zip(trials, made)]
 
         def program(calls: list[Any]) -> list[Any]:
             return [op(*args, **kwargs) for args, kwargs in calls]
@@ -128,7 +131,7 @@ class Runner:
         compiled = torch.compile(
             program, backend=backend, fullgraph=True, dynamic=self.dynamic, options=options
         )
-        return compiled([t.case.arguments(x) for t, x in zip(trials, made)])
+        return [compiled([c])[0] for c in calls] if self.in_turn else compiled(calls)
 
     def by_make_fx(
         self, trials: Sequence[Trial], made: list[list[Tensor]], backend: Any, options: Any
@@ -228,6 +231,9 @@ class Runner:
         self.row.wrong.append(f"{trial.case.name}: {text}")
 
     def failed(self, trials: list[Trial], error: Exception) -> None:
+        if self.in_turn:
+            self.failed_in_turn(trials, error)
+            return
         if len(trials) > 1 and not (not self.direct and uncapturable(error)):
             half = len(trials) // 2
             self.check(trials[:half])
@@ -248,6 +254,44 @@ class Runner:
             if self.direct:
                 self.row.captured = "none"
 
+    def failed_in_turn(self, trials: list[Trial], error: Exception) -> None:
+        """make_fx would make constants of numbers: what Dynamo does not take is not run."""
+        witness = self.witness(trials)
+        names = ", then ".join(t.case.name for t in trials)
+        if isinstance(witness, Seen):
+            self.row.errors.append(f"{names}: {reason(error)}")
+        elif len(trials) > 1:
+            for t in trials:
+                self.check([t])
+        else:
+            self.row.skipped["torch's capture fails: " + reason(witness)] += 1
+
+    def refused(self, case: Case, error: Exception) -> None:
+        """What eager refuses is refused, with the same kind of error or by torch's capture."""
+
+        def tried(backend: Any) -> Exception | None:
+            torch._dynamo.reset()
+            op, (args, kwargs) = case.op, case.arguments(copies(case.tensors))
+            try:
+                torch.compile(op, backend=backend, fullgraph=True)(*args, **kwargs)
+            except Exception as e:  # noqa: BLE001 - its kind is compared
+                return e
+            return None
+
+        found = tried(self.job.backend)
+        if found is not None and of_kind(found, error):
+            self.row.right += 1
+            return
+        witness = tried("aot_eager")
+        alike = (witness is None) == (found is None)
+        if alike and (witness is None or reason(witness) == reason(found or witness)):
+            what = "runs" if found is None else f"raises {type(inner(found)).__name__}"
+            self.row.noted[f"as aot_eager: {what} where eager has {in_general(error)}"] += 1
+            self.row.right += 1
+            return
+        text = "runs" if found is None else reason(found)
+        self.row.wrong.append(f"{case.name}: {text}, where eager has {in_general(error)}")
+
     def count(self, records: Sequence[Any]) -> None:
         for r in records:
             self.row.kernels += len(r.of("kernel"))
@@ -265,10 +309,20 @@ def uncapturable(error: Exception) -> bool:
     return isinstance(error, exc.TorchDynamoException) and not isinstance(error, backend)
 
 
+def inner(error: Exception) -> Exception:
+    """What Dynamo says that its backend raised, or the error itself."""
+    return getattr(error, "inner_exception", None) or error
+
+
+def of_kind(found: Exception, error: Exception) -> bool:
+    """Whether a user gets the kind of error that eager raises, or hears of it from Dynamo."""
+    return uncapturable(found) or isinstance(inner(found), type(error))
+
+
 def reason(error: Exception) -> str:
-    inner = getattr(error, "inner_exception", None) or error
-    lines = [x.strip() for x in str(inner).splitlines() if x.strip()]
-    return f"{type(inner).__name__}: {' | '.join(lines[:3])}"[:400]
+    said = inner(error)
+    lines = [x.strip() for x in str(said).splitlines() if x.strip()]
+    return f"{type(said).__name__}: {' | '.join(lines[:3])}"[:400]
 
 
 # -- a job -----------------------------------------------------------------------------------------
@@ -321,7 +375,7 @@ def trial(case: Case, backward: bool, unset: bool = False) -> Trial:
         settled()
     except Exception as e:  # noqa: BLE001 - eager's own refusal
         settled()
-        raise Unsuitable(f"eager: {in_general(e)}") from None
+        raise Unsuitable(f"eager: {in_general(e)}") from e
     return Trial(case, oracle, drew, names)
 
 
@@ -425,6 +479,7 @@ def run_job(job: Job, say: Callable[[str], None] = lambda text: None) -> dict[st
     op = entries()[job.op]
     runner = Runner(job, row)
     trials: list[Trial] = []
+    refused: list[tuple[Case, Exception]] = []
     for case in cases(op, getattr(torch, job.dtype), job.part, job.device, job.most):
         if case.name in job.without:
             row.skipped["eager ends the process"] += 1
@@ -433,7 +488,10 @@ def run_job(job: Job, say: Callable[[str], None] = lambda text: None) -> dict[st
         try:
             trials.append(trial(case, runner.backward, job.op in UNSET))
         except Unsuitable as e:
-            row.skipped[str(e)] += 1
+            if job.part == "mixed" and isinstance(e.__cause__, Exception):
+                refused.append((case, e.__cause__))
+            else:
+                row.skipped[str(e)] += 1
     say("compiled")
     with warnings.catch_warnings(), capturing():
         warnings.simplefilter("ignore")
@@ -442,6 +500,8 @@ def run_job(job: Job, say: Callable[[str], None] = lambda text: None) -> dict[st
             size = 1 if random else 4 if runner.dynamic else BATCH
             for k in range(0, len(some), size):
                 runner.check(some[k : k + size])
+        for case, error in refused:
+            runner.refused(case, error)
     row.seconds = round(time.perf_counter() - start, 2)
     row.wrong, row.errors = brief(row.wrong), brief(row.errors)
     return row.plain()
