@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +68,12 @@ def test_samples_that_end_the_process() -> None:
     assert row_of(Dying(), Job("add", "float32", "forward"), 1.0) == {"without": ["b", "c"]}
     row = row_of(Dying(), Job("mul", "float32", "forward"), 1.0)
     assert row["errors"] == ["the process died"] and row["right"] == 0
+
+
+def test_tests_of_another_compiler_that_are_not_there(tmp_path: Path) -> None:
+    """The script says what it needs and where that is from."""
+    script = Path(__file__).parents[2] / "scripts" / "common_ops.py"
+    command = [sys.executable, str(script), str(tmp_path / "absent.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not done.stderr
+    assert "absent.py is not there" in done.stdout and "test_torchinductor.py" in done.stdout
