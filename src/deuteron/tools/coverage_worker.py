@@ -33,7 +33,16 @@ from deuteron.backend import collecting
 from deuteron.base.device import device_spec
 from deuteron.tools.coverage_cases import Unsuitable, cases, entries, suitable
 from deuteron.tools.coverage_forms import Case, whole_numbers
-from deuteron.tools.oracle import SIGNS, Oracle, Seen, copies, differences, observed, see
+from deuteron.tools.oracle import (
+    SIGNS,
+    Oracle,
+    Seen,
+    coarser,
+    copies,
+    differences,
+    observed,
+    see,
+)
 
 BATCH = 12  # cases in one graph
 SHOWN = 4  # failures of a job that are described
@@ -180,11 +189,12 @@ class Runner:
                 self.judge(trials, 0, found)
 
     def problems(self, trial: Trial, seen: Seen) -> list[str]:
-        return [
+        found = [
             p
             for p in differences(seen, trial.oracle)
             if not ("elements, first at" in p and p.split(": ", 1)[0] in trial.unset)
         ]
+        return found or (coarser(seen, trial.oracle) if self.job.part == "chains" else [])
 
     def check_alone(self, trials: list[Trial], at: int, found: list[str]) -> None:
         """A case that is wrong beside others counts even when it is right alone."""

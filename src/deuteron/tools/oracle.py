@@ -546,6 +546,27 @@ def real_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | No
     return words(bad, g, e, wide)
 
 
+def coarser(got: Seen, oracle: Oracle) -> list[str]:
+    """Floating results whose error against float64, in the root mean square, is more than twice
+    eager's and a unit in the last place. Where eager's own is so large that rounding has decided
+    something, nothing is said."""
+    out = []
+    for name, e in oracle.eager.values.items():
+        wide = oracle.like(oracle.exact, name) if isinstance(e, Tensor) else None
+        if wide is None or wide.dtype == e.dtype or e.layout != torch.strided:
+            continue
+        g, b, x = parts(got.values[name]), parts(e), parts(wide)
+        known = g.isfinite() & b.isfinite() & x.isfinite()
+        if not bool(known.any()):
+            continue
+        mine, own, size = (float(t[known].square().mean().sqrt()) for t in (g - x, b - x, x))
+        real = e.real.dtype if e.dtype.is_complex else e.dtype
+        lost = own > LOST.get(real, LOST_ELSE) * size
+        if not lost and mine > 2 * own + torch.finfo(real).eps * size + torch.finfo(real).tiny:
+            out.append(f"{name}: root mean square error {mine:.3g}, eager's {own:.3g}")
+    return out
+
+
 def words(bad: Tensor, g: Tensor, e: Tensor, x: Tensor | None) -> str:
     """Where and by how much."""
     while bad.dim() > g.dim():
@@ -558,4 +579,14 @@ def words(bad: Tensor, g: Tensor, e: Tensor, x: Tensor | None) -> str:
     )
 
 
-__all__ = ["SIGNS", "ZEROS", "Oracle", "Seen", "copies", "differences", "observed", "see"]
+__all__ = [
+    "SIGNS",
+    "ZEROS",
+    "Oracle",
+    "Seen",
+    "coarser",
+    "copies",
+    "differences",
+    "observed",
+    "see",
+]

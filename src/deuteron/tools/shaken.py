@@ -33,7 +33,8 @@ TRUTHS = frozenset(
     ["logical_and", "logical_or", "logical_xor", "logical_not", "any", "all", "count_nonzero"]
 )
 # Those that may give either zero where both are the largest: eager's vectors and the elements left
-# over by them differ.
+# over by them differ. So may `SUMS` of nothing but negative zeros, which begin with 0 or with the
+# first of them.
 SIGNLESS = frozenset(
     [
         "max",
@@ -55,7 +56,9 @@ SIGNLESS = frozenset(
         "clamp_max",
         "threshold",
         "max_pool2d_with_indices",
-        "sum",
+        "hardtanh",
+        "scatter_reduce",
+        "index_reduce",
     ]
 )
 # Sums of products: each is linear in each of its tensors. Other orders of the terms round another
@@ -204,14 +207,15 @@ class Shaken(TorchDispatchMode):
             out.copy_(torch.where(out.isfinite(), other, out))
         if any(r.alias_info is not None for r in func._schema.returns):
             return out
-        if name in SIGNLESS:
+        adds = name == "index_put" and True in (*args[3:], *(kwargs or {}).values())
+        sums = name in SUMS and (adds or name not in EXACT)
+        if name in SIGNLESS or sums:
             out = tree_map_only(Tensor, self.turned, out)
         if name in ("eq", "ne"):
             out = self.compared(out, name == "eq", *map(torch.as_tensor, args))
         if name in PASSING:
             self.either(out, *PASSING[name](*args))
-        adds = name == "index_put" and True in (*args[3:], *(kwargs or {}).values())
-        if name in SUMS and (adds or name not in EXACT):
+        if sums:
             return self.summed(func, args, kwargs or {}, out)
         return out if name in EXACT else tree_map_only(Tensor, self.shaken, out)
 
