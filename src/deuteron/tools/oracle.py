@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from deuteron.tools.shaken import Packed, Shaken, significant
+from deuteron.tools.shaken import Packed, Shaken, Stained, significant
 
 WIDE = {
     torch.float16: torch.float64,
@@ -37,6 +37,7 @@ WIDE = {
     torch.complex64: torch.complex128,
 }
 HALVES = (torch.float16, torch.bfloat16)
+STAINED = 4  # runs in memory full of NaN: which of it an operator gets is chance
 # Units in the last place, of the element and of the tensor's mean magnitude, that are always
 # allowed: vector functions are within 4, and sums are taken in another order.
 ULPS = 4.0
@@ -348,6 +349,26 @@ class Oracle:
             return wrapped
 
         return Oracle(under(self.run), under(self.wide), self.inputs)
+
+    def unwritten(self) -> list[str]:
+        """Values that eager computes from memory that nobody wrote, as oneDNN does with the
+        gradient of a bfloat16 conv3d's weights whose kernel is larger than the image: runs whose
+        operators get memory full of NaN show it, or numbers far beyond those of float64 that come
+        and go."""
+        found: dict[str, None] = {}
+        for _ in range(STAINED):
+            seen = self.attempt(copies(self.inputs), False, Stained())
+            for name, e in self.eager.values.items():
+                x, exact = self.like(seen, name), self.like(self.exact, name)
+                if x is None or x.layout != torch.strided or not x.numel():
+                    continue
+                a, b = parts(x), parts(e)
+                bad = a.isnan() & ~b.isnan()
+                if exact is not None and bool(exact.isfinite().all()):
+                    bad |= (a - b).abs() > 8 * float(parts(exact).abs().max())
+                if bool(bad.any()):
+                    found[name] = None
+        return list(found)
 
     def shaken(self, seed: int, wide: bool) -> Seen | None:
         """A run in which what is rounded on the way is moved."""

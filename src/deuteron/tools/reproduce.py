@@ -121,15 +121,26 @@ def wrong_without(
 ) -> set[str]:
     """Where torch's capture is wrong without a compiler. Where AOTAutograd cannot run what Dynamo
     found out (a size may be wrong), where Dynamo's alone is, and what a backend does not decide."""
-    torch_too: set[str] = set()
+    torch_too = of_no_memory(oracles, 3 if how.backward else 2)
     for capture in CAPTURES:
         try:
             seen = run(fn, sets, witness(how, capture))
         except Exception:  # noqa: BLE001 - no excuse, but for what a backend does not decide
-            torch_too = {place(p) for p in found if p.endswith(ZEROS)}
+            torch_too |= {place(p) for p in found if p.endswith(ZEROS)}
             continue
         return torch_too | set(map(place, problems(seen, oracles)))
     return torch_too
+
+
+def of_no_memory(oracles: Sequence[Oracle], calls: int) -> set[str]:
+    """Where eager's own result depends on memory that nobody wrote, in any of the calls."""
+    many = len(oracles) > 1
+    return {
+        f"{call_name(k, n, many)}{name}: elements"
+        for k, oracle in enumerate(oracles)
+        for name in oracle.unwritten()
+        for n in range(calls)
+    }
 
 
 def settle() -> None:
@@ -157,9 +168,14 @@ def problems(seen: list[list[Seen]], oracles: Sequence[Oracle]) -> list[str]:
     out = []
     for k, (calls, oracle) in enumerate(zip(seen, oracles)):
         for n, s in enumerate(calls):
-            where = (f"inputs {k}, " if len(oracles) > 1 else "") + (f"call {n + 1}, " if n else "")
+            where = call_name(k, n, len(oracles) > 1)
             out += [where + p for p in differences(s, oracle)]
     return out
+
+
+def call_name(k: int, n: int, many: bool) -> str:
+    """What problems of call `n` on the inputs `k` begin with; `many`: sets of inputs."""
+    return (f"inputs {k}, " if many else "") + (f"call {n + 1}, " if n else "")
 
 
 def place(problem: str) -> str:

@@ -1,7 +1,8 @@
 """Runs of eager in which operators compute otherwise than they do, as they might.
 
 In: a run of a program inside one of these modes. Out: what it shows when what is rounded is moved
-(`Shaken`), or when operators are given contiguous copies of what they read (`Packed`).
+(`Shaken`), when operators are given contiguous copies of what they read (`Packed`), or when memory
+that they get is full of NaN (`Stained`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 # Operators that choose or move elements, or give them away: nothing is rounded.
 MOVING = """
@@ -326,3 +327,27 @@ class Packed(TorchDispatchMode):
 
 def packed(t: Tensor) -> Tensor:
     return t.contiguous() if t.layout == torch.strided else t
+
+
+class Stained(TorchDispatchMode):
+    """Leaves NaN in the memory that an operator is likely to get: blocks of the sizes of what it
+    reads, and of these sizes in float32, and of sizes between are filled and given back before it
+    runs. What is NaN then was computed from memory that nobody wrote."""
+
+    COPIES = 4  # of each size: a kernel takes scratch memory besides its results
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        sizes = {(t.device, t.numel() * t.element_size() * k) for t in given for k in (1, 2, 4)}
+        for device, size in tuple(sizes):
+            sizes |= {(device, 1 << k) for k in range(10, size.bit_length() + 1)}
+        stains = [
+            torch.full((-(-size // 4),), math.nan, dtype=torch.float32, device=device)
+            for device, size in sorted(sizes, key=str)
+            for _ in range(self.COPIES)
+        ]
+        del stains
+        return func(*args, **kwargs)
