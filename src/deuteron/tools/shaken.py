@@ -87,6 +87,7 @@ STEPS = frozenset(
         "native_batch_norm",
         "native_batch_norm_backward",
         "_native_batch_norm_legit",
+        "_batch_norm_with_update",
         "_fused_rms_norm",
         "_fused_rms_norm_backward",
         "var_mean",
