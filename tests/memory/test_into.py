@@ -12,6 +12,7 @@ from deuteron.base.record import Record
 from deuteron.ir.program import Extern
 from deuteron.lower.graph import lower
 from deuteron.memory.into import out_variant
+from deuteron.runtime import support
 from tests.lower.harness import trace
 
 R = torch.randn
@@ -83,3 +84,15 @@ def test_joined_tensors() -> None:
     assert out_variant(call(lambda *xs: torch.cat(xs, 1), *many)) == "torch.cat"
     last = [R(2, 4, 3, 3).to(memory_format=torch.channels_last) for _ in range(20)]
     assert out_variant(call(lambda *xs: torch.cat(xs, 1), *last)) is None
+
+
+def test_lists_of_one_stand_for_all_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's own operator takes no such list."""
+    seen: list[Any] = []
+    monkeypatch.setattr(torch._C, "_get_cudnn_enabled", lambda: True)
+    monkeypatch.setattr(
+        torch.ops.aten.cudnn_convolution, "out", lambda *args, out: seen.append(args[2:5])
+    )
+    x, w = torch.randn(1, 2, 4, 4, 4), torch.randn(3, 2, 1, 1, 1)
+    support.convolve(x, w, None, [2], [0], [1], False, [0], 1, out=torch.empty(1, 3, 2, 2, 2))
+    assert seen == [([0] * 3, [2] * 3, [1] * 3)]

@@ -85,6 +85,10 @@ def convolve(x: Tensor, w: Tensor, bias: None, *settings: Any, out: Tensor) -> N
         out.copy_(torch.ops.aten.convolution.default(x, w, bias, *settings))
         return
     stride, padding, dilation, _, _, groups = settings
+    rank = x.dim() - 2  # a list of one element stands for all dimensions; cuDNN's own takes no such
+    stride, padding, dilation = (
+        list(s) * rank if len(s) == 1 else s for s in (stride, padding, dilation)
+    )
     benchmark = torch._C._get_cudnn_benchmark()
     exact = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
     tf32 = x.dtype != torch.float32 or torch.backends.cudnn.conv.fp32_precision == "tf32"
