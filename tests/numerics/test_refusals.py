@@ -87,3 +87,16 @@ def test_one_times_an_infinite_complex_number() -> None:
         z = torch.complex(x, -x)
         got, want = torch.compile(f, backend="deuteron")(z), f(z)
         assert torch.equal(torch.view_as_real(got).isnan(), torch.view_as_real(want).isnan())
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize("loss", [F.smooth_l1_loss, F.huber_loss, F.mse_loss, F.l1_loss])
+def test_gradients_of_nan(loss: Callable[..., Any], dtype: torch.dtype) -> None:
+    """What has no value does not train as if it were right."""
+    torch._dynamo.reset()
+    found = []
+    for f in (loss, torch.compile(loss, backend="deuteron")):
+        x = torch.tensor([float("nan"), float("inf"), 2, -0.25] * 5).to(dtype).requires_grad_()
+        f(x, torch.tensor([1, float("inf"), 0, 0] * 5).to(dtype), reduction="sum").backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0], equal_nan=True)

@@ -299,6 +299,7 @@ WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten._batch_norm_with_update_functional.default": (f32_statistics, NORMED),
     "aten._batch_norm_no_update.default": (NORMED,),
     "aten._native_batch_norm_legit.no_stats": (f32_statistics, NORMED),
+    "aten.smooth_l1_loss_backward.default": (pointwise.nan_stays,),
     "aten.t.default": (permuted,),
     "aten.transpose.int": (permuted,),
     "aten.linspace": (linspace,),

@@ -9,6 +9,7 @@ dimensions that an operand does not have steps, where eager takes them for expan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -234,3 +235,16 @@ LOOPS = {
     "aten.binary_cross_entropy.default": (0,),
     "aten.huber_loss.default": (0,),
 }
+
+
+def nan_stays(rule: Rule) -> Rule:
+    """The gradient of a loss of differences is NaN where those are, as eager's: torch's rule takes
+    their sign, which is 0 there."""
+
+    @wraps(rule)
+    def wrapped(grad: Tensor, x: Tensor, target: Tensor, *args: Any) -> Any:
+        difference = x - target
+        found = rule(grad, x, target, *args)
+        return torch.where(difference != difference, difference, found)
+
+    return wrapped
