@@ -62,3 +62,17 @@ def test_as_in_python(name: str) -> None:
                 torch.testing.assert_close(b, a)
             else:
                 assert a == b, (i, a, b)
+
+
+def test_numbers_made_of_numbers() -> None:
+    """A chain of floats that Python computes, all known before the first kernel (attention's scale
+    with changing sizes, seed 800007)."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 / (2 * x.shape[-1]) ** 0.5
+        return x.sin() * scale**0.5 + scale
+
+    compiled = torch.compile(f, backend="deuteron", dynamic=True)
+    for n in (11, 33, 7):
+        x = torch.randn(5, n)
+        torch.testing.assert_close(compiled(x), f(x))

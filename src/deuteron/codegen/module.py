@@ -288,9 +288,10 @@ class Writer:
 
     def compute_sizes(self) -> None:
         """Sizes that are computed from those known so far."""
-        for name in [n for n in self.waiting if self.ready(n)]:
-            self.line(f"{name} = {self.waiting.pop(name)}")
-            self.known.add(name)
+        while ready := [n for n in self.waiting if self.ready(n)]:  # one may need another
+            for name in ready:
+                self.line(f"{name} = {self.waiting.pop(name)}")
+                self.known.add(name)
         for c in [c for c in self.checks if names_in(c.condition) <= self.known]:
             self.checks.remove(c)
             self.line(f"if not {c.condition}:")
