@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deuteron.backend import collecting
 from deuteron.base.record import Record
-from deuteron.graph.layout import channels_last
+from deuteron.graph.layout import CONVOLUTIONS, channels_last
 from deuteron.graph.strides import follows
 
 aten = torch.ops.aten
@@ -68,6 +68,57 @@ def test_where_the_library_would_write_out_of_bounds(channels: int, backward: bo
 def test_others_are_converted(channels: int, kernel: int, stride: int) -> None:
     assert channels_last(traced(channels, kernel, stride), Record()) > 0
     assert channels_last(traced(channels, kernel, stride, backward=True), Record()) > 0
+
+
+WIDE = (2, 160, 6, 10)  # images; weights of 3 x 3 to 200 channels have 1.1 MiB
+
+
+def narrow_then_wide(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    y = F.conv2d(x, first, padding=1)
+    return F.conv2d(F.max_pool2d(y.relu(), 4), second, padding=1)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("order", [ROWS, LAST])
+def test_weights_larger_than_images(order: torch.memory_format, backward: bool) -> None:
+    """Such a convolution reads contiguous images, whatever is in front of it and behind it, unless
+    its weight lies channels-last, too."""
+    given = [torch.randn(2, 16, 24, 40), torch.randn(160, 16, 3, 3), torch.randn(200, 160, 3, 3)]
+    given[2] = given[2].to(memory_format=order)
+
+    def step(*args: Tensor) -> tuple[Tensor, ...]:
+        if not backward:
+            return (narrow_then_wide(*args),)
+        leaves = [a.detach().requires_grad_() for a in args]
+        return torch.autograd.grad(narrow_then_wide(*leaves).sum(), leaves)
+
+    gm = make_fx(step, tracing_mode="fake")(*given)
+    want = gm(*given)
+    assert channels_last(gm, Record()) > 0
+    gm.graph.eliminate_dead_code()
+    found = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS]
+    assert len(found) >= 2
+    for n in found:
+        count = 2 if n.target is aten.convolution_backward.default else 1
+        wide = n.args[count].meta["val"].shape[0] == 200
+        images = [a.meta["val"] for a in n.args[:count]]
+        assert all(
+            t.is_contiguous(memory_format=ROWS if wide and order is ROWS else LAST) for t in images
+        )
+    for got, value in zip(gm(*given), want, strict=True):
+        assert got.stride() == value.stride()
+        torch.testing.assert_close(got, value, rtol=1e-3, atol=1e-2)
+
+
+def test_only_weights_larger_than_images() -> None:
+    """Nothing is converted for the sake of nothing."""
+    given = [torch.randn(WIDE), torch.randn(200, WIDE[1], 3, 3)]
+    gm = make_fx(lambda x, w: F.conv2d(x, w).relu(), tracing_mode="fake")(*given)
+    assert channels_last(gm, Record()) == 0
+    gm = make_fx(lambda x, w: F.conv2d(x, w).relu(), tracing_mode="fake")(
+        given[0].repeat(1, 1, 8, 8), given[1]
+    )
+    assert channels_last(gm, Record()) == 1
 
 
 def test_training_of_such_a_network() -> None:
