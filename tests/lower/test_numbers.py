@@ -70,7 +70,7 @@ def test_numbers_made_of_numbers() -> None:
 
     def f(x: torch.Tensor) -> torch.Tensor:
         scale = 1.0 / (2 * x.shape[-1]) ** 0.5
-        return x.sin() * scale**0.5 + scale
+        return x.sin() * torch.scalar_tensor(scale**0.5, dtype=torch.float64)
 
     compiled = torch.compile(f, backend="deuteron", dynamic=True)
     for n in (11, 33, 7):
