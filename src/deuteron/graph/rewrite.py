@@ -2,10 +2,10 @@
 
 In: a functional FX graph (joint, forward, backward or inference) with fake values. Out: the same
 graph, rewritten in place, with fewer nodes. Invariants: results are bit-identical, but for library
-calls that become others (`padding`, `epilogues`), whose sums may have another order; strides and
-dtypes of outputs stay; which outputs share storage with which inputs and outputs stays; random
-draws, mutations, collectives and assertions keep their number and their order. What a later node
-was traced for stays true (`strides.Relayout`).
+calls that become others (`einsum`, `padding`, `epilogues`), whose sums may have another order;
+strides and dtypes of outputs stay; which outputs share storage with which inputs and outputs stays;
+random draws, mutations, collectives and assertions keep their number and their order. What a later
+node was traced for stays true (`strides.Relayout`).
 
 One walk in graph order tries each node's rows; then common subexpressions merge (`cse`) and dead
 code goes. All of it is linear in the size of the graph. No rewrite is needed: one that raises is
@@ -27,6 +27,7 @@ from deuteron.graph.convolutions import rewrite_convolutions
 from deuteron.graph.cse import merge_common
 from deuteron.graph.devices import move_constructors
 from deuteron.graph.edit import Editor, remove_dead
+from deuteron.graph.einsum import multiply_matrices
 from deuteron.graph.epilogues import join_activations
 from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
@@ -41,6 +42,7 @@ REWRITES: dict[str, Callable[[fx.GraphModule, Record], Any]] = {
     "rows": lambda gm, record: apply_rows(gm, record),
     "common subexpressions": lambda gm, record: merge_common(gm),
     "dead code": lambda gm, record: remove_dead(gm.graph),
+    "sums of products": multiply_matrices,
     "channels last": channels_last,
     "convolutions": rewrite_convolutions,  # in the order that memory has by now
     "padding": pad_products,
@@ -49,7 +51,7 @@ REWRITES: dict[str, Callable[[fx.GraphModule, Record], Any]] = {
     "random numbers": random.functionalize,
     "places of maxima": keep_places,
 }
-CALLS = ("channels last", "convolutions", "padding", "epilogues")
+CALLS = ("sums of products", "channels last", "convolutions", "padding", "epilogues")
 
 
 def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
