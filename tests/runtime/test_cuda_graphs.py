@@ -46,7 +46,9 @@ class Recorded(Pretended):
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setattr(pipeline, "device_spec_for", lambda d, o: named_gpu("H200"))
+    monkeypatch.setattr(pipeline, "device_spec_for", lambda d, options=None: named_gpu("H200"))
+    # Products are calls of the library, whatever they would cost.
+    monkeypatch.setattr(pipeline, "choose_contraction", lambda *a: "the library multiplies")
     monkeypatch.setattr(build_cpp, "compiler", lambda *_: ("", ""))
     FakeCuda.made.clear()
     for module in (cuda_graphs, cuda_tools):
@@ -280,6 +282,7 @@ def test_more_launches_may_copy_more(record: Any, monkeypatch: pytest.MonkeyPatc
         return v, i, x
 
     monkeypatch.setattr(cuda_graphs, "MOST_COPIED", 3000)
+    monkeypatch.setattr(pipeline, "choose_contraction", lambda *a: "generated")
     x, w = R(32, 32), R(32, 32)  # the sort's results: 12,288 bytes
     for n, expected in ((3, 0), (40, 2)):
         g = record(functools.partial(f, n=n))

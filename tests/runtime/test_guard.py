@@ -56,6 +56,7 @@ def test_a_slow_kernel_is_replaced_and_remembered(
     blind: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = operands()
+    monkeypatch.setattr(guard, "WORTH", -99.0)  # apart counts as faster, whatever this machine says
     with torch.no_grad():
         got, found = run(chain, *args, cache=tmp_path)
         torch.testing.assert_close(got, chain(*args), rtol=1e-4, atol=1e-4)

@@ -113,8 +113,8 @@ def test_kernel_of_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     """A schedule whose kernel stores something else than the program says."""
     real = pipeline.schedule
 
-    def schedule(*args: Any) -> Any:
-        made = real(*args)
+    def schedule(*args: Any, **more: Any) -> Any:
+        made = real(*args, **more)
 
         def wrong(k: Any) -> Any:
             (nest,) = k.nests

@@ -231,25 +231,6 @@ class Variants:
             found = self.loaded[key] = self.load(binary) if begun is None else begun.result()
         return found
 
-    def first(self, aligned: bool, wide: bool, config: int) -> tuple[int, Loaded]:
-        """The configuration, or the first of the others that fits the device's shared memory."""
-        others = (c for c in range(len(self.kernel.configs)) if c != config)
-        refused: TooLarge | None = None
-        for c in (config, *others):
-            try:
-                return c, self.get(aligned, wide, c)
-            except TooLarge as e:
-                refused = refused or e
-                self.record.add(
-                    "decision",
-                    subject="configuration",
-                    accepted=False,
-                    reason="too much shared memory",
-                    detail=f"{self.kernel.name}: {self.kernel.configs[c]}: {e.message}",
-                )
-        assert refused is not None
-        raise refused
-
     def note(self, binary: Binary, asked: int) -> None:
         if binary.num_warps != asked:
             self.record.add(
@@ -302,6 +283,29 @@ class Variants:
         _ok(rc, "asking about", name)
         most = resident(found.block // 32, True) * cores
         return min(most // team, count.value) * team
+
+
+def fitting(variants: Variants, aligned: bool, wide: bool, config: int) -> tuple[int, Loaded]:
+    """The configuration, or the first of the others that fits the device's shared memory."""
+    try:
+        return config, variants.get(aligned, wide, config)
+    except TooLarge as e:
+        refused = e
+    kernel = variants.kernel
+    for c in range(len(kernel.configs)):
+        variants.record.add(
+            "decision",
+            subject="configuration",
+            accepted=False,
+            reason="too much shared memory",
+            detail=f"{kernel.name}: {kernel.configs[config]}: {refused.message}",
+        )
+        try:
+            if c != config:
+                return c, variants.get(aligned, wide, c)
+        except TooLarge:
+            continue
+    raise refused
 
 
 def enter(device: torch.device) -> None:
@@ -480,7 +484,7 @@ class Sequence:
     ) -> None:
         kernel = self.kernels[k]
         first = self.config(k, env) if config is None else config
-        chosen, loaded = self.variants[k].first(aligned, kernel.is_wide(env), first)
+        chosen, loaded = fitting(self.variants[k], aligned, kernel.is_wide(env), first)
         row.function, row.block, row.shared = loaded.function, loaded.block, loaded.shared
         row.grid = kernel.grid(kernel.configs[chosen], env)
         row.together = 0 if kernel.team == 1 else kernel.team if kernel.cluster else 1
