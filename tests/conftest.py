@@ -20,7 +20,8 @@ import pytest
 _CACHE = "DEUTERON_CACHE_DIR"
 
 
-# Examples are those of the test's name, as other random numbers are (`deuteron fuzz` draws anew).
+# Examples are those of the test's name, as other random numbers are (`python -m dev fuzz` draws
+# anew).
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 

@@ -64,9 +64,9 @@ def test_files_stay_readable() -> None:
 
 
 def test_the_walked_program_is_todays() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "architecture.py"), "--check"]
+    command = [sys.executable, "-m", "dev.architecture", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, "run `python scripts/architecture.py`\n" + done.stderr[-2000:]
+    assert done.returncode == 0, "run `python -m dev.architecture`\n" + done.stderr[-2000:]
 
 
 @pytest.mark.xdist_group("told")

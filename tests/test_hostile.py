@@ -39,7 +39,7 @@ from deuteron.ir.parser import parse_program
 from deuteron.ir.printer import print_program
 from deuteron.ir.program import Compute, Origin
 from deuteron.lower.core import source_line
-from deuteron.tools.bench.page import blocks, write_page
+from dev.bench.page import blocks, write_page
 
 PAYLOADS = (
     '"""; open("CANARY", "w").close(); """',
@@ -347,7 +347,7 @@ def test_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         line = one_line(payload)
         table = f"| {line} | a |\n|---|---|\n| {line} | b |"
         text = f"# {line}\n\n{line}\n\n{table}\n\n    {line}\n\n- {line}"
-        monkeypatch.setattr("deuteron.tools.bench.page.markdown", lambda d, text=text: text)
+        monkeypatch.setattr("dev.bench.page.markdown", lambda d, text=text: text)
         assert blocks(text)
         (tmp_path / "a.png").write_bytes(b"png")
         page = write_page([], tmp_path).read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
 """Compile time is linear in the size of a graph: counted in function calls, which no other program
-on the machine changes. ``scripts/scaling.py`` measures seconds."""
+on the machine changes. ``dev/measure/scaling.py`` measures seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from deuteron.backend import deuteron_backend
 from deuteron.base import device
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "scaling.py"
+SCRIPT = Path(__file__).parent.parent / "dev" / "measure" / "scaling.py"
 # Between these sizes everything that is bounded (members of a kernel, its code) reaches its bound.
 SMALL, LARGE = 400, 1200
 # Calls per node at the large size over those at the small one.

@@ -5,7 +5,7 @@ graph with Deuteron's decompositions; `capture.partition` divides it; each part 
 `pipeline.compile_graph`.
 
 ``torch.compile`` imports this module; where there is a GPU, a process that builds kernels starts
-then (`runtime.ahead.begin`), beside whatever the program does before its first call.
+then (`runtime.prewarm.begin`), beside whatever the program does before its first call.
 
 What was asked of a forward (options, who collects Records) is kept in a `Session`, because its
 backward compiles at the first ``.backward()``, perhaps in another thread.
@@ -31,16 +31,16 @@ from deuteron.base.garbage import collector_paused
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture import decompositions
+from deuteron.capture.aliased_outputs import views_of_inputs
 from deuteron.capture.attention import inline_attention
 from deuteron.capture.partition import partition
 from deuteron.capture.refusals import check_in_place
-from deuteron.capture.regenerated import views_of_inputs
 from deuteron.graph.rewrite import Attempts
 from deuteron.graph.strides import as_saved, report, saved_strides
-from deuteron.runtime import ahead, kept
+from deuteron.runtime import graph_cache, prewarm
+from deuteron.runtime.aot_bypass import Graphs, direct
 from deuteron.runtime.cache import Cache
-from deuteron.runtime.direct import Graphs, direct
-from deuteron.runtime.kept import Keeper
+from deuteron.runtime.graph_cache import Keeper
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -216,13 +216,13 @@ def deuteron_backend(
 ) -> Callable[..., Any]:
     """Dynamo's entry point; raises `OptionError` for a mode or option that does not exist."""
     session = Session(Options.make(mode, options), runner, _COLLECTORS.get())
-    key = kept.key(gm, example_inputs, session.options, session.joint)
+    key = graph_cache.key(gm, example_inputs, session.options, session.joint)
     if not key or runner is not compile_graph:
         return compiled(gm, example_inputs, session)
     cache = Cache.open(session.options)
     late = Late(gm, session.options)
     with collector_paused():
-        call = kept.restored(cache, key, session.options, session.collectors, late, gm)
+        call = graph_cache.restored(cache, key, session.options, session.collectors, late, gm)
     if call is not None:
         return call
     session.keeper = Keeper(cache, key)
@@ -266,7 +266,7 @@ def compiled(
         partition_fn=session.partition,
         keep_inference_input_mutations=True,
     )
-    prepared = ahead.prepare(gm, example_inputs, session.options)
+    prepared = prewarm.prepare(gm, example_inputs, session.options)
     # Saved tensors are not written to by our backward; declared donated, they would make
     # retain_graph=True fail.
     undonated = torch._functorch.config.patch(donated_buffer=False)
@@ -277,4 +277,4 @@ def compiled(
     return direct(call, session.graphs)
 
 
-ahead.begin()
+prewarm.begin()

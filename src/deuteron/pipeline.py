@@ -28,7 +28,7 @@ from deuteron.capture.partition import donated_inputs
 from deuteron.codegen.assemble import Generated
 from deuteron.codegen.cpp.kernels import FLAGS, CppKernel
 from deuteron.codegen.cpp.kernels import generate as generate_cpp
-from deuteron.codegen.cpp.streams import read_again
+from deuteron.codegen.cpp.nontemporal import read_again
 from deuteron.codegen.module import Emitted, Request, emit
 from deuteron.codegen.share import structure, tensors_of
 from deuteron.codegen.triton.generate import TritonKernel
@@ -43,11 +43,11 @@ from deuteron.memory.plan import MemoryPlan, plan_memory
 from deuteron.runtime import build_cpp, guard
 from deuteron.runtime.artifact import Artifact, next_number
 from deuteron.runtime.cuda_graphs import Recordable, recordable
+from deuteron.runtime.fx_interpreter import Traced
 from deuteron.runtime.guard import Clock
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch_blas import multiply
 from deuteron.runtime.launch_cuda import Variants
-from deuteron.runtime.traced import Traced
 from deuteron.runtime.tune import Tuned, TunedProduct
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule

@@ -11,7 +11,7 @@ import torch._meta_registrations as rules
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deuteron.tools.reproduce import How, check
+from dev.check.test_cases import How, check
 
 fakes = sys.modules["torch._subclasses.fake_impls"]
 

@@ -13,7 +13,7 @@ import torch
 
 from deuteron.codegen.cpp import FLAGS, CppKernel, Machine, generate_for, translation_unit
 from deuteron.ir.expr import Expr, literal, load, op
-from deuteron.ir.index import Axis, Sym, as_index
+from deuteron.ir.index import Axis, IndexLike, Sym, as_index
 from deuteron.ir.program import Layout, Origin
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Store
 
@@ -120,11 +120,11 @@ def run(
 SERIAL = Machine(threads=1, l1_bytes=32 << 10, l2_bytes=1 << 20)
 
 
-def ax(name: str, n: object) -> Axis:
+def ax(name: str, n: IndexLike) -> Axis:
     return Axis(name, n)
 
 
-def ld(name: str, *axes: object, dtype: str = "f32") -> Expr:
+def ld(name: str, *axes: Axis | IndexLike, dtype: str = "f32") -> Expr:
     return load(name, tuple(a.index if isinstance(a, Axis) else as_index(a) for a in axes), dtype)
 
 

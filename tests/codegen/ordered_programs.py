@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen.triton import ragged
+from deuteron.codegen.triton import dynamic_bounds
 from deuteron.lower import ordered
 from deuteron.lower.ordered import Ordered
 
@@ -125,12 +125,12 @@ def errors(f: Callable[..., Any], args: tuple[Any, ...], got: torch.Tensor) -> d
 
 
 def main() -> None:
-    from deuteron.tools.interpret import interpreted
+    from dev.check.interpret import interpreted
 
     torch.manual_seed(0)
     run(interpreted, tuple(cases()))
     ordered.block_of = lambda points, dtype: 16  # type: ignore[assignment]
-    ragged.LEAST_TURNS = 0
+    dynamic_bounds.LEAST_TURNS = 0
     run(interpreted, SORTED)
     Ordered.few = lambda self: False  # type: ignore[method-assign]
     run(interpreted, SORTED)

@@ -23,8 +23,8 @@ import torch
 from deuteron.base import scans
 from deuteron.base.options import Options
 from deuteron.codegen.triton import scanning
+from deuteron.codegen.triton.cooperative import FIRST
 from deuteron.codegen.triton.generate import TritonKernel, generate
-from deuteron.codegen.triton.teams import FIRST
 from deuteron.ir.index import evaluate
 from deuteron.lower import nn
 from deuteron.lower.core import TO_TORCH
@@ -172,7 +172,7 @@ def check(name: str, folder: Path) -> float:
 def check_sizes() -> float:
     """As `check`, with sizes that are known when a program is called that others were compiled
     for."""
-    from deuteron.tools import interpret
+    from dev.check import interpret
 
     made: list[TritonKernel] = []
 

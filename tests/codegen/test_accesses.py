@@ -180,7 +180,7 @@ def test_users_indices_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def process() -> None:
     """What the process of `test_interpreted` does."""
-    import deuteron.tools.interpret as tools
+    import dev.check.interpret as tools
 
     for f in (points, rows, columns, indexed):
         x = R(24, 20)

@@ -13,7 +13,7 @@ from tests.interpreting import interpret
 FAILS = """
 import torch, triton, triton.language as tl
 from deuteron.codegen.triton import libm
-from deuteron.tools.concurrent import together
+from dev.check.concurrent import together
 
 @triton.jit
 def k(words, out, bad, N: tl.constexpr):

@@ -260,7 +260,7 @@ def test_random_kernels(
         monkeypatch.setattr("deuteron.codegen.cpp.rows.CHUNK_OPS", 16)
         monkeypatch.setattr("deuteron.codegen.cpp.columns.CHUNK_OPS", 16)
     if past:
-        monkeypatch.setattr("deuteron.codegen.cpp.streams.ROW_LINES", 0)
+        monkeypatch.setattr("deuteron.codegen.cpp.nontemporal.ROW_LINES", 0)
     machine = Machine(threads, 32 << 10, 1 << 20, int(past))
     made = [(m, m.kernel()) for m in (Maker(1000 * group + i) for i in range(16))]
     cpps = [generate_for(k, machine) for _, k in made]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.codegen.cpp.segments import MOST, cuts, repeats
+from deuteron.codegen.cpp.index_sets import MOST, cuts, repeats
 from deuteron.ir.expr import Expr, index_value, literal, load, op
 from deuteron.ir.index import Axis
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.codegen.cpp.segments import LONG, between, cuts, pieces
+from deuteron.codegen.cpp.index_sets import LONG, between, cuts, pieces
 from deuteron.ir.expr import Expr, load
 from deuteron.ir.index import (
     Axis,

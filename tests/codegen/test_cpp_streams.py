@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deuteron.codegen.cpp import Machine
-from deuteron.codegen.cpp.streams import read_again, streams
+from deuteron.codegen.cpp.nontemporal import read_again, streams
 from deuteron.ir.expr import op
 from deuteron.schedule.kernel import Fold, Nest, Schedule, Store
 from tests.codegen.cpp_tools import NAMES, ax, idx, kernel, layout, ld, lit, ref, run, softmax_nest

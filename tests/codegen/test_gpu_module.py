@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import deuteron.pipeline as pipeline
 from deuteron.backend import deuteron_backend
 from deuteron.base.device import named_gpu
+from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
-from deuteron.codegen.segments import Launches
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.ir.index import evaluate
 from deuteron.ir.program import Layout
 from deuteron.lower.core import TO_TORCH
-from deuteron.memory import into
+from deuteron.memory import out_variants
 from deuteron.memory.plan import span
 from deuteron.pipeline import Compilation
 from deuteron.runtime import build_cpp
@@ -277,7 +277,7 @@ def test_products_without_aten(
 
 def test_convolutions_into_given_memory(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without cuDNN, which may be switched off at any time, the result is copied there."""
-    monkeypatch.setattr(into, "of_cudnn", lambda d: True)
+    monkeypatch.setattr(out_variants, "of_cudnn", lambda d: True)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(8),

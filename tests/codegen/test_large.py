@@ -110,7 +110,7 @@ def test_cpp_whole() -> None:
 
 def process() -> None:
     """What the process of `test_interpreted` does."""
-    from deuteron.tools.interpret import interpreted
+    from dev.check.interpret import interpreted
 
     for f in PROGRAMS:
         for dynamic in (False, True):

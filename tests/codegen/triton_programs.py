@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.base.options import Options
-from deuteron.codegen.triton import phases, reading, tiling
+from deuteron.codegen.triton import access_statistics, tiling, unroll_and_jam
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir.index import Sym, evaluate
 from deuteron.lower import nn
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
-from deuteron.schedule import split, teams
-from deuteron.tools.concurrent import together
-from deuteron.tools.interpret import readable
+from deuteron.schedule import cooperative, split
+from dev.check.concurrent import together
+from dev.check.interpret import readable
 from tests.schedule import tools
 from tests.schedule.test_fusion import COUNTS
 from tests.schedule.test_reindex import placed
@@ -637,10 +637,10 @@ def sharing(name: str) -> Iterator[None]:
             # Without a pipeline a program needs shared memory (a cluster's exchange is in it) where
             # it has elements for more than a warp.
             odd = name.endswith("odd rows")
-            patch.setattr(teams, "SHARES", ((1, 256 if odd else 64), (4, 32)))
-            patch.setattr(teams, "LONG", 128)
+            patch.setattr(cooperative, "SHARES", ((1, 256 if odd else 64), (4, 32)))
+            patch.setattr(cooperative, "LONG", 128)
             patch.setattr(tiling, "LONG", 128)
-            patch.setattr(reading, "LEAST_STEADY", 64)
+            patch.setattr(access_statistics, "LEAST_STEADY", 64)
             patch.setattr(tiling, "ROW_LIMIT", 64)
         if name.endswith("weights read again"):
             patch.setattr(tiling, "MOST_KEPT", 0)
@@ -653,7 +653,7 @@ def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel
         if looped or name in UNORDERED | SCANS:
             patch.setattr(tiling, "ROW_LIMIT", 64)
         if name in WINDOWS:
-            patch.setattr(phases, "LANES", 0)
+            patch.setattr(unroll_and_jam, "LANES", 0)
         made = [generate(k, spec_of(gpu), Options()) for k in found.kernels]
     assert name not in WINDOWS or made[0].source.count("tl.store(") > 1
     assert name not in SHARED or any(k.team > 1 for k in made), "no team"

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.base.options import Options
-from deuteron.codegen.triton import tiling, turn
+from deuteron.codegen.triton import misaligned, tiling
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.program import Constant, Input
 from deuteron.ir.reference import allocate
-from deuteron.schedule import columns, teams
-from deuteron.tools import interpret
+from deuteron.schedule import columns, cooperative
+from dev.check import interpret
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -130,11 +130,11 @@ def walked(how: str) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(tiling, "ROW_LIMIT", 8)
         if how in (SHARED, LINED):
             each = 32 if how == SHARED else 64
-            patch.setattr(teams, "SHARES", ((1, each), (4, each)))
-            patch.setattr(teams, "LONG", 32)
+            patch.setattr(cooperative, "SHARES", ((1, each), (4, each)))
+            patch.setattr(cooperative, "LONG", 32)
             patch.setattr(tiling, "LONG", 32)
         if how == LINED:
-            patch.setattr(turn, "LINED", 64)
+            patch.setattr(misaligned, "LINED", 64)
         yield patch
 
 

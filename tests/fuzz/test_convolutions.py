@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deuteron.graph import convolutions, layout, padding
-from deuteron.tools.fuzz_convolutions import network
-from deuteron.tools.reproduce import How
+from dev.check.test_cases import How
+from dev.fuzz.convolutions import network
 
 # Each takes about two seconds.
 PLAIN = range(40, 46)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deuteron.codegen.triton.scalars import literal
-from deuteron.tools.reproduce import How, Straight, straight
-from deuteron.tools.shaken import significant
+from dev.check.perturbed import significant
+from dev.check.test_cases import How, Straight, straight
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from deuteron.tools import reproduce
-from deuteron.tools.coverage import SPENT, Lost, Worker
-from deuteron.tools.fuzz import Task, fuzz, largest, lost, run_task, runnable
-from deuteron.tools.fuzz_programs import program
-from deuteron.tools.oracle import Oracle, differences, see
-from deuteron.tools.reduce import reduced
-from deuteron.tools.reproduce import Failure, How, Line, Straight, file_text, load, straight
-from deuteron.tools.shaken import Shaken
+from dev.check import test_cases
+from dev.check.minimize import reduced
+from dev.check.oracle import Oracle, differences, see
+from dev.check.perturbed import Shaken
+from dev.check.test_cases import Failure, How, Line, Straight, file_text, load, straight
+from dev.coverage.run import SPENT, Lost, Worker
+from dev.fuzz.programs import program
+from dev.fuzz.run import Task, fuzz, largest, lost, run_task, runnable
 from tests.interpreting import interpret
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,12 +32,14 @@ TODAY = 10_000_000 + 1000 * int(time.strftime("%j"))
 
 @pytest.mark.parametrize("first, count", [(FIXED, 24), (TODAY, 10)], ids=["fixed", "of today"])
 def test_random_programs(first: int, count: int, tmp_path: Path) -> None:
-    """In worker processes, as `deuteron fuzz` runs them."""
+    """In worker processes, as `python -m dev fuzz` runs them."""
     lines: list[str] = []
     task = Task(first, cut=False, folder=str(tmp_path))
     tally = fuzz(first, None, count, 2, task, lines.append)
     assert sum(tally.verdicts.values()) == count
-    assert not tally.bad(), f"deuteron fuzz --seed {first} --count {count}\n" + "\n".join(lines)
+    assert not tally.bad(), f"python -m dev fuzz --seed {first} --count {count}\n" + "\n".join(
+        lines
+    )
     assert tally.verdicts["right"] > count / 2
 
 
@@ -52,7 +54,7 @@ def test_interpreted_programs(tmp_path: Path) -> None:
     """Triton kernels, run by Triton's interpreter, which a process has on from its start."""
     code = (
         "import sys\n"
-        "from deuteron.tools.fuzz import Task, run_task\n"
+        "from dev.fuzz.run import Task, run_task\n"
         "for s in map(int, sys.argv[2:]):\n"
         "    row = run_task(Task(s, backend='interpreted', cut=False, folder=sys.argv[1]))\n"
         "    assert row['verdict'] in ('right', 'refused', 'torch'), row\n"
@@ -268,9 +270,9 @@ def test_after_a_failed_assertion_torch_is_no_witness(
     def fails(fn: Any, sets: Any, how: How) -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(reproduce, "run", fails)
-    monkeypatch.setattr(reproduce, "spent", lambda: is_spent)
-    failure = reproduce.check(torch.cos, torch.cos, [[torch.ones(2)]], How())
+    monkeypatch.setattr(test_cases, "run", fails)
+    monkeypatch.setattr(test_cases, "spent", lambda: is_spent)
+    failure = test_cases.check(torch.cos, torch.cos, [[torch.ones(2)]], How())
     assert failure is not None and failure.kind == ("error" if is_spent else "torch")
 
 
@@ -284,7 +286,7 @@ def test_a_failure_without_its_gpu_has_no_file(
 
     monkeypatch.setattr(Straight, "check", fails)
     for is_spent in (True, False):
-        monkeypatch.setattr("deuteron.tools.fuzz.spent", lambda now=is_spent: now)
+        monkeypatch.setattr("dev.fuzz.run.spent", lambda now=is_spent: now)
         row = run_task(Task(FIXED, cut=False, folder=str(tmp_path)))
         assert row["verdict"] == "error" and "device-side" in row["text"]
         assert bool(row["file"]) is not is_spent
@@ -294,7 +296,7 @@ def test_a_failure_without_its_gpu_has_no_file(
 def test_what_dynamo_alone_gets_wrong(dynamo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo of torch 2.11 takes a norm along the last of `[2, 1]` for one number, so that what is
     counted with its size is wrong, and AOTAutograd ends on it (seed 14500480)."""
-    x, run = torch.randn(5, generator=torch.Generator().manual_seed(0)), reproduce.run
+    x, run = torch.randn(5, generator=torch.Generator().manual_seed(0)), test_cases.run
 
     def torch_2_11(fn: Any, sets: Any, how: How) -> Any:
         if how.backend == "aot_eager":
@@ -302,8 +304,8 @@ def test_what_dynamo_alone_gets_wrong(dynamo: bool, monkeypatch: pytest.MonkeyPa
         wrong = dynamo or how.backend == "deuteron"
         return run(torch.sin if wrong else torch.cos, sets, replace(how, backend="eager"))
 
-    monkeypatch.setattr(reproduce, "run", torch_2_11)
-    failure = reproduce.check(torch.cos, torch.cos, [[x]], How())
+    monkeypatch.setattr(test_cases, "run", torch_2_11)
+    failure = test_cases.check(torch.cos, torch.cos, [[x]], How())
     assert failure is not None and failure.kind == ("torch" if dynamo else "wrong")
 
 
@@ -312,7 +314,7 @@ def test_errors_where_torch_takes_results_for_others(
     other_shape: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of torch 2.11's norm the result has another shape, AOTAutograd ends on ours (79000720)."""
-    run = reproduce.run
+    run = test_cases.run
 
     def torch_2_11(fn: Any, sets: Any, how: How) -> Any:
         if how.backend == "deuteron":
@@ -320,8 +322,8 @@ def test_errors_where_torch_takes_results_for_others(
         wrong = torch.atleast_2d if other_shape else torch.sin
         return run(wrong, sets, replace(how, backend="eager"))
 
-    monkeypatch.setattr(reproduce, "run", torch_2_11)
-    failure = reproduce.check(torch.cos, torch.cos, [[torch.ones(5)]], How())
+    monkeypatch.setattr(test_cases, "run", torch_2_11)
+    failure = test_cases.check(torch.cos, torch.cos, [[torch.ones(5)]], How())
     assert failure is not None and failure.kind == ("torch" if other_shape else "error")
 
 
@@ -337,7 +339,7 @@ def test_what_torch_takes_for_strides() -> None:
     x = torch.tensor([[1, 0], [4, 3]]).t()
     with pytest.raises(Exception, match="view size is not compatible"):
         torch.compile(rows, backend="aot_eager")(x)
-    failure = reproduce.check(rows, rows, [[x]], How())
+    failure = test_cases.check(rows, rows, [[x]], How())
     assert failure is not None and failure.kind == "torch"
 
 
@@ -351,7 +353,7 @@ def test_strides_that_torch_takes_where_its_elements_differ_too() -> None:
 
     x = torch.randn(2, 2, 8).bfloat16()
     x[1, 1, 4] = torch.inf
-    failure = reproduce.check(added, added, [[x.permute(1, 0, 2)]], How())
+    failure = test_cases.check(added, added, [[x.permute(1, 0, 2)]], How())
     assert failure is not None and failure.kind == "torch", failure
 
 

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from deuteron.tools.interpret import converted, fused
+from dev.check.interpret import converted, fused
 
 
 def test_the_interpreter_rounds_to_bfloat16() -> None:

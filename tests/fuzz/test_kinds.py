@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from deuteron.tools.fuzz_assertions import SETS, assertions, judge, outcomes
-from deuteron.tools.fuzz_checkpoints import checkpoints
-from deuteron.tools.fuzz_draft import Drawn
-from deuteron.tools.fuzz_kinds import KINDS, kind_of
-from deuteron.tools.fuzz_vectors import vectors
-from deuteron.tools.oracle import copies
-from deuteron.tools.reproduce import How, Line
+from dev.check.oracle import copies
+from dev.check.test_cases import How, Line
+from dev.fuzz.assertions import SETS, assertions, judge, outcomes
+from dev.fuzz.checkpoints import checkpoints
+from dev.fuzz.draft import Drawn
+from dev.fuzz.kinds import KINDS, kind_of
+from dev.fuzz.vectors import vectors
 
 ONE_KIND = {"vectors": vectors, "assertions": assertions, "checkpoints": checkpoints}
 

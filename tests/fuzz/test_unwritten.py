@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.tools.oracle import Oracle, see
-from deuteron.tools.reproduce import How, check, of_no_memory
+from dev.check.oracle import Oracle, see
+from dev.check.test_cases import How, check, of_no_memory
 
 
 def oracle(fn: Callable[..., Any], inputs: list[Tensor], backward: bool = False) -> Oracle:

@@ -11,7 +11,7 @@ import torch
 from deuteron.base.record import Record
 from deuteron.ir.program import Extern
 from deuteron.lower.graph import lower
-from deuteron.memory.into import out_variant
+from deuteron.memory.out_variants import out_variant
 from deuteron.runtime import support
 from tests.lower.harness import trace
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.tools.oracle import Oracle, copies, differences, see
+from dev.check.oracle import Oracle, copies, differences, see
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -141,7 +141,7 @@ def coarse(name: str, dtype: torch.dtype, **options: Any) -> list[str]:
 
 
 def main() -> None:
-    from deuteron.tools.interpret import interpreted
+    from dev.check.interpret import interpreted
 
     def report(name: str, run: Callable[[], list[str]]) -> None:
         try:

@@ -214,7 +214,7 @@ def differences(name: str, backend: Any) -> list[str]:
 
 
 def main() -> None:
-    from deuteron.tools.interpret import interpreted
+    from dev.check.interpret import interpreted
 
     for name in GROUPS:
         try:

@@ -9,8 +9,8 @@ import os
 import random
 from datetime import date
 
-from deuteron.tools.coverage import jobs_for
-from deuteron.tools.coverage_worker import Job
+from dev.coverage.run import jobs_for
+from dev.coverage.worker import Job
 
 VARIABLE = "DEUTERON_TEST_OPERATORS"
 SEED = int(os.environ.get(VARIABLE) or date.today().strftime("%Y%m%d"))

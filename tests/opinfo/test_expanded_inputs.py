@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.tools.oracle import Oracle, Seen, differences, see
+from dev.check.oracle import Oracle, Seen, differences, see
 
 
 def normalized(xs: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The forms of `deuteron coverage`: each changes what it says, and what is wrong shows."""
+"""The forms of `python -m dev coverage`: each changes what it says, and what is wrong shows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.tools.coverage_forms import FORMS, Case, tensors_of
-from deuteron.tools.coverage_worker import Job, Row, Runner, Unsuitable, trial
+from dev.coverage.forms import FORMS, Case, tensors_of
+from dev.coverage.worker import Job, Row, Runner, Unsuitable, trial
 
 
 @pytest.fixture(autouse=True)

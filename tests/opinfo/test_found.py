@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.tools.oracle import Oracle, Seen, copies, differences, see
+from dev.check.oracle import Oracle, Seen, copies, differences, see
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deuteron.tools.coverage import failure_text, jobs_for
-from deuteron.tools.coverage_cases import entries
-from deuteron.tools.coverage_forms import Case
-from deuteron.tools.coverage_worker import Job, Row, Runner, run_job, seedless, trial
-from deuteron.tools.oracle import see
+from dev.check.oracle import see
+from dev.coverage.cases import entries
+from dev.coverage.forms import Case
+from dev.coverage.run import failure_text, jobs_for
+from dev.coverage.worker import Job, Row, Runner, run_job, seedless, trial
 from tests.opinfo.choice import SEED, VARIABLE, fixed, rotating
 
 

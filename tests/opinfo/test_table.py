@@ -1,4 +1,4 @@
-"""`deuteron coverage --from`: one table from the results of several machines."""
+"""`python -m dev coverage --from`: one table from the results of several machines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deuteron.tools.coverage import Lost, Worker, row_of, show
-from deuteron.tools.coverage_table import by_op, provenance
-from deuteron.tools.coverage_worker import EAGER, Job, source_digest
+from dev.coverage.run import Lost, Worker, row_of, show
+from dev.coverage.table import by_op, provenance
+from dev.coverage.worker import EAGER, Job, source_digest
 
 
 def row(op: str, device: str, **more: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_samples_that_end_the_process() -> None:
 
 def test_tests_of_another_compiler_that_are_not_there(tmp_path: Path) -> None:
     """The script says what it needs and where that is from."""
-    script = Path(__file__).parents[2] / "scripts" / "common_ops.py"
+    script = Path(__file__).parents[2] / "dev" / "coverage" / "common_ops.py"
     command = [sys.executable, str(script), str(tmp_path / "absent.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and not done.stderr

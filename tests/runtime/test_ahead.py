@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from deuteron.base.options import Options
-from deuteron.runtime import ahead, build_triton, launch_cuda
+from deuteron.runtime import build_triton, launch_cuda, prewarm
 
 
 class OnGpu(torch.Tensor):
@@ -43,15 +43,15 @@ def graph(operations: int) -> fx.GraphModule:
 def test_a_graph_is_prepared_once(started: list[Any], tmp_path: Path) -> None:
     options = Options.make(options={"cache_dir": str(tmp_path)})
     x = [torch.ones(3).as_subclass(OnGpu)]
-    ahead.prepare(graph(3), x, options)  # it never compiled
-    done = ahead.prepare(graph(3), x, options)
+    prewarm.prepare(graph(3), x, options)  # it never compiled
+    done = prewarm.prepare(graph(3), x, options)
     assert [(c, n) for c, n, _ in started] == [(90, 1)] * 2
     done()
-    ahead.prepare(graph(3), x, options)()
+    prewarm.prepare(graph(3), x, options)()
     assert len(started) == 2
-    ahead.prepare(graph(400), x, options)
-    assert started[-1][:2] == (90, ahead.MOST)
-    ahead.prepare(graph(3), [torch.ones(4).as_subclass(OnGpu)], options)
+    prewarm.prepare(graph(400), x, options)
+    assert started[-1][:2] == (90, prewarm.MOST)
+    prewarm.prepare(graph(3), [torch.ones(4).as_subclass(OnGpu)], options)
     assert len(started) == 4
 
 
@@ -59,13 +59,13 @@ def test_a_graph_has_one_name_in_all_processes() -> None:
     def f(x: Any) -> Any:
         return torch.sin(x) @ x + abs(x)
 
-    text = ahead._text(fx.symbolic_trace(f), [torch.ones(2, 3)])
+    text = prewarm._text(fx.symbolic_trace(f), [torch.ones(2, 3)])
     assert "sin" in text and "[2, 3]" in text and "0x" not in text
 
 
 def test_nothing_starts_for_the_cpu(started: list[Any], tmp_path: Path) -> None:
     options = Options.make(options={"cache_dir": str(tmp_path)})
-    ahead.prepare(graph(3), [torch.ones(3), 4], options)()
+    prewarm.prepare(graph(3), [torch.ones(3), 4], options)()
     assert not started and not list(tmp_path.iterdir())
 
 
@@ -76,7 +76,7 @@ def test_a_process_starts_before_there_is_a_graph(
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         started.clear()
-        ahead.begin()
+        prewarm.begin()
         return len(started)
 
     assert counted(1, "13.0") == 1 and started[0][1] == 1

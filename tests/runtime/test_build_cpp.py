@@ -23,7 +23,7 @@ from deuteron.codegen.cpp.kernels import FLAGS
 from deuteron.runtime import build_cpp
 from deuteron.runtime import cache as cache_module
 from deuteron.runtime.cache import Cache
-from deuteron.tools.coverage import Worker
+from dev.coverage.run import Worker
 
 SOURCE = 'extern "C" int answer() { return %d; }\n'
 PLAIN = ("-O1", "-fPIC", "-shared")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-import deuteron.runtime.direct as module
+import deuteron.runtime.aot_bypass as module
 from deuteron.backend import collecting
 
 R = torch.randn

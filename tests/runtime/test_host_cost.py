@@ -1,5 +1,5 @@
 """What Deuteron itself costs in a call. The limits are several times what is measured (2 us for one
-kernel on the machine of `scripts/host_cost.py`'s table), so that only a mistake passes them."""
+kernel on the machine of `dev/measure/host_cost.py`'s table), so that only a mistake passes them."""
 
 from __future__ import annotations
 

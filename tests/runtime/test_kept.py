@@ -20,8 +20,8 @@ from torch.autograd.graph import save_on_cpu
 from deuteron.backend import collecting
 from deuteron.base.options import environment
 from deuteron.codegen.assemble import Emitted
+from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
-from deuteron.codegen.segments import Launches
 from deuteron.runtime.artifact import Artifact
 from deuteron.runtime.cuda_graphs import Recordable
 from tests.codegen.triton_programs import kernels, planned

@@ -85,7 +85,7 @@ def test_wrong_kernel_is_named_and_runs_alone(
     (folder,) = tmp_path.glob("wrong_*")
     assert str(folder) in error.hint
     assert "1.26f" in (folder / "kernel.cpp").read_text()
-    command = [sys.executable, "-m", "deuteron.runtime.alone", str(folder)]
+    command = [sys.executable, "-m", "deuteron.runtime.standalone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "differs by up to" in done.stdout
@@ -137,7 +137,7 @@ def test_right_kernel_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     (folder,) = tmp_path.glob("wrong_*")
     text = (folder / "kernel.cpp").read_text()
     (folder / "kernel.cpp").write_text(text.replace("1.26f", "1.25f"))
-    command = [sys.executable, "-m", "deuteron.runtime.alone", str(folder)]
+    command = [sys.executable, "-m", "deuteron.runtime.standalone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal" in done.stdout

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from deuteron.ir.program import Extern
-from deuteron.schedule.direction import with_directions
 from deuteron.schedule.kernel import Kernel
+from deuteron.schedule.traversal import with_directions
 from tests.schedule import tools
 from tests.schedule.tools import scheduled, spec_of
 

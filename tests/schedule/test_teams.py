@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deuteron.schedule.teams import ALIKE, PARTIAL, workers_alike
+from deuteron.schedule.cooperative import ALIKE, PARTIAL, workers_alike
 
 
 def turns(rows: int, most: int, count: int) -> int:

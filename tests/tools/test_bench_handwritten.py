@@ -11,7 +11,7 @@ from tests.interpreting import interpret
 
 PROGRAM = """
 import torch, torch.nn.functional as F
-from deuteron.tools.bench import handwritten_triton as hand
+from dev.bench import handwritten_triton as hand
 
 def same(got, want, tolerance=2e-5):
     assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())

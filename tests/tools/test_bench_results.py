@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deuteron.tools.bench.cases import Case, Work
-from deuteron.tools.bench.command import EACH, Asked
-from deuteron.tools.bench.contenders import CONTENDERS
-from deuteron.tools.bench.families import FAMILIES
-from deuteron.tools.bench.measure import Runner, identical
-from deuteron.tools.bench.report import OURS, remarks
+from dev.bench.cases import Case, Work
+from dev.bench.command import EACH, Asked
+from dev.bench.contenders import CONTENDERS
+from dev.bench.families import FAMILIES
+from dev.bench.measure import Runner, identical
+from dev.bench.report import OURS, remarks
 
 FORWARD, TRAIN = (False,), (False, True)
 PROGRAMS = {
@@ -80,6 +80,6 @@ def test_results_name_the_command_that_gives_them() -> None:
     def command(each: float, what: str = "time") -> str:
         return Asked(("norms",), "", "cpu", "", "", False, -1, each, 60.0, what, 2).command()
 
-    assert command(EACH) == "deuteron bench norms --device cpu"
-    assert command(2.0) == "deuteron bench norms --device cpu --each 2"
-    assert command(2.0, "cold") == "deuteron bench norms --device cpu --cold --repeats 2"
+    assert command(EACH) == "python -m dev bench norms --device cpu"
+    assert command(2.0) == "python -m dev bench norms --device cpu --each 2"
+    assert command(2.0, "cold") == "python -m dev bench norms --device cpu --cold --repeats 2"

@@ -17,7 +17,10 @@ from deuteron.base.errors import DeuteronError
 from deuteron.tools.cli import app, main
 from deuteron.tools.demo import verdict
 from deuteron.tools.demo_programs import PROGRAMS, sentences
-from deuteron.tools.explaining import UsageError, load, tensor
+from deuteron.tools.explain_command import UsageError, load, tensor
+from dev import __main__ as developers
+
+USERS = ("demo", "explain")  # commands that are installed; the others are `python -m dev`
 
 
 def test_help_does_not_import_torch() -> None:
@@ -42,18 +45,19 @@ def test_usage_errors_have_exit_status_2(tmp_path: Path) -> None:
         ["explain", f"{tmp_path}/f.py:absent"],
         ["explain", f"{tmp_path}/f.py:double"],  # no argument given
         ["explain", f"{tmp_path}/f.py:double", "--input", "float32(8)"],
-        ["bench", "seeds", "--repeats", "2"],  # of what is not cold
     ):
         assert runner.invoke(app, words).exit_code == 2, words
+    not_cold = ["bench", "seeds", "--repeats", "2"]
+    assert runner.invoke(developers.app, not_cold).exit_code == 2
 
 
 def test_dtypes_beyond_the_usual(tmp_path: Path) -> None:
     runner, state = CliRunner(), tmp_path / "state.jsonl"
     words = ["coverage", "--ops", "^bitwise_not$", "--parts", "forward", "--state", str(state)]
-    assert runner.invoke(app, [*words, "--dtypes", "int16,uint8"]).exit_code == 0
+    assert runner.invoke(developers.app, [*words, "--dtypes", "int16,uint8"]).exit_code == 0
     rows = [json.loads(line) for line in state.read_text().splitlines()]
     assert {r["dtype"] for r in rows if r["right"]} == {"int16", "uint8"}
-    assert runner.invoke(app, [*words, "--dtypes", "int17"]).exit_code == 2
+    assert runner.invoke(developers.app, [*words, "--dtypes", "int17"]).exit_code == 2
 
 
 @pytest.mark.parametrize("built", [None, "12.8"], ids=["without CUDA", "no GPU"])
@@ -71,13 +75,14 @@ def test_a_device_that_is_absent(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(sys, "argv", ["deuteron", command, *words, "--device", "cuda"])
+    program, start = ("deuteron", main) if command in USERS else ("dev", developers.main)
+    monkeypatch.setattr(sys, "argv", [program, command, *words, "--device", "cuda"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main()
+        start()
     assert ended.value.code == 1
     first, hint = capsys.readouterr().err.splitlines()
-    assert first.startswith("deuteron: cuda")
+    assert first.startswith(f"{program}: cuda")
     assert ("without CUDA" in first) == (built is None) and hint.startswith("  hint: ")
 
 
@@ -136,7 +141,7 @@ def test_demo_programs_run_in_eager() -> None:
 
 
 def test_a_report_keeps_what_it_says_of_other_machines() -> None:
-    from deuteron.tools.bench.document import markdown
+    from dev.bench.document import markdown
 
     def run(device: str, name: str, torch: str = "2.13") -> dict[str, Any]:
         machine = {"device": device, "name": name, "torch": torch, "cores": 2, "threads": 2}
@@ -152,7 +157,7 @@ def test_a_report_keeps_what_it_says_of_other_machines() -> None:
 
 
 def test_a_report_keeps_what_it_says_of_other_suites() -> None:
-    from deuteron.tools.bench.document import markdown
+    from dev.bench.document import markdown
 
     def run(suite: str, *times: float) -> dict[str, Any]:
         machine = {"device": "cpu", "name": "A", "torch": "2", "cores": 2, "threads": 2}
@@ -161,7 +166,7 @@ def test_a_report_keeps_what_it_says_of_other_suites() -> None:
             | {"results": {"deuteron": {"us": us, "median_us": us}}}
             for k, us in enumerate(times)
         ]
-        command = f"deuteron bench {suite} --device cpu --seconds {len(times)}"
+        command = f"python -m dev bench {suite} --device cpu --seconds {len(times)}"
         return {"machine": machine | {"date": "today"}, "command": command, "rows": rows}
 
     first = markdown([run("norms", 300.0), run("losses", 400.0)])
@@ -183,8 +188,8 @@ def test_a_report_keeps_what_it_says_of_other_suites() -> None:
 def test_cold_calls_take_turns_and_the_median_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deuteron.tools.bench import run
-    from deuteron.tools.bench.suites import chosen
+    from dev.bench import run
+    from dev.bench.suites import chosen
 
     asked: list[str] = []
 
@@ -199,7 +204,7 @@ def test_cold_calls_take_turns_and_the_median_counts(
     (case,) = chosen(("seeds",), "cpu", (), "sin chain", False)
     files = (tmp_path / "bench.log", tmp_path / "rows.json")
     plan = run.Plan((case,), ("inductor", "deuteron"), "cpu", 0, 0.1, 60.0, 3, *files)
-    document = run.run_bench(plan, "cold", "deuteron bench --cold")
+    document = run.run_bench(plan, "cold", "python -m dev bench --cold")
     inductor, deuteron = ["inductor"] * 2, ["deuteron"] * 2
     assert asked == [*inductor, *deuteron, *deuteron, *inductor, *inductor, *deuteron]
     ((theirs, ours),) = [tuple(row["results"].values()) for row in document["cold"]]
@@ -210,7 +215,7 @@ def test_cold_calls_take_turns_and_the_median_counts(
 def test_a_bench_that_is_stopped_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deuteron.tools.bench import run
+    from dev.bench import run
 
     def stopped(request: Any, until: float, log: Path, report: Any) -> list[str]:
         report({"suite": "norms", "case": "one", "failure": "none", "results": {}})
@@ -220,7 +225,7 @@ def test_a_bench_that_is_stopped_keeps_its_rows(
     target = tmp_path / "folder" / "rows.json"
     plan = run.Plan((), ("eager",), "cpu", 0, 0.1, 60.0, 1, tmp_path / "bench.log", target)
     with pytest.raises(KeyboardInterrupt):
-        run.run_bench(plan, "time", "deuteron bench norms")
+        run.run_bench(plan, "time", "python -m dev bench norms")
     document = json.loads(target.read_text())
-    assert document["command"] == "deuteron bench norms"
+    assert document["command"] == "python -m dev bench norms"
     assert [row["case"] for row in document["rows"]] == ["one"]

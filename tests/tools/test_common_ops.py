@@ -1,5 +1,5 @@
-"""`scripts/common_ops.py` on a file of the form of torch's: right, wrong, skipped, a dead process,
-tests that look into Inductor."""
+"""`dev/coverage/common_ops.py` on a file of the form of torch's: right, wrong, skipped, a dead
+process, tests that look into Inductor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "common_ops.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "dev" / "coverage" / "common_ops.py"
 STAND_IN = """
 import os, unittest
 import torch

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deuteron.tools.bench import predictions
-from deuteron.tools.bench.predictions import Row, main, report, share_off
+from dev.bench import predictions
+from dev.bench.predictions import Row, main, report, share_off
 
 
 def row(predicted: float, measured: float) -> Row:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from deuteron.tools.real import run as running
-from deuteron.tools.real.build import CAPS, Built, build
-from deuteron.tools.real.draw import HEADS, Candidate, absent, slots, transformers_order
-from deuteron.tools.real.measure import Checked, Step, errors, settled, slower, wrong
-from deuteron.tools.real.report import summary
-from deuteron.tools.real.run import Plan, read, run_all
-from deuteron.tools.real.worker import MARK, Request
+from dev.real import run as running
+from dev.real.build import CAPS, Built, build
+from dev.real.draw import HEADS, Candidate, absent, slots, transformers_order
+from dev.real.measure import Checked, Step, errors, settled, slower, wrong
+from dev.real.report import summary
+from dev.real.run import Plan, read, run_all
+from dev.real.worker import MARK, Request
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,7 +1,7 @@
 """How fast a library and generated loops multiply matrices: the figures behind the choice.
 
 In: sizes, dtype and memory order of a product, and the device. Out: microseconds of both. The
-tables are data: ``python scripts/products.py`` measures them again.
+tables are data: ``python -m dev.measure.products`` measures them again.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
+from deuteron.codegen.launch_groups import OPENMP, Launches, Segment
 from deuteron.codegen.products import Product
-from deuteron.codegen.segments import OPENMP, Launches, Segment
 from deuteron.codegen.text import dtype_text, long_string, wrapped
 from deuteron.codegen.triton.generate import Config, TritonKernel
 from deuteron.ir.index import Sym, hint
@@ -159,9 +159,9 @@ def main(
         yield "    from deuteron.ir.index import Sym"
     if body.products:
         yield "    from deuteron.codegen.products import Product, Side"
-    yield "    from deuteron.runtime import alone"
+    yield "    from deuteron.runtime import standalone"
     yield ""
-    yield "    alone.main("
+    yield "    standalone.main("
     yield "        globals(),"
     yield "        inputs=["
     yield from (f"            {x}," for x in examples(program))

@@ -49,7 +49,7 @@ from deuteron.schedule.kernel import Fold, Nest, Prefix
 @dataclass(frozen=True)
 class Write:
     """A store at a linear address; or of several neighbours, `value` and `others` at the points of
-    the axis `phase`, which lie behind those of `along` (see `codegen.triton.phases`)."""
+    the axis `phase`, which lie behind those of `along` (see `codegen.triton.unroll_and_jam`)."""
 
     tensor: str
     address: Index

@@ -20,9 +20,9 @@ import torch
 
 from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
+from deuteron.codegen.launch_groups import Address, Launches, Segment
 from deuteron.codegen.products import Product, product_of
 from deuteron.codegen.results import FIRST, PLAIN, comparison, looked_at, relied_on
-from deuteron.codegen.segments import Address, Launches, Segment
 from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const
@@ -38,7 +38,7 @@ from deuteron.ir.program import (
     names_in,
     objects_used,
 )
-from deuteron.memory.into import out_variant
+from deuteron.memory.out_variants import out_variant
 from deuteron.memory.plan import KEPT, POOLED, MemoryPlan, span
 from deuteron.schedule.kernel import Kernel, Schedule
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from deuteron.ir.dynamic_bounds import ends
 from deuteron.ir.expr import FLOATS, INTS, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, evaluate
 from deuteron.ir.program import (
@@ -33,7 +34,6 @@ from deuteron.ir.program import (
     ViewArg,
     names_in,
 )
-from deuteron.ir.ragged import ends
 
 BLOCK = 1 << 20  # points per block: 4 MiB per f32 value of the expression
 TO_TORCH: dict[str, torch.dtype] = {

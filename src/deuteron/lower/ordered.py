@@ -4,8 +4,8 @@ In: a scatter that adds, as points, their places and what they add. Out: the sam
 places are sorted (stably, by the library) with the points' numbers, or, where there are few, each
 counts who goes before it; the points of a row of the result are then neighbours, from
 ``first[row]`` to before ``first[row + 1]``, and the row is a fold over them that ends where it ends
-(`ir.ragged`). Nothing is added atomically, so that results repeat bit for bit; the result is
-written once, in its own dtype, and there is no other memory of its size.
+(`ir.dynamic_bounds`). Nothing is added atomically, so that results repeat bit for bit; the result
+is written once, in its own dtype, and there is no other memory of its size.
 
 Long runs (padding, a frequent word) are cut: a whole chunk of the sorted points that has but one
 place is summed by itself, beside the others, and a row adds the points before its first whole

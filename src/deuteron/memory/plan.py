@@ -24,8 +24,8 @@ from deuteron.base.record import Record
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, evaluate, hint
 from deuteron.ir.program import Compute, Extern, Input, Layout, Program
-from deuteron.memory.into import out_variant
 from deuteron.memory.lifetimes import Lifetimes, overwritable
+from deuteron.memory.out_variants import out_variant
 from deuteron.schedule.dag import results_that_tell
 from deuteron.schedule.kernel import Kernel, Schedule
 

@@ -21,8 +21,8 @@ from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.codegen.assemble import Emitted, triton_fields, triton_kernel
 from deuteron.codegen.cpp.kernels import FLAGS
+from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
-from deuteron.codegen.segments import Launches
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.runtime import build_cpp
 from deuteron.runtime.cuda_graphs import Recordable, graphed

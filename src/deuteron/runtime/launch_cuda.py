@@ -23,14 +23,14 @@ from deuteron.base.cluster import CLUSTER_BYTES, ROUNDS
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
+from deuteron.codegen.triton.cooperative import FIRST
 from deuteron.codegen.triton.generate import TritonKernel
-from deuteron.codegen.triton.teams import FIRST
 from deuteron.codegen.triton.tiling import MOST_EXCHANGED
 from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
 from deuteron.runtime.build_triton import Binary, TooLarge, build, submit
 from deuteron.runtime.workers import Task
-from deuteron.schedule.teams import RESIDENT, resident
+from deuteron.schedule.cooperative import RESIDENT, resident
 
 SOURCE = """
 typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,

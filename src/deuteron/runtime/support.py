@@ -79,8 +79,9 @@ def as_traced(t: Tensor | None, strides: Sequence[int]) -> Tensor | None:
 
 
 def convolve(x: Tensor, w: Tensor, bias: None, *settings: Any, out: Tensor) -> None:
-    """`aten.convolution`, with its arguments, where that is one call of cuDNN's (`memory.into`):
-    with what ``torch.backends.cudnn`` says at this moment, into given memory."""
+    """`aten.convolution`, with its arguments, where that is one call of cuDNN's
+    (`memory.out_variants`): with what ``torch.backends.cudnn`` says at this moment, into given
+    memory."""
     if not torch._C._get_cudnn_enabled():
         out.copy_(torch.ops.aten.convolution.default(x, w, bias, *settings))
         return

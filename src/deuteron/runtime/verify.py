@@ -35,7 +35,7 @@ from deuteron.ir.program import Compute, Extern, Input, Program, tensors_read
 from deuteron.ir.reference import compute
 from deuteron.lower.unrounded import at_the_other_end
 from deuteron.memory.lifetimes import overwritable
-from deuteron.runtime.traced import Traced, Unknown
+from deuteron.runtime.fx_interpreter import Traced, Unknown
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.printer import kernel_lines
 from deuteron.schedule.reference import run_kernel
@@ -395,7 +395,7 @@ class Watcher:
         generated = self.generated[kernel.name]
         save(folder, kernel, generated, given, want, sizes)
         where = next((o.line for o in kernel.origins if o.line), "")
-        command = shlex.join([sys.executable, "-m", "deuteron.runtime.alone", str(folder)])
+        command = shlex.join([sys.executable, "-m", "deuteron.runtime.standalone", str(folder)])
         raise VerifyError(
             f"kernel {generated.name} {SAID[guilty]}: {found}",
             hint=f"its source and inputs are in {folder}; alone: {command}",

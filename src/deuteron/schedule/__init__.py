@@ -21,7 +21,7 @@ from deuteron.ir.program import Extern, Program, memory_of
 from deuteron.schedule.build import build, needed_outside
 from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
-from deuteron.schedule.join import Joiner, Launch
+from deuteron.schedule.horizontal import Joiner, Launch
 from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.normalize import canonical, keeps_apart, normalize
 from deuteron.schedule.recompute import recompute

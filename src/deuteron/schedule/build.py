@@ -19,11 +19,11 @@ from deuteron.ir.program import (
     memory_of,
     tensors_read,
 )
-from deuteron.schedule.direction import with_directions
 from deuteron.schedule.group import Group, Member
-from deuteron.schedule.join import Launch
+from deuteron.schedule.horizontal import Launch
 from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Step, Store
 from deuteron.schedule.profit import Cost, cost
+from deuteron.schedule.traversal import with_directions
 
 LONGEST_NAME = 72
 

@@ -29,10 +29,7 @@ from deuteron.ir.index import (
     substitute,
 )
 from deuteron.ir.program import Compute, Layout, contiguous
-from deuteron.schedule.group import Group, Member
-from deuteron.schedule.legality import Refusal, consistent
-from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
-from deuteron.schedule.teams import (
+from deuteron.schedule.cooperative import (
     ALIKE,
     HELD,
     MOST,
@@ -42,6 +39,9 @@ from deuteron.schedule.teams import (
     team_of,
     workers_alike,
 )
+from deuteron.schedule.group import Group, Member
+from deuteron.schedule.legality import Refusal, consistent
+from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
 
 # Workers per multiprocessor of a GPU: few, since each leaves partial results, but more for short
 # rows, which leave a worker waiting. H200, layer norm forward and backward, 2, 4, 8 workers: rows

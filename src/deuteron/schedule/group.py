@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from deuteron.ir import dynamic_bounds
 from deuteron.ir import expr as E
-from deuteron.ir import ragged
 from deuteron.ir.expr import Expr, flops
 from deuteron.ir.index import Atom, Axis, Index, Value, atom, const, hint, product, substitute
 from deuteron.ir.program import Compute, Layout, tensors_read
@@ -135,9 +135,9 @@ class Member:
         nested = body.axes() - self.at.keys()
         if not nested:
             return each + flops(body)
-        ends = ragged.ends(body)
+        ends = dynamic_bounds.ends(body)
         inner = hint(product(a.extent for a in nested if a not in ends))
-        inner *= max(1, sum(ragged.expected(a, ends[a]) for a in nested if a in ends))
+        inner *= max(1, sum(dynamic_bounds.expected(a, ends[a]) for a in nested if a in ends))
         return each + flops(body) * inner
 
 

@@ -122,7 +122,7 @@ class Kernel:
     predicted_us: float
     barriers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
-    reverse: bool = False  # programs go from the last to the first: see `schedule.direction`
+    reverse: bool = False  # programs go from the last to the first: see `schedule.traversal`
     stays: bool = False  # what it reads is to stay in the L2: likewise
 
     def parts(self) -> tuple[tuple[Nest, ...], ...]:

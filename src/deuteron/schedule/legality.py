@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.index import Axis, Index, as_index, product
 from deuteron.ir.program import Layout
-from deuteron.schedule import sections
+from deuteron.schedule import grouped
 from deuteron.schedule.group import Group, Member, bound_axes
 from deuteron.schedule.space import (
     Equation,
@@ -71,7 +71,7 @@ def fits(
         if isinstance(placed, Refusal):
             first = first or placed
             continue
-        if placed.section and spec is not None and (why := sections.unfit(placed, layouts, spec)):
+        if placed.section and spec is not None and (why := grouped.unfit(placed, layouts, spec)):
             first = first or Refusal("sections", why)
             continue
         bad = consistent(placed, layouts, owner, (base, guest))
@@ -174,12 +174,12 @@ def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | R
             if guest.section and image(table, guest.section) != set(base.section):
                 return _different(base, guest, "sections")
             return _joined(base, guest, [m.moved(table) for m in guest.members])
-        found = sections.cut(base, guest, table) if cut else None
+        found = grouped.cut(base, guest, table) if cut else None
         if found is not None:
             (base, table) = found
             if not one_to_one(guest.space.axes, table) or guest.space.points is not space.points:
                 return _different(base, guest, "sections")
-            at = [m.moved(table, sections.LEVELS[m.level]) for m in guest.members]
+            at = [m.moved(table, grouped.LEVELS[m.level]) for m in guest.members]
             return _joined(base, guest, at)
         groups = rows - r if base.chunk is None else {base.chunk[0]}
         if r <= rows and p <= cols | groups:
@@ -202,7 +202,7 @@ def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | R
         if not one_to_one(guest.space.axes, table):
             return _different(base, guest, "rows")
         return _joined(base, guest, [m.moved(table, level="row") for m in guest.members])
-    counting = sections.counting(base)
+    counting = grouped.counting(base)
     if base.section and everything <= counting:
         if guest.space.points is product(a.extent for a in counting):
             if one_to_one(guest.space.axes, table):

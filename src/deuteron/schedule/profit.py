@@ -14,10 +14,10 @@ from deuteron.base.scans import EXCHANGED, MOST_SCANS, bandwidth, in_blocks
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
 from deuteron.ir.program import Layout
+from deuteron.schedule.cooperative import HELD, team_of
 from deuteron.schedule.group import Group, Member
-from deuteron.schedule.parts import one_pass
+from deuteron.schedule.split_reductions import one_pass
 from deuteron.schedule.strides import strided_bytes
-from deuteron.schedule.teams import HELD, team_of
 
 # What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
 # share: H200, one program per multiprocessor, copies of 1 to 132 programs.
@@ -231,7 +231,7 @@ def known_rows(group: Group) -> bool:
 def shareable(group: Group, layouts: Mapping[str, Layout]) -> bool:
     """Whether teams may share rows that begin anywhere: elements are so wide that what a warp reads
     is whole lines, or (of at least 2 bytes) there is one axis of rows, of which each worker has
-    those that begin alike (`codegen.triton.alike`)."""
+    those that begin alike (`codegen.triton.alignment_classes`)."""
     least = min((ITEMSIZE[layouts[n].dtype] for n in group.reads), default=4)
     rows = [a.extent.value for a in group.space.parallel if a.extent.value != 1]
     return least >= 4 or (least >= 2 and len(rows) == 1 and rows[0] is not None)

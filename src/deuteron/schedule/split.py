@@ -24,7 +24,7 @@ from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.group import Group, alone
 from deuteron.schedule.legality import Refusal, fits
-from deuteron.schedule.parts import in_parts, outermost_first
+from deuteron.schedule.split_reductions import in_parts, outermost_first
 
 # Parts of rows that a device works on at a time, per multiprocessor.
 PARTS = 4

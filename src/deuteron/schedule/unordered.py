@@ -1,8 +1,8 @@
 """Which results may differ from one run to the next: a statement for the Record, not a decision.
 
 In: a `Schedule`. Out: an entry for each kernel and library call of a GPU in which the order of
-additions, or of writes to one place, is not fixed. CPU kernels do all in order. `deuteron bench`
-compares calls bit by bit, and marks what differs and is not named here.
+additions, or of writes to one place, is not fixed. CPU kernels do all in order. `python -m dev
+bench` compares calls bit by bit, and marks what differs and is not named here.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import Scope, difference, smaller
-from deuteron.codegen.cpp.fetches import AHEAD, MOST, fetch
-from deuteron.codegen.cpp.folds import FLUSH, Accumulator
 from deuteron.codegen.cpp.lanes import Lanes
 from deuteron.codegen.cpp.nests import (
     ROW,
@@ -31,10 +29,12 @@ from deuteron.codegen.cpp.nests import (
     size,
     write_store,
 )
+from deuteron.codegen.cpp.nontemporal import buffer, place_of, streamed, transpose
 from deuteron.codegen.cpp.online import Walk
 from deuteron.codegen.cpp.passes import Pass
+from deuteron.codegen.cpp.prefetch_streaming import AHEAD, MOST, fetch
+from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
 from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
-from deuteron.codegen.cpp.streams import buffer, place_of, streamed, transpose
 from deuteron.codegen.loops import Write, ordered, points, roots_of, stride, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint

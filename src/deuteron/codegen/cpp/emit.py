@@ -20,7 +20,7 @@ from math import frexp, prod
 from deuteron.base.text import plain_name
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
-from deuteron.codegen.cpp.folds import Accumulator
+from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.codegen.precision import log1p_of_unit, not_negative
 from deuteron.ir.divisors import is_divisor
 from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, Expr, children

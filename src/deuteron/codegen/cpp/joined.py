@@ -12,8 +12,8 @@ behind: 365 us whole, 29 in parts.)
 from __future__ import annotations
 
 from deuteron.codegen.cpp.axes import vector
+from deuteron.codegen.cpp.index_sets import MOST, MOST_PARTS, cuts, operations, pieces, repeats
 from deuteron.codegen.cpp.nests import ordered_conflicts
-from deuteron.codegen.cpp.segments import MOST, MOST_PARTS, cuts, operations, pieces, repeats
 from deuteron.codegen.cpp.tiles import crossing
 from deuteron.codegen.loops import Loops, Write, stretch
 from deuteron.ir.index import Axis, hint

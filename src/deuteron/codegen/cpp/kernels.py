@@ -28,9 +28,9 @@ from deuteron.codegen.cpp.columns import write_columns
 from deuteron.codegen.cpp.emit import Emitter, apart_name, fits_int, size_name
 from deuteron.codegen.cpp.joined import by_parts
 from deuteron.codegen.cpp.nests import Env, Machine, size
+from deuteron.codegen.cpp.nontemporal import streams
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
-from deuteron.codegen.cpp.streams import streams
 from deuteron.codegen.cpp.support import sections, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare, unique_nodes

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.folds import Accumulator
 from deuteron.codegen.cpp.nests import Env
 from deuteron.codegen.cpp.online import Joint, Walk
 from deuteron.codegen.cpp.passes import Pass
+from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.ir.index import Axis
 from deuteron.schedule.kernel import Fold
 

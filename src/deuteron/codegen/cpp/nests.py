@@ -12,15 +12,15 @@ from functools import cached_property
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
-from deuteron.codegen.cpp.draws import LANES, draws, fill
+from deuteron.codegen.cpp.bf16_blocks import in_floats, loads, stores, unrounded
 from deuteron.codegen.cpp.emit import Emitter, smaller
-from deuteron.codegen.cpp.fetches import streamed_reads
-from deuteron.codegen.cpp.folds import Accumulator, combine
-from deuteron.codegen.cpp.halves import in_floats, loads, stores, unrounded
+from deuteron.codegen.cpp.index_sets import MOST, MOST_PARTS, cuts, pieces, repeats
+from deuteron.codegen.cpp.nontemporal import buffer, place_of, streamed
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass, plan
-from deuteron.codegen.cpp.segments import MOST, MOST_PARTS, cuts, pieces, repeats
-from deuteron.codegen.cpp.short import short_loop
-from deuteron.codegen.cpp.streams import buffer, place_of, streamed
+from deuteron.codegen.cpp.prefetch_streaming import streamed_reads
+from deuteron.codegen.cpp.random_blocks import LANES, draws, fill
+from deuteron.codegen.cpp.reductions import Accumulator, combine
+from deuteron.codegen.cpp.short_loops import short_loop
 from deuteron.codegen.loops import (
     ColumnFold,
     Loops,

@@ -24,9 +24,9 @@ from functools import partial
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
-from deuteron.codegen.cpp.folds import Accumulator, combine
 from deuteron.codegen.cpp.nests import ROW, Env, size
 from deuteron.codegen.cpp.passes import Pass
+from deuteron.codegen.cpp.reductions import Accumulator, combine
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis

@@ -14,6 +14,7 @@ from dataclasses import replace
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of, vector
 from deuteron.codegen.cpp.emit import difference, smaller
+from deuteron.codegen.cpp.index_sets import row_masks
 from deuteron.codegen.cpp.nests import (
     Env,
     PassWriter,
@@ -23,7 +24,6 @@ from deuteron.codegen.cpp.nests import (
     serial_loops,
     size,
 )
-from deuteron.codegen.cpp.segments import row_masks
 from deuteron.codegen.cpp.tiles import Tiles, crossing
 from deuteron.codegen.cpp.unroll import interleaved, write_out
 from deuteron.codegen.loops import (

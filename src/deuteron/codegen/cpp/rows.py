@@ -18,12 +18,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.ahead import NEAR_ROW, Ahead
 from deuteron.codegen.cpp.axes import flops_of
-from deuteron.codegen.cpp.draws import LANES, draws, fill
+from deuteron.codegen.cpp.bf16_blocks import in_floats
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
-from deuteron.codegen.cpp.folds import FLUSH, Accumulator
-from deuteron.codegen.cpp.halves import in_floats
 from deuteron.codegen.cpp.nests import (
     ROW,
     Env,
@@ -36,6 +33,9 @@ from deuteron.codegen.cpp.nests import (
 )
 from deuteron.codegen.cpp.online import Joint, Walk
 from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
+from deuteron.codegen.cpp.prefetch import NEAR_ROW, Ahead
+from deuteron.codegen.cpp.random_blocks import LANES, draws, fill
+from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
 from deuteron.codegen.loops import (
     WORKER,
     ColumnFold,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
 from deuteron.codegen.cpp.nests import Env, PassWriter, Segment, parallel_loops
-from deuteron.codegen.cpp.streams import transpose
+from deuteron.codegen.cpp.nontemporal import transpose
 from deuteron.codegen.loops import Loops, Write, ordered, points, stride, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const, hint

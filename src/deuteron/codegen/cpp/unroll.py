@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from deuteron.codegen.cpp.segments import between
+from deuteron.codegen.cpp.index_sets import between
 from deuteron.codegen.loops import (
     ColumnFold,
     Loops,

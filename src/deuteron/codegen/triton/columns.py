@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from deuteron.codegen.loops import ColumnFold
 from deuteron.codegen.triton.emit import Emitter
-from deuteron.codegen.triton.folds import clean, constant, masked_value, step
+from deuteron.codegen.triton.reductions import clean, constant, masked_value, step
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.scope import Dims, R, X
 from deuteron.codegen.triton.tiling import Form

@@ -26,10 +26,10 @@ from deuteron.codegen.precision import (
     one_more,
 )
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.fewer import divided_by_unit, in_fewer, tame
-from deuteron.codegen.triton.ragged import continues, write_fold
+from deuteron.codegen.triton.dynamic_bounds import continues, write_fold
+from deuteron.codegen.triton.misaligned import Turn
+from deuteron.codegen.triton.peephole import divided_by_unit, in_fewer, tame
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
-from deuteron.codegen.triton.turn import Turn
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product

@@ -18,18 +18,18 @@ from deuteron.base.options import Options
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import with_checks
 from deuteron.codegen.loops import WORKER, Loops, prepare
-from deuteron.codegen.triton.alike import alike
-from deuteron.codegen.triton.blocks import Blocks
-from deuteron.codegen.triton.chosen import chosen
+from deuteron.codegen.triton.access_statistics import power, size
+from deuteron.codegen.triton.alignment_classes import alike
+from deuteron.codegen.triton.cooperative import PARAM
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.nests import Names, write_nest
-from deuteron.codegen.triton.phases import phased
-from deuteron.codegen.triton.reading import power, size
+from deuteron.codegen.triton.point_tiles import Blocks
+from deuteron.codegen.triton.predicated_loads import chosen
 from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.scanning import scan_form, words_text
-from deuteron.codegen.triton.teams import PARAM
 from deuteron.codegen.triton.tiling import Form, choose, column_folds, most_stages
 from deuteron.codegen.triton.unroll import written_out
+from deuteron.codegen.triton.unroll_and_jam import phased
 from deuteron.ir.expr import own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
 from deuteron.ir.program import Layout

@@ -92,7 +92,7 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     products_step,
     welford_step,
 )
-from deuteron.codegen.triton.turning import (  # noqa: F401 - kernels call them by this module
+from deuteron.codegen.triton.rotated_loads import (  # noqa: F401 - kernels call them by this module
     turned_load,
     turned_sizes,
 )

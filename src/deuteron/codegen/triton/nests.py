@@ -17,14 +17,19 @@ from dataclasses import dataclass, field, replace
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
 from deuteron.codegen.precision import inexact, packed, units
+from deuteron.codegen.triton.access_statistics import read_rarely
 from deuteron.codegen.triton.columns import (
     Columns,
     clear_columns,
     in_threads,
     update_column_in_memory,
 )
+from deuteron.codegen.triton.cooperative import Team
+from deuteron.codegen.triton.dynamic_bounds import enter_row
 from deuteron.codegen.triton.emit import Emitter, Limits
-from deuteron.codegen.triton.folds import (
+from deuteron.codegen.triton.misaligned import turn_of
+from deuteron.codegen.triton.passes import Pass, plan, single
+from deuteron.codegen.triton.reductions import (
     Accumulators,
     bind,
     clean,
@@ -34,15 +39,10 @@ from deuteron.codegen.triton.folds import (
     paired,
     scan_result,
 )
-from deuteron.codegen.triton.passes import Pass, plan, single
-from deuteron.codegen.triton.ragged import enter_row
-from deuteron.codegen.triton.reading import read_rarely
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.scanning import scan_block
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
-from deuteron.codegen.triton.teams import Team
 from deuteron.codegen.triton.tiling import Form, column_folds
-from deuteron.codegen.triton.turn import turn_of
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Index, const, product
 from deuteron.ir.program import Layout
@@ -69,7 +69,7 @@ class Names:
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
     overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
-    stays: bool = False  # see `schedule.direction.stays`
+    stays: bool = False  # see `schedule.traversal.stays`
     averages: bool = True  # see `precision.inexact`
 
 

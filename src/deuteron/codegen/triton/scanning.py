@@ -27,12 +27,12 @@ from __future__ import annotations
 from deuteron.base.device import DeviceSpec
 from deuteron.base.scans import EXCHANGED, MOST_SCANS, in_blocks
 from deuteron.codegen.loops import Loops, Write, roots_of, unique_nodes
+from deuteron.codegen.triton.access_statistics import row_loads, size, unit_bytes, widest
+from deuteron.codegen.triton.cooperative import FIRST, PARAM, WARP
 from deuteron.codegen.triton.emit import Emitter
-from deuteron.codegen.triton.folds import clean, identity, masked_value, scan_result, uses
-from deuteron.codegen.triton.reading import row_loads, size, unit_bytes, widest
+from deuteron.codegen.triton.reductions import clean, identity, masked_value, scan_result, uses
 from deuteron.codegen.triton.scalars import fold_step
 from deuteron.codegen.triton.scope import R
-from deuteron.codegen.triton.teams import FIRST, PARAM, WARP
 from deuteron.codegen.triton.tiling import Blocks, Form
 from deuteron.schedule.kernel import Prefix
 

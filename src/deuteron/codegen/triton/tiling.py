@@ -29,17 +29,7 @@ from deuteron.codegen.loops import (
     points,
     stride,
 )
-from deuteron.codegen.triton.blocks import (
-    PLACED,
-    SINGLE,
-    Blocks,
-    line_blocks,
-    plane_blocks,
-    tile_blocks,
-    warps_for,
-)
-from deuteron.codegen.triton.ragged import EACH, REGISTERS, in_flight, ragged_tile
-from deuteron.codegen.triton.reading import (
+from deuteron.codegen.triton.access_statistics import (
     below,
     bytes_along,
     loads_along,
@@ -56,20 +46,28 @@ from deuteron.codegen.triton.reading import (
     unit_bytes,
     widest,
 )
-from deuteron.codegen.triton.row_blocks import (
+from deuteron.codegen.triton.dynamic_bounds import EACH, REGISTERS, in_flight, ragged_tile
+from deuteron.codegen.triton.misaligned import ragged, turned_alike
+from deuteron.codegen.triton.point_tiles import (
+    PLACED,
+    SINGLE,
+    Blocks,
+    line_blocks,
+    plane_blocks,
+    tile_blocks,
+    warps_for,
+)
+from deuteron.codegen.triton.row_tiles import (
     ROW_LIMIT,
     across_tiles,
     column_blocks,
     column_tiles,
     row_tiles,
 )
-from deuteron.codegen.triton.turn import ragged, turned_alike
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Value, hint, product
 from deuteron.schedule.columns import TILE, TILE_COLUMNS
-from deuteron.schedule.kernel import Fold, Prefix
-from deuteron.schedule.profit import ACROSS
-from deuteron.schedule.teams import (
+from deuteron.schedule.cooperative import (
     KEPT_REGISTERS,
     LONG,
     MOST_KEPT,
@@ -78,6 +76,8 @@ from deuteron.schedule.teams import (
     share,
     team_of,
 )
+from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.profit import ACROSS
 
 # Twice as many where the row is needed a second time, for a store. H200, 32768 columns, time over a
 # copy's, looped and whole: layer norm 1.58 and 1.06 (f32), 1.29 and 1.23 (bf16), softmax 1.48 and

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.codegen.loops import Loops, Part, Rewriter, Write, stride
+from deuteron.ir.dynamic_bounds import end_of
 from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, extreme, index_value, literal, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint
-from deuteron.ir.ragged import end_of
 from deuteron.schedule.kernel import Fold
 
 MOST_POINTS = 32

@@ -1,0 +1,112 @@
+"""Writes docs/architecture.md: the text below, with the artifacts of one program in their places.
+
+    python -m dev.architecture           # writes the file
+    python -m dev.architecture --check   # exit status 1 where it would write something else
+
+The program is `walked`: layer norm, a linear layer and GELU, forward and backward, on the CPU.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+from deuteron.base.device import DeviceSpec, device_spec
+from dev import ROOT
+
+DOCUMENT = ROOT / "docs" / "architecture.md"
+TEMPLATE = ROOT / "docs" / "architecture.in.md"
+
+
+def walked(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.gelu(F.layer_norm(x, (64,), g, b) @ w)
+
+
+def two_cores(device: str, options: object) -> DeviceSpec:
+    """A CPU whose figures do not depend on the machine."""
+    return replace(
+        device_spec("cpu"),
+        bandwidth_gbps=36.0,
+        gflops=(("f32", 100.0),),
+        launch_us=0.5,
+        cores=2,
+        l1=32 << 10,
+        l2=1 << 20,
+        l3=32 << 20,
+    )
+
+
+def artifacts(folder: Path) -> dict[str, str]:
+    """Name -> text of everything that the compilation leaves in the debug folder."""
+    from deuteron.backend import deuteron_backend
+
+    shapes = [(32, 64), (64,), (64,), (64, 128)]
+    args = [torch.ones(s).requires_grad_() for s in shapes]
+    options = {"debug_dir": str(folder), "cache_dir": str(folder / "cache")}
+    with ExitStack() as patches:
+        for module in ("deuteron.schedule", "deuteron.pipeline"):
+            patches.enter_context(patch(f"{module}.device_spec_for", two_cores))
+        y = torch.compile(walked, backend=deuteron_backend, options=options)(*args)
+        y.square().sum().backward()
+    out = {}
+    for phase in ("forward", "backward"):
+        (found,) = folder.glob(f"{phase}_*")
+        for file in found.iterdir():
+            if file.suffix != ".json":
+                out[f"{phase}/{file.name}"] = tidy(file.read_text(), folder)
+    return out
+
+
+def tidy(text: str, folder: Path) -> str:
+    """Without what differs from machine to machine, and without the origin of every line."""
+    text = text.replace(str(folder), "debug").replace(str(ROOT) + "/", "")
+    lines = [s for s in text.splitlines() if not s.lstrip().startswith("#: ")]
+    text = "\n".join(lines)
+    text = re.sub(r", [\d.]+ us\b", "", text)
+    text = re.sub(r", [\d.]+ us predicted", "", text)
+    return re.sub(r"(forward|backward) graph \d+ of this process", r"\1 graph", text)
+
+
+def call_only(module: str) -> str:
+    """The ``call`` function of an emitted module."""
+    start = module.index("def call(")
+    return module[start : module.index("if __name__")].rstrip()
+
+
+def kernel_only(kernels: str) -> str:
+    """The first kernel's text."""
+    parts = re.split(r"\n(?=// )", kernels)
+    first = next(p for p in parts if 'extern "C" void cpp_' in p)
+    return first[: first.index("\n}\n") + 3] if "\n}\n" in first else first
+
+
+def document(found: dict[str, str]) -> str:
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        if name.endswith("module.py"):
+            return call_only(found[name])
+        if name.endswith("kernels.txt"):
+            return kernel_only(found[name])
+        return found[name].strip()
+
+    return re.sub(r"\{\{([\w/.]+)\}\}", fill, TEMPLATE.read_text())
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        text = document(artifacts(Path(folder)))
+    if "--check" in sys.argv[1:]:
+        sys.exit(DOCUMENT.read_text() != text)
+    DOCUMENT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

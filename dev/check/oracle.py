@@ -1,0 +1,613 @@
+"""Runs of a program, and whether one run shows what another does.
+
+In: a function of flat tensors. Out: `Seen` (results, gradients, inputs afterwards, who shares
+memory with whom), and `differences` between a compiled run and eager's.
+
+What counts as the same value is found out, not fixed. Close to eager by a few units in the last
+place is right. Else a float64 run of eager decides: the error is at most twice eager's, plus what
+moving the inputs, and what is rounded on the way, by a unit in the last place does to the result.
+A sum is moved by a unit in the last place of the sum of its terms' magnitudes, which is what
+another order of its terms does to it. NaN and inf are where eager has them, or where float64 has
+them, or where rounding or torch's own formula for an operator puts them. Where float64 has no
+number and eager has one, units in the last place count from that. A zero has eager's sign where
+runs that differ by rounding have it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from dev.check.perturbed import Packed, Shaken, Stained, significant
+
+WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+HALVES = (torch.float16, torch.bfloat16)
+STAINED = 4  # runs in memory full of NaN: which of it an operator gets is chance
+# Units in the last place, of the element and of the tensor's mean magnitude, that are always
+# allowed: vector functions are within 4, and sums are taken in another order.
+ULPS = 4.0
+# Eager's own error, as a share of the mean magnitude, from which on eager is no measure by itself.
+LOST = {torch.float16: 0.3, torch.bfloat16: 0.3}
+LOST_ELSE = 0.02
+MOVES = 3  # runs with inputs, and runs with results, moved by a unit in the last place
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+def flat_storage(t: Tensor) -> Tensor:
+    """All of a tensor's storage as one row of its dtype."""
+    storage = t.untyped_storage()
+    out = torch.empty(0, dtype=t.dtype, device=t.device)
+    return out.set_(storage, 0, (storage.nbytes() // t.element_size(),))
+
+
+def copies(
+    tensors: Sequence[Tensor],
+    change: Callable[[Tensor], Tensor] = Tensor.clone,
+    grad: bool = True,
+) -> list[Tensor]:
+    """Copies with the same strides, offsets and sharing of memory; `change` makes a copy of one
+    flat storage."""
+    made: dict[tuple[int, torch.dtype], Tensor] = {}
+    out = []
+    with torch.no_grad():
+        for t in tensors:
+            lazy = t.is_conj() or t.is_neg()
+            plain = t.detach().clone() if lazy else t.detach()
+            key = (plain.untyped_storage()._cdata if lazy else t.untyped_storage()._cdata, t.dtype)
+            if lazy or key not in made:
+                made[key] = change(flat_storage(plain.resolve_conj().resolve_neg()))
+            base = made[key]
+            copy = torch.empty(0, dtype=base.dtype, device=base.device).set_(
+                base.untyped_storage(), plain.storage_offset(), plain.shape, plain.stride()
+            )
+            out.append(copy.requires_grad_(t.requires_grad and grad))
+    return out
+
+
+def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return copies(tensors, lambda s: s.to(WIDE.get(s.dtype, s.dtype), copy=True))
+
+
+def to_cpu(storage: Tensor) -> Tensor:
+    return storage.to("cpu", copy=True)
+
+
+def moved(tensors: Sequence[Tensor], seed: int, wide: bool) -> list[Tensor]:
+    """Floating elements moved by up to a unit in the last place of their own dtype."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(s: Tensor) -> Tensor:
+        to = WIDE.get(s.dtype, s.dtype) if wide else s.dtype
+        if not (s.dtype.is_floating_point or s.dtype.is_complex):
+            return s.clone()
+        real = s.real.dtype if s.dtype.is_complex else s.dtype
+        way = torch.randint(-1, 2, s.shape, generator=generator).double().to(s.device)
+        other = s.to(WIDE.get(s.dtype, s.dtype)) * (1.0 + torch.finfo(real).eps * way)
+        return other.to(to)
+
+    return copies(tensors, change)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+@dataclass
+class Seen:
+    """What a run shows. `values`: label -> tensor or plain value. `strides`, `shared` per output:
+    what it shares memory with (an input or an earlier output), and at which offset."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+
+    def part(self, prefix: str) -> Seen:
+        """What concerns the labels that begin so."""
+        return Seen(
+            {k: v for k, v in self.values.items() if k.startswith(prefix)},
+            {k: v for k, v in self.strides.items() if k.startswith(prefix)},
+            {k: v for k, v in self.shared.items() if k.startswith(prefix)},
+        )
+
+
+def cotangent(t: Tensor, seed: int) -> Tensor:
+    """A fixed gradient of a result: multiples of 1/8, the same in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    way = torch.randint(-8, 9, t.shape, generator=generator).to(t.device)
+    return (way.double() / 8).to(t.dtype)
+
+
+def differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided
+
+
+def sharing(outputs: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, str]:
+    """Which input or earlier output each output shares memory with, and from which byte on: of an
+    input's memory, or counted from where that output begins. Where a result begins in memory that
+    was allocated for it says nothing: copies that eager's scatters make keep an input's offset."""
+    owners: dict[int, tuple[str, int]] = {}
+    out = {}
+    for name, t in inputs.items():
+        owners.setdefault(t.untyped_storage()._cdata, (name, 0))
+    for name, t in outputs.items():
+        if not isinstance(t, Tensor) or t.layout != torch.strided:
+            continue
+        key, at = t.untyped_storage()._cdata, t.storage_offset() * t.element_size()
+        if t.numel() == 0:  # no element is shared
+            continue
+        same = next((k for k, x in inputs.items() if x is t), None)
+        if same is not None:
+            out[name] = f"is {same}"
+        elif key in owners:
+            owner, start = owners[key]
+            out[name] = f"shares {owner} at byte {at - start}"
+        else:
+            owners[key] = name, at
+    return out
+
+
+def see(
+    run: Callable[[list[Tensor]], Any], inputs: list[Tensor], backward: bool, seed: int = 0
+) -> Seen:
+    """Runs `run` on `inputs` (which it may change), and its backward from fixed gradients."""
+    torch.manual_seed(seed)
+    return observed([(run(inputs), inputs)], backward)[0]
+
+
+def observed(calls: Sequence[tuple[Any, Sequence[Tensor]]], backward: bool) -> list[Seen]:
+    """What calls show that ran as one: (result, inputs after the call) of each. One backward
+    through all of them runs here, from fixed gradients."""
+    rows = [
+        (
+            {f"out{i}": x for i, x in enumerate(tree_flatten(result)[0])},
+            {f"in{i}": x for i, x in enumerate(inputs)},
+        )
+        for result, inputs in calls
+    ]
+    shared = [sharing(outputs, inputs) for outputs, inputs in rows]
+    grads = gradients(rows) if backward else [{} for _ in rows]
+    out = []
+    for (outputs, inputs), places, found in zip(rows, shared, grads):
+        seen = Seen(shared=places)
+        for k, x in outputs.items():
+            seen.values[k] = x.detach().clone() if isinstance(x, Tensor) else x
+            if isinstance(x, Tensor) and x.layout == torch.strided:
+                seen.strides[k] = significant(x)
+            if isinstance(x, Tensor):
+                seen.values[f"{k} requires grad"] = x.requires_grad
+        for k, g in found.items():
+            seen.values[k] = g.detach().clone() if g is not None else None
+        for k, x in inputs.items():
+            seen.values[f"{k} afterwards"] = x.detach().clone()
+        out.append(seen)
+    return out
+
+
+def gradients(
+    rows: Sequence[tuple[dict[str, Any], dict[str, Tensor]]],
+) -> list[dict[str, Tensor | None]]:
+    """Of each row's inputs that require one, all by one backward."""
+    ends: list[Tensor] = []
+    given: list[Tensor] = []
+    starts: list[Tensor] = []
+    owners: list[tuple[int, str]] = []
+    out: list[dict[str, Tensor | None]] = [{} for _ in rows]
+    for row, (outputs, inputs) in enumerate(rows):
+        mine = [x for x in outputs.values() if differentiable(x)]
+        # What has a gradient since it was written to is no leaf: how later results depend on it
+        # is not in the graph of any program compiled by AOTAutograd.
+        leaves = {k: x for k, x in inputs.items() if x.requires_grad and x.is_leaf}
+        if mine and leaves:
+            ends += mine
+            given += [cotangent(x, i) for i, x in enumerate(mine)]
+            starts += leaves.values()
+            owners += [(row, k) for k in leaves]
+    if starts:
+        found = torch.autograd.grad(ends, starts, given, allow_unused=True)
+        for (row, k), g in zip(owners, found):
+            out[row][f"grad of {k}"] = g
+    return out
+
+
+# -- comparison ------------------------------------------------------------------------------------
+class Oracle:
+    """Eager's run, and, when they are asked for, runs in float64 and of moved inputs.
+
+    `run` takes flat inputs; `wide` too, and computes in float64 (it may replace dtype arguments).
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Tensor]], Seen],
+        wide: Callable[[list[Tensor]], Seen],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        self.run, self.wide, self.inputs = run, wide, list(inputs)
+        self.eager = run(copies(inputs))
+        self.more: list[tuple[Seen | None, bool]] = []
+
+    def attempt(
+        self, given: list[Tensor], wide: bool, mode: TorchDispatchMode | None = None
+    ) -> Seen | None:
+        usual = torch.get_default_dtype()
+        try:
+            if wide:  # what integers become when divided
+                torch.set_default_dtype(torch.float64)
+            with mode or nullcontext():
+                return self.wide(given) if wide else self.run(given)
+        except Exception:  # noqa: BLE001 - eager cannot do this in float64: it is then no measure
+            return None
+        finally:
+            torch.set_default_dtype(usual)
+
+    def otherwise(self, given: list[Tensor], wide: bool, mode: Shaken | None = None) -> Seen | None:
+        """A run with other numbers. On a GPU only where the CPU takes it: a position that another
+        number puts out of range ends the process there (seed 73002997)."""
+        if self.on_cpu is not None:
+            again = None if mode is None else mode.again()
+            if self.on_cpu.attempt(copies(given, to_cpu), wide, again) is None:
+                return None
+        return self.attempt(given, wide, mode)
+
+    @cached_property
+    def on_cpu(self) -> Oracle | None:
+        """The same on the CPU, for what is on a GPU; None where eager cannot do it there."""
+        if all(t.device.type == "cpu" for t in self.inputs):
+            return None
+        try:
+            return Oracle(self.run, self.wide, copies(self.inputs, to_cpu))
+        except Exception:  # noqa: BLE001 - it is then no measure
+            return None
+
+    @cached_property
+    def exact(self) -> Seen | None:
+        return self.attempt(widened(self.inputs), True)
+
+    @cached_property
+    def coarsest(self) -> torch.dtype:
+        """The inputs' floating dtype of the largest unit in the last place."""
+        found = [t.real.dtype if t.is_complex() else t.dtype for t in self.inputs]
+        found = [d for d in found if d.is_floating_point] or [torch.float32]
+        return max(found, key=lambda d: torch.finfo(d).eps)
+
+    @cached_property
+    def others(self) -> list[tuple[Seen | None, bool]]:
+        """Runs that differ from `exact` (where true) or `eager` by rounding only."""
+        out: list[tuple[Seen | None, bool]] = []
+        if self.on_cpu is not None:
+            # Eager's kernels for GPUs do not agree on what becomes of inf (rows by Welford's sums
+            # are NaN, where the length is no multiple of 4); its kernels for CPUs are another view.
+            out.append((self.on_cpu.eager, False))
+        for wide in (True, False):
+            for k in range(MOVES):
+                out.append((self.otherwise(moved(self.inputs, k, wide), wide), wide))
+                out.append((self.shaken(k, wide), wide))
+                if self.apart is not None:
+                    out.append((self.otherwise(moved(self.apart, k, wide), wide), wide))
+        return out
+
+    @cached_property
+    def apart(self) -> list[Tensor] | None:
+        """The inputs with a place in memory for each element, so that those of one expanded tensor
+        move by themselves, as what is rounded on the way does. None where nothing is expanded, or
+        where that shows in exact arithmetic."""
+        given = [t.detach() for t in self.inputs]
+        if not any(0 in significant(t) for t in given):
+            return None
+        given = [
+            (t.clone(memory_format=torch.contiguous_format) if 0 in significant(t) else t)
+            .detach()
+            .requires_grad_(x.requires_grad)
+            for t, x in zip(given, self.inputs)
+        ]
+        return given if self.like_exact(self.attempt(widened(given), True)) else None
+
+    def like_exact(self, seen: Seen | None) -> bool:
+        """Whether a run in float64 shows what `exact` does, up to eager's roundings."""
+        return all(self.near(seen, name) for name in self.eager.values)
+
+    def near(self, seen: Seen | None, name: str) -> bool | None:
+        """That of one value; None where a run has it not in eager's form."""
+        e = self.eager.values[name]
+        if not isinstance(e, Tensor) or e.layout != torch.strided or e.numel() == 0:
+            return True
+        x, y = self.like(seen, name), self.like(self.exact, name)
+        if x is None or y is None:
+            return None
+        real = e.real.dtype if e.dtype.is_complex else e.dtype
+        near = 16 * torch.finfo(real).eps if real.is_floating_point else 0.0
+        a, b = parts(x), parts(y)
+        level = float(b[b.isfinite()].abs().mean()) if bool(b.isfinite().any()) else 0.0
+        same = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= near * (b.abs() + level))
+        return bool(same.all())
+
+    @cached_property
+    def packed(self) -> Oracle | None:
+        """The same with operators that read contiguous copies. None where that changes nothing in
+        float64: else eager contradicts itself, and what does not depend on the memory is right."""
+        seen = self.attempt(widened(self.inputs), True, Packed())
+        if all(self.near(seen, name) is not False for name in self.eager.values):
+            return None
+
+        def under(run: Callable[[list[Tensor]], Seen]) -> Callable[[list[Tensor]], Seen]:
+            def wrapped(xs: list[Tensor]) -> Seen:
+                with Packed():
+                    return run(xs)
+
+            return wrapped
+
+        return Oracle(under(self.run), under(self.wide), self.inputs)
+
+    def unwritten(self) -> list[str]:
+        """Values that eager computes from memory that nobody wrote, as oneDNN does with the
+        gradient of a bfloat16 conv3d's weights whose kernel is larger than the image: runs whose
+        operators get memory full of NaN show it, or numbers far beyond those of float64 that come
+        and go."""
+        found: dict[str, None] = {}
+        for _ in range(STAINED):
+            seen = self.attempt(copies(self.inputs), False, Stained())
+            for name, e in self.eager.values.items():
+                x, exact = self.like(seen, name), self.like(self.exact, name)
+                if x is None or x.layout != torch.strided or not x.numel():
+                    continue
+                a, b = parts(x), parts(e)
+                bad = a.isnan() & ~b.isnan()
+                if exact is not None and bool(exact.isfinite().all()):
+                    bad |= (a - b).abs() > 8 * float(parts(exact).abs().max())
+                if bool(bad.any()):
+                    found[name] = None
+        return list(found)
+
+    def shaken(self, seed: int, wide: bool) -> Seen | None:
+        """A run in which what is rounded on the way is moved."""
+        given = widened(self.inputs) if wide else copies(self.inputs)
+        return self.otherwise(given, wide, Shaken(seed, self.coarsest if wide else None))
+
+    @cached_property
+    def tied(self) -> Seen | None:
+        """A run in which a number equals those that rounding puts on either side of it."""
+        modes = [Shaken(k, None) for k in range(6 * MOVES)]
+        for mode in modes:
+            self.otherwise(copies(self.inputs), False, mode)
+        gaps = [torch.stack(together) for together in zip(*(mode.gaps for mode in modes))]
+        # As far again as these runs go apart: sums of many terms move further.
+        low, high = [g.amin(0) for g in gaps], [g.amax(0) for g in gaps]
+        ties = [(2 * a <= b) & (2 * b >= a) for a, b in zip(low, high)]
+        return self.otherwise(copies(self.inputs), False, Shaken(0, None, ties)) if ties else None
+
+    def further(self) -> Iterator[tuple[Seen | None, bool]]:
+        """`others`, and more such runs while they are asked for."""
+        yield from self.others
+        if not self.more:
+            self.more.append((self.tied, False))
+        for k in range(20 * MOVES):
+            if k == len(self.more):
+                wide = k % 4 < 2  # `Shaken` does what is odd with both
+                self.more.append((self.shaken(MOVES + k, wide), wide))
+            yield self.more[k]
+
+    def like(self, seen: Seen | None, name: str) -> Tensor | None:
+        """A value of another run, when it has the form of eager's."""
+        e = self.eager.values[name]
+        x = None if seen is None else seen.values.get(name)
+        if not isinstance(x, Tensor) or x.shape != e.shape or x.layout != e.layout:
+            return None
+        same = x.dtype in (e.dtype, WIDE.get(e.dtype, e.dtype))
+        return x.to(e.device) if same else None
+
+
+def differences(got: Seen, oracle: Oracle) -> list[str]:
+    """Every way in which `got` is not what eager shows, in words; empty when it is right."""
+    want = oracle.eager
+    out = []
+    if list(got.values) != list(want.values):
+        return [f"results {', '.join(got.values)} instead of {', '.join(want.values)}"]
+    for name, e in want.values.items():
+        problem = difference(name, got.values[name], e, oracle)
+        if problem is not None and isinstance(e, Tensor) and oracle.packed is not None:
+            other = oracle.packed.eager.values[name]
+            problem = difference(name, got.values[name], other, oracle.packed)
+        if problem is not None:
+            out.append(f"{name}: {problem}")
+    for name, s in want.strides.items():
+        others = [p for p in out if p.startswith(f"{name}:") and ", first at" not in p]
+        if got.strides.get(name) != s and not others:  # elements may differ besides
+            out.append(f"{name}: strides {got.strides.get(name)} instead of {s}")
+    for name in dict.fromkeys([*want.shared, *got.shared]):
+        a, b = got.shared.get(name, "has its own memory"), want.shared.get(name)
+        b = "has its own memory" if b is None else b
+        if a != b:
+            out.append(f"{name}: {a}, in eager {b}")
+    return out
+
+
+ZEROS = "zeros where eager has no gradient"
+SIGNS = "zeros of another sign"
+
+
+def difference(name: str, g: Any, e: Any, oracle: Oracle) -> str | None:
+    if e is None and isinstance(g, Tensor) and not bool(g.any()):
+        return ZEROS
+    if not isinstance(e, Tensor) or not isinstance(g, Tensor):
+        same = type(g) is type(e) and (g == e or (g != g and e != e))
+        return None if same else f"{g!r} instead of {e!r}"
+    if (g.shape, g.dtype, g.device.type) != (e.shape, e.dtype, e.device.type):
+        return f"{g.dtype} {list(g.shape)} on {g.device} instead of {e.dtype} {list(e.shape)}"
+    if e.layout != torch.strided:
+        return None if torch.equal(g.to_dense(), e.to_dense()) else "other elements (sparse)"
+    if e.numel() == 0:
+        return None
+    if not (e.dtype.is_floating_point or e.dtype.is_complex):
+        return whole_difference(name, g, e, oracle)
+    return real_difference(name, g, e, oracle) or sign_difference(name, g, e, oracle)
+
+
+def sign_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | None:
+    """Zeros of the other sign, where the operators define it: eager has it in float64, too, and in
+    runs that differ by rounding, in which a sum in another order or an underflow would show."""
+    a, b = parts(g), parts(e)
+    bad = (a == 0) & (b == 0) & (a.signbit() != b.signbit())
+    if not bool(bad.any()):
+        return None
+    if oracle.like(oracle.exact, name) is None:
+        return None  # nothing tells
+    for other in chain((oracle.exact,), (seen for seen, _ in oracle.further())):
+        x = oracle.like(other, name)
+        if x is not None:
+            z = parts(x)
+            bad &= (z == 0) & (z.signbit() == b.signbit())
+        if not bool(bad.any()):
+            break
+    return f"{SIGNS}: {words(bad, g, e, None)}" if bool(bad.any()) else None
+
+
+def whole_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | None:
+    """Integers and truth values are eager's, except where rounding decides: there they are among
+    what runs that differ by rounding give, or close by."""
+    bad = g != e
+    if not bool(bad.any()):
+        return None
+    got, low = g.double(), e.double()
+    high = low
+    for other in chain((oracle.exact,), (seen for seen, _ in oracle.further())):
+        x = oracle.like(other, name)
+        if x is not None:
+            low, high = torch.minimum(low, x.double()), torch.maximum(high, x.double())
+            slack = (high - low) / 2
+            bad = ((got < low - slack) | (got > high + slack)) & (g != e)
+        if not bool(bad.any()):
+            break
+    return words(bad, g, e, None) if bool(bad.any()) else None
+
+
+def parts(t: Tensor) -> Tensor:
+    """Real numbers of a tensor, in float64."""
+    t = t.resolve_conj().resolve_neg()
+    return (torch.view_as_real(t) if t.dtype.is_complex else t).double()
+
+
+def real_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | None:
+    real = e.real.dtype if e.dtype.is_complex else e.dtype
+    eps = torch.finfo(real).eps
+    tiny = torch.finfo(real).tiny
+    a, b = parts(g), parts(e)
+    level = float(b[b.isfinite()].abs().mean()) if bool(b.isfinite().any()) else 0.0
+    same = (a == b) | (a.isnan() & b.isnan())
+    # A quarter of what float64 may allow further down: most results end here.
+    near = (a - b).abs() <= eps * (b.abs() + level / 4) + tiny
+    if bool((same | near).all()):
+        return None
+    wide = oracle.like(oracle.exact, name)
+    x = b if wide is None else parts(wide)
+    off = (a - x).abs()
+    # Where float64 has a number, eager's NaN is no measure (in vectors, its GELU of inf).
+    finite = x.isfinite() & a.isfinite()
+    known = finite & b.isfinite()
+    if wide is None:  # nothing to measure by: close as torch's own tests ask
+        scale = 1e-2 if real in HALVES else 1e4 * eps
+        allowed = scale * (b.abs() + level)
+        bad = ~(same | (known & (off <= allowed)))
+    else:
+        rounded = parts(wide.to(e.dtype))
+        # Beyond the dtype's range (or in it, where eager left it on the way) float64 is right too.
+        same |= (a == rounded) | (a.isnan() & rounded.isnan())
+        own = torch.where(known, (b - x).abs(), torch.zeros_like(x))
+        level = float(x[known].abs().mean()) if bool(known.any()) else 0.0
+        error = float(own.max())
+        lost = error > LOST.get(real, LOST_ELSE) * level + tiny
+        if lost:  # some of eager's elements are wrong by far (rounding decides): not a measure
+            error = 4 * float(own.flatten().kthvalue(max(1, int(0.9 * own.numel()))).values)
+        # Nothing is wider than float64: eager's own error there, of which twice is allowed, is
+        # unknown. Terms of about 1 may cancel in it (the ends of a window).
+        units = ULPS
+        if wide.dtype == e.dtype:
+            units, tiny = 8 * ULPS, eps
+        allowed = 2 * error + units * eps * (x.abs() + level) + tiny
+        # Where float64 has no number and eager has one, that is the measure.
+        beside = (a - b).abs() <= ULPS * eps * (b.abs() + level) + tiny
+        same |= beside & b.isfinite() & ~x.isfinite()
+        bad = ~(same | (finite & (off <= allowed)))
+        if lost:
+            bad &= ~((a - b).abs() <= allowed) & ~(known & (off <= 2 * own + allowed))
+    if not bool(bad.any()):
+        return None
+    spread = torch.zeros_like(x)
+    first = len(oracle.others)
+    for k, (other, like_wide) in enumerate(oracle.further(), start=1):
+        y = oracle.like(other, name)
+        if y is None or (wide is None and like_wide):
+            continue
+        z = parts(y)
+        base = x if like_wide else b
+        jumped = z.isfinite() != base.isfinite()
+        # Infinities of either sign and NaN, too, are what such a run has.
+        jumped |= ~z.isfinite() & ~base.isfinite() & ((a == z) | (a.isnan() & z.isnan()))
+        change = torch.where(z.isfinite() & base.isfinite(), (z - base).abs(), 0.0)
+        # The largest of many runs is about twice that of the first few.
+        spread = torch.maximum(spread, (8 if k <= first else 4) * change)
+        bad &= ~jumped
+        if k >= first:
+            some = spread[known]
+            typical = float(some.mean()) if some.numel() else 0.0
+            bad &= ~(finite & (off <= allowed + torch.clamp(spread, min=typical)))
+            if not bool(bad.any()):
+                return None
+    return words(bad, g, e, wide)
+
+
+def coarser(got: Seen, oracle: Oracle) -> list[str]:
+    """Floating results whose error against float64, in the root mean square, is more than twice
+    eager's and a unit in the last place. Where eager's own is so large that rounding has decided
+    something, nothing is said."""
+    out = []
+    for name, e in oracle.eager.values.items():
+        wide = oracle.like(oracle.exact, name) if isinstance(e, Tensor) else None
+        if wide is None or wide.dtype == e.dtype or e.layout != torch.strided:
+            continue
+        g, b, x = parts(got.values[name]), parts(e), parts(wide)
+        known = g.isfinite() & b.isfinite() & x.isfinite()
+        if not bool(known.any()):
+            continue
+        mine, own, size = (float(t[known].square().mean().sqrt()) for t in (g - x, b - x, x))
+        real = e.real.dtype if e.dtype.is_complex else e.dtype
+        lost = own > LOST.get(real, LOST_ELSE) * size
+        if not lost and mine > 2 * own + torch.finfo(real).eps * size + torch.finfo(real).tiny:
+            out.append(f"{name}: root mean square error {mine:.3g}, eager's {own:.3g}")
+    return out
+
+
+def words(bad: Tensor, g: Tensor, e: Tensor, x: Tensor | None) -> str:
+    """Where and by how much."""
+    while bad.dim() > g.dim():
+        bad = bad.any(-1)
+    at = tuple(int(i) for i in bad.nonzero()[0])
+    exact = "" if x is None else f", exactly {x[at].item()}"
+    return (
+        f"{int(bad.sum())} of {g.numel()} elements, first at {list(at)}: "
+        f"{g[at].item()} instead of {e[at].item()}{exact}"
+    )
+
+
+__all__ = [
+    "SIGNS",
+    "ZEROS",
+    "Oracle",
+    "Seen",
+    "coarser",
+    "copies",
+    "differences",
+    "observed",
+    "see",
+]

@@ -1,0 +1,271 @@
+"""The suite `real`: starts a process per slot, some at a time, and gathers rows.
+
+A batch of slots prepares (builds, compiles, checks) at the same time; when all of it is ready, its
+models are timed one after another while the others wait. A process that dies or hangs is a result:
+in eager, the candidate is passed over; in Inductor, the slot begins again without it; in Deuteron,
+it is a failure. Rows and what was passed over are lines of JSON in one file, written as they come;
+slots that the file has are not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deuteron.base.options import environment
+from dev import ROOT
+from dev.real.worker import MARK, Request
+
+Row = dict[str, Any]
+# Of a stage (eager's includes starting the process and the candidates passed over), seconds.
+STAGE_S = {"cuda": 240.0, "cpu": 400.0}
+TURN_S = 240.0  # of timing and profiling a model
+WORKER = [sys.executable, "-m", "dev.real.worker"]
+TRIES = 6  # processes for one slot
+
+
+class Process:
+    """A slot's process."""
+
+    def __init__(self, request: Request, caches: dict[str, str], log: Path) -> None:
+        self.request, self.log = request, log.open("ab")
+        self.candidate, self.stage = "", "eager"
+        self.passed: list[Row] = []
+        path = os.pathsep.join(
+            [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        self.process = subprocess.Popen(
+            WORKER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=environment(PYTHONUNBUFFERED="1", PYTHONPATH=path, **caches),
+        )
+        self.lines: queue.Queue[Row | None] = queue.Queue()
+        threading.Thread(target=self.read, daemon=True).start()
+        self.say(json.dumps(asdict(request)))
+
+    def say(self, text: str) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(text.encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has died: `message` tells
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for raw in self.process.stdout:
+            line = raw.decode(errors="replace")
+            if line.startswith(MARK):
+                self.lines.put(json.loads(line[len(MARK) :]))
+            else:
+                self.log.write(raw)
+        self.lines.put(None)
+
+    def message(self, until: float, limit: float) -> Row | None:
+        """The next one that is neither a stage nor a candidate passed over; nothing where the
+        process ends, or a stage takes longer than `limit` seconds."""
+        while True:
+            try:
+                wait = min(limit, until - time.monotonic())
+                message = self.lines.get(timeout=max(0.01, wait))
+            except queue.Empty:
+                return None
+            if message is None or "row" in message or "ready" in message:
+                return message
+            if "stage" in message:
+                self.candidate, self.stage = message["stage"]
+                now = time.strftime("%H:%M:%S")
+                self.log.write(
+                    f"{now} slot {self.request.slot}: {self.stage} {self.candidate}\n".encode()
+                )
+                self.log.flush()
+            else:
+                self.passed.append(message)
+
+    def stop(self) -> int | None:
+        """Ends the process; its status, nothing where it had to be killed."""
+        try:
+            self.process.wait(timeout=1 if self.lines.empty() else 3)
+            return self.process.returncode
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return None
+        finally:
+            self.log.close()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`batch`: slots that prepare at the same time; `seconds`: the whole run's, about; `target`:
+    the file of rows; `template`: of the requests."""
+
+    template: Request
+    slots: tuple[int, ...]
+    batch: int
+    seconds: float
+    target: Path
+    log: Path
+
+
+class Run:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.lock = plan, threading.Lock()
+        self.until = time.monotonic() + plan.seconds
+        self.limit = STAGE_S[plan.template.device]
+        self.late: list[int] = []
+
+    def write(self, row: Row) -> None:
+        with self.lock, self.plan.target.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    # -- one slot ---------------------------------------------------------------------------------
+    def prepare(self, slot: int, caches: dict[str, str]) -> Process | None:
+        """A process that is ready to time, or nothing: then its row is written."""
+        request = replace(self.plan.template, slot=slot)
+        for _ in range(TRIES):
+            process = Process(request, caches, self.plan.log)
+            message = process.message(self.until, self.limit)
+            for p in process.passed:
+                self.passed(slot, p["skip"], p["reason"])
+            if message is not None and "ready" in message:
+                return process
+            if message is not None:
+                process.stop()
+                self.finish(slot, message["row"] or {"slot": slot, "model": "", "failures": []})
+                return None
+            if time.monotonic() >= self.until:
+                process.stop()
+                self.late.append(slot)
+                return None
+            why = died(process.stop(), self.limit)
+            if process.stage == "deuteron":
+                self.finish(slot, self.dead(process, why))
+                return None
+            if process.stage == "inductor":
+                request = replace(request, without=(*request.without, "inductor"))
+            else:
+                self.passed(slot, process.candidate, f"{process.stage}: {why}")
+                request = replace(request, without=())
+            at = request.first + len(process.passed) + (process.stage == "eager")
+            request = replace(request, first=at)
+        self.late.append(slot)
+        return None
+
+    def passed(self, slot: int, name: str, reason: str) -> None:
+        self.write({"skip": name, "slot": slot, "reason": reason, "date": self.plan.template.date})
+
+    def dead(self, process: Process, why: str) -> Row:
+        request = process.request
+        kind = "died" if process.stage != "time" else "died when timed"
+        failure = {"kind": kind, "cause": f"{process.stage}: {why}"}
+        about = {"slot": request.slot, "model": process.candidate, "date": request.date}
+        slot = request.chosen()
+        settings = {"train": slot.train, "dtype": slot.dtype, "channels_last": slot.channels_last}
+        return {**about, **settings, "device": request.device, "failures": [failure]}
+
+    def finish(self, slot: int, row: Row) -> None:
+        self.write({"date": self.plan.template.date, "device": self.plan.template.device, **row})
+        if row.get("model"):
+            print(line(row), flush=True)
+        else:
+            print(f"slot {slot}: no candidate fits", flush=True)
+
+    # -- all of them ------------------------------------------------------------------------------
+    def batch(self, these: list[int], caches: dict[str, str]) -> None:
+        with ThreadPoolExecutor(len(these)) as pool:
+            ready = [p for p in pool.map(lambda s: self.prepare(s, caches), these) if p]
+        try:
+            for process in ready:
+                if time.monotonic() >= self.until:
+                    self.late.append(process.request.slot)
+                    continue
+                process.say("go")
+                message = process.message(self.until + TURN_S, TURN_S)
+                if message is not None and message.get("row"):
+                    self.finish(process.request.slot, message["row"])
+                else:
+                    why = died(process.stop(), TURN_S)
+                    self.finish(process.request.slot, self.dead(process, why))
+        finally:
+            for process in ready:
+                process.stop()
+
+
+def died(status: int | None, limit: float) -> str:
+    return f"hung for {limit:.0f} s" if status is None else f"the process ended with {status}"
+
+
+@contextmanager
+def caches(batch: int) -> Iterator[dict[str, str]]:
+    """Empty caches, and as many builders for each process as cores are left for it."""
+    each = str(max(2, (os.cpu_count() or 1) // batch))
+    with tempfile.TemporaryDirectory(prefix="deuteron-real-") as scratch:
+        yield {
+            "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
+            "DEUTERON_CACHE_DIR": f"{scratch}/deuteron",
+            "TRITON_CACHE_DIR": f"{scratch}/triton",
+            "TORCHINDUCTOR_COMPILE_THREADS": each,
+            "DEUTERON_WORKERS": each,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
+def run_all(plan: Plan) -> int:
+    """Runs the slots that have no row yet; the number that is left."""
+    plan.target.parent.mkdir(parents=True, exist_ok=True)
+    plan.log.parent.mkdir(parents=True, exist_ok=True)
+    run = Run(plan)
+    done = {r["slot"] for r in read(plan.target) if same(r, plan.template) and "skip" not in r}
+    left = [s for s in plan.slots if s not in done]
+    # A batch takes about as long as its slowest model; one that cannot end is not begun.
+    while left and run.until - time.monotonic() > min(60.0, plan.seconds / 4):
+        these, left = left[: plan.batch], left[plan.batch :]
+        with caches(plan.batch) as folders:
+            run.batch(these, folders)
+    left += run.late
+    if left:
+        print(f"{len(left)} models are left; the same command goes on", flush=True)
+    return len(left)
+
+
+def same(row: Row, request: Request) -> bool:
+    return row.get("date") == request.date and row.get("device", request.device) == request.device
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a file; a last line that was cut off does not count."""
+    rows = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def line(row: Row) -> str:
+    """One line of a row, for who watches."""
+    words = ["train" if row.get("train") else "infer", row.get("dtype", "")]
+    words += ["channels-last"] if row.get("channels_last") else []
+    times = [f"{row[f'{n}_ms']:9.3f}" if f"{n}_ms" in row else "        -" for n in NAMES]
+    bad = "; ".join(f"{f['kind']}: {f['cause'][:160]}" for f in row["failures"])
+    ratio = f"{row['ratio']:6.2f}" if "ratio" in row else "     -"
+    return f"{row['model'][:52]:52} {' '.join(words):25}{''.join(times)}{ratio}  {bad or 'ok'}"
+
+
+NAMES = ("eager", "inductor", "deuteron")

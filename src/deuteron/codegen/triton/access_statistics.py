@@ -1,0 +1,204 @@
+"""What a nest reads and writes, in bytes, elements and values: what its tile is chosen by.
+
+In: `Loops`. Out: numbers; sizes that change count as their hints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from deuteron.codegen.loops import Loops, points, roots_of, stride, unique_nodes
+from deuteron.codegen.triton.misaligned import ragged
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
+from deuteron.ir.program import Layout
+
+# Blocks for what is the same in them have at least so many elements.
+LEAST_STEADY = 1024
+
+
+def power(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def below(n: int) -> int:
+    """The largest power of two that is at most `n` (at least 1)."""
+    return 1 << (max(1, n).bit_length() - 1)
+
+
+def size(axes: Sequence[Axis]) -> int:
+    return max(1, hint(product(a.extent for a in axes)))
+
+
+def unit_bytes(loops: Loops, axis: Axis, beside: Collection[Axis] = ()) -> int:
+    """Bytes that are contiguous along `axis`, of what depends on one of the axes `beside`, if there
+    are any. A tensor that is read at several places counts once; what is written counts twice,
+    since lines that are written in parts are read as well."""
+    axes = (*loops.parallel, *loops.reduced)
+    moved: dict[tuple[str, bool], int] = {}
+    for a in loops.accesses:
+        if stride(a.address, axis) == 1 and (not beside or a.address.axes() & set(beside)):
+            size = a.itemsize * points(a.address, axes) * (2 if a.store else 1)
+            moved[a.tensor, a.store] = max(size, moved.get((a.tensor, a.store), 0))
+    return sum(moved.values())
+
+
+def widest(loops: Loops) -> int:
+    """Bytes of the elements that most of the traffic consists of."""
+    moved: dict[int, int] = {}
+    axes = (*loops.parallel, *loops.reduced)
+    for a in loops.accesses:
+        moved[a.itemsize] = moved.get(a.itemsize, 0) + a.itemsize * points(a.address, axes)
+    return max(moved, key=lambda n: moved[n], default=4)
+
+
+def row_loads(loops: Loops) -> int:
+    """Distinct values that are read for every element of every row."""
+    axes, found = (*loops.parallel, *loops.reduced), set()
+    for root in loops.roots():
+        for n in root.walk():
+            if n.op == "load" and n.attr[1]:
+                own = n.attr[1][0].axes()
+                along = own & set(loops.reduced) and (
+                    own & set(loops.parallel) or not loops.parallel
+                )
+                if along and 2 * points(n.attr[1][0], axes) > size(axes):
+                    found.add(n)
+    return max(1, len(found))
+
+
+def loads_along(loops: Loops) -> int:
+    """Distinct values that are read for every element of a row, also those of all rows."""
+    found = {a for a in loops.accesses if not a.store and a.address.axes() & set(loops.reduced)}
+    return len(found)
+
+
+def looked_up(loops: Loops, r: Sequence[Axis]) -> bool:
+    """Whether rows are read from where a tensor says."""
+    return any(
+        not a.store
+        and not a.address.axes().isdisjoint(r)
+        and any(isinstance(v, Value) and v.expr.axes().isdisjoint(r) for v in a.address.atoms())
+        for a in loops.accesses
+    )
+
+
+def shared_along(loops: Loops) -> int:
+    """Distinct values that are read for every element of a row and are the same for all rows."""
+    found = {(a.tensor, a.address): a.address.axes() for a in loops.accesses if not a.store}
+    along, rows = set(loops.reduced), set(loops.parallel)
+    return sum(bool(axes & along) and not axes & rows for axes in found.values())
+
+
+def streamed(loops: Loops) -> int:
+    """Bytes that are read for every element of every row."""
+    axes = (*loops.parallel, *loops.reduced)
+    found = {
+        (a.tensor, a.address): a.itemsize
+        for a in loops.accesses
+        if not a.store and 2 * points(a.address, axes) > size(axes)
+    }
+    return sum(found.values())
+
+
+def tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
+    """Bytes that are read for each element of a tile, whatever of them is the same."""
+    found = {
+        (a.tensor, a.address): a.itemsize
+        for a in loops.accesses
+        if not a.store and a.address.axes() & set(x) and a.address.axes() & set(r)
+    }
+    return sum(found.values())
+
+
+def bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
+    """Bytes of all that is read for a point of a row; with `rows`, of what differs by row. Of what
+    rows that turn share (weights of columns) a lane reads parts of two vectors."""
+    turns = ragged(loops, loops.reduced) is not None
+    found = {
+        (a.tensor, a.address): a.itemsize
+        * (2 if turns and a.itemsize == 2 and not a.address.axes() & set(loops.parallel) else 1)
+        for a in loops.accesses
+        if not a.store
+    }
+    along, apart = set(loops.reduced), None if rows is None else set(rows)
+    return max(
+        1,
+        sum(
+            n
+            for (_, i), n in found.items()
+            if i.axes() & along and (apart is None or i.axes() & apart)
+        ),
+    )
+
+
+def read_along(loops: Loops, kinds: type | tuple[type, ...]) -> set[Expr]:
+    """What these parts read along a row."""
+    roots = [root for p in loops.parts if isinstance(p, kinds) for root in roots_of(p)]
+    loads = [n for n in unique_nodes(roots) if n.op == "load" and n.attr[1]]
+    return {n for n in loads if n.attr[1][0].axes() & set(loops.reduced)}
+
+
+def read_rarely(loops: Loops, layouts: Mapping[str, Layout]) -> frozenset[str]:
+    """Tensors of which elements are read at most twice each. Those of overlapping windows come one
+    by one, from the L1 mostly, and a mark of an eviction policy costs each instruction that reads
+    five others: H200, us with it and without, softmax of windows of 8 (f32) 80 and 75, bilinear
+    interpolation 49.5 and 48."""
+    axes, found = [*loops.parallel, *loops.reduced], Counter[str]()
+    axes += (axis for n in loops.nodes if n.op == "reduce" for axis in n.attr[1])
+    for a in loops.accesses:
+        if not a.store:
+            found[a.tensor] += points(a.address, axes)
+    return frozenset(n for n, count in found.items() if count <= 2 * hint(layouts[n].numel))
+
+
+def steady_block(loops: Loops, r: Sequence[Axis]) -> int:
+    """Elements of the blocks of a row in which all that is read for parts of rows is the same (see
+    `Emitter._steady`); 0 where nothing is, or these are short."""
+    found = 0
+    for a in loops.accesses:
+        used = [k for k, axis in enumerate(r) if axis in a.address.axes()]
+        if not a.store and len(used) == 1 and used[0] < len(r) - 1:
+            found = math.gcd(found, product(axis.extent for axis in r[used[0] + 1 :]).value or 1)
+    most = found & -found
+    return most if most >= LEAST_STEADY else 0
+
+
+# Bytes of a run of memory below which a pipeline does not pay: each run is a copy of its own to
+# shared memory. H200, group norm of channels-last bf16, 384 groups of 8 channels and 3136 pixels
+# (runs of 16 bytes), us: 430 with three stages, 33 with one.
+LEAST_RUN = 128
+
+
+def uneven(loops: Loops) -> bool:
+    """Whether what most is read of has lines that start at no multiple of 16 bytes, or comes in
+    short runs of memory (of a row; those of a chunk's rows lie side by side)."""
+    near = loops.reduced if loops.chunk is None else (*loops.parallel, *loops.reduced)
+    axes = (*loops.parallel, *loops.reduced)
+    for a in loops.accesses:
+        inner = [x for x in axes if stride(a.address, x) == 1]
+        if a.store or not inner or 2 * points(a.address, axes) <= size(axes):
+            continue
+        run = run_of(a.address, near)
+        if run * a.itemsize < LEAST_RUN and points(a.address, near) > run:
+            return True
+        rest = a.address - inner[-1].index
+        if any(
+            not any(isinstance(f, Sym) for f in m) and c * a.itemsize % 16 for m, c in rest.terms
+        ):
+            return True
+    return False
+
+
+def run_of(address: Index, axes: Sequence[Axis]) -> int:
+    """Elements that lie side by side in memory, of those that the axes walk over."""
+    run, left = 1, list(axes)
+    while True:
+        found = next((x for x in left if hint(x.extent) > 1 and stride(address, x) == run), None)
+        if found is None:
+            return run
+        left.remove(found)
+        run *= hint(found.extent)

@@ -1,0 +1,92 @@
+"""Block sizes of a nest's dimensions, and the warps for them: what a `Form` offers.
+
+In: sizes, and what a nest reads and writes at each point. Out: `Blocks`, the heuristic choice
+first. Rows and chunks, whose blocks depend on more, are in `tiling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deuteron.base.device import DeviceSpec
+from deuteron.codegen.loops import Loops
+from deuteron.codegen.triton.access_statistics import below, power, size, widest
+from deuteron.ir.index import Axis, hint
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Block sizes by dimension, and the launch's warps and stages."""
+
+    sizes: tuple[tuple[str, int], ...]  # ("x", 1024)
+    num_warps: int
+    stages: int = 1  # of the software pipeline of its loops
+    registers: int = 0  # the most of a thread; 0: no matter how many
+
+    def of(self, dim: str) -> int:
+        return dict(self.sizes)[dim]
+
+
+# Where elements are read one by one, neighbours in memory are for neighbouring threads: one
+# instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
+# thread take 84 and 140 us. Two f32 results of a thread are stored at once: bilinear, 60 and 51 us.
+SINGLE = tuple(Blocks((("x", n),), w) for n, w in ((256, 8), (128, 4), (256, 4)))
+
+
+# Elements and warps of a tile: of points; of those that share what is found for their column.
+Tiles = tuple[tuple[int, int], ...]
+PLAIN: Tiles = ((2048, 4), (1024, 4), (4096, 8))
+PLACED: Tiles = ((8192, 8), (4096, 8), (4096, 4))
+
+
+def warps_for(elements: int, each: int = 16) -> int:
+    """Warps so that a thread has about `each` elements."""
+    return min(16, max(1, below(elements // (32 * each))))
+
+
+def line_blocks(count: int, spec: DeviceSpec, itemsize: int, most: int) -> tuple[Blocks, ...]:
+    """16 bytes per thread and access or more, but enough programs for every multiprocessor."""
+    best = min(most, 1024 if itemsize >= 4 else 2048)
+    while best > 128 and count < best * 2 * spec.cores:
+        best //= 2
+    warps = {128: 2, 256: 4}.get(best, 4)
+    out = [Blocks((("x", best),), warps)]
+    for block, w in ((512, 4), (1024, 4), (2048, 8)):
+        if block != best and count >= block * spec.cores:
+            out.append(Blocks((("x", block),), w))
+    return tuple(out)
+
+
+def plane_blocks(
+    ny: int, nx: int, spec: DeviceSpec, most: int, tiles: Tiles = PLAIN
+) -> tuple[Blocks, ...]:
+    x = min(power(nx), most)
+    count = ny * nx
+
+    def plane(elements: int, warps: int) -> Blocks:
+        while elements > 256 and count < elements * 2 * spec.cores:
+            elements //= 2
+        y = min(max(1, elements // x), power(ny))
+        return Blocks((("y", y), ("x", min(x, elements))), warps)
+
+    return tuple(dict.fromkeys(plane(*tile) for tile in tiles))
+
+
+def tile_blocks(
+    loops: Loops, other: Axis, y: Sequence[Axis], x: Sequence[Axis], spec: DeviceSpec
+) -> tuple[Blocks, ...]:
+    """`other`: the axis of y along which something is contiguous. Large tiles where there are many,
+    few of which are cut off: H200, us, 16384 x 16384 of bf16: tiles of 64 x 64 275, of 128 x 128
+    262; a copy 257."""
+    ny, nx = size(y), size(x)
+    plain = widest(loops) <= 2 and len(loops.accesses) <= 2
+    enough = min(hint(other.extent), nx) >= 1024 and ny * nx >= 4 * 128 * 128 * spec.cores
+
+    def tile(edge: int, warps: int) -> Blocks:
+        x = min(edge, power(nx))
+        y = min(edge * edge // x, power(ny))
+        x = min(edge * edge // y, power(nx))
+        return Blocks((("y", y), ("x", x)), warps)
+
+    return (tile(128, 8) if plain and enough else tile(64, 8), tile(32, 4))

@@ -1,0 +1,203 @@
+"""Short parallel axes written out: the phases of a pattern.
+
+In: `loops.Loops` that only compute and store points. Out: the same, in which a short axis whose
+points differ in what they read (even and odd columns of a pooling window's input, the copies of an
+enlarged picture, the tensors of a concatenation) is gone: one lane computes all its points, in
+which conditions are constants and neighbours share what they read. Where elements come one by one a
+lane has a few points of a longer axis, too.
+
+Where the points of the axis lie side by side in memory they are stored together: the values of a
+`Write` with a `phase` are joined, so that a program still writes whole lines. Its address keeps the
+axis, whose place is behind the axis `along` (the fastest of the nest: see `tiling`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from deuteron.base.device import DeviceSpec
+from deuteron.codegen.loops import (
+    Loops,
+    Part,
+    Rewriter,
+    Write,
+    rearranged,
+    stride,
+)
+from deuteron.codegen.triton.access_statistics import size
+from deuteron.codegen.triton.tiling import one_by_one, point_order
+from deuteron.ir.expr import Expr, as_position, own_indices
+from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, const, divide_exact, hint
+
+# Points that one lane computes at most, and nodes of the text (registers; compile time).
+MOST_PHASES = 8
+MOST_NODES = 600
+# The work that remains, of which a phase pays: what is written out needs more registers.
+WORTH = 0.8
+# Where elements come one by one, a lane computes so many neighbouring points of an axis, if that is
+# not more work: more is on its way. H200, bf16, us, 1, 4 and 8: maximum of 3x3 windows 51, 41, 38
+# and with its place 72, 65; their mean 55, 44, 45; gradient of an enlarged picture 32, 28, 27.
+WINDOWS, SAME = (8, 4, 2), 1.05
+LANES = 2048  # of a multiprocessor
+# A part of an axis that is cut has at least so many points.
+LEAST_PART = 64
+# Instructions, about: an element of 16 bytes, an element alone with its address, a division.
+VECTOR, SCALAR, DIVISION = 1.5, 4.0, 4.0
+PLACES = ("index", "literal")
+
+
+def phased(loops: Loops, spec: DeviceSpec) -> Loops:
+    """The nest with every axis written out that makes its work less."""
+    if loops.chunk is not None or not all(isinstance(p, Write) for p in loops.parts):
+        return loops
+    if loops.reduced and any(isinstance(p, Write) and p.level == "row" for p in loops.parts):
+        return loops
+    phases = 1
+    while (best := _best(loops, candidates(loops, MOST_PHASES // phases))) is not None:
+        loops, n = best
+        phases *= n
+    if phases == 1 and one_by_one(loops, spec):
+        loops, _ = _best(loops, _windows(loops, LANES * spec.cores), SAME) or (loops, 1)
+    return loops
+
+
+def _best(
+    loops: Loops, found: Iterable[tuple[Loops, Axis]], worth: float = WORTH
+) -> tuple[Loops, int] | None:
+    """The nest without an axis that has least work, and how many points that had."""
+    best, least = None, worth * work(loops)
+    for whole, axis in found:
+        n = hint(axis.extent)
+        new = _without(whole, axis)
+        if new is not None and work(new) / n < least:
+            best, least = (new, n), work(new) / n
+    return best
+
+
+def _windows(loops: Loops, lanes: int) -> Iterator[tuple[Loops, Axis]]:
+    """Axes in parts of a few points (windows, which may share elements), where so many lanes are
+    left."""
+    order = point_order(loops)
+    count = size(order)
+    for axis in order[:-1]:
+        n = axis.extent.value or 1
+        for k in (k for k in WINDOWS if n % k == 0 and n >= 2 * k and count >= k * lanes):
+            new, _, inner = _parted(loops, axis, k)
+            yield new, inner
+
+
+def candidates(loops: Loops, most: int) -> Iterator[tuple[Loops, Axis]]:
+    """Axes with at most so many points, and nests with axes that are cut into so many parts where
+    conditions change (the tensors of a concatenation)."""
+    axes = (*loops.parallel, *loops.reduced)
+    for a in axes:
+        n = a.extent.value
+        if n is not None and 1 < n <= most:
+            yield loops, a
+    for axis, places in sorted(_changes(loops).items(), key=lambda item: item[0].key):
+        n = axis.extent.value
+        if n is None or axis not in axes:
+            continue
+        part = math.gcd(n, *(k for k in places if 0 < k < n))
+        if LEAST_PART <= part < n <= part * most:
+            new, outer, _ = _parted(loops, axis, part)
+            yield new, outer
+
+
+def _parted(loops: Loops, axis: Axis, part: int) -> tuple[Loops, Axis, Axis]:
+    """The nest with an axis in parts of so many points; which part, and which point of one."""
+    outer = Axis(f"{axis.name}p", (axis.extent.value or part) // part)
+    inner = Axis(f"{axis.name}q", part)
+    groups = [
+        [x for a in group for x in ((outer, inner) if a == axis else (a,))]
+        for group in (loops.parallel, loops.reduced)
+    ]
+    table: dict[Atom, Index] = {axis: outer.index * part + inner.index}
+    return rearranged(loops, table, *groups), outer, inner
+
+
+def _changes(loops: Loops) -> dict[Axis, set[int]]:
+    """The places of each axis at which a comparison with a number changes."""
+    found: dict[Axis, set[int]] = {}
+    for n in nodes(loops):
+        if n.op not in ("lt", "le", "gt", "ge") or any(a.op not in PLACES for a in n.args):
+            continue
+        left, right = (as_position(a) for a in n.args)
+        difference = left - right
+        for axis in difference.axes():
+            step = difference.coefficient(axis)
+            rest = (difference - axis.index * step).value if step is not None else None
+            if step is not None and step.value in (1, -1) and rest is not None:
+                # where the difference is 0, or behind that
+                at = -rest * (step.value or 1)
+                late = (n.op in ("le", "gt")) == (step.value == 1)
+                found.setdefault(axis, set()).add(at + late)
+    return found
+
+
+def nodes(loops: Loops) -> set[Expr]:
+    return {n for r in loops.roots() for n in r.walk()}
+
+
+def work(loops: Loops) -> float:
+    """Instructions of one lane, about."""
+    total = 0.0
+    inner = point_order(loops)[-1] if loops.parallel or loops.reduced else None
+    for access in loops.accesses:
+        step = stride(access.address, inner) if inner is not None else 0
+        total += VECTOR if step in (0, 1) else SCALAR
+    divisions = set()
+    for n in nodes(loops):
+        total += n.op not in ("load", "literal", "cast", "index")
+        for i in own_indices(n):
+            divisions |= {a for a in i.atoms() if isinstance(a, (Div, Mod, MinMax))}
+    return total + DIVISION * len(divisions)
+
+
+def _without(loops: Loops, axis: Axis) -> Loops | None:
+    """The nest with the axis written out; None where stores would be scattered."""
+    count = hint(axis.extent)
+    if len(nodes(loops)) * count > MOST_NODES:
+        return None
+    left, inner = ([a for a in g if a != axis] for g in (loops.parallel, loops.reduced))
+    at = [Rewriter({axis: const(k)}, None, loops.results) for k in range(count)]
+    parts: list[Part] = []
+    for p in loops.parts:
+        assert isinstance(p, Write)
+        along = _along(p, axis, (*left, *inner))
+        if along is not None and p.phase is None and p.mask is None and p.accumulate is None:
+            values = [r.expr(p.value) for r in at]
+            parts.append(
+                replace(p, value=values[0], others=tuple(values[1:]), phase=axis, along=along)
+            )
+        elif _scattered(p, axis, (*left, *inner)):
+            return None
+        else:
+            parts += [r.part(p) for r in at]
+    found = {p.along for p in parts if isinstance(p, Write) and p.along is not None}
+    if len(found) > 1:
+        return None
+    return replace(loops, parallel=tuple(left), reduced=tuple(inner), parts=tuple(parts))
+
+
+def _along(w: Write, axis: Axis, others: tuple[Axis, ...]) -> Axis | None:
+    """The axis behind whose points the points of `axis` lie side by side, as a power of two."""
+    count = hint(axis.extent)
+    if stride(w.address, axis) != 1 or count & (count - 1):
+        return None
+    if divide_exact(w.address - axis.index, const(count)) is None:
+        return None
+    return next((a for a in others if stride(w.address, a) == count), None)
+
+
+def _scattered(w: Write, axis: Axis, others: tuple[Axis, ...]) -> bool:
+    """Whether a store at one point of the axis is not of neighbours in memory."""
+    if w.phase is not None:
+        return stride(w.address, axis) == 1
+    steps = [stride(w.address, a) for a in others]
+    return axis in w.address.axes() and 1 not in steps
+
+
+__all__ = ["phased"]

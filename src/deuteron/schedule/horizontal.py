@@ -1,0 +1,204 @@
+"""Kernels joined into one launch although they share no loops.
+
+In: groups and calls in execution order. Out: that order, but for short kernels that wait for a
+later one, with neighbouring groups as nests of one kernel where a launch costs more than it is
+worth. Nests side by side are independent; where one needs another's results, a barrier stands
+between them: on a CPU all threads wait, on a GPU the program that finishes last goes on alone, so
+that only little may follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.record import Record
+from deuteron.ir.index import hint
+from deuteron.ir.program import Extern, Layout
+from deuteron.schedule import profit
+from deuteron.schedule.cooperative import LONG
+from deuteron.schedule.group import Group
+
+# Nests of one kernel, at most: registers and code size are those of the largest.
+MOST_NESTS = 12
+# Kernels up to this long are worth joining, in launches; longer ones hide the launch.
+SHORT = 4.0
+# What one program moves and computes at the end of a kernel, at most (H200: 50 GB/s alone, 4 us),
+# and at the end of one that is not short: there the next launch is a microsecond away, while the
+# loops before a tail share its registers. H100, us, gradients of batch norm's channels with their
+# tails and without: 64 x 112 x 112 88 and 82 + 2, 512 x 7 x 7 11 and 8 + 2.
+GPU_TAIL_BYTES, GPU_TAIL_FLOPS = 192 << 10, 1 << 17
+LONG_TAIL_BYTES = 16 << 10
+CPU_SHORT_US = 30.0
+# A short kernel waits for another one among so many after it, which takes at most so many times as
+# long: a long one's warps and registers are its own.
+DELAY, LONGER = 6, 4.0
+# How much longer arithmetic takes than memory where it decides. H200, us: ranks of 32768 places in
+# blocks of 1024, and sums of columns: 5.4 and 6.1, in one kernel 29.8.
+COMPUTES = 4.0
+
+
+@dataclass
+class Launch:
+    """The nests of one kernel."""
+
+    groups: list[Group]
+    device: str
+    us: float
+    barriers: list[int] = field(default_factory=list)
+    tail: float = 0.0  # bytes that are moved behind barriers
+
+    @staticmethod
+    def of(group: Group, us: float, layouts: Mapping[str, Layout]) -> Launch:
+        return Launch([group], layouts[group.members[0].name].device, us)
+
+    def since_barrier(self) -> list[Group]:
+        return self.groups[self.barriers[-1] if self.barriers else 0 :]
+
+
+def made(groups: Iterable[Group]) -> set[str]:
+    """Tensors in memory that the groups may write."""
+    out: set[str] = set()
+    for g in groups:
+        out.update(m.name for m in g.members)
+        out.update(g.partials.values())
+    return out
+
+
+def teams_may(groups: Iterable[Group]) -> bool:
+    """Whether teams may share the rows of any, which they do in kernels of one nest."""
+    return any(g.folds and hint(g.space.row) >= LONG for g in groups)
+
+
+class Joiner:
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        owner: Mapping[str, str],
+        specs: Mapping[str, DeviceSpec],
+        record: Record,
+    ) -> None:
+        self.layouts, self.owner, self.specs, self.record = layouts, owner, specs, record
+
+    def memory(self, names: Iterable[str]) -> set[str]:
+        return {self.owner.get(n, n) for n in names}
+
+    def needs(self, first: Sequence[Group], second: Group) -> bool:
+        """Whether `second` reads or overwrites what `first` touches, or the other way round."""
+        written = self.memory(made(first))
+        read = self.memory(n for g in first for n in g.inputs)
+        theirs = self.memory(made([second]))
+        return bool(written & self.memory(second.inputs) or (read | written) & theirs)
+
+    def run(self, steps: Sequence[tuple[Group, float] | Extern]) -> list[Launch | Extern]:
+        out: list[Launch | Extern] = []
+        for step in steps:
+            if isinstance(step, Extern):
+                out.append(step)
+                continue
+            group, us = step
+            last = out[-1] if out else None
+            if isinstance(last, Launch) and self.join(last, group, us):
+                continue
+            out.append(Launch.of(group, us, self.layouts))
+        return self.delayed(out)
+
+    def delayed(self, launches: Sequence[Launch | Extern]) -> list[Launch | Extern]:
+        """The same, with short launches in the next ones that they may join, where none between
+        needs them."""
+        out = list(launches)
+        for at in reversed(range(len(out))):
+            k = out[at]
+            if isinstance(k, Extern) or k.barriers:
+                continue
+            for later in out[at + 1 : at + 1 + DELAY]:
+                if isinstance(later, Extern) or any(self.needs(later.groups, g) for g in k.groups):
+                    break
+                if self.may_wait(k, later):
+                    self.note(k.groups[-1], later.groups[0], "independent and short", k.device)
+                    later.groups[:0] = k.groups
+                    later.us += k.us
+                    del out[at]
+                    break
+        return out
+
+    def may_wait(self, k: Launch, later: Launch) -> bool:
+        spec = self.specs[k.device]
+        if k.device != later.device or later.barriers or k.us > short(spec) or spec.kind == "cpu":
+            return False
+        groups = [*k.groups, *later.groups]
+        if later.us > LONGER * short(spec) or teams_may(groups):
+            return False
+        return len(groups) <= MOST_NESTS and len({self.computes(g, spec) for g in groups}) == 1
+
+    def join(self, k: Launch, group: Group, us: float) -> bool:
+        device = self.layouts[group.members[0].name].device
+        if device != k.device or len(k.groups) >= MOST_NESTS:
+            return False
+        spec = self.specs[device]
+        depends = self.needs(k.since_barrier(), group)
+        if depends and not self.may_follow(k, group, us, spec):
+            return False
+        if not depends and min(us, k.us) > short(spec):
+            return False
+        if not depends and spec.kind == "cuda" and teams_may([*k.groups, group]):
+            return False
+        if not depends and self.computes(k.groups[-1], spec) != self.computes(group, spec):
+            return False
+        if depends:
+            k.barriers.append(len(k.groups))
+        if k.barriers and spec.kind != "cpu":
+            if not depends and not self.may_follow(k, group, us, spec):
+                return False
+            k.tail += self.cost(group, spec).bytes
+        reason = "a barrier costs less than a launch" if depends else "independent and short"
+        self.note(k.groups[-1], group, reason, device)
+        k.groups.append(group)
+        k.us += us
+        return True
+
+    def note(self, first: Group, second: Group, reason: str, device: str) -> None:
+        self.record.add(
+            "decision",
+            subject="join",
+            accepted=True,
+            reason=reason,
+            detail="",
+            first=first.members[-1].name,
+            second=second.members[-1].name,
+            bytes=0,
+            us=round(profit.launch_us(self.specs[device]), 3),
+        )
+
+    def may_follow(self, k: Launch, group: Group, us: float, spec: DeviceSpec) -> bool:
+        """Whether `group` may run behind a barrier in the same kernel."""
+        if any(m.kind == "write" for g in (*k.groups, group) for m in g.members):
+            return False
+        if spec.kind == "cpu":
+            return us <= CPU_SHORT_US
+        if group.chunk is not None or group.scans:
+            return False
+        cost = self.cost(group, spec)
+        most = GPU_TAIL_BYTES if k.us <= short(spec) else LONG_TAIL_BYTES
+        return k.tail + cost.bytes <= most and cost.flops <= GPU_TAIL_FLOPS
+
+    def computes(self, group: Group, spec: DeviceSpec) -> bool:
+        """Whether it takes the time of its arithmetic: beside others, with their warps and
+        registers, it takes longer."""
+        if spec.kind == "cpu":
+            return False
+        cost = self.cost(group, spec)
+        return spec.compute_us(cost.flops) > COMPUTES * spec.memory_us(cost.bytes)
+
+    def cost(self, group: Group, spec: DeviceSpec) -> profit.Cost:
+        keep = [m.name for m in group.members if m.name in group.names]
+        return profit.cost(group, dict(self.layouts), keep, spec)
+
+
+def short(spec: DeviceSpec) -> float:
+    """Microseconds up to which a kernel is short."""
+    return CPU_SHORT_US if spec.kind == "cpu" else SHORT * spec.launch_us
+
+
+__all__ = ["Joiner", "Launch"]
