@@ -4,7 +4,7 @@
 * Each ``return`` of the index algebra, of its proofs and of the folding of expressions is reached
   by the random tests that compare with brute force (an answer that none of them gives is untested).
 * Each row of the rewrites of ATen graphs is applied by a program that is compared with eager, and
-  each rule for dependent folds by one of `tests/schedule/test_online.py`.
+  each rule for dependent reductions by one of `tests/schedule/test_online.py`.
 """
 
 from __future__ import annotations
@@ -245,10 +245,11 @@ def test_every_rewrite_is_applied(name: str) -> None:
         check(REWRITES[name], x)
 
 
-# -- dependent folds -------------------------------------------------------------------------------
+# -- dependent reductions
+# -------------------------------------------------------------------------------
 
 
-def test_every_rule_of_dependent_folds_has_an_identity() -> None:
+def test_every_rule_of_dependent_reductions_has_an_identity() -> None:
     from tests.schedule import test_online
 
     kinds = {kind for kind, *_ in test_online.RULES.values()}

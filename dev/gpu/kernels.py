@@ -34,7 +34,7 @@ from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir.expr import ITEMSIZE, Expr, cast, index_value, literal, load, op
 from deuteron.ir.index import Axis, IndexLike, as_index, evaluate
 from deuteron.ir.program import Layout, contiguous
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Store
 
 CUDA = torch.cuda.is_available()
 TORCH = {"i64": torch.int64, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -144,8 +144,8 @@ def softmax(rows: int, cols: int, dtype: str) -> Program:
         (i,),
         (r,),
         (
-            Fold("m", "max", x),
-            Fold("s", "sum", e),
+            Reduce("m", "max", x),
+            Reduce("s", "sum", e),
             put("y", (i, r), op("div", e, local("s", i)), dtype),
         ),
     )
@@ -163,10 +163,12 @@ def cross_entropy(rows: int, cols: int, dtype: str) -> Program:
     x = at("x", i, r, dtype=dtype)
     e = op("exp", op("sub", x, local("m", i)))
     hit = op("eq", index_value(r.index), at("t", i, dtype="i64"))
-    p = Fold("p", "sum", op("where", hit, x, literal(0.0, "f32")))
+    p = Reduce("p", "sum", op("where", hit, x, literal(0.0, "f32")))
     loss = op("sub", op("add", op("log", local("s", i)), local("m", i)), local("p", i))
     nest = Nest(
-        (i,), (r,), (Fold("m", "max", x), Fold("s", "sum", e), p, put("y", (i,), loss, level="row"))
+        (i,),
+        (r,),
+        (Reduce("m", "max", x), Reduce("s", "sum", e), p, put("y", (i,), loss, level="row")),
     )
     return Program(
         (nest,),
@@ -191,8 +193,8 @@ def layer_norm(rows: int, cols: int, dtype: str) -> Program:
         (i,),
         (r,),
         (
-            Fold("s", "sum", x),
-            Fold("v", "sum", op("mul", d, d)),
+            Reduce("s", "sum", x),
+            Reduce("v", "sum", op("mul", d, d)),
             put("y", (i, r), y, dtype),
             put("mean", (i,), mean, level="row"),
             put("rstd", (i,), rstd, level="row"),
@@ -227,7 +229,7 @@ def norm_backward(rows: int, cols: int, count: int, dtype: str) -> Program:
     g, x, w = at("g", i, r, dtype=dtype), at("x", i, r, dtype=dtype), at("w", r, dtype=dtype)
     h = op("mul", op("sub", x, at("mean", i)), at("rstd", i))
     gw, n = op("mul", g, w), literal(1.0 / cols, "f32")
-    a, b = Fold("a", "sum", gw), Fold("b", "sum", op("mul", gw, h))
+    a, b = Reduce("a", "sum", gw), Reduce("b", "sum", op("mul", gw, h))
     inner = op(
         "sub", op("sub", gw, op("mul", local("a", i), n)), op("mul", h, op("mul", local("b", i), n))
     )
@@ -235,8 +237,8 @@ def norm_backward(rows: int, cols: int, count: int, dtype: str) -> Program:
         a,
         b,
         put("dx", (i, r), op("mul", at("rstd", i), inner), dtype),
-        Fold("dw", "sum", op("mul", g, h), partial=True),
-        Fold("db", "sum", g, partial=True),
+        Reduce("dw", "sum", op("mul", g, h), partial=True),
+        Reduce("db", "sum", g, partial=True),
     )
     each = -(-rows // count)
 
@@ -278,7 +280,10 @@ def row_sum(rows: int, cols: int, dtype: str) -> Program:
     nest = Nest(
         (i,),
         (r,),
-        (Fold("s", "sum", at("x", i, r, dtype=dtype)), put("y", (i,), local("s", i), level="row")),
+        (
+            Reduce("s", "sum", at("x", i, r, dtype=dtype)),
+            put("y", (i,), local("s", i), level="row"),
+        ),
     )
     return Program(
         (nest,),
@@ -294,7 +299,10 @@ def column_sum(rows: int, cols: int, dtype: str) -> Program:
     nest = Nest(
         (i,),
         (r,),
-        (Fold("s", "sum", at("x", r, i, dtype=dtype)), put("y", (i,), local("s", i), level="row")),
+        (
+            Reduce("s", "sum", at("x", r, i, dtype=dtype)),
+            put("y", (i,), local("s", i), level="row"),
+        ),
     )
     return Program(
         (nest,),
@@ -308,7 +316,7 @@ def column_sum(rows: int, cols: int, dtype: str) -> Program:
 def column_parts(rows: int, cols: int, count: int, dtype: str) -> Program:
     i, r = Axis("i", rows), Axis("r", cols)
     nest = Nest(
-        (i,), (r,), (Fold("p", "sum", at("x", i, r, dtype=dtype), partial=True),), (i, count)
+        (i,), (r,), (Reduce("p", "sum", at("x", i, r, dtype=dtype), partial=True),), (i, count)
     )
     return Program(
         (nest,),
@@ -326,8 +334,8 @@ def batch_norm_sums(n: int, c: int, s: int, dtype: str) -> Program:
         (k,),
         (b, p),
         (
-            Fold("a", "sum", x),
-            Fold("q", "sum", op("mul", x, x)),
+            Reduce("a", "sum", x),
+            Reduce("q", "sum", op("mul", x, x)),
             put("y", (k,), local("a", k), level="row"),
             put("z", (k,), local("q", k), level="row"),
         ),

@@ -57,7 +57,7 @@ INDEX = "tests/ir/test_index.py"
 SCHEDULE = "tests/schedule/test_refusals.py tests/schedule/test_fusion.py::test_counts"
 MEMORY = "tests/memory/test_plan.py"
 CPP = (
-    "tests/codegen/test_cpp.py::test_softmax tests/codegen/test_cpp.py::test_folds"
+    "tests/codegen/test_cpp.py::test_softmax tests/codegen/test_cpp.py::test_reductions"
     " tests/codegen/test_cpp_more.py::test_index_out_of_range_is_reported"
 )
 TRITON = "tests/codegen/test_triton.py::test_values"
@@ -90,7 +90,7 @@ BUGS = (
     Bug("partial results read at once", "schedule/legality.py",
         "if r.tensor in partial:", "if False:", SCHEDULE, "chained"),
     Bug("rows read points", "schedule/legality.py",
-        'if m.level == "row" and p.level == "point" and m.kind not in ("fold", "scan"):',
+        'if m.level == "row" and p.level == "point" and m.kind not in ("reduction", "scan"):',
         "if False:", SCHEDULE, "norms"),
     Bug("members in any order", "schedule/legality.py",
         "            if p.name not in seen:\n", "            if False:\n", SCHEDULE, "neighbours"),
@@ -125,7 +125,7 @@ BUGS = (
     # -- C++
     Bug("first partial sum left out", "codegen/cpp/reductions.py",
         'f"for (long long c = 0; c < {count}; ++c) {n}_d += {n}_p[c];"',
-        'f"for (long long c = 1; c < {count}; ++c) {n}_d += {n}_p[c];"', CPP, "folds"),
+        'f"for (long long c = 1; c < {count}; ++c) {n}_d += {n}_p[c];"', CPP, "reductions"),
     Bug("last of equal ones", "codegen/cpp/reductions.py",
         "({value} == {best} && {position} < {at})", "({value} == {best} && {position} > {at})",
         CPP, "positions"),

@@ -59,7 +59,7 @@ def windows(x: Tensor) -> Made:
 
 
 @program
-def folded(x: Tensor) -> Made:
+def reduced(x: Tensor) -> Made:
     image = x.reshape(1, 2, 12, 20)
     columns = F.unfold(image, 3, padding=1, stride=2)
     return columns * 2, F.fold(columns, (12, 20), 3, padding=1, stride=2)
@@ -239,7 +239,8 @@ def clamped(x: Tensor) -> Made:
     return a, b, x[2:30, 5:100] * 2, x[:, -3:].exp(), F.pad(x, (-2, -3)).flip(1)
 
 
-# -- folds -----------------------------------------------------------------------------------------
+# -- reductions
+# -----------------------------------------------------------------------------------------
 @program
 def positions(x: Tensor) -> Made:
     y = (x.repeat(1, 4) * 2).round()
@@ -279,7 +280,7 @@ def wholes(x: Tensor) -> Made:
 
 
 @program
-def folds(x: Tensor) -> Made:
+def reductions(x: Tensor) -> Made:
     y = x.repeat(30, 30)
     return y.sum(), (y * 2).sum(1), x[:9].prod(1), y.amin(), y.abs().amin(0), y.mean((0, 1))
 

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
     "pad": (lambda x: F.pad(x, (1, 2, 2, 1), mode="reflect") * 2, (image,)),
     "replicate": (lambda x: F.pad(x, (1, 2, 2, 1), mode="replicate") * 2, (image,)),
     "unfold": (lambda x: F.unfold(x, 3) * 2, (image,)),
-    "fold": (lambda x: F.fold(x, (5, 5), 3), ((2, 18, 9),)),
+    "reduction": (lambda x: F.fold(x, (5, 5), 3), ((2, 18, 9),)),
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), (image,)),
     "embedding": (lambda w: F.embedding(torch.arange(30) % 7, w, padding_idx=2), ((10, 16),)),
     "indexing": (

@@ -15,7 +15,7 @@ from deuteron.codegen.cpp import FLAGS, CppKernel, Machine, generate_for, transl
 from deuteron.ir.expr import Expr, literal, load, op
 from deuteron.ir.index import Axis, IndexLike, Sym, as_index
 from deuteron.ir.program import Layout, Origin
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Store
 
 MACHINE = Machine(threads=2, l1_bytes=32 << 10, l2_bytes=1 << 20)
 NAMES = {
@@ -147,8 +147,8 @@ def softmax_nest(p: tuple[Axis, ...], r: Axis, *where: Axis) -> Nest:
         p,
         (r,),
         (
-            Fold("m", "max", x),
-            Fold("s", "sum", e),
+            Reduce("m", "max", x),
+            Reduce("s", "sum", e),
             Store("y", idx(*where), op("div", e, ref("s")), "point"),
         ),
     )
@@ -164,8 +164,8 @@ def layer_norm_nest(p: Axis, r: Axis, n: int) -> Nest:
         (p,),
         (r,),
         (
-            Fold("s", "sum", x),
-            Fold("q", "sum", op("mul", d, d)),
+            Reduce("s", "sum", x),
+            Reduce("q", "sum", op("mul", d, d)),
             Store("mean", idx(p), mean, "row"),
             Store("rstd", idx(p), rstd, "row"),
             Store("y", idx(p, r), y, "point"),
@@ -177,5 +177,5 @@ def sum_nest(shape: tuple[int, int], dim: int, kind: str = "sum") -> Nest:
     a, b = ax("i", shape[0]), ax("j", shape[1])
     p, r = (b, a) if dim == 0 else (a, b)
     dtype = "i64" if kind.startswith("arg") else "f32"
-    fold = Fold("f", kind, ld("x", a, b))
-    return Nest((p,), (r,), (fold, Store("y", idx(p), ref("f", dtype), "row")))
+    reduction = Reduce("f", kind, ld("x", a, b))
+    return Nest((p,), (r,), (reduction, Store("y", idx(p), ref("f", dtype), "row")))

@@ -11,7 +11,7 @@ from deuteron.codegen.cpp import Machine
 from deuteron.ir.expr import as_position, cast, index_value, load, op
 from deuteron.ir.index import Sym, atom
 from deuteron.ir.program import contiguous
-from deuteron.schedule.kernel import Fold, Nest, Prefix, Store
+from deuteron.schedule.kernel import Nest, Reduce, Scan, Store
 from tests.codegen.cpp_tools import (
     NAMES,
     Runner,
@@ -96,7 +96,7 @@ def pooled(x: torch.Tensor) -> torch.Tensor:
         ((3, 5), 1),
     ],
 )
-def test_folds(kind: str, shape: tuple[int, int], dim: int) -> None:
+def test_reductions(kind: str, shape: tuple[int, int], dim: int) -> None:
     x = (
         1 + 0.01 * torch.randn(shape)
         if kind == "prod" and max(shape) < 100
@@ -127,7 +127,7 @@ def test_folds(kind: str, shape: tuple[int, int], dim: int) -> None:
     }[kind]()
     y = torch.empty_like(expect)
     run(
-        Nest((p,), (r,), (Fold("f", kind, body), Store("y", idx(p), ref("f", dtype), "row"))),
+        Nest((p,), (r,), (Reduce("f", kind, body), Store("y", idx(p), ref("f", dtype), "row"))),
         {"x": x, "y": y},
         ["y"],
     )
@@ -160,7 +160,7 @@ def test_sum_error(shape: tuple[int, int], dim: int) -> None:
     p, r = (b, a) if dim == 0 else (a, b)
     y = torch.empty(shape[1 - dim])
     run(
-        Nest((p,), (r,), (Fold("f", "sum", ld("x", a, b)), Store("y", idx(p), ref("f"), "row"))),
+        Nest((p,), (r,), (Reduce("f", "sum", ld("x", a, b)), Store("y", idx(p), ref("f"), "row"))),
         {"x": x, "y": y},
         ["y"],
     )
@@ -198,9 +198,9 @@ def test_scan(kind: str, dim: int) -> None:
             (p,),
             (r,),
             (
-                Prefix("c", kind, ld("x", a, b)),
+                Scan("c", kind, ld("x", a, b)),
                 Store("y", idx(a, b), op("mul", ref("c"), lit(2.0)), "point"),
-                Fold("m", "max", ref("c")),
+                Reduce("m", "max", ref("c")),
                 Store("z", idx(a, b), op("sub", ref("c"), ref("m")), "point"),
             ),
         ),
@@ -218,7 +218,7 @@ def test_dear_loops_of_several_vectors(n: int) -> None:
     """Each element once, whatever is left over; a second pass over rows, and points."""
     x, y, z = torch.randn(3, n), torch.empty(3, n), torch.empty(3, n)
     a, r = ax("i", 3), ax("j", n)
-    top = Fold("m", "max", ld("x", a, r))
+    top = Reduce("m", "max", ld("x", a, r))
     value = op("exp", op("mul", op("sub", ld("x", a, r), ref("m")), lit(0.5)))
     rows = Nest((a,), (r,), (top, Store("y", idx(a, r), value, "point")))
     value = op("add", ld("z", a, r), op("exp", ld("x", a, r)))
@@ -344,9 +344,9 @@ def test_chunked(n: int, m: int, count: int) -> None:
             (i,),
             (j,),
             (
-                Fold("s", "sum", prod),
-                Fold("dw", "sum", prod, True),
-                Fold("db", "sum", ld("g", i, j), True),
+                Reduce("s", "sum", prod),
+                Reduce("dw", "sum", prod, True),
+                Reduce("db", "sum", ld("g", i, j), True),
                 Store(
                     "dx",
                     idx(i, j),
@@ -425,7 +425,7 @@ def test_pad_and_concatenate() -> None:
     assert torch.equal(y, torch.cat([a, b, torch.full((40, 5), 7.0)], 1))
     z = torch.empty(40)
     run(
-        Nest((i,), (j,), (Fold("s", "sum", value), Store("z", idx(i), ref("s"), "row"))),
+        Nest((i,), (j,), (Reduce("s", "sum", value), Store("z", idx(i), ref("s"), "row"))),
         {"a": a, "b": b, "z": z},
         ["z"],
     )
@@ -460,7 +460,7 @@ def test_several_nests_and_full_reduction() -> None:
     i, j, k = ax("i", 300), ax("j", 400), ax("k", 1000)
     run(
         [
-            Nest((), (i, j), (Fold("f", "sum", ld("x", i, j)), Store("s", (), ref("f"), "row"))),
+            Nest((), (i, j), (Reduce("f", "sum", ld("x", i, j)), Store("s", (), ref("f"), "row"))),
             Nest((k,), (), (Store("z", idx(k), op("exp", ld("y", k)), "point"),)),
         ],
         {"x": x, "y": y, "s": s, "z": z},

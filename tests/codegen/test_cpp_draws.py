@@ -7,7 +7,7 @@ import torch
 
 from deuteron.graph.random_ops import RAND
 from deuteron.ir.expr import cast, literal, op, random
-from deuteron.schedule.kernel import Fold, Nest, Store
+from deuteron.schedule.kernel import Nest, Reduce, Store
 from tests.codegen.cpp_tools import NAMES, SERIAL, ax, idx, ld, lit, ref, run
 
 SEED = -6_123_456_789_012_345_678
@@ -22,8 +22,8 @@ def test_blocks(m: int, n: int, row: bool) -> None:
     drawn = random("rand", literal(SEED, "i64"), 3, a.index * n + b.index, "f32")
     store = Store("y", idx(a, b), op("add", drawn, lit(0.0)), "point")
     if row:
-        fold = Fold("f", "max", op("exp", ld("x", a, b)))
-        parts = (fold, store, Store("z", idx(a), ref("f"), "row"))
+        reduction = Reduce("f", "max", op("exp", ld("x", a, b)))
+        parts = (reduction, store, Store("z", idx(a), ref("f"), "row"))
         r = run(Nest((a,), (b,), parts), {"x": x, "y": y, "z": z}, ["y", "z"], SERIAL)
         torch.testing.assert_close(z, x.exp().amax(1))
     else:
@@ -32,11 +32,11 @@ def test_blocks(m: int, n: int, row: bool) -> None:
     assert row or "d_rand_lanes" in r.cpp.source
 
 
-def test_a_fold_of_numbers() -> None:
+def test_a_reduction_of_numbers() -> None:
     y = torch.empty(7)
     a, b = ax("i", 7), ax("j", 500)
     drawn = random("rand", literal(SEED, "i64"), 1, a.index * 500 + b.index, "f32")
-    nest = Nest((a,), (b,), (Fold("f", "sum", drawn), Store("y", idx(a), ref("f"), "row")))
+    nest = Nest((a,), (b,), (Reduce("f", "sum", drawn), Store("y", idx(a), ref("f"), "row")))
     r = run(nest, {"y": y}, ["y"], SERIAL)
     assert "d_rand_lanes" in r.cpp.source
     want = RAND(torch.tensor(SEED), 1, [7, 500], torch.float32).double().sum(1)

@@ -1,8 +1,8 @@
 """Random nests: generated C++ against the reference executor of kernels.
 
-Each seed makes kernels of random axes, layouts (permuted, padded, reversed, reshaped), folds that
-depend on each other, masks, scans, gathers and stores; all kernels of a seed are one translation
-unit.
+Each seed makes kernels of random axes, layouts (permuted, padded, reversed, reshaped), reductions
+that depend on each other, masks, scans, gathers and stores; all kernels of a seed are one
+translation unit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deuteron.codegen.cpp import Machine, generate_for, translation_unit
 from deuteron.ir.expr import Expr, as_position, cast, index_value, literal, load, op
 from deuteron.ir.index import Axis, Index, Sym, as_index, atom
 from deuteron.ir.program import Layout
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Store
 from deuteron.schedule.reference import run_kernel
 from tests.codegen.cpp_tools import build, kernel
 
@@ -160,7 +160,7 @@ class Maker:
         self.r.shuffle(axes)
         known: list[Expr] = []
         points: list[Expr] = []
-        stmts: list[Fold | Prefix | Store] = []
+        stmts: list[Reduce | Scan | Store] = []
         scanned = len(reduced) == 1 and self.r.random() < 0.2
         for k in range(self.r.randint(1, 3) if reduced else 0):
             kind = self.r.choice(["sum", "sum", "max", "min", "prod", "any", "argmax", "argmin"])
@@ -173,12 +173,12 @@ class Maker:
                 body = op("gt", body, literal(0.9, "f32"))
             if kind == "prod":
                 body = op("add", literal(1.0, "f32"), op("mul", body, literal(0.001, "f32")))
-            stmts.append(Fold(f"f{k}", kind, body))
+            stmts.append(Reduce(f"f{k}", kind, body))
             dtype = "i64" if kind.startswith("arg") else body.dtype
             value = load(f"f{k}", (), dtype)
             known.append(cast(value, "f32"))
             if scanned and k == 0:
-                stmts.append(Prefix("c", self.r.choice(["sum", "max"]), self.bounded(axes, known)))
+                stmts.append(Scan("c", self.r.choice(["sum", "max"]), self.bounded(axes, known)))
                 points.append(load("c", (), "f32"))
         stmts += self.stores(axes, parallel, reduced, known, points)
         return Nest(tuple(parallel), tuple(reduced), tuple(stmts))
@@ -216,23 +216,23 @@ class Maker:
         return out
 
     def chunked(self) -> Nest:
-        """Row results, and column folds over chunks of the rows."""
+        """Row results, and cross-row reductions over chunks of the rows."""
         i, j = self.axis("i"), self.axis("j")
         k = self.axis("k") if self.r.random() < 0.3 else None
         axes, reduced = [i, j] + ([k] if k else []), [j] + ([k] if k else [])
         count = self.r.choice([1, 3, 4])
-        stmts: list[Fold | Prefix | Store] = [Fold("f", "sum", self.bounded(axes, []))]
+        stmts: list[Reduce | Scan | Store] = [Reduce("f", "sum", self.bounded(axes, []))]
         known = [load("f", (), "f32")]
         for kind in self.r.sample(["sum", "max", "min"], 2):
             name = self.tensor([as_index(count), *(a.extent for a in reduced)], "f32", write=True)
-            stmts.append(Fold(name, kind, self.bounded(axes, known), True))
+            stmts.append(Reduce(name, kind, self.bounded(axes, known), True))
         stmts += self.stores(axes, [i], reduced, known, [])
-        # A worker's column folds need its rows in one place: no scatter along the rows.
+        # A worker's cross-row reductions need its rows in one place: no scatter along the rows.
         keep = [s for s in stmts if not isinstance(s, Store) or s.accumulate is None]
         self.writes = {n: lay for n, lay in self.writes.items() if self.used(n, keep)}
         return Nest((i,), tuple(reduced), tuple(keep), (i, count))
 
-    def used(self, name: str, stmts: list[Fold | Prefix | Store]) -> bool:
+    def used(self, name: str, stmts: list[Reduce | Scan | Store]) -> bool:
         return any((s.tensor if isinstance(s, Store) else s.name) == name for s in stmts)
 
     def kernel(self) -> Kernel:

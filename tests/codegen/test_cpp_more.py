@@ -17,7 +17,7 @@ from deuteron.codegen.cpp import FLAGS, Machine
 from deuteron.ir.expr import as_position, cast, index_value, load, op
 from deuteron.ir.index import Sym, as_index, atom
 from deuteron.ir.program import contiguous
-from deuteron.schedule.kernel import Fold, Nest, Prefix, Store
+from deuteron.schedule.kernel import Nest, Reduce, Scan, Store
 from tests.codegen.cpp_tools import (
     NAMES,
     SERIAL,
@@ -70,7 +70,7 @@ def test_reduction_inside_an_expression() -> None:
     run(nest, {"a": a, "b": b, "y": y}, ["y"])
     torch.testing.assert_close(y, -(a @ b) - a.amax(1, keepdim=True))
     z = torch.empty(20)
-    total = Fold("f", "sum", op("exp", dot))
+    total = Reduce("f", "sum", op("exp", dot))
     nest = Nest((i,), (j,), (total, Store("z", idx(i), ref("f"), "row")))
     run(nest, {"a": a, "b": b, "z": z}, ["z"])
     torch.testing.assert_close(z, (a @ b).exp().sum(1), rtol=1e-4, atol=1e-4)
@@ -110,9 +110,9 @@ def test_chunked_with_symbolic_sizes() -> None:
         (i,),
         (j,),
         (
-            Fold("s", "sum", ld("x", i, j)),
-            Fold("q", "sum", body, True),
-            Fold("top", "max", ld("x", i, j), True),
+            Reduce("s", "sum", ld("x", i, j)),
+            Reduce("q", "sum", body, True),
+            Reduce("top", "max", ld("x", i, j), True),
             Store("z", idx(i), ref("s"), "row"),
         ),
         (i, 5),
@@ -197,7 +197,7 @@ def test_fast_versions_know_their_range(name: str) -> None:
 
 
 def test_interleaved_pairs() -> None:
-    """Rotary embedding of pairs: conditions on a short axis fold when it is written out."""
+    """Rotary embedding of pairs: conditions on a short axis reduction when it is written out."""
     x, c, s = torch.randn(3, 40, 64), torch.randn(40, 32), torch.randn(40, 32)
     y = torch.empty(3, 40, 64)
     b, t, d = ax("b", 3), ax("t", 40), ax("d", 64)
@@ -236,8 +236,8 @@ def test_pooling_window(h: int) -> None:
             (n, c, i, j),
             (u, v),
             (
-                Fold("m", "max", top),
-                Fold("s", "sum", mean),
+                Reduce("m", "max", top),
+                Reduce("s", "sum", mean),
                 Store("y", idx(n, c, i, j), ref("m"), "row"),
                 Store("at", idx(n, c, i, j), op("mul", ref("s"), lit(1 / 9)), "row"),
             ),
@@ -277,8 +277,8 @@ def test_scans_by_blocks(n: int, kind: str, dtype: torch.dtype) -> None:
     a, b = ax("i", 6), ax("j", n)
     first, second = ref("s", name), ref("t", name)
     stmts = (
-        Prefix("s", kind, ld("x", a, b, dtype=name)),
-        Prefix("t", "sum", op("mul", first, lit(0.5, name))),
+        Scan("s", kind, ld("x", a, b, dtype=name)),
+        Scan("t", "sum", op("mul", first, lit(0.5, name))),
         Store("y", idx(a, b), op("add", first, lit(1.0, name)), "point"),
         Store("z", idx(a, b), second, "point"),
     )
@@ -428,7 +428,7 @@ def test_the_next_row_is_fetched_where_short_rows_are_stored(n: int, fetched: bo
     nest = Nest(
         (i,),
         (r,),
-        (Fold("m", "max", x), Store("y", idx(i, r), op("sub", x, ref("m")), "point")),
+        (Reduce("m", "max", x), Store("y", idx(i, r), op("sub", x, ref("m")), "point")),
     )
     data = {"x": torch.randn(33, n), "y": torch.empty(33, n)}
     cpp = run(nest, data, ["y"], SERIAL).cpp
@@ -443,7 +443,7 @@ def test_what_only_reads_fetches_where_the_caches_do_not(dtype: torch.dtype, gua
     i, r = ax("i", 33), ax("r", 2048)
     x = ld("x", i, r, dtype=NAMES[dtype])
     each = cast(x, "f32")
-    nest = Nest((i,), (r,), (Fold("t", "sum", each), Store("y", idx(i), ref("t"), "row")))
+    nest = Nest((i,), (r,), (Reduce("t", "sum", each), Store("y", idx(i), ref("t"), "row")))
     values = torch.randint(-99, 99, (33, 2048))
     data = {"x": values.to(dtype), "y": torch.empty(33)}
     cpp = run(nest, data, ["y"], SERIAL).cpp
@@ -475,7 +475,7 @@ def test_short_rows_are_taken_from_several_ranges_in_turn(
     size = tuple([atom(s) for s in symbols] or [as_index(n) for n in shape])
     *rows, r = (ax(f"a{k}", n) for k, n in enumerate(size))
     at = ld("x", *rows, r, dtype=name)
-    fold = Fold("m", "max" if stored else kind, at)
+    reduction = Reduce("m", "max" if stored else kind, at)
     result = ref("m", name)
     if stored:
         store = Store("y", idx(*rows, r), op("sub", at, result), "point")
@@ -484,7 +484,7 @@ def test_short_rows_are_taken_from_several_ranges_in_turn(
         store = Store("y", idx(*rows), result, "row")
         want = {"max": torch.amax, "min": torch.amin, "sum": torch.sum}[kind](x, -1)
     k = kernel(
-        [Nest(tuple(rows), (r,), (fold, store))],
+        [Nest(tuple(rows), (r,), (reduction, store))],
         {"x": contiguous(size, name)},
         {"y": contiguous(size if stored else size[:-1], name)},
     )

@@ -1,4 +1,4 @@
-"""C++ kernels whose rows no cache holds: dependent folds in one pass over the row, values and
+"""C++ kernels whose rows no cache holds: dependent reductions in one pass over the row, values and
 passes."""
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 
 from deuteron.ir.expr import Expr, cast, index_value, load, op
 from deuteron.ir.index import Axis, Index
-from deuteron.schedule.kernel import Fold, Nest, Store
+from deuteron.schedule.kernel import Nest, Reduce, Store
 from tests.codegen.cpp_tools import NAMES, SERIAL, ax, idx, ld, lit, ref, run
 
 
@@ -82,8 +82,8 @@ def test_first_place_of_an_extreme(kind: str, width: int) -> None:
     n = width - 4
     y = torch.empty(40, n, dtype=torch.int64)
     a, b, k = ax("i", 40), ax("j", n), Axis("k", 5)
-    fold = Fold("f", kind, load("x", (a.index, b.index + k.index), "f32"))
-    nest = Nest((a, b), (k,), (fold, Store("y", idx(a, b), ref("f", "i64"), "row")))
+    reduction = Reduce("f", kind, load("x", (a.index, b.index + k.index), "f32"))
+    nest = Nest((a, b), (k,), (reduction, Store("y", idx(a, b), ref("f", "i64"), "row")))
     run(nest, {"x": x, "y": y}, ["y"])
     if kind == "argmax_last_nan":
         want = torch.nn.functional.max_pool1d(x, 5, 1, return_indices=True)[1] - torch.arange(n)
@@ -102,9 +102,11 @@ def test_rows_that_are_stored(n: int, dtype: torch.dtype) -> None:
     value = cast(load("x", (a.index, k.index), name), "f32")
     shifted = op("exp", op("sub", value, ref("m")))
     stored = cast(op("div", shifted, ref("s")), name)
-    folds = (Fold("m", "max", value), Fold("s", "sum", shifted))
+    reductions = (Reduce("m", "max", value), Reduce("s", "sum", shifted))
     r = run(
-        Nest((a,), (k,), (*folds, Store("y", idx(a, k), stored, "point"))), {"x": x, "y": y}, ["y"]
+        Nest((a,), (k,), (*reductions, Store("y", idx(a, k), stored, "point"))),
+        {"x": x, "y": y},
+        ["y"],
     )
     torch.testing.assert_close(y.float(), torch.softmax(x.float(), 1).to(dtype).float())
     written_out = r.cpp.source.count("d_exp(") >= n

@@ -8,7 +8,7 @@ import torch
 from deuteron.codegen.cpp import Machine
 from deuteron.codegen.cpp.nontemporal import read_again, streams
 from deuteron.ir.expr import op
-from deuteron.schedule.kernel import Fold, Nest, Schedule, Store
+from deuteron.schedule.kernel import Nest, Reduce, Schedule, Store
 from tests.codegen.cpp_tools import NAMES, ax, idx, kernel, layout, ld, lit, ref, run, softmax_nest
 
 CACHE = 4 << 20
@@ -128,8 +128,8 @@ def test_transposed(dtype: torch.dtype, shape: tuple[int, int], offset: int) -> 
     assert "d_transpose_past" in r.cpp.source
     assert torch.equal(y, (-x).t())
     z = torch.empty(shape[1], dtype=dtype)
-    fold = Fold("f", "max", ld("x", a, b, dtype=name))
-    parts = (fold, store, Store("z", idx(b), ref("f", name), "row"))
+    reduction = Reduce("f", "max", ld("x", a, b, dtype=name))
+    parts = (reduction, store, Store("z", idx(b), ref("f", name), "row"))
     memory.zero_()
     run(Nest((b,), (a,), parts), {"x": x, "y": y, "z": z}, ["y", "z"], machine)
     assert torch.equal(y, (-x).t()) and torch.equal(z, x.amax(0))
@@ -148,7 +148,7 @@ def test_last_of_several_passes(rows: int, n: int, offset: int, dear: bool) -> N
     each = op("sub", ld("x", a, b), op("div", total, lit(float(n), "f32")))
     value = op("exp", each) if dear else each
     parts = (
-        Fold("f", "sum", ld("x", a, b)),
+        Reduce("f", "sum", ld("x", a, b)),
         Store("y", idx(a, b), value, "point"),
         Store("z", idx(a), total, "row"),
     )
@@ -176,7 +176,7 @@ def test_what_rows_fetch_where_they_stream(n: int, dear: bool) -> None:
     a, b = ax("i", rows), ax("j", n)
     each = op("mul", op("sub", ld("x", a, b), ref("f", "f32")), ld("z", a, b))
     value = op("exp", each) if dear else each
-    parts = (Fold("f", "max", ld("x", a, b)), Store("y", idx(a, b), value, "point"))
+    parts = (Reduce("f", "max", ld("x", a, b)), Store("y", idx(a, b), value, "point"))
     tensors = {"x": x, "z": z, "y": y}
     r = run(Nest((a,), (b,), parts), tensors, ["y"], Machine(1, 32 << 10, 1 << 20, 64))
     first, second = r.cpp.source.split("const float f")[:2]

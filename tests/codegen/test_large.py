@@ -48,7 +48,7 @@ def points(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     return x * 2, x.flip(0) + x, x.t().contiguous() + 1, x.roll((1, 5), (0, 1)) * 3
 
 
-def folds(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
+def reductions(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     y = x.float()
     return x.sum(1), y.amax(0), y.softmax(1), x.argmin(1), x.argmax(0), y.sum()
 
@@ -68,7 +68,7 @@ def written(x: Tensor, i: Tensor) -> Tensor:
     return x.sum(0)
 
 
-PROGRAMS: tuple[Callable[..., Any], ...] = (points, folds, indexed, joined, written)
+PROGRAMS: tuple[Callable[..., Any], ...] = (points, reductions, indexed, joined, written)
 PLACES = (4, 0, 3, 4)
 
 
@@ -194,7 +194,7 @@ def many(x: Tensor) -> tuple[Tensor, ...]:
     return x + 1, y.sum(1), y.flip(0), y.amax(0)
 
 
-@pytest.mark.parametrize("f", [points, folds, indexed, joined, written])
+@pytest.mark.parametrize("f", [points, reductions, indexed, joined, written])
 def test_views_far_apart(f: Callable[..., Any], tmp_path: Path) -> None:
     """Few elements, addresses beyond 2**31."""
     found = kernels(f, rows(), torch.tensor(PLACES))

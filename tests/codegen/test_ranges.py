@@ -21,7 +21,7 @@ from tests.test_pipeline import compiled
 POINT = Axis("i", 64).index
 X = load("x", (POINT,), "f32")
 H = load("h", (POINT,), "bf16")
-FOLD = load("m", (), "f32")
+REDUCTION = load("m", (), "f32")
 
 
 def number(value: float) -> Expr:
@@ -57,17 +57,17 @@ ROWS = {"m": op("abs", X), "h": op("abs", H32)}
 @pytest.mark.parametrize(
     ("e", "most"),
     [
-        (quotient(X, FOLD), 448.0),
-        (quotient(X, FOLD, by=100.0), 100.0),
+        (quotient(X, REDUCTION), 448.0),
+        (quotient(X, REDUCTION, by=100.0), 100.0),
         (quotient(H32, load("h", (), "f32")), 448.0),
         (quotient(H32, cast(cast(load("h", (), "f32"), "bf16"), "f32")), 448.0),
-        (quotient(X, cast(cast(FOLD, "bf16"), "f32")), math.inf),  # rounded down, perhaps to 0
-        (quotient(X, FOLD, limit=1e-30), math.inf),  # the product may have lost bits
-        (quotient(X, FOLD, limit=-1.0), math.inf),
-        (quotient(H32, FOLD), math.inf),  # the largest of others
+        (quotient(X, cast(cast(REDUCTION, "bf16"), "f32")), math.inf),  # rounded down, perhaps to 0
+        (quotient(X, REDUCTION, limit=1e-30), math.inf),  # the product may have lost bits
+        (quotient(X, REDUCTION, limit=-1.0), math.inf),
+        (quotient(H32, REDUCTION), math.inf),  # the largest of others
         (quotient(X, load("m", (POINT,), "f32")), math.inf),  # a tensor of that name
         (quotient(X, load("other", (), "f32")), math.inf),
-        (op("div", X, FOLD), math.inf),
+        (op("div", X, REDUCTION), math.inf),
     ],
 )
 def test_quotients_by_the_largest(e: Expr, most: float) -> None:
@@ -77,9 +77,11 @@ def test_quotients_by_the_largest(e: Expr, most: float) -> None:
 
 def test_never() -> None:
     assert never(op("gt", op("abs", clamp(X, -448.0, 448.0)), number(464.0)), {})
-    assert never(op("gt", op("abs", quotient(X, FOLD)), number(464.0)), ROWS)
-    assert not never(op("gt", op("abs", quotient(X, FOLD, by=500.0)), number(464.0)), ROWS)
-    assert not never(op("gt", op("abs", quotient(X, FOLD)), number(448.0)), ROWS)  # it may round
+    assert never(op("gt", op("abs", quotient(X, REDUCTION)), number(464.0)), ROWS)
+    assert not never(op("gt", op("abs", quotient(X, REDUCTION, by=500.0)), number(464.0)), ROWS)
+    assert not never(
+        op("gt", op("abs", quotient(X, REDUCTION)), number(448.0)), ROWS
+    )  # it may round
 
 
 @pytest.mark.parametrize("kind", ["lt", "le", "gt", "ge"])

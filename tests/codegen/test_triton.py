@@ -125,7 +125,7 @@ def test_wide_indices() -> None:
 
 
 def test_one_pass_where_an_identity_allows_it() -> None:
-    """The loops of a looped softmax and layer norm: one for the folds, one for the stores."""
+    """The loops of a looped softmax and layer norm: one for the reductions, one for the stores."""
     for name in ("softmax_online", "layer_norm_welford"):
         text = cases.build(name)[1].source
         assert text.count("for roffset in") == 1 and text.count("for rback in") == 1

@@ -54,7 +54,7 @@ def test_who_goes_on_alone_takes_large_blocks(more: int) -> None:
     layouts = {n: cases.lay(*s) for n, s in (("x", (64, 256, 4096)), ("part", (64, 256)))}
     layouts["total"] = cases.lay(64)
     sums = (
-        cases.Fold("part.r", "sum", cases.at("x", d, p, r)),
+        cases.Reduce("part.r", "sum", cases.at("x", d, p, r)),
         cases.store("part", (d, p), cases.local("part.r", d, p), level="row"),
     )
     others = [f"other{k}" for k in range(more)]
@@ -63,7 +63,7 @@ def test_who_goes_on_alone_takes_large_blocks(more: int) -> None:
     for name in others:
         body = op("mul", body, cases.at(name, d, p))
     totals = (
-        cases.Fold("total.r", "sum", body),
+        cases.Reduce("total.r", "sum", body),
         cases.store("total", (d,), cases.local("total.r", d), level="row"),
     )
     nests = (cases.Nest((d, p), (r,), sums), cases.Nest((d,), (p,), totals))

@@ -29,7 +29,7 @@ from deuteron.lower.graph import lower
 from deuteron.lower.ordered import Ordered
 from deuteron.runtime.build_triton import build
 from deuteron.schedule import schedule
-from deuteron.schedule.kernel import Fold, Kernel, Schedule, Store
+from deuteron.schedule.kernel import Kernel, Reduce, Schedule, Store
 from deuteron.schedule.unordered import SUMMED, reasons
 from deuteron.schedule.verify import verify_schedule
 from tests.codegen.ordered_programs import SORTED, cases
@@ -116,10 +116,10 @@ def test_places_are_checked_once() -> None:
     _, found = planned(f, torch.empty(8192, 16).bfloat16(), torch.zeros(8192).long())
     nests = [nest for k in kernels(found) for nest in k.nests]
     roots = [root for nest in nests for root in nest.exprs()]
-    folds = [n for root in roots for n in root.walk() if n.op == "reduce"]
-    ranks = [s.body for nest in nests for s in nest.stmts if isinstance(s, Fold)]
-    assert folds and len(ranks) == 2
-    assert not any(n.op == "check" for fold in (*folds, *ranks) for n in fold.walk())
+    reductions = [n for root in roots for n in root.walk() if n.op == "reduce"]
+    ranks = [s.body for nest in nests for s in nest.stmts if isinstance(s, Reduce)]
+    assert reductions and len(ranks) == 2
+    assert not any(n.op == "check" for reduction in (*reductions, *ranks) for n in reduction.walk())
     assert any(n.op == "check" for root in roots for n in root.walk())
 
 
@@ -139,7 +139,7 @@ def test_programs_have_two_rows_where_there_are_many(rows: int, turns: int) -> N
 
 def test_one_accumulator_for_parts_of_one_shape(tmp_path: Path) -> None:
     """Where all columns get the same, a row's points are one number, its whole chunks columns."""
-    spec, alike = named_gpu("H200"), r"fold\d+ = fold\d+\n"
+    spec, alike = named_gpu("H200"), r"reduction\d+ = reduction\d+\n"
     assert spec is not None
     for f, one in ((add, True), (lambda x, i, v: add(x, i, x.new_ones(v.shape)), False)):
         args = torch.zeros(500, 64), torch.arange(32768) % 7, torch.zeros(32768, 64)

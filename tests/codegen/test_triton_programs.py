@@ -50,7 +50,7 @@ def test_groups_are_read_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_sections_are_folded_beside_rows(name: str) -> None:
+def test_sections_are_reduced_beside_rows(name: str) -> None:
     (kernel,) = planned(name).kernels
     (nest,) = kernel.nests
     assert nest.section
@@ -60,7 +60,7 @@ def test_sections_are_folded_beside_rows(name: str) -> None:
 
 @pytest.mark.parametrize("length", [4096, 8192])
 def test_a_row_with_sections_stays_in_registers(length: int, tmp_path: Path) -> None:
-    """What a few lanes of a warp have of a section they fold by themselves: 16 bytes each."""
+    """What a few lanes of a warp have of a section they reduce by themselves: 16 bytes each."""
 
     def quantised(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, scale = in_blocks(F.rms_norm(x, w.shape, w).float(), 128)
@@ -74,7 +74,7 @@ def test_a_row_with_sections_stays_in_registers(length: int, tmp_path: Path) -> 
         binary = build(made, config, 90, options)
         registers, spilled = resources(binary.code, tmp_path)
         assert spilled == 0 and registers <= 64
-        assert binary.shared <= 1024, "no more than a row's folds and scales"
+        assert binary.shared <= 1024, "no more than a row's reductions and scales"
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -132,7 +132,7 @@ def teams_of(f: Any, *args: torch.Tensor) -> set[int]:
 
 
 def test_rows_of_which_nothing_is_needed_again_are_not_shared() -> None:
-    """What the folds read must be what the rest of the row reads."""
+    """What the reductions read must be what the rest of the row reads."""
     x, y = torch.randn(9, 200), torch.randn(9, 200)
     assert teams_of(lambda x: x * 2 + (x * x).sum(-1, keepdim=True), x) == {4}
     assert teams_of(lambda x, y: x * 2 + (y * y).sum(-1, keepdim=True), x, y) == {1}

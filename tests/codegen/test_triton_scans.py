@@ -108,12 +108,12 @@ def test_sizes_that_differ_from_call_to_call(monkeypatch: pytest.MonkeyPatch) ->
         lambda x: x.cumsum(-1).cumprod(-1),
     ],
 )
-def test_folds_and_scans_of_them_are_kernels_of_their_own(
+def test_reductions_and_scans_of_them_are_kernels_of_their_own(
     f: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nn, "accumulated_in", lambda ctx, dtype: "f32")
     found = scheduled(f, torch.empty(64, 1 << 20), device="H200", check=False)
-    scanned = [k for k in found.kernels if any("Prefix" in repr(n) for n in k.nests)]
+    scanned = [k for k in found.kernels if any("Scan" in repr(n) for n in k.nests)]
     assert len(found.kernels) > 1
     assert all(generate(k, spec_of("H200"), Options()).words({}) for k in scanned)
     assert found.refused("scanned in blocks")

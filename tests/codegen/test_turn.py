@@ -88,7 +88,7 @@ def test_rows_that_begin_alike_are_a_workers(name: str) -> None:
     count = int(loop.split(" ", 1)[0])
     assert "turned_load" not in loop and count % 8 == 0
     assert ("turned_load" in before) == (name != "softmax")
-    # Of many kinds of rows, workers that fold columns would be too many.
+    # Of many kinds of rows, workers that reduce columns would be too many.
     lined = "VECTOR: tl.constexpr = 64 if ALIGNED" in before
     assert lined == (count % 64 == 0) == ("gradients" not in name)
 

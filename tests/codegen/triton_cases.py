@@ -26,7 +26,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, index_value, literal, load, op
 from deuteron.ir.index import Axis, Index, IndexLike, Sym, as_index, atom, evaluate
 from deuteron.ir.program import Layout, contiguous, contiguous_strides
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Store
 
 SPEC = named_gpu("H200")
 TORCH = {"bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
@@ -482,7 +482,7 @@ def random_numbers() -> Case:
 def side_by_side() -> Case:
     i, j = axis("i", 30), axis("j", 12)
     k, r = axis("k", 4), axis("r", 10)
-    s = Fold("s", "sum", at("z", k, r))
+    s = Reduce("s", "sum", at("z", k, r))
     nests = [
         Nest((i,), (), (store("y", (i,), op("neg", at("x", i))),)),
         Nest((k,), (r,), (s, store("t", (k,), local("s", k), "row"))),
@@ -499,7 +499,7 @@ def side_by_side() -> Case:
 
 @case
 def pooling_window() -> Case:
-    """A short fold over windows that overlap: written out."""
+    """A short reduction over windows that overlap: written out."""
     n, i, j, u, v = (axis(k, e) for k, e in zip("nijuv", (2, 9, 16, 3, 3)))
     row, col = i.index * 2 + u.index - 1, j.index * 2 + v.index - 1
     mask = None
@@ -510,8 +510,8 @@ def pooling_window() -> Case:
     at_row = (n.index, row, col)
     top, mean = (load("x", at_row, "f32", mask, fill) for fill in (float("-inf"), 0.0))
     stmts = (
-        Fold("m", "max", top),
-        Fold("s", "sum", mean),
+        Reduce("m", "max", top),
+        Reduce("s", "sum", mean),
         store("y", (n, i, j), local("m", n, i, j), "row"),
         store("z", (n, i, j), op("mul", local("s", n, i, j), literal(1 / 9, "f32")), "row"),
     )
@@ -526,13 +526,13 @@ def pooling_window() -> Case:
 
 @case
 def folds_inside() -> Case:
-    """Folds inside expressions: a long one is a loop, a short one is written out."""
+    """Reductions inside expressions: a long one is a loop, a short one is written out."""
     i, j, k, m = axis("i", 6), axis("j", 9), axis("k", 40), axis("m", 5)
     dot = E.reduce("sum", (k,), op("mul", at("a", i, k), at("b", k, j)))
     top = E.reduce("max", (m,), at("a", i, m))
     low = E.reduce("min", (k,), at("b", k, 3))
     value = op("sub", op("sub", op("neg", dot), top), low)
-    total = Fold("f", "sum", op("tanh", dot))
+    total = Reduce("f", "sum", op("tanh", dot))
     nests = [
         Nest((i, j), (), (store("y", (i, j), value),)),
         Nest((i,), (j,), (total, store("z", (i,), local("f", i), "row"))),
@@ -575,9 +575,9 @@ def scatter_half() -> Case:
 
 
 def softmax_stmts(x: Expr, i: Sequence[Axis], r: Axis, out: str = "y") -> tuple:
-    m = Fold("m", "max", x)
+    m = Reduce("m", "max", x)
     e = op("exp", op("sub", x, local("m", *i)))
-    s = Fold("s", "sum", e)
+    s = Reduce("s", "sum", e)
     return m, s, store(out, (*i, r), op("div", e, local("s", *i)))
 
 
@@ -623,8 +623,8 @@ def layer_norm(rows: int, cols: int, extent: IndexLike, dtype: str = "f32", **mo
     rstd = op("rsqrt", op("add", op("div", local("v", i), n), literal(1e-5, "f32")))
     y = cast(op("add", op("mul", op("mul", d, rstd), at("w", r)), at("b", r)), dtype)
     stmts = (
-        Fold("s", "sum", x),
-        Fold("v", "sum", op("mul", d, d)),
+        Reduce("s", "sum", x),
+        Reduce("v", "sum", op("mul", d, d)),
         store("y", (i, r), y),
         store("mean", (i,), mean, "row"),
         store("rstd", (i,), rstd, "row"),
@@ -677,7 +677,7 @@ def ragged(cols: int, **more: Any) -> Case:
     x = cast(at("x", i, r, dtype="f16"), "f32")
     stmts = (
         *softmax_stmts(x, (i,), r),
-        Fold("a", "argmax", x),
+        Reduce("a", "argmax", x),
         store("p", (i,), local("a", i, dtype="i64"), "row"),
     )
     n = atom(Sym("s0", 0, 8191))
@@ -710,7 +710,7 @@ def full_sum() -> Case:
     r = axis("r", 300)
     x = rand(300)
     return Case(
-        [Nest((), (r,), (Fold("s", "sum", at("x", r)), store("y", (), local("s"), "row")))],
+        [Nest((), (r,), (Reduce("s", "sum", at("x", r)), store("y", (), local("s"), "row")))],
         {"x": lay(300), "y": lay()},
         {"x": x},
         {"y": x.sum()},
@@ -726,7 +726,7 @@ def column_sum() -> Case:
             Nest(
                 (i,),
                 (r,),
-                (Fold("s", "sum", at("x", r, i)), store("y", (i,), local("s", i), "row")),
+                (Reduce("s", "sum", at("x", r, i)), store("y", (i,), local("s", i), "row")),
             )
         ],
         {"x": lay(50, 40), "y": lay(40)},
@@ -745,7 +745,7 @@ def column_max_looped() -> Case:
             Nest(
                 (i,),
                 (r,),
-                (Fold("s", "max", at("x", r, i)), store("y", (i,), local("s", i), "row")),
+                (Reduce("s", "max", at("x", r, i)), store("y", (i,), local("s", i), "row")),
             )
         ],
         {"x": lay(atom(Sym("s0", 0, 500)), 24), "y": lay(24)},
@@ -767,7 +767,7 @@ def batch_norm_sums() -> Case:
             Nest(
                 (c,),
                 (n, s),
-                (Fold("a", "sum", at("x", n, c, s)), store("y", (c,), local("a", c), "row")),
+                (Reduce("a", "sum", at("x", n, c, s)), store("y", (c,), local("a", c), "row")),
             )
         ],
         {"x": lay(3, 6, 20), "y": lay(6)},
@@ -786,10 +786,10 @@ def positions(extent: IndexLike, **more: Any) -> Case:
     pooled = torch.nn.functional.max_pool1d(x, 40, return_indices=True)[1][:, 0]
     xs = at("x", i, r)
     stmts = (
-        Fold("a", "argmax", xs),
-        Fold("b", "argmin", xs),
-        Fold("c", "max", xs),
-        Fold("d", "argmax_last_nan", xs),
+        Reduce("a", "argmax", xs),
+        Reduce("b", "argmin", xs),
+        Reduce("c", "max", xs),
+        Reduce("d", "argmax_last_nan", xs),
         store("p", (i,), local("a", i, dtype="i64"), "row"),
         store("q", (i,), local("b", i, dtype="i64"), "row"),
         store("v", (i,), local("c", i), "row"),
@@ -817,11 +817,17 @@ def argmax_looped() -> Case:
 
 
 @case
-def other_folds() -> Case:
+def other_reductions() -> Case:
     i, r = axis("i", 4), axis("r", 21)
     f, k = at("x", i, r), at("k", i, r, dtype="i64")
     big = op("gt", f, literal(0.5, "f32"))
-    folds = {"prod": f, "min": f, "any": big, "all": op("gt", f, literal(-1.5, "f32")), "sum": k}
+    reductions = {
+        "prod": f,
+        "min": f,
+        "any": big,
+        "all": op("gt", f, literal(-1.5, "f32")),
+        "sum": k,
+    }
     x, ks = rand(4, 21), torch.arange(84).reshape(4, 21) * 3
     want = {
         "prod": x.prod(1),
@@ -831,8 +837,8 @@ def other_folds() -> Case:
         "sum": ks.sum(1),
         "imax": ks.to(torch.int32).amax(1),
     }
-    stmts: list = [Fold(f"f_{n}", n, b) for n, b in folds.items()]
-    stmts.append(Fold("f_imax", "max", cast(k, "i32")))
+    stmts: list = [Reduce(f"f_{n}", n, b) for n, b in reductions.items()]
+    stmts.append(Reduce("f_imax", "max", cast(k, "i32")))
     kinds = {"prod": "f32", "min": "f32", "any": "bool", "all": "bool", "sum": "i64", "imax": "i32"}
     stmts += [store(n, (i,), local(f"f_{n}", i, dtype=d), "row") for n, d in kinds.items()]
     return Case(
@@ -850,9 +856,9 @@ def other_folds() -> Case:
 def scans(extent: IndexLike, **more: Any) -> Case:
     i, r = axis("i", 3), axis("r", extent)
     xs = at("x", i, r)
-    p = Prefix("p", "sum", xs)
-    q = Prefix("q", "max", xs)
-    total = Fold("t", "sum", xs)
+    p = Scan("p", "sum", xs)
+    q = Scan("q", "max", xs)
+    total = Reduce("t", "sum", xs)
     ps, qs = load("p", (i.index, r.index), "f32"), load("q", (i.index, r.index), "f32")
     stmts = (
         p,
@@ -892,13 +898,13 @@ def norm_backward(rows: int, cols: int, count: int, extent: IndexLike, **more: A
     i, r = axis("i", rows), axis("r", extent)
     g, x, w = at("g", i, r), at("x", i, r), at("w", r)
     gx = op("mul", g, x)
-    s = Fold("s", "sum", op("mul", gx, w))
+    s = Reduce("s", "sum", op("mul", gx, w))
     dx = op("sub", op("mul", g, w), op("mul", x, local("s", i)))
     stmts = (
         s,
         store("dx", (i, r), dx),
-        Fold("dw", "sum", gx, partial=True),
-        Fold("db", "sum", g, partial=True),
+        Reduce("dw", "sum", gx, partial=True),
+        Reduce("db", "sum", g, partial=True),
     )
     tg, tx, tw = rand(rows, cols), rand(rows, cols, seed=1), rand(cols, seed=2)
     each = -(-rows // count)
@@ -943,8 +949,8 @@ def chunk_empty_worker() -> Case:
 def chunk_columns() -> Case:
     i, r = axis("i", 29), axis("r", 45)
     stmts = (
-        Fold("p", "sum", at("x", i, r), partial=True),
-        Fold("q", "max", at("x", i, r), partial=True),
+        Reduce("p", "sum", at("x", i, r), partial=True),
+        Reduce("q", "max", at("x", i, r), partial=True),
     )
     x = rand(29, 45)
     cut = [x[k * 6 : (k + 1) * 6] for k in range(5)]

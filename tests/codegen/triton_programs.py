@@ -173,7 +173,7 @@ def entropy(x: torch.Tensor) -> torch.Tensor:
     return -(p.exp() * p).sum(-1)
 
 
-# Rows in blocks of a loop, dependent folds in one pass over them.
+# Rows in blocks of a loop, dependent reductions in one pass over them.
 LOOPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "softmax in a loop": (lambda x: torch.softmax(x, -1), (spread(3, 3000),)),
     "rows behind padding": (lambda x: F.pad(x, (1, 2), value=0.5).sum(-1), (torch.rand(3, 1000),)),
@@ -458,9 +458,9 @@ ERF: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (torch.randn(3, 40), torch.randn(3, 40)),
     ),
 }
-# Scans that read one another, and again in the passes that wait for folds of them.
+# Scans that read one another, and again in the passes that wait for reductions of them.
 SCANS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "scans again after their folds": (
+    "scans again after their reductions": (
         lambda x, y: (
             *(places := torch.cummax(x, 1)),
             (norm := F.layer_norm(places[0], x.shape[-1:])),
@@ -606,7 +606,8 @@ def of_columns(x: torch.Tensor) -> Any:
     return y / y.abs().amax(-2, keepdim=True), y.amax(-2)
 
 
-# Folds over sections of rows beside folds over whole rows; those of 96 are no power of two.
+# Reductions over sections of rows beside reductions over whole rows; those of 96 are no power of
+# two.
 SECTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sections: after a norm": (
         lambda x, w: in_blocks(rms(x, w), 16),
@@ -660,7 +661,9 @@ def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]
     heads = ("for roffset", "for rback", "if rwhole")
     loops = [sum(n.count(h) for h in heads) for n in nests]
-    assert not looped or loops and max(loops) <= 3, "one pass for the folds, one for the stores"
+    assert not looped or loops and max(loops) <= 3, (
+        "one pass for the reductions, one for the stores"
+    )
     return made
 
 

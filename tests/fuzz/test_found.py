@@ -57,8 +57,8 @@ FOUND: dict[str, Found] = {
         "return torch.take(x, x % x.numel()), y[(y > 0).long()], y[torch.where(y > 0, 1, 2)]",
         (lambda: [truth(64), f(64)],),
     ),
-    # A fold written out in the stores that use it read what an earlier store had overwritten
-    "store before a written out fold": Found(
+    # A reduction written out in the stores that use it read what an earlier store had overwritten
+    "store before a written out reduction": Found(
         """
         m, p = x @ z, y @ z
         b = p * 0.5
@@ -209,7 +209,7 @@ FOUND: dict[str, Found] = {
         BACKWARD,
     ),
     # every other element of rows of three: a row ends where the next begins, and shares nothing
-    "every other column of what folds to an input": Found(
+    "every other column of what reduces to an input": Found(
         "y = x & x\nreturn y[..., ::2]", (lambda: [truth(1, 3, 3)],)
     ),
     # a stride of a library's result, of several terms: no sign is proved
@@ -497,9 +497,9 @@ FOUND: dict[str, Found] = {
         "return torch.where(x > 0, y, z)",
         (lambda: [f(4).as_strided((1, 2, 1, 1), (1, 1, 2, 2)), f(2, 1), f(2, 1)],),
     ),
-    # Both loops over pairs were taken for the one loop of another fold which reads the same vector:
-    # only pairs of equal positions were looked at
-    "all pairs beside a fold of a square": Found(
+    # Both loops over pairs were taken for the one loop of another reduction which reads the same
+    # vector: only pairs of equal positions were looked at
+    "all pairs beside a reduction of a square": Found(
         """n = torch.round(x)
         d = torch.diag_embed(x)
         m = d.max()

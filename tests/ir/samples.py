@@ -22,7 +22,7 @@ from deuteron.ir.program import (
     ViewArg,
     contiguous,
 )
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Store
 
 S = Sym("s0", 2, 8)
 N = atom(S)
@@ -132,8 +132,8 @@ def fused_softmax() -> Schedule:
         (i,),
         (j,),
         (
-            Fold("top", "max", read("x", i, j)),
-            Fold("total", "sum", shifted),
+            Reduce("top", "max", read("x", i, j)),
+            Reduce("total", "sum", shifted),
             Store("y", (i.index, j.index), op("div", shifted, read("total", i)), "point"),
         ),
     )

@@ -21,7 +21,7 @@ PLACES = (
     J.index % 3,
     (I.index * 4 + J.index) // 2,
 )
-Pair = tuple[Expr, Expr]  # as written, and folded
+Pair = tuple[Expr, Expr]  # as written, and reduced
 
 torch.manual_seed(0)
 _some = torch.randn(3, 4) * 4
@@ -111,10 +111,10 @@ typed = st.sampled_from(ARITHMETIC).flatmap(lambda d: pairs(d))
 @settings(max_examples=600, deadline=None)
 @given(typed)
 def test_folding_keeps_values_and_dtypes(pair: Pair) -> None:
-    raw, folded = pair
-    assert raw.dtype == folded.dtype
-    facts(folded)  # every node is well formed
-    assert same(value(raw), value(folded)), f"{raw!r} became {folded!r}"
+    raw, reduced = pair
+    assert raw.dtype == reduced.dtype
+    facts(reduced)  # every node is well formed
+    assert same(value(raw), value(reduced)), f"{raw!r} became {reduced!r}"
 
 
 @settings(max_examples=300, deadline=None)
@@ -142,6 +142,6 @@ def test_a_rounding_leaves_signs_alone() -> None:
         for name in ("neg", "abs"):
             signed = op(name, cast(number, "f32"))
             rounded = Expr("cast", dtype, (signed,))
-            folded = cast(rounded, "f32")
-            assert same(value(folded), value(Expr("cast", "f32", (rounded,))))
-            assert (folded is signed) == (dtype != "u8"), "a whole number may have no sign"
+            reduced = cast(rounded, "f32")
+            assert same(value(reduced), value(Expr("cast", "f32", (rounded,))))
+            assert (reduced is signed) == (dtype != "u8"), "a whole number may have no sign"

@@ -14,7 +14,7 @@ from deuteron.ir.index import Axis, Sym, Value, atom, const
 from deuteron.ir.program import Compute, Input, Output, Program
 from deuteron.ir.reference import run_program
 from deuteron.ir.verify import verify_program
-from deuteron.schedule.kernel import Fold, Nest, Prefix, Store
+from deuteron.schedule.kernel import Nest, Reduce, Scan, Store
 from deuteron.schedule.reference import run_kernel
 from tests.ir.samples import at, everything, fused_softmax, lay, read, schedule_of, softmax, whole
 
@@ -73,29 +73,29 @@ def test_philox_known_answers() -> None:
     assert [int(w) for w in ones] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
-FOLDS = {
+REDUCTIONS = {
     "sum": lambda x: x.double().sum((0, 2)).to(x.dtype),
     "prod": lambda x: x.double().prod(2).prod(0).to(x.dtype),
     "max": lambda x: x.amax((0, 2)), "min": lambda x: x.amin((0, 2)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FOLDS)
+@pytest.mark.parametrize("kind", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["f32", "f64", "i64", "bf16"])
-def test_folds(kind: str, dtype: str) -> None:
+def test_reductions(kind: str, dtype: str) -> None:
     x = (torch.randn(3, 4, 5) * 3).to(reference.TO_TORCH[dtype])
-    got = reference.fold(kind, x, (0, 2), dtype)
-    torch.testing.assert_close(got[0, :, 0], FOLDS[kind](x))
-    empty = reference.fold(kind, x[:, :, :0], (2,), dtype)
+    got = reference.reduce(kind, x, (0, 2), dtype)
+    torch.testing.assert_close(got[0, :, 0], REDUCTIONS[kind](x))
+    empty = reference.reduce(kind, x[:, :, :0], (2,), dtype)
     assert torch.all(empty == torch.tensor(E.REDUCTIONS[kind].identity(dtype)).to(x.dtype))
 
 
 def test_extremes_keep_nan_and_the_first_position() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0], [2.0, float("nan"), float("nan")]])
-    assert reference.fold("argmax", x, (1,), "f32").flatten().tolist() == [1, 1]
-    assert reference.fold("argmax_last_nan", x, (1,), "f32").flatten().tolist() == [1, 2]
-    assert reference.fold("max", x, (1,), "f32")[1].isnan().all()
-    assert reference.prefix("max", x, 1)[1].isnan().tolist() == [False, True, True]
+    assert reference.reduce("argmax", x, (1,), "f32").flatten().tolist() == [1, 1]
+    assert reference.reduce("argmax_last_nan", x, (1,), "f32").flatten().tolist() == [1, 2]
+    assert reference.reduce("max", x, (1,), "f32")[1].isnan().all()
+    assert reference.scan("max", x, 1)[1].isnan().tolist() == [False, True, True]
 
 
 def program_of(compute: Compute, *inputs: Any) -> Program:
@@ -166,8 +166,8 @@ def test_kernel_with_partial_column_sums_and_a_scan() -> None:
     nest = Nest(
         (i,), (j,),
         (
-            Fold("row", "sum", x),
-            Fold("part", "sum", op("mul", x, read("row", i)), partial=True),
+            Reduce("row", "sum", x),
+            Reduce("part", "sum", op("mul", x, read("row", i)), partial=True),
             Store("y", at(i), op("neg", read("row", i)), "row"),
         ),
         (i, 4),
@@ -182,7 +182,7 @@ def test_kernel_with_partial_column_sums_and_a_scan() -> None:
     expected = torch.stack([weighted[k : k + 3].sum(0) for k in (0, 3, 6, 9)])
     torch.testing.assert_close(t["part"], expected)
 
-    scan = Nest((i,), (j,), (Prefix("s", "sum", x), Store("x", at(i, j), read("s", i, j), "point")))
+    scan = Nest((i,), (j,), (Scan("s", "sum", x), Store("x", at(i, j), read("s", i, j), "point")))
     kernel = schedule_of((scan,), ("x",), ("x",), layouts).steps[0]
     t = {"x": data.clone()}
     run_kernel(kernel, t, {})

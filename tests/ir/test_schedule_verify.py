@@ -13,7 +13,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import literal, op
 from deuteron.ir.index import Axis, const
 from deuteron.ir.program import Compute, Extern, Input, Layout, Program, ViewArg
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Schedule, Step, Stmt, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Schedule, Step, Stmt, Store
 from deuteron.schedule.verify import verify_schedule
 from tests.ir.samples import at, fused_softmax, lay, read, softmax, whole
 
@@ -22,7 +22,7 @@ SQUARE, ROW = lay(8, 4), lay(8)
 x = read("x", i, j)
 total = E.reduce("sum", (j,), x)
 point = Store("y", at(i, j), op("neg", x), "point")
-fold = Fold("r", "sum", x)
+reduction = Reduce("r", "sum", x)
 row = Store("s", at(i), read("r", i), "row")
 LAYOUTS: dict[str, Layout] = {
     "x": SQUARE, "y": SQUARE, "s": ROW, "c": lay(8), "part": lay(4, 4), "new": SQUARE,
@@ -64,7 +64,7 @@ def kernel(*nests: Nest, **kwargs: Any) -> Kernel:
         for s in n.stmts:
             if isinstance(s, Store):
                 writes[s.tensor] = None
-            elif isinstance(s, Fold) and s.partial:
+            elif isinstance(s, Reduce) and s.partial:
                 writes[s.name] = None
     fields: dict[str, Any] = {
         "reads": tuple((n, LAYOUTS.get(n, ROW)) for n in reads),
@@ -80,9 +80,9 @@ def schedule(*steps: Step) -> Schedule:
     return Schedule(steps, {"new": "x"}, LAYOUTS)
 
 
-FIRST = kernel(nest(fold, point, row))
+FIRST = kernel(nest(reduction, point, row))
 LAST = kernel(nest(in_place))
-partial = Fold("part", "sum", x, partial=True)
+partial = Reduce("part", "sum", x, partial=True)
 
 
 def broken(*stmts: Stmt, **kwargs: Any) -> Schedule:
@@ -95,54 +95,57 @@ def only(*stmts: Stmt, **kwargs: Any) -> Schedule:
 
 def sectioned(last: Stmt) -> Schedule:
     """One row, of which each `i` is a section."""
-    folded = replace(fold, section=True)
-    return only(folded, point, last, parallel=(), reduced=(i, j), section=(j,))
+    reduced_axes = replace(reduction, section=True)
+    return only(reduced_axes, point, last, parallel=(), reduced=(i, j), section=(j,))
 
 
 BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
     "read before written": ("written", lambda: schedule(CALL, FIRST, LAST)),
     "output not written": ("written", lambda: schedule(FIRST, CALL)),
-    "no layout": ("written", lambda: only(fold, row, replace(point, tensor="zzz"))),
+    "no layout": ("written", lambda: only(reduction, row, replace(point, tensor="zzz"))),
     "nest reads another's": (
-        "nests", lambda: schedule(kernel(nest(fold, point, row), nest(
+        "nests", lambda: schedule(kernel(nest(reduction, point, row), nest(
             Store("c", at(i), read("s", i), "row"))))),
-    "nests write one tensor": ("nests", lambda: schedule(kernel(nest(point), nest(fold, point)))),
+    "nests write one tensor": ("nests",
+        lambda: schedule(kernel(nest(point), nest(reduction, point)))),
     "nest overwrites what another reads": (
         "nests", lambda: schedule(kernel(nest(point), nest(in_place)))),
     "nest reads its own store": (
         "nests", lambda: schedule(FIRST, kernel(nest(
             Store("part", at(j, j), x, "point", scattered=True),
             Store("h", at(i, j), E.cast(read("part", j, j), "f16"), "point"))))),
-    "register before definition": ("locals", lambda: only(row, fold, point)),
-    "register twice": ("locals", lambda: only(fold, fold, row, point)),
+    "register before definition": ("locals", lambda: only(row, reduction, point)),
+    "register twice": ("locals", lambda: only(reduction, reduction, row, point)),
     "register with a tensor's name": ("locals", lambda: only(
-        Fold("x", "sum", literal(1.0, "f32")), Store("s", at(i), read("x", i), "row"))),
+        Reduce("x", "sum", literal(1.0, "f32")), Store("s", at(i), read("x", i), "row"))),
     "partial result read": ("locals", lambda: only(
         partial, Store("s", at(i), read("part", i, 0), "row"), point, chunk=(i, 4))),
-    "row store of points": ("levels", lambda: only(fold, row, replace(point, level="row"))),
-    "row store of a prefix": ("levels", lambda: only(
-        Prefix("r", "sum", x), replace(row, value=read("r", i, 0)), point)),
+    "row store of points": ("levels", lambda: only(reduction, row, replace(point, level="row"))),
+    "row store of a scan": ("levels", lambda: only(
+        Scan("r", "sum", x), replace(row, value=read("r", i, 0)), point)),
     "store index of other loops": (
-        "levels", lambda: only(fold, row, replace(point, index=at(p, j)))),
-    "fold of other loops": ("levels", lambda: only(Fold("r", "sum", read("x", p, j)), row, point)),
-    "unknown level": ("levels", lambda: only(fold, row, replace(point, level="grid"))),
+        "levels", lambda: only(reduction, row, replace(point, index=at(p, j)))),
+    "reduction of other loops": ("levels",
+        lambda: only(Reduce("r", "sum", read("x", p, j)), row, point)),
+    "unknown level": ("levels", lambda: only(reduction, row, replace(point, level="grid"))),
     "scan along two loops": ("levels", lambda: only(
-        Prefix("r", "sum", x), point, parallel=(), reduced=(i, j))),
-    "partial without chunks": ("levels", lambda: only(fold, row, point, partial)),
-    "loop twice": ("axes", lambda: only(fold, row, point, parallel=(i, j))),
-    "chunks of no loop": ("axes", lambda: only(fold, row, point, chunk=(p, 4))),
-    "body binds a loop": ("axes", lambda: only(fold, replace(row, value=total), point)),
-    "sections of no row": ("axes", lambda: only(fold, row, point, section=(p,))),
-    "sections that are whole rows": ("axes", lambda: only(fold, row, point, section=(j,))),
-    "fold of sections without any": (
-        "levels", lambda: only(replace(fold, section=True), row, point)),
+        Scan("r", "sum", x), point, parallel=(), reduced=(i, j))),
+    "partial without chunks": ("levels", lambda: only(reduction, row, point, partial)),
+    "loop twice": ("axes", lambda: only(reduction, row, point, parallel=(i, j))),
+    "chunks of no loop": ("axes", lambda: only(reduction, row, point, chunk=(p, 4))),
+    "body binds a loop": ("axes", lambda: only(reduction, replace(row, value=total), point)),
+    "sections of no row": ("axes", lambda: only(reduction, row, point, section=(p,))),
+    "sections that are whole rows": ("axes", lambda: only(reduction, row, point, section=(j,))),
+    "reduction of sections without any": (
+        "levels", lambda: only(replace(reduction, section=True), row, point)),
     "value of a section stored by row": ("levels", lambda: sectioned(row)),
     "store by section of a row without": (
-        "levels", lambda: only(fold, replace(row, level="section"), point)),
-    "partial of another shape": ("layouts", lambda: only(fold, row, point, partial, chunk=(i, 3))),
+        "levels", lambda: only(reduction, replace(row, level="section"), point)),
+    "partial of another shape": ("layouts",
+        lambda: only(reduction, row, point, partial, chunk=(i, 3))),
     "written twice": ("once", lambda: schedule(FIRST, CALL, FIRST, LAST)),
     "one place along a loop": (
-        "once", lambda: only(fold, row, replace(point, index=(i.index, const(0))))),
+        "once", lambda: only(reduction, row, replace(point, index=(i.index, const(0))))),
     "call twice": ("once", lambda: schedule(FIRST, CALL, CALL, LAST)),
     "call forgotten": ("once", lambda: schedule(FIRST, LAST)),
     "read after overwriting": ("overwritten", lambda: schedule(LAST, FIRST, CALL)),
@@ -150,34 +153,35 @@ BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
         "overwritten", lambda: schedule(FIRST, CALL, kernel(nest(
             Store("new", at(i, j), read("x", i, 3 - j.index), "point"))))),
     "later loop reads the overwritten": (
-        "overwritten", lambda: schedule(kernel(nest(point, in_place, fold, row)), CALL)),
+        "overwritten", lambda: schedule(kernel(nest(point, in_place, reduction, row)), CALL)),
     "unlisted read": ("interface", lambda: schedule(
-        kernel(nest(fold, point, row), reads=()), CALL, LAST)),
+        kernel(nest(reduction, point, row), reads=()), CALL, LAST)),
     "unlisted write": ("interface", lambda: schedule(
-        kernel(nest(fold, point, row), writes=(("s", ROW),)), CALL, LAST)),
+        kernel(nest(reduction, point, row), writes=(("s", ROW),)), CALL, LAST)),
     "listed and not written": ("interface", lambda: schedule(
-        kernel(nest(fold, row), writes=(("s", ROW), ("y", SQUARE))), CALL, LAST)),
+        kernel(nest(reduction, row), writes=(("s", ROW), ("y", SQUARE))), CALL, LAST)),
     "another layout": ("interface", lambda: schedule(
-        kernel(nest(fold, point, row), reads=(("x", lay(4, 8)),)), CALL, LAST)),
-    "store of another dtype": ("dtypes", lambda: only(fold, row, replace(point, tensor="h"))),
+        kernel(nest(reduction, point, row), reads=(("x", lay(4, 8)),)), CALL, LAST)),
+    "store of another dtype": ("dtypes", lambda: only(reduction, row, replace(point, tensor="h"))),
     "register of another dtype": ("dtypes", lambda: only(
-        fold, point, Store("s", at(i), E.cast(read("r", i, dtype="f64"), "f32"), "row"))),
-    "unknown reduction": ("kinds", lambda: only(replace(fold, kind="xor"), row, point)),
-    "unknown accumulation": ("kinds", lambda: only(fold, row, replace(point, accumulate="xor"))),
+        reduction, point, Store("s", at(i), E.cast(read("r", i, dtype="f64"), "f32"), "row"))),
+    "unknown reduction": ("kinds", lambda: only(replace(reduction, kind="xor"), row, point)),
+    "unknown accumulation": ("kinds",
+        lambda: only(reduction, row, replace(point, accumulate="xor"))),
     "store outside": (
-        "range", lambda: only(fold, row, replace(point, index=(i.index + 1, j.index)))),
+        "range", lambda: only(reduction, row, replace(point, index=(i.index + 1, j.index)))),
     "load outside": ("range", lambda: only(
-        fold, row, replace(point, value=read("x", i, j.index + 1)))),
+        reduction, row, replace(point, value=read("x", i, j.index + 1)))),
     "partial of another dtype": ("dtypes", lambda: only(
-        fold, row, point, replace(partial, body=E.cast(x, "f16")), chunk=(i, 4))),
-    "mask is a number": ("dtypes", lambda: only(fold, row, replace(point, mask=x))),
+        reduction, row, point, replace(partial, body=E.cast(x, "f16")), chunk=(i, 4))),
+    "mask is a number": ("dtypes", lambda: only(reduction, row, replace(point, mask=x))),
     "part without a nest": ("nests", lambda: schedule(
-        kernel(nest(fold, row, point), barriers=(1,)), CALL, LAST)),
-    "unknown scan": ("kinds", lambda: only(Prefix("r", "any", x), point, row)),
+        kernel(nest(reduction, row, point), barriers=(1,)), CALL, LAST)),
+    "unknown scan": ("kinds", lambda: only(Scan("r", "any", x), point, row)),
     "position along two loops": ("levels", lambda: only(
-        Fold("r", "argmax", x), point, parallel=(), reduced=(i, j))),
+        Reduce("r", "argmax", x), point, parallel=(), reduced=(i, j))),
     "mask that lets through": ("range", lambda: only(
-        fold, row, replace(point, index=(i.index, j.index + 1),
+        reduction, row, replace(point, index=(i.index, j.index + 1),
                            mask=op("lt", E.index_value(i.index), literal(3, "i64"))))),
 }  # fmt: skip
 
@@ -196,16 +200,16 @@ def test_good_schedules_pass() -> None:
     verify_schedule(schedule(FIRST, CALL, LAST), PROGRAM, strict=True)
     last = replace(point, value=op("mul", x, literal(2.0, "f32")))
     # in place behind the reads, and beside a store that uses the same element
-    verify_schedule(schedule(kernel(nest(fold, row, last, in_place)), CALL), PROGRAM)
-    verify_schedule(schedule(kernel(nest(fold, row, in_place, last)), CALL), PROGRAM)
+    verify_schedule(schedule(kernel(nest(reduction, row, last, in_place)), CALL), PROGRAM)
+    verify_schedule(schedule(kernel(nest(reduction, row, in_place, last)), CALL), PROGRAM)
     verify_schedule(sectioned(replace(row, level="section")), PROGRAM, strict=True)
-    chunked = schedule(kernel(nest(fold, partial, row, point, chunk=(i, 4))), CALL, LAST)
+    chunked = schedule(kernel(nest(reduction, partial, row, point, chunk=(i, 4))), CALL, LAST)
     verify_schedule(chunked, PROGRAM)
 
 
 def test_indices_of_registers_mean_nothing() -> None:
     stray = replace(row, value=read("r", p))
-    verify_schedule(schedule(kernel(nest(fold, stray, point)), CALL, LAST), PROGRAM)
+    verify_schedule(schedule(kernel(nest(reduction, stray, point)), CALL, LAST), PROGRAM)
 
 
 def test_impure_calls_keep_their_order() -> None:

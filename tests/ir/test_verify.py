@@ -79,8 +79,8 @@ BROKEN: dict[str, tuple[str, Callable[[], Program]]] = {
         "axes", lambda: make(pointwise(read("x", atom(Value(read("ids", j, dtype="i64"))), 0), i))),
     "foreign axis of a store": ("axes", lambda: make(replace(scatter, index=at(i, j)))),
     "foreign axis of a scan": ("axes", lambda: make(pointwise(E.scan("sum", k, x), i, j))),
-    "fold binds an axis": ("axes", lambda: make(pointwise(E.reduce("sum", (j,), x), i, j))),
-    "fold over nothing": ("axes", lambda: make(pointwise(E.reduce("sum", (), x)))),
+    "reduction binds an axis": ("axes", lambda: make(pointwise(E.reduce("sum", (j,), x), i, j))),
+    "reduction over nothing": ("axes", lambda: make(pointwise(E.reduce("sum", (), x)))),
     "mixed dtypes": (
         "dtypes", lambda: make(pointwise(Expr("add", "f32", (x, literal(1.0, "f64")))))),
     "wrong result dtype": ("dtypes", lambda: make(pointwise(Expr("lt", "f32", (x, one))))),
@@ -97,7 +97,7 @@ BROKEN: dict[str, tuple[str, Callable[[], Program]]] = {
         "dtypes",
         lambda: make(column(atom(Value(E.cast(read("ids", i, dtype="i64"), "i32")))))),
     "no dtype": ("dtypes", lambda: make(pointwise(Expr("neg", "f8", (x,)), layout=lay(8, 4)))),
-    "fold of another dtype": (
+    "reduction of another dtype": (
         "dtypes", lambda: make(pointwise(Expr("reduce", "f64", (x,), ("sum", (j,))), i))),
     "unrounded number that is no half": (
         "dtypes", lambda: make(pointwise(Expr("cast", "f32", (x,), E.UNROUNDED)))),

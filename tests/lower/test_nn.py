@@ -100,7 +100,7 @@ def test_adaptive(size: tuple[int, int]) -> None:
     check(f, X)
 
 
-def test_windows_without_overlap_need_no_fold() -> None:
+def test_windows_without_overlap_need_no_reduction() -> None:
     def f(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         return aten.avg_pool2d_backward(g, x, [2, 2], [2, 2], [0, 0], False, True, None)
 

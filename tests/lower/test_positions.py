@@ -83,7 +83,7 @@ def put(shape: tuple[int, int], g: torch.Tensor, h: torch.Tensor, w: torch.Tenso
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_at_computed_places_are_folds(name: str) -> None:
+def test_sums_at_computed_places_are_reductions(name: str) -> None:
     low = check(SUMS[name], torch.randn(2, 3, 16, 12))
     scattered = [d for d in low.program.defs if isinstance(d, Compute) and d.target is not None]
     assert bool(scattered) == (name in ("backwards", "odd"))

@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Sequence[Any]]]] = {
         ),
         [[*a, INDEX] for a in CUBES],
     ),
-    "folds": (
+    "reductions": (
         lambda x: (x.cumsum(1), x.sum(1), torch.full((x.shape[0],), x.shape[1])),
         CUBES,
     ),

@@ -16,7 +16,7 @@ from deuteron.ir.index import product
 from deuteron.schedule.columns import registers
 from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion, Offer
-from deuteron.schedule.kernel import Fold
+from deuteron.schedule.kernel import Reduce
 from deuteron.schedule.legality import Refusal
 from tests.schedule.tools import Scheduled, scheduled
 
@@ -131,7 +131,8 @@ def divergence(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", ["H200", "cpu"])
 def test_a_loss_is_summed_where_its_statistics_are_known(device: str) -> None:
-    """Whole rows as parts of the sum over everything: it runs beside the softmax's own folds."""
+    """Whole rows as parts of the sum over everything: it runs beside the softmax's own
+    reductions."""
     x, y = (torch.randn(1024, 4096) for _ in "xy")
     found = scheduled(divergence, x, y, device=device, check=False)
     assert found.accepted("split") and len(found.kernels) == 1
@@ -211,10 +212,10 @@ def test_columns_are_chunked() -> None:
     assert found.kernels[0].nests[0].chunk is not None
 
 
-def column_folds(found: Scheduled) -> list[list[str]]:
+def cross_row_reductions(found: Scheduled) -> list[list[str]]:
     """For each chunked nest, the tensors of its partial results."""
     nests = [n for k in found.kernels for n in k.nests if n.chunk is not None]
-    return [[s.name for s in n.stmts if isinstance(s, Fold) and s.partial] for n in nests]
+    return [[s.name for s in n.stmts if isinstance(s, Reduce) and s.partial] for n in nests]
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -229,9 +230,9 @@ def test_sums_of_places_beside_sums_of_all_rows(axis: int) -> None:
     shape = (16, 512, 128) if axis == 0 else (512, 16, 128)
     found = scheduled(f, x(*shape), x(*shape), x(128), device="H200")
     assert len(found.kernels) == 2
-    (folds,) = column_folds(found)
-    assert len(folds) == 3
-    # Nothing is left to fold of the places.
+    (reductions,) = cross_row_reductions(found)
+    assert len(reductions) == 3
+    # Nothing is left to reduce of the places.
     [places] = [n for n in found.kernels[1].nests if not n.reduced]
     assert [a.extent.value for a in places.parallel] == [512, 128]
 
@@ -242,18 +243,18 @@ def test_sums_of_places_alone() -> None:
         return dx, dy.sum(0), dx.sum(0)
 
     found = scheduled(f, x(8, 1024, 64), x(8, 1024, 64), device="H200")
-    assert len(found.kernels) == 2 and len(column_folds(found)[0]) == 2
+    assert len(found.kernels) == 2 and len(cross_row_reductions(found)[0]) == 2
 
 
 def test_places_of_several_workers_stay_apart() -> None:
-    """Workers that have rows of many places, and part of each place's, cannot fold by place."""
+    """Workers that have rows of many places, and part of each place's, cannot reduce by place."""
 
     def f(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         dx, dw, db = norm_backward(dy, x, w)
         return dx, dx.sum(0), dw, db
 
     found = scheduled(f, x(512, 16, 128), x(512, 16, 128), x(128), device="H200")
-    assert [len(folds) for folds in column_folds(found)] == [2]
+    assert [len(reductions) for reductions in cross_row_reductions(found)] == [2]
 
 
 def test_positions_survive() -> None:
@@ -339,7 +340,7 @@ def test_what_computes_is_no_nest_beside_what_reads() -> None:
     assert len(short.kernels) == 1
 
 
-def test_what_is_taken_from_a_row_is_computed_beside_its_folds() -> None:
+def test_what_is_taken_from_a_row_is_computed_beside_its_reductions() -> None:
     """Not where the rows are summed up, which would fetch a line of memory for each."""
 
     def loss(x: Tensor, t: Tensor) -> Tensor:

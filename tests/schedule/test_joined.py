@@ -41,8 +41,8 @@ def images(*channels: int) -> tuple[torch.Tensor, ...]:
 def test_statistics_of_what_has_several_readers_use_the_device(
     f: Callable[..., torch.Tensor], channels: tuple[int, ...]
 ) -> None:
-    """A value at points with other loops than the partial folds kept them from being split: few
-    channels were walked by as few programs (a dense block, H200: 12 times as long)."""
+    """A value at points with other loops than the partial reductions kept them from being split:
+    few channels were walked by as few programs (a dense block, H200: 12 times as long)."""
     found = scheduled(f, *images(*channels), device="H200")
     (taken,) = found.accepted("split")
     assert taken["reason"] == "more of the device is busy"

@@ -1,4 +1,4 @@
-"""Rules by which dependent folds share a pass: each row of the table in `schedule.online`, its
+"""Rules by which dependent reductions share a pass: each row of the table in `schedule.online`, its
 form, its identity on random rows cut into parts, exceptional rows, and what the rules refuse."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deuteron.schedule import split
-from deuteron.schedule.kernel import Fold, Nest
+from deuteron.schedule.kernel import Nest, Reduce
 from deuteron.schedule.online import Centered, Chain, Products, Rescaled, Rule
 from tests.schedule import tools
 from tests.schedule.tools import Scheduled, scheduled, spec_of
@@ -61,7 +61,7 @@ def chain_of(nest: Nest) -> Chain:
     reduced = set(nest.reduced)
     chain = Chain(lambda e: not (e.axes() & reduced))
     for s in nest.stmts:
-        if isinstance(s, Fold):
+        if isinstance(s, Reduce):
             chain.add(s)
     return chain
 
@@ -80,7 +80,7 @@ def test_differences_from_a_row_value(f: Callable[..., Any]) -> None:
     (nest,) = kernel.nests
     for centering in (False, True):
         chain = Chain(lambda e: not (e.axes() & set(nest.reduced)), centering=centering)
-        passes = [chain.add(s) for s in nest.stmts if isinstance(s, Fold)]
+        passes = [chain.add(s) for s in nest.stmts if isinstance(s, Reduce)]
         assert passes == ([0, 0] if centering else [0, 1])
         assert [type(c) for c in chain.centers.values()] == [Centered] * centering
 
@@ -110,7 +110,7 @@ def test_moments(name: str) -> None:
     (nest,) = kernel.nests
     for moments in (False, True):
         chain = Chain(lambda e: not (e.axes() & set(nest.reduced)), moments=moments)
-        passes = [chain.add(s) for s in nest.stmts if isinstance(s, Fold)]
+        passes = [chain.add(s) for s in nest.stmts if isinstance(s, Reduce)]
         assert max(passes) == (0 if slopes and moments else 1)
         assert {len(m.slopes) for m in chain.weighted.values()} == (slopes if moments else set())
 
@@ -151,8 +151,8 @@ def errors(f: Callable[..., Any], args: list[Tensor], **more: Any) -> Iterator[t
     found = scheduled(f, *args, device="H200", check=False, **more)
     assert found.accepted("split")
     names = {n for k in found.kernels for n, _ in k.reads if n.startswith("arg")}
-    folding = [k for k in found.kernels if k.name.startswith("red")]
-    assert all(sum(n in dict(k.reads) for k in folding) == 1 for n in names), "one reading"
+    reducing = [k for k in found.kernels if k.name.startswith("red")]
+    assert all(sum(n in dict(k.reads) for k in reducing) == 1 for n in names), "one reading"
     ours = found.run([a.clone() for a in args])
     listed = [torch.utils._pytree.tree_leaves(f(*xs)) for xs in (args, [a.double() for a in args])]
     for g, e, exact in zip(ours, *listed, strict=True):

@@ -23,7 +23,7 @@ def one(found: Scheduled, reason: str) -> dict[str, Any]:
     return refused[0]
 
 
-def test_other_index_of_a_fold() -> None:
+def test_other_index_of_a_reduction() -> None:
     """A row needs the sum of another row: known only when that row is done."""
 
     def f(x):
@@ -43,17 +43,17 @@ def test_reduced_and_other_extents() -> None:
 
 
 def test_rows_against_columns_of_a_chain() -> None:
-    """Positions cannot be partial results, so the one fold must wait for the other."""
+    """Positions cannot be partial results, so the one reduction must wait for the other."""
 
     def f(x):
         return (x / x.sum(0)).argmax(-1)
 
     d = one(scheduled(f, torch.randn(40, 30)), "rows against columns")
-    assert "folds over the other's rows" in d["detail"]
+    assert "reduces over the other's rows" in d["detail"]
 
 
 def test_cycle() -> None:
-    """a -> fold of everything -> c and a -> c: the fold stands between them."""
+    """a -> reduction of everything -> c and a -> c: the reduction stands between them."""
 
     def f(x: Tensor) -> Tensor:
         a = x.exp()
@@ -131,7 +131,7 @@ def test_overwritten() -> None:
 
 
 def chain(*levels: str) -> tuple[Group, dict[str, Layout]]:
-    """A fold's row and two computations after each other, on the levels given."""
+    """A reduction's row and two computations after each other, on the levels given."""
     i, j = Axis("d0", 4), Axis("r0", 6)
     at = (i.index, j.index)
     first = computed("first", (i, j), E.op("exp", E.load("x", at, "f32")))

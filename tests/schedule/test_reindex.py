@@ -1,5 +1,5 @@
-"""Folds over permuted points: which places are a permutation, against every point; what they are
-read by instead, or together with."""
+"""Reductions over permuted points: which places are a permutation, against every point; what they
+are read by instead, or together with."""
 
 from __future__ import annotations
 

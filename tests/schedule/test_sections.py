@@ -1,4 +1,5 @@
-"""Folds over sections of rows: which share a nest with folds over whole rows, and which do not."""
+"""Reductions over sections of rows: which share a nest with reductions over whole rows, and which
+do not."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.codegen.share import structure
-from deuteron.schedule.kernel import Fold, Nest, Store
+from deuteron.schedule.kernel import Nest, Reduce, Store
 from deuteron.schedule.printer import kernel_lines
 from tests.schedule.tools import scheduled
 
@@ -44,14 +45,14 @@ def test_a_norm_and_scales_of_blocks_are_one_kernel() -> None:
     (nest,) = kernel.nests
     assert [a.extent.value for a in nest.reduced] == [4, 128]
     assert nest.section == nest.reduced[1:]
-    folds = [s for s in nest.stmts if isinstance(s, Fold)]
-    assert [(f.kind, f.section) for f in folds] == [("sum", False), ("max", True)]
+    reductions = [s for s in nest.stmts if isinstance(s, Reduce)]
+    assert [(f.kind, f.section) for f in reductions] == [("sum", False), ("max", True)]
     levels = {s.level for s in nest.stmts if isinstance(s, Store)}
     assert levels == {"point", "section"}
     assert kernel.bytes == 4 * (2 * x.numel() + x.numel() // 128)
     text = "\n".join(kernel_lines(kernel))
     assert "max[within](" in text and "sum[section, within](" in text
-    plain = replace(nest, stmts=tuple(replace(s, section=False) for s in folds))
+    plain = replace(nest, stmts=tuple(replace(s, section=False) for s in reductions))
     assert structure(replace(kernel, nests=(plain,))) != structure(kernel)
 
 
@@ -61,7 +62,7 @@ MORE: dict[str, Any] = {
     "blocks of 32": lambda x: in_blocks(norm(x), 32),
     "what is quantised is stored": lambda x: ((y := norm(x)), *in_blocks(y)),
     "of rows of rows": lambda x: quantised(x.unflatten(0, (-1, 8))),
-    "a fold of the row after those of blocks": lambda x: (
+    "a reduction of the row after those of blocks": lambda x: (
         (q := in_blocks(norm(x))[0]).amax(-1),
         q.abs().sum(-1),
     ),
@@ -102,8 +103,10 @@ def test_positions_have_no_sections() -> None:
         return y.amax(-1), y.argmax(-1)
 
     found = scheduled(f, torch.randn(1024, 384), device="H200")
-    folds = [s for k in found.kernels for n in k.nests for s in n.stmts if isinstance(s, Fold)]
-    assert {s.kind: s.section for s in folds}["argmax"] is False
+    reductions = [
+        s for k in found.kernels for n in k.nests for s in n.stmts if isinstance(s, Reduce)
+    ]
+    assert {s.kind: s.section for s in reductions}["argmax"] is False
 
 
 def test_rows_of_unknown_length_have_none() -> None:
@@ -116,13 +119,13 @@ def test_a_cpu_has_two_kernels() -> None:
     assert not any(n.section for k in found.kernels for n in k.nests)
 
 
-def test_blocks_without_a_fold_of_the_row_are_rows() -> None:
+def test_blocks_without_a_reduction_of_the_row_are_rows() -> None:
     nest = only_nest(lambda x: in_blocks(x * 2), torch.randn(1024, 384))
     assert not nest.section
     assert [a.extent.value for a in nest.reduced] == [128]
 
 
-def test_column_folds_stay_apart() -> None:
+def test_cross_row_reductions_stay_apart() -> None:
     """Workers that walk rows keep no sections."""
 
     def f(x: Tensor) -> Any:

@@ -6,7 +6,7 @@ In: a `schedule.kernel.Nest` and the layouts of its tensors. Out: `Loops`, in wh
   results have none,
 * axes of extent 1 are gone, an axis seen as ``a // k`` and ``a % k`` with ``k`` dividing its extent
   is two axes, and neighbouring axes that every address walks as one are one axis,
-* conditions that became constant, or cannot hold (`ranges`), are folded.
+* conditions that became constant, or cannot hold (`ranges`), are reduced.
 
 The order of axes carries no meaning: `ordered` takes it from strides.
 """
@@ -43,7 +43,7 @@ from deuteron.ir.index import (
     substitute,
 )
 from deuteron.ir.program import Layout
-from deuteron.schedule.kernel import Fold, Nest, Prefix
+from deuteron.schedule.kernel import Nest, Reduce, Scan
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Write:
 
 
 @dataclass(frozen=True)
-class ColumnFold:
-    """A `Fold` over the chunked axis; worker k stores its result at ``address`` (with `worker`
+class CrossRowReduce:
+    """A `Reduce` over the chunked axis; worker k stores its result at ``address`` (with `worker`
     standing for k).
     """
 
@@ -77,7 +77,7 @@ class ColumnFold:
     address: Index
 
 
-Part = Fold | Prefix | Write | ColumnFold
+Part = Reduce | Scan | Write | CrossRowReduce
 WORKER = Axis("worker", 1 << 30)
 
 
@@ -87,7 +87,7 @@ class Loops:
     reduced: tuple[Axis, ...]
     parts: tuple[Part, ...]
     chunk: tuple[Axis, int] | None = None
-    results: frozenset[str] = field(default_factory=frozenset)  # names of folds and prefixes
+    results: frozenset[str] = field(default_factory=frozenset)  # names of reductions and scans
     section: tuple[Axis, ...] = ()  # the reduced axes along a section of a row
 
     def roots(self) -> list[Expr]:
@@ -102,7 +102,7 @@ class Loops:
         return tuple(a for a in self.reduced if a not in self.section)
 
     def addresses(self) -> list[Index]:
-        return [p.address for p in self.parts if isinstance(p, (Write, ColumnFold))]
+        return [p.address for p in self.parts if isinstance(p, (Write, CrossRowReduce))]
 
     @cached_property
     def nodes(self) -> list[Expr]:
@@ -144,13 +144,14 @@ def roots_of(part: Part) -> list[Expr]:
         out = [part.value, *part.others] + ([part.mask] if part.mask is not None else [])
     else:
         out = [part.body]
-    if isinstance(part, (Write, ColumnFold)):
+    if isinstance(part, (Write, CrossRowReduce)):
         out.extend(a.expr for a in part.address.atoms() if isinstance(a, Value))
     return out
 
 
 class Rewriter:
-    """Replaces atoms in indices, in many roots that share nodes; folds what becomes constant."""
+    """Replaces atoms in indices, in many roots that share nodes; folds what becomes
+    constant."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Rewriter:
         results: frozenset[str] = frozenset(),
     ) -> None:
         self.table, self.layouts, self.results = dict(table), layouts, results
-        self.maxima: dict[str, Expr] = {}  # of the folds that were met: see `ranges`
+        self.maxima: dict[str, Expr] = {}  # of the reductions that were met: see `ranges`
         self.done: dict[Expr, Expr] = {}
 
     def expr(self, root: Expr) -> Expr:
@@ -202,7 +203,7 @@ class Rewriter:
                 others=tuple(map(self.expr, part.others)),
                 mask=mask,
             )
-        if isinstance(part, ColumnFold):
+        if isinstance(part, CrossRowReduce):
             return replace(part, address=self.index(part.address), body=self.expr(part.body))
         return replace(part, body=self.expr(part.body))
 
@@ -213,17 +214,17 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
     flat = Rewriter({}, layouts, results)
     parts: list[Part] = []
     for s in nest.stmts:
-        if isinstance(s, Fold) and s.partial:
+        if isinstance(s, Reduce) and s.partial:
             place = (WORKER.index, *(a.index for a in nest.reduced))
             parts.append(
-                ColumnFold(
+                CrossRowReduce(
                     s.name, s.kind, flat.expr(s.body), s.name, layouts[s.name].address(place)
                 )
             )
-        elif isinstance(s, (Fold, Prefix)):
+        elif isinstance(s, (Reduce, Scan)):
             body = flat.expr(s.body)
             parts.append(replace(s, body=body))
-            if isinstance(s, Fold) and s.kind == "max":
+            if isinstance(s, Reduce) and s.kind == "max":
                 flat.maxima[s.name] = body
         else:
             mask = flat.expr(s.mask) if s.mask is not None else None
@@ -243,7 +244,7 @@ def _fixed(loops: Loops) -> set[Axis]:
     """
     out = {loops.chunk[0]} if loops.chunk else set()
     for p in loops.parts:
-        if isinstance(p, Prefix) or (isinstance(p, Fold) and p.kind.startswith("arg")):
+        if isinstance(p, Scan) or (isinstance(p, Reduce) and p.kind.startswith("arg")):
             out |= set(loops.reduced)
     return out
 
@@ -274,14 +275,14 @@ def stretch(loops: Loops, axis: Axis, low: Index, piece: Axis) -> Loops:
 
 
 def _drop_unit(loops: Loops) -> Loops:
-    folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
+    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.parts)
     drop = {
         a
         for a in (*loops.parallel, *loops.reduced)
         if a.extent.value == 1 and a not in _fixed(loops)
     }
-    if folds and loops.reduced and all(a in drop for a in loops.reduced):
-        drop.discard(loops.reduced[-1])  # a fold needs a loop
+    if reductions and loops.reduced and all(a in drop for a in loops.reduced):
+        drop.discard(loops.reduced[-1])  # a reduction needs a loop
     if not drop:
         return loops
     table: dict[Atom, Index] = {a: const(0) for a in drop}

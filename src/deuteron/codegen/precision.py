@@ -27,9 +27,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from deuteron.codegen.loops import ColumnFold, Loops, Write, roots_of
+from deuteron.codegen.loops import CrossRowReduce, Loops, Write, roots_of
 from deuteron.ir.expr import FLOAT8, HALF, Expr, children
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 
 FAST = ("exp", "exp2", "sigmoid", "tanh", "div", "erf", "sqrt", "reciprocal")
@@ -57,15 +57,15 @@ def inexact(loops: Loops, row_level: RowLevel, averages: bool = False) -> Inexac
     totals: dict[str, Expr] = {}  # sums by their registers' names
     order: dict[Expr, None] = {}
     for p in loops.parts:
-        if isinstance(p, (Fold, Prefix)):
+        if isinstance(p, (Reduce, Scan)):
             chain.add(p)
-        terms = isinstance(p, Fold) and isinstance(chain.rules.get(p.name), Rescaled)
-        body = p.body if isinstance(p, (Fold, ColumnFold)) and p.kind == "sum" else None
+        terms = isinstance(p, Reduce) and isinstance(chain.rules.get(p.name), Rescaled)
+        body = p.body if isinstance(p, (Reduce, CrossRowReduce)) and p.kind == "sum" else None
         for root in roots_of(p):
             order.update(dict.fromkeys(root.walk()))
             if not terms:
                 (sums if root is body and root.dtype == "f32" else shown).add(root)
-            if averages and isinstance(p, Fold) and root is body and root in sums:
+            if averages and isinstance(p, Reduce) and root is body and root in sums:
                 totals[p.name] = root
         if isinstance(p, Write) and p.value.dtype == "f32":
             shown.update((p.value, *p.others))
@@ -87,8 +87,8 @@ def inexact(loops: Loops, row_level: RowLevel, averages: bool = False) -> Inexac
 def _compared(loops: Loops, order: Iterable[Expr]) -> set[Expr]:
     """What decides which element is the largest, or which of two is: another kernel, where it has
     other users, must find the same one."""
-    folds = [p for p in loops.parts if isinstance(p, (Fold, ColumnFold, Prefix))]
-    roots = [p.body for p in folds if p.kind != "sum"]
+    reductions = [p for p in loops.parts if isinstance(p, (Reduce, CrossRowReduce, Scan))]
+    roots = [p.body for p in reductions if p.kind != "sum"]
     roots += [a for n in order if n.dtype == "bool" for a in n.args]
     return {n for root in dict.fromkeys(roots) for n in root.walk()}
 
@@ -97,7 +97,7 @@ def units(loops: Loops, row_level: RowLevel) -> frozenset[str]:
     """Sums of exp(b - m), m the maximum of b: at least 1, and a number of elements at most."""
     chain, found = Chain(row_level), set()
     for p in loops.parts:
-        if isinstance(p, (Fold, Prefix)):
+        if isinstance(p, (Reduce, Scan)):
             chain.add(p)
             rule = chain.rules.get(p.name)
             if isinstance(rule, Rescaled) and rule.plain and rule.factor is None:

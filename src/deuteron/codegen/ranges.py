@@ -1,8 +1,8 @@
 """Between which numbers a value is, and so which comparisons cannot hold.
 
-In: an expression, and the bodies of the nest's folds that are maxima. Out: bounds, as far as limits
-(`clamp`) and divisors (the largest magnitude of a row) give them. What is no number is between
-none, and no comparison with it holds.
+In: an expression, and the bodies of the nest's reductions that are maxima. Out: bounds, as far as
+limits (`clamp`) and divisors (the largest magnitude of a row) give them. What is no number is
+between none, and no comparison with it holds.
 
 Before 2.12 torch makes NaN of what is too large for an 8-bit float. A value that is clamped, or
 divided by the largest of its row, is not; and a quotient that nothing compares need not be exact.
@@ -33,7 +33,7 @@ def never(node: Expr, maxima: Mapping[str, Expr]) -> bool:
 
 
 def bounds(e: Expr, maxima: Mapping[str, Expr], depth: int = 4) -> Bounds:
-    """The least and the most that a float can be; `maxima` are bodies of folds by name."""
+    """The least and the most that a float can be; `maxima` are bodies of reductions by name."""
     if e.op == "literal" and e.attr == e.attr:
         return e.attr, e.attr
     if e.op in ("minimum", "maximum") and depth:

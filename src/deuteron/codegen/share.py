@@ -12,7 +12,7 @@ from typing import Any
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value
 from deuteron.ir.program import Layout
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Store
 
 
 def tensors_of(kernel: Kernel) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class _Structure:
                 stmts.append(("store", how, self.expr(s.value)))
             else:
                 name = self.tensors.get(s.name)
-                what = (s.partial, s.section) if isinstance(s, Fold) else None
+                what = (s.partial, s.section) if isinstance(s, Reduce) else None
                 stmts.append((type(s).__name__, s.kind, what, name, self.expr(s.body)))
         return axes, chunk, tuple(stmts)
 

@@ -1,9 +1,10 @@
-"""Folds that end where each row says: of how many terms, and how many there are to expect.
+"""Reductions that end where each row says: of how many terms, and how many there are to expect.
 
-In: a fold inside an expression, ``reduce(kind, (k,), where(k < end, term, neutral))`` with an `end`
-that does not depend on k. Out: that end. It means what it says for every k; who runs the fold, or
-reckons what it costs, may stop at the end. Rows of such lengths share out one list (the positions
-of each key in a sorted list): together they have as many terms as the axis has values.
+In: a reduction inside an expression, ``reduce(kind, (k,), where(k < end, term, neutral))`` with an
+`end` that does not depend on k. Out: that end. It means what it says for every k; who runs the
+reduction, or reckons what it costs, may stop at the end. Rows of such lengths share out one list
+(the positions of each key in a sorted list): together they have as many terms as the axis has
+values.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from deuteron.ir.expr import REDUCTIONS, Expr, index_value, literal
 from deuteron.ir.index import Axis, hint, product
 
 
-def end_of(fold: Expr) -> Expr | None:
-    """Where the terms of a fold end, as an i64 value; None where nothing says so."""
-    if fold.op != "reduce" or len(fold.attr[1]) != 1 or fold.attr[0].startswith("arg"):
+def end_of(reduction: Expr) -> Expr | None:
+    """Where the terms of a reduction end, as an i64 value; None where nothing says so."""
+    if (
+        reduction.op != "reduce"
+        or len(reduction.attr[1]) != 1
+        or reduction.attr[0].startswith("arg")
+    ):
         return None
-    (kind, (axis,)), (body,) = fold.attr, fold.args
+    (kind, (axis,)), (body,) = reduction.attr, reduction.args
     neutral = literal(REDUCTIONS[kind].identity(body.dtype), body.dtype)
     if body.op != "where" or body.args[2] is not neutral:
         return None
@@ -44,11 +49,11 @@ _ENDS: dict[Expr, dict[Axis, Expr]] = {}
 
 
 def ends(root: Expr) -> dict[Axis, Expr]:
-    """The axes of such folds under `root`, with their ends."""
+    """The axes of such reductions under `root`, with their ends."""
     found = _ENDS.get(root)
     if found is None:
-        folds = ((n, end_of(n)) for n in root.walk() if n.op == "reduce")
-        found = _ENDS[root] = {n.attr[1][0]: end for n, end in folds if end is not None}
+        reductions = ((n, end_of(n)) for n in root.walk() if n.op == "reduce")
+        found = _ENDS[root] = {n.attr[1][0]: end for n, end in reductions if end is not None}
     return found
 
 

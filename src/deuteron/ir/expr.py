@@ -9,8 +9,8 @@ An `Expr` is frozen and interned; equality is identity. `op` says what it is:
     cast      args = (x,); converts to `dtype` as C and ATen do; to f8e4m3 it saturates. With attr
               `UNROUNDED`, from a half type to f32: the f32 number that x was rounded from, where
               the same kernel has it, else x (see `unrounded`)
-    reduce    attr = (kind, axes); args = (body,): folds body over the axes (see `REDUCTIONS`)
-    scan      attr = (kind, axis); args = (body,): inclusive prefix fold along the axis
+    reduce    attr = (kind, axes); args = (body,): reduces body over the axes (see `REDUCTIONS`)
+    scan      attr = (kind, axis); args = (body,): inclusive scan along the axis
     random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10 with the
               element as counter (f32 "rand": element // 4, word element % 4); "rand" on [0, 1),
               "randn", "rand_bits" (i64), as graph.random_ops
@@ -107,7 +107,8 @@ COMPARISONS = frozenset(
 
 @dataclass(frozen=True)
 class Reduction:
-    """A fold: its neutral element, and the scalar operation that combines two partial results."""
+    """A reduction: its neutral element, and the scalar operation that combines two partial
+    results."""
 
     identity: Callable[[str], Any]
     scalar_op: str | None  # None: a rule of its own
@@ -144,7 +145,7 @@ SCANS = ("sum", "prod", "max", "min")
 
 
 def extreme(kind: str) -> str:
-    """The fold, max or min, of whose result a positional fold gives the place."""
+    """The reduction, max or min, of whose result a positional reduction gives the place."""
     return kind.removeprefix("arg").partition("_")[0]
 
 

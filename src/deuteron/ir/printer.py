@@ -5,7 +5,7 @@ In: a `Program`. Out: text in Python's syntax, one definition after the other::
     s0 = size(2, 8, ("shape", 0, 0))          lowest known value, hint, where it is read at run time
     x = input(0, f32[s0, 8])
     #: softmax | aten.softmax.int | model.py:3: y = x.softmax(-1)
-    def top(i=s0, *, j=8) -> f32[s0]:         axes with extents; axes of folds behind the star
+    def top(i=s0, *, j=8) -> f32[s0]:         axes with extents; axes of reductions behind the star
         return reduce_max[j](x[i, j])
     def y(p=s0, q=8) -> f32[s0, 8]:
         _1 = x[p, q] - top[p]                 what is used more than once has a name
@@ -313,7 +313,7 @@ def _definition(d: Def, layouts: Mapping[str, Layout]) -> list[str]:
 
 def _compute(d: Compute, layouts: Mapping[str, Layout]) -> list[str]:
     roots = _roots(d)
-    # Scans run along axes of the definition; folds bind their own.
+    # Scans run along axes of the definition; reductions bind their own.
     bound = dict.fromkeys(a for r in roots for n in r.walk() for a in _bound(n))
     inner = axes_text(a for a in bound if a not in d.axes)
     signature = ", ".join(axes_text(d.axes) + (["*", *inner] if inner else []))

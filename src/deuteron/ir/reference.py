@@ -135,7 +135,8 @@ def scalar_op(name: str, args: Sequence[Tensor]) -> Tensor:
     return _TABLE[name](*args)
 
 
-# -- folds ---------------------------------------------------------------------------------------
+# -- reductions
+# ---------------------------------------------------------------------------------------
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -143,8 +144,8 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype.is_floating_point else x.dtype
 
 
-def fold(kind: str, x: Tensor, dims: Sequence[int], dtype: str) -> Tensor:
-    """`x` folded over `dims`, which stay with size 1. The result has the fold's dtype."""
+def reduce(kind: str, x: Tensor, dims: Sequence[int], dtype: str) -> Tensor:
+    """`x` reduced over `dims`, which stay with size 1. The result has the reduction's dtype."""
     out_dtype = torch.int64 if kind.startswith("arg") else x.dtype
     if any(x.shape[d] == 0 for d in dims):
         shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
@@ -174,10 +175,10 @@ def fold(kind: str, x: Tensor, dims: Sequence[int], dtype: str) -> Tensor:
     return (torch.amax if kind == "max" else torch.amin)(x, dim=list(dims), keepdim=True)
 
 
-def prefix(kind: str, x: Tensor, dim: int) -> Tensor:
+def scan(kind: str, x: Tensor, dim: int) -> Tensor:
     """The inclusive scan of `x` along `dim`, in its dtype."""
     if x.dtype == torch.bool:
-        return prefix(kind, x.to(torch.uint8), dim).ne(0)
+        return scan(kind, x.to(torch.uint8), dim).ne(0)
     if kind == "sum":
         return torch.cumsum(x, dim, dtype=_wide(x)).to(x.dtype)
     if kind == "prod":
@@ -239,7 +240,7 @@ def random_values(dist: str, seed: Tensor, stream: int, element: Tensor, dtype: 
 
 
 def bound_axes(roots: Iterable[Expr]) -> list[Axis]:
-    """The axes of folds and scans inside expressions."""
+    """The axes of reductions and scans inside expressions."""
     found: dict[Axis, None] = {}
     for root in roots:
         for n in root.walk():
@@ -301,12 +302,12 @@ class Evaluator:
             return args[0].to(TO_TORCH[n.dtype])
         if n.op == "reduce":
             kind, axes = n.attr
-            return fold(
+            return reduce(
                 kind, self.spread(args[0], axes), [self.dims[a] for a in axes], n.args[0].dtype
             )
         if n.op == "scan":
             kind, axis = n.attr
-            return prefix(kind, self.spread(args[0], (axis,)), self.dims[axis])
+            return scan(kind, self.spread(args[0], (axis,)), self.dims[axis])
         if n.op == "random":
             dist, stream, element = n.attr
             return random_values(dist, args[0], stream, self.index(element), n.dtype)
@@ -400,7 +401,7 @@ def longest(
     device: Any,
     ranges: Mapping[Axis, Range] | None = None,
 ) -> dict[Axis, Range]:
-    """The values that axes of ragged folds have in any row, of those in `ranges`."""
+    """The values that axes of ragged reductions have in any row, of those in `ranges`."""
     out: dict[Axis, Range] = {}
     for axis, end in ((a, e) for root in roots for a, e in ends(root).items()):
         if any(n.attr[0] not in tensors for n in end.loads()):

@@ -9,10 +9,10 @@ Invariants by name
     names        each name is defined once, before use; outputs, targets and views name such tensors
     layouts      shape and strides have one length; an index has an entry per dimension; axes span
                  the shape; strides of what a library call reads are not negative
-    axes         a definition's axes are distinct; every axis used is one of them or bound by a fold
-    dtypes       arguments of an operation share a dtype; loads and stores have their tensor's
-    kinds        operations, folds, distributions and attributes exist and fit
-    range        every load and store is inside its tensor: proven, or masked (by what no example
+    axes         a definition's axes are distinct; every axis used is one of them or bound by a
+    reduction dtypes       arguments of an operation share a dtype; loads and stores have their
+    tensor's kinds        operations, reductions, distributions and attributes exist and fit range
+    every load and store is inside its tensor: proven, or masked (by what no example
                  gets past), or at a loaded position
                  (which lowering wraps and checks). What can neither be proven nor refuted by an
                  example passes, unless `strict`
@@ -159,7 +159,7 @@ class Facts(NamedTuple):
     free: frozenset[
         Axis
     ]  # axes that it depends on and does not bind (a scan runs along a free one)
-    bound: tuple[Axis, ...]  # axes that folds inside bind
+    bound: tuple[Axis, ...]  # axes that reduces inside bind
     loads: tuple[Expr, ...]
     indices: tuple[Index, ...]
 
@@ -255,13 +255,13 @@ def _reduce(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
     if kind not in REDUCTIONS:
         raise Fault("kinds", f"no reduction {kind!r}")
     if not (len(set(axes)) == len(axes) > 0):
-        raise Fault("axes", f"{n!r} folds over {axes}")
+        raise Fault("axes", f"{n!r} reduces over {axes}")
     positional = kind.startswith("arg")
     if positional and len(axes) != 1:
         raise Fault("kinds", f"{kind} over {len(axes)} axes")
     expected = "i64" if positional else n.args[0].dtype
     if n.dtype != expected:
-        raise Fault("dtypes", f"{n!r} is {n.dtype}, its fold {expected}")
+        raise Fault("dtypes", f"{n!r} is {n.dtype}, its reduction {expected}")
     flags = kind in ("any", "all")
     if flags and n.dtype != "bool":
         raise Fault("dtypes", f"{kind} of {n.dtype}")
@@ -275,7 +275,7 @@ def _scan(n: Expr, free: frozenset[Axis]) -> frozenset[Axis]:
     if not isinstance(axis, Axis):
         raise Fault("kinds", f"{n!r} scans along {axis!r}")
     if n.dtype != n.args[0].dtype:
-        raise Fault("dtypes", f"{n!r} is {n.dtype}, its fold {n.args[0].dtype}")
+        raise Fault("dtypes", f"{n!r} is {n.dtype}, its reduction {n.args[0].dtype}")
     return free | {axis}
 
 
@@ -557,7 +557,9 @@ class _State:
     def _bound(self, d: Compute) -> None:
         for a in facts(d.body).bound:
             if a in d.axes:
-                raise Fault("axes", f"a fold in the body binds {a!r}, an axis of the definition")
+                raise Fault(
+                    "axes", f"a reduction in the body binds {a!r}, an axis of the definition"
+                )
             self.indices((a.extent,))
 
     def _overwrite(self, d: Compute, target: str) -> None:

@@ -1,7 +1,7 @@
 """Sums at computed places, turned around: every element adds what comes to it.
 
-In: the places of a scatter as index maps (`positions`). Out: the same sum as a fold over the few
-points whose place an element is, so that nothing is added atomically and results repeat: the
+In: the places of a scatter as index maps (`positions`). Out: the same sum as a reduction over the
+few points whose place an element is, so that nothing is added atomically and results repeat: the
 gradients of enlarged pictures, of repeated and strided reads. Invariant: which points those are is
 decided by trying all values of an axis; what is not decided stays a scatter.
 """
@@ -101,8 +101,8 @@ def gathered(
     ctx: LowerContext, base: Tensor, preimages: Sequence[Preimage], body: Expr, mask: Expr | None
 ) -> Tensor:
     """`base` plus, at every element, the sum of `body` over the points that come to it."""
-    folded = [p for p in preimages if p.count > 1]
-    bound = dict(zip((p.axis for p in folded), ctx.axes([const(p.count) for p in folded])))
+    reduced = [p for p in preimages if p.count > 1]
+    bound = dict(zip((p.axis for p in reduced), ctx.axes([const(p.count) for p in reduced])))
 
     def element(idx: tuple[Index, ...]) -> Expr:
         table: dict[Atom, Index] = {}

@@ -283,8 +283,8 @@ class LowerContext:
         return self.load(name)
 
     def own_reductions(self, value: Value, wish: str, layout: Layout | None = None) -> Expr:
-        """The body with every fold that is not its root defined as a tensor over the axes that it
-        depends on, in the order of memory in which the value is stored (pooling of what has its
+        """The body with every reduction that is not its root defined as a tensor over the axes that
+        it depends on, in the order of memory in which the value is stored (pooling of what has its
         channels last)."""
         root = value.expr
         table: dict[Expr, Expr] = {}

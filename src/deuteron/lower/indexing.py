@@ -291,7 +291,7 @@ def scatter_along(
     axes, place = points()
     at = [a.index for a in axes]
     body = operand(source, at, x.dtype)
-    out = folded(ctx, x, (axes, place), points(), body, kind, include_self)
+    out = reduced(ctx, x, (axes, place), points(), body, kind, include_self)
     if mean:
         out = averaged(ctx, out, points(), include_self)
     shape = [] if scalar_result else out.shape
@@ -301,7 +301,7 @@ def scatter_along(
 Points = tuple[tuple[Axis, ...], list[Index]]
 
 
-def folded(
+def reduced(
     ctx: LowerContext,
     x: Value,
     points: Points,

@@ -18,7 +18,7 @@ from deuteron.lower.access import compare, loaded, masked, wrap_dim
 from deuteron.lower.calls import emit
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, gelu, pointwise, relu, scalar
-from deuteron.lower.pooling import fold_of, small_axes
+from deuteron.lower.pooling import reduction_of, small_axes
 from deuteron.lower.positions import exact as exact_index
 
 # Few long rows are scanned in parts of about so many elements on GPUs, where no blocks are
@@ -203,15 +203,15 @@ def cdist(ctx: LowerContext, x: Value, y: Value, p: float, compute_mode: Any = N
         a, b = broadcast(x, [*batch, m, k]), broadcast(y, [*batch, n, k])
         d = op("abs", op("sub", a, b))
         if p == 0:
-            return fold_of("sum", axes, cast(op("ne", d, literal(0, dtype)), dtype))
+            return reduction_of("sum", axes, cast(op("ne", d, literal(0, dtype)), dtype))
         if p == 1:
-            return fold_of("sum", axes, d)
+            return reduction_of("sum", axes, d)
         if p == 2:
-            return op("sqrt", fold_of("sum", axes, op("mul", d, d)))
+            return op("sqrt", reduction_of("sum", axes, op("mul", d, d)))
         if math.isinf(p):
             # Distances are at least 0, also over no dimensions.
-            return op("maximum", fold_of("max", axes, d), literal(0, dtype))
-        total = fold_of("sum", axes, op("pow", d, literal(p, dtype)))
+            return op("maximum", reduction_of("max", axes, d), literal(0, dtype))
+        total = reduction_of("sum", axes, op("pow", d, literal(p, dtype)))
         return op("pow", total, literal(1.0 / p, dtype))
 
     if dtype not in ("f32", "f64"):
@@ -235,7 +235,7 @@ def product_sum(ctx: LowerContext, a: Value, b: Value) -> Callable[[Sequence[Ind
         x, y = a.at([*batch, m, at]), b.at([*batch, at, n])
         if single:  # of vectors, each by each
             return op("mul", cast(x, wide), cast(y, wide))
-        return fold_of("sum", axes, op("mul", cast(x, wide), cast(y, wide)))
+        return reduction_of("sum", axes, op("mul", cast(x, wide), cast(y, wide)))
 
     return element
 
@@ -353,7 +353,7 @@ def gathered(ctx: LowerContext, grad: Value, scales: Sequence[Any], exact: bool)
     def element(idx: tuple[Index, ...]) -> Expr:
         copies = [i * f + j for i, f, j in zip(idx[-r:], factors, k, strict=True)]
         value = cast(grad.at([*idx[:-r], *copies]), wide)
-        return cast(fold_of("sum", axes, value), grad.dtype)
+        return cast(reduction_of("sum", axes, value), grad.dtype)
 
     return make(ctx, shape, element)
 

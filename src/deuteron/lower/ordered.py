@@ -1,11 +1,11 @@
 """Sums at places that tensors hold, in a fixed order: every row adds what comes to it.
 
-In: a scatter that adds, as points, their places and what they add. Out: the same sum as folds. The
-places are sorted (stably, by the library) with the points' numbers, or, where there are few, each
-counts who goes before it; the points of a row of the result are then neighbours, from
-``first[row]`` to before ``first[row + 1]``, and the row is a fold over them that ends where it ends
-(`ir.dynamic_bounds`). Nothing is added atomically, so that results repeat bit for bit; the result
-is written once, in its own dtype, and there is no other memory of its size.
+In: a scatter that adds, as points, their places and what they add. Out: the same sum as reductions.
+The places are sorted (stably, by the library) with the points' numbers, or, where there are few,
+each counts who goes before it; the points of a row of the result are then neighbours, from
+``first[row]`` to before ``first[row + 1]``, and the row is a reduction over them that ends where it
+ends (`ir.dynamic_bounds`). Nothing is added atomically, so that results repeat bit for bit; the
+result is written once, in its own dtype, and there is no other memory of its size.
 
 Long runs (padding, a frequent word) are cut: a whole chunk of the sorted points that has but one
 place is summed by itself, beside the others, and a row adds the points before its first whole
@@ -328,7 +328,7 @@ class Ordered:
         mask = self.mask.substitute(table)
         return op("where", mask, E.with_mask(body, mask), literal(0, body.dtype))
 
-    def fold(self, extent: Index, end: Expr, term: Callable[[Axis], Expr]) -> Expr:
+    def reduce(self, extent: Index, end: Expr, term: Callable[[Axis], Expr]) -> Expr:
         """The sum of the terms before `end`."""
         (k,) = self.ctx.axes([extent])
         value = term(k)
@@ -347,8 +347,8 @@ class Ordered:
             def term(k: Axis) -> Expr:
                 return self.term(self.number(index_value(low + k.index)), idx[1:])
 
-            # What is added keeps the fold inside the expression.
-            total = self.fold(const(CHUNK), end, term)
+            # What is added keeps the reduction inside the expression.
+            total = self.reduce(const(CHUNK), end, term)
             return op("add", literal(0, total.dtype), total)
 
         return self.define(make(self.ctx, [count, *self.widths], element), f"{self.wish}_chunks")
@@ -389,7 +389,7 @@ class Ordered:
                 at = op("add", at, op("where", op("lt", number, ahead), zero, inner))
             return self.term(self.number(at), columns)
 
-        total = self.fold(self.count, alone, single)
+        total = self.reduce(self.count, alone, single)
         if head is not None:
             value = self.term(head, columns, there)
             total = op("add", op("where", there, value, literal(0, value.dtype)), total)
@@ -400,7 +400,7 @@ class Ordered:
             at = kept(op("add", begin, index_value(k.index)), parts.shape[0])
             return parts.at([at, *columns])
 
-        return op("add", total, self.fold(parts.shape[0], whole, chunked))
+        return op("add", total, self.reduce(parts.shape[0], whole, chunked))
 
     def total(self, first: Tensor, parts: Tensor | None) -> Tensor:
         """x plus the points of each row."""
@@ -450,7 +450,7 @@ class Ordered:
         return self.ctx.scatter(x, axes, tuple(at), body, None, is_first(point), unique=True)
 
     def define(self, value: Tensor, wish: str, layout: Layout | None = None) -> Tensor:
-        """A tensor whose folds stay inside its expression: each runs beside what needs it."""
+        """A tensor whose reductions stay inside its expression: each runs beside what needs it."""
         ctx, name = self.ctx, self.ctx.fresh_name(wish)
         if layout is None or layout.shape != value.shape:
             layout = contiguous(value.shape, value.dtype, ctx.device)

@@ -1,8 +1,8 @@
-"""Pooling and its gradients, and nearest upsampling's gradient, as folds over small windows.
+"""Pooling and its gradients, and nearest upsampling's gradient, as reductions over small windows.
 
 In: `Value`s whose last dimensions are spatial. Out: `Value`s. A window that leaves the tensor is
-masked. Gradients are in gather form: each input position folds over the windows that cover it, so
-nothing is added atomically and results repeat.
+masked. Gradients are in gather form: each input position reductions over the windows that cover it,
+so nothing is added atomically and results repeat.
 """
 
 from __future__ import annotations
@@ -146,14 +146,14 @@ def fixed_windows(
 
 
 def small_axes(ctx: LowerContext, extents: Sequence[Index]) -> tuple[tuple[Axis, ...], list[Index]]:
-    """Axes to fold over and an index per extent; an extent of 1 needs no axis."""
-    folded = [n for n in extents if n.value != 1]
-    axes = ctx.axes(folded)
+    """Axes to reduce over and an index per extent; an extent of 1 needs no axis."""
+    reduced = [n for n in extents if n.value != 1]
+    axes = ctx.axes(reduced)
     left = list(axes)
     return axes, [const(0) if n.value == 1 else left.pop(0).index for n in extents]
 
 
-def fold_of(kind: str, axes: tuple[Axis, ...], body: Expr) -> Expr:
+def reduction_of(kind: str, axes: tuple[Axis, ...], body: Expr) -> Expr:
     return E.reduce(kind, axes, body) if axes else body
 
 
@@ -184,7 +184,7 @@ def max_pool(
 
     def value(idx: tuple[Index, ...]) -> Expr:
         here, element = read(x, windows, idx, apart)
-        return cast(fold_of("max", flat, cast(masked(here, element, lowest), wide)), x.dtype)
+        return cast(reduction_of("max", flat, cast(masked(here, element, lowest), wide)), x.dtype)
 
     def index(idx: tuple[Index, ...]) -> Expr:
         here, element = read(x, windows, idx, apart)
@@ -305,7 +305,7 @@ def mean_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows], divisor: 
 
     def element(idx: tuple[Index, ...]) -> Expr:
         here, value = read(x, windows, idx, k)
-        total = fold_of("sum", axes, cast(masked(here, value), wide))
+        total = reduction_of("sum", axes, cast(masked(here, value), wide))
         name = "div" if wide in E.FLOATS else "truncdiv"
         return cast(divided(name, total, divisor(idx[-r:])), x.dtype)
 
@@ -372,7 +372,7 @@ def spread(
         here = both(*(condition for condition, _ in places))
         value = cast(grad.at([*idx[:-r], *outputs]), wide)
         part = masked(here, share(value, [*idx[:-r], *outputs], inputs))
-        return cast(fold_of("sum", axes, part), grad.dtype)
+        return cast(reduction_of("sum", axes, part), grad.dtype)
 
     return make(ctx, ctx.shape_of(ctx.fake()), element)
 

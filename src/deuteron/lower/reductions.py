@@ -1,7 +1,7 @@
-"""Reductions of ATen as folds (`Reduce`) with their prologues and epilogues.
+"""Reductions of ATen as reductions (`Reduce`) with their prologues and epilogues.
 
 Sums of half types accumulate in f32 and round once at the end, as ATen's do; integer sums in i64.
-Means divide the sum, variances are two folds (the mean, then squares about it), or three (what
+Means divide the sum, variances are two reductions (the mean, then squares about it), or three (what
 rounding left of the mean): how many passes that takes is the scheduler's concern.
 """
 
@@ -25,7 +25,7 @@ def dims_of(x: Value, dim: Any) -> tuple[int, ...]:
     return tuple(sorted({d % max(x.rank, 1) for d in dims})) if x.rank else ()
 
 
-def fold(
+def reduce(
     ctx: LowerContext,
     x: Value,
     dims: Sequence[int],
@@ -34,7 +34,7 @@ def fold(
     body: Callable[[Expr], Expr],
     after: Callable[[Expr], Expr] = lambda e: e,
 ) -> Value:
-    """``after(fold of body(x) over dims)``."""
+    """``after(reduction of body(x) over dims)``."""
     kept = [d for d in range(x.rank) if d not in dims]
     bound = ctx.axes([x.axes[d].extent for d in dims])
     shape: list[Index] = []
@@ -72,7 +72,7 @@ def _total(ctx: LowerContext, x: Value, kind: str, dim: Any, keepdim: bool, dtyp
     acc = compute_dtype(out)
     # An explicit dtype casts the elements first (and rounds them to it), then accumulates in its
     # compute dtype.
-    return fold(
+    return reduce(
         ctx,
         x,
         dims_of(x, dim),
@@ -97,7 +97,7 @@ def mean(
     out = TORCH_DTYPES[ctx.fake().dtype]
     acc, dims = compute_dtype(out), dims_of(x, dim)
     n = scalar(count(x, dims), acc)
-    return fold(
+    return reduce(
         ctx,
         x,
         dims,
@@ -127,10 +127,10 @@ def _extreme(kind: str) -> Callable[..., Value]:
     def lower(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
         acc = compute_dtype(x.dtype)
         if acc == "bool":
-            return fold(
+            return reduce(
                 ctx, x, dims_of(x, dim), keepdim, "any" if kind == "max" else "all", lambda e: e
             )
-        return fold(
+        return reduce(
             ctx,
             x,
             dims_of(x, dim),
@@ -159,11 +159,11 @@ def _position(ctx: LowerContext, x: Value, kind: str, dim: int | None, keepdim: 
     acc = "i32" if acc == "bool" else acc
     if dim is None:
         flat = _flatten(ctx, x)
-        out = fold(ctx, flat, (0,), False, kind, lambda e: cast(e, acc))
+        out = reduce(ctx, flat, (0,), False, kind, lambda e: cast(e, acc))
         if not keepdim:
             return out
         return make(ctx, [const(1)] * x.rank, lambda idx: out.at(()))
-    return fold(ctx, x, dims_of(x, dim), keepdim, kind, lambda e: cast(e, acc))
+    return reduce(ctx, x, dims_of(x, dim), keepdim, kind, lambda e: cast(e, acc))
 
 
 def _flatten(ctx: LowerContext, x: Value) -> Value:
@@ -203,7 +203,7 @@ def any_all(ctx: LowerContext, x: Value, dim: Any = None, keepdim: bool = False)
     assert ctx.node is not None
     kind = "any" if "any" in str(ctx.node.target) else "all"
     out = TORCH_DTYPES[ctx.fake().dtype]
-    return fold(
+    return reduce(
         ctx,
         x,
         dims_of(x, dim),
@@ -225,7 +225,9 @@ def moments(
     wish = f"{ctx.node.name if ctx.node else 't'}_mean"
 
     def average(v: Value) -> Value:
-        return fold(ctx, v, dims, True, "sum", lambda e: cast(e, acc), lambda e: op("div", e, size))
+        return reduce(
+            ctx, v, dims, True, "sum", lambda e: cast(e, acc), lambda e: op("div", e, size)
+        )
 
     def deviation(center: Value) -> Value:
         return make(
@@ -257,7 +259,7 @@ def moments(
     else:
         divisor = op("maximum", op("sub", size, scalar(correction, acc)), scalar(0, acc))
 
-    var = fold(
+    var = reduce(
         ctx,
         deviation(center),
         dims,
@@ -310,4 +312,4 @@ def std_(
     return make(ctx, var.shape, lambda idx: cast(op("sqrt", var.at(idx)), x.dtype))
 
 
-__all__ = ["FLOATS", "fold", "moments"]
+__all__ = ["FLOATS", "moments", "reduce"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Value
 from deuteron.ir.program import Constant, Input, Layout, Program, tensors_read
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Stmt, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Stmt, Store
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def _reads(s: Stmt, name: str) -> bool:
 def _writes(s: Stmt, name: str) -> bool:
     if isinstance(s, Store):
         return s.tensor == name
-    return isinstance(s, Fold) and s.partial and s.name == name
+    return isinstance(s, Reduce) and s.partial and s.name == name
 
 
 def _in_place(nest: Nest, written: str, read: str) -> bool:
-    """Who generates code runs a statement as soon as the folds that it uses are known, and
+    """Who generates code runs a statement as soon as the reductions that it uses are known, and
     statements of one loop in their order, stores last. So the overwriting store comes last when it
-    uses all folds that other readers of the operand use."""
+    uses all reductions that other readers of the operand use."""
     stores = [s for s in nest.stmts if _writes(s, written)]
     if len(stores) != 1:
         return False
@@ -137,7 +137,7 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
 
 
 def _waits(nest: Nest) -> dict[int, frozenset[str]]:
-    """For each statement the folds and scans that it uses, those that they use included."""
+    """For each statement the reductions and scans that it uses, those that they use included."""
     local = nest.locals()
     known: dict[str, frozenset[str]] = {}
     out: dict[int, frozenset[str]] = {}

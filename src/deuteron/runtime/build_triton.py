@@ -131,7 +131,7 @@ def version() -> str:
 def library_text() -> str:
     """The source of the functions that kernels import."""
     package = Path(deuteron.__file__).parent
-    names = ("libm", "fast", "last_bits", "merging", "exchange", "turning")
+    names = ("libm", "fast", "last_bits", "merging", "exchange", "rotated_loads")
     files = [*(f"codegen/triton/{name}.py" for name in names), "base/cluster.py"]
     return "".join((package / name).read_text() for name in files)
 

@@ -368,7 +368,7 @@ def _counters(device: torch.device) -> Zeros:
 
 @cache
 def _words(device: torch.device, each: int) -> Zeros:
-    """What programs tell one another in (`codegen.triton.exchange`); of a team, a fold takes
+    """What programs tell one another in (`codegen.triton.exchange`); of a team, a reduction takes
     `ROUNDS` words of a program."""
     cores = torch.cuda.get_device_properties(device).multi_processor_count
     if FIRST + cores * RESIDENT * ROUNDS * MOST_EXCHANGED > WORDS:

@@ -5,8 +5,8 @@ In: a `Program`. Out: a `Schedule`, and every decision in the Record. The passes
     normalize    canonical axes; producers written into their readers
     dag          what must run before what
     fuse         best-first merges: `legality` says whether, `profit` says how much
-    reindex      folds over permuted points in the order of memory
-    split        folds with few rows in two steps
+    reindex      reductions over permuted points in the order of memory
+    split        reductions with few rows in two steps
     recompute    what is cheaper to compute again than to read
     join         short kernels in one launch
     build        kernels with names, nests and costs

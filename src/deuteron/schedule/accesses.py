@@ -20,7 +20,7 @@ from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, Value
 from deuteron.ir.program import Layout
 from deuteron.ir.verify import range_verdict
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Store
 
 STATES = ("proven", "masked", "loaded", "open")
 
@@ -71,7 +71,7 @@ def _of_nest(kernel: str, nest: Nest, layouts: dict[str, Layout]) -> Iterator[Ac
                 if name not in local:
                     mask = n.args[0] if n.args else None
                     yield Access(kernel, "load", name, index, state(index, layouts[name], mask))
-        if isinstance(s, Fold) and s.partial:  # chunk k stores row k of a tensor of that shape
+        if isinstance(s, Reduce) and s.partial:  # chunk k stores row k of a tensor of that shape
             place = tuple(a.index for a in nest.reduced)
             yield Access(kernel, "store", s.name, place, "proven")
         if isinstance(s, Store):

@@ -21,7 +21,7 @@ from deuteron.ir.program import (
 )
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.horizontal import Launch
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Schedule, Step, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Step, Store
 from deuteron.schedule.profit import Cost, cost
 from deuteron.schedule.traversal import with_directions
 
@@ -42,7 +42,7 @@ class Namer:
     def name(self, groups: Sequence[Group]) -> str:
         members = [m for g in groups for m in g.members]
         kind = "poi"
-        if any(m.kind in ("fold", "column", "scan") for m in members):
+        if any(m.kind in ("reduction", "column", "scan") for m in members):
             kind = "con" if any(_contracts(m) for m in members) else "red"
         words: dict[str, None] = {}
         for m in members:
@@ -109,7 +109,7 @@ def accesses(nest: Nest) -> tuple[dict[str, None], dict[str, None]]:
             writes[s.tensor] = None
         else:
             visit(s.body)
-            if isinstance(s, Fold) and s.partial:
+            if isinstance(s, Reduce) and s.partial:
                 writes[s.name] = None
     return reads, writes
 

@@ -1,12 +1,12 @@
-"""Folds over a nest's rows, beside what the nest does along its rows: chunked nests.
+"""Reductions over a nest's rows, beside what the nest does along its rows: chunked nests.
 
-In: a nest of rows (or the loops for one) and a group whose folds run over those rows. Out: one nest
-in which every worker walks its share of the rows and keeps partial results of the column folds, and
-the computations that combine the partial results afterwards, in a fixed order. A tensor that both
-read is read once (a norm's backward: dx beside the gradients of weight and bias). Where groups of
-rows have column folds of their own (gradients of what a sample's rows are scaled by, or of what is
-added at a position), no worker has rows of two groups; of a worker that has all rows of its group
-the result needs no fold any more.
+In: a nest of rows (or the loops for one) and a group whose reductions run over those rows. Out: one
+nest in which every worker walks its share of the rows and keeps partial results of the cross-row
+reductions, and the computations that combine the partial results afterwards, in a fixed order. A
+tensor that both read is read once (a norm's backward: dx beside the gradients of weight and bias).
+Where groups of rows have cross-row reductions of their own (gradients of what a sample's rows are
+scaled by, or of what is added at a position), no worker has rows of two groups; of a worker that
+has all rows of its group the result needs no reduction any more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
 WORKERS = 2
 MOST_WORKERS = 8
 # Not five to seven of 128 threads, which would not have `LEAST_REGISTERS`. H100, backward of layer
-# norm, rows of 768 (f32), whose two sums are folded at once: 5 workers, of which 4 run at a time,
+# norm, rows of 768 (f32), whose two sums are reduced at once: 5 workers, of which 4 run at a time,
 # 233 us.
 MID_WORKERS = 4
 # So many, too, of rows that leave much of a block of 2048 free, where a worker is one warp if they
@@ -75,26 +75,26 @@ TILE = 2048
 @dataclass(frozen=True)
 class Chunked:
     """`main` leaves partial results in new tensors (`layouts`); `tail` finishes them, then does
-    what depended on the folds."""
+    what depended on the reductions."""
 
     main: Group
     tail: tuple[tuple[Compute, int], ...]  # with their positions in the program
     layouts: dict[str, Layout]
 
 
-def workers(space: Space, folds: bool, spec: DeviceSpec) -> tuple[Axis, int]:
-    """The axis that is cut into chunks, and into how many. `folds`: along the rows there are some,
-    so that a worker walks whole rows."""
+def workers(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[Axis, int]:
+    """The axis that is cut into chunks, and into how many. `reductions`: along the rows there are
+    some, so that a worker walks whole rows."""
     rows = space.parallel
     axis = max(rows, key=lambda a: (hint(a.extent), -rows.index(a)))
     row = hint(space.row)
-    each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if folds else WORKERS
-    if not folds:
+    each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if reductions else WORKERS
+    if not reductions:
         tiles = hint(space.rows) * min(row, TILE_COLUMNS) // (4 * TILE * spec.cores)
         each = max(WORKERS, min(tiles, PROGRAMS // -(-max(1, row) // TILE_COLUMNS)))
     elif MID_WORKERS < each < MOST_WORKERS or 1024 < row <= SPARE_ROW:
         each = MID_WORKERS
-    team = max(1, team_of(row, HELD, spec, alike=True)) if folds else 1  # a worker is a team
+    team = max(1, team_of(row, HELD, spec, alike=True)) if reductions else 1  # a worker is a team
     if team > 1 and share(HELD, row) == MOST:
         each = 1  # a multiprocessor has registers for one of its programs
     most = spec.cores if spec.kind == "cpu" else each * at_once(team, spec) // team
@@ -119,7 +119,8 @@ def columns(
     owner: Mapping[str, str],
     spec: DeviceSpec,
 ) -> Chunked | Refusal:
-    """`guest`, whose folds run over the base's rows, as column folds of the base's nest."""
+    """`guest`, whose reductions run over the base's rows, as cross-row reductions of the base's
+    nest."""
     if base.section or guest.section:
         return Refusal("chunked", "rows with sections are not walked by workers")
     rows, cols = image(table, guest.space.reduced), image(table, guest.space.parallel)
@@ -143,7 +144,7 @@ def columns(
     parts = _parts(guest)
     if isinstance(parts, Refusal):
         return parts
-    chunk = base.chunk or workers(space, bool(base.folds), spec)
+    chunk = base.chunk or workers(space, bool(base.reductions), spec)
     if base.chunk is None and groups.value != 1:
         cut = _apart(base, [a for a in space.parallel if a not in rows], spec)
         if isinstance(cut, Refusal):
@@ -151,12 +152,12 @@ def columns(
         space, chunk, there = cut
         base = Group(space, tuple(m.moved(there) for m in base.members), chunk)
         table = {a: substitute(i, there) for a, i in table.items()}
-    points, folds, after = parts
+    points, reductions, after = parts
     moved = [m.moved(table, level="point") for m in points]
     partials = dict(base.partials)
     made: dict[str, Layout] = {}
     tail: list[tuple[Compute, int]] = []
-    for m in folds:
+    for m in reductions:
         moved.append(m.moved(table, level="point", kind="column"))
         name = f"{m.name}.part"
         partials[m.name] = name
@@ -178,19 +179,19 @@ def columns(
 
 
 def _parts(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Refusal:
-    """The guest's members: at points, folds, and those that wait for the folds."""
+    """The guest's members: at points, reductions, and those that wait for the reductions."""
     points: list[Member] = []
-    folds: list[Member] = []
+    reductions: list[Member] = []
     after: list[Member] = []
     late: set[str] = set()
     for m in guest.members:
         waits = any(r.tensor in late for r in m.reads)
         if m.compute.target is not None or m.kind in ("scan", "column", "write"):
             return Refusal("chunked", f"{m.name} cannot be part of a chunked nest")
-        if m.kind == "fold" and not waits:
+        if m.kind == "reduction" and not waits:
             if m.compute.body.attr[0].startswith("arg"):
                 return Refusal("chunked", f"{m.name} keeps positions, which partial results lose")
-            folds.append(m)
+            reductions.append(m)
             late.add(m.name)
         elif m.level == "point" and m.kind == "point" and not waits:
             points.append(m)
@@ -199,7 +200,7 @@ def _parts(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Re
             late.add(m.name)
         else:
             return Refusal("chunked", f"{m.name} needs all rows before it can start")
-    return points, folds, after
+    return points, reductions, after
 
 
 def _groups(
@@ -209,9 +210,9 @@ def _groups(
     rows: AbstractSet[Axis],
     cols: AbstractSet[Axis],
 ) -> Index | None:
-    """How many groups of rows have column folds of their own, where the loops `rows` of a nest are
-    the rows of its column folds and `cols` their columns; None where they are not. All rows of a
-    worker must be of one group."""
+    """How many groups of rows have cross-row reductions of their own, where the loops `rows` of a
+    nest are the rows of its cross-row reductions and `cols` their columns; None where they are not.
+    All rows of a worker must be of one group."""
     parallel, reduced = set(space.parallel), set(space.reduced)
     if not rows or not reduced or not reduced <= cols or not rows <= parallel:
         return None
@@ -232,15 +233,15 @@ def _apart(
     base: Group, kept: Sequence[Axis], spec: DeviceSpec
 ) -> tuple[Space, tuple[Axis, int], Map] | Refusal:
     """Loops for a base of whose rows those of each group (a place in the loops `kept`) have column
-    folds of their own: a worker has a part of the rows of one group. The loops of before as indices
-    over the new ones."""
+    reductions of their own: a worker has a part of the rows of one group. The loops of before as
+    indices over the new ones."""
     rows = [a for a in base.space.parallel if a not in kept]
     groups, row = product(a.extent for a in kept).value, rows[0].extent.value
     alone = len(rows) == 1 and base.fixed
     if not alone or groups is None or row is None:
         return Refusal("iteration spaces differ", "rows of groups, which no worker can have")
     every = Axis("rows", groups * row)
-    most = workers(Space((every,), base.space.reduced), bool(base.folds), spec)[1]
+    most = workers(Space((every,), base.space.reduced), bool(base.reductions), spec)[1]
     # As near as can be: more parts than workers are as bad as fewer.
     divisors = [n for n in range(1, min(row, 2 * most) + 1) if row % n == 0]
     parts = min(divisors, key=lambda n: max(n * groups / most, most / (n * groups)))
@@ -258,8 +259,8 @@ def _apart(
 def _combine(
     m: Member, partial: str, space: Space, chunk: tuple[Axis, int], groups: Index
 ) -> Compute | None:
-    """The fold of the partial results, under the name of the column fold; where a group has one
-    worker, that worker's result."""
+    """The reduction of the partial results, under the name of the cross-row reduction; where a
+    group has one worker, that worker's result."""
     c, (axis, count) = m.compute, chunk
     each = count // (groups.value or 1)
     group = Axis("group", groups)
@@ -286,7 +287,8 @@ def _combine(
 
 
 def rows_of(guest: Group) -> tuple[Group, Map]:
-    """An empty nest of the guest's rows, in one loop, to turn a group of column folds by itself."""
+    """An empty nest of the guest's rows, in one loop, to turn a group of cross-row reductions by
+    itself."""
     table: Map = {a: a.index for a in guest.space.axes}
     rows = guest.space.reduced
     if len(rows) > 1:

@@ -2,7 +2,7 @@
 
 In: the length of a row and how many values of each of its elements are held at once. Out: the size
 of a team. Its programs run at the same time, hold a share of the row each, and exchange what they
-fold (`codegen.triton.exchange`), so that a row is read once however long it is.
+reduction (`codegen.triton.exchange`), so that a row is read once however long it is.
 
 Both who plans kernels and who writes them ask here, so that they agree on what is read again.
 """

@@ -205,12 +205,13 @@ class Fusion:
         return Refusal("no gain", f"{us:.1f} us against {one.us + two.us:.1f} us")
 
     def across(self, a: Node, b: Node) -> Offer | None:
-        """One group's folds as column folds of the other's nest, where that is legal and pays."""
+        """One group's reductions as cross-row reductions of the other's nest, where that is legal
+        and pays."""
         best: Offer | None = None
         for x, y in ((a, b), (b, a)):
             base, guest = x.content, y.content
             assert isinstance(base, Group) and isinstance(guest, Group)
-            if not guest.folds or guest.chunk is not None:
+            if not guest.reductions or guest.chunk is not None:
                 continue
             table = correspond(base, guest, self.layouts)
             if isinstance(table, Refusal):

@@ -5,10 +5,11 @@ value; merging makes a new one. Inside, every member's result is an expression a
 point: what a member reads from another is that expression, and interning shares it.
 
     point    a pointwise computation, one element per point (or per row or section: its level)
-    fold     a reduction over all reduced axes, its result lives on rows; or, level "section", over
+    reduction     a reduction over all reduced axes, its result lives on rows; or, level "section",
+    over
              those of a section of each row (see `kernel`)
     column   a reduction over the rows of a chunked nest: partial results, one row per worker
-    scan     a prefix fold along the reduced axis
+    scan     a scan along the reduced axis
     write    anything that stores at computed places or combines with what is there
 """
 
@@ -23,7 +24,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, flops
 from deuteron.ir.index import Atom, Axis, Index, Value, atom, const, hint, product, substitute
 from deuteron.ir.program import Compute, Layout, tensors_read
-from deuteron.schedule.kernel import Fold, Nest, Prefix, Stmt, Store
+from deuteron.schedule.kernel import Nest, Reduce, Scan, Stmt, Store
 from deuteron.schedule.space import Map, Space, same_element
 
 
@@ -46,7 +47,7 @@ class Read:
 def kind_of(c: Compute) -> str:
     """What a computation is when it stands alone."""
     if c.body.op == "reduce":
-        return "fold"
+        return "reduction"
     if c.body.op == "scan":
         return "scan"
     plain = c.index is None or c.index == tuple(a.index for a in c.axes)
@@ -54,7 +55,7 @@ def kind_of(c: Compute) -> str:
 
 
 def bound_axes(c: Compute) -> tuple[Axis, ...]:
-    """The axes that its fold binds, or that its scan runs along."""
+    """The axes that its reduction binds, or that its scan runs along."""
     if c.body.op == "reduce":
         return c.body.attr[1]
     return (c.body.attr[1],) if c.body.op == "scan" else ()
@@ -93,7 +94,9 @@ class Member:
     compute: Compute
     at: Map
     kind: str
-    level: str  # "row" | "section" | "point": on which axes it, or a fold's result, is evaluated
+    level: (
+        str  # "row" | "section" | "point": on which axes it, or a reduction's result, is evaluated
+    )
     position: int = 0  # in the program; members are evaluated in this order
 
     @cached_property
@@ -130,7 +133,7 @@ class Member:
     def effort(self) -> float:
         """FLOPs of one evaluation, at one point or row."""
         each, body = 0.0, self.compute.body
-        if self.kind in ("fold", "scan", "column"):
+        if self.kind in ("reduction", "scan", "column"):
             each, body = 1.0, body.args[0]
         nested = body.axes() - self.at.keys()
         if not nested:
@@ -148,7 +151,7 @@ def alone(c: Compute, position: int = 0) -> Group:
     loops = tuple(a for a in bound if a.extent.value != 1) or bound[:1]
     space = Space(tuple(a for a in c.axes if a not in bound and a.extent.value != 1), loops)
     at: Map = {a: a.index if a in space.axes else const(0) for a in (*c.axes, *bound)}
-    return Group(space, (Member(c, at, kind, "row" if kind == "fold" else "point", position),))
+    return Group(space, (Member(c, at, kind, "row" if kind == "reduction" else "point", position),))
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,8 @@ class Group:
 
     @cached_property
     def names(self) -> dict[str, Member]:
-        """Members by name; a column fold's name belongs to who combines its partial results."""
+        """Members by name; a cross-row reduction's name belongs to who combines its partial
+        results."""
         return {m.name: m for m in self.members if m.kind != "column"}
 
     @cached_property
@@ -179,9 +183,9 @@ class Group:
         return sum(code_of(m.compute.body) for m in self.members)
 
     @cached_property
-    def folds(self) -> bool:
+    def reductions(self) -> bool:
         """Whether the nest's reduced loops mean something (they cannot become parallel)."""
-        return any(m.kind in ("fold", "scan", "column") for m in self.members)
+        return any(m.kind in ("reduction", "scan", "column") for m in self.members)
 
     @property
     def fixed(self) -> bool:
@@ -209,8 +213,8 @@ class Group:
         return tuple(found)
 
     def values(self, shapes: dict[str, Layout]) -> dict[str, Expr]:
-        """Each member's expression at the current point; a fold's or scan's is the body that it
-        folds."""
+        """Each member's expression at the current point; a reduction's or scan's is the body that
+        it reductions."""
         return Builder(self, shapes).build()
 
     def nest(self, layouts: dict[str, Layout], stored: Iterable[str]) -> Nest:
@@ -224,13 +228,13 @@ class Group:
             c = m.compute
             if m.kind == "column":
                 kind = c.body.attr[0]
-                stmts.append(Fold(self.partials[m.name], kind, values[m.name], partial=True))
+                stmts.append(Reduce(self.partials[m.name], kind, values[m.name], partial=True))
                 continue
-            if m.kind == "fold":
+            if m.kind == "reduction":
                 section = m.level == "section"
-                stmts.append(Fold(register(m), c.body.attr[0], values[m.name], section=section))
+                stmts.append(Reduce(register(m), c.body.attr[0], values[m.name], section=section))
             elif m.kind == "scan":
-                stmts.append(Prefix(register(m), c.body.attr[0], values[m.name]))
+                stmts.append(Scan(register(m), c.body.attr[0], values[m.name]))
             if m.name in keep or c.target is not None:
                 where = late if c.target is not None else stmts
                 where.append(self._store(m, values, layouts))
@@ -239,7 +243,7 @@ class Group:
 
     def _store(self, m: Member, values: dict[str, Expr], layouts: dict[str, Layout]) -> Store:
         c = m.compute
-        value = result(m) if m.kind in ("fold", "scan") else values[m.name]
+        value = result(m) if m.kind in ("reduction", "scan") else values[m.name]
         index, mask = m.index, None
         if m.kind == "write":
             builder = Builder(self, layouts, values)
@@ -250,12 +254,12 @@ class Group:
 
 
 def register(m: Member) -> str:
-    """The name of a fold's or scan's value inside its nest."""
+    """The name of a reduction's or scan's value inside its nest."""
     return f"{m.name}.r"
 
 
 def result(m: Member) -> Expr:
-    """A fold's or scan's value as an expression."""
+    """A reduction's or scan's value as an expression."""
     return E.load(register(m), m.index, m.compute.body.dtype)
 
 
@@ -271,7 +275,7 @@ class Builder:
     def build(self) -> dict[str, Expr]:
         for m in self.group.members:
             root = m.compute.body
-            if m.kind in ("fold", "scan", "column"):
+            if m.kind in ("reduction", "scan", "column"):
                 root = root.args[0]
             self.values[m.name] = self.expr(root, m.at)
         return self.values
@@ -303,7 +307,7 @@ class Builder:
         m = self.group.names[name]
         if not same_element(m.index, index, self.layouts[name].shape):
             raise Misplaced(name, index, m.index)
-        value = result(m) if m.kind in ("fold", "scan") else self.values[name]
+        value = result(m) if m.kind in ("reduction", "scan") else self.values[name]
         if not load.args:
             return value
         return E.op("where", load.args[0], value, E.literal(fill, value.dtype))

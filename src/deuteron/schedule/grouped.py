@@ -1,4 +1,4 @@
-"""Sections of rows: folds over groups of neighbours beside folds over whole rows.
+"""Sections of rows: reductions over groups of neighbours beside reductions over whole rows.
 
 In: a nest of rows, and a group of which each row is a part of one of those (a scale for every 128
 values of what a norm makes of 4096). Out: the nest with its reduced loops cut in two, those that
@@ -27,12 +27,12 @@ LEAST = 8
 
 
 def cut(base: Group, guest: Group, table: Map) -> tuple[Group, Map] | None:
-    """The base with sections over which the guest folds, and the guest's loops as indices over its
-    loops; None where these are no sections of the base's rows."""
+    """The base with sections over which the guest reductions, and the guest's loops as indices over
+    its loops; None where these are no sections of the base's rows."""
     inner = image(table, guest.space.reduced)
-    if guest.section or base.chunk is not None or not base.folds or not guest.folds:
+    if guest.section or base.chunk is not None or not base.reductions or not guest.reductions:
         return None
-    if not inner or not inner <= set(base.space.reduced):  # a fold of one element has no loop
+    if not inner or not inner <= set(base.space.reduced):  # a reduction of one element has no loop
         return None
     if not base.section:
         shared = inner & image(table, guest.space.parallel)

@@ -68,7 +68,7 @@ def made(groups: Iterable[Group]) -> set[str]:
 
 def teams_may(groups: Iterable[Group]) -> bool:
     """Whether teams may share the rows of any, which they do in kernels of one nest."""
-    return any(g.folds and hint(g.space.row) >= LONG for g in groups)
+    return any(g.reductions and hint(g.space.row) >= LONG for g in groups)
 
 
 class Joiner:

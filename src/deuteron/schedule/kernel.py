@@ -3,10 +3,11 @@
 A `Nest` iterates ``parallel x reduced`` and runs its statements in order, each at every point where
 it lives:
 
-    Fold    name[parallel] = fold of `body` over all reduced axes: the value lives on rows; or over
+    Reduce    name[parallel] = reduction of `body` over all reduced axes: the value lives on rows;
+    or over
             one section of a row, or, when `partial`, over the rows of one worker of a chunked nest
             (both below)
-    Prefix  name[parallel, reduced] = scan of `body` along the one reduced axis
+    Scan  name[parallel, reduced] = scan of `body` along the one reduced axis
     Store   tensor[index] = value, at every row, section or point (its level)
 
 Bodies and values are expressions whose loads are of tensors in memory, or of results of the same
@@ -16,13 +17,13 @@ shares.
 
 Chunked nests do a row and a column reduction of one tensor in one pass: ``chunk = (axis, count)``.
 The parallel axis is walked by `count` independent workers, worker k taking the rows
-``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Fold` with `partial` folds its body, which
-lives on parallel x reduced, over the worker's rows and stores the result in
-``name[k, reduced...]``; a later nest folds the partial results in order, so that results repeat.
+``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Reduce` with `partial` reductions its body,
+which lives on parallel x reduced, over the worker's rows and stores the result in ``name[k,
+reduced...]``; a later nest reduces the partial results in order, so that results repeat.
 
 Rows may have sections (blocks of 128 neighbours that have a scale each): `section` are the reduced
-axes along one, the other reduced axes count sections. A `Fold` of `section` folds each section, and
-its value lives on parallel axes and those others. Such rows are held whole on chip.
+axes along one, the other reduced axes count sections. A `Reduce` of `section` reductions each
+section, and its value lives on parallel axes and those others. Such rows are held whole on chip.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from deuteron.ir.program import Extern, Layout, Origin
 
 
 @dataclass(frozen=True)
-class Fold:
+class Reduce:
     name: str
     kind: str  # a key of ir.expr.REDUCTIONS
     body: Expr
@@ -45,7 +46,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Prefix:
+class Scan:
     name: str
     kind: str
     body: Expr
@@ -63,7 +64,7 @@ class Store:
     unique: bool = False  # though they have not
 
 
-Stmt = Fold | Prefix | Store
+Stmt = Reduce | Scan | Store
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class Nest:
         inside = {"row": self.reduced, "section": self.section, "point": ()}[level]
         return (*self.parallel, *(a for a in self.reduced if a not in inside))
 
-    def folded(self, s: Fold) -> tuple[Axis, ...]:
-        """The axes that a fold folds."""
+    def reduced_axes(self, s: Reduce) -> tuple[Axis, ...]:
+        """The axes that a reduction reductions."""
         if s.partial:
             return self.parallel
         return self.section if s.section else self.reduced
 
     def locals(self) -> dict[str, Stmt]:
-        return {s.name: s for s in self.stmts if isinstance(s, (Fold, Prefix))}
+        return {s.name: s for s in self.stmts if isinstance(s, (Reduce, Scan))}
 
     def exprs(self) -> tuple[Expr, ...]:
         out: list[Expr] = []

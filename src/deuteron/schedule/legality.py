@@ -5,10 +5,10 @@ both index maps where they differ. Cost plays no part here (`profit`), nor do pa
 kernels (`fuse` asks for those).
 
 One nest stays as it is (the base); the other's loops (the guest's) become indices over the base's,
-found from the tensors that both touch. Rows stay rows: a guest with folds fits where its parallel
-loops are the base's parallel ones and its reduced loops the reduced ones. A guest whose folds run
-over the base's rows becomes column folds of a chunked nest. On a GPU a guest may have its folds in
-sections of the base's rows (`sections`).
+found from the tensors that both touch. Rows stay rows: a guest with reductions fits where its
+parallel loops are the base's parallel ones and its reduced loops the reduced ones. A guest whose
+reductions run over the base's rows becomes cross-row reductions of a chunked nest. On a GPU a guest
+may have its reductions in sections of the base's rows (`sections`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _writers(g: Group) -> str:
 
 
 def _orders(a: Group, b: Group) -> tuple[tuple[Group, Group], ...]:
-    """Who is base: the chunked nest, else one with folds, else one with more points, else the
+    """Who is base: the chunked nest, else one with reductions, else one with more points, else the
     first."""
     if (a.chunk is None) != (b.chunk is None):
         return ((b, a),) if a.chunk is None else ((a, b),)
@@ -183,7 +183,7 @@ def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | R
             return _joined(base, guest, at)
         groups = rows - r if base.chunk is None else {base.chunk[0]}
         if r <= rows and p <= cols | groups:
-            return Refusal("rows against columns", "one folds over the other's rows")
+            return Refusal("rows against columns", "one reduces over the other's rows")
         return _different(base, guest, "reduced loops")
     if guest.space.points is space.points and one_to_one(guest.space.axes, table):
         return _joined(base, guest, [m.moved(table) for m in guest.members])
@@ -272,15 +272,21 @@ def consistent(
                     f"{p.name} is made at {_text(p.index)} and read by {m.name} at "
                     f"{_text(r.index)}",
                 )
-            if LEVELS.index(m.level) < LEVELS.index(p.level) and m.kind not in ("fold", "scan"):
+            if LEVELS.index(m.level) < LEVELS.index(p.level) and m.kind not in (
+                "reduction",
+                "scan",
+            ):
                 return Refusal("levels", f"{m.name} is per {m.level}, {p.name} per {p.level}")
         seen[m.name] = m
     return overwritten(g, owner) if g.targets else None
 
 
 def in_line(m: Member, space: Space) -> bool:
-    """Whether a scan or a fold of positions runs along the nest's one reduced loop, as it must."""
-    if m.kind != "scan" and not (m.kind == "fold" and m.compute.body.attr[0].startswith("arg")):
+    """Whether a scan or a reduction of positions runs along the nest's one reduced loop, as it
+    must."""
+    if m.kind != "scan" and not (
+        m.kind == "reduction" and m.compute.body.attr[0].startswith("arg")
+    ):
         return True
     (along, *more), loops = bound_axes(m.compute), space.reduced
     if along.extent.value == 1:
@@ -317,11 +323,11 @@ def overwritten(g: Group, owner: Mapping[str, str]) -> Refusal | None:
 
 
 def _reads_old(g: Group, owner: Mapping[str, str], memory: str) -> set[str]:
-    """Members whose value is computed from `memory` at the moment that it is stored: what folds
-    and scans make is in registers by then."""
+    """Members whose value is computed from `memory` at the moment that it is stored: what
+    reductions and scans make is in registers by then."""
     found: set[str] = set()
     for m in g.members:
-        if m.kind in ("fold", "scan", "column"):
+        if m.kind in ("reduction", "scan", "column"):
             continue
         for r in m.reads:
             inside = r.tensor in g.names

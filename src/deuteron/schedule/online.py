@@ -1,9 +1,9 @@
-"""The algebra of dependent folds: rules by which a fold that needs an earlier fold over the same
-axes runs in one pass with it.
+"""The algebra of dependent reductions: rules by which a reduction that needs an earlier reduction
+over the same axes runs in one pass with it.
 
-In: folds in order, as statements of a nest. Out: for each fold the pass over the reduced axes in
-which it runs, and the `Rule` that lets it run before the fold that it needs is complete. Everything
-is derived from the form of the bodies; no operator is known here.
+In: reductions in order, as statements of a nest. Out: for each reduction the pass over the reduced
+axes in which it runs, and the `Rule` that lets it run before the reduction that it needs is
+complete. Everything is derived from the form of the bodies; no operator is known here.
 
     row        form                                    partial results of part k, and their merger
     rescaled   s = sum f(e), f linear in               m_k = max b,  s_k = sum f(exp(c (b - r_k)))
@@ -22,9 +22,9 @@ is derived from the form of the bodies; no operator is known here.
                and c constant in a row                 s = exp(q) (a S + c T)
 
 All hold for any division of a row into parts: blocks of a loop, lanes, threads, programs. What the
-partial results are folded with needs no complete fold, so one pass over memory is enough. A target
-may choose its own parts (`codegen`), the scheduler makes parts that are programs of their own
-(`split`).
+partial results are reduced with needs no complete reduction, so one pass over memory is enough. A
+target may choose its own parts (`codegen`), the scheduler makes parts that are programs of their
+own (`split`).
 
 Centers that are rounded. Where elements are far from 0, X_k is; with R_k = sum (x - X_k), 0 but for
 that, and likewise for y, the third row also adds (Y_k - b) R_k and (X_k - a) of y's (`recenter`).
@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, children
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 
 POWERS = ("exp", "exp2")
 RowLevel = Callable[[Expr], bool]
@@ -50,8 +50,8 @@ RowLevel = Callable[[Expr], bool]
 @dataclass(frozen=True)
 class Rescaled:
     """``sum f(power)``, `power` = exp or exp2 of ``scale * (element - shift)``, where `shift` is a
-    function of the fold `maximum` over `element`, and f is linear; `factor` is f(1), or None where
-    f is the identity. `plain`: the shift is the maximum itself.
+    function of the reduction `maximum` over `element`, and f is linear; `factor` is f(1), or None
+    where f is the identity. `plain`: the shift is the maximum itself.
     """
 
     maximum: str
@@ -65,8 +65,8 @@ class Rescaled:
 
 @dataclass(frozen=True)
 class Products:
-    """``sum (x - a) (y - b)``; `a` and `b` are constant in a row and may need folds of the same
-    pass."""
+    """``sum (x - a) (y - b)``; `a` and `b` are constant in a row and may need reductions of the
+    same pass."""
 
     x: Expr
     a: Expr
@@ -80,7 +80,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Centered:
-    """``sum (x - a)``; `a` is constant in a row and may need folds of the same pass."""
+    """``sum (x - a)``; `a` is constant in a row and may need reductions of the same pass."""
 
     x: Expr
     a: Expr
@@ -88,9 +88,9 @@ class Centered:
 
 @dataclass(frozen=True)
 class Moment:
-    """``sum exp(u + shift) (at + sum of slope v)``, where `total` is the fold ``sum exp(u)``. u and
-    each v are elements less their maximum, which `slopes` names; `shift`, `at` and the slopes are
-    constant in a row and may need folds of the same pass."""
+    """``sum exp(u + shift) (at + sum of slope v)``, where `total` is the reduction ``sum exp(u)``.
+    u and each v are elements less their maximum, which `slopes` names; `shift`, `at` and the slopes
+    are constant in a row and may need reductions of the same pass."""
 
     total: str
     shift: Expr
@@ -102,9 +102,9 @@ Rule = Rescaled | Products
 
 
 class Chain:
-    """Folds and scans in order of dependence. `row_level(e)`: whether e is constant along the
-    reduced axes (registers of folds are). `merging` False: no rule is used; `centering`: the third
-    one too; `moments`: the fourth.
+    """Reductions and scans in order of dependence. `row_level(e)`: whether e is constant along the
+    reduced axes (registers of reductions are). `merging` False: no rule is used; `centering`: the
+    third one too; `moments`: the fourth.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Chain:
     ) -> None:
         self.row_level, self.merging = row_level, merging
         self.centering, self.moments = centering, moments
-        self.folds: dict[str, Fold] = {}
+        self.reductions: dict[str, Reduce] = {}
         self.ready: dict[str, int] = {}  # result -> first pass that may use it
         self.rules: dict[str, Rule] = {}
         self.centers: dict[str, Centered] = {}
@@ -135,10 +135,10 @@ class Chain:
                 memo[node] = out
         return max((memo[r] for r in roots), default=0)
 
-    def add(self, part: Fold | Prefix) -> int:
-        """The pass in which the fold or scan runs."""
+    def add(self, part: Reduce | Scan) -> int:
+        """The pass in which the reduction or scan runs."""
         k = self.need(part.body)
-        if isinstance(part, Prefix):
+        if isinstance(part, Scan):
             self.ready[part.name] = k
             return k
         rule = self.rule(part, k) if k and self.merging else None
@@ -149,12 +149,13 @@ class Chain:
         elif k and self.moments and (moment := self._moment(part, k)) is not None:
             self.weighted[part.name] = moment
         k -= any(part.name in found for found in (self.rules, self.centers, self.weighted))
-        self.folds[part.name] = part
+        self.reductions[part.name] = part
         self.ready[part.name] = k + 1
         return k
 
-    def rule(self, f: Fold, k: int) -> Rule | None:
-        """The rule by which a fold that needs folds of pass k - 1 can run in that pass."""
+    def rule(self, f: Reduce, k: int) -> Rule | None:
+        """The rule by which a reduction that needs reductions of pass k - 1 can run in that
+        pass."""
         if f.kind != "sum" or f.section or f.body.dtype not in ("f32", "f64"):
             return None
         return self._rescaled(f.body, k) or self._products(f.body, k)
@@ -169,7 +170,7 @@ class Chain:
             factor = linear(body, power)
             if factor is None or self.need(factor) >= k or body.dtype != power.dtype:
                 continue
-            plain = holds(shift, self.folds[maximum])
+            plain = holds(shift, self.reductions[maximum])
             rest = None if factor.op == "literal" and factor.attr == 1 else factor
             return Rescaled(maximum, power, element, shift, scale, rest, plain)
         return None
@@ -185,13 +186,13 @@ class Chain:
         common, a = scaled(element)
         other, b = scaled(shift)
         names = {n.attr[0] for n in shift.loads() if self.ready.get(n.attr[0], 0) >= k}
-        fold = self.folds.get(next(iter(names))) if len(names) == 1 else None
-        if fold is None or fold.kind != "max" or fold.body.dtype != power.dtype:
+        reduction = self.reductions.get(next(iter(names))) if len(names) == 1 else None
+        if reduction is None or reduction.kind != "max" or reduction.body.dtype != power.dtype:
             return None
-        if same_values(element, fold.body):
-            return fold.name, element, shift, scale
-        if a == b and a > 0 and same_values(common, fold.body):  # exp2(c x - c m)
-            return fold.name, common, other, scale * a
+        if same_values(element, reduction.body):
+            return reduction.name, element, shift, scale
+        if a == b and a > 0 and same_values(common, reduction.body):  # exp2(c x - c m)
+            return reduction.name, common, other, scale * a
         return None
 
     def _products(self, body: Expr, k: int) -> Products | None:
@@ -210,7 +211,7 @@ class Chain:
         (x, a, up), (y, b, also) = sides
         return Products(x, a, y, b) if up is also else None
 
-    def _centered(self, f: Fold, k: int) -> Centered | None:
+    def _centered(self, f: Reduce, k: int) -> Centered | None:
         if f.kind != "sum" or f.body.op != "sub" or f.body.dtype not in ("f32", "f64"):
             return None
         x, a = f.body.args
@@ -219,12 +220,12 @@ class Chain:
         varies = not self.row_level(x) and self.row_level(a)
         return Centered(x, a) if varies and self.need(x) < k else None
 
-    def _moment(self, f: Fold, k: int) -> Moment | None:
+    def _moment(self, f: Reduce, k: int) -> Moment | None:
         if f.kind != "sum" or f.section or f.body.dtype != "f32":
             return None
         totals: dict[Expr, str] = {}  # of exponentials, by their exponents
         for name, rule in self.rules.items():
-            body = self.folds[name].body
+            body = self.reductions[name].body
             if not isinstance(rule, Rescaled) or rule.power is not body or self.ready[name] != k:
                 continue
             if rule.plain and rule.scale == 1 and (body.op, body.dtype) == ("exp", "f32"):
@@ -288,8 +289,8 @@ def _product(a: Expr, b: Expr) -> Expr:
     return E.op("mul", a, b)
 
 
-def register(f: Fold) -> Expr:
-    """The expression by which others refer to a fold's result, without its indices."""
+def register(f: Reduce) -> Expr:
+    """The expression by which others refer to a reduction's result, without its indices."""
     dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
     return Expr("load", dtype, (), (f.name, (), None))
 
@@ -326,14 +327,14 @@ def same_values(a: Expr, b: Expr) -> bool:
     return bare(a) is bare(b)
 
 
-def holds(e: Expr, fold: Fold) -> bool:
-    """Whether `e` is the fold's value. An extreme element is an element: no conversion to a dtype
-    that holds the elements rounds it.
+def holds(e: Expr, reduction: Reduce) -> bool:
+    """Whether `e` is the reduction's value. An extreme element is an element: no conversion to a
+    dtype that holds the elements rounds it.
     """
-    values = bare(fold.body).dtype
+    values = bare(reduction.body).dtype
     while e.op == "cast" and exact(values, e.dtype):
         e = e.args[0]
-    return e.op == "load" and e.attr[0] == fold.name
+    return e.op == "load" and e.attr[0] == reduction.name
 
 
 def linear(body: Expr, x: Expr) -> Expr | None:
@@ -427,9 +428,9 @@ def recenter(total: Expr, n: Expr, far: Sequence[Expr], rest: Sequence[Expr]) ->
 
 
 def passes_of(parts: Iterable[object], row_level: RowLevel, merging: bool = True) -> int:
-    """How many passes over the reduced axes the folds of a nest take."""
+    """How many passes over the reduced axes the reductions of a nest take."""
     chain = Chain(row_level, merging)
-    return max((chain.add(p) + 1 for p in parts if isinstance(p, (Fold, Prefix))), default=0)
+    return max((chain.add(p) + 1 for p in parts if isinstance(p, (Reduce, Scan))), default=0)
 
 
 __all__ = [

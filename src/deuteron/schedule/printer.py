@@ -1,7 +1,7 @@
 """Schedules as text: each kernel's loops and what happens in them, each library call.
 
 In: a `Schedule`. Out: text for people (debug folders, reports); it does not read back. Expressions
-are those of `ir.printer`; registers (folds and scans of the nest) appear by their names::
+are those of `ir.printer`; registers (reductions and scans of the nest) appear by their names::
 
     kernel softmax_0 on cpu: 4096 bytes, 9000 flops, 1.2 us
         reads x: f32[s0, 8]
@@ -28,7 +28,7 @@ from deuteron.ir.printer import (
     origin_lines,
 )
 from deuteron.ir.program import Layout
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Schedule, Stmt, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Schedule, Stmt, Store
 
 
 def print_schedule(schedule: Schedule) -> str:
@@ -88,13 +88,13 @@ def _loops(axes: Iterable[Axis]) -> str:
     return ", ".join(f"{a!r} < {index_text(a.extent)}" for a in axes)
 
 
-def _local(s: Fold | Prefix, nest: Nest, ex: Expressions) -> str:
+def _local(s: Reduce | Scan, nest: Nest, ex: Expressions) -> str:
     (body,) = ex.print([s.body])
-    over = nest.folded(s) if isinstance(s, Fold) else nest.reduced
+    over = nest.reduced_axes(s) if isinstance(s, Reduce) else nest.reduced
     axes = ", ".join(repr(a) for a in over)
-    kind = f"scan_{s.kind}" if isinstance(s, Prefix) else s.kind
+    kind = f"scan_{s.kind}" if isinstance(s, Scan) else s.kind
     name = name_text(s.name)
-    if isinstance(s, Fold) and s.partial:
+    if isinstance(s, Reduce) and s.partial:
         name += f"[chunk, {', '.join(repr(a) for a in nest.reduced)}]"
     return f"{name} = {kind}[{axes}]({body})"
 

@@ -34,9 +34,9 @@ LINE, SECTOR = 8, 32
 ACROSS, PART_OF = 8, 8
 # Elements of a run of memory that is worth walking along.
 RUN = 16
-# Below this share of the device a fold is worth a second kernel; the latter where rows lie side by
-# side. H200, bf16, gradient of GELU with its bias, 16384 rows of 2048, of 3072: 95, 153 us in one
-# kernel, 69 and 97 in two; sums of 2048 columns alone 24 and 26.
+# Below this share of the device a reduction is worth a second kernel; the latter where rows lie
+# side by side. H200, bf16, gradient of GELU with its bias, 16384 rows of 2048, of 3072: 95, 153 us
+# in one kernel, 69 and 97 in two; sums of 2048 columns alone 24 and 26.
 LOW, LOW_ASIDE = 0.6, 0.8
 # Columns that one program walks together at most and at least, and the share of the device's cores
 # that programs keep busy at least, to walk more of them.
@@ -131,7 +131,7 @@ def by_one(i: Index, a: Axis) -> bool:
 def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
     """Whether a GPU stores a member at points one by one: it is contiguous along another reduced
     axis than what is read, and a program's tile has one dimension for both."""
-    if not group.folds or m.level != "point" or m.kind != "point":
+    if not group.reductions or m.level != "point" or m.kind != "point":
         return False
     reduced = set(group.space.reduced)
     own = inner_axes(m.index, layouts[m.name])
@@ -162,14 +162,15 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     if group.chunk is not None:
         # Workers that walk down columns read a few bytes of each line of memory at a time.
         walk = SCATTERED if side_by_side(group, layouts) else 1.0
-        team = max(1, team_of(row, HELD, spec, alike=True)) if group.folds else 1
+        team = max(1, team_of(row, HELD, spec, alike=True)) if group.reductions else 1
         return walk * min(1.0, group.chunk[1] * team * ONE_CORE / spec.cores)
     apart = group.fixed and any(m.level == "row" for m in group.members)
-    if not group.folds and (spec.kind == "cpu" or not apart):
+    if not group.reductions and (spec.kind == "cpu" or not apart):
         return 1.0
     rows = hint(group.space.rows)
     if spec.kind == "cpu":
-        # Threads share long rows where one fold stands alone; dependent ones wait for one another.
+        # Threads share long rows where one reduction stands alone; dependent ones wait for one
+        # another.
         return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
     if side_by_side(group, layouts):
         share = min(1.0, max(1, rows // 32) * ONE_CORE / spec.cores)
@@ -184,8 +185,8 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
 
 
 def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
-    """Whether programs scan blocks of the group's rows, as they do not beside folds and scans of
-    scans: `codegen.triton.scanning`."""
+    """Whether programs scan blocks of the group's rows, as they do not beside reductions and scans
+    of scans: `codegen.triton.scanning`."""
     if not 0 < len(group.scans) <= MOST_SCANS:
         return False
     late: set[str] = set()  # what comes after a scan
@@ -219,7 +220,7 @@ def columns_together(columns: int, cores: int) -> int:
 
 
 def low(group: Group, layouts: Mapping[str, Layout]) -> float:
-    """The share of the device below which the group's folds are worth a second kernel."""
+    """The share of the device below which the group's reductions are worth a second kernel."""
     return LOW_ASIDE if side_by_side(group, layouts) else LOW
 
 
@@ -273,13 +274,13 @@ def contiguous_bytes(
 
 
 def chained(group: Group) -> bool:
-    """Whether a fold, or a store at points, depends on another fold of the same rows."""
+    """Whether a reduction, or a store at points, depends on another reduction of the same rows."""
     made: set[str] = set()
     for m in group.members:
         below = any(r.tensor in made for r in m.reads)
-        if below and (m.kind in ("fold", "scan") or m.level == "point"):
+        if below and (m.kind in ("reduction", "scan") or m.level == "point"):
             return True
-        if m.kind in ("fold", "scan") or below:
+        if m.kind in ("reduction", "scan") or below:
             made.add(m.name)
     return False
 
@@ -306,12 +307,12 @@ def cost(
             part = layouts[group.partials[m.name]]
             # Beside rows in several passes, partial sums are kept in memory from row to row.
             moved += 2 * points * ITEMSIZE[part.dtype] if spilled else bytes_of(part)
-    if spilled or (group.folds and group.chunk is None and not stays(group, layouts, spec)):
+    if spilled or (group.reductions and group.chunk is None and not stays(group, layouts, spec)):
         moved += read_again(group, layouts)
     done = work(group)
     share = occupancy(group, layouts, spec)
     us = time_us(moved, done, share, spec)
-    if not whole and group.folds and share < low(group, layouts):
+    if not whole and group.reductions and share < low(group, layouts):
         again = 0 if not stays(group, layouts, spec) else read_again(group, layouts)
         halves = time_us(moved + again, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
         if halves < us and splittable(group, layouts, spec):  # the dearer question last
@@ -320,8 +321,8 @@ def cost(
 
 
 def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
-    """Whether its folds may be partial folds and a combination."""
-    if spec.kind == "cpu" or group.chunk is not None or group.section or not group.folds:
+    """Whether its reductions may be partial reductions and a combination."""
+    if spec.kind == "cpu" or group.chunk is not None or group.section or not group.reductions:
         return False
     if any(m.kind == "scan" or m.compute.target is not None for m in group.members):
         return False
@@ -329,7 +330,8 @@ def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) ->
 
 
 def read_again(group: Group, layouts: Mapping[str, Layout]) -> int:
-    """Bytes that folds read and that members at points, which wait for them, read once more."""
+    """Bytes that reductions read and that members at points, which wait for them, read once
+    more."""
     late: set[str] = set()
     first: set[str] = set()
     again: set[str] = set()
@@ -338,11 +340,11 @@ def read_again(group: Group, layouts: Mapping[str, Layout]) -> int:
         waits = any(r.tensor in late for r in m.reads)
         read = {r.tensor for r in m.reads if r.tensor in group.reads}
         read = read.union(*(below.get(r.tensor, ()) for r in m.reads))
-        if waits and m.kind != "fold" and m.level == "point":
+        if waits and m.kind != "reduction" and m.level == "point":
             again |= read
         else:
             first |= read
-        if waits or m.kind in ("fold", "scan"):
+        if waits or m.kind in ("reduction", "scan"):
             late.add(m.name)
         elif m.level == "point":
             below[m.name] = read

@@ -91,10 +91,10 @@ def attempt(fusion: Fusion, node: Node, m: Member) -> Node:
 
 
 def written_out(fusion: Fusion, group: Group, m: Member) -> Compute | None:
-    """`m` computed from memory and from folds alone: its pointwise producers in the group are
+    """`m` computed from memory and from reductions alone: its pointwise producers in the group are
     written into it. None where that is dear, or where what it reads is overwritten some time."""
     c = m.compute
-    if c.body.axes() - set(c.axes):  # it has folds of its own
+    if c.body.axes() - set(c.axes):  # it has reductions of its own
         return None
     for _ in range(MOST_PRODUCERS):
         inner = [r.tensor for r in reads_of(c) if _is_point(group, r.tensor)]

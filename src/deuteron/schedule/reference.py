@@ -18,13 +18,13 @@ from deuteron.ir.reference import (
     Range,
     blocks,
     bound_axes,
-    fold,
     longest,
     points,
-    prefix,
+    reduce,
+    scan,
     write,
 )
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Store
 
 Pending = tuple[str, list[Tensor], Tensor, str | None, Tensor | None]
 
@@ -53,15 +53,15 @@ def run_nest(
             ranges |= longest(nest.exprs(), sizes, tensors, device, ranges)
         ev = Evaluator(axes, sizes, tensors, device, ranges)
         for s in nest.stmts:
-            if isinstance(s, Fold) and s.partial:
+            if isinstance(s, Reduce) and s.partial:
                 out.append(_partial(s, nest, ev, worker))
-            elif isinstance(s, Fold):
-                full = ev.spread(ev.value(s.body), nest.folded(s))
-                dims = [ev.dims[a] for a in nest.folded(s)]
-                ev.locals[s.name] = fold(s.kind, full, dims, s.body.dtype)
-            elif isinstance(s, Prefix):
+            elif isinstance(s, Reduce):
+                full = ev.spread(ev.value(s.body), nest.reduced_axes(s))
+                dims = [ev.dims[a] for a in nest.reduced_axes(s)]
+                ev.locals[s.name] = reduce(s.kind, full, dims, s.body.dtype)
+            elif isinstance(s, Scan):
                 (axis,) = nest.reduced
-                ev.locals[s.name] = prefix(
+                ev.locals[s.name] = scan(
                     s.kind, ev.spread(ev.value(s.body), (axis,)), ev.dims[axis]
                 )
             else:
@@ -81,10 +81,11 @@ def _workers(
     return [(k, {axis: (min(n, k * step), min(n, (k + 1) * step))}) for k in range(count)]
 
 
-def _partial(s: Fold, nest: Nest, ev: Evaluator, worker: int) -> Pending:
-    """One worker's fold over its rows, for row `worker` of the tensor ``[count, *reduced]``."""
+def _partial(s: Reduce, nest: Nest, ev: Evaluator, worker: int) -> Pending:
+    """One worker's reduction over its rows, for row `worker` of the tensor ``[count,
+    *reduced]``."""
     full = ev.spread(ev.value(s.body), (*nest.parallel, *nest.reduced))
-    value = fold(s.kind, full, [ev.dims[a] for a in nest.parallel], s.body.dtype)
+    value = reduce(s.kind, full, [ev.dims[a] for a in nest.parallel], s.body.dtype)
     at = [torch.full_like(value, worker, dtype=torch.int64)]
     at += [ev.index(a.index).expand(value.shape) for a in nest.reduced]
     return s.name, at, value, None, None

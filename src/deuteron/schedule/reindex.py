@@ -1,12 +1,12 @@
-"""Folds over permuted points, as folds of the same points in memory's order.
+"""Reductions over permuted points, as reductions of the same points in memory's order.
 
-In: the fused `Dag`. Out: the same, where folds that read everything, at places that are a
+In: the fused `Dag`. Out: the same, where reductions that read everything, at places that are a
 permutation of their loops (rolled, cut into windows, shuffled), walk what they read instead: the
 order of its terms is nothing to a sum. Each place is met once, so that loops of the tensor's own
 extents meet the same ones.
 
-What shares a nest with the folds and has a place in it, as a copy to the permuted places, needs the
-loops as they are; so fusion comes first.
+What shares a nest with the reductions and has a place in it, as a copy to the permuted places,
+needs the loops as they are; so fusion comes first.
 """
 
 from __future__ import annotations
@@ -59,25 +59,31 @@ def reindex(fusion: Fusion) -> None:
 def in_order(group: Group, layouts: Mapping[str, Layout]) -> Group | None:
     """The group with reduced loops that are dimensions of what it reads; None where they are so
     already, or where the places are no permutation, or others than those of another read."""
-    folds = [m for m in group.members if m.kind == "fold"]
-    if not folds or any(m.level != "row" or m.kind not in ("fold", "point") for m in group.members):
+    reductions = [m for m in group.members if m.kind == "reduction"]
+    if not reductions or any(
+        m.level != "row" or m.kind not in ("reduction", "point") for m in group.members
+    ):
         return None
-    if any(m.compute.body.attr[0].startswith("arg") for m in folds):
+    if any(m.compute.body.attr[0].startswith("arg") for m in reductions):
         return None
     reduced = group.space.reduced
-    walks = {w for m in folds for r in m.reads if (w := walk(r.index, layouts[r.tensor], reduced))}
+    walks = {
+        w for m in reductions for r in m.reads if (w := walk(r.index, layouts[r.tensor], reduced))
+    }
     if len(walks) != 1:
         return None
     (found,) = walks
     if all(steps(i, reduced) is not None for i, _ in found) or not permuted(found, reduced):
         return None
     loops = [Axis(f"walked{k}", n) for k, (_, n) in enumerate(found)]
-    taken = {a for m in folds for a in (*group.space.axes, *m.compute.axes, *bound_axes(m.compute))}
+    taken = {
+        a for m in reductions for a in (*group.space.axes, *m.compute.axes, *bound_axes(m.compute))
+    }
     if {a.name for a in loops} & {a.name for a in taken}:
         return None
     members: list[Member] = []
     for m in group.members:
-        new = _walking(m, loops, reduced) if m.kind == "fold" else m
+        new = _walking(m, loops, reduced) if m.kind == "reduction" else m
         if new is None:
             return None
         members.append(new)
@@ -92,8 +98,8 @@ def walk(index: Sequence[Index], layout: Layout, reduced: Sequence[Axis]) -> Wal
 
 
 def _walking(m: Member, loops: Sequence[Axis], reduced: Sequence[Axis]) -> Member | None:
-    """A fold whose terms are at the points of `loops`; None where a term depends on more than what
-    is read there."""
+    """A reduction whose terms are at the points of `loops`; None where a term depends on more than
+    what is read there."""
     c, bound, old = m.compute, set(bound_axes(m.compute)), set(reduced)
     body = c.body.args[0].substitute({a: const(0) for a in bound if a.extent.value == 1})
     table: dict[Expr, Expr] = {}

@@ -1,13 +1,13 @@
-"""Folds that keep too little of the device busy, as partial folds and a combination.
+"""Reductions that keep too little of the device busy, as partial reductions and a combination.
 
-In: the fused `Dag`. Out: the same, where groups of folds with few rows have become two kernels:
-partial results over parts of the reduced loops, and a fold of those in a fixed order, so that
-results repeat. A fold whose rows lie side by side in memory (a sum over the first dimension) is cut
-into chunks of its reduced loops, with the rows as columns; one with long contiguous rows gets a new
-parallel loop over parts of each row. A fold over rows is cut into them where it then runs beside
-the folds that it waits for, which read them too (one sum of everything behind a norm of each row);
-on a CPU, whose threads share rows as they are, that is the only reason. Many partial results are
-split again.
+In: the fused `Dag`. Out: the same, where groups of reductions with few rows have become two
+kernels: partial results over parts of the reduced loops, and a reduction of those in a fixed order,
+so that results repeat. A reduction whose rows lie side by side in memory (a sum over the first
+dimension) is cut into chunks of its reduced loops, with the rows as columns; one with long
+contiguous rows gets a new parallel loop over parts of each row. A reduction over rows is cut into
+them where it then runs beside the reductions that it waits for, which read them too (one sum of
+everything behind a norm of each row); on a CPU, whose threads share rows as they are, that is the
+only reason. Many partial results are split again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def relieve(fusion: Fusion) -> bool:
     changed: list[Node] = []
     for node in list(fusion.dag.nodes.values()):
         group = node.content
-        if not isinstance(group, Group) or not group.folds or group.chunk is not None:
+        if not isinstance(group, Group) or not group.reductions or group.chunk is not None:
             continue
         spec = fusion.spec(group)
         length = hint(group.space.row)
@@ -123,7 +123,7 @@ def read_once(
 
 
 def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
-    """The group's folds in parts; None where there is no way, as for sums of nothing."""
+    """The group's reductions in parts; None where there is no way, as for sums of nothing."""
     if any(m.compute.target is not None for m in group.members):
         return None
     if any(a.extent.value == 0 for a in group.space.reduced):
@@ -137,7 +137,7 @@ def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
 
 
 def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
-    """Every fold of the group over parts of its rows."""
+    """Every reduction of the group over parts of its rows."""
     parts = in_parts(group, fusion.layouts, parts_of(group, fusion.layouts, spec))
     if parts is None:
         return None
@@ -152,17 +152,17 @@ def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
         if not isinstance(both, Group):
             return None
         main = both
-    waits = {m.name for m in group.members if m.kind == "fold"}
+    waits = {m.name for m in group.members if m.kind == "reduction"}
     for m in group.members:
-        if m.kind == "fold":
+        if m.kind == "reduction":
             continue
         if m.level == "point" and not any(r.tensor in waits for r in m.reads):
             both = fits(main, alone(m.compute, m.position), fusion.layouts, fusion.owner)
             if isinstance(both, Group):
                 main = both
                 continue
-        # What the partial folds need of a value at points is in their bodies. Where its own loops
-        # are not those of the parts, it is computed beside what waits for the folds.
+        # What the partial reductions need of a value at points is in their bodies. Where its own
+        # loops are not those of the parts, it is computed beside what waits for the reductions.
         tail.append((m.compute, m.position))
         waits.add(m.name)
     return Split(main, tuple(tail), made)

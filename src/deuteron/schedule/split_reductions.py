@@ -1,11 +1,12 @@
-"""Folds of a row, dependent ones too, as folds of parts of the row and a combination of those.
+"""Reductions of a row, dependent ones too, as reductions of parts of the row and a combination of
+those.
 
-In: a group of folds whose chain one pass can do (`online`). Out: computations for the partial
-results, which live on the rows and on the parts, and under the folds' own names the computations
-that combine them, in a fixed order. Everything is ordinary IR: each part's fold needs the partial
-results of its own part only, and the combination is a fold over parts.
+In: a group of reductions whose chain one pass can do (`online`). Out: computations for the partial
+results, which live on the rows and on the parts, and under the reductions' own names the
+computations that combine them, in a fixed order. Everything is ordinary IR: each part's reduction
+needs the partial results of its own part only, and the combination is a reduction over parts.
 
-    max, sum, ...    the fold of the parts' folds
+    max, sum, ...    the reduction of the parts' reductions
     rescaled         sum of the parts' sums, each times what its own maximum lacks of the row's
     products         sum of the parts' sums about their own means, moved to the row's center
     centered         sum of what is left about the parts' own means, moved to the row's center
@@ -32,7 +33,7 @@ from deuteron.ir.index import (
 )
 from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member, register
-from deuteron.schedule.kernel import Fold, Nest, Prefix
+from deuteron.schedule.kernel import Nest, Reduce, Scan
 from deuteron.schedule.online import (
     Centered,
     Chain,
@@ -48,22 +49,23 @@ from deuteron.schedule.space import Map, dense, flat
 
 
 def one_pass(group: Group, layouts: Mapping[str, Layout]) -> Chain | None:
-    """The chain of the group's folds, where one pass over the row is enough for all of them."""
+    """The chain of the group's reductions, where one pass over the row is enough for all of
+    them."""
     if any(m.kind in ("scan", "column", "write") for m in group.members):
         return None
     nest = group.nest(dict(layouts), ())
     reduced = set(nest.reduced)
     chain = Chain(lambda e: not (e.axes() & reduced), centering=True)
     for s in nest.stmts:
-        assert not isinstance(s, Prefix)
-        if isinstance(s, Fold) and chain.add(s):
+        assert not isinstance(s, Scan)
+        if isinstance(s, Reduce) and chain.add(s):
             return None
     return chain
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How reduced loops are cut: `parts` are loops over parts, `inner` what a part folds over;
+    """How reduced loops are cut: `parts` are loops over parts, `inner` what a part reduces over;
     `table` gives the old loops. `inside`: whether a point is one of the row, where not all are.
     """
 
@@ -153,7 +155,7 @@ def divisor(n: int, wish: int) -> int:
 
 @dataclass
 class Parts:
-    """The computations that take the place of a group's folds."""
+    """The computations that take the place of a group's reductions."""
 
     group: Group
     nest: Nest
@@ -167,10 +169,10 @@ class Parts:
     taken: frozenset[str] = frozenset()  # tensors of partial results that there are
 
     def build(self) -> bool:
-        """Whether every fold of the group has found its place."""
-        members = {register(m): m for m in self.group.members if m.kind == "fold"}
+        """Whether every reduction of the group has found its place."""
+        members = {register(m): m for m in self.group.members if m.kind == "reduction"}
         for f in self.nest.stmts:
-            assert isinstance(f, Fold)
+            assert isinstance(f, Reduce)
             m = members[f.name]
             places = self.places(m)
             if places is None:
@@ -197,7 +199,7 @@ class Parts:
         return made if made not in self.taken else f"{name}.part2"
 
     def partial(self, name: str, kind: str, body: Expr, m: Member) -> None:
-        """A fold of every part: ``name[rows, parts]``."""
+        """A reduction of every part: ``name[rows, parts]``."""
         neutral = REDUCTIONS[kind].identity(body.dtype)
         self.store(name, kind, self.guarded(body, neutral), m)
 
@@ -254,7 +256,7 @@ class Parts:
 
     def outside(self, e: Expr, places: Map) -> Expr:
         """What is constant in a row, in a combination: registers are tensors there."""
-        members = {register(m): m for m in self.group.members if m.kind == "fold"}
+        members = {register(m): m for m in self.group.members if m.kind == "reduction"}
         table: dict[Expr, Expr] = {}
         for n in e.loads():
             m = members.get(n.attr[0])
@@ -263,8 +265,9 @@ class Parts:
                 table[n] = E.load(m.name, index, n.dtype)
         return e.substitute(places, table)
 
-    # -- dependent folds ---------------------------------------------------------------------------
-    def rescaled(self, f: Fold, m: Member, rule: Rescaled, places: Map) -> None:
+    # -- dependent reductions
+    # ---------------------------------------------------------------------------
+    def rescaled(self, f: Reduce, m: Member, rule: Rescaled, places: Map) -> None:
         top = self.named(rule.maximum.removesuffix(".r"))
         name = self.named(m.name)
         shift = local_shift(rule, self.here(top))
@@ -277,7 +280,7 @@ class Parts:
         shift = self.outside(rule.shift, places)
         self.combine(m, "sum", rescale(rule, self.read(name, places), local, shift))
 
-    def products(self, f: Fold, m: Member, rule: Products, places: Map) -> None:
+    def products(self, f: Reduce, m: Member, rule: Products, places: Map) -> None:
         """About the parts' means, which are rounded: the sums of what is left, 0 but for rounding,
         make up for it where the elements are far from 0 (`recenter`).
         """
@@ -320,9 +323,9 @@ class Parts:
         return self.cut.count.substitute(table)
 
     def sum_of(self, x: Expr, m: Member, side: str) -> str:
-        """The partial sums of `x`: those of a fold of the group, or some of their own."""
+        """The partial sums of `x`: those of a reduction of the group, or some of their own."""
         for f in self.nest.stmts:
-            assert isinstance(f, Fold)
+            assert isinstance(f, Reduce)
             name = self.named(f.name.removesuffix(".r"))
             if f.kind == "sum" and f.body is x and name in self.made:
                 return name
@@ -331,7 +334,7 @@ class Parts:
             self.partial(name, "sum", x, m)
         return name
 
-    def position(self, f: Fold, m: Member, places: Map) -> None:
+    def position(self, f: Reduce, m: Member, places: Map) -> None:
         """The place, along the one reduced loop, of an extreme element: the first of the parts that
         have the row's, and the place in it.
         """
@@ -377,12 +380,12 @@ def masked(root: Expr, mask: Expr, loops: set[Axis]) -> Expr:
 
 
 def in_parts(group: Group, layouts: Mapping[str, Layout], wish: int) -> Parts | None:
-    """The group's folds over about `wish` parts of each row."""
+    """The group's reductions over about `wish` parts of each row."""
     chain = one_pass(group, layouts)
     if chain is None:
         return None
     nest = group.nest(dict(layouts), ())
-    positions = any(isinstance(s, Fold) and s.kind.startswith("arg") for s in nest.stmts)
+    positions = any(isinstance(s, Reduce) and s.kind.startswith("arg") for s in nest.stmts)
     if positions and len(nest.reduced) > 1:
         return None  # the place is one along a single loop
     found = cut(nest, layouts, wish)

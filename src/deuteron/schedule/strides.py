@@ -55,7 +55,7 @@ def strided_bytes(
 ) -> int:
     """Bytes that the group touches beyond the elements that it reads and stores (on a CPU, of the
     members `stored`)."""
-    if not group.folds or spec.kind == "cuda" and group.chunk is None:
+    if not group.reductions or spec.kind == "cuda" and group.chunk is None:
         return 0
     accesses = [
         (found, ITEMSIZE[layouts[name].dtype])

@@ -12,7 +12,7 @@ from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, hint, product
 from deuteron.ir.program import Layout
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Store
 from deuteron.schedule.strides import steps
 
 # Conditions in one nest from which their instructions may decide; a stride, in elements, from which
@@ -31,14 +31,14 @@ def uncertain(kernel: Kernel, spec: DeviceSpec) -> str:
         nodes = {n for e in nest.exprs() for n in e.walk()}
         if nest.chunk is not None:
             return "workers keep sums across rows"
-        if any(_contracts(s.body) for s in nest.stmts if isinstance(s, Fold)):
+        if any(_contracts(s.body) for s in nest.stmts if isinstance(s, Reduce)):
             return "a matrix product inside"
         if any(n.op == "reduce" for n in nodes):
             return "windows"
         if sum(n.op == "where" or n.op == "load" and bool(n.args) for n in nodes) >= CONDITIONS:
             return "many conditions"
         rows = hint(product(a.extent for a in nest.parallel))
-        if any(isinstance(s, Fold) for s in nest.stmts) and rows < spec.cores:
+        if any(isinstance(s, Reduce) for s in nest.stmts) and rows < spec.cores:
             return "fewer rows than cores"
         if _strided(nest, nodes, layouts):
             return "a walk across memory"

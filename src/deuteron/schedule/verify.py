@@ -7,7 +7,7 @@ Invariants by name (those of expressions are `ir.verify`'s)
     written      a tensor is written before it is read; every output of the program is written
     nests        no nest of a kernel reads or overwrites memory that another nest of it writes
     locals       registers of a nest are defined before use, once, and are no tensors in memory
-    levels       what is stored or folded depends on axes that exist at its place
+    levels       what is stored or reduced depends on axes that exist at its place
     axes         loops of a nest are distinct; a chunked axis is a parallel one; those of a section
                  are some of a row's
     once         every library call of the program is executed once, impure ones in their order; a
@@ -35,7 +35,7 @@ from deuteron.ir.verify import (
     label,
     views,
 )
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix, Schedule, Stmt, Store
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Schedule, Stmt, Store
 
 
 def verify_schedule(
@@ -230,7 +230,7 @@ class _State:
                 known = facts(e)
                 bound = whole.intersection(known.bound)
                 if bound:
-                    raise Fault("axes", f"a fold inside a body binds the loop {sorted(bound)}")
+                    raise Fault("axes", f"a reduction inside a body binds the loop {sorted(bound)}")
                 own = known.free if not local else free_outside(e, local)
                 free |= own | self.loads(known.loads, local, depends, reads)
             if not isinstance(s, Store):
@@ -262,7 +262,7 @@ class _State:
             s = local[name]
             if name not in depends:
                 later = (
-                    "is a partial result" if isinstance(s, Fold) and s.partial else "comes later"
+                    "is a partial result" if isinstance(s, Reduce) and s.partial else "comes later"
                 )
                 raise Fault("locals", f"{name} is used, which {later}")
             assert not isinstance(s, Store)
@@ -287,7 +287,7 @@ class _State:
         outside = free - whole
         if outside:
             raise Fault("levels", f"{s.name} depends on {sorted(outside)}, no loops of its nest")
-        if isinstance(s, Prefix):
+        if isinstance(s, Scan):
             if len(nest.reduced) != 1:
                 raise Fault("levels", f"the scan {s.name} runs along {len(nest.reduced)} axes")
             if s.kind not in SCANS:
@@ -298,25 +298,25 @@ class _State:
             if s.kind.startswith("arg") and len(nest.reduced) != 1:
                 raise Fault("levels", f"{s.name} counts along {len(nest.reduced)} axes")
             if s.section and (s.partial or not nest.section):
-                raise Fault("levels", f"{s.name} is a fold of sections, which its nest lacks")
+                raise Fault("levels", f"{s.name} is a reduction of sections, which its nest lacks")
             if s.partial:
                 return self.partial(s, nest, writes)
         if s.name in self.layouts and s.name in self.written:
             raise Fault("locals", f"the register {s.name} has the name of a tensor in memory")
-        if isinstance(s, Prefix):
+        if isinstance(s, Scan):
             return {s.name: whole}
         return {s.name: frozenset(nest.loops("section" if s.section else "row"))}
 
-    def partial(self, s: Fold, nest: Nest, writes: set[str]) -> dict[str, frozenset[Axis]]:
+    def partial(self, s: Reduce, nest: Nest, writes: set[str]) -> dict[str, frozenset[Axis]]:
         if nest.chunk is None:
-            raise Fault("levels", f"{s.name} is a partial fold of a nest without chunks")
+            raise Fault("levels", f"{s.name} is a partial reduction of a nest without chunks")
         layout, count = self.layout(s.name), nest.chunk[1]
         shape = [a.extent for a in nest.reduced]
         if layout.shape[0].value != count or list(layout.shape[1:]) != shape:
             raise Fault("layouts", f"{s.name} is {list(layout.shape)}, not {[count, *shape]}")
         dtype = "i64" if s.kind.startswith("arg") else s.body.dtype
         if layout.dtype != dtype:
-            raise Fault("dtypes", f"{s.name} is {layout.dtype}, its fold {dtype}")
+            raise Fault("dtypes", f"{s.name} is {layout.dtype}, its reduction {dtype}")
         writes.add(s.name)
         return {}
 
@@ -362,7 +362,7 @@ class _State:
                 same_pass = (
                     isinstance(stmt, Store)
                     and stmt.level == store.level
-                    and not any(isinstance(x, (Fold, Prefix)) for x in nest.stmts[at:k])
+                    and not any(isinstance(x, (Reduce, Scan)) for x in nest.stmts[at:k])
                     and any(n in loads_of(e) for e in stmt_exprs(store))
                 )
                 if k > at and not same_pass:

@@ -20,7 +20,7 @@ from deuteron.codegen.loops import (
 )
 from deuteron.ir.expr import SCALAR_OPS, Expr
 from deuteron.ir.index import Axis, hint, product
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 
 
 def flops_of(nodes: Iterable[Expr]) -> float:
@@ -73,16 +73,16 @@ def vector(loops: Loops, candidates: Sequence[Axis]) -> Axis | None:
 
 def _times_read(loops: Loops) -> dict[Access, int]:
     """Accesses and the number of passes over the reduced axes that do them (one per depth of
-    dependent folds).
+    dependent reductions).
     """
     depth: dict[str, int] = {}
     seen: dict[Access, set[int]] = {}
     for p in loops.parts:
         nodes = unique_nodes(roots_of(p))
         need = max((depth.get(n.attr[0], 0) for n in nodes if n.op == "load"), default=0)
-        if isinstance(p, Fold):
+        if isinstance(p, Reduce):
             depth[p.name] = need + 1
-        elif isinstance(p, Prefix):
+        elif isinstance(p, Scan):
             depth[p.name] = need
         for n in nodes:
             if n.op == "load" and n.attr[1]:

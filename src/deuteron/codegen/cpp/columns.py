@@ -38,7 +38,7 @@ from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
 from deuteron.codegen.loops import Write, ordered, points, roots_of, stride, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
-from deuteron.schedule.kernel import Prefix
+from deuteron.schedule.kernel import Scan
 
 WHOLE = 8  # lanes that some vector takes together
 CROSSED = 128  # lanes of a block with such stores: their tile is in the first cache
@@ -71,7 +71,7 @@ class Columns(PassWriter):
                 self.bind(name, a)
 
     def bind(self, name: str, a: Accumulator) -> None:
-        """What a later pass reads as the fold's result in lane l."""
+        """What a later pass reads as the reduction's result in lane l."""
         text = f"(long long){a.name}_i[l]" if a.positional else f"{a.name}[l]"
         if a.dtype == "bool" and not a.positional:
             text = f"({text} != 0)"
@@ -96,11 +96,11 @@ class Columns(PassWriter):
                 f.name: Accumulator(
                     em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide, of_bytes(f.body)
                 )
-                for f in p.folds
+                for f in p.reductions
             }
         for a in accs.values():
             em.scope.add(*a.declare(str(self.width), str(self.width)))
-        for s in p.prefixes:
+        for s in p.scans:
             name = self.carries[s.name] = em.fresh("carry")
             kind = carry_dtype(s)
             neutral = scalars.literal(REDUCTIONS[s.kind].identity(kind), kind)
@@ -364,7 +364,7 @@ def write_columns(env: Env, v: Axis) -> None:
     others = ordered(loops, [a for a in loops.parallel if a != v])
     free = [a for a in others if a not in probe.conflicts]
     meet = [a for a in others if a in probe.conflicts]
-    has_scan = any(isinstance(p, Prefix) for p in loops.parts)
+    has_scan = any(isinstance(p, Scan) for p in loops.parts)
     blocks = -(-hint(v.extent) // width)
     sharable = not has_scan and probe.conflicts.isdisjoint(loops.reduced)
     need = 2 * env.machine.threads
@@ -462,7 +462,7 @@ def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: s
             f"const long long {low} = {c} * {length};",
             f"const long long {high} = {smaller(f'{low} + {length}', n)};",
         )
-        accs = cols.start(Pass(list(p.folds)), k) if p.folds else {}
+        accs = cols.start(Pass(list(p.reductions)), k) if p.reductions else {}
         cols.walk(p, k, accs, (low, high))
         for name, a in accs.items():
             shared.append((name, a))

@@ -30,7 +30,8 @@ NONE: frozenset[Axis] = frozenset()
 ROUNDING = ("round", "floor", "ceil", "trunc")
 BELOW_I64 = ("i32", "i16", "i8", "u8")
 # Operations that gain nothing by `D_DENSE`: choices (max-pooling takes 1.12 of the time with it),
-# and erf, a chain with no division (GELU 1.00; behind a layer norm, whose folds are light, 1.05).
+# and erf, a chain with no division (GELU 1.00; behind a layer norm, whose reductions are light,
+# 1.05).
 LEFT_OUT = COMPARISONS | {"where", "maximum", "minimum", "fmax", "fmin", "erf"}
 MANY = 256  # divisions by the same number, for which it pays to compute its reciprocal
 
@@ -227,7 +228,8 @@ class Emitter:
         scope.texts[node] = name
 
     def _reduce(self, node: Expr, at: int) -> None:
-        """A fold inside an expression: a serial loop at its level (sums of floats in double)."""
+        """A reduction inside an expression: a serial loop at its level (sums of floats in
+        double)."""
         kind, axes = node.attr
         wide = not all(fits_int(x.extent) for x in axes)
         acc = Accumulator(self.fresh("f"), kind, node.args[0].dtype, self.used, wide)

@@ -38,7 +38,7 @@ from deuteron.codegen.precision import inexact, one_more
 from deuteron.ir.expr import Expr, children, index_value
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
-from deuteron.schedule.kernel import Fold, Kernel, Nest, Prefix
+from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan
 
 FLAGS = (
     "-O3",
@@ -163,7 +163,9 @@ def generate_for(
         if k in kernel.barriers and threaded and not piece:
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
-        em.tops = {p.name: {p.body} for p in loops.parts if isinstance(p, Fold) and p.kind == "max"}
+        em.tops = {
+            p.name: {p.body} for p in loops.parts if isinstance(p, Reduce) and p.kind == "max"
+        }
         em.loose = inexact(loops, lambda e: False, averages).loose
         em.shared, em.summed = _shared_curves(loops), _summed(loops)
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
@@ -248,13 +250,13 @@ def _summed(loops: Loops) -> frozenset[Expr]:
 def write_nest(env: Env) -> None:
     """Chooses the vector axis and with it the way the nest is written."""
     loops = env.loops
-    folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
+    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.parts)
     if loops.chunk is not None:
         v = vector(loops, loops.reduced)
         assert v is not None
         write_chunked(env, v)
         return
-    if not folds and not any(isinstance(p, Write) and p.level == "row" for p in loops.parts):
+    if not reductions and not any(isinstance(p, Write) and p.level == "row" for p in loops.parts):
         env.loops = replace(loops, parallel=(*loops.parallel, *loops.reduced), reduced=())
         write_points(env)
         return
@@ -271,10 +273,10 @@ def write_nest(env: Env) -> None:
 
 
 def _with_loop(nest: Nest) -> Nest:
-    """A fold over no axes gets one of extent 1, so that every fold has a loop."""
+    """A reduction over no axes gets one of extent 1, so that every reduction has a loop."""
     from deuteron.ir.index import Axis, const
 
-    if nest.reduced or not any(isinstance(s, (Fold, Prefix)) for s in nest.stmts):
+    if nest.reduced or not any(isinstance(s, (Reduce, Scan)) for s in nest.stmts):
         return nest
     return replace(nest, reduced=(Axis("single", const(1)),))
 

@@ -1,7 +1,8 @@
-"""Dependent folds over rows that lie side by side, in one pass: `online` with a row in every lane.
+"""Dependent reductions over rows that lie side by side, in one pass: `online` with a row in every
+lane.
 
-In: the folds of a pass and the `Columns` that walks it. Out: C++ lines: the state of the rows is an
-array per variable, what `online` does for a row stands in loops over the lanes.
+In: the reductions of a pass and the `Columns` that walks it. Out: C++ lines: the state of the rows
+is an array per variable, what `online` does for a row stands in loops over the lanes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from deuteron.codegen.cpp.online import Joint, Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.ir.index import Axis
-from deuteron.schedule.kernel import Fold
+from deuteron.schedule.kernel import Reduce
 
 if TYPE_CHECKING:
     from deuteron.codegen.cpp.columns import Columns
 
 
 class Lanes(Joint):
-    """The folds of one pass over a block of columns."""
+    """The reductions of one pass over a block of columns."""
 
     elements = 64  # rows of a block; times the lanes they are in the L2 cache
 
@@ -58,17 +59,17 @@ class Lanes(Joint):
                     f"for (int l = 0; l < {width}; ++l) {s.name}[l] = {s.start};",
                 )
 
-    def fold(
+    def reduce(
         self, p: Pass, walk: Walk, part: tuple[Axis, str, str]
     ) -> dict[str, tuple[str, str | None]]:
         em, count = self.env.em, self.columns.count
         accs = {
             f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
-            for f in p.folds
+            for f in p.reductions
         }
         walk(p, accs, part)
         out: dict[str, tuple[str, str | None]] = {}
-        for f in p.folds:
+        for f in p.reductions:
             a = accs[f.name]
             em.scope.add(*a.flush_lanes(count), *a.settle_lanes(count))
             if a.positional:
@@ -99,7 +100,7 @@ class Lanes(Joint):
             with self.each():
                 em.scope.add(f"{self.partial(s.name, number)} = {s.name}[l];")
 
-    def result(self, f: Fold, text: Callable[[], str]) -> None:
+    def result(self, f: Reduce, text: Callable[[], str]) -> None:
         em, dtype = self.env.em, self.bound(f).dtype
         name = em.fresh("t")
         em.scope.add(f"alignas(64) {scalars.REGISTER[dtype]} {name}[{self.columns.width}];")

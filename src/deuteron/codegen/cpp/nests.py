@@ -22,7 +22,7 @@ from deuteron.codegen.cpp.random_blocks import LANES, draws, fill
 from deuteron.codegen.cpp.reductions import Accumulator, combine
 from deuteron.codegen.cpp.short_loops import short_loop
 from deuteron.codegen.loops import (
-    ColumnFold,
+    CrossRowReduce,
     Loops,
     Part,
     Rewriter,
@@ -32,11 +32,11 @@ from deuteron.codegen.loops import (
 )
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Atom, Axis, Index, const, determined, hint, product, substitute
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 
 ROW = Axis(
     "row", 1
-)  # provided by the scope of one row: what depends on a fold's result is not hoisted out of it
+)  # provided by the scope of one row: what depends on a reduction's result is not hoisted out of it
 # Elements that a long loop of dear arithmetic takes at a time where registers are short: four
 # vectors share what the loop itself costs (layer norm and GELU of f32, AVX2: 0.83 of the time with
 # 32, 0.87 with 16; with AVX-512 and g++ 13 from 1.00 to 1.09).
@@ -67,7 +67,7 @@ class Env:
     streams: frozenset[str] = frozenset()  # tensors that are written past the caches
     tile_streams: frozenset[str] = frozenset()  # where it is in tiles
     unrolled: bool = (
-        False  # whether stores hold the folds of the nest, which come before all stores
+        False  # whether stores hold the reductions of the nest, which come before all stores
     )
 
     def extent(self, axis: Axis | Index) -> str:
@@ -208,7 +208,8 @@ class Segment:
 
 
 class PassWriter:
-    """Writes the bodies of passes; knows the vector axis, buffers, and arrays of column folds."""
+    """Writes the bodies of passes; knows the vector axis, buffers, and arrays of cross-row
+    reductions."""
 
     def __init__(
         self,
@@ -221,14 +222,14 @@ class PassWriter:
     ) -> None:
         loops = env.loops
         for p in loops.parts:
-            if isinstance(p, Fold):
+            if isinstance(p, Reduce):
                 env.em.result_axes[p.name] = frozenset((*loops.parallel, ROW))
-            elif isinstance(p, Prefix):
+            elif isinstance(p, Scan):
                 env.em.result_axes[p.name] = frozenset((*loops.parallel, *loops.reduced, ROW))
         self.env, self.v, self.outer = env, v, list(outer)
         self.plan = plan(loops, env.em.deps, cache, full, merging)
         self.buffers: dict[Expr, str] = {}
-        self.columns: dict[str, str] = {}  # column fold -> array
+        self.columns: dict[str, str] = {}  # cross-row reduction -> array
         self.carries: dict[str, str] = {}  # scan -> array of carries
         self.tiled: dict[Expr, str] = {}  # load -> its element in a staged tile
         self.places: dict[
@@ -344,18 +345,18 @@ class PassWriter:
                 em.scope.add(f"{only}{row}[{place}] = {em.value(node)};")
 
         put_kept(
-            lambda n: not any(x.op == "load" and x.attr[0] in self.prefix_names for x in n.walk())
+            lambda n: not any(x.op == "load" and x.attr[0] in self.scan_names for x in n.walk())
         )
-        if self.env.unrolled:  # a store may take the memory of what a fold reads
+        if self.env.unrolled:  # a store may take the memory of what a reduction reads
             for p in seg.parts:
                 if isinstance(p, Write):
                     em.value(p.value)
         for p in seg.parts:
-            if isinstance(p, Fold):
+            if isinstance(p, Reduce):
                 em.scope.add(*accs[p.name].update(lane, em.value(p.body), position, em.guard))
-            elif isinstance(p, Prefix):
+            elif isinstance(p, Scan):
                 self._scan(p, lane)
-            elif isinstance(p, ColumnFold):
+            elif isinstance(p, CrossRowReduce):
                 place = em.index(seg.linear)
                 cell = f"{self.columns[p.name]}[{place}]"
                 em.scope.add(
@@ -502,10 +503,10 @@ class PassWriter:
         )
 
     @property
-    def prefix_names(self) -> set[str]:
-        return {p.name for p in self.env.loops.parts if isinstance(p, Prefix)}
+    def scan_names(self) -> set[str]:
+        return {p.name for p in self.env.loops.parts if isinstance(p, Scan)}
 
-    def _scan(self, p: Prefix, lane: str) -> None:
+    def _scan(self, p: Scan, lane: str) -> None:
         """One step of a scan: the carry of this lane takes in the value and is the scan's value
         here.
         """
@@ -521,6 +522,6 @@ class PassWriter:
         em.scope.texts[Expr("load", p.body.dtype, (), (p.name, (), None))] = name
 
 
-def carry_dtype(p: Prefix) -> str:
+def carry_dtype(p: Scan) -> str:
     """What a scan carries: eager's cumsum and cumprod of f32 carry a double."""
     return "f64" if p.kind in ("sum", "prod") and p.body.dtype == "f32" else p.body.dtype

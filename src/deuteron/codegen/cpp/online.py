@@ -1,18 +1,18 @@
-"""Dependent folds over a row that no cache holds, in one pass: block by block of the row.
+"""Dependent reductions over a row that no cache holds, in one pass: block by block of the row.
 
-In: the folds of a pass, some of which need others of it (`schedule.online`). Out: C++ lines.
+In: the reductions of a pass, some of which need others of it (`schedule.online`). Out: C++ lines.
 
     state of the row: nothing yet
     for each block (a few thousand elements, in the L1 cache):
-        folds that need nothing, over the block
-        folds that need those: with the block's own results in place of the row's
+        reductions that need nothing, over the block
+        reductions that need those: with the block's own results in place of the row's
         the block's results into the state
     the row's results
 
 The rules' identities hold for any parts; here the parts are blocks, so that the inner loops are
-those of independent folds, and one exponential per block moves a sum to another maximum. States are
-doubles: what is merged is rounded once, however many blocks there are. States of parts of a row
-that threads share are merged in the same way, in order.
+those of independent reductions, and one exponential per block moves a sum to another maximum.
+States are doubles: what is merged is rounded once, however many blocks there are. States of parts
+of a row that threads share are merged in the same way, in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deuteron.codegen.cpp.reductions import Accumulator, combine
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
-from deuteron.schedule.kernel import Fold
+from deuteron.schedule.kernel import Reduce
 from deuteron.schedule.online import (
     Products,
     Rescaled,
@@ -57,15 +57,17 @@ class State:
 
 
 class Joint:
-    """The folds of one pass over a row in blocks."""
+    """The reductions of one pass over a row in blocks."""
 
     def __init__(self, env: Env, p: Pass, axis: Axis, rest: tuple[Axis, ...]) -> None:
         self.env, self.p, self.axis = env, p, axis
         self.rest = rest  # loops inside the one that is cut
         self.rules: Mapping[str, Rule] = p.rules
-        self.first = [f for f in p.folds if f.name not in self.rules]
-        self.second = [f for f in p.folds if f.name in self.rules]
-        self.sums: dict[tuple[str, str], str] = {}  # (fold, side) -> the fold of its elements
+        self.first = [f for f in p.reductions if f.name not in self.rules]
+        self.second = [f for f in p.reductions if f.name in self.rules]
+        self.sums: dict[
+            tuple[str, str], str
+        ] = {}  # (reduction, side) -> the reduction of its elements
         for f in self.second:
             rule = self.rules[f.name]
             if isinstance(rule, Products):
@@ -81,15 +83,15 @@ class Joint:
         for (name, side), _ in self.sums.items():
             em.result_axes[f"{name} mean {side}"] = row | {BLOCK}
 
-    def _sum(self, f: Fold, side: str, e: Expr) -> str:
+    def _sum(self, f: Reduce, side: str, e: Expr) -> str:
         for other in self.first:
             if other.kind == "sum" and other.body is e:
                 return other.name
-        own = Fold(f"{f.name} {side}", "sum", e)
+        own = Reduce(f"{f.name} {side}", "sum", e)
         self.first.append(own)
         return own.name
 
-    def register(self, f: Fold, tag: str) -> Expr:
+    def register(self, f: Reduce, tag: str) -> Expr:
         dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
         return Expr("load", dtype, (), (f"{f.name} {tag}", (), None))
 
@@ -152,7 +154,7 @@ class Joint:
         self.finish()
 
     def blocks(self, walk: Walk, low: str, high: str) -> None:
-        """Declares the state and folds ``low <= axis < high`` into it."""
+        """Declares the state and reductions ``low <= axis < high`` into it."""
         em, env = self.env.em, self.env
         self.declare()
         step = max(1, self.elements // max(1, size(self.rest)))
@@ -161,29 +163,29 @@ class Joint:
             scope.add(f"const long long {end} = {smaller(f'{b} + {step}', high)};")
             part = (self.axis, b, end)
             points = "*".join([f"(double)({end} - {b})", *(env.extent(a) for a in self.rest)])
-            results = self.fold(Pass(list(self.first)), walk, part)
+            results = self.reduce(Pass(list(self.first)), walk, part)
             n = ""
             if self.sums:
                 n = em.fresh("n")
                 scope.add(f"const double {n} = {points};")
                 self.means(results, n)
-            later = [Fold(f.name, f.kind, self.local(f)) for f in self.second]
-            results |= self.fold(Pass([*later, *self.p.writes]), walk, part)
+            later = [Reduce(f.name, f.kind, self.local(f)) for f in self.second]
+            results |= self.reduce(Pass([*later, *self.p.writes]), walk, part)
             self.merge(results, n)
         em.scope.loop(f"for (long long {b} = {low}; {b} < {high}; {b} += {step})", scope.lines)
 
-    def fold(
+    def reduce(
         self, p: Pass, walk: Walk, part: tuple[Axis, str, str]
     ) -> dict[str, tuple[str, str | None]]:
-        """The folds over a block: their results (sums of f32 as doubles), and positions."""
+        """The reductions over a block: their results (sums of f32 as doubles), and positions."""
         em = self.env.em
         accs = {
             f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
-            for f in p.folds
+            for f in p.reductions
         }
         lanes = walk(p, accs, part)
         out: dict[str, tuple[str, str | None]] = {}
-        for f in p.folds:
+        for f in p.reductions:
             a = accs[f.name]
             em.scope.add(*a.finish(lanes))
             if a.positional:
@@ -204,8 +206,8 @@ class Joint:
     def mean(self, name: str, side: str, dtype: str) -> Expr:
         return Expr("load", dtype, (), (f"{name} mean {side}", (), None))
 
-    def local(self, f: Fold) -> Expr:
-        """The fold's body with the block's results in place of the row's."""
+    def local(self, f: Reduce) -> Expr:
+        """The reduction's body with the block's results in place of the row's."""
         rule = self.rules[f.name]
         if isinstance(rule, Rescaled):
             top = next(g for g in self.first if g.name == rule.maximum)
@@ -239,10 +241,10 @@ class Joint:
         if self.sums:
             em.scope.add(f"{self.count} += {n};")
 
-    def _is_maximum(self, f: Fold) -> bool:
+    def _is_maximum(self, f: Reduce) -> bool:
         return any(isinstance(r, Rescaled) and r.maximum == f.name for r in self.rules.values())
 
-    def _plain(self, f: Fold, value: str, position: str | None) -> None:
+    def _plain(self, f: Reduce, value: str, position: str | None) -> None:
         em, name = self.env.em, self.cell(self.stems[f.name])
         a = Accumulator(name, f.kind, f.body.dtype, em.used, em.wide)
         if position is not None:
@@ -253,7 +255,7 @@ class Joint:
         else:
             em.scope.add(f"{name} = {combine(f.kind, f.body.dtype, name, value, em.used)};")
 
-    def _rescaled(self, f: Fold, rule: Rescaled, value: str) -> None:
+    def _rescaled(self, f: Reduce, rule: Rescaled, value: str) -> None:
         """Both sums at the shift of both: each times its own exponential. A sum of 0 stays 0."""
         em, name = self.env.em, self.cell(self.stems[f.name])
         top = next(g for g in self.first if g.name == rule.maximum)
@@ -266,7 +268,7 @@ class Joint:
         em.scope.add(f"{name} = {' + '.join(texts)};")
 
     def _products(
-        self, f: Fold, rule: Products, results: Mapping[str, tuple[str, str | None]], n: str
+        self, f: Reduce, rule: Products, results: Mapping[str, tuple[str, str | None]], n: str
     ) -> None:
         """Chan, Golub, LeVeque, after the block's sum is moved to its true means."""
         em, name, dtype = self.env.em, self.cell(self.stems[f.name]), f.body.dtype
@@ -317,9 +319,9 @@ class Joint:
 
     # -- the row -----------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Binds the results of the folds in the current scope."""
+        """Binds the results of the reductions in the current scope."""
         em = self.env.em
-        for f in self.p.folds:
+        for f in self.p.reductions:
             if f.name not in self.rules:
                 a = Accumulator(self.stems[f.name], f.kind, f.body.dtype, em.used, em.wide)
                 text = self.cell(f"{a.name}_at" if a.positional else a.name)
@@ -331,7 +333,7 @@ class Joint:
             else:
                 self.result(f, partial(self._finished_rescaled, f, rule))
 
-    def _finished_products(self, f: Fold, rule: Products) -> str:
+    def _finished_products(self, f: Reduce, rule: Products) -> str:
         texts = []
         for side, center in (("x", rule.a), ("y", rule.b)):
             mean = f"{self.cell(self.stems[self.sums[f.name, side]])} / {self.count}"
@@ -340,7 +342,7 @@ class Joint:
         whole = f"{name} + {self.count} * {texts[0]} * {texts[1]}"
         return f"({kind})({self.count} > 0 ? {whole} : 0)"
 
-    def _finished_rescaled(self, f: Fold, rule: Rescaled) -> str:
+    def _finished_rescaled(self, f: Reduce, rule: Rescaled) -> str:
         em, name = self.env.em, self.cell(self.stems[f.name])
         top = next(g for g in self.first if g.name == rule.maximum)
         row = em.lookup(self.bound(top))
@@ -351,12 +353,12 @@ class Joint:
         nothing = em.value(E.op("sub", rule.shift, rule.shift))
         return f"({scalars.REGISTER[f.body.dtype]})({name} == 0 ? {nothing} : {name} * {weight})"
 
-    def bound(self, f: Fold) -> Expr:
+    def bound(self, f: Reduce) -> Expr:
         dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
         return Expr("load", dtype, (), (f.name, (), None))
 
-    def result(self, f: Fold, text: Callable[[], str]) -> None:
-        """Names the fold's result."""
+    def result(self, f: Reduce, text: Callable[[], str]) -> None:
+        """Names the reduction's result."""
         em = self.env.em
         name, dtype = em.fresh("t"), self.bound(f).dtype
         em.scope.add(f"const {scalars.REGISTER[dtype]} {name} = {text()};")

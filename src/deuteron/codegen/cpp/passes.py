@@ -1,11 +1,11 @@
 """Which part of a nest runs in which pass over the reduced axes, and which values are kept
 between passes.
 
-In: `loops.Loops`. Out: a list of `Pass`; pass k+1 may use the folds of pass k.
+In: `loops.Loops`. Out: a list of `Pass`; pass k+1 may use the reductions of pass k.
 
-A fold whose body uses a fold of pass k lives in pass k+1 or later. A point store runs in the last
-pass that still reads memory: the memory planner may give a result the memory of an operand that
-dies here, and later passes must still find the operand. Values that are dear to compute and
+A reduction whose body uses a reduction of pass k lives in pass k+1 or later. A point store runs in
+the last pass that still reads memory: the memory planner may give a result the memory of an operand
+that dies here, and later passes must still find the operand. Values that are dear to compute and
 needed in several passes are kept in a row buffer when the row fits the cache.
 """
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.codegen.loops import ColumnFold, Loops, Part, Write, roots_of
+from deuteron.codegen.loops import CrossRowReduce, Loops, Part, Write, roots_of
 from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, children
 from deuteron.ir.index import Axis, hint, product
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Rule
 
 Deps = Callable[[Expr], frozenset[Axis]]
@@ -33,15 +33,17 @@ class Pass:
 
     parts: list[Part] = field(default_factory=list)
     keep: list[Expr] = field(default_factory=list)
-    rules: dict[str, Rule] = field(default_factory=dict)  # of folds that need others of the pass
+    rules: dict[str, Rule] = field(
+        default_factory=dict
+    )  # of reductions that need others of the pass
 
     @property
-    def folds(self) -> list[Fold]:
-        return [p for p in self.parts if isinstance(p, Fold)]
+    def reductions(self) -> list[Reduce]:
+        return [p for p in self.parts if isinstance(p, Reduce)]
 
     @property
-    def prefixes(self) -> list[Prefix]:
-        return [p for p in self.parts if isinstance(p, Prefix)]
+    def scans(self) -> list[Scan]:
+        return [p for p in self.parts if isinstance(p, Scan)]
 
     @property
     def writes(self) -> list[Write]:
@@ -63,17 +65,17 @@ def plan(
     loops: Loops, deps: Deps, cache_bytes: int, full: frozenset[Axis], merging: bool = False
 ) -> Plan:
     """Orders the parts. `deps(expr)` gives the axes of a value; `cache_bytes` is what row buffers
-    may take, of values that depend on all the axes in `full`. `merging`: dependent folds share a
-    pass where a rule allows it (`online`), for rows that no cache holds."""
+    may take, of values that depend on all the axes in `full`. `merging`: dependent reductions share
+    a pass where a rule allows it (`online`), for rows that no cache holds."""
     reduced = frozenset(loops.reduced)
-    merging = merging and not any(isinstance(p, (Prefix, ColumnFold)) for p in loops.parts)
+    merging = merging and not any(isinstance(p, (Scan, CrossRowReduce)) for p in loops.parts)
     chain = Chain(lambda e: not deps(e) & reduced, merging)
     placed: list[tuple[int, Part]] = []
     row_writes: list[Write] = []
     for p in loops.parts:
         if isinstance(p, Write) and p.level == "row" and loops.reduced:
             row_writes.append(p)
-        elif isinstance(p, (Fold, Prefix)):
+        elif isinstance(p, (Reduce, Scan)):
             placed.append((chain.add(p), p))
         else:
             placed.append((chain.need(*roots_of(p)), p))
@@ -83,7 +85,7 @@ def plan(
     for k, p in placed:
         if not isinstance(p, Write):
             passes[k].parts.append(p)
-            if isinstance(p, Fold) and p.name in chain.rules:
+            if isinstance(p, Reduce) and p.name in chain.rules:
                 passes[k].rules[p.name] = chain.rules[p.name]
     _place_writes(loops, placed, passes, deps)
     kept = _choose_kept(loops, passes, ready, deps, cache_bytes, full)
@@ -125,7 +127,7 @@ def _choose_kept(
     if len(passes) < 2:
         return {}
     reduced = frozenset(loops.reduced)
-    prefixes = {p.name: k for k, q in enumerate(passes) for p in q.prefixes}
+    scans = {p.name: k for k, q in enumerate(passes) for p in q.scans}
     where: dict[Expr, list[int]] = {}
     for k, q in enumerate(passes):
         seen: set[Expr] = set()
@@ -134,8 +136,8 @@ def _choose_kept(
                 if n not in seen:
                     seen.add(n)
                     where.setdefault(n, []).append(k)
-                    if n.op == "load" and prefixes.get(n.attr[0], k) not in where[n]:
-                        where[n].insert(0, prefixes[n.attr[0]])
+                    if n.op == "load" and scans.get(n.attr[0], k) not in where[n]:
+                        where[n].insert(0, scans[n.attr[0]])
     row = hint(product(a.extent for a in loops.reduced))
     kept: dict[Expr, int] = {}
     budget = cache_bytes
@@ -146,7 +148,7 @@ def _choose_kept(
         for c in children(n):
             used_by.setdefault(c, []).append(n)
     for n in sorted(shared, key=lambda e: e.id, reverse=True):
-        carried = n.op == "load" and n.attr[0] in prefixes
+        carried = n.op == "load" and n.attr[0] in scans
         frontier = any(
             u not in inside or where[u][-1] < where[n][-1] for u in used_by.get(n, ())
         ) or _is_root(n, passes)
@@ -154,7 +156,7 @@ def _choose_kept(
         if n.op in ("literal", "index") or (not carried and (not frontier or cost < KEEP_FLOPS)):
             continue
         if carried or ITEMSIZE[n.dtype] * row <= budget:
-            kept[n] = prefixes[n.attr[0]] if carried else where[n][0]
+            kept[n] = scans[n.attr[0]] if carried else where[n][0]
             budget -= ITEMSIZE[n.dtype] * row
             passes[kept[n]].keep.append(n)
     return kept

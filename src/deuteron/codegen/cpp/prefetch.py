@@ -74,7 +74,7 @@ class Ahead(PassWriter):
     @cached_property
     def past(self) -> list[Write]:
         """What the later passes of several write past the caches."""
-        later = [p for p in self.plan.passes[1:] if not p.folds]
+        later = [p for p in self.plan.passes[1:] if not p.reductions]
         return [w for p in later for w in self.past_caches(p.parts, self.v)]
 
     def wide(self, k: int, base: str, lanes: int) -> list[str]:

@@ -188,7 +188,7 @@ D_FN f64 d_to_f64(i64 x) {
 //@ d_to_f32
 template <class T> D_FN f32 d_to_f32(T x) { return (f32)x; }
 #if defined(__AVX2__) && !defined(__AVX512DQ__)
-// Through f64; bits that do not fit into 53 are folded into a sticky bit, so that there is one
+// Through f64; bits that do not fit into 53 are reduced into a sticky bit, so that there is one
 // rounding.
 D_FN f32 d_to_f32(i64 x) {
   u64 sticky = (((u64)x & 2047ull) + 2047ull) & 2048ull;

@@ -1,6 +1,7 @@
-"""Accumulators of folds: one value per vector lane, combined at the end in a fixed order.
+"""Accumulators of reductions: one value per vector lane, combined at the end in a fixed order.
 
-In: a fold's kind and dtype. Out: lines that declare, update, flush and finish its accumulators.
+In: a reduction's kind and dtype. Out: lines that declare, update, flush and finish its
+accumulators.
 
 Lane arrays (``float acc[64]``) instead of OpenMP reductions: the compiler keeps them in vector
 registers, several independent chains hide the latency of an add, and what is computed does not
@@ -104,7 +105,8 @@ class Accumulator:
         return "long long" if self.wide or self.dtype in ("f64", "i64") else "int"
 
     def update(self, lane: str, value: str, position: str, guard: str | None = None) -> list[str]:
-        """Folds `value` (at `position` along the reduced axis) into a lane, where `guard` holds."""
+        """Reductions `value` (at `position` along the reduced axis) into a lane, where `guard`
+        holds."""
         a = f"{self.name}[{lane}]"
         if not self.positional:
             cast = f"({self.type})" if self.dtype == "bool" else ""

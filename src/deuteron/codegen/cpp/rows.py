@@ -1,7 +1,7 @@
 """Vector lanes along a reduced axis: each row of the parallel axes is walked once per pass.
 
     for rows (threads):            row-level values
-        for each pass:             accumulators of its folds, one per lane
+        for each pass:             accumulators of its reductions, one per lane
             for outer reduced axes:
                 for the vector axis in steps of the lanes:  the pass's body on all lanes
             lanes combined: row-level results for the next pass
@@ -38,7 +38,7 @@ from deuteron.codegen.cpp.random_blocks import LANES, draws, fill
 from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
 from deuteron.codegen.loops import (
     WORKER,
-    ColumnFold,
+    CrossRowReduce,
     Loops,
     Part,
     ordered,
@@ -46,7 +46,7 @@ from deuteron.codegen.loops import (
 )
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, hint
-from deuteron.schedule.kernel import Prefix
+from deuteron.schedule.kernel import Scan
 
 CHUNKS = 64  # most chunks of a shared row
 SHORT = 512  # elements of a row below which the last lanes are worth masks instead of a loop
@@ -70,7 +70,7 @@ def lanes_of(p: Pass, row: int) -> int:
             most *= 2
         random = any(n.op == "random" for n in nodes)
         return max(most, LANES) if random and row >= LANES else most
-    return 32 if narrow or any(f.kind.startswith("arg") for f in p.folds) else 64
+    return 32 if narrow or any(f.kind.startswith("arg") for f in p.reductions) else 64
 
 
 class Rows(Ahead):
@@ -82,7 +82,8 @@ class Rows(Ahead):
         super().__init__(env, v, outer, cache, frozenset(loops.reduced), merging)
 
     def row(self) -> None:
-        """All of one row, in a scope of its own: folds' results are known there, not outside."""
+        """All of one row, in a scope of its own: reductions' results are known there, not
+        outside."""
         with self.env.em.inside(ROW) as scope:
             self.passes()
             for w in self.plan.row_writes:
@@ -99,16 +100,16 @@ class Rows(Ahead):
             em = self.env.em
             accs = {
                 f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
-                for f in p.folds
+                for f in p.reductions
             }
             lanes = self.start(p, accs)
             self.walk(p, k, accs, lanes, None)
-            for f in p.folds:
+            for f in p.reductions:
                 self.env.em.scope.add(*accs[f.name].finish(lanes))
                 self.bind(f.name, accs[f.name])
 
     def joint(self, p: Pass) -> Joint:
-        """The folds of a pass in which some need others."""
+        """The reductions of a pass in which some need others."""
         axis = self.outer[0] if self.outer else self.v
         return Joint(self.env, p, axis, tuple(a for a in (*self.outer, self.v) if a != axis))
 
@@ -128,11 +129,11 @@ class Rows(Ahead):
     def start(self, p: Pass, accs: dict[str, Accumulator]) -> int:
         """Declares accumulators; returns the number of lanes (1 where the pass is serial)."""
         env = self.env
-        serial = bool(p.prefixes)
+        serial = bool(p.scans)
         lanes = 1 if serial else lanes_of(p, hint(self.v.extent))
         for a in accs.values():
             env.em.scope.add(*a.declare(str(lanes)))
-        for s in p.prefixes:
+        for s in p.scans:
             name = self.carries[s.name] = env.em.fresh("carry")
             kind = carry_dtype(s)
             neutral = scalars.literal(REDUCTIONS[s.kind].identity(kind), kind)
@@ -210,7 +211,7 @@ class Rows(Ahead):
         if self.scans_blocks(p):
             low = self.scan_blocks(p, seg, accs, low, high)
         base = em.name_axis(seg.axis)
-        serial = bool(p.prefixes) or self.v in self.conflicts
+        serial = bool(p.scans) or self.v in self.conflicts
         ahead = [] if serial or seg.axis != self.v else self.prefetches(k, base, lanes)
         block, end = (em.fresh("b"), em.fresh("e")) if blocks else (low, high)
 
@@ -264,8 +265,8 @@ class Rows(Ahead):
     def scans_blocks(self, p: Pass) -> bool:
         """Whether the scans of a pass run by blocks of lanes: sums and products in double, whose
         operations may have another order (one after the other, each waits for the last)."""
-        plain = all(s.kind in ("sum", "prod") and carry_dtype(s) == "f64" for s in p.prefixes)
-        return bool(p.prefixes) and plain and not p.folds and self.v not in self.conflicts
+        plain = all(s.kind in ("sum", "prod") and carry_dtype(s) == "f64" for s in p.scans)
+        return bool(p.scans) and plain and not p.reductions and self.v not in self.conflicts
 
     def scan_blocks(
         self, p: Pass, seg: Segment, accs: dict[str, Accumulator], low: str, high: str
@@ -276,7 +277,7 @@ class Rows(Ahead):
         em.name_axis(seg.axis, f"({base} + l)")
         em.used |= {"d_lanes", "d_scan"}
         with em.inside() as block:
-            for s in (x for x in seg.parts if isinstance(x, Prefix)):
+            for s in (x for x in seg.parts if isinstance(x, Scan)):
                 array = em.fresh("scan")
                 block.add(f"alignas(64) double {array}[{lanes}];")
                 with em.inside(seg.axis, self.v) as scope:
@@ -288,7 +289,7 @@ class Rows(Ahead):
                 block.add(f"d_scan_{s.kind}({array}, {self.carries[s.name]});")
                 bound = Expr("load", s.body.dtype, (), (s.name, (), None))
                 block.texts[bound] = f"(({scalars.REGISTER[s.body.dtype]}){array}[l])"
-            rest: list[Part] = [x for x in seg.parts if not isinstance(x, Prefix)]
+            rest: list[Part] = [x for x in seg.parts if not isinstance(x, Scan)]
             with em.inside(seg.axis, self.v) as scope:
                 self.body(replace(seg, parts=rest), accs, "l", self.position(seg))
             block.add(em.simd(scope))
@@ -355,7 +356,7 @@ def write_rows(env: Env, v: Axis) -> None:
     work = size(loops.reduced)
     conflict = [a for a in parallel if a in rows.conflicts]
     free = [a for a in parallel if a not in rows.conflicts]
-    has_scan = any(q.prefixes for q in rows.plan.passes)
+    has_scan = any(q.scans for q in rows.plan.passes)
     shared_row = rows.conflicts.isdisjoint(loops.reduced) and not has_scan
     if (
         env.threaded
@@ -452,7 +453,8 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
         rows.joint(p).in_chunks(rows.walker(k), length, count, CHUNKS)
         return
     accs = {
-        f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide) for f in p.folds
+        f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
+        for f in p.reductions
     }
     c = em.fresh("c")
     for a in accs.values():
@@ -477,28 +479,28 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
                 scope.add(f"{a.name}_pi[{c}] = {a.name}_r;")
     em.scope.add("#pragma omp for schedule(static)")
     em.scope.loop(f"for (long long {c} = 0; {c} < {count}; ++{c})", scope.lines)
-    for f in p.folds:
+    for f in p.reductions:
         em.scope.add(*accs[f.name].gather(count))
         rows.bind(f.name, accs[f.name])
 
 
 def write_chunked(env: Env, v: Axis) -> None:
-    """Rows in chunks, one worker each; column folds of a worker go to its own row of the partial
-    results.
+    """Rows in chunks, one worker each; cross-row reductions of a worker go to its own row of the
+    partial results.
     """
     em, loops = env.em, env.loops
     assert loops.chunk is not None
     axis, count = loops.chunk
     rows = Rows(env, v, env.machine.l2_bytes // 4)
     others = ordered(loops, [a for a in loops.parallel if a != axis])
-    cols = [p for p in loops.parts if isinstance(p, ColumnFold)]
+    cols = [p for p in loops.parts if isinstance(p, CrossRowReduce)]
     worker = em.name_axis(WORKER)
     low, high, row_name = em.fresh("lo"), em.fresh("hi"), em.name_axis(axis)
     rows_each = -(-hint(axis.extent) // count) * size(others)
     known = all(a.extent.value is not None for a in others)
     two_level = rows_each > 4 * FLUSH or axis.extent.value is None or not known
     em.scope.add(*rows.allocate())
-    accs: list[tuple[ColumnFold, Accumulator]] = []
+    accs: list[tuple[CrossRowReduce, Accumulator]] = []
     n = env.extent(rows.row_size)
     total = ["0"]
     scratch = em.fresh("cols")
@@ -556,7 +558,7 @@ def write_chunked(env: Env, v: Axis) -> None:
     em.scope.loop(f"for (long long {worker} = 0; {worker} < {count}; ++{worker})", outer.lines)
 
 
-def store_columns(env: Env, rows: Rows, p: ColumnFold, array: str) -> None:
+def store_columns(env: Env, rows: Rows, p: CrossRowReduce, array: str) -> None:
     """Copies one worker's column results to memory."""
     em = env.em
     v = rows.v

@@ -66,7 +66,7 @@ template <> struct d_lane<i32> { typedef d_v_i32 V; typedef d_v_i32 I; };
 template <> struct d_lane<f64> { typedef d_v_f64 V; typedef d_v_i64 I; };
 template <> struct d_lane<i64> { typedef d_v_i64 V; typedef d_v_i64 I; };
 // Each element beside the one `step` away.
-template <int step, class I, class V, class F> D_FN V d_fold_step(V x, F f) {
+template <int step, class I, class V, class F> D_FN V d_reduce_step(V x, F f) {
   I at;
   for (int k = 0; k < D_BYTES / (int)sizeof(x[0]); ++k) at[k] = k ^ step;
   return f(x, (V)__builtin_shuffle(x, at));
@@ -78,9 +78,9 @@ template <class V, class I, class F> D_FN V d_lanes(const void* from, int vector
 #pragma GCC unroll 16
   for (int k = 1; k < vectors; ++k) x = f(x, d_load<V>((const char*)from + D_BYTES * k));
   constexpr int n = D_BYTES / sizeof(x[0]);
-  if constexpr (n > 8) x = d_fold_step<8, I>(x, f);
-  if constexpr (n > 4) x = d_fold_step<4, I>(x, f);
-  return d_fold_step<1, I>(d_fold_step<2, I>(x, f), f);
+  if constexpr (n > 8) x = d_reduce_step<8, I>(x, f);
+  if constexpr (n > 4) x = d_reduce_step<4, I>(x, f);
+  return d_reduce_step<1, I>(d_reduce_step<2, I>(x, f), f);
 }
 #define D_LANES(NAME, EXPRESSION)                                                 \
   template <int n, class T> D_FN T NAME(const T* a) {                             \

@@ -1,7 +1,7 @@
 """Small reductions written out: a nest that reduces a few elements becomes a pointwise nest.
 
 In: `loops.Loops` whose reduced axes are short and static. Out: the same without reduced axes:
-each fold is the chain of its terms, each point store is one store per element. What the vector
+each reduction is the chain of its terms, each point store is one store per element. What the vector
 axis then sees are constant offsets instead of a loop: pooling windows, sums over a handful of
 heads or channels.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from deuteron.codegen.cpp.index_sets import between
 from deuteron.codegen.loops import (
-    ColumnFold,
+    CrossRowReduce,
     Loops,
     Part,
     Rewriter,
@@ -22,7 +22,7 @@ from deuteron.codegen.loops import (
 )
 from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, cast, extreme, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 
 MOST_POINTS = 32  # elements of a row; more are better off in a loop
 # Of rows whose elements are stored: g++ 12 makes a group of the stores, with as many vectors as the
@@ -42,7 +42,7 @@ def worth_unrolling(loops: Loops) -> bool:
     points = hint(product(a.extent for a in loops.reduced))
     stored = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
     if not 1 < points <= (MOST_STORED if stored else MOST_POINTS) or any(
-        isinstance(p, (Prefix, ColumnFold)) for p in loops.parts
+        isinstance(p, (Scan, CrossRowReduce)) for p in loops.parts
     ):
         return False
     nodes = len(loops.nodes)
@@ -69,16 +69,16 @@ def unroll(loops: Loops) -> Loops:
     parts: list[Part] = []
     for p in loops.parts:
         movers = [_Mover(t, values) for t in tables]
-        if isinstance(p, Fold):
+        if isinstance(p, Reduce):
             terms = [m.expr(p.body) for m in movers]
             at = [cast(index_value(t[loops.reduced[0]]), "i32") for t in tables]
-            values[p.name] = _fold(p.kind, terms, at)
+            values[p.name] = _reduce(p.kind, terms, at)
         elif isinstance(p, Write):
             parts.extend(m.part(p) for m in (movers if p.level == "point" else movers[:1]))
     return replace(loops, reduced=(), parts=tuple(parts), results=frozenset())
 
 
-def _fold(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
+def _reduce(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     if not kind.startswith("arg"):
         name = REDUCTIONS[kind].scalar_op
         assert name is not None
@@ -115,7 +115,7 @@ def _tree(name: str, terms: list[Expr]) -> Expr:
 
 
 class _Mover(Rewriter):
-    """Fixes the reduced axes and puts folds' values where their results are read."""
+    """Fixes the reduced axes and puts reductions' values where their results are read."""
 
     def __init__(self, table: dict[Atom, Index], values: dict[str, Expr]) -> None:
         super().__init__(table)

@@ -1,11 +1,12 @@
-"""Triton text of rows that several programs share: who holds what, and the exchange of folds.
+"""Triton text of rows that several programs share: who holds what, and the exchange of reductions.
 
-A team's programs hold a block of the same row each and walk over the same rows. What one folds of
-its block it publishes; before anyone uses a fold it collects what all have published, in the order
-of their places, so that results repeat bit for bit. Folds that do not need one another are
-published first and collected together; so are folds that need others by a rule of
+A team's programs hold a block of the same row each and walk over the same rows. What one reductions
+of its block it publishes; before anyone uses a reduction it collects what all have published, in
+the order of their places, so that results repeat bit for bit. Reductions that do not need one
+another are published first and collected together; so are reductions that need others by a rule of
 `schedule.online`: each block's result is one relative to the block's own maximum or mean. Of a scan
-a program publishes what its block folds to, and adds what comes before it to the block's own scan.
+a program publishes what its block reductions to, and adds what comes before it to the block's own
+scan.
 
 Words are used in turn by four rounds: who publishes round k + 4 has collected round k + 2, so that
 all have published that, and had collected round k before.
@@ -21,20 +22,20 @@ from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.reductions import (
     bind,
     clean,
-    fold_rows,
     full,
     identity,
     masked_value,
     paired,
     power_text,
+    reduce_rows,
     scan_result,
     uses,
 )
-from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import R
 from deuteron.codegen.triton.tiling import Form
 from deuteron.ir.expr import Expr
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
 
 # Words of a launch: the number of programs that are done, the last tag used, then the teams'.
@@ -54,28 +55,28 @@ class Team:
         self.each = blocks.of("r") // (WARP * blocks.num_warps)  # elements of a thread
         row = frozenset(em.dims) - {"r"}
         chain = Chain(lambda e: em.deps(e) <= row)
-        self.folds = {p.name: p for p in loops.parts if isinstance(p, (Fold, Prefix))}
-        for f in self.folds.values():
+        self.reductions = {p.name: p for p in loops.parts if isinstance(p, (Reduce, Scan))}
+        for f in self.reductions.values():
             chain.add(f)
         self.sums: dict[str, str] = {}  # sum of squares -> the sum of the same elements
         self.rules: dict[str, Rule] = {}
         for name, rule in chain.rules.items():
             if isinstance(rule, Products) and rule.square:
-                folds = (f for f in self.folds.values() if isinstance(f, Fold))
-                same = [f for f in folds if f.kind == "sum" and f.body is rule.x]
+                reductions = (f for f in self.reductions.values() if isinstance(f, Reduce))
+                same = [f for f in reductions if f.kind == "sum" and f.body is rule.x]
                 if same:
                     self.rules[name], self.sums[name] = rule, same[0].name
             elif isinstance(rule, Rescaled):
                 self.rules[name] = rule  # others wait for what they need
-        self.places = {name: k for k, name in enumerate(self.folds)}
+        self.places = {name: k for k, name in enumerate(self.reductions)}
         self.local: dict[str, str] = {}
         self.scanned: dict[str, str] = {}  # scans of this program's block
-        self.waiting: list[Fold | Prefix] = []
+        self.waiting: list[Reduce | Scan] = []
         # The exponentials of a block, and the number that makes them those of the row.
         self.powers: dict[str, tuple[str, str]] = {}
 
-    def _roots(self, f: Fold) -> list[Expr]:
-        """What a program computes of its elements for a fold."""
+    def _roots(self, f: Reduce) -> list[Expr]:
+        """What a program computes of its elements for a reduction."""
         rule = self.rules.get(f.name)
         if isinstance(rule, Rescaled):
             return [] if rule.factor is None else [rule.factor]
@@ -88,35 +89,35 @@ class Team:
         """`rounds`: text of a number that no team's exchanges exceed."""
         self.em.scope.add(f"libm.end({PARAM}, before, {rounds}, {self.cluster})")
 
-    def fold_all(self) -> None:
-        """Folds this program's block of the row, and tells the others; sums that need nothing of
-        one another two at a time."""
-        todo = list(self.folds.values())
+    def reduce_all(self) -> None:
+        """Reductions this program's block of the row, and tells the others; sums that need nothing
+        of one another two at a time."""
+        todo = list(self.reductions.values())
         while todo:
             f, *rest = todo
-            if isinstance(f, Prefix):
+            if isinstance(f, Scan):
                 self.scan(f)
                 todo = rest
                 continue
             pair = paired(f, rest)
             if len(pair) == 1 or any(p.name in self.rules for p in pair):
-                self.fold(f)
+                self.reduce(f)
                 todo = rest
                 continue
             self.await_for(*(p.body for p in pair))
-            for p, name in zip(pair, fold_rows(self.em, pair), strict=True):
+            for p, name in zip(pair, reduce_rows(self.em, pair), strict=True):
                 self.local[p.name] = name
                 self._publish(p, name)
             self.waiting += pair
             todo = rest[1:]
 
-    def fold(self, f: Fold) -> None:
+    def reduce(self, f: Reduce) -> None:
         em, rule = self.em, self.rules.get(f.name)
         if rule is not None:
             self.await_for(*self._roots(f))
         partner = rule.maximum if isinstance(rule, Rescaled) else self.sums.get(f.name)
         if rule is not None and partner not in {w.name for w in self.waiting}:
-            del self.rules[f.name]  # that is complete by now, and the fold as written can run
+            del self.rules[f.name]  # that is complete by now, and the reduction as written can run
             rule = None
         if isinstance(rule, Rescaled):
             self._publish(f, self._rescaled(f, rule))
@@ -130,25 +131,25 @@ class Team:
             em.scope.add(f"{away} = {value} - {mean}")
             if mask:
                 em.scope.add(f"{away} = tl.where({mask}, {away}, 0.0)")
-            em.scope.add(f"{m2} = libm.fold_sum({away} * {away})")
+            em.scope.add(f"{m2} = libm.reduce_sum({away} * {away})")
             self._publish(f, m2)
         else:
             self.await_for(f.body)
-            (self.local[f.name],) = fold_rows(em, [f])
+            (self.local[f.name],) = reduce_rows(em, [f])
             self._publish(f, self.local[f.name])
         self.waiting.append(f)
 
-    def scan(self, f: Prefix) -> None:
+    def scan(self, f: Scan) -> None:
         em, block, own = self.em, self.em.fresh("block"), self.em.fresh("own")
         self.await_for(f.body)
         value = masked_value(em, f.kind, f.body, em.mask(R))
         em.scope.add(f"{block} = {value}")
-        self._publish(f, f"libm.fold_{f.kind}({block})")
+        self._publish(f, f"libm.reduce_{f.kind}({block})")
         em.scope.add(f"{own} = libm.scan_{f.kind}({block})")
         self.scanned[f.name] = own
         self.waiting.append(f)
 
-    def _rescaled(self, f: Fold, rule: Rescaled) -> str:
+    def _rescaled(self, f: Reduce, rule: Rescaled) -> str:
         """The sum of this block, relative to the block's maximum."""
         em, dtype = self.em, f.body.dtype
         mask, safe, below, terms = em.mask(R), *map(em.fresh, ("safe", "below", "e"))
@@ -167,10 +168,10 @@ class Team:
             weight = full(em, em.value(rule.factor), em.deps(rule.factor), dtype)
             em.scope.add(f"{terms} = tl.where({terms} == 0, 0.0, {terms} * {weight})")
         name = em.fresh(f"{clean(f.name)}_")
-        em.scope.add(f"{name} = libm.fold_sum({terms})")
+        em.scope.add(f"{name} = libm.reduce_sum({terms})")
         return name
 
-    def _publish(self, f: Fold | Prefix, name: str) -> None:
+    def _publish(self, f: Reduce | Scan, name: str) -> None:
         which = f"words, {self.places[f.name]}, {len(self.places)}, {self.count}"
         self.em.scope.add(f"libm.publish({which}, {name}, tag, {self.cluster})")
 
@@ -185,13 +186,13 @@ class Team:
         found = self._collect()
         tops: dict[str, str] = {}
         for f in self.waiting:
-            if isinstance(f, Prefix):
+            if isinstance(f, Scan):
                 neutral = identity(f.kind, f.body.dtype)
                 values = f'{found[f.name]}, place, {neutral}, "{f.kind}"'
                 start, name = em.fresh("start"), em.fresh(f"{clean(f.name)}_")
                 em.scope.add(
                     f"{start} = libm.before({values})",
-                    f"{name} = {fold_step(f.kind, f.body.dtype, start, self.scanned[f.name])}",
+                    f"{name} = {reduction_step(f.kind, f.body.dtype, start, self.scanned[f.name])}",
                 )
                 em.scope.texts[scan_result(f)] = name
                 continue
@@ -228,7 +229,7 @@ class Team:
             bind(em, f, out)
         self.waiting.clear()
 
-    def _keep_powers(self, f: Fold, rule: Rescaled, top: str) -> None:
+    def _keep_powers(self, f: Reduce, rule: Rescaled, top: str) -> None:
         """What comes later and needs the row's exponentials gets them from the block's by one
         product, where their last bits do not matter. H200: two exponentials of each element of a
         softmax take more than half of the time that its memory takes."""
@@ -244,7 +245,7 @@ class Team:
         return max(WARP, power(self.count))
 
     def _collect(self) -> dict[str, str]:
-        """What all programs have published of the folds that wait, a number in each lane."""
+        """What all programs have published of the reductions that wait, a number in each lane."""
         em = self.em
         found: dict[str, str] = {}
         for k in range(0, len(self.waiting), 2):
@@ -262,17 +263,17 @@ class Team:
         return found
 
 
-def begin(em: Emitter, count: int, folds: int, cluster: int) -> None:
+def begin(em: Emitter, count: int, reductions: int, cluster: int) -> None:
     """The first thing of a program: which one of which team it is, of so many programs that
-    exchange so many folds in a round, and where its block of a row begins."""
+    exchange so many reductions in a round, and where its block of a row begins."""
     wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
     em.scope.add(
         f"team = (pid // {count}){wide}",
         f"teams = (tl.num_programs(0) // {count}){wide}",
         f"place = pid % {count}",
         f"roffset = place{wide} * {em.dims['r'].block}",
-        f"words = {PARAM} + {FIRST} + (pid // {count}) * {ROUNDS * count * folds}",
-        f"before = libm.begin({PARAM}, {cluster}, {folds})",
+        f"words = {PARAM} + {FIRST} + (pid // {count}) * {ROUNDS * count * reductions}",
+        f"before = libm.begin({PARAM}, {cluster}, {reductions})",
         "tag = before + 1",
     )
 

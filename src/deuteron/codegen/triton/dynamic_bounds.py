@@ -1,9 +1,9 @@
-"""Folds that end where each row says (`ir.dynamic_bounds`), in a tile of rows and columns.
+"""Reductions that end where each row says (`ir.dynamic_bounds`), in a tile of rows and columns.
 
-In: such a fold and the emitter that is to write it. Out: a loop up to the end of the longest row of
-the tile, which reads nothing of terms that do not exist. Of long rows a program has one at a time:
-then what there is once per row and term is a number, and several terms are read at once. The order
-of additions is that of the terms.
+In: such a reduction and the emitter that is to write it. Out: a loop up to the end of the longest
+row of the tile, which reads nothing of terms that do not exist. Of long rows a program has one at a
+time: then what there is once per row and term is a number, and several terms are read at once. The
+order of additions is that of the terms.
 """
 
 from __future__ import annotations
@@ -85,26 +85,26 @@ def beside(loops: Loops, row: Axis) -> bool:
 
 
 def continues(em: Emitter, node: Expr) -> bool:
-    """Whether it is a sum whose second part, a fold, goes on where the first one ends, in its
-    registers: another such fold, or a term that there may be, of the same shape."""
+    """Whether it is a sum whose second part, a reduction, goes on where the first one ends, in its
+    registers: another such reduction, or a term that there may be, of the same shape."""
     if node.op != "add" or end_of(node.args[1]) is None or node.args[1].attr[0] != "sum":
         return False
     first, second = node.args
-    fold = end_of(first) is not None and first.attr[0] == "sum"
+    reduction = end_of(first) is not None and first.attr[0] == "sum"
     term = first.op == "where" and first.args[2] is literal(0, first.dtype)
-    if not (fold or term or continues(em, first)):
+    if not (reduction or term or continues(em, first)):
         return False
     return em.deps(first) == em.deps(second) and first is not second
 
 
-def write_fold(em: Emitter, node: Expr, start: str | None = None) -> str:
-    """Writes a fold inside an expression, a loop over single elements, where all that it depends on
-    is known; its value. `start`: what it begins with."""
+def write_reduction(em: Emitter, node: Expr, start: str | None = None) -> str:
+    """Writes a reduction inside an expression, a loop over single elements, where all that it
+    depends on is known; its value. `start`: what it begins with."""
     kind, axes = node.attr
     body = node.args[0]
     assert not kind.startswith("arg"), f"a long {kind} inside an expression"
     at, dtype = em.level(em.deps(node)), body.dtype
-    outer, name = em.chain[at], em.fresh("fold")
+    outer, name = em.chain[at], em.fresh("reduction")
     if start is None:
         identity = scalars.literal(REDUCTIONS[kind].identity(dtype), dtype)
         start = f"tl.full({em.shape(em.deps(node))}, {identity}, {scalars.TYPE[dtype]})"
@@ -120,7 +120,7 @@ def write_fold(em: Emitter, node: Expr, start: str | None = None) -> str:
         heads.append(f"for {text} in range(0, {em.index(a.extent)})")
         em.chain.append(Scope(em.scope.dims | {bound_name(a)}))
         em.scope.axes[a] = text
-    em.scope.add(f"{name} = {scalars.fold_step(kind, dtype, name, em.value(body))}")
+    em.scope.add(f"{name} = {scalars.reduction_step(kind, dtype, name, em.value(body))}")
     for head in reversed(heads):
         inner = em.chain.pop()
         em.scope.block(head, inner.lines)
@@ -128,9 +128,9 @@ def write_fold(em: Emitter, node: Expr, start: str | None = None) -> str:
     return name
 
 
-def _write_ragged(em: Emitter, fold: Expr, end: Expr, name: str) -> None:
-    """Writes the loop of such a fold into the current scope; `name` is its value so far."""
-    (kind, (axis,)), (body,), outer = fold.attr, fold.args, em.scope
+def _write_ragged(em: Emitter, reduction: Expr, end: Expr, name: str) -> None:
+    """Writes the loop of such a reduction into the current scope; `name` is its value so far."""
+    (kind, (axis,)), (body,), outer = reduction.attr, reduction.args, em.scope
     text, last, first, k = em.value(end), em.fresh("end"), em.fresh("k"), em.fresh("k")
     longest = f"tl.max({text})" if em.deps(end) else text
     outer.add(f"{last} = tl.minimum({longest}, {em.index(axis.extent)}).to({em.index_type})")
@@ -140,7 +140,7 @@ def _write_ragged(em: Emitter, fold: Expr, end: Expr, name: str) -> None:
     em.scope.add(f"{k} = tl.full([], 0, {em.index_type}) + {first}{more}")
     before, em.within = em.within, body.args[0]
     term = em.value(body.args[1] if kind == "sum" and _zero_without(em, body) else body)
-    em.scope.add(f"{name} = {scalars.fold_step(kind, body.dtype, name, term)}")
+    em.scope.add(f"{name} = {scalars.reduction_step(kind, body.dtype, name, term)}")
     em.within = before
     lines = em.chain.pop().lines
     if more:  # written out, so that all are read before the first is added
@@ -175,5 +175,5 @@ __all__ = [
     "enter_row",
     "in_flight",
     "ragged_tile",
-    "write_fold",
+    "write_reduction",
 ]

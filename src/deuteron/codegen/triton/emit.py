@@ -26,7 +26,7 @@ from deuteron.codegen.precision import (
     one_more,
 )
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.dynamic_bounds import continues, write_fold
+from deuteron.codegen.triton.dynamic_bounds import continues, write_reduction
 from deuteron.codegen.triton.misaligned import Turn
 from deuteron.codegen.triton.peephole import divided_by_unit, in_fewer, tame
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
@@ -66,14 +66,16 @@ class Emitter:
         self.result_dims: dict[str, Dims] = {}
         self.inexact = Inexact()
         self.packed: frozenset[Expr] = frozenset()  # see `precision`
-        self.units: frozenset[str] = frozenset()  # likewise: names of folds
+        self.units: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self.stays: frozenset[str] = frozenset()  # what is to stay in the L2 as it streams
         self._deps: dict[Expr, Dims] = {}
-        self.bound: set[Axis] = set()  # axes of folds inside expressions
+        self.bound: set[Axis] = set()  # axes of reductions inside expressions
         self.group, self.apart, self.terms = 1, False, 1  # see `tiling.Form`
         self.block = 0  # the most elements of a block along r, a power of two
-        self.within: Expr | None = None  # which terms of such a fold there are, inside its loop
+        self.within: Expr | None = (
+            None  # which terms of such a reduction there are, inside its loop
+        )
         self.stages = "1"  # text of the number of stages of software pipelines
         self.float8 = ""  # see `scalars.convert`
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins
@@ -250,10 +252,10 @@ class Emitter:
             raise AssertionError(f"result {node.attr[0]!r} is used before it is computed")
         scope = self.chain[self.level(self.deps(node))]
         if node.op == "reduce":
-            scope.texts[node] = write_fold(self, node)
+            scope.texts[node] = write_reduction(self, node)
             return
         if continues(self, node):
-            scope.texts[node] = write_fold(self, node.args[1], self.value(node.args[0]))
+            scope.texts[node] = write_reduction(self, node.args[1], self.value(node.args[0]))
             return
         if node.op == "check":
             scope.texts[node] = self._check(node, scope)

@@ -1,4 +1,4 @@
-"""Device functions by which programs that share rows tell each other what they folded, for `libm`,
+"""Device functions by which programs that share rows tell each other what they reduced, for `libm`,
 under whose name generated kernels call them.
 
 A word has 64 bits: a number of 32 bits, and above it a tag that says which exchange of which launch
@@ -9,7 +9,7 @@ Programs that look back need not run at the same time: they wait for programs wi
 which begin before them.
 
 Where a team is a cluster (sm_90), its programs write into one another's shared memory instead: the
-last `CLUSTER_BYTES` of it, for which the launch makes room. For each round and fold there are a
+last `CLUSTER_BYTES` of it, for which the launch makes room. For each round and reduce there are a
 barrier (`mbarrier`), which counts the bytes that have come, and a number from every program.
 """
 
@@ -27,7 +27,7 @@ from deuteron.codegen.triton.merging import maximum, minimum, mul_combine
 
 SLOTS = tl.constexpr(ROUNDS)
 # Of a cluster's shared memory: where the numbers begin, behind barriers of 8 bytes for each round
-# and fold, and bytes of the numbers of a round and fold.
+# and reduction, and bytes of the numbers of a round and reduction.
 NUMBERS, EACH = 256, 4 * MOST_CLUSTER
 HERE = (
     ".reg .b32 at, size, bar; .reg .pred one; "
@@ -86,11 +86,11 @@ WAIT_TWO = tl.constexpr(
 
 
 @triton.jit
-def begin(words, CLUSTER: tl.constexpr, FOLDS: tl.constexpr):
+def begin(words, CLUSTER: tl.constexpr, REDUCTIONS: tl.constexpr):
     """The last tag that was used before this launch."""
     if CLUSTER and not INTERPRETED:
         tl.inline_asm_elementwise(
-            CLUSTER_BEGIN, "=r,r", [FOLDS * SLOTS], dtype=tl.int32, is_pure=False, pack=1
+            CLUSTER_BEGIN, "=r,r", [REDUCTIONS * SLOTS], dtype=tl.int32, is_pure=False, pack=1
         )
         return tl.full([], -1, tl.int32)
     else:
@@ -100,18 +100,18 @@ def begin(words, CLUSTER: tl.constexpr, FOLDS: tl.constexpr):
 @triton.jit
 def publish(
     words,
-    FOLD: tl.constexpr,
-    FOLDS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    REDUCTIONS: tl.constexpr,
     TEAM: tl.constexpr,
     value,
     tag,
     CLUSTER: tl.constexpr,
 ):
-    """Tells the team `value` (one element of 32 bits), that of a fold in the round `tag`; fold 0
-    comes first. `words`: the team's."""
-    place = (tag & (SLOTS - 1)) * FOLDS + FOLD
+    """Tells the team `value` (one element of 32 bits), that of a reduction in the round `tag`;
+    reduction 0 comes first. `words`: the team's."""
+    place = (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION
     if CLUSTER and not INTERPRETED:
-        if FOLD == 0:
+        if REDUCTION == 0:
             tl.inline_asm_elementwise(MEET, "=r,r", [tag], dtype=tl.int32, is_pure=False, pack=1)
         what = [tl.sum(tl.ravel(value.to(tl.int32, bitcast=True)), 0), place, TEAM]
         tl.inline_asm_elementwise(SEND, "=r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1)
@@ -159,18 +159,18 @@ def _received(place, lane, tag):
 @triton.jit
 def collect(
     words,
-    FOLD: tl.constexpr,
-    FOLDS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    REDUCTIONS: tl.constexpr,
     TEAM: tl.constexpr,
     tag,
     CLUSTER: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """The bits of a team's numbers of a fold in `ROOM` lanes (a power of two, at least a warp, so
-    that a thread reads one; the rest repeat the first); returns once all have come."""
+    """The bits of a team's numbers of a reduction in `ROOM` lanes (a power of two, at least a warp,
+    so that a thread reads one; the rest repeat the first); returns once all have come."""
     lane = tl.arange(0, ROOM)
     lane = tl.where(lane < TEAM, lane, 0)
-    place = (tag & (SLOTS - 1)) * FOLDS + FOLD
+    place = (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION
     if CLUSTER and not INTERPRETED:
         return _received(place, lane, tag)
     else:
@@ -187,18 +187,21 @@ def collect(
 @triton.jit
 def collect_two(
     words,
-    FOLD: tl.constexpr,
+    REDUCTION: tl.constexpr,
     OTHER: tl.constexpr,
-    FOLDS: tl.constexpr,
+    REDUCTIONS: tl.constexpr,
     TEAM: tl.constexpr,
     tag,
     CLUSTER: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """The same of two folds, which are read together."""
+    """The same of two reductions, which are read together."""
     lane = tl.arange(0, ROOM)
     lane = tl.where(lane < TEAM, lane, 0)
-    one, two = (tag & (SLOTS - 1)) * FOLDS + FOLD, (tag & (SLOTS - 1)) * FOLDS + OTHER
+    one, two = (
+        (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION,
+        (tag & (SLOTS - 1)) * REDUCTIONS + OTHER,
+    )
     if CLUSTER and not INTERPRETED:
         return _received(one, lane, tag), _received(two, lane, tag)
     else:
@@ -213,7 +216,7 @@ def told(bits, like, neutral, COUNT: tl.constexpr):
     return tl.where(tl.arange(0, bits.shape[0]) < COUNT, values, neutral)
 
 
-# What a team's numbers fold to: scalars, which all points share without an exchange of layouts.
+# What a team's numbers reduce to: scalars, which all points share without an exchange of layouts.
 
 
 @triton.jit
@@ -232,7 +235,7 @@ def team_min(x):
 
 
 @triton.jit
-def _fold(x, KIND: tl.constexpr):
+def _reduce(x, KIND: tl.constexpr):
     if KIND == "sum":
         return team_sum(x)
     elif KIND == "prod":
@@ -257,9 +260,9 @@ def _both(x, y, KIND: tl.constexpr):
 
 @triton.jit
 def before(values, place, neutral, KIND: tl.constexpr):
-    """What a team's blocks of a row fold to from the row's begin up to before the block of the
+    """What a team's blocks of a row reduce to from the row's begin up to before the block of the
     program at `place`."""
-    return _fold(tl.where(tl.arange(0, values.shape[0]) < place, values, neutral), KIND)
+    return _reduce(tl.where(tl.arange(0, values.shape[0]) < place, values, neutral), KIND)
 
 
 @triton.jit
@@ -294,8 +297,8 @@ def end(words, tag, rounds, CLUSTER: tl.constexpr):
 
 
 # Programs that look back along a row: each is one of `blocks` blocks of it. Of so many blocks one
-# after another as there are lanes (a group), the last one tells what they fold to, and of as many
-# groups (a part), what the row folds to up to its end.
+# after another as there are lanes (a group), the last one tells what they reduce to, and of as many
+# groups (a part), what the row reduces to up to its end.
 
 
 @triton.jit
@@ -306,8 +309,8 @@ def told_by(blocks, LANES: tl.constexpr):
 
 @triton.jit
 def look_back(words, block, blocks, own, tag, neutral, KIND: tl.constexpr, LANES: tl.constexpr):
-    """What a row folds to up to before this block (`neutral` before the first), which has told that
-    it folds to `own` (one element). `words`: the row's, of this scan."""
+    """What a row reduces to up to before this block (`neutral` before the first), which has told
+    that it reduces to `own` (one element). `words`: the row's, of this scan."""
     lane = tl.arange(0, LANES)
     group = block // LANES
     part = group // LANES
@@ -323,13 +326,13 @@ def look_back(words, block, blocks, own, tag, neutral, KIND: tl.constexpr, LANES
     one, two = _waited(ones, twos, tl.zeros([LANES], tl.int32) + tag)
     one = tl.where(near, one.to(own.dtype, bitcast=True), neutral)
     two = tl.where(far | start, two.to(own.dtype, bitcast=True), neutral)
-    blocks_fold, groups_fold = _fold(one, KIND), _fold(two, KIND)
+    blocks_reduced, groups_reduced = _reduce(one, KIND), _reduce(two, KIND)
     if place == LANES - 1:
-        group_fold = _both(blocks_fold, own, KIND)
-        tell(groups + group, group_fold, tag)
+        group_reduced = _both(blocks_reduced, own, KIND)
+        tell(groups + group, group_reduced, tag)
         if seat == LANES - 1:
-            tell(parts + part, _both(groups_fold, group_fold, KIND), tag)
-    return _both(groups_fold, blocks_fold, KIND)
+            tell(parts + part, _both(groups_reduced, group_reduced, KIND), tag)
+    return _both(groups_reduced, blocks_reduced, KIND)
 
 
 @triton.jit

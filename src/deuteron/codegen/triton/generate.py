@@ -27,7 +27,7 @@ from deuteron.codegen.triton.point_tiles import Blocks
 from deuteron.codegen.triton.predicated_loads import chosen
 from deuteron.codegen.triton.scalars import POINTER
 from deuteron.codegen.triton.scanning import scan_form, words_text
-from deuteron.codegen.triton.tiling import Form, choose, column_folds, most_stages
+from deuteron.codegen.triton.tiling import Form, choose, cross_row_reductions, most_stages
 from deuteron.codegen.triton.unroll import written_out
 from deuteron.codegen.triton.unroll_and_jam import phased
 from deuteron.ir.expr import own_indices
@@ -277,7 +277,7 @@ def _configs(
             values.append(("STAGES", stages))
         warps = max(c.num_warps for c in chosen)
         most = max(c.registers for c in chosen)
-        workers = [n.chunk[1] for n in nests if n.chunk is not None and column_folds(n)]
+        workers = [n.chunk[1] for n in nests if n.chunk is not None and cross_row_reductions(n)]
         if workers:
             most = registers(max(workers), warps, spec)
         out.append(Config(tuple(values), warps, stages, most))

@@ -5,7 +5,7 @@ is that of eager PyTorch on CUDA, which uses the same libdevice functions. Trito
 cannot call libdevice: there the same names are torch's functions on the interpreter's arrays,
 chosen once at import. Functions marked `@triton.jit` run in both.
 
-Fold combiners (`*_combine`) are associative up to rounding.
+Reduce combiners (`*_combine`) are associative up to rounding.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -77,9 +77,6 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     argmax_step,
     argmin_combine,
     argmin_step,
-    fold_argmax,
-    fold_argmax_last_nan,
-    fold_argmin,
     from_zero,
     max_combine,
     maximum,
@@ -90,6 +87,9 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     online_shifted,
     online_shifted_weighted,
     products_step,
+    reduce_argmax,
+    reduce_argmax_last_nan,
+    reduce_argmin,
     welford_step,
 )
 from deuteron.codegen.triton.rotated_loads import (  # noqa: F401 - kernels call them by this module
@@ -436,11 +436,12 @@ def i1e(x):
     return tl.where(x < 0, -out, out).to(x.dtype)
 
 
-# -- folds -----------------------------------------------------------------------------------------
+# -- reductions
+# -----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def fold_sum(x, axis: tl.constexpr = 1):
+def reduce_sum(x, axis: tl.constexpr = 1):
     return from_zero(tl.sum(x, axis, keep_dims=True))
 
 
@@ -450,33 +451,33 @@ def _add_two(a, b, c, d):
 
 
 @triton.jit
-def fold_sum_two(x, y):
+def reduce_sum_two(x, y):
     a, b = tl.reduce((x, y), 1, _add_two)
     return from_zero(a)[:, None], from_zero(b)[:, None]
 
 
 @triton.jit
-def fold_prod(x, axis: tl.constexpr = 1):
+def reduce_prod(x, axis: tl.constexpr = 1):
     return tl.reduce(x, axis, mul_combine, keep_dims=True)
 
 
 @triton.jit
-def fold_max(x, axis: tl.constexpr = 1):
+def reduce_max(x, axis: tl.constexpr = 1):
     return tl.reduce(x, axis, max_combine, keep_dims=True)
 
 
 @triton.jit
-def fold_min(x, axis: tl.constexpr = 1):
+def reduce_min(x, axis: tl.constexpr = 1):
     return tl.reduce(x, axis, min_combine, keep_dims=True)
 
 
 @triton.jit
-def fold_any(x, axis: tl.constexpr = 1):
+def reduce_any(x, axis: tl.constexpr = 1):
     return tl.max(x.to(tl.int32), axis, keep_dims=True) != 0
 
 
 @triton.jit
-def fold_all(x, axis: tl.constexpr = 1):
+def reduce_all(x, axis: tl.constexpr = 1):
     return tl.min(x.to(tl.int32), axis, keep_dims=True) != 0
 
 
@@ -651,7 +652,8 @@ def rand_bits(seed, stream, element):
     return (b.to(tl.int64) << 32) | a.to(tl.int64)
 
 
-# -- folds over the rows of a tile (dimension 0), for columns --------------------------------------
+# -- reductions over the rows of a tile (dimension 0), for columns
+# --------------------------------------
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Device functions that merge values, and partial results of dependent folds (`schedule.online`),
-for `libm`, under whose name generated kernels call them.
+"""Device functions that merge values, and partial results of dependent reductions
+(`schedule.online`), for `libm`, under whose name generated kernels call them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -140,18 +140,18 @@ def argmin_step(a, i, b, j):
 
 
 @triton.jit
-def fold_argmax(x, i):
+def reduce_argmax(x, i):
     value, index = tl.reduce((x, i), 1, argmax_combine)
     return index[:, None]
 
 
 @triton.jit
-def fold_argmax_last_nan(x, i):
+def reduce_argmax_last_nan(x, i):
     value, index = tl.reduce((x, i), 1, argmax_last_nan_combine)
     return index[:, None]
 
 
 @triton.jit
-def fold_argmin(x, i):
+def reduce_argmin(x, i):
     value, index = tl.reduce((x, i), 1, argmin_combine)
     return index[:, None]

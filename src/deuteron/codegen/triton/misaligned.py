@@ -9,8 +9,8 @@ number, come after the row's end, in the last lanes: the row is a ring of its le
 whole vectors or lines, and lane l has element (l + turn) modulo that. So as many lanes serve as for
 a row that is aligned, none reads anything but vectors of which some element is the row's, and
 conditions on reading are the same for all of a vector. Elements of vectors that belong to
-neighbouring rows are masked; they are never written. Folds do not mind the order; what depends on
-an element's place takes it from `rindex`.
+neighbouring rows are masked; they are never written. Reductions do not mind the order; what depends
+on an element's place takes it from `rindex`.
 
 Only lanes of a block from EDGE on, which is known when it is compiled, have to ask whether they are
 at the row's ends: for the others the instructions are gone (softmax 1466, so 1018).
@@ -29,7 +29,7 @@ from deuteron.codegen.loops import WORKER, Loops, points, stride
 from deuteron.codegen.triton.scope import FULL, Dim, R
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, substitute
-from deuteron.schedule.kernel import Prefix
+from deuteron.schedule.kernel import Scan
 
 if TYPE_CHECKING:
     from deuteron.codegen.triton.emit import Emitter
@@ -42,7 +42,7 @@ def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     """Rows that begin between multiples of 16 bytes: (address of a row, elements in 16 bytes). Read
     from its start such a row comes element by element. None where rows are aligned, or where the
     order of elements matters."""
-    if len(r) != 1 or any(isinstance(p, Prefix) for p in loops.parts):
+    if len(r) != 1 or any(isinstance(p, Scan) for p in loops.parts):
         return None
     moved: dict[Index, int] = {}
     width: dict[Index, int] = {}

@@ -1,4 +1,4 @@
-"""Writes the body of one nest: loops over blocks, folds, scans and stores.
+"""Writes the body of one nest: loops over blocks, reductions, scans and stores.
 
 In: `Loops`, its `Form`, the block sizes that will be used (they decide which masks are needed).
 Out: lines of Triton.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
-from deuteron.codegen.loops import WORKER, ColumnFold, Loops, Write, stride
+from deuteron.codegen.loops import WORKER, CrossRowReduce, Loops, Write, stride
 from deuteron.codegen.precision import inexact, packed, units
 from deuteron.codegen.triton.access_statistics import read_rarely
 from deuteron.codegen.triton.columns import (
@@ -34,22 +34,22 @@ from deuteron.codegen.triton.reductions import (
     bind,
     clean,
     constant,
-    fold_rows,
     masked_value,
     paired,
+    reduce_rows,
     scan_result,
 )
-from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scanning import scan_block
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
-from deuteron.codegen.triton.tiling import Form, column_folds
+from deuteron.codegen.triton.tiling import Form, cross_row_reductions
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Index, const, product
 from deuteron.ir.program import Layout
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 
-# Bytes of a thread that it reads before it has a row's folds. H200, 2048 rows of 131072, bf16, us:
-# RMS norm (64 bytes) 303 without and 278 with that, layer norm (128) 353 and 425.
+# Bytes of a thread that it reads before it has a row's reductions. H200, 2048 rows of 131072, bf16,
+# us: RMS norm (64 bytes) 303 without and 278 with that, layer norm (128) 353 and 425.
 AHEAD = 64
 # A worker that has so many blocks of rows has no part of one.
 MANY = 12
@@ -325,9 +325,9 @@ def write_blocks(loops: Loops, form: Form, em: Emitter) -> None:
 
 def declare_results(loops: Loops, em: Emitter) -> None:
     for p in loops.parts:
-        if isinstance(p, Fold):
+        if isinstance(p, Reduce):
             em.result_dims[p.name] = em.whole - R if p.section else X
-        elif isinstance(p, Prefix):
+        elif isinstance(p, Scan):
             em.result_dims[p.name] = FULL
 
 
@@ -353,19 +353,19 @@ def one_pass(
     there = {"row": X, "section": em.whole - R, "point": em.whole}
     bound: set[str] = set()
     for k, p in enumerate(loops.parts):
-        if isinstance(p, Fold):
+        if isinstance(p, Reduce):
             if p.name not in bound:
                 found = paired(p, loops.parts[k + 1 :]) if em.rank == 2 else [p]
-                for f, name in zip(found, fold_rows(em, found), strict=True):
+                for f, name in zip(found, reduce_rows(em, found), strict=True):
                     bind(em, f, name)
                     bound.add(f.name)
-        elif isinstance(p, Prefix):
+        elif isinstance(p, Scan):
             name = em.fresh(f"{clean(p.name)}_")
             em.scope.add(
                 f"{name} = libm.scan_{p.kind}({masked_value(em, p.kind, p.body, em.mask(R))})"
             )
             em.scope.texts[scan_result(p)] = name
-        elif isinstance(p, ColumnFold):
+        elif isinstance(p, CrossRowReduce):
             assert columns is not None
             columns.update(em, p)
         else:
@@ -381,7 +381,7 @@ def shared_rows(loops: Loops, em: Emitter, team: Team, step: str, columns: Colum
         if "r" not in loop.dims:
             em.enter(em.dims["r"], "roffset")  # else what only depends on it stays in registers
         hints(em, [single(loops)])
-        team.fold_all()
+        team.reduce_all()
         same = [n for n in loops.nodes if n.op == "load" and n.attr[1] and em.shared(n)]
         if same:
             apart_rest(loops, em, team, columns, same)
@@ -396,7 +396,7 @@ def apart_rest(
 ) -> None:
     """The rest of a row behind a condition that always holds: what is the same for all rows is then
     read from the cache, not brought to shared memory with each row by the loop's pipeline. It is on
-    its way while folds are exchanged, where there are registers for it."""
+    its way while reductions are exchanged, where there are registers for it."""
     loop, outer = em.scope, em.chain[-2]
     with em.inside() as rest:
         kept, loop.dims = loop.dims, outer.dims
@@ -409,9 +409,9 @@ def apart_rest(
 
 
 def rest_of_row(loops: Loops, em: Emitter, team: Team, columns: Columns) -> None:
-    """All but the folds of a row."""
+    """All but the reductions of a row."""
     for p in loops.parts:
-        if isinstance(p, ColumnFold):
+        if isinstance(p, CrossRowReduce):
             team.await_for(p.body)
             columns.update(em, p)
     team.await_all()
@@ -448,8 +448,9 @@ class Passes:
                 accs.ends()
                 rest = f"for roffset in tl.range(rwhole, rring, {r.block})"
                 self.loop(q, accs, carries, rest, tail=accs.counted)
-            elif r.masked and (accs.folds or carries):
-                # Whole blocks without masks, then what is left: selects cost as much as the fold.
+            elif r.masked and (accs.reductions or carries):
+                # Whole blocks without masks, then what is left: selects cost as much as the
+                # reduction.
                 em.scope.add(f"rwhole = rnumel // {r.block} * {r.block}")
                 em.dims["r"] = replace(r, masked=False)
                 self.blocks(q, accs, carries, "rwhole")
@@ -511,7 +512,7 @@ class Passes:
         em, out = self.em, {}
         shape = em.shape(X)
         for p in q.parts:
-            if isinstance(p, Prefix):
+            if isinstance(p, Scan):
                 out[p.name] = em.fresh("carry")
                 em.scope.add(f"{out[p.name]} = {constant(shape, p.kind, p.body.dtype)}")
         return out
@@ -520,22 +521,23 @@ class Passes:
         em = self.em
         writes: list[tuple[Write, Dims]] = []
         for p in q.parts:
-            if isinstance(p, Fold):
+            if isinstance(p, Reduce):
                 accs.update(p)
-            elif isinstance(p, Prefix):
+            elif isinstance(p, Scan):
                 name, carry, block = (
                     em.fresh(f"{clean(p.name)}_"),
                     carries[p.name],
                     em.fresh("block"),
                 )
                 dtype = p.body.dtype
+                scanned, total = (f"libm.{how}_{p.kind}({block})" for how in ("scan", "reduce"))
                 em.scope.add(
                     f"{block} = {masked_value(em, p.kind, p.body, em.mask(R))}",
-                    f"{name} = {fold_step(p.kind, dtype, carry, f'libm.scan_{p.kind}({block})')}",
-                    f"{carry} = {fold_step(p.kind, dtype, carry, f'libm.fold_{p.kind}({block})')}",
+                    f"{name} = {reduction_step(p.kind, dtype, carry, scanned)}",
+                    f"{carry} = {reduction_step(p.kind, dtype, carry, total)}",
                 )
                 em.scope.texts[scan_result(p)] = name
-            elif isinstance(p, ColumnFold):
+            elif isinstance(p, CrossRowReduce):
                 update_column_in_memory(em, p)
             else:
                 writes.append((p, FULL))
@@ -546,7 +548,7 @@ class Passes:
 
 
 def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
-    """Worker k walks its rows; what it folds along them it stores at the end."""
+    """Worker k walks its rows; what it reduces along them it stores at the end."""
     assert loops.chunk is not None
     axis, count = loops.chunk
     r = em.dims["r"]
@@ -594,15 +596,15 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
         outer.axes[axis] = "worker"
         outer.add("low = 0", f"xnumel = {inner}")
     whole = form.persistent or form.tiled
-    folds = column_folds(loops)
+    reductions = cross_row_reductions(loops)
     columns = Columns(R if in_threads(form) else FULL)
     if whole:
         em.enter(r, "roffset" if form.tiled or team is not None else "0")
         hints(em, [single(loops)])
-        for p in folds:
+        for p in reductions:
             columns.declare(em, p)
     else:
-        clear_columns(em, folds)
+        clear_columns(em, reductions)
     if team is not None:
         outer.add("xfirst = low")
         shared_rows(loops, em, team, step, columns)
@@ -615,7 +617,7 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
                 Passes(loops, em).write()
         stages = f", num_stages={em.stages}" if whole else ""
         outer.block(f"for xoffset in tl.range(low, xnumel, {step}{stages})", scope.lines)
-    for p in folds if whole else ():
+    for p in reductions if whole else ():
         columns.store(em, p)
 
 

@@ -1,11 +1,11 @@
 """Which part of a nest runs in which pass over the reduced axes, when a row does not fit into
 registers.
 
-In: `Loops`. Out: a list of `Pass`; pass k+1 may use the folds of pass k. A point store runs in the
-last pass that still reads memory: the memory planner may give a result the memory of an operand
+In: `Loops`. Out: a list of `Pass`; pass k+1 may use the reductions of pass k. A point store runs in
+the last pass that still reads memory: the memory planner may give a result the memory of an operand
 that dies here, and later passes must still find it.
 
-A fold that needs an earlier fold over the same axes costs one more pass, unless a rule of
+A reduction that needs an earlier reduction over the same axes costs one more pass, unless a rule of
 `schedule.online` lets both run in one.
 """
 
@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.codegen.loops import ColumnFold, Loops, Part, Write, roots_of
+from deuteron.codegen.loops import CrossRowReduce, Loops, Part, Write, roots_of
 from deuteron.ir.expr import Expr
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Centered, Chain, Moment, Products, Rescaled, Rule
 
 
 @dataclass
 class Pass:
-    """Parts that run in one pass over the reduced axes, in order; `merged` says which folds run by
-    an identity.
+    """Parts that run in one pass over the reduced axes, in order; `merged` says which reductions
+    run by an identity.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Pass:
         """What is computed at every point of the pass."""
         out: list[Expr] = []
         for p in self.parts:
-            rule = self.merged.get(p.name) if isinstance(p, Fold) else None
+            rule = self.merged.get(p.name) if isinstance(p, Reduce) else None
             if isinstance(rule, Rescaled):
                 out.extend([rule.factor] if rule.factor is not None else [])
             elif isinstance(rule, Products):
@@ -41,7 +41,7 @@ class Pass:
             elif isinstance(rule, Centered):
                 out.append(rule.x)
             elif isinstance(rule, Moment):
-                continue  # the fold of its maximum reads the elements
+                continue  # the reduction of its maximum reads the elements
             else:
                 out.extend(roots_of(p))
         return out
@@ -62,7 +62,7 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
     for p in loops.parts:
         if isinstance(p, Write) and p.level == "row":
             row_writes.append(p)
-        elif isinstance(p, (Fold, Prefix)):
+        elif isinstance(p, (Reduce, Scan)):
             placed.append((chain.add(p), p))
         else:
             placed.append((chain.need(*roots_of(p)), p))
@@ -70,7 +70,7 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
     for k, p in placed:
         if not isinstance(p, Write):
             passes[k].parts.append(p)
-            if isinstance(p, Fold):
+            if isinstance(p, Reduce):
                 for found in (chain.rules, chain.centers, chain.weighted):
                     passes[k].merged.update({p.name: found[p.name]} if p.name in found else {})
     _repeat_scans(loops, placed, passes)
@@ -91,10 +91,10 @@ def _reads(q: Pass, row_level: Callable[[Expr], bool]) -> bool:
 
 def _repeat_scans(loops: Loops, placed: Sequence[tuple[int, Part]], passes: list[Pass]) -> None:
     """A scan whose values a later pass needs runs again there."""
-    scans = {p.name: p for p in loops.parts if isinstance(p, Prefix)}
+    scans = {p.name: p for p in loops.parts if isinstance(p, Scan)}
     for k, p in placed:
         todo = list(roots_of(p))
-        found: list[Prefix] = []
+        found: list[Scan] = []
         while todo:
             for n in todo.pop().walk():
                 scan = scans.get(n.attr[0]) if n.op == "load" else None
@@ -104,7 +104,7 @@ def _repeat_scans(loops: Loops, placed: Sequence[tuple[int, Part]], passes: list
         parts = passes[k].parts + found
         # A scan may need those before it; no other part of its pass.
         passes[k].parts = [q for q in scans.values() if q in parts]
-        passes[k].parts += [q for q in parts if not isinstance(q, Prefix)]
+        passes[k].parts += [q for q in parts if not isinstance(q, Scan)]
 
 
-__all__ = ["ColumnFold", "Pass", "plan", "single"]
+__all__ = ["CrossRowReduce", "Pass", "plan", "single"]

@@ -19,7 +19,7 @@ from deuteron.codegen.loops import Loops, Part, Write, roots_of, stride, unique_
 from deuteron.ir import expr as E
 from deuteron.ir.expr import ITEMSIZE, Expr, as_position, children
 from deuteron.ir.index import Axis, Index, const
-from deuteron.schedule.kernel import Fold
+from deuteron.schedule.kernel import Reduce
 
 VECTOR = 16
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
@@ -28,7 +28,7 @@ PLACES = ("index", "literal")
 
 def chosen(loops: Loops) -> Loops:
     """The nest without reading what is not chosen."""
-    if len(loops.reduced) != 1 or not any(isinstance(p, Fold) for p in loops.parts):
+    if len(loops.reduced) != 1 or not any(isinstance(p, Reduce) for p in loops.parts):
         return loops
     nodes = unique_nodes(root for p in loops.parts for root in roots_of(p))
     users: dict[Expr, list[Expr]] = {}

@@ -1,7 +1,8 @@
-"""Triton text of folds: accumulators of a loop, their update, and what becomes of them at its end.
+"""Triton text of reductions: accumulators of a loop, their update, and what becomes of them at its
+end.
 
-An accumulator has an element for every element of the tile: each lane folds its own share of a row,
-and the lanes are combined once after the loop (so a sum of n elements rounds about n / lanes +
+An accumulator has an element for every element of the tile: each lane reduces its own share of a
+row, and the lanes are combined once after the loop (so a sum of n elements rounds about n / lanes +
 log(lanes) times, like eager's). Masked elements never enter: an update is selected by the mask.
 
 A maximum with sums that are rescaled with it takes `group` elements at a time, which one thread
@@ -14,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from deuteron.base.text import plain_name
-from deuteron.codegen.loops import ColumnFold, Part
+from deuteron.codegen.loops import CrossRowReduce, Part
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.passes import Pass
-from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import FULL, R
 from deuteron.ir import expr as E
 from deuteron.ir.expr import REDUCTIONS, Expr, own_indices
 from deuteron.ir.index import Value
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Centered, Moment, Products, Rescaled
 
 
@@ -42,27 +43,28 @@ def full(em: Emitter, text: str, have: frozenset[str], dtype: str) -> str:
     return f"tl.broadcast_to({text}, {em.shape(em.whole)})"
 
 
-def fold_rows(em: Emitter, folds: Sequence[Fold]) -> list[str]:
-    """One fold of a row that is in registers, or two sums of a dtype; returns their variables."""
-    texts = [_folded(em, f) for f in folds]
-    names = [em.fresh(f"{clean(f.name)}_") for f in folds]
-    kind = folds[0].kind if len(folds) == 1 else "sum_two"
+def reduce_rows(em: Emitter, reductions: Sequence[Reduce]) -> list[str]:
+    """One reduction of a row that is in registers, or two sums of a dtype; returns their
+    variables."""
+    texts = [_reduced(em, f) for f in reductions]
+    names = [em.fresh(f"{clean(f.name)}_") for f in reductions]
+    kind = reductions[0].kind if len(reductions) == 1 else "sum_two"
     if kind.startswith("arg"):
         texts.append(f"tl.broadcast_to(rindex, {em.shape(FULL)})")
     position = ".to(tl.int64)" if kind.startswith("arg") else ""
     if em.rank > 2:
-        (f,), text = folds, f"libm.fold_{kind}({texts[0]}, 2)"
-        em.scope.add(f"{names[0]} = {text if f.section else f'libm.fold_{kind}({text}, 1)'}")
+        (f,), text = reductions, f"libm.reduce_{kind}({texts[0]}, 2)"
+        em.scope.add(f"{names[0]} = {text if f.section else f'libm.reduce_{kind}({text}, 1)'}")
         return names
-    em.scope.add(f"{', '.join(names)} = libm.fold_{kind}({', '.join(texts)}){position}")
+    em.scope.add(f"{', '.join(names)} = libm.reduce_{kind}({', '.join(texts)}){position}")
     return names
 
 
-def paired(f: Fold, later: Sequence[Part]) -> list[Fold]:
-    """A fold, and the next one where both are sums that need nothing of one another: threads wait
-    for each other once."""
-    g = next((p for p in later if isinstance(p, (Fold, Prefix))), None)
-    if not isinstance(g, Fold) or {f.kind, g.kind} != {"sum"} or f.section or g.section:
+def paired(f: Reduce, later: Sequence[Part]) -> list[Reduce]:
+    """A reduction, and the next one where both are sums that need nothing of one another: threads
+    wait for each other once."""
+    g = next((p for p in later if isinstance(p, (Reduce, Scan))), None)
+    if not isinstance(g, Reduce) or {f.kind, g.kind} != {"sum"} or f.section or g.section:
         return [f]
     return [f] if f.body.dtype != g.body.dtype or uses(g.body, {f.name}) else [f, g]
 
@@ -78,8 +80,8 @@ def uses(root: Expr, names: Collection[str]) -> bool:
     return False
 
 
-def _folded(em: Emitter, f: Fold) -> str:
-    """What is folded, neutral where it is masked."""
+def _reduced(em: Emitter, f: Reduce) -> str:
+    """What is reduced, neutral where it is masked."""
     dtype = f.body.dtype
     text = full(em, em.value(f.body), em.deps(f.body), dtype)
     mask = "" if f.section else em.mask(em.along)  # sections are whole
@@ -90,13 +92,13 @@ def _folded(em: Emitter, f: Fold) -> str:
     return text
 
 
-def step(em: Emitter, f: Fold | ColumnFold, name: str) -> str:
+def step(em: Emitter, f: Reduce | CrossRowReduce, name: str) -> str:
     """An accumulator with one more value. The product of a sum of products is not rounded."""
     body = f.body
     if f.kind == "sum" and body.dtype == "f32" and body.op == "mul" and body not in em.packed:
         a, b = map(em.value, body.args)
         return f"tl.fma({a}, {b}, {name})"
-    return fold_step(f.kind, body.dtype, name, em.value(body))
+    return reduction_step(f.kind, body.dtype, name, em.value(body))
 
 
 def power_text(rule: Rescaled, difference: str) -> str:
@@ -112,14 +114,14 @@ def clean(name: str) -> str:
 
 
 class Accumulators:
-    """The folds of one pass over a row in blocks."""
+    """The reductions of one pass over a row in blocks."""
 
     def __init__(self, em: Emitter, p: Pass) -> None:
         self.em, self.merged = em, p.merged
         self.walked = "roffset"  # text of how many elements of a row the blocks before have
         self.ascending = True  # whether blocks come in the order of their elements
-        self.folds = [f for f in p.parts if isinstance(f, Fold)]
-        self.names = {f.name: em.fresh(f"{clean(f.name)}_") for f in self.folds}
+        self.reductions = [f for f in p.parts if isinstance(f, Reduce)]
+        self.names = {f.name: em.fresh(f"{clean(f.name)}_") for f in self.reductions}
         self.sums: dict[str, list[str]] = {}  # maximum -> sums that are rescaled with it
         for name, rule in p.merged.items():
             if isinstance(rule, Rescaled):
@@ -143,7 +145,7 @@ class Accumulators:
 
     def declare(self) -> None:
         em, shape = self.em, self.em.shape(FULL)
-        for f in self.folds:
+        for f in self.reductions:
             name, dtype = self.names[f.name], f.body.dtype
             rule = self.merged.get(f.name)
             if isinstance(rule, Centered) and self.means[f.name] != f.name:
@@ -183,7 +185,7 @@ class Accumulators:
         shape = f"[{x}, {', '.join(own[::-1] if self.em.apart else own)}]"
         return f"tl.reshape({full(self.em, text, have, dtype)}, {shape})"
 
-    def update(self, f: Fold) -> None:
+    def update(self, f: Reduce) -> None:
         """One block of the row; the scope is the loop's."""
         em, name, rule = self.em, self.names[f.name], self.merged.get(f.name)
         if isinstance(rule, Rescaled):
@@ -217,7 +219,7 @@ class Accumulators:
         else:
             self._assign({name: step(em, f, name)})
 
-    def _maximum(self, f: Fold, name: str) -> None:
+    def _maximum(self, f: Reduce, name: str) -> None:
         """A maximum with which sums are rescaled. As long as it is minus infinity 0 is subtracted,
         so that minus infinity (what is masked, too) adds exp(-inf) = 0.
         """
@@ -274,7 +276,7 @@ class Accumulators:
                 f"{name} = tl.where({mask}, {text}, {name})" if mask else f"{name} = {text}"
             )
 
-    def _products(self, f: Fold, rule: Products, name: str) -> None:
+    def _products(self, f: Reduce, rule: Products, name: str) -> None:
         em, kind = self.em, scalars.TYPE[f.body.dtype]
         value = em.value(rule.x)
         if "share" not in em.scope.sums:
@@ -296,22 +298,22 @@ class Accumulators:
         self._assign({f"{name}_mean": mean, f"{name}_other": other, f"{name}_m2": m2})
 
     def finish(self) -> None:
-        """Combines the lanes; binds each fold's result in the current scope."""
+        """Combines the lanes; binds each reduction's result in the current scope."""
         em = self.em
-        for f in self.folds:
+        for f in self.reductions:
             name, rule = self.names[f.name], self.merged.get(f.name)
             if rule is not None:
                 continue
             out = em.fresh(f"{clean(f.name)}_")
             if f.kind.startswith("arg"):
-                em.scope.add(f"{out} = libm.fold_{f.kind}({name}, {name}_at).to(tl.int64)")
+                em.scope.add(f"{out} = libm.reduce_{f.kind}({name}, {name}_at).to(tl.int64)")
             else:
-                em.scope.add(f"{out} = libm.fold_{f.kind}({name})")
+                em.scope.add(f"{out} = libm.reduce_{f.kind}({name})")
             if f.name in self.sums:
                 self._finish_rescaled(f, name, out)
             else:
                 bind(em, f, out)
-        for f in self.folds:  # in order: the center of one may need another
+        for f in self.reductions:  # in order: the center of one may need another
             rule = self.merged.get(f.name)
             if isinstance(rule, Products):
                 self._finish_products(f, rule, self.names[f.name])
@@ -320,14 +322,14 @@ class Accumulators:
             elif isinstance(rule, Moment):
                 self._finish_moment(f, rule)
 
-    def _finish_rescaled(self, f: Fold, lanes: str, row: str) -> None:
+    def _finish_rescaled(self, f: Reduce, lanes: str, row: str) -> None:
         """The sums that were rescaled with the maximum `row`."""
         em = self.em
-        sums = [s for s in self.folds if s.name in self.sums[f.name]]
+        sums = [s for s in self.reductions if s.name in self.sums[f.name]]
         names = {s.name: em.fresh(f"{clean(s.name)}_") for s in sums}
         for s in sums:
             scale = self._power(self._rescaled(s.name), f"libm.apart({lanes}, {row})")
-            em.scope.add(f"{names[s.name]} = libm.fold_sum({self.names[s.name]} * {scale})")
+            em.scope.add(f"{names[s.name]} = libm.reduce_sum({self.names[s.name]} * {scale})")
         bind(em, f, row)
         for s in sums:
             rule, total = self._rescaled(s.name), names[s.name]
@@ -340,11 +342,11 @@ class Accumulators:
                 em.scope.add(f"{total} = libm.online_shifted{weighted}({total}, {row}, {e})")
             bind(em, s, total)
 
-    def _finish_moment(self, f: Fold, rule: Moment) -> None:
+    def _finish_moment(self, f: Reduce, rule: Moment) -> None:
         em, total = self.em, self._rescaled(rule.total)
-        row = {g.name: em.value(result(g)) for g in self.folds if g.name not in self.merged}
+        row = {g.name: em.value(result(g)) for g in self.reductions if g.name not in self.merged}
         scale = self._power(total, f"libm.apart({self.names[total.maximum]}, {row[total.maximum]})")
-        (whole,) = (em.value(result(g)) for g in self.folds if g.name == rule.total)
+        (whole,) = (em.value(result(g)) for g in self.reductions if g.name == rule.total)
         terms = [f"{em.value(rule.at)} * {whole}"]
         for top, slope in rule.slopes.items():
             lanes, moment = self.names[top], em.fresh("moment")
@@ -352,7 +354,7 @@ class Accumulators:
                 f"tl.where({lanes} == {identity('max', f.body.dtype)}, 0.0, {lanes} - {row[top]})"
             )
             each = f"{self.moments[f.name, top]} + {away} * {self.names[rule.total]}"
-            em.scope.add(f"{moment} = libm.fold_sum({scale} * ({each}))")
+            em.scope.add(f"{moment} = libm.reduce_sum({scale} * ({each}))")
             terms.append(f"{em.value(slope)} * {moment}")
         by, out = em.value(E.op("exp", rule.shift)), em.fresh(f"{clean(f.name)}_")
         em.scope.add(f"{out} = {by} * ({' + '.join(terms)})")
@@ -364,7 +366,7 @@ class Accumulators:
         return rule
 
     def _count(self, dtype: str) -> str:
-        """The number of elements that each lane has folded."""
+        """The number of elements that each lane has reduced."""
         em, block = self.em, self.em.dims["r"].block
         key = ("lanes", dtype)
         if self.counted:
@@ -388,7 +390,7 @@ class Accumulators:
             shape, block = self.em.shape(FULL), self.em.dims["r"].block
             self.em.scope.add(f"rcount = tl.zeros({shape}, tl.int32) + rwhole // {block}")
 
-    def _finish_centered(self, f: Fold, rule: Centered) -> None:
+    def _finish_centered(self, f: Reduce, rule: Centered) -> None:
         em, home = self.em, self.means[f.name]
         count, name, a = self._count(f.body.dtype), self.names[home], em.value(rule.a)
         if isinstance(self.merged[home], Centered):  # of few elements; minus infinity stays that
@@ -396,25 +398,25 @@ class Accumulators:
         else:
             self._lanes_sum(f, f"{count} * ({name}_mean - {a})")
 
-    def _finish_products(self, f: Fold, rule: Products, name: str) -> None:
+    def _finish_products(self, f: Reduce, rule: Products, name: str) -> None:
         """Each lane's sum about its means, moved to the center of the row."""
         em, count = self.em, self._count(f.body.dtype)
         far = f"({name}_mean - {em.value(rule.a)})"
         other = far if rule.square else f"({name}_other - {em.value(rule.b)})"
         self._lanes_sum(f, f"{name}_m2 + {count} * {far} * {other}")
 
-    def _lanes_sum(self, f: Fold, text: str) -> None:
+    def _lanes_sum(self, f: Reduce, text: str) -> None:
         out = self.em.fresh(f"{clean(f.name)}_")
-        self.em.scope.add(f"{out} = libm.fold_sum({text})")
+        self.em.scope.add(f"{out} = libm.reduce_sum({text})")
         bind(self.em, f, out)
 
 
-def result(f: Fold) -> Expr:
-    """The expression by which others refer to a fold's result."""
+def result(f: Reduce) -> Expr:
+    """The expression by which others refer to a reduction's result."""
     return Expr("load", "i64" if f.kind.startswith("arg") else f.body.dtype, (), (f.name, (), None))
 
 
-def scan_result(p: Prefix) -> Expr:
+def scan_result(p: Scan) -> Expr:
     return Expr("load", p.body.dtype, (), (p.name, (), None))
 
 
@@ -424,5 +426,5 @@ def masked_value(em: Emitter, kind: str, body: Expr, mask: str) -> str:
     return f"tl.where({mask}, {text}, {identity(kind, body.dtype)})" if mask else text
 
 
-def bind(em: Emitter, f: Fold, text: str) -> None:
+def bind(em: Emitter, f: Reduce, text: str) -> None:
     em.scope.texts[result(f)] = text

@@ -26,7 +26,7 @@ def row_tiles(
     nx: int, nr: int, itemsize: int, spec: DeviceSpec, light: bool, narrow: bool = False
 ) -> tuple[Blocks, ...]:
     """Whole rows; several short ones at once, as long as every multiprocessor has two programs.
-    H200, us: one tensor that is only folded (`light`), bf16 rows of 512 at 1024 and 2048 elements
+    H200, us: one tensor that is only reduced (`light`), bf16 rows of 512 at 1024 and 2048 elements
     85 and 74 (layer norm of rows of 768 that are looked up 28.1 and 27.4); rows of 32000 with 16
     and 32 warps 691 and 614 (f32), 517 and 421 (bf16); rows of 8192 with a scale each (`narrow`),
     32 and 64 elements of a thread 225 and 207.

@@ -253,8 +253,8 @@ def _integer(name: str, args: list[str], dtype: str) -> str:
     raise AssertionError(f"no Triton text for {name} on {dtype}")
 
 
-def fold_step(kind: str, dtype: str, a: str, b: str) -> str:
-    """One step of a fold or scan."""
+def reduction_step(kind: str, dtype: str, a: str, b: str) -> str:
+    """One step of a reduction or scan."""
     match kind:
         case "sum":
             return f"{a} + {b}"

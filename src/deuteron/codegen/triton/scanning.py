@@ -1,12 +1,12 @@
 """Scans of few long rows on a GPU: every block of a row is a program of its own.
 
 In: `Loops` that scan, and the device; then the nest's emitter. Out: a `Form` of blocks; its text. A
-program tells what its block folds to, scans it meanwhile, and looks back at what the blocks before
-it have told (`codegen.triton.exchange`). It adds that up in a fixed order, so that results repeat
-bit for bit:
+program tells what its block reductions to, scans it meanwhile, and looks back at what the blocks
+before it have told (`codegen.triton.exchange`). It adds that up in a fixed order, so that results
+repeat bit for bit:
 
     values = block
-    tell(fold(values))
+    tell(reduce(values))
     scanned = scan(values)
     store(look_back() + scanned)
 
@@ -31,10 +31,10 @@ from deuteron.codegen.triton.access_statistics import row_loads, size, unit_byte
 from deuteron.codegen.triton.cooperative import FIRST, PARAM, WARP
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.reductions import clean, identity, masked_value, scan_result, uses
-from deuteron.codegen.triton.scalars import fold_step
+from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import R
 from deuteron.codegen.triton.tiling import Blocks, Form
-from deuteron.schedule.kernel import Prefix
+from deuteron.schedule.kernel import Scan
 
 # Bytes of a thread's elements, of what most is read of; half where more is held of each or a lane's
 # are no neighbours. H200, 64 rows of 1048576, us: f32, 2048 elements of 8 warps 143, of 4 141, 1024
@@ -51,7 +51,7 @@ FEW_ROWS, RESIDENT = 3, 32  # rows; warps of a multiprocessor
 def scan_form(loops: Loops, spec: DeviceSpec) -> Form | None:
     """The form of scans in blocks; None where rows have none (`base.scans`), or are not only
     scanned and written point by point."""
-    scans = [p for p in loops.parts if isinstance(p, Prefix)]
+    scans = [p for p in loops.parts if isinstance(p, Scan)]
     x, r = loops.parallel, loops.reduced
     if not 0 < len(scans) <= MOST_SCANS or len(scans) + len(points(loops)) < len(loops.parts):
         return None
@@ -83,7 +83,7 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
     """Enters the block of the program of this number and scans it: the scope has what its stores
     need of scans."""
     r, add = em.dims["r"], em.scope.add
-    scans = [p for p in loops.parts if isinstance(p, Prefix)]
+    scans = [p for p in loops.parts if isinstance(p, Scan)]
     lanes = f"{r.block} // {_each(form)}"
     add(
         f"block = {number} // xnumel",
@@ -100,26 +100,26 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
     em.policies = {n: "evict_last" for n in reads if em.shared(n)}
     own = []
     for k, p in enumerate(scans):
-        value, fold, scanned = (em.fresh(stem) for stem in ("value", "fold", "own"))
+        value, reduction, scanned = (em.fresh(stem) for stem in ("value", "reduction", "own"))
         add(
             f"{value} = {masked_value(em, p.kind, p.body, em.mask(R))}",
-            f"{fold} = libm.fold_{p.kind}({value})",
-            f"libm.tell(words + {k} * room + block, {fold}, tag)",
+            f"{reduction} = libm.reduce_{p.kind}({value})",
+            f"libm.tell(words + {k} * room + block, {reduction}, tag)",
             f"{scanned} = libm.scan_{p.kind}({value})",
         )
-        own.append((fold, scanned))
+        own.append((reduction, scanned))
     names = {p.name for p in scans}
     later = set(unique_nodes(root for w in points(loops) for root in roots_of(w)))
     for n in reads:  # on their way, too, while others are waited for
         if n in later and not uses(n, names):
             em.value(n)
-    for k, (p, (fold, scanned)) in enumerate(zip(scans, own, strict=True)):
+    for k, (p, (reduction, scanned)) in enumerate(zip(scans, own, strict=True)):
         before, name = em.fresh("before"), em.fresh(f"{clean(p.name)}_")
         neutral = identity(p.kind, p.body.dtype)
-        where = f"words + {k} * room, block, blocks, {fold}, tag"
+        where = f"words + {k} * room, block, blocks, {reduction}, tag"
         add(
             f'{before} = libm.look_back({where}, {neutral}, "{p.kind}", {lanes})',
-            f"{name} = {fold_step(p.kind, p.body.dtype, before, scanned)}",
+            f"{name} = {reduction_step(p.kind, p.body.dtype, before, scanned)}",
         )
         em.scope.texts[scan_result(p)] = name
     add(f"libm.leave({PARAM}, block, blocks, xnumel, tag)")
@@ -128,7 +128,7 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
 def words_text(loops: Loops, form: Form, rows: str, length: str, block: str) -> str:
     """Python text of the number of words that a launch needs; of the rows, their length and the
     elements of a block there are texts."""
-    lanes, scans = f"({block} // {_each(form)})", sum(isinstance(p, Prefix) for p in loops.parts)
+    lanes, scans = f"({block} // {_each(form)})", sum(isinstance(p, Scan) for p in loops.parts)
     count = f"-(-{length} // {block})"
     each = f"({count} + {count} // {lanes} + {count} // {lanes} ** 2)"
     return f"{FIRST} + {rows} * {scans} * {each}"

@@ -69,7 +69,7 @@ class Scope:
 
 
 def bound_name(axis: Axis) -> str:
-    """The dimension that stands for an axis of a fold inside an expression."""
+    """The dimension that stands for an axis of a reduction inside an expression."""
     return f"bound {axis.key}"
 
 

@@ -2,7 +2,8 @@
 
 In: `Loops` with linear addresses, and the device. Out: a `Form`.
 
-    points   no folds: one dimension x where all accesses agree on the contiguous axis, else y and x
+    points   no reductions: one dimension x where all accesses agree on the contiguous axis, else y
+    and x
              (a transposition)
     rows     x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped:
              blocks of r, pass by pass. With sections: x, p = which section, r = those along one;
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from deuteron.base.device import DeviceSpec
 from deuteron.base.scans import EXCHANGED
 from deuteron.codegen.loops import (
-    ColumnFold,
+    CrossRowReduce,
     Loops,
     Write,
     ordered,
@@ -76,7 +77,7 @@ from deuteron.schedule.cooperative import (
     share,
     team_of,
 )
-from deuteron.schedule.kernel import Fold, Prefix
+from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.profit import ACROSS
 
 # Twice as many where the row is needed a second time, for a store. H200, 32768 columns, time over a
@@ -90,8 +91,8 @@ WASTE = 1.1
 # they have at least so many.
 LEAST_RAGGED = 1 << 14
 # Rows of a chunk turn if they have so many elements. H200, gradients of layer norm, bf16, rows of
-# 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only folds by themselves
-# do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418.
+# 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only reductions by
+# themselves do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418.
 LEAST_TURNED = 1000
 # Elements of a thread in blocks that follow one another in one program.
 LONE = 32
@@ -124,7 +125,7 @@ HELD = 3
 # many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
 # 4096: 1.49 and 1.59 times a copy's time.
 LARGE, STAGE = 49152, 48 << 10
-# Folds of a row whose results a team exchanges.
+# Reductions of a row whose results a team exchanges.
 MOST_EXCHANGED = 6
 # Columns that a program reads at once at least: 32 bytes of half numbers.
 LEAST_COLUMNS = 16
@@ -150,14 +151,16 @@ class Form:
     candidates: tuple[Blocks, ...]
     persistent: bool = False
     start: tuple[Index, int] | None = None  # rows that turn: see `turn`
-    group: int = 1  # elements of a row in one lane, which dependent folds take together
+    group: int = 1  # elements of a row in one lane, which dependent reductions take together
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
-    tiled: bool = False  # a chunk nest without row folds: blocks of r are programs of their own
+    tiled: bool = (
+        False  # a chunk nest without row reductions: blocks of r are programs of their own
+    )
     team: int = 1  # programs that share a row: each holds a block of it
     cluster: bool = False  # whether a team's programs reach one another's shared memory
     single: tuple[Axis, ...] = ()  # axes of which a program has one value at a time
     turns: int = 1  # such values, or blocks of them, that a program takes in turn
-    terms: int = 1  # of ragged folds, read at once beside the columns of such a row
+    terms: int = 1  # of ragged reductions, read at once beside the columns of such a row
     kept: bool = False  # whether a team's programs hold what all rows share in registers
 
     @property
@@ -192,8 +195,8 @@ def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         return _chunk(loops, spec, teams)
     if loops.section:
         return _sections(loops, spec)
-    folds = any(isinstance(p, (Fold, Prefix)) for p in loops.parts)
-    if not folds and not any(
+    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.parts)
+    if not reductions and not any(
         isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.parts
     ):
         return _points(loops, spec)
@@ -363,8 +366,8 @@ def _columns_placed(loops: Loops, order: Sequence[Axis]) -> int | None:
 
 def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
-    scans = any(isinstance(p, Prefix) for p in loops.parts)
-    if scans or any(isinstance(p, Fold) and p.kind.startswith("arg") for p in loops.parts):
+    scans = any(isinstance(p, Scan) for p in loops.parts)
+    if scans or any(isinstance(p, Reduce) and p.kind.startswith("arg") for p in loops.parts):
         r = loops.reduced
     nx, nr = size(x), size(r)
     # Beside a tensor with an element for each point, what rows have one of does not matter.
@@ -398,7 +401,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     shared = not whole or (near and long and not columns and not across)
     wide = widest(loops) >= 4
     if teams and again and shared and (wide or ragged(loops, r) is None):
-        values = loads + sum(isinstance(p, Prefix) for p in loops.parts)
+        values = loads + sum(isinstance(p, Scan) for p in loops.parts)
         each = min(share(values, nr), steady_block(loops, r) or nr)
         team = _team(loops, nr, values, each, wide, spec) if few else 0
         if team:
@@ -441,16 +444,17 @@ def _turned(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
 
 
 def _narrowed(loops: Loops) -> bool:
-    """Whether rows are folded once and stored in one byte an element."""
-    folds = [p for p in loops.parts if isinstance(p, (Fold, Prefix))]
+    """Whether rows are reduced once and stored in one byte an element."""
+    reductions = [p for p in loops.parts if isinstance(p, (Reduce, Scan))]
     stored = [p for p in loops.parts if isinstance(p, Write) and p.level == "point"]
-    return len(folds) == 1 and bool(stored) and all(ITEMSIZE[p.dtype] == 1 for p in stored)
+    return len(reductions) == 1 and bool(stored) and all(ITEMSIZE[p.dtype] == 1 for p in stored)
 
 
 def _sections(loops: Loops, spec: DeviceSpec) -> Form:
     """A whole row in three dimensions: a few neighbouring threads, which have 16 bytes each, then
-    fold a section. One row at a time: Triton 3.6 gives several and what they share (weights) two
-    layouts. RMS norm of 512, bf16, sections of 128, instructions an element: 24, two rows 26."""
+    reduce a section. One row at a time: Triton 3.6 gives several and what they share (weights)
+    two layouts. RMS norm of 512, bf16, sections of 128, instructions an element: 24, two rows
+    26."""
     x, p, r = (_in_order(loops, axes) for axes in (loops.parallel, loops.counting, loops.section))
     found = []
     for tile in row_tiles(1, power(size(p)) * size(r), widest(loops), spec, light=False):
@@ -479,7 +483,8 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
                 its backward 148, 125; group norm, 128 KB: 106, 74. Rows of 256 KB of f32, of which
                 the L2 holds one for every multiprocessor: 4096 and 16384 elements 208, 152
                 (instance norm), 335, 284 (its backward)
-    read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two folds); a pipeline
+    read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two reductions); a
+    pipeline
                 of 3 for f32: 258, 245
     that turn   65535 of bf16, pipelines of 3, softmax: 8192 and 4096 elements 483, 433, the latter
                 with at most 80 registers 389; layer norm, whose weights turn too: any number of
@@ -503,7 +508,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     pipeline = tile(4096, 8, 3 if moved <= 4 else 2)
     if nr > LARGE:
         pipeline = tile(min(8192, max(1024, below(STAGE // bytes_along(loops)))), 8, 3)
-    if any(isinstance(p, Prefix) for p in loops.parts):
+    if any(isinstance(p, Scan) for p in loops.parts):
         return tuple(dict.fromkeys((tile(2048, 4, 3), tile(4096, 8, 3), tile(4096, 8))))
     whole = tile(16384, 16)
     held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
@@ -518,7 +523,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
 
 def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
     """The deepest pipeline for which there is shared memory: all stages but one have a place for a
-    block of each tensor that is read. An eighth is for what folds exchange."""
+    block of each tensor that is read. An eighth is for what reductions exchange."""
     block = math.prod(n for _, n in blocks.sizes) * bytes_along(loops)
     return 1 + spec.shared * 7 // 8 // block
 
@@ -529,16 +534,16 @@ def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
 def _team(loops: Loops, nr: int, held: int, each: int, alike: bool, spec: DeviceSpec) -> int:
     """Programs that share a row, at least two; 0 where rows are short or cannot be shared: what a
     program tells the others is a few numbers of 32 bits."""
-    folds = [p for p in loops.parts if isinstance(p, (Fold, Prefix))]
-    if not folds or product(a.extent for a in loops.reduced).value is None:
+    reductions = [p for p in loops.parts if isinstance(p, (Reduce, Scan))]
+    if not reductions or product(a.extent for a in loops.reduced).value is None:
         return 0
     if any(isinstance(p, Write) and p.accumulate is not None for p in loops.parts):
         return 0
-    if len(folds) > MOST_EXCHANGED or not all(
-        f.kind in ("sum", "max", "min") and f.body.dtype in EXCHANGED for f in folds
+    if len(reductions) > MOST_EXCHANGED or not all(
+        f.kind in ("sum", "max", "min") and f.body.dtype in EXCHANGED for f in reductions
     ):
         return 0
-    if not read_along(loops, (Fold, Prefix)) & read_along(loops, (Write, ColumnFold)):
+    if not read_along(loops, (Reduce, Scan)) & read_along(loops, (Write, CrossRowReduce)):
         return 0  # nothing of a row is needed again
     team = team_of(nr, held, spec, each, alike)
     return team if team > 1 else 0
@@ -594,7 +599,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     one = len(x) > 1 and axis.extent.value == count
     dims = (("x", x[1:] if one else x), ("r", r))
     if not any(
-        isinstance(p, (Fold, Prefix)) or (isinstance(p, Write) and p.level == "row")
+        isinstance(p, (Reduce, Scan)) or (isinstance(p, Write) and p.level == "row")
         for p in loops.parts
     ):
         found = []
@@ -610,7 +615,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         return Form("chunk", dims, tuple(dict.fromkeys(found)), tiled=True)
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
-    held = row_loads(loops) + len(column_folds(loops))
+    held = row_loads(loops) + len(cross_row_reductions(loops))
     near = clustered(1, spec) and nr >= LONG
     start = turned_alike(loops, r) if nr >= LEAST_TURNED and not one else None
     if not known or wide * held > HELD * ROW_LIMIT or near:
@@ -619,7 +624,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         if team:
             form = _shared("chunk", x, r, held, each, team, spec, held == 1)
             form = replace(form, start=start)
-            return form if column_folds(loops) else _kept(loops, form, held)
+            return form if cross_row_reductions(loops) else _kept(loops, form, held)
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         group = min(16 // widest(loops), block)
@@ -642,8 +647,16 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     return Form("chunk", dims, tuple(dict.fromkeys(found)), persistent=True, start=start)
 
 
-def column_folds(loops: Loops) -> list[ColumnFold]:
-    return [p for p in loops.parts if isinstance(p, ColumnFold)]
+def cross_row_reductions(loops: Loops) -> list[CrossRowReduce]:
+    return [p for p in loops.parts if isinstance(p, CrossRowReduce)]
 
 
-__all__ = ["Blocks", "Form", "choose", "column_folds", "most_stages", "one_by_one", "point_order"]
+__all__ = [
+    "Blocks",
+    "Form",
+    "choose",
+    "cross_row_reductions",
+    "most_stages",
+    "one_by_one",
+    "point_order",
+]

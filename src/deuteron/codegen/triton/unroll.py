@@ -1,11 +1,12 @@
-"""Short folds written out.
+"""Short reductions written out.
 
 In: `loops.Loops`. Out: the same in which
 
 * a nest that reduces a few static elements, with neighbouring rows side by side in memory (a
-  pooling window), has no reduced axes: a fold is the tree of its terms, a point store is one store
-  per element;
-* a fold inside an expression over a few static elements is the tree of its terms. Longer ones, and
+  pooling window), has no reduced axes: a reduction is the tree of its terms, a point store is one
+  store per element;
+* a reduction inside an expression over a few static elements is the tree of its terms. Longer ones,
+and
   those that end where each row says, stay nodes, which the writer makes loops of.
 """
 
@@ -19,7 +20,7 @@ from deuteron.codegen.loops import Loops, Part, Rewriter, Write, stride
 from deuteron.ir.dynamic_bounds import end_of
 from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, extreme, index_value, literal, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint
-from deuteron.schedule.kernel import Fold
+from deuteron.schedule.kernel import Reduce
 
 MOST_POINTS = 32
 MOST_NODES = 600  # of the text; compile time
@@ -36,7 +37,7 @@ def points_of(axes: Sequence[Axis]) -> int | None:
 
 
 def written_out(loops: Loops) -> Loops:
-    """The nest without short folds."""
+    """The nest without short reductions."""
     loops = _inner(loops)
     return _unrolled(loops) if _worth(loops) else loops
 
@@ -44,7 +45,7 @@ def written_out(loops: Loops) -> Loops:
 def _worth(loops: Loops) -> bool:
     if not loops.reduced or loops.section or loops.chunk is not None:
         return False
-    if not all(isinstance(p, (Fold, Write)) for p in loops.parts):
+    if not all(isinstance(p, (Reduce, Write)) for p in loops.parts):
         return False
     points = points_of(loops.reduced)
     if points is None or not 1 < points <= MOST_POINTS:
@@ -67,7 +68,7 @@ def _near(loops: Loops, axis: Axis) -> bool:
 
 
 class _Element(Rewriter):
-    """Everything at one point of axes that disappear; results of folds are their values."""
+    """Everything at one point of axes that disappear; results of reductions are their values."""
 
     def __init__(self, table: dict[Atom, Index], values: dict[str, Expr]) -> None:
         super().__init__(table)
@@ -92,7 +93,7 @@ def _unrolled(loops: Loops) -> Loops:
     parts: list[Part] = []
     for p in loops.parts:
         elements = [_Element(t, values) for t in tables]
-        if isinstance(p, Fold):
+        if isinstance(p, Reduce):
             at = [index_value(t[loops.reduced[0]]) for t in tables]
             values[p.name] = tree(p.kind, [e.expr(p.body) for e in elements], at)
         else:
@@ -125,7 +126,7 @@ def _inner(loops: Loops) -> Loops:
 
 
 def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
-    """The fold of `terms`, whose positions are `at`."""
+    """The reduction of `terms`, whose positions are `at`."""
     if kind.startswith("arg"):
         return _position(kind, terms, at)
     name = REDUCTIONS[kind].scalar_op
