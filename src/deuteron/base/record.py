@@ -2,8 +2,7 @@
 it.
 
 A record is a list of entries ``{"kind": ..., ...}`` with plain values (numbers, strings, lists,
-dicts), in the order in which
-the stages wrote them. Passes only add; nobody edits. Kinds in use:
+dicts), in the order in which the stages wrote them. Passes only add; nobody edits. Kinds in use:
 
     stage       name, seconds, artifact (text, when a debug folder is set)
     decision    subject ("fuse", "inline", "save", ...), accepted, reason (class), detail, first,

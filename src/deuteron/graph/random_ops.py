@@ -13,9 +13,11 @@ share a counter, (i // 4, stream). With the resulting words x0..x3:
 
     rand f32    (x[i % 4] >> 8) * 2**-24
     rand f64    (x0 << 20 | x1 >> 12) * 2**-52
-    randn f32   sqrt(-2 ln u) cos(2 pi v),  u = ((x0 >> 8) + 1) * 2**-24 in (0, 1],  v = (x1 >> 8)
-    * 2**-24 randn f64   the same with u = 1 - (x0 << 20 | x1 >> 12) * 2**-52,  v = (x2 << 20 | x3
-    >> 12) * 2**-52 randint64   low + below(x1 << 32 | x0, high - low)
+    randn f32   sqrt(-2 ln u) cos(2 pi v),  u = ((x0 >> 8) + 1) * 2**-24 in (0, 1],
+                v = (x1 >> 8) * 2**-24
+    randn f64   the same with u = 1 - (x0 << 20 | x1 >> 12) * 2**-52,
+                v = (x2 << 20 | x3 >> 12) * 2**-52
+    randint64   low + below(x1 << 32 | x0, high - low)
 
 Uniform numbers and integers are equal bit by bit in every implementation; normal ones to rounding.
 """

@@ -1,8 +1,8 @@
 """Reads the text of `ir.printer` back: the program is equal to the one that was printed.
 
 In: text, and what text cannot hold (constants by name or digest, callables, objects by key). Out: a
-`Program`. Nothing is simplified: expressions and indices are built as they are written.
-Errors are `SyntaxError` with the line.
+`Program`. Nothing is simplified: expressions and indices are built as they are written. Errors are
+`SyntaxError` with the line.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
 """The loop IR: a program is a list of tensors, each defined once.
 
-    Input                       a graph input (activation, parameter, buffer), strides as the caller
-    gives them
-    Constant                    a tensor known at compile time
-    Extern(op, args)            a library call, one or more results
-    Compute(axes, body)         ``name[axes] = body`` for every point of the axes (row-major, first
-    axis outermost)
+    Input                a graph input (activation, parameter, buffer), strides as the caller gives
+                         them
+    Constant             a tensor known at compile time
+    Extern(op, args)     a library call, one or more results
+    Compute(axes, body)  ``name[axes] = body`` for every point of the axes (row-major, first axis
+                         outermost)
 
 A `Compute` with `target` writes into the memory of an earlier tensor instead of its own (scatter,
-mutation of an input):
-for every point, ``target[index] (accumulate)= body``; afterwards `name` is that memory and `target`
-may not be read again. With an `index` and no target it is a permutation: each of its elements is
-the place of one point.
+mutation of an input): for every point, ``target[index] (accumulate)= body``; afterwards `name` is
+that memory and `target` may not be read again. With an `index` and no target it is a permutation:
+each of its elements is the place of one point.
 
 Invariants (`ir.verify`): names are defined once and before use; axes are distinct; index arity
-equals rank; dtypes agree;
-every load is in range or masked; a target has no reader after its overwriter.
+equals rank; dtypes agree; every load is in range or masked; a target has no reader after its
+overwriter.
 """
 
 from __future__ import annotations
@@ -124,11 +123,9 @@ class Extern:
     and tuples of these.
 
     `results` are the output tensors in order (None: an output that is no tensor or that nobody
-    reads); `names` likewise;
-    `sizes[k]` names the symbol that output k defines at run time when it is an integer. `mutates`
-    lists tensors that the
-    call writes in place (their memory is read and written; order is kept). `reason` says why it is
-    a library call.
+    reads); `names` likewise; `sizes[k]` names the symbol that output k defines at run time when it
+    is an integer. `mutates` lists tensors that the call writes in place (their memory is read and
+    written; order is kept). `reason` says why it is a library call.
     """
 
     names: tuple[str | None, ...]

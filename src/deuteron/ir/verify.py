@@ -10,12 +10,12 @@ Invariants by name
     layouts      shape and strides have one length; an index has an entry per dimension; axes span
                  the shape; strides of what a library call reads are not negative
     axes         a definition's axes are distinct; every axis used is one of them or bound by a
-    reduction dtypes       arguments of an operation share a dtype; loads and stores have their
-    tensor's kinds        operations, reductions, distributions and attributes exist and fit range
-    every load and store is inside its tensor: proven, or masked (by what no example
-                 gets past), or at a loaded position
-                 (which lowering wraps and checks). What can neither be proven nor refuted by an
-                 example passes, unless `strict`
+                 reduction
+    dtypes       arguments of an operation share a dtype; loads and stores have their tensor's
+    kinds        operations, reductions, distributions and attributes exist and fit
+    range        every load and store is inside its tensor: proven, or masked (by what no example
+                 gets past), or at a loaded position (which lowering wraps and checks). What can
+                 neither be proven nor refuted by an example passes, unless `strict`
     overwritten  after a target is overwritten nobody reads it, nor its memory by an older name; the
                  overwriter itself reads it only where it writes
     sizes        every symbol used has a source by then: the inputs (Dynamo guards those), an

@@ -1,14 +1,12 @@
 """Lowering: an ATen FX graph becomes a `Program` of the loop IR.
 
 In: a functional FX graph with fake tensors in ``meta["val"]``. Out: a `Program`. Every call becomes
-either loop IR, by a
-function registered with `lowering`, or a library call (`Extern`) whose reason goes to the Record.
-Views are index maps.
+either loop IR, by a function registered with `lowering`, or a library call (`Extern`) whose reason
+goes to the Record. Views are index maps.
 
 While a graph is lowered a tensor is a `Value`: an expression over one axis per dimension. A
-pointwise or reduced result is
-defined as a `Compute` per FX node, so that the scheduler decides what shares a kernel; a view of it
-is only another `Value`.
+pointwise or reduced result is defined as a `Compute` per FX node, so that the scheduler decides
+what shares a kernel; a view of it is only another `Value`.
 """
 
 from __future__ import annotations

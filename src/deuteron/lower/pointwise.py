@@ -1,9 +1,8 @@
 """Pointwise ATen operators as scalar expressions.
 
 Type promotion is ATen's: the result dtype is the fake tensor's, arguments are cast to the common
-dtype, half types compute in
-f32 and round once. One row per operator in the tables below; operators that need more than a row
-are functions after them.
+dtype, half types compute in f32 and round once. One row per operator in the tables below; operators
+that need more than a row are functions after them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pooling and its gradients, and nearest upsampling's gradient, as reductions over small windows.
 
 In: `Value`s whose last dimensions are spatial. Out: `Value`s. A window that leaves the tensor is
-masked. Gradients are in gather form: each input position reductions over the windows that cover it,
+masked. Gradients are in gather form: each input position reduces over the windows that cover it,
 so nothing is added atomically and results repeat.
 """
 

@@ -1,9 +1,8 @@
 """Symbolic sizes of torch (SymInt, sympy) as `Index`, without adding guards.
 
 `Symbols` also knows where each symbol's value is found at run time: an integer input, a dimension
-or stride of an input, the
-result of a library call (unbacked sizes), or a Python expression of other symbols for what index
-algebra cannot hold.
+or stride of an input, the result of a library call (unbacked sizes), or a Python expression of
+other symbols for what index algebra cannot hold.
 """
 
 from __future__ import annotations

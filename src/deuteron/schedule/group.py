@@ -4,13 +4,12 @@ In: `Compute` definitions. Out: a `Group`, whose `nest()` is what code generator
 value; merging makes a new one. Inside, every member's result is an expression at the nest's current
 point: what a member reads from another is that expression, and interning shares it.
 
-    point    a pointwise computation, one element per point (or per row or section: its level)
-    reduction     a reduction over all reduced axes, its result lives on rows; or, level "section",
-    over
-             those of a section of each row (see `kernel`)
-    column   a reduction over the rows of a chunked nest: partial results, one row per worker
-    scan     a scan along the reduced axis
-    write    anything that stores at computed places or combines with what is there
+    point      a pointwise computation, one element per point (or per row or section: its level)
+    reduction  a reduction over all reduced axes, its result lives on rows; or, level "section",
+               over those of a section of each row (see `kernel`)
+    column     a reduction over the rows of a chunked nest: partial results, one row per worker
+    scan       a scan along the reduced axis
+    write      anything that stores at computed places or combines with what is there
 """
 
 from __future__ import annotations

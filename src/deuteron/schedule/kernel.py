@@ -3,11 +3,10 @@
 A `Nest` iterates ``parallel x reduced`` and runs its statements in order, each at every point where
 it lives:
 
-    Reduce    name[parallel] = reduction of `body` over all reduced axes: the value lives on rows;
-    or over
-            one section of a row, or, when `partial`, over the rows of one worker of a chunked nest
-            (both below)
-    Scan  name[parallel, reduced] = scan of `body` along the one reduced axis
+    Reduce  name[parallel] = reduction of `body` over all reduced axes: the value lives on rows; or
+            over one section of a row, or, when `partial`, over the rows of one worker of a chunked
+            nest (both below)
+    Scan    name[parallel, reduced] = scan of `body` along the one reduced axis
     Store   tensor[index] = value, at every row, section or point (its level)
 
 Bodies and values are expressions whose loads are of tensors in memory, or of results of the same
@@ -17,7 +16,7 @@ shares.
 
 Chunked nests do a row and a column reduction of one tensor in one pass: ``chunk = (axis, count)``.
 The parallel axis is walked by `count` independent workers, worker k taking the rows
-``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Reduce` with `partial` reductions its body,
+``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Reduce` with `partial` reduces its body,
 which lives on parallel x reduced, over the worker's rows and stores the result in ``name[k,
 reduced...]``; a later nest reduces the partial results in order, so that results repeat.
 

@@ -380,7 +380,7 @@ def masked(root: Expr, mask: Expr, loops: set[Axis]) -> Expr:
 
 
 def in_parts(group: Group, layouts: Mapping[str, Layout], wish: int) -> Parts | None:
-    """The group's reductions over about `wish` parts of each row."""
+    """The group's reductions in about `wish` parts of each row."""
     chain = one_pass(group, layouts)
     if chain is None:
         return None

@@ -5,7 +5,7 @@ of its block it publishes; before anyone uses a reduction it collects what all h
 the order of their places, so that results repeat bit for bit. Reductions that do not need one
 another are published first and collected together; so are reductions that need others by a rule of
 `schedule.online`: each block's result is one relative to the block's own maximum or mean. Of a scan
-a program publishes what its block reductions to, and adds what comes before it to the block's own
+a program publishes what its block reduces to, and adds what comes before it to the block's own
 scan.
 
 Words are used in turn by four rounds: who publishes round k + 4 has collected round k + 2, so that

@@ -1,8 +1,8 @@
 """Writes values of an expression DAG as Triton variables, each at the outermost loop level where it
 can be computed.
 
-In: expressions with linear addresses (`loops.Loops`) and the tile's dimensions. Out:
-lines in a chain of `Scope`s.
+In: expressions with linear addresses (`loops.Loops`) and the tile's dimensions. Out: lines in a
+chain of `Scope`s.
 
 A tile has one to three dimensions (`Dim`); each flattens a group of axes. A value depends on some
 of the dimensions and has extent 1 along the others, so that broadcasting does the rest; one that

@@ -1,7 +1,7 @@
 """Scans of few long rows on a GPU: every block of a row is a program of its own.
 
 In: `Loops` that scan, and the device; then the nest's emitter. Out: a `Form` of blocks; its text. A
-program tells what its block reductions to, scans it meanwhile, and looks back at what the blocks
+program tells what its block reduces to, scans it meanwhile, and looks back at what the blocks
 before it have told (`codegen.triton.exchange`). It adds that up in a fixed order, so that results
 repeat bit for bit:
 

@@ -3,8 +3,7 @@
 In: `Loops` with linear addresses, and the device. Out: a `Form`.
 
     points   no reductions: one dimension x where all accesses agree on the contiguous axis, else y
-    and x
-             (a transposition)
+             and x (a transposition)
     rows     x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped:
              blocks of r, pass by pass. With sections: x, p = which section, r = those along one;
              a block holds whole rows
@@ -91,7 +90,7 @@ WASTE = 1.1
 # they have at least so many.
 LEAST_RAGGED = 1 << 14
 # Rows of a chunk turn if they have so many elements. H200, gradients of layer norm, bf16, rows of
-# 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only reductions by
+# 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only reduces by
 # themselves do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418.
 LEAST_TURNED = 1000
 # Elements of a thread in blocks that follow one another in one program.
@@ -484,8 +483,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
                 the L2 holds one for every multiprocessor: 4096 and 16384 elements 208, 152
                 (instance norm), 335, 284 (its backward)
     read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two reductions); a
-    pipeline
-                of 3 for f32: 258, 245
+                pipeline of 3 for f32: 258, 245
     that turn   65535 of bf16, pipelines of 3, softmax: 8192 and 4096 elements 483, 433, the latter
                 with at most 80 registers 389; layer norm, whose weights turn too: any number of
                 registers, 128 and 80 762, 599 and 656
