@@ -58,8 +58,8 @@ def artifacts(folder: Path) -> dict[str, str]:
         y.square().sum().backward()
     out = {}
     for phase in ("forward", "backward"):
-        (found,) = folder.glob(f"{phase}_*")
-        for file in found.iterdir():
+        (written,) = folder.glob(f"{phase}_*")
+        for file in written.iterdir():
             if file.suffix != ".json":
                 out[f"{phase}/{file.name}"] = tidy(file.read_text(), folder)
     return out
@@ -88,14 +88,14 @@ def kernel_only(kernels: str) -> str:
     return first[: first.index("\n}\n") + 3] if "\n}\n" in first else first
 
 
-def document(found: dict[str, str]) -> str:
+def document(artifacts: dict[str, str]) -> str:
     def fill(match: re.Match[str]) -> str:
         name = match[1]
         if name.endswith("module.py"):
-            return call_only(found[name])
+            return call_only(artifacts[name])
         if name.endswith("kernels.txt"):
-            return kernel_only(found[name])
-        return found[name].strip()
+            return kernel_only(artifacts[name])
+        return artifacts[name].strip()
 
     return re.sub(r"\{\{([\w/.]+)\}\}", fill, TEMPLATE.read_text())
 

@@ -91,12 +91,12 @@ def every_rewrite_succeeds(
     if transaction is None:
         yield
         return
-    found, plain = [], transaction.failed
+    failures, plain = [], transaction.failed
 
     def failed(record: Any, name: str, e: Exception) -> None:
-        found.append(f"{name}: {e!r}")
+        failures.append(f"{name}: {e!r}")
         plain(record, name, e)
 
     monkeypatch.setattr(transaction, "failed", failed)
     yield
-    assert not found, "rewrites failed, and the compile went on without them"
+    assert not failures, "rewrites failed, and the compile went on without them"

@@ -61,9 +61,9 @@ def raised(check: Callable[[], None]) -> tuple[Path, int] | None:
     try:
         check()
     except VerifyError as e:
-        found: BaseException | None = e.__context__
-        assert isinstance(found, program_verifier.Fault)
-        trace = found.__traceback__
+        fault: BaseException | None = e.__context__
+        assert isinstance(fault, program_verifier.Fault)
+        trace = fault.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         assert trace is not None
@@ -82,20 +82,20 @@ def faults(module: ModuleType) -> dict[range, str]:
 
 
 def test_every_fault_has_a_broken_artifact() -> None:
-    found = set()
+    places = set()
     for _, make in BROKEN_PROGRAMS.values():
-        found.add(raised(lambda m=make: program_verifier.verify_program(m(), "lower")))
+        places.add(raised(lambda m=make: program_verifier.verify_program(m(), "lower")))
     for _, broken in BROKEN_SCHEDULES.values():
-        found.add(
+        places.add(
             raised(lambda m=broken: schedule_verifier.verify_schedule(m(), PROGRAM, "schedule"))
         )
     second = replace(CALL, names=("d",))
     program = replace(PROGRAM, defs=(*PROGRAM.defs[:4], second, PROGRAM.defs[4]))
     turned = schedule(FIRST, second, CALL, LAST)
-    found.add(raised(lambda: schedule_verifier.verify_schedule(turned, program, "schedule")))
+    places.add(raised(lambda: schedule_verifier.verify_schedule(turned, program, "schedule")))
     missing = []
     for module in (program_verifier, schedule_verifier):
-        lines = {line for place in found if place and place[0] == source(module) for line in
+        lines = {line for place in places if place and place[0] == source(module) for line in
                  [place[1]]}  # fmt: skip
         missing += [text for where, text in faults(module).items() if not lines & set(where)]
     assert not missing, "no broken artifact is caught by:\n" + "\n".join(missing)

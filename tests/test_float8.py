@@ -93,8 +93,8 @@ def test_a_norm_and_its_scales_are_one_kernel() -> None:
         scale = y.abs().amax(-1, keepdim=True) / 448
         return (y / scale).to(torch.float8_e4m3fn), scale
 
-    found = deuteron.explain(quantized, torch.randn(9, 70), torch.randn(70))
-    assert len(found.kernels) == 1 and not found.library_calls
+    report = deuteron.explain(quantized, torch.randn(9, 70), torch.randn(70))
+    assert len(report.kernels) == 1 and not report.library_calls
 
 
 INTERPRETED = """

@@ -241,9 +241,9 @@ def test_programs(number: int, tmp_path: Path) -> None:
 def test_explain_is_plain_text(tmp_path: Path) -> None:
     """A terminal obeys control characters."""
     f = hostile(tmp_path, 10)
-    found = deuteron.explain(f, torch.randn(8, 8), torch.randn(8, 8))
-    assert shown(str(found).replace("\n", " "))
-    found.to_json().encode("ascii")
+    report = deuteron.explain(f, torch.randn(8, 8), torch.randn(8, 8))
+    assert shown(str(report).replace("\n", " "))
+    report.to_json().encode("ascii")
 
 
 @pytest.mark.parametrize("number", [0, 4, 7, 9, 10, 12])
@@ -329,11 +329,11 @@ def test_folders(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 class Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, tuple[str, ...]]] = []
+        self.seen: list[tuple[str, tuple[str, ...]]] = []
         self.data: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, tuple(sorted(a for a, _ in attrs))))
+        self.seen.append((tag, tuple(sorted(a for a, _ in attrs))))
 
     def handle_data(self, data: str) -> None:
         self.data.append(data)
@@ -353,7 +353,7 @@ def test_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         page = write_page([], tmp_path).read_text(encoding="utf-8")
         tags = Tags()
         tags.feed(page)
-        assert {t for t, _ in tags.found} <= known
-        assert {a for _, names in tags.found for a in names} <= {
+        assert {t for t, _ in tags.seen} <= known
+        assert {a for _, names in tags.seen for a in names} <= {
             "lang", "charset", "name", "content", "class", "alt", "src",
         }  # fmt: skip

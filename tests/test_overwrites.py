@@ -99,9 +99,9 @@ def test_values(name: str, dynamic: bool) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_no_library_calls(name: str) -> None:
     f, args, most = CASES[name]
-    found = deuteron.explain(f, *[a.clone() for a in args])
-    assert not found.library_calls
-    assert len(found.kernels) <= most
+    report = deuteron.explain(f, *[a.clone() for a in args])
+    assert not report.library_calls
+    assert len(report.kernels) <= most
 
 
 def test_a_row_is_stored_when_all_have_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

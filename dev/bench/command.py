@@ -64,19 +64,19 @@ def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool, p
     dtypes = tuple(asked.dtype.split(",")) if asked.dtype else ()
     check("--dtype", dtypes, ("fp32", "bf16"))
     only = asked.only or (COLD if asked.what == "cold" else "")
-    found = chosen(suites, device, dtypes, only, asked.quick)
+    cases = chosen(suites, device, dtypes, only, asked.quick)
     if only_list:
-        for c in found:
+        for c in cases:
             print(f"{c.suite:12}{c.name}")
-        print(f"{len(found)} cases")
+        print(f"{len(cases)} cases")
         return 0
-    if not found:
+    if not cases:
         raise typer.BadParameter("no case has such a name")
     jobs = asked.jobs if asked.jobs >= 0 else min(12, os.cpu_count() or 1)
     names = contenders(asked, suites)
     log, rows = out / "bench.log", target or out / "bench.json"
     many = (asked.each, asked.seconds, asked.repeats)
-    plan = Plan(tuple(found), names, device, jobs, *many, log, rows)
+    plan = Plan(tuple(cases), names, device, jobs, *many, log, rows)
     document = run_bench(plan, asked.what, asked.command())
     if plot:
         write_plots([document], out)

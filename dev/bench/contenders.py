@@ -80,5 +80,5 @@ def records(contender: Contender) -> Iterator[list[Record]]:
         return
     from deuteron.backend import collecting
 
-    with collecting() as found:
-        yield found
+    with collecting() as collected:
+        yield collected

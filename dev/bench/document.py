@@ -92,11 +92,11 @@ def others(text: str, before: str) -> str:
 
 def tables(text: str) -> list[tuple[str, list[str]]]:
     """Headings of a machine's part, and the lines below each."""
-    found = []
+    sections = []
     for part in re.split(r"^### ", text, flags=re.M)[1:]:
         name, *lines = part.split("\n\nMeasured before:")[0].rstrip().split("\n")
-        found.append((name, lines))
-    return found
+        sections.append((name, lines))
+    return sections
 
 
 def cell(row: str) -> str:
@@ -110,8 +110,8 @@ def machine_key(document: Row) -> tuple[str, str, str]:
 
 
 def latest(documents: Sequence[Row], field: str) -> list[Row]:
-    found = {(r["suite"], r["case"]): r for d in documents for r in d.get(field, [])}
-    return list(found.values())
+    newest = {(r["suite"], r["case"]): r for d in documents for r in d.get(field, [])}
+    return list(newest.values())
 
 
 def machine_part(documents: Sequence[Row]) -> list[str]:
@@ -178,10 +178,10 @@ def overview(rows: Sequence[Row]) -> list[str]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """A suite's rows: times in us, ratios, host time and memory beside Inductor's."""
-    found = {n for r in rows for n, f in r["results"].items() if "us" in f}
+    timed = {n for r in rows for n, f in r["results"].items() if "us" in f}
     order = ["eager", PEER, "inductor-max", "inductor-reduce", "handwritten", "handwritten-cuda"]
-    names = [n for n in order if n in found]
-    names += [n for n in (OURS, "deuteron-reduce") if n in found]
+    names = [n for n in order if n in timed]
+    names += [n for n in (OURS, "deuteron-reduce") if n in timed]
     head = ["case", "limit us", *names, "/ limit", f"/ {PEER}", "host us", f"{PEER}'s"]
     head += ["peak MB", f"{PEER}'s", "error", "kernels", "predicted", ""]
     lines = [line(head), rule(len(head) - 1) + "---|"]

@@ -52,18 +52,18 @@ class Runner:
     def first(self) -> list[Tensor]:
         """The first call compiles. What graphs of the mode's own return is copied: Inductor's next
         call overwrites it."""
-        with records(self.contender) as found:
+        with records(self.contender) as compiled:
             start = time.perf_counter()
             results = self.step()
             self.synchronize()
             self.facts["first_call_s"] = round(time.perf_counter() - start, 3)
         if self.contender.backend == "deuteron":
-            kernels = [e for r in found for e in r.of("kernel")]
+            kernels = [e for r in compiled for e in r.of("kernel")]
             self.facts["kernels"] = len(kernels)
-            self.facts["library"] = sum(len(r.of("library")) for r in found)
+            self.facts["library"] = sum(len(r.of("library")) for r in compiled)
             self.facts["predicted_us"] = round(sum(k["predicted_us"] for k in kernels), 2)
-            self.facts["fallbacks"] = [e["reason"] for r in found for e in r.of("fallback")]
-            self.facts["unordered"] = [e["reason"] for r in found for e in r.of("unordered")]
+            self.facts["fallbacks"] = [e["reason"] for r in compiled for e in r.of("fallback")]
+            self.facts["unordered"] = [e["reason"] for r in compiled for e in r.of("unordered")]
         return [t.clone() for t in results] if self.contender.captures else results
 
     def repeats(self, results: list[Tensor]) -> bool:
@@ -237,15 +237,15 @@ def one_line(error: BaseException) -> str:
 
 def differences(exact: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:
     """Per result: the largest difference from float64, over the largest magnitude."""
-    found = []
+    errors = []
     for e, g in zip(exact, got, strict=True):
         if not g.is_floating_point():
-            found.append(float((g.long() != e.long()).sum()) / max(1, g.numel()))
+            errors.append(float((g.long() != e.long()).sum()) / max(1, g.numel()))
             continue
         scale = float(e.double().abs().amax()) if e.numel() else 0.0
         largest = float((g.double() - e.double()).abs().amax()) if e.numel() else 0.0
-        found.append(largest / scale if scale else largest)
-    return found
+        errors.append(largest / scale if scale else largest)
+    return errors
 
 
 def whole_difference(exact: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:

@@ -68,21 +68,21 @@ def write_page(documents: Sequence[Row], out: Path) -> Path:
 
 def blocks(text: str) -> list[dict[str, object]]:
     """The Markdown that `document` writes (headings, paragraphs, lists, code, tables), as data."""
-    found: list[dict[str, object]] = []
+    parts: list[dict[str, object]] = []
     for chunk in text.split("\n\n"):
         lines = chunk.strip("\n").split("\n")
         plain = chunk.replace("`", "").replace("*", "").strip()
         if lines[0].startswith("#"):
             level = len(lines[0]) - len(lines[0].lstrip("#"))
-            found.append({"kind": "heading", "level": level, "text": plain.lstrip("# ")})
+            parts.append({"kind": "heading", "level": level, "text": plain.lstrip("# ")})
         elif lines[0].startswith("|"):
             rows = [[c.strip() for c in line.strip("|").split(" | ")] for line in lines]
-            found.append({"kind": "table", "rows": [rows[0], *rows[2:]]})
+            parts.append({"kind": "table", "rows": [rows[0], *rows[2:]]})
         elif lines[0].startswith("    "):
-            found.append({"kind": "code", "text": "\n".join(line[4:] for line in lines)})
+            parts.append({"kind": "code", "text": "\n".join(line[4:] for line in lines)})
         elif lines[0].startswith("- "):
             items = " ".join(line.strip() for line in plain.split("\n"))
-            found.append({"kind": "list", "rows": items.removeprefix("- ").split(" - ")})
+            parts.append({"kind": "list", "rows": items.removeprefix("- ").split(" - ")})
         elif plain:
-            found.append({"kind": "text", "text": plain})
-    return found
+            parts.append({"kind": "text", "text": plain})
+    return parts

@@ -50,8 +50,8 @@ def draw(documents: Sequence[Row], out: Path) -> list[Path]:
 
 def contenders(rows: Sequence[Row]) -> list[str]:
     """Those that were timed, ours first."""
-    found = {n for r in rows for n, f in r["results"].items() if "us" in f}
-    return [n for n in COLOURS if n in found and n != "eager"]
+    timed = {n for r in rows for n, f in r["results"].items() if "us" in f}
+    return [n for n in COLOURS if n in timed and n != "eager"]
 
 
 def share(row: Row, contender: str) -> float:
@@ -102,11 +102,11 @@ def intensity(row: Row) -> tuple[float, float] | None:
 
 def roofs(rows: Sequence[Row]) -> Iterator[tuple[str, float]]:
     """GFLOP/s of the library's large products, by dtype, as measured in the run."""
-    found: dict[str, float] = {}
+    highest: dict[str, float] = {}
     for r in rows:
         if r.get("matmul_tflops"):
-            found[r["dtype"]] = max(found.get(r["dtype"], 0.0), r["matmul_tflops"] * 1e3)
-    yield from found.items()
+            highest[r["dtype"]] = max(highest.get(r["dtype"], 0.0), r["matmul_tflops"] * 1e3)
+    yield from highest.items()
 
 
 def roofline(
@@ -134,8 +134,8 @@ def roofline(
             suites.setdefault(r["suite"], []).append(p)
     marks: dict[str, Any] = {"seeds": "o", "norms": "s", "losses": "^", "reductions": "v"}
     shades = dict(zip(suites, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")))
-    for suite, found in suites.items():
-        xs, ys = zip(*found)
+    for suite, measured in suites.items():
+        xs, ys = zip(*measured)
         axes.scatter(xs, ys, s=14, marker=marks.get(suite, "D"), color=shades[suite], label=suite)
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -113,12 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for case in chosen(tuple(asked.suites), asked.device, (), asked.only, False):
         try:
-            found = measure(case, asked.device)
+            measured = measure(case, asked.device)
         except Exception:  # noqa: BLE001 - the others are still of interest
             traceback.print_exc()
             continue
-        rows += found
-        print(f"{case.suite} {case.name}: {share_off(found):.1%} off", file=sys.stderr, flush=True)
+        rows += measured
+        print(
+            f"{case.suite} {case.name}: {share_off(measured):.1%} off", file=sys.stderr, flush=True
+        )
     print(report(rows))
     if asked.json:
         asked.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))

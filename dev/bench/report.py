@@ -64,22 +64,22 @@ def remarks(row: Row) -> str:
     """What is wrong with a row, if anything."""
     if "failure" in row:
         return "FAILED " + row["failure"][:200]
-    found = []
+    notes = []
     for name, facts in row["results"].items():
         if "failure" in facts:
-            found.append(f"{name} FAILED {facts['failure'][:160]}")
+            notes.append(f"{name} FAILED {facts['failure'][:160]}")
         if facts.get("right") is False:
-            found.append(f"{name} WRONG {facts['error']:.1e}")
+            notes.append(f"{name} WRONG {facts['error']:.1e}")
         if facts.get("layout") is False and name == OURS:
-            found.append("strides differ")
+            notes.append("strides differ")
         if facts.get("repeats") is False and name == OURS:
             said = "" if facts.get("unordered") else ", and the Record does not say so"
-            found.append("differs from run to run" + said)
+            notes.append("differs from run to run" + said)
         if "not_captured" in facts:
-            found.append(f"{name} not captured: {facts['not_captured'][:80]}")
+            notes.append(f"{name} not captured: {facts['not_captured'][:80]}")
         if facts.get("fallbacks"):
-            found.append(f"fallback: {facts['fallbacks'][0][:80]}")
-    return "; ".join(found)
+            notes.append(f"fallback: {facts['fallbacks'][0][:80]}")
+    return "; ".join(notes)
 
 
 def headline(contenders: Sequence[str]) -> str:

@@ -128,7 +128,7 @@ def machine(device: str) -> Row:
 
     from deuteron.base.device import device_spec
 
-    found = device_spec(device)
+    spec = device_spec(device)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     try:
         import triton
@@ -136,13 +136,13 @@ def machine(device: str) -> Row:
         versions["triton"] = triton.__version__
     except ImportError:
         pass
-    name = found.name
+    name = spec.name
     if device == "cpu":  # a maker's machines may have one name
         name += f", {torch.backends.cpu.get_cpu_capability()}"
     return {
         "device": device,
         "name": name,
-        "cores": found.cores,
+        "cores": spec.cores,
         "threads": torch.get_num_threads(),
         **versions,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -230,10 +230,10 @@ def run_cold(plan: Plan, document: Row) -> None:
                     one = replace(plan, cases=(case,), contenders=(name,)).request(caches)
                     pair = []
                     for _ in ("cold", "warm"):
-                        found = run_alone(replace(one, task="cold"), until, plan.log)
-                        pair.append(found["results"].get(name, {}).get("seconds", math.nan))
-                        if "failure" in found:
-                            results[name]["failure"] = found["failure"]
+                        outcome = run_alone(replace(one, task="cold"), until, plan.log)
+                        pair.append(outcome["results"].get(name, {}).get("seconds", math.nan))
+                        if "failure" in outcome:
+                            results[name]["failure"] = outcome["failure"]
                     results[name]["all_s"].append(pair)
         for facts in results.values():
             for at, what in enumerate(("cold_s", "warm_s")):

@@ -45,7 +45,7 @@ def models(device: str) -> list[Case]:
     labels = ids(1000, b)
     width = 64 if large else 16
     part = functools.partial
-    found = (
+    programs = (
         (
             f"GPT-2 train {tokens[0]}x{tokens[1]}",
             part(networks.gpt2, large, True),
@@ -89,7 +89,7 @@ def models(device: str) -> list[Case]:
             True,
             "wall",
         )
-        for n, build, inputs in found
+        for n, build, inputs in programs
     ]
 
 
@@ -98,11 +98,11 @@ def launch(device: str) -> list[Case]:
     blocks = functools.partial(network, networks.small_blocks, (Spec((8, 256), "fp32"),))
     norm = functools.partial(FAMILIES["rms_norm"], (rows, 1024), "bf16")
     train = functools.partial(FAMILIES["layer_norm_gelu"], (16, 256), "fp32")
-    found = (
+    programs = (
         ("12 blocks forward 8x256", "fp32", False, blocks),
         ("12 blocks train 8x256", "fp32", True, blocks),
         (f"rms_norm train {rows}x1024", "bf16", True, norm),
         ("sin chain 1000", "fp32", False, functools.partial(sin_chain, 1000)),
         ("layer_norm_gelu train 16x256", "fp32", True, train),
     )
-    return [Case("launch", n, d, backward, make, True, "wall") for n, d, backward, make in found]
+    return [Case("launch", n, d, backward, make, True, "wall") for n, d, backward, make in programs]

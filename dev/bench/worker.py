@@ -136,12 +136,12 @@ def profiled(case: Case, contenders: list[Contender], request: Request) -> Row:
             for _ in range(3):
                 runner.step()
             runner.synchronize()
-        found = [
+        kernels = [
             (e.key, e.count / 3, (e.device_time_total if cuda else e.self_cpu_time_total) / 3)
             for e in trace.key_averages()
         ]
-        found.sort(key=lambda e: -e[2])
-        results[c.name] = {"kernels": found[:16], "us": sum(e[2] for e in found)}
+        kernels.sort(key=lambda e: -e[2])
+        results[c.name] = {"kernels": kernels[:16], "us": sum(e[2] for e in kernels)}
         torch._dynamo.reset()
     return {"suite": case.suite, "case": case.name, "results": results}
 

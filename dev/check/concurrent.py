@@ -32,13 +32,13 @@ def together(kernel: Any, grid: int, *args: Any, **constants: Any) -> None:
     here, failures = threading.local(), list[Exception]()
     threads: list[threading.Thread] = []
 
-    def start(found: dict[str, Any]) -> None:
+    def start(namespace: dict[str, Any]) -> None:
         index = builder.grid_idx
 
         def body() -> None:
             here.index = index
             try:
-                function(**found)
+                function(**namespace)
             except _Stopped:
                 pass
             except Exception as e:  # noqa: BLE001 - raised below

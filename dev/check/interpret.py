@@ -60,9 +60,9 @@ def gpu() -> DeviceSpec:
     interpreter.InterpreterBuilder.create_fma = fused
     interpreter.ReduceOps.sum = summed
     interpreter._convert_float = partial(converted, interpreter._convert_float)
-    found = named_gpu(DEVICE)
-    assert found is not None
-    return found
+    spec = named_gpu(DEVICE)
+    assert spec is not None
+    return spec
 
 
 def splat(self: Any, block: Any, number: Any) -> Any:

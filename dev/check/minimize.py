@@ -84,13 +84,13 @@ class Reducer:
             return False
         self.tried.add(key)
         try:
-            found = p.check(how)
+            now = p.check(how)
         except (Unusable, SyntaxError):
             return False
-        if not self.first.like(found):
+        if not self.first.like(now):
             return False
-        assert found is not None
-        self.p, self.how, self.failure = p, how, found
+        assert now is not None
+        self.p, self.how, self.failure = p, how, now
         return True
 
     # -- passes -----------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class Reducer:
 
     def sizes(self) -> None:
         """A size of the inputs cut, everywhere that it occurs."""
-        found = {n for ts in self.p.inputs.values() for t in ts for n in t.shape if n > 1}
-        for n in sorted(found, reverse=True):
+        extents = {n for ts in self.p.inputs.values() for t in ts for n in t.shape if n > 1}
+        for n in sorted(extents, reverse=True):
             for m in dict.fromkeys((1, 2, 3, n // 2)):
                 if 0 < m < n and self.attempt(changed(self.p, partial(cut, n=n, m=m))):
                     break
@@ -258,7 +258,7 @@ def cut(t: Tensor, n: int, m: int) -> Tensor:
 
 
 # -- files -----------------------------------------------------------------------------------------
-def captured(found: Loaded) -> Straight:
+def captured(case: Loaded) -> Straight:
     """Any function as a straight program: what Dynamo makes of it, for its first inputs."""
     graphs: list[tuple[Any, list[Any]]] = []
 
@@ -267,8 +267,8 @@ def captured(found: Loaded) -> Straight:
         return gm.forward
 
     torch._dynamo.reset()
-    given = copies(found.sets[0])
-    torch.compile(found.fn, backend=keep, fullgraph=True, dynamic=False)(*given)
+    given = copies(case.sets[0])
+    torch.compile(case.fn, backend=keep, fullgraph=True, dynamic=False)(*given)
     if len(graphs) != 1:
         raise Unusable(f"Dynamo makes {len(graphs)} graphs of it")
     gm, real = graphs[0]
@@ -313,20 +313,20 @@ def import_text(name: str, value: Any) -> str:
 
 def run_minimize(path: Path, out: Path, seconds: float, backend: str | None) -> int:
     """The command. Exit status 1 when the file does not fail, 0 when `out` is written."""
-    found = load(path, backend)
-    failure = check(found.fn, wide_function(found), found.sets, found.how)
+    case = load(path, backend)
+    failure = check(case.fn, wide_function(case), case.sets, case.how)
     if failure is None:
         print(f"{path} does not fail")
         return 1
     print(failure)
-    p = straight(found.source, found.sets)
-    if p is None or not failure.like(p.check(found.how)):
-        p = captured(found)
-        again = p.check(found.how)
+    p = straight(case.source, case.sets)
+    if p is None or not failure.like(p.check(case.how)):
+        p = captured(case)
+        again = p.check(case.how)
         if not failure.like(again):
             print(f"as Dynamo's graph it fails otherwise: {again}")
             return 1
-    small, failure, how = reduced(p, found.how, failure, seconds)
+    small, failure, how = reduced(p, case.how, failure, seconds)
     text = file_text(small, how, f"Cut down from {path.name}\n{failure}")
     out.write_text(text, encoding="utf-8")
     print(f"{len(p.lines)} lines cut down to {len(small.lines)}, in {out}:\n\n{text}")

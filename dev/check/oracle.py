@@ -179,7 +179,7 @@ def observed(calls: Sequence[tuple[Any, Sequence[Tensor]]], backward: bool) -> l
     shared = [sharing(outputs, inputs) for outputs, inputs in rows]
     grads = gradients(rows) if backward else [{} for _ in rows]
     out = []
-    for (outputs, inputs), places, found in zip(rows, shared, grads):
+    for (outputs, inputs), places, gradients_of in zip(rows, shared, grads):
         seen = Seen(shared=places)
         for k, x in outputs.items():
             seen.values[k] = x.detach().clone() if isinstance(x, Tensor) else x
@@ -187,7 +187,7 @@ def observed(calls: Sequence[tuple[Any, Sequence[Tensor]]], backward: bool) -> l
                 seen.strides[k] = significant(x)
             if isinstance(x, Tensor):
                 seen.values[f"{k} requires grad"] = x.requires_grad
-        for k, g in found.items():
+        for k, g in gradients_of.items():
             seen.values[k] = g.detach().clone() if g is not None else None
         for k, x in inputs.items():
             seen.values[f"{k} afterwards"] = x.detach().clone()
@@ -215,8 +215,8 @@ def gradients(
             starts += leaves.values()
             owners += [(row, k) for k in leaves]
     if starts:
-        found = torch.autograd.grad(ends, starts, given, allow_unused=True)
-        for (row, k), g in zip(owners, found):
+        computed = torch.autograd.grad(ends, starts, given, allow_unused=True)
+        for (row, k), g in zip(owners, computed):
             out[row][f"grad of {k}"] = g
     return out
 
@@ -278,9 +278,9 @@ class Oracle:
     @cached_property
     def coarsest(self) -> torch.dtype:
         """The inputs' floating dtype of the largest unit in the last place."""
-        found = [t.real.dtype if t.is_complex() else t.dtype for t in self.inputs]
-        found = [d for d in found if d.is_floating_point] or [torch.float32]
-        return max(found, key=lambda d: torch.finfo(d).eps)
+        dtypes = [t.real.dtype if t.is_complex() else t.dtype for t in self.inputs]
+        dtypes = [d for d in dtypes if d.is_floating_point] or [torch.float32]
+        return max(dtypes, key=lambda d: torch.finfo(d).eps)
 
     @cached_property
     def others(self) -> list[tuple[Seen | None, bool]]:
@@ -355,7 +355,7 @@ class Oracle:
         gradient of a bfloat16 conv3d's weights whose kernel is larger than the image: runs whose
         operators get memory full of NaN show it, or numbers far beyond those of float64 that come
         and go."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for _ in range(STAINED):
             seen = self.attempt(copies(self.inputs), False, Stained())
             for name, e in self.eager.values.items():
@@ -367,8 +367,8 @@ class Oracle:
                 if exact is not None and bool(exact.isfinite().all()):
                     bad |= (a - b).abs() > 8 * float(parts(exact).abs().max())
                 if bool(bad.any()):
-                    found[name] = None
-        return list(found)
+                    names[name] = None
+        return list(names)
 
     def shaken(self, seed: int, wide: bool) -> Seen | None:
         """A run in which what is rounded on the way is moved."""

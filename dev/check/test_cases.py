@@ -106,18 +106,18 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
     if drew and how.backend in OURS:
         how = replace(how, options={**how.options, "eager_random": True})
     try:
-        found = problems(run(fn, sets, how), oracles)
+        wrong = problems(run(fn, sets, how), oracles)
     except Exception as e:  # noqa: BLE001 - whatever the compiler or its program raises
         return blame(fn, sets, how, oracles, e)
-    if found:
-        torch_too = wrong_without(fn, sets, how, oracles, found)
-        own = [p for p in found if place(p) not in torch_too]
-        return Failure("wrong" if own else "torch", "; ".join(own or found))
+    if wrong:
+        torch_too = wrong_without(fn, sets, how, oracles, wrong)
+        own = [p for p in wrong if place(p) not in torch_too]
+        return Failure("wrong" if own else "torch", "; ".join(own or wrong))
     return None
 
 
 def wrong_without(
-    fn: Fn, sets: Sequence[Sequence[Tensor]], how: How, oracles: Sequence[Oracle], found: list[str]
+    fn: Fn, sets: Sequence[Sequence[Tensor]], how: How, oracles: Sequence[Oracle], wrong: list[str]
 ) -> set[str]:
     """Where torch's capture is wrong without a compiler. Where AOTAutograd cannot run what Dynamo
     found out (a size may be wrong), where Dynamo's alone is, and what a backend does not decide."""
@@ -126,7 +126,7 @@ def wrong_without(
         try:
             seen = run(fn, sets, witness(how, capture))
         except Exception:  # noqa: BLE001 - no excuse, but for what a backend does not decide
-            torch_too |= {place(p) for p in found if p.endswith(ZEROS)}
+            torch_too |= {place(p) for p in wrong if p.endswith(ZEROS)}
             continue
         return torch_too | set(map(place, problems(seen, oracles)))
     return torch_too
@@ -181,8 +181,8 @@ def call_name(k: int, n: int, many: bool) -> str:
 def place(problem: str) -> str:
     """What is wrong and in which tensor, without the values and their number, which differ by
     rounding."""
-    name, found = problem.split(": ", 1)
-    return f"{name}: elements" if ", first at" in found else problem
+    name, what = problem.split(": ", 1)
+    return f"{name}: elements" if ", first at" in what else problem
 
 
 def run(fn: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> list[list[Seen]]:
@@ -459,17 +459,17 @@ def load(path: Path, backend: str | None = None) -> Loaded:
     return Loaded(space["fn"], sets, how, path.read_text(encoding="utf-8"))
 
 
-def wide_function(found: Loaded) -> Fn:
+def wide_function(case: Loaded) -> Fn:
     """The file's function in float64."""
     space: dict[str, Any] = {"torch": torch, "F": F, "__name__": "wide", "__file__": "wide"}
-    exec(compile(widened_text(found.source), "<wide>", "exec"), space)
+    exec(compile(widened_text(case.source), "<wide>", "exec"), space)
     return space["fn"]
 
 
 def main(file: str) -> None:
     """Runs a file's program; exit status 1 and the failure in words where it fails."""
-    found = load(Path(file))
-    failure = check(found.fn, wide_function(found), found.sets, found.how)
+    case = load(Path(file))
+    failure = check(case.fn, wide_function(case), case.sets, case.how)
     print("right" if failure is None else failure)
     sys.exit(0 if failure is None else 1)
 

@@ -115,5 +115,5 @@ def suitable(case: Case) -> None:
 def chosen(pattern: str, names: list[str]) -> list[str]:
     """Names that a regular expression finds, in order."""
 
-    found = re.compile(pattern)
-    return [n for n in names if found.search(n)]
+    wanted = re.compile(pattern)
+    return [n for n in names if wanted.search(n)]

@@ -54,15 +54,15 @@ def load(path: Path, device: str) -> type[unittest.TestCase]:
     module = importlib.util.module_from_spec(spec)
     sys.modules["test_torchinductor"] = module
     spec.loader.exec_module(module)
-    found = getattr(module, CLASSES[device], None)
-    if found is None:
+    tests = getattr(module, CLASSES[device], None)
+    if tests is None:
         raise SystemExit(f"{path} has no {CLASSES[device]} here (is there such a device?)")
-    return found
+    return tests
 
 
 def names(kind: type[unittest.TestCase], only: str) -> tuple[list[str], int]:
     """Tests to run, and how many look into Inductor."""
-    found, inside = [], 0
+    tests, inside = [], 0
     for name in unittest.TestLoader().getTestCaseNames(kind):
         if not re.search(only, name):
             continue
@@ -73,8 +73,8 @@ def names(kind: type[unittest.TestCase], only: str) -> tuple[list[str], int]:
         if INSIDE.search(text):
             inside += 1
         else:
-            found.append(name)
-    return found, inside
+            tests.append(name)
+    return tests, inside
 
 
 class Told(unittest.TestResult):
@@ -169,8 +169,8 @@ def main() -> int:
     if asked.child:
         child(asked.file, asked.device)
         return 0
-    found, inside = names(load(asked.file, asked.device), asked.only)
-    chunks = [found[k : k + CHUNK] for k in range(0, len(found), CHUNK)]
+    tests, inside = names(load(asked.file, asked.device), asked.only)
+    chunks = [tests[k : k + CHUNK] for k in range(0, len(tests), CHUNK)]
     verdicts: Counter[str] = Counter()
     with ThreadPoolExecutor(asked.jobs) as pool:
         for rows in pool.map(lambda c: run_chunk(asked.file, asked.device, c), chunks):

@@ -69,7 +69,7 @@ def measure(names: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
 
     seedless()
     table = entries()
-    found: list[str] = []
+    generated: list[str] = []
     unknown: dict[str, str] = {}
     for name in names:
         op = table[name]
@@ -93,19 +93,19 @@ def measure(names: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
             if sum(counts):
                 break
         if sum(counts):
-            found.append(name)
+            generated.append(name)
             unknown.pop(name, None)
         say(f"{name}: {sum(counts)}")
-    return {"torch": torch.__version__, "generated": found, "unknown": unknown}
+    return {"torch": torch.__version__, "generated": generated, "unknown": unknown}
 
 
 def write_peer(pattern: str, path: Path) -> int:
     """`python -m dev coverage --peer FILE`."""
     from dev.coverage.cases import chosen, entries
 
-    found = measure(chosen(pattern, list(entries())), lambda text: print(text, flush=True))
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(found['generated'])} operators, {len(found['unknown'])} unknown: {path}")
+    measured = measure(chosen(pattern, list(entries())), lambda text: print(text, flush=True))
+    path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(measured['generated'])} operators, {len(measured['unknown'])} unknown: {path}")
     return 0
 
 

@@ -244,10 +244,10 @@ def run_coverage(
     rows = run_all(
         jobs, state, processes, resume, lambda text: print(text, flush=True), seconds=seconds
     )
-    found = by_op(rows)
-    print(summary(found, time.perf_counter() - began))
+    operators = by_op(rows)
+    print(summary(operators, time.perf_counter() - began))
     if ops == "":
-        print(share(found, generated_by_peer()))
+        print(share(operators, generated_by_peer()))
     if write is not None:
         write_table(rows, write, command)
-    return 1 if any(o.wrong or o.errors for o in found) else 0
+    return 1 if any(o.wrong or o.errors for o in operators) else 0

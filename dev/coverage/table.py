@@ -167,8 +167,8 @@ def section(
     lines += ["", f"### {title}: library calls of real numbers", "", "| operator | calls | why |"]
     lines += ["|---|---|---|"]
     for o in ops:
-        found = {k: v for p in ("forward", "backward") for k, v in o.library.get(p, {}).items()}
-        for name, why in sorted(found.items()):
+        reasons = {k: v for p in ("forward", "backward") for k, v in o.library.get(p, {}).items()}
+        for name, why in sorted(reasons.items()):
             lines.append(f"| {o.name} | {cell(name)} | {cell(why)} |")
     lines += ["", f"### {title}: what Dynamo does not capture", ""]
     lines += ["Traced with make_fx instead, or not at all.", "", "| operator | instead | why |"]

@@ -181,23 +181,23 @@ class Runner:
             return
         self.count(records)
         for k, (t, s) in enumerate(zip(trials, seen)):
-            found = self.problems(t, s)
-            if not found:
+            wrong = self.problems(t, s)
+            if not wrong:
                 self.row.right += 1
             elif len(trials) > 1:
-                self.check_alone(trials, k, found)
+                self.check_alone(trials, k, wrong)
             else:
-                self.judge(trials, 0, found)
+                self.judge(trials, 0, wrong)
 
     def problems(self, trial: Trial, seen: Seen) -> list[str]:
-        found = [
+        wrong = [
             p
             for p in differences(seen, trial.oracle)
             if not ("elements, first at" in p and p.split(": ", 1)[0] in trial.unset)
         ]
-        return found or (coarser(seen, trial.oracle) if self.job.part == "chains" else [])
+        return wrong or (coarser(seen, trial.oracle) if self.job.part == "chains" else [])
 
-    def check_alone(self, trials: list[Trial], at: int, found: list[str]) -> None:
+    def check_alone(self, trials: list[Trial], at: int, wrong: list[str]) -> None:
         """A case that is wrong beside others counts even when it is right alone."""
         trial = trials[at]
         try:
@@ -208,9 +208,9 @@ class Runner:
         if alone:
             self.judge([trial], 0, alone)
         else:
-            self.judge(trials, at, found, "only beside others: ")
+            self.judge(trials, at, wrong, "only beside others: ")
 
-    def judge(self, trials: list[Trial], at: int, found: list[str], how: str = "") -> None:
+    def judge(self, trials: list[Trial], at: int, problems: list[str], how: str = "") -> None:
         """What torch's own capture of the same graph shows in the same way is noted and not
         wrong."""
         trial = trials[at]
@@ -222,13 +222,13 @@ class Runner:
         if isinstance(witness, Seen):
             same = set(differences(witness, trial.oracle))
             signs = {p.split(":")[0] for p in same if SIGNS in p}  # of other elements, perhaps
-            same.update(p for p in found if SIGNS in p and p.split(":")[0] in signs)
-            for p in found:
+            same.update(p for p in problems if SIGNS in p and p.split(":")[0] in signs)
+            for p in problems:
                 if p in same:
                     self.row.noted["as aot_eager: " + p] += 1
-            found = [p for p in found if p not in same]
-        if found:
-            self.wrong(trial, how + "; ".join(found))
+            problems = [p for p in problems if p not in same]
+        if problems:
+            self.wrong(trial, how + "; ".join(problems))
         else:
             self.row.right += 1
 
@@ -289,18 +289,18 @@ class Runner:
                 return e
             return None
 
-        found = tried(self.job.backend)
-        if found is not None and of_kind(found, error):
+        raised = tried(self.job.backend)
+        if raised is not None and of_kind(raised, error):
             self.row.right += 1
             return
         witness = tried("aot_eager")
-        alike = (witness is None) == (found is None)
-        if alike and (witness is None or reason(witness) == reason(found or witness)):
-            what = "runs" if found is None else f"raises {type(inner(found)).__name__}"
+        alike = (witness is None) == (raised is None)
+        if alike and (witness is None or reason(witness) == reason(raised or witness)):
+            what = "runs" if raised is None else f"raises {type(inner(raised)).__name__}"
             self.row.noted[f"as aot_eager: {what} where eager has {in_general(error)}"] += 1
             self.row.right += 1
             return
-        text = "runs" if found is None else reason(found)
+        text = "runs" if raised is None else reason(raised)
         self.row.wrong.append(f"{case.name}: {text}, where eager has {in_general(error)}")
 
     def count(self, records: Sequence[Any]) -> None:
@@ -325,9 +325,9 @@ def inner(error: Exception) -> Exception:
     return getattr(error, "inner_exception", None) or error
 
 
-def of_kind(found: Exception, error: Exception) -> bool:
+def of_kind(raised: Exception, error: Exception) -> bool:
     """Whether a user gets the kind of error that eager raises, or hears of it from Dynamo."""
-    return uncapturable(found) or isinstance(inner(found), type(error))
+    return uncapturable(raised) or isinstance(inner(raised), type(error))
 
 
 def reason(error: Exception) -> str:
@@ -448,8 +448,8 @@ def filled(run: Callable[[], Seen], plain: Seen) -> frozenset[str]:
             seen = run()
         except RuntimeError:  # eager cannot be asked: then nothing is excused
             return frozenset()
-        found = {name: seen.values.get(name) for name in unlike(plain, seen)}
-        return frozenset(n for n, y in found.items() if isinstance(y, Tensor) and holds_fill(y))
+        differing = {name: seen.values.get(name) for name in unlike(plain, seen)}
+        return frozenset(n for n, y in differing.items() if isinstance(y, Tensor) and holds_fill(y))
 
 
 def holds_fill(t: Tensor) -> bool:
@@ -522,11 +522,11 @@ def run_job(job: Job, say: Callable[[str], None] = lambda text: None) -> dict[st
 def source_digest() -> str:
     """Tells states of Deuteron's source apart; the tools that look at it are no part of it."""
     root = Path(deuteron.__file__).parent
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         if path.relative_to(root).parts[0] != "tools":
-            found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def brief(texts: list[str]) -> list[str]:

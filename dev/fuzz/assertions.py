@@ -112,14 +112,14 @@ def counted(draft: Draft, words: dict[str, Any]) -> list[str]:
     n = draft.value(t).shape[0]
     asserted(draft, f"{t}.size(0)", n, words)
     y = draft.new_input((n,), torch.float32)
-    found = []
+    numbers = []
     for text in rng.sample(USES, rng.randint(1, 3)):
         if "{y}" in text and not said(draft, f"{t}.size(0) == {n}"):
             if rng.random() < 0.7:
                 continue  # eager decides at every set; the graph cannot be traced without a word
             draft.lines.append(line(f"torch._check({t}.size(0) == {n})"))
-        found.append(draft.add(text.format(t=t, y=y, n=n, **words)))
-    return found
+        numbers.append(draft.add(text.format(t=t, y=y, n=n, **words)))
+    return numbers
 
 
 def numbered(draft: Draft, words: dict[str, Any]) -> list[str]:

@@ -144,8 +144,8 @@ def mutated(text: str, rng: random.Random) -> str:
     """`text` with at most one change."""
     if rng.random() < 0.6:
         return text
-    found = [(g, w) for g in CHANGES for w in g if w in text]
-    if not found:
+    possible = [(g, w) for g in CHANGES for w in g if w in text]
+    if not possible:
         return text
-    group, word = rng.choice(found)
+    group, word = rng.choice(possible)
     return text.replace(word, rng.choice(group), 1)

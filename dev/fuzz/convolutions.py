@@ -125,9 +125,9 @@ class Network:
         return name
 
     def value(self, name: str) -> Tensor:
-        found = self.env[name]
-        assert isinstance(found, Tensor)
-        return found
+        tensor = self.env[name]
+        assert isinstance(tensor, Tensor)
+        return tensor
 
     @property
     def image(self) -> str:

@@ -78,9 +78,9 @@ class Draft:
         return name
 
     def value(self, name: str) -> Tensor:
-        found = self.env[name]
-        assert isinstance(found, Tensor)
-        return found
+        tensor = self.env[name]
+        assert isinstance(tensor, Tensor)
+        return tensor
 
     def add(self, text: str) -> str:
         """One more variable; raises `Refused`."""

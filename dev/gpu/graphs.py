@@ -65,9 +65,9 @@ def close(got: Any, want: Any, tolerance: float) -> str:
 
 
 def grads(net: nn.Module, x: Tensor) -> list[Tensor]:
-    found = [x.grad, *(p.grad for p in net.parameters())]
+    gradients = [x.grad, *(p.grad for p in net.parameters())]
     net.zero_grad()
-    return [g for g in found if g is not None]
+    return [g for g in gradients if g is not None]
 
 
 def inference(net: nn.Module, inputs: list[Tensor], tolerance: float) -> str:
@@ -85,13 +85,13 @@ def training(net: nn.Module, inputs: list[Tensor], tolerance: float) -> str:
         out = g(x)
         (out.float() ** 2).mean().backward()
         kept.append([out, *grads(net, x)])
-    found = []
+    errors = []
     for x, got in zip(inputs, kept, strict=True):
         x = x.clone().requires_grad_()
         out = net(x)
         (out.float() ** 2).mean().backward()
-        found.append(close(got, [out, *grads(net, x)], tolerance))
-    return max(found)
+        errors.append(close(got, [out, *grads(net, x)], tolerance))
+    return max(errors)
 
 
 def optimizer() -> str:
@@ -159,8 +159,8 @@ def tuned() -> str:
     g = torch.compile(f, backend="deuteron", mode="max-autotune")
     x, w = torch.randn(3000, 1000, device=DEVICE), torch.randn(1000, 1000, device=DEVICE)
     s, t = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
-    found = [close([g(x, s, w), s], [f(x, t, w), t], 1e-3) for _ in range(4)]
-    return max(found)
+    errors = [close([g(x, s, w), s], [f(x, t, w), t], 1e-3) for _ in range(4)]
+    return max(errors)
 
 
 def out_of_memory() -> str:
@@ -197,7 +197,7 @@ def recorded_by_the_user() -> str:
         y = F.layer_norm(x, (256,)) * w
         return F.gelu(y.sum(0) + y.square().sum(0)) + y.mean()
 
-    found = []
+    errors = []
     for mode in ("default", "reduce-overhead"):
         torch._dynamo.reset()
         g = torch.compile(f, backend="deuteron", mode=mode)
@@ -211,8 +211,8 @@ def recorded_by_the_user() -> str:
         for k in range(3):
             x.copy_(torch.randn(4096, 256, device=DEVICE) * k)
             graph.replay()
-            found.append(close([out], [f(x, w)], 1e-3))
-    return max(found)
+            errors.append(close([out], [f(x, w)], 1e-3))
+    return max(errors)
 
 
 def unfit() -> str:
@@ -284,13 +284,13 @@ def check(chosen: list[str]) -> None:
         if chosen and name not in chosen:
             continue
         torch._dynamo.reset()
-        with collecting() as found:
+        with collecting() as compiled:
             try:
                 result = case()
             except Exception:  # noqa: BLE001 - every case is run
                 result = "FAILED " + traceback.format_exc()[-700:]
         print(f"{name:24} {result}")
-        for r in found:
+        for r in compiled:
             phase = (r.of("graph") or [{"phase": "?"}])[0]["phase"]
             for e in r.of("decision"):
                 if e["subject"] == "autotune":

@@ -61,8 +61,10 @@ def program(f: Callable[..., Program], name: str, *args: Any) -> None:
 
 
 def at(name: str, *indices: Axis | IndexLike, dtype: str = "f32") -> Expr:
-    found = tuple(i.index if isinstance(i, Axis) else as_index(i) for i in indices)
-    return cast(load(name, found, dtype), "f32") if dtype != "i64" else load(name, found, dtype)
+    position = tuple(i.index if isinstance(i, Axis) else as_index(i) for i in indices)
+    return (
+        cast(load(name, position, dtype), "f32") if dtype != "i64" else load(name, position, dtype)
+    )
 
 
 def local(name: str, *axes: Axis, dtype: str = "f32") -> Expr:

@@ -47,16 +47,16 @@ def timed(launch: Callable[[], Any]) -> float:
 
 
 def candidates(p: Product, tensors: list[torch.Tensor], count: int, alignment: int) -> list[str]:
-    found = launch_blas.Multiply(p, 0, Options.make())
+    multiply = launch_blas.Multiply(p, 0, Options.make())
     out = []
-    for n, result in enumerate(found.candidates(count, alignment)):
-        found.table.best = result.algorithm
-        found.space = result.space
-        found.spaces.clear()
+    for n, result in enumerate(multiply.candidates(count, alignment)):
+        multiply.table.best = result.algorithm
+        multiply.space = result.space
+        multiply.spaces.clear()
         addresses = struct.pack(f"{len(tensors)}P", *(t.data_ptr() for t in tensors))
 
         def launch(addresses: bytes = addresses) -> None:
-            found(torch.cuda.current_stream().cuda_stream, addresses)
+            multiply(torch.cuda.current_stream().cuda_stream, addresses)
 
         try:
             us = f"{timed(launch):.1f}"
@@ -90,8 +90,8 @@ def main() -> None:
                 p = Product(m, n, k, 1, name, *side, bias)
                 tensors = [x, w, y, *([b] if bias else [])]
                 for alignment, most in ((256, count), (16, 1)):
-                    found = candidates(p, tensors, most, alignment)
-                    print(f"    {'bias' if bias else 'none'} {alignment}: " + "; ".join(found))
+                    texts = candidates(p, tensors, most, alignment)
+                    print(f"    {'bias' if bias else 'none'} {alignment}: " + "; ".join(texts))
 
 
 if __name__ == "__main__":

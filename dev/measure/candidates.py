@@ -40,7 +40,7 @@ def kernels(case: str) -> list[Any]:
     from dev.bench.families import FAMILIES
 
     name, dtype, phase, text = case.split()
-    found: list[Any] = []
+    scheduled: list[Any] = []
 
     def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
         import copy
@@ -51,7 +51,7 @@ def kernels(case: str) -> list[Any]:
         c.do_lower()
         c.do_schedule()
         assert c.schedule is not None
-        found.extend(k for k in c.schedule.steps if isinstance(k, Kernel))
+        scheduled.extend(k for k in c.schedule.steps if isinstance(k, Kernel))
 
         def call(args: list[Any]) -> Any:
             taken = list(args)
@@ -71,7 +71,7 @@ def kernels(case: str) -> list[Any]:
     if phase == "train":
         out = out if isinstance(out, torch.Tensor) else out[0]
         out.backward(torch.ones_like(out))
-    return found
+    return scheduled
 
 
 def others(form: Form) -> tuple[Blocks, ...]:

@@ -121,8 +121,8 @@ def errors(kind: str, dtype: torch.dtype, device: str) -> dict[str, float]:
         for name, how in contenders().items():
             torch._dynamo.reset()
             run = model if how is None else torch.compile(model, **how)
-            found = [error(run(x), e) for x, e in zip(given, exact, strict=True)]
-            out[name] = 100 * math.sqrt(sum(found) / RUNS)
+            squares = [error(run(x), e) for x, e in zip(given, exact, strict=True)]
+            out[name] = 100 * math.sqrt(sum(squares) / RUNS)
     return out
 
 
@@ -135,8 +135,8 @@ def main() -> None:
     print("| model | " + " | ".join(contenders()) + " |")
     print("|---|" + "---|" * len(contenders()))
     for kind in asked.models.split(","):
-        found = errors(kind, getattr(torch, asked.dtype), asked.device)
-        print(f"| {kind} | " + " | ".join(f"{e:.3f}" for e in found.values()) + " |", flush=True)
+        percent = errors(kind, getattr(torch, asked.dtype), asked.device)
+        print(f"| {kind} | " + " | ".join(f"{e:.3f}" for e in percent.values()) + " |", flush=True)
 
 
 if __name__ == "__main__":

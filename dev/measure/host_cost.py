@@ -106,14 +106,14 @@ def timed(step: Step, device: str, calls: int) -> float:
     clock = time.thread_time if device == "cpu" else time.perf_counter
     for _ in range(10):
         step()
-    found = []
+    seconds = []
     for _ in range(calls):
         if device != "cpu":
             torch.cuda.synchronize()
         start = clock()
         step()
-        found.append(clock() - start)
-    return statistics.median(found) * 1e6
+        seconds.append(clock() - start)
+    return statistics.median(seconds) * 1e6
 
 
 class Inside:

@@ -85,14 +85,14 @@ def main() -> None:
                 out = torch.empty_like(moved)
                 copy = measure(lambda a, b: b.copy_(a), moved, out)
                 base = copy / 2 if name == "logsumexp" else copy
-                found = []
+                ratios = []
                 for change in changes:
                     change()
                     with tempfile.TemporaryDirectory() as folder:
                         torch._dynamo.reset()
                         g = torch.compile(f, backend="deuteron", options={"cache_dir": folder})
-                        found.append(f"{measure(g, *args) / base:.2f}")
-                print(f"{name:17} {columns:7} {str(dtype)[6:]:9}", *found, flush=True)
+                        ratios.append(f"{measure(g, *args) / base:.2f}")
+                print(f"{name:17} {columns:7} {str(dtype)[6:]:9}", *ratios, flush=True)
 
 
 if __name__ == "__main__":

@@ -251,9 +251,9 @@ class Copy:
             _, text = self.run([*command, *words], WITNESS_LIMIT, **extra)
             return [json.loads(x) for x in text.splitlines() if x.startswith("{")]
 
-        found = rows(*names)
-        gone = [n for n in names if n not in {w["program"] for w in found}][:1]
-        return found + (rows("--accesses", *gone) if gone else [])
+        seen = rows(*names)
+        gone = [n for n in names if n not in {w["program"] for w in seen}][:1]
+        return seen + (rows("--accesses", *gone) if gone else [])
 
     def fuzz(self, seconds: float) -> str:
         command = ["-m", "dev", "fuzz", "--seconds", str(seconds), "--no-cut"]
@@ -288,12 +288,12 @@ def tried(copy: Copy, bug: Bug, fuzz: float, skip: Sequence[str]) -> Outcome:
     return out
 
 
-def summary(found: Sequence[Outcome], failed: Sequence[str]) -> str:
-    caught = sum(bool(o.caught) for o in found)
-    wrong = [o for o in found if o.wrong]
+def summary(outcomes: Sequence[Outcome], failed: Sequence[str]) -> str:
+    caught = sum(bool(o.caught) for o in outcomes)
+    wrong = [o for o in outcomes if o.wrong]
     text = (
-        f"{caught} of {len(found)} are caught. {len(wrong)} have a witness whose compiled program "
-        f"gives a wrong result or ends the process; the self-check (with `check_accesses` where "
+        f"{caught} of {len(outcomes)} are caught. {len(wrong)} have a witness whose compiled "
+        f"program gives a wrong result or ends the process; the self-check (with `check_accesses` where "
         f"the process ended) names a kernel for {sum(o.named for o in wrong)} of these."
     )
     if failed:
@@ -322,11 +322,11 @@ def main() -> None:
                 pass  # every line is there
         failed = baseline(copy, bugs)
         print(f"tests that fail without any bug: {failed}", flush=True)
-        found = []
+        outcomes = []
         for bug in bugs:
-            found.append(tried(copy, bug, asked.fuzz, failed))
-            print(f"{found[-1].seconds:5.0f} s  {found[-1].row()}", flush=True)
-    table = "\n".join([*HEAD, *(o.row() for o in found), "", summary(found, failed)])
+            outcomes.append(tried(copy, bug, asked.fuzz, failed))
+            print(f"{outcomes[-1].seconds:5.0f} s  {outcomes[-1].row()}", flush=True)
+    table = "\n".join([*HEAD, *(o.row() for o in outcomes), "", summary(outcomes, failed)])
     print(table)
     if asked.document:
         document(table)

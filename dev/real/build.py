@@ -79,9 +79,9 @@ def build(candidate: Candidate, device: str, train: bool) -> Built:
             if size > caps.parameters:
                 reasons.append(f"{rung}: {size / 1e6:.0f} million parameters")
                 continue
-            found = attempt(rung, make, device, train, reasons)
-            if found is not None:
-                return found
+            built = attempt(rung, make, device, train, reasons)
+            if built is not None:
+                return built
     except Unfit:
         raise
     except Exception as error:  # noqa: BLE001

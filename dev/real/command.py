@@ -94,7 +94,7 @@ def available() -> tuple[str, ...]:
     """The packages that can be imported here."""
     import importlib.util
 
-    found = tuple(p for p in PACKAGES if importlib.util.find_spec(p) is not None)
-    if not found:
+    installed = tuple(p for p in PACKAGES if importlib.util.find_spec(p) is not None)
+    if not installed:
         raise SystemExit("neither timm nor transformers is installed")
-    return found
+    return installed

@@ -64,14 +64,14 @@ def slots(date: str, count: int, packages: tuple[str, ...] = PACKAGES) -> list[S
     comes; candidates of a slot are its package's, in steps of the number of its slots."""
     orders = {p: ORDERS[p](random.Random(f"{date} {p}")) for p in packages}
     paces = list(itertools.product((False, True), ("bf16", "fp32"), (False, True)))
-    found = []
+    drawn = []
     for k in range(count):
         package = packages[k % len(packages)]
         turn, own = divmod(k, len(packages))[0], -(-count // len(packages))
         channels_last, dtype, train = paces[turn % len(paces)]
         candidates = orders[package][turn::own][:CANDIDATES]
-        found.append(Slot(k, train, dtype, channels_last, tuple(candidates)))
-    return found
+        drawn.append(Slot(k, train, dtype, channels_last, tuple(candidates)))
+    return drawn
 
 
 def timm_order(generator: random.Random) -> list[Candidate]:
@@ -91,8 +91,8 @@ def transformers_order(generator: random.Random) -> list[Candidate]:
     classes: dict[str, list[str]] = {}
     for head in HEADS:
         for model_type, names in getattr(modeling, head, {}).items():
-            found = (names,) if isinstance(names, str) else names
-            classes.setdefault(model_type, []).extend(n for n in found if n)
+            class_names = (names,) if isinstance(names, str) else names
+            classes.setdefault(model_type, []).extend(n for n in class_names if n)
     types_ = sorted(classes)
     generator.shuffle(types_)
     return [Candidate("transformers", generator.choice(classes[t]), t) for t in types_]

@@ -60,11 +60,11 @@ def profiled(step: Any) -> dict[str, tuple[float, float]]:
 
 
 def kernel_rows(
-    found: list[Record], seen: dict[str, tuple[float, float]], gbps: float
+    compiled: list[Record], seen: dict[str, tuple[float, float]], gbps: float
 ) -> list[Row]:
     """Rows of the generated kernels, those that take longest first."""
     entries: dict[str, list[Row]] = defaultdict(list)
-    for record in found:
+    for record in compiled:
         for e in record.of("kernel"):
             entries[e.get("same_code_as") or e["name"]].append(e)
     total = sum(us for _, us in seen.values())

@@ -65,7 +65,7 @@ class Step:
             self.call = compiled(contender, NOTHING, forward)
         self.gradients: list[Tensor] = []
         self.times: list[float] = []
-        self.found: list[Record] = []
+        self.collected: list[Record] = []
 
     def outputs(self) -> list[Tensor]:
         leaves = tree_leaves(self.call(*self.inputs.values()))
@@ -86,7 +86,7 @@ class Step:
     def first(self) -> tuple[Values, float]:
         """What the first call computes; and how long it takes, in seconds."""
         start = time.perf_counter()
-        with records(CONTENDERS[self.name]) as self.found:
+        with records(CONTENDERS[self.name]) as self.collected:
             outs = self()
         synchronize(self.device)
         took = time.perf_counter() - start
@@ -103,10 +103,10 @@ class Step:
     def settle(self) -> None:
         """Two more calls, in which what the first one changed (a cache that the model keeps) may
         make Dynamo compile again: not when its time is taken."""
-        with records(CONTENDERS[self.name]) as found:
+        with records(CONTENDERS[self.name]) as collected:
             self()
             self()
-        self.found = [*self.found, *found]
+        self.collected = [*self.collected, *collected]
 
     def timed(self, calls: int) -> float:
         """Seconds of a call, from start until the device is done, over `calls` in a row."""
@@ -187,15 +187,15 @@ def errors(exact: Values, got: Values) -> dict[str, float]:
         these = [k for k in exact if k.startswith(kind)]
         squares = sum(total[k] ** 2 for k in these)
         usual[kind] = math.sqrt(squares / max(1, sum(exact[k].numel() for k in these)))
-    found = {}
+    relative = {}
     for k, e in exact.items():
         if k not in got or got[k].shape != e.shape:
-            found[k] = math.inf
+            relative[k] = math.inf
             continue
         least = FLOOR * usual[k.partition(" ")[0]] * math.sqrt(e.numel())
         off = norm(got[k].double() - e.double())
-        found[k] = off / max(total[k], least, 1e-30) if off == off else math.inf
-    return found
+        relative[k] = off / max(total[k], least, 1e-30) if off == off else math.inf
+    return relative
 
 
 def norm(t: Tensor) -> float:
@@ -235,8 +235,8 @@ class Checked:
 
     def judge(self, values: Values) -> tuple[float, list[str]]:
         """The largest error, and what is wrong."""
-        found = errors(self.exact, values)
-        return max(found.values(), default=0.0), wrong(found, self.errors, self.dtype)
+        relative = errors(self.exact, values)
+        return max(relative.values(), default=0.0), wrong(relative, self.errors, self.dtype)
 
 
 def check_fit(values: Values) -> None:

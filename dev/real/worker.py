@@ -170,9 +170,9 @@ class Work:
             return
         row[f"{name}_wrong"] = bad[:5]
         if name == "deuteron":
-            row["graphs"] = sum(len(r.of("graph")) for r in step.found)
-            row["kernels"] = sum(len(r.of("kernel")) for r in step.found)
-            row["fallbacks"] = [e["reason"] for r in step.found for e in r.of("fallback")][:5]
+            row["graphs"] = sum(len(r.of("graph")) for r in step.collected)
+            row["kernels"] = sum(len(r.of("kernel")) for r in step.collected)
+            row["fallbacks"] = [e["reason"] for r in step.collected for e in r.of("fallback")][:5]
             if bad:
                 row["failures"].append({"kind": "wrong", "cause": "; ".join(bad[:3])})
         self.steps.append(step)
@@ -192,7 +192,7 @@ class Work:
                 row[f"{step.name}_device_us"] = round(sum(us for _, us in seen.values()), 2)
                 row[f"{step.name}_longest"] = kernels.longest(seen)
                 if step.name == "deuteron":
-                    row["kernel_rows"] = kernels.kernel_rows(step.found, seen, row["copy_gbps"])
+                    row["kernel_rows"] = kernels.kernel_rows(step.collected, seen, row["copy_gbps"])
         row["ratio"] = round(slower(row, device), 4)
         if row["ratio"] > SLOWER[device]:
             row["failures"].append({"kind": "slow", "cause": cause(row)})

@@ -47,7 +47,7 @@ def test_measured_figures_of_the_h200_hold() -> None:
 
 
 def test_a_gpu_that_is_not_in_the_table_follows_the_driver() -> None:
-    found = SimpleNamespace(
+    properties = SimpleNamespace(
         name="NVIDIA X",
         major=8,
         minor=6,
@@ -57,7 +57,7 @@ def test_a_gpu_that_is_not_in_the_table_follows_the_driver() -> None:
         memory_clock_rate=9_751_000,
         L2_cache_size=6 << 20,
     )
-    spec = D._generic_gpu(found)
+    spec = D._generic_gpu(properties)
     table = D.named_gpu("RTX 3090")
     assert table is not None and D.named_gpu("NVIDIA X") is None
     assert spec.bandwidth_gbps == pytest.approx(table.bandwidth_gbps, rel=0.05)

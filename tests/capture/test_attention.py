@@ -98,8 +98,8 @@ def as_eager(f, xs, tolerance=None, **kw):
         torch.testing.assert_close(a, b, **limits)
     for a, b in zip(got, want, strict=True):
         assert strides(a) == strides(b)
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "attention"]
-    assert found and all(e["accepted"] for e in found), found
+    decisions = [e for r in records for e in r.of("decision") if e["subject"] == "attention"]
+    assert decisions and all(e["accepted"] for e in decisions), decisions
     assert not [e for r in records for e in r.of("library") if "flex" in e["op"]]
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_applied_everywhere_stays_a_call(monkeypatch):
     with collecting() as records:
         y = torch.compile(f, backend="deuteron")(q, k, v)
     torch.testing.assert_close(y, f(q, k, v))
-    (found,) = [e for e in records[0].of("decision") if e["subject"] == "attention"]
-    assert not found["accepted"] and "not like this" in found["detail"]
-    assert found["bytes"] == 4 * 4 * 40 * 40
+    (decision,) = [e for e in records[0].of("decision") if e["subject"] == "attention"]
+    assert not decision["accepted"] and "not like this" in decision["detail"]
+    assert decision["bytes"] == 4 * 4 * 40 * 40
     assert any("flex" in e["op"] for e in records[0].of("library"))

@@ -34,13 +34,13 @@ class Checked(fx.Interpreter):
     """Runs a graph; every value is what its fake says."""
 
     def run_node(self, n: fx.Node) -> Any:
-        found, fake = super().run_node(n), n.meta.get("val")
-        if isinstance(found, Tensor) and isinstance(fake, Tensor):
-            assert (found.shape, found.dtype) == (fake.shape, fake.dtype), n
+        result, fake = super().run_node(n), n.meta.get("val")
+        if isinstance(result, Tensor) and isinstance(fake, Tensor):
+            assert (result.shape, result.dtype) == (fake.shape, fake.dtype), n
             # A fake view's dimensions of size 1 may have other strides.
-            strides = [[s for s, k in zip(t.stride(), t.shape) if k > 1] for t in (found, fake)]
+            strides = [[s for s, k in zip(t.stride(), t.shape) if k > 1] for t in (result, fake)]
             assert strides[0] == strides[1], n
-        return found
+        return result
 
 
 def traced(
@@ -279,9 +279,9 @@ def test_networks(train: bool, layout: Any, bias: bool, anywhere: None) -> None:
         if not train:
             return [p, y]
         (p.square().mean() + y.sin().sum()).backward()
-        found = [p.detach(), y.detach(), *(w.grad for w in net.parameters())]
+        values = [p.detach(), y.detach(), *(w.grad for w in net.parameters())]
         net.zero_grad()
-        return found
+        return values
 
     with torch.set_grad_enabled(train), collecting() as records:
         got, want = step(compiled), step(net)

@@ -125,8 +125,8 @@ def evaluate(f: Callable[..., object], args: list[Tensor]) -> list[Tensor]:
     """Outputs, then gradients of a weighted sum of them."""
     outs = tensors(f(*args))
     weights = [torch.linspace(0.5, 1.5, o.numel()).view(o.shape).to(o.dtype) for o in outs]
-    found = torch.autograd.grad(outs, args, weights, allow_unused=True)
-    return [o.detach() for o in outs] + [g for g in found if g is not None]
+    gradients = torch.autograd.grad(outs, args, weights, allow_unused=True)
+    return [o.detach() for o in outs] + [g for g in gradients if g is not None]
 
 
 def error(a: Tensor, reference: Tensor) -> float:

@@ -82,8 +82,8 @@ def test_values_and_gradients() -> None:
 
     shapes = (2, 20, 3, 32), (2, 20, 3, 32), (2, 20, 3, 16)
     args = [(torch.randn(s, dtype=torch.float64) / 4).requires_grad_() for s in shapes]
-    found = torch.compile(f, backend="deuteron")(*args)
-    torch.testing.assert_close(found, f(*args))
-    w = torch.randn_like(found)
-    got = torch.autograd.grad((found * w).sum(), args)
+    out = torch.compile(f, backend="deuteron")(*args)
+    torch.testing.assert_close(out, f(*args))
+    w = torch.randn_like(out)
+    got = torch.autograd.grad((out * w).sum(), args)
     torch.testing.assert_close(got, torch.autograd.grad((f(*args) * w).sum(), args))

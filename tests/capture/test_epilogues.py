@@ -133,8 +133,8 @@ def test_small_products_are_given_to_cublas_with_their_activation(settings: Any,
     views = [ViewArg(n, shapes[n], contiguous_strides(shapes[n]), const(0)) for n in "bxw"]
     made = (layouts["y"],)
     call = Extern(("y",), ACTIVATED, tuple(views), settings, made, aliases=(None,), reason="")
-    found = product_of(call, layouts)
-    assert found is not None
-    product, operands = found
+    matched = product_of(call, layouts)
+    assert matched is not None
+    product, operands = matched
     assert product.bias and product.activation == name and operands == [*views[1:], views[0]]
     assert name in launch_blas.WITH_BIAS

@@ -68,8 +68,8 @@ def failing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def named(records: list[Record]) -> set[str]:
-    found = (e for r in records for e in r.of("decision") if e["subject"] == "rewrite")
-    return {e["first"] for e in found if not e["accepted"] and "planted" in e["detail"]}
+    decisions = (e for r in records for e in r.of("decision") if e["subject"] == "rewrite")
+    return {e["first"] for e in decisions if not e["accepted"] and "planted" in e["detail"]}
 
 
 def trained(options: dict[str, Any] | None = None) -> list[Record]:

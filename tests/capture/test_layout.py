@@ -96,9 +96,9 @@ def test_weights_larger_than_images(order: torch.memory_format, backward: bool) 
     want = gm(*given)
     assert channels_last(gm, Record()) > 0
     gm.graph.eliminate_dead_code()
-    found = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS]
-    assert len(found) >= 2
-    for n in found:
+    convolutions = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS]
+    assert len(convolutions) >= 2
+    for n in convolutions:
         count = 2 if n.target is aten.convolution_backward.default else 1
         wide = n.args[count].meta["val"].shape[0] == 200
         images = [a.meta["val"] for a in n.args[:count]]

@@ -18,8 +18,8 @@ def nested(lengths, grad):
 
 
 def parts(result):
-    found = torch.utils._pytree.tree_leaves(result)
-    return [t.values() if t.is_nested else t for t in found]
+    leaves = torch.utils._pytree.tree_leaves(result)
+    return [t.values() if t.is_nested else t for t in leaves]
 
 
 def step(f, lengths, grad):

@@ -41,10 +41,12 @@ class Head(nn.Module):
 
 def saved_by(f: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[int, ...]]]:
     """What a forward returns, and the strides of what it saves."""
-    found: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (found.append(t.stride()), t)[1], id_):
+    strides: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (strides.append(t.stride()), t)[1], id_
+    ):
         out = f()
-    return out, found
+    return out, strides
 
 
 def id_(t: Tensor) -> Tensor:

@@ -66,13 +66,13 @@ def test_positions_among_unique_values_are_whole_numbers(monkeypatch: pytest.Mon
 
     def f(x: Tensor) -> tuple[Tensor, ...]:
         rows = x.reshape(-1, 2)
-        found = [
+        calls = [
             torch.unique(x, return_inverse=True, return_counts=True),
             torch.unique_consecutive(x, return_inverse=True),
             torch.unique(rows, dim=0, return_inverse=True),
             torch.unique_consecutive(rows, dim=1, return_counts=True),
         ]
-        return tuple(t + 1 for row in found for t in row)
+        return tuple(t + 1 for row in calls for t in row)
 
     numbers = torch.tensor([3.0, 1.0, 1.0, 2.0, 3.0, 3.0])
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

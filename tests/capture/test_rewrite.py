@@ -136,8 +136,8 @@ def test_outputs_keep_their_storage():
         lambda x: (x + 1, (x + 1).view(-1)),
         lambda x: (torch.zeros(3), torch.zeros(3)),
     ):
-        found = pointers(f)
-        assert len(set(found)) == len(found)
+        addresses = pointers(f)
+        assert len(set(addresses)) == len(addresses)
     shared = pointers(lambda x: ((y := x + 1), y.view(-1), x.view(-1)))
     assert shared[1] == shared[2] and shared[0] == shared[3]
 
@@ -199,5 +199,5 @@ def test_linear_time():
 
 
 def test_every_row_is_named_and_says_what_it_does():
-    rows = {r.name: r for found in ROWS.values() for r in found}
+    rows = {r.name: r for group in ROWS.values() for r in group}
     assert all(r.rewrite.__doc__ for r in rows.values())

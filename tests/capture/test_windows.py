@@ -49,12 +49,12 @@ def test_values(name: str, dynamic: bool, layout: torch.memory_format) -> None:
             pytest.skip("four dimensions")
         x = x.to(memory_format=layout)
     torch._dynamo.reset()
-    with collecting() as found:
+    with collecting() as compiled:
         got = step(torch.compile(f, backend="deuteron", dynamic=dynamic), x)
     for g, e in zip(got, step(f, x), strict=True):
         assert g.stride() == e.stride()
         torch.testing.assert_close(g, e, equal_nan=True)
-    saved = [e for r in found for e in r.of("decision") if e["subject"] == "save"]
+    saved = [e for r in compiled for e in r.of("decision") if e["subject"] == "save"]
     assert not any(e["bytes"] == 8 * got[0].numel() for e in saved), saved
 
 

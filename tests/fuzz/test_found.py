@@ -585,18 +585,18 @@ FOUND: dict[str, Found] = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name: str) -> None:
-    found = FOUND[name]
-    failure = found.program().check(found.how)
+    case = FOUND[name]
+    failure = case.program().check(case.how)
     assert failure is None, str(failure)
 
 
 def test_every_program_is_eager_s() -> None:
     """What stands here runs in eager, and has several sizes where it is dynamic."""
-    for name, found in FOUND.items():
-        p: Any = found.program()
+    for name, case in FOUND.items():
+        p: Any = case.program()
         for given in p.sets():
             p.function()(*given)
-        assert not found.how.dynamic or len(found.make) > 1, name
+        assert not case.how.dynamic or len(case.make) > 1, name
 
 
 NONZERO: dict[str, Callable[[Tensor], Any]] = {

@@ -41,9 +41,9 @@ def test_some_sets_break_what_is_asserted_and_the_first_never() -> None:
     raised = 0
     for seed in range(20):
         p = assertions(seed).straight()
-        found = outcomes(p, None, How())
-        assert len(found) == SETS and not isinstance(found[0], str)
-        raised += any(isinstance(x, str) for x in found)
+        results = outcomes(p, None, How())
+        assert len(results) == SETS and not isinstance(results[0], str)
+        raised += any(isinstance(x, str) for x in results)
     assert raised >= 8
 
 

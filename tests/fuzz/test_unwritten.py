@@ -60,10 +60,10 @@ def test_gradients_of_kernels_that_are_larger_than_the_image(dtype: torch.dtype)
     g = torch.Generator().manual_seed(0)
     x = torch.randn(1, 32, 4, 4, 4, generator=g).to(dtype).requires_grad_()
     w = (torch.randn(16, 32, 5, 5, 5, generator=g) / 63).to(dtype).requires_grad_()
-    found = check(fn, fn, [[x, w]], How(backward=True, backend=twice))
-    assert found is not None and found.kind == "wrong"
-    assert "out0" in found.text and "grad of in0" in found.text
+    failure = check(fn, fn, [[x, w]], How(backward=True, backend=twice))
+    assert failure is not None and failure.kind == "wrong"
+    assert "out0" in failure.text and "grad of in0" in failure.text
     if dtype == torch.float32:
-        assert "grad of in1" in found.text
+        assert "grad of in1" in failure.text
     elif of_no_memory([oracle(fn, [x, w], True)], 3):  # not every processor has this kernel
-        assert "grad of in1" not in found.text
+        assert "grad of in1" not in failure.text

@@ -95,8 +95,8 @@ def test_folding_keeps_the_dtype() -> None:
 def test_isnan_of_a_number_is_known() -> None:
     for value in (float("nan"), float("inf"), -0.0, 1.5):
         for dtype in ("f16", "bf16", "f32", "f64"):
-            found = op("isnan", literal(value, dtype))
-            assert found is literal(value != value, "bool")
+            folded = op("isnan", literal(value, dtype))
+            assert folded is literal(value != value, "bool")
 
 
 def test_positions_fold_and_compare() -> None:

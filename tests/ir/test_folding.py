@@ -36,7 +36,7 @@ ARITHMETIC = tuple(d for d in E.DTYPES if d not in E.FLOAT8)
 
 def leaves(dtype: str) -> st.SearchStrategy[Pair]:
     loads = E.load(dtype, (I.index, J.index), dtype)
-    found = [
+    strategies = [
         st.just((loads, loads)),
         st.sampled_from([0, 1, -1, 2, 0.5, -0.0, float("inf"), 100]).filter(
             lambda v: dtype in FLOATS or v == v and abs(v) < 200
@@ -44,8 +44,8 @@ def leaves(dtype: str) -> st.SearchStrategy[Pair]:
     ]  # fmt: skip
     if dtype == "i64":
         raw = st.sampled_from(PLACES).map(lambda p: (Expr("index", "i64", (), p), E.index_value(p)))
-        found.append(raw)
-    return st.one_of(found)
+        strategies.append(raw)
+    return st.one_of(strategies)
 
 
 def names(dtype: str) -> list[str]:

@@ -120,14 +120,14 @@ def test_determined_axes_are_those_of_equal_numbers(sums: list[tuple[int | Tree,
         ("mul", ("const", c) if isinstance(c, int) else c, tree) for c, tree in sums
     ]
     tree = functools.reduce(lambda a, b: ("add", a, b), parts)
-    found = determined(build(tree))
+    proven = determined(build(tree))
     axes = sorted(tree_axes(tree), key=lambda a: a.name)
-    assert found <= set(axes)
+    assert proven <= set(axes)
     seen: dict[tuple[int, ...], dict[str, int]] = {}
     for env in valuations(set(axes), 2):
         key = (meaning(tree, env), *(env[s.name] for s in SYMS))
         other = seen.setdefault(key, env)
-        assert all(env[a.name] == other[a.name] for a in found), f"{tree} at {env} and {other}"
+        assert all(env[a.name] == other[a.name] for a in proven), f"{tree} at {env} and {other}"
 
 
 @quick
@@ -150,9 +150,9 @@ def test_bounds_hold(tree: Tree) -> None:
 @example(inside_a_quotient)
 def test_intervals_hold(tree: Tree) -> None:
     index = build(tree)
-    found = interval(index)
-    for env in valuations(tree_axes(tree)) if found is not None else ():
-        assert found[0] <= meaning(tree, env) <= found[1], f"{index!r} in {found} at {env}"
+    limits = interval(index)
+    for env in valuations(tree_axes(tree)) if limits is not None else ():
+        assert limits[0] <= meaning(tree, env) <= limits[1], f"{index!r} in {limits} at {env}"
 
 
 def test_what_stays_in_64_bits() -> None:
@@ -372,12 +372,12 @@ def test_long_division_ends(coefficients: list[int], den: Index) -> None:
     number = const(0)
     for c in coefficients:
         number = number * n + c
-    for found in (divide_exact(number, n - 1), divide_exact(number, den)):
-        by = n - 1 if found is divide_exact(number, n - 1) else den
+    for quotient in (divide_exact(number, n - 1), divide_exact(number, den)):
+        by = n - 1 if quotient is divide_exact(number, n - 1) else den
         for size in range(2, 6):
             env = {"n": size, "m": size + 1, "k": size + 2}
-            if found is not None:
-                assert evaluate(found, env) * evaluate(by, env) == evaluate(number, env)
+            if quotient is not None:
+                assert evaluate(quotient, env) * evaluate(by, env) == evaluate(number, env)
     powers = const(0)
     for _ in range(12):
         powers = powers * n + 1

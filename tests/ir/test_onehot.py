@@ -97,5 +97,5 @@ def test_the_gradient_of_a_loss_has_no_sum(smoothing: float) -> None:
     (got,) = torch.autograd.grad(torch.compile(loss, backend="deuteron", dynamic=False)(x, t), x, g)
     (want,) = torch.autograd.grad(loss(x, t), x, g)
     torch.testing.assert_close(got, want, equal_nan=True)
-    found = deuteron.explain(loss, x, t, backward=True).graphs[1].of("kernel")
-    assert len(found) == 1 and "_poi_" in found[0]["name"]
+    kernels = deuteron.explain(loss, x, t, backward=True).graphs[1].of("kernel")
+    assert len(kernels) == 1 and "_poi_" in kernels[0]["name"]

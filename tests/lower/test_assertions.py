@@ -192,10 +192,10 @@ ROWS: dict[str, tuple[Callable[..., Any], list[Inputs], list[Inputs]]] = {
 
 
 def message(f: Callable[..., Any], inputs: Inputs) -> str:
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(RuntimeError) as raised:
         f(*inputs)
-    assert "backend=" not in str(found.value) and "fake tensor" not in str(found.value)
-    return str(found.value).splitlines()[0]
+    assert "backend=" not in str(raised.value) and "fake tensor" not in str(raised.value)
+    return str(raised.value).splitlines()[0]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -246,13 +246,13 @@ def test_gradients(split: bool) -> None:
 
     settings = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
     torch._dynamo.reset()
-    found = []
+    results = []
     with torch._dynamo.config.patch(settings):
         for g in (f, torch.compile(f, backend="deuteron", fullgraph=True)):
             x, w = (X / 2).requires_grad_(), tensor(1.5, requires_grad=True)
             out = g(x, w, tensor([2, 4]))
-            found.append((out.detach(), *torch.autograd.grad(out, (x, w))))
-    for a, b in zip(*found, strict=True):
+            results.append((out.detach(), *torch.autograd.grad(out, (x, w))))
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a)
 
 
@@ -260,9 +260,9 @@ def test_values_are_told() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(five, backend="deuteron", fullgraph=True)
         compiled(tensor([1, 0, 3, 4, 2, 9]))
-        with pytest.raises(FailedAssertion) as found:
+        with pytest.raises(FailedAssertion) as raised:
             compiled(tensor([1, 0, 3, 4, 0, 0]))
-    assert " = 3" in found.value.hint and "test_assertions.py" in found.value.where
+    assert " = 3" in raised.value.hint and "test_assertions.py" in raised.value.where
 
 
 def test_unguarded_sizes_of_inputs() -> None:

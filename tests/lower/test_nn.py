@@ -209,10 +209,10 @@ def test_which_scans_are_in_blocks(
         record = Record()
         gm = trace(f, [torch.empty(shape)])
         program = lower(gm, record, specs=lambda device: spec)
-        found = [d for d in program.defs if isinstance(d, Compute) and d.body.op == "scan"]
+        computes = [d for d in program.defs if isinstance(d, Compute) and d.body.op == "scan"]
         said = [d for d in record.of("decision") if d["subject"] == "scan"]
         assert all(d["accepted"] == d["reason"].startswith("in blocks") for d in said)
-        return len(found), [d["reason"] for d in said]
+        return len(computes), [d["reason"] for d in said]
 
     once, narrow = "in blocks: rows are read once", "in parts: programs cannot tell one another i64"
     assert scans(lambda x: x.cumsum(1), rows, length) == (1, [once])

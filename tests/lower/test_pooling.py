@@ -15,11 +15,11 @@ LAST, LAST3D = torch.channels_last, torch.channels_last_3d
 
 
 def results(pools: Sequence[Pool], inputs: Sequence[Tensor]) -> list[Tensor]:
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for pool, x in zip(pools, inputs, strict=True):
         out = pool(x)
-        found += out if isinstance(out, tuple) else [out]
-    return found
+        outputs += out if isinstance(out, tuple) else [out]
+    return outputs
 
 
 def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -60,12 +60,12 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_counts(name: str) -> None:
     f, make, forward, backward = CASES[name]
-    found = deuteron.explain(f, *make(), backward=True)
-    kernels = [len(g.of("kernel")) for g in found.graphs]
+    report = deuteron.explain(f, *make(), backward=True)
+    kernels = [len(g.of("kernel")) for g in report.graphs]
     assert kernels[0] <= forward
     assert backward is None or kernels[1] <= backward
     # The seed of the dropout is drawn by a call; nothing else is.
-    assert {c["op"] for c in found.library_calls} <= {"deuteron.seed.default"}
+    assert {c["op"] for c in report.library_calls} <= {"deuteron.seed.default"}
 
 
 class Block(nn.Module):

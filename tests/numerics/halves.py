@@ -145,10 +145,10 @@ def main() -> None:
 
     def report(name: str, run: Callable[[], list[str]]) -> None:
         try:
-            found = run()
+            wrong = run()
         except Exception as e:  # noqa: BLE001 - the test shows it
-            found = [f"{type(e).__name__}: {e}"[-2000:]]
-        print(json.dumps({"program": name, "wrong": found}), flush=True)
+            wrong = [f"{type(e).__name__}: {e}"[-2000:]]
+        print(json.dumps({"program": name, "wrong": wrong}), flush=True)
 
     for name in INTERPRETED:
         args = [make(12, 18).requires_grad_(), make(18, seed=5).requires_grad_()]

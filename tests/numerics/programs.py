@@ -204,9 +204,9 @@ def differences(name: str, backend: Any) -> list[str]:
     usual = program(*[x.clone() for x in inputs])
     torch._dynamo.reset()
     compiled = torch.compile(program, backend=backend, fullgraph=True, dynamic=False)
-    found = compiled(*[x.clone() for x in inputs])
+    values = compiled(*[x.clone() for x in inputs])
     out = []
-    for k, (a, b) in enumerate(zip(usual, found, strict=True)):
+    for k, (a, b) in enumerate(zip(usual, values, strict=True)):
         for n, (x, y) in enumerate(zip(tree_leaves(a), tree_leaves(b), strict=True)):
             text = difference(x, y)
             out += [f"function {k}, result {n}: {text}"] if text else []
@@ -218,10 +218,10 @@ def main() -> None:
 
     for name in GROUPS:
         try:
-            found = differences(name, interpreted)
+            differing = differences(name, interpreted)
         except Exception as e:  # noqa: BLE001 - the test shows it
-            found = [f"{type(e).__name__}: {e}"[-2000:]]
-        print(json.dumps({"group": name, "differences": found}), flush=True)
+            differing = [f"{type(e).__name__}: {e}"[-2000:]]
+        print(json.dumps({"group": name, "differences": differing}), flush=True)
 
 
 if __name__ == "__main__":

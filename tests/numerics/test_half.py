@@ -133,8 +133,8 @@ def test_gradients_of_extremes(name: str) -> None:
 @pytest.mark.parametrize("name", [*INTERPRETED, "jumps", "equalities", *CHAINS])
 def test_interpreted(name: str) -> None:
     """The same as Triton kernels."""
-    (found,) = [r["wrong"] for r in reported(SCRIPT) if r["program"] == name]
-    assert not found
+    (wrong,) = [r["wrong"] for r in reported(SCRIPT) if r["program"] == name]
+    assert not wrong
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -150,8 +150,8 @@ def test_no_gradient_is_lost(rows: bool, stored: bool) -> None:
         return (m, z.exp()) if stored else m
 
     x = make(64, 96).requires_grad_()
-    found = compiled(f)(x, make(96, seed=1) * 3)
-    (found[0] if stored else found).sum().backward()
+    out = compiled(f)(x, make(96, seed=1) * 3)
+    (out[0] if stored else out).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(
         x.grad.float().sum(dims), torch.ones(64 if rows else 96), rtol=0.01, atol=0

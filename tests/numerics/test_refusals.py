@@ -49,10 +49,10 @@ def test_dtypes(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     else:
         assert torch.equal(compiled(x, y), usual)
         return
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(RuntimeError) as raised:
         compiled(x, y)
-    if "fake tensor" not in str(found.value):  # which has words of its own
-        assert said.splitlines()[0] in str(found.value)
+    if "fake tensor" not in str(raised.value):  # which has words of its own
+        assert said.splitlines()[0] in str(raised.value)
 
 
 def test_sizes() -> None:
@@ -94,9 +94,9 @@ def test_one_times_an_infinite_complex_number() -> None:
 def test_gradients_of_nan(loss: Callable[..., Any], dtype: torch.dtype) -> None:
     """What has no value does not train as if it were right."""
     torch._dynamo.reset()
-    found = []
+    gradients = []
     for f in (loss, torch.compile(loss, backend="deuteron")):
         x = torch.tensor([float("nan"), float("inf"), 2, -0.25] * 5).to(dtype).requires_grad_()
         f(x, torch.tensor([1, float("inf"), 0, 0] * 5).to(dtype), reduction="sum").backward()
-        found.append(x.grad)
-    torch.testing.assert_close(found[1], found[0], equal_nan=True)
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], equal_nan=True)

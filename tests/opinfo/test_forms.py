@@ -38,8 +38,8 @@ def runner(part: str, backend: Any) -> Runner:
 def test_lists_of_one_element() -> None:
     """Only what eager takes, argument by argument."""
     x = torch.randn(1, 2, 6, 6)
-    found = formed("lists", case_of(F.avg_pool2d, x, 3, stride=(2, 2), ceil_mode=True))
-    assert [c.tree for c in found] == [
+    cases = formed("lists", case_of(F.avg_pool2d, x, 3, stride=(2, 2), ceil_mode=True))
+    assert [c.tree for c in cases] == [
         ([x, [3]], {"stride": (2, 2), "ceil_mode": True}),
         ([x, 3], {"stride": [2], "ceil_mode": True}),
     ]
@@ -70,13 +70,13 @@ def test_elements_and_dtypes() -> None:
 def test_chains_are_judged_by_float64() -> None:
     """Rounding between operators may stay or go; a wrong factor shows."""
     [chain] = formed("chains", case_of(torch.softmax, torch.randn(8, 50).bfloat16(), -1))
-    found = runner("chains", "deuteron")
-    found.check([trial(chain, False)])
-    assert found.row.right == 1 and not found.row.wrong
+    checker = runner("chains", "deuteron")
+    checker.check([trial(chain, False)])
+    assert checker.row.right == 1 and not checker.row.wrong
     one = trial(chain, False)
     seen = one.oracle.run([t.clone() for t in chain.tensors])
     seen.values["out0"] = seen.values["out0"] * 1.05
-    assert found.problems(one, seen)
+    assert checker.problems(one, seen)
 
 
 def constant_numbers(gm: Any, inputs: Any) -> Any:
@@ -92,9 +92,9 @@ def constant_numbers(gm: Any, inputs: Any) -> Any:
 def test_numbers_that_are_taken_for_constants_show() -> None:
     cases = formed("numbers", case_of(torch.add, torch.randn(3, 4), torch.randn(3, 4), alpha=2.0))
     for backend, right in (("deuteron", 2), (constant_numbers, 1)):
-        found = runner("numbers", backend)
-        found.check([trial(c, False) for c in cases])
-        assert (found.row.right, len(found.row.wrong)) == (right, 2 - right), found.row
+        checker = runner("numbers", backend)
+        checker.check([trial(c, False) for c in cases])
+        assert (checker.row.right, len(checker.row.wrong)) == (right, 2 - right), checker.row
 
 
 def test_what_eager_refuses_must_be_refused() -> None:
@@ -105,9 +105,9 @@ def test_what_eager_refuses_must_be_refused() -> None:
         trial(case, False)
     error = refusal.value.__cause__
     assert isinstance(error, RuntimeError)
-    found = runner("mixed", "deuteron")
-    found.refused(case, error)
-    assert found.row.right == 1 and not found.row.wrong
+    checker = runner("mixed", "deuteron")
+    checker.refused(case, error)
+    assert checker.row.right == 1 and not checker.row.wrong
 
     def casting(gm: Any, inputs: Any) -> Any:
         return lambda *args: (args[0].double() @ args[1].double(),)
@@ -116,6 +116,6 @@ def test_what_eager_refuses_must_be_refused() -> None:
         raise KeyError("no operator")
 
     for backend in (casting, broken):
-        found = runner("mixed", backend)
-        found.refused(case, error)
-        assert found.row.wrong and not found.row.right, found.row
+        checker = runner("mixed", backend)
+        checker.refused(case, error)
+        assert checker.row.wrong and not checker.row.right, checker.row

@@ -55,14 +55,14 @@ def test_what_memory_held_is_no_value() -> None:
         return x + 1, state, again, torch.full_like(x, torch.nan)
 
     x = torch.randn(4)
-    found = trial(Case("sample", op, ([x], {}), (x,)), False)
-    assert not found.random and found.unset == {"out1", "out2"}
+    tested = trial(Case("sample", op, ([x], {}), (x,)), False)
+    assert not tested.random and tested.unset == {"out1", "out2"}
     runner = Runner(Job("op", "float32", "forward"), Row("", "op", "float32", "forward"))
-    for name in found.oracle.eager.values:
+    for name in tested.oracle.eager.values:
         other = see(lambda xs: op(*xs), [x], False)
         if isinstance(other.values[name], Tensor):
             other.values[name].fill_(7)
-            assert bool(runner.problems(found, other)) != (name in found.unset), name
+            assert bool(runner.problems(tested, other)) != (name in tested.unset), name
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -67,12 +67,12 @@ def test_references_are_of_float64(name: str) -> None:
     shape = (64, 300)
     made = functools.partial(FAMILIES[name], shape, "bf16")
     work = Work(Case("", name, "bf16", name != "rms_norm_fp8_rows", made), "cpu", 0)
-    found = work.reference()
-    assert found is not None
-    kept = [t for t in found if t.dtype != torch.float8_e4m3fn]
+    references = work.reference()
+    assert references is not None
+    kept = [t for t in references if t.dtype != torch.float8_e4m3fn]
     assert kept and all(t.dtype == torch.float64 for t in kept)
     eager = work.step(work.function)
-    apart = max(float((e.double() - t.double()).abs().max()) for e, t in zip(eager, found))
+    apart = max(float((e.double() - t.double()).abs().max()) for e, t in zip(eager, references))
     assert 0 < apart < 40  # a unit in the last place of the largest fp8 number
 
 

@@ -121,8 +121,8 @@ def row(backend: str, **facts: Any) -> dict[str, Any]:
 )
 def test_demo_judges(facts: dict[str, Any], word: str) -> None:
     rows = [row("eager"), row("deuteron", **facts)]
-    found = verdict({"name": "gpt", "train": True, "rows": rows}, "deuteron")
-    assert (word in found[0]) if word else not found
+    problems = verdict({"name": "gpt", "train": True, "rows": rows}, "deuteron")
+    assert (word in problems[0]) if word else not problems
 
 
 def test_demo_programs_run_in_eager() -> None:

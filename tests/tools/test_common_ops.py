@@ -46,8 +46,8 @@ def test_tests_of_another_compiler_run_against_ours(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(file), "--jobs", "1", "--rows", str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stdout + done.stderr
-    found = {r["test"]: r["verdict"] for r in map(json.loads, rows.read_text().splitlines())}
-    assert found == {
+    verdicts = {r["test"]: r["verdict"] for r in map(json.loads, rows.read_text().splitlines())}
+    assert verdicts == {
         "test_dies_cpu": "died",
         "test_right_cpu": "right",
         "test_skipped_cpu": "skipped",

@@ -15,11 +15,11 @@ from deuteron.tools.doctor import cache_summary, clear_cache, doctor
 def test_calibration_is_read_back(tmp_path: Path) -> None:
     options = Options(cache_dir=str(tmp_path))
     (tmp_path / "devices.json").write_text(json.dumps({"cpu:another:1": {"launch_us": 1}}))
-    found = doctor(True, options)
-    assert {c["status"] for c in found["checks"]} <= {"ok", "warning"}
-    written = json.loads(Path(found["calibration"]).read_text())
-    assert "cpu:another:1" in written and len(written) == 1 + len(found["devices"])
-    for device in found["devices"]:
+    report = doctor(True, options)
+    assert {c["status"] for c in report["checks"]} <= {"ok", "warning"}
+    written = json.loads(Path(report["calibration"]).read_text())
+    assert "cpu:another:1" in written and len(written) == 1 + len(report["devices"])
+    for device in report["devices"]:
         spec = device_spec_for(device["device"], options)
         assert spec.source == "measured" and spec.to_dict().items() <= device.items()
         assert spec.bandwidth_gbps > 1 and spec.peak("f32") > 1 and 0 < spec.launch_us < 1000
@@ -30,10 +30,10 @@ def test_problems_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("shutil.which", lambda name: None)
     blocked = tmp_path / "file"
     blocked.write_text("")
-    found = doctor(False, Options(cache_dir=str(blocked / "cache")))
-    missing = {c["what"] for c in found["checks"] if c["status"] == "missing"}
+    report = doctor(False, Options(cache_dir=str(blocked / "cache")))
+    missing = {c["what"] for c in report["checks"] if c["status"] == "missing"}
     assert missing == {"C++ compiler", "Cache"}
-    assert all(c["hint"] for c in found["checks"] if c["status"] == "missing")
+    assert all(c["hint"] for c in report["checks"] if c["status"] == "missing")
 
 
 def test_clearing_keeps_what_is_not_the_caches(tmp_path: Path) -> None:

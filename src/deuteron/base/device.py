@@ -280,8 +280,8 @@ def _cpu() -> _Cpu:
     info = _read("/proc/cpuinfo")
 
     def entry(key: str) -> str:
-        found = re.search(rf"^{key}\s*:\s*(.*)$", info, re.MULTILINE)
-        return found[1] if found else ""
+        match = re.search(rf"^{key}\s*:\s*(.*)$", info, re.MULTILINE)
+        return match[1] if match else ""
 
     flags = set(entry("flags").split())
     bits = 512 if "avx512f" in flags else 256 if "avx2" in flags else 128

@@ -259,9 +259,9 @@ def _parse(name: str, text: str, source: str) -> Any:
 
 
 def _default(name: str) -> Any:
-    found = next(f.default for f in fields(Options) if f.name == name)
-    assert found is not MISSING
-    return found
+    value = next(f.default for f in fields(Options) if f.name == name)
+    assert value is not MISSING
+    return value
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -98,8 +98,8 @@ def indexing() -> AbstractContextManager[Any]:
     """Under it ``buffer[place]`` reads at a tensor's place, instead of asking for a number."""
     from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
 
-    found = getattr(wrapped, "TransformGetItemToIndex", None)
-    return nullcontext() if found is None else found()
+    mode_type = getattr(wrapped, "TransformGetItemToIndex", None)
+    return nullcontext() if mode_type is None else mode_type()
 
 
 def for_heads(x: Tensor, query: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ RULES: dict[str, Callable[..., Any]] = {"flex_lib.zeros_and_scatter.default": ad
 def inline_attention(gm: fx.GraphModule, record: Record) -> None:
     """Replaces the operator in Dynamo's graph and in the graphs inside it; in place."""
     for inner in graphs(gm):
-        found = [n for n in inner.graph.nodes if is_flex(n)]
-        for node in found:
+        calls = [n for n in inner.graph.nodes if is_flex(n)]
+        for node in calls:
             reason = why_not(inner, node)
             record.add(
                 "decision",
@@ -154,7 +154,7 @@ def inline_attention(gm: fx.GraphModule, record: Record) -> None:
             )
             if not reason:
                 node.target = plain_attention
-        if found:
+        if calls:
             inner.recompile()
 
 
@@ -196,10 +196,10 @@ def traced(x: Any, gm: fx.GraphModule) -> Any:
 
     def value(n: fx.Node) -> Any:
         if n.op == "get_attr":
-            found: Any = gm
+            held: Any = gm
             for part in str(n.target).split("."):
-                found = getattr(found, part)
-            return n.meta.get("example_value", found) if isinstance(found, Tensor) else found
+                held = getattr(held, part)
+            return n.meta.get("example_value", held) if isinstance(held, Tensor) else held
         return n.meta["example_value"]
 
     return fx.map_arg(x, value)

@@ -55,7 +55,7 @@ class Network:
         """Vertices that hang together without source and sink, and touch both (others carry no
         flow)."""
         seen = [False] * self.n
-        found = []
+        components = []
         for start in range(self.n):
             if seen[start]:
                 continue
@@ -72,8 +72,8 @@ class Network:
                         seen[v] = True
                         todo.append(v)
             if touches == 3:
-                found.append(part)
-        return found
+                components.append(part)
+        return components
 
     def _maximize(self, part: list[int]) -> None:
         """Dinic on one component. Distances are counted backwards from the sink."""
@@ -147,16 +147,16 @@ class Network:
         return True
 
     def _reaches_sink(self) -> set[int]:
-        found = {self.sink}
+        reaching = {self.sink}
         todo = [self.sink]
         while todo:
             v = todo.pop()
             for e in self.out[v]:
                 u = self.head[e]
-                if self.room[e ^ 1] > 0 and u not in found:
-                    found.add(u)
+                if self.room[e ^ 1] > 0 and u not in reaching:
+                    reaching.add(u)
                     todo.append(u)
-        if self.source in found:
+        if self.source in reaching:
             raise NoCut([])
-        found.discard(self.sink)
-        return found
+        reaching.discard(self.sink)
+        return reaching

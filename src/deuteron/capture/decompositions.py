@@ -143,13 +143,13 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
 
     With `eager_random` nothing is decomposed whose numbers would then differ from eager's.
     """
-    found: dict[Any, Rule] = {}
+    decompositions: dict[Any, Rule] = {}
     # Without operators that autograd's dispatcher takes apart: collecting those takes 80 ms.
-    found.update(_core_aten_decompositions_post_autograd())
+    decompositions.update(_core_aten_decompositions_post_autograd())
     further = FURTHER if eager_random else FURTHER + RANDOM
-    found.update(get_decompositions(list(ops.resolved(further))))
+    decompositions.update(get_decompositions(list(ops.resolved(further))))
     for target in ops.resolved(WHOLE):
-        found.pop(target, None)
+        decompositions.pop(target, None)
     rules: list[tuple[str, Rule]] = [
         *OWN.items(),
         *sampling.RULES.items(),
@@ -159,30 +159,32 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     ]
     for name, rule in rules:
         for target in ops.resolved((name,)):
-            found[target] = rule
+            decompositions[target] = rule
     for name, wraps_of in WRAPPED.items():
         for target in ops.resolved((name,)):
-            for wrap in wraps_of if target in found else ():
-                found[target] = wrap(found[target])
+            for wrap in wraps_of if target in decompositions else ():
+                decompositions[target] = wrap(decompositions[target])
     for name in pointwise.NAMES:
         for target in ops.resolved((name,)):
             loop = pointwise.LOOPS.get(name)
             alone = name in pointwise.ALONE
-            found[target] = pointwise.as_in_eager(target, found.get(target), loop, alone)
+            decompositions[target] = pointwise.as_in_eager(
+                target, decompositions.get(target), loop, alone
+            )
     for target in ops.resolved(strides.LIKE_FIRST):
-        found[target] = strides.made_like(target, found.get(target))
+        decompositions[target] = strides.made_like(target, decompositions.get(target))
     for name, wrapper in results.WRAPPED.items():
         for target in ops.resolved((name,)):
-            if target in found:
-                found[target] = wrapper(found[target])
+            if target in decompositions:
+                decompositions[target] = wrapper(decompositions[target])
     last = (strides.RULES, fourier.RULES, results.RULES, attention.RULES)
     for name, rule in (row for table in last for row in table.items()):
         for target in ops.resolved((name,)):
-            found[target] = rule
+            decompositions[target] = rule
     for name in refusals.OPERANDS:
         for target in ops.resolved((name,)):
-            found[target] = refusals.as_eager_refuses(target, found.get(target))
-    return found
+            decompositions[target] = refusals.as_eager_refuses(target, decompositions.get(target))
+    return decompositions
 
 
 def forgiving(rules: Mapping[Any, Rule], record: Record) -> dict[Any, Rule]:

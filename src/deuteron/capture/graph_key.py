@@ -131,10 +131,10 @@ def sized(x: Any) -> None:
 
 @cache
 def homes() -> tuple[tuple[str, Any], ...]:
-    return tuple((name, found(name)) for name in HOMES)
+    return tuple((name, home_object(name)) for name in HOMES)
 
 
-def found(name: str) -> Any:
+def home_object(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:  # a part of an extension module
@@ -157,7 +157,7 @@ def named(f: Any) -> str:
         if name and getattr(module, name, None) is f:
             return f"{home}.{name}"
     home = getattr(f, "__module__", None) or ""
-    if home.split(".")[0] == "torch" and getattr(found(home), name, None) is f:
+    if home.split(".")[0] == "torch" and getattr(home_object(home), name, None) is f:
         return f"{home}.{name}"
     raise Unnameable(f"{getattr(f, '__qualname__', f)} is not torch's, or has no name there")
 

@@ -26,10 +26,10 @@ class Hints:
         if not isinstance(x, torch.SymInt):
             return int(x)
         expr = x.node.expr
-        found = self._cache.get(expr)
-        if found is None:
-            found = self._cache[expr] = self._evaluate(expr, getattr(x.node, "shape_env", None))
-        return found
+        known = self._cache.get(expr)
+        if known is None:
+            known = self._cache[expr] = self._evaluate(expr, getattr(x.node, "shape_env", None))
+        return known
 
     def numel(self, t: torch.Tensor) -> int:
         n = 1

@@ -118,9 +118,9 @@ class Costs:
 
     def backward_uses(self, n: fx.Node) -> tuple[bool, bool]:
         """Is `n`, or a view of it, read in the backward by (generated code, a library call)?"""
-        found = self._uses.get(n)
-        if found is not None:
-            return found
+        known = self._uses.get(n)
+        if known is not None:
+            return known
         generated = library = False
         for u in n.users:
             if u.op == "output":
@@ -140,7 +140,7 @@ class Costs:
     def readers(self, n: fx.Node, but: fx.Node) -> list[fx.Node]:
         """What reads `n` in the backward, or what is computed from it and not written to memory;
         `but` apart."""
-        found: dict[fx.Node, None] = {}
+        reading: dict[fx.Node, None] = {}
         todo, seen = [n], {n, but}
         while todo:
             for u in todo.pop().users:
@@ -148,14 +148,14 @@ class Costs:
                     continue
                 seen.add(u)
                 if u in self._before:
-                    found[u] = None
+                    reading[u] = None
                 elif ops.is_view(u) or u.op == "call_function" and not self.materialized(u):
                     todo.append(u)
-        return list(found)
+        return list(reading)
 
     def sources(self, n: fx.Node) -> list[fx.Node]:
         """The tensors in memory from which `n` is computed, reductions apart."""
-        found: dict[fx.Node, None] = {}
+        in_memory: dict[fx.Node, None] = {}
         todo, seen = [n], {n}
         while todo:
             for p in todo.pop().all_input_nodes:
@@ -166,8 +166,8 @@ class Costs:
                     if ops.is_view(p) or p.op == "call_function" and not self.materialized(p):
                         todo.append(p)
                     else:
-                        found[p] = None
-        return list(found)
+                        in_memory[p] = None
+        return list(in_memory)
 
     def apart(self, n: fx.Node) -> int:
         """Bytes that are read only to compute `n` again for a library call: nobody else reads them
@@ -175,12 +175,12 @@ class Costs:
         calls = 0
         for u in self.readers(n, n):
             calls |= self._calls.get(u, 0)
-        found = 0
+        total = 0
         for p in self.sources(n):
             others = [u for u in self.readers(p, n) if ops.is_generated(u)]
             if all(self._before[u] & calls for u in others):
-                found += self.hints.bytes(p.meta["val"])
-        return found
+                total += self.hints.bytes(p.meta["val"])
+        return total
 
     def save(self, n: fx.Node) -> int:
         val = n.meta.get("val")
@@ -256,7 +256,7 @@ def rounded_before_selections(forward: Sequence[fx.Node]) -> set[fx.Node]:
     """Sums and their like that something is computed from of which an element is selected. Another
     kernel may round them otherwise; then the maximum that the forward found is none of the elements
     that the backward computes again, and its gradient, divided among those that equal it, NaN."""
-    found: set[fx.Node] = set()
+    selected_from: set[fx.Node] = set()
     above: set[fx.Node] = set()
     for n in reversed(forward):
         if ops.packet(n.target) in ops.SELECTIONS and not must_recompute(n):
@@ -267,8 +267,8 @@ def rounded_before_selections(forward: Sequence[fx.Node]) -> set[fx.Node]:
         made = [v for v in tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)]
         rounded = any(v.is_floating_point() or v.is_complex() for v in made)
         if rounded and ops.is_reduction(n) and ops.packet(n.target) not in ops.SELECTIONS:
-            found.update((n, *(u for u in n.users if u.target is operator.getitem)))
-    return found
+            selected_from.update((n, *(u for u in n.users if u.target is operator.getitem)))
+    return selected_from
 
 
 def costs_of(joint: fx.GraphModule, info: Any, options: Options) -> Costs:
@@ -280,7 +280,7 @@ def read_apart(joint: fx.GraphModule, costs: Costs) -> bool:
     """Gives generated code of the backward a value of its own where a library call needs the same
     one, which is then saved for that call: what it is computed from is read there anyway (the sign
     of a ReLU behind a norm). Returns whether there was one."""
-    editor, found = Editor(joint), False
+    editor, changed = Editor(joint), False
     for n in costs.info.fw_order:
         if n.op != "call_function" or not ops.is_generated(n) or ops.is_view(n):
             continue
@@ -297,8 +297,8 @@ def read_apart(joint: fx.GraphModule, costs: Costs) -> bool:
                 again = editor.call(n.target, *n.args, like=n, **n.kwargs)
             for u in late:
                 u.replace_input_with(n, again)
-            found = True
-    return found
+            changed = True
+    return changed
 
 
 def needed_by_backward(graph: fx.Graph, info: Any) -> list[fx.Node]:

@@ -60,11 +60,11 @@ def memory_order(shape: Sequence[Any], strides: Sequence[Sequence[Any]]) -> list
     for i in range(1, len(out)):
         at = i
         for k in range(i - 1, -1, -1):
-            found = order(out[k], out[at])
-            if found > 0:
+            comparison = order(out[k], out[at])
+            if comparison > 0:
                 out[k], out[at] = out[at], out[k]
                 at = k
-            elif found < 0:
+            elif comparison < 0:
                 break
     return out
 
@@ -119,8 +119,8 @@ def eager_strides(
 
 def common_dtype(operands: Sequence[Any], result: torch.dtype) -> torch.dtype:
     """In which eager computes: that of the result where it makes floating numbers of whole ones."""
-    found = torch.result_type(operands[0], operands[-1])
-    return result if result.is_floating_point and not found.is_floating_point else found
+    promoted = torch.result_type(operands[0], operands[-1])
+    return result if result.is_floating_point and not promoted.is_floating_point else promoted
 
 
 def plain(x: Any) -> Any:
@@ -244,7 +244,7 @@ def nan_stays(rule: Rule) -> Rule:
     @wraps(rule)
     def wrapped(grad: Tensor, x: Tensor, target: Tensor, *args: Any) -> Any:
         difference = x - target
-        found = rule(grad, x, target, *args)
-        return torch.where(difference != difference, difference, found)
+        gradient = rule(grad, x, target, *args)
+        return torch.where(difference != difference, difference, gradient)
 
     return wrapped

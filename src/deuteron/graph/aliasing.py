@@ -61,8 +61,8 @@ def times(a: Any, b: Any) -> Any:
     if type(a) is int or type(b) is int:
         return None
     x, y = (sympy.expand(e).as_coefficients_dict() for e in (a, b))
-    found = {x[term] / y[term] for term in y} if x.keys() == y.keys() else set()
-    return found.pop() if len(found) == 1 else None
+    ratios = {x[term] / y[term] for term in y} if x.keys() == y.keys() else set()
+    return ratios.pop() if len(ratios) == 1 else None
 
 
 class Aliasing:

@@ -79,19 +79,19 @@ def destination(node: fx.Node) -> torch.device | None:
 def closure(editor: Editor, source: fx.Node, known: dict[fx.Node, bool]) -> list[fx.Node] | None:
     """`source` and what it is made of, in the graph's order; None where something of it must stay
     on the CPU."""
-    found: dict[fx.Node, None] = {}
+    nodes: dict[fx.Node, None] = {}
     open_ = [source]
     while open_:
         n = open_.pop()
-        if n in found or n.op == "get_attr" or ops.is_symbolic(n):
+        if n in nodes or n.op == "get_attr" or ops.is_symbolic(n):
             continue  # of held tensors who reads them decides
         if n not in known:
             known[n] = is_movable(n) or number(editor, n) is not None
-        if not known[n] or len(found) > MOST_NODES:
+        if not known[n] or len(nodes) > MOST_NODES:
             return None
-        found[n] = None
+        nodes[n] = None
         open_ += n.all_input_nodes
-    return sorted(found)
+    return sorted(nodes)
 
 
 def is_movable(n: fx.Node) -> bool:

@@ -43,12 +43,12 @@ def multiply_matrices(gm: fx.GraphModule, record: Record) -> int:
     """Rewrites what is a contraction; returns how many."""
     editor, count = Editor(gm), 0
     for node in list(gm.graph.nodes):
-        found = contraction(node)
-        if found is None:
+        contracted = contraction(node)
+        if contracted is None:
             continue
-        b, m, n, k = extents(node, found)
+        b, m, n, k = extents(node, contracted)
         with editor.before(node):
-            new = product(editor, node, found)
+            new = product(editor, node, contracted)
         editor.replace(node, new)
         count += 1
         record.add(
@@ -93,8 +93,8 @@ def contraction(node: fx.Node) -> Contraction | None:
             return None
         both = "summed" if d in summed else "batch"
         kinds[both if all(has) else "rows" if has[0] else "columns"].append(d)
-    found = Contraction(**{k: tuple(v) for k, v in kinds.items()})
-    return found if min(extents(node, found)[1:]) >= LEAST else None
+    contracted = Contraction(**{k: tuple(v) for k, v in kinds.items()})
+    return contracted if min(extents(node, contracted)[1:]) >= LEAST else None
 
 
 def exact(t: Tensor) -> bool:
@@ -110,29 +110,33 @@ def varies(t: Tensor, whole: Tensor, d: int) -> bool:
     return own >= 0 and t.shape[own] != 1 and t.stride(own) != 0
 
 
-def extents(node: fx.Node, found: Contraction) -> tuple[int, int, int, int]:
+def extents(node: fx.Node, contracted: Contraction) -> tuple[int, int, int, int]:
     """Matrices of the product, their rows, columns and terms."""
     whole = node.args[0].meta["val"]  # type: ignore[union-attr]
     b, m, n, k = (
         math.prod(whole.shape[d] for d in dims)
-        for dims in (found.batch, found.rows, found.columns, found.summed)
+        for dims in (contracted.batch, contracted.rows, contracted.columns, contracted.summed)
     )
     return b, m, n, k
 
 
-def product(editor: Editor, node: fx.Node, found: Contraction) -> fx.Node:
+def product(editor: Editor, node: fx.Node, contracted: Contraction) -> fx.Node:
     """The batched product of the factors, in the order and with the strides of the sum."""
     made = node.args[0]
     assert isinstance(made, fx.Node)
     whole, out = made.meta["val"], node.meta["val"]
-    b, m, n, k = extents(node, found)
+    b, m, n, k = extents(node, contracted)
     first, second = made.args[:2]
-    left = matrices(editor, node, first, whole, (*found.batch, *found.rows, *found.summed))
-    right = matrices(editor, node, second, whole, (*found.batch, *found.summed, *found.columns))
+    left = matrices(
+        editor, node, first, whole, (*contracted.batch, *contracted.rows, *contracted.summed)
+    )
+    right = matrices(
+        editor, node, second, whole, (*contracted.batch, *contracted.summed, *contracted.columns)
+    )
     left = viewed(editor, node, left, [b, m, k])
     right = viewed(editor, node, right, [b, k, n])
     result = editor.call(aten.bmm.default, left, right, like=node)
-    order = (*found.batch, *found.rows, *found.columns)
+    order = (*contracted.batch, *contracted.rows, *contracted.columns)
     result = viewed(editor, node, result, [whole.shape[d] for d in order])
     back = [order.index(d) for d in sorted(order)]
     result = editor.call(aten.permute.default, result, back, like=node)

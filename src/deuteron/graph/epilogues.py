@@ -24,11 +24,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def join_activations(gm: fx.GraphModule, record: Record) -> int:
     """Joins what pays; returns the number of activations that went."""
-    found = [n for n in gm.graph.nodes if _linear(n) is not None]
-    if not found:
+    linears = [n for n in gm.graph.nodes if _linear(n) is not None]
+    if not linears:
         return 0
     editor = Editor(gm)
-    for node in found:
+    for node in linears:
         linear = _linear(node)
         assert linear is not None
         with editor.before(linear):
@@ -48,7 +48,7 @@ def join_activations(gm: fx.GraphModule, record: Record) -> int:
             bytes=0,
             us=0.0,
         )
-    return len(found)
+    return len(linears)
 
 
 def _linear(node: fx.Node) -> fx.Node | None:

@@ -35,13 +35,13 @@ SAFE_CHANNELS = 16
 
 def channels_last(gm: fx.GraphModule, record: Record) -> int:
     """Converts what pays; returns the number of convolutions whose input changed."""
-    found = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS and _plain(n)]
-    light = [n for n in found if not heavy(n)]
+    convolutions = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS and _plain(n)]
+    light = [n for n in convolutions if not heavy(n)]
     if not light or not _worth(light) or any(map(_corrupts, light)):
         return 0
     editor = Editor(gm)
     relayout = Relayout(editor)
-    orders = dict.fromkeys(found, torch.contiguous_format)
+    orders = dict.fromkeys(convolutions, torch.contiguous_format)
     orders |= dict.fromkeys(light, torch.channels_last)
     count = 0
     for node in list(gm.graph.nodes):
@@ -58,7 +58,7 @@ def channels_last(gm: fx.GraphModule, record: Record) -> int:
             accepted=True,
             reason="channels last",
             detail=f"{count} convolutions",
-            first=found[0].name,
+            first=convolutions[0].name,
             second="",
             bytes=0,
             us=0.0,
@@ -119,10 +119,12 @@ def _work(node: fx.Node) -> float:
     return math.prod(weight.meta["val"].shape) * x.shape[2] * x.shape[3]
 
 
-def _worth(found: list[fx.Node]) -> bool:
+def _worth(convolutions: list[fx.Node]) -> bool:
     """Whether most of the work is done on many channels."""
-    total = sum(_work(n) for n in found)
-    wide = sum(_work(n) for n in found if _tensors(n)[0].meta["val"].shape[1] >= LEAST_CHANNELS)
+    total = sum(_work(n) for n in convolutions)
+    wide = sum(
+        _work(n) for n in convolutions if _tensors(n)[0].meta["val"].shape[1] >= LEAST_CHANNELS
+    )
     return wide > 0.5 * total
 
 

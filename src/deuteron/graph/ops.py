@@ -20,20 +20,20 @@ from torch import fx
 def resolve(name: str) -> Any:
     """``"aten.add.Tensor"`` as an operator overload, or None where this torch does not have it."""
     namespace, packet, overload = name.split(".")
-    found = getattr(getattr(torch.ops, namespace), packet, None)
-    return getattr(found, overload, None)
+    overloads = getattr(getattr(torch.ops, namespace), packet, None)
+    return getattr(overloads, overload, None)
 
 
 def resolved(names: Iterable[str]) -> Iterator[Any]:
     """Those of `names` that exist. ``"aten.add"`` stands for every overload."""
     for name in names:
         if name.count(".") == 2:
-            found = [resolve(name)]
+            operators = [resolve(name)]
         else:
             namespace, packet = name.split(".")
             p = getattr(getattr(torch.ops, namespace), packet, None)
-            found = [getattr(p, o) for o in p.overloads()] if p is not None else []
-        yield from (f for f in found if f is not None)
+            operators = [getattr(p, o) for o in p.overloads()] if p is not None else []
+        yield from (f for f in operators if f is not None)
 
 
 @cache
@@ -166,8 +166,8 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return None
     for k, a in enumerate(schema.arguments[: len(node.args)]):
         if a.alias_info is not None and not a.alias_info.is_write:
-            found = node.args[k]
-            return found if isinstance(found, fx.Node) else None
+            base = node.args[k]
+            return base if isinstance(base, fx.Node) else None
     return None
 
 
@@ -180,12 +180,12 @@ def placed(node: fx.Node) -> list[fx.Node]:
     of others none."""
     if packet(node.target) not in PLACING:
         return []
-    found: list[fx.Node] = []
+    bases: list[fx.Node] = []
     base = node.args[0]
     while isinstance(base, fx.Node):
-        found.append(base)
+        bases.append(base)
         base = base.args[0] if base.target is operator.getitem else viewed(base)
-    return found
+    return bases
 
 
 # Of the output node of a forward: how many of its results are the caller's. What follows is saved
@@ -195,11 +195,11 @@ RESULTS = "deuteron_results"
 
 def results_of(output: fx.Node) -> tuple[list[Any], list[Any]]:
     """What a graph returns: with the strides that were traced, and with any."""
-    found: Any = output.args[0]
-    if not isinstance(found, (tuple, list)):
-        return [found], []
-    count = output.meta.get(RESULTS, len(found))
-    return list(found[:count]), list(found[count:])
+    results: Any = output.args[0]
+    if not isinstance(results, (tuple, list)):
+        return [results], []
+    count = output.meta.get(RESULTS, len(results))
+    return list(results[:count]), list(results[count:])
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:

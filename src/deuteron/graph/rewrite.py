@@ -89,10 +89,10 @@ class Attempts:
 
     def __call__(self, name: str) -> Any:
         self.now = self.now or Snapshot(self.gm)
-        found = attempt(self.gm, self.record, Rewrite(name, REWRITES[name]), self.now)
-        if found:
+        changes = attempt(self.gm, self.record, Rewrite(name, REWRITES[name]), self.now)
+        if changes:
             self.now = None
-        return found
+        return changes
 
 
 def apply_rows(gm: fx.GraphModule, record: Record) -> dict[str, int]:

@@ -105,13 +105,13 @@ def same_view(editor: Editor, node: fx.Node) -> fx.Node | None:
     """x.view(x.shape) = x, x[:] = x, ..."""
     if ops.packet(node.target) == "aten.flip" and node.args[1]:
         return None
-    found = like_first(node)
-    if found is None or ops.packet(node.target) in ("aten.permute", "aten.t", "aten.transpose"):
+    source = like_first(node)
+    if source is None or ops.packet(node.target) in ("aten.permute", "aten.t", "aten.transpose"):
         # Equal layouts do not make a transposition of a square (or expanded) tensor an identity.
-        return found if found is not None and is_identity_order(node) else None
+        return source if source is not None and is_identity_order(node) else None
     if ops.packet(node.target) == "aten.slice" and not is_full_slice(node):
         return None
-    return found
+    return source
 
 
 def is_identity_order(node: fx.Node) -> bool:

@@ -199,10 +199,10 @@ class Relayout:
 
 def after(node: fx.Node) -> fx.Node:
     """The first node behind `node` at which calls can be inserted."""
-    found = node.next
-    while found.op == "placeholder":
-        found = found.next
-    return found
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
 
 
 def parts(val: Any) -> Sequence[Any]:
@@ -273,10 +273,10 @@ def as_saved(gm: fx.GraphModule, inputs: Sequence[Any], record: Record) -> None:
     assert len(placeholders) == len(inputs), "an input of the backward for each of its tensors"
     if not where:
         return
-    found = {k: inputs[k] for k in where}
-    rewrite = Rewrite("strides of saved tensors", lambda gm, _: _follow_saved(gm, found))
+    moved = {k: inputs[k] for k in where}
+    rewrite = Rewrite("strides of saved tensors", lambda gm, _: _follow_saved(gm, moved))
     if attempt(gm, record, rewrite) is None:
-        _follow_saved(gm, found, copied=True)
+        _follow_saved(gm, moved, copied=True)
 
 
 def _follow_saved(gm: fx.GraphModule, given: Mapping[int, Tensor], copied: bool = False) -> int:
@@ -302,10 +302,10 @@ def report(gm: fx.GraphModule, traced: Sequence[Strides]) -> None:
     """Tells AOTAutograd which saved tensors of a compiled forward no longer have the strides that
     were traced (see `saved_strides`); it gives `as_saved` tensors like them."""
     context = torch._guards.TracingContext.try_get()
-    found = getattr(context, "output_strides", None)
-    if found is not None:
+    reported = getattr(context, "output_strides", None)
+    if reported is not None:
         now = saved_strides(gm)
-        found.extend(b if a != b else None for a, b in zip(traced, now, strict=True))
+        reported.extend(b if a != b else None for a, b in zip(traced, now, strict=True))
 
 
 __all__ = [

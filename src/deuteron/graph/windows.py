@@ -106,10 +106,10 @@ MAX_POOL_BACKWARD = torch.ops.deuteron.max_pool_backward.default
 
 def keep_places(gm: fx.GraphModule, record: Record) -> int:
     """Rewrites what it can; returns the number of poolings changed."""
-    found = [n for n in gm.graph.nodes if n.target in FORWARD.values()]
+    pools = [n for n in gm.graph.nodes if n.target in FORWARD.values()]
     editor = Editor(gm)
     count = 0
-    for n in found:
+    for n in pools:
         with at(n):
             count += _kept(editor, n)
     if count:
@@ -135,14 +135,14 @@ def _arguments(n: fx.Node, rank: int) -> tuple[list[list[int]], bool] | None:
 
 def _kept(editor: Editor, node: fx.Node) -> bool:
     rank = next(r for r, target in FORWARD.items() if target is node.target)
-    found = _arguments(node, rank)
+    arguments = _arguments(node, rank)
     taken = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     index = taken.get(1)
-    if found is None or index is None or not index.users or len(taken) != len(node.users):
+    if arguments is None or index is None or not index.users or len(taken) != len(node.users):
         return False
     if any(u.target is not BACKWARD[rank] or u.args[-1] is not index for u in index.users):
         return False
-    lists, ceil = found
+    lists, ceil = arguments
     with editor.before(node):
         new = editor.call(MAX_POOL, node.args[0], *lists, ceil, like=node)
     node.replace_all_uses_with(new)

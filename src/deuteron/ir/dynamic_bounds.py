@@ -50,11 +50,11 @@ _ENDS: dict[Expr, dict[Axis, Expr]] = {}
 
 def ends(root: Expr) -> dict[Axis, Expr]:
     """The axes of such reductions under `root`, with their ends."""
-    found = _ENDS.get(root)
-    if found is None:
+    known = _ENDS.get(root)
+    if known is None:
         reductions = ((n, end_of(n)) for n in root.walk() if n.op == "reduce")
-        found = _ENDS[root] = {n.attr[1][0]: end for n, end in reductions if end is not None}
-    return found
+        known = _ENDS[root] = {n.attr[1][0]: end for n, end in reductions if end is not None}
+    return known
 
 
 def expected(axis: Axis, end: Expr) -> int:

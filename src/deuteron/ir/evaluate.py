@@ -39,10 +39,10 @@ def substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
     if not table or table.keys().isdisjoint(index.atoms()):
         return index
     key = (index, tuple(table.items()))
-    found = _SUBSTITUTED.get(key)
-    if found is None:
-        found = _SUBSTITUTED[key] = _substitute(index, table)
-    return found
+    known = _SUBSTITUTED.get(key)
+    if known is None:
+        known = _SUBSTITUTED[key] = _substitute(index, table)
+    return known
 
 
 def _substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
@@ -56,9 +56,9 @@ def _substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
 
 
 def _substitute_atom(a: Atom, table: Mapping[Atom, Index]) -> Index:
-    found = table.get(a)
-    if found is not None:
-        return found
+    replacement = table.get(a)
+    if replacement is not None:
+        return replacement
     if isinstance(a, Div):
         return floordiv(substitute(a.num, table), substitute(a.den, table))
     if isinstance(a, Mod):

@@ -181,15 +181,15 @@ class Expr:
             key: tuple[Any, ...] = (op, dtype, args, rest, type(number), repr(number))
         else:
             key = (op, dtype, args, attr)
-        found = cls._interned.get(key)
-        if found is None:
-            found = object.__new__(cls)
-            found.op, found.dtype, found.args, found.attr = op, dtype, args, attr
-            found.id = len(cls._interned)
-            found._axes = found._children = found._flops = None
-            found._indices = found._key = found._loads = None
-            found = cls._interned.setdefault(key, found)
-        return found
+        interned = cls._interned.get(key)
+        if interned is None:
+            interned = object.__new__(cls)
+            interned.op, interned.dtype, interned.args, interned.attr = op, dtype, args, attr
+            interned.id = len(cls._interned)
+            interned._axes = interned._children = interned._flops = None
+            interned._indices = interned._key = interned._loads = None
+            interned = cls._interned.setdefault(key, interned)
+        return interned
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Expr, (self.op, self.dtype, self.args, self.attr)
@@ -210,11 +210,11 @@ class Expr:
     def indices(self) -> tuple[Index, ...]:
         """Every index used in the expression, at any depth."""
         if self._indices is None:
-            found: dict[Index, None] = {}
+            used: dict[Index, None] = {}
             for node in self.walk(lambda n: n._indices is not None):
                 for i in own_indices(node) if node._indices is None else node._indices:
-                    found[i] = None
-            self._indices = tuple(found)
+                    used[i] = None
+            self._indices = tuple(used)
         return self._indices
 
     def walk(self, known: Callable[[Expr], bool] | None = None) -> Iterator[Expr]:
@@ -247,13 +247,13 @@ class Expr:
     def loads(self) -> tuple[Expr, ...]:
         """Every load, at any depth, arguments before users."""
         if self._loads is None:
-            found: dict[Expr, None] = {}
+            nodes: dict[Expr, None] = {}
             for node in self.walk(lambda n: n._loads is not None):
                 if node._loads is not None:
-                    found.update(dict.fromkeys(node._loads))
+                    nodes.update(dict.fromkeys(node._loads))
                 elif node.op == "load":
-                    found[node] = None
-            self._loads = tuple(found)
+                    nodes[node] = None
+            self._loads = tuple(nodes)
         return self._loads
 
     def axes(self) -> frozenset[Axis]:
@@ -281,13 +281,13 @@ def own_indices(node: Expr) -> tuple[Index, ...]:
 
 def children(node: Expr) -> tuple[Expr, ...]:
     """Arguments, and expressions whose value is used as an index."""
-    found = node._children
-    if found is None:
+    below = node._children
+    if below is None:
         out = list(node.args)
         for i in own_indices(node):
             out.extend(a.expr for a in i.atoms() if a.rank == 3 and isinstance(a, Value))
-        found = node._children = tuple(out)
-    return found
+        below = node._children = tuple(out)
+    return below
 
 
 def _attr_text(node: Expr) -> str:
@@ -462,7 +462,7 @@ def unrounded(x: Expr) -> Expr:
     again whenever it is rebuilt. Choices are looked through only where one of their branches is
     rounded; others only move halves."""
     done: dict[Expr, Expr] = {}
-    found, stack = False, [x]
+    has_cast, stack = False, [x]
     while stack:
         n = stack[-1]
         below = n.args[1:] if n.op == "where" else n.args if n.op == "cast" else ()
@@ -475,14 +475,14 @@ def unrounded(x: Expr) -> Expr:
         if n.op == "where":
             done[n] = op("where", n.args[0], *(done[a] for a in below))
         elif n.op == "cast":
-            found = True
+            has_cast = True
             inner = n.args[0]
             done[n] = done[inner] if below else inner if inner.dtype == "f32" else cast(n, "f32")
         elif n.op == "literal":
             done[n] = cast(n, "f32")
         else:
             done[n] = Expr("cast", "f32", (n,), UNROUNDED)
-    return done[x] if found or x.op == "literal" else Expr("cast", "f32", (x,), UNROUNDED)
+    return done[x] if has_cast or x.op == "literal" else Expr("cast", "f32", (x,), UNROUNDED)
 
 
 def _exact(value: Any, dtype: str) -> bool:

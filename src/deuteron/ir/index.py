@@ -78,9 +78,9 @@ class Sym(Atom):
     hint: int | None
 
     def __new__(cls, name: str, low: int = 0, hint: int | None = None) -> Sym:
-        found = Atom._interned.get((cls, name, low, hint))
-        if found is not None:
-            return cast(Sym, found)
+        interned = Atom._interned.get((cls, name, low, hint))
+        if interned is not None:
+            return cast(Sym, interned)
         key = name if low == 0 and hint is None else f"{name}{{{low},{hint}}}"
         return _intern_atom(cls, (name, low, hint), 0, key, name=name, low=low, hint=hint)
 
@@ -98,9 +98,9 @@ class Axis(Atom):
 
     def __new__(cls, name: str, extent: IndexLike) -> Axis:
         extent = as_index(extent)
-        found = Atom._interned.get((cls, name, extent))
-        if found is not None:
-            return cast(Axis, found)
+        interned = Atom._interned.get((cls, name, extent))
+        if interned is not None:
+            return cast(Axis, interned)
         return _intern_atom(
             cls, (name, extent), 1, f"{name}:{extent.key}", name=name, extent=extent
         )
@@ -122,9 +122,9 @@ class Div(Atom):
     den: Index
 
     def __new__(cls, num: Index, den: Index) -> Div:
-        found = Atom._interned.get((cls, num, den))
-        if found is not None:
-            return cast(Div, found)
+        interned = Atom._interned.get((cls, num, den))
+        if interned is not None:
+            return cast(Div, interned)
         return _intern_atom(cls, (num, den), 2, f"(({num.key})//({den.key}))", num=num, den=den)
 
     def __repr__(self) -> str:
@@ -140,9 +140,9 @@ class Mod(Atom):
     den: Index
 
     def __new__(cls, num: Index, den: Index) -> Mod:
-        found = Atom._interned.get((cls, num, den))
-        if found is not None:
-            return cast(Mod, found)
+        interned = Atom._interned.get((cls, num, den))
+        if interned is not None:
+            return cast(Mod, interned)
         return _intern_atom(cls, (num, den), 2, f"(({num.key})%({den.key}))", num=num, den=den)
 
     def __repr__(self) -> str:
@@ -159,9 +159,9 @@ class MinMax(Atom):
     b: Index
 
     def __new__(cls, kind: str, a: Index, b: Index) -> MinMax:
-        found = Atom._interned.get((cls, kind, a, b))
-        if found is not None:
-            return cast(MinMax, found)
+        interned = Atom._interned.get((cls, kind, a, b))
+        if interned is not None:
+            return cast(MinMax, interned)
         return _intern_atom(cls, (kind, a, b), 2, f"{kind}({a.key},{b.key})", kind=kind, a=a, b=b)
 
     def __repr__(self) -> str:
@@ -176,9 +176,9 @@ class Value(Atom):
     expr: Expr
 
     def __new__(cls, expr: Expr) -> Value:
-        found = Atom._interned.get((cls, expr))
-        if found is not None:
-            return cast(Value, found)
+        interned = Atom._interned.get((cls, expr))
+        if interned is not None:
+            return cast(Value, interned)
         return _intern_atom(cls, (expr,), 3, f"[{expr.key}]", expr=expr)
 
     def __repr__(self) -> str:
@@ -212,16 +212,18 @@ class Index:
         if len(kept) > 1:
             kept.sort(key=_order_terms)
         items = tuple(kept)
-        found = cls._interned.get(items)
-        if found is None:
-            found = object.__new__(cls)
-            found.terms = items
-            found._key = found._atoms = found._axes = found._hint = found._syms = None
-            found.value = (
+        interned = cls._interned.get(items)
+        if interned is None:
+            interned = object.__new__(cls)
+            interned.terms = items
+            interned._key = interned._atoms = interned._axes = interned._hint = interned._syms = (
+                None
+            )
+            interned.value = (
                 0 if not items else items[0][1] if len(items) == 1 and not items[0][0] else None
             )
-            found = cls._interned.setdefault(items, found)
-        return found
+            interned = cls._interned.setdefault(items, interned)
+        return interned
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Index, (dict(self.terms),)
@@ -318,13 +320,13 @@ class Index:
     def syms(self) -> set[Sym]:
         """The sizes that it depends on, those of its axes' extents included."""
         if self._syms is None:
-            found: set[Sym] = set()
+            sizes: set[Sym] = set()
             for a in self.atoms():
                 if isinstance(a, Sym):
-                    found.add(a)
+                    sizes.add(a)
                 elif isinstance(a, Axis):
-                    found |= a.extent.syms()
-            self._syms = frozenset(found)
+                    sizes |= a.extent.syms()
+            self._syms = frozenset(sizes)
         return set(self._syms)
 
     def coefficient(self, axis: Axis) -> Index | None:
@@ -375,20 +377,20 @@ _CONSTANTS: dict[int, Index] = {}
 
 
 def const(value: int) -> Index:
-    found = _CONSTANTS.get(value)
-    if found is None:
-        found = _CONSTANTS[value] = Index({(): int(value)})
-    return found
+    known = _CONSTANTS.get(value)
+    if known is None:
+        known = _CONSTANTS[value] = Index({(): int(value)})
+    return known
 
 
 _ATOMS: dict[Atom, Index] = {}
 
 
 def atom(a: Atom) -> Index:
-    found = _ATOMS.get(a)
-    if found is None:
-        found = _ATOMS[a] = Index({(a,): 1})
-    return found
+    known = _ATOMS.get(a)
+    if known is None:
+        known = _ATOMS[a] = Index({(a,): 1})
+    return known
 
 
 def as_index(value: IndexLike) -> Index:
@@ -434,12 +436,12 @@ def _quotients(num: Index, den: Index) -> Iterator[Index]:
 
 def _with_remainder(at: Mod, out: dict[Monomial, int]) -> list[Index]:
     """What leaves the remainder `at`: x of x%k, and those x%(n*k) whose quotient is in `out`."""
-    found = [at.num]
+    dividends = [at.num]
     for a in (a for m in out for a in m if isinstance(a, Div) and a.den is at.den):
         inner = _only(a.num)
         if isinstance(inner, Mod) and inner.num is at.num:
-            found += [a.num] if divide_exact(inner.den, at.den) is not None else []
-    return found
+            dividends += [a.num] if divide_exact(inner.den, at.den) is not None else []
+    return dividends
 
 
 def _only(index: Index) -> Atom | None:
@@ -541,10 +543,10 @@ _REMAINDERS: dict[tuple[Index, Index], Index] = {}
 def floordiv(num: Index, den: IndexLike) -> Index:
     """Floor division by a positive index, simplified by exact terms, ranges and common factors."""
     den = as_index(den)
-    found = _QUOTIENTS.get((num, den))
-    if found is None:
-        found = _QUOTIENTS[num, den] = _floordiv(num, den)
-    return found
+    known = _QUOTIENTS.get((num, den))
+    if known is None:
+        known = _QUOTIENTS[num, den] = _floordiv(num, den)
+    return known
 
 
 def _floordiv(num: Index, den: Index) -> Index:
@@ -561,9 +563,9 @@ def _floordiv(num: Index, den: Index) -> Index:
         return quotient
     if _just_below(rest, den):
         return quotient - 1
-    found = _factored(rest, den)
-    if found is not None:
-        big, _, g = found
+    factored = _factored(rest, den)
+    if factored is not None:
+        big, _, g = factored
         return quotient + floordiv(big, (den.value or 1) // g)
     inner = _only(rest)
     if isinstance(inner, Div):
@@ -581,10 +583,10 @@ def _just_below(rest: Index, den: Index) -> bool:
 def mod(num: Index, den: IndexLike) -> Index:
     """Modulo by a positive index (result in ``[0, den)``)."""
     den = as_index(den)
-    found = _REMAINDERS.get((num, den))
-    if found is None:
-        found = _REMAINDERS[num, den] = _mod(num, den)
-    return found
+    known = _REMAINDERS.get((num, den))
+    if known is None:
+        known = _REMAINDERS[num, den] = _mod(num, den)
+    return known
 
 
 def _mod(num: Index, den: Index) -> Index:
@@ -599,9 +601,9 @@ def _mod(num: Index, den: Index) -> Index:
         return rest
     if _just_below(rest, den):
         return rest + den
-    found = _factored(rest, den)
-    if found is not None:
-        big, small, g = found
+    factored = _factored(rest, den)
+    if factored is not None:
+        big, small, g = factored
         return mod(big, (den.value or 1) // g) * g + small
     inner = _only(rest)
     if isinstance(inner, Mod) and divide_exact(inner.den, den) is not None:

@@ -49,8 +49,8 @@ def single_term(body: Expr, axis: Axis) -> Expr | None:
         n = axis.extent.value
         assert n is not None
         return E.op("where", inside, E.op("add", times(n - 1), there), times(n))
-    found = E.op("where", inside, there, elsewhere)
-    return found if elsewhere.op == "literal" else E.op("add", found, elsewhere)
+    picked = E.op("where", inside, there, elsewhere)
+    return picked if elsewhere.op == "literal" else E.op("add", picked, elsewhere)
 
 
 def _zero(e: Expr) -> bool:

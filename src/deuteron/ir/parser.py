@@ -97,8 +97,8 @@ class _Reader:
 
     def origins(self, start: int, end: int) -> tuple[Origin, ...]:
         """The origins in the lines ``start .. end - 1`` (from 0)."""
-        found = (x.strip() for x in self.lines[start:end])
-        parts = (x[3:].split(" | ", 2) for x in found if x.startswith("#: "))
+        stripped = (x.strip() for x in self.lines[start:end])
+        parts = (x[3:].split(" | ", 2) for x in stripped if x.startswith("#: "))
         return tuple(Origin(p[0], p[1], p[2] if len(p) > 2 else "") for p in parts)
 
     # -- statements --------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ class _Reader:
     def value(self, node: ast.expr) -> Any:
         """An argument of a library call."""
         if isinstance(node, (ast.Tuple, ast.List)):
-            found = [self.value(x) for x in node.elts]
-            return tuple(found) if isinstance(node, ast.Tuple) else found
+            items = [self.value(x) for x in node.elts]
+            return tuple(items) if isinstance(node, ast.Tuple) else items
         if isinstance(node, ast.Attribute):  # torch.float32
             return getattr(torch, node.attr)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -283,10 +283,10 @@ class _Reader:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return const(node.value)
         if isinstance(node, ast.Name):
-            found: Atom | None = self.axes.get(node.id) or self.syms.get(node.id)
-            if found is None:
+            named: Atom | None = self.axes.get(node.id) or self.syms.get(node.id)
+            if named is None:
                 raise self.fail(node, f"no axis or size {node.id!r}")
-            return atom(found)
+            return atom(named)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -self.index(node.operand)
         if isinstance(node, ast.BinOp):

@@ -72,12 +72,12 @@ def print_program(p: Program) -> str:
 
 def _symbols(p: Program) -> list[Sym]:
     """Every symbol of the program that no call defines, those with a source first."""
-    found = {s: None for s, _ in p.sizes}
+    symbols = {s: None for s, _ in p.sizes}
     made = {s for d in p.defs if isinstance(d, Extern) for s in d.sizes if s is not None}
 
     def see(indices: Iterable[Index]) -> None:
         for i in indices:
-            found.update(dict.fromkeys(sorted(i.syms() - made)))
+            symbols.update(dict.fromkeys(sorted(i.syms() - made)))
 
     for layout in p.layouts().values():
         see((*layout.shape, *layout.strides, layout.offset))
@@ -92,7 +92,7 @@ def _symbols(p: Program) -> list[Sym]:
             see(i for x in (d.args, tuple(v for _, v in d.kwargs)) for i in _indices_of(x))
     for o in p.outputs:
         see((*o.shape, *o.strides, o.offset, *([o.value] if isinstance(o.value, Index) else [])))
-    return list(found)
+    return list(symbols)
 
 
 def _indices_of(x: Any) -> Iterable[Index]:
@@ -162,8 +162,8 @@ def index_text(index: Index, value: Callable[[Expr], str] = repr) -> str:
 
 
 def tuple_text(items: Iterable[str]) -> str:
-    found = list(items)
-    return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
+    texts = list(items)
+    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 
 
 def _indices(indices: Sequence[Index]) -> str:

@@ -236,8 +236,8 @@ KNOWN = frozenset(("math", "torch", "min", "max", "abs", "int", "float", "round"
 @lru_cache(maxsize=4096)
 def names_in(text: str) -> frozenset[str]:
     """The sizes that Python text of sizes names."""
-    found = (n.id for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name))
-    return frozenset(found) - KNOWN
+    names = (n.id for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name))
+    return frozenset(names) - KNOWN
 
 
 def symbols_read(d: Def) -> set[Sym]:
@@ -268,50 +268,50 @@ def symbols_read(d: Def) -> set[Sym]:
 def tensors_read(d: Def) -> tuple[str, ...]:
     """Names of the tensors that a definition reads (its target included, since it keeps what is not
     overwritten)."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     if isinstance(d, Compute):
         exprs = [d.body] + ([d.mask] if d.mask is not None else [])
         for e in exprs:
             for n in e.walk():
                 if n.op == "load":
-                    found[n.attr[0]] = None
+                    names[n.attr[0]] = None
         for i in d.index or ():
             from deuteron.ir.index import Value
 
             for a in i.atoms():
                 if isinstance(a, Value):
                     for n in a.expr.loads():
-                        found[n.attr[0]] = None
+                        names[n.attr[0]] = None
         if d.target is not None:
-            found[d.target] = None
+            names[d.target] = None
     elif isinstance(d, Extern):
 
         def visit(x: Any) -> None:
             if isinstance(x, ViewArg):
-                found[x.tensor] = None
+                names[x.tensor] = None
             elif isinstance(x, (tuple, list)):
                 for y in x:
                     visit(y)
 
         visit(d.args)
         visit(tuple(v for _, v in d.kwargs))
-    return tuple(found)
+    return tuple(names)
 
 
 def objects_used(p: Program) -> tuple[Given, ...]:
     """What `p` is given, beside tensors and numbers, and uses."""
-    found: dict[Given, None] = {}
+    objects: dict[Given, None] = {}
 
     def visit(x: Any) -> None:
         if isinstance(x, Given):
-            found[x] = None
+            objects[x] = None
         elif isinstance(x, (tuple, list)):
             for y in x:
                 visit(y)
 
     visit([(d.args, [v for _, v in d.kwargs]) for d in p.defs if isinstance(d, Extern)])
     visit([o.value for o in p.outputs])
-    return tuple(found)
+    return tuple(objects)
 
 
 def memory_of(program: Program) -> dict[str, str]:

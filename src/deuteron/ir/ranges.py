@@ -47,9 +47,9 @@ def _nonempty(extent: Index) -> Index:
 
 
 def _atom_bound(a: Atom, upper: bool) -> Index | None:
-    found = _BOUNDS.get((a, upper), _BOUNDS)
-    if found is not _BOUNDS:
-        return found  # type: ignore[return-value]
+    known = _BOUNDS.get((a, upper), _BOUNDS)
+    if known is not _BOUNDS:
+        return known  # type: ignore[return-value]
     out: Index | None = None
     if isinstance(a, Sym):
         out = atom(a)
@@ -185,13 +185,15 @@ def is_nonneg(index: Index) -> bool:
     """Whether ``index >= 0`` is proven for every value of the axes and sizes."""
     if index.value is not None:
         return index.value >= 0
-    found = _NONNEG.get(index)
-    if found is None:
+    proven = _NONNEG.get(index)
+    if proven is None:
         _NONNEG[index] = False  # a proof that needs itself is no proof
         low = bound(index, False)
-        found = low is not None and (_size_nonneg(low) or _size_nonneg(_where_nonempty(low, index)))
-        _NONNEG[index] = found
-    return found
+        proven = low is not None and (
+            _size_nonneg(low) or _size_nonneg(_where_nonempty(low, index))
+        )
+        _NONNEG[index] = proven
+    return proven
 
 
 def _where_nonempty(low: Index, index: Index) -> Index:
@@ -256,10 +258,10 @@ _LIMITS: dict[Atom, tuple[int, int] | None] = {}
 
 def _limits(a: Atom) -> tuple[int, int] | None:
     """The least and the most that an atom is, as numbers; None where that is not known."""
-    found = _LIMITS.get(a, _LIMITS)
-    if found is _LIMITS:
-        found = _LIMITS[a] = _computed_limits(a)
-    return found  # type: ignore[return-value]
+    known = _LIMITS.get(a, _LIMITS)
+    if known is _LIMITS:
+        known = _LIMITS[a] = _computed_limits(a)
+    return known  # type: ignore[return-value]
 
 
 def _computed_limits(a: Atom) -> tuple[int, int] | None:

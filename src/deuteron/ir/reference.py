@@ -241,14 +241,14 @@ def random_values(dist: str, seed: Tensor, stream: int, element: Tensor, dtype: 
 
 def bound_axes(roots: Iterable[Expr]) -> list[Axis]:
     """The axes of reductions and scans inside expressions."""
-    found: dict[Axis, None] = {}
+    bound: dict[Axis, None] = {}
     for root in roots:
         for n in root.walk():
             if n.op == "reduce":
-                found.update(dict.fromkeys(n.attr[1]))
+                bound.update(dict.fromkeys(n.attr[1]))
             elif n.op == "scan":
-                found[n.attr[1]] = None
-    return list(found)
+                bound[n.attr[1]] = None
+    return list(bound)
 
 
 class Evaluator:
@@ -325,16 +325,16 @@ class Evaluator:
 
     def index(self, index: Index) -> Tensor:
         """The integer value of an index, as i64."""
-        found = self.numbers.get(index)
-        if found is None:
+        known = self.numbers.get(index)
+        if known is None:
             total = self.constant(0, "i64")
             for m, c in index.terms:
                 part = self.constant(c, "i64")
                 for a in m:
                     part = part * self._atom(a)
                 total = total + part
-            found = self.numbers[index] = total
-        return found
+            known = self.numbers[index] = total
+        return known
 
     def _atom(self, a: Any) -> Tensor:
         if isinstance(a, Sym):
@@ -612,10 +612,10 @@ class Execution:
 
 def resolve(op: str) -> Callable[..., Any]:
     """The operator under torch.ops: "aten.mm.default"."""
-    found: Any = torch.ops
+    operator: Any = torch.ops
     for part in op.split("."):
-        found = getattr(found, part)
-    return found
+        operator = getattr(operator, part)
+    return operator
 
 
 def compute(d: Compute, tensors: dict[str, Tensor], sizes: Mapping[str, int]) -> None:

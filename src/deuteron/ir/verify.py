@@ -135,22 +135,22 @@ def _parts(a: Atom) -> tuple[Index, ...]:
 
 def index_axes(index: Index) -> frozenset[Axis]:
     """The axes free in an index: its own, and those free in the expressions that it loads."""
-    found = _INDEX_AXES.get(index)
-    if found is None:
-        found = _NONE
+    own_axes = _INDEX_AXES.get(index)
+    if own_axes is None:
+        own_axes = _NONE
         todo = [a for m, _ in index.terms for a in m]
         while todo:
             a = todo.pop()
             if isinstance(a, Axis):
-                found |= {a}
+                own_axes |= {a}
             elif isinstance(a, Value):
                 if a.expr.dtype != "i64":
                     raise Fault("dtypes", f"{a!r} is used as an index and is {a.expr.dtype}")
-                found |= facts(a.expr).free
+                own_axes |= facts(a.expr).free
             else:
                 todo.extend(x for i in _parts(a) for m, _ in i.terms for x in m)
-        _INDEX_AXES[index] = found
-    return found
+        _INDEX_AXES[index] = own_axes
+    return own_axes
 
 
 class Facts(NamedTuple):
@@ -166,8 +166,8 @@ class Facts(NamedTuple):
 
 def facts(root: Expr) -> Facts:
     """Checks every node that is new, arguments first."""
-    found = _FACTS.get(root)
-    if found is None:
+    known = _FACTS.get(root)
+    if known is None:
         bound: dict[Axis, None] = {}
         loads: list[Expr] = []
         indices: dict[Index, None] = {}
@@ -181,9 +181,9 @@ def facts(root: Expr) -> Facts:
                 bound.update(dict.fromkeys(n.attr[1]))
             elif n.op in ("index", "random", "check"):
                 indices.update(dict.fromkeys(own_indices(n)))
-        found = Facts(_FREE[root], tuple(bound), tuple(loads), tuple(indices))
-        _FACTS[root] = found
-    return found
+        known = Facts(_FREE[root], tuple(bound), tuple(loads), tuple(indices))
+        _FACTS[root] = known
+    return known
 
 
 def _check_node(n: Expr) -> frozenset[Axis]:
@@ -325,11 +325,11 @@ def range_verdict(index: Index, extent: Index) -> str:
         m = index.terms[0][0]
         if len(m) == 1 and isinstance(m[0], Axis) and m[0].extent is extent:
             return "proven"
-    found = _RANGES.get((index, extent))
-    if found is None:
-        found = "proven" if in_range(index, extent) else _example(index, extent)
-        _RANGES[index, extent] = found
-    return found
+    verdict = _RANGES.get((index, extent))
+    if verdict is None:
+        verdict = "proven" if in_range(index, extent) else _example(index, extent)
+        _RANGES[index, extent] = verdict
+    return verdict
 
 
 def _example(index: Index, extent: Index) -> str:
@@ -380,9 +380,9 @@ def check_position(
     if len(indices) != len(layout.shape):
         raise Fault("layouts", f"{what}: {len(indices)} indices for rank {len(layout.shape)}")
     if mask is not None:
-        found = lets_through(indices, layout.shape, mask)
-        if found is not None:
-            raise Fault("range", f"the mask of the {what} lets it outside: {found}")
+        escape = lets_through(indices, layout.shape, mask)
+        if escape is not None:
+            raise Fault("range", f"the mask of the {what} lets it outside: {escape}")
         return
     for d, (i, n) in enumerate(zip(indices, layout.shape)):
         verdict = range_verdict(i, n)
@@ -476,9 +476,9 @@ class _State:
         """The symbols have a source from now on, and what is computed from them."""
         self.sizes.update((s.name, s) for s in symbols)
         ready = [n for n, (_, text) in self.made.items() if names_in(text) <= self.sizes.keys()]
-        found = [self.made.pop(n)[0] for n in ready]
-        if found:
-            self.tell(found)
+        computed = [self.made.pop(n)[0] for n in ready]
+        if computed:
+            self.tell(computed)
 
     def indices(self, indices: Iterable[Index]) -> None:
         """Every symbol used is defined."""

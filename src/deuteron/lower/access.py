@@ -166,9 +166,9 @@ def _matches(a: Sequence[Index], b: Sequence[Index]) -> list[tuple[int, int]]:
         where.setdefault(product(b[:j]), j)
     out = [(0, 0)]
     for i in range(1, len(a) + 1):
-        found = where.get(product(a[:i]))
-        if found is not None and found > out[-1][1]:
-            out.append((i, found))
+        matched = where.get(product(a[:i]))
+        if matched is not None and matched > out[-1][1]:
+            out.append((i, matched))
     return out
 
 

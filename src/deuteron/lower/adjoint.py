@@ -77,24 +77,26 @@ def preimage(place: Index, axis: Axis, extent: int) -> Preimage | None:
 
 def turned(axes: Sequence[Axis], place: Sequence[Index], x: Tensor) -> list[Preimage] | None:
     """For each dimension of x the points that come to an element; None where that is not known."""
-    found: list[Preimage] = []
+    preimages: list[Preimage] = []
     for p, n in zip(place, x.shape, strict=True):
         used = p.axes()
         if len(used) != 1 or n.value is None or any(isinstance(a, Value) for a in p.atoms()):
             return None
         (axis,) = used
-        made = preimage(p, axis, n.value)
-        if made is None:
+        axis_preimage = preimage(p, axis, n.value)
+        if axis_preimage is None:
             return None
-        found.append(made)
-    if sorted(a.key for a in axes) != sorted(p.axis.key for p in found):
+        preimages.append(axis_preimage)
+    if sorted(a.key for a in axes) != sorted(p.axis.key for p in preimages):
         return None
     visits, points = 1, 1
-    for made in found:
-        visits *= made.count
-        points *= made.axis.extent.value or 1
+    for axis_preimage in preimages:
+        visits *= axis_preimage.count
+        points *= axis_preimage.axis.extent.value or 1
     elements = product(x.shape).value or 0
-    return found if visits <= MOST_POINTS and visits * elements <= MOST_VISITS * points else None
+    return (
+        preimages if visits <= MOST_POINTS and visits * elements <= MOST_VISITS * points else None
+    )
 
 
 def gathered(

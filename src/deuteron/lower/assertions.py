@@ -139,8 +139,8 @@ def believed(ctx: LowerContext, node: fx.Node, raw: Any, name: str, env: Any) ->
     symbol = sympy.Symbol(name, integer=True)
     if not (e.is_Symbol and e.name == name):
         add(ctx, f"({name} == {numbers.of_sympy(e)})", "", where, node)
-    found = [env.var_to_range.get(s) for s in dict.fromkeys((raw, e)) if s.is_Symbol]
-    for r in (r for r in found if r is not None):
+    ranges = [env.var_to_range.get(s) for s in dict.fromkeys((raw, e)) if s.is_Symbol]
+    for r in (r for r in ranges if r is not None):
         sized = name in {s.name for s in ctx.sized}
         if r.lower.is_Integer and r.lower > (0 if sized else -HUGE):
             add(ctx, f"({name} >= {int(r.lower)})", "", where, node)
@@ -249,12 +249,12 @@ def _steps(rest: list[Any]) -> tuple[str, int, Any]:
 
 def _environment(ctx: LowerContext, x: Any) -> Any:
     """Torch's table of symbols, from a result that holds some."""
-    found = ctx.symbols.shape_env
+    shape_env = ctx.symbols.shape_env
     for n in (*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,):
         node = getattr(n, "node", None)
-        found = found or getattr(node, "shape_env", None)
-    ctx.symbols.shape_env = found
-    return found
+        shape_env = shape_env or getattr(node, "shape_env", None)
+    ctx.symbols.shape_env = shape_env
+    return shape_env
 
 
 def _named(ctx: LowerContext, raw: Any, env: Any) -> str:

@@ -93,8 +93,8 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
         )
     for name in mutated:
         ctx.overwritten.add(name)
-    found = [ctx.load(n) if n else number(ctx, f) for n, f in zip(names, leaves, strict=True)]
-    return tree_unflatten(found, spec)
+    results = [ctx.load(n) if n else number(ctx, f) for n, f in zip(names, leaves, strict=True)]
+    return tree_unflatten(results, spec)
 
 
 def argument(ctx: LowerContext, x: Any, node: Any, exact: bool) -> Any:

@@ -71,14 +71,14 @@ def figures(ctx: LowerContext) -> DeviceSpec:
     device = str(ctx.fake().device) if ctx.node is not None else ctx.device
     kind = ctx.like or device.partition(":")[0]
     if ctx.specs is not None:
-        found = ctx.specs(device)
-        if found.kind == kind or not ctx.like:
-            return found
+        spec = ctx.specs(device)
+        if spec.kind == kind or not ctx.like:
+            return spec
     if kind == "cpu":
         return device_spec("cpu")
-    found_gpu = named_gpu(SOME_GPU)
-    assert found_gpu is not None
-    return found_gpu
+    usual_gpu = named_gpu(SOME_GPU)
+    assert usual_gpu is not None
+    return usual_gpu
 
 
 __all__ = ["choose_contraction"]

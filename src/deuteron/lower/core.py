@@ -395,9 +395,9 @@ class LowerContext:
     # ---------------------------------------------------------------------------------
     def view_arg(self, value: Value, layout: Layout | None = None) -> ViewArg:
         """`value` as a strided view of a tensor in memory; computed into one where it is not."""
-        found = self.strided(value)
-        if found is not None:
-            return found
+        view = self.strided(value)
+        if view is not None:
+            return view
         name = self.define(value, layout).expr.attr[0]
         lay = self.layouts[name]
         return ViewArg(name, lay.shape, lay.strides, const(0))
@@ -479,10 +479,10 @@ def source_line(node: fx.Node) -> str:
 
 @lru_cache(maxsize=1024)  # a line of the user's makes many nodes
 def _source_line(trace: str) -> str:
-    found = list(FRAME.finditer(trace))
-    if not found:
+    frames = list(FRAME.finditer(trace))
+    if not frames:
         return ""
-    file, number, code = found[-1].groups()
+    file, number, code = frames[-1].groups()
     return one_line(f"{file}:{number}: {(code or '').strip()}")
 
 

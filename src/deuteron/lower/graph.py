@@ -229,23 +229,23 @@ class Driver:
 
     def attribute(self, node: fx.Node) -> Any:
         ctx = self.ctx
-        found: Any = self.gm
+        held: Any = self.gm
         for part in str(node.target).split("."):
-            found = getattr(found, part)
-        if not isinstance(found, torch.Tensor):
+            held = getattr(held, part)
+        if not isinstance(held, torch.Tensor):
             key = ctx.fresh_name(node.name)
-            ctx.callables[key] = found
+            ctx.callables[key] = held
             return Opaque(key)
-        fake = node.meta.get("val", found)
-        if supported(found) and found.numel() == 1 and found.device.type == "cpu":
+        fake = node.meta.get("val", held)
+        if supported(held) and held.numel() == 1 and held.device.type == "cpu":
             with torch.utils._python_dispatch._disable_current_modes():  # a real tensor
-                value = found.item()
-            number = E.literal(value, TORCH_DTYPES[found.dtype])
+                value = held.item()
+            number = E.literal(value, TORCH_DTYPES[held.dtype])
             return make(ctx, ctx.shape_of(fake), lambda idx: number)
         name = ctx.fresh_name(node.name)
-        ctx.constants[name] = found
+        ctx.constants[name] = held
         with torch.utils._python_dispatch._disable_current_modes():
-            ctx.add(Constant(name, ctx.layout_of(fake), digest(found)))
+            ctx.add(Constant(name, ctx.layout_of(fake), digest(held)))
         return ctx.load(name)
 
     # -- calls ------------------------------------------------------------------------------------
@@ -267,9 +267,9 @@ class Driver:
             return ctx.size(val)
         reason = self.obstacle(node, val)
         if reason is None and name == "aten._local_scalar_dense.default":
-            found = element(ctx, args[0], val)
-            if found is not None:
-                return found
+            constant = element(ctx, args[0], val)
+            if constant is not None:
+                return constant
         if node.meta.get("unbacked_bindings") and leaves(val):
             reason = reason or "the result's size is known only at run time"
         f = LOWERINGS.get(name) or LOWERINGS.get(name.rsplit(".", 1)[0])

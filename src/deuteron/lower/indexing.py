@@ -368,8 +368,12 @@ def one_each(
 
 @lowering("aten.scatter.src", "aten.scatter.value")
 def scatter(ctx: LowerContext, x: Value, dim: int, indices: Value, source: Any) -> Value:
-    found = one_each(ctx, x, dim, indices, source, False)
-    return found if found is not None else scatter_along(ctx, x, dim, indices, source, None)
+    elementwise = one_each(ctx, x, dim, indices, source, False)
+    return (
+        elementwise
+        if elementwise is not None
+        else scatter_along(ctx, x, dim, indices, source, None)
+    )
 
 
 @lowering("aten.scatter.reduce", "aten.scatter.value_reduce")
@@ -381,8 +385,12 @@ def scatter_with(
 
 @lowering("aten.scatter_add.default")
 def scatter_add(ctx: LowerContext, x: Value, dim: int, indices: Value, source: Value) -> Value:
-    found = one_each(ctx, x, dim, indices, source, True) if x.dtype != "bool" else None
-    return found if found is not None else scatter_along(ctx, x, dim, indices, source, "sum")
+    elementwise = one_each(ctx, x, dim, indices, source, True) if x.dtype != "bool" else None
+    return (
+        elementwise
+        if elementwise is not None
+        else scatter_along(ctx, x, dim, indices, source, "sum")
+    )
 
 
 @lowering("aten.scatter_reduce.two")
@@ -443,16 +451,16 @@ def search(
     def element(idx: tuple[Index, ...]) -> Expr:
         value = cast(operand(values, idx, dtype), wide)
         row = list(idx[: sorted_.rank - 1])
-        found = literal(0, "i64")
+        below = literal(0, "i64")
         for bit in reversed(range(n.bit_length())):
-            tried = op("add", found, literal(1 << bit, "i64"))
+            tried = op("add", below, literal(1 << bit, "i64"))
             legal = op("le", tried, literal(n, "i64"))
             place = loaded(op("sub", tried, literal(1, "i64")))
             probe = masked(legal, sorted_.at([*row, place]))
             # NaN is above everything: a comparison that fails moves on.
             stop = op("gt" if right else "ge", cast(probe, wide), value)
-            found = op("where", both(legal, op("logical_not", stop)), tried, found)
-        return cast(found, out)
+            below = op("where", both(legal, op("logical_not", stop)), tried, below)
+        return cast(below, out)
 
     return make(ctx, shape, element)
 

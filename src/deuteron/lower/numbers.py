@@ -108,8 +108,8 @@ def _of_module(target: Any) -> str | None:
 def _dimension(ctx: LowerContext, node: fx.Node) -> str:
     """A tensor's size, as the call that made the tensor tells it."""
     source, dim = node.args
-    found = ctx.env.get(source) if isinstance(source, fx.Node) else None  # type: ignore[arg-type]
-    tensor = whole_tensor(found) if isinstance(found, Value) else None
+    sized = ctx.env.get(source) if isinstance(source, fx.Node) else None  # type: ignore[arg-type]
+    tensor = whole_tensor(sized) if isinstance(sized, Value) else None
     told = ctx.dims.get((tensor, dim)) if "size" in str(node.target) else None
     return told if told is not None else literal(node.meta["val"])
 

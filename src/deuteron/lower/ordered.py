@@ -200,17 +200,17 @@ class Ordered:
         blocks = floordiv(keys.shape[0], const(block))
 
         def search(low: Index, key: Expr) -> Expr:
-            found = literal(0, "i32")
+            preceding = literal(0, "i32")
             for k in reversed(range(block.bit_length())):
-                step = 1 << k >> 1  # the last one looks at what is found itself
+                step = 1 << k >> 1  # the last one looks at the key at the answer itself
                 ahead = max(step - 1, 0)
                 at = const(ahead)
-                if found.op != "literal":
-                    at = kept(op("add", found, literal(ahead, "i32")), const(block))
+                if preceding.op != "literal":
+                    at = kept(op("add", preceding, literal(ahead, "i32")), const(block))
                 below = less(keys.at([low + at]), key)
                 below = op("mul", below, literal(step, "i32")) if step > 1 else below
-                found = below if found.op == "literal" else op("add", found, below)
-            return found
+                preceding = below if preceding.op == "literal" else op("add", preceding, below)
+            return preceding
 
         def rank(idx: tuple[Index, ...]) -> Expr:
             (other,) = self.ctx.axes([blocks])
@@ -266,12 +266,12 @@ class Ordered:
         its sums, us: 39.0 and 37.8."""
 
         def element(idx: tuple[Index, ...]) -> Expr:
-            found = self.search(keys, index_value(idx[0]))
+            position = self.search(keys, index_value(idx[0]))
             if not self.beside():
-                return found
-            found = cast(found, "i64")
-            head = op("lshift", cast(self.number(found), "i64"), literal(32, "i64"))
-            return op("bitwise_or", head, found)
+                return position
+            position = cast(position, "i64")
+            head = op("lshift", cast(self.number(position), "i64"), literal(32, "i64"))
+            return op("bitwise_or", head, position)
 
         made = make(self.ctx, [self.size + 1], element)
         return self.ctx.define(made, wish=f"{self.wish}_first")
@@ -293,7 +293,7 @@ class Ordered:
         """The first of the sorted points that is not before a row: a search without branches, from
         the answer's highest digit down. All values that a digit may have are tried together: it is
         the last one of which the point before is before the row."""
-        n, found = self.count, literal(0, "i64")
+        n, answer = self.count, literal(0, "i64")
 
         def below(tried: Expr) -> Expr:
             legal = op("le", tried, index_value(n))
@@ -302,19 +302,19 @@ class Ordered:
 
         bits = STEPS if n.value is None else n.value.bit_length()
         for low in reversed(range(0, bits, DIGIT)):
-            start = found
+            start = answer
             for digit in range(1, 1 << min(DIGIT, bits - low)):
                 tried = op("add", start, literal(digit << low, "i64"))
-                found = op("where", below(tried), tried, found)
-        return cast(found, "i32") if fits(n) else found
+                answer = op("where", below(tried), tried, answer)
+        return cast(answer, "i32") if fits(n) else answer
 
     def number(self, q: Expr) -> Expr:
         """Which point the q-th of the sorted ones is."""
-        found = self.order.at([kept(q, self.count)])
+        entry = self.order.at([kept(q, self.count)])
         if not self.bits:
-            return found
-        number = literal((1 << self.bits) - 1, found.dtype)
-        return cast(op("bitwise_and", found, number), "i64")
+            return entry
+        number = literal((1 << self.bits) - 1, entry.dtype)
+        return cast(op("bitwise_and", entry, number), "i64")
 
     def term(self, point: Expr, columns: Sequence[Index], here: Expr | None = None) -> Expr:
         """What a point adds to the columns of its row; one that is not `here` is not read."""
@@ -432,9 +432,9 @@ class Ordered:
 
         def place(point: Index, columns: Sequence[Index]) -> list[Index]:
             row = unflatten(kept(self.row(keys.at([point])), self.size), self.shape)
-            found = dict(zip(self.rows.rows, row, strict=True))
-            found |= dict(zip(self.rows.columns, columns, strict=True))
-            return [found[d] for d in range(x.rank)]
+            coordinates = dict(zip(self.rows.rows, row, strict=True))
+            coordinates |= dict(zip(self.rows.columns, columns, strict=True))
+            return [coordinates[d] for d in range(x.rank)]
 
         def element(idx: tuple[Index, ...]) -> Expr:
             point, *columns = idx
@@ -466,8 +466,8 @@ def fits(count: Index) -> bool:
 
 def kept(position: Expr, extent: Index) -> Index:
     """A position that is within its extent, in a form that shows it."""
-    found = E.as_position(position)
-    return minimum(maximum(found, const(0)), extent - 1)
+    index = E.as_position(position)
+    return minimum(maximum(index, const(0)), extent - 1)
 
 
 def less(a: Expr, b: Expr) -> Expr:

@@ -48,9 +48,9 @@ def inlined(ctx: LowerContext, e: Expr) -> Expr:
         if not loads or len(loads) < len(e.loads()):
             return e
         table: dict[Expr, Expr] = {}
-        found = {d.name: d for d in ctx.defs if isinstance(d, Compute)}
+        computes = {d.name: d for d in ctx.defs if isinstance(d, Compute)}
         for n in loads:
-            d = found.get(n.attr[0])
+            d = computes.get(n.attr[0])
             if d is None or d.target is not None or not small(d.body):
                 return e
             at: dict[Atom, Index] = dict(zip(d.axes, n.attr[1], strict=True))
@@ -85,9 +85,9 @@ def exact(e: Expr) -> Index | None:
     args = [exact(a) for a in e.args]
     if any(a is None for a in args):
         return None
-    found = _combined(e.op, [a for a in args if a is not None])
+    combined = _combined(e.op, [a for a in args if a is not None])
     # Integers of 64 bits wrap around: then the number is another than the index.
-    return found if found is not None and fits(found) else None
+    return combined if combined is not None and fits(combined) else None
 
 
 def _combined(name: str, args: list[Index]) -> Index | None:

@@ -62,21 +62,21 @@ class Symbols:
         return self.index(x)
 
     def from_sympy(self, e: Any) -> Index:
-        found = self.cache.get(e)
-        if found is None:
-            found = self.cache[e] = self._convert(e)
-        return found
+        known = self.cache.get(e)
+        if known is None:
+            known = self.cache[e] = self._convert(e)
+        return known
 
     def symbol(self, s: Any) -> Sym:
-        found = self.known.get(s.name)
-        if found is None:
+        sym = self.known.get(s.name)
+        if sym is None:
             low, hint = 0, None
             env = self.shape_env
             if env is not None:
                 low = _lowest(env, s)
                 hint = _hint(env, s)
-            found = self.known[s.name] = Sym(s.name, low, hint)
-        return found
+            sym = self.known[s.name] = Sym(s.name, low, hint)
+        return sym
 
     def _convert(self, e: Any) -> Index:
         if e.is_Integer:
@@ -145,8 +145,8 @@ class Symbols:
         hint = None
         values = {s: self.known[s.name].hint for s in e.free_symbols}
         if all(v is not None for v in values.values()):
-            found = e.xreplace({s: sympy.Integer(v) for s, v in values.items()})
-            hint = int(found) if found.is_number else None
+            value = e.xreplace({s: sympy.Integer(v) for s, v in values.items()})
+            hint = int(value) if value.is_number else None
         sym = self.number(PythonPrinter().doprint(e), self.lower_end(e), hint)
         return as_index(atom(sym))
 
@@ -165,8 +165,8 @@ class Symbols:
         if e.is_nonnegative or env is None:
             return 0
         try:
-            found = bound_sympy(e, {s: env.var_to_range[s] for s in e.free_symbols}).lower
-            return int(found) if found.is_finite else LOWEST
+            end = bound_sympy(e, {s: env.var_to_range[s] for s in e.free_symbols}).lower
+            return int(end) if end.is_finite else LOWEST
         except (KeyError, TypeError, ValueError, AttributeError, NotImplementedError):
             return LOWEST  # no range is known
 
@@ -177,10 +177,10 @@ def _at_least_one(e: Any) -> bool:
 
 def _lowest(env: Any, s: Any) -> int:
     """The known lower end of a symbol's range; asks nothing that would add a guard."""
-    found = getattr(env, "var_to_range", {}).get(s)
-    if found is None:
+    value_range = getattr(env, "var_to_range", {}).get(s)
+    if value_range is None:
         return 0
-    lower = found.lower
+    lower = value_range.lower
     return int(lower) if getattr(lower, "is_Integer", False) else LOWEST
 
 
@@ -189,6 +189,6 @@ def _hint(env: Any, s: Any) -> int | None:
     has none: it stands for as many lengths as there are rows."""
     for table in ("backed_var_to_val", "var_to_val"):  # the newer name, the older
         if hasattr(env, table):
-            found = getattr(env, table).get(s)
-            return int(found) if getattr(found, "is_Integer", isinstance(found, int)) else None
+            value = getattr(env, table).get(s)
+            return int(value) if getattr(value, "is_Integer", isinstance(value, int)) else None
     return None

@@ -72,13 +72,13 @@ def compared(program: Program, computes: dict[str, Compute]) -> set[str]:
     """Computations that are rounded as in eager: those on which an equality depends."""
     leaving = {o.tensor for o in program.outputs if o.tensor is not None}
     todo = [load.attr[0] for seed in seeds(computes, leaving) for load in seed.loads()]
-    found: set[str] = set()
+    names: set[str] = set()
     while todo:
         d = computes.get(todo.pop())
-        if d is not None and d.name not in found:
-            found.add(d.name)
+        if d is not None and d.name not in names:
+            names.add(d.name)
             todo += tensors_read(d)
-    return found
+    return names
 
 
 def seeds(computes: dict[str, Compute], leaving: set[str]) -> Iterator[Expr]:
@@ -122,16 +122,16 @@ def moved(root: Expr) -> Iterator[Expr]:
 # -- what is decided by ----------------------------------------------------------------------------
 def deciding(computes: dict[str, Compute]) -> set[str]:
     """Computations of halves by which something is decided."""
-    found: set[str] = set()
+    names: set[str] = set()
     todo = [h for c in computes.values() for root in roots(c) for h in decided_by(root)]
     while todo:
         for n in moved(todo.pop().args[0]):
-            if n.op == "load" and n.dtype in HALF and n.attr[0] not in found:
-                found.add(n.attr[0])
+            if n.op == "load" and n.dtype in HALF and n.attr[0] not in names:
+                names.add(n.attr[0])
                 d = computes.get(n.attr[0])
                 if d is not None and d.body.op in ("load", "where"):  # a copy
                     todo.append(Expr("cast", "f32", (d.body,)))
-    return found
+    return names
 
 
 def decided_by(root: Expr) -> Iterator[Expr]:

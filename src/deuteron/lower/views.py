@@ -505,12 +505,12 @@ def storage_order(shape: Sequence[Index], strides: Sequence[Index]) -> list[int]
     order: list[int] = []
     step = const(1)
     while left:
-        found = next((d for d in left if strides[d] is step), None)
-        if found is None:
+        axis = next((d for d in left if strides[d] is step), None)
+        if axis is None:
             return None
-        left.remove(found)
-        order.insert(0, found)
-        step = step * shape[found]
+        left.remove(axis)
+        order.insert(0, axis)
+        step = step * shape[axis]
     return order
 
 

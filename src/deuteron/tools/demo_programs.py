@@ -53,15 +53,15 @@ def sentences(count: int) -> list[str]:
     """Sentences of Python's own language reference (it comes with the interpreter)."""
     from pydoc_data.topics import topics
 
-    found: list[str] = []
+    texts: list[str] = []
     for name in sorted(topics):
         for block in topics[name].split("\n\n"):
             text = " ".join(block.replace("*", "").replace("`", "").split())
             for sentence in re.findall(r"[A-Z][a-z][^.:|\"]{15,400}\.(?=\s|$)", text):
-                if sentence.count(" ") > 3 and sentence not in found:
-                    found.append(sentence)
-    step = max(1, len(found) // count)
-    return found[::step][:count]
+                if sentence.count(" ") > 3 and sentence not in texts:
+                    texts.append(sentence)
+    step = max(1, len(texts) // count)
+    return texts[::step][:count]
 
 
 def embeddings(device: str) -> Program:

@@ -199,10 +199,10 @@ def records(backend: str) -> Any:
     return collecting()
 
 
-def count_deuteron(found: list[Any]) -> dict[str, int]:
+def count_deuteron(compiled: list[Any]) -> dict[str, int]:
     return {
-        "kernels": sum(len(record.of("kernel")) for record in found),
-        "library": sum(len(record.of("library")) for record in found),
+        "kernels": sum(len(record.of("kernel")) for record in compiled),
+        "library": sum(len(record.of("library")) for record in compiled),
     }
 
 
@@ -213,7 +213,7 @@ def cold(contender: Contender) -> None:
         from torch._inductor.graph import GraphLowering
 
         GraphLowering.save_output_code = staticmethod(sources.append)
-    with records(contender.backend) as found:
+    with records(contender.backend) as compiled:
         start = time.perf_counter()
         out = contender.step(0) if contender.train else contender.infer(0)
         contender.synchronize()
@@ -225,7 +225,7 @@ def cold(contender: Contender) -> None:
     if sources:
         contender.facts.update(count_inductor(sources))
     if contender.backend == "deuteron":
-        contender.facts.update(count_deuteron(found))
+        contender.facts.update(count_deuteron(compiled))
 
 
 def warm_up() -> None:

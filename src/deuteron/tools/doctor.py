@@ -45,7 +45,7 @@ class Check:
 
     what: str
     status: str
-    found: str
+    finding: str
     hint: str = ""
 
 
@@ -68,25 +68,25 @@ def doctor(calibrate: bool = False, options: Options | None = None) -> dict[str,
 
 def examine(calibrate: bool = False) -> int:
     """Prints what `doctor` finds; 1 where something is missing, else 0."""
-    found = doctor(calibrate)
+    report = doctor(calibrate)
     console = Console()
-    console.print(_checks_table(found["checks"]))
-    console.print(_devices_table(found["devices"]))
-    if found["calibration"]:
-        console.print(f"Measured figures are in {found['calibration']}")
-    return int(any(c["status"] == "missing" for c in found["checks"]))
+    console.print(_checks_table(report["checks"]))
+    console.print(_devices_table(report["devices"]))
+    if report["calibration"]:
+        console.print(f"Measured figures are in {report['calibration']}")
+    return int(any(c["status"] == "missing" for c in report["checks"]))
 
 
 def cache_summary(folder: Path) -> str:
     """Where the cache is, how many files of it there are, and their size."""
-    found = Cache(folder).info()
-    return f"{folder}: {found['files']} files, {found['bytes'] / 1e6:.1f} MB"
+    usage = Cache(folder).info()
+    return f"{folder}: {usage['files']} files, {usage['bytes'] / 1e6:.1f} MB"
 
 
 def clear_cache(folder: Path) -> str:
     """Deletes the cache's own files, and nothing else there."""
-    found = Cache(folder).clear()
-    return f"{folder}: deleted {found['files']} files, {found['bytes'] / 1e6:.1f} MB"
+    deleted = Cache(folder).clear()
+    return f"{folder}: deleted {deleted['files']} files, {deleted['bytes'] / 1e6:.1f} MB"
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -336,10 +336,10 @@ COLORS = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 
 def _checks_table(checks: list[dict[str, Any]]) -> Table:
-    table = Table("", "status", "found", "what to do", title="Deuteron on this machine")
+    table = Table("", "status", "finding", "what to do", title="Deuteron on this machine")
     for c in checks:
         status = f"[{COLORS[c['status']]}]{c['status']}[/]"
-        table.add_row(c["what"], status, c["found"], c["hint"])
+        table.add_row(c["what"], status, c["finding"], c["hint"])
     return table
 
 

@@ -108,12 +108,12 @@ def kernel_lines(kernel: Mapping[str, Any]) -> Iterator[str]:
 
 def lines_of(entry: Mapping[str, Any]) -> list[str]:
     """The user's source lines, each once."""
-    found = []
+    lines = []
     for origin in entry.get("origins", ()):
         line = origin.get("line", "") if isinstance(origin, Mapping) else str(origin)
-        if line and line not in found:
-            found.append(line)
-    return found
+        if line and line not in lines:
+            lines.append(line)
+    return lines
 
 
 def library_lines(library: list[dict[str, Any]]) -> Iterator[str]:
@@ -203,15 +203,15 @@ def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def inputs_of(fn: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors that the call can reach: arguments, and the parameters of modules."""
-    found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     owners = [fn, getattr(fn, "__self__", None)]
     owners += [c.cell_contents for c in getattr(fn, "__closure__", None) or () if has_value(c)]
     for owner in owners:
         if isinstance(owner, nn.Module):
-            found += owner.parameters()
+            inputs += owner.parameters()
         elif isinstance(owner, Tensor):
-            found.append(owner)
-    return list({id(t): t for t in found}.values())
+            inputs.append(owner)
+    return list({id(t): t for t in inputs}.values())
 
 
 def has_value(cell: types.CellType) -> bool:
@@ -244,9 +244,9 @@ def graph_breaks() -> Iterator[list[str]]:
     from torch._dynamo.utils import counters
 
     before = Counter(counters["graph_break"])
-    found: list[str] = []
-    yield found
+    breaks: list[str] = []
+    yield breaks
     for reason, times in counters["graph_break"].items():
         # Dynamo goes on with hints and its own context.
         short = " ".join(str(reason).split(" Hint:")[0].split("\n  Hint:")[0].split())
-        found += [short] * (times - before[reason])
+        breaks += [short] * (times - before[reason])

@@ -37,11 +37,11 @@ def load(target: str) -> tuple[Any, Any]:
     sys.modules[spec.name] = module  # dataclasses and torch look a class's module up there
     sys.path.insert(0, str(path.resolve().parent))  # as `python FILE` would
     spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise UsageError(f"{file} has no function {name!r}; it has {', '.join(names) or 'none'}")
-    return found, module
+    return function, module
 
 
 def tensor(text: str, device: str) -> torch.Tensor:
