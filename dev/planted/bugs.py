@@ -140,7 +140,7 @@ BUGS = (
         "(b < 0) != (r < 0) ? r + b : r", "(b < 0) != (r < 0) ? r - b : r",
         "tests/codegen/test_prelude.py", "wholes"),
     Bug("indices are not checked", "codegen/cpp/emit.py",
-        'scope.add(f"bad |= {outside}{mask};"', 'scope.add(f"bad |= 0;"', CPP),
+        'scope.add(f"bad |= {seen};"', 'scope.add(f"bad |= 0;"', CPP),
     # -- Triton
     Bug("rows are filled with zeros", "codegen/triton/reductions.py",
         'text = f"tl.where({mask}, {text}, {identity(f.kind, dtype)})"',
@@ -293,8 +293,9 @@ def summary(outcomes: Sequence[Outcome], failed: Sequence[str]) -> str:
     wrong = [o for o in outcomes if o.wrong]
     text = (
         f"{caught} of {len(outcomes)} are caught. {len(wrong)} have a witness whose compiled "
-        f"program gives a wrong result or ends the process; the self-check (with `check_accesses` where "
-        f"the process ended) names a kernel for {sum(o.named for o in wrong)} of these."
+        f"program gives a wrong result or ends the process; the self-check (with "
+        f"`check_accesses` where the process ended) names a kernel for "
+        f"{sum(o.named for o in wrong)} of these."
     )
     if failed:
         text += f" Tests that fail without any bug, and were left out: {', '.join(failed)}."
