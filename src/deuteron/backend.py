@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from deuteron.base.garbage import collector_paused
+from deuteron.base.memo import MEMO
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture import decompositions
@@ -228,6 +229,9 @@ def deuteron_backend(
     session.keeper = Keeper(cache, key)
     session.graphs.settled = session.keeper.keep
     return compiled(gm, example_inputs, session)
+
+
+deuteron_backend.reset = MEMO.clear  # type: ignore[attr-defined] # torch._dynamo.reset() calls it
 
 
 @dataclass

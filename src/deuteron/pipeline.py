@@ -22,6 +22,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from deuteron.base.device import device_spec_for
 from deuteron.base.errors import DeuteronError
 from deuteron.base.garbage import collector_paused
+from deuteron.base.memo import MEMO
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture.partition import donated_inputs
@@ -295,7 +296,7 @@ class Compilation:
 
     def again(self) -> Call:
         """Runs the stages on a graph that was rewritten before."""
-        with collector_paused():
+        with collector_paused(), MEMO.compiling():
             return self.staged(STAGES[1:])
 
     def tuned(self) -> Iterator[tuple[str, Any]]:
@@ -349,7 +350,7 @@ class Compilation:
         return Path(self.options.debug_dir) / f"{self.phase}_{self.number}"
 
     def run(self) -> Call:
-        with collector_paused():
+        with collector_paused(), MEMO.compiling():
             return self.staged()
 
     def staged(self, stages: Sequence[Stage] = STAGES) -> Call:

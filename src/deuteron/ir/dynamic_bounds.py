@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deuteron.base.memo import MEMO
 from deuteron.ir.expr import REDUCTIONS, Expr, index_value, literal
 from deuteron.ir.index import Axis, hint, product
 
@@ -45,7 +46,7 @@ def conjuncts(condition: Expr) -> Iterator[Expr]:
             yield c
 
 
-_ENDS: dict[Expr, dict[Axis, Expr]] = {}
+_ENDS: dict[Expr, dict[Axis, Expr]] = MEMO.answers()
 
 
 def ends(root: Expr) -> dict[Axis, Expr]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from deuteron.base.memo import MEMO
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from deuteron.ir.expr import Expr
 
 
-_SUBSTITUTED: dict[tuple[Index, tuple[tuple[Atom, Index], ...]], Index] = {}
+_SUBSTITUTED: dict[tuple[Index, tuple[tuple[Atom, Index], ...]], Index] = MEMO.answers()
 
 
 def substitute(index: Index, table: Mapping[Atom, Index]) -> Index:

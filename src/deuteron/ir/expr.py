@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import math
 import operator
 import struct
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deuteron.base.memo import MEMO
 from deuteron.ir.float8 import float8_bits, float8_value
 from deuteron.ir.index import (
     Atom,
@@ -149,17 +151,32 @@ def extreme(kind: str) -> str:
     return kind.removeprefix("arg").partition("_")[0]
 
 
+_COUNT = itertools.count()
+
+
+def _interning_key(op: str, dtype: str, args: tuple[Expr, ...], attr: Any) -> tuple[Any, ...]:
+    # 0, 0.0, -0.0 and False are equal in Python, NaN is not equal to itself; here text decides.
+    number = attr[2] if op == "load" else attr
+    if isinstance(number, (int, float)):
+        rest = attr[:2] if op == "load" else None
+        return (op, dtype, args, rest, type(number), repr(number))
+    return (op, dtype, args, attr)
+
+
 class Expr:
     """One node; build it with the functions of this module, never directly."""
 
     __slots__ = ("_axes", "_children", "_flops", "_indices", "_key", "_loads") + (
+        "__weakref__",
         "args",
         "attr",
         "dtype",
         "id",
         "op",
     )
-    _interned: dict[tuple[Any, ...], Expr] = {}
+    _interned: dict[tuple[Any, ...], Expr] = MEMO.nodes(
+        lambda e: _interning_key(e.op, e.dtype, e.args, e.attr)
+    )
 
     op: str
     dtype: str
@@ -174,18 +191,12 @@ class Expr:
     _loads: tuple[Expr, ...] | None
 
     def __new__(cls, op: str, dtype: str, args: tuple[Expr, ...] = (), attr: Any = None) -> Expr:
-        # 0, 0.0, -0.0 and False are equal in Python, NaN is not equal to itself; here text decides.
-        number = attr[2] if op == "load" else attr
-        if isinstance(number, (int, float)):
-            rest = attr[:2] if op == "load" else None
-            key: tuple[Any, ...] = (op, dtype, args, rest, type(number), repr(number))
-        else:
-            key = (op, dtype, args, attr)
+        key = _interning_key(op, dtype, args, attr)
         interned = cls._interned.get(key)
         if interned is None:
             interned = object.__new__(cls)
             interned.op, interned.dtype, interned.args, interned.attr = op, dtype, args, attr
-            interned.id = len(cls._interned)
+            interned.id = next(_COUNT)
             interned._axes = interned._children = interned._flops = None
             interned._indices = interned._key = interned._loads = None
             interned = cls._interned.setdefault(key, interned)
@@ -253,6 +264,8 @@ class Expr:
                     nodes.update(dict.fromkeys(node._loads))
                 elif node.op == "load":
                     nodes[node] = None
+            if self.op == "load":  # a node that held itself would never be freed
+                return tuple(nodes)
             self._loads = tuple(nodes)
         return self._loads
 

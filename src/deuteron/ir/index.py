@@ -20,6 +20,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, Union, cast
 
+from deuteron.base.memo import MEMO
+
 if TYPE_CHECKING:
     from deuteron.ir.expr import Expr
 
@@ -33,8 +35,8 @@ class Atom:
     `order` sorts atoms, simple ones first; `key` is its text and the same in every process.
     """
 
-    __slots__ = ("key", "order", "rank")
-    _interned: dict[tuple[object, ...], Atom] = {}
+    __slots__ = ("__weakref__", "key", "order", "rank")
+    _interned: dict[tuple[object, ...], Atom] = MEMO.nodes(lambda a: (type(a), *a.parts()))
     key: str
     rank: int  # how deep atoms nest
     order: tuple[int, str]
@@ -46,8 +48,11 @@ class Atom:
     def __repr__(self) -> str:
         return self.key
 
+    def parts(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, n) for n in self._parts)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, n) for n in self._parts)
+        return type(self), self.parts()
 
 
 _A = TypeVar("_A", bound=Atom)
@@ -196,8 +201,8 @@ def _order_atom(a: Atom) -> tuple[int, str]:
 class Index:
     """A canonical polynomial: monomials (sorted tuples of atoms) with non-zero coefficients."""
 
-    __slots__ = ("_atoms", "_axes", "_hint", "_key", "_syms", "terms", "value")
-    _interned: dict[tuple[tuple[Monomial, int], ...], Index] = {}
+    __slots__ = ("__weakref__", "_atoms", "_axes", "_hint", "_key", "_syms", "terms", "value")
+    _interned: dict[tuple[tuple[Monomial, int], ...], Index] = MEMO.nodes(lambda i: i.terms)
 
     terms: tuple[tuple[Monomial, int], ...]
     value: int | None  # the integer, when the index is a constant
@@ -373,7 +378,7 @@ def _children(a: Atom) -> tuple[Index, ...]:
     return ()
 
 
-_CONSTANTS: dict[int, Index] = {}
+_CONSTANTS: dict[int, Index] = MEMO.answers()
 
 
 def const(value: int) -> Index:
@@ -383,7 +388,7 @@ def const(value: int) -> Index:
     return known
 
 
-_ATOMS: dict[Atom, Index] = {}
+_ATOMS: dict[Atom, Index] = MEMO.answers()
 
 
 def atom(a: Atom) -> Index:
@@ -536,8 +541,8 @@ def _factored(num: Index, den: Index) -> tuple[Index, Index, int] | None:
     return None
 
 
-_QUOTIENTS: dict[tuple[Index, Index], Index] = {}
-_REMAINDERS: dict[tuple[Index, Index], Index] = {}
+_QUOTIENTS: dict[tuple[Index, Index], Index] = MEMO.answers()
+_REMAINDERS: dict[tuple[Index, Index], Index] = MEMO.answers()
 
 
 def floordiv(num: Index, den: IndexLike) -> Index:

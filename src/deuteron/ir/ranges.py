@@ -10,6 +10,7 @@ Part of `deuteron.ir.index`; import these names from there.
 
 from __future__ import annotations
 
+from deuteron.base.memo import MEMO
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -32,7 +33,7 @@ from deuteron.ir.index import (
     substitute,
 )
 
-_BOUNDS: dict[tuple[Atom, bool], Index | None] = {}
+_BOUNDS: dict[tuple[Atom, bool], Index | None] = MEMO.answers()
 
 
 def _nonempty(extent: Index) -> Index:
@@ -178,7 +179,7 @@ def _plainly_nonneg(a: Atom) -> bool:
     return False
 
 
-_NONNEG: dict[Index, bool] = {}
+_NONNEG: dict[Index, bool] = MEMO.answers()
 
 
 def is_nonneg(index: Index) -> bool:
@@ -253,7 +254,7 @@ def _term(m: Monomial, c: int) -> tuple[int, int] | None:
     return term
 
 
-_LIMITS: dict[Atom, tuple[int, int] | None] = {}
+_LIMITS: dict[Atom, tuple[int, int] | None] = MEMO.answers()
 
 
 def _limits(a: Atom) -> tuple[int, int] | None:

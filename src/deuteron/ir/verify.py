@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from deuteron.base.errors import VerifyError
+from deuteron.base.memo import MEMO
 from deuteron.ir.expr import (
     COMPARISONS,
     DTYPES,
@@ -121,10 +122,10 @@ def label(d: Def) -> str:
 
 # -- expressions ---------------------------------------------------------------------------------
 
-_FREE: dict[Expr, frozenset[Axis]] = {}
-_FACTS: dict[Expr, Facts] = {}
+_FREE: dict[Expr, frozenset[Axis]] = MEMO.answers()
+_FACTS: dict[Expr, Facts] = MEMO.answers()
 _NONE: frozenset[Axis] = frozenset()
-_INDEX_AXES: dict[Index, frozenset[Axis]] = {}
+_INDEX_AXES: dict[Index, frozenset[Axis]] = MEMO.answers()
 
 
 def _parts(a: Atom) -> tuple[Index, ...]:
@@ -316,7 +317,7 @@ _SPECIAL = {
 
 # -- ranges --------------------------------------------------------------------------------------
 
-_RANGES: dict[tuple[Index, Index], str] = {}
+_RANGES: dict[tuple[Index, Index], str] = MEMO.answers()
 
 
 def range_verdict(index: Index, extent: Index) -> str:

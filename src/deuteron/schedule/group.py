@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from deuteron.base.memo import MEMO
 from deuteron.ir import dynamic_bounds
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, flops
@@ -71,7 +72,7 @@ def code_of(body: Expr) -> float:
     return flops(body) + len(body.loads())
 
 
-_READS: dict[tuple[Expr, ...], tuple[Read, ...]] = {}
+_READS: dict[tuple[Expr, ...], tuple[Read, ...]] = MEMO.answers()
 
 
 def reads_of(c: Compute) -> tuple[Read, ...]:

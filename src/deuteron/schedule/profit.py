@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
+from deuteron.base.memo import MEMO
 from deuteron.base.scans import EXCHANGED, MOST_SCANS, bandwidth, in_blocks
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
@@ -67,7 +68,7 @@ def bytes_read(group: Group, name: str, layout: Layout) -> int:
     return min(hint(layout.numel) * each, touched)
 
 
-_PLACED: dict[tuple[tuple[Index, ...], tuple[Index, ...]], bool] = {}
+_PLACED: dict[tuple[tuple[Index, ...], tuple[Index, ...]], bool] = MEMO.answers()
 
 
 def placed(index: tuple[Index, ...], layout: Layout) -> bool:
@@ -82,7 +83,7 @@ def placed(index: tuple[Index, ...], layout: Layout) -> bool:
     return found
 
 
-_ELEMENTS: dict[tuple[Index, ...], int] = {}
+_ELEMENTS: dict[tuple[Index, ...], int] = MEMO.answers()
 
 
 def elements(index: tuple[Index, ...]) -> int:
@@ -101,7 +102,7 @@ def bytes_written(m: Member, layout: Layout, points: int) -> int:
     return bytes_of(layout)
 
 
-_INNER: dict[tuple[tuple[Index, ...], tuple[Index, ...]], frozenset[Axis]] = {}
+_INNER: dict[tuple[tuple[Index, ...], tuple[Index, ...]], frozenset[Axis]] = MEMO.answers()
 
 
 def inner_axes(index: tuple[Index, ...], layout: Layout) -> frozenset[Axis]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
 
+from deuteron.base.memo import MEMO
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -64,7 +65,7 @@ class Space:
         return hint(self.points)
 
 
-_NUMBERS: dict[tuple[tuple[Index, ...], tuple[Index, ...]], Index] = {}
+_NUMBERS: dict[tuple[tuple[Index, ...], tuple[Index, ...]], Index] = MEMO.answers()
 
 
 def flat(indices: Sequence[Index], shape: Sequence[Index]) -> Index:
@@ -146,7 +147,7 @@ class Equation:
     count: Index  # elements of the tensor
 
 
-_SOLVED: dict[Hashable, Map] = {}
+_SOLVED: dict[Hashable, Map] = MEMO.answers()
 
 
 def solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) -> Map:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from deuteron.base.device import DeviceSpec
+from deuteron.base.memo import MEMO
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Value, hint, product
 from deuteron.ir.program import Layout
@@ -26,7 +27,7 @@ KEPT = 16
 LANES = 512
 
 Access = tuple[tuple[Index, ...], tuple[Index, ...]]
-_STEPS: dict[Access, dict[Axis, int] | None] = {}
+_STEPS: dict[Access, dict[Axis, int] | None] = MEMO.answers()
 
 
 def steps(index: tuple[Index, ...], layout: Layout) -> dict[Axis, int] | None:
