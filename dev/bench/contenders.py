@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deuteron.base.record import Record
-from deuteron.tools.demo_worker import distinct
+from deuteron.tools.measuring import distinct
 from dev.bench.cases import Absent, Program
 
 

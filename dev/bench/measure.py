@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor
 
+from deuteron.tools.measuring import collector_off, error_line, peak_bytes, synchronize
 from dev.bench.cases import DTYPES, Absent, Case, Work
 from dev.bench.contenders import Contender, compiled, records
 
@@ -55,7 +55,7 @@ class Runner:
         with records(self.contender) as compiled:
             start = time.perf_counter()
             results = self.step()
-            self.synchronize()
+            synchronize(self.work.device)
             self.facts["first_call_s"] = round(time.perf_counter() - start, 3)
         if self.contender.backend == "deuteron":
             kernels = [e for r in compiled for e in r.of("kernel")]
@@ -70,10 +70,6 @@ class Runner:
         """Whether further calls give the same bits."""
         return all(all(map(identical, results, self.step())) for _ in range(REPEATS))
 
-    def synchronize(self) -> None:
-        if self.work.device == "cuda":
-            torch.cuda.synchronize()
-
     # -- the clock --------------------------------------------------------------------------------
     def prepare(self, calls: int) -> None:
         """Captures `calls` calls into a graph, where the device and the case ask for that."""
@@ -85,7 +81,7 @@ class Runner:
         except Exception as error:  # noqa: BLE001 - whatever forbids capture, the row says it
             torch.cuda.synchronize()
             self.replay, self.keep = None, []
-            self.facts["not_captured"] = one_line(root(error))
+            self.facts["not_captured"] = error_line(root(error))
 
     def capture(self) -> None:
         sets = len(self.work.sets)
@@ -119,34 +115,27 @@ class Runner:
 
     def wall_us(self) -> float:
         """Wall time per call of calls back to back, us."""
-        self.synchronize()
+        synchronize(self.work.device)
         start = time.perf_counter()
         self.several()
-        self.synchronize()
+        synchronize(self.work.device)
         return (time.perf_counter() - start) * 1e6 / self.calls
 
     def host_us(self, calls: int = 30) -> float:
         """Time that a call takes before it returns, us: the least of three batches."""
         best = float("inf")
         for _ in range(3):
-            self.synchronize()
+            synchronize(self.work.device)
             start = time.perf_counter()
             for _ in range(calls):
                 self.step()
             best = min(best, (time.perf_counter() - start) * 1e6 / calls)
-        self.synchronize()
+        synchronize(self.work.device)
         return best
 
     def peak_mb(self) -> float:
         """The most memory that a step holds beyond what was held before it, MB."""
-        if self.work.device == "cuda":
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            self.step()
-            torch.cuda.synchronize()
-            return (torch.cuda.max_memory_allocated() - before) / 1e6
-        return cpu_peak_bytes(self.step) / 1e6
+        return peak_bytes(self.step, self.work.device) / 1e6
 
 
 def typical(times: Sequence[float], device: str) -> float:
@@ -163,21 +152,6 @@ def device_us(run: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
-
-
-def cpu_peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocator held beyond those held before, by its own events."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        kept = run()
-    del kept
-    results = trace.profiler.kineto_results.events()  # type: ignore[union-attr]
-    now = peak = 0
-    for event in sorted((e for e in results if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 class Copy:
@@ -228,10 +202,6 @@ def root(error: BaseException) -> BaseException:
     return error
 
 
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 # ----------------------------------------------------------------------------------------- errors
 
 
@@ -267,17 +237,6 @@ def acceptable(mine: Sequence[float], eager: Sequence[float], outs: Sequence[Ten
 
 
 # ------------------------------------------------------------------------------------------- case
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No garbage collection while the clock runs."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def measure(
@@ -322,7 +281,7 @@ def measure(
         except Absent as reason:
             row["results"][contender.name] = {"absent": str(reason)}
         except Exception as error:  # noqa: BLE001 - a row for each; a dead device ends the worker
-            row["results"][contender.name] = {"failure": one_line(error)}
+            row["results"][contender.name] = {"failure": error_line(error)}
             if fatal(error):
                 return row
     del exact, eager
@@ -362,7 +321,7 @@ def time_all(runners: list[Runner], device: str, seconds: float, row: Row) -> No
             r.prepare(calls)
         copy.times.clear()
         begin, rounds, order = time.perf_counter(), 0, random.Random(0)
-        with quiet():
+        with collector_off():
             while rounds < 60 and (rounds < 5 or time.perf_counter() - begin < seconds):
                 copy.timed()
                 for r in order.sample(runners, len(runners)):

@@ -7,7 +7,6 @@ a failed row, and another worker goes on with the rest.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import math
@@ -15,7 +14,6 @@ import platform
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from deuteron.base.options import environment
+from deuteron.tools.measuring import fresh_caches
 from dev.bench.cases import Case
 from dev.bench.contenders import CONTENDERS
 from dev.bench.report import cold_headline, cold_row, headline, summary, table_row
@@ -147,18 +146,6 @@ def machine(device: str) -> Row:
         **versions,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-@contextlib.contextmanager
-def fresh_caches() -> Iterator[dict[str, str]]:
-    """Environment variables that give every compiler an empty cache."""
-    with tempfile.TemporaryDirectory(prefix="deuteron-bench-") as scratch:
-        yield {
-            "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
-            "DEUTERON_CACHE_DIR": f"{scratch}/deuteron",
-            "TRITON_CACHE_DIR": f"{scratch}/triton",
-            "TORCH_EXTENSIONS_DIR": f"{scratch}/extensions",
-        }
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from deuteron.tools.measuring import error_line, synchronize, warm_up
 from dev.bench.cases import Absent, Case, Work
 from dev.bench.contenders import CONTENDERS, Contender, settings
-from dev.bench.measure import Runner, fatal, measure, one_line
+from dev.bench.measure import Runner, fatal, measure
 from dev.bench.suites import cases
 
 Row = dict[str, Any]
@@ -65,7 +66,7 @@ def run(request: Request) -> int:
             problems = [r["failure"] for r in row.get("results", {}).values() if "failure" in r]
         except Exception as error:  # noqa: BLE001 - a row for each
             traceback.print_exc()
-            problems = [one_line(error)]
+            problems = [error_line(error)]
             row = {"suite": case.suite, "case": case.name, "failure": problems[0], "results": {}}
         emit(row=row)
         if any(fatal(RuntimeError(p)) for p in problems):
@@ -91,7 +92,7 @@ def build(case: Case, contenders: list[Contender], request: Request) -> Row:
         except Absent:
             continue
         except Exception as error:  # noqa: BLE001
-            print(f"{case.name} under {c.name}: {one_line(error)}", file=sys.stderr, flush=True)
+            print(f"{case.name} under {c.name}: {error_line(error)}", file=sys.stderr, flush=True)
     return {"suite": case.suite, "case": case.name}
 
 
@@ -99,15 +100,8 @@ def cold(case: Case, contenders: list[Contender], request: Request) -> Row:
     """Seconds of the first call. What any compiler needs once is loaded before: Dynamo,
     AOTAutograd, the compiler's own modules, the libraries that the case calls. On a GPU, Deuteron's
     first building process has started with its backend's import; Inductor's start in the call."""
-    import torch._inductor.compile_fx  # noqa: F401
-
-    import deuteron.backend
-    import deuteron.pipeline  # noqa: F401
-
     device = request.device
-    w = torch.randn(4, 4, requires_grad=True, device=device)
-    warm = torch.compile(lambda x: (x @ w).sin().sum(), backend="aot_eager")
-    warm(torch.randn(4, 4, device=device)).backward()
+    warm_up(device)
     work = Work(case, device, 0)
     work.step(work.function)
     results = {}
@@ -130,12 +124,12 @@ def profiled(case: Case, contenders: list[Contender], request: Request) -> Row:
         runner = Runner(c, work)
         for _ in range(3):
             runner.step()
-        runner.synchronize()
+        synchronize(request.device)
         kind = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
         with profile(activities=[kind]) as trace:
             for _ in range(3):
                 runner.step()
-            runner.synchronize()
+            synchronize(request.device)
         kernels = [
             (e.key, e.count / 3, (e.device_time_total if cuda else e.self_cpu_time_total) / 3)
             for e in trace.key_averages()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deuteron.tools.measuring import error_line
 from dev.real.draw import Candidate, import_timm
 
 Inputs = dict[str, Tensor]
@@ -87,7 +88,7 @@ def build(candidate: Candidate, device: str, train: bool) -> Built:
     except Exception as error:  # noqa: BLE001
         if broken(error):
             raise
-        reasons.append(one_line(error))
+        reasons.append(error_line(error))
     raise Unfit("; ".join(reasons[-3:]) or "no rung")
 
 
@@ -103,7 +104,7 @@ def attempt(rung: str, make: Make, device: str, train: bool, reasons: list[str])
             raise Unfit("too many parameters")
         module = without_draws(module.train(train).to(device, torch.float32))
     except Exception as error:  # noqa: BLE001 - the next rung
-        reasons.append(f"{rung}: {one_line(error)}")
+        reasons.append(f"{rung}: {error_line(error)}")
         return None
     for inputs in ladder:
         there = {k: t.to(device) for k, t in inputs.items()}
@@ -113,7 +114,7 @@ def attempt(rung: str, make: Make, device: str, train: bool, reasons: list[str])
         except Exception as error:  # noqa: BLE001
             if broken(error):
                 raise
-            reasons.append(f"{rung}, {', '.join(inputs)}: {one_line(error)}")
+            reasons.append(f"{rung}, {', '.join(inputs)}: {error_line(error)}")
             continue
         return Built(module, there, rung)
     return None
@@ -131,10 +132,6 @@ def without_draws(module: nn.Module) -> nn.Module:
 def broken(error: BaseException) -> bool:
     """Whether the process cannot use its GPU any more: it ends, and the run starts another."""
     return "CUDA error" in str(error) or "illegal memory access" in str(error)
-
-
-def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 # ---------------------------------------------------------------------------------------- timm

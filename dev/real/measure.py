@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from deuteron.base.record import Record
+from deuteron.tools.measuring import collector_off, peak_bytes, synchronize
 from dev.bench.cases import Program
 from dev.bench.contenders import CONTENDERS, compiled, records
-from dev.bench.measure import device_us, one_line, quiet
 from dev.real.build import Built, Inputs, Unfit, broken
 
 Row = dict[str, Any]
@@ -119,13 +119,7 @@ class Step:
 
     def peak_mb(self) -> float:
         self.module.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        kept = self()
-        torch.cuda.synchronize()
-        del kept
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
+        return peak_bytes(self, self.device) / 1e6
 
 
 def _nothing(*_: object) -> None:
@@ -133,11 +127,6 @@ def _nothing(*_: object) -> None:
 
 
 NOTHING = Program(_nothing, ())
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -258,7 +247,7 @@ def time_all(steps: Sequence[Step], seconds: float) -> Row:
     guess = min(s.timed(1) for s in steps)
     calls = max(1, round(UNIT_S[device] / guess))
     begin, rounds, order = time.perf_counter(), 0, random.Random(0)
-    with quiet():
+    with collector_off():
         while rounds < ROUNDS and (rounds < LEAST_ROUNDS or time.perf_counter() - begin < seconds):
             for s in order.sample(list(steps), len(steps)):
                 s.times.append(s.timed(calls))
@@ -285,4 +274,4 @@ def slower(row: Row, device: str) -> float:
     return min(map(ratio, kinds))
 
 
-__all__ = ["Checked", "Step", "device_us", "one_line", "settled", "slower", "time_all"]
+__all__ = ["Checked", "Step", "settled", "slower", "time_all"]

@@ -136,7 +136,8 @@ class Work:
             self.compile(name, built, checked)
 
     def checked(self, kind: Any, built: Any) -> Any:
-        from dev.real.build import Unfit, broken, one_line
+        from deuteron.tools.measuring import error_line
+        from dev.real.build import Unfit, broken
 
         try:
             return kind(built, self.slot.train)
@@ -146,10 +147,11 @@ class Work:
             if broken(error):
                 raise
             traceback.print_exc()
-            raise Unfit(f"eager: {one_line(error)}") from error
+            raise Unfit(f"eager: {error_line(error)}") from error
 
     def compile(self, name: str, built: Any, checked: Any) -> None:
-        from dev.bench.measure import one_line, root
+        from deuteron.tools.measuring import error_line
+        from dev.bench.measure import root
         from dev.real.build import broken
         from dev.real.measure import Step
 
@@ -161,7 +163,7 @@ class Work:
             step.settle()
         except Exception as error:  # noqa: BLE001 - what a compiler raises is a result
             traceback.print_exc()
-            row[f"{name}_error"] = f"{one_line(error)} [{one_line(root(error))}]"
+            row[f"{name}_error"] = f"{error_line(error)} [{error_line(root(error))}]"
             if name == "deuteron":
                 row["failures"].append({"kind": "crash", "cause": row["deuteron_error"]})
             if broken(error):

@@ -17,7 +17,7 @@ from deuteron.base.errors import DeuteronError
 from deuteron.tools.cli import app, main
 from deuteron.tools.demo import verdict
 from deuteron.tools.demo_programs import PROGRAMS, sentences
-from deuteron.tools.explain_command import UsageError, load, tensor
+from deuteron.tools.target import UsageError, load, tensor
 from dev import __main__ as developers
 
 USERS = ("demo", "explain")  # commands that are installed; the others are `python -m dev`

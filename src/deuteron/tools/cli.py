@@ -66,10 +66,12 @@ def explain(
     or a tuple); without that, the function is called with none. A module made by FUNCTION (a class
     or a function that returns an nn.Module) is explained in its stead.
     """
-    from deuteron.tools.explain_command import UsageError, explain_target
+    import deuteron
+    from deuteron.tools.target import UsageError, target_of
 
     try:
-        report = explain_target(target, shape or [], device, backward)
+        named = target_of(target, shape or [], device, backward)
+        report = deuteron.explain(named.function, *named.args, backward=backward)
     except UsageError as error:
         raise typer.BadParameter(str(error)) from None
     print(report.to_json() if json else report)

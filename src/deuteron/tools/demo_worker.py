@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import re
@@ -19,7 +20,6 @@ import statistics
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class Contender:
 
     def __init__(self, backend: str, program: Any, scratch: Path) -> None:
         import torch
+
+        from deuteron.tools.measuring import distinct
 
         self.backend, self.train = backend, program.train
         self.batches = program.batches
@@ -95,20 +97,6 @@ class Contender:
         return [t.detach().double().cpu() for t in (out, *grads)]
 
 
-def distinct(module: Any, name: str) -> Callable[..., Any]:
-    """A function of its own code object that calls `module`.
-
-    Dynamo keeps compiled code by code object; sharing one would let compilers look through each
-    other's entries at every call.
-    """
-
-    def call(*args: Any) -> Any:
-        return module(*args)
-
-    code = call.__code__.replace(co_name=f"call_{name}")
-    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-
-
 # ------------------------------------------------------------------------------- measurements
 
 
@@ -134,31 +122,6 @@ def reference_numbers(program: Any) -> list[Any]:
     loss.backward()
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     return [t.detach().cpu() for t in (loss, *grads)]
-
-
-def peak_bytes(contender: Contender) -> int:
-    """The most bytes of tensors that a step holds beyond those held before it."""
-    import torch
-
-    if contender.optimizer is not None:
-        contender.optimizer.zero_grad(set_to_none=True)
-    if contender.cuda:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        contender.step(0)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        contender.step(0)
-    results = trace.profiler.kineto_results.events()  # type: ignore[union-attr]
-    now = peak = 0
-    for event in sorted((e for e in results if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 def count_eager(contender: Contender) -> dict[str, int]:
@@ -228,16 +191,6 @@ def cold(contender: Contender) -> None:
         contender.facts.update(count_deuteron(compiled))
 
 
-def warm_up() -> None:
-    """Imports and first uses that every compiler shares."""
-    import torch
-    import torch._inductor.graph
-    import torch._inductor.utils  # noqa: F401
-
-    w = torch.randn(4, 4, requires_grad=True)
-    torch.compile(lambda x: (x @ w).sin().sum(), backend="aot_eager")(torch.randn(4, 4)).backward()
-
-
 def explain(program: Any, out: Path) -> dict[str, Any]:
     """Writes the explanation of the program as text and JSON; returns paths and kernel counts."""
     import deuteron
@@ -286,12 +239,13 @@ def run(name: str, backends: list[str], device: str, out: Path, scratch: Path) -
     import torch
 
     from deuteron.tools.demo_programs import PROGRAMS
+    from deuteron.tools.measuring import peak_bytes, warm_up
 
     device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     program = PROGRAMS[name](device)
     emit(title=program.title)
     emit(stage="warming up Dynamo", done=0.05)
-    warm_up()
+    warm_up(device)
     contenders = [Contender(b, program, scratch) for b in backends]
     for k, c in enumerate(contenders):
         verb = "running eager" if c.backend == "eager" else f"compiling with {c.backend}, cold"
@@ -315,8 +269,11 @@ def run(name: str, backends: list[str], device: str, out: Path, scratch: Path) -
         if program.train:
             emit(losses={c.backend: c.losses[-1] for c in running})
     emit(stage="memory", done=0.87)
+    kind = "cuda" if contenders[0].cuda else "cpu"
     for c in running:
-        c.facts["peak_mb"] = peak_bytes(c) / 1e6
+        if c.optimizer is not None:
+            c.optimizer.zero_grad(set_to_none=True)
+        c.facts["peak_mb"] = peak_bytes(functools.partial(c.step, 0), kind) / 1e6
     contenders[0].facts.update(count_eager(contenders[0]), compile_s=0.0)
     result: dict[str, Any] = {"name": name, "title": program.title, "train": program.train}
     if "deuteron" in backends:

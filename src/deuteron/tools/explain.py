@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.record import Record
+from deuteron.tools.measuring import distinct
 
 
 @dataclass
@@ -177,7 +178,7 @@ def explain(
     with collecting() as graphs, graph_breaks() as breaks, unchanged(fn, args, kwargs):
         # A code object of its own: nothing that was compiled before is found or displaced.
         call = torch.compile(
-            own_code(fn), backend=deuteron_backend, dynamic=dynamic, options=options
+            distinct(fn, "explained"), backend=deuteron_backend, dynamic=dynamic, options=options
         )
         out = call(*args, **kwargs)
         roots = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
@@ -191,14 +192,6 @@ def explain(
                 roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True
             )
     return Explanation(graphs, breaks)
-
-
-def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    code = call.__code__.replace(co_name="explained")
-    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 
 
 def inputs_of(fn: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -1,0 +1,149 @@
+"""What benchmarks measure with: caches that nothing has used, times of calls in turn, memory.
+
+A `device` is "cpu" or "cuda". Times are wall times in seconds, until the device is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import shutil
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deuteron.base.device import CALIBRATION
+from deuteron.base.options import Options
+
+# Calls are timed together until they take so long (seconds), so that neither the clock nor waiting
+# for the device counts.
+BATCH_S = {"cuda": 0.01, "cpu": 0.05}
+MOST_ROUNDS, LEAST_ROUNDS = 60, 5
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def distinct(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of its own code object that calls `function`.
+
+    Dynamo keeps compiled code by code object; sharing one would let compilers look through each
+    other's entries at every call.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"call_{name}")
+    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+
+
+def error_line(error: BaseException) -> str:
+    """The error's class and the beginning of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# -------------------------------------------------------------------------------------- caches
+@contextlib.contextmanager
+def fresh_caches() -> Iterator[dict[str, str]]:
+    """Environment variables that give every compiler an empty cache, in a folder that is deleted
+    afterwards. What `deuteron doctor --calibrate` measured of this machine is copied there."""
+    with tempfile.TemporaryDirectory(prefix="deuteron-bench-") as scratch:
+        calibration = Options.make().cache_folder() / CALIBRATION
+        if calibration.is_file():
+            (Path(scratch) / "deuteron").mkdir()
+            shutil.copy(calibration, Path(scratch) / "deuteron")
+        yield {
+            "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor",
+            "DEUTERON_CACHE_DIR": f"{scratch}/deuteron",
+            "TRITON_CACHE_DIR": f"{scratch}/triton",
+            "TORCH_EXTENSIONS_DIR": f"{scratch}/extensions",
+        }
+
+
+def warm_up(device: str) -> None:
+    """What a program needs once, whoever compiles it: the compilers' modules, Dynamo's and
+    AOTAutograd's first uses. A first call afterwards is the time of compiling."""
+    import torch._inductor.compile_fx  # noqa: F401
+
+    import deuteron.backend
+    import deuteron.pipeline  # noqa: F401
+
+    w = torch.randn(4, 4, requires_grad=True, device=device)
+    warm = torch.compile(lambda x: (x @ w).sin().sum(), backend="aot_eager")
+    warm(torch.randn(4, 4, device=device)).backward()
+
+
+# --------------------------------------------------------------------------------------- times
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage collection while the clock runs."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def seconds_per_call(call: Callable[[], Any], calls: int, device: str) -> float:
+    """Of `calls` calls back to back."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def interleaved(
+    calls: Sequence[Callable[[], Any]], seconds: float, device: str
+) -> list[list[float]]:
+    """Per function its seconds per call, one number a round. A round times all functions, in
+    another order each, so that a change in the machine's speed meets all of them. Rounds begin for
+    about `seconds`."""
+    guesses = [seconds_per_call(c, 1, device) for c in calls]
+    batches = [max(1, round(BATCH_S[device] / max(g, 1e-7))) for g in guesses]
+    times: list[list[float]] = [[] for _ in calls]
+    begin, order = time.perf_counter(), random.Random(0)
+    with collector_off():
+        for done in range(MOST_ROUNDS):
+            if done >= LEAST_ROUNDS and time.perf_counter() - begin > seconds:
+                break
+            for k in order.sample(range(len(calls)), len(calls)):
+                times[k].append(seconds_per_call(calls[k], batches[k], device))
+    return times
+
+
+# -------------------------------------------------------------------------------------- memory
+def peak_bytes(run: Callable[[], Any], device: str) -> int:
+    """The most bytes of tensors that `run` holds beyond those held before it: by CUDA's allocator,
+    or by the events of torch's allocator for the CPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        kept = run()
+        torch.cuda.synchronize()
+        del kept
+        return torch.cuda.max_memory_allocated() - before
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        kept = run()
+    del kept
+    results = trace.profiler.kineto_results.events()  # type: ignore[union-attr]
+    now = peak = 0
+    for event in sorted((e for e in results if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
