@@ -29,7 +29,7 @@ from deuteron.capture.partition import donated_inputs
 from deuteron.codegen.assemble import Generated
 from deuteron.codegen.cpp.kernels import FLAGS, CppKernel
 from deuteron.codegen.cpp.kernels import generate as generate_cpp
-from deuteron.codegen.cpp.nontemporal import read_again
+from deuteron.codegen.cpp.nontemporal import read_later
 from deuteron.codegen.module import Emitted, Request, emit
 from deuteron.codegen.share import structure, tensors_of
 from deuteron.codegen.triton.generate import TritonKernel
@@ -152,7 +152,7 @@ class Compilation:
         specs = {k.device: device_spec_for(k.device, self.options) for k in self.steps()}
         alike: dict[Hashable, tuple[Kernel, Generated]] = {}
         assert self.schedule is not None
-        again = read_again(self.schedule)
+        again = read_later(self.schedule)
         for k in self.steps():
             cpu, spec, soon = k.device == "cpu", specs[k.device], again[k.name]
             key: Hashable = (structure(k), cpu and tuple(n in soon for n in tensors_of(k)))

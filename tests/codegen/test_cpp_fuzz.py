@@ -257,14 +257,14 @@ def test_random_kernels(
     """`past`: with every store that can be going past the caches."""
     if threads > 1:  # share among threads whatever can be shared, however small
         monkeypatch.setattr("deuteron.codegen.cpp.kernels.PARALLEL_US", -1.0)
-        monkeypatch.setattr("deuteron.codegen.cpp.rows.CHUNK_OPS", 16)
+        monkeypatch.setattr("deuteron.codegen.cpp.rows.MIN_CHUNK_OPS", 16)
         monkeypatch.setattr("deuteron.codegen.cpp.columns.CHUNK_OPS", 16)
     if past:
-        monkeypatch.setattr("deuteron.codegen.cpp.nontemporal.ROW_LINES", 0)
+        monkeypatch.setattr("deuteron.codegen.cpp.nontemporal.MIN_ROW_LINES", 0)
     machine = Machine(threads, 32 << 10, 1 << 20, int(past))
     made = [(m, m.kernel()) for m in (Maker(1000 * group + i) for i in range(16))]
     cpps = [generate_for(k, machine) for _, k in made]
-    assert any("d_stream" in c.source for c in cpps) == past
+    assert any("d_nontemporal" in c.source for c in cpps) == past
     library = build(translation_unit(cpps))
     for (m, k), cpp in zip(made, cpps, strict=True):
         want = {n: t.clone() if n in m.writes else t for n, t in m.tensors.items()}

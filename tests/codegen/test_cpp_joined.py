@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.codegen.cpp.index_sets import MOST, cuts, repeats
+from deuteron.codegen.cpp.index_sets import MAX_CUTS, cut_positions, repeats_code
 from deuteron.ir.expr import Expr, index_value, literal, load, op
 from deuteron.ir.index import Axis
 
@@ -77,10 +77,10 @@ def test_cuts_that_would_repeat_a_long_body_are_not_made() -> None:
     total = terms[0]
     for t in terms[1:]:
         total = op("add", total, t)
-    marks = cuts([total], I, 64)
-    assert len(marks) == 9 > MOST
-    assert not cuts([total], I)
-    assert repeats([total], [[total]] * 9) and not repeats([total], [[terms[0]]] * 10)
+    marks = cut_positions([total], I, 64)
+    assert len(marks) == 9 > MAX_CUTS
+    assert not cut_positions([total], I)
+    assert repeats_code([total], [[total]] * 9) and not repeats_code([total], [[terms[0]]] * 10)
 
 
 CHANNELS = [(3, 9, 5, 7), (16, 8), (40, 500, 260), (1, 1, 30, 2, 2, 64, 5)]

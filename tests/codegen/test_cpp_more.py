@@ -167,7 +167,7 @@ def test_main_loops_are_vector_code(name: str, tmp_path: Path) -> None:
         k
         for k, s in enumerate(lines, 1)
         if "#pragma omp simd" in s and "float t" in lines[k + 1]
-        if narrow or "; d_narrow &&" not in lines[k - 2]  # loops of narrow vectors only
+        if narrow or "; d_short_vectors &&" not in lines[k - 2]  # loops of narrow vectors only
     ]
     assert inner and all(found & set(range(k, k + 9)) for k in inner), (found, inner, r.source)
 
@@ -362,7 +362,7 @@ def test_exponentials_below_a_maximum(name: str, tmp_path: Path) -> None:
     got = torch.compile(f, backend="deuteron", options={"debug_dir": str(tmp_path)})(x)
     torch.testing.assert_close(got, f(x), rtol=1e-5, atol=2e-45, equal_nan=True)
     [text] = [p.read_text() for p in tmp_path.glob("*/kernels.txt")]
-    assert ("d_exp_below(" in text) == below
+    assert ("d_exp_nonpositive(" in text) == below
 
 
 def test_loops_with_much_arithmetic_are_scheduled_and_round_as_others() -> None:
@@ -405,7 +405,7 @@ def test_blocks_of_bf16_become_floats_and_back(n: int, tmp_path: Path) -> None:
             torch.testing.assert_close(g, e, equal_nan=True, **tolerance)
     if n == 1024:
         texts = [p.read_text() for p in tmp_path.glob("*/kernels.txt")]
-        assert all("D_WIDEN(" in t and "D_NARROWED(" in t for t in texts)
+        assert all("D_WIDEN(" in t and "D_STORE_BF16(" in t for t in texts)
 
 
 def test_f32_is_rounded_to_bf16_in_blocks() -> None:
@@ -433,11 +433,11 @@ def test_the_next_row_is_fetched_where_short_rows_are_stored(n: int, fetched: bo
     data = {"x": torch.randn(33, n), "y": torch.empty(33, n)}
     cpp = run(nest, data, ["y"], SERIAL).cpp
     assert torch.equal(data["y"], data["x"] - data["x"].amax(-1, keepdim=True))
-    assert ("if (!d_waits) __builtin_prefetch(" in cpp.source) == fetched
+    assert ("if (!d_reads_stall) __builtin_prefetch(" in cpp.source) == fetched
 
 
 @pytest.mark.parametrize(
-    ("dtype", "guard"), [(torch.float32, "if (d_waits) "), (torch.bfloat16, "  ")]
+    ("dtype", "guard"), [(torch.float32, "if (d_reads_stall) "), (torch.bfloat16, "  ")]
 )
 def test_what_only_reads_fetches_where_the_caches_do_not(dtype: torch.dtype, guard: str) -> None:
     i, r = ax("i", 33), ax("r", 2048)
@@ -492,4 +492,6 @@ def test_short_rows_are_taken_from_several_ranges_in_turn(
         runner = Runner(k, Machine(2, 4 << 10, 4 << 10, l3))
         runner({"x": x, "y": y.fill_(7)}, symbols)
         assert torch.equal(y, want)
-        assert ("d_in_turn<d_places>" in runner.cpp.source) == expected, runner.cpp.source
+        assert ("d_interleaved<d_interleaved_ranges>" in runner.cpp.source) == expected, (
+            runner.cpp.source
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deuteron.codegen.cpp.tiles import FEW_ROWS, SHORT_V, SIDE_U, SIDE_V
+from deuteron.codegen.cpp.tiles import FEW_ROWS, SHORT_TILE_V, TILE_U, TILE_V
 from tests.codegen.cpp_tools import Runner
 from tests.schedule.tools import scheduled
 
@@ -33,8 +33,8 @@ def test_with_a_cast(rows: int, columns: int) -> None:
     found = scheduled(lambda x: (x * 2).t().to(torch.bfloat16).contiguous(), x, check=False)
     (kernel,) = found.kernels
     runner = Runner(kernel)
-    side = SHORT_V if rows <= FEW_ROWS and columns > SIDE_V else SIDE_V
-    assert "d_transpose" in runner.cpp.source and f"[{SIDE_U * side}];" in runner.cpp.source
+    side = SHORT_TILE_V if rows <= FEW_ROWS and columns > TILE_V else TILE_V
+    assert "d_transpose" in runner.cpp.source and f"[{TILE_U * side}];" in runner.cpp.source
     ((name, _),) = kernel.writes
     ((source, _),) = kernel.reads
     out = torch.empty(columns, rows, dtype=torch.bfloat16)

@@ -145,7 +145,13 @@ def source() -> str:
     parts += [loop(n, f"const {a} *__restrict a", o, e) for n, (e, a, o) in CONVERSIONS.items()]
     parts += [
         loop(n, "const f32 *__restrict a", "f32", f"d_{n}(a[i])")
-        for n in ("exp_below", "one_and_exp", "one_and_tanh", "log1p_unit", "erf_of_sum")
+        for n in (
+            "exp_nonpositive",
+            "one_plus_exp",
+            "one_plus_tanh",
+            "log1p_unit",
+            "erf_for_one_plus",
+        )
     ]
     scale = "d_divisor_scale(b[i])"
     parts += [
@@ -304,26 +310,26 @@ def test_exp_of_no_positive_number(built: tuple[ctypes.CDLL, str, str]) -> None:
     """Subnormal results, too: the logarithm of a softmax is a number."""
     x = torch.cat([samples(), torch.linspace(-120, 0, 1 << 16)])
     x = x[~(x > 0)]
-    check(call(built, "exp_below", torch.float32, x), x.double().exp(), 2, x)
+    check(call(built, "exp_nonpositive", torch.float32, x), x.double().exp(), 2, x)
 
 
 def test_one_and_an_exponential(built: tuple[ctypes.CDLL, str, str]) -> None:
     x = torch.cat([samples(), torch.linspace(-120, 120, 1 << 16)])
-    check(call(built, "one_and_exp", torch.float32, x), x.double().exp() + 1, 1.5, x)
+    check(call(built, "one_plus_exp", torch.float32, x), x.double().exp() + 1, 1.5, x)
 
 
 def test_one_and_a_tangent(built: tuple[ctypes.CDLL, str, str]) -> None:
     """Also where the tangent is near -1, of whose sum eager keeps 2^-24 at best."""
     x = torch.cat([samples(), torch.linspace(-40, 40, 1 << 16)])
     want = 2 / (1 + (-2 * x.double()).exp())
-    got = call(built, "one_and_tanh", torch.float32, x).double()
+    got = call(built, "one_plus_tanh", torch.float32, x).double()
     torch.testing.assert_close(got, want, rtol=3e-7, atol=1e-12, equal_nan=True)
 
 
 def test_erf_of_a_sum(built: tuple[ctypes.CDLL, str, str]) -> None:
     """Within 2^-23 of it, and 1 where the exact one is."""
     x = torch.cat([samples(), torch.linspace(-6, 6, 1 << 18)])
-    got = call(built, "erf_of_sum", torch.float32, x)
+    got = call(built, "erf_for_one_plus", torch.float32, x)
     want = torch.erf(x.double())
     assert torch.equal(got.isnan(), x.isnan())
     assert ((got - want).abs().nan_to_num(0) <= 2.0**-23).all()

@@ -70,7 +70,7 @@ def bind(names: dict[str, Any], segments: Iterable[str], lib: ctypes.CDLL) -> No
 
 
 class _BoundsError(ctypes.Structure):
-    """`codegen.cpp.bounds.ERROR`."""
+    """`codegen.cpp.bounds.BOUNDS_ERROR`."""
 
     _fields_ = (("taken", ctypes.c_int), ("text", ctypes.c_char * 508))
 

@@ -23,7 +23,7 @@ LINE, SECTOR = 64, 32
 # lanes take elements one by one. EPYC with AVX-512, x @ W.T of one row, 3000 x 900 f32, W walked
 # down its columns: 2.4 ms instead of 0.9.
 KEPT = 16
-# Lanes that a CPU's loop over columns takes together: `codegen.cpp.columns.width_of`.
+# Lanes that a CPU's loop over columns takes together: `codegen.cpp.columns.block_lanes`.
 LANES = 512
 
 Access = tuple[tuple[Index, ...], tuple[Index, ...]]

@@ -41,7 +41,7 @@ def _strided_cost(step: int | None, store: bool) -> float:
     return 5.0 if store else 6.0  # one element at a time, a cache line each
 
 
-def lane_cost(loops: Loops, axis: Axis, found: Sequence[tuple[Access, int]]) -> float:
+def lane_cost(loops: Loops, axis: Axis, accesses: Sequence[tuple[Access, int]]) -> float:
     """Bytes moved with vector lanes along `axis`, those that are not contiguous weighted; short
     axes waste lanes.
 
@@ -49,7 +49,7 @@ def lane_cost(loops: Loops, axis: Axis, found: Sequence[tuple[Access, int]]) -> 
     """
     axes = (*loops.parallel, *loops.reduced)
     total = 4.0 * size_of(axes)
-    for a, times in found:
+    for a, times in accesses:
         if axis in a.address.axes():
             cost = _strided_cost(stride(a.address, axis), a.store)
             total += cost * times * a.itemsize * points(a.address, axes)
@@ -60,14 +60,19 @@ def size_of(axes: Iterable[Axis]) -> int:
     return max(1, hint(product(a.extent for a in axes)))
 
 
-def vector(loops: Loops, candidates: Sequence[Axis]) -> Axis | None:
+def vector_axis(loops: Loops, candidates: Sequence[Axis]) -> Axis | None:
     """The axis for vector lanes: the one along which memory is read and written most cheaply."""
     if not candidates:
         return None
-    found = [(a, 1 if a.store else max(1, times)) for a, times in _times_read(loops).items()]
+    accesses = [(a, 1 if a.store else max(1, times)) for a, times in _times_read(loops).items()]
     return min(
         candidates,
-        key=lambda a: (lane_cost(loops, a, found), a not in loops.reduced, -hint(a.extent), a.name),
+        key=lambda a: (
+            lane_cost(loops, a, accesses),
+            a not in loops.reduced,
+            -hint(a.extent),
+            a.name,
+        ),
     )
 
 

@@ -14,7 +14,9 @@ from deuteron.codegen.cpp import scalars
 from deuteron.ir.program import Layout
 
 # What a unit with checked accesses defines; `runtime.launch` reads it after each call.
-ERROR = 'extern "C" { struct d_bounds_error { int taken; char text[508]; } cpp_bounds_error = {}; }'
+BOUNDS_ERROR = (
+    'extern "C" { struct d_bounds_error { int taken; char text[508]; } cpp_bounds_error = {}; }'
+)
 
 
 def checked_pointer(
@@ -26,4 +28,4 @@ def checked_pointer(
     return f"const d_checked<{kind}> {variable}{{({kind}*)ptrs[{number}], {count}, {what}}};"
 
 
-__all__ = ["ERROR", "checked_pointer"]
+__all__ = ["BOUNDS_ERROR", "checked_pointer"]

@@ -17,33 +17,38 @@ from contextlib import contextmanager
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import Scope, difference, smaller
-from deuteron.codegen.cpp.lanes import Lanes
+from deuteron.codegen.cpp.lanes import OnlineColumns
 from deuteron.codegen.cpp.nests import (
-    ROW,
+    ROW_SCOPE,
     Env,
+    IndexSet,
     PassWriter,
-    Segment,
     carry_dtype,
     parallel_loops,
     serial_loops,
     size,
     write_store,
 )
-from deuteron.codegen.cpp.nontemporal import buffer, place_of, streamed, transpose
+from deuteron.codegen.cpp.nontemporal import (
+    nontemporal_stores,
+    store_address,
+    store_buffer,
+    transpose_function,
+)
 from deuteron.codegen.cpp.online import Walk
 from deuteron.codegen.cpp.passes import Pass
-from deuteron.codegen.cpp.prefetch_streaming import AHEAD, MOST, fetch
+from deuteron.codegen.cpp.prefetch_streaming import MAX_PREFETCHES, PREFETCH_BYTES, prefetch_lines
 from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
-from deuteron.codegen.cpp.rows import CHUNK_OPS, CHUNKS, chunk_counts
+from deuteron.codegen.cpp.rows import MAX_CHUNKS, MIN_CHUNK_OPS, chunk_counts
 from deuteron.codegen.loops import Write, ordered, points, roots_of, stride, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
 from deuteron.schedule.kernel import Scan
 
-WHOLE = 8  # lanes that some vector takes together
-CROSSED = 128  # lanes of a block with such stores: their tile is in the first cache
-FETCHED_ROWS = 8  # least rows between what a loop reads and what it fetches
-SIDE = 64  # rows of a tile through which stores along the reduced axis are transposed
+VECTOR_LANES = 8  # lanes that some vector takes together
+TRANSPOSED_LANES = 128  # lanes of a block with such stores: their tile is in the first cache
+MIN_PREFETCH_ROWS = 8  # least rows between what a loop reads and what it fetches
+TILE_ROWS = 64  # rows of a tile through which stores along the reduced axis are transposed
 
 
 class Columns(PassWriter):
@@ -94,7 +99,7 @@ class Columns(PassWriter):
         if accs is None:
             accs = {
                 f.name: Accumulator(
-                    em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide, of_bytes(f.body)
+                    em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide, reads_only_bytes(f.body)
                 )
                 for f in p.reductions
             }
@@ -117,8 +122,8 @@ class Columns(PassWriter):
         """
         em = self.env.em
         reduced = frozenset(self.env.loops.reduced)
-        buffered = {n for n in self.buffers if self.plan.kept[n] < k}
-        found: dict[Expr, None] = {}
+        buffered = {n for n in self.buffers if self.plan.row_buffered[n] < k}
+        per_lane: dict[Expr, None] = {}
         seen: set[Expr] = set()
         stack = [r for part in p.parts for r in roots_of(part)]
         while stack:
@@ -131,13 +136,13 @@ class Columns(PassWriter):
                 stack.extend(children(n))
             elif self.v in deps and n.op not in ("index", "load"):
                 if em.lookup(n) is None:
-                    found[n] = None
-        if not found:
+                    per_lane[n] = None
+        if not per_lane:
             return
         em.axis_text[self.v] = f"({self.base} + l)"
         names = []
         with em.inside(self.v) as scope:
-            for n in found:
+            for n in per_lane:
                 text, name = em.value(n), em.fresh("lane")
                 kind = scalars.REGISTER[n.dtype]
                 scope.add(f"{name}[l] = {text};")
@@ -159,28 +164,32 @@ class Columns(PassWriter):
             counter = em.fresh("n")
             em.scope.add(f"int {counter} = 0;")
 
-        cut = self.cut(p, k) or [(self.whole(p, k), {})]
+        cut = self.cut_index_sets(p, k) or [(self.whole_index_set(p, k), {})]
         for _, moved in cut:
-            em.follow(moved)
+            em.carry_over(moved)
 
         def innermost() -> None:
             em.axis_text[self.v] = f"({self.base} + l)"
             linear = f"({em.index(self.linear)})*{self.width} + l" if self.buffers else None
             position = em.axis_text[self.outer[0]] if len(self.outer) == 1 else "0"
             simd = self.v not in self.conflicts
-            past = self.past_lanes(p) if simd else []
-            names = {w: buffer(self.env, w, self.width) for w in past if w not in self.places}
-            self.places |= {w: f"{n}[l]" for w, n in names.items()}
-            if past:
-                em.scope.add(*self.fetches(p, k))
+            nontemporal = self.nontemporal_rows(p) if simd else []
+            names = {
+                w: store_buffer(self.env, w, self.width)
+                for w in nontemporal
+                if w not in self.store_cells
+            }
+            self.store_cells |= {w: f"{n}[l]" for w, n in names.items()}
+            if nontemporal:
+                em.scope.add(*self.prefetches(p, k))
             em.axis_text[self.v] = f"({self.base} + l)"
-            for seg, moved in cut:
-                with self.lanes_of(p, seg, moved, simd):
-                    self.body(seg, accs, "l", position, linear)
+            for index_set, moved in cut:
+                with self.lanes_in(p, index_set, moved, simd):
+                    self.body(index_set, accs, "l", position, linear)
             for w, n in names.items():
-                del self.places[w]
-                place = place_of(self.env, w, self.v, self.base)
-                em.scope.add(f"d_stream({place}, {n}, {self.count});")
+                del self.store_cells[w]
+                place = store_address(self.env, w, self.v, self.base)
+                em.scope.add(f"d_nontemporal({place}, {n}, {self.count});")
             em.axis_text[self.v] = f"({self.base} + l)"
             if counter:
                 em.scope.add(
@@ -191,10 +200,12 @@ class Columns(PassWriter):
 
         # The lanes that no vector takes are stored one by one. Where all rows are written out, g++
         # 12 makes vectors of such stores and forgets which came last (random program 54008321).
-        rolled = ["#pragma GCC unroll 1"] if self.width % WHOLE else []
-        crossed = [] if chunk else self.crossed_stores(p)
-        if crossed:
-            serial_loops(self.env, self.outer[:-1], lambda: self.tiled_stores(crossed, innermost))
+        rolled = ["#pragma GCC unroll 1"] if self.width % VECTOR_LANES else []
+        transposed = [] if chunk else self.transposed_stores(p)
+        if transposed:
+            serial_loops(
+                self.env, self.outer[:-1], lambda: self.tiled_stores(transposed, innermost)
+            )
         elif chunk is None:
             serial_loops(self.env, self.outer, innermost, rolled)
         else:
@@ -207,46 +218,49 @@ class Columns(PassWriter):
             )
 
     @contextmanager
-    def lanes_of(
-        self, p: Pass, seg: Segment, moved: Mapping[Expr, Expr], simd: bool
+    def lanes_in(
+        self, p: Pass, index_set: IndexSet, moved: Mapping[Expr, Expr], simd: bool
     ) -> Iterator[None]:
-        """The loop over the lanes of a segment. What is known of expressions and stores on all
+        """The loop over the lanes of an index set. What is known of expressions and stores on all
         lanes is known of what they become there."""
         em = self.env.em
         start, end = "0", self.count
-        if seg.axis != self.v:
-            low, high = self.env.extent(seg.low), self.env.extent(seg.low + seg.count)
-            em.axis_text[seg.axis] = f"({self.base} + l - {low})"
+        if index_set.axis != self.v:
+            low, high = (
+                self.env.extent(index_set.low),
+                self.env.extent(index_set.low + index_set.count),
+            )
+            em.axis_text[index_set.axis] = f"({self.base} + l - {low})"
             start, end = difference(low, self.base), smaller(difference(high, self.base), end)
         stores = {
-            b: self.places[a]
-            for a, b in zip(p.parts, seg.parts, strict=True)
-            if isinstance(a, Write) and isinstance(b, Write) and a in self.places and b != a
+            b: self.store_cells[a]
+            for a, b in zip(p.parts, index_set.parts, strict=True)
+            if isinstance(a, Write) and isinstance(b, Write) and a in self.store_cells and b != a
         }
-        self.places |= stores
-        with em.inside(seg.axis, self.v) as scope:
+        self.store_cells |= stores
+        with em.inside(index_set.axis, self.v) as scope:
             for old, new in moved.items():
                 text = em.lookup(old) if old is not new else None
                 if text is not None:
                     scope.texts[new] = text
             yield
         for store in stores:
-            del self.places[store]
+            del self.store_cells[store]
         if simd:
             em.scope.add(em.simd(scope))
         em.scope.loop(f"for (int l = {start}; l < {end}; ++l)", scope.lines)
 
-    def past_lanes(self, p: Pass) -> list[Write]:
-        """Stores of rows that go past the caches: long ones, and those of whole lines that follow
+    def nontemporal_rows(self, p: Pass) -> list[Write]:
+        """Rows that are stored non-temporally: long ones, and those of whole lines that follow
         each other (batch norm, relu and sum of 12 MiB, channels last, two cores of a Xeon: 0.74 of
         the time with what it fetches, its gradients 0.67)."""
-        long = streamed(self.env, p.parts, self.v, tiles=True)
+        long = nontemporal_stores(self.env, p.parts, self.v, tiles=True)
         return long + [
             w
             for w in p.parts
             if isinstance(w, Write)
             and w not in long
-            and w.tensor in self.env.streams
+            and w.tensor in self.env.nontemporal
             and w.accumulate is None
             and w.mask is None
             and stride(w.address, self.v) == 1
@@ -254,16 +268,17 @@ class Columns(PassWriter):
             and self.width * ITEMSIZE[w.dtype] % 64 == 0
         ]
 
-    def fetches(self, p: Pass, k: int) -> list[str]:
-        """With AVX-512, in a pass that streams, fetches of later rows: two pages on, or a few rows
-        where they are long. Where nothing is stored they cost more than they gain (sums of columns
+    def prefetches(self, p: Pass, k: int) -> list[str]:
+        """With AVX-512, in a pass with non-temporal stores, prefetches of later rows: two pages on,
+        or a few rows where they are long. Where nothing is stored they cost more than they gain
+        (sums of columns
         1.10 of the time)."""
         env, axis = self.env, self.outer[-1]
         axes, most = (*env.loops.parallel, *self.outer), env.machine.l2_bytes
         seen = {n for q in self.plan.passes[:k] for n in unique_nodes(q.roots())}
         lines: list[str] = []
         for n in unique_nodes(p.roots()):
-            if n.op != "load" or not n.attr[1] or n.args or len(lines) >= MOST:
+            if n.op != "load" or not n.attr[1] or n.args or len(lines) >= MAX_PREFETCHES:
                 continue
             address, item = n.attr[1][0], ITEMSIZE[n.dtype]
             step = stride(address, axis)
@@ -271,12 +286,14 @@ class Columns(PassWriter):
             if not step or step < 0 or item * points(address, axes) <= most:
                 continue
             if n not in seen or block > most:
-                ahead = step * max(FETCHED_ROWS, AHEAD // (item * step))
-                lines += fetch(env, self.v, n.attr[0], address, item, self.base, self.width, ahead)
-        env.em.used |= {"d_narrow"} if lines else set()
-        return [f"if (!d_narrow) {line}" for line in lines]
+                distance = step * max(MIN_PREFETCH_ROWS, PREFETCH_BYTES // (item * step))
+                lines += prefetch_lines(
+                    env, self.v, n.attr[0], address, item, self.base, self.width, distance
+                )
+        env.em.used |= {"d_short_vectors"} if lines else set()
+        return [f"if (!d_short_vectors) {line}" for line in lines]
 
-    def crossed_stores(self, p: Pass) -> list[Write]:
+    def transposed_stores(self, p: Pass) -> list[Write]:
         """Stores that are contiguous along the innermost reduced axis and far apart along the
         lanes.
         """
@@ -290,7 +307,7 @@ class Columns(PassWriter):
             and stride(w.address, self.outer[-1]) == 1
         ]
 
-    def tiled_stores(self, crossed: Sequence[Write], innermost: Callable[[], None]) -> None:
+    def tiled_stores(self, transposed: Sequence[Write], innermost: Callable[[], None]) -> None:
         """The innermost reduced axis in blocks; a block's stores go to tiles that are then
         transposed into place.
         """
@@ -299,28 +316,33 @@ class Columns(PassWriter):
         n = env.extent(u)
         em.used.add("d_transpose")
         with em.inside() as outer:
-            outer.add(f"const int {count} = (int){smaller(f'{n} - {block}', str(SIDE))};")
-            for w in crossed:
+            outer.add(f"const int {count} = (int){smaller(f'{n} - {block}', str(TILE_ROWS))};")
+            for w in transposed:
                 tile = em.fresh("tile")
-                outer.add(f"alignas(64) {scalars.MEMORY[w.dtype]} {tile}[{SIDE * self.width}];")
-                self.places[w] = f"{tile}[{row} * {self.width} + l]"
+                outer.add(
+                    f"alignas(64) {scalars.MEMORY[w.dtype]} {tile}[{TILE_ROWS * self.width}];"
+                )
+                self.store_cells[w] = f"{tile}[{row} * {self.width} + l]"
             em.name_axis(u, f"({block} + {row})")
             with em.inside(u) as scope:
                 innermost()
             outer.loop(f"for (int {row} = 0; {row} < {count}; ++{row})", scope.lines)
             em.name_axis(u, block)
             em.name_axis(self.v, self.base)
-            for w in crossed:
+            for w in transposed:
                 step = w.address.coefficient(self.v)
                 assert step is not None
                 with em.inside(u, self.v) as corner:
                     place, step_text = em.index(w.address), em.index(step)
+                tile = self.store_cells.pop(w).split("[")[0]
                 outer.add(
                     *corner.lines,
-                    f"{transpose(env, w)}({self.places.pop(w).split('[')[0]}, {self.width}, "
+                    f"{transpose_function(env, w)}({tile}, {self.width}, "
                     f"{em.tensors[w.tensor]} + {place}, {step_text}, {count}, {self.count});",
                 )
-        em.scope.loop(f"for (long long {block} = 0; {block} < {n}; {block} += {SIDE})", outer.lines)
+        em.scope.loop(
+            f"for (long long {block} = 0; {block} < {n}; {block} += {TILE_ROWS})", outer.lines
+        )
 
     def row_writes(self) -> None:
         em = self.env.em
@@ -333,12 +355,12 @@ class Columns(PassWriter):
         self.lane_loop(scope, self.v not in self.conflicts)
 
 
-def of_bytes(body: Expr) -> bool:
+def reads_only_bytes(body: Expr) -> bool:
     """Whether all that an expression reads are bytes."""
     return all(ITEMSIZE[n.dtype] == 1 for n in body.loads())
 
 
-def width_of(env: Env, v: Axis, passes: int) -> int:
+def block_lanes(env: Env, v: Axis, passes: int) -> int:
     """Lanes of a block: wide for one pass (long contiguous reads), narrow enough for several that
     the block stays in L2.
     """
@@ -346,8 +368,8 @@ def width_of(env: Env, v: Axis, passes: int) -> int:
     n = hint(v.extent) if v.extent.value is not None else 1 << 30
     if passes <= 1:
         return max(1, min(512, n))
-    each = sum(a.itemsize for a in loops.accesses) * size(loops.reduced)
-    fit = max(1, env.machine.l2_bytes // 2 // max(1, each))
+    bytes_per_lane = sum(a.itemsize for a in loops.accesses) * size(loops.reduced)
+    fit = max(1, env.machine.l2_bytes // 2 // max(1, bytes_per_lane))
     width = 64
     while width * 2 <= min(fit, 512):
         width *= 2
@@ -358,9 +380,9 @@ def write_columns(env: Env, v: Axis) -> None:
     """Writes the nest with lanes along the parallel axis `v`."""
     em, loops = env.em, env.loops
     probe = Columns(env, v, 0, 1)
-    width = width_of(env, v, len(probe.plan.passes))
-    if any(probe.crossed_stores(p) for p in probe.plan.passes):
-        width = min(width, CROSSED)
+    width = block_lanes(env, v, len(probe.plan.passes))
+    if any(probe.transposed_stores(p) for p in probe.plan.passes):
+        width = min(width, TRANSPOSED_LANES)
     others = ordered(loops, [a for a in loops.parallel if a != v])
     free = [a for a in others if a not in probe.conflicts]
     meet = [a for a in others if a in probe.conflicts]
@@ -370,7 +392,7 @@ def write_columns(env: Env, v: Axis) -> None:
     need = 2 * env.machine.threads
     if env.threaded and size(free) * blocks < need and not meet:
         n = hint(v.extent)
-        if sharable and size(loops.reduced) * n >= 8 * CHUNK_OPS and size(loops.reduced) >= 64:
+        if sharable and size(loops.reduced) * n >= 8 * MIN_CHUNK_OPS and size(loops.reduced) >= 64:
             write_shared_columns(env, v, others, len(probe.plan.passes))
             return
         least = 64 if v.extent.value is not None else 256
@@ -384,8 +406,8 @@ def write_columns(env: Env, v: Axis) -> None:
     em.scope.add(f"const long long {count} = ({env.extent(v)} + {width - 1}) / {width};")
 
     def inner() -> None:
-        block_of(env, cols, v, block)
-        with em.inside(ROW) as scope:
+        declare_block(env, cols, v, block)
+        with em.inside(ROW_SCOPE) as scope:
             cols.passes()
             cols.row_writes()
         em.scope.add(*scope.lines)
@@ -402,7 +424,7 @@ def write_columns(env: Env, v: Axis) -> None:
     parallel_loops(env, free, [], lambda: serial_loops(env, meet, serial_blocks))
 
 
-def block_of(env: Env, cols: Columns, v: Axis, block: str) -> None:
+def declare_block(env: Env, cols: Columns, v: Axis, block: str) -> None:
     """Declares the first lane of a block and the number of its lanes."""
     em, width = env.em, cols.width
     n = env.extent(v)
@@ -433,8 +455,8 @@ def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int)
     em.scope.add(f"const long long {blocks} = ({env.extent(v)} + {width - 1}) / {width};")
 
     def inner() -> None:
-        with em.inside(ROW) as scope:
-            block_of(env, cols, v, block)
+        with em.inside(ROW_SCOPE) as scope:
+            declare_block(env, cols, v, block)
             for k, p in enumerate(cols.plan.passes):
                 _shared_pass(env, cols, k, p, length, count)
             if cols.plan.row_writes:
@@ -449,8 +471,8 @@ def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int)
 def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: str) -> None:
     em, axis, width = env.em, cols.outer[0], cols.width
     if p.rules:
-        joint = Lanes(env, p, cols.outer[0], tuple(cols.outer[1:]), cols)
-        joint.in_chunks(cols.walker(k), length, count, CHUNKS)
+        online = OnlineColumns(env, p, cols.outer[0], tuple(cols.outer[1:]), cols)
+        online.in_chunks(cols.walker(k), length, count, MAX_CHUNKS)
         return
     cols.per_lane(p, k)
     c = em.fresh("c")
@@ -467,10 +489,10 @@ def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: s
         for name, a in accs.items():
             shared.append((name, a))
             kind = "double" if a.flushed else a.type
-            env.share(f"{a.name}_p", kind, CHUNKS * width)
+            env.share(f"{a.name}_p", kind, MAX_CHUNKS * width)
             extra = ""
             if a.positional:
-                env.share(f"{a.name}_pi", "long long", CHUNKS * width)
+                env.share(f"{a.name}_pi", "long long", MAX_CHUNKS * width)
                 extra = f" {a.name}_pi[{c} * {width} + l] = {a.name}_i[l];"
             scope.add(*a.flush_lanes(cols.count))
             value = f"{a.name}_d[l]" if a.flushed else f"{a.name}[l]"

@@ -26,14 +26,14 @@ from deuteron.ir.divisors import is_divisor
 from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, hint, is_nonneg
 
-NONE: frozenset[Axis] = frozenset()
+NO_AXES: frozenset[Axis] = frozenset()
 ROUNDING = ("round", "floor", "ceil", "trunc")
 BELOW_I64 = ("i32", "i16", "i8", "u8")
 # Operations that gain nothing by `D_DENSE`: choices (max-pooling takes 1.12 of the time with it),
 # and erf, a chain with no division (GELU 1.00; behind a layer norm, whose reductions are light,
 # 1.05).
-LEFT_OUT = COMPARISONS | {"where", "maximum", "minimum", "fmax", "fmin", "erf"}
-MANY = 256  # divisions by the same number, for which it pays to compute its reciprocal
+NOT_DENSE = COMPARISONS | {"where", "maximum", "minimum", "fmax", "fmin", "erf"}
+MIN_DIVISIONS = 256  # divisions by the same number, for which it pays to compute its reciprocal
 
 
 class Scope:
@@ -48,7 +48,7 @@ class Scope:
         self.texts: dict[Expr, str] = {}
         self.sums: dict[Index, str] = {}
         self.divisors: dict[Expr, str] = {}  # what `d_div_by` needs of them
-        self.flops = 0.0  # of each of its turns, without those of the scopes inside
+        self.flops = 0.0  # of one iteration, without those of the scopes inside
 
     def add(self, *lines: str) -> None:
         self.lines.extend(lines)
@@ -69,36 +69,38 @@ class Emitter:
         self.tensors = tensors  # tensor -> C pointer name
         self.used = used
         self.numbers = names
-        self.chain: list[Scope] = [Scope(NONE)]
+        self.chain: list[Scope] = [Scope(NO_AXES)]
         self.axis_text: dict[Axis, str] = {}
         self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
         self.checked = False  # whether anything reports to `bad`
         self.dearest = 0.0  # most FLOPs of a scope, as far as order matters for them
         self.wide = False  # whether positions along the loops may need 64 bits
-        self.near: frozenset[Expr] = frozenset()  # calls whose arguments are known to be small
+        self.fast_calls: frozenset[Expr] = frozenset()  # those with small arguments
         self.loose: frozenset[Expr] = frozenset()  # see `precision`
-        self.tops: dict[str, set[Expr]] = {}  # the nest's maxima, and of what they are
-        self.shared: frozenset[Expr] = frozenset()  # exponentials, tangents of several uses
-        self.summed: frozenset[Expr] = frozenset()  # erf of which only 1 + erf is used
+        self.maxima: dict[str, set[Expr]] = {}  # the nest's maxima, and of what they are
+        self.reused_curves: frozenset[Expr] = frozenset()  # exponentials, tangents of several uses
+        self.erf_plus_one: frozenset[Expr] = frozenset()  # erf of which only 1 + erf is used
         # In scopes from `guard_level` on, lanes where `guard` is false are off.
         self.guard: str | None = None
         self.guard_level = 0
         self.masked: dict[str, list[Index]] = {}  # tensor -> what is loaded of it under masks
-        self.buffered: dict[Expr, str] = {}  # values kept by an earlier pass -> where they are now
+        self.buffered: dict[
+            Expr, str
+        ] = {}  # values of an earlier pass -> their row buffers' elements
         self._deps: dict[Expr, frozenset[Axis]] = {}
 
-    def follow(self, moved: Mapping[Expr, Expr]) -> None:
+    def carry_over(self, moved: Mapping[Expr, Expr]) -> None:
         """What is known of nodes is known of those that stand for them where a loop is cut, unless
         these stand for others too."""
 
         def images(known: Collection[Expr]) -> set[Expr]:
             return {moved[n] for n in known if n in moved}
 
-        self.shared |= images(self.shared)
-        others = [images(moved.keys() - known) for known in (self.loose, self.summed)]
+        self.reused_curves |= images(self.reused_curves)
+        others = [images(moved.keys() - known) for known in (self.loose, self.erf_plus_one)]
         self.loose = (self.loose | images(self.loose)) - others[0]
-        self.summed = (self.summed | images(self.summed)) - others[1]
-        for bodies in self.tops.values():
+        self.erf_plus_one = (self.erf_plus_one | images(self.erf_plus_one)) - others[1]
+        for bodies in self.maxima.values():
             bodies |= images(bodies)
 
     def fresh(self, stem: str) -> str:
@@ -130,13 +132,13 @@ class Emitter:
 
     def deps(self, root: Expr) -> frozenset[Axis]:
         """The axes on which the value depends; results of the nest depend on what they live on."""
-        found = self._deps.get(root)
-        if found is not None:
-            return found
+        known = self._deps.get(root)
+        if known is not None:
+            return known
         for node in root.walk(self._deps.__contains__):
             if node in self._deps:
                 continue
-            out: frozenset[Axis] = NONE
+            out: frozenset[Axis] = NO_AXES
             if node.op == "load" and node.attr[0] in self.result_axes:
                 out = self.result_axes[node.attr[0]]
             else:
@@ -181,16 +183,16 @@ class Emitter:
         if node.op == "literal":
             return scalars.literal(node.attr, node.dtype)
         for scope in reversed(self.chain):
-            found = scope.texts.get(node)
-            if found is not None:
-                return found
+            known = scope.texts.get(node)
+            if known is not None:
+                return known
         return None
 
     def value(self, root: Expr) -> str:
         """The C text of a value; whatever it needs is written first."""
-        found = self.lookup(root)
-        if found is not None:
-            return found
+        known = self.lookup(root)
+        if known is not None:
+            return known
         stack: list[tuple[Expr, bool]] = [(root, False)]
         while stack:
             node, ready = stack.pop()
@@ -220,7 +222,7 @@ class Emitter:
             text = self.guarded(self.buffered[node], node.dtype, at)
         else:
             kind, text = self._text(node, at)
-            if node.op not in LEFT_OUT:
+            if node.op not in NOT_DENSE:
                 scope.flops += flops_of((node,))
                 self.dearest = max(self.dearest, scope.flops)
         name = self.fresh("t")
@@ -275,7 +277,7 @@ class Emitter:
             name, idx, fill = node.attr
             assert name in self.tensors, f"result {name!r} is used before it is computed"
             masked = bool(args) or self.is_guarded(at)
-            pointer = self.apart(name, idx[0]) if masked else self.tensors[name]
+            pointer = self.masked_pointer(name, idx[0]) if masked else self.tensors[name]
             text = scalars.from_memory(
                 f"{pointer}[{self.index(idx[0], at)}]", node.dtype, self.used
             )
@@ -287,10 +289,10 @@ class Emitter:
             return ("int" if fits_int(node.attr) else kind), self.index(node.attr, at)
         if node.op == "cast":
             source = node.args[0].dtype
-            whole = node.args[0].args[0] if made_whole(node) else None
+            whole = node.args[0].args[0] if is_integer_round_trip(node) else None
             if whole is not None and (whole.dtype, source, node.dtype) == ("f32", "i64", "f32"):
-                self.used.add("d_whole")
-                return kind, f"d_whole({self.value(whole)})"
+                self.used.add("d_truncated")
+                return kind, f"d_truncated({self.value(whole)})"
             if whole is not None:
                 # GCC takes a float made whole and floating again for trunc(x), which is -0.0 where
                 # the integer is 0.
@@ -304,22 +306,22 @@ class Emitter:
         if node.op == "truncdiv" and node.dtype in INTS and node.args[1].op == "literal":
             if node.args[1].attr > 0:  # nothing to trap: vectors divide by multiplying
                 return kind, f"({kind})({args[0]} / {args[1]})"
-        if node in self.near:
-            self.used |= scalars.NEAR_USES
-            return kind, f"d_{node.op}_near({args[0]})"
+        if node in self.fast_calls:
+            self.used |= scalars.FAST_HELPERS
+            return kind, f"d_{node.op}_small({args[0]})"
         if node.op == "exp" and node.dtype == "f32" and self.is_not_positive(node.args[0]):
-            self.used.add("d_exp_below")
-            return kind, f"d_exp_below({args[0]})"
-        if node in self.summed:
-            self.used.add("d_erf_of_sum")
-            return kind, f"d_erf_of_sum({args[0]})"
+            self.used.add("d_exp_nonpositive")
+            return kind, f"d_exp_nonpositive({args[0]})"
+        if node in self.erf_plus_one:
+            self.used.add("d_erf_for_one_plus")
+            return kind, f"d_erf_for_one_plus({args[0]})"
         if log1p_of_unit(node):
             self.used.add("d_log1p_unit")
             return kind, f"d_log1p_unit({args[0]})"
         if node.op == "add" and node.dtype == "f32":
-            curve = one_and(node)
-            if curve is not None and curve not in self.shared:  # which the compiler leaves out
-                name = f"d_one_and_{curve.op}"
+            curve = curve_plus_one(node)
+            if curve is not None and curve not in self.reused_curves:  # the compiler shares those
+                name = f"d_one_plus_{curve.op}"
                 self.used.add(name)
                 return kind, f"{name}({self.value(curve.args[0])})"
         if node.op in ("maximum", "minimum") and node.dtype in FLOATS:
@@ -329,11 +331,11 @@ class Emitter:
                     c, sign = scalars.literal(limit.attr, node.dtype), "<>"[node.op == "maximum"]
                     return kind, f"({c} {sign} {text} ? {c} : {text})"
         if node.op == "div" and node.dtype == "f32":
-            found = self._divisor(node, at)
-            if found is not None:
+            divisor = self._divisor(node, at)
+            if divisor is not None:
                 name = "d_div_by_fast" if node in self.loose else "d_div_by"
                 self.used.add(name)
-                return kind, f"{name}({args[0]}, {found})"
+                return kind, f"{name}({args[0]}, {divisor})"
         if node.op == "random":
             dist, stream, element = node.attr
             name = f"d_{dist}64" if node.dtype == "f64" else f"d_{dist}"
@@ -341,12 +343,12 @@ class Emitter:
             return kind, f"{name}({args[0]}, {stream}, {self.index(element, at)})"
         return kind, scalars.operation(node.op, node.dtype, args, node.args[-1].dtype, self.used)
 
-    def apart(self, name: str, index: Index) -> str:
-        """The pointer for a load under a mask; each place has its own, see `apart_name`."""
+    def masked_pointer(self, name: str, index: Index) -> str:
+        """The pointer for a load under a mask; each place has its own, see `alias_name`."""
         places = self.masked.setdefault(name, [])
         if index not in places:
             places.append(index)
-        return apart_name(self.tensors[name], places.index(index))
+        return alias_name(self.tensors[name], places.index(index))
 
     def _divisor(self, node: Expr, at: int) -> str | None:
         """What `d_div_by` needs of a divisor that serves many elements."""
@@ -356,7 +358,7 @@ class Emitter:
         home = next((k for k, scope in enumerate(self.chain) if b in scope.texts), 0)
         home = max(home, self.level(self.deps(b)))  # a text may hold a lane of a loop inside
         inner = self.deps(node) - self.chain[home].axes
-        if home >= at or prod(hint(x.extent) for x in inner) < MANY:
+        if home >= at or prod(hint(x.extent) for x in inner) < MIN_DIVISIONS:
             return None
         scope, text = self.chain[home], self.value(b)
         if b not in scope.divisors:
@@ -377,7 +379,7 @@ class Emitter:
             return not_negative(e.args[0])
         if e.op != "sub" or e.args[1].op != "load":
             return False
-        return e.args[0] in self.tops.get(e.args[1].attr[0], ())
+        return e.args[0] in self.maxima.get(e.args[1].attr[0], ())
 
     def is_guarded(self, at: int) -> bool:
         return self.guard is not None and at >= self.guard_level
@@ -409,18 +411,18 @@ class Emitter:
                 rest = self._sum(own)
                 return rest if carried is None else f"{carried} + {rest}"
             key = Index(total)
-            found = scope.sums.get(key)
-            if found is None:
+            name = scope.sums.get(key)
+            if name is None:
                 text = self._sum(own) if carried is None else f"{carried} + {self._sum(own)}"
                 if own.value is not None or (
                     len(own.terms) == 1 and carried is None and text.isidentifier()
                 ):
-                    found = text  # a constant or a plain variable needs no name
+                    name = text  # a constant or a plain variable needs no name
                 else:
-                    found = self.fresh("a")
-                    scope.add(f"const long long {found} = {text};")
-                scope.sums[key] = found
-            carried = found
+                    name = self.fresh("a")
+                    scope.add(f"const long long {name} = {text};")
+                scope.sums[key] = name
+            carried = name
         return carried if carried is not None else "0"
 
     def _sum(self, index: Index) -> str:
@@ -443,7 +445,7 @@ class Emitter:
         if isinstance(a, Sym):
             return size_name(a)
         if isinstance(a, Value):
-            if from_truth(a.expr):
+            if is_made_of_bools(a.expr):
                 # As the offset of a vector gather, GCC 12 takes a bool that was widened for its
                 # mask of bits, and reads elsewhere.
                 self.used.add("d_opaque")
@@ -464,7 +466,7 @@ class Emitter:
         return f"{name}({num}, {den})"
 
 
-def one_and(node: Expr) -> Expr | None:
+def curve_plus_one(node: Expr) -> Expr | None:
     """The exponential in ``1 + exp(x)``, the tangent in ``1 + tanh(x)``."""
     for one, curve in (node.args, node.args[::-1]):
         if one.op == "literal" and one.attr == 1.0 and curve.op in ("exp", "tanh"):
@@ -495,7 +497,7 @@ def is_clamped(node: Expr) -> bool:
     return False
 
 
-def made_whole(node: Expr) -> bool:
+def is_integer_round_trip(node: Expr) -> bool:
     """Whether a cast gives a floating number of an integer that was one."""
     source = node.args[0]
     while source.op == "cast" and source.dtype in INTS:
@@ -504,7 +506,7 @@ def made_whole(node: Expr) -> bool:
 
 
 @lru_cache(maxsize=1 << 14)
-def from_truth(expr: Expr) -> bool:
+def is_made_of_bools(expr: Expr) -> bool:
     """Whether an integer is made of truth values: one widened, or a choice of two constants."""
     return any(
         (n.op == "cast" and n.args[0].dtype == "bool")
@@ -526,7 +528,7 @@ def difference(a: str, b: str) -> str:
     return a if b == "0" else "0" if a == "0" else f"({a} > {b} ? {a} - {b} : 0)"
 
 
-def apart_name(pointer: str, number: int) -> str:
+def alias_name(pointer: str, number: int) -> str:
     """A name of the same address. By several g++ does not see that loads lie side by side: up to
     13.2 (12.3) it makes vectors of such loads, if they have one mask, and forgets which element
     goes where (its bug 114375)."""

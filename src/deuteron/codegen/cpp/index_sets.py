@@ -20,40 +20,46 @@ from deuteron.ir.index import (
 
 # Cuts, each of which repeats the body: at most so many. More, where the pieces have no more code
 # between them all the same, since each is one part of what is joined (`repeats`).
-MOST = 5
-MOST_PARTS = 64
+MAX_CUTS = 5
+MAX_INDEX_SETS = 64
 # Of loops that are cut for the indices of loads: a shorter one is over before vectors pay.
-LONG = 32
-MOST_SIDES = 8  # of what is compared, minima and maxima in it replaced by theirs
+MIN_CUT_EXTENT = 32
+MAX_MINMAX_SIDES = 8  # of what is compared, minima and maxima in it replaced by theirs
 
 
-def cuts(roots: Sequence[Expr], axis: Axis, most: int = MOST, turns: bool = True) -> list[Index]:
+def cut_positions(
+    roots: Sequence[Expr], axis: Axis, most: int = MAX_CUTS, of_loads: bool = True
+) -> list[Index]:
     """Positions ``0 < p < extent`` in increasing order, at most `most`, at which a comparison of
-    `axis` with a constant changes, or (with `turns`) the index of a load goes on otherwise.
+    `axis` with a constant changes, or (with `of_loads`) the index of a load changes its form.
 
     Empty when the order of the positions is not proven, or when there are too many; without those
     of loads, when there are too many with them.
     """
-    found: dict[Index, None] = {}
-    sides: dict[Index, None] = {}
+    of_comparisons: dict[Index, None] = {}
+    of_minima: dict[Index, None] = {}
     for r in roots:
         for n in r.walk():
             if n.op in ("lt", "le", "gt", "ge") and all(
                 a.op in ("index", "literal") for a in n.args
             ):
-                found |= dict.fromkeys(_edges(n, axis))
-            elif turns and n.op == "load" and (axis.extent.value or 0) >= LONG:
-                sides |= dict.fromkeys(const(p) for i in n.indices() for p in _turns(i, axis))
-    return _ordered([*(found | sides)], axis, most) or _ordered([*found], axis, most)
+                of_comparisons |= dict.fromkeys(_comparison_changes(n, axis))
+            elif of_loads and n.op == "load" and (axis.extent.value or 0) >= MIN_CUT_EXTENT:
+                of_minima |= dict.fromkeys(
+                    const(p) for i in n.indices() for p in _minmax_changes(i, axis)
+                )
+    return _ordered([*(of_comparisons | of_minima)], axis, most) or _ordered(
+        [*of_comparisons], axis, most
+    )
 
 
-def _ordered(found: Sequence[Index], axis: Axis, most: int) -> list[Index]:
-    inside = [p for p in found if is_nonneg(p - 1) and is_nonneg(axis.extent - 1 - p)]
+def _ordered(positions: Sequence[Index], axis: Axis, most: int) -> list[Index]:
+    inside = [p for p in positions if is_nonneg(p - 1) and is_nonneg(axis.extent - 1 - p)]
     if (
         not inside
         or len(inside) > most
         or len(inside)
-        != len([p for p in found if not (is_nonneg(-p) or is_nonneg(p - axis.extent))])
+        != len([p for p in positions if not (is_nonneg(-p) or is_nonneg(p - axis.extent))])
     ):
         return []
     out: list[Index] = []
@@ -74,17 +80,17 @@ def pieces(axis: Axis, marks: Sequence[Index]) -> list[tuple[Index, Axis]]:
     return [(low, Axis(f"{axis.name}s{i}", high - low)) for i, (low, high) in enumerate(ends)]
 
 
-def repeats(body: Iterable[Expr], parts: Iterable[Iterable[Expr]]) -> bool:
+def repeats_code(body: Iterable[Expr], parts: Iterable[Iterable[Expr]]) -> bool:
     """Whether the pieces of a loop have more code than `MOST` cuts make at most."""
-    return sum(operations(p) for p in parts) > (MOST + 1) * operations(body)
+    return sum(operation_count(p) for p in parts) > (MAX_CUTS + 1) * operation_count(body)
 
 
-def operations(roots: Iterable[Expr]) -> int:
+def operation_count(roots: Iterable[Expr]) -> int:
     """Distinct nodes under `roots`."""
     return len({n for r in roots for n in r.walk()})
 
 
-def _edges(n: Expr, axis: Axis) -> list[Index]:
+def _comparison_changes(n: Expr, axis: Axis) -> list[Index]:
     """The first positions at which the comparison may have another value than before."""
     if any(
         a.dtype == "bool" or (a.op == "literal" and not isinstance(a.attr, int)) for a in n.args
@@ -109,48 +115,50 @@ def _edges(n: Expr, axis: Axis) -> list[Index]:
     return [zero if round_up else zero + 1]
 
 
-def _turns(index: Index, axis: Axis) -> Iterator[int]:
+def _minmax_changes(index: Index, axis: Axis) -> Iterator[int]:
     """Positions between which the minima and maxima in an index are one of their sides."""
     for m in index.atoms():
         if not isinstance(m, MinMax) or axis not in m.a.axes() | m.b.axes():
             continue
-        for difference in _sides(m.a - m.b):
-            yield from _signs(difference, axis)
+        for difference in _minmax_sides(m.a - m.b):
+            yield from _sign_changes(difference, axis)
 
 
-def between(index: Index, axis: Axis) -> Index:
+def index_between_cuts(index: Index, axis: Axis) -> Index:
     """The index of a load between the outermost cuts, where the loop is cut: minima and maxima are
     the side that depends on the axis."""
-    if (axis.extent.value or 0) < LONG:
+    if (axis.extent.value or 0) < MIN_CUT_EXTENT:
         return index
     for m in index.atoms():
         if isinstance(m, MinMax) and (axis in m.a.axes()) != (axis in m.b.axes()):
-            return between(substitute(index, {m: m.a if axis in m.a.axes() else m.b}), axis)
+            return index_between_cuts(
+                substitute(index, {m: m.a if axis in m.a.axes() else m.b}), axis
+            )
     return index
 
 
-def _sides(index: Index) -> list[Index]:
+def _minmax_sides(index: Index) -> list[Index]:
     """The index with either side of each minimum and maximum in it."""
-    found = [index]
-    while len(found) < MOST_SIDES:
+    variants = [index]
+    while len(variants) < MAX_MINMAX_SIDES:
         k, m = next(
-            ((k, m) for k, i in enumerate(found) for m in i.atoms() if isinstance(m, MinMax)),
+            ((k, m) for k, i in enumerate(variants) for m in i.atoms() if isinstance(m, MinMax)),
             (0, None),
         )
         if m is None:
             break
-        found[k : k + 1] = [substitute(found[k], {m: side}) for side in (m.a, m.b)]
-    return found
+        variants[k : k + 1] = [substitute(variants[k], {m: side}) for side in (m.a, m.b)]
+    return variants
 
 
-def _signs(difference: Index, axis: Axis) -> Iterator[int]:
+def _sign_changes(difference: Index, axis: Axis) -> Iterator[int]:
     """Where the sign of a difference changes: one position, or the two ends of the stretch in
     which it depends on other loops' positions."""
     c = difference.coefficient(axis)
     if c is None or not c.value:
         return
     if c.value < 0:
-        yield from _signs(-difference, axis)
+        yield from _sign_changes(-difference, axis)
         return
     rest = difference - axis.index * c
     low, high = bound(rest, False), bound(rest, True)
@@ -169,15 +177,15 @@ def row_masks(
 
     `inner(expr)` tells what depends on the inner loop.
     """
-    found: dict[frozenset[Expr], dict[Expr, None]] = {}
+    masks_by_row: dict[frozenset[Expr], dict[Expr, None]] = {}
     for r in roots:
         for n in r.walk():
             if n.op == "load" and n.args and inner(n):
                 mask = n.args[0]
                 row = [c for c in _conjuncts(mask) if not inner(c) and c.op != "literal"]
                 if row:
-                    found.setdefault(frozenset(row), {})[mask] = None
-    return {row: list(masks) for row, masks in found.items()}
+                    masks_by_row.setdefault(frozenset(row), {})[mask] = None
+    return {row: list(masks) for row, masks in masks_by_row.items()}
 
 
 def _conjuncts(mask: Expr) -> list[Expr]:

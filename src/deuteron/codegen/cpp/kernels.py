@@ -22,16 +22,16 @@ from deuteron.base.options import Options
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import with_checks
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.axes import flops_of, vector
-from deuteron.codegen.cpp.bounds import ERROR, checked_pointer
+from deuteron.codegen.cpp.axes import flops_of, vector_axis
+from deuteron.codegen.cpp.bounds import BOUNDS_ERROR, checked_pointer
 from deuteron.codegen.cpp.columns import write_columns
-from deuteron.codegen.cpp.emit import Emitter, apart_name, fits_int, size_name
-from deuteron.codegen.cpp.joined import by_parts
+from deuteron.codegen.cpp.emit import Emitter, alias_name, fits_int, size_name
+from deuteron.codegen.cpp.joined import split_index_sets
 from deuteron.codegen.cpp.nests import Env, Machine, size
-from deuteron.codegen.cpp.nontemporal import streams
+from deuteron.codegen.cpp.nontemporal import nontemporal_tensors
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows
-from deuteron.codegen.cpp.support import sections, support
+from deuteron.codegen.cpp.support import helpers, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare, unique_nodes
 from deuteron.codegen.precision import inexact, one_more
@@ -77,12 +77,12 @@ FLAGS = (
 )
 # One core of an EPYC with AVX-512, data in its caches: x + 1 of 32 K floats takes 1.3 us
 # (200 KB/us; a third of that from L3), exp of 16 K floats 3.4 us (12 FLOPs each).
-BYTES_PER_US = 100e3
-FLOPS_PER_US = 50e3
-# FLOPs of one turn of a loop from which `D_DENSE` pays (AVX2, time with it: GELU with tanh 0.86,
-# binary cross-entropy 0.79, eight activations 0.79, two exponentials per turn 0.96; of lighter ones
-# softmax 1.05, quantization to float8 1.14).
-DENSE_FLOPS = 24.0
+CORE_BYTES_PER_US = 100e3
+CORE_FLOPS_PER_US = 50e3
+# FLOPs of one iteration of a loop from which `D_DENSE` pays (AVX2, time with it: GELU with tanh
+# 0.86, binary cross-entropy 0.79, eight activations 0.79, two exponentials per iteration 0.96; of
+# lighter ones softmax 1.05, quantization to float8 1.14).
+MIN_DENSE_FLOPS = 24.0
 # Where threads begin to pay: the 32 K additions above take as long on two threads as on one. A
 # region of many threads costs more.
 PARALLEL_US = 1.5
@@ -150,32 +150,34 @@ def generate_for(
     fixed = not _symbols(kernel)
     threaded = machine.threads > 1 and (estimate > _least_us(machine) or not fixed)
     shared: list[str] = []
-    past = tiles_past = frozenset[str]()
+    nontemporal = nontemporal_tiles = frozenset[str]()
     if accesses:
         used.add("d_checked")
     else:
-        past, tiles_past = (streams(kernel, machine, again, tiles) for tiles in (False, True))
+        nontemporal, nontemporal_tiles = (
+            nontemporal_tensors(kernel, machine, again, tiles) for tiles in (False, True)
+        )
     body: list[str] = []
     checks = dense = False
-    apart = dict.fromkeys(layouts, 1)
-    whole = ((k, x) for k, loops in enumerate(nests) for x in enumerate(by_parts(loops)))
+    pointer_names = dict.fromkeys(layouts, 1)
+    whole = ((k, x) for k, loops in enumerate(nests) for x in enumerate(split_index_sets(loops)))
     for k, (piece, loops) in whole:
         if k in kernel.barriers and threaded and not piece:
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
-        em.tops = {
+        em.maxima = {
             p.name: {p.body} for p in loops.parts if isinstance(p, Reduce) and p.kind == "max"
         }
         em.loose = inexact(loops, lambda e: False, averages).loose
-        em.shared, em.summed = _shared_curves(loops), _summed(loops)
+        em.reused_curves, em.erf_plus_one = _reused_curves(loops), _erf_plus_one(loops)
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
-        env = Env(loops, em, machine, threaded, shared, past, tiles_past)
+        env = Env(loops, em, machine, threaded, shared, nontemporal, nontemporal_tiles)
         write_nest(env)
-        apart |= {n: max(apart[n], len(places)) for n, places in em.masked.items()}
+        pointer_names |= {n: max(pointer_names[n], len(places)) for n, places in em.masked.items()}
         inside = env.em.chain[0].lines
-        dense |= em.dearest >= DENSE_FLOPS
-        if "d_stream" in used:
-            inside.append("d_stream_end();")
+        dense |= em.dearest >= MIN_DENSE_FLOPS
+        if "d_nontemporal" in used:
+            inside.append("d_nontemporal_end();")
         if env.em.checked:
             inside = ["int bad = 0;", *inside, "if (bad) cpp_index_error = bad;"]
             checks = True
@@ -195,11 +197,11 @@ def generate_for(
                 i, name, lay, pointers[name], name in written, kernel.name, count
             )
         lines.append(f"  {made}  {_comment(f'{name}: {_layout_text(lay)}')}")
-        for number in range(1, apart[name]):
-            other = apart_name(pointers[name], number)
-            same = pointers[name] if accesses else f"d_apart({pointers[name]})"
+        for number in range(1, pointer_names[name]):
+            other = alias_name(pointers[name], number)
+            same = pointers[name] if accesses else f"d_alias({pointers[name]})"
             lines.append(f"  const auto {other} = {same};")
-            used |= set() if accesses else {"d_apart"}
+            used |= set() if accesses else {"d_alias"}
     lines += [] if accesses else taken
     lines += ["  " + s for s in shared]
     if threaded:
@@ -225,13 +227,13 @@ def translation_unit(kernels: Sequence[CppKernel]) -> str:
 
     used: set[str] = set().union(*(k.used for k in kernels))
     head = ['extern "C" { int cpp_index_error = 0; }'] if any(k.checks for k in kernels) else []
-    head += [ERROR] if "d_checked" in used else []
+    head += [BOUNDS_ERROR] if "d_checked" in used else []
     return "\n".join(
-        [*head, prelude(used - sections().keys()), support(used), *(k.source for k in kernels), ""]
+        [*head, prelude(used - helpers().keys()), support(used), *(k.source for k in kernels), ""]
     )
 
 
-def _shared_curves(loops: Loops) -> frozenset[Expr]:
+def _reused_curves(loops: Loops) -> frozenset[Expr]:
     """Exponentials and tangents that are used more than once."""
     roots, curves = loops.roots(), ("exp", "tanh")
     users = Counter(c for n in unique_nodes(roots) for c in children(n) if c.op in curves)
@@ -239,7 +241,7 @@ def _shared_curves(loops: Loops) -> frozenset[Expr]:
     return frozenset(e for e, count in users.items() if count > 1)
 
 
-def _summed(loops: Loops) -> frozenset[Expr]:
+def _erf_plus_one(loops: Loops) -> frozenset[Expr]:
     """Error functions of which only ``1 + erf(x)`` is used."""
     roots = loops.roots()
     users = [(c, n) for n in unique_nodes(roots) for c in children(n) if c.op == "erf"]
@@ -252,7 +254,7 @@ def write_nest(env: Env) -> None:
     loops = env.loops
     reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.parts)
     if loops.chunk is not None:
-        v = vector(loops, loops.reduced)
+        v = vector_axis(loops, loops.reduced)
         assert v is not None
         write_chunked(env, v)
         return
@@ -264,7 +266,7 @@ def write_nest(env: Env) -> None:
         env.loops, env.unrolled = unroll(loops), True
         write_points(env)
         return
-    v = vector(loops, (*loops.parallel, *loops.reduced))
+    v = vector_axis(loops, (*loops.parallel, *loops.reduced))
     assert v is not None
     if v in loops.reduced:
         write_rows(env, v)
@@ -285,7 +287,7 @@ def estimated_us(loops: Loops) -> float:
     """Time of one core at hinted sizes; decides only whether threads pay."""
     points = size((*loops.parallel, *loops.reduced))
     bytes_each = sum(a.itemsize for a in loops.accesses)
-    return points * (bytes_each / BYTES_PER_US + flops_of(loops.nodes) / FLOPS_PER_US)
+    return points * (bytes_each / CORE_BYTES_PER_US + flops_of(loops.nodes) / CORE_FLOPS_PER_US)
 
 
 def _least_us(machine: Machine) -> float:
@@ -298,27 +300,30 @@ def _work_text(nests: Sequence[Loops], machine: Machine, numbers: Iterable[int])
     parts = []
     for n in nests:
         axes = (*n.parallel, *n.reduced)
-        each = sum(a.itemsize for a in n.accesses) / BYTES_PER_US + flops_of(n.nodes) / FLOPS_PER_US
+        each = (
+            sum(a.itemsize for a in n.accesses) / CORE_BYTES_PER_US
+            + flops_of(n.nodes) / CORE_FLOPS_PER_US
+        )
         total = "*".join(f"(double)({em._sum(a.extent)})" for a in axes) or "1.0"
         parts.append(f"{total}*{each:.3g}")
     return f"{' + '.join(parts)} > {_least_us(machine)}"
 
 
 def _symbols(kernel: Kernel) -> tuple[Sym, ...]:
-    found: set[Sym] = set()
+    symbols: set[Sym] = set()
     for _, lay in (*kernel.reads, *kernel.writes):
         for i in (*lay.shape, *lay.strides, lay.offset):
-            found |= i.syms()
+            symbols |= i.syms()
     for nest in kernel.nests:
         for a in (*nest.parallel, *nest.reduced):
-            found |= a.extent.syms()
+            symbols |= a.extent.syms()
         for e in nest.exprs():
             for i in e.indices():
-                found |= i.syms()
+                symbols |= i.syms()
         for s in nest.stmts:
             for i in getattr(s, "index", ()):
-                found |= i.syms()
-    return tuple(sorted(found))
+                symbols |= i.syms()
+    return tuple(sorted(symbols))
 
 
 def _layout_text(lay: Layout) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.nests import Env
-from deuteron.codegen.cpp.online import Joint, Walk
+from deuteron.codegen.cpp.online import OnlineReductions, Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.ir.index import Axis
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from deuteron.codegen.cpp.columns import Columns
 
 
-class Lanes(Joint):
+class OnlineColumns(OnlineReductions):
     """The reductions of one pass over a block of columns."""
 
     elements = 64  # rows of a block; times the lanes they are in the L2 cache
@@ -41,7 +41,7 @@ class Lanes(Joint):
         return f"{name}_p[{number} * {self.columns.width} + l]"
 
     @contextmanager
-    def each(self) -> Iterator[None]:
+    def per_row(self) -> Iterator[None]:
         columns, em = self.columns, self.env.em
         em.axis_text[columns.v] = f"({columns.base} + l)"
         with em.inside(columns.v) as scope:
@@ -76,7 +76,7 @@ class Lanes(Joint):
                 out[f.name] = (f"{a.name}[l]", f"{a.name}_i[l]")
             else:
                 out[f.name] = (f"{a.name}{'_d' if a.flushed else ''}[l]", None)
-                em.scope.texts[self.register(f, "block")] = f"{a.name}[l]"
+                em.scope.texts[self.placeholder(f, "block")] = f"{a.name}[l]"
         return out
 
     def means(self, results: Mapping[str, tuple[str, str | None]], n: str) -> None:
@@ -85,7 +85,7 @@ class Lanes(Joint):
             dtype = next(f.body.dtype for f in self.second if f.name == name)
             kind, mean = scalars.REGISTER[dtype], em.fresh("mean")
             em.scope.add(f"alignas(64) {kind} {mean}[{width}];")
-            with self.each():
+            with self.per_row():
                 em.scope.add(f"{mean}[l] = ({kind})({results[total][0]} / {n});")
             em.scope.texts[self.mean(name, side, dtype)] = f"{mean}[l]"
 
@@ -97,16 +97,16 @@ class Lanes(Joint):
                 em.scope.add(f"{s.name}_p[{number}] = {s.name};")
                 continue
             self.env.share(f"{s.name}_p", s.type, most * width)
-            with self.each():
+            with self.per_row():
                 em.scope.add(f"{self.partial(s.name, number)} = {s.name}[l];")
 
     def result(self, f: Reduce, text: Callable[[], str]) -> None:
-        em, dtype = self.env.em, self.bound(f).dtype
+        em, dtype = self.env.em, self.result_load(f).dtype
         name = em.fresh("t")
         em.scope.add(f"alignas(64) {scalars.REGISTER[dtype]} {name}[{self.columns.width}];")
-        with self.each():
+        with self.per_row():
             em.scope.add(f"{name}[l] = {text()};")
-        em.scope.texts[self.bound(f)] = f"{name}[l]"
+        em.scope.texts[self.result_load(f)] = f"{name}[l]"
 
 
-__all__ = ["Lanes"]
+__all__ = ["OnlineColumns"]

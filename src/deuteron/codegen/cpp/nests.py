@@ -12,13 +12,24 @@ from functools import cached_property
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
-from deuteron.codegen.cpp.bf16_blocks import in_floats, loads, stores, unrounded
+from deuteron.codegen.cpp.bf16_blocks import (
+    before_rounding,
+    bf16_loads,
+    bf16_stores,
+    blocks_as_floats,
+)
 from deuteron.codegen.cpp.emit import Emitter, smaller
-from deuteron.codegen.cpp.index_sets import MOST, MOST_PARTS, cuts, pieces, repeats
-from deuteron.codegen.cpp.nontemporal import buffer, place_of, streamed
-from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass, plan
-from deuteron.codegen.cpp.prefetch_streaming import streamed_reads
-from deuteron.codegen.cpp.random_blocks import LANES, draws, fill
+from deuteron.codegen.cpp.index_sets import (
+    MAX_CUTS,
+    MAX_INDEX_SETS,
+    cut_positions,
+    pieces,
+    repeats_code,
+)
+from deuteron.codegen.cpp.nontemporal import nontemporal_stores, store_address, store_buffer
+from deuteron.codegen.cpp.passes import MIN_BUFFERED_FLOPS, Pass, plan
+from deuteron.codegen.cpp.prefetch_streaming import nontemporal_prefetches
+from deuteron.codegen.cpp.random_blocks import RANDOM_BLOCK, neighbouring_randoms, random_block
 from deuteron.codegen.cpp.reductions import Accumulator, combine
 from deuteron.codegen.cpp.short_loops import short_loop
 from deuteron.codegen.loops import (
@@ -34,13 +45,13 @@ from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Atom, Axis, Index, const, determined, hint, product, substitute
 from deuteron.schedule.kernel import Reduce, Scan
 
-ROW = Axis(
+ROW_SCOPE = Axis(
     "row", 1
 )  # provided by the scope of one row: what depends on a reduction's result is not hoisted out of it
-# Elements that a long loop of dear arithmetic takes at a time where registers are short: four
+# Elements that a long loop of costly arithmetic takes at a time where registers are short: four
 # vectors share what the loop itself costs (layer norm and GELU of f32, AVX2: 0.83 of the time with
 # 32, 0.87 with 16; with AVX-512 and g++ 13 from 1.00 to 1.09).
-UNROLLED = 32
+UNROLLED_ELEMENTS = 32
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,8 @@ class Env:
     shared: list[str] = field(
         default_factory=list
     )  # declarations that all threads of the region share
-    streams: frozenset[str] = frozenset()  # tensors that are written past the caches
-    tile_streams: frozenset[str] = frozenset()  # where it is in tiles
+    nontemporal: frozenset[str] = frozenset()  # tensors with non-temporal stores
+    nontemporal_tiles: frozenset[str] = frozenset()  # those stored so in tiles
     unrolled: bool = (
         False  # whether stores hold the reductions of the nest, which come before all stores
     )
@@ -99,13 +110,13 @@ def parallel_loops(
     axes: Sequence[Axis],
     extra: Sequence[tuple[str, str]],
     inner: Callable[[], None],
-    turns: bool = False,
+    interleaved: bool = False,
 ) -> None:
     """Nested loops over `axes` (outermost first) and `extra` (name, count), shared among threads;
     `inner` fills them.
 
     Only as many loops are collapsed as the threads need, so that addresses can be hoisted between
-    the others. Where it `turns`, those are one loop (`in_turn`).
+    the others. Where they are `interleaved`, those are one loop (`interleaved_loop`).
     """
     em, need = env.em, 16 * env.machine.threads
     count, have = 0, 1
@@ -125,27 +136,27 @@ def parallel_loops(
         env.em.scope.add(*([once] if env.threaded else []))
         env.em.scope.loop("", scope.lines)
         return
-    if turns:
-        in_turn(env, heads, scope.lines)
+    if interleaved:
+        interleaved_loop(env, heads, scope.lines)
         return
     env.em.scope.add(*env.omp_for(len(text)), *text[:-1])
     env.em.scope.loop(text[-1], scope.lines)
 
 
-def in_turn(env: Env, heads: Sequence[tuple[str, str]], lines: Sequence[str]) -> None:
+def interleaved_loop(env: Env, heads: Sequence[tuple[str, str]], lines: Sequence[str]) -> None:
     """One loop over all of `heads` (name, count), which takes a step in each of several ranges."""
     em = env.em
-    em.used |= {"d_in_turn", "d_waits"}
-    turn, steps, at = em.fresh("t"), em.fresh("steps"), em.fresh("at")
+    em.used |= {"d_interleaved", "d_reads_stall"}
+    step, steps, at = em.fresh("t"), em.fresh("steps"), em.fresh("at")
     em.scope.add(f"const long long {steps} = {' * '.join(n for _, n in heads)};")
-    places = [f"const long long {at} = d_in_turn<d_places>({turn}, {steps});"]
+    position = [f"const long long {at} = d_interleaved<d_interleaved_ranges>({step}, {steps});"]
     left = at
     for name, n in reversed(heads[1:]):
-        places.append(f"const long long {name} = {left} % {n};")
+        position.append(f"const long long {name} = {left} % {n};")
         left = f"{left} / {n}"
-    places.append(f"const long long {heads[0][0]} = {left};")
+    position.append(f"const long long {heads[0][0]} = {left};")
     em.scope.add(*env.omp_for(1))
-    em.scope.loop(f"for (long long {turn} = 0; {turn} < {steps}; ++{turn})", [*places, *lines])
+    em.scope.loop(f"for (long long {step} = 0; {step} < {steps}; ++{step})", [*position, *lines])
 
 
 def serial_loops(
@@ -163,17 +174,17 @@ def serial_loops(
     em.scope.loop(f"for (long long {name} = 0; {name} < {env.extent(axis)}; ++{name})", scope.lines)
 
 
-def write_store(env: Env, w: Write, place: str | None = None) -> None:
+def write_store(env: Env, w: Write, target: str | None = None) -> None:
     """Writes one store at the current point (or to `place`)."""
     em = env.em
     value = em.value(w.value)
     mask = em.value(w.mask) if w.mask is not None else None
-    if place is None:
-        place = f"{em.tensors[w.tensor]}[{em.index(w.address)}]"
+    if target is None:
+        target = f"{em.tensors[w.tensor]}[{em.index(w.address)}]"
     if w.accumulate is not None:
-        old = scalars.from_memory(place, w.dtype, em.used)
+        old = scalars.from_memory(target, w.dtype, em.used)
         value = combine(w.accumulate, w.dtype, old, value, em.used)
-    line = f"{place} = {scalars.to_memory(value, w.dtype, em.used)};"
+    line = f"{target} = {scalars.to_memory(value, w.dtype, em.used)};"
     if em.guard is not None:
         mask = em.guard if mask is None else f"{em.guard} & {mask}"
     em.scope.add(f"if ({mask}) {line}" if mask is not None else line)
@@ -193,8 +204,8 @@ def ordered_conflicts(loops: Loops) -> set[Axis]:
 
 
 @dataclass
-class Segment:
-    """A stretch ``low <= v < low + count`` of the vector axis, in which conditions on v may be
+class IndexSet:
+    """The part ``low <= v < low + count`` of the vector axis, in which conditions on v may be
     constant.
     """
 
@@ -202,7 +213,7 @@ class Segment:
     low: Index
     count: Index
     parts: list[Part]
-    keep: list[tuple[Expr, str]]  # values to put into buffers
+    to_buffer: list[tuple[Expr, str]]  # values to put into buffers
     buffered: dict[Expr, str]  # values to take from buffers
     linear: Index  # the element of a row buffer
 
@@ -223,19 +234,21 @@ class PassWriter:
         loops = env.loops
         for p in loops.parts:
             if isinstance(p, Reduce):
-                env.em.result_axes[p.name] = frozenset((*loops.parallel, ROW))
+                env.em.result_axes[p.name] = frozenset((*loops.parallel, ROW_SCOPE))
             elif isinstance(p, Scan):
-                env.em.result_axes[p.name] = frozenset((*loops.parallel, *loops.reduced, ROW))
+                env.em.result_axes[p.name] = frozenset((*loops.parallel, *loops.reduced, ROW_SCOPE))
         self.env, self.v, self.outer = env, v, list(outer)
         self.plan = plan(loops, env.em.deps, cache, full, merging)
         self.buffers: dict[Expr, str] = {}
         self.columns: dict[str, str] = {}  # cross-row reduction -> array
         self.carries: dict[str, str] = {}  # scan -> array of carries
-        self.tiled: dict[Expr, str] = {}  # load -> its element in a staged tile
-        self.places: dict[
+        self.staged: dict[Expr, str] = {}  # load -> its element in a staged tile
+        self.store_cells: dict[
             Write, str
         ] = {}  # store -> its element in a tile that is written out later
-        self.rounded: dict[Write, str] = {}  # store -> its element before a block of it is rounded
+        self.unrounded_cells: dict[
+            Write, str
+        ] = {}  # store -> its element before a block of it is rounded
         order = [*self.outer, v] if v in loops.reduced else list(self.outer)
         self.linear = const(0)
         step = const(1)
@@ -251,7 +264,7 @@ class PassWriter:
         total = const(0)
         env = self.env
         count = self.row_size * (width if width is not None else const(1))
-        for node in self.plan.kept:
+        for node in self.plan.row_buffered:
             name = env.em.fresh("row")
             self.buffers[node] = name
             kind = scalars.REGISTER[node.dtype] if node.dtype != "bool" else "unsigned char"
@@ -263,69 +276,75 @@ class PassWriter:
             lines.insert(0, f"char* const scratch = d_scratch({env.extent(total)});")
         return lines
 
-    def segments(self, p: Pass, k: int) -> list[Segment]:
+    def index_sets(self, p: Pass, k: int) -> list[IndexSet]:
         """The vector axis cut where conditions on it change."""
-        found = self.cut(p, k)
-        for _, moved in found:
-            self.env.em.follow(moved)
-        return [seg for seg, _ in found] or [self.whole(p, k)]
+        index_sets = self.cut_index_sets(p, k)
+        for _, moved in index_sets:
+            self.env.em.carry_over(moved)
+        return [index_set for index_set, _ in index_sets] or [self.whole_index_set(p, k)]
 
-    def cut(self, p: Pass, k: int) -> list[tuple[Segment, dict[Expr, Expr]]]:
+    def cut_index_sets(self, p: Pass, k: int) -> list[tuple[IndexSet, dict[Expr, Expr]]]:
         """The pieces of the vector axis, each with what becomes of expressions there; none where it
         stays whole."""
-        inside = {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k}
-        for most in (MOST_PARTS, MOST):
-            marks = cuts(p.roots(), self.v, most)
+        inside = {n: b for n, b in self.buffers.items() if self.plan.row_buffered[n] < k}
+        for most in (MAX_INDEX_SETS, MAX_CUTS):
+            marks = cut_positions(p.roots(), self.v, most)
             if not marks:
                 continue
-            found = [self.piece(p, low, axis, inside) for low, axis in pieces(self.v, marks)]
-            bodies = [[r for x in seg.parts for r in roots_of(x)] for seg, _ in found]
-            if len(marks) <= MOST or not repeats(p.roots(), bodies):
-                return found
+            index_sets = [
+                self.index_set_at(p, low, axis, inside) for low, axis in pieces(self.v, marks)
+            ]
+            bodies = [
+                [r for x in index_set.parts for r in roots_of(x)] for index_set, _ in index_sets
+            ]
+            if len(marks) <= MAX_CUTS or not repeats_code(p.roots(), bodies):
+                return index_sets
         return []
 
-    def whole(self, p: Pass, k: int) -> Segment:
+    def whole_index_set(self, p: Pass, k: int) -> IndexSet:
         """All of the vector axis."""
-        inside = {n: b for n, b in self.buffers.items() if self.plan.kept[n] < k}
-        keep = [(n, self.buffers[n]) for n in p.keep]
+        inside = {n: b for n, b in self.buffers.items() if self.plan.row_buffered[n] < k}
+        to_buffer = [(n, self.buffers[n]) for n in p.to_buffer]
         parts = list(p.parts)
-        return Segment(self.v, const(0), self.v.extent, parts, keep, inside, self.linear)
+        return IndexSet(self.v, const(0), self.v.extent, parts, to_buffer, inside, self.linear)
 
-    def piece(
+    def index_set_at(
         self, p: Pass, low: Index, axis: Axis, inside: Mapping[Expr, str]
-    ) -> tuple[Segment, dict[Expr, Expr]]:
+    ) -> tuple[IndexSet, dict[Expr, Expr]]:
         """A pass where the vector axis is ``low + axis``, and what became of its expressions."""
         move = Rewriter({self.v: low + axis.index}, None, self.env.loops.results)
-        segment = Segment(
+        index_set = IndexSet(
             axis,
             low,
             axis.extent,
             [move.part(x) for x in p.parts],
-            [(move.expr(n), self.buffers[n]) for n in p.keep],
+            [(move.expr(n), self.buffers[n]) for n in p.to_buffer],
             {move.expr(n): b for n, b in inside.items()},
             move.index(self.linear),
         )
-        return segment, move.done
+        return index_set, move.done
 
-    def buffered(self, seg: Segment, lane_linear: str | None = None) -> dict[Expr, str]:
-        """Where the values are that earlier passes kept, at this point."""
+    def buffered(self, index_set: IndexSet, lane_linear: str | None = None) -> dict[Expr, str]:
+        """Where the values are that earlier passes left in row buffers, at this point."""
         em = self.env.em
 
-        def place(n: Expr) -> str:
+        def cell(n: Expr) -> str:
             if lane_linear is not None:
                 return lane_linear
             deps = em.deps(n)
-            deps = deps | {seg.axis} if self.v in deps else deps
+            deps = deps | {index_set.axis} if self.v in deps else deps
             # What conditions that are constant here made independent of an axis is the same all
             # along it, and is read outside its loop.
-            same: dict[Atom, Index] = {a: const(0) for a in seg.linear.axes() if a not in deps}
-            return em.index(substitute(seg.linear, same))
+            same: dict[Atom, Index] = {
+                a: const(0) for a in index_set.linear.axes() if a not in deps
+            }
+            return em.index(substitute(index_set.linear, same))
 
-        return dict(self.tiled) | {n: f"{b}[{place(n)}]" for n, b in seg.buffered.items()}
+        return dict(self.staged) | {n: f"{b}[{cell(n)}]" for n, b in index_set.buffered.items()}
 
     def body(
         self,
-        seg: Segment,
+        index_set: IndexSet,
         accs: dict[str, Accumulator],
         lane: str,
         position: str,
@@ -333,94 +352,108 @@ class PassWriter:
     ) -> None:
         """Everything that one point does, into the current scope."""
         em = self.env.em
-        em.buffered = self.buffered(seg, lane_linear)
-        keep = list(seg.keep)  # of what differs elsewhere, two may be the same in this segment
+        em.buffered = self.buffered(index_set, lane_linear)
+        to_buffer = list(index_set.to_buffer)  # of what differs elsewhere, two may be the same here
         only = f"if ({em.guard}) " if em.guard is not None else ""
 
-        def put_kept(ready: Callable[[Expr], bool]) -> None:
-            for pair in [x for x in keep if ready(x[0])]:
-                keep.remove(pair)
+        def fill_row_buffers(ready: Callable[[Expr], bool]) -> None:
+            for pair in [x for x in to_buffer if ready(x[0])]:
+                to_buffer.remove(pair)
                 node, row = pair
-                place = lane_linear if lane_linear is not None else em.index(seg.linear)
+                place = lane_linear if lane_linear is not None else em.index(index_set.linear)
                 em.scope.add(f"{only}{row}[{place}] = {em.value(node)};")
 
-        put_kept(
+        fill_row_buffers(
             lambda n: not any(x.op == "load" and x.attr[0] in self.scan_names for x in n.walk())
         )
         if self.env.unrolled:  # a store may take the memory of what a reduction reads
-            for p in seg.parts:
+            for p in index_set.parts:
                 if isinstance(p, Write):
                     em.value(p.value)
-        for p in seg.parts:
+        for p in index_set.parts:
             if isinstance(p, Reduce):
                 em.scope.add(*accs[p.name].update(lane, em.value(p.body), position, em.guard))
             elif isinstance(p, Scan):
                 self._scan(p, lane)
             elif isinstance(p, CrossRowReduce):
-                place = em.index(seg.linear)
+                place = em.index(index_set.linear)
                 cell = f"{self.columns[p.name]}[{place}]"
                 em.scope.add(
                     f"{only}{cell} = "
                     f"{combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
                 )
-            elif p in self.rounded:
-                em.scope.add(f"d_put({self.rounded[p]}, {em.value(unrounded(p.value))});")
+            elif p in self.unrounded_cells:
+                em.scope.add(
+                    f"d_put_float({self.unrounded_cells[p]}, {em.value(before_rounding(p.value))});"
+                )
             else:
-                write_store(self.env, p, self.places.get(p))
-        put_kept(lambda n: True)
+                write_store(self.env, p, self.store_cells.get(p))
+        fill_row_buffers(lambda n: True)
         em.buffered = {}
 
-    def whole_loop(
+    def index_set_loop(
         self,
-        seg: Segment,
+        index_set: IndexSet,
         low: str,
         high: str,
         position: str,
         simd: bool,
         accs: dict[str, Accumulator] | None = None,
-        ahead: Callable[[str, int], list[str]] | None = None,
+        prefetch: Callable[[str, int], list[str]] | None = None,
     ) -> None:
-        """One loop over a segment. `position` may be ``@``: the loop's variable.
+        """One loop over an index set. `position` may be ``@``: the loop's variable.
 
-        What it stores past the caches is written by lines, from the first whole line on; a loop
-        before that does the ends. `ahead` is what goes with each line (prefetches).
+        Non-temporal stores write whole lines, from the first one on; a loop
+        before that does the ends. `prefetch` gives the prefetches that go with each line.
         """
         em = self.env.em
-        random = draws(self.env, seg.parts, (seg.axis, self.v)) if simd else []
+        random = (
+            neighbouring_randoms(self.env, index_set.parts, (index_set.axis, self.v))
+            if simd
+            else []
+        )
         if random:
-            self.drawn_loop(seg, low, high, position, random, accs)
+            self.random_block_loop(index_set, low, high, position, random, accs)
             return
-        if simd and short_loop(self, seg, low, high, accs or {}):
+        if simd and short_loop(self, index_set, low, high, accs or {}):
             return
-        past = self.past_caches(seg.parts, seg.axis) if simd else []
+        nontemporal = self.nontemporal_stores(index_set.parts, index_set.axis) if simd else []
         name = em.fresh("i_")
 
         def loop(head: str, lane: str) -> None:
-            em.name_axis(seg.axis, f"({name} + l)" if lane else name)
-            with em.inside(seg.axis, self.v) as scope:
-                at = position.replace("@", em.axis_text[seg.axis])
-                self.body(seg, accs or {}, lane or "0", at)
+            em.name_axis(index_set.axis, f"({name} + l)" if lane else name)
+            with em.inside(index_set.axis, self.v) as scope:
+                at = position.replace("@", em.axis_text[index_set.axis])
+                self.body(index_set, accs or {}, lane or "0", at)
             if simd:
                 em.scope.add(em.simd(scope))
             em.scope.loop(head, scope.lines)
 
-        if not past and simd and self.is_dear(seg):
-            em.used.add("d_narrow")
-            with em.inside() as block, in_floats(self, seg, name, UNROLLED) as halves:
-                block.add(*halves.before)
-                loop(f"for (int l = 0; l < {UNROLLED}; ++l)", "l")
-                block.add(*halves.behind)
-            head = f"for (; d_narrow && {name} + {UNROLLED} <= {high}; {name} += {UNROLLED})"
+        if not nontemporal and simd and self.is_costly(index_set):
+            em.used.add("d_short_vectors")
+            with (
+                em.inside() as block,
+                blocks_as_floats(self, index_set, name, UNROLLED_ELEMENTS) as conversion,
+            ):
+                block.add(*conversion.before)
+                loop(f"for (int l = 0; l < {UNROLLED_ELEMENTS}; ++l)", "l")
+                block.add(*conversion.after)
             em.scope.add(f"long long {name} = {low};")
+            count = UNROLLED_ELEMENTS
+            head = f"for (; d_short_vectors && {name} + {count} <= {high}; {name} += {count})"
             em.scope.loop(head, block.lines)
             low, name = name, em.fresh("i_")
-        if not past:
+        if not nontemporal:
             loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", "")
             return
-        lanes = max(64 // ITEMSIZE[w.dtype] for w in past)
-        out = "d_stream_last" if not self.is_alone and self.has_dear else "d_stream_lanes"
+        lanes = max(64 // ITEMSIZE[w.dtype] for w in nontemporal)
+        copy_out = (
+            "d_nontemporal_last"
+            if not self.is_single_pass and self.has_costly_pass
+            else "d_nontemporal_lanes"
+        )
         first, last, end, upto = (em.fresh(s) for s in ("first", "last", "end", "upto"))
-        place = place_of(self.env, past[0], seg.axis, low)
+        place = store_address(self.env, nontemporal[0], index_set.axis, low)
         em.scope.add(
             f"const long long {first} = d_line_start({place}, {low}, {high});",
             f"const long long {last} = {high} - ({high} - {first}) % {lanes};",
@@ -430,54 +463,56 @@ class PassWriter:
             loop(f"for (long long {name} = {end} ? {last} : {low}; {name} < {upto}; ++{name})", "")
         em.scope.loop(f"for (int {end} = 0; {end} < 2; ++{end})", ends.lines)
         with em.inside() as block:
-            buffers = {w: buffer(self.env, w, lanes) for w in past}
-            self.places |= {w: f"{text}[l]" for w, text in buffers.items()}
-            if ahead:
-                block.add(*ahead(name, lanes))
-            elif self.is_alone and seg.axis == self.v:
-                block.add(*streamed_reads(self.env, seg.parts, self.v, name, lanes))
-            with in_floats(self, seg, name, lanes, buffers) as halves:
-                block.add(*halves.before)
+            buffers = {w: store_buffer(self.env, w, lanes) for w in nontemporal}
+            self.store_cells |= {w: f"{text}[l]" for w, text in buffers.items()}
+            if prefetch:
+                block.add(*prefetch(name, lanes))
+            elif self.is_single_pass and index_set.axis == self.v:
+                block.add(*nontemporal_prefetches(self.env, index_set.parts, self.v, name, lanes))
+            with blocks_as_floats(self, index_set, name, lanes, buffers) as conversion:
+                block.add(*conversion.before)
                 loop(f"for (int l = 0; l < {lanes}; ++l)", "l")
-                block.add(*halves.behind)
+                block.add(*conversion.after)
             for w, text in buffers.items():
-                del self.places[w]
-                place = place_of(self.env, w, seg.axis, name)
-                block.add(f"{out}<{lanes}>({place}, {text});")
+                del self.store_cells[w]
+                place = store_address(self.env, w, index_set.axis, name)
+                block.add(f"{copy_out}<{lanes}>({place}, {text});")
         em.scope.loop(
             f"for (long long {name} = {first}; {name} < {last}; {name} += {lanes})", block.lines
         )
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_pass(self) -> bool:
         """Whether the nest has one pass, and stores nothing behind it."""
         return len(self.plan.passes) == 1 and not self.plan.row_writes
 
-    def past_caches(self, parts: Sequence[Part], axis: Axis) -> list[Write]:
-        """The stores of a vector loop that go past the caches; of one of several passes, some of
-        which are dear, only with AVX-512 (see `streams`)."""
-        return streamed(self.env, parts, axis)
+    def nontemporal_stores(self, parts: Sequence[Part], axis: Axis) -> list[Write]:
+        """The non-temporal stores of a vector loop; of one of several passes, some of which are
+        costly, only with AVX-512 (see `nontemporal`)."""
+        return nontemporal_stores(self.env, parts, axis)
 
     @cached_property
-    def has_dear(self) -> bool:
-        """Whether some pass has dear arithmetic at every point."""
+    def has_costly_pass(self) -> bool:
+        """Whether some pass has costly arithmetic at every point."""
         reduced = frozenset(self.env.loops.reduced)
         return any(
             flops_of(n for n in unique_nodes(p.roots()) if self.env.em.deps(n) & reduced)
-            > KEEP_FLOPS
+            > MIN_BUFFERED_FLOPS
             for p in self.plan.passes
         )
 
-    def is_dear(self, seg: Segment) -> bool:
+    def is_costly(self, index_set: IndexSet) -> bool:
         """Whether the arithmetic of a long loop, or how its elements become floats, is worth more
         than one vector at a time."""
-        nodes = unique_nodes(r for p in seg.parts for r in roots_of(p))
-        dear = flops_of(nodes) > KEEP_FLOPS or bool(loads(seg) or stores(seg))
-        return hint(seg.count) >= 2 * UNROLLED and dear
+        nodes = unique_nodes(r for p in index_set.parts for r in roots_of(p))
+        costly = flops_of(nodes) > MIN_BUFFERED_FLOPS or bool(
+            bf16_loads(index_set) or bf16_stores(index_set)
+        )
+        return hint(index_set.count) >= 2 * UNROLLED_ELEMENTS and costly
 
-    def drawn_loop(
+    def random_block_loop(
         self,
-        seg: Segment,
+        index_set: IndexSet,
         low: str,
         high: str,
         position: str,
@@ -485,19 +520,19 @@ class PassWriter:
         accs: dict[str, Accumulator] | None,
     ) -> None:
         """A loop by blocks that start with the drawing of their random numbers."""
-        em, length = self.env.em, 4 * LANES
+        em, length = self.env.em, 4 * RANDOM_BLOCK
         start, end, name = em.fresh("b"), em.fresh("e"), em.fresh("i_")
         with em.inside() as block:
             block.add(f"const long long {end} = {smaller(f'{start} + {length}', high)};")
-            names = [fill(self.env, n, seg.axis, start, length) for n in random]
-            self.tiled |= {n: f"{x}[{name} - {start}]" for n, x in zip(random, names, strict=True)}
-            em.name_axis(seg.axis, name)
-            with em.inside(seg.axis, self.v) as scope:
-                self.body(seg, accs or {}, "0", position.replace("@", name))
+            names = [random_block(self.env, n, index_set.axis, start, length) for n in random]
+            self.staged |= {n: f"{x}[{name} - {start}]" for n, x in zip(random, names, strict=True)}
+            em.name_axis(index_set.axis, name)
+            with em.inside(index_set.axis, self.v) as scope:
+                self.body(index_set, accs or {}, "0", position.replace("@", name))
             block.add(em.simd(scope))
             block.loop(f"for (long long {name} = {start}; {name} < {end}; ++{name})", scope.lines)
         for n in random:
-            del self.tiled[n]
+            del self.staged[n]
         em.scope.loop(
             f"for (long long {start} = {low}; {start} < {high}; {start} += {length})", block.lines
         )

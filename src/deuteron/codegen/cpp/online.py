@@ -24,7 +24,7 @@ from functools import partial
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
-from deuteron.codegen.cpp.nests import ROW, Env, size
+from deuteron.codegen.cpp.nests import ROW_SCOPE, Env, size
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.reductions import Accumulator, combine
 from deuteron.ir import expr as E
@@ -40,8 +40,8 @@ from deuteron.schedule.online import (
     power_of,
 )
 
-BLOCK = Axis("block", 1)  # provided by the scope of a block, as `ROW` is by that of a row
-ELEMENTS = 4096  # of a block: 16 KB of f32
+BLOCK_SCOPE = Axis("block", 1)  # provided by the scope of a block, as `ROW` is by that of a row
+BLOCK_ELEMENTS = 4096  # of a block: 16 KB of f32
 
 Walk = Callable[[Pass, dict[str, Accumulator], tuple[Axis, str, str]], int]
 
@@ -56,7 +56,7 @@ class State:
     scalar: bool = False  # one for all lanes
 
 
-class Joint:
+class OnlineReductions:
     """The reductions of one pass over a row in blocks."""
 
     def __init__(self, env: Env, p: Pass, axis: Axis, rest: tuple[Axis, ...]) -> None:
@@ -74,14 +74,14 @@ class Joint:
                 for side, e in (("x", rule.x), ("y", rule.y)):
                     self.sums[f.name, side] = self._sum(f, side, e)
         em = env.em
-        row = frozenset(a for a in (*env.loops.parallel, ROW))
+        row = frozenset(a for a in (*env.loops.parallel, ROW_SCOPE))
         self.stems = {f.name: em.fresh("j") for f in (*self.first, *self.second)}
         for f in self.first:
             for tag in ("block", "old", "new", "row"):
-                own = row if tag == "row" else row | {BLOCK}
+                own = row if tag == "row" else row | {BLOCK_SCOPE}
                 em.result_axes[f"{f.name} {tag}"] = own
         for (name, side), _ in self.sums.items():
-            em.result_axes[f"{name} mean {side}"] = row | {BLOCK}
+            em.result_axes[f"{name} mean {side}"] = row | {BLOCK_SCOPE}
 
     def _sum(self, f: Reduce, side: str, e: Expr) -> str:
         for other in self.first:
@@ -91,7 +91,7 @@ class Joint:
         self.first.append(own)
         return own.name
 
-    def register(self, f: Reduce, tag: str) -> Expr:
+    def placeholder(self, f: Reduce, tag: str) -> Expr:
         dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
         return Expr("load", dtype, (), (f"{f.name} {tag}", (), None))
 
@@ -118,7 +118,7 @@ class Joint:
         return f"{self.stems[self.second[0].name]}_n"
 
     # -- how it is written: one row at a time (`lanes` has several) ------------------------------
-    elements = ELEMENTS
+    elements = BLOCK_ELEMENTS
 
     def cell(self, name: str) -> str:
         """The text of a variable of the state."""
@@ -129,7 +129,7 @@ class Joint:
         return f"{name}_p[{number}]"
 
     @contextmanager
-    def each(self) -> Iterator[None]:
+    def per_row(self) -> Iterator[None]:
         """Where lines for one row stand."""
         yield
 
@@ -159,7 +159,7 @@ class Joint:
         self.declare()
         step = max(1, self.elements // max(1, size(self.rest)))
         b, end = em.fresh("b"), em.fresh("e")
-        with em.inside(BLOCK) as scope:
+        with em.inside(BLOCK_SCOPE) as scope:
             scope.add(f"const long long {end} = {smaller(f'{b} + {step}', high)};")
             part = (self.axis, b, end)
             points = "*".join([f"(double)({end} - {b})", *(env.extent(a) for a in self.rest)])
@@ -192,7 +192,7 @@ class Joint:
                 out[f.name] = (f"{a.name}_b", f"{a.name}_r")
             else:
                 out[f.name] = (f"{a.name}_{'d' if a.flushed else 'r'}", None)
-                em.scope.texts[self.register(f, "block")] = f"{a.name}_r"
+                em.scope.texts[self.placeholder(f, "block")] = f"{a.name}_r"
         return out
 
     def means(self, results: Mapping[str, tuple[str, str | None]], n: str) -> None:
@@ -211,7 +211,7 @@ class Joint:
         rule = self.rules[f.name]
         if isinstance(rule, Rescaled):
             top = next(g for g in self.first if g.name == rule.maximum)
-            return local_body(rule, f.body, local_shift(rule, self.register(top, "block")))
+            return local_body(rule, f.body, local_shift(rule, self.placeholder(top, "block")))
         sides = (("x", rule.x), ("y", rule.y))
         x, y = (E.op("sub", e, self.mean(f.name, s, f.body.dtype)) for s, e in sides)
         return E.op("mul", x, x if rule.square else y)
@@ -220,20 +220,20 @@ class Joint:
     def merge(self, results: Mapping[str, tuple[str, str | None]], n: str) -> None:
         """Takes results of a part of `n` elements into the state."""
         em = self.env.em
-        with self.each():
+        with self.per_row():
             for f in self.first:
                 text = f"{self.stems[f.name]}_before"
                 if self._is_maximum(f):
                     kind = scalars.REGISTER[f.body.dtype]
                     em.scope.add(f"const {kind} {text} = {self.cell(self.stems[f.name])};")
-                    em.scope.texts[self.register(f, "old")] = text
+                    em.scope.texts[self.placeholder(f, "old")] = text
             for f in self.second:
                 rule = self.rules[f.name]
                 if isinstance(rule, Products):  # while the state's sums are those before
                     self._products(f, rule, results, n)
             for f in self.first:
                 self._plain(f, *results[f.name])
-                em.scope.texts[self.register(f, "new")] = self.cell(self.stems[f.name])
+                em.scope.texts[self.placeholder(f, "new")] = self.cell(self.stems[f.name])
             for f in self.second:
                 rule = self.rules[f.name]
                 if isinstance(rule, Rescaled):
@@ -259,10 +259,10 @@ class Joint:
         """Both sums at the shift of both: each times its own exponential. A sum of 0 stays 0."""
         em, name = self.env.em, self.cell(self.stems[f.name])
         top = next(g for g in self.first if g.name == rule.maximum)
-        new = local_shift(rule, self.register(top, "new"))
+        new = local_shift(rule, self.placeholder(top, "new"))
         texts = []
         for tag, total in (("old", name), ("block", value)):
-            shift = local_shift(rule, self.register(top, tag))
+            shift = local_shift(rule, self.placeholder(top, tag))
             weight = em.value(power_of(rule, E.op("sub", shift, new)))
             texts.append(f"({total} == 0 ? 0 : {total} * {weight})")
         em.scope.add(f"{name} = {' + '.join(texts)};")
@@ -272,7 +272,7 @@ class Joint:
     ) -> None:
         """Chan, Golub, LeVeque, after the block's sum is moved to its true means."""
         em, name, dtype = self.env.em, self.cell(self.stems[f.name]), f.body.dtype
-        off, apart = [], []
+        corrections, differences = [], []
         for side in ("x",) if rule.square else ("x", "y"):
             total = self.sums[f.name, side]
             mine, theirs = self.cell(self.stems[total]), results[total][0]
@@ -281,12 +281,16 @@ class Joint:
             em.scope.add(
                 f"const double {d} = {self.count} > 0 ? {theirs} / {n} - {mine} / {self.count} : 0;"
             )
-            apart.append(d)
+            differences.append(d)
             if center is not None:
                 em.scope.add(f"const double {r} = {center} - {theirs} / {n};")
-                off.append(r)
-        square = "*".join(apart if len(apart) == 2 else apart * 2)
-        moved = f" - {n} * {'*'.join(off if len(off) == 2 else off * 2)}" if off else ""
+                corrections.append(r)
+        square = "*".join(differences if len(differences) == 2 else differences * 2)
+        moved = (
+            f" - {n} * {'*'.join(corrections if len(corrections) == 2 else corrections * 2)}"
+            if corrections
+            else ""
+        )
         both = f"{self.count} * {n} / ({self.count} + {n})"
         em.scope.add(f"{name} += {results[f.name][0]}{moved} + {square} * {both};")
 
@@ -302,14 +306,14 @@ class Joint:
         em = self.env.em
         self.declare()
         c = em.fresh("c")
-        with em.inside(BLOCK) as scope:
+        with em.inside(BLOCK_SCOPE) as scope:
             results: dict[str, tuple[str, str | None]] = {}
             for f in (*self.first, *self.second):
                 stem = self.stems[f.name]
                 at = self.partial(f"{stem}_at", c) if f.kind.startswith("arg") else None
                 results[f.name] = (self.partial(stem, c), at)
                 if self._is_maximum(f):
-                    scope.texts[self.register(f, "block")] = self.partial(stem, c)
+                    scope.texts[self.placeholder(f, "block")] = self.partial(stem, c)
             n = ""
             if self.sums:
                 n = em.fresh("n")
@@ -345,24 +349,24 @@ class Joint:
     def _finished_rescaled(self, f: Reduce, rule: Rescaled) -> str:
         em, name = self.env.em, self.cell(self.stems[f.name])
         top = next(g for g in self.first if g.name == rule.maximum)
-        row = em.lookup(self.bound(top))
+        row = em.lookup(self.result_load(top))
         assert row is not None
-        em.scope.texts[self.register(top, "row")] = row
-        local = local_shift(rule, self.register(top, "row"))
+        em.scope.texts[self.placeholder(top, "row")] = row
+        local = local_shift(rule, self.placeholder(top, "row"))
         weight = em.value(power_of(rule, E.op("sub", local, rule.shift)))
         nothing = em.value(E.op("sub", rule.shift, rule.shift))
         return f"({scalars.REGISTER[f.body.dtype]})({name} == 0 ? {nothing} : {name} * {weight})"
 
-    def bound(self, f: Reduce) -> Expr:
+    def result_load(self, f: Reduce) -> Expr:
         dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
         return Expr("load", dtype, (), (f.name, (), None))
 
     def result(self, f: Reduce, text: Callable[[], str]) -> None:
         """Names the reduction's result."""
         em = self.env.em
-        name, dtype = em.fresh("t"), self.bound(f).dtype
+        name, dtype = em.fresh("t"), self.result_load(f).dtype
         em.scope.add(f"const {scalars.REGISTER[dtype]} {name} = {text()};")
-        em.scope.texts[self.bound(f)] = name
+        em.scope.texts[self.result_load(f)] = name
 
 
-__all__ = ["Joint"]
+__all__ = ["OnlineReductions"]

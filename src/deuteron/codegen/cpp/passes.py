@@ -1,11 +1,11 @@
-"""Which part of a nest runs in which pass over the reduced axes, and which values are kept
-between passes.
+"""Which part of a nest runs in which pass over the reduced axes, and which values row
+buffers keep between passes.
 
 In: `loops.Loops`. Out: a list of `Pass`; pass k+1 may use the reductions of pass k.
 
 A reduction whose body uses a reduction of pass k lives in pass k+1 or later. A point store runs in
 the last pass that still reads memory: the memory planner may give a result the memory of an operand
-that dies here, and later passes must still find the operand. Values that are dear to compute and
+that dies here, and later passes must still find the operand. Values that are costly to compute and
 needed in several passes are kept in a row buffer when the row fits the cache.
 """
 
@@ -21,8 +21,9 @@ from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Rule
 
 Deps = Callable[[Expr], frozenset[Axis]]
-# A value this dear (vector FLOPs) is kept; a reload from L1 or L2 costs about as much as 4 of them.
-KEEP_FLOPS = 8.0
+# A value this costly (vector FLOPs) goes to a row buffer; a reload from L1 or L2 costs about as
+# much as 4 of them.
+MIN_BUFFERED_FLOPS = 8.0
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Pass:
     """
 
     parts: list[Part] = field(default_factory=list)
-    keep: list[Expr] = field(default_factory=list)
+    to_buffer: list[Expr] = field(default_factory=list)
     rules: dict[str, Rule] = field(
         default_factory=dict
     )  # of reductions that need others of the pass
@@ -57,8 +58,8 @@ class Pass:
 class Plan:
     passes: list[Pass]
     row_writes: list[Write]
-    kept: dict[Expr, int]  # value -> pass that computes it
-    buffer_bytes: int  # of one row of all kept values, at hinted sizes
+    row_buffered: dict[Expr, int]  # value -> pass that computes it
+    buffer_bytes: int  # of one row of all of them, at hinted sizes
 
 
 def plan(
@@ -88,9 +89,11 @@ def plan(
             if isinstance(p, Reduce) and p.name in chain.rules:
                 passes[k].rules[p.name] = chain.rules[p.name]
     _place_writes(loops, placed, passes, deps)
-    kept = _choose_kept(loops, passes, ready, deps, cache_bytes, full)
-    size = hint(product(a.extent for a in loops.reduced)) * sum(ITEMSIZE[e.dtype] for e in kept)
-    return Plan(passes, row_writes, kept, size)
+    row_buffered = _choose_row_buffered(loops, passes, ready, deps, cache_bytes, full)
+    size = hint(product(a.extent for a in loops.reduced)) * sum(
+        ITEMSIZE[e.dtype] for e in row_buffered
+    )
+    return Plan(passes, row_writes, row_buffered, size)
 
 
 def _place_writes(
@@ -113,7 +116,7 @@ def _place_writes(
             passes[last].parts.append(p)
 
 
-def _choose_kept(
+def _choose_row_buffered(
     loops: Loops,
     passes: Sequence[Pass],
     ready: dict[str, int],
@@ -121,7 +124,7 @@ def _choose_kept(
     cache_bytes: int,
     full: frozenset[Axis],
 ) -> dict[Expr, int]:
-    """Values used in several passes that are dear (or carried by a scan), as long as the row of
+    """Values used in several passes that are costly (or carried by a scan), as long as the row of
     them fits.
     """
     if len(passes) < 2:
@@ -139,7 +142,7 @@ def _choose_kept(
                     if n.op == "load" and scans.get(n.attr[0], k) not in where[n]:
                         where[n].insert(0, scans[n.attr[0]])
     row = hint(product(a.extent for a in loops.reduced))
-    kept: dict[Expr, int] = {}
+    row_buffered: dict[Expr, int] = {}
     budget = cache_bytes
     shared = [n for n, ks in where.items() if len(ks) > 1 and full <= deps(n)]
     inside = set(shared)
@@ -152,26 +155,30 @@ def _choose_kept(
         frontier = any(
             u not in inside or where[u][-1] < where[n][-1] for u in used_by.get(n, ())
         ) or _is_root(n, passes)
-        cost = _own_cost(n, reduced, deps, kept)
-        if n.op in ("literal", "index") or (not carried and (not frontier or cost < KEEP_FLOPS)):
+        cost = _own_cost(n, reduced, deps, row_buffered)
+        if n.op in ("literal", "index") or (
+            not carried and (not frontier or cost < MIN_BUFFERED_FLOPS)
+        ):
             continue
         if carried or ITEMSIZE[n.dtype] * row <= budget:
-            kept[n] = scans[n.attr[0]] if carried else where[n][0]
+            row_buffered[n] = scans[n.attr[0]] if carried else where[n][0]
             budget -= ITEMSIZE[n.dtype] * row
-            passes[kept[n]].keep.append(n)
-    return kept
+            passes[row_buffered[n]].to_buffer.append(n)
+    return row_buffered
 
 
 def _is_root(n: Expr, passes: Sequence[Pass]) -> bool:
     return any(n in q.roots() for q in passes)
 
 
-def _own_cost(root: Expr, reduced: frozenset[Axis], deps: Deps, kept: dict[Expr, int]) -> float:
+def _own_cost(
+    root: Expr, reduced: frozenset[Axis], deps: Deps, row_buffered: dict[Expr, int]
+) -> float:
     """Vector FLOPs to compute the value again at every point."""
     total, stack, seen = 0.0, [root], set()
     while stack:
         n = stack.pop()
-        if n in seen or (n in kept and n is not root) or not deps(n) & reduced:
+        if n in seen or (n in row_buffered and n is not root) or not deps(n) & reduced:
             continue
         seen.add(n)
         if n.op in SCALAR_OPS:

@@ -12,20 +12,20 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.axes import flops_of, vector
+from deuteron.codegen.cpp.axes import flops_of, vector_axis
 from deuteron.codegen.cpp.emit import difference, smaller
 from deuteron.codegen.cpp.index_sets import row_masks
 from deuteron.codegen.cpp.nests import (
     Env,
+    IndexSet,
     PassWriter,
-    Segment,
     ordered_conflicts,
     parallel_loops,
     serial_loops,
     size,
 )
-from deuteron.codegen.cpp.tiles import Tiles, crossing
-from deuteron.codegen.cpp.unroll import interleaved, write_out
+from deuteron.codegen.cpp.tiles import Tiles, transposed_axis
+from deuteron.codegen.cpp.unroll import interleaved_axis, unroll_parallel
 from deuteron.codegen.loops import (
     Loops,
     Rewriter,
@@ -38,10 +38,10 @@ from deuteron.ir.expr import ITEMSIZE, Expr, literal
 from deuteron.ir.index import Axis, const, hint
 
 # Points of a block: long enough that its start costs nothing, short enough to share evenly.
-BLOCK = 4096
+BLOCK_POINTS = 4096
 # sin of 10 M floats on one core: 8.0 ms with arguments of any size, 2.6 ms in blocks like these.
-NEAR_BLOCK, NEAR_FLOPS = 256, 8.0
-MOST_CASES, MOST_NODES = 4, 1200  # of conditions of a row, and of operations in all of them
+FAST_CALL_BLOCK, FAST_CALL_FLOPS = 256, 8.0
+MAX_ROW_CASES, MAX_CASE_NODES = 4, 1200  # of conditions of a row, and of operations in all of them
 
 
 class Points(PassWriter):
@@ -94,17 +94,17 @@ class Points(PassWriter):
             writes = [p for p in env.loops.parts if isinstance(p, Write)]
             line = max((64 // ITEMSIZE[w.dtype] for w in writes), default=64)
             return str(max(line, -(-per // line) * line))
-        if free * n <= need * BLOCK and self.v.extent.value is not None:
+        if free * n <= need * BLOCK_POINTS and self.v.extent.value is not None:
             return str(max(256, -(-n // max(1, need // max(1, free))) // 64 * 64))
-        return str(BLOCK)
+        return str(BLOCK_POINTS)
 
     def points(self, low: str, high: str) -> None:
         env, em = self.env, self.env.em
-        cut = self.segments(self.plan.passes[0], 0)
-        for seg in cut:
+        cut = self.index_sets(self.plan.passes[0], 0)
+        for index_set in cut:
             start, end = low, high
-            if seg.axis != self.v:
-                s, n = env.extent(seg.low), env.extent(seg.count)
+            if index_set.axis != self.v:
+                s, n = env.extent(index_set.low), env.extent(index_set.count)
                 if high == env.extent(self.v):
                     start, end = "0", n  # all of the axis
                 else:
@@ -113,23 +113,24 @@ class Points(PassWriter):
                         f"const long long {start} = {difference(low, s)};",
                         f"const long long {end} = {smaller(f'{high} - {s}', n)};",
                     )
-            self.guarded_loop(seg, start, end)
+            self.guarded_loop(index_set, start, end)
 
-    def guarded_loop(self, seg: Segment, start: str, end: str) -> None:
-        """The loop over a segment; where loads are guarded by conditions of the row, once with them
-        all true, and once for each other case, or for all others together where these are many.
+    def guarded_loop(self, index_set: IndexSet, start: str, end: str) -> None:
+        """The loop over an index set; where loads are guarded by conditions of the row, once with
+        them all true, and once for each other case, or for all others together where these are
+        many.
         """
         em = self.env.em
-        inner = {self.v, seg.axis}
-        roots = [r for p in seg.parts for r in roots_of(p)]
+        inner = {self.v, index_set.axis}
+        roots = [r for p in index_set.parts for r in roots_of(p)]
         masks = row_masks(roots, lambda n: bool(em.deps(n) & inner))
         if not masks:
-            self.loop(seg, start, end)
+            self.loop(index_set, start, end)
             return
         nodes = unique_nodes(roots)
         count = 2 ** len(masks)
-        all_cases = count <= MOST_CASES and count * len(nodes) <= MOST_NODES
-        cases = itertools.product((True, False), repeat=len(masks))  # none is made before its turn
+        all_cases = count <= MAX_ROW_CASES and count * len(nodes) <= MAX_CASE_NODES
+        cases = itertools.product((True, False), repeat=len(masks))  # made as they are needed
         branches = []
         for case in cases if all_cases else itertools.islice(cases, 1):
             move = Rewriter({}, None, self.env.loops.results)
@@ -143,11 +144,11 @@ class Points(PassWriter):
                 if n.op in ("load", "check") and not em.deps(n) & inner:
                     move.done[n] = n
             test = [em.value(c) for row in masks if known[row] for c in sorted(row, key=_number)]
-            body = replace(seg, parts=[move.part(p) for p in seg.parts])
-            em.follow(move.done)
+            body = replace(index_set, parts=[move.part(p) for p in index_set.parts])
+            em.carry_over(move.done)
             branches.append((" & ".join(dict.fromkeys(test)), body))
         if not all_cases:
-            branches.append(("", seg))
+            branches.append(("", index_set))
         written = []
         for test_text, body in branches:  # what they share is defined before the first
             with em.inside() as scope:
@@ -156,54 +157,58 @@ class Points(PassWriter):
         for k, (head, lines) in enumerate(written):
             em.scope.loop(f"{'else ' if k else ''}{head}".strip(), lines)
 
-    def loop(self, seg: Segment, start: str, end: str) -> None:
+    def loop(self, index_set: IndexSet, start: str, end: str) -> None:
         """One vector loop; calls that have a fast version for small arguments get it per block."""
         em = self.env.em
-        calls = self.near_calls(seg)
+        calls = self.calls_with_fast_version(index_set)
         if not calls:
-            self.plain_loop(seg, start, end)
+            self.plain_loop(index_set, start, end)
             return
         low, high = em.fresh("b"), em.fresh("e")
         with em.inside() as block:
             block.add(
-                f"const long long {high} = {smaller(f'{low} + {NEAR_BLOCK}', end)};", "int far = 0;"
+                f"const long long {high} = {smaller(f'{low} + {FAST_CALL_BLOCK}', end)};",
+                "int far = 0;",
             )
-            name = em.name_axis(seg.axis)
-            with em.inside(seg.axis, self.v) as scope:
+            name = em.name_axis(index_set.axis)
+            with em.inside(index_set.axis, self.v) as scope:
                 for n in calls:
-                    limit = scalars.NEAR[n.op]
+                    limit = scalars.FAST_LIMITS[n.op]
                     scope.add(f"far |= !(__builtin_fabsf({em.value(n.args[0])}) < {limit}f);")
             extra = ", bad" if scope.checked else ""
             block.add(f"#pragma omp simd reduction(|:far{extra})")
             block.loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", scope.lines)
             branches = []
-            for near in (frozenset(), frozenset(calls)):
-                em.near = near
+            for fast in (frozenset(), frozenset(calls)):
+                em.fast_calls = fast
                 with em.inside() as branch:
-                    self.plain_loop(seg, low, high)
+                    self.plain_loop(index_set, low, high)
                 branches.append(branch.lines)
-            em.near = frozenset()
+            em.fast_calls = frozenset()
             block.loop("if (far)", branches[0])
             block.loop("else", branches[1])
         em.scope.loop(
-            f"for (long long {low} = {start}; {low} < {end}; {low} += {NEAR_BLOCK})", block.lines
+            f"for (long long {low} = {start}; {low} < {end}; {low} += {FAST_CALL_BLOCK})",
+            block.lines,
         )
 
-    def near_calls(self, seg: Segment) -> list[Expr]:
+    def calls_with_fast_version(self, index_set: IndexSet) -> list[Expr]:
         """Calls in the loop whose arguments are cheap enough to be computed twice."""
-        em, inner = self.env.em, {self.v, seg.axis}
+        em, inner = self.env.em, {self.v, index_set.axis}
         if self.v in self.conflicts:
             return []
-        nodes = unique_nodes(r for p in seg.parts for r in roots_of(p))
+        nodes = unique_nodes(r for p in index_set.parts for r in roots_of(p))
         calls = [
-            n for n in nodes if n.op in scalars.NEAR and n.dtype == "f32" and em.deps(n) & inner
+            n
+            for n in nodes
+            if n.op in scalars.FAST_LIMITS and n.dtype == "f32" and em.deps(n) & inner
         ]
         below = unique_nodes(n.args[0] for n in calls)
-        dear = any(n.op in ("random", "reduce", "check", *scalars.NEAR) for n in below)
-        return [] if dear or flops_of(below) > NEAR_FLOPS else calls
+        costly = any(n.op in ("random", "reduce", "check", *scalars.FAST_LIMITS) for n in below)
+        return [] if costly or flops_of(below) > FAST_CALL_FLOPS else calls
 
-    def plain_loop(self, seg: Segment, start: str, end: str) -> None:
-        self.whole_loop(seg, start, end, "0", self.v not in self.conflicts)
+    def plain_loop(self, index_set: IndexSet, start: str, end: str) -> None:
+        self.index_set_loop(index_set, start, end, "0", self.v not in self.conflicts)
 
 
 def _number(e: Expr) -> int:
@@ -211,9 +216,9 @@ def _number(e: Expr) -> int:
 
 
 def _vector(loops: Loops, meeting: Collection[Axis]) -> Axis:
-    found = vector(loops, [a for a in loops.parallel if a not in meeting] or loops.parallel)
-    assert found is not None
-    return found
+    axis = vector_axis(loops, [a for a in loops.parallel if a not in meeting] or loops.parallel)
+    assert axis is not None
+    return axis
 
 
 def write_points(env: Env) -> None:
@@ -221,13 +226,13 @@ def write_points(env: Env) -> None:
     if not loops.parallel:
         env.loops = loops = replace(loops, parallel=(Axis("one", const(1)),))
     meeting = ordered_conflicts(loops)
-    short = interleaved(loops) if not meeting else None
+    short = interleaved_axis(loops) if not meeting else None
     v = _vector(loops, meeting)
     if short is not None:
-        env.loops = loops = write_out(loops, short)
+        env.loops = loops = unroll_parallel(loops, short)
         v = _vector(loops, meeting)
-    crossed = crossing(loops, v) if not meeting else None
-    if crossed is not None:
-        Tiles(env, v, crossed).write()
+    other_axis = transposed_axis(loops, v) if not meeting else None
+    if other_axis is not None:
+        Tiles(env, v, other_axis).write()
     else:
         Points(env, v, [], 0, frozenset()).write()

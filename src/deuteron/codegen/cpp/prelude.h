@@ -1,7 +1,7 @@
 // Scalar functions of generated CPU code. No header is included: a unit that uses them compiles in
 // milliseconds.
 //
-// A line `//@ name` opens a section; `prelude.py` emits `base`, the wanted sections and those they
+// A line `//@ name` opens a helper; `prelude.py` emits `base`, the wanted helpers and those they
 // mention. The whole file is valid C++17 too. Rules for what stands here:
 //  - f32 functions are branch-free (selects only) so that GCC vectorises loops that call them, on
 //    AVX2 and AVX-512. They cover the whole range, infinities, NaN, signed zeros and subnormal
@@ -54,10 +54,10 @@ template <class T> D_FN T d_opaque(T t) { return (T)(t & (T)d_ones()); }
 template <class T> D_FN T d_opaque(T t) { return t; }
 #endif
 
-//@ d_apart
+//@ d_alias
 // The same address, which g++ does not know to be the same, where it makes wrong code of what lies
 // side by side (its bug 114375, of versions before 11.5, 12.4, 13.3 and 14).
-template <class T> D_FN T d_apart(T p) {
+template <class T> D_FN T d_alias(T p) {
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ * 100 + __GNUC_MINOR__ < 1303 && \
     __GNUC__ * 100 + __GNUC_MINOR__ != 1204 && __GNUC__ * 100 + __GNUC_MINOR__ != 1205 && \
     __GNUC__ * 100 + __GNUC_MINOR__ != 1105
@@ -226,9 +226,9 @@ D_FN i64 d_to_i64(f64 x) {
 D_FN i64 d_to_i64(f32 x) { return d_to_i64((f64)x); }
 template <class T> D_FN i64 d_to_i64(T x) { return (i64)x; }
 
-//@ d_whole
+//@ d_truncated
 // (f32)d_to_i64(x) without the integers, of which vectors hold half as many. The sum makes 0 of -0.
-D_FN f32 d_whole(f32 x) {
+D_FN f32 d_truncated(f32 x) {
   bool fits = x >= -9223372036854775808.0f && x < 9223372036854775808.0f;
   return fits ? __builtin_truncf(x) + 0.0f : -9223372036854775808.0f;
 }

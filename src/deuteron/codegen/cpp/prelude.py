@@ -19,16 +19,16 @@ from deuteron.ir.expr import SCALAR_OPS
 CXX_FLAGS = ("-std=gnu++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
 FILES = ("prelude.h", "prelude_math.h", "prelude_trig.h", "prelude_special.h")
-_SECTION = re.compile(r"^//@ (\w+)\n", re.MULTILINE)
+_HELPER = re.compile(r"^//@ (\w+)\n", re.MULTILINE)
 _NAME = re.compile(r"\b[dD]_\w+")
 
 
 @lru_cache(maxsize=1)
-def _sections() -> dict[str, tuple[str, frozenset[str]]]:
-    """Name -> (text without comments, names of the sections it mentions), in the file's order."""
+def _helpers() -> dict[str, tuple[str, frozenset[str]]]:
+    """Name -> (text without comments, names of the helpers it mentions), in the file's order."""
     folder = files(__package__)
     text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in FILES)
-    parts = _SECTION.split(text)
+    parts = _HELPER.split(text)
     texts = {}
     for name, text in zip(parts[1::2], parts[2::2], strict=True):
         lines = (
@@ -46,7 +46,7 @@ def _sections() -> dict[str, tuple[str, frozenset[str]]]:
 
 def used_functions(code: str) -> set[str]:
     """The prelude's functions that a piece of generated code mentions."""
-    return set(_NAME.findall(code)) & _sections().keys()
+    return set(_NAME.findall(code)) & _helpers().keys()
 
 
 def prelude(used: Iterable[str]) -> str:
@@ -54,17 +54,17 @@ def prelude(used: Iterable[str]) -> str:
 
     KeyError for a name that does not exist.
     """
-    sections = _sections()
+    helpers = _helpers()
     needed: set[str] = {"base"}
     stack = list(used)
     while stack:
         name = stack.pop()
         if name not in needed:
             needed.add(name)
-            stack.extend(sections[name][1])
-    return "\n".join(text for name, (text, _) in sections.items() if name in needed) + "\n"
+            stack.extend(helpers[name][1])
+    return "\n".join(text for name, (text, _) in helpers.items() if name in needed) + "\n"
 
 
 # Scalar operations of the IR that the prelude implements as ``d_<name>`` (arithmetic and
 # comparisons are C++'s own).
-CPP_FUNCTIONS: frozenset[str] = frozenset(n for n in SCALAR_OPS if f"d_{n}" in _sections())
+CPP_FUNCTIONS: frozenset[str] = frozenset(n for n in SCALAR_OPS if f"d_{n}" in _helpers())

@@ -68,26 +68,26 @@ D_FN f64 d_exp(f64 x) {
   return (p * d_f64((d_bits(h) + 1023ull) << 52)) * d_f64((d_bits(g) + 1023ull) << 52);
 }
 
-//@ d_exp_below
+//@ d_exp_nonpositive
 // Of a number that is not positive: 2^(n + 64) is a number however small the result, which rounds
 // once.
-D_FN f32 d_exp_below(f32 x) {
+D_FN f32 d_exp_nonpositive(f32 x) {
   u32 s;
   f32 p = d_exp_part<191>(x, s);
   f32 y = (p * d_f32(s << 23)) * 5.42101086e-20f;                // 2^-64
   return x < -105.0f ? 0.0f : y;
 }
 
-//@ d_one_and_exp
+//@ d_one_plus_exp
 // 1 + e^x: a power that the sum does not show need not be exact, and one rounding makes the sum.
-D_FN f32 d_one_and_exp(f32 x) {
+D_FN f32 d_one_plus_exp(f32 x) {
   f32 t = -80.0f > x ? -80.0f : x;
   t = 89.0f < t ? 89.0f : t;
   u32 s;
   f32 p = d_exp_part<126>(t, s);                                 // twice p, half of 2^n
   return d_fma(p + p, d_f32(s << 23), 1.0f);
 }
-D_FN f64 d_one_and_exp(f64 x) { return 1.0 + d_exp(x); }
+D_FN f64 d_one_plus_exp(f64 x) { return 1.0 + d_exp(x); }
 
 //@ d_divisor_scale
 // For many divisions by b: a power of two with b's sign, times which b is positive and has a
@@ -361,8 +361,8 @@ template <class T> D_FN T d_pow(T x, T n) { return (T)d_pow((i64)x, (i64)n); }
 
 //@ d_sigmoid
 // ATen's formula.
-D_FN f32 d_sigmoid(f32 x) { return 1.0f / d_one_and_exp(-x); }
-D_FN f64 d_sigmoid(f64 x) { return 1.0 / d_one_and_exp(-x); }
+D_FN f32 d_sigmoid(f32 x) { return 1.0f / d_one_plus_exp(-x); }
+D_FN f64 d_sigmoid(f64 x) { return 1.0 / d_one_plus_exp(-x); }
 
 //@ d_signed
 // A number that is not negative, with the sign of x.
@@ -386,10 +386,10 @@ D_FN f32 d_tanh(f32 x) {
 }
 D_SLOW f64 d_tanh(f64 x) { return tanh(x); }
 
-//@ d_one_and_tanh
+//@ d_one_plus_tanh
 // 1 + tanh(x) = 2 / (1 + e^-2x), of which nothing is lost where tanh is near -1.
-D_FN f32 d_one_and_tanh(f32 x) { return 2.0f / d_one_and_exp(-2.0f * x); }
-D_FN f64 d_one_and_tanh(f64 x) { return 1.0 + d_tanh(x); }
+D_FN f32 d_one_plus_tanh(f32 x) { return 2.0f / d_one_plus_exp(-2.0f * x); }
+D_FN f64 d_one_plus_tanh(f64 x) { return 1.0 + d_tanh(x); }
 
 //@ d_sinh
 D_LIBM(sinh)

@@ -211,9 +211,9 @@ D_FN f32 d_erf(f32 x) {
 }
 D_SLOW f64 d_erf(f64 x) { return erf(x); }
 
-//@ d_erf_of_sum
+//@ d_erf_for_one_plus
 // For 1 + erf(x): within 2^-23, the unit in the last place of such a sum from 1 on.
-D_FN f32 d_erf_of_sum(f32 x) {
+D_FN f32 d_erf_for_one_plus(f32 x) {
   f32 a = __builtin_fabsf(x), t = 4.0f < a ? 4.0f : a;
   f32 l = d_fma(t, -4.438496398506686e-05f, 0.0004372269904706627f);
   l = d_fma(l, t, -0.001461380859836936f);

@@ -16,10 +16,10 @@ from deuteron.ir.index import Axis
 if TYPE_CHECKING:
     from deuteron.codegen.cpp.nests import Env
 
-LANES = 64  # a block is a multiple of it
+RANDOM_BLOCK = 64  # a block is a multiple of it
 
 
-def draws(env: Env, parts: Iterable[Part], axes: tuple[Axis, ...]) -> list[Expr]:
+def neighbouring_randoms(env: Env, parts: Iterable[Part], axes: tuple[Axis, ...]) -> list[Expr]:
     """The numbers of neighbouring elements along the loop's axis (the first of `axes`)."""
     axis, inner = axes[0], frozenset(axes)
     out = []
@@ -31,10 +31,10 @@ def draws(env: Env, parts: Iterable[Part], axes: tuple[Axis, ...]) -> list[Expr]
     return out
 
 
-def fill(env: Env, node: Expr, axis: Axis, start: str, count: int) -> str:
+def random_block(env: Env, node: Expr, axis: Axis, start: str, count: int) -> str:
     """Declares an array with the numbers from `start` on and fills it; returns its name."""
     em = env.em
-    name = em.fresh("drawn")
+    name = em.fresh("random")
     seed = em.value(node.args[0])
     em.name_axis(axis, start)
     with em.inside(axis) as scope:
@@ -48,4 +48,4 @@ def fill(env: Env, node: Expr, axis: Axis, start: str, count: int) -> str:
     return name
 
 
-__all__ = ["LANES", "draws", "fill"]
+__all__ = ["RANDOM_BLOCK", "neighbouring_randoms", "random_block"]

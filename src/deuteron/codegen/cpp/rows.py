@@ -19,22 +19,22 @@ from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
-from deuteron.codegen.cpp.bf16_blocks import in_floats
+from deuteron.codegen.cpp.bf16_blocks import blocks_as_floats
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
 from deuteron.codegen.cpp.nests import (
-    ROW,
+    ROW_SCOPE,
     Env,
-    Segment,
+    IndexSet,
     carry_dtype,
     parallel_loops,
     serial_loops,
     size,
     write_store,
 )
-from deuteron.codegen.cpp.online import Joint, Walk
-from deuteron.codegen.cpp.passes import KEEP_FLOPS, Pass
-from deuteron.codegen.cpp.prefetch import NEAR_ROW, Ahead
-from deuteron.codegen.cpp.random_blocks import LANES, draws, fill
+from deuteron.codegen.cpp.online import OnlineReductions, Walk
+from deuteron.codegen.cpp.passes import MIN_BUFFERED_FLOPS, Pass
+from deuteron.codegen.cpp.prefetch import NEXT_ROW_BYTES, PrefetchingWriter
+from deuteron.codegen.cpp.random_blocks import RANDOM_BLOCK, neighbouring_randoms, random_block
 from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
 from deuteron.codegen.loops import (
     WORKER,
@@ -48,32 +48,32 @@ from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
 from deuteron.ir.index import Axis, hint
 from deuteron.schedule.kernel import Scan
 
-CHUNKS = 64  # most chunks of a shared row
-SHORT = 512  # elements of a row below which the last lanes are worth masks instead of a loop
-SCAN = 16  # elements that `d_scan` takes
-CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
+MAX_CHUNKS = 64  # most chunks of a shared row
+MASKED_ROW = 512  # elements of a row below which the last lanes are worth masks instead of a loop
+SCAN_LANES = 16  # elements that `d_scan` takes
+MIN_CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
 
 
-def lanes_of(p: Pass, row: int) -> int:
-    """Lanes of a pass: 64 (four registers of f32) hide the latency of a cheap body; dear or short
+def pass_lanes(p: Pass, row: int) -> int:
+    """Lanes of a pass: 64 (four registers of f32) hide the latency of a cheap body; costly or short
     ones take 16, but a register of the smallest elements in memory: with fewer lanes than that the
     compiler takes smaller registers for all (exp of bf16: 256 bits with 16 lanes, 512 with 32).
     """
     nodes = unique_nodes(p.roots())
     cost = flops_of(nodes)
     narrow = any(r.dtype in ("f64", "i64") for r in p.roots())
-    if cost > KEEP_FLOPS or row < 256:
+    if cost > MIN_BUFFERED_FLOPS or row < 256:
         small = min((ITEMSIZE[n.dtype] for n in nodes if n.op == "load" and n.attr[1]), default=4)
         small = min([small, *(ITEMSIZE[w.dtype] for w in p.writes)])
         most = 16
         while most < min(64 // small, row):
             most *= 2
         random = any(n.op == "random" for n in nodes)
-        return max(most, LANES) if random and row >= LANES else most
+        return max(most, RANDOM_BLOCK) if random and row >= RANDOM_BLOCK else most
     return 32 if narrow or any(f.kind.startswith("arg") for f in p.reductions) else 64
 
 
-class Rows(Ahead):
+class Rows(PrefetchingWriter):
     """Writes the passes over one row (or one chunk of it)."""
 
     def __init__(self, env: Env, v: Axis, cache: int, merging: bool = False) -> None:
@@ -84,7 +84,7 @@ class Rows(Ahead):
     def row(self) -> None:
         """All of one row, in a scope of its own: reductions' results are known there, not
         outside."""
-        with self.env.em.inside(ROW) as scope:
+        with self.env.em.inside(ROW_SCOPE) as scope:
             self.passes()
             for w in self.plan.row_writes:
                 write_store(self.env, w)
@@ -93,9 +93,9 @@ class Rows(Ahead):
     def passes(self) -> None:
         for k, p in enumerate(self.plan.passes):
             if p.rules:
-                joint = self.joint(p)
-                joint.blocks(self.walker(k), "0", self.env.extent(joint.axis))
-                joint.finish()
+                online = self.online(p)
+                online.blocks(self.walker(k), "0", self.env.extent(online.axis))
+                online.finish()
                 continue
             em = self.env.em
             accs = {
@@ -108,10 +108,12 @@ class Rows(Ahead):
                 self.env.em.scope.add(*accs[f.name].finish(lanes))
                 self.bind(f.name, accs[f.name])
 
-    def joint(self, p: Pass) -> Joint:
+    def online(self, p: Pass) -> OnlineReductions:
         """The reductions of a pass in which some need others."""
         axis = self.outer[0] if self.outer else self.v
-        return Joint(self.env, p, axis, tuple(a for a in (*self.outer, self.v) if a != axis))
+        return OnlineReductions(
+            self.env, p, axis, tuple(a for a in (*self.outer, self.v) if a != axis)
+        )
 
     def walker(self, k: int) -> Walk:
         def walk(p: Pass, accs: dict[str, Accumulator], part: tuple[Axis, str, str]) -> int:
@@ -130,7 +132,7 @@ class Rows(Ahead):
         """Declares accumulators; returns the number of lanes (1 where the pass is serial)."""
         env = self.env
         serial = bool(p.scans)
-        lanes = 1 if serial else lanes_of(p, hint(self.v.extent))
+        lanes = 1 if serial else pass_lanes(p, hint(self.v.extent))
         for a in accs.values():
             env.em.scope.add(*a.declare(str(lanes)))
         for s in p.scans:
@@ -164,9 +166,9 @@ class Rows(Ahead):
             env.em.scope.add(f"long long {counter} = 0;")
 
         def innermost() -> None:
-            for seg in self.segments(p, k):
+            for index_set in self.index_sets(p, k):
                 mine = chunk if chunk and chunk[0] == self.v else None
-                self.vector_loop(k, p, seg, accs, lanes, blocks, counter, mine)
+                self.vector_loop(k, p, index_set, accs, lanes, blocks, counter, mine)
             if counter and not blocks:
                 env.em.scope.add(f"if (++{counter} == {max(1, FLUSH // per_v)}) {{ {counter} = 0;")
                 for a in flushed:
@@ -188,31 +190,31 @@ class Rows(Ahead):
         self,
         k: int,
         p: Pass,
-        seg: Segment,
+        index_set: IndexSet,
         accs: dict[str, Accumulator],
         lanes: int,
         blocks: bool,
         counter: str,
         chunk: tuple[Axis, str, str] | None,
     ) -> None:
-        """The loop over a segment. With `blocks`, sums go to the doubles after blocks of it; with
-        a `counter` besides, after as many elements of this and other rows."""
+        """The loop over an index set. With `blocks`, sums go to the doubles after blocks of it;
+        with a `counter` besides, after as many elements of this and other rows."""
         env, em = self.env, self.env.em
-        low, high = "0", env.extent(seg.count)
+        low, high = "0", env.extent(index_set.count)
         if chunk:
             low, high = chunk[1], chunk[2]
-            if seg.axis != self.v:
-                start, low, high = env.extent(seg.low), em.fresh("lo"), em.fresh("hi")
+            if index_set.axis != self.v:
+                start, low, high = env.extent(index_set.low), em.fresh("lo"), em.fresh("hi")
                 em.scope.add(
                     f"const long long {low} = {difference(chunk[1], start)};",
                     f"const long long {high} = "
-                    f"{smaller(f'{chunk[2]} - {start}', env.extent(seg.count))};",
+                    f"{smaller(f'{chunk[2]} - {start}', env.extent(index_set.count))};",
                 )
         if self.scans_blocks(p):
-            low = self.scan_blocks(p, seg, accs, low, high)
-        base = em.name_axis(seg.axis)
+            low = self.scan_blocks(p, index_set, accs, low, high)
+        base = em.name_axis(index_set.axis)
         serial = bool(p.scans) or self.v in self.conflicts
-        ahead = [] if serial or seg.axis != self.v else self.prefetches(k, base, lanes)
+        prefetches = [] if serial or index_set.axis != self.v else self.prefetches(k, base, lanes)
         block, end = (em.fresh("b"), em.fresh("e")) if blocks else (low, high)
 
         def in_blocks(inner: Sequence[str]) -> None:
@@ -225,37 +227,56 @@ class Rows(Ahead):
             head = f"for (long long {block} = {low}; {block} < {high}; {block} += {length})"
             em.scope.loop(head, [limit, *inner, *flush])
 
-        past = [] if serial or accs else self.past_caches(seg.parts, seg.axis)
-        if serial or past or (not accs and not ahead and hint(self.v.extent) > SHORT):
-            at = self.position(seg, "@")
+        nontemporal = (
+            [] if serial or accs else self.nontemporal_stores(index_set.parts, index_set.axis)
+        )
+        if (
+            serial
+            or nontemporal
+            or (not accs and not prefetches and hint(self.v.extent) > MASKED_ROW)
+        ):
+            at = self.position(index_set, "@")
             if not blocks:
-                fetch = (lambda i, n: self.prefetches(k, i, n)) if ahead else None
-                self.whole_loop(seg, low, high, at, not serial, accs, fetch)
+                prefetch = (lambda i, n: self.prefetches(k, i, n)) if prefetches else None
+                self.index_set_loop(index_set, low, high, at, not serial, accs, prefetch)
                 return
             with em.inside() as whole:
-                self.whole_loop(seg, block, end, at, not serial, accs)
+                self.index_set_loop(index_set, block, end, at, not serial, accs)
             in_blocks(whole.lines)
             return
-        random = draws(env, seg.parts, (seg.axis, self.v)) if lanes % LANES == 0 else []
-        with em.inside() as drawn:
+        random = (
+            neighbouring_randoms(env, index_set.parts, (index_set.axis, self.v))
+            if lanes % RANDOM_BLOCK == 0
+            else []
+        )
+        with em.inside() as random_lines:
             for n in random:
-                self.tiled[n] = f"{fill(env, n, seg.axis, base, lanes)}[l]"
-        with in_floats(self, seg, base, lanes) as halves:
-            em.name_axis(seg.axis, f"({base} + l)")
-            with em.inside(seg.axis, self.v) as scope:
-                self.body(seg, accs, "l", self.position(seg))
+                self.staged[n] = f"{random_block(env, n, index_set.axis, base, lanes)}[l]"
+        with blocks_as_floats(self, index_set, base, lanes) as conversion:
+            em.name_axis(index_set.axis, f"({base} + l)")
+            with em.inside(index_set.axis, self.v) as scope:
+                self.body(index_set, accs, "l", self.position(index_set))
         rest: Scope | None = None
-        if seg.count.value is None or chunk or seg.count.value % lanes:
+        if index_set.count.value is None or chunk or index_set.count.value % lanes:
             em.guard, em.guard_level = f"(l < r_{base})", len(em.chain)
-            with em.inside(seg.axis, self.v) as tail:
-                self.body(seg, accs, "l", self.position(seg))
+            with em.inside(index_set.axis, self.v) as tail:
+                self.body(index_set, accs, "l", self.position(index_set))
             em.guard = None
             rest = tail
         for n in random:
-            del self.tiled[n]
-        ahead += halves.before
+            del self.staged[n]
+        prefetches += conversion.before
         lines = lane_loops(
-            em, base, block, end, lanes, scope, rest, ahead, drawn.lines, halves.behind
+            em,
+            base,
+            block,
+            end,
+            lanes,
+            scope,
+            rest,
+            prefetches,
+            random_lines.lines,
+            conversion.after,
         )
         if blocks:
             in_blocks(lines)
@@ -269,19 +290,19 @@ class Rows(Ahead):
         return bool(p.scans) and plain and not p.reductions and self.v not in self.conflicts
 
     def scan_blocks(
-        self, p: Pass, seg: Segment, accs: dict[str, Accumulator], low: str, high: str
+        self, p: Pass, index_set: IndexSet, accs: dict[str, Accumulator], low: str, high: str
     ) -> str:
         """Scans of whole blocks; returns where the rest begins."""
-        em, lanes = self.env.em, SCAN
+        em, lanes = self.env.em, SCAN_LANES
         base = em.fresh("i_")
-        em.name_axis(seg.axis, f"({base} + l)")
+        em.name_axis(index_set.axis, f"({base} + l)")
         em.used |= {"d_lanes", "d_scan"}
         with em.inside() as block:
-            for s in (x for x in seg.parts if isinstance(x, Scan)):
+            for s in (x for x in index_set.parts if isinstance(x, Scan)):
                 array = em.fresh("scan")
                 block.add(f"alignas(64) double {array}[{lanes}];")
-                with em.inside(seg.axis, self.v) as scope:
-                    em.buffered = self.buffered(seg)
+                with em.inside(index_set.axis, self.v) as scope:
+                    em.buffered = self.buffered(index_set)
                     scope.add(f"{array}[l] = {em.value(s.body)};")
                     em.buffered = {}
                 block.add(em.simd(scope))
@@ -289,9 +310,9 @@ class Rows(Ahead):
                 block.add(f"d_scan_{s.kind}({array}, {self.carries[s.name]});")
                 bound = Expr("load", s.body.dtype, (), (s.name, (), None))
                 block.texts[bound] = f"(({scalars.REGISTER[s.body.dtype]}){array}[l])"
-            rest: list[Part] = [x for x in seg.parts if not isinstance(x, Scan)]
-            with em.inside(seg.axis, self.v) as scope:
-                self.body(replace(seg, parts=rest), accs, "l", self.position(seg))
+            rest: list[Part] = [x for x in index_set.parts if not isinstance(x, Scan)]
+            with em.inside(index_set.axis, self.v) as scope:
+                self.body(replace(index_set, parts=rest), accs, "l", self.position(index_set))
             block.add(em.simd(scope))
             block.loop(f"for (int l = 0; l < {lanes}; ++l)", scope.lines)
         em.scope.add(f"long long {base} = {low};")
@@ -301,10 +322,10 @@ class Rows(Ahead):
         )
         return base
 
-    def position(self, seg: Segment, text: str | None = None) -> str:
+    def position(self, index_set: IndexSet, text: str | None = None) -> str:
         """The place along the reduced axis, for argmax (then there is one reduced axis)."""
-        text = text or self.env.em.axis_text[seg.axis]
-        return text if seg.low.value == 0 else f"{self.env.extent(seg.low)} + {text}"
+        text = text or self.env.em.axis_text[index_set.axis]
+        return text if index_set.low.value == 0 else f"{self.env.extent(index_set.low)} + {text}"
 
 
 def lane_loops(
@@ -315,30 +336,30 @@ def lane_loops(
     lanes: int,
     body: Scope,
     rest: Scope | None,
-    ahead: Sequence[str] = (),
-    drawn: Sequence[str] = (),
-    behind: Sequence[str] = (),
+    prefetches: Sequence[str] = (),
+    random_lines: Sequence[str] = (),
+    after: Sequence[str] = (),
 ) -> list[str]:
     """``for base in low..high step lanes: for l in lanes: body``; `rest` is the body for the last
-    lanes, guarded; `ahead` goes with each step (prefetches), `drawn` is what each needs first, of
-    the last lanes too, `behind` ends a step.
+    lanes, guarded; `prefetches` go with each step, `random_lines` is what each needs first, of
+    the last lanes too, `after` ends a step.
     """
     out = [
         f"long long {base} = {low};",
         f"for (; {base} + {lanes} <= {high}; {base} += {lanes}) {{",
-        *ahead,
-        *drawn,
+        *prefetches,
+        *random_lines,
         em.simd(body),
         f"for (int l = 0; l < {lanes}; ++l) {{",
         *body.lines,
-        *(["}", *behind, "}"] if behind else ["} }"]),
+        *(["}", *after, "}"] if after else ["} }"]),
     ]
     if rest is not None:
         count = "r_" + base
         out += [
             f"const int {count} = (int)({high} - {base});",
             f"if ({count} > 0) {{",
-            *drawn,
+            *random_lines,
             em.simd(rest),
             f"for (int l = 0; l < {lanes}; ++l) {{",
             *rest.lines,
@@ -361,7 +382,7 @@ def write_rows(env: Env, v: Axis) -> None:
     if (
         env.threaded
         and size(free) < 2 * env.machine.threads
-        and work >= 4 * CHUNK_OPS
+        and work >= 4 * MIN_CHUNK_OPS
         and shared_row
     ):
         write_shared_rows(env, v, parallel)
@@ -370,19 +391,21 @@ def write_rows(env: Env, v: Axis) -> None:
     env.em.scope.add(*prelude)
 
     rows.step = next(reversed(free + conflict), None)
-    turns = not conflict and short_streams(env, free)
-    parallel_loops(env, free, [], lambda: serial_loops(env, conflict, rows.row), turns)
+    interleaved = not conflict and interleaves_rows(env, free)
+    parallel_loops(env, free, [], lambda: serial_loops(env, conflict, rows.row), interleaved)
 
 
-def short_streams(env: Env, rows: Sequence[Axis]) -> bool:
-    """Whether a loop over short rows is cut into ranges, of which it takes a row each in turn.
+def interleaves_rows(env: Env, rows: Sequence[Axis]) -> bool:
+    """Whether a loop over short rows is cut into ranges, of which it takes a row each, one after
+    the other.
 
-    The caches' own prefetchers follow several streams, each to the end of a page, where they wait
+    The caches' own prefetchers follow several ranges, each to the end of a page, where they wait
     to see it go on: with others at work memory does not wait with them. AVX2 (Zen 3), two cores:
     sums of 262144 rows of 64 f32 0.80, of 131072 rows of 160 0.93, maxima 0.77, mean squares of 100
     0.89 of the time; AVX-512 (an EPYC), two cores, at 4, 8 and 16 places: sums of 64 0.95, 0.86 and
     1.7. Nothing is gained where a second tensor is as large (softmax, layer norm), of bf16, which
-    is fetched ahead (`Ahead.stream`; on a Xeon f32 too), with rows of 1 KiB, and in caches.
+    is prefetched (`PrefetchingWriter.prefetch_loads`; on a Xeon f32 too), with rows of 1 KiB, and
+    in caches.
     """
     loops = env.loops
     large = [
@@ -393,7 +416,7 @@ def short_streams(env: Env, rows: Sequence[Axis]) -> bool:
         return False
     row = large[0].itemsize * size(loops.reduced)
     far = size(rows) * row > env.machine.l3_bytes > 0
-    return far and row < NEAR_ROW[0]
+    return far and row < NEXT_ROW_BYTES[0]
 
 
 def row_bytes(loops: Loops) -> int:
@@ -407,11 +430,11 @@ def chunk_counts(env: Env, axis: Axis, ops: int, round_to: int, least: int = 1) 
     """C names of the chunk length along `axis` (`least` or longer) and of the number of chunks,
     from sizes alone."""
     em = env.em
-    least = max(least, round_to, -(-CHUNK_OPS // max(1, ops)) // round_to * round_to)
+    least = max(least, round_to, -(-MIN_CHUNK_OPS // max(1, ops)) // round_to * round_to)
     n = env.extent(axis)
     length, count = em.fresh("len"), em.fresh("chunks")
     em.chain[0].add(
-        f"const long long {length}_0 = (({n} + {CHUNKS - 1}) / {CHUNKS} + {round_to - 1})"
+        f"const long long {length}_0 = (({n} + {MAX_CHUNKS - 1}) / {MAX_CHUNKS} + {round_to - 1})"
         f" / {round_to} * {round_to};",
         f"const long long {length} = {length}_0 > {least} ? {length}_0 : {least};",
         f"const long long {count} = ({n} + {length} - 1) / {length};",
@@ -429,7 +452,7 @@ def write_shared_rows(env: Env, v: Axis, parallel: Sequence[Axis]) -> None:
     length, count = chunk_counts(env, axis, per_step, 64 if axis == v else 1)
 
     def row() -> None:
-        with em.inside(ROW) as scope:
+        with em.inside(ROW_SCOPE) as scope:
             for k, p in enumerate(rows.plan.passes):
                 shared_pass(env, rows, k, p, axis, length, count)
             if rows.plan.row_writes:
@@ -450,7 +473,7 @@ def write_shared_rows(env: Env, v: Axis, parallel: Sequence[Axis]) -> None:
 def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, count: str) -> None:
     em = env.em
     if p.rules:
-        rows.joint(p).in_chunks(rows.walker(k), length, count, CHUNKS)
+        rows.online(p).in_chunks(rows.walker(k), length, count, MAX_CHUNKS)
         return
     accs = {
         f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
@@ -459,9 +482,9 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
     c = em.fresh("c")
     for a in accs.values():
         kind = "double" if a.flushed else scalars.REGISTER[a.dtype]
-        env.shared.append(f"alignas(64) {kind} {a.name}_p[{CHUNKS}];")
+        env.shared.append(f"alignas(64) {kind} {a.name}_p[{MAX_CHUNKS}];")
         if a.positional:
-            env.shared.append(f"alignas(64) long long {a.name}_pi[{CHUNKS}];")
+            env.shared.append(f"alignas(64) long long {a.name}_pi[{MAX_CHUNKS}];")
     with em.inside() as scope:
         low, high = em.fresh("lo"), em.fresh("hi")
         scope.add(

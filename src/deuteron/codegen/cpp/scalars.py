@@ -109,9 +109,9 @@ def literal(value: Any, dtype: str) -> str:
     return str(value) if value >= 0 else f"({value})"
 
 
-# Functions whose arguments are nearly always small: the limit of the fast version ``d_<op>_near``.
-NEAR = {"sin": 8192.0, "cos": 8192.0}
-NEAR_USES = frozenset(("d_near", "d_sin_poly", "d_cos_poly", "d_fma", "d_bits", "d_f32"))
+# Functions whose arguments are nearly always small: the limit of the fast version ``d_<op>_small``.
+FAST_LIMITS = {"sin": 8192.0, "cos": 8192.0}
+FAST_HELPERS = frozenset(("d_trig_small", "d_sin_poly", "d_cos_poly", "d_fma", "d_bits", "d_f32"))
 
 
 def zero(dtype: str) -> str:

@@ -1,5 +1,5 @@
 // Helpers of generated CPU code that are not scalar operations: scratch memory, lanes, tiles.
-// Sections as in prelude.h, whose `base` is always there; `support.py` adds those that a unit uses.
+// Helpers as in prelude.h, whose `base` is always there; `support.py` adds those that a unit uses.
 
 //@ d_max_nan
 // Of accumulator `a` and value `b`: NaN where either is. Comparing `a` with itself is off the chain
@@ -17,11 +17,11 @@ D_FN i64 d_index_div(i64 a, i64 b) { i64 q = a / b; return q - (a % b != 0 && (a
 //@ d_index_mod
 D_FN i64 d_index_mod(i64 a, i64 b) { i64 r = a % b; return r + (r != 0 && (r < 0) != (b < 0) ? b : 0); }
 
-//@ d_in_turn
-// Which of n steps is taken as the t-th: one of each of `places` ranges in turn, at last the rest.
-template <int places> D_FN i64 d_in_turn(i64 t, i64 n) {
-  const i64 each = n / places;
-  return t < places * each ? t % places * each + t / places : t;
+//@ d_interleaved
+// Which of n steps is taken as the t-th: one of each of `ranges` ranges, then the next of each, at last the rest.
+template <int ranges> D_FN i64 d_interleaved(i64 t, i64 n) {
+  const i64 each = n / ranges;
+  return t < ranges * each ? t % ranges * each + t / ranges : t;
 }
 
 //@ d_memory
@@ -50,7 +50,7 @@ static inline char* d_scratch_columns(i64 bytes) { return d_memory<1>(bytes); }
 template <int k> static inline char* d_shared(i64 bytes) { return d_memory<2 + k>(bytes); }
 
 //@ d_lanes
-// Registers: wider vectors would be taken apart element by element where they are shuffled.
+// Registers: wider vectors would be split element by element where they are shuffled.
 #if defined(__AVX512F__)
 #define D_BYTES 64
 #else
@@ -164,7 +164,7 @@ D_FN void d_scan_prod(f64* a, f64* carry) {
 // Rows and columns of the blocks that registers transpose: squares with AVX-512, whose instructions
 // shuffle any elements of two registers; with AVX2, which interleaves halves of registers, as many
 // columns as a half has. One element without such instructions.
-constexpr int d_side(int bytes) {
+constexpr int d_tile_rows(int bytes) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return bytes == 8 ? 8 : bytes == 4 || bytes == 2 ? 16 : 1;
 #elif defined(__AVX512F__)
@@ -175,26 +175,26 @@ constexpr int d_side(int bytes) {
   return 1;
 #endif
 }
-constexpr int d_wide(int bytes) {
+constexpr int d_tile_columns(int bytes) {
 #if defined(__AVX512F__)
-  return d_side(bytes);
+  return d_tile_rows(bytes);
 #else
-  return d_side(bytes) == 1 ? 1 : 16 / bytes;
+  return d_tile_rows(bytes) == 1 ? 1 : 16 / bytes;
 #endif
 }
 template <int bytes> struct d_word { typedef unsigned char type; };
 template <> struct d_word<2> { typedef u16 type; };
 template <> struct d_word<4> { typedef u32 type; };
 template <> struct d_word<8> { typedef u64 type; };
-// Stores a register, past the caches where `past` (then `to` is a multiple of its size).
-template <bool past, class Row> D_FN void d_row_out(char* to, Row x) {
+// Stores a register, past the caches if `nontemporal` (then `to` is a multiple of its size).
+template <bool nontemporal, class Row> D_FN void d_store_row(char* to, Row x) {
 #if defined(__AVX__) && !defined(__clang__)
   typedef f32 Half __attribute__((vector_size(32)));
-  if constexpr (past && sizeof(Row) == 32) return __builtin_ia32_movntps256((f32*)to, (Half)x);
+  if constexpr (nontemporal && sizeof(Row) == 32) return __builtin_ia32_movntps256((f32*)to, (Half)x);
 #endif
 #if defined(__AVX512F__) && !defined(__clang__)
   typedef f32 Line __attribute__((vector_size(64)));
-  if constexpr (past && sizeof(Row) == 64) return __builtin_ia32_movntps512((f32*)to, (Line)x);
+  if constexpr (nontemporal && sizeof(Row) == 64) return __builtin_ia32_movntps512((f32*)to, (Line)x);
 #endif
   d_store(to, x);
 }
@@ -251,7 +251,7 @@ template <int N, class Row> D_FN void d_load_columns(const char* from, i64 strid
 template <int N, class Row> void d_load_columns(const char*, i64, Row (&)[N]);
 #endif
 // Q blocks of N rows and C columns; strides in bytes.
-template <class W, int N, int C, int Q, bool past>
+template <class W, int N, int C, int Q, bool nontemporal>
 static inline void d_transpose_blocks(const char* from, i64 from_stride, char* to, i64 to_stride) {
   typedef W Row __attribute__((vector_size(N * sizeof(W))));
   Row r[Q][C];
@@ -261,21 +261,21 @@ static inline void d_transpose_blocks(const char* from, i64 from_stride, char* t
   for (int i = 0; i < C; ++i)
 #pragma GCC unroll 2
     for (int q = 0; q < Q; ++q)
-      d_row_out<past, Row>(to + i * to_stride + q * sizeof(Row), r[q][i]);
+      d_store_row<nontemporal, Row>(to + i * to_stride + q * sizeof(Row), r[q][i]);
 }
 // to[c][r] = from[r][c]
-template <bool past, class T> static __attribute__((noinline, noclone)) void d_transpose_to(
+template <bool nontemporal, class T> static __attribute__((noinline, noclone)) void d_transpose_to(
     const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
-  constexpr int size = sizeof(T), N = d_side(size), C = d_wide(size);
+  constexpr int size = sizeof(T), N = d_tile_rows(size), C = d_tile_columns(size);
   // Past the caches go whole lines: halves that wait for their other halves cost ten times as much.
-  constexpr int Q = past && N * size < 64 ? 64 / (N * size) : 1;
+  constexpr int Q = nontemporal && N * size < 64 ? 64 / (N * size) : 1;
   typedef typename d_word<size>::type W;
   i64 done = 0;
   if constexpr (N > 1) {
     for (; done + C <= columns; done += C) {
       i64 r = 0;
       for (; r + Q * N <= rows; r += Q * N)
-        d_transpose_blocks<W, N, C, Q, past>(
+        d_transpose_blocks<W, N, C, Q, nontemporal>(
             (const char*)(from + r * from_stride + done), from_stride * size,
             (char*)(to + done * to_stride + r), to_stride * size);
       for (; r + N <= rows; r += N)
@@ -295,7 +295,7 @@ D_FN void d_transpose(const T* from, i64 from_stride, T* to, i64 to_stride, i64 
   d_transpose_to<false>(from, from_stride, to, to_stride, rows, columns);
 }
 // Past the caches, where `to` has rows that begin with whole registers.
-template <class T> D_FN void d_transpose_past(
+template <class T> D_FN void d_transpose_nontemporal(
     const T* from, i64 from_stride, T* to, i64 to_stride, i64 rows, i64 columns) {
   if (((u64)to | (u64)to_stride * sizeof(T)) & 63)
     d_transpose_to<false>(from, from_stride, to, to_stride, rows, columns);
@@ -303,26 +303,26 @@ template <class T> D_FN void d_transpose_past(
     d_transpose_to<true>(from, from_stride, to, to_stride, rows, columns);
 }
 
-//@ d_narrow
+//@ d_short_vectors
 // Whether vectors are shorter than a line.
 #if defined(__AVX512F__)
-constexpr bool d_narrow = false;
+constexpr bool d_short_vectors = false;
 #else
-constexpr bool d_narrow = true;
+constexpr bool d_short_vectors = true;
 #endif
 
-//@ d_waits
+//@ d_reads_stall
 // Whether loops that only read wait for what comes unless they fetch it; else at how many places
 // they are best at work, if rows are short: the caches' own prefetchers do the rest.
 #if !defined(__AVX512F__)
-constexpr bool d_waits = false;
-constexpr int d_places = 4;
+constexpr bool d_reads_stall = false;
+constexpr int d_interleaved_ranges = 4;
 #elif defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
-constexpr bool d_waits = false;
-constexpr int d_places = 8;
+constexpr bool d_reads_stall = false;
+constexpr int d_interleaved_ranges = 8;
 #else
-constexpr bool d_waits = true;
-constexpr int d_places = 1;
+constexpr bool d_reads_stall = true;
+constexpr int d_interleaved_ranges = 1;
 #endif
 
 //@ D_DENSE
@@ -335,9 +335,9 @@ constexpr int d_places = 1;
 #define D_DENSE
 #endif
 
-//@ d_halves
-// bf16 of a block as floats, before (D_WIDEN) and behind a loop over its lanes (D_NARROW, D_NARROWED),
-// which reads `d_wide(NAME[l])` and writes by `d_put`.
+//@ d_bf16_blocks
+// bf16 of a block as floats, before (D_WIDEN) and behind a loop over its lanes (D_BF16_RESULTS, D_STORE_BF16),
+// which reads `d_wide(NAME[l])` and writes by `d_put_float`.
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
 typedef char d_h_i8 __attribute__((vector_size(32)));
 typedef i32 d_h_i32 __attribute__((vector_size(32)));
@@ -363,7 +363,7 @@ D_FN d_h_i64 d_rounded(const f32* from) {
   d_h_u32 r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return (d_h_i64)((number & r) | (~number & 0x7fc0u));
 }
-template <int n> D_FN void d_narrowed(u16* to, const f32* from) {
+template <int n> D_FN void d_store_bf16_block(u16* to, const f32* from) {
 #pragma GCC unroll 8
   for (int k = 0; k < n; k += 16) {
     d_h_i64 a = d_rounded(from + k), b = d_rounded(from + k + 8);
@@ -372,61 +372,61 @@ template <int n> D_FN void d_narrowed(u16* to, const f32* from) {
     d_store(to + k, __builtin_ia32_packusdw256((d_h_i32)low, (d_h_i32)high));
   }
 }
-D_FN f32 d_wide(f32 x) { return x; }
-D_FN void d_put(f32& to, f32 x) { to = x; }
+D_FN f32 d_as_float(f32 x) { return x; }
+D_FN void d_put_float(f32& to, f32 x) { to = x; }
 #define D_WIDEN(N, NAME, FROM) alignas(64) f32 NAME[N]; d_widen<N>(NAME, FROM);
-#define D_NARROW(N, NAME, TO) alignas(64) f32 NAME[N];
-#define D_NARROWED(N, NAME, TO) d_narrowed<N>(TO, NAME);
+#define D_BF16_RESULTS(N, NAME, TO) alignas(64) f32 NAME[N];
+#define D_STORE_BF16(N, NAME, TO) d_store_bf16_block<N>(TO, NAME);
 #else
-D_FN f32 d_wide(u16 x) { return d_load_bf16(x); }
-D_FN void d_put(u16& to, f32 x) { to = d_f32_to_bf16(x); }
+D_FN f32 d_as_float(u16 x) { return d_load_bf16(x); }
+D_FN void d_put_float(u16& to, f32 x) { to = d_f32_to_bf16(x); }
 #define D_WIDEN(N, NAME, FROM) const u16* const NAME = FROM;
-#define D_NARROW(N, NAME, TO) u16* const NAME = TO;
-#define D_NARROWED(N, NAME, TO)
+#define D_BF16_RESULTS(N, NAME, TO) u16* const NAME = TO;
+#define D_STORE_BF16(N, NAME, TO)
 #endif
 
-//@ d_near
+//@ d_trig_small
 // sin and cos of arguments below 8192: prelude's, without the reduction of large arguments.
-D_FN f32 d_trig_near(f32 x, u32 &quadrant) {
+D_FN f32 d_trig_small(f32 x, u32 &quadrant) {
   f32 sum = d_fma(x, 0.636619747f, 12582912.0f);
   f32 k = sum - 12582912.0f;
   f32 r = d_fma(k, -1.57079637f, x);
   quadrant = d_bits(sum);
   return d_fma(k, 1.71512451e-15f, d_fma(k, 4.37113883e-08f, r));
 }
-D_FN f32 d_sin_near(f32 x) {
+D_FN f32 d_sin_small(f32 x) {
   u32 n;
-  f32 r = d_trig_near(x, n), z = r * r;
+  f32 r = d_trig_small(x, n), z = r * r;
   f32 s = d_sin_poly(r, z), c = d_cos_poly(z);
   f32 y = d_f32(d_bits(n & 1u ? c : s) ^ ((n & 2u) << 30));
   return x == 0.0f ? x : y;
 }
-D_FN f32 d_cos_near(f32 x) {
+D_FN f32 d_cos_small(f32 x) {
   u32 n;
-  f32 r = d_trig_near(x, n), z = r * r;
+  f32 r = d_trig_small(x, n), z = r * r;
   f32 s = d_sin_poly(r, z), c = d_cos_poly(z);
   return d_f32(d_bits(n & 1u ? s : c) ^ (((n + 1u) & 2u) << 30));
 }
 
-//@ d_stream
+//@ d_nontemporal
 // Copies a block that is complete to memory that nobody reads soon: whole lines go past the caches,
 // which then need not fetch what is overwritten.
 #if defined(__AVX512F__)
 typedef f32 d_line __attribute__((vector_size(64)));
-D_FN void d_line_out(char* to, d_line x) { __builtin_ia32_movntps512((f32*)to, x); }
+D_FN void d_store_line(char* to, d_line x) { __builtin_ia32_movntps512((f32*)to, x); }
 #elif defined(__AVX__)
 typedef f32 d_line __attribute__((vector_size(32)));
-D_FN void d_line_out(char* to, d_line x) { __builtin_ia32_movntps256((f32*)to, x); }
+D_FN void d_store_line(char* to, d_line x) { __builtin_ia32_movntps256((f32*)to, x); }
 #else
 typedef f32 d_line __attribute__((vector_size(16)));
 #if defined(__SSE__)
-D_FN void d_line_out(char* to, d_line x) { __builtin_ia32_movntps((f32*)to, x); }
+D_FN void d_store_line(char* to, d_line x) { __builtin_ia32_movntps((f32*)to, x); }
 #else
-D_FN void d_line_out(char* to, d_line x) { d_store(to, x); }
+D_FN void d_store_line(char* to, d_line x) { d_store(to, x); }
 #endif
 #endif
 // Before other threads may read it.
-D_FN void d_stream_end() {
+D_FN void d_nontemporal_end() {
 #if defined(__SSE__)
   __builtin_ia32_sfence();
 #endif
@@ -438,9 +438,9 @@ D_FN void d_whole_line(char* to, const char* from) {
     x[i] = d_load<d_line>(from + i * sizeof(d_line));
 #pragma GCC unroll 4
   for (int i = 0; i < (int)(64 / sizeof(d_line)); ++i)
-    d_line_out(to + i * sizeof(d_line), x[i]);
+    d_store_line(to + i * sizeof(d_line), x[i]);
 }
-template <class T> D_FN void d_stream(T* to_, const T* from_, i64 n) {
+template <class T> D_FN void d_nontemporal(T* to_, const T* from_, i64 n) {
   char* to = (char*)to_;
   const char* from = (const char*)from_;
   i64 bytes = n * (i64)sizeof(T), k = (i64)(-(u64)to & 63);
@@ -454,7 +454,7 @@ template <class T> D_FN i64 d_line_start(const T* at, i64 low, i64 high) {
   i64 n = low + (i64)((-(u64)at & 63) / sizeof(T));
   return n < high ? n : high;
 }
-template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
+template <int n, class T> D_FN void d_nontemporal_lanes(T* to, const T* from) {
   static_assert(n * sizeof(T) % 64 == 0, "whole lines");
   constexpr int bytes = n * sizeof(T);
   if (!((u64)to & 63))
@@ -463,10 +463,10 @@ template <int n, class T> D_FN void d_stream_lanes(T* to, const T* from) {
     for (int k = 0; k < bytes; k += sizeof(d_line))
       d_store((char*)to + k, d_load<d_line>((const char*)from + k));
 }
-// In one of several passes over a row, some of which are dear (see streams.py).
-template <int n, class T> D_FN void d_stream_last(T* to, const T* from) {
+// In one of several passes over a row, some of which are costly (see nontemporal.py).
+template <int n, class T> D_FN void d_nontemporal_last(T* to, const T* from) {
 #if defined(__AVX512F__)
-  d_stream_lanes<n>(to, from);
+  d_nontemporal_lanes<n>(to, from);
 #else
   for (int k = 0; k < n; ++k) to[k] = from[k];
 #endif
@@ -479,7 +479,7 @@ template <int n, class T> D_FN void d_stream_last(T* to, const T* from) {
 #if defined(__AVX512F__)
 typedef u64 d_v_u64 __attribute__((vector_size(64)));
 typedef i32 d_v_word __attribute__((vector_size(64)));
-typedef f32 d_v_drawn __attribute__((vector_size(64)));
+typedef f32 d_v_random __attribute__((vector_size(64)));
 D_FN d_v_u64 d_mul_words(d_v_u64 x, u64 y) {
   return (d_v_u64)__builtin_ia32_pmuludq512_mask((d_v_word)x, (d_v_word)(d_v_u64{} + y),
                                                  (i64 __attribute__((vector_size(64)))){}, 255);
@@ -490,7 +490,7 @@ D_FN d_v_u64 d_high_words(d_v_u64 x) {
 }
 D_FN void d_unit_floats(f32* out, d_v_u64 words) {
   d_v_word bits = (d_v_word)((u32 __attribute__((vector_size(64))))words >> 8);
-  d_store(out, __builtin_convertvector(bits, d_v_drawn) * 5.9604644775390625e-08f);
+  d_store(out, __builtin_convertvector(bits, d_v_random) * 5.9604644775390625e-08f);
 }
 static inline void d_rand_64(f32* out, i64 seed, i64 stream, i64 counter) {
   constexpr d_v_u64 first = {0, 1, 2, 3, 4, 5, 6, 7}, lower = {0, 8, 1, 9, 2, 10, 3, 11};
@@ -543,19 +543,19 @@ template <int n> static inline void d_rand_lanes(f32* out, i64 seed, i64 stream,
 // A tensor's memory whose accesses are checked (option check_accesses): the first one outside is
 // told to who called, and goes to a place of no meaning.
 extern "C" int snprintf(char*, unsigned long, const char*, ...) noexcept;
-static __attribute__((noinline, cold)) void d_outside(const char* what, i64 at, i64 n) {
+static __attribute__((noinline, cold)) void d_out_of_bounds(const char* what, i64 at, i64 n) {
   if (__atomic_exchange_n(&cpp_bounds_error.taken, 1, __ATOMIC_RELAXED)) return;
   snprintf(cpp_bounds_error.text, sizeof(cpp_bounds_error.text),
            "%s, which has %lld elements, is accessed at element %lld", what, n, at);
 }
-template <class T> struct d_place {  // where a block begins
+template <class T> struct d_address {  // where a block begins
   T* p;
   i64 at, n;
   const char* what;
   operator T*() const { return p + at; }
   bool inside(i64 by) const {
     if (at + by >= 0 && at + by < n) return true;
-    d_outside(what, at + by, n);
+    d_out_of_bounds(what, at + by, n);
     return false;
   }
   // Rows that are `step` apart, of so many neighbours; null where a corner is outside.
@@ -571,31 +571,31 @@ template <class T> struct d_checked {
   const char* what;
   T& operator[](i64 at) const {
     if (at >= 0 && at < n) return p[at];
-    d_outside(what, at, n);
+    d_out_of_bounds(what, at, n);
     alignas(64) static __thread char spare[64];
     return *(T*)spare;
   }
-  d_place<T> operator+(i64 at) const { return {p, at, n, what}; }
+  d_address<T> operator+(i64 at) const { return {p, at, n, what}; }
 };
 template <class T, class U>
-static void d_transpose(d_place<T> from, i64 step, U* to, i64 to_step, i64 rows, i64 columns) {
+static void d_transpose(d_address<T> from, i64 step, U* to, i64 to_step, i64 rows, i64 columns) {
   const U* f = from.block(step, rows, columns);
   if (f) d_transpose(f, step, to, to_step, rows, columns);
 }
 template <class T, class U>
-static void d_transpose(T* from, i64 step, d_place<U> to, i64 to_step, i64 rows, i64 columns) {
+static void d_transpose(T* from, i64 step, d_address<U> to, i64 to_step, i64 rows, i64 columns) {
   U* t = to.block(to_step, columns, rows);
   if (t) d_transpose((const U*)from, step, t, to_step, rows, columns);
 }
 template <class T, class U> static void d_transpose(
-    d_place<T> from, i64 step, d_place<U> to, i64 to_step, i64 rows, i64 columns) {
+    d_address<T> from, i64 step, d_address<U> to, i64 to_step, i64 rows, i64 columns) {
   U* t = to.block(to_step, columns, rows);
   if (t) d_transpose(from, step, t, to_step, rows, columns);
 }
 
-//@ d_every
+//@ d_copy_strided
 // to[k] = from[s k]: nothing but these elements is read, nor what lies behind the last.
-template <int s, class T> D_FN void d_every(T* to, const T* from, i64 n) {
+template <int s, class T> D_FN void d_copy_strided(T* to, const T* from, i64 n) {
 #if defined(__AVX512F__)
   if constexpr (s == 2 && sizeof(T) == 4) {
     typedef T Row __attribute__((vector_size(64)));
@@ -613,7 +613,7 @@ template <int s, class T> D_FN void d_every(T* to, const T* from, i64 n) {
 #endif
   for (i64 k = 0; k < n; ++k) to[k] = from[s * k];
 }
-template <int s, class T, class P>  // P: a d_place
-D_FN auto d_every(T* to, P from, i64 n) -> decltype(from.what, void()) {
-  if (const T* f = from.block(0, 1, s * (n - 1) + 1)) d_every<s>(to, f, n);
+template <int s, class T, class P>  // P: a d_address
+D_FN auto d_copy_strided(T* to, P from, i64 n) -> decltype(from.what, void()) {
+  if (const T* f = from.block(0, 1, s * (n - 1) + 1)) d_copy_strided<s>(to, f, n);
 }

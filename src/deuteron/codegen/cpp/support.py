@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from functools import lru_cache
 from importlib.resources import files
 
-_SECTION = re.compile(r"^//@ (\w+)\n", re.MULTILINE)
-_MEMORY = frozenset(("d_scratch", "d_scratch_columns", "d_shared"))
+_HELPER = re.compile(r"^//@ (\w+)\n", re.MULTILINE)
+_USE_MEMORY = frozenset(("d_scratch", "d_scratch_columns", "d_shared"))
 
 
 @lru_cache(maxsize=1)
-def sections() -> dict[str, str]:
+def helpers() -> dict[str, str]:
     """Name -> text, comments left out."""
     text = files(__package__).joinpath("support.h").read_text(encoding="utf-8")
-    parts = _SECTION.split(text)
+    parts = _HELPER.split(text)
     out = {}
     for name, body in zip(parts[1::2], parts[2::2], strict=True):
         lines = [s for s in body.splitlines() if s.strip() and not s.startswith("//")]
@@ -30,6 +30,6 @@ def sections() -> dict[str, str]:
 def support(used: Iterable[str]) -> str:
     """The helpers among `used`."""
     names = set(used)
-    if names & _MEMORY:
+    if names & _USE_MEMORY:
         names.add("d_memory")
-    return "\n".join(text for name, text in sections().items() if name in names)
+    return "\n".join(text for name, text in helpers().items() if name in names)

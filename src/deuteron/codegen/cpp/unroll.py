@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from deuteron.codegen.cpp.index_sets import between
+from deuteron.codegen.cpp.index_sets import index_between_cuts
 from deuteron.codegen.loops import (
     CrossRowReduce,
     Loops,
@@ -24,14 +24,14 @@ from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, cast, extreme, index_valu
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
 from deuteron.schedule.kernel import Reduce, Scan
 
-MOST_POINTS = 32  # elements of a row; more are better off in a loop
+MAX_ROW_ELEMENTS = 32  # elements of a row; more are better off in a loop
 # Of rows whose elements are stored: g++ 12 makes a group of the stores, with as many vectors as the
 # least common multiple of lanes and elements fills. Beyond 8 elements a loop over each row takes as
 # long or less (softmax of 8192 rows of 15 bf16 2.3 ms written out, 0.4 ms in loops; f32 0.6 and
 # 0.13 ms) and is built in 0.2 s, not in 11 s; rows of 31 bf16 take g++ minutes and gigabytes.
-MOST_STORED = 8
-MOST_INTERLEAVED = 8  # elements of a short axis between lanes
-MOST_NODES = 600  # operations after writing out; compile time
+MAX_STORED_ELEMENTS = 8
+MAX_INTERLEAVED = 8  # elements of a short axis between lanes
+MAX_UNROLLED_NODES = 600  # operations after writing out; compile time
 
 
 def worth_unrolling(loops: Loops) -> bool:
@@ -41,21 +41,21 @@ def worth_unrolling(loops: Loops) -> bool:
         return False
     points = hint(product(a.extent for a in loops.reduced))
     stored = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
-    if not 1 < points <= (MOST_STORED if stored else MOST_POINTS) or any(
+    if not 1 < points <= (MAX_STORED_ELEMENTS if stored else MAX_ROW_ELEMENTS) or any(
         isinstance(p, (Scan, CrossRowReduce)) for p in loops.parts
     ):
         return False
     nodes = len(loops.nodes)
-    if nodes * points > MOST_NODES:
+    if nodes * points > MAX_UNROLLED_NODES:
         return False
-    best = max((hint(a.extent) for a in loops.parallel if _near(loops, a)), default=0)
+    best = max((hint(a.extent) for a in loops.parallel if _has_small_strides(loops, a)), default=0)
     return best >= 16
 
 
-def _near(loops: Loops, axis: Axis) -> bool:
+def _has_small_strides(loops: Loops, axis: Axis) -> bool:
     """Whether lanes along the axis touch neighbouring cache lines in every access."""
-    steps = [stride(between(a.address, axis), axis) for a in loops.accesses]
-    return all(s is not None and abs(s) <= MOST_POINTS for s in steps) and any(steps)
+    steps = [stride(index_between_cuts(a.address, axis), axis) for a in loops.accesses]
+    return all(s is not None and abs(s) <= MAX_ROW_ELEMENTS for s in steps) and any(steps)
 
 
 def unroll(loops: Loops) -> Loops:
@@ -68,7 +68,7 @@ def unroll(loops: Loops) -> Loops:
     values: dict[str, Expr] = {}
     parts: list[Part] = []
     for p in loops.parts:
-        movers = [_Mover(t, values) for t in tables]
+        movers = [_Unroller(t, values) for t in tables]
         if isinstance(p, Reduce):
             terms = [m.expr(p.body) for m in movers]
             at = [cast(index_value(t[loops.reduced[0]]), "i32") for t in tables]
@@ -114,7 +114,7 @@ def _tree(name: str, terms: list[Expr]) -> Expr:
     return terms[0]
 
 
-class _Mover(Rewriter):
+class _Unroller(Rewriter):
     """Fixes the reduced axes and puts reductions' values where their results are read."""
 
     def __init__(self, table: dict[Atom, Index], values: dict[str, Expr]) -> None:
@@ -127,7 +127,7 @@ class _Mover(Rewriter):
         return super()._node(node)
 
 
-def interleaved(loops: Loops) -> Axis | None:
+def interleaved_axis(loops: Loops) -> Axis | None:
     """A short axis whose elements lie next to each other between lanes of a longer one.
 
     Colours of a pixel, real and imaginary parts, rotary pairs: lanes along the long axis read
@@ -135,17 +135,17 @@ def interleaved(loops: Loops) -> Axis | None:
     """
     for a in loops.parallel:
         n = a.extent.value
-        if n is None or not 2 <= n <= MOST_INTERLEAVED or len(loops.nodes) * n > MOST_NODES:
+        if n is None or not 2 <= n <= MAX_INTERLEAVED or len(loops.nodes) * n > MAX_UNROLLED_NODES:
             continue
         for v in loops.parallel:
-            if v == a or hint(v.extent) < 16 or not _near(loops, v):
+            if v == a or hint(v.extent) < 16 or not _has_small_strides(loops, v):
                 continue
             if any(stride(x.address, a) == 1 and stride(x.address, v) == n for x in loops.accesses):
                 return a
     return None
 
 
-def write_out(loops: Loops, axis: Axis) -> Loops:
+def unroll_parallel(loops: Loops, axis: Axis) -> Loops:
     """One copy of every store per element of a parallel axis of a pointwise nest."""
     movers = [Rewriter({axis: const(i)}) for i in range(hint(axis.extent))]
     parts = tuple(m.part(p) for m in movers for p in loops.parts)

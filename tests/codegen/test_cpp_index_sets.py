@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.codegen.cpp.index_sets import LONG, between, cuts, pieces
+from deuteron.codegen.cpp.index_sets import (
+    MIN_CUT_EXTENT,
+    cut_positions,
+    index_between_cuts,
+    pieces,
+)
 from deuteron.ir.expr import Expr, load
 from deuteron.ir.index import (
     Axis,
@@ -55,7 +60,7 @@ def read(at: Index) -> Expr:
 @pytest.mark.parametrize("name", INDICES)
 def test_cuts(name: str) -> None:
     at, where = INDICES[name]
-    marks = cuts([read(at)], I)
+    marks = cut_positions([read(at)], I)
     assert [m.value for m in marks] == where
     for low, piece in pieces(I, marks) if marks else ():
         here = substitute(at, {I: low + piece.index})
@@ -67,10 +72,10 @@ def test_cuts(name: str) -> None:
 
 
 def test_between_the_cuts() -> None:
-    assert between(up(1), I) is I.index + floordiv(J.index + 1, 2)
-    short = Axis("k", LONG - 1)
+    assert index_between_cuts(up(1), I) is I.index + floordiv(J.index + 1, 2)
+    short = Axis("k", MIN_CUT_EXTENT - 1)
     at = maximum(short.index - 1, const(0))
-    assert between(at, short) is at and not cuts([read(at)], short)
+    assert index_between_cuts(at, short) is at and not cut_positions([read(at)], short)
 
 
 def same(f: Callable[..., Tensor], *args: Tensor) -> None:
@@ -127,7 +132,7 @@ def test_what_is_known_of_nodes_is_known_where_a_loop_is_cut(tmp_path: Path) -> 
     options = {"debug_dir": str(tmp_path), "cache": False}
     got = torch.compile(sums, backend="deuteron", options=options)(a, b)
     text = "".join(f.read_text() for f in tmp_path.glob("**/kernels.txt"))
-    assert "d_erf_of_sum(" in text and "d_erf(" not in text
+    assert "d_erf_for_one_plus(" in text and "d_erf(" not in text
     exact = sums(a.double(), b.double())
     assert (got - exact).abs().max() <= 2 * (sums(a, b) - exact).abs().max() + 1e-6
 
