@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from deuteron.ir.division import _plainly_nonneg
 from deuteron.ir.expr import Expr, load
 from deuteron.ir.index import (
     Axis,
@@ -37,7 +38,7 @@ from deuteron.ir.index import (
     product,
     substitute,
 )
-from deuteron.ir.ranges import _plainly_nonneg, interval
+from deuteron.ir.ranges import interval
 from tests.ir.trees import AXES, SYMS, Tree, build, divisors, meaning, tree_axes, trees, valuations
 
 quick = settings(max_examples=250, deadline=None)

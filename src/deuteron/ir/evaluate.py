@@ -1,79 +1,15 @@
-"""Indices with their atoms replaced: by other indices, by integers, by the sizes that costs assume.
-
-Part of `deuteron.ir.index`; import these names from there.
-"""
+"""Indices as integers: for given axes and sizes, and for the sizes that costs assume."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
-from deuteron.base.memo import MEMO
-from deuteron.ir.index import (
-    Atom,
-    Axis,
-    Div,
-    Index,
-    IndexLike,
-    MinMax,
-    Mod,
-    Sym,
-    Value,
-    as_index,
-    atom,
-    const,
-    floordiv,
-    maximum,
-    minimum,
-    mod,
-)
-
-if TYPE_CHECKING:
-    from deuteron.ir.expr import Expr
-
-
-_SUBSTITUTED: dict[tuple[Index, tuple[tuple[Atom, Index], ...]], Index] = MEMO.answers()
-
-
-def substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
-    """`index` with atoms replaced, re-simplified."""
-    if not table or table.keys().isdisjoint(index.atoms()):
-        return index
-    key = (index, tuple(table.items()))
-    known = _SUBSTITUTED.get(key)
-    if known is None:
-        known = _SUBSTITUTED[key] = _substitute(index, table)
-    return known
-
-
-def _substitute(index: Index, table: Mapping[Atom, Index]) -> Index:
-    total = const(0)
-    for m, c in index.terms:
-        part = const(c)
-        for a in m:
-            part = part * _substitute_atom(a, table)
-        total = total + part
-    return total
-
-
-def _substitute_atom(a: Atom, table: Mapping[Atom, Index]) -> Index:
-    replacement = table.get(a)
-    if replacement is not None:
-        return replacement
-    if isinstance(a, Div):
-        return floordiv(substitute(a.num, table), substitute(a.den, table))
-    if isinstance(a, Mod):
-        return mod(substitute(a.num, table), substitute(a.den, table))
-    if isinstance(a, MinMax):
-        pick = minimum if a.kind == "min" else maximum
-        return pick(substitute(a.a, table), substitute(a.b, table))
-    if isinstance(a, Value):
-        return atom(Value(a.expr.substitute(table)))
-    return atom(a)
+from deuteron.ir.polynomial import Axis, Div, Index, IndexLike, MinMax, Mod, Sym, Value, as_index
 
 
 def evaluate(
-    index: Index, env: Mapping[str, int], value: Callable[[Expr], int] | None = None
+    index: Index, env: Mapping[str, int], value: Callable[[Any], int] | None = None
 ) -> int:
     """The integer for given axis and size values (by name)."""
     total = 0
