@@ -14,14 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from deuteron.codegen.cpp.bodies import IndexSet, PassBody
 from deuteron.codegen.loops import Write, roots_of, stride
 from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Index
-
-if TYPE_CHECKING:
-    from deuteron.codegen.cpp.nests import IndexSet, PassWriter
 
 LANES_MULTIPLE = 16  # lanes of a block are a multiple of it
 
@@ -61,7 +58,7 @@ def bf16_stores(index_set: IndexSet) -> list[Write]:
 
 @contextmanager
 def blocks_as_floats(
-    writer: PassWriter,
+    writer: PassBody,
     index_set: IndexSet,
     base: str,
     lanes: int,
@@ -104,10 +101,4 @@ def blocks_as_floats(
     writer.unrounded_cells.clear()
 
 
-def before_rounding(value: Expr) -> Expr:
-    """What is rounded when `value`, a bf16, is stored."""
-    known = value.op == "cast" and value.args[0].dtype == "f32"
-    return value.args[0] if known else value
-
-
-__all__ = ["Conversion", "blocks_as_floats", "bf16_loads", "bf16_stores", "before_rounding"]
+__all__ = ["Conversion", "blocks_as_floats", "bf16_loads", "bf16_stores"]

@@ -16,19 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.bodies import IndexSet, carry_dtype
 from deuteron.codegen.cpp.emit import Scope, difference, smaller
-from deuteron.codegen.cpp.lanes import OnlineColumns
-from deuteron.codegen.cpp.nests import (
+from deuteron.codegen.cpp.environment import (
     ROW_SCOPE,
     Env,
-    IndexSet,
-    PassWriter,
-    carry_dtype,
     parallel_loops,
     serial_loops,
     size,
     write_store,
 )
+from deuteron.codegen.cpp.lanes import OnlineColumns
+from deuteron.codegen.cpp.nests import PassWriter
 from deuteron.codegen.cpp.nontemporal import (
     nontemporal_stores,
     store_address,

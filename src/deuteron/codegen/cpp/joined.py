@@ -12,6 +12,7 @@ behind: 365 us whole, 29 in parts.)
 from __future__ import annotations
 
 from deuteron.codegen.cpp.axes import vector_axis
+from deuteron.codegen.cpp.environment import ordered_conflicts
 from deuteron.codegen.cpp.index_sets import (
     MAX_CUTS,
     MAX_INDEX_SETS,
@@ -20,7 +21,6 @@ from deuteron.codegen.cpp.index_sets import (
     pieces,
     repeats_code,
 )
-from deuteron.codegen.cpp.nests import ordered_conflicts
 from deuteron.codegen.cpp.tiles import transposed_axis
 from deuteron.codegen.loops import Loops, Write, stretch
 from deuteron.ir.index import Axis, hint

@@ -26,8 +26,8 @@ from deuteron.codegen.cpp.axes import flops_of, vector_axis
 from deuteron.codegen.cpp.bounds import BOUNDS_ERROR, checked_pointer
 from deuteron.codegen.cpp.columns import write_columns
 from deuteron.codegen.cpp.emit import Emitter, alias_name, fits_int, size_name
+from deuteron.codegen.cpp.environment import Env, Machine, size
 from deuteron.codegen.cpp.joined import split_index_sets
-from deuteron.codegen.cpp.nests import Env, Machine, size
 from deuteron.codegen.cpp.nontemporal import nontemporal_tensors
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.rows import write_chunked, write_rows

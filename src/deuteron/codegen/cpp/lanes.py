@@ -1,26 +1,35 @@
 """Dependent reductions over rows that lie side by side, in one pass: `online` with a row in every
 lane.
 
-In: the reductions of a pass and the `Columns` that walks it. Out: C++ lines: the state of the rows
-is an array per variable, what `online` does for a row stands in loops over the lanes.
+In: the reductions of a pass and the `Lanes` that it is computed in. Out: C++ lines: the state of
+the rows is an array per variable, what `online` does for a row stands in loops over the lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.nests import Env
+from deuteron.codegen.cpp.emit import Scope
+from deuteron.codegen.cpp.environment import Env
 from deuteron.codegen.cpp.online import OnlineReductions, Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.ir.index import Axis
 from deuteron.schedule.kernel import Reduce
 
-if TYPE_CHECKING:
-    from deuteron.codegen.cpp.columns import Columns
+
+class Lanes(Protocol):
+    """A block of rows side by side: what `columns.Columns` is to the reductions over it."""
+
+    v: Axis
+    base: str  # C text: the first lane's row
+    count: str  # C text: how many lanes are in use
+    width: int
+
+    def lane_loop(self, body: Scope, simd: bool = True) -> None: ...
 
 
 class OnlineColumns(OnlineReductions):
@@ -29,7 +38,7 @@ class OnlineColumns(OnlineReductions):
     elements = 64  # rows of a block; times the lanes they are in the L2 cache
 
     def __init__(
-        self, env: Env, p: Pass, axis: Axis, rest: tuple[Axis, ...], columns: Columns
+        self, env: Env, p: Pass, axis: Axis, rest: tuple[Axis, ...], columns: Lanes
     ) -> None:
         super().__init__(env, p, axis, rest)
         self.columns = columns

@@ -27,17 +27,14 @@ passes have non-temporal stores too (softmax with gradients 0.79, log-softmax 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.environment import Env, Machine
 from deuteron.codegen.loops import Part, Write, stride
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, hint, product
 from deuteron.ir.program import tensors_read
 from deuteron.schedule.kernel import Kernel, Schedule
-
-if TYPE_CHECKING:
-    from deuteron.codegen.cpp.nests import Env, Machine
 
 CACHED_RESULT_FRACTION = 32  # results below this fraction of the last cache stay in it
 # A kernel that touches this fraction of the last cache stores what the graph returns

@@ -24,7 +24,7 @@ from functools import partial
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
-from deuteron.codegen.cpp.nests import ROW_SCOPE, Env, size
+from deuteron.codegen.cpp.environment import ROW_SCOPE, Env, size
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.reductions import Accumulator, combine
 from deuteron.ir import expr as E

@@ -13,17 +13,17 @@ from dataclasses import replace
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of, vector_axis
+from deuteron.codegen.cpp.bodies import IndexSet
 from deuteron.codegen.cpp.emit import difference, smaller
-from deuteron.codegen.cpp.index_sets import row_masks
-from deuteron.codegen.cpp.nests import (
+from deuteron.codegen.cpp.environment import (
     Env,
-    IndexSet,
-    PassWriter,
     ordered_conflicts,
     parallel_loops,
     serial_loops,
     size,
 )
+from deuteron.codegen.cpp.index_sets import row_masks
+from deuteron.codegen.cpp.nests import PassWriter
 from deuteron.codegen.cpp.tiles import Tiles, transposed_axis
 from deuteron.codegen.cpp.unroll import interleaved_axis, unroll_parallel
 from deuteron.codegen.loops import (

@@ -9,14 +9,11 @@ caches' own prefetchers stop at the end of a page, and non-temporal stores take 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from deuteron.codegen.cpp.environment import Env
 from deuteron.codegen.loops import Part, ordered, points, roots_of, stride, unique_nodes
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, hint
-
-if TYPE_CHECKING:
-    from deuteron.codegen.cpp.nests import Env
 
 PREFETCH_BYTES = 8192  # bytes between what a loop reads and what it fetches
 MAX_PREFETCHES = 16  # fetches of one step

@@ -7,14 +7,11 @@ block's numbers (`d_rand_lanes` of `support.h`), and where the loop finds them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from deuteron.codegen.cpp.environment import Env
 from deuteron.codegen.loops import Part, roots_of, unique_nodes
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
-
-if TYPE_CHECKING:
-    from deuteron.codegen.cpp.nests import Env
 
 RANDOM_BLOCK = 64  # a block is a multiple of it
 

@@ -20,12 +20,11 @@ from dataclasses import replace
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.bf16_blocks import blocks_as_floats
+from deuteron.codegen.cpp.bodies import IndexSet, carry_dtype
 from deuteron.codegen.cpp.emit import Emitter, Scope, difference, smaller
-from deuteron.codegen.cpp.nests import (
+from deuteron.codegen.cpp.environment import (
     ROW_SCOPE,
     Env,
-    IndexSet,
-    carry_dtype,
     parallel_loops,
     serial_loops,
     size,

@@ -13,16 +13,13 @@ code (half of the time of a row of 28) or whose operands are every second, third
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.bodies import IndexSet, PassBody
+from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.codegen.loops import Part, Write, roots_of, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const
-
-if TYPE_CHECKING:
-    from deuteron.codegen.cpp.nests import IndexSet, PassWriter
-    from deuteron.codegen.cpp.reductions import Accumulator
 
 BLOCK_LANES = 16
 MAX_SHORT_LOOP = 512  # elements; of longer loops the end costs nothing
@@ -30,7 +27,7 @@ COPIED_STRIDES = (2, 3, 4)
 
 
 def short_loop(
-    writer: PassWriter, index_set: IndexSet, low: str, high: str, accs: dict[str, Accumulator]
+    writer: PassBody, index_set: IndexSet, low: str, high: str, accs: dict[str, Accumulator]
 ) -> bool:
     """Writes the loop, if it is one for this module."""
     n = index_set.count.value
@@ -104,7 +101,7 @@ def nearby_groups(groups: dict[Key, Members], n: int) -> Iterator[tuple[Key, Mem
                 first = k
 
 
-def copy_strided(writer: PassWriter, loads: Sequence[Expr], axis: Axis, n: int) -> dict[Expr, str]:
+def copy_strided(writer: PassBody, loads: Sequence[Expr], axis: Axis, n: int) -> dict[Expr, str]:
     """Copies what the loads read; returns the text of each with ``{}`` for the place."""
     env, em = writer.env, writer.env.em
     groups: dict[Key, Members] = {}

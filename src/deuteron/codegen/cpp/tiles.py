@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.bodies import IndexSet
 from deuteron.codegen.cpp.emit import smaller
-from deuteron.codegen.cpp.nests import Env, IndexSet, PassWriter, parallel_loops
+from deuteron.codegen.cpp.environment import Env, parallel_loops
+from deuteron.codegen.cpp.nests import PassWriter
 from deuteron.codegen.cpp.nontemporal import transpose_function
 from deuteron.codegen.loops import Loops, Write, ordered, points, stride, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, Expr
