@@ -73,7 +73,7 @@ def fresh_dynamo() -> Iterator[None]:
     yield
     support = sys.modules.get("deuteron.runtime.support")
     if support is not None:
-        support.HOOKED.clear()
+        support.HOOKS_SEEN.clear()
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()

@@ -305,7 +305,7 @@ class Compilation:
         steps = {k.name: k for k in self.steps()}
         for q in self.emitted.sequences:
             kernels = [self.triton(n) for n in q.kernels]
-            common = (kernels, q.places, q.sizes, q.device, self.options, self.variants)
+            common = (kernels, q.operands, q.sizes, q.device, self.options, self.variants)
             yield q.name, Tuned(*common, [steps[n] for n in q.kernels], self.record)
         for name, (product, device) in self.emitted.products.items():
             number = torch.device(device).index or 0

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.backend import collecting
-from deuteron.codegen.products import ACTIVATED, product_of
+from deuteron.codegen.products import ADDMM_ACTIVATION, product_of
 from deuteron.graph import epilogues
 from deuteron.ir.index import const
 from deuteron.ir.program import Extern, ViewArg, contiguous, contiguous_strides
@@ -132,7 +132,9 @@ def test_small_products_are_given_to_cublas_with_their_activation(settings: Any,
     layouts = {n: contiguous(v, "bf16", "cuda") for n, v in shapes.items()}
     views = [ViewArg(n, shapes[n], contiguous_strides(shapes[n]), const(0)) for n in "bxw"]
     made = (layouts["y"],)
-    call = Extern(("y",), ACTIVATED, tuple(views), settings, made, aliases=(None,), reason="")
+    call = Extern(
+        ("y",), ADDMM_ACTIVATION, tuple(views), settings, made, aliases=(None,), reason=""
+    )
     matched = product_of(call, layouts)
     assert matched is not None
     product, operands = matched

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deuteron.backend import collecting
 from deuteron.graph import padding
-from deuteron.runtime.support import HOOKED
+from deuteron.runtime.support import HOOKS_SEEN
 
 R = torch.randn
 
@@ -63,7 +63,7 @@ def test_saved_logits_stay_as_the_product_left_them(hooked: bool) -> None:
         out, strides = saved_by(lambda: compiled(x, t))
     assert any(e["subject"] == "pad" for r in records for e in r.of("decision"))
     assert (64, 1) in strides and (61, 1) not in strides
-    HOOKED.clear()
+    HOOKS_SEEN.clear()
     for _ in range(2):
         if hooked:
             pack = lambda t: torch.empty(t.shape, dtype=t.dtype).copy_(t)  # noqa: E731

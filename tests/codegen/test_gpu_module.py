@@ -145,14 +145,14 @@ class Pretended(Compilation):
             pointers = struct.unpack(f"{len(given) // 8}P", given)
             assert stream == 71 and q.device == DEVICE and self.device == 1
             env = dict(zip(q.sizes, sizes, strict=True))
-            for name, places in zip(q.kernels, q.places, strict=True):
+            for name, operands in zip(q.kernels, q.operands, strict=True):
                 made, kernel = self.kernels[name], self.original[name]
                 assert isinstance(made, TritonKernel)
                 layouts = dict(kernel.reads) | dict(kernel.writes)
                 names = [str(what) for kind, what in made.args if kind == "tensor"]
                 tensors = {
                     n: tensor_at(pointers[p], layouts[n], env)
-                    for n, p in zip(names, places, strict=True)
+                    for n, p in zip(names, operands, strict=True)
                 }
                 run_kernel(kernel, tensors, env)
 
@@ -277,7 +277,7 @@ def test_products_without_aten(
 
 def test_convolutions_into_given_memory(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without cuDNN, which may be switched off at any time, the result is copied there."""
-    monkeypatch.setattr(out_variants, "of_cudnn", lambda d: True)
+    monkeypatch.setattr(out_variants, "is_one_cudnn_call", lambda d: True)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(8),

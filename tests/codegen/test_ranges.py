@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deuteron.base.options import Options
-from deuteron.codegen.ranges import bounds, least, never
+from deuteron.codegen.ranges import bounds, divisor_bounds, is_never_true
 from deuteron.ir.expr import Expr, cast, literal, load, op
 from deuteron.ir.index import Axis
 from deuteron.lower import pointwise
@@ -76,10 +76,12 @@ def test_quotients_by_the_largest(e: Expr, most: float) -> None:
 
 
 def test_never() -> None:
-    assert never(op("gt", op("abs", clamp(X, -448.0, 448.0)), number(464.0)), {})
-    assert never(op("gt", op("abs", quotient(X, REDUCTION)), number(464.0)), ROWS)
-    assert not never(op("gt", op("abs", quotient(X, REDUCTION, by=500.0)), number(464.0)), ROWS)
-    assert not never(
+    assert is_never_true(op("gt", op("abs", clamp(X, -448.0, 448.0)), number(464.0)), {})
+    assert is_never_true(op("gt", op("abs", quotient(X, REDUCTION)), number(464.0)), ROWS)
+    assert not is_never_true(
+        op("gt", op("abs", quotient(X, REDUCTION, by=500.0)), number(464.0)), ROWS
+    )
+    assert not is_never_true(
         op("gt", op("abs", quotient(X, REDUCTION)), number(448.0)), ROWS
     )  # it may round
 
@@ -93,23 +95,23 @@ def test_never_is_what_no_value_fulfils(kind: str) -> None:
         between = clamp(X, -1.0, 1.0)
         for args in ((between, number(limit)), (number(limit), between)):
             either = [(v, limit) if args[0] is between else (limit, v) for v in values]
-            assert never(op(kind, *args), {}) == (not any(holds(*e) for e in either)), args
+            assert is_never_true(op(kind, *args), {}) == (not any(holds(*e) for e in either)), args
 
 
 def test_never_of_integers() -> None:
     """The most that one can be is no float, and the magnitude of the least is none of its own."""
     x = load("x", (POINT,), "i64")
     most = op("minimum", x, literal(2**53 + 1, "i64"))
-    assert not never(op("gt", most, literal(2**53, "i64")), {})
+    assert not is_never_true(op("gt", most, literal(2**53, "i64")), {})
     least_one = op("abs", op("minimum", x, literal(0, "i64")))
-    assert not never(op("lt", least_one, literal(0, "i64")), {})
+    assert not is_never_true(op("lt", least_one, literal(0, "i64")), {})
 
 
 def test_divisors() -> None:
     clamped = op("maximum", number(1e-3), X)
-    assert least(clamped) == (number(1e-3).attr, 1.0, X)
-    assert least(op("mul", clamped, number(0.5)))[1:] == (0.5, X)
-    assert least(X) == (0.0, 1.0, None)
+    assert divisor_bounds(clamped) == (number(1e-3).attr, 1.0, X)
+    assert divisor_bounds(op("mul", clamped, number(0.5)))[1:] == (0.5, X)
+    assert divisor_bounds(X) == (0.0, 1.0, None)
 
 
 def by_rows(x: Tensor, by: float = 448.0) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ R = torch.randn
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "GIVEN", 0)
+    monkeypatch.setattr(planning, "MIN_DONATED_BYTES", 0)
 
 
 def compiled(f: Callable[..., Any], **kw: Any) -> tuple[Callable[..., Any], list[Compilation]]:

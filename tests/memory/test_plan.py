@@ -15,7 +15,7 @@ from deuteron.backend import deuteron_backend
 from deuteron.ir.index import evaluate
 from deuteron.ir.program import Extern, Program, tensors_read
 from deuteron.memory.lifetimes import overwritable
-from deuteron.memory.plan import ALIGNMENT, MemoryPlan, place
+from deuteron.memory.plan import ALIGNMENT, MemoryPlan, assign_offsets
 from deuteron.pipeline import Compilation
 from deuteron.schedule.kernel import Kernel, Schedule
 
@@ -48,7 +48,7 @@ def test_pieces_that_live_at_once_do_not_overlap(seed: int) -> None:
         first = rng.randrange(30)
         lives.append((first, first + rng.randrange(8)))
         need.append(rng.choice([0, 1, 100, 4096, 5000, 70000, rng.randrange(20000)]))
-    at, total = place(need, lives)
+    at, total = assign_offsets(need, lives)
     for i in range(len(need)):
         assert at[i] % ALIGNMENT == 0
         assert at[i] + need[i] <= total
@@ -60,12 +60,12 @@ def test_pieces_that_live_at_once_do_not_overlap(seed: int) -> None:
         sum(n for n, (a, b) in zip(need, lives, strict=True) if a <= k <= b) for k in range(40)
     )
     assert most <= total <= 1.5 * most + 60 * ALIGNMENT
-    assert place(need, lives) == (at, total)
+    assert assign_offsets(need, lives) == (at, total)
 
 
 def test_nothing_needs_no_memory() -> None:
-    assert place([], []) == ([], 0)
-    assert place([0, 0], [(0, 1), (0, 1)]) == ([0, 0], 0)
+    assert assign_offsets([], []) == ([], 0)
+    assert assign_offsets([0, 0], [(0, 1), (0, 1)]) == ([0, 0], 0)
 
 
 def disjoint(plan: MemoryPlan, schedule: Schedule, sizes: dict[str, int]) -> None:

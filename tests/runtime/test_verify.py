@@ -102,7 +102,9 @@ def test_who_reads_overwritten_memory_is_named(monkeypatch: pytest.MonkeyPatch) 
     x = R(40, 30)
     torch.testing.assert_close(checked(sorts)(x), sorts(x), rtol=1e-3, atol=1e-3)
     torch._dynamo.reset()
-    monkeypatch.setattr(memory_plan, "place", lambda need, lives: ([0] * len(need), max(need)))
+    monkeypatch.setattr(
+        memory_plan, "assign_offsets", lambda need, lives: ([0] * len(need), max(need))
+    )
     with pytest.raises(VerifyError) as caught:
         checked(sorts)(x)
     assert caught.value.guilty == "memory" and caught.value.node

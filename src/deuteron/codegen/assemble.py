@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
-from deuteron.codegen.launch_groups import OPENMP, Launches, Segment
+from deuteron.codegen.launch_groups import OPENMP, Launches, LaunchGroup
 from deuteron.codegen.products import Product
 from deuteron.codegen.text import dtype_text, long_string, wrapped
 from deuteron.codegen.triton.generate import Config, TritonKernel
@@ -24,22 +24,26 @@ from deuteron.ir.program import Input, Program
 
 SUPPORT = (
     *(
-        "HOOKED",
-        "as_traced",
+        "HOOKS_SEEN",
+        "address_array",
+        "as_dtype",
+        "assign_offsets",
+        "cache_layout",
+        "checked_result",
         "convolve",
         "empty",
         "empty_cpu",
         "empty_cuda",
         "empty_small",
         "enter_device",
-        "exactly",
+        "exact_count",
+        "fail_assertion",
         "keeps_graph",
         "leave_device",
         "leaves",
         "look_for_hooks",
     ),
-    *("numbers", "place", "pointers", "refuse", "remember", "settled", "stream", "threads"),
-    *("typed", "view"),
+    *("size_array", "stream", "threads", "view", "with_strides"),
 )
 Generated = CppKernel | TritonKernel
 
@@ -47,13 +51,13 @@ Generated = CppKernel | TritonKernel
 @dataclass(frozen=True)
 class Emitted:
     """The module's text, the C++ translation unit of its CPU kernels ("" without any), and what the
-    text refers to by name and does not define: `segments` are C++ functions of the unit,
+    text refers to by name and does not define: `launch_groups` are C++ functions of the unit,
     `sequences` GPU kernels, `products` matrix products with their devices, `objects` values that
     have no text."""
 
     text: str
     unit: str
-    segments: tuple[str, ...]
+    launch_groups: tuple[str, ...]
     sequences: tuple[Launches, ...]
     objects: dict[str, Any]
     products: dict[str, tuple[Product, str]] = field(default_factory=dict)
@@ -83,7 +87,7 @@ class Body:
     head: list[str]
     layout: list[str]
     lines: list[str]
-    segments: list[Segment]
+    launch_groups: list[LaunchGroup]
     sequences: list[Launches]
     objects: dict[str, Any]
     constants: dict[str, torch.Tensor]
@@ -95,22 +99,22 @@ def assemble(
     body: Body, program: Program, kernels: dict[str, Generated], request: Request
 ) -> Emitted:
     unit = translation(body, kernels, request.threads)
-    segments = tuple(s.name for s in body.segments)
-    bound = [*segments, *(q.name for q in body.sequences), *body.products, *body.objects]
+    launch_groups = tuple(s.name for s in body.launch_groups)
+    bound = [*launch_groups, *(q.name for q in body.sequences), *body.products, *body.objects]
     about = "set by who loads this module: " + ", ".join(bound)
     text = [
         long_string("\n".join([request.title, "", *request.about, ""])),
         *("", "import math", "", "import torch", ""),
         *wrapped("from deuteron.runtime.support import (", SUPPORT, ")"),
         "",
-        *sources(unit, kernels),
+        *kernel_sources(unit, kernels),
         *body.head,
         *(textwrap.wrap(about, 98, initial_indent="# ", subsequent_indent="# ") if bound else []),
-        *("", "", *body.layout, *calling(body), "", ""),
-        *main(body, program, kernels, segments),
+        *("", "", *body.layout, *call_function(body), "", ""),
+        *standalone_main(body, program, kernels, launch_groups),
     ]
     sequences = tuple(body.sequences)
-    return Emitted("\n".join(text), unit, segments, sequences, body.objects, body.products)
+    return Emitted("\n".join(text), unit, launch_groups, sequences, body.objects, body.products)
 
 
 def translation(body: Body, kernels: dict[str, Generated], threads: int) -> str:
@@ -118,12 +122,12 @@ def translation(body: Body, kernels: dict[str, Generated], threads: int) -> str:
     cpp = {k.name: k for k in kernels.values() if isinstance(k, CppKernel)}
     if not cpp:
         return ""
-    functions = [x for s in body.segments for x in s.function(threads)]
+    functions = [x for s in body.launch_groups for x in s.function(threads)]
     openmp = [OPENMP] if threads else []
     return "\n".join([translation_unit(list(cpp.values())), *openmp, *functions, ""])
 
 
-def calling(body: Body) -> list[str]:
+def call_function(body: Body) -> list[str]:
     """The function ``call``; kernels of a GPU run with their device as the current one."""
     lines = [f"    {x}" for x in body.lines]
     if not body.gpus:
@@ -139,7 +143,7 @@ def calling(body: Body) -> list[str]:
     ]
 
 
-def sources(unit: str, kernels: dict[str, Generated]) -> Iterator[str]:
+def kernel_sources(unit: str, kernels: dict[str, Generated]) -> Iterator[str]:
     if unit:
         yield f"CPP = {long_string(chr(10) + unit)}"
         yield ""
@@ -148,8 +152,8 @@ def sources(unit: str, kernels: dict[str, Generated]) -> Iterator[str]:
         yield ""
 
 
-def main(
-    body: Body, program: Program, kernels: dict[str, Generated], segments: Sequence[str]
+def standalone_main(
+    body: Body, program: Program, kernels: dict[str, Generated], launch_groups: Sequence[str]
 ) -> Iterator[str]:
     """What makes the module a program of its own."""
     triton = {n: k for n, k in kernels.items() if isinstance(k, TritonKernel)}
@@ -172,11 +176,11 @@ def main(
         yield f"            {name!r}: ({about}),"
     yield "        },"
     yield f"        missing={[n for n in body.objects if n not in body.constants]!r},"
-    yield f"        segments={list(segments)!r},"
+    yield f"        launch_groups={list(launch_groups)!r},"
     yield "        sequences=["
     for q in body.sequences:
         yield "            ("
-        yield f"                {q.name!r}, {q.device!r}, {q.places!r}, {q.sizes!r},"
+        yield f"                {q.name!r}, {q.device!r}, {q.operands!r}, {q.sizes!r},"
         yield "                ["
         yield from (f"                    {triton_text(triton[n])}," for n in q.kernels)
         yield "                ],"
@@ -209,13 +213,13 @@ def triton_text(k: TritonKernel) -> str:
         value = getattr(k, f.name)
         text = f"{k.name}_source" if f.name == "source" else repr(value)
         if f.name == "args":
-            text = "".join(f"({kind!r}, {what_text(what)}), " for kind, what in value)
+            text = "".join(f"({kind!r}, {argument_text(what)}), " for kind, what in value)
             text = f"({text})"
         parts.append(f"{f.name}={text}")
     return f"TritonKernel({', '.join(parts)})"
 
 
-def what_text(x: str | Sym) -> str:
+def argument_text(x: str | Sym) -> str:
     return repr(x) if isinstance(x, str) else f"Sym({x.name!r}, {x.low!r}, {x.hint!r})"
 
 

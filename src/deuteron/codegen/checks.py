@@ -27,28 +27,30 @@ from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Nest, Stmt, Store
 
 
-def spelled(index: Index) -> Expr:
+def as_arithmetic(index: Index) -> Expr:
     """An index of loaded values as arithmetic of 64 bits: an index of 32 bits would cut a loaded
     value, and 2**32 + 1 would be in range."""
     total: Expr | None = None
     for m, c in index.terms:
         term = literal(c, "i64") if c != 1 or not m else None
         for a in m:
-            factor = _spelled_atom(a)
+            factor = _atom_as_arithmetic(a)
             term = factor if term is None else op("mul", term, factor)
         assert term is not None
         total = term if total is None else op("add", total, term)
     return literal(0, "i64") if total is None else total
 
 
-def _spelled_atom(a: Atom) -> Expr:
+def _atom_as_arithmetic(a: Atom) -> Expr:
     if isinstance(a, Value):
         return cast(a.expr, "i64")
-    if isinstance(a, (Div, Mod)) and (reads(a.num) or reads(a.den)):
+    if isinstance(a, (Div, Mod)) and (is_loaded(a.num) or is_loaded(a.den)):
         kind = "floordiv" if isinstance(a, Div) else "remainder"
-        return op(kind, spelled(a.num), spelled(a.den))
-    if isinstance(a, MinMax) and (reads(a.a) or reads(a.b)):
-        return op("minimum" if a.kind == "min" else "maximum", spelled(a.a), spelled(a.b))
+        return op(kind, as_arithmetic(a.num), as_arithmetic(a.den))
+    if isinstance(a, MinMax) and (is_loaded(a.a) or is_loaded(a.b)):
+        return op(
+            "minimum" if a.kind == "min" else "maximum", as_arithmetic(a.a), as_arithmetic(a.b)
+        )
     return index_value(atom(a))
 
 
@@ -56,12 +58,12 @@ def with_checks(
     nest: Nest,
     layouts: Mapping[str, Layout],
     wanted: bool = True,
-    value: Callable[[Index], Expr] = spelled,
+    value: Callable[[Index], Expr] = as_arithmetic,
 ) -> Nest:
     """The nest with checked accesses; the same nest where no loaded value is an index. Where checks
     are not `wanted`, those that the program itself has are left out. `value` makes an index an
     expression."""
-    loaded = any(reads(i) for i in _indices(nest))
+    loaded = any(is_loaded(i) for i in _indices(nest))
     own = any(n.op == "check" for e in nest.exprs() for n in e.walk())
     if not (loaded and wanted or own and not wanted):
         return nest
@@ -101,7 +103,7 @@ def with_checks(
     return replace(nest, stmts=tuple(stmts))
 
 
-def reads(index: Index) -> bool:
+def is_loaded(index: Index) -> bool:
     """Whether the index is made of loaded values."""
     return any(a.rank == 3 for a in index.atoms())
 
@@ -119,7 +121,7 @@ def _checked(
 ) -> tuple[Index, ...]:
     out = []
     for i, extent in zip(index, layout.shape, strict=True):
-        if reads(i) and not in_range(i, extent):
+        if is_loaded(i) and not in_range(i, extent):
             args = (value(i),) if mask is None else (value(i), mask)
             i = atom(Value(Expr("check", "i64", args, extent)))
         out.append(i)

@@ -27,22 +27,22 @@ class Launches:
     name: str
     device: str
     kernels: tuple[str, ...]
-    places: tuple[tuple[int, ...], ...]
+    operands: tuple[tuple[int, ...], ...]
     sizes: tuple[str, ...]
 
 
 @dataclass
-class Segment:
+class LaunchGroup:
     """Consecutive kernels of one device."""
 
     name: str
     device: str
     kernels: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # of its C++ function
-    places: list[tuple[int, ...]] = field(default_factory=list)
+    operands: list[tuple[int, ...]] = field(default_factory=list)
     after: list[str] = field(default_factory=list)  # variables to let go when it has run
-    checked: list[str] = field(default_factory=list)  # kernels that check indices that they load
-    accesses: bool = False  # whether kernels check all that they load and store
+    index_checked: list[str] = field(default_factory=list)  # kernels that check loaded indices
+    checks_accesses: bool = False  # whether kernels check all that they load and store
     pointers: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -68,9 +68,9 @@ class Segment:
         self.lines.append(
             f"  {{ void* q[] = {{{', '.join(args)}}}; {z}cpp_{k.name}(q, {'z' if z else '0'}); }}"
         )
-        if k.checks:
-            self.checked.append(name)
-        self.accesses |= k.accesses
+        if k.checks_indices:
+            self.index_checked.append(name)
+        self.checks_accesses |= k.checks_accesses
 
     def gpu(self, name: str, k: TritonKernel, tensors: Sequence[Address]) -> None:
         for kind, what in k.args:
@@ -78,7 +78,7 @@ class Segment:
                 assert isinstance(what, Sym)
                 self.number(what.name)
         self.kernels.append(name)
-        self.places.append(
+        self.operands.append(
             tuple(
                 self.pointer(text if offset in (None, "0") else f"{text} + {offset}")
                 for text, offset in tensors
@@ -96,10 +96,10 @@ class Segment:
 
     def launches(self) -> Launches:
         return Launches(
-            self.name, self.device, tuple(self.kernels), tuple(self.places), tuple(self.numbers)
+            self.name, self.device, tuple(self.kernels), tuple(self.operands), tuple(self.numbers)
         )
 
 
 OPENMP = 'extern "C" { int omp_get_max_threads(); void omp_set_num_threads(int); }'
 
-__all__ = ["OPENMP", "Address", "Launches", "Segment"]
+__all__ = ["OPENMP", "Address", "Launches", "LaunchGroup"]

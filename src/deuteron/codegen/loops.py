@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from deuteron.codegen.ranges import never
+from deuteron.codegen.ranges import is_never_true
 from deuteron.ir.expr import (
     ITEMSIZE,
     Expr,
@@ -112,14 +112,14 @@ class Loops:
     @cached_property
     def accesses(self) -> list[Access]:
         """The distinct reads and writes of memory."""
-        found: dict[Access, None] = {}
+        accesses: dict[Access, None] = {}
         for n in self.nodes:
             if n.op == "load" and n.attr[1]:
-                found[read_of(n)] = None
+                accesses[read_of(n)] = None
         for p in self.parts:
             if isinstance(p, Write):
-                found[written_by(p)] = None
-        return list(found)
+                accesses[written_by(p)] = None
+        return list(accesses)
 
 
 def unique_nodes(roots: Iterable[Expr]) -> list[Expr]:
@@ -164,9 +164,9 @@ class Rewriter:
         self.done: dict[Expr, Expr] = {}
 
     def expr(self, root: Expr) -> Expr:
-        found = self.done.get(root)
-        if found is not None:
-            return found
+        known = self.done.get(root)
+        if known is not None:
+            return known
         for node in root.walk():
             if node not in self.done:
                 self.done[node] = self._node(node)
@@ -177,7 +177,7 @@ class Rewriter:
         if node.op == "load" and node.attr[0] in self.results:
             return Expr("load", node.dtype, (), (node.attr[0], (), None))
         new = rebuild(node, args, self.table, self.done)
-        if never(new, self.maxima):
+        if is_never_true(new, self.maxima):
             return literal(False, "bool")
         # What is no load may become one, of what was rewritten already: where(c, x, x).
         if node.op == new.op == "load" and self.layouts is not None:
@@ -215,10 +215,10 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
     parts: list[Part] = []
     for s in nest.stmts:
         if isinstance(s, Reduce) and s.partial:
-            place = (WORKER.index, *(a.index for a in nest.reduced))
+            index = (WORKER.index, *(a.index for a in nest.reduced))
             parts.append(
                 CrossRowReduce(
-                    s.name, s.kind, flat.expr(s.body), s.name, layouts[s.name].address(place)
+                    s.name, s.kind, flat.expr(s.body), s.name, layouts[s.name].address(index)
                 )
             )
         elif isinstance(s, (Reduce, Scan)):
@@ -267,7 +267,7 @@ def rearranged(
     )
 
 
-def stretch(loops: Loops, axis: Axis, low: Index, piece: Axis) -> Loops:
+def restricted(loops: Loops, axis: Axis, low: Index, piece: Axis) -> Loops:
     """The nest where ``low <= axis < low + extent of piece``."""
     parallel = (piece if a == axis else a for a in loops.parallel)
     moved = rearranged(loops, {axis: low + piece.index}, parallel, loops.reduced, loops.section)
@@ -296,17 +296,17 @@ def _drop_unit(loops: Loops) -> Loops:
 
 
 def all_indices(loops: Loops) -> list[Index]:
-    found: dict[Index, None] = dict.fromkeys(loops.addresses())
+    indices: dict[Index, None] = dict.fromkeys(loops.addresses())
     for node in loops.nodes:
-        found.update(dict.fromkeys(own_indices(node)))
-    return list(found)
+        indices.update(dict.fromkeys(own_indices(node)))
+    return list(indices)
 
 
 def _split(loops: Loops) -> Loops:
     """Splits axes until no ``a // k`` or ``a % k`` with ``k`` dividing the extent is left."""
     for count in range(12):
         axes = set(loops.parallel) | set(loops.reduced)
-        found = next(
+        candidate = next(
             (
                 c
                 for i in all_indices(loops)
@@ -317,9 +317,9 @@ def _split(loops: Loops) -> Loops:
             ),
             None,
         )
-        if found is None:
+        if candidate is None:
             return loops
-        axis, size, outer_extent = found
+        axis, size, outer_extent = candidate
         outer = Axis(f"{axis.name}o{count}", outer_extent)
         inner = Axis(f"{axis.name}i{count}", size)
 
@@ -425,20 +425,20 @@ def stride(address: Index, axis: Axis) -> int | None:
     return None if c is None or c.axes() else hint(c)
 
 
-def points(address: Index, axes: Iterable[Axis]) -> int:
+def points_visited(address: Index, axes: Iterable[Axis]) -> int:
     """How many elements the address visits, at hinted sizes."""
     used = address.axes()
     return max(1, hint(product(a.extent for a in axes if a in used)))
 
 
-def ordered(loops: Loops, axes: Iterable[Axis]) -> list[Axis]:
+def outermost_first(loops: Loops, axes: Iterable[Axis]) -> list[Axis]:
     """Axes from the outermost loop to the innermost: large strides outside."""
-    found = loops.accesses
+    accesses = loops.accesses
     index = {a: i for i, a in enumerate((*loops.parallel, *loops.reduced))}
 
     def weight(a: Axis) -> float:
         total = 0.0
-        for x in found:
+        for x in accesses:
             step = stride(x.address, a)
             total += x.itemsize * (abs(step) if step is not None else 64) * (2 if x.store else 1)
         return total

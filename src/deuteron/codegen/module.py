@@ -20,9 +20,15 @@ import torch
 
 from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
-from deuteron.codegen.launch_groups import Address, Launches, Segment
+from deuteron.codegen.launch_groups import Address, Launches, LaunchGroup
 from deuteron.codegen.products import Product, product_of
-from deuteron.codegen.results import FIRST, PLAIN, comparison, looked_at, relied_on
+from deuteron.codegen.results import (
+    FIRST_CALL,
+    KNOWN_NAMESPACES,
+    comparison,
+    is_compared,
+    relied_on,
+)
 from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const
@@ -39,27 +45,27 @@ from deuteron.ir.program import (
     objects_used,
 )
 from deuteron.memory.out_variants import out_variant
-from deuteron.memory.plan import KEPT, POOLED, MemoryPlan, span
+from deuteron.memory.plan import MAX_CACHED_WORKSPACE, MIN_POOLED_BYTES, MemoryPlan, span
 from deuteron.schedule.kernel import Kernel, Schedule
 
 
 @dataclass
-class Frame:
-    """A workspace that is kept: the lines that make it and the views of it, and the names that the
-    calls use."""
+class CachedWorkspace:
+    """A workspace that stays from call to call: the lines that make it and the views of it, and
+    the names that the calls use."""
 
-    made: list[str]
+    lines: list[str]
     names: list[str]
     known: dict[str, str] = field(default_factory=dict)
 
-    def named(self, text: str, k: int) -> str:
+    def view_name(self, text: str, k: int) -> str:
         """The name of a view."""
-        found = self.known.get(text)
-        if found is None:
-            found = self.known[text] = f"view_{k}_{len(self.known)}"
-            self.made.append(f"{found} = {text}")
-            self.names.append(found)
-        return found
+        name = self.known.get(text)
+        if name is None:
+            name = self.known[text] = f"view_{k}_{len(self.known)}"
+            self.lines.append(f"{name} = {text}")
+            self.names.append(name)
+        return name
 
 
 class Writer:
@@ -77,7 +83,7 @@ class Writer:
         self.kernels, self.request = kernels, request
         self.lines: list[str] = []
         self.head: list[str] = []
-        self.segments: list[Segment] = []
+        self.launch_groups: list[LaunchGroup] = []
         self.sequences: list[Launches] = []
         self.products: dict[str, tuple[Product, str]] = {}
         self.objects: dict[str, Any] = {}
@@ -85,36 +91,37 @@ class Writer:
         self.variables: dict[str, str] = {}
         self.taken = {*SUPPORT, *(s.name for s, _ in program.sizes), "torch", "math", "args"}
         self.taken |= {
-            FIRST,
+            FIRST_CALL,
             "min",
             "max",
             "call",
             "run",
             "layout",
             "sizes",
-            "found",
+            "known",
             "before",
             "main",
             "donated",
         }
         self.checks = list(program.checks)
-        self.relied = relied_on(program, schedule)
+        self.relied_on = relied_on(program, schedule)
         # Results whose sizes are not all known: variable, those sizes, lines.
-        self.unsettled: list[tuple[str, set[str], list[str]]] = []
-        self.dead: list[str] = []
-        self.open: Segment | None = None
+        self.unchecked: list[tuple[str, set[str], list[str]]] = []
+        self.to_delete: list[str] = []
+        self.open_group: LaunchGroup | None = None
         self.count = 0
         self.symbols = [s for s, (kind, _, _) in program.sizes if kind != "result"]
-        self.late = {s: where for s, where in program.sizes if where[0] == "result"}
-        self.waiting = {s.name: str(where[1]) for s, where in program.sizes if where[0] == "expr"}
+        self.result_sizes = {s: where for s, where in program.sizes if where[0] == "result"}
+        self.pending = {s.name: str(where[1]) for s, where in program.sizes if where[0] == "expr"}
         known = {s.name for s, where in program.sizes if where[0] in ("int", "shape", "stride")}
         self.known = known
-        self.symbols = [s for s in self.symbols if s.name not in self.waiting or self.ready(s.name)]
+        early = (s for s in self.symbols if s.name not in self.pending or self.computable(s.name))
+        self.symbols = list(early)
         self.static = not self.symbols
         self.arrays: list[tuple[str, str]] = []  # name, text of an array that depends on sizes
         self.offsets: dict[str, list[int]] = {}
         self.totals: dict[str, int] = {}
-        self.frames: dict[str, Frame] = {}
+        self.workspaces: dict[str, CachedWorkspace] = {}
         self.views: dict[tuple[str, str], str] = {}  # (device, dtype) -> typed workspace
         if self.static:
             for device, arena in plan.arenas.items():
@@ -126,16 +133,17 @@ class Writer:
     def variable(self, name: str) -> str:
         """The Python variable that holds a tensor."""
         root = self.plan.home.get(name, name)
-        found = self.variables.get(root)
-        if found is None:
-            found = identifier(root, self.taken)
+        variable = self.variables.get(root)
+        if variable is None:
+            variable = identifier(root, self.taken)
             if re.match(
-                r"(seg|gpu|mul|op|at|total|space|base|z|array|view|kept|workspace|now|KEPT)_", found
+                r"(cpu|gpu|mul|op|at|total|space|base|z|array|view|cached|workspace|now|CACHED)_",
+                variable,
             ):
-                found = identifier("t_" + found, self.taken)
-            self.variables[root] = found
-            self.taken.add(found)
-        return found
+                variable = identifier("t_" + variable, self.taken)
+            self.variables[root] = variable
+            self.taken.add(variable)
+        return variable
 
     def object(self, value: Any, wish: str) -> str:
         for k, v in self.objects.items():
@@ -149,25 +157,25 @@ class Writer:
     def arena(self, device: str) -> int:
         return list(self.plan.arenas).index(device)
 
-    def place(self, name: str) -> tuple[str, str] | None:
+    def workspace_slot(self, name: str) -> tuple[str, str] | None:
         """(device, text of the offset in bytes) of a tensor in a workspace."""
-        found = self.plan.slot.get(self.plan.home.get(name, name))
-        if found is None:
+        slot = self.plan.slot.get(self.plan.home.get(name, name))
+        if slot is None:
             return None
-        device, k = found
+        device, k = slot
         if self.static:
             return device, str(self.offsets[device][k])
         return device, f"at_{self.arena(device)}_{k}"
 
     def address(self, name: str) -> Address:
-        place = self.place(name)
-        if place is None:
+        slot = self.workspace_slot(name)
+        if slot is None:
             return f"{self.variable(name)}.data_ptr()", None
-        return f"base_{self.arena(place[0])}", place[1]
+        return f"base_{self.arena(slot[0])}", slot[1]
 
-    def ready(self, name: str) -> bool:
+    def computable(self, name: str) -> bool:
         """Whether a size that is computed from others can be computed now."""
-        return names_in(self.waiting[name]) <= self.known
+        return names_in(self.pending[name]) <= self.known
 
     # -- the whole --------------------------------------------------------------------------------
     def write(self) -> Emitted:
@@ -187,25 +195,25 @@ class Writer:
                     made_as = f"{self.variable(self.plan.given[name])} if donated else {made_as}"
                 self.line(f"{self.variable(name)} = {made_as}")
             if self.request.clock:
-                self.close()
+                self.call_group()
                 self.line(f"stop = clock({k})")
             if isinstance(step, Extern):
-                self.close()
+                self.call_group()
                 self.extern(step)
             else:
-                self.generated(step)
+                self.generated_kernel(step)
             if self.request.clock:
-                self.close()
+                self.call_group()
                 self.line("stop()")
-            self.let_go(k)
-        self.close()
-        for device in self.frames:
-            self.keep(device)
+            self.free_after(k)
+        self.call_group()
+        for device in self.workspaces:
+            self.write_workspace(device)
         outs = [self.output(o) for o in self.program.outputs]
-        if any(x.startswith("if ") and f" or {FIRST} or " in x for x in self.lines):
-            self.head.append(f"{FIRST} = [True]")
-            self.line(f"if {FIRST}:")
-            self.line(f"    {FIRST}.clear()")
+        if any(x.startswith("if ") and f" or {FIRST_CALL} or " in x for x in self.lines):
+            self.head.append(f"{FIRST_CALL} = [True]")
+            self.line(f"if {FIRST_CALL}:")
+            self.line(f"    {FIRST_CALL}.clear()")
         self.add("return (", outs, ",)" if len(outs) == 1 else ")")
         layout = [] if self.static else self.layout()
         variables = {self.variable(n): t for n, t in self.program.constants.items()}
@@ -213,7 +221,7 @@ class Writer:
             self.head,
             layout,
             self.lines,
-            self.segments,
+            self.launch_groups,
             self.sequences,
             self.objects,
             {v: t for v, t in variables.items() if v in self.objects},
@@ -223,29 +231,29 @@ class Writer:
         return assemble(body, self.program, self.kernels, self.request)
 
     def line(self, text: str) -> None:
-        if self.dead:
-            dead, self.dead = self.dead, []
-            rows = wrapped("del (", dead, ")", "    ")
-            self.lines += [r[4:] for r in rows] if len(rows) > 1 else [f"del {', '.join(dead)}"]
+        if self.to_delete:
+            names, self.to_delete = self.to_delete, []
+            rows = wrapped("del (", names, ")", "    ")
+            self.lines += [r[4:] for r in rows] if len(rows) > 1 else [f"del {', '.join(names)}"]
         self.lines.append(text)
 
     def add(self, head: str, parts: Sequence[str], tail: str) -> None:
         for text in wrapped(head, parts, tail, "    "):
             self.line(text[4:])
 
-    def let_go(self, k: int) -> None:
-        """Deletes what is not needed after step k, once the open segment has run."""
+    def free_after(self, k: int) -> None:
+        """Deletes what is not needed after step k, once the open launch group has run."""
         names = [self.variable(n) for n in self.plan.dies.get(k, ()) if n not in self.plan.slot]
         for device in self.plan.spaces.get(k, ()):
-            if device in self.frames:
+            if device in self.workspaces:
                 continue
             names.append(f"space_{self.arena(device)}")
             names += [v for (d, _), v in self.views.items() if d == device]
-        self.unsettled = [x for x in self.unsettled if x[0] not in names]
-        if self.open is None:
-            self.dead += names
+        self.unchecked = [x for x in self.unchecked if x[0] not in names]
+        if self.open_group is None:
+            self.to_delete += names
         else:
-            self.open.after += names
+            self.open_group.after += names
 
     def inputs(self) -> None:
         names = ["_"] * self.program.num_inputs
@@ -266,7 +274,7 @@ class Writer:
             number = torch.device(device).index or 0
             self.line(f"now_{number} = stream({number})")
         if self.plan.given:
-            self.line("donated = not (HOOKED or keeps_graph())")
+            self.line("donated = not (HOOKS_SEEN or keeps_graph())")
         for s, (kind, where, dim) in self.program.sizes:
             if kind in ("shape", "stride"):
                 what = f"shape[{dim}]" if kind == "shape" else f"stride({dim})"
@@ -275,30 +283,32 @@ class Writer:
         if self.request.phase == "forward":
             self.line("look_for_hooks()")
         if self.request.phase == "backward":
-            self.hooked()
+            self.restore_strides()
 
-    def hooked(self) -> None:
+    def restore_strides(self) -> None:
         """Gives what came through hooks on saved tensors the strides that it was saved with."""
         given = [d for d in self.program.defs if isinstance(d, Input) and d.layout.strides]
         if given:
-            self.line("if HOOKED:")
+            self.line("if HOOKS_SEEN:")
         for d in given:
             v = self.variable(d.name)
-            self.line(f"    {v} = as_traced({v}, {sizes_text(d.layout.strides)})")
+            self.line(f"    {v} = with_strides({v}, {sizes_text(d.layout.strides)})")
 
     def compute_sizes(self) -> None:
         """Sizes that are computed from those known so far."""
-        while ready := [n for n in self.waiting if self.ready(n)]:  # one may need another
+        # One may need another.
+        while ready := [n for n in self.pending if self.computable(n)]:
             for name in ready:
-                self.line(f"{name} = {self.waiting.pop(name)}")
+                self.line(f"{name} = {self.pending.pop(name)}")
                 self.known.add(name)
         for c in [c for c in self.checks if names_in(c.condition) <= self.known]:
             self.checks.remove(c)
             self.line(f"if not {c.condition}:")
             seen = "".join(f", {n}={n}" for n in sorted(names_in(c.condition)))
-            self.line(f"    refuse({c.message!r}, {c.where!r}{seen})")
-        for x in [x for x in self.unsettled if x[1] <= self.known]:  # after the program's own words
-            self.unsettled.remove(x)
+            self.line(f"    fail_assertion({c.message!r}, {c.where!r}{seen})")
+        # After the program's own assertions.
+        for x in [x for x in self.unchecked if x[1] <= self.known]:
+            self.unchecked.remove(x)
             for text in x[2]:
                 self.line(text)
 
@@ -308,33 +318,33 @@ class Writer:
         nbytes = self.totals[device] if self.static else None
         made_as = self.allocate(f"({total},)", "(1,)", "torch.uint8", device, nbytes)
         made = [f"space_{k} = {made_as}", f"base_{k} = space_{k}.data_ptr()"]
-        if not self.kept(device):
+        if not self.caches_workspace(device):
             for text in made:
                 self.line(text)
             return
-        self.frames[device] = Frame(made, [f"space_{k}", f"base_{k}"])
+        self.workspaces[device] = CachedWorkspace(made, [f"space_{k}", f"base_{k}"])
         self.line("try:")
-        self.line(f"    kept_{k} = KEPT_{k}.pop()")
+        self.line(f"    cached_{k} = CACHED_{k}.pop()")
         self.line("except IndexError:  # the first call, or others are running")
-        self.line(f"    kept_{k} = workspace_{k}()")
-        self.line(f"KEPT_{k}")  # replaced when the views are known
+        self.line(f"    cached_{k} = workspace_{k}()")
+        self.line(f"CACHED_{k}")  # replaced when the views are known
 
-    def kept(self, device: str) -> bool:
-        """Whether a device's workspace is kept for the next call, with the views of it: making
+    def caches_workspace(self, device: str) -> bool:
+        """Whether a device's workspace stays for the next call, with the views of it: making
         those takes longer than to start a small kernel."""
-        return self.static and device == "cpu" and self.totals[device] <= KEPT
+        return self.static and device == "cpu" and self.totals[device] <= MAX_CACHED_WORKSPACE
 
-    def keep(self, device: str) -> None:
-        """Writes the function that makes a kept workspace, and its use."""
-        k, frame = self.arena(device), self.frames[device]
-        self.head += [f"KEPT_{k} = []", "", "", f"def workspace_{k}():"]
-        self.head += [f"    {x}" for x in frame.made]
-        self.head += [*wrapped("return (", frame.names, ")", "    "), "", ""]
-        at = self.lines.index(f"KEPT_{k}")
+    def write_workspace(self, device: str) -> None:
+        """Writes the function that makes a cached workspace, and its use."""
+        k, cached = self.arena(device), self.workspaces[device]
+        self.head += [f"CACHED_{k} = []", "", "", f"def workspace_{k}():"]
+        self.head += [f"    {x}" for x in cached.lines]
+        self.head += [*wrapped("return (", cached.names, ")", "    "), "", ""]
+        at = self.lines.index(f"CACHED_{k}")
         self.lines[at : at + 1] = [
-            x[4:] for x in wrapped("(", frame.names, f") = kept_{k}", "    ")
+            x[4:] for x in wrapped("(", cached.names, f") = cached_{k}", "    ")
         ]
-        self.line(f"KEPT_{k}.append(kept_{k})")
+        self.line(f"CACHED_{k}.append(cached_{k})")
 
     def empty(self, lay: Layout) -> str:
         shape, strides = sizes_text(lay.shape), sizes_text(lay.strides)
@@ -345,34 +355,34 @@ class Writer:
         self, shape: str, strides: str, dtype: str, device: str, nbytes: int | None
     ) -> str:
         if device == "cpu":
-            small = nbytes is not None and nbytes < POOLED
+            small = nbytes is not None and nbytes < MIN_POOLED_BYTES
             return f"{'empty_small' if small else 'empty_cpu'}({shape}, {strides}, {dtype})"
         if self.gpus == (device,):  # the current one during the call
             return f"empty_cuda({shape}, {strides}, {dtype})"
         return f"empty({shape}, {strides}, {dtype}, {device!r})"
 
     # -- generated kernels ------------------------------------------------------------------------
-    def generated(self, step: Kernel) -> None:
-        """Adds a kernel to the open segment, or opens one."""
-        if self.open is not None and self.open.device != step.device:
-            self.close()
+    def generated_kernel(self, step: Kernel) -> None:
+        """Adds a kernel to the open launch group, or opens one."""
+        if self.open_group is not None and self.open_group.device != step.device:
+            self.call_group()
         if self.request.watch:
-            self.watch(step)
-        if self.open is None:
-            kind = "seg" if step.device == "cpu" else "gpu"
-            self.open = Segment(f"{kind}_{self.count}", step.device)
+            self.watch_operands(step)
+        if self.open_group is None:
+            kind = "cpu" if step.device == "cpu" else "gpu"
+            self.open_group = LaunchGroup(f"{kind}_{self.count}", step.device)
             self.count += 1
         k = self.kernels[step.name]
         tensors = [self.address(str(what)) for kind, what in k.args if kind == "tensor"]
         if isinstance(k, CppKernel):
-            self.open.cpu(step.name, k, tensors)
+            self.open_group.cpu(step.name, k, tensors)
         else:
-            self.open.gpu(step.name, k, tensors)
+            self.open_group.gpu(step.name, k, tensors)
         if self.request.watch:
-            self.close()
+            self.call_group()
             self.line("check()")
 
-    def watch(self, step: Kernel) -> None:
+    def watch_operands(self, step: Kernel) -> None:
         """Keeps a kernel's operands, to compare its results with the reference afterwards."""
         tensors = []
         for name, lay in (dict(step.reads) | dict(step.writes)).items():
@@ -380,57 +390,57 @@ class Writer:
         sizes = [f"{name!r}: {name}" for name in sorted(self.known)]
         self.add(f"check = watch({step.name!r}, {{", tensors, f"}}, {{{', '.join(sizes)}}})")
 
-    def close(self) -> None:
-        """Calls the open segment."""
-        seg, self.open = self.open, None
-        if seg is None:
+    def call_group(self) -> None:
+        """Calls the open launch group."""
+        group, self.open_group = self.open_group, None
+        if group is None:
             return
-        for name in seg.kernels:
+        for name in group.kernels:
             same = self.kernels[name].name.removeprefix("triton_")
             self.line(comment(name if same == name else f"{name}, the code of {same}"))
-        array = self.packed(len(seg.pointers))
-        if seg.device == "cpu":
-            if not self.segments and not self.request.threads:
+        array = self.array_packer(len(group.pointers))
+        if group.device == "cpu":
+            if not self.launch_groups and not self.request.threads:
                 self.line("threads()")
-            self.segments.append(seg)
-            numbers = self.array(seg)
-            self.add(f"{seg.name}({array}(", list(seg.pointers), f"), {numbers})")
+            self.launch_groups.append(group)
+            numbers = self.sizes_array(group)
+            self.add(f"{group.name}({array}(", list(group.pointers), f"), {numbers})")
         else:
-            self.sequences.append(seg.launches())
-            sizes = "".join(n + ", " for n in seg.numbers).rstrip()
-            now = f"now_{torch.device(seg.device).index or 0}"
+            self.sequences.append(group.launches())
+            sizes = "".join(n + ", " for n in group.numbers).rstrip()
+            now = f"now_{torch.device(group.device).index or 0}"
             several = len(self.gpus) > 1
             if several:
-                self.line(f"enter_device({torch.device(seg.device).index or 0})")
-            self.add(f"{seg.name}({now}, {array}(", list(seg.pointers), f"), ({sizes}))")
-        if seg.accesses:
+                self.line(f"enter_device({torch.device(group.device).index or 0})")
+            self.add(f"{group.name}({now}, {array}(", list(group.pointers), f"), ({sizes}))")
+        if group.checks_accesses:
             self.line("check_accesses()")
-        if seg.checked:
-            self.line(f"check_indices({self.checked(seg)!r})")
-        self.dead += seg.after
+        if group.index_checked:
+            self.line(f"check_indices({self.check_location(group)!r})")
+        self.to_delete += group.after
 
-    def checked(self, seg: Segment) -> str:
-        """Where in the user's code the segment's loaded indices come from."""
+    def check_location(self, group: LaunchGroup) -> str:
+        """Where in the user's code the group's loaded indices come from."""
         kernels = {s.name: s for s in self.schedule.steps if isinstance(s, Kernel)}
-        found = [o for n in seg.checked for o in kernels[n].origins]
-        words = (
+        origins = [o for n in group.index_checked for o in kernels[n].origins]
+        stems = (
             *("index", "gather", "scatter", "embedding", "select", "take", "put"),
             *("div", "remainder", "fmod"),
         )
-        some = [o for o in found if any(w in o.op for w in words)] or found
+        some = [o for o in origins if any(w in o.op for w in stems)] or origins
         return "; ".join(dict.fromkeys(f"{o.op} at {o.line}" if o.line else o.op for o in some))
 
-    def array(self, seg: Segment) -> str:
-        """The sizes that a segment takes, as an array: known once for all calls of these sizes,
+    def sizes_array(self, group: LaunchGroup) -> str:
+        """The sizes that a group takes, as an array: known once for all calls of these sizes,
         unless a library call of this very call decides one."""
-        if not seg.numbers:
+        if not group.numbers:
             return "None"
-        text = f"numbers({len(seg.numbers)})({', '.join(seg.numbers)})"
+        text = f"size_array({len(group.numbers)})({', '.join(group.numbers)})"
         early = {s.name for s in self.symbols}
-        if not all(n in early or n.startswith("at_") for n in seg.numbers):
+        if not all(n in early or n.startswith("at_") for n in group.numbers):
             return text
-        self.arrays.append((f"z_{seg.name}", text))
-        return f"z_{seg.name}"
+        self.arrays.append((f"z_{group.name}", text))
+        return f"z_{group.name}"
 
     # -- library calls ----------------------------------------------------------------------------
     def extern(self, d: Extern) -> None:
@@ -443,12 +453,12 @@ class Writer:
         listed = d.op not in self.program.callables
         args = [self.argument(a, listed) for a in d.args]
         args += [f"{k}={self.argument(v, listed)}" for k, v in d.kwargs]
-        into = out_variant(d)
-        if into is not None:
+        out_call = out_variant(d)
+        if out_call is not None:
             assert d.names[0] is not None
             lay = self.schedule.layouts[d.names[0]]
             args.append(f"out={self.view(d.names[0], lay.shape, lay.strides, lay.offset)}")
-            self.add(f"{into}(", args, ")")
+            self.add(f"{out_call}(", args, ")")
             return
         operator = self.operator(d.op)
         names = [self.variable(n) if n is not None else "_" for n in d.names]
@@ -458,24 +468,24 @@ class Writer:
         if not names or all(n == "_" for n in names):
             self.add(f"{operator}(", args, ")")
             return
-        flat = self.flat(d)
+        flat = self.returns_flat(d)
         to = ", ".join(names) + ("," if len(names) == 1 and not flat else "")
         if flat:
             self.add(f"{to} = {operator}(", args, ")")
-        elif d.op.startswith(PLAIN) or d.op in self.program.callables:
+        elif d.op.startswith(KNOWN_NAMESPACES) or d.op in self.program.callables:
             self.add(f"{to} = leaves({operator}(", args, "))")
         else:
             where = next((o.line for o in d.origins if o.line), "")
             tail = f")), {len(names)}, {d.op!r}, {where!r})"
-            self.add(f"{to} = exactly(leaves({operator}(", args, tail)
+            self.add(f"{to} = exact_count(leaves({operator}(", args, tail)
         self.results(d)
 
     def product(self, d: Extern) -> bool:
         """A matrix product that is made without ATen; False where it is not."""
-        found = product_of(d, self.schedule.layouts)
-        if found is None or d.names[0] is None:
+        matched = product_of(d, self.schedule.layouts)
+        if matched is None or d.names[0] is None:
             return False
-        product, operands = found
+        product, operands = matched
         lay = self.schedule.layouts[d.names[0]]
         if not is_gpu(lay.device) or not self.request.products(product, lay.device):
             return False
@@ -489,7 +499,7 @@ class Writer:
         number = torch.device(lay.device).index or 0
         if len(self.gpus) > 1:
             self.line(f"enter_device({number})")
-        array = self.packed(len(parts))
+        array = self.array_packer(len(parts))
         self.add(f"{name}(now_{number}, {array}(", parts, "))")
         return True
 
@@ -503,9 +513,9 @@ class Writer:
             text = f"{text} + {offset}"
         return f"{text} + {total}" if total else text
 
-    def packed(self, count: int) -> str:
+    def array_packer(self, count: int) -> str:
         """The function that packs so many addresses."""
-        text = f"array_{count} = pointers({count})"
+        text = f"array_{count} = address_array({count})"
         if text not in self.head:
             self.head.append(text)
         return f"array_{count}"
@@ -514,7 +524,7 @@ class Writer:
         """Sizes that only the results tell, and strides that the program was compiled for."""
         for k, n in enumerate(d.names):
             if n is not None:
-                for s, (_, tensor, dim) in self.late.items():
+                for s, (_, tensor, dim) in self.result_sizes.items():
                     if tensor == n:
                         self.line(f"{s.name} = {self.variable(n)}.shape[{dim}]")
                         self.known.add(s.name)
@@ -522,36 +532,36 @@ class Writer:
             if size is not None:
                 self.known.add(size.name)
         for k, n in enumerate(d.names):
-            if n is not None and looked_at(d, k):
+            if n is not None and is_compared(d, k):
                 v = self.variable(n)
                 lay = self.schedule.layouts[n]
                 needs = {s.name for i in (*lay.shape, *lay.strides) for s in i.syms()}
-                self.unsettled.append((v, needs, comparison(d, k, v, n in self.relied)))
+                self.unchecked.append((v, needs, comparison(d, k, v, n in self.relied_on)))
         self.compute_sizes()
 
-    def flat(self, d: Extern) -> bool:
+    def returns_flat(self, d: Extern) -> bool:
         """Whether the operator returns its tensors directly, not in lists."""
         if d.op in self.program.callables:
             return False
-        found: Any = torch.ops
+        operator: Any = torch.ops
         for part in d.op.split("."):
-            found = getattr(found, part)
-        returns = found._schema.returns
+            operator = getattr(operator, part)
+        returns = operator._schema.returns
         return len(returns) == len(d.names) and all(
             str(r.type) in ("Tensor", "int", "number", "Scalar", "SymInt", "bool") for r in returns
         )
 
     def operator(self, op: str) -> str:
-        found = self.ops.get(op)
-        if found is None:
-            found = identifier("op_" + op.removesuffix(".default"), self.taken)
-            self.taken.add(found)
-            self.ops[op] = found
+        name = self.ops.get(op)
+        if name is None:
+            name = identifier("op_" + op.removesuffix(".default"), self.taken)
+            self.taken.add(name)
+            self.ops[op] = name
             if op in self.program.callables:
-                self.objects[found] = self.program.callables[op]
+                self.objects[name] = self.program.callables[op]
             else:
-                self.head.append(f"{found} = torch.ops.{op}")
-        return found
+                self.head.append(f"{name} = torch.ops.{op}")
+        return name
 
     def argument(self, x: Any, listed: bool = True) -> str:
         if isinstance(x, ViewArg):
@@ -581,17 +591,17 @@ class Writer:
     ) -> str:
         """A strided view of a tensor; the tensor itself where that is what it is."""
         lay = self.schedule.layouts[name]
-        place = self.place(name)
-        if place is not None:
-            at = self.shifted(place[1], ITEMSIZE[lay.dtype], offset)
-            base = self.typed(place[0], lay.dtype)
+        slot = self.workspace_slot(name)
+        if slot is not None:
+            at = self.shifted(slot[1], ITEMSIZE[lay.dtype], offset)
+            base = self.typed(slot[0], lay.dtype)
             text = f"view({base}, {sizes_text(shape)}, {sizes_text(strides)}, {at})"
-            frame = self.frames.get(place[0])
-            return text if frame is None else frame.named(text, self.arena(place[0]))
+            cached = self.workspaces.get(slot[0])
+            return text if cached is None else cached.view_name(text, self.arena(slot[0]))
         v = self.variable(name)
         home = self.schedule.layouts.get(self.plan.home.get(name, name), lay)
         if home.dtype != lay.dtype:
-            v = f"typed({v}, {dtype_text(lay.dtype)})"
+            v = f"as_dtype({v}, {dtype_text(lay.dtype)})"
         same = home.shape == shape and all(
             a is b or n.value == 1 for a, b, n in zip(home.strides, strides, shape, strict=True)
         )
@@ -608,17 +618,17 @@ class Writer:
 
     def typed(self, device: str, dtype: str) -> str:
         """The variable that holds a device's workspace as a tensor of a dtype."""
-        found = self.views.get((device, dtype))
-        if found is None:
+        variable = self.views.get((device, dtype))
+        if variable is None:
             k = self.arena(device)
-            found = self.views[device, dtype] = f"space_{k}_{dtype}"
-            if device in self.frames:
-                text = f"{found} = typed(space_{k}, {dtype_text(dtype)})"
-                self.frames[device].made.append(text)
-                return found
+            variable = self.views[device, dtype] = f"space_{k}_{dtype}"
+            if device in self.workspaces:
+                text = f"{variable} = as_dtype(space_{k}, {dtype_text(dtype)})"
+                self.workspaces[device].lines.append(text)
+                return variable
             made = next(j for j, x in enumerate(self.lines) if x.startswith(f"base_{k} = "))
-            self.lines.insert(made + 1, f"{found} = typed(space_{k}, {dtype_text(dtype)})")
-        return found
+            self.lines.insert(made + 1, f"{variable} = as_dtype(space_{k}, {dtype_text(dtype)})")
+        return variable
 
     def output(self, o: Output) -> str:
         if o.tensor is None:
@@ -632,7 +642,7 @@ class Writer:
         v = self.variable(o.tensor)
         home = self.schedule.layouts[self.plan.home.get(o.tensor, o.tensor)]
         if home.dtype != lay.dtype:
-            v = f"typed({v}, {dtype_text(lay.dtype)})"
+            v = f"as_dtype({v}, {dtype_text(lay.dtype)})"
         return f"view({v}, {sizes_text(o.shape)}, {sizes_text(o.strides)}, {source(o.offset)})"
 
     # -- the text ---------------------------------------------------------------------------------
@@ -645,7 +655,7 @@ class Writer:
             need = ", ".join(source(s.nbytes) for s in arena.slots)
             ats = [f"at_{k}_{j}" for j in range(len(arena.slots))]
             unpack = "".join(a + ", " for a in ats)
-            out.append(f"    ({unpack.rstrip()}), total_{k} = place([{need}], LIVES_{k})")
+            out.append(f"    ({unpack.rstrip()}), total_{k} = assign_offsets([{need}], LIVES_{k})")
             self.head.append(f"LIVES_{k} = {arena.lives!r}")
             results += [f"total_{k}", *ats]
         for name, text in self.arrays:
@@ -657,10 +667,10 @@ class Writer:
         sizes = [s.name for s in self.symbols if s.name in named]  # not numbers that are no sizes
         out.insert(0, f"def layout({', '.join(sizes)}):")
         use = [f"sizes = ({''.join(n + ', ' for n in sizes).rstrip()})"]
-        use += ["found = LAYOUTS.get(sizes)", "if found is None:"]
-        use += ["    found = remember(LAYOUTS, sizes, layout)"]
+        use += ["known = LAYOUTS.get(sizes)", "if known is None:"]
+        use += ["    known = cache_layout(LAYOUTS, sizes, layout)"]
         if results:
-            use.append(f"({''.join(r + ', ' for r in results).rstrip()}) = found")
+            use.append(f"({''.join(r + ', ' for r in results).rstrip()}) = known")
             self.head.append("LAYOUTS = {}")
         else:
             out, use = [], []

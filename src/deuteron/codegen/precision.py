@@ -13,8 +13,8 @@ nothing shows it:
     averaged  the same uses only to sums in f32 of which all uses are such (option precision
               "float32"; else every such sum counts as the next one)
     summed    the same uses only to a sum in f32: of quotients, whose error of 2^-23 is to the sum
-              as it is to the terms (the one in a sigmoid, too: `near`); and of exponentials of what
-              is itself rounded, which have an error of that size in any case
+              as it is to the terms (the one in a sigmoid, too: `approximate_quotient`); and of
+              exponentials of what is itself rounded, which have an error of that size in any case
 
 What the exact ones cost is more than memory takes (softmax of bf16, 16384 columns, H200: 1.95 times
 the time of a copy).
@@ -32,20 +32,21 @@ from deuteron.ir.expr import FLOAT8, HALF, Expr, children
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 
-FAST = ("exp", "exp2", "sigmoid", "tanh", "div", "erf", "sqrt", "reciprocal")
-CARRIES = ("mul", "div", "neg", "abs", "where", "add", "sub", "sqrt", "reciprocal")
+APPROXIMABLE = ("exp", "exp2", "sigmoid", "tanh", "div", "erf", "sqrt", "reciprocal")
+ERROR_CARRYING = ("mul", "div", "neg", "abs", "where", "add", "sub", "sqrt", "reciprocal")
 
 
 @dataclass(frozen=True)
 class Inexact:
-    """`loose`: nodes of `FAST` whose error nothing shows. `near`: sigmoids of which the exponential
-    must be exact, but not the quotient. `decays`: to the sigmoid of x, ``exp(-abs(x))``, and to its
-    error function, ``exp(-x * x)``, where that is computed in any case. `fused`: sums of a product
-    and something else, of which the product need not be rounded."""
+    """`approximate`: nodes of `APPROXIMABLE` whose error nothing shows. `approximate_quotient`:
+    sigmoids of which the exponential must be exact, but not the quotient. `exponentials`: to the
+    sigmoid of x, ``exp(-abs(x))``, and to its error function, ``exp(-x * x)``, where that is
+    computed in any case. `fused`: sums of a product and something else, of which the product need
+    not be rounded."""
 
-    loose: frozenset[Expr] = frozenset()
-    near: frozenset[Expr] = frozenset()
-    decays: Mapping[Expr, Expr] = field(default_factory=dict)
+    approximate: frozenset[Expr] = frozenset()
+    approximate_quotient: frozenset[Expr] = frozenset()
+    exponentials: Mapping[Expr, Expr] = field(default_factory=dict)
     fused: frozenset[Expr] = frozenset()
 
 
@@ -71,16 +72,17 @@ def inexact(loops: Loops, row_level: RowLevel, averages: bool = False) -> Inexac
             shown.update((p.value, *p.others))
     down = sorted(order, key=lambda n: n.id, reverse=True)  # users before arguments
     sums, positive = _results(down, shown, sums, totals)
-    strict, apart = _strict(down, shown | sums, positive), _strict(down, shown, positive)
+    strict, strict_but_sums = _strict(down, shown | sums, positive), _strict(down, shown, positive)
     for n in order:
-        strict.update(c for c in children(n) if c.op == "erf" and not one_more(n))
-    found = [n for n in order if n.op in FAST and n.dtype == "f32"]
-    only_sums = [n for n in found if n in strict and n not in apart]
+        strict.update(c for c in children(n) if c.op == "erf" and not erf_of_one_plus(n))
+    candidates = [n for n in order if n.op in APPROXIMABLE and n.dtype == "f32"]
+    only_sums = [n for n in candidates if n in strict and n not in strict_but_sums]
     return Inexact(
-        frozenset(n for n in found if n not in strict) | frozenset(filter(_in_sums, only_sums)),
-        frozenset(n for n in only_sums if n.op == "sigmoid" and not _in_sums(n)),
-        _decays([n for n in order if n.dtype == "f32"]),
-        _fused(order, apart | _compared(loops, order)),
+        frozenset(n for n in candidates if n not in strict)
+        | frozenset(filter(_may_err_in_sums, only_sums)),
+        frozenset(n for n in only_sums if n.op == "sigmoid" and not _may_err_in_sums(n)),
+        _exponentials([n for n in order if n.dtype == "f32"]),
+        _fused(order, strict_but_sums | _compared(loops, order)),
     )
 
 
@@ -93,47 +95,47 @@ def _compared(loops: Loops, order: Iterable[Expr]) -> set[Expr]:
     return {n for root in dict.fromkeys(roots) for n in root.walk()}
 
 
-def units(loops: Loops, row_level: RowLevel) -> frozenset[str]:
+def softmax_sums(loops: Loops, row_level: RowLevel) -> frozenset[str]:
     """Sums of exp(b - m), m the maximum of b: at least 1, and a number of elements at most."""
-    chain, found = Chain(row_level), set()
+    chain, names = Chain(row_level), set()
     for p in loops.parts:
         if isinstance(p, (Reduce, Scan)):
             chain.add(p)
             rule = chain.rules.get(p.name)
             if isinstance(rule, Rescaled) and rule.plain and rule.factor is None:
-                found.add(p.name)
-    return frozenset(found)
+                names.add(p.name)
+    return frozenset(names)
 
 
 def _fused(order: Iterable[Expr], shown: set[Expr]) -> frozenset[Expr]:
     """Not sums of two products: where they are as large, the rounding of one would be all of it."""
     users = Counter(c for n in order for c in children(n))
-    found = []
+    sums = []
     for n in order:
         if n.op in ("add", "sub") and n.dtype == "f32" and n not in shown:
-            products = [a for a in n.args if bare_product(a)]
+            products = [a for a in n.args if is_product(a)]
             if len(products) == 1 and users[products[0]] == 1 and products[0].op == "mul":
-                found.append(n)
-    return frozenset(found)
+                sums.append(n)
+    return frozenset(sums)
 
 
-def bare_product(n: Expr) -> bool:
+def is_product(n: Expr) -> bool:
     return n.op == "mul" or n.op in ("neg", "div") and n.args[0].op in ("mul", "neg", "div")
 
 
-def _decays(order: list[Expr]) -> dict[Expr, Expr]:
-    found: dict[Expr, Expr] = {}
+def _exponentials(order: list[Expr]) -> dict[Expr, Expr]:
+    exponentials: dict[Expr, Expr] = {}
     sizes = {n.args[0].args[0].args[0]: n for n in order if _is_chain(n, "exp", "neg", "abs")}
     powers = {s[0]: (n, s[1]) for n in order if n.op == "exp" and (s := _square(n.args[0]))}
     for n in order:
         if n.op == "sigmoid" and n.args[0] in sizes:
-            found[n] = sizes[n.args[0]]
+            exponentials[n] = sizes[n.args[0]]
         if n.op == "erf":
             factors, scale = _product(n.args[0])  # none of a number
             power, least = powers.get(factors[0], (n, 0.0)) if len(factors) == 1 else (n, 0.0)
             if abs(least + scale * scale) < 2.0**-22 * scale * scale:
-                found[n] = power
-    return found
+                exponentials[n] = power
+    return exponentials
 
 
 def _is_chain(n: Expr, *ops: str) -> bool:
@@ -169,7 +171,7 @@ def _strict(
     strict = set(roots)
     for n in down:
         for k, c in enumerate(children(n)):
-            if c.dtype == "f32" and not _passes(n, k, strict, positive):
+            if c.dtype == "f32" and not _keeps_error_small(n, k, strict, positive):
                 strict.add(c)
     return strict
 
@@ -192,17 +194,17 @@ def _results(
         seen |= more
 
 
-def _in_sums(n: Expr) -> bool:
+def _may_err_in_sums(n: Expr) -> bool:
     rounded = n.args[0].op in ("add", "sub", "mul", "div", "fma")
     return n.op in ("div", "sqrt", "reciprocal", "erf") or rounded
 
 
-def half_more(n: Expr) -> tuple[Expr | None, Expr] | None:
+def gelu_factors(n: Expr) -> tuple[Expr | None, Expr] | None:
     """(y, erf) of ``y * 0.5 * (1 + erf(x))``, None for a y of 1."""
     if n.op != "mul" or n.dtype != "f32":
         return None
     for more, other in (n.args, n.args[::-1]):
-        erf = one_more(more)
+        erf = erf_of_one_plus(more)
         if erf is None:
             continue
         if other.op == "literal" and other.attr == 0.5:
@@ -213,7 +215,7 @@ def half_more(n: Expr) -> tuple[Expr | None, Expr] | None:
     return None
 
 
-def times(n: Expr) -> tuple[Expr, float]:
+def scaled_factor(n: Expr) -> tuple[Expr, float]:
     """The factor that is no number, and the number; (n, 1) where there are others."""
     factors, scale = _product(n)
     return (factors[0], scale) if len(factors) == 1 else (n, 1.0)
@@ -227,7 +229,7 @@ def log1p_of_unit(n: Expr) -> bool:
     return power.op == "neg" and not_negative(power.args[0])
 
 
-def one_more(n: Expr) -> Expr | None:
+def erf_of_one_plus(n: Expr) -> Expr | None:
     """The second term of ``1 + erf(x)``."""
     if n.op == "add":
         for one, erf in (n.args, n.args[::-1]):
@@ -236,7 +238,7 @@ def one_more(n: Expr) -> Expr | None:
     return None
 
 
-def _passes(
+def _keeps_error_small(
     user: Expr, position: int, strict: set[Expr], positive: frozenset[str] | None = None
 ) -> bool:
     """Whether an error of an argument is at most an error of the same size of a node that may have
@@ -249,13 +251,13 @@ def _passes(
         return True  # its slope is less than what it makes over its argument
     if user.op == "sqrt" or user.op == "reciprocal" or user.op == "div" and position == 1:
         # What is left of a difference would be all there is.
-        return _whole(user.args[position], positive)
+        return _is_no_difference(user.args[position], positive)
     if user.op == "rsqrt":
-        return positive is not None and _whole(user.args[0], positive)
-    return user.op in CARRIES and (user.op != "where" or position > 0)
+        return positive is not None and _is_no_difference(user.args[0], positive)
+    return user.op in ERROR_CARRYING and (user.op != "where" or position > 0)
 
 
-def _whole(n: Expr, positive: frozenset[str] | None = None) -> bool:
+def _is_no_difference(n: Expr, positive: frozenset[str] | None = None) -> bool:
     """No difference: a sum only of what is known to be no negative number."""
     if n.op == "add":
         return all(not_negative(a, positive) for a in n.args)
@@ -280,46 +282,46 @@ def at_least_one(n: Expr) -> bool:
     return any(ones) and all(map(not_negative, n.args))
 
 
-def of_bf16(n: Expr) -> bool:
+def is_bf16_constant(n: Expr) -> bool:
     """Whether it is a constant, and a bf16 that is no subnormal one."""
     if n.op != "literal" or not 2.0**-126 <= abs(n.attr) < 2.0**127:
         return False
     return struct.pack(">f", n.attr)[2:] == b"\0\0"
 
 
-def of_bf16_or_zero(n: Expr) -> bool:
+def is_masked_bf16(n: Expr) -> bool:
     """Whether it is a bf16 number times 0 or 1: there is nothing to round."""
     kinds = [a.args[0].dtype for a in n.args if a.op == "cast"] if n.op == "mul" else []
     return sorted(kinds) == ["bf16", "bool"]
 
 
-def packed(loops: Loops) -> frozenset[Expr]:
+def packed_bf16(loops: Loops) -> frozenset[Expr]:
     """Sums, differences and products of two bf16 numbers that are rounded to bf16, and their f32
     operands: there are instructions for two of them at once. A factor may be a constant."""
 
     def widened(e: Expr) -> bool:
         return e.op == "cast" and e.dtype == "f32" and e.args[0].dtype == "bf16"
 
-    found: set[Expr] = set()
+    packed_bf16: set[Expr] = set()
     for n in (n for root in loops.roots() for n in root.walk()):
         if n.op == "cast" and n.dtype == "bf16":
             (e,) = n.args
-            rest = [a for a in e.args if e.op != "mul" or not of_bf16(a)]
+            rest = [a for a in e.args if e.op != "mul" or not is_bf16_constant(a)]
             if e.op in ("add", "sub", "mul") and rest and all(map(widened, rest)):
-                found.update((e, *rest))
-    return frozenset(found)
+                packed_bf16.update((e, *rest))
+    return frozenset(packed_bf16)
 
 
 __all__ = [
     "Inexact",
     "at_least_one",
-    "half_more",
+    "gelu_factors",
     "inexact",
     "log1p_of_unit",
     "not_negative",
-    "of_bf16_or_zero",
-    "one_more",
-    "packed",
-    "times",
-    "units",
+    "is_masked_bf16",
+    "erf_of_one_plus",
+    "packed_bf16",
+    "scaled_factor",
+    "softmax_sums",
 ]

@@ -15,7 +15,7 @@ from deuteron.ir.index import Index
 from deuteron.ir.program import Extern, Layout, ViewArg
 
 # FLOPs up to which ATen's call takes longer than the product (H200, about 10 us).
-MOST = {"f32": 1e9, "f16": 4e9, "bf16": 4e9}
+MAX_FLOPS = {"f32": 1e9, "f16": 4e9, "bf16": 4e9}
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,18 @@ class Product:
     activation: str = ""
 
 
-ACTIVATED = "aten._addmm_activation.default"
-OPS = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, ACTIVATED: 1}
+ADDMM_ACTIVATION = "aten._addmm_activation.default"
+BIAS_OPERANDS = {
+    "aten.mm.default": 0,
+    "aten.bmm.default": 0,
+    "aten.addmm.default": 1,
+    ADDMM_ACTIVATION: 1,
+}
 
 
 def product_of(call: Extern, layouts: Mapping[str, Layout]) -> tuple[Product, list[ViewArg]] | None:
     """The product of a library call, and its operands: a, b, and the bias if there is one."""
-    first = OPS.get(call.op)
+    first = BIAS_OPERANDS.get(call.op)
     if first is None or call.names[0] is None:
         return None
     settings = dict(call.kwargs)
@@ -63,7 +68,7 @@ def product_of(call: Extern, layouts: Mapping[str, Layout]) -> tuple[Product, li
         return None
     lay = layouts[call.names[0]]
     views = [*operands, ViewArg(call.names[0], lay.shape, lay.strides, lay.offset)]
-    if len({layouts[v.tensor].dtype for v in views}) > 1 or lay.dtype not in MOST:
+    if len({layouts[v.tensor].dtype for v in views}) > 1 or lay.dtype not in MAX_FLOPS:
         return None
     if any(n.value is None for v in views for n in (*v.shape, *v.strides, v.offset)):
         return None
@@ -71,7 +76,7 @@ def product_of(call: Extern, layouts: Mapping[str, Layout]) -> tuple[Product, li
     sizes = [_value(n) for n in (*out.shape[-2:], a.shape[-1])]
     batch = _value(out.shape[0]) if len(out.shape) == 3 else 1
     m, n, k = sizes
-    if not all((*sizes, batch)) or 2.0 * m * n * k * batch > MOST[lay.dtype]:
+    if not all((*sizes, batch)) or 2.0 * m * n * k * batch > MAX_FLOPS[lay.dtype]:
         return None
     right, left, result = (_side(v) for v in (b, a, out))
     if right is None or left is None or result is None or result.transposed:
@@ -81,8 +86,10 @@ def product_of(call: Extern, layouts: Mapping[str, Layout]) -> tuple[Product, li
         return None
     if bias and _value(bias[0].shape[0]) != n:
         return None
-    known = "gelu" if settings.get("use_gelu") else "relu" if call.op == ACTIVATED else ""
-    product = Product(m, n, k, batch, lay.dtype, right, left, result, bool(bias), known)
+    activation = (
+        "gelu" if settings.get("use_gelu") else "relu" if call.op == ADDMM_ACTIVATION else ""
+    )
+    product = Product(m, n, k, batch, lay.dtype, right, left, result, bool(bias), activation)
     return product, [a, b, *bias]
 
 

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from deuteron.ir.expr import FLOATS, ITEMSIZE, Expr
 
 # By how much a quotient whose last bits are wrong, and its divisor's, exceed the exact one.
-MARGIN = 1 + 2.0**-20
+QUOTIENT_MARGIN = 1 + 2.0**-20
 
 Bounds = tuple[float, float]
 
 
-def never(node: Expr, maxima: Mapping[str, Expr]) -> bool:
+def is_never_true(node: Expr, maxima: Mapping[str, Expr]) -> bool:
     """Whether it is a comparison of floats that no value fulfils."""
     if node.op not in ("lt", "le", "gt", "ge") or node.args[0].dtype not in FLOATS:
         return False
@@ -43,12 +43,12 @@ def bounds(e: Expr, maxima: Mapping[str, Expr], depth: int = 4) -> Bounds:
     if e.op == "abs" and depth:
         low, high = bounds(e.args[0], maxima, depth - 1)
         return 0.0, max(abs(low), abs(high))
-    most = _share(e, maxima) if e.op == "div" else math.inf
+    most = _max_quotient(e, maxima) if e.op == "div" else math.inf
     return -most, most
 
 
-def least(b: Expr) -> tuple[float, float, Expr | None]:
-    """What is known of a divisor ``maximum(x, least) * share``: `least` (0 for others), the share,
+def divisor_bounds(b: Expr) -> tuple[float, float, Expr | None]:
+    """What is known of a divisor ``maximum(x, low) * share``: `low` (0 for others), the share,
     and x."""
     share = 1.0
     if b.op in ("mul", "div") and b.args[1].op == "literal" and b.args[1].attr > 0:
@@ -61,19 +61,23 @@ def least(b: Expr) -> tuple[float, float, Expr | None]:
     return 0.0, share, None
 
 
-def _share(quotient: Expr, maxima: Mapping[str, Expr]) -> float:
+def _max_quotient(quotient: Expr, maxima: Mapping[str, Expr]) -> float:
     """The most that one of several can be of the largest of them."""
     a, b = quotient.args
-    limit, share, largest = least(b)
+    limit, share, largest = divisor_bounds(b)
     if largest is None or limit * share < 2.0**-64:  # below, the product may have lost bits
         return math.inf
-    largest = _bare(largest, a)
+    largest = _without_exact_casts(largest, a)
     body = maxima.get(largest.attr[0]) if largest.op == "load" and not largest.attr[1] else None
-    of = _bare(body, a) if body is not None else None
-    return MARGIN / share if of is not None and of.op == "abs" and of.args[0] is a else math.inf
+    of = _without_exact_casts(body, a) if body is not None else None
+    return (
+        QUOTIENT_MARGIN / share
+        if of is not None and of.op == "abs" and of.args[0] is a
+        else math.inf
+    )
 
 
-def _bare(e: Expr, a: Expr) -> Expr:
+def _without_exact_casts(e: Expr, a: Expr) -> Expr:
     """Without casts that change no magnitude of a's: to a wider type, and to the floats it was."""
     was = a.args[0].dtype if a.op == "cast" and a.args[0].dtype in FLOATS else None
     while e.op == "cast" and (e.dtype == was or ITEMSIZE[e.dtype] > ITEMSIZE[e.args[0].dtype]):
@@ -81,4 +85,4 @@ def _bare(e: Expr, a: Expr) -> Expr:
     return e
 
 
-__all__ = ["bounds", "least", "never"]
+__all__ = ["bounds", "divisor_bounds", "is_never_true"]

@@ -107,10 +107,10 @@ class _Structure:
             return i.value
         if any(isinstance(a, Value) for a in i.atoms()):
             return self.terms(i)  # numbers of expressions are those of the nest
-        found = self.indices.get(i)
-        if found is None:
-            found = self.indices[i] = self.terms(i)
-        return found
+        terms = self.indices.get(i)
+        if terms is None:
+            terms = self.indices[i] = self.terms(i)
+        return terms
 
     def terms(self, i: Index) -> Hashable:
         # Terms are ordered by names, which do not count here.

@@ -13,7 +13,7 @@ from typing import Any
 from deuteron.base.text import one_line, plain_name
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym
 
-WIDTH = 100
+LINE_WIDTH = 100
 DTYPES = {
     "bool": "bool",
     "u8": "uint8",
@@ -90,12 +90,12 @@ def identifier(wish: str, taken: Collection[str]) -> str:
 def wrapped(head: str, parts: Sequence[str], tail: str, indent: str = "") -> list[str]:
     """`head`, the parts with commas, `tail`: in one line where it fits."""
     line = f"{indent}{head}{', '.join(parts)}{tail}"
-    if len(line) <= WIDTH or not parts:
+    if len(line) <= LINE_WIDTH or not parts:
         return [line]
     out = [indent + head]
     row = ""
     for p in parts:
-        if row and len(indent) + 5 + len(row) + len(p) > WIDTH:
+        if row and len(indent) + 5 + len(row) + len(p) > LINE_WIDTH:
             out.append(f"{indent}    {row.rstrip()}")
             row = ""
         row += f"{p}, "

@@ -117,7 +117,7 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
         return False
     if store.level != "point" and nest.reduced:
         return False  # it is little, and all threads of a row need what is read once per row
-    waits = _waits(nest)
+    waits = _dependences(nest)
     mine = waits[id(store)]
     seen = False
     for s in nest.stmts:
@@ -136,18 +136,18 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
     return True
 
 
-def _waits(nest: Nest) -> dict[int, frozenset[str]]:
+def _dependences(nest: Nest) -> dict[int, frozenset[str]]:
     """For each statement the reductions and scans that it uses, those that they use included."""
     local = nest.locals()
     known: dict[str, frozenset[str]] = {}
     out: dict[int, frozenset[str]] = {}
     for s in nest.stmts:
-        found: frozenset[str] = frozenset()
+        needed: frozenset[str] = frozenset()
         for name in {n.attr[0] for n in _loads(s)} & local.keys():
-            found |= known.get(name, frozenset()) | {name}
-        out[id(s)] = found
+            needed |= known.get(name, frozenset()) | {name}
+        out[id(s)] = needed
         if not isinstance(s, Store):
-            known[s.name] = found
+            known[s.name] = needed
     return out
 
 

@@ -25,19 +25,19 @@ _PRODUCTS = {
 def out_variant(d: Extern) -> str | None:
     """What writes the call's result into given memory, as emitted text; None where nothing does."""
     if d.op == "aten.convolution.default":
-        return "convolve" if of_cudnn(d) else None
+        return "convolve" if is_one_cudnn_call(d) else None
     if d.op == "aten.cat.default":
-        return "torch.cat" if dense(d.layouts[0]) else None
+        return "torch.cat" if is_contiguous(d.layouts[0]) else None
     return _PRODUCTS.get(d.op)
 
 
-def dense(lay: Layout | None) -> bool:
+def is_contiguous(lay: Layout | None) -> bool:
     if lay is None or lay.dtype == "quantized":
         return False
     return lay.strides == contiguous_strides(lay.shape)
 
 
-def of_cudnn(d: Extern) -> bool:
+def is_one_cudnn_call(d: Extern) -> bool:
     """Whether eager's convolution is one call of cuDNN's, on this machine: two or three dimensions
     of known sizes, not transposed, no bias."""
     x, w, bias, *settings = d.args
@@ -45,25 +45,27 @@ def of_cudnn(d: Extern) -> bool:
     layout = d.layouts[0]
     if layout is None or not layout.device.startswith("cuda") or bias is not None or transposed:
         return False
-    numbers = [known(v) for v in (*x.shape, *x.strides, *w.shape, *w.strides)]
+    numbers = [known_int(v) for v in (*x.shape, *x.strides, *w.shape, *w.strides)]
     if len(x.shape) not in (4, 5) or None in numbers or 0 in numbers[: len(x.shape)]:
         return False
     with FakeTensorMode():
-        fakes = [fake(v, layout.dtype, layout.device) for v in (x, w)]
-        backend = torch._C._select_conv_backend(*fakes, None, *(plain(s) for s in settings), None)
+        fakes = [fake_tensor(v, layout.dtype, layout.device) for v in (x, w)]
+        backend = torch._C._select_conv_backend(
+            *fakes, None, *(known_numbers(s) for s in settings), None
+        )
     return bool(backend == torch._C._ConvBackend.Cudnn)
 
 
-def fake(v: ViewArg, dtype: str, device: str) -> torch.Tensor:
-    shape, strides = ([known(n) for n in ns] for ns in (v.shape, v.strides))
+def fake_tensor(v: ViewArg, dtype: str, device: str) -> torch.Tensor:
+    shape, strides = ([known_int(n) for n in ns] for ns in (v.shape, v.strides))
     return torch.empty_strided(shape, strides, dtype=TO_TORCH[dtype], device=device)  # type: ignore[arg-type]
 
 
-def plain(x: Any) -> Any:
-    return [known(n) for n in x] if isinstance(x, tuple) else known(x)
+def known_numbers(x: Any) -> Any:
+    return [known_int(n) for n in x] if isinstance(x, tuple) else known_int(x)
 
 
-def known(n: Any) -> int | None:
+def known_int(n: Any) -> int | None:
     value = n.value if isinstance(n, Index) else n
     return value if isinstance(value, int) else None
 

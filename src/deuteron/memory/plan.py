@@ -32,16 +32,16 @@ from deuteron.schedule.kernel import Kernel, Schedule
 ALIGNMENT = 256
 # Bytes from which memory of the CPU comes from a pool (`runtime.host_memory`). Below, malloc keeps
 # the memory itself and is as fast.
-POOLED = 64 << 10
+MIN_POOLED_BYTES = 64 << 10
 # Workspaces of the CPU of up to so many bytes are kept from call to call, with the views of them.
-KEPT = 1 << 20
+MAX_CACHED_WORKSPACE = 1 << 20
 # Tensors of at least so many bytes may leave the workspace, where that lowers the peak by this
 # much: each then costs an allocation per call, about 0.5 us.
-LARGE = 1 << 20
-WORTH = 0.97
+MIN_BUFFER_BYTES = 1 << 20
+MAX_PEAK_FRACTION = 0.97
 # Inputs that are given away are overwritten from so many bytes on; smaller ones are not worth the
 # question, which each call asks.
-GIVEN = 64 << 10
+MIN_DONATED_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Arena:
 
     def offsets(self, sizes: Mapping[str, int]) -> tuple[list[int], int]:
         """Byte offset of each slot for these sizes, and the total."""
-        return place([evaluate(s.nbytes, sizes) for s in self.slots], self.lives)
+        return assign_offsets([evaluate(s.nbytes, sizes) for s in self.slots], self.lives)
 
 
-def place(need: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+def assign_offsets(need: Sequence[int], lives: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
     """Byte offsets of pieces that live in these (closed) ranges of steps, and the bytes in all.
     Largest first, each at the lowest place that is free over its whole life."""
     need = [-(-n // ALIGNMENT) * ALIGNMENT for n in need]
@@ -153,32 +153,36 @@ def plan_memory(
     made = {n for s in calls for n in s.names if n}
     ours = [n for n in life.first if n not in life.external and n not in made]
     home = _overwriting(program)
-    gifts = {
+    donated_inputs = {
         d.name
         for d in program.defs
-        if isinstance(d, Input) and d.position in donated and hint(_nbytes(d.layout)) >= GIVEN
+        if isinstance(d, Input)
+        and d.position in donated
+        and hint(_nbytes(d.layout)) >= MIN_DONATED_BYTES
     }
-    reused = _reuse(schedule, life, set(ours), gifts)
-    given = {name: at for name, at in reused.items() if at in gifts}
+    reused = _reuse(schedule, life, set(ours), donated_inputs)
+    given = {name: at for name, at in reused.items() if at in donated_inputs}
     for name in given:
         del reused[name]
     home |= reused | {name: reused[at] for name, at in home.items() if at in reused}
     pieces = _pieces(schedule, life, ours, reused)
-    late = {name for name, told in results_that_tell(program).items() if told}
-    alone = {
+    late_sizes = {name for name, told in results_that_tell(program).items() if told}
+    own_buffer = {
         p.root
         for p in pieces
         if set(p.names) & (life.returned | life.pinned | given.keys())
-        or late & {s.name for s in p.nbytes.syms()}
+        or late_sizes & {s.name for s in p.nbytes.syms()}
     }
     others = [n for n in life.first if n in made]
     counted = [p for p in pieces if p.root not in given]
-    alone |= _lower_peak(counted, alone, [_piece(schedule, life, n) for n in others], schedule)
+    own_buffer |= _lower_peak(
+        counted, own_buffer, [_piece(schedule, life, n) for n in others], schedule
+    )
     buffers: dict[str, int] = {}
     slots: dict[str, list[Slot]] = {}
     slot: dict[str, tuple[str, int]] = {}
     for p in pieces:
-        if p.root in alone:
+        if p.root in own_buffer:
             buffers[p.root] = p.first
         else:
             listed = slots.setdefault(p.layout.device, [])
@@ -191,7 +195,7 @@ def plan_memory(
             first=p.first,
             last=p.last,
             reuse=[n for n in p.names if n != p.root],
-            place=given.get(p.root, "own") if p.root in alone else "workspace",
+            place=given.get(p.root, "own") if p.root in own_buffer else "workspace",
         )
     arenas = {d: Arena(d, tuple(s)) for d, s in slots.items()}
     dies = _deaths(schedule, program, life, pieces, home)
@@ -255,7 +259,9 @@ def _deaths(
     return dies
 
 
-def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str], gifts: set[str]) -> dict[str, str]:
+def _reuse(
+    schedule: Schedule, life: Lifetimes, ours: set[str], donated_inputs: set[str]
+) -> dict[str, str]:
     """Tensors written over an operand that dies in the same kernel: an input that is given away, or
     else a tensor of ours."""
     home: dict[str, str] = {}
@@ -263,7 +269,7 @@ def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str], gifts: set[str])
     untouchable = {*schedule.aliases, *schedule.aliases.values(), *life.pinned}
 
     def owner(n: str) -> str:
-        return n if home.get(n, n) in gifts else home.get(n, n)
+        return n if home.get(n, n) in donated_inputs else home.get(n, n)
 
     for k, step in enumerate(schedule.steps):
         if not isinstance(step, Kernel):
@@ -273,17 +279,18 @@ def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str], gifts: set[str])
             for n, _ in step.reads
             if n in ours and life.last[n] == k and life.first[n] < k and n not in untouchable
         ]
-        dead = [n for n, _ in step.reads if n in gifts and life.last[n] == k]
+        dead = [n for n, _ in step.reads if n in donated_inputs and life.last[n] == k]
         dying = [n for n in dead if n not in untouchable] + dying
         for written, _ in step.writes:
             if written not in ours or life.first[written] != k or written in untouchable:
                 continue
             for n in dying:
                 same = (
-                    n not in gifts or schedule.layouts[n].dtype == schedule.layouts[written].dtype
+                    n not in donated_inputs
+                    or schedule.layouts[n].dtype == schedule.layouts[written].dtype
                 )
                 if n not in taken and same and overwritable(step, written, n, schedule.layouts):
-                    home[written] = n if n in gifts else owner(n)
+                    home[written] = n if n in donated_inputs else owner(n)
                     taken.add(n)
                     break
     return home
@@ -293,20 +300,22 @@ def _reuse(schedule: Schedule, life: Lifetimes, ours: set[str], gifts: set[str])
 
 
 def _lower_peak(
-    pieces: Sequence[Piece], alone: set[str], others: Sequence[Piece], schedule: Schedule
+    pieces: Sequence[Piece], own_buffer: set[str], others: Sequence[Piece], schedule: Schedule
 ) -> set[str]:
-    """The pieces with memory of their own: `alone`, and large ones too where that lowers the
+    """The pieces with memory of their own: `own_buffer`, and large ones too where that lowers the
     peak."""
-    large = {p.root for p in pieces if p.root not in alone and hint(p.nbytes) >= LARGE}
+    large = {
+        p.root for p in pieces if p.root not in own_buffer and hint(p.nbytes) >= MIN_BUFFER_BYTES
+    }
     if not large:
-        return alone
-    before = _peak(pieces, alone, others, schedule)
-    after = _peak(pieces, alone | large, others, schedule)
-    return alone | large if after < WORTH * before else alone
+        return own_buffer
+    before = _peak(pieces, own_buffer, others, schedule)
+    after = _peak(pieces, own_buffer | large, others, schedule)
+    return own_buffer | large if after < MAX_PEAK_FRACTION * before else own_buffer
 
 
 def _peak(
-    pieces: Sequence[Piece], alone: set[str], others: Sequence[Piece], schedule: Schedule
+    pieces: Sequence[Piece], own_buffer: set[str], others: Sequence[Piece], schedule: Schedule
 ) -> int:
     """Most bytes in use at once, at hinted sizes. Kernels between two library calls are launched
     together: what they need is allocated before the first, and freed after the last."""
@@ -317,12 +326,14 @@ def _peak(
         change[starts[min(first, len(starts) - 1)]] += nbytes
         change[(ends[last] if last < len(ends) else len(ends)) + 1] -= nbytes
 
-    for p in (*(p for p in pieces if p.root in alone), *others):
+    for p in (*(p for p in pieces if p.root in own_buffer), *others):
         if p.layout.dtype in ITEMSIZE:
             add(p.first, p.last, hint(p.nbytes))
-    inside = [p for p in pieces if p.root not in alone]
+    inside = [p for p in pieces if p.root not in own_buffer]
     if inside:
-        _, total = place([hint(p.nbytes) for p in inside], [(p.first, p.last) for p in inside])
+        _, total = assign_offsets(
+            [hint(p.nbytes) for p in inside], [(p.first, p.last) for p in inside]
+        )
         add(min(p.first for p in inside), max(p.last for p in inside), total)
     now = most = 0
     for c in change:
@@ -345,4 +356,12 @@ def _runs(schedule: Schedule) -> tuple[list[int], list[int]]:
     return starts, ends
 
 
-__all__ = ["KEPT", "POOLED", "Arena", "MemoryPlan", "place", "plan_memory", "span"]
+__all__ = [
+    "MAX_CACHED_WORKSPACE",
+    "MIN_POOLED_BYTES",
+    "Arena",
+    "MemoryPlan",
+    "assign_offsets",
+    "plan_memory",
+    "span",
+]

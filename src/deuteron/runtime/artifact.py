@@ -71,7 +71,7 @@ class Artifact:
             "text": e.text,
             "code": base64.b64encode(code).decode(),
             "unit": e.unit,
-            "segments": e.segments,
+            "launch_groups": e.launch_groups,
             "sequences": [asdict(q) for q in e.sequences],
             "products": {n: [asdict(p), device] for n, (p, device) in e.products.items()},
             "constants": {n: _tensor_to_json(t) for n, t in e.objects.items()},
@@ -84,7 +84,7 @@ class Artifact:
         emitted = Emitted(
             known["text"],
             known["unit"],
-            tuple(known["segments"]),
+            tuple(known["launch_groups"]),
             tuple(Launches(**_frozen(q)) for q in known["sequences"]),
             {n: _tensor_from_json(t) for n, t in known["constants"].items()},
             {n: (_product(p), device) for n, (p, device) in known["products"].items()},
@@ -116,7 +116,7 @@ class Artifact:
             if q.name not in given:
                 kernels = [self.triton[n] for n in q.kernels]
                 given[q.name] = Launcher(
-                    kernels, q.places, q.sizes, q.device, options, built, record
+                    kernels, q.operands, q.sizes, q.device, options, built, record
                 )
         for name, (product, device) in e.products.items():
             if name not in given:

@@ -229,7 +229,10 @@ class Graphs:
         hooks on saved tensors may have other strides than what was recorded."""
         asked = ["keeps_graph()"] if self.what.given else []
         parts = [f"stream({self.device})", *self.what.key, *asked]
-        hooks = {"forward": "look_for_hooks()", "backward": "if HOOKED: return through_hooks(args)"}
+        hooks = {
+            "forward": "look_for_hooks()",
+            "backward": "if HOOKS_SEEN: return through_hooks(args)",
+        }
         text = f"""
 def call(args):
     {hooks.get(phase, "")}
@@ -242,7 +245,7 @@ def call(args):
         leave_device(before)
 """
         wanted = ("stream", "keeps_graph", "enter_device", "leave_device")
-        names = {n: self.names[n] for n in (*wanted, "HOOKED", "look_for_hooks")}
+        names = {n: self.names[n] for n in (*wanted, "HOOKS_SEEN", "look_for_hooks")}
         names |= {"table": self.table, "miss": self.miss, "through_hooks": self.through_hooks}
         exec(compile(text, "<deuteron graphs>", "exec"), names)
         out: Call = names["call"]
@@ -569,7 +572,7 @@ class Text:
     ) -> None:
         self.graphs, self.recording, self.order = graphs, recording, order
         self.names: dict[str, Any] = {
-            **{n: graphs.names[n] for n in ("empty_cuda", "view", "typed")},
+            **{n: graphs.names[n] for n in ("empty_cuda", "view", "as_dtype")},
             "launch": replay.launch,
             "plan": replay.plan,
             "array": struct.Struct(f"{len(order)}q").pack,
@@ -627,7 +630,7 @@ class Text:
         name = f"{source[0]}_{source[1]}"
         if layout_of(t) == layout_of(r) and t.data_ptr() == r.data_ptr():
             return name
-        base = name if t.dtype == r.dtype else f"typed({name}, {r.dtype})"
+        base = name if t.dtype == r.dtype else f"as_dtype({name}, {r.dtype})"
         offset = (r.data_ptr() - t.data_ptr()) // r.dtype.itemsize
         return f"view({base}, {tuple(r.shape)}, {tuple(r.stride())}, {offset})"
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deuteron.memory.plan import POOLED
+from deuteron.memory.plan import MIN_POOLED_BYTES
 
-MIN_BYTES = POOLED
+MIN_BYTES = MIN_POOLED_BYTES
 # Bytes from which huge pages are asked for: two of them, so that one whole page lies in the block.
 HUGE_BYTES = 4 << 20
 HUGE_PAGE = 2 << 20

@@ -35,15 +35,15 @@ def load(
     names.update(emitted.objects)
     names.update(extra)
     if library is not None:
-        bind(names, emitted.segments, library.result())
+        bind(names, emitted.launch_groups, library.result())
     call: Call = names["call"]
     call._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd asks for
     return call
 
 
-def bind(names: dict[str, Any], segments: Iterable[str], lib: ctypes.CDLL) -> None:
+def bind(names: dict[str, Any], launch_groups: Iterable[str], lib: ctypes.CDLL) -> None:
     """Gives a module its C++ functions."""
-    for name in segments:
+    for name in launch_groups:
         function = getattr(lib, name)
         function.restype = None
         names[name] = function

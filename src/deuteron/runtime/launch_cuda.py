@@ -377,13 +377,13 @@ def _words(device: torch.device, each: int) -> Zeros:
 
 
 class Sequence:
-    """Kernels that run one after the other. `places[k]` are the numbers of kernel k's tensors in
+    """Kernels that run one after the other. `operands[k]` are the numbers of kernel k's tensors in
     the addresses of a call; `names` are the sizes of a call, in order."""
 
     def __init__(
         self,
         kernels: Ordered[TritonKernel],
-        places: Ordered[Ordered[int]],
+        operands: Ordered[Ordered[int]],
         names: Ordered[str],
         device: str,
         options: Options,
@@ -409,7 +409,7 @@ class Sequence:
         if self.exchanges:
             _words(at, WORDS) if self.names else self.words({})
         self.arrays: list[Any] = []
-        for k, place in zip(kernels, places, strict=True):
+        for k, place in zip(kernels, operands, strict=True):
             left = iter(place)
             codes = []
             for kind, what in k.args:

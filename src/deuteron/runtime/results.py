@@ -21,7 +21,7 @@ HINT = (
 )
 
 
-def settled(
+def checked_result(
     t: Any, claim: Claim, op: str, where: str, number: int, used: bool, own: bool
 ) -> Tensor | None:
     """The result with the strides that the program was compiled for: a copy, where they are others.
@@ -46,7 +46,7 @@ def settled(
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def exactly(results: Sequence[Any], count: int, op: str, where: str) -> Sequence[Any]:
+def exact_count(results: Sequence[Any], count: int, op: str, where: str) -> Sequence[Any]:
     """The results of an operator whose fake kernel gave `count`."""
     if len(results) != count:
         raise UntrueFakeKernel(
@@ -79,4 +79,4 @@ def _untrue(op: str, where: str, number: int, claim: Claim, found: str) -> Untru
     )
 
 
-__all__ = ["exactly", "settled"]
+__all__ = ["exact_count", "checked_result"]

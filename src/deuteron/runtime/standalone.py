@@ -44,7 +44,7 @@ def main(
     inputs: Sequence[Example | int | None],
     constants: dict[str, Example],
     missing: Sequence[str],
-    segments: Sequence[str],
+    launch_groups: Sequence[str],
     sequences: Sequence[tuple[Any, ...]],
     products: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
 ) -> None:
@@ -55,11 +55,11 @@ def main(
         )
     options = Options.make()
     if "CPP" in module:
-        bind(module, segments, build_cpp.build(module["CPP"], FLAGS, options))
-    for name, device, places, sizes, kernels in sequences:
+        bind(module, launch_groups, build_cpp.build(module["CPP"], FLAGS, options))
+    for name, device, operands, sizes, kernels in sequences:
         from deuteron.runtime.launch_cuda import Sequence as Launcher
 
-        module[name] = Launcher(kernels, places, sizes, device, options)
+        module[name] = Launcher(kernels, operands, sizes, device, options)
     for name, (product, device) in products.items():
         from deuteron.runtime.launch_blas import multiply
 
@@ -120,8 +120,8 @@ def launch_triton(about: dict[str, Any], source: str, given: dict[str, Tensor]) 
     kernel = triton_kernel(about["triton"], source)
     names = [what for kind, what in kernel.args if kind == "tensor"]
     symbols = list(dict.fromkeys(about["sizes"]))
-    places = [tuple(range(len(names)))]
-    launch = Launcher([kernel], places, symbols, about["device"], Options.make())
+    operands = [tuple(range(len(names)))]
+    launch = Launcher([kernel], operands, symbols, about["device"], Options.make())
     addresses = [given[str(n)].data_ptr() for n in names]
     now = torch.cuda.current_stream(about["device"]).cuda_stream
     array = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)

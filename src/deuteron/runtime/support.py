@@ -18,23 +18,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves as leaves
 
 from deuteron.base.errors import DeuteronError, FailedAssertion
-from deuteron.memory.plan import place
+from deuteron.memory.plan import assign_offsets
 from deuteron.runtime.host_memory import POOL
-from deuteron.runtime.results import exactly, settled
+from deuteron.runtime.results import checked_result, exact_count
 
 # Layouts of the workspace that are kept, by sizes; who sees more shapes than this computes again.
-MOST_LAYOUTS = 4096
+MAX_LAYOUTS = 4096
 _FAST = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
 @cache
-def pointers(n: int) -> Callable[..., bytes]:
+def address_array(n: int) -> Callable[..., bytes]:
     """Makes an array of n addresses: 0.1 us for nine, where a ctypes array takes 0.9."""
     return struct.Struct(f"{n}P").pack
 
 
 @cache
-def numbers(n: int) -> Any:
+def size_array(n: int) -> Any:
     """The ctypes array type of n sizes."""
     return ctypes.c_longlong * n
 
@@ -63,12 +63,12 @@ empty_cuda: Callable[..., Tensor] = getattr(_FAST, "_empty_strided_cuda", _empty
 view: Callable[..., Tensor] = getattr(_FAST, "_reinterpret_tensor", _view)
 
 
-def typed(t: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
     """The same memory as elements of another type."""
     return t.view(dtype)
 
 
-def as_traced(t: Tensor | None, strides: Sequence[int]) -> Tensor | None:
+def with_strides(t: Tensor | None, strides: Sequence[int]) -> Tensor | None:
     """What hooks made of a saved tensor, with the strides that the rest of the program was compiled
     for."""
     if t is None or t.stride() == strides:
@@ -98,15 +98,15 @@ def convolve(x: Tensor, w: Tensor, bias: None, *settings: Any, out: Tensor) -> N
     )
 
 
-def refuse(message: str, where: str, **seen: Any) -> None:
+def fail_assertion(message: str, where: str, **seen: Any) -> None:
     """Something that the program asserts of numbers does not hold; these were seen."""
     values = ", ".join(f"{name} = {value}" for name, value in seen.items())
     raise FailedAssertion(message, hint=f"in this call {values}", where=where)
 
 
-def remember(table: dict[Any, Any], sizes: Any, layout: Callable[..., Any]) -> Any:
+def cache_layout(table: dict[Any, Any], sizes: Any, layout: Callable[..., Any]) -> Any:
     """The layout for new sizes."""
-    if len(table) >= MOST_LAYOUTS:
+    if len(table) >= MAX_LAYOUTS:
         table.clear()
     found = table[sizes] = layout(*sizes)
     return found
@@ -140,7 +140,7 @@ keeps_graph: Callable[[], bool] = getattr(
 # Not empty once a forward ran under hooks on saved tensors: what a backward gets may then have
 # other strides than what was saved (`torch.autograd.graph.save_on_cpu` gives contiguous ones), and
 # be memory of the hooks'.
-HOOKED: list[bool] = []
+HOOKS_SEEN: list[bool] = []
 
 
 def _no_hooks(ignoring_tracing: bool) -> None:
@@ -154,8 +154,8 @@ _top_hooks: Callable[[bool], Any] = getattr(
 
 def look_for_hooks() -> None:
     """Called by forwards whose results autograd saves; 0.2 us."""
-    if _top_hooks(False) is not None and not HOOKED:
-        HOOKED.append(True)
+    if _top_hooks(False) is not None and not HOOKS_SEEN:
+        HOOKS_SEEN.append(True)
 
 
 class IndexOutOfRange(DeuteronError, IndexError):
@@ -171,30 +171,29 @@ class AccessError(DeuteronError):
 
 
 __all__ = [
-    "HOOKED",
+    "HOOKS_SEEN",
     "AccessError",
     "DivisionByZero",
     "IndexOutOfRange",
-    "as_traced",
+    "address_array",
+    "as_dtype",
+    "assign_offsets",
+    "cache_layout",
+    "checked_result",
     "empty",
     "empty_cpu",
     "empty_cuda",
     "empty_small",
     "enter_device",
-    "exactly",
+    "exact_count",
+    "fail_assertion",
     "keeps_graph",
     "leave_device",
     "leaves",
     "look_for_hooks",
-    "numbers",
-    "place",
-    "pointers",
-    "refuse",
-    "remember",
-    "settled",
-    "settled",
+    "size_array",
     "stream",
     "threads",
-    "typed",
     "view",
+    "with_strides",
 ]

@@ -59,7 +59,7 @@ class Tuned(Launcher):
     def __init__(
         self,
         kernels: Sequence[TritonKernel],
-        places: Sequence[Sequence[int]],
+        operands: Sequence[Sequence[int]],
         names: Sequence[str],
         device: str,
         options: Options,
@@ -67,8 +67,8 @@ class Tuned(Launcher):
         steps: Sequence[Kernel],
         record: Record,
     ) -> None:
-        super().__init__(kernels, places, names, device, options, known, record)
-        self.places, self.steps, self.log = places, list(steps), record
+        super().__init__(kernels, operands, names, device, options, known, record)
+        self.operands, self.steps, self.log = operands, list(steps), record
 
     def config(self, k: int, env: Mapping[str, int]) -> int:
         return self.variants[k].tuned.get(_bucket(self.kernels[k], env), 0)
@@ -170,7 +170,7 @@ class Tuned(Launcher):
     def tensors(self, k: int, pointers: bytes) -> list[int]:
         """The addresses of kernel k's tensors."""
         every = struct.unpack(f"{len(pointers) // 8}P", pointers)
-        return [every[p] for p in self.places[k]]
+        return [every[p] for p in self.operands[k]]
 
     def apart(
         self, k: int, pointers: bytes, stream: int, env: Mapping[str, int]

@@ -11,7 +11,7 @@ from deuteron.codegen.loops import (
     Access,
     Loops,
     Write,
-    points,
+    points_visited,
     read_of,
     roots_of,
     stride,
@@ -52,7 +52,7 @@ def lane_cost(loops: Loops, axis: Axis, accesses: Sequence[tuple[Access, int]]) 
     for a, times in accesses:
         if axis in a.address.axes():
             cost = _strided_cost(stride(a.address, axis), a.store)
-            total += cost * times * a.itemsize * points(a.address, axes)
+            total += cost * times * a.itemsize * points_visited(a.address, axes)
     return total / min(1.0, max(1, hint(axis.extent)) / 16)
 
 

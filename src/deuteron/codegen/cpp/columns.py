@@ -39,7 +39,14 @@ from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.prefetch_streaming import MAX_PREFETCHES, PREFETCH_BYTES, prefetch_lines
 from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
 from deuteron.codegen.cpp.rows import MAX_CHUNKS, MIN_CHUNK_OPS, chunk_counts
-from deuteron.codegen.loops import Write, ordered, points, roots_of, stride, unique_nodes
+from deuteron.codegen.loops import (
+    Write,
+    outermost_first,
+    points_visited,
+    roots_of,
+    stride,
+    unique_nodes,
+)
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr, children
 from deuteron.ir.index import Axis, const, hint
 from deuteron.schedule.kernel import Scan
@@ -55,7 +62,7 @@ class Columns(PassWriter):
 
     def __init__(self, env: Env, v: Axis, cache: int, width: int, merging: bool = False) -> None:
         loops = env.loops
-        outer = ordered(loops, loops.reduced)
+        outer = outermost_first(loops, loops.reduced)
         super().__init__(env, v, outer, cache, frozenset((*loops.reduced, v)), merging)
         self.width = width
         self.count = str(width)  # C text of the lanes in use
@@ -281,8 +288,8 @@ class Columns(PassWriter):
                 continue
             address, item = n.attr[1][0], ITEMSIZE[n.dtype]
             step = stride(address, axis)
-            block = item * self.width * points(address, self.outer)
-            if not step or step < 0 or item * points(address, axes) <= most:
+            block = item * self.width * points_visited(address, self.outer)
+            if not step or step < 0 or item * points_visited(address, axes) <= most:
                 continue
             if n not in seen or block > most:
                 distance = step * max(MIN_PREFETCH_ROWS, PREFETCH_BYTES // (item * step))
@@ -382,7 +389,7 @@ def write_columns(env: Env, v: Axis) -> None:
     width = block_lanes(env, v, len(probe.plan.passes))
     if any(probe.transposed_stores(p) for p in probe.plan.passes):
         width = min(width, TRANSPOSED_LANES)
-    others = ordered(loops, [a for a in loops.parallel if a != v])
+    others = outermost_first(loops, [a for a in loops.parallel if a != v])
     free = [a for a in others if a not in probe.conflicts]
     meet = [a for a in others if a in probe.conflicts]
     has_scan = any(isinstance(p, Scan) for p in loops.parts)

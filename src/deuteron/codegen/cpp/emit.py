@@ -76,7 +76,7 @@ class Emitter:
         self.dearest = 0.0  # most FLOPs of a scope, as far as order matters for them
         self.wide = False  # whether positions along the loops may need 64 bits
         self.fast_calls: frozenset[Expr] = frozenset()  # those with small arguments
-        self.loose: frozenset[Expr] = frozenset()  # see `precision`
+        self.approximate: frozenset[Expr] = frozenset()  # see `precision`
         self.maxima: dict[str, set[Expr]] = {}  # the nest's maxima, and of what they are
         self.reused_curves: frozenset[Expr] = frozenset()  # exponentials, tangents of several uses
         self.erf_plus_one: frozenset[Expr] = frozenset()  # erf of which only 1 + erf is used
@@ -97,8 +97,8 @@ class Emitter:
             return {moved[n] for n in known if n in moved}
 
         self.reused_curves |= images(self.reused_curves)
-        others = [images(moved.keys() - known) for known in (self.loose, self.erf_plus_one)]
-        self.loose = (self.loose | images(self.loose)) - others[0]
+        others = [images(moved.keys() - known) for known in (self.approximate, self.erf_plus_one)]
+        self.approximate = (self.approximate | images(self.approximate)) - others[0]
         self.erf_plus_one = (self.erf_plus_one | images(self.erf_plus_one)) - others[1]
         for bodies in self.maxima.values():
             bodies |= images(bodies)
@@ -333,7 +333,7 @@ class Emitter:
         if node.op == "div" and node.dtype == "f32":
             divisor = self._divisor(node, at)
             if divisor is not None:
-                name = "d_div_by_fast" if node in self.loose else "d_div_by"
+                name = "d_div_by_fast" if node in self.approximate else "d_div_by"
                 self.used.add(name)
                 return kind, f"{name}({args[0]}, {divisor})"
         if node.op == "random":

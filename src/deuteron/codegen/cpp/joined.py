@@ -22,7 +22,7 @@ from deuteron.codegen.cpp.index_sets import (
     repeats_code,
 )
 from deuteron.codegen.cpp.tiles import transposed_axis
-from deuteron.codegen.loops import Loops, Write, stretch
+from deuteron.codegen.loops import Loops, Write, restricted
 from deuteron.ir.index import Axis, hint
 
 # Conditions of a row that a loop has branches for (`points.MAX_ROW_CASES`); with more, nests are
@@ -79,7 +79,7 @@ def cut_axis(loops: Loops, axis: Axis, vectors: bool = False) -> list[Loops]:
         points *= max(1, hint(a.extent))
     if not marks or points < MIN_PIECE_POINTS * (len(marks) + 1):
         return []
-    cut_nests = [stretch(loops, axis, low, piece) for low, piece in pieces(axis, marks)]
+    cut_nests = [restricted(loops, axis, low, piece) for low, piece in pieces(axis, marks)]
     if vectors:
         few = len(marks) <= MAX_CUTS or not repeats_code(
             loops.roots(), [x.roots() for x in cut_nests]

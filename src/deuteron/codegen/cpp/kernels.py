@@ -34,7 +34,7 @@ from deuteron.codegen.cpp.rows import write_chunked, write_rows
 from deuteron.codegen.cpp.support import helpers, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare, unique_nodes
-from deuteron.codegen.precision import inexact, one_more
+from deuteron.codegen.precision import erf_of_one_plus, inexact
 from deuteron.ir.expr import Expr, children, index_value
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
@@ -102,10 +102,10 @@ class CppKernel:
     args: tuple[tuple[str, str], ...]
     sizes: tuple[Sym, ...]
     used: frozenset[str]
-    checks: bool = False  # whether it may set `cpp_index_error`
+    checks_indices: bool = False  # whether it may set `cpp_index_error`
 
     @property
-    def accesses(self) -> bool:
+    def checks_accesses(self) -> bool:
         """Whether every access is checked, and reported in the unit's `cpp_bounds_error`."""
         return "d_checked" in self.used
 
@@ -168,7 +168,7 @@ def generate_for(
         em.maxima = {
             p.name: {p.body} for p in loops.parts if isinstance(p, Reduce) and p.kind == "max"
         }
-        em.loose = inexact(loops, lambda e: False, averages).loose
+        em.approximate = inexact(loops, lambda e: False, averages).approximate
         em.reused_curves, em.erf_plus_one = _reused_curves(loops), _erf_plus_one(loops)
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
         env = Env(loops, em, machine, threaded, shared, nontemporal, nontemporal_tiles)
@@ -226,7 +226,11 @@ def translation_unit(kernels: Sequence[CppKernel]) -> str:
     from deuteron.codegen.cpp.prelude import prelude
 
     used: set[str] = set().union(*(k.used for k in kernels))
-    head = ['extern "C" { int cpp_index_error = 0; }'] if any(k.checks for k in kernels) else []
+    head = (
+        ['extern "C" { int cpp_index_error = 0; }']
+        if any(k.checks_indices for k in kernels)
+        else []
+    )
     head += [BOUNDS_ERROR] if "d_checked" in used else []
     return "\n".join(
         [*head, prelude(used - helpers().keys()), support(used), *(k.source for k in kernels), ""]
@@ -245,7 +249,7 @@ def _erf_plus_one(loops: Loops) -> frozenset[Expr]:
     """Error functions of which only ``1 + erf(x)`` is used."""
     roots = loops.roots()
     users = [(c, n) for n in unique_nodes(roots) for c in children(n) if c.op == "erf"]
-    others = {c for c, n in users if one_more(n) is not c} | set(roots)
+    others = {c for c, n in users if erf_of_one_plus(n) is not c} | set(roots)
     return frozenset(c for c, _ in users if c.dtype == "f32" and c not in others)
 
 

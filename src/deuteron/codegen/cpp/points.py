@@ -30,7 +30,7 @@ from deuteron.codegen.loops import (
     Loops,
     Rewriter,
     Write,
-    ordered,
+    outermost_first,
     roots_of,
     unique_nodes,
 )
@@ -49,7 +49,7 @@ class Points(PassWriter):
 
     def write(self) -> None:
         env, em, v = self.env, self.env.em, self.v
-        axes = ordered(env.loops, [a for a in env.loops.parallel if a != v])
+        axes = outermost_first(env.loops, [a for a in env.loops.parallel if a != v])
         free = [a for a in axes if a not in self.conflicts]
         meet = [a for a in axes if a in self.conflicts]
         extra: list[tuple[str, str]] = []

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from deuteron.codegen.cpp.nests import PassWriter
 from deuteron.codegen.cpp.prefetch_streaming import PREFETCH_BYTES, prefetch_lines
-from deuteron.codegen.loops import Write, points, read_of, unique_nodes
+from deuteron.codegen.loops import Write, points_visited, read_of, unique_nodes
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, hint
 
@@ -100,7 +100,9 @@ class PrefetchingWriter(PassWriter):
         loops, most = self.env.loops, self.env.machine.l2_bytes
         axes = (*loops.parallel, *loops.reduced)
         beyond_cache = [
-            n for n in self.new_loads(k) if read_of(n).itemsize * points(n.attr[1][0], axes) > most
+            n
+            for n in self.new_loads(k)
+            if read_of(n).itemsize * points_visited(n.attr[1][0], axes) > most
         ]
         lines = self.prefetch_loads(beyond_cache, base, lanes, wide=True)
         self.env.em.used |= {"d_short_vectors"} if lines else set()

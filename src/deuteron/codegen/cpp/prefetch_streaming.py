@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deuteron.codegen.cpp.environment import Env
-from deuteron.codegen.loops import Part, ordered, points, roots_of, stride, unique_nodes
+from deuteron.codegen.loops import (
+    Part,
+    outermost_first,
+    points_visited,
+    roots_of,
+    stride,
+    unique_nodes,
+)
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, hint
 
@@ -58,13 +65,13 @@ def nontemporal_prefetches(
     ms, 16 KiB 3.4 ms); ``2 a + 1``, which computes nothing, 2.49 and 2.36 ms.
     """
     loops = env.loops
-    outer = [a for a in ordered(loops, loops.parallel) if a != v]
+    outer = [a for a in outermost_first(loops, loops.parallel) if a != v]
     out: list[str] = []
     for n in unique_nodes(r for p in parts for r in roots_of(p)):
         if n.op != "load" or not n.attr[1] or n.args or len(out) >= MAX_PREFETCHES:
             continue
         address, item = n.attr[1][0], ITEMSIZE[n.dtype]
-        if item * points(address, loops.parallel) <= env.machine.l2_bytes:
+        if item * points_visited(address, loops.parallel) <= env.machine.l2_bytes:
             continue
         follows = bool(outer) and stride(address, outer[-1]) == hint(v.extent)
         if follows or item * hint(v.extent) >= 4 * PREFETCH_BYTES:

@@ -40,7 +40,7 @@ from deuteron.codegen.loops import (
     CrossRowReduce,
     Loops,
     Part,
-    ordered,
+    outermost_first,
     unique_nodes,
 )
 from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
@@ -77,7 +77,7 @@ class Rows(PrefetchingWriter):
 
     def __init__(self, env: Env, v: Axis, cache: int, merging: bool = False) -> None:
         loops = env.loops
-        outer = ordered(loops, [a for a in loops.reduced if a != v])
+        outer = outermost_first(loops, [a for a in loops.reduced if a != v])
         super().__init__(env, v, outer, cache, frozenset(loops.reduced), merging)
 
     def row(self) -> None:
@@ -372,7 +372,7 @@ def write_rows(env: Env, v: Axis) -> None:
     loops = env.loops
     cache = env.machine.l2_bytes // 2
     rows = Rows(env, v, cache, row_bytes(loops) > cache)
-    parallel = ordered(loops, loops.parallel)
+    parallel = outermost_first(loops, loops.parallel)
     work = size(loops.reduced)
     conflict = [a for a in parallel if a in rows.conflicts]
     free = [a for a in parallel if a not in rows.conflicts]
@@ -514,7 +514,7 @@ def write_chunked(env: Env, v: Axis) -> None:
     assert loops.chunk is not None
     axis, count = loops.chunk
     rows = Rows(env, v, env.machine.l2_bytes // 4)
-    others = ordered(loops, [a for a in loops.parallel if a != axis])
+    others = outermost_first(loops, [a for a in loops.parallel if a != axis])
     cols = [p for p in loops.parts if isinstance(p, CrossRowReduce)]
     worker = em.name_axis(WORKER)
     low, high, row_name = em.fresh("lo"), em.fresh("hi"), em.name_axis(axis)

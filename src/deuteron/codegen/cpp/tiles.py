@@ -18,7 +18,14 @@ from deuteron.codegen.cpp.emit import smaller
 from deuteron.codegen.cpp.environment import Env, parallel_loops
 from deuteron.codegen.cpp.nests import PassWriter
 from deuteron.codegen.cpp.nontemporal import transpose_function
-from deuteron.codegen.loops import Loops, Write, ordered, points, stride, unique_nodes
+from deuteron.codegen.loops import (
+    Loops,
+    Write,
+    outermost_first,
+    points_visited,
+    stride,
+    unique_nodes,
+)
 from deuteron.ir.expr import ITEMSIZE, Expr
 from deuteron.ir.index import Axis, Index, const, hint
 
@@ -50,7 +57,7 @@ def transposed_axis(loops: Loops, v: Axis) -> Axis | None:
             continue
         for u in axes:
             if u != v and stride(a.address, u) == 1 and hint(u.extent) >= MIN_TILED_EXTENT:
-                weight[u] = weight.get(u, 0) + a.itemsize * points(a.address, axes)
+                weight[u] = weight.get(u, 0) + a.itemsize * points_visited(a.address, axes)
     best = max(weight, key=lambda u: (weight[u], u.name), default=None)
     return best if best is not None and weight[best] > 1 << 15 else None
 
@@ -66,7 +73,9 @@ class Tiles(PassWriter):
 
     def write(self) -> None:
         env, em = self.env, self.env.em
-        axes = ordered(env.loops, [a for a in env.loops.parallel if a not in (self.u, self.v)])
+        axes = outermost_first(
+            env.loops, [a for a in env.loops.parallel if a not in (self.u, self.v)]
+        )
         extra = []
         for axis, side in ((self.v, self.tile_v), (self.u, TILE_U)):
             count = em.fresh("tiles")

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from deuteron.codegen.loops import Loops, points, roots_of, stride, unique_nodes
+from deuteron.codegen.loops import Loops, points_visited, roots_of, stride, unique_nodes
 from deuteron.codegen.triton.misaligned import ragged
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
@@ -41,7 +41,7 @@ def unit_bytes(loops: Loops, axis: Axis, beside: Collection[Axis] = ()) -> int:
     moved: dict[tuple[str, bool], int] = {}
     for a in loops.accesses:
         if stride(a.address, axis) == 1 and (not beside or a.address.axes() & set(beside)):
-            size = a.itemsize * points(a.address, axes) * (2 if a.store else 1)
+            size = a.itemsize * points_visited(a.address, axes) * (2 if a.store else 1)
             moved[a.tensor, a.store] = max(size, moved.get((a.tensor, a.store), 0))
     return sum(moved.values())
 
@@ -51,7 +51,7 @@ def widest(loops: Loops) -> int:
     moved: dict[int, int] = {}
     axes = (*loops.parallel, *loops.reduced)
     for a in loops.accesses:
-        moved[a.itemsize] = moved.get(a.itemsize, 0) + a.itemsize * points(a.address, axes)
+        moved[a.itemsize] = moved.get(a.itemsize, 0) + a.itemsize * points_visited(a.address, axes)
     return max(moved, key=lambda n: moved[n], default=4)
 
 
@@ -65,7 +65,7 @@ def row_loads(loops: Loops) -> int:
                 along = own & set(loops.reduced) and (
                     own & set(loops.parallel) or not loops.parallel
                 )
-                if along and 2 * points(n.attr[1][0], axes) > size(axes):
+                if along and 2 * points_visited(n.attr[1][0], axes) > size(axes):
                     found.add(n)
     return max(1, len(found))
 
@@ -99,7 +99,7 @@ def streamed(loops: Loops) -> int:
     found = {
         (a.tensor, a.address): a.itemsize
         for a in loops.accesses
-        if not a.store and 2 * points(a.address, axes) > size(axes)
+        if not a.store and 2 * points_visited(a.address, axes) > size(axes)
     }
     return sum(found.values())
 
@@ -151,7 +151,7 @@ def read_rarely(loops: Loops, layouts: Mapping[str, Layout]) -> frozenset[str]:
     axes += (axis for n in loops.nodes if n.op == "reduce" for axis in n.attr[1])
     for a in loops.accesses:
         if not a.store:
-            found[a.tensor] += points(a.address, axes)
+            found[a.tensor] += points_visited(a.address, axes)
     return frozenset(n for n, count in found.items() if count <= 2 * hint(layouts[n].numel))
 
 
@@ -180,10 +180,10 @@ def uneven(loops: Loops) -> bool:
     axes = (*loops.parallel, *loops.reduced)
     for a in loops.accesses:
         inner = [x for x in axes if stride(a.address, x) == 1]
-        if a.store or not inner or 2 * points(a.address, axes) <= size(axes):
+        if a.store or not inner or 2 * points_visited(a.address, axes) <= size(axes):
             continue
         run = run_of(a.address, near)
-        if run * a.itemsize < LEAST_RUN and points(a.address, near) > run:
+        if run * a.itemsize < LEAST_RUN and points_visited(a.address, near) > run:
             return True
         rest = a.address - inner[-1].index
         if any(

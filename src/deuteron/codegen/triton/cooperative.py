@@ -234,7 +234,7 @@ class Team:
         product, where their last bits do not matter. H200: two exponentials of each element of a
         softmax take more than half of the time that its memory takes."""
         em = self.em
-        if f.name in self.powers and rule.power in em.inexact.loose:
+        if f.name in self.powers and rule.power in em.inexact.approximate:
             (terms, maximum), name = self.powers[f.name], em.fresh("power")
             scale = power_text(rule, f"libm.apart({maximum}, {top})")
             em.scope.add(f"{name} = {terms} * {scale}")

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from deuteron.base.text import one_line, plain_name
-from deuteron.codegen.checks import reads, spelled
+from deuteron.codegen.checks import as_arithmetic, is_loaded
 from deuteron.codegen.precision import (
     Inexact,
     at_least_one,
+    erf_of_one_plus,
+    is_masked_bf16,
     log1p_of_unit,
-    of_bf16_or_zero,
-    one_more,
 )
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.dynamic_bounds import continues, write_reduction
@@ -269,8 +269,8 @@ class Emitter:
         if node.op == "load":
             return self._load(node)
         if node.op == "index":
-            if self.index_type != "tl.int64" and reads(node.attr):
-                return self.value(spelled(node.attr))  # what is loaded may need all its bits
+            if self.index_type != "tl.int64" and is_loaded(node.attr):
+                return self.value(as_arithmetic(node.attr))  # what is loaded may need all its bits
             text = self.index(node.attr)
             return (
                 f"({text}).to(tl.int64)"
@@ -282,7 +282,7 @@ class Emitter:
             wide = self._widened(node) or in_fewer(self, node)
             if wide is not None:
                 return wide
-            narrow = self.index_type == "tl.int32" and a.op == "index" and not reads(a.attr)
+            narrow = self.index_type == "tl.int32" and a.op == "index" and not is_loaded(a.attr)
             if narrow and self.deps(a):
                 # Numbers of 64 bits are converted many times slower.
                 return scalars.convert(f"({self.index(a.attr)})", "i32", node.dtype, self.float8)
@@ -301,31 +301,31 @@ class Emitter:
             return f"libm.{dist}{wide}({seed}, {stream}, {', '.join(texts)})"
         if (fewer := in_fewer(self, node)) is not None:
             return fewer
-        erf = one_more(node)
-        if erf is not None and erf in self.inexact.loose:
-            by = self.inexact.decays.get(erf)
+        erf = erf_of_one_plus(node)
+        if erf is not None and erf in self.inexact.approximate:
+            by = self.inexact.exponentials.get(erf)
             kind, more = ("fast", "") if by is None else ("by", f", {self.value(by)}")
             return f"libm.erf_above_{kind}({self.value(erf.args[0])}{more})"
-        near = node in self.inexact.near or node in self.inexact.loose
-        if near and node.op == "sigmoid" and node in self.inexact.decays:
-            decay = self.value(self.inexact.decays[node])
+        near = node in self.inexact.approximate_quotient or node in self.inexact.approximate
+        if near and node.op == "sigmoid" and node in self.inexact.exponentials:
+            decay = self.value(self.inexact.exponentials[node])
             return f"libm.sigmoid_by({self.value(node.args[0])}, {decay})"
-        if node in self.inexact.loose and node.op not in ("div", "erf"):
+        if node in self.inexact.approximate and node.op not in ("div", "erf"):
             return f"libm.{node.op}_fast({self.value(node.args[0])})"
-        if node in self.inexact.near:
+        if node in self.inexact.approximate_quotient:
             return f"libm.sigmoid_near({self.value(node.args[0])})"
         if log1p_of_unit(node):
             return f"libm.log1p_unit({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
-                fast = "_fast" if node in self.inexact.loose else ""
+                fast = "_fast" if node in self.inexact.approximate else ""
                 if tame(self, b, bool(fast)):
                     return divided_by_unit(self, a, b, bool(fast))
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
-            if node in self.inexact.loose and at_least_one(b):
+            if node in self.inexact.approximate and at_least_one(b):
                 return f"{self.value(a)} * libm.rcp({self.value(b)})"
-            if node in self.inexact.loose:
+            if node in self.inexact.approximate:
                 return f"{self.value(a)} / {self.value(b)}"  # within 2 units in the last place
         narrowed = self._narrowed(node) if node.op in COMPARE else None
         if narrowed is not None:
@@ -367,7 +367,7 @@ class Emitter:
 
     def _plain_index(self, node: Expr) -> str | None:
         """An index or a constant in the index type."""
-        if node.op == "index" and not reads(node.attr):
+        if node.op == "index" and not is_loaded(node.attr):
             return f"({self.index(node.attr)})"
         if node.op == "literal" and abs(node.attr) < 2**31:
             return scalars.literal(node.attr, "i64")
@@ -496,7 +496,7 @@ class Emitter:
         value = a.args[0]
         if node in self.packed or value in self.packed:
             return None
-        if of_bf16_or_zero(value):
+        if is_masked_bf16(value):
             return self.value(value)
         return f"libm.round_bf16({self.value(value)})"
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deuteron.codegen.loops import WORKER, Loops, points, stride
+from deuteron.codegen.loops import WORKER, Loops, points_visited, stride
 from deuteron.codegen.triton.scope import FULL, Dim, R
 from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, substitute
@@ -49,7 +49,9 @@ def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     for a in loops.accesses:
         if stride(a.address, r[0]) == 1:
             row = a.address - r[0].index
-            moved[row] = moved.get(row, 0) + points(a.address, (*loops.parallel, *r)) * a.itemsize
+            moved[row] = (
+                moved.get(row, 0) + points_visited(a.address, (*loops.parallel, *r)) * a.itemsize
+            )
             width[row] = min(width.get(row, 8), a.itemsize)
     if not moved:
         return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
 from deuteron.codegen.loops import WORKER, CrossRowReduce, Loops, Write, stride
-from deuteron.codegen.precision import inexact, packed, units
+from deuteron.codegen.precision import inexact, packed_bf16, softmax_sums
 from deuteron.codegen.triton.access_statistics import read_rarely
 from deuteron.codegen.triton.columns import (
     Columns,
@@ -113,8 +113,8 @@ def write_nest(
     em.met = met(loops, names, lambda e: em.deps(e) <= em.whole - R)
     row = em.whole - em.along
     em.inexact = inexact(loops, lambda e: em.deps(e) <= row, names.averages)
-    em.packed = packed(loops)
-    em.units = units(loops, lambda e: em.deps(e) <= row)
+    em.packed = packed_bf16(loops)
+    em.units = softmax_sums(loops, lambda e: em.deps(e) <= row)
     if em.turn is not None:
         em.turn.declare(em)
     writers = {

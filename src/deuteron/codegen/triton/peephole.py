@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from deuteron.codegen.precision import half_more, times
-from deuteron.codegen.ranges import least
+from deuteron.codegen.precision import gelu_factors, scaled_factor
+from deuteron.codegen.ranges import divisor_bounds
 from deuteron.codegen.triton import scalars
 from deuteron.ir.expr import Expr
 
@@ -64,12 +64,12 @@ def _rounded(em: Emitter, node: Expr) -> str | None:
 
 def _half_more(em: Emitter, node: Expr) -> str | None:
     """GELU's ``y * 0.5 * (1 + erf(x * c))``."""
-    found = half_more(node)
-    if found is None or found[1] not in em.inexact.loose:
+    found = gelu_factors(node)
+    if found is None or found[1] not in em.inexact.approximate:
         return None
     y, erf = found
-    x, scale = times(erf.args[0])
-    by = em.inexact.decays.get(erf)
+    x, scale = scaled_factor(erf.args[0])
+    by = em.inexact.exponentials.get(erf)
     kind, decay = ("fast", "") if by is None else ("by", f", {em.value(by)}")
     half = f"libm.erf_half_{kind}({em.value(x)}, {scale!r}{decay})"
     return half if y is None else f"{em.value(y)} * {half}"
@@ -78,7 +78,7 @@ def _half_more(em: Emitter, node: Expr) -> str | None:
 def _power(em: Emitter, node: Expr) -> str | None:
     """An exponential of a multiple, as a power of two of another multiple."""
     (power,) = node.args
-    if node not in em.inexact.loose or power.op not in ("mul", "neg"):
+    if node not in em.inexact.approximate or power.op not in ("mul", "neg"):
         return None
     if power.op == "neg":
         return f"libm.exp2_fast({em.value(power.args[0])} * {-1 / math.log(2)!r})"
@@ -107,7 +107,7 @@ def tame(em: Emitter, b: Expr, fast: bool) -> bool:
     need not be exact, of what is at least 2^-64, like ``maximum(x, 1e-12) / 448``."""
     if b.op == "load":
         return b.attr[0] in em.units
-    limit, share, _ = least(b)
+    limit, share, _ = divisor_bounds(b)
     return fast and limit * share >= 2.0**-64
 
 
@@ -115,7 +115,7 @@ def divided_by_unit(em: Emitter, a: Expr, b: Expr, fast: bool) -> str:
     """A quotient by what is `tame`, by its reciprocal. Of what may be more than 2^126 that is below
     the normal numbers, which only the exact one gives, and still has 21 bits."""
     divisor, scope = em.value(b), em.chain[em.level(em.deps(b))]
-    if fast and (b.op == "load" or least(b)[1] <= 0.25):
+    if fast and (b.op == "load" or divisor_bounds(b)[1] <= 0.25):
         exact, text = "fast", f"libm.reciprocal_fast({divisor})"
     else:
         exact, text = "exact", f"libm.div(tl.full([], 1.0, tl.float32), {divisor})"

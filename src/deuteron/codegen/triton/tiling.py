@@ -25,8 +25,8 @@ from deuteron.codegen.loops import (
     CrossRowReduce,
     Loops,
     Write,
-    ordered,
-    points,
+    outermost_first,
+    points_visited,
     stride,
 )
 from deuteron.codegen.triton.access_statistics import (
@@ -204,7 +204,7 @@ def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
 
 def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
     """Axes from outermost to innermost, the one with most contiguous bytes innermost."""
-    order = ordered(loops, axes)
+    order = outermost_first(loops, axes)
     if len(order) > 1:
         last = max(order, key=lambda a: (unit_bytes(loops, a), order.index(a)))
         if unit_bytes(loops, last):
@@ -246,7 +246,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
         y, x = order[:cut], order[cut:]
         blocks = plane_blocks(size(y), size(x), spec, 2048, PLACED)
         return Form("points", (("y", y), ("x", x)), blocks)
-    full = [a for a in loops.accesses if 2 * points(a.address, order) > size(order)]
+    full = [a for a in loops.accesses if 2 * points_visited(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
     if order and _apart(loops, order[-1]):
         wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.parts)
@@ -333,7 +333,7 @@ def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
     axes = (*loops.parallel, *loops.reduced)
     total, gain = 0, dict.fromkeys(order[:-1], 0)
     for access in loops.accesses:
-        moved = access.itemsize * points(access.address, axes)
+        moved = access.itemsize * points_visited(access.address, axes)
         total += moved
         if stride(access.address, inner) in (0, 1):
             continue
@@ -370,7 +370,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         r = loops.reduced
     nx, nr = size(x), size(r)
     # Beside a tensor with an element for each point, what rows have one of does not matter.
-    dense = any(2 * points(a.address, (*x, *r)) > nx * nr for a in loops.accesses)
+    dense = any(2 * points_visited(a.address, (*x, *r)) > nx * nr for a in loops.accesses)
     along_x = unit_bytes(loops, x[-1], r if dense else ()) if x else 0
     along_r = unit_bytes(loops, r[-1]) if r else 0
     across = bool(x) and min(along_x, along_r) * ACROSS >= max(along_x, along_r) > 0
@@ -392,7 +392,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     few &= bool(steady_block(loops, r)) or not any(
         a.address.axes() & set(x)
         and a.address.axes() & set(r)
-        and 2 * points(a.address, (*x, *r)) <= nx * nr
+        and 2 * points_visited(a.address, (*x, *r)) <= nx * nr
         for a in loops.accesses
         if not a.store
     )
@@ -589,7 +589,7 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     """
     assert loops.chunk is not None
     axis, count = loops.chunk
-    x = (axis, *ordered(loops, [a for a in loops.parallel if a != axis]))
+    x = (axis, *outermost_first(loops, [a for a in loops.parallel if a != axis]))
     r = _in_order(loops, loops.reduced)
     rows = max(1, size(x) // count)
     nr = size(r)
