@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deuteron.base.errors import DeuteronError
+from deuteron.base.package import VERSION
 
 __all__ = ["DeuteronError", "compile", "explain"]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def compile(

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-import deuteron
+from deuteron.base import package
 from deuteron.base.options import Options
 from deuteron.runtime import cache as module
 from deuteron.runtime.cache import Cache, fingerprint, key_of
@@ -526,7 +526,7 @@ def test_no_warning_without_reason(cache: Cache) -> None:
 def test_another_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that changes while its size, its time and the version stay makes another compiler:
     what this one compiled is not loaded by that one."""
-    monkeypatch.setattr(deuteron, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(package, "FOLDER", tmp_path)
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     found = []

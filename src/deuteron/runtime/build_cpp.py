@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
-import deuteron
+from deuteron.base import package
 from deuteron.base.errors import BuildError, DeuteronError
 from deuteron.base.options import Options, environment
 from deuteron.runtime.cache import Cache, key_of
@@ -164,7 +164,7 @@ def build(source: str, flags: Sequence[str], options: Options) -> ctypes.CDLL:
     """The library of a unit, from the cache or built. Raises `NoCompiler`, `BuildError`."""
     command, identity = compiler(options.cxx)
     cache = Cache.open(options)
-    key = key_of(source, " ".join(flags), identity, processor(), deuteron.__version__)
+    key = key_of(source, " ".join(flags), identity, processor(), package.VERSION)
     command = (*command, *flags)
     try:
         return _load(cache, _built(cache, key, source, command, options))

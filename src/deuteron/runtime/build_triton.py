@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import deuteron
+from deuteron.base import package
 from deuteron.base.cluster import CLUSTER_BYTES
 from deuteron.base.errors import BuildError, DeuteronError
 from deuteron.base.options import Options
@@ -130,10 +130,10 @@ def version() -> str:
 @cache
 def library_text() -> str:
     """The source of the functions that kernels import."""
-    package = Path(deuteron.__file__).parent
+    folder = package.FOLDER
     names = ("libm", "fast", "last_bits", "merging", "exchange", "rotated_loads")
     files = [*(f"codegen/triton/{name}.py" for name in names), "base/cluster.py"]
-    return "".join((package / name).read_text() for name in files)
+    return "".join((folder / name).read_text() for name in files)
 
 
 @lru_cache(maxsize=256)

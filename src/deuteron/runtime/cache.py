@@ -34,7 +34,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-import deuteron
+from deuteron.base import package
 from deuteron.base.errors import CacheError
 from deuteron.base.options import Options
 
@@ -61,7 +61,7 @@ def fingerprint() -> str:
     """Which compiler this is: every file of the package by its content, the texts that kernels
     include (`*.h`) too. Its version and the files' times say less: a source tree changes between
     two versions, and some installers give every file one time. 10 ms for 2.6 MB, once."""
-    root = Path(deuteron.__file__).parent
+    root = package.FOLDER
     kinds = ("*.py", "*.h")
     files = sorted((str(p.relative_to(root)), p) for kind in kinds for p in root.rglob(kind))
     return key_of(*(part for name, path in files for part in (name, path.read_bytes())))

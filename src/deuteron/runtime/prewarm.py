@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import deuteron
+from deuteron.base import package
 from deuteron.base.errors import CacheError, DeuteronError
 from deuteron.base.options import Options
 from deuteron.runtime import build_triton, launch_cuda
@@ -70,7 +70,7 @@ def _nothing() -> None:
 
 def _key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
     """What a graph is called in the cache. Two graphs with one name would only start late."""
-    return key_of(deuteron.__version__, options.codegen_key(), _text(gm, inputs))
+    return key_of(package.VERSION, options.codegen_key(), _text(gm, inputs))
 
 
 def _text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
