@@ -30,6 +30,7 @@ import deuteron.ir.expr as expr_module
 import deuteron.ir.polynomial as polynomial_module
 import deuteron.ir.ranges as ranges_module
 import deuteron.ir.verify as program_verifier
+import deuteron.ir.verify_expr as expression_verifier
 import deuteron.schedule.online as online
 import deuteron.schedule.verify as schedule_verifier
 from deuteron.base.errors import VerifyError
@@ -64,7 +65,7 @@ def raised(check: Callable[[], None]) -> tuple[Path, int] | None:
         check()
     except VerifyError as e:
         fault: BaseException | None = e.__context__
-        assert isinstance(fault, program_verifier.Fault)
+        assert isinstance(fault, expression_verifier.Fault)
         trace = fault.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -96,7 +97,7 @@ def test_every_fault_has_a_broken_artifact() -> None:
     turned = schedule(FIRST, second, CALL, LAST)
     places.add(raised(lambda: schedule_verifier.verify_schedule(turned, program, "schedule")))
     missing = []
-    for module in (program_verifier, schedule_verifier):
+    for module in (program_verifier, expression_verifier, schedule_verifier):
         lines = {line for place in places if place and place[0] == source(module) for line in
                  [place[1]]}  # fmt: skip
         missing += [text for where, text in faults(module).items() if not lines & set(where)]

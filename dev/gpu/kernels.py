@@ -31,8 +31,9 @@ import torch
 from deuteron.base.device import device_spec, named_gpu
 from deuteron.codegen.triton import tiling
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
-from deuteron.ir.expr import ITEMSIZE, Expr, cast, index_value, literal, load, op
+from deuteron.ir.expr import Expr, cast, index_value, literal, load, op
 from deuteron.ir.index import Axis, IndexLike, as_index, evaluate
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout, contiguous
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Store
 

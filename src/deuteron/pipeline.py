@@ -25,7 +25,7 @@ from deuteron.base.garbage import collector_paused
 from deuteron.base.memo import MEMO
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.capture.partition import donated_inputs
+from deuteron.capture.donated import donated_inputs
 from deuteron.codegen.assemble import Generated
 from deuteron.codegen.cpp.kernels import FLAGS, CppKernel
 from deuteron.codegen.cpp.kernels import generate as generate_cpp

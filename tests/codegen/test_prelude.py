@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deuteron.codegen.cpp.prelude import CPP_FUNCTIONS, CXX_FLAGS, prelude, used_functions
-from deuteron.ir.expr import SCALAR_OPS
+from deuteron.ir.operations import SCALAR_OPS
 
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")

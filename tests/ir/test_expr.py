@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOATS, Expr, cast, literal, op
+from deuteron.ir.expr import Expr, cast, literal, op
 from deuteron.ir.index import Axis, Sym, Value, atom, const
-from deuteron.ir.reference import TO_TORCH, scalar_op
+from deuteron.ir.operations import DTYPES, FLOATS, SCALAR_OPS
+from deuteron.ir.reference_ops import TO_TORCH, scalar_op
 
 n = atom(Sym("n"))
 i, j = Axis("i", n), Axis("j", 8)
@@ -42,7 +43,7 @@ def test_float_literals_are_numbers_of_their_dtype(value: float, dtype: str) -> 
 
 
 @settings(deadline=None, max_examples=500)
-@given(numbers, st.sampled_from(E.DTYPES), st.sampled_from(E.DTYPES))
+@given(numbers, st.sampled_from(DTYPES), st.sampled_from(DTYPES))
 def test_cast_of_a_literal_is_torchs(value: Any, source: str, target: str) -> None:
     if source not in FLOATS and isinstance(value, float) and not math.isfinite(value):
         return
@@ -61,7 +62,7 @@ def test_integers_have_no_roots(dtype: str) -> None:
     k = E.load("k", (i.index,), dtype)
     for name in E.FLOATS_ONLY:
         with pytest.raises(E.WrongDtype, match=f"{name} of {dtype}"):
-            op(name, *[k] * E.SCALAR_OPS[name][0])
+            op(name, *[k] * SCALAR_OPS[name][0])
 
 
 def test_literals_that_python_calls_equal_are_different_nodes() -> None:
@@ -143,7 +144,7 @@ def test_depth_has_no_limit() -> None:
 def test_arity_and_every_scalar_op_has_a_reference() -> None:
     with pytest.raises(AssertionError):
         op("add", x)
-    for name, (arity, _) in E.SCALAR_OPS.items():
+    for name, (arity, _) in SCALAR_OPS.items():
         dtype = "i64" if name in ("bitwise_not", "lshift", "rshift") or "bitwise" in name else "f64"
         args = [torch.tensor([0.5, 0.25]).to(TO_TORCH[dtype]) for _ in range(arity)]
         if name == "where":

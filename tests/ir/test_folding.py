@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, SCALAR_OPS, Expr, cast, literal, op
+from deuteron.ir.expr import Expr, cast, literal, op
 from deuteron.ir.index import Axis, Value, atom, const
-from deuteron.ir.reference import TO_TORCH, Evaluator
-from deuteron.ir.verify import facts
+from deuteron.ir.operations import COMPARISONS, DTYPES, FLOAT8, FLOATS, INTS, SCALAR_OPS
+from deuteron.ir.reference import Evaluator
+from deuteron.ir.reference_ops import TO_TORCH
+from deuteron.ir.verify_expr import facts
 
 I, J = Axis("i", 3), Axis("j", 4)
 AXES = (I, J)
@@ -31,7 +33,7 @@ TENSORS = {
     for d, t in TO_TORCH.items()
 }
 
-ARITHMETIC = tuple(d for d in E.DTYPES if d not in E.FLOAT8)
+ARITHMETIC = tuple(d for d in DTYPES if d not in FLOAT8)
 
 
 def leaves(dtype: str) -> st.SearchStrategy[Pair]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, literal, op
 from deuteron.ir.index import Axis, Index, Sym, Value, atom, const
+from deuteron.ir.operations import COMPARISONS, DTYPES, FLOATS, SCALAR_OPS
 from deuteron.ir.parser import parse_program
 from deuteron.ir.printer import print_program
 from deuteron.ir.program import Compute, Extern, Input, Layout, Origin, Output, Program, ViewArg
@@ -77,23 +78,23 @@ def test_every_index_reads_back(tree: Tree) -> None:
     assert back(program) == program
 
 
-SCALARS = st.sampled_from([n for n, (arity, _) in E.SCALAR_OPS.items() if arity <= 2])
+SCALARS = st.sampled_from([n for n, (arity, _) in SCALAR_OPS.items() if arity <= 2])
 LITERALS = st.builds(
     literal,
     st.sampled_from([0, 1, -1, 0.1, -0.0, math.inf, -math.inf, 1e-8, 1e30, 3.5]),
-    st.sampled_from(E.FLOATS),
+    st.sampled_from(FLOATS),
 )
 
 
 def grow(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
     def apply(name: str, a: Expr, b: Expr) -> Expr:
-        args = (a, b)[: E.SCALAR_OPS[name][0]]
-        return Expr(name, "bool" if name in E.COMPARISONS else args[-1].dtype, args)
+        args = (a, b)[: SCALAR_OPS[name][0]]
+        return Expr(name, "bool" if name in COMPARISONS else args[-1].dtype, args)
 
     return st.one_of(
         st.builds(apply, SCALARS, inner, inner),
-        st.builds(cast, inner, st.sampled_from(E.DTYPES)),
-        st.builds(lambda a, d: Expr("cast", d, (a,)), inner, st.sampled_from(E.DTYPES)),
+        st.builds(cast, inner, st.sampled_from(DTYPES)),
+        st.builds(lambda a, d: Expr("cast", d, (a,)), inner, st.sampled_from(DTYPES)),
         st.builds(lambda a: E.load("x", (atom(Value(cast(a, "i64"))), const(1)), "f32"), inner),
         st.builds(lambda m: E.load("x", (const(0), const(1)), "f32", cast(m, "bool"), 0.1), inner),
         st.builds(lambda a: E.reduce("sum", (Axis("r", 7),), a), inner),

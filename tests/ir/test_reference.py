@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deuteron.ir import expr as E
-from deuteron.ir import reference
+from deuteron.ir import operations, reference, reference_ops
 from deuteron.ir.expr import literal, op
 from deuteron.ir.index import Axis, Sym, Value, atom, const
 from deuteron.ir.program import Compute, Input, Output, Program
@@ -61,15 +61,15 @@ def test_random_numbers_are_those_of_the_operators(dtype: torch.dtype) -> None:
     for seed in (0, -1, 2**63 - 1, -(2**63), 123456789):
         key = torch.tensor(seed)
         for dist, f in (("rand", torch.ops.deuteron.rand), ("randn", torch.ops.deuteron.randn)):
-            got = reference.random_values(dist, key, 7, element, short)
+            got = reference_ops.random_values(dist, key, 7, element, short)
             torch.testing.assert_close(got, f(key, 7, [1000], dtype), rtol=0, atol=0)
 
 
 def test_philox_known_answers() -> None:
     """The vectors of Random123's kat_vectors, philox4x32 with 10 rounds."""
-    zero = reference.philox(torch.tensor(0), 0, torch.tensor(0))
+    zero = reference_ops.philox(torch.tensor(0), 0, torch.tensor(0))
     assert [int(w) for w in zero] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    ones = reference.philox(torch.tensor(-1), -1, torch.tensor(-1))
+    ones = reference_ops.philox(torch.tensor(-1), -1, torch.tensor(-1))
     assert [int(w) for w in ones] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
@@ -83,19 +83,19 @@ REDUCTIONS = {
 @pytest.mark.parametrize("kind", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["f32", "f64", "i64", "bf16"])
 def test_reductions(kind: str, dtype: str) -> None:
-    x = (torch.randn(3, 4, 5) * 3).to(reference.TO_TORCH[dtype])
-    got = reference.reduce(kind, x, (0, 2), dtype)
+    x = (torch.randn(3, 4, 5) * 3).to(reference_ops.TO_TORCH[dtype])
+    got = reference_ops.reduce(kind, x, (0, 2), dtype)
     torch.testing.assert_close(got[0, :, 0], REDUCTIONS[kind](x))
-    empty = reference.reduce(kind, x[:, :, :0], (2,), dtype)
-    assert torch.all(empty == torch.tensor(E.REDUCTIONS[kind].identity(dtype)).to(x.dtype))
+    empty = reference_ops.reduce(kind, x[:, :, :0], (2,), dtype)
+    assert torch.all(empty == torch.tensor(operations.REDUCTIONS[kind].identity(dtype)).to(x.dtype))
 
 
 def test_extremes_keep_nan_and_the_first_position() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0], [2.0, float("nan"), float("nan")]])
-    assert reference.reduce("argmax", x, (1,), "f32").flatten().tolist() == [1, 1]
-    assert reference.reduce("argmax_last_nan", x, (1,), "f32").flatten().tolist() == [1, 2]
-    assert reference.reduce("max", x, (1,), "f32")[1].isnan().all()
-    assert reference.scan("max", x, 1)[1].isnan().tolist() == [False, True, True]
+    assert reference_ops.reduce("argmax", x, (1,), "f32").flatten().tolist() == [1, 1]
+    assert reference_ops.reduce("argmax_last_nan", x, (1,), "f32").flatten().tolist() == [1, 2]
+    assert reference_ops.reduce("max", x, (1,), "f32")[1].isnan().all()
+    assert reference_ops.scan("max", x, 1)[1].isnan().tolist() == [False, True, True]
 
 
 def program_of(compute: Compute, *inputs: Any) -> Program:
@@ -192,7 +192,7 @@ def test_kernel_with_partial_column_sums_and_a_scan() -> None:
 def test_integer_division_by_zero_is_defined() -> None:
     a, b = torch.tensor([7, -7, 5]), torch.tensor([2, 2, 0])
     got = {
-        n: reference.scalar_op(n, (a, b)).tolist()
+        n: reference_ops.scalar_op(n, (a, b)).tolist()
         for n in ("floordiv", "truncdiv", "remainder", "fmod")
     }
     assert got == {
@@ -205,7 +205,7 @@ def test_integer_division_by_zero_is_defined() -> None:
 
 def test_half_types_compute_in_f32_and_round_once() -> None:
     a = torch.randn(200).bfloat16()
-    got = reference.scalar_op("mul", (a, a))
+    got = reference_ops.scalar_op("mul", (a, a))
     assert got.dtype == torch.float32
     assert torch.equal(got.bfloat16(), a * a)
     i = Axis("i", 200)

@@ -18,16 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from deuteron.codegen.ranges import is_never_true
-from deuteron.ir.expr import (
-    ITEMSIZE,
-    Expr,
-    as_position,
-    children,
-    literal,
-    load,
-    own_indices,
-    rebuild,
-)
+from deuteron.ir.expr import Expr, as_position, children, literal, load, own_indices, rebuild
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -42,6 +33,7 @@ from deuteron.ir.index import (
     product,
     substitute,
 )
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Nest, Reduce, Scan
 

@@ -30,8 +30,8 @@ from deuteron.codegen.results import (
     relied_on,
 )
 from deuteron.codegen.text import comment, dtype_text, identifier, sizes_text, source, wrapped
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, const
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import (
     Constant,
     Extern,

@@ -28,7 +28,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deuteron.codegen.loops import CrossRowReduce, Loops, Write, roots_of
-from deuteron.ir.expr import FLOAT8, HALF, Expr, children
+from deuteron.ir.expr import Expr, children
+from deuteron.ir.operations import FLOAT8, HALF
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Rescaled, RowLevel
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from deuteron.ir.expr import FLOATS, ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
+from deuteron.ir.operations import FLOATS, ITEMSIZE
 
 # By how much a quotient whose last bits are wrong, and its divisor's, exceed the exact one.
 QUOTIENT_MARGIN = 1 + 2.0**-20

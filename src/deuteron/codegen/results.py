@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from deuteron.codegen.text import dtype_text, sizes_text
-from deuteron.ir.expr import ITEMSIZE
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Extern, Layout, Output, Program, ViewArg
 from deuteron.schedule.kernel import Schedule
 

@@ -5,8 +5,9 @@ In: a divisor. Out: the same value, with a node ``check`` in it that generated c
 
 from __future__ import annotations
 
-from deuteron.ir.expr import INTS, Expr, cast, checked, literal, op
+from deuteron.ir.expr import Expr, cast, checked, literal, op
 from deuteron.ir.index import const
+from deuteron.ir.operations import INTS
 
 
 def nonzero(divisor: Expr) -> Expr:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deuteron.base.memo import MEMO
-from deuteron.ir.expr import REDUCTIONS, Expr, index_value, literal
+from deuteron.ir.expr import Expr, index_value, literal
 from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.operations import REDUCTIONS
 
 
 def end_of(reduction: Expr) -> Expr | None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from deuteron.ir.expr import COMPARISONS, DTYPES, UNROUNDED, Expr, literal
+from deuteron.ir.expr import UNROUNDED, Expr, literal
 from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, Sym, Value, atom, const
+from deuteron.ir.operations import COMPARISONS, DTYPES
 from deuteron.ir.printer import INFIX
 from deuteron.ir.program import (
     Check,

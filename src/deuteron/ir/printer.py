@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from deuteron.base.text import one_line
-from deuteron.ir.expr import COMPARISONS, Expr, children, literal
+from deuteron.ir.expr import Expr, children, literal
 from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, Sym, Value
+from deuteron.ir.operations import COMPARISONS
 from deuteron.ir.program import (
     Compute,
     Constant,

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Sym, const, hint, product
+from deuteron.ir.operations import ITEMSIZE
 
 
 @dataclass(frozen=True)

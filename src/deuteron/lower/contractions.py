@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from deuteron.base.device import DeviceSpec, device_spec, named_gpu
 from deuteron.base.products import Product, generated_us, library_us
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import hint, product
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.lower.core import LowerContext, Value
 
 # Whose figures stand for a GPU where none is known.

@@ -10,8 +10,9 @@ from typing import Any
 
 from deuteron.graph.random_ops import FEW
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
+from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, fits
+from deuteron.ir.operations import FLOATS
 from deuteron.lower.access import flatten
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, is_dense, lowering, make
 from deuteron.lower.pointwise import scalar

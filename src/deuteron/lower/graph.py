@@ -34,6 +34,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Sym, as_index, const, hint
 from deuteron.ir.index import Value as Loaded
+from deuteron.ir.operations import FLOAT8
 from deuteron.ir.program import (
     Compute,
     Constant,
@@ -407,7 +408,7 @@ class Driver:
         mark = len(self.ctx.defs)
         out = f(self.ctx, *args, **kwargs)
         given = [t for n in node.all_input_nodes for t in leaves(n.meta.get("val"))]
-        if any(TORCH_DTYPES.get(t.dtype) in E.FLOAT8 for t in (*given, *fakes)):
+        if any(TORCH_DTYPES.get(t.dtype) in FLOAT8 for t in (*given, *fakes)):
             self.only_moved([v.expr for v in flat_values(out)], mark)
         if isinstance(out, (tuple, list)):
             return type(out)(self.settle(v, t) for v, t in zip(out, val, strict=True))
@@ -418,7 +419,7 @@ class Driver:
         made = [d.body for d in self.ctx.defs[mark:] if isinstance(d, Compute)]
         for n in (n for root in (*roots, *made) for n in root.walk()):
             moves = n.op in ("load", "cast", "literal", "where")
-            if not moves and any(x.dtype in E.FLOAT8 for x in (n, *n.args)):
+            if not moves and any(x.dtype in FLOAT8 for x in (n, *n.args)):
                 raise Declined(f"{n.op} of 8-bit floats")
 
     def empty(self, fake: torch.Tensor) -> bool:

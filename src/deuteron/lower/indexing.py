@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
+from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Axis, Index, const, product
+from deuteron.ir.operations import FLOATS, REDUCTIONS
 from deuteron.lower import adjoint, ordered
 from deuteron.lower.access import (
     both,
@@ -312,7 +313,7 @@ def reduced(
 ) -> Value:
     """The scatter; without the elements that were there, they become the neutral one first."""
     if kind is not None and not include_self:
-        identity = E.REDUCTIONS[kind].identity(x.dtype)
+        identity = REDUCTIONS[kind].identity(x.dtype)
         x = scatter_into(ctx, x, *again, literal(identity, x.dtype), None)
     return scatter_into(ctx, x, *points, body, kind)
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from deuteron.base.scans import EXCHANGED, few_and_long, in_blocks
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOATS, Expr, cast, index_value, literal, op
+from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, hint, product
+from deuteron.ir.operations import FLOATS, REDUCTIONS
 from deuteron.lower.access import compare, loaded, masked, wrap_dim
 from deuteron.lower.calls import emit
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
@@ -95,7 +96,7 @@ def scanned_in_parts(
 ) -> Value:
     """Every part's total, a scan of the totals, and a scan of every part that begins with the
     totals before it: always added in the same order. The input is read twice."""
-    name = E.REDUCTIONS[kind].scalar_op
+    name = REDUCTIONS[kind].scalar_op
     assert name is not None
     parts = shape[dim] // length
     cut = [*shape[:dim], parts, const(length), *shape[dim + 1 :]]
@@ -112,7 +113,7 @@ def scanned_in_parts(
     axes = ctx.axes(cut)
     body = at([a.index for a in axes])
     inner = ctx.define(Value(axes, E.scan(kind, axes[dim + 1], body)))
-    neutral = literal(E.REDUCTIONS[kind].identity(inner.dtype), inner.dtype)
+    neutral = literal(REDUCTIONS[kind].identity(inner.dtype), inner.dtype)
 
     def element(idx: tuple[Index, ...]) -> Expr:
         before = [*idx[:dim], idx[dim] - 1, *idx[dim + 2 :]]

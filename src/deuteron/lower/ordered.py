@@ -31,6 +31,7 @@ from deuteron.ir.index import (
     minimum,
     product,
 )
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Compute, Extern, Layout, ViewArg, contiguous, contiguous_strides
 from deuteron.lower.access import compare, flatten, masked, unflatten
 from deuteron.lower.core import LowerContext, make
@@ -555,7 +556,7 @@ def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
     """
     width, count = (hint(product(x.shape[d] for d in dims)) for dims in (rows.columns, rows.rows))
     points = hint(product(a.extent for a in rows.points))
-    own, wide = E.ITEMSIZE[x.dtype], 8 if x.dtype == "f64" else 4
+    own, wide = ITEMSIZE[x.dtype], 8 if x.dtype == "f64" else 4
     size, added = count * width, points * width
     sort = sorting_us(points, count)
     if is_ranked(points, count):

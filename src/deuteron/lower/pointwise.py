@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.ir import expr as E
 from deuteron.ir.divisors import nonzero
-from deuteron.ir.expr import FLOAT8, FLOATS, HALF, Expr, cast, literal, op
+from deuteron.ir.expr import Expr, cast, literal, op
 from deuteron.ir.index import Index, const
+from deuteron.ir.operations import FLOAT8, FLOATS, HALF, INTS
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 
 
@@ -266,7 +267,7 @@ for _n in ("logical_and", "logical_or", "logical_xor", "logical_not"):
 def _classify(name: str) -> Callable[..., Value]:
     def lower(ctx: LowerContext, x: Value) -> Value:
         if x.dtype not in FLOATS:
-            if name == "signbit" and x.dtype in E.INTS and x.dtype != "u8":
+            if name == "signbit" and x.dtype in INTS and x.dtype != "u8":
                 return pointwise(ctx, (x,), lambda v: op("lt", v, literal(0, v.dtype)), x.dtype)
             return make(ctx, x.shape, lambda idx: literal(False, "bool"))
         return pointwise(ctx, (x,), lambda v: op(name, v), compute_dtype(x.dtype))

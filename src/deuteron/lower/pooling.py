@@ -24,6 +24,7 @@ from deuteron.ir.index import (
     minimum,
     product,
 )
+from deuteron.ir.operations import FLOATS, REDUCTIONS
 from deuteron.lower.access import both, compare, flatten, inside, masked, unflatten
 from deuteron.lower.core import LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import compute_dtype, scalar
@@ -176,7 +177,7 @@ def max_pool(
     flattened window. Of several NaN ATen takes the last."""
     shape = ctx.shape_of(ctx.fake())
     wide, r = compute_dtype(x.dtype), len(windows)
-    lowest = E.REDUCTIONS["max"].identity(x.dtype)
+    lowest = REDUCTIONS["max"].identity(x.dtype)
     kernel = extents(windows)
     # One loop over the window for both, so that one kernel reads it once.
     flat, (position,) = small_axes(ctx, [product(kernel)])
@@ -306,7 +307,7 @@ def mean_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows], divisor: 
     def element(idx: tuple[Index, ...]) -> Expr:
         here, value = read(x, windows, idx, k)
         total = reduction_of("sum", axes, cast(masked(here, value), wide))
-        name = "div" if wide in E.FLOATS else "truncdiv"
+        name = "div" if wide in FLOATS else "truncdiv"
         return cast(divided(name, total, divisor(idx[-r:])), x.dtype)
 
     return make(ctx, ctx.shape_of(ctx.fake()), element)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from deuteron.graph.edit import outside_of_modes
-from deuteron.ir.expr import FLOATS, SCALAR_OPS, Expr, as_position, flops
+from deuteron.ir.expr import Expr, as_position, flops
 from deuteron.ir.index import (
     Atom,
     Axis,
@@ -27,6 +27,7 @@ from deuteron.ir.index import (
     minimum,
     mod,
 )
+from deuteron.ir.operations import FLOATS, SCALAR_OPS
 from deuteron.ir.program import Compute
 from deuteron.ir.reference import Evaluator
 from deuteron.lower.core import LowerContext

@@ -12,8 +12,9 @@ from typing import Any
 
 from deuteron.base.errors import DeuteronError
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOATS, Expr, cast, literal, op
+from deuteron.ir.expr import Expr, cast, literal, op
 from deuteron.ir.index import Index, const, is_nonneg, product
+from deuteron.ir.operations import FLOATS
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import _truth, compute_dtype, scalar
 

@@ -28,7 +28,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import FLOATS, HALF, INTS, Expr
+from deuteron.ir.expr import Expr
+from deuteron.ir.operations import FLOATS, HALF, INTS
 from deuteron.ir.program import Compute, Program, tensors_read
 
 # Operations whose result jumps where a float argument crosses a number.

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Value
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Constant, Input, Layout, Program, tensors_read
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Stmt, Store
 

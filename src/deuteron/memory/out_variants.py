@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from deuteron.ir.index import Index
 from deuteron.ir.program import Extern, Layout, ViewArg, contiguous_strides
-from deuteron.ir.reference import TO_TORCH
+from deuteron.ir.reference_ops import TO_TORCH
 
 _PRODUCTS = {
     f"aten.{n}.default": f"torch.{n}"

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deuteron.base.record import Record
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Index, evaluate, hint
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Compute, Extern, Input, Layout, Program
 from deuteron.memory.lifetimes import Lifetimes, overwritable
 from deuteron.memory.out_variants import out_variant

@@ -22,8 +22,8 @@ from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.codegen.products import Product
 from deuteron.codegen.triton.generate import TritonKernel
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import evaluate
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.runtime.cache import Cache, key_of
 from deuteron.runtime.launch_blas import BlasError, Multiply, version
 from deuteron.runtime.launch_cuda import LaunchError, Prepared, Variants, _driver, _Kernel

@@ -19,7 +19,7 @@ from typing import Any
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, Value
 from deuteron.ir.program import Layout
-from deuteron.ir.verify import range_verdict
+from deuteron.ir.verify_expr import range_verdict
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Store
 
 STATES = ("proven", "masked", "loaded", "open")

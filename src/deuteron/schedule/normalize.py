@@ -20,9 +20,10 @@ from dataclasses import replace
 from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
 from deuteron.ir import expr as E
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Value, const, hint, product
 from deuteron.ir.onehot import single_term
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of, tensors_read
 from deuteron.schedule.group import MOST_CODE, bound_axes, code_of, kind_of, reads_of
 from deuteron.schedule.space import Map

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from deuteron.base.device import DeviceSpec
 from deuteron.base.memo import MEMO
 from deuteron.base.scans import EXCHANGED, MOST_SCANS, bandwidth, in_blocks
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.cooperative import HELD, team_of
 from deuteron.schedule.group import Group, Member

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from deuteron.ir.index import Axis, evaluate
-from deuteron.ir.reference import (
-    Evaluator,
-    Range,
-    blocks,
-    bound_axes,
-    longest,
-    points,
-    reduce,
-    scan,
-    write,
-)
+from deuteron.ir.reference import Evaluator, Range, blocks, bound_axes, longest, points, write
+from deuteron.ir.reference_ops import reduce, scan
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Store
 
 Pending = tuple[str, list[Tensor], Tensor, str | None, Tensor | None]

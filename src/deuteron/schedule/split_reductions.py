@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deuteron.ir import expr as E
-from deuteron.ir.expr import REDUCTIONS, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import (
     Axis,
     Index,
@@ -31,6 +31,7 @@ from deuteron.ir.index import (
     product,
     substitute,
 )
+from deuteron.ir.operations import REDUCTIONS, extreme
 from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.group import Group, Member, register
 from deuteron.schedule.kernel import Nest, Reduce, Scan
@@ -340,7 +341,7 @@ class Parts:
         """
         best, at = self.named(f"{m.name}.best"), self.named(m.name)
         which = f"{at}.which"
-        self.partial(best, E.extreme(f.kind), f.body, m)
+        self.partial(best, extreme(f.kind), f.body, m)
         self.partial(at, f.kind, f.body, m)
         (worker,) = self.workers
         c = m.compute

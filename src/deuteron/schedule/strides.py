@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.memo import MEMO
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Value, hint, product
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
-from deuteron.ir.expr import ITEMSIZE
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Extern, Layout, tensors_read
 from deuteron.schedule.kernel import Kernel, Step
 from deuteron.schedule.profit import bytes_of

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from deuteron.ir.expr import FLOATS, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, Value
+from deuteron.ir.operations import FLOATS
 from deuteron.ir.program import Extern, Origin
 from deuteron.schedule.kernel import Kernel, Schedule, Store
 

@@ -21,20 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from deuteron.ir.expr import REDUCTIONS, SCANS, Expr, own_indices
+from deuteron.ir.expr import Expr, own_indices
 from deuteron.ir.index import Axis, Value
+from deuteron.ir.operations import REDUCTIONS, SCANS
 from deuteron.ir.program import Compute, Constant, Extern, Input, Layout, Program
-from deuteron.ir.verify import (
-    ACCUMULATES,
-    Fault,
-    check_load,
-    check_position,
-    error,
-    facts,
-    index_axes,
-    label,
-    views,
-)
+from deuteron.ir.verify import ACCUMULATES, error, label, views
+from deuteron.ir.verify_expr import Fault, check_load, check_position, facts, index_axes
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Schedule, Stmt, Store
 
 

@@ -18,8 +18,9 @@ from deuteron.codegen.loops import (
     unique_nodes,
     written_by,
 )
-from deuteron.ir.expr import SCALAR_OPS, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.operations import SCALAR_OPS
 from deuteron.schedule.kernel import Reduce, Scan
 
 

@@ -27,8 +27,9 @@ from deuteron.codegen.loops import (
     Write,
     roots_of,
 )
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Atom, Axis, Index, const, substitute
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.kernel import Reduce, Scan
 
 

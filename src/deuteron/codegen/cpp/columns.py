@@ -47,8 +47,9 @@ from deuteron.codegen.loops import (
     stride,
     unique_nodes,
 )
-from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr, children
+from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, const, hint
+from deuteron.ir.operations import ITEMSIZE, REDUCTIONS
 from deuteron.schedule.kernel import Scan
 
 VECTOR_LANES = 8  # lanes that some vector takes together

@@ -23,8 +23,9 @@ from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.codegen.precision import log1p_of_unit, not_negative
 from deuteron.ir.divisors import is_divisor
-from deuteron.ir.expr import COMPARISONS, FLOATS, INTS, Expr, children
+from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, hint, is_nonneg
+from deuteron.ir.operations import COMPARISONS, FLOATS, INTS
 
 NO_AXES: frozenset[Axis] = frozenset()
 ROUNDING = ("round", "floor", "ceil", "trunc")

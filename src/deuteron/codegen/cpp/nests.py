@@ -30,8 +30,9 @@ from deuteron.codegen.loops import (
     roots_of,
     unique_nodes,
 )
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, hint
+from deuteron.ir.operations import ITEMSIZE
 
 # Elements that a long loop of costly arithmetic takes at a time where registers are short: four
 # vectors share what the loop itself costs (layer norm and GELU of f32, AVX2: 0.83 of the time with

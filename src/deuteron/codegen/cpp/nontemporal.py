@@ -31,8 +31,8 @@ from collections.abc import Sequence
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.environment import Env, Machine
 from deuteron.codegen.loops import Part, Write, stride
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import tensors_read
 from deuteron.schedule.kernel import Kernel, Schedule
 

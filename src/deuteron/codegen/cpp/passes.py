@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.codegen.loops import CrossRowReduce, Loops, Part, Write, roots_of
-from deuteron.ir.expr import ITEMSIZE, SCALAR_OPS, Expr, children
+from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.operations import ITEMSIZE, SCALAR_OPS
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Rule
 

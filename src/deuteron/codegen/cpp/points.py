@@ -34,8 +34,9 @@ from deuteron.codegen.loops import (
     roots_of,
     unique_nodes,
 )
-from deuteron.ir.expr import ITEMSIZE, Expr, literal
+from deuteron.ir.expr import Expr, literal
 from deuteron.ir.index import Axis, const, hint
+from deuteron.ir.operations import ITEMSIZE
 
 # Points of a block: long enough that its start costs nothing, short enough to share evenly.
 BLOCK_POINTS = 4096

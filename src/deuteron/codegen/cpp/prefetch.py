@@ -11,8 +11,9 @@ from functools import cached_property
 from deuteron.codegen.cpp.nests import PassWriter
 from deuteron.codegen.cpp.prefetch_streaming import PREFETCH_BYTES, prefetch_lines
 from deuteron.codegen.loops import Write, points_visited, read_of, unique_nodes
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, hint
+from deuteron.ir.operations import ITEMSIZE
 
 NEXT_ROW_BYTES = (1 << 10, 1 << 18)  # bytes of a row whose successor is worth a prefetch
 MAX_STORED_ROW_BYTES = 1 << 15  # most bytes of it where the pass that fetches also stores

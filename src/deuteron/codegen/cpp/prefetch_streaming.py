@@ -19,8 +19,8 @@ from deuteron.codegen.loops import (
     stride,
     unique_nodes,
 )
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, hint
+from deuteron.ir.operations import ITEMSIZE
 
 PREFETCH_BYTES = 8192  # bytes between what a loop reads and what it fetches
 MAX_PREFETCHES = 16  # fetches of one step

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from importlib.resources import files
 
-from deuteron.ir.expr import SCALAR_OPS
+from deuteron.ir.operations import SCALAR_OPS
 
 # g++ options under which the functions keep their promises (NaN, infinity, signed zeros) and
 # vectorise.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deuteron.codegen.cpp import scalars
-from deuteron.ir.expr import FLOATS, REDUCTIONS, extreme
+from deuteron.ir.operations import FLOATS, REDUCTIONS, extreme
 
 # Additions per lane before it goes to the double accumulator (eager's cascade adds 16 to 64).
 FLUSH = 32

@@ -43,8 +43,9 @@ from deuteron.codegen.loops import (
     outermost_first,
     unique_nodes,
 )
-from deuteron.ir.expr import ITEMSIZE, REDUCTIONS, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, hint
+from deuteron.ir.operations import ITEMSIZE, REDUCTIONS
 from deuteron.schedule.kernel import Scan
 
 MAX_CHUNKS = 64  # most chunks of a shared row

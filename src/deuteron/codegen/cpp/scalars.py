@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from deuteron.ir.expr import FLOAT8, FLOATS, HALF, INTS
 from deuteron.ir.float8 import float8_bits
+from deuteron.ir.operations import FLOAT8, FLOATS, HALF, INTS
 
 REGISTER = {
     "bool": "bool",

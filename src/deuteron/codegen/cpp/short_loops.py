@@ -18,8 +18,9 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.bodies import IndexSet, PassBody
 from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.codegen.loops import Part, Write, roots_of, unique_nodes
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, const
+from deuteron.ir.operations import ITEMSIZE
 
 BLOCK_LANES = 16
 MAX_SHORT_LOOP = 512  # elements; of longer loops the end costs nothing

@@ -26,8 +26,9 @@ from deuteron.codegen.loops import (
     stride,
     unique_nodes,
 )
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, const, hint
+from deuteron.ir.operations import ITEMSIZE
 
 # Elements of a tile along u and v. Measured on a transpose of 4096 x 2048 f32 (one core of an
 # EPYC, 1 MiB of L2): 3.5 ms; 64 x 64 3.9, 32 x 32 4.6, 128 x 128 3.4 but twice the memory; with v

@@ -20,8 +20,9 @@ from deuteron.codegen.loops import (
     Write,
     stride,
 )
-from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, cast, extreme, index_value, op
+from deuteron.ir.expr import Expr, cast, index_value, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint, product
+from deuteron.ir.operations import FLOATS, REDUCTIONS, extreme
 from deuteron.schedule.kernel import Reduce, Scan
 
 MAX_ROW_ELEMENTS = 32  # elements of a row; more are better off in a loop

@@ -15,8 +15,9 @@ from deuteron.codegen.loops import Loops, Write, stride
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.scope import Scope, bound_name
 from deuteron.ir.dynamic_bounds import end_of, ends, expected
-from deuteron.ir.expr import REDUCTIONS, Expr, literal
+from deuteron.ir.expr import Expr, literal
 from deuteron.ir.index import Axis, const, hint, product
+from deuteron.ir.operations import REDUCTIONS
 
 if TYPE_CHECKING:
     from deuteron.codegen.triton.emit import Emitter

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 from deuteron.codegen.loops import WORKER, Loops, points_visited, stride
 from deuteron.codegen.triton.scope import FULL, Dim, R
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, substitute
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.kernel import Scan
 
 if TYPE_CHECKING:

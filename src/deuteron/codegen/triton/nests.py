@@ -43,8 +43,9 @@ from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scanning import scan_block
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
 from deuteron.codegen.triton.tiling import Form, cross_row_reductions
-from deuteron.ir.expr import ITEMSIZE, Expr
+from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, const, product
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Reduce, Scan
 

@@ -17,8 +17,9 @@ from dataclasses import replace
 
 from deuteron.codegen.loops import Loops, Part, Write, roots_of, stride, unique_nodes
 from deuteron.ir import expr as E
-from deuteron.ir.expr import ITEMSIZE, Expr, as_position, children
+from deuteron.ir.expr import Expr, as_position, children
 from deuteron.ir.index import Axis, Index, const
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.kernel import Reduce
 
 VECTOR = 16

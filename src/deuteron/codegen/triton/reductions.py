@@ -22,8 +22,9 @@ from deuteron.codegen.triton.passes import Pass
 from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import FULL, R
 from deuteron.ir import expr as E
-from deuteron.ir.expr import REDUCTIONS, Expr, own_indices
+from deuteron.ir.expr import Expr, own_indices
 from deuteron.ir.index import Value
+from deuteron.ir.operations import REDUCTIONS
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Centered, Moment, Products, Rescaled
 

@@ -12,8 +12,8 @@ import math
 import struct
 from typing import Any
 
-from deuteron.ir.expr import FLOAT8, FLOATS, HALF, INTS, ITEMSIZE
 from deuteron.ir.float8 import float8_bits
+from deuteron.ir.operations import FLOAT8, FLOATS, HALF, INTS, ITEMSIZE
 
 TYPE = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32",
         "i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32",

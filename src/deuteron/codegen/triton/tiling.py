@@ -64,8 +64,8 @@ from deuteron.codegen.triton.row_tiles import (
     column_tiles,
     row_tiles,
 )
-from deuteron.ir.expr import ITEMSIZE
 from deuteron.ir.index import Axis, Index, Value, hint, product
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.columns import TILE, TILE_COLUMNS
 from deuteron.schedule.cooperative import (
     KEPT_REGISTERS,

@@ -18,8 +18,9 @@ from dataclasses import replace
 
 from deuteron.codegen.loops import Loops, Part, Rewriter, Write, stride
 from deuteron.ir.dynamic_bounds import end_of
-from deuteron.ir.expr import FLOATS, REDUCTIONS, Expr, extreme, index_value, literal, op
+from deuteron.ir.expr import Expr, index_value, literal, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint
+from deuteron.ir.operations import FLOATS, REDUCTIONS, extreme
 from deuteron.schedule.kernel import Reduce
 
 MOST_POINTS = 32
