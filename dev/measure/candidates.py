@@ -82,7 +82,7 @@ def others(form: Form) -> tuple[Blocks, ...]:
         n, value = size(axes), first.of(d)
         wide = (1,) if d == "r" and form.persistent else (1, 2, 4)
         values = sorted({v for w in wide for v in (value // min(w, 2), value * w) if v})
-        if form.kind == "chunk" or all(n % b.of(d) == 0 for b in form.candidates):
+        if form.kind == "row_split" or all(n % b.of(d) == 0 for b in form.candidates):
             values = [v for v in values if n % v == 0 or v == value]
         choices.append([(d, v) for v in values])
     out = []

@@ -333,7 +333,7 @@ def test_gather_and_scatter_add() -> None:
 
 
 @pytest.mark.parametrize("n,m,count", [(100, 70, 4), (1030, 64, 8), (7, 5, 3), (3, 8, 8)])
-def test_chunked(n: int, m: int, count: int) -> None:
+def test_row_split(n: int, m: int, count: int) -> None:
     """Layer norm's backward in one pass: a row result, and column sums as partial results."""
     x, g = torch.randn(n, m), torch.randn(n, m)
     i, j = ax("i", n), ax("j", m)

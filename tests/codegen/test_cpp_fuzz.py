@@ -215,7 +215,7 @@ class Maker:
             out.append(Store(name, tuple(index), cast(value, dtype), level, accumulate, mask))
         return out
 
-    def chunked(self) -> Nest:
+    def split_nest(self) -> Nest:
         """Row results, and cross-row reductions over chunks of the rows."""
         i, j = self.axis("i"), self.axis("j")
         k = self.axis("k") if self.r.random() < 0.3 else None
@@ -227,7 +227,7 @@ class Maker:
             name = self.tensor([as_index(count), *(a.extent for a in reduced)], "f32", write=True)
             stmts.append(Reduce(name, kind, self.bounded(axes, known), True))
         stmts += self.stores(axes, [i], reduced, known, [])
-        # A worker's cross-row reductions need its rows in one place: no scatter along the rows.
+        # A split's cross-row reductions need its rows in one place: no scatter along the rows.
         keep = [s for s in stmts if not isinstance(s, Store) or s.accumulate is None]
         self.writes = {n: lay for n, lay in self.writes.items() if self.used(n, keep)}
         return Nest((i,), tuple(reduced), tuple(keep), (i, count))
@@ -237,7 +237,7 @@ class Maker:
 
     def kernel(self) -> Kernel:
         if self.r.random() < 0.15:
-            nests = [self.chunked()]
+            nests = [self.split_nest()]
         else:
             nests = [self.nest() for _ in range(self.r.choice([1, 1, 2]))]
         return replace(kernel(nests, self.layouts, self.writes), name=f"k{self.seed}")

@@ -102,7 +102,7 @@ def test_results_do_not_depend_on_threads(shape: tuple[int, int], dim: int) -> N
     torch.testing.assert_close(y, x.sum(dim), rtol=1e-4, atol=1e-3)
 
 
-def test_chunked_with_symbolic_sizes() -> None:
+def test_row_split_with_symbolic_sizes() -> None:
     n, m = Sym("s0", 0, 100), Sym("s1", 0, 64)
     i, j = ax("i", atom(n)), ax("j", atom(m))
     body = op("mul", ld("x", i, j), ld("x", i, j))

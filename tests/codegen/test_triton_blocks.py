@@ -119,7 +119,7 @@ def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
     gm = trace(f, args)
     program = lower(gm, Record(), like="cuda")
     steps = scheduling.schedule(program, Options.make(), Record(), spec).steps
-    kernel = next(k for k in steps if isinstance(k, Kernel) and k.nests[0].chunk is not None)
+    kernel = next(k for k in steps if isinstance(k, Kernel) and k.nests[0].row_split is not None)
     made = generate(kernel, spec, Options())
     assert "debug_barrier" not in made.source.split("tl.range")[1]
     binary = build(made, made.configs[0], 90, Options(cache_dir=str(tmp_path)))
@@ -176,19 +176,19 @@ def test_programs_have_many_short_rows(width: int) -> None:
         (2560, torch.bfloat16, False),
     ],
 )
-def test_workers_of_one_warp(columns: int, dtype: torch.dtype, alone: bool, tmp_path: Path) -> None:
+def test_splits_of_one_warp(columns: int, dtype: torch.dtype, alone: bool, tmp_path: Path) -> None:
     """They skip what no row has, and have more rows on their way."""
     found = scheduled(
         norm_back, *gradients(columns, dtype, 16384), device="H200", check=False
     ).kernels[0]
-    assert found.nests[0].chunk is not None
+    assert found.nests[0].row_split is not None
     kernel = generate(found, spec_of("H200"), Options())
     first = kernel.configs[0]
     assert (first.num_warps == 1) == alone and len(kernel.configs) <= 4
     if alone:
         assert first.num_stages >= 4
         built = build(kernel, first, 90, Options(cache_dir=str(tmp_path)))
-        assert 4 * built.shared <= 227 << 10  # workers of a multiprocessor
+        assert 4 * built.shared <= 227 << 10  # splits of a multiprocessor
 
 
 def test_what_a_thread_has_no_room_for() -> None:
@@ -200,5 +200,5 @@ def test_what_a_thread_has_no_room_for() -> None:
         return (x - x.mean(-1, keepdim=True) * xs[4]).bfloat16(), x.sum(0), (x * xs[4]).sum(0)
 
     found = scheduled(f, *rows, device="H200", check=False).kernels[0]
-    assert found.nests[0].chunk is not None
+    assert found.nests[0].row_split is not None
     assert generate(found, spec_of("H200"), Options()).configs[0].num_warps > 1

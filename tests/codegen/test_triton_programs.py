@@ -18,8 +18,8 @@ from deuteron.runtime.build_triton import build
 from tests.codegen.cubins import instructions, resources
 from tests.codegen.triton_programs import (
     EVERY,
+    GROUPED,
     GROUPS,
-    SECTIONS,
     in_blocks,
     kernels,
     planned,
@@ -41,26 +41,26 @@ def test_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in GROUPS if n.startswith("gradients")])
 def test_groups_are_read_once(name: str) -> None:
-    """Rows and the sums of their groups are one nest, of which no worker has two groups."""
+    """Rows and the sums of their groups are one nest, of which no split has two groups."""
     nests = [n for k in planned(name).kernels for n in k.nests]
-    (nest,) = [n for n in nests if n.chunk is not None]
-    axis, count = nest.chunk
+    (nest,) = [n for n in nests if n.row_split is not None]
+    axis, count = nest.row_split
     assert axis.extent.value == count
     assert any(getattr(s, "partial", False) for s in nest.stmts)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_sections_are_reduced_beside_rows(name: str) -> None:
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_are_reduced_beside_rows(name: str) -> None:
     (kernel,) = planned(name).kernels
     (nest,) = kernel.nests
-    assert nest.section
+    assert nest.group_axes
     (made,) = kernels(planned(name), name)
     assert made.source.count("tl.load(") == len(kernel.reads), "everything is read once"
 
 
 @pytest.mark.parametrize("length", [4096, 8192])
-def test_a_row_with_sections_stays_in_registers(length: int, tmp_path: Path) -> None:
-    """What a few lanes of a warp have of a section they reduce by themselves: 16 bytes each."""
+def test_a_row_with_groups_stays_in_registers(length: int, tmp_path: Path) -> None:
+    """What a few lanes of a warp have of a group they reduce by themselves: 16 bytes each."""
 
     def quantised(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y, scale = in_blocks(F.rms_norm(x, w.shape, w).float(), 128)

@@ -80,7 +80,7 @@ def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "layer norm", "gradients of layer norm"])
 def test_rows_that_begin_alike_are_a_workers(name: str) -> None:
-    """Teams share them, and what all rows share is read once per worker."""
+    """Teams share them, and what all rows share is read once per split."""
     found, _ = planned(name, 65535, WHOLE, dynamic=False)
     first = kernels(found, WHOLE)[0]
     before, loop = first.source.split("for xoffset in tl.range(xfirst, xnumel, ")
@@ -88,7 +88,7 @@ def test_rows_that_begin_alike_are_a_workers(name: str) -> None:
     count = int(loop.split(" ", 1)[0])
     assert "turned_load" not in loop and count % 8 == 0
     assert ("turned_load" in before) == (name != "softmax")
-    # Of many kinds of rows, workers that reduce columns would be too many.
+    # Of many kinds of rows, splits that reduce columns would be too many.
     lined = "VECTOR: tl.constexpr = 64 if ALIGNED" in before
     assert lined == (count % 64 == 0) == ("gradients" not in name)
 

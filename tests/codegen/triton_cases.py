@@ -931,22 +931,22 @@ def norm_backward(rows: int, cols: int, count: int, extent: IndexLike, **more: A
 
 
 @case
-def chunk_persistent() -> Case:
+def split_persistent() -> Case:
     return norm_backward(13, 20, 4, 20)
 
 
 @case
-def chunk_looped() -> Case:
+def split_looped() -> Case:
     return norm_backward(13, 20, 4, atom(Sym("s0", 0, 64)), sizes={"s0": 20}, blocks={"RBLOCK": 8})
 
 
 @case
-def chunk_empty_worker() -> Case:
+def split_empty() -> Case:
     return norm_backward(5, 20, 4, atom(Sym("s0", 0, 64)), sizes={"s0": 20}, blocks={"RBLOCK": 8})
 
 
 @case
-def chunk_columns() -> Case:
+def split_columns() -> Case:
     i, r = axis("i", 29), axis("r", 45)
     stmts = (
         Reduce("p", "sum", at("x", i, r), partial=True),

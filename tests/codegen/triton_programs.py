@@ -265,9 +265,9 @@ def planned(name: str) -> Scheduled:
     f, args = EVERY[name]
     if name not in PARTS:
         with sharing(name), pytest.MonkeyPatch.context() as patch:
-            if name in SHARED | GROUPS | WORKERS:
+            if name in SHARED | GROUPS | ROW_SPLITS:
                 slower = replace(spec_of("H200"), bandwidth_gbps=5.0)
-                slower = replace(slower, cores=4 if name in WORKERS else slower.cores)
+                slower = replace(slower, cores=4 if name in ROW_SPLITS else slower.cores)
                 patch.setattr(tools, "spec_of", lambda device: slower)
                 patch.setattr(nn, "accumulated_in", lambda ctx, dtype: dtype)  # as on a GPU
             # Sums of what is stored, rounded, as the program says.
@@ -430,8 +430,8 @@ GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (torch.randn(36, 3, 70), torch.randn(36, 3, 70), weights(70)),
     ),
 }
-# Workers with many rows each, on a device that has few.
-WORKERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+# Splits with many rows each, on a device that has few.
+ROW_SPLITS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gradients, two rows at a time": (
         rms_backward,
         (torch.randn(60, 600), torch.randn(600), torch.randn(60, 600)),
@@ -577,7 +577,7 @@ def between_extremes(x: torch.Tensor, w: torch.Tensor) -> Any:
 
 
 def shares(x: torch.Tensor) -> Any:
-    """Sums of sections after their maxima, and a sum of the row after those."""
+    """Sums of groups after their maxima, and a sum of the row after those."""
     y = blocked(torch.softmax(x, -1), 16)
     part = y / top(y)
     total = part.sum(-1, keepdim=True)
@@ -585,7 +585,7 @@ def shares(x: torch.Tensor) -> Any:
 
 
 def two_softmaxes(x: torch.Tensor) -> Any:
-    """Exponentials of which one section may have none that is not tiny."""
+    """Exponentials of which one group may have none that is not tiny."""
     row, e = torch.softmax(x, -1), blocked(torch.exp(x - top(x)), 16)
     return row, torch.softmax(blocked(x, 16), -1), e / e.sum(-1, keepdim=True).clamp(min=1e-30)
 
@@ -596,7 +596,7 @@ def flags(x: torch.Tensor, g: torch.Tensor) -> Any:
 
 
 def of_planes(x: torch.Tensor) -> Any:
-    """Rows of two dimensions, sections along either."""
+    """Rows of two dimensions, groups along either."""
     y = x * torch.rsqrt(x.square().mean((-1, -2), keepdim=True) + 1e-5)
     return y / y.abs().amax(-1, keepdim=True), y.amax(-1)
 
@@ -606,29 +606,29 @@ def of_columns(x: torch.Tensor) -> Any:
     return y / y.abs().amax(-2, keepdim=True), y.amax(-2)
 
 
-# Reductions over sections of rows beside reductions over whole rows; those of 96 are no power of
-# two.
-SECTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "sections: after a norm": (
+# Reductions over groups of elements of rows beside reductions over whole rows; those of 96 are no
+# power of two.
+GROUPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "grouped: after a norm": (
         lambda x, w: in_blocks(rms(x, w), 16),
         (torch.randn(5, 96), torch.rand(96)),
     ),
-    "sections: after a norm of a sum, which is stored": (
+    "grouped: after a norm of a sum, which is stored": (
         lambda x, r, w: ((h := x + r), *in_blocks(rms(h, w), 128)),
         (torch.randn(2, 3, 384), torch.randn(2, 3, 384), torch.rand(384)),
     ),
-    "sections: between extremes": (
+    "grouped: between extremes": (
         between_extremes,
         (torch.randn(4, 256).bfloat16(), torch.rand(256)),
     ),
-    "sections: shares of shares": (shares, (torch.randn(3, 96),)),
-    "sections: two softmaxes": (two_softmaxes, (torch.randn(5, 96) * 20,)),
-    "sections: flags": (flags, (torch.randn(3, 96), torch.randn(3, 12))),
-    "sections: of planes": (of_planes, (torch.randn(4, 6, 16),)),
-    "sections: of columns of planes": (of_columns, (torch.randn(4, 16, 6),)),
+    "grouped: shares of shares": (shares, (torch.randn(3, 96),)),
+    "grouped: two softmaxes": (two_softmaxes, (torch.randn(5, 96) * 20,)),
+    "grouped: flags": (flags, (torch.randn(3, 96), torch.randn(3, 12))),
+    "grouped: of planes": (of_planes, (torch.randn(4, 6, 16),)),
+    "grouped: of columns of planes": (of_columns, (torch.randn(4, 16, 6),)),
 }
 EVERY = PROGRAMS | PARTS | LOOPED | PHASES | WINDOWS | UNORDERED | ERF | SCANS | GROUPS | SHARED
-EVERY |= SECTIONS | WORKERS
+EVERY |= GROUPED | ROW_SPLITS
 
 
 @contextmanager

@@ -143,9 +143,9 @@ def planned(name: str, n: int, how: str, dynamic: bool) -> tuple[Scheduled, list
     f, made = PROGRAMS[name]
     args = list(made(n))
     with walked(how) as patch:
-        many = columns.workers
+        many = columns.choose_row_split
         count = 64 if how == LINED else 8  # of several rows each
-        patch.setattr(columns, "workers", lambda *a: (many(*a)[0], count))
+        patch.setattr(columns, "choose_row_split", lambda *a: (many(*a)[0], count))
         return scheduled(f, *args, device="H200", dynamic=dynamic, check=False), args
 
 

@@ -93,10 +93,10 @@ def only(*stmts: Stmt, **kwargs: Any) -> Schedule:
     return schedule(kernel(nest(*stmts, **kwargs)), CALL, LAST)
 
 
-def sectioned(last: Stmt) -> Schedule:
-    """One row, of which each `i` is a section."""
-    reduced_axes = replace(reduction, section=True)
-    return only(reduced_axes, point, last, parallel=(), reduced=(i, j), section=(j,))
+def grouped(last: Stmt) -> Schedule:
+    """One row, of which each `i` is a group."""
+    reduced_axes = replace(reduction, grouped=True)
+    return only(reduced_axes, point, last, parallel=(), reduced=(i, j), group_axes=(j,))
 
 
 BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
@@ -119,7 +119,7 @@ BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
     "register with a tensor's name": ("locals", lambda: only(
         Reduce("x", "sum", literal(1.0, "f32")), Store("s", at(i), read("x", i), "row"))),
     "partial result read": ("locals", lambda: only(
-        partial, Store("s", at(i), read("part", i, 0), "row"), point, chunk=(i, 4))),
+        partial, Store("s", at(i), read("part", i, 0), "row"), point, row_split=(i, 4))),
     "row store of points": ("levels", lambda: only(reduction, row, replace(point, level="row"))),
     "row store of a scan": ("levels", lambda: only(
         Scan("r", "sum", x), replace(row, value=read("r", i, 0)), point)),
@@ -130,19 +130,19 @@ BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
     "unknown level": ("levels", lambda: only(reduction, row, replace(point, level="grid"))),
     "scan along two loops": ("levels", lambda: only(
         Scan("r", "sum", x), point, parallel=(), reduced=(i, j))),
-    "partial without chunks": ("levels", lambda: only(reduction, row, point, partial)),
+    "partial without a row split": ("levels", lambda: only(reduction, row, point, partial)),
     "loop twice": ("axes", lambda: only(reduction, row, point, parallel=(i, j))),
-    "chunks of no loop": ("axes", lambda: only(reduction, row, point, chunk=(p, 4))),
+    "splits of no loop": ("axes", lambda: only(reduction, row, point, row_split=(p, 4))),
     "body binds a loop": ("axes", lambda: only(reduction, replace(row, value=total), point)),
-    "sections of no row": ("axes", lambda: only(reduction, row, point, section=(p,))),
-    "sections that are whole rows": ("axes", lambda: only(reduction, row, point, section=(j,))),
-    "reduction of sections without any": (
-        "levels", lambda: only(replace(reduction, section=True), row, point)),
-    "value of a section stored by row": ("levels", lambda: sectioned(row)),
-    "store by section of a row without": (
-        "levels", lambda: only(reduction, replace(row, level="section"), point)),
+    "groups of no row": ("axes", lambda: only(reduction, row, point, group_axes=(p,))),
+    "groups that are whole rows": ("axes", lambda: only(reduction, row, point, group_axes=(j,))),
+    "reduction of groups without any": (
+        "levels", lambda: only(replace(reduction, grouped=True), row, point)),
+    "value of a group stored by row": ("levels", lambda: grouped(row)),
+    "store by group of a row without": (
+        "levels", lambda: only(reduction, replace(row, level="group"), point)),
     "partial of another shape": ("layouts",
-        lambda: only(reduction, row, point, partial, chunk=(i, 3))),
+        lambda: only(reduction, row, point, partial, row_split=(i, 3))),
     "written twice": ("once", lambda: schedule(FIRST, CALL, FIRST, LAST)),
     "one place along a loop": (
         "once", lambda: only(reduction, row, replace(point, index=(i.index, const(0))))),
@@ -173,7 +173,7 @@ BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
     "load outside": ("range", lambda: only(
         reduction, row, replace(point, value=read("x", i, j.index + 1)))),
     "partial of another dtype": ("dtypes", lambda: only(
-        reduction, row, point, replace(partial, body=E.cast(x, "f16")), chunk=(i, 4))),
+        reduction, row, point, replace(partial, body=E.cast(x, "f16")), row_split=(i, 4))),
     "mask is a number": ("dtypes", lambda: only(reduction, row, replace(point, mask=x))),
     "part without a nest": ("nests", lambda: schedule(
         kernel(nest(reduction, row, point), barriers=(1,)), CALL, LAST)),
@@ -202,9 +202,9 @@ def test_good_schedules_pass() -> None:
     # in place behind the reads, and beside a store that uses the same element
     verify_schedule(schedule(kernel(nest(reduction, row, last, in_place)), CALL), PROGRAM)
     verify_schedule(schedule(kernel(nest(reduction, row, in_place, last)), CALL), PROGRAM)
-    verify_schedule(sectioned(replace(row, level="section")), PROGRAM, strict=True)
-    chunked = schedule(kernel(nest(reduction, partial, row, point, chunk=(i, 4))), CALL, LAST)
-    verify_schedule(chunked, PROGRAM)
+    verify_schedule(grouped(replace(row, level="group")), PROGRAM, strict=True)
+    row_split = schedule(kernel(nest(reduction, partial, row, point, row_split=(i, 4))), CALL, LAST)
+    verify_schedule(row_split, PROGRAM)
 
 
 def test_indices_of_registers_mean_nothing() -> None:

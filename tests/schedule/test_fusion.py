@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deuteron.base.device import named_gpu
 from deuteron.ir.index import product
-from deuteron.schedule.columns import registers
+from deuteron.schedule.columns import split_registers
 from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion, Offer
 from deuteron.schedule.kernel import Reduce
@@ -180,11 +180,11 @@ def test_few_columns_keep_a_gpu_busy(columns: int, least: int) -> None:
         return x.sin(), x.sum(0)
 
     found = scheduled(f, x(1 << 18, columns), device="H200", check=False)
-    (chunk,) = [n.chunk for k in found.kernels for n in k.nests if n.chunk is not None]
-    assert chunk[1] * -(-columns // 64) >= least * spec.cores
+    (row_split,) = [n.row_split for k in found.kernels for n in k.nests if n.row_split is not None]
+    assert row_split[1] * -(-columns // 64) >= least * spec.cores
     few = scheduled(f, x(512, columns), device="H200", check=False)
-    chunks = [n.chunk for k in few.kernels for n in k.nests if n.chunk is not None]
-    assert all(c[1] <= 2 * spec.cores for c in chunks)
+    row_splits = [n.row_split for k in few.kernels for n in k.nests if n.row_split is not None]
+    assert all(c[1] <= 2 * spec.cores for c in row_splits)
 
 
 def test_long_rows_are_split() -> None:
@@ -206,21 +206,21 @@ def test_rows_of_nothing_are_not_split(dynamic: bool) -> None:
     assert len(found.kernels) == 1
 
 
-def test_columns_are_chunked() -> None:
+def test_columns_are_split() -> None:
     found = scheduled(lambda x: (x * 2).sum(0), x(4096, 64), device="H200")
     assert found.accepted("split")
-    assert found.kernels[0].nests[0].chunk is not None
+    assert found.kernels[0].nests[0].row_split is not None
 
 
 def cross_row_reductions(found: Scheduled) -> list[list[str]]:
-    """For each chunked nest, the tensors of its partial results."""
-    nests = [n for k in found.kernels for n in k.nests if n.chunk is not None]
+    """For each nest with a row split, the tensors of its partial results."""
+    nests = [n for k in found.kernels for n in k.nests if n.row_split is not None]
     return [[s.name for s in n.stmts if isinstance(s, Reduce) and s.partial] for n in nests]
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sums_of_places_beside_sums_of_all_rows(axis: int) -> None:
-    """Each worker has one place: the sum of what the nest stores over the place's rows is complete
+    """Each split has one place: the sum of what the nest stores over the place's rows is complete
     when it is done."""
 
     def f(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -246,8 +246,8 @@ def test_sums_of_places_alone() -> None:
     assert len(found.kernels) == 2 and len(cross_row_reductions(found)[0]) == 2
 
 
-def test_places_of_several_workers_stay_apart() -> None:
-    """Workers that have rows of many places, and part of each place's, cannot reduce by place."""
+def test_places_of_several_splits_stay_apart() -> None:
+    """Splits that have rows of many places, and part of each place's, cannot reduce by place."""
 
     def f(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         dx, dw, db = norm_backward(dy, x, w)
@@ -298,15 +298,15 @@ def test_long_chains(n: int) -> None:
     assert len(found.kernels) <= n // 30 + 1
 
 
-def test_registers_of_a_worker() -> None:
-    """The workers of a multiprocessor, two at least, share its 65,536; what is fewer than 128, or
+def test_registers_of_a_split() -> None:
+    """The splits of a multiprocessor, two at least, share its 65,536; what is fewer than 128, or
     all, is not asked for."""
     spec = named_gpu("H200")
     assert spec is not None
-    assert [registers(264, w, spec) for w in (4, 6, 8, 16)] == [0, 170, 128, 0]
-    assert [registers(n, 4, spec) for n in (1, 396, 512, 528, 529)] == [0, 170, 128, 128, 0]
+    assert [split_registers(264, w, spec) for w in (4, 6, 8, 16)] == [0, 170, 128, 0]
+    assert [split_registers(n, 4, spec) for n in (1, 396, 512, 528, 529)] == [0, 170, 128, 128, 0]
     small = replace(spec, registers=spec.registers // 2)
-    assert [registers(264, w, small) for w in (2, 4, 8)] == [0, 128, 0]
+    assert [split_registers(264, w, small) for w in (2, 4, 8)] == [0, 128, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -369,4 +369,4 @@ def test_statistics_of_a_join_of_two_layouts_are_split(parts: tuple[int, ...]) -
     for k in found.kernels:
         for nest in k.nests:
             row = product(a.extent for a in nest.reduced)
-            assert nest.chunk is not None or (row.value or 1) <= 4 * 40 * 48
+            assert nest.row_split is not None or (row.value or 1) <= 4 * 40 * 48

@@ -1,5 +1,5 @@
-"""Reductions over sections of rows: which share a nest with reductions over whole rows, and which
-do not."""
+"""Reductions over groups of elements of rows: which share a nest with reductions over whole rows,
+and which do not."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def test_a_norm_and_scales_of_blocks_are_one_kernel() -> None:
     (kernel,) = scheduled(quantised, x, device="H200").kernels
     (nest,) = kernel.nests
     assert [a.extent.value for a in nest.reduced] == [4, 128]
-    assert nest.section == nest.reduced[1:]
+    assert nest.group_axes == nest.reduced[1:]
     reductions = [s for s in nest.stmts if isinstance(s, Reduce)]
-    assert [(f.kind, f.section) for f in reductions] == [("sum", False), ("max", True)]
+    assert [(f.kind, f.grouped) for f in reductions] == [("sum", False), ("max", True)]
     levels = {s.level for s in nest.stmts if isinstance(s, Store)}
-    assert levels == {"point", "section"}
+    assert levels == {"point", "group"}
     assert kernel.bytes == 4 * (2 * x.numel() + x.numel() // 128)
     text = "\n".join(kernel_lines(kernel))
-    assert "max[within](" in text and "sum[section, within](" in text
-    plain = replace(nest, stmts=tuple(replace(s, section=False) for s in reductions))
+    assert "max[within_segment](" in text and "sum[segment, within_segment](" in text
+    plain = replace(nest, stmts=tuple(replace(s, grouped=False) for s in reductions))
     assert structure(replace(kernel, nests=(plain,))) != structure(kernel)
 
 
@@ -76,7 +76,7 @@ MORE: dict[str, Any] = {
 @pytest.mark.parametrize("name", MORE)
 def test_more_that_is_one_kernel(name: str) -> None:
     nest = only_nest(MORE[name], torch.randn(1024, 384))
-    assert nest.section
+    assert nest.group_axes
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_what_a_program_does_not_hold_stays_apart(
     f: Any, shape: tuple[int, ...], reason: str
 ) -> None:
     found = scheduled(f, torch.randn(*shape), device="H200")
-    assert not any(n.section for k in found.kernels for n in k.nests)
-    assert any(reason in d["detail"] for d in found.refused("sections"))
+    assert not any(n.group_axes for k in found.kernels for n in k.nests)
+    assert any(reason in d["detail"] for d in found.refused("grouped reductions"))
 
 
-def test_positions_have_no_sections() -> None:
+def test_positions_have_no_groups() -> None:
     def f(x: Tensor) -> Any:
         y = norm(x).unflatten(-1, (-1, 128))
         return y.amax(-1), y.argmax(-1)
@@ -106,27 +106,27 @@ def test_positions_have_no_sections() -> None:
     reductions = [
         s for k in found.kernels for n in k.nests for s in n.stmts if isinstance(s, Reduce)
     ]
-    assert {s.kind: s.section for s in reductions}["argmax"] is False
+    assert {s.kind: s.grouped for s in reductions}["argmax"] is False
 
 
 def test_rows_of_unknown_length_have_none() -> None:
     found = scheduled(quantised, torch.randn(1024, 384), device="H200", dynamic=True)
-    assert not any(n.section for k in found.kernels for n in k.nests)
+    assert not any(n.group_axes for k in found.kernels for n in k.nests)
 
 
 def test_a_cpu_has_two_kernels() -> None:
     found = scheduled(quantised, torch.randn(1024, 384), device="cpu")
-    assert not any(n.section for k in found.kernels for n in k.nests)
+    assert not any(n.group_axes for k in found.kernels for n in k.nests)
 
 
 def test_blocks_without_a_reduction_of_the_row_are_rows() -> None:
     nest = only_nest(lambda x: in_blocks(x * 2), torch.randn(1024, 384))
-    assert not nest.section
+    assert not nest.group_axes
     assert [a.extent.value for a in nest.reduced] == [128]
 
 
 def test_cross_row_reductions_stay_apart() -> None:
-    """Workers that walk rows keep no sections."""
+    """Splits that walk rows keep no groups."""
 
     def f(x: Tensor) -> Any:
         y = norm(x)
@@ -134,4 +134,4 @@ def test_cross_row_reductions_stay_apart() -> None:
 
     found = scheduled(f, torch.randn(2048, 384), device="H200")
     nests = [n for k in found.kernels for n in k.nests]
-    assert not any(n.section and n.chunk for n in nests)
+    assert not any(n.group_axes and n.row_split for n in nests)

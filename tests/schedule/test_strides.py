@@ -39,12 +39,12 @@ def vectors(x, a, b):
 def test_products_of_one_row_do_not_walk_down_columns(
     device: str, f: Callable[..., Any], dtype: torch.dtype
 ) -> None:
-    """The second product's sums could be kept by the workers of the first, who would go through its
+    """The second product's sums could be kept by the splits of the first, who would go through its
     weights column by column: 45 times slower than two kernels on a CPU."""
     args = [W(1, 640).to(dtype), W(1920, 640).to(dtype), W(640, 1920).to(dtype)]
     found = scheduled(f, *args, device=device, products="generated", check=False)
-    chunked = [n for k in found.kernels for n in k.nests if n.chunk is not None]
-    assert not chunked, chunked
+    split_nests = [n for k in found.kernels for n in k.nests if n.row_split is not None]
+    assert not split_nests, split_nests
 
 
 def test_columns_beside_rows_still_share_a_nest() -> None:
@@ -54,7 +54,7 @@ def test_columns_beside_rows_still_share_a_nest() -> None:
         return (g * w * x).sum(-1, keepdim=True) * x + g, (g * x).sum(0)
 
     found = scheduled(f, W(4096, 512), W(4096, 512), W(512))
-    assert any(n.chunk is not None for k in found.kernels for n in k.nests)
+    assert any(n.row_split is not None for k in found.kernels for n in k.nests)
 
 
 def columns(rows: int, columns: int, transposed: bool) -> tuple[Compute, dict[str, Any]]:

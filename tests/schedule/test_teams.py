@@ -1,4 +1,4 @@
-"""How many workers walk rows that begin alike."""
+"""How many splits walk rows that begin alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deuteron.schedule.cooperative import ALIKE, PARTIAL, workers_alike
 
 
 def turns(rows: int, most: int, count: int) -> int:
-    """Rows that pass one after the other, where so many workers run at once."""
+    """Rows that pass one after the other, where so many splits run at once."""
     return -(-count // most) * -(-rows // count)
 
 

@@ -58,9 +58,8 @@ class Write:
 
 @dataclass(frozen=True)
 class CrossRowReduce:
-    """A `Reduce` over the chunked axis; worker k stores its result at ``address`` (with `worker`
-    standing for k).
-    """
+    """A `Reduce` over the split axis. The program of split k stores its result at ``address``, in
+    which `SPLIT` stands for k."""
 
     name: str
     kind: str
@@ -69,32 +68,32 @@ class CrossRowReduce:
     address: Index
 
 
-Part = Reduce | Scan | Write | CrossRowReduce
-WORKER = Axis("worker", 1 << 30)
+Statement = Reduce | Scan | Write | CrossRowReduce
+SPLIT = Axis("split", 1 << 30)  # the number k of a split of the rows
 
 
 @dataclass(frozen=True)
 class Loops:
     parallel: tuple[Axis, ...]
     reduced: tuple[Axis, ...]
-    parts: tuple[Part, ...]
-    chunk: tuple[Axis, int] | None = None
+    statements: tuple[Statement, ...]
+    row_split: tuple[Axis, int] | None = None
     results: frozenset[str] = field(default_factory=frozenset)  # names of reductions and scans
-    section: tuple[Axis, ...] = ()  # the reduced axes along a section of a row
+    group_axes: tuple[Axis, ...] = ()  # reduced axes along one group of a row's elements
 
     def roots(self) -> list[Expr]:
         out: list[Expr] = []
-        for p in self.parts:
+        for p in self.statements:
             out.extend(roots_of(p))
         return out
 
     @property
-    def counting(self) -> tuple[Axis, ...]:
-        """The reduced axes that count sections, or all where there are none."""
-        return tuple(a for a in self.reduced if a not in self.section)
+    def group_index_axes(self) -> tuple[Axis, ...]:
+        """The reduced axes that number the groups of a row, or all where there are no groups."""
+        return tuple(a for a in self.reduced if a not in self.group_axes)
 
     def addresses(self) -> list[Index]:
-        return [p.address for p in self.parts if isinstance(p, (Write, CrossRowReduce))]
+        return [p.address for p in self.statements if isinstance(p, (Write, CrossRowReduce))]
 
     @cached_property
     def nodes(self) -> list[Expr]:
@@ -108,7 +107,7 @@ class Loops:
         for n in self.nodes:
             if n.op == "load" and n.attr[1]:
                 accesses[read_of(n)] = None
-        for p in self.parts:
+        for p in self.statements:
             if isinstance(p, Write):
                 accesses[written_by(p)] = None
         return list(accesses)
@@ -131,13 +130,13 @@ def unique_nodes(roots: Iterable[Expr]) -> list[Expr]:
     return list(seen)
 
 
-def roots_of(part: Part) -> list[Expr]:
-    if isinstance(part, Write):
-        out = [part.value, *part.others] + ([part.mask] if part.mask is not None else [])
+def roots_of(s: Statement) -> list[Expr]:
+    if isinstance(s, Write):
+        out = [s.value, *s.others] + ([s.mask] if s.mask is not None else [])
     else:
-        out = [part.body]
-    if isinstance(part, (Write, CrossRowReduce)):
-        out.extend(a.expr for a in part.address.atoms() if isinstance(a, Value))
+        out = [s.body]
+    if isinstance(s, (Write, CrossRowReduce)):
+        out.extend(a.expr for a in s.address.atoms() if isinstance(a, Value))
     return out
 
 
@@ -185,37 +184,37 @@ class Rewriter:
                 table[a] = as_position(self.expr(a.expr))
         return substitute(index, table)
 
-    def part(self, part: Part) -> Part:
-        if isinstance(part, Write):
-            mask = self.expr(part.mask) if part.mask is not None else None
+    def statement(self, s: Statement) -> Statement:
+        if isinstance(s, Write):
+            mask = self.expr(s.mask) if s.mask is not None else None
             return replace(
-                part,
-                address=self.index(part.address),
-                value=self.expr(part.value),
-                others=tuple(map(self.expr, part.others)),
+                s,
+                address=self.index(s.address),
+                value=self.expr(s.value),
+                others=tuple(map(self.expr, s.others)),
                 mask=mask,
             )
-        if isinstance(part, CrossRowReduce):
-            return replace(part, address=self.index(part.address), body=self.expr(part.body))
-        return replace(part, body=self.expr(part.body))
+        if isinstance(s, CrossRowReduce):
+            return replace(s, address=self.index(s.address), body=self.expr(s.body))
+        return replace(s, body=self.expr(s.body))
 
 
 def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
     """The loops of a nest, with linear addresses and canonical axes."""
     results = frozenset(nest.locals())
     flat = Rewriter({}, layouts, results)
-    parts: list[Part] = []
+    statements: list[Statement] = []
     for s in nest.stmts:
         if isinstance(s, Reduce) and s.partial:
-            index = (WORKER.index, *(a.index for a in nest.reduced))
-            parts.append(
+            index = (SPLIT.index, *(a.index for a in nest.reduced))
+            statements.append(
                 CrossRowReduce(
                     s.name, s.kind, flat.expr(s.body), s.name, layouts[s.name].address(index)
                 )
             )
         elif isinstance(s, (Reduce, Scan)):
             body = flat.expr(s.body)
-            parts.append(replace(s, body=body))
+            statements.append(replace(s, body=body))
             if isinstance(s, Reduce) and s.kind == "max":
                 flat.maxima[s.name] = body
         else:
@@ -223,19 +222,21 @@ def prepare(nest: Nest, layouts: Mapping[str, Layout]) -> Loops:
             lay = layouts[s.tensor]
             address = flat.index(lay.address(s.index))
             value = flat.expr(s.value)
-            parts.append(
+            statements.append(
                 Write(s.tensor, address, value, s.level, s.accumulate, mask, lay.dtype, s.scattered)
             )
-    loops = Loops(nest.parallel, nest.reduced, tuple(parts), nest.chunk, results, nest.section)
+    loops = Loops(
+        nest.parallel, nest.reduced, tuple(statements), nest.row_split, results, nest.group_axes
+    )
     return _merge(_split(_drop_unit(loops)))
 
 
 def _fixed(loops: Loops) -> set[Axis]:
-    """Axes that must stay what they are: the chunked one, and reduced ones whose positions or order
+    """Axes that must stay what they are: the split one, and reduced ones whose positions or order
     are results.
     """
-    out = {loops.chunk[0]} if loops.chunk else set()
-    for p in loops.parts:
+    out = {loops.row_split[0]} if loops.row_split else set()
+    for p in loops.statements:
         if isinstance(p, Scan) or (isinstance(p, Reduce) and p.kind.startswith("arg")):
             out |= set(loops.reduced)
     return out
@@ -246,7 +247,7 @@ def rearranged(
     table: Mapping[Atom, Index],
     parallel: Iterable[Axis],
     reduced: Iterable[Axis],
-    section: Iterable[Axis] = (),
+    group_axes: Iterable[Axis] = (),
 ) -> Loops:
     """The nest over other axes; `table` says what those of before are."""
     move = Rewriter(table, None, loops.results)
@@ -254,20 +255,20 @@ def rearranged(
         loops,
         parallel=tuple(parallel),
         reduced=tuple(reduced),
-        section=tuple(section),
-        parts=tuple(move.part(p) for p in loops.parts),
+        group_axes=tuple(group_axes),
+        statements=tuple(move.statement(p) for p in loops.statements),
     )
 
 
 def restricted(loops: Loops, axis: Axis, low: Index, piece: Axis) -> Loops:
     """The nest where ``low <= axis < low + extent of piece``."""
     parallel = (piece if a == axis else a for a in loops.parallel)
-    moved = rearranged(loops, {axis: low + piece.index}, parallel, loops.reduced, loops.section)
+    moved = rearranged(loops, {axis: low + piece.index}, parallel, loops.reduced, loops.group_axes)
     return _merge(_drop_unit(moved))
 
 
 def _drop_unit(loops: Loops) -> Loops:
-    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.parts)
+    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.statements)
     drop = {
         a
         for a in (*loops.parallel, *loops.reduced)
@@ -283,7 +284,7 @@ def _drop_unit(loops: Loops) -> Loops:
         table,
         (a for a in loops.parallel if a not in drop),
         (a for a in loops.reduced if a not in drop),
-        (a for a in loops.section if a not in drop),
+        (a for a in loops.group_axes if a not in drop),
     )
 
 
@@ -320,7 +321,7 @@ def _split(loops: Loops) -> Loops:
         ) -> list[Axis]:
             return [x for a in group for x in (pair if a == axis else (a,))]
 
-        groups = map(put, (loops.parallel, loops.reduced, loops.section))
+        groups = map(put, (loops.parallel, loops.reduced, loops.group_axes))
         loops = rearranged(loops, {axis: outer.index * size + inner.index}, *groups)
     return loops
 
@@ -350,7 +351,7 @@ def _merge(loops: Loops) -> Loops:
         pair = next(
             (
                 p
-                for group in (loops.parallel, loops.counting, loops.section)
+                for group in (loops.parallel, loops.group_index_axes, loops.group_axes)
                 for p in _pairs(group)
                 if p[0] not in fixed and p[1] not in fixed and _mergeable(indices, *p)
             ),
@@ -367,7 +368,9 @@ def _merge(loops: Loops) -> Loops:
         ) -> list[Axis]:
             return [both if x == last else x for x in group if x != gone]
 
-        loops = rearranged(loops, table, *map(put, (loops.parallel, loops.reduced, loops.section)))
+        loops = rearranged(
+            loops, table, *map(put, (loops.parallel, loops.reduced, loops.group_axes))
+        )
 
 
 def _pairs(group: Sequence[Axis]) -> list[tuple[Axis, Axis]]:

@@ -58,7 +58,7 @@ def inexact(loops: Loops, row_level: RowLevel, averages: bool = False) -> Inexac
     sums: set[Expr] = set()
     totals: dict[str, Expr] = {}  # sums by their registers' names
     order: dict[Expr, None] = {}
-    for p in loops.parts:
+    for p in loops.statements:
         if isinstance(p, (Reduce, Scan)):
             chain.add(p)
         terms = isinstance(p, Reduce) and isinstance(chain.rules.get(p.name), Rescaled)
@@ -90,7 +90,7 @@ def inexact(loops: Loops, row_level: RowLevel, averages: bool = False) -> Inexac
 def _compared(loops: Loops, order: Iterable[Expr]) -> set[Expr]:
     """What decides which element is the largest, or which of two is: another kernel, where it has
     other users, must find the same one."""
-    reductions = [p for p in loops.parts if isinstance(p, (Reduce, CrossRowReduce, Scan))]
+    reductions = [p for p in loops.statements if isinstance(p, (Reduce, CrossRowReduce, Scan))]
     roots = [p.body for p in reductions if p.kind != "sum"]
     roots += [a for n in order if n.dtype == "bool" for a in n.args]
     return {n for root in dict.fromkeys(roots) for n in root.walk()}
@@ -99,7 +99,7 @@ def _compared(loops: Loops, order: Iterable[Expr]) -> set[Expr]:
 def softmax_sums(loops: Loops, row_level: RowLevel) -> frozenset[str]:
     """Sums of exp(b - m), m the maximum of b: at least 1, and a number of elements at most."""
     chain, names = Chain(row_level), set()
-    for p in loops.parts:
+    for p in loops.statements:
         if isinstance(p, (Reduce, Scan)):
             chain.add(p)
             rule = chain.rules.get(p.name)

@@ -53,8 +53,10 @@ class _Structure:
     def nest(self, nest: Nest) -> Hashable:
         self.locals = {n: k for k, n in enumerate(nest.locals())}
         self.exprs = {}  # registers of another nest may have the same names
-        axes = (self.list(nest.parallel), self.list(nest.reduced), self.list(nest.section))
-        chunk = None if nest.chunk is None else (self.axis(nest.chunk[0]), nest.chunk[1])
+        axes = (self.list(nest.parallel), self.list(nest.reduced), self.list(nest.group_axes))
+        row_split = (
+            None if nest.row_split is None else (self.axis(nest.row_split[0]), nest.row_split[1])
+        )
         stmts: list[Hashable] = []
         for s in nest.stmts:
             if isinstance(s, Store):
@@ -64,9 +66,9 @@ class _Structure:
                 stmts.append(("store", how, self.expr(s.value)))
             else:
                 name = self.tensors.get(s.name)
-                what = (s.partial, s.section) if isinstance(s, Reduce) else None
+                what = (s.partial, s.grouped) if isinstance(s, Reduce) else None
                 stmts.append((type(s).__name__, s.kind, what, name, self.expr(s.body)))
-        return axes, chunk, tuple(stmts)
+        return axes, row_split, tuple(stmts)
 
     def list(self, axes: tuple[Axis, ...]) -> Hashable:
         return tuple(self.axis(a) for a in axes)

@@ -71,7 +71,7 @@ def _of_nest(kernel: str, nest: Nest, layouts: dict[str, Layout]) -> Iterator[Ac
                 if name not in local:
                     mask = n.args[0] if n.args else None
                     yield Access(kernel, "load", name, index, state(index, layouts[name], mask))
-        if isinstance(s, Reduce) and s.partial:  # chunk k stores row k of a tensor of that shape
+        if isinstance(s, Reduce) and s.partial:  # split k stores row k of a tensor of that shape
             place = tuple(a.index for a in nest.reduced)
             yield Access(kernel, "store", s.name, place, "proven")
         if isinstance(s, Store):

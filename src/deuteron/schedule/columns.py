@@ -1,12 +1,14 @@
-"""Reductions over a nest's rows, beside what the nest does along its rows: chunked nests.
+"""Reductions over a nest's rows, beside what the nest does along its rows: row splits.
 
 In: a nest of rows (or the loops for one) and a group whose reductions run over those rows. Out: one
-nest in which every worker walks its share of the rows and keeps partial results of the cross-row
-reductions, and the computations that combine the partial results afterwards, in a fixed order. A
-tensor that both read is read once (a norm's backward: dx beside the gradients of weight and bias).
-Where groups of rows have cross-row reductions of their own (gradients of what a sample's rows are
-scaled by, or of what is added at a position), no worker has rows of two groups; of a worker that
-has all rows of its group the result needs no reduction any more.
+nest whose rows are split, and the computations that combine the partial results. A persistent
+program walks the rows of each split and keeps partial results of the cross-row reductions; they are
+combined afterwards, in a fixed order. A tensor that both read is read once (a norm's backward: dx
+beside the gradients of weight and bias).
+
+Groups of rows may have cross-row reductions of their own (gradients of what a sample's rows are
+scaled by, or of what is added at a position). Then no split has rows of two groups; where a split
+has all rows of its group, its result needs no further reduction.
 """
 
 from __future__ import annotations
@@ -43,37 +45,37 @@ from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
 from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
 
-# Workers per multiprocessor of a GPU: few, since each leaves partial results, but more for short
-# rows, which leave a worker waiting. H200, layer norm forward and backward, 2, 4, 8 workers: rows
-# of 1024 (bf16) 102, 91, 94 us, of 256 191, 200, 184 us, of 768 (f32) 256, 250, 255 us; of 4096 no
-# difference.
-WORKERS = 2
-MOST_WORKERS = 8
-# Not five to seven of 128 threads, which would not have `LEAST_REGISTERS`. H100, backward of layer
-# norm, rows of 768 (f32), whose two sums are reduced at once: 5 workers, of which 4 run at a time,
-# 233 us.
-MID_WORKERS = 4
-# So many, too, of rows that leave much of a block of 2048 free, where a worker is one warp if they
-# are of 2 bytes an element (`codegen.triton.tiling.ALONE`). H200, layer norm forward and backward,
-# rows of 1536 (bf16), 2 and 4 workers: 195 and 178 us.
-SPARE_ROW = 1536
-# The least that a thread of a worker has. H200, layer norm and GELU, forward and backward, rows of
-# 4096 (bf16), with 166 and 128 registers: 659 and 547 us.
-LEAST_REGISTERS = 128
+# Persistent programs per multiprocessor of a GPU: few, since each leaves partial results, but more
+# for short rows, where a program waits for memory. H200, layer norm forward and backward, 2, 4, 8
+# programs: rows of 1024 (bf16) 102, 91, 94 us, of 256 191, 200, 184 us, of 768 (f32) 256, 250,
+# 255 us; of 4096 no difference.
+PROGRAMS_PER_CORE = 2
+MAX_PROGRAMS_PER_CORE = 8
+# With 5 to 7 programs of 128 threads per multiprocessor, a thread gets fewer than `MIN_REGISTERS`.
+# H100, backward of layer norm, rows of 768 (f32), whose two sums are reduced at once: 5 programs,
+# of which 4 run at a time, 233 us.
+MID_PROGRAMS_PER_CORE = 4
+# As many for rows that leave much of a block of 2048 free, where a program is one warp if they are
+# of 2 bytes an element (`codegen.triton.tiling.ALONE`). H200, layer norm forward and backward, rows
+# of 1536 (bf16), 2 and 4 programs: 195 and 178 us.
+MAX_MID_ROW = 1536
+# Registers that a thread of a program has at least. H200, layer norm and GELU, forward and
+# backward, rows of 4096 (bf16), with 166 and 128 registers: 659 and 547 us.
+MIN_REGISTERS = 128
 
 
 # Columns that one program of a nest without row reductions takes at most, and programs per
-# multiprocessor that hide memory's latency: each is two warps. Fewer columns than one program takes
-# leave no programs side by side, so that more workers share the rows. H200, gradient of SiLU with
-# its channel sums, 1.2 million rows of 24 (bf16), 2 workers: 121 us; memory allows 41.
+# multiprocessor that hide memory's latency: each is two warps. Where there are fewer columns than
+# one program takes, no programs lie side by side, so that there are more splits. H200, gradient of
+# SiLU with its channel sums, 1.2 million rows of 24 (bf16), 2 splits: 121 us; memory allows 41.
 TILE_COLUMNS = 64
-PROGRAMS = 16
-# Elements of a tile of such a program; a worker has several.
-TILE = 2048
+MAX_TILE_PROGRAMS_PER_CORE = 16
+# Elements of a tile of such a program; a split has several tiles.
+TILE_ELEMENTS = 2048
 
 
 @dataclass(frozen=True)
-class Chunked:
+class RowSplit:
     """`main` leaves partial results in new tensors (`layouts`); `tail` finishes them, then does
     what depended on the reductions."""
 
@@ -82,19 +84,26 @@ class Chunked:
     layouts: dict[str, Layout]
 
 
-def workers(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[Axis, int]:
-    """The axis that is cut into chunks, and into how many. `reductions`: along the rows there are
-    some, so that a worker walks whole rows."""
+def choose_row_split(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[Axis, int]:
+    """The axis that is split, and into how many. `reductions`: along the rows there are
+    some, so that a split walks whole rows."""
     rows = space.parallel
     axis = max(rows, key=lambda a: (hint(a.extent), -rows.index(a)))
     row = hint(space.row)
-    each = min(MOST_WORKERS, max(WORKERS, 4096 // max(1, row))) if reductions else WORKERS
+    each = (
+        min(MAX_PROGRAMS_PER_CORE, max(PROGRAMS_PER_CORE, 4096 // max(1, row)))
+        if reductions
+        else PROGRAMS_PER_CORE
+    )
     if not reductions:
-        tiles = hint(space.rows) * min(row, TILE_COLUMNS) // (4 * TILE * spec.cores)
-        each = max(WORKERS, min(tiles, PROGRAMS // -(-max(1, row) // TILE_COLUMNS)))
-    elif MID_WORKERS < each < MOST_WORKERS or 1024 < row <= SPARE_ROW:
-        each = MID_WORKERS
-    team = max(1, team_of(row, HELD, spec, alike=True)) if reductions else 1  # a worker is a team
+        tiles = hint(space.rows) * min(row, TILE_COLUMNS) // (4 * TILE_ELEMENTS * spec.cores)
+        each = max(
+            PROGRAMS_PER_CORE,
+            min(tiles, MAX_TILE_PROGRAMS_PER_CORE // -(-max(1, row) // TILE_COLUMNS)),
+        )
+    elif MID_PROGRAMS_PER_CORE < each < MAX_PROGRAMS_PER_CORE or 1024 < row <= MAX_MID_ROW:
+        each = MID_PROGRAMS_PER_CORE
+    team = max(1, team_of(row, HELD, spec, alike=True)) if reductions else 1  # a split is a team
     if team > 1 and share(HELD, row) == MOST:
         each = 1  # a multiprocessor has registers for one of its programs
     most = spec.cores if spec.kind == "cpu" else each * at_once(team, spec) // team
@@ -103,12 +112,12 @@ def workers(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[Axis, int
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 
 
-def registers(count: int, warps: int, spec: DeviceSpec) -> int:
-    """The most registers (of 4 bytes) of a thread of one of so many workers, each of so many warps,
-    so that a multiprocessor has room for all its workers; 0: no matter how many."""
-    each = max(WORKERS, -(-count // spec.cores))
+def split_registers(count: int, warps: int, spec: DeviceSpec) -> int:
+    """The most registers (of 4 bytes) of a thread of one of so many splits, each of so many warps,
+    so that a multiprocessor has room for all its splits; 0: no matter how many."""
+    each = max(PROGRAMS_PER_CORE, -(-count // spec.cores))
     most = spec.registers // 4 // (each * 32 * warps)
-    return most if LEAST_REGISTERS <= most < 256 else 0
+    return most if MIN_REGISTERS <= most < 256 else 0
 
 
 def columns(
@@ -118,11 +127,11 @@ def columns(
     layouts: Mapping[str, Layout],
     owner: Mapping[str, str],
     spec: DeviceSpec,
-) -> Chunked | Refusal:
+) -> RowSplit | Refusal:
     """`guest`, whose reductions run over the base's rows, as cross-row reductions of the base's
     nest."""
-    if base.section or guest.section:
-        return Refusal("chunked", "rows with sections are not walked by workers")
+    if base.group_axes or guest.group_axes:
+        return Refusal("row split", "rows with grouped reductions are not split")
     rows, cols = image(table, guest.space.reduced), image(table, guest.space.parallel)
     space = base.space
     if not base.fixed:
@@ -130,7 +139,7 @@ def columns(
             tuple(a for a in space.parallel if a in rows),
             tuple(a for a in space.parallel if a in cols),
         )
-    groups = _groups(guest.space, space, base.chunk, rows, cols)
+    groups = _groups(guest.space, space, base.row_split, rows, cols)
     if groups is None or groups.value != 1 and spec.kind == "cpu":
         return Refusal(
             "iteration spaces differ", "the columns of one are not the rows of the other"
@@ -141,16 +150,16 @@ def columns(
         or not one_to_one(guest.space.axes, table)
     ):
         return Refusal("iteration spaces differ", "rows and columns of different extents")
-    parts = _parts(guest)
+    parts = _by_stage(guest)
     if isinstance(parts, Refusal):
         return parts
-    chunk = base.chunk or workers(space, bool(base.reductions), spec)
-    if base.chunk is None and groups.value != 1:
-        cut = _apart(base, [a for a in space.parallel if a not in rows], spec)
+    row_split = base.row_split or choose_row_split(space, bool(base.reductions), spec)
+    if base.row_split is None and groups.value != 1:
+        cut = _split_by_group(base, [a for a in space.parallel if a not in rows], spec)
         if isinstance(cut, Refusal):
             return cut
-        space, chunk, there = cut
-        base = Group(space, tuple(m.moved(there) for m in base.members), chunk)
+        space, row_split, there = cut
+        base = Group(space, tuple(m.moved(there) for m in base.members), row_split)
         table = {a: substitute(i, there) for a, i in table.items()}
     points, reductions, after = parts
     moved = [m.moved(table, level="point") for m in points]
@@ -161,24 +170,24 @@ def columns(
         moved.append(m.moved(table, level="point", kind="column"))
         name = f"{m.name}.part"
         partials[m.name] = name
-        shape = (const(chunk[1]), *(a.extent for a in space.reduced))
+        shape = (const(row_split[1]), *(a.extent for a in space.reduced))
         made[name] = contiguous(shape, m.compute.body.dtype, m.compute.layout.device)
-        combine = _combine(moved[-1], name, space, chunk, groups)
+        combine = _combine(moved[-1], name, space, row_split, groups)
         if combine is None:
             return Refusal("iteration spaces differ", f"{m.name} has no place among the columns")
         tail.append((combine, m.position))
     tail += [(m.compute, m.position) for m in after]
     both = sorted((*base.members, *moved), key=lambda m: m.position)
-    main = Group(space, tuple(both), chunk, partials)
+    main = Group(space, tuple(both), row_split, partials)
     names = {m.name for m in after}
     for m in both:
         if any(r.tensor in names for r in m.reads):
             return Refusal("columns", f"{m.name} needs what is computed per column")
     bad = consistent(main, layouts, owner)
-    return bad if bad is not None else Chunked(main, tuple(tail), made)
+    return bad if bad is not None else RowSplit(main, tuple(tail), made)
 
 
-def _parts(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Refusal:
+def _by_stage(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Refusal:
     """The guest's members: at points, reductions, and those that wait for the reductions."""
     points: list[Member] = []
     reductions: list[Member] = []
@@ -187,10 +196,10 @@ def _parts(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Re
     for m in guest.members:
         waits = any(r.tensor in late for r in m.reads)
         if m.compute.target is not None or m.kind in ("scan", "column", "write"):
-            return Refusal("chunked", f"{m.name} cannot be part of a chunked nest")
+            return Refusal("row split", f"{m.name} cannot be part of a row split")
         if m.kind == "reduction" and not waits:
             if m.compute.body.attr[0].startswith("arg"):
-                return Refusal("chunked", f"{m.name} keeps positions, which partial results lose")
+                return Refusal("row split", f"{m.name} keeps positions, which partial results lose")
             reductions.append(m)
             late.add(m.name)
         elif m.level == "point" and m.kind == "point" and not waits:
@@ -199,29 +208,29 @@ def _parts(guest: Group) -> tuple[list[Member], list[Member], list[Member]] | Re
             after.append(m)
             late.add(m.name)
         else:
-            return Refusal("chunked", f"{m.name} needs all rows before it can start")
+            return Refusal("row split", f"{m.name} needs all rows before it can start")
     return points, reductions, after
 
 
 def _groups(
     guest: Space,
     space: Space,
-    chunk: tuple[Axis, int] | None,
+    row_split: tuple[Axis, int] | None,
     rows: AbstractSet[Axis],
     cols: AbstractSet[Axis],
 ) -> Index | None:
     """How many groups of rows have cross-row reductions of their own, where the loops `rows` of a
     nest are the rows of its cross-row reductions and `cols` their columns; None where they are not.
-    All rows of a worker must be of one group."""
+    All rows of a split must be of one group."""
     parallel, reduced = set(space.parallel), set(space.reduced)
     if not rows or not reduced or not reduced <= cols or not rows <= parallel:
         return None
     kept = cols - reduced
-    if chunk is None:
+    if row_split is None:
         return product(a.extent for a in kept) if kept == parallel - rows else None
-    axis, count = chunk
+    axis, count = row_split
     if kept == parallel - rows == {axis} and axis.extent.value == count:
-        return axis.extent  # a worker has all rows of a place of that axis
+        return axis.extent  # a split has all rows of a place of that axis
     if rows != parallel or kept and (kept != {axis} or axis.extent.value != count):
         return None
     found = divide_exact(guest.rows, product(a.extent for a in reduced))
@@ -229,46 +238,46 @@ def _groups(
     return found if apart or not kept and found is not None and found.value == 1 else None
 
 
-def _apart(
+def _split_by_group(
     base: Group, kept: Sequence[Axis], spec: DeviceSpec
 ) -> tuple[Space, tuple[Axis, int], Map] | Refusal:
     """Loops for a base of whose rows those of each group (a place in the loops `kept`) have column
-    reductions of their own: a worker has a part of the rows of one group. The loops of before as
+    reductions of their own: a split has a part of the rows of one group. The loops of before as
     indices over the new ones."""
     rows = [a for a in base.space.parallel if a not in kept]
     groups, row = product(a.extent for a in kept).value, rows[0].extent.value
     alone = len(rows) == 1 and base.fixed
     if not alone or groups is None or row is None:
-        return Refusal("iteration spaces differ", "rows of groups, which no worker can have")
+        return Refusal("iteration spaces differ", "rows of groups, which no split can have")
     every = Axis("rows", groups * row)
-    most = workers(Space((every,), base.space.reduced), bool(base.reductions), spec)[1]
-    # As near as can be: more parts than workers are as bad as fewer.
+    most = choose_row_split(Space((every,), base.space.reduced), bool(base.reductions), spec)[1]
+    # As near as can be: more parts than splits are as bad as fewer.
     divisors = [n for n in range(1, min(row, 2 * most) + 1) if row % n == 0]
     parts = min(divisors, key=lambda n: max(n * groups / most, most / (n * groups)))
-    worker, within = Axis("workers", groups * parts), Axis("within", row // parts)
-    left = floordiv(worker.index, parts)
+    split, within = Axis("splits", groups * parts), Axis("row_in_split", row // parts)
+    left = floordiv(split.index, parts)
     there: Map = {a: a.index for a in base.space.reduced}
-    there[rows[0]] = mod(worker.index, parts) * within.extent + within.index
+    there[rows[0]] = mod(split.index, parts) * within.extent + within.index
     for a in reversed(kept[1:]):
         there[a] = mod(left, a.extent)
         left = floordiv(left, a.extent)
     there[kept[0]] = left
-    return Space((worker, within), base.space.reduced), (worker, groups * parts), there
+    return Space((split, within), base.space.reduced), (split, groups * parts), there
 
 
 def _combine(
-    m: Member, partial: str, space: Space, chunk: tuple[Axis, int], groups: Index
+    m: Member, partial: str, space: Space, row_split: tuple[Axis, int], groups: Index
 ) -> Compute | None:
     """The reduction of the partial results, under the name of the cross-row reduction; where a
-    group has one worker, that worker's result."""
-    c, (axis, count) = m.compute, chunk
+    group has one split, that split's result."""
+    c, (axis, count) = m.compute, row_split
     each = count // (groups.value or 1)
     group = Axis("group", groups)
     loops = (*([group] if groups.value != 1 else []), *space.reduced)
     number = flat(m.index, [a.extent for a in c.axes])
     if groups.value != 1:
-        (((of_worker,), _),) = floordiv(axis.index, each).terms
-        number = substitute(number, {of_worker: group.index})
+        (((of_split,), _),) = floordiv(axis.index, each).terms
+        number = substitute(number, {of_split: group.index})
     form = dense(number, loops)
     whole = {a for a in loops if a.extent.value != 1}
     if form is None or {a for a, _ in form} != whole:
@@ -277,12 +286,12 @@ def _combine(
     at: Map = {a: const(0) for a in (group, *space.reduced)}
     for k, (a, w) in enumerate(form):
         at[a] = floordiv(here, w) if k == len(form) - 1 else mod(floordiv(here, w), a.extent)
-    worker = Axis("r0", each)
-    index = (at[group] * each + worker.index, *(at[a] for a in space.reduced))
+    split = Axis("r0", each)
+    index = (at[group] * each + split.index, *(at[a] for a in space.reduced))
     if each == 1:
         index = (at[group], *index[1:])
         return replace(c, body=E.load(partial, index, c.body.dtype))
-    body = E.reduce(c.body.attr[0], (worker,), E.load(partial, index, c.body.dtype))
+    body = E.reduce(c.body.attr[0], (split,), E.load(partial, index, c.body.dtype))
     return replace(c, body=body)
 
 
@@ -302,4 +311,4 @@ def rows_of(guest: Group) -> tuple[Group, Map]:
     return Group(Space(rows, guest.space.parallel), ()), table
 
 
-__all__ = ["Chunked", "columns", "rows_of"]
+__all__ = ["RowSplit", "columns", "rows_of"]

@@ -37,18 +37,18 @@ RESIDENT, WARPS = 3, 24
 MOST_HELD, MOST_ALONE = 96, 24
 
 # Rows that are so many apart, of at least 2 bytes an element, begin alike between multiples of 16
-# bytes: of that many workers or a multiple each has rows of one kind (see
+# bytes: of that many splits or a multiple each has rows of one kind (see
 # `codegen.triton.misaligned`).
 ALIKE = 8
 # The same for lines of the cache, of 128 bytes. H200, softmax of 4096 rows of 65535, bf16, us: rows
 # from multiples of 16 bytes 348, of 128 bytes 323.
 ALIKE_LINES = 64
-# What a worker's partial results of columns cost, in rows: two sums of 4 bytes that are written and
+# What a split's partial results of columns cost, in rows: two sums of 4 bytes that are written and
 # read, beside three times 2 bytes of a row.
 PARTIAL = 2.7
 
 # Eighths of the multiprocessors that run clusters at once. H200, backward of layer norm, bf16,
-# 4 x 2^26 elements, workers for all and for seven eighths of them, us: rows of 16384 (4
+# 4 x 2^26 elements, splits for all and for seven eighths of them, us: rows of 16384 (4
 # programs) 650 and 485, of 131072 (16) 682 and 516.
 CLUSTERED = 7
 # With so many values in a thread it needs not more than so many registers. H200, rows of 131072 in
@@ -70,7 +70,7 @@ def share(held: int, row: int) -> int:
 def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0, alike: bool = False) -> int:
     """Programs that share a row of so many elements, each a `share` (or so many as `each`); 0 where
     that does not pay. Rows that do not start at multiples of 16 bytes are shared where a team's
-    rows are `alike` in that (a chunk's: see `codegen.triton.misaligned`), or where it is `alike`
+    rows are `alike` in that (a split's: see `codegen.triton.misaligned`), or where it is `alike`
     for them (f32, which comes in whole lines from anywhere; H200, layer norm, 4096 rows of 65535,
     us: in loops 1068, shared 837)."""
     count = -(-row // (each or share(held, row)))
@@ -82,10 +82,10 @@ def team_of(row: int, held: int, spec: DeviceSpec, each: int = 0, alike: bool = 
 def workers_alike(
     rows: int, most: int, partial: float = 0.0, turns: int = 1, kinds: int = ALIKE
 ) -> int:
-    """How many workers, of which about so many run at once, walk so many rows soonest, where each
+    """How many splits, of which about so many run at once, walk so many rows soonest, where each
     has rows of one of so many kinds. `partial`: what one leaves behind, in rows; `turns`: of
-    workers, at least.
-    H200, backward of layer norm, 4096 rows of 65535, bf16, of which 14 run at once, us: 8 workers
+    splits, at least.
+    H200, backward of layer norm, 4096 rows of 65535, bf16, of which 14 run at once, us: 8 splits
     1010, 16 822, 40 620, 56 592, 112 606."""
 
     def cost(count: int) -> float:

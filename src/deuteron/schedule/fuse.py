@@ -20,7 +20,7 @@ from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
 from deuteron.ir.program import Compute, Extern, Layout
 from deuteron.schedule import profit
-from deuteron.schedule.columns import Chunked, columns
+from deuteron.schedule.columns import RowSplit, columns
 from deuteron.schedule.dag import Dag, Node
 from deuteron.schedule.group import MOST_CODE, Group
 from deuteron.schedule.legality import Refusal, correspond, fits
@@ -41,7 +41,7 @@ class Offer:
     us: float
     bytes: int
     group: Group
-    chunked: Chunked | None = None  # then `group` is its main part
+    row_split: RowSplit | None = None  # then `group` is its main part
 
 
 class Fusion:
@@ -173,7 +173,7 @@ class Fusion:
         return found if other is None else other
 
     def score(
-        self, a: Node, b: Node, merged: Group, chunked: Chunked | None = None
+        self, a: Node, b: Node, merged: Group, row_split: RowSplit | None = None
     ) -> Offer | Refusal:
         spec = self.spec(merged)
         if not profit.scanned_in_blocks(merged, self.layouts, spec):
@@ -188,13 +188,13 @@ class Fusion:
         both = profit.cost(merged, self.layouts, keep, spec)
         us, moved = both.us, both.bytes
         saved = one.us + two.us + profit.launch_us(spec)
-        if chunked is not None:
-            late = profit.tail(chunked.layouts.values(), spec)
+        if row_split is not None:
+            late = profit.tail(row_split.layouts.values(), spec)
             us, moved, saved = us + late.us, moved + late.bytes, saved - profit.launch_us(spec)
         saved -= us
         moved = one.bytes + two.bytes - moved
         if saved > 0:
-            return Offer(saved, moved, merged, chunked)
+            return Offer(saved, moved, merged, row_split)
         share = min(one.occupancy, two.occupancy)
         if both.occupancy < share:
             return Refusal(
@@ -211,7 +211,7 @@ class Fusion:
         for x, y in ((a, b), (b, a)):
             base, guest = x.content, y.content
             assert isinstance(base, Group) and isinstance(guest, Group)
-            if not guest.reductions or guest.chunk is not None:
+            if not guest.reductions or guest.row_split is not None:
                 continue
             table = correspond(base, guest, self.layouts)
             if isinstance(table, Refusal):
@@ -300,9 +300,9 @@ class Fusion:
         self.forget(b.id)
         node = self.dag.merge(a, b, offer.group)
         late: list[Node] = []
-        if offer.chunked is not None:
-            self.keep(offer.chunked.layouts)
-            late = self.dag.finish(node, offer.chunked.tail)
+        if offer.row_split is not None:
+            self.keep(offer.row_split.layouts)
+            late = self.dag.finish(node, offer.row_split.tail)
         for name in touched:  # who makes what the pair shared may now store less
             home = self.dag.home.get(name)
             if home is not None:

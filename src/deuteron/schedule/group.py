@@ -4,10 +4,10 @@ In: `Compute` definitions. Out: a `Group`, whose `nest()` is what code generator
 value; merging makes a new one. Inside, every member's result is an expression at the nest's current
 point: what a member reads from another is that expression, and interning shares it.
 
-    point      a pointwise computation, one element per point (or per row or section: its level)
-    reduction  a reduction over all reduced axes, its result lives on rows; or, level "section",
-               over those of a section of each row (see `kernel`)
-    column     a reduction over the rows of a chunked nest: partial results, one row per worker
+    point      a pointwise computation, one element per point (or per row or group: its level)
+    reduction  a reduction over all reduced axes, its result lives on rows; or, level "group",
+               over those of a group of each row (see `kernel`)
+    column     a reduction over the rows of a row split: partial results, one row per split
     scan       a scan along the reduced axis
     write      anything that stores at computed places or combines with what is there
 """
@@ -94,9 +94,7 @@ class Member:
     compute: Compute
     at: Map
     kind: str
-    level: (
-        str  # "row" | "section" | "point": on which axes it, or a reduction's result, is evaluated
-    )
+    level: str  # "row" | "group" | "point": on which axes it, or a reduction's result, is evaluated
     position: int = 0  # in the program; members are evaluated in this order
 
     @cached_property
@@ -158,9 +156,9 @@ def alone(c: Compute, position: int = 0) -> Group:
 class Group:
     space: Space
     members: tuple[Member, ...]
-    chunk: tuple[Axis, int] | None = None
+    row_split: tuple[Axis, int] | None = None
     partials: dict[str, str] = field(default_factory=dict)  # column member -> its partial tensor
-    section: tuple[Axis, ...] = ()  # the reduced axes along a section of a row
+    group_axes: tuple[Axis, ...] = ()  # reduced axes along one group of a row's elements
 
     @cached_property
     def names(self) -> dict[str, Member]:
@@ -231,15 +229,15 @@ class Group:
                 stmts.append(Reduce(self.partials[m.name], kind, values[m.name], partial=True))
                 continue
             if m.kind == "reduction":
-                section = m.level == "section"
-                stmts.append(Reduce(register(m), c.body.attr[0], values[m.name], section=section))
+                grouped = m.level == "group"
+                stmts.append(Reduce(register(m), c.body.attr[0], values[m.name], grouped=grouped))
             elif m.kind == "scan":
                 stmts.append(Scan(register(m), c.body.attr[0], values[m.name]))
             if m.name in keep or c.target is not None:
                 where = late if c.target is not None else stmts
                 where.append(self._store(m, values, layouts))
         space = self.space
-        return Nest(space.parallel, space.reduced, (*stmts, *late), self.chunk, self.section)
+        return Nest(space.parallel, space.reduced, (*stmts, *late), self.row_split, self.group_axes)
 
     def _store(self, m: Member, values: dict[str, Expr], layouts: dict[str, Layout]) -> Store:
         c = m.compute

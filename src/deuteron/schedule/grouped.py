@@ -1,9 +1,9 @@
-"""Sections of rows: reductions over groups of neighbours beside reductions over whole rows.
+"""Grouped reductions: over groups of neighbours in a row, beside reductions over whole rows.
 
-In: a nest of rows, and a group of which each row is a part of one of those (a scale for every 128
-values of what a norm makes of 4096). Out: the nest with its reduced loops cut in two, those that
-count sections and those along one, and where the loops of the group are in it. What the group had
-by row it then has by section.
+In: a nest of rows, and a fusion group (the guest) of which each row is a part of one of those rows:
+a scale for every 128 values of what a norm makes of 4096. Out: the nest with its reduced loops cut
+in two, those that number the groups and those along one group, and where the guest's loops are in
+it. What the guest had by row it then has by group.
 
 Whether a device can run such a nest is asked here too: a program holds its rows whole.
 """
@@ -20,21 +20,26 @@ from deuteron.schedule import profit
 from deuteron.schedule.group import Group
 from deuteron.schedule.space import Map, Space, image
 
-LEVELS = {"row": "section", "point": "point"}
-# Of shorter sections a lane would read less than 16 bytes at once. Instructions of sm_90 for an
-# element of an RMS norm of bf16 and quotients in fp8, sections of 8, 4, 2: 23, 28, 40 (of 128: 21).
-LEAST = 8
+LEVELS = {"row": "group", "point": "point"}
+# Of shorter groups a lane would read less than 16 bytes at once. Instructions of sm_90 for an
+# element of an RMS norm of bf16 and quotients in fp8, groups of 8, 4, 2: 23, 28, 40 (of 128: 21).
+MIN_GROUP = 8
 
 
 def cut(base: Group, guest: Group, table: Map) -> tuple[Group, Map] | None:
-    """The base with sections over which the guest reductions, and the guest's loops as indices over
-    its loops; None where these are no sections of the base's rows."""
+    """The base with its rows cut into the groups that the guest reduces, and the guest's loops as
+    indices over its loops. None where these are no groups of the base's rows."""
     inner = image(table, guest.space.reduced)
-    if guest.section or base.chunk is not None or not base.reductions or not guest.reductions:
+    if (
+        guest.group_axes
+        or base.row_split is not None
+        or not base.reductions
+        or not guest.reductions
+    ):
         return None
     if not inner or not inner <= set(base.space.reduced):  # a reduction of one element has no loop
         return None
-    if not base.section:
+    if not base.group_axes:
         shared = inner & image(table, guest.space.parallel)
         there: Map = {a: a.index for a in base.space.axes}
         loops: list[tuple[Axis, ...]] = [(a,) for a in base.space.reduced]
@@ -44,7 +49,7 @@ def cut(base: Group, guest: Group, table: Map) -> tuple[Group, Map] | None:
             count = None if length is None else divide_exact(a.extent, length)
             if length is None or count is None or len(shared) > 1:
                 return None
-            number, within = Axis("section", count), Axis("within", length)
+            number, within = Axis("segment", count), Axis("within_segment", length)
             there[a] = number.index * length + within.index
             loops[base.space.reduced.index(a)] = (number, within)
             inner = inner - {a} | {within}
@@ -53,27 +58,27 @@ def cut(base: Group, guest: Group, table: Map) -> tuple[Group, Map] | None:
             base,
             space=Space(base.space.parallel, reduced),
             members=tuple(m.moved(there) for m in base.members),
-            section=tuple(x for x in reduced if x in inner),
+            group_axes=tuple(x for x in reduced if x in inner),
         )
         table = {a: substitute(i, there) for a, i in table.items()}
-    if not image(table, guest.space.parallel) <= counting(base):
+    if not image(table, guest.space.parallel) <= group_index_axes(base):
         return None
-    return (base, table) if image(table, guest.space.reduced) == set(base.section) else None
+    return (base, table) if image(table, guest.space.reduced) == set(base.group_axes) else None
 
 
-def counting(group: Group) -> set[Axis]:
-    """The loops that count sections of all rows."""
-    return set(group.space.axes) - set(group.section)
+def group_index_axes(group: Group) -> set[Axis]:
+    """The loops that number the groups of all rows."""
+    return set(group.space.axes) - set(group.group_axes)
 
 
 def unfit(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> str | None:
-    """Why a device has no good kernel for rows with sections; None where it has."""
-    length = product(a.extent for a in group.section).value
+    """Why a device has no good kernel for rows with groups; None where it has."""
+    length = product(a.extent for a in group.group_axes).value
     row = group.space.row.value
     if length is None or row is None:
-        return "sections of rows of unknown length"
-    if length & (length - 1) or length < LEAST:
-        return f"sections of {length} elements, no power of two from {LEAST} on"
+        return "groups in rows of unknown length"
+    if length & (length - 1) or length < MIN_GROUP:
+        return f"groups of {length} elements, no power of two from {MIN_GROUP} on"
     points = group.space.size()
     read = {
         (name, index)
@@ -85,8 +90,8 @@ def unfit(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> str 
     if held > spec.registers // 2:
         return f"rows of {row} elements, {len(read)} values of each, do not stay on chip"
     if profit.side_by_side(group, layouts):
-        return "rows with sections lie side by side in memory"
+        return "rows with groups lie side by side in memory"
     return None
 
 
-__all__ = ["LEVELS", "counting", "cut", "unfit"]
+__all__ = ["LEVELS", "group_index_axes", "cut", "unfit"]

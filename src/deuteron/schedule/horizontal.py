@@ -177,7 +177,7 @@ class Joiner:
             return False
         if spec.kind == "cpu":
             return us <= CPU_SHORT_US
-        if group.chunk is not None or group.scans:
+        if group.row_split is not None or group.scans:
             return False
         cost = self.cost(group, spec)
         most = GPU_TAIL_BYTES if k.us <= short(spec) else LONG_TAIL_BYTES

@@ -3,26 +3,28 @@
 A `Nest` iterates ``parallel x reduced`` and runs its statements in order, each at every point where
 it lives:
 
-    Reduce  name[parallel] = reduction of `body` over all reduced axes: the value lives on rows; or
-            over one section of a row, or, when `partial`, over the rows of one worker of a chunked
-            nest (both below)
+    Reduce  name[parallel] = reduction of `body` over all reduced axes: the value lives on rows.
+            If `grouped`, over one group of a row; if `partial`, over the rows of one split
+            (both below)
     Scan    name[parallel, reduced] = scan of `body` along the one reduced axis
-    Store   tensor[index] = value, at every row, section or point (its level)
+    Store   tensor[index] = value, at every row, group or point (its level)
 
 Bodies and values are expressions whose loads are of tensors in memory, or of results of the same
 nest: registers, whose name is in `Nest.locals()` and whose indices are to be ignored. A Store makes
 nothing readable: who needs the value in the same nest uses the stored expression, which interning
 shares.
 
-Chunked nests do a row and a column reduction of one tensor in one pass: ``chunk = (axis, count)``.
-The parallel axis is walked by `count` independent workers, worker k taking the rows
-``k*ceil(n/count) <= axis < (k+1)*ceil(n/count)``. A `Reduce` with `partial` reduces its body,
-which lives on parallel x reduced, over the worker's rows and stores the result in ``name[k,
-reduced...]``; a later nest reduces the partial results in order, so that results repeat.
+A row split does a row and a cross-row reduction of one tensor in one pass: ``row_split = (axis,
+count)``. The parallel axis is cut into `count` splits. Split k has the rows ``k*ceil(n/count) <=
+axis < (k+1)*ceil(n/count)``; a persistent program (on a CPU a thread) walks them. A `Reduce` with
+`partial` reduces its body, which lives on parallel x reduced, over the split's rows and stores the
+result in ``name[k, reduced...]``. A later nest reduces the partial results in order, so that
+results repeat.
 
-Rows may have sections (blocks of 128 neighbours that have a scale each): `section` are the reduced
-axes along one, the other reduced axes count sections. A `Reduce` of `section` reductions each
-section, and its value lives on parallel axes and those others. Such rows are held whole on chip.
+Grouped reductions are over groups of neighbours in a row (blocks of 128 that have a scale each).
+`group_axes` are the reduced axes along one group, the other reduced axes number the groups. A
+`Reduce` with `grouped` reduces each group; its value lives on the parallel axes and those others.
+Such rows are held whole on chip.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Reduce:
     body: Expr
     # then `name` is also the tensor in memory [count, *reduced extents] that receives the results
     partial: bool = False
-    section: bool = False
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Store:
     tensor: str
     index: tuple[Index, ...]
     value: Expr
-    level: str  # "row" | "section" | "point"
+    level: str  # "row" | "group" | "point"
     accumulate: str | None = None  # atomics or an ordered loop, as the target must; None assigns
     mask: Expr | None = None
     scattered: bool = False  # at places that are computed: two points may have the same
@@ -71,19 +73,19 @@ class Nest:
     parallel: tuple[Axis, ...]
     reduced: tuple[Axis, ...]
     stmts: tuple[Stmt, ...]
-    chunk: tuple[Axis, int] | None = None
-    section: tuple[Axis, ...] = ()
+    row_split: tuple[Axis, int] | None = None
+    group_axes: tuple[Axis, ...] = ()
 
     def loops(self, level: str) -> tuple[Axis, ...]:
         """The axes on which what is of a level lives."""
-        inside = {"row": self.reduced, "section": self.section, "point": ()}[level]
+        inside = {"row": self.reduced, "group": self.group_axes, "point": ()}[level]
         return (*self.parallel, *(a for a in self.reduced if a not in inside))
 
     def reduced_axes(self, s: Reduce) -> tuple[Axis, ...]:
         """The axes that a reduction reductions."""
         if s.partial:
             return self.parallel
-        return self.section if s.section else self.reduced
+        return self.group_axes if s.grouped else self.reduced
 
     def locals(self) -> dict[str, Stmt]:
         return {s.name: s for s in self.stmts if isinstance(s, (Reduce, Scan))}

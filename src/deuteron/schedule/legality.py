@@ -7,8 +7,8 @@ kernels (`fuse` asks for those).
 One nest stays as it is (the base); the other's loops (the guest's) become indices over the base's,
 found from the tensors that both touch. Rows stay rows: a guest with reductions fits where its
 parallel loops are the base's parallel ones and its reduced loops the reduced ones. A guest whose
-reductions run over the base's rows becomes cross-row reductions of a chunked nest. On a GPU a guest
-may have its reductions in sections of the base's rows (`sections`).
+reductions run over the base's rows becomes cross-row reductions of a row split. On a GPU a guest
+may reduce over groups of the base's rows (`grouped`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deuteron.schedule.space import (
 )
 
 # From what one value of a row serves to what each point has.
-LEVELS = ("row", "section", "point")
+LEVELS = ("row", "group", "point")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def fits(
     spec: DeviceSpec | None = None,
 ) -> Group | Refusal:
     """The nest that computes both groups, `a`'s members before `b`'s where they depend. Without a
-    device, or on a CPU, rows have no sections."""
+    device, or on a CPU, rows have no groups."""
     cuda = spec is not None and spec.kind == "cuda"
     for g, other in ((a, b), (b, a)):
         if any(m.kind == "write" for m in g.members) and not (cuda and may_store(g, other)):
@@ -71,8 +71,8 @@ def fits(
         if isinstance(placed, Refusal):
             first = first or placed
             continue
-        if placed.section and spec is not None and (why := grouped.unfit(placed, layouts, spec)):
-            first = first or Refusal("sections", why)
+        if placed.group_axes and spec is not None and (why := grouped.unfit(placed, layouts, spec)):
+            first = first or Refusal("grouped reductions", why)
             continue
         bad = consistent(placed, layouts, owner, (base, guest))
         if bad is None:
@@ -96,10 +96,10 @@ def _writers(g: Group) -> str:
 
 
 def _orders(a: Group, b: Group) -> tuple[tuple[Group, Group], ...]:
-    """Who is base: the chunked nest, else one with reductions, else one with more points, else the
-    first."""
-    if (a.chunk is None) != (b.chunk is None):
-        return ((b, a),) if a.chunk is None else ((a, b),)
+    """Who is base: the one with a row split, else one with reductions, else one with more points,
+    else the first."""
+    if (a.row_split is None) != (b.row_split is None):
+        return ((b, a),) if a.row_split is None else ((a, b),)
     if a.fixed != b.fixed:
         return ((a, b),) if a.fixed else ((b, a),)
     if b.space.size() > a.space.size():
@@ -155,13 +155,15 @@ def _loops(s: Space) -> str:
 
 # -- where the guest's members live ---------------------------------------------------------------
 def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | Refusal:
-    """Base and guest in one nest. `cut`: whether rows may be cut into sections for it."""
+    """Base and guest in one nest. `cut`: whether rows may be cut into groups for it."""
     space = base.space
-    if guest.chunk is not None:
-        assert base.chunk is not None
-        (axis, count), (other, n) = base.chunk, guest.chunk
+    if guest.row_split is not None:
+        assert base.row_split is not None
+        (axis, count), (other, n) = base.row_split, guest.row_split
         if table[other] is not axis.index or n != count:
-            return Refusal("chunked", f"rows cut along {axis} in {count}, along {other} in {n}")
+            return Refusal(
+                "row split", f"rows split along {axis} into {count}, along {other} into {n}"
+            )
     rows, cols = set(space.parallel), set(space.reduced)
     everything = image(table, guest.space.axes)
     if guest.fixed:
@@ -171,17 +173,17 @@ def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | R
                 return _different(base, guest, "rows")
             if guest.space.points is not space.points:
                 return _different(base, guest, "reduced loops")
-            if guest.section and image(table, guest.section) != set(base.section):
-                return _different(base, guest, "sections")
+            if guest.group_axes and image(table, guest.group_axes) != set(base.group_axes):
+                return _different(base, guest, "groups of a row")
             return _joined(base, guest, [m.moved(table) for m in guest.members])
         found = grouped.cut(base, guest, table) if cut else None
         if found is not None:
             (base, table) = found
             if not one_to_one(guest.space.axes, table) or guest.space.points is not space.points:
-                return _different(base, guest, "sections")
+                return _different(base, guest, "groups of a row")
             at = [m.moved(table, grouped.LEVELS[m.level]) for m in guest.members]
             return _joined(base, guest, at)
-        groups = rows - r if base.chunk is None else {base.chunk[0]}
+        groups = rows - r if base.row_split is None else {base.row_split[0]}
         if r <= rows and p <= cols | groups:
             return Refusal("rows against columns", "one reduces over the other's rows")
         return _different(base, guest, "reduced loops")
@@ -202,11 +204,11 @@ def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | R
         if not one_to_one(guest.space.axes, table):
             return _different(base, guest, "rows")
         return _joined(base, guest, [m.moved(table, level="row") for m in guest.members])
-    counting = grouped.counting(base)
-    if base.section and everything <= counting:
-        if guest.space.points is product(a.extent for a in counting):
+    group_index_axes = grouped.group_index_axes(base)
+    if base.group_axes and everything <= group_index_axes:
+        if guest.space.points is product(a.extent for a in group_index_axes):
             if one_to_one(guest.space.axes, table):
-                return _joined(base, guest, [m.moved(table, "section") for m in guest.members])
+                return _joined(base, guest, [m.moved(table, "group") for m in guest.members])
     return _different(base, guest, "loops")
 
 

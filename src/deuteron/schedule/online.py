@@ -156,7 +156,7 @@ class Chain:
     def rule(self, f: Reduce, k: int) -> Rule | None:
         """The rule by which a reduction that needs reductions of pass k - 1 can run in that
         pass."""
-        if f.kind != "sum" or f.section or f.body.dtype not in ("f32", "f64"):
+        if f.kind != "sum" or f.grouped or f.body.dtype not in ("f32", "f64"):
             return None
         return self._rescaled(f.body, k) or self._products(f.body, k)
 
@@ -221,7 +221,7 @@ class Chain:
         return Centered(x, a) if varies and self.need(x) < k else None
 
     def _moment(self, f: Reduce, k: int) -> Moment | None:
-        if f.kind != "sum" or f.section or f.body.dtype != "f32":
+        if f.kind != "sum" or f.grouped or f.body.dtype != "f32":
             return None
         totals: dict[Expr, str] = {}  # of exponentials, by their exponents
         for name, rule in self.rules.items():

@@ -62,8 +62,8 @@ def nest_lines(nest: Nest, layouts: Mapping[str, Layout]) -> list[str]:
     head = f"for {_loops(nest.parallel)}" if nest.parallel else "once"
     if nest.reduced:
         head += f"; over {_loops(nest.reduced)}"
-    if nest.chunk is not None:
-        head += f"; {nest.chunk[0]!r} in {nest.chunk[1]} chunks"
+    if nest.row_split is not None:
+        head += f"; {nest.row_split[0]!r} in {nest.row_split[1]} splits"
     out = [f"{head}:"]
     dtypes = {n: lay.dtype for n, lay in layouts.items()}
     ex = Expressions(dtypes, (r for s in nest.stmts for r in _roots(s)), nest.locals())
@@ -95,7 +95,7 @@ def _local(s: Reduce | Scan, nest: Nest, ex: Expressions) -> str:
     kind = f"scan_{s.kind}" if isinstance(s, Scan) else s.kind
     name = name_text(s.name)
     if isinstance(s, Reduce) and s.partial:
-        name += f"[chunk, {', '.join(repr(a) for a in nest.reduced)}]"
+        name += f"[split, {', '.join(repr(a) for a in nest.reduced)}]"
     return f"{name} = {kind}[{axes}]({body})"
 
 

@@ -153,18 +153,18 @@ def work(group: Group) -> float:
     space = group.space
     points, rows = space.size(), hint(space.rows)
     each = {"point": points, "row": rows}
-    each["section"] = points // hint(product(a.extent for a in group.section))
+    each["group"] = points // hint(product(a.extent for a in group.group_axes))
     return sum(m.effort * (points if m.kind != "point" else each[m.level]) for m in group.members)
 
 
 def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
     """The share of the device that the parallel loops can keep busy."""
     row = hint(group.space.row)
-    if group.chunk is not None:
-        # Workers that walk down columns read a few bytes of each line of memory at a time.
+    if group.row_split is not None:
+        # Splits that walk down columns read a few bytes of each line of memory at a time.
         walk = SCATTERED if side_by_side(group, layouts) else 1.0
         team = max(1, team_of(row, HELD, spec, alike=True)) if group.reductions else 1
-        return walk * min(1.0, group.chunk[1] * team * ONE_CORE / spec.cores)
+        return walk * min(1.0, group.row_split[1] * team * ONE_CORE / spec.cores)
     apart = group.fixed and any(m.level == "row" for m in group.members)
     if not group.reductions and (spec.kind == "cpu" or not apart):
         return 1.0
@@ -180,7 +180,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
         return bandwidth(rows)
     # Short rows are walked together by one program.
     programs = max(1, rows // max(1, 256 // max(1, row)))
-    if known_rows(group) and not group.section and read_again(group, layouts):
+    if known_rows(group) and not group.group_axes and read_again(group, layouts):
         programs *= max(1, team_of(row, 1, spec, alike=shareable(group, layouts)))
     return min(1.0, programs * ONE_CORE / spec.cores)
 
@@ -232,7 +232,7 @@ def known_rows(group: Group) -> bool:
 
 def shareable(group: Group, layouts: Mapping[str, Layout]) -> bool:
     """Whether teams may share rows that begin anywhere: elements are so wide that what a warp reads
-    is whole lines, or (of at least 2 bytes) there is one axis of rows, of which each worker has
+    is whole lines, or (of at least 2 bytes) there is one axis of rows, of which each split has
     those that begin alike (`codegen.triton.alignment_classes`)."""
     least = min((ITEMSIZE[layouts[n].dtype] for n in group.reads), default=4)
     rows = [a.extent.value for a in group.space.parallel if a.extent.value != 1]
@@ -302,13 +302,15 @@ def cost(
     for n in stored:
         written = bytes_written(group.names[n], layouts[n], points)
         moved += written * (LINE if scattered(group, group.names[n], layouts) else 1)
-    spilled = group.chunk is not None and chained(group) and not stays(group, layouts, spec)
+    spilled = group.row_split is not None and chained(group) and not stays(group, layouts, spec)
     for m in group.members:
         if m.kind == "column":
             part = layouts[group.partials[m.name]]
             # Beside rows in several passes, partial sums are kept in memory from row to row.
             moved += 2 * points * ITEMSIZE[part.dtype] if spilled else bytes_of(part)
-    if spilled or (group.reductions and group.chunk is None and not stays(group, layouts, spec)):
+    if spilled or (
+        group.reductions and group.row_split is None and not stays(group, layouts, spec)
+    ):
         moved += read_again(group, layouts)
     done = work(group)
     share = occupancy(group, layouts, spec)
@@ -323,7 +325,12 @@ def cost(
 
 def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
     """Whether its reductions may be partial reductions and a combination."""
-    if spec.kind == "cpu" or group.chunk is not None or group.section or not group.reductions:
+    if (
+        spec.kind == "cpu"
+        or group.row_split is not None
+        or group.group_axes
+        or not group.reductions
+    ):
         return False
     if any(m.kind == "scan" or m.compute.target is not None for m in group.members):
         return False
@@ -359,7 +366,7 @@ def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool
     if spec.kind == "cpu":
         return 4 * row <= spec.l2 // 2
     known = known_rows(group)
-    if group.chunk is None:
+    if group.row_split is None:
         team = team_of(row, 1, spec, alike=shareable(group, layouts)) if known else 0
         return bool(team) and not side_by_side(group, layouts) or 4 * row <= spec.registers // 2
     points = group.space.size()

@@ -39,13 +39,13 @@ def run_nest(
     axes = (*nest.parallel, *nest.reduced, *inner)
     out: list[Pending] = []
     known = longest(nest.exprs(), sizes, tensors, device)
-    for worker, ranges in _workers(nest, (*nest.reduced, *inner), sizes, known):
+    for split, ranges in _splits(nest, (*nest.reduced, *inner), sizes, known):
         if known:
             ranges |= longest(nest.exprs(), sizes, tensors, device, ranges)
         ev = Evaluator(axes, sizes, tensors, device, ranges)
         for s in nest.stmts:
             if isinstance(s, Reduce) and s.partial:
-                out.append(_partial(s, nest, ev, worker))
+                out.append(_partial(s, nest, ev, split))
             elif isinstance(s, Reduce):
                 full = ev.spread(ev.value(s.body), nest.reduced_axes(s))
                 dims = [ev.dims[a] for a in nest.reduced_axes(s)]
@@ -60,24 +60,24 @@ def run_nest(
     return out
 
 
-def _workers(
+def _splits(
     nest: Nest, whole: tuple[Axis, ...], sizes: Mapping[str, int], known: Mapping[Axis, Range]
 ) -> list[tuple[int, dict[Axis, Range]]]:
-    """The parts in which the nest is computed: workers' rows, or blocks of its parallel axes."""
-    if nest.chunk is None:
+    """The parts in which the nest is computed: splits' rows, or blocks of its parallel axes."""
+    if nest.row_split is None:
         return [(0, r) for r in blocks(nest.parallel, whole, sizes, known)]
-    axis, count = nest.chunk
+    axis, count = nest.row_split
     n = evaluate(axis.extent, sizes)
     step = -(-n // count)
     return [(k, {axis: (min(n, k * step), min(n, (k + 1) * step))}) for k in range(count)]
 
 
-def _partial(s: Reduce, nest: Nest, ev: Evaluator, worker: int) -> Pending:
-    """One worker's reduction over its rows, for row `worker` of the tensor ``[count,
+def _partial(s: Reduce, nest: Nest, ev: Evaluator, split: int) -> Pending:
+    """One split's reduction over its rows, for row `split` of the tensor ``[count,
     *reduced]``."""
     full = ev.spread(ev.value(s.body), (*nest.parallel, *nest.reduced))
     value = reduce(s.kind, full, [ev.dims[a] for a in nest.parallel], s.body.dtype)
-    at = [torch.full_like(value, worker, dtype=torch.int64)]
+    at = [torch.full_like(value, split, dtype=torch.int64)]
     at += [ev.index(a.index).expand(value.shape) for a in nest.reduced]
     return s.name, at, value, None, None
 

@@ -3,7 +3,7 @@
 In: the fused `Dag`. Out: the same, where groups of reductions with few rows have become two
 kernels: partial results over parts of the reduced loops, and a reduction of those in a fixed order,
 so that results repeat. A reduction whose rows lie side by side in memory (a sum over the first
-dimension) is cut into chunks of its reduced loops, with the rows as columns; one with long
+dimension) is split of its reduced loops, with the rows as columns; one with long
 contiguous rows gets a new parallel loop over parts of each row. A reduction over rows is cut into
 them where it then runs beside the reductions that it waits for, which read them too (one sum of
 everything behind a norm of each row); on a CPU, whose threads share rows as they are, that is the
@@ -55,7 +55,7 @@ def relieve(fusion: Fusion) -> bool:
     changed: list[Node] = []
     for node in list(fusion.dag.nodes.values()):
         group = node.content
-        if not isinstance(group, Group) or not group.reductions or group.chunk is not None:
+        if not isinstance(group, Group) or not group.reductions or group.row_split is not None:
             continue
         spec = fusion.spec(group)
         length = hint(group.space.row)

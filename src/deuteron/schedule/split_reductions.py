@@ -242,17 +242,17 @@ class Parts:
         return out
 
     @property
-    def workers(self) -> tuple[Axis, ...]:
+    def part_axes(self) -> tuple[Axis, ...]:
         return tuple(Axis(f"r{k}", a.extent) for k, a in enumerate(self.cut.parts))
 
     def read(self, name: str, places: Map) -> Expr:
         """A partial result, in the combination of a tensor whose rows are at `places`."""
         rows = tuple(places[a] for a in self.nest.parallel)
-        index = (*rows, *(a.index for a in self.workers))
+        index = (*rows, *(a.index for a in self.part_axes))
         return E.load(name, index, self.made[name][0].body.dtype)
 
     def combine(self, m: Member, kind: str, body: Expr) -> None:
-        c = replace(m.compute, body=E.reduce(kind, self.workers, body))
+        c = replace(m.compute, body=E.reduce(kind, self.part_axes, body))
         self.combined.append((c, m.position))
 
     def outside(self, e: Expr, places: Map) -> Expr:
@@ -320,7 +320,7 @@ class Parts:
 
     def points(self) -> Expr:
         """Elements of a part, in a combination."""
-        table: Map = {a: b.index for a, b in zip(self.cut.parts, self.workers, strict=True)}
+        table: Map = {a: b.index for a, b in zip(self.cut.parts, self.part_axes, strict=True)}
         return self.cut.count.substitute(table)
 
     def sum_of(self, x: Expr, m: Member, side: str) -> str:
@@ -343,17 +343,17 @@ class Parts:
         which = f"{at}.which"
         self.partial(best, extreme(f.kind), f.body, m)
         self.partial(at, f.kind, f.body, m)
-        (worker,) = self.workers
+        (part_axis,) = self.part_axes
         c = m.compute
         layout = contiguous(tuple(a.extent for a in c.axes), "i64", c.layout.device)
-        first = E.reduce(f.kind, (worker,), self.read(best, places))
+        first = E.reduce(f.kind, (part_axis,), self.read(best, places))
         self.late[which] = Compute(which, c.axes, first, layout, origins=c.origins)
         self.combined.append((self.late[which], m.position))
-        part = E.index_value(worker.index)
+        part = E.index_value(part_axis.index)
         chosen = E.op("eq", part, E.load(which, tuple(a.index for a in c.axes), "i64"))
         (loop,) = self.nest.reduced
         start = substitute(self.cut.table[loop], {self.cut.inner[0]: const(0)})
-        start = substitute(start, {self.cut.parts[0]: worker.index})
+        start = substitute(start, {self.cut.parts[0]: part_axis.index})
         place = E.op("add", self.read(at, places), E.index_value(start))
         self.combine(m, "sum", E.op("where", chosen, place, E.literal(0, "i64")))
 

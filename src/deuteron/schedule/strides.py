@@ -56,7 +56,7 @@ def strided_bytes(
 ) -> int:
     """Bytes that the group touches beyond the elements that it reads and stores (on a CPU, of the
     members `stored`)."""
-    if not group.reductions or spec.kind == "cuda" and group.chunk is None:
+    if not group.reductions or spec.kind == "cuda" and group.row_split is None:
         return 0
     accesses = [
         (found, ITEMSIZE[layouts[name].dtype])
@@ -71,7 +71,7 @@ def strided_bytes(
             if group.names[n].level == "point" and group.names[n].kind == "point"
             if (found := steps(group.names[n].index, layouts[n])) is not None and len(found) > 1
         ]
-    axes = group.space.reduced if group.chunk is not None else group.space.axes
+    axes = group.space.reduced if group.row_split is not None else group.space.axes
     if spec.kind == "cuda":  # a program has the row at once, in whatever order
         return sum(_beyond(s, axes, item, group, spec) for s, item in accesses)
     inner = {a for s, _ in accesses for a, by in s.items() if abs(by) == 1}

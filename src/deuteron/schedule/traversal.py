@@ -32,7 +32,7 @@ def with_directions(
     for step in steps:
         if isinstance(step, Kernel):
             spec, touched = specs[step.device], [n for n, _ in (*step.reads, *step.writes)]
-            walks = not any(n.chunk is not None for n in step.nests)  # else workers, all at once
+            walks = not any(n.row_split is not None for n in step.nests)  # else splits, all at once
             if spec.kind == "cuda" and walks and step.bytes > spec.l2:
                 step = replace(step, reverse=_backwards(step, last, moved, layouts, spec))
             if not calls and stays(step, spec):

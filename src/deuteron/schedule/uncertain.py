@@ -29,8 +29,8 @@ def uncertain(kernel: Kernel, spec: DeviceSpec) -> str:
     layouts = dict(kernel.reads) | dict(kernel.writes)
     for nest in kernel.nests:
         nodes = {n for e in nest.exprs() for n in e.walk()}
-        if nest.chunk is not None:
-            return "workers keep sums across rows"
+        if nest.row_split is not None:
+            return "persistent programs keep sums across rows"
         if any(_contracts(s.body) for s in nest.stmts if isinstance(s, Reduce)):
             return "a matrix product inside"
         if any(n.op == "reduce" for n in nodes):

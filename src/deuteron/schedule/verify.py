@@ -8,7 +8,7 @@ Invariants by name (those of expressions are `ir.verify`'s)
     nests        no nest of a kernel reads or overwrites memory that another nest of it writes
     locals       registers of a nest are defined before use, once, and are no tensors in memory
     levels       what is stored or reduced depends on axes that exist at its place
-    axes         loops of a nest are distinct; a chunked axis is a parallel one; those of a section
+    axes         loops of a nest are distinct; a split axis is a parallel one; those of a group
                  are some of a row's
     once         every library call of the program is executed once, impure ones in their order; a
                  tensor is written by one step, and at each point of its loops in another place
@@ -289,7 +289,7 @@ class _State:
                 raise Fault("kinds", f"no reduction {s.kind!r}")
             if s.kind.startswith("arg") and len(nest.reduced) != 1:
                 raise Fault("levels", f"{s.name} counts along {len(nest.reduced)} axes")
-            if s.section and (s.partial or not nest.section):
+            if s.grouped and (s.partial or not nest.group_axes):
                 raise Fault("levels", f"{s.name} is a reduction of sections, which its nest lacks")
             if s.partial:
                 return self.partial(s, nest, writes)
@@ -297,12 +297,12 @@ class _State:
             raise Fault("locals", f"the register {s.name} has the name of a tensor in memory")
         if isinstance(s, Scan):
             return {s.name: whole}
-        return {s.name: frozenset(nest.loops("section" if s.section else "row"))}
+        return {s.name: frozenset(nest.loops("group" if s.grouped else "row"))}
 
     def partial(self, s: Reduce, nest: Nest, writes: set[str]) -> dict[str, frozenset[Axis]]:
-        if nest.chunk is None:
-            raise Fault("levels", f"{s.name} is a partial reduction of a nest without chunks")
-        layout, count = self.layout(s.name), nest.chunk[1]
+        if nest.row_split is None:
+            raise Fault("levels", f"{s.name} is a partial reduction of a nest without a row split")
+        layout, count = self.layout(s.name), nest.row_split[1]
         shape = [a.extent for a in nest.reduced]
         if layout.shape[0].value != count or list(layout.shape[1:]) != shape:
             raise Fault("layouts", f"{s.name} is {list(layout.shape)}, not {[count, *shape]}")
@@ -313,7 +313,7 @@ class _State:
         return {}
 
     def store(self, s: Store, nest: Nest, free: frozenset[Axis], writes: set[str]) -> None:
-        if s.level not in (("row", "section", "point") if nest.section else ("row", "point")):
+        if s.level not in (("row", "group", "point") if nest.group_axes else ("row", "point")):
             raise Fault("levels", f"no level {s.level!r}")
         there = frozenset(nest.loops(s.level))
         for i in s.index:
@@ -365,12 +365,12 @@ def _check_axes(nest: Nest) -> None:
     axes = (*nest.parallel, *nest.reduced)
     if len({a.name for a in axes}) != len(axes):
         raise Fault("axes", f"the loops {list(axes)} are not distinct")
-    if nest.chunk is not None:
-        axis, count = nest.chunk
+    if nest.row_split is not None:
+        axis, count = nest.row_split
         if axis not in nest.parallel or count < 1:
-            raise Fault("axes", f"{count} chunks of {axis!r}, among parallel {list(nest.parallel)}")
-    if nest.section and (nest.chunk is not None or not {*nest.section} < {*nest.reduced}):
-        raise Fault("axes", f"sections along {list(nest.section)} of rows along {nest.reduced}")
+            raise Fault("axes", f"{count} splits of {axis!r}, among parallel {list(nest.parallel)}")
+    if nest.group_axes and (nest.row_split is not None or not {*nest.group_axes} < {*nest.reduced}):
+        raise Fault("axes", f"groups along {list(nest.group_axes)} of rows along {nest.reduced}")
 
 
 __all__ = ["verify_schedule"]

@@ -83,7 +83,7 @@ def _times_read(loops: Loops) -> dict[Access, int]:
     """
     depth: dict[str, int] = {}
     seen: dict[Access, set[int]] = {}
-    for p in loops.parts:
+    for p in loops.statements:
         nodes = unique_nodes(roots_of(p))
         need = max((depth.get(n.attr[0], 0) for n in nodes if n.op == "load"), default=0)
         if isinstance(p, Reduce):

@@ -34,7 +34,7 @@ class Conversion:
 def bf16_loads(index_set: IndexSet) -> list[Expr]:
     """Operands of which neighbouring lanes read neighbouring elements."""
     operands: dict[Expr, None] = {}
-    stack, seen = [r for p in index_set.parts for r in roots_of(p)], set(index_set.buffered)
+    stack, seen = [r for p in index_set.statements for r in roots_of(p)], set(index_set.buffered)
     while stack:
         n = stack.pop()
         if n in seen:
@@ -50,7 +50,7 @@ def bf16_loads(index_set: IndexSet) -> list[Expr]:
 def bf16_stores(index_set: IndexSet) -> list[Write]:
     return [
         p
-        for p in index_set.parts
+        for p in index_set.statements
         if isinstance(p, Write) and p.dtype == "bf16" and stride(p.address, index_set.axis) == 1
         if p.mask is None and p.accumulate is None
     ]

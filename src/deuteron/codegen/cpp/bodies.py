@@ -22,8 +22,8 @@ from deuteron.codegen.cpp.passes import Pass, plan
 from deuteron.codegen.cpp.reductions import Accumulator, combine
 from deuteron.codegen.loops import (
     CrossRowReduce,
-    Part,
     Rewriter,
+    Statement,
     Write,
     roots_of,
 )
@@ -42,7 +42,7 @@ class IndexSet:
     axis: Axis
     low: Index
     count: Index
-    parts: list[Part]
+    statements: list[Statement]
     to_buffer: list[tuple[Expr, str]]  # values to put into buffers
     buffered: dict[Expr, str]  # values to take from buffers
     linear: Index  # the element of a row buffer
@@ -63,7 +63,7 @@ class PassBody:
         merging: bool = False,
     ) -> None:
         loops = env.loops
-        for p in loops.parts:
+        for p in loops.statements:
             if isinstance(p, Reduce):
                 env.em.result_axes[p.name] = frozenset((*loops.parallel, ROW_SCOPE))
             elif isinstance(p, Scan):
@@ -126,7 +126,8 @@ class PassBody:
                 self.index_set_at(p, low, axis, inside) for low, axis in pieces(self.v, marks)
             ]
             bodies = [
-                [r for x in index_set.parts for r in roots_of(x)] for index_set, _ in index_sets
+                [r for x in index_set.statements for r in roots_of(x)]
+                for index_set, _ in index_sets
             ]
             if len(marks) <= MAX_CUTS or not repeats_code(p.roots(), bodies):
                 return index_sets
@@ -136,8 +137,8 @@ class PassBody:
         """All of the vector axis."""
         inside = {n: b for n, b in self.buffers.items() if self.plan.row_buffered[n] < k}
         to_buffer = [(n, self.buffers[n]) for n in p.to_buffer]
-        parts = list(p.parts)
-        return IndexSet(self.v, const(0), self.v.extent, parts, to_buffer, inside, self.linear)
+        statements = list(p.statements)
+        return IndexSet(self.v, const(0), self.v.extent, statements, to_buffer, inside, self.linear)
 
     def index_set_at(
         self, p: Pass, low: Index, axis: Axis, inside: Mapping[Expr, str]
@@ -148,7 +149,7 @@ class PassBody:
             axis,
             low,
             axis.extent,
-            [move.part(x) for x in p.parts],
+            [move.statement(x) for x in p.statements],
             [(move.expr(n), self.buffers[n]) for n in p.to_buffer],
             {move.expr(n): b for n, b in inside.items()},
             move.index(self.linear),
@@ -198,10 +199,10 @@ class PassBody:
             lambda n: not any(x.op == "load" and x.attr[0] in self.scan_names for x in n.walk())
         )
         if self.env.unrolled:  # a store may take the memory of what a reduction reads
-            for p in index_set.parts:
+            for p in index_set.statements:
                 if isinstance(p, Write):
                     em.value(p.value)
-        for p in index_set.parts:
+        for p in index_set.statements:
             if isinstance(p, Reduce):
                 em.scope.add(*accs[p.name].update(lane, em.value(p.body), position, em.guard))
             elif isinstance(p, Scan):
@@ -224,7 +225,7 @@ class PassBody:
 
     @property
     def scan_names(self) -> set[str]:
-        return {p.name for p in self.env.loops.parts if isinstance(p, Scan)}
+        return {p.name for p in self.env.loops.statements if isinstance(p, Scan)}
 
     def _scan(self, p: Scan, lane: str) -> None:
         """One step of a scan: the carry of this lane takes in the value and is the scan's value

@@ -132,7 +132,7 @@ class Columns(PassWriter):
         buffered = {n for n in self.buffers if self.plan.row_buffered[n] < k}
         per_lane: dict[Expr, None] = {}
         seen: set[Expr] = set()
-        stack = [r for part in p.parts for r in roots_of(part)]
+        stack = [r for part in p.statements for r in roots_of(part)]
         while stack:
             n = stack.pop()
             if n in seen or n in buffered:
@@ -241,7 +241,7 @@ class Columns(PassWriter):
             start, end = difference(low, self.base), smaller(difference(high, self.base), end)
         stores = {
             b: self.store_cells[a]
-            for a, b in zip(p.parts, index_set.parts, strict=True)
+            for a, b in zip(p.statements, index_set.statements, strict=True)
             if isinstance(a, Write) and isinstance(b, Write) and a in self.store_cells and b != a
         }
         self.store_cells |= stores
@@ -261,10 +261,10 @@ class Columns(PassWriter):
         """Rows that are stored non-temporally: long ones, and those of whole lines that follow
         each other (batch norm, relu and sum of 12 MiB, channels last, two cores of a Xeon: 0.74 of
         the time with what it fetches, its gradients 0.67)."""
-        long = nontemporal_stores(self.env, p.parts, self.v, tiles=True)
+        long = nontemporal_stores(self.env, p.statements, self.v, tiles=True)
         return long + [
             w
-            for w in p.parts
+            for w in p.statements
             if isinstance(w, Write)
             and w not in long
             and w.tensor in self.env.nontemporal
@@ -306,7 +306,7 @@ class Columns(PassWriter):
         """
         return [
             w
-            for w in p.parts
+            for w in p.statements
             if isinstance(w, Write)
             and w.accumulate is None
             and w.mask is None
@@ -393,7 +393,7 @@ def write_columns(env: Env, v: Axis) -> None:
     others = outermost_first(loops, [a for a in loops.parallel if a != v])
     free = [a for a in others if a not in probe.conflicts]
     meet = [a for a in others if a in probe.conflicts]
-    has_scan = any(isinstance(p, Scan) for p in loops.parts)
+    has_scan = any(isinstance(p, Scan) for p in loops.statements)
     blocks = -(-hint(v.extent) // width)
     sharable = not has_scan and probe.conflicts.isdisjoint(loops.reduced)
     need = 2 * env.machine.threads

@@ -160,7 +160,7 @@ def write_store(env: Env, w: Write, target: str | None = None) -> None:
 def ordered_conflicts(loops: Loops) -> set[Axis]:
     """Axes along which two points may store to the same element: run in order, by one thread."""
     out: set[Axis] = set()
-    for p in loops.parts:
+    for p in loops.statements:
         if isinstance(p, Write):
             domain = {*loops.parallel, *(loops.reduced if p.level == "point" else ())}
             if p.scattered or p.accumulate is not None:

@@ -37,7 +37,7 @@ MIN_PIECE_POINTS = 1024
 
 def split_index_sets(loops: Loops) -> list[Loops]:
     """The nest in pieces, or as it is."""
-    if loops.chunk is not None:
+    if loops.row_split is not None:
         return [loops]
     axes = [*loops.parallel, *loops.reduced]
     walked, meeting = vector_axis(loops, axes), ordered_conflicts(loops)
@@ -60,7 +60,7 @@ def split_index_sets(loops: Loops) -> list[Loops]:
 
 def goes_in_tiles(loops: Loops, walked: Axis) -> bool:
     """Whether a nest goes in tiles, in which `index_sets` does not cut the axis of vectors."""
-    plain = walked in loops.parallel and all(isinstance(p, Write) for p in loops.parts)
+    plain = walked in loops.parallel and all(isinstance(p, Write) for p in loops.statements)
     return plain and transposed_axis(loops, walked) is not None
 
 

@@ -30,7 +30,7 @@ from deuteron.codegen.cpp.environment import Env, Machine, size
 from deuteron.codegen.cpp.joined import split_index_sets
 from deuteron.codegen.cpp.nontemporal import nontemporal_tensors
 from deuteron.codegen.cpp.points import write_points
-from deuteron.codegen.cpp.rows import write_chunked, write_rows
+from deuteron.codegen.cpp.rows import write_row_split, write_rows
 from deuteron.codegen.cpp.support import helpers, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare, unique_nodes
@@ -138,7 +138,7 @@ def generate_for(
     """
     layouts = dict(kernel.reads) | dict(kernel.writes)
     written = {n for n, _ in kernel.writes}
-    assert not any(n.section for n in kernel.nests), "rows have no sections on a CPU"
+    assert not any(n.group_axes for n in kernel.nests), "rows have no groups on a CPU"
     pointers = {n: f"p{i}_" + plain_name(n)[:40] for i, n in enumerate(layouts)}
     used: set[str] = set()
     numbers = itertools.count()
@@ -166,7 +166,7 @@ def generate_for(
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
         em.maxima = {
-            p.name: {p.body} for p in loops.parts if isinstance(p, Reduce) and p.kind == "max"
+            p.name: {p.body} for p in loops.statements if isinstance(p, Reduce) and p.kind == "max"
         }
         em.approximate = inexact(loops, lambda e: False, averages).approximate
         em.reused_curves, em.erf_plus_one = _reused_curves(loops), _erf_plus_one(loops)
@@ -256,13 +256,15 @@ def _erf_plus_one(loops: Loops) -> frozenset[Expr]:
 def write_nest(env: Env) -> None:
     """Chooses the vector axis and with it the way the nest is written."""
     loops = env.loops
-    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.parts)
-    if loops.chunk is not None:
+    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.statements)
+    if loops.row_split is not None:
         v = vector_axis(loops, loops.reduced)
         assert v is not None
-        write_chunked(env, v)
+        write_row_split(env, v)
         return
-    if not reductions and not any(isinstance(p, Write) and p.level == "row" for p in loops.parts):
+    if not reductions and not any(
+        isinstance(p, Write) and p.level == "row" for p in loops.statements
+    ):
         env.loops = replace(loops, parallel=(*loops.parallel, *loops.reduced), reduced=())
         write_points(env)
         return

@@ -25,7 +25,7 @@ from deuteron.codegen.cpp.random_blocks import RANDOM_BLOCK, neighbouring_random
 from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.codegen.cpp.short_loops import short_loop
 from deuteron.codegen.loops import (
-    Part,
+    Statement,
     Write,
     roots_of,
     unique_nodes,
@@ -60,7 +60,7 @@ class PassWriter(PassBody):
         """
         em = self.env.em
         random = (
-            neighbouring_randoms(self.env, index_set.parts, (index_set.axis, self.v))
+            neighbouring_randoms(self.env, index_set.statements, (index_set.axis, self.v))
             if simd
             else []
         )
@@ -69,7 +69,7 @@ class PassWriter(PassBody):
             return
         if simd and short_loop(self, index_set, low, high, accs or {}):
             return
-        nontemporal = self.nontemporal_stores(index_set.parts, index_set.axis) if simd else []
+        nontemporal = self.nontemporal_stores(index_set.statements, index_set.axis) if simd else []
         name = em.fresh("i_")
 
         def loop(head: str, lane: str) -> None:
@@ -120,7 +120,9 @@ class PassWriter(PassBody):
             if prefetch:
                 block.add(*prefetch(name, lanes))
             elif self.is_single_pass and index_set.axis == self.v:
-                block.add(*nontemporal_prefetches(self.env, index_set.parts, self.v, name, lanes))
+                block.add(
+                    *nontemporal_prefetches(self.env, index_set.statements, self.v, name, lanes)
+                )
             with blocks_as_floats(self, index_set, name, lanes, buffers) as conversion:
                 block.add(*conversion.before)
                 loop(f"for (int l = 0; l < {lanes}; ++l)", "l")
@@ -138,10 +140,10 @@ class PassWriter(PassBody):
         """Whether the nest has one pass, and stores nothing behind it."""
         return len(self.plan.passes) == 1 and not self.plan.row_writes
 
-    def nontemporal_stores(self, parts: Sequence[Part], axis: Axis) -> list[Write]:
+    def nontemporal_stores(self, statements: Sequence[Statement], axis: Axis) -> list[Write]:
         """The non-temporal stores of a vector loop; of one of several passes, some of which are
         costly, only with AVX-512 (see `nontemporal`)."""
-        return nontemporal_stores(self.env, parts, axis)
+        return nontemporal_stores(self.env, statements, axis)
 
     @cached_property
     def has_costly_pass(self) -> bool:
@@ -156,7 +158,7 @@ class PassWriter(PassBody):
     def is_costly(self, index_set: IndexSet) -> bool:
         """Whether the arithmetic of a long loop, or how its elements become floats, is worth more
         than one vector at a time."""
-        nodes = unique_nodes(r for p in index_set.parts for r in roots_of(p))
+        nodes = unique_nodes(r for p in index_set.statements for r in roots_of(p))
         costly = flops_of(nodes) > MIN_BUFFERED_FLOPS or bool(
             bf16_loads(index_set) or bf16_stores(index_set)
         )

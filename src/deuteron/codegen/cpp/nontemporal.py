@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.environment import Env, Machine
-from deuteron.codegen.loops import Part, Write, stride
+from deuteron.codegen.loops import Statement, Write, stride
 from deuteron.ir.index import Axis, hint, product
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import tensors_read
@@ -95,7 +95,7 @@ def nontemporal_tensors(
 
 
 def nontemporal_stores(
-    env: Env, parts: Sequence[Part], axis: Axis, tiles: bool = False
+    env: Env, parts: Sequence[Statement], axis: Axis, tiles: bool = False
 ) -> list[Write]:
     """The stores of a vector loop along `axis` that go through a buffer; `tiles`: the next ones lie
     in another row."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.codegen.loops import CrossRowReduce, Loops, Part, Write, roots_of
+from deuteron.codegen.loops import CrossRowReduce, Loops, Statement, Write, roots_of
 from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, hint, product
 from deuteron.ir.operations import ITEMSIZE, SCALAR_OPS
@@ -33,7 +33,7 @@ class Pass:
     buffers.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    statements: list[Statement] = field(default_factory=list)
     to_buffer: list[Expr] = field(default_factory=list)
     rules: dict[str, Rule] = field(
         default_factory=dict
@@ -41,18 +41,18 @@ class Pass:
 
     @property
     def reductions(self) -> list[Reduce]:
-        return [p for p in self.parts if isinstance(p, Reduce)]
+        return [p for p in self.statements if isinstance(p, Reduce)]
 
     @property
     def scans(self) -> list[Scan]:
-        return [p for p in self.parts if isinstance(p, Scan)]
+        return [p for p in self.statements if isinstance(p, Scan)]
 
     @property
     def writes(self) -> list[Write]:
-        return [p for p in self.parts if isinstance(p, Write)]
+        return [p for p in self.statements if isinstance(p, Write)]
 
     def roots(self) -> list[Expr]:
-        return [r for p in self.parts for r in roots_of(p)]
+        return [r for p in self.statements for r in roots_of(p)]
 
 
 @dataclass
@@ -70,11 +70,11 @@ def plan(
     may take, of values that depend on all the axes in `full`. `merging`: dependent reductions share
     a pass where a rule allows it (`online`), for rows that no cache holds."""
     reduced = frozenset(loops.reduced)
-    merging = merging and not any(isinstance(p, (Scan, CrossRowReduce)) for p in loops.parts)
+    merging = merging and not any(isinstance(p, (Scan, CrossRowReduce)) for p in loops.statements)
     chain = Chain(lambda e: not deps(e) & reduced, merging)
-    placed: list[tuple[int, Part]] = []
+    placed: list[tuple[int, Statement]] = []
     row_writes: list[Write] = []
-    for p in loops.parts:
+    for p in loops.statements:
         if isinstance(p, Write) and p.level == "row" and loops.reduced:
             row_writes.append(p)
         elif isinstance(p, (Reduce, Scan)):
@@ -86,7 +86,7 @@ def plan(
     passes = [Pass() for _ in range(count)]
     for k, p in placed:
         if not isinstance(p, Write):
-            passes[k].parts.append(p)
+            passes[k].statements.append(p)
             if isinstance(p, Reduce) and p.name in chain.rules:
                 passes[k].rules[p.name] = chain.rules[p.name]
     _place_writes(loops, placed, passes, deps)
@@ -98,7 +98,7 @@ def plan(
 
 
 def _place_writes(
-    loops: Loops, placed: list[tuple[int, Part]], passes: list[Pass], deps: Deps
+    loops: Loops, placed: list[tuple[int, Statement]], passes: list[Pass], deps: Deps
 ) -> None:
     """Point stores in program order, each in the last pass that reads memory at its points."""
     reduced = frozenset(loops.reduced)
@@ -114,7 +114,7 @@ def _place_writes(
     last = max([last, *(k for k, p in placed if isinstance(p, Write))])
     for _, p in placed:
         if isinstance(p, Write):
-            passes[last].parts.append(p)
+            passes[last].statements.append(p)
 
 
 def _choose_row_buffered(

@@ -92,7 +92,7 @@ class Points(PassWriter):
             # of whole lines (65536 rows of 64 f32, added at random: 1.45 ms with a half of each for
             # either thread, 1.95 ms when one did them all).
             per = -(-n // max(1, env.machine.threads)) if self.v.extent.value is not None else 256
-            writes = [p for p in env.loops.parts if isinstance(p, Write)]
+            writes = [p for p in env.loops.statements if isinstance(p, Write)]
             line = max((64 // ITEMSIZE[w.dtype] for w in writes), default=64)
             return str(max(line, -(-per // line) * line))
         if free * n <= need * BLOCK_POINTS and self.v.extent.value is not None:
@@ -123,7 +123,7 @@ class Points(PassWriter):
         """
         em = self.env.em
         inner = {self.v, index_set.axis}
-        roots = [r for p in index_set.parts for r in roots_of(p)]
+        roots = [r for p in index_set.statements for r in roots_of(p)]
         masks = row_masks(roots, lambda n: bool(em.deps(n) & inner))
         if not masks:
             self.loop(index_set, start, end)
@@ -145,7 +145,7 @@ class Points(PassWriter):
                 if n.op in ("load", "check") and not em.deps(n) & inner:
                     move.done[n] = n
             test = [em.value(c) for row in masks if known[row] for c in sorted(row, key=_number)]
-            body = replace(index_set, parts=[move.part(p) for p in index_set.parts])
+            body = replace(index_set, statements=[move.statement(p) for p in index_set.statements])
             em.carry_over(move.done)
             branches.append((" & ".join(dict.fromkeys(test)), body))
         if not all_cases:
@@ -198,7 +198,7 @@ class Points(PassWriter):
         em, inner = self.env.em, {self.v, index_set.axis}
         if self.v in self.conflicts:
             return []
-        nodes = unique_nodes(r for p in index_set.parts for r in roots_of(p))
+        nodes = unique_nodes(r for p in index_set.statements for r in roots_of(p))
         calls = [
             n
             for n in nodes

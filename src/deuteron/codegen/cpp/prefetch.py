@@ -76,14 +76,14 @@ class PrefetchingWriter(PassWriter):
     @cached_property
     def next_row(self) -> tuple[bool, int]:
         """Whether the second pass stores; the most bytes of a row that it fetches."""
-        stores = any(isinstance(w, Write) for w in self.plan.passes[1].parts)
+        stores = any(isinstance(w, Write) for w in self.plan.passes[1].statements)
         return stores, MAX_STORED_ROW_BYTES if stores else NEXT_ROW_BYTES[1]
 
     @cached_property
     def late_nontemporal(self) -> list[Write]:
         """The non-temporal stores of the later passes of several."""
         later = [p for p in self.plan.passes[1:] if not p.reductions]
-        return [w for p in later for w in self.nontemporal_stores(p.parts, self.v)]
+        return [w for p in later for w in self.nontemporal_stores(p.statements, self.v)]
 
     def prefetch_later_pages(self, k: int, base: str, lanes: int) -> list[str]:
         """With AVX-512, in one of several passes: prefetches of what comes two pages later, where
@@ -138,7 +138,7 @@ class PrefetchingWriter(PassWriter):
         512 rows of 32000, two cores: 2.4 and 1.2 ms. On AMD's rows of bf16 take 0.85 to 0.92 of the
         time with, those of f32 1.05 to 1.11 (AVX2), and 1.0 to 1.25 (AVX-512, 262144 rows of 64).
         """
-        if not wide and any(isinstance(w, Write) for w in self.plan.passes[0].parts):
+        if not wide and any(isinstance(w, Write) for w in self.plan.passes[0].statements):
             return []
         out: list[str] = []
         for n in loads:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from deuteron.codegen.cpp.environment import Env
 from deuteron.codegen.loops import (
-    Part,
+    Statement,
     outermost_first,
     points_visited,
     roots_of,
@@ -56,7 +56,7 @@ def prefetch_lines(
 
 
 def nontemporal_prefetches(
-    env: Env, parts: Sequence[Part], v: Axis, base: str, lanes: int
+    env: Env, parts: Sequence[Statement], v: Axis, base: str, lanes: int
 ) -> list[str]:
     """With AVX-512, prefetches of what a loop with non-temporal stores reads `PREFETCH_BYTES`
     later.

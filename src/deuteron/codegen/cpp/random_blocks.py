@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deuteron.codegen.cpp.environment import Env
-from deuteron.codegen.loops import Part, roots_of, unique_nodes
+from deuteron.codegen.loops import Statement, roots_of, unique_nodes
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
 
 RANDOM_BLOCK = 64  # a block is a multiple of it
 
 
-def neighbouring_randoms(env: Env, parts: Iterable[Part], axes: tuple[Axis, ...]) -> list[Expr]:
+def neighbouring_randoms(
+    env: Env, parts: Iterable[Statement], axes: tuple[Axis, ...]
+) -> list[Expr]:
     """The numbers of neighbouring elements along the loop's axis (the first of `axes`)."""
     axis, inner = axes[0], frozenset(axes)
     out = []

@@ -36,10 +36,10 @@ from deuteron.codegen.cpp.prefetch import NEXT_ROW_BYTES, PrefetchingWriter
 from deuteron.codegen.cpp.random_blocks import RANDOM_BLOCK, neighbouring_randoms, random_block
 from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
 from deuteron.codegen.loops import (
-    WORKER,
+    SPLIT,
     CrossRowReduce,
     Loops,
-    Part,
+    Statement,
     outermost_first,
     unique_nodes,
 )
@@ -228,7 +228,7 @@ class Rows(PrefetchingWriter):
             em.scope.loop(head, [limit, *inner, *flush])
 
         nontemporal = (
-            [] if serial or accs else self.nontemporal_stores(index_set.parts, index_set.axis)
+            [] if serial or accs else self.nontemporal_stores(index_set.statements, index_set.axis)
         )
         if (
             serial
@@ -245,7 +245,7 @@ class Rows(PrefetchingWriter):
             in_blocks(whole.lines)
             return
         random = (
-            neighbouring_randoms(env, index_set.parts, (index_set.axis, self.v))
+            neighbouring_randoms(env, index_set.statements, (index_set.axis, self.v))
             if lanes % RANDOM_BLOCK == 0
             else []
         )
@@ -298,7 +298,7 @@ class Rows(PrefetchingWriter):
         em.name_axis(index_set.axis, f"({base} + l)")
         em.used |= {"d_lanes", "d_scan"}
         with em.inside() as block:
-            for s in (x for x in index_set.parts if isinstance(x, Scan)):
+            for s in (x for x in index_set.statements if isinstance(x, Scan)):
                 array = em.fresh("scan")
                 block.add(f"alignas(64) double {array}[{lanes}];")
                 with em.inside(index_set.axis, self.v) as scope:
@@ -310,9 +310,9 @@ class Rows(PrefetchingWriter):
                 block.add(f"d_scan_{s.kind}({array}, {self.carries[s.name]});")
                 bound = Expr("load", s.body.dtype, (), (s.name, (), None))
                 block.texts[bound] = f"(({scalars.REGISTER[s.body.dtype]}){array}[l])"
-            rest: list[Part] = [x for x in index_set.parts if not isinstance(x, Scan)]
+            rest: list[Statement] = [x for x in index_set.statements if not isinstance(x, Scan)]
             with em.inside(index_set.axis, self.v) as scope:
-                self.body(replace(index_set, parts=rest), accs, "l", self.position(index_set))
+                self.body(replace(index_set, statements=rest), accs, "l", self.position(index_set))
             block.add(em.simd(scope))
             block.loop(f"for (int l = 0; l < {lanes}; ++l)", scope.lines)
         em.scope.add(f"long long {base} = {low};")
@@ -507,17 +507,17 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
         rows.bind(f.name, accs[f.name])
 
 
-def write_chunked(env: Env, v: Axis) -> None:
+def write_row_split(env: Env, v: Axis) -> None:
     """Rows in chunks, one worker each; cross-row reductions of a worker go to its own row of the
     partial results.
     """
     em, loops = env.em, env.loops
-    assert loops.chunk is not None
-    axis, count = loops.chunk
+    assert loops.row_split is not None
+    axis, count = loops.row_split
     rows = Rows(env, v, env.machine.l2_bytes // 4)
     others = outermost_first(loops, [a for a in loops.parallel if a != axis])
-    cols = [p for p in loops.parts if isinstance(p, CrossRowReduce)]
-    worker = em.name_axis(WORKER)
+    cols = [p for p in loops.statements if isinstance(p, CrossRowReduce)]
+    worker = em.name_axis(SPLIT)
     low, high, row_name = em.fresh("lo"), em.fresh("hi"), em.name_axis(axis)
     rows_each = -(-hint(axis.extent) // count) * size(others)
     known = all(a.extent.value is not None for a in others)
@@ -542,7 +542,7 @@ def write_chunked(env: Env, v: Axis) -> None:
     em.used.add("d_scratch_columns")
     em.scope.lines.insert(where, f"char* const {scratch} = d_scratch_columns({' + '.join(total)});")
     each = env.extent((axis.extent + (count - 1)) // count)
-    with em.inside(WORKER) as outer:
+    with em.inside(SPLIT) as outer:
         outer.add(
             f"const long long {low} = {worker} * {each};",
             f"const long long {high} = {smaller(f'{low} + {each}', env.extent(axis))};",

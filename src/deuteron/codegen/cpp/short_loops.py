@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.bodies import IndexSet, PassBody
 from deuteron.codegen.cpp.reductions import Accumulator
-from deuteron.codegen.loops import Part, Write, roots_of, unique_nodes
+from deuteron.codegen.loops import Statement, Write, roots_of, unique_nodes
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, const
 from deuteron.ir.operations import ITEMSIZE
@@ -35,13 +35,13 @@ def short_loop(
     if n is None or not BLOCK_LANES <= n <= MAX_SHORT_LOOP or (low, high) != ("0", str(n)) or accs:
         return False
     if (
-        not all(isinstance(p, Write) for p in index_set.parts)
+        not all(isinstance(p, Write) for p in index_set.statements)
         or index_set.to_buffer
         or index_set.buffered
     ):
         return False
-    strided = strided_loads(index_set.parts, index_set.axis)
-    if (n % BLOCK_LANES == 0 and not strided) or not repeatable(index_set.parts):
+    strided = strided_loads(index_set.statements, index_set.axis)
+    if (n % BLOCK_LANES == 0 and not strided) or not repeatable(index_set.statements):
         return False
     em = writer.env.em
     base, start = em.fresh("b"), em.fresh("s")
@@ -60,11 +60,11 @@ def short_loop(
     return True
 
 
-def repeatable(parts: Sequence[Part]) -> bool:
+def repeatable(statements: Sequence[Statement]) -> bool:
     """Whether elements may be computed twice: nothing reads what a store may overwrite. (Two
     tensors share memory only where they are read and written at the same address.)"""
-    loads = [n for n in unique_nodes(r for p in parts for r in roots_of(p)) if n.op == "load"]
-    for w in parts:
+    loads = [n for n in unique_nodes(r for p in statements for r in roots_of(p)) if n.op == "load"]
+    for w in statements:
         assert isinstance(w, Write)
         if w.accumulate is not None:
             return False
@@ -76,10 +76,10 @@ def repeatable(parts: Sequence[Part]) -> bool:
     return True
 
 
-def strided_loads(parts: Sequence[Part], axis: Axis) -> list[Expr]:
+def strided_loads(statements: Sequence[Statement], axis: Axis) -> list[Expr]:
     """Loads of every second, third or fourth element, without conditions."""
     out = []
-    for n in unique_nodes(r for p in parts for r in roots_of(p)):
+    for n in unique_nodes(r for p in statements for r in roots_of(p)):
         if n.op == "load" and n.attr[1] and not n.args:
             c = n.attr[1][0].coefficient(axis)
             if c is not None and c.value in COPIED_STRIDES:

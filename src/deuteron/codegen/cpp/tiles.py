@@ -101,7 +101,7 @@ class Tiles(PassWriter):
             return
         uu, vv = em.fresh("u"), em.fresh("v")
         cell = f"{uu} * {self.tile_v} + {vv}"
-        parts = self.plan.passes[0].parts
+        statements = self.plan.passes[0].statements
         loads = self.transposed_loads(self.plan.passes[0].roots())
         for node in loads:
             name = em.fresh("tile")
@@ -114,7 +114,7 @@ class Tiles(PassWriter):
                 f"d_transpose({em.tensors[node.attr[0]]} + {where}, {step}, {name}, {self.tile_v}, "
                 f"{count[v]}, {count[u]});"
             )
-        stores = [p for p in parts if isinstance(p, Write) and self.is_transposed(p.address)]
+        stores = [p for p in statements if isinstance(p, Write) and self.is_transposed(p.address)]
         stores = [p for p in stores if p.accumulate is None and p.mask is None]
         names = []
         for p in stores:
@@ -133,9 +133,9 @@ class Tiles(PassWriter):
 
     def write_copies(self, first: dict[Axis, str], count: dict[Axis, str]) -> bool:
         """Writes a nest that only copies, from along u to along v, without tiles in between."""
-        em, parts = self.env.em, self.plan.passes[0].parts
+        em, statements = self.env.em, self.plan.passes[0].statements
         pairs = []
-        for p in parts:
+        for p in statements:
             if not isinstance(p, Write) or p.accumulate is not None or p.mask is not None:
                 return False
             if p.value.op != "load" or p.value.args or p.value.dtype != p.dtype:
@@ -160,7 +160,7 @@ class Tiles(PassWriter):
         em.name_axis(u, f"({first[u]} + {uu})")
         em.name_axis(v, f"({first[v]} + {vv})")
         p = self.plan.passes[0]
-        index_set = IndexSet(v, const(0), v.extent, list(p.parts), [], {}, self.linear)
+        index_set = IndexSet(v, const(0), v.extent, list(p.statements), [], {}, self.linear)
         with em.inside(u) as rows:
             with em.inside(v) as scope:
                 self.body(index_set, {}, "0", "0")

@@ -15,8 +15,8 @@ from deuteron.codegen.cpp.index_sets import index_between_cuts
 from deuteron.codegen.loops import (
     CrossRowReduce,
     Loops,
-    Part,
     Rewriter,
+    Statement,
     Write,
     stride,
 )
@@ -38,12 +38,12 @@ MAX_UNROLLED_NODES = 600  # operations after writing out; compile time
 def worth_unrolling(loops: Loops) -> bool:
     """Whether the reduction is short and its rows are many and side by side in memory."""
     sizes = [a.extent.value for a in loops.reduced]
-    if not sizes or any(n is None for n in sizes) or loops.chunk is not None:
+    if not sizes or any(n is None for n in sizes) or loops.row_split is not None:
         return False
     points = hint(product(a.extent for a in loops.reduced))
-    stored = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
+    stored = any(isinstance(p, Write) and p.level == "point" for p in loops.statements)
     if not 1 < points <= (MAX_STORED_ELEMENTS if stored else MAX_ROW_ELEMENTS) or any(
-        isinstance(p, (Scan, CrossRowReduce)) for p in loops.parts
+        isinstance(p, (Scan, CrossRowReduce)) for p in loops.statements
     ):
         return False
     nodes = len(loops.nodes)
@@ -67,16 +67,18 @@ def unroll(loops: Loops) -> Loops:
         for at in itertools.product(*ranges)
     ]
     values: dict[str, Expr] = {}
-    parts: list[Part] = []
-    for p in loops.parts:
+    statements: list[Statement] = []
+    for p in loops.statements:
         movers = [_Unroller(t, values) for t in tables]
         if isinstance(p, Reduce):
             terms = [m.expr(p.body) for m in movers]
             at = [cast(index_value(t[loops.reduced[0]]), "i32") for t in tables]
             values[p.name] = _reduce(p.kind, terms, at)
         elif isinstance(p, Write):
-            parts.extend(m.part(p) for m in (movers if p.level == "point" else movers[:1]))
-    return replace(loops, reduced=(), parts=tuple(parts), results=frozenset())
+            statements.extend(
+                m.statement(p) for m in (movers if p.level == "point" else movers[:1])
+            )
+    return replace(loops, reduced=(), statements=tuple(statements), results=frozenset())
 
 
 def _reduce(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
@@ -149,6 +151,6 @@ def interleaved_axis(loops: Loops) -> Axis | None:
 def unroll_parallel(loops: Loops, axis: Axis) -> Loops:
     """One copy of every store per element of a parallel axis of a pointwise nest."""
     movers = [Rewriter({axis: const(i)}) for i in range(hint(axis.extent))]
-    parts = tuple(m.part(p) for m in movers for p in loops.parts)
+    statements = tuple(m.statement(p) for m in movers for p in loops.statements)
     rest = tuple(a for a in loops.parallel if a != axis)
-    return replace(loops, parallel=rest, parts=parts)
+    return replace(loops, parallel=rest, statements=statements)

@@ -137,7 +137,7 @@ def bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
 
 def read_along(loops: Loops, kinds: type | tuple[type, ...]) -> set[Expr]:
     """What these parts read along a row."""
-    roots = [root for p in loops.parts if isinstance(p, kinds) for root in roots_of(p)]
+    roots = [root for p in loops.statements if isinstance(p, kinds) for root in roots_of(p)]
     loads = [n for n in unique_nodes(roots) if n.op == "load" and n.attr[1]]
     return {n for n in loads if n.attr[1][0].axes() & set(loops.reduced)}
 
@@ -175,8 +175,8 @@ LEAST_RUN = 128
 
 def uneven(loops: Loops) -> bool:
     """Whether what most is read of has lines that start at no multiple of 16 bytes, or comes in
-    short runs of memory (of a row; those of a chunk's rows lie side by side)."""
-    near = loops.reduced if loops.chunk is None else (*loops.parallel, *loops.reduced)
+    short runs of memory (of a row; those of a split's rows lie side by side)."""
+    near = loops.reduced if loops.row_split is None else (*loops.parallel, *loops.reduced)
     axes = (*loops.parallel, *loops.reduced)
     for a in loops.accesses:
         inner = [x for x in axes if stride(a.address, x) == 1]

@@ -1,9 +1,9 @@
 """Rows that begin anywhere between multiples of 16 bytes, shared by teams.
 
 In: the loops of a nest, and the device. Out: the same, or, where teams share such rows and nothing
-says which team has which, the same with workers: each walks rows that are so far apart that all of
-them begin alike (`turn`). So where its lanes lie is the same for all of a worker's rows, and what
-all rows share (weights) is brought to these places once per worker. H200, 4096 rows of 65535, bf16,
+says which team has which, the same with splits: each walks rows that are so far apart that all of
+them begin alike (`turn`). So where its lanes lie is the same for all of a split's rows, and what
+all rows share (weights) is brought to these places once per split. H200, 4096 rows of 65535, bf16,
 us, in loops that read twice and so: layer norm 590, 358; softmax 387, 353.
 """
 
@@ -18,30 +18,30 @@ from deuteron.codegen.triton.misaligned import ragged
 from deuteron.codegen.triton.tiling import Form, choose
 from deuteron.schedule.cooperative import ALIKE, ALIKE_LINES, at_once, resident, workers_alike
 
-# Turns of workers, so that it matters little how many run at once. H200, softmax of 4096 rows of
-# 65535, bf16, 64 workers 393 us, 128 356, 192 333, 256 335.
+# Turns of splits, so that it matters little how many run at once. H200, softmax of 4096 rows of
+# 65535, bf16, 64 splits 393 us, 128 356, 192 333, 256 335.
 TURNS = 5
-# What a worker's begin costs, in rows, for each tensor that all rows share. Layer norm, 128 workers
+# What a split's begin costs, in rows, for each tensor that all rows share. Layer norm, 128 splits
 # 334 us, 192 323, 256 350.
 BEGIN = 1.5
 
 
 def alike(loops: Loops, spec: DeviceSpec) -> Loops:
-    """The loops, with workers where a team's rows have to begin alike; else as they are."""
-    if loops.chunk is not None or loops.section or len(loops.parallel) != 1:
+    """The loops, with splits where a team's rows have to begin alike; else as they are."""
+    if loops.row_split is not None or loops.group_axes or len(loops.parallel) != 1:
         return loops
     (axis,) = loops.parallel
     if widest(loops) >= 4:  # whole lines from anywhere: f32, in teams 660, so 853
         return loops
     if axis.extent.value is None or ragged(loops, loops.reduced) is None:
         return loops
-    form = choose(replace(loops, chunk=(axis, ALIKE)), spec, teams=True)
+    form = choose(replace(loops, row_split=(axis, ALIKE)), spec, teams=True)
     if form.team == 1 or form.start is None:
         return loops
     most = max(1, _at_once(form, spec))
     begin = BEGIN * shared_along(loops)
     count = workers_alike(axis.extent.value, most, begin, turns=TURNS, kinds=ALIKE_LINES)
-    return replace(loops, chunk=(axis, count))
+    return replace(loops, row_split=(axis, count))
 
 
 def _at_once(form: Form, spec: DeviceSpec) -> int:

@@ -1,6 +1,6 @@
-"""Reductions along the rows that one worker walks: a result for each column.
+"""Reductions along the rows that one split walks: a result for each column.
 
-In registers where a row is (`Columns`); else the worker's row of the result is the accumulator.
+In registers where a row is (`Columns`); else the split's row of the result is the accumulator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deuteron.codegen.triton.tiling import Form
 
 
 class Columns:
-    """What a worker reduces along its rows, in registers: an accumulator for each element of a
+    """What a split reduces along its rows, in registers: an accumulator for each element of a
     tile, or, with `dims` R, for each of its columns."""
 
     def __init__(self, dims: Dims) -> None:
@@ -57,7 +57,7 @@ def column_place(em: Emitter, p: CrossRowReduce) -> str:
 
 
 def clear_columns(em: Emitter, reductions: Sequence[CrossRowReduce]) -> None:
-    """Columns too many for registers: the worker's row of the result is the accumulator."""
+    """Columns too many for registers: the split's row of the result is the accumulator."""
     r = em.dims["r"]
     with em.inside() as scope:
         em.enter(r, "roffset")

@@ -55,7 +55,7 @@ class Team:
         self.each = blocks.of("r") // (WARP * blocks.num_warps)  # elements of a thread
         row = frozenset(em.dims) - {"r"}
         chain = Chain(lambda e: em.deps(e) <= row)
-        self.reductions = {p.name: p for p in loops.parts if isinstance(p, (Reduce, Scan))}
+        self.reductions = {p.name: p for p in loops.statements if isinstance(p, (Reduce, Scan))}
         for f in self.reductions.values():
             chain.add(f)
         self.sums: dict[str, str] = {}  # sum of squares -> the sum of the same elements

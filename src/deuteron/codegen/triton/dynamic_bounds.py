@@ -81,7 +81,7 @@ def in_flight(loops: Loops, each: int, rows: int, cores: int) -> tuple[int, int]
 
 def beside(loops: Loops, row: Axis) -> bool:
     """Whether all that is stored is contiguous along the rows."""
-    stored = [p.address for p in loops.parts if isinstance(p, Write)]
+    stored = [p.address for p in loops.statements if isinstance(p, Write)]
     return bool(stored) and all(stride(a, row) == 1 for a in stored)
 
 

@@ -17,7 +17,7 @@ from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import with_checks
-from deuteron.codegen.loops import WORKER, Loops, prepare
+from deuteron.codegen.loops import SPLIT, Loops, prepare
 from deuteron.codegen.triton.access_statistics import power, size
 from deuteron.codegen.triton.alignment_classes import alike
 from deuteron.codegen.triton.cooperative import PARAM
@@ -33,7 +33,7 @@ from deuteron.codegen.triton.unroll_and_jam import phased
 from deuteron.ir.expr import own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
 from deuteron.ir.program import Layout
-from deuteron.schedule.columns import registers
+from deuteron.schedule.columns import split_registers
 from deuteron.schedule.kernel import Kernel
 
 # An index may pass the end of its tensor by a block before its mask is applied.
@@ -234,7 +234,7 @@ def sharing(forms: Sequence[Form]) -> list[Form]:
 
 
 def _grown(form: Form, blocks: Blocks, warps: int) -> Blocks:
-    free = {"points": not form.single, "chunk": form.tiled}.get(form.kind, False)
+    free = {"points": not form.single, "row_split": form.tiled}.get(form.kind, False)
     if not free or warps <= blocks.num_warps:
         return blocks
     name, axes = form.dims[-1]
@@ -277,9 +277,11 @@ def _configs(
             values.append(("STAGES", stages))
         warps = max(c.num_warps for c in chosen)
         most = max(c.registers for c in chosen)
-        workers = [n.chunk[1] for n in nests if n.chunk is not None and cross_row_reductions(n)]
-        if workers:
-            most = registers(max(workers), warps, spec)
+        splits = [
+            n.row_split[1] for n in nests if n.row_split is not None and cross_row_reductions(n)
+        ]
+        if splits:
+            most = split_registers(max(splits), warps, spec)
         out.append(Config(tuple(values), warps, stages, most))
     return tuple(dict.fromkeys(out))
 
@@ -328,7 +330,7 @@ def _width(nests: Sequence[Loops], layouts: Mapping[str, Layout]) -> tuple[bool,
     for lay in layouts.values():
         ends[lay.extent() + lay.offset] = None
     for i in _all_indices(nests):
-        if WORKER in i.axes():  # within the tensor of partial results, which is a layout
+        if SPLIT in i.axes():  # within the tensor of partial results, which is a layout
             continue
         top, low = bound(i, True), bound(i, False)
         if top is not None:
@@ -400,11 +402,11 @@ def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
         return f"{python_text(counts['x'])} * {_blocks_text(counts['r'], blocks['r'])}"
     if form.kind == "rows":
         return teams + _blocks_text(counts["x"], blocks["x"])
-    assert nest.chunk is not None
+    assert nest.row_split is not None
     return (
-        f"{nest.chunk[1]} * {_blocks_text(counts['r'], blocks['r'])}"
+        f"{nest.row_split[1]} * {_blocks_text(counts['r'], blocks['r'])}"
         if form.tiled
-        else f"{teams}{nest.chunk[1]}"
+        else f"{teams}{nest.row_split[1]}"
     )
 
 
@@ -500,9 +502,9 @@ def _programs(form: Form, blocks: Mapping[str, str], kernel: Kernel, i: int) -> 
         return f"{_size_text(counts['x'])} * {cut('r')}"
     if form.kind == "rows":
         return cut("x")
-    chunk = kernel.nests[i].chunk
-    assert chunk is not None
-    return f"{chunk[1]} * {cut('r')}" if form.tiled else str(chunk[1])
+    row_split = kernel.nests[i].row_split
+    assert row_split is not None
+    return f"{row_split[1]} * {cut('r')}" if form.tiled else str(row_split[1])
 
 
 def _size_text(index: Index) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deuteron.codegen.loops import WORKER, Loops, points_visited, stride
+from deuteron.codegen.loops import SPLIT, Loops, points_visited, stride
 from deuteron.codegen.triton.scope import FULL, Dim, R
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, substitute
 from deuteron.ir.operations import ITEMSIZE
@@ -42,7 +42,7 @@ def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     """Rows that begin between multiples of 16 bytes: (address of a row, elements in 16 bytes). Read
     from its start such a row comes element by element. None where rows are aligned, or where the
     order of elements matters."""
-    if len(r) != 1 or any(isinstance(p, Scan) for p in loops.parts):
+    if len(r) != 1 or any(isinstance(p, Scan) for p in loops.statements):
         return None
     moved: dict[Index, int] = {}
     width: dict[Index, int] = {}
@@ -67,12 +67,12 @@ def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
 
 
 def turned_alike(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
-    """The same for a worker's rows, if all of them begin as many elements behind a multiple of 16
-    bytes where each is as many rows behind the one before as there are workers."""
+    """The same for a split's rows, if all of them begin as many elements behind a multiple of 16
+    bytes where each is as many rows behind the one before as there are splits."""
     start = ragged(loops, r)
-    if start is None or loops.chunk is None:
+    if start is None or loops.row_split is None:
         return None
-    (axis, count), (row, vector) = loops.chunk, start
+    (axis, count), (row, vector) = loops.row_split, start
     step = row.coefficient(axis)
     if tuple(loops.parallel) != (axis,) or step is None or axis in (row - axis.index * step).axes():
         return None
@@ -88,7 +88,7 @@ def alike_by(row: Index, axis: Axis, count: int, elements: int) -> bool:
 @dataclass(frozen=True)
 class Turn:
     """`row`: the address of a row; `single`: whether blocks have one row; `first`: the address of a
-    worker's first row, where all its rows, each `step` behind the one before, have the same turn;
+    split's first row, where all its rows, each `step` behind the one before, have the same turn;
     `itemsizes`: of the elements of all tensors; `line`: lanes begin at multiples of so many, 0: of
     `vector`.
     """
@@ -116,7 +116,7 @@ class Turn:
         em.scope.add(f"EDGE: tl.constexpr = {edge}")
 
     def begin(self, em: Emitter) -> None:
-        """What all rows of a worker share; in the current scope."""
+        """What all rows of a split share; in the current scope."""
         if self.first is not None:
             em.scope.add(f"rturn = -({em.index(self.first)}) & (VECTOR - 1)")
             self._ring(em)
@@ -248,10 +248,10 @@ def turn_of(
     line = LINE // 16 * vector
     if hint(length) < LINED or any(lanes % line for _, lanes in blocks):
         line = 0
-    if loops.chunk is None:
+    if loops.row_split is None:
         return Turn(row, vector, single, itemsizes=sizes, line=line)
-    axis, count = loops.chunk
-    first = substitute(row, {axis: WORKER.index})
+    axis, count = loops.row_split
+    first = substitute(row, {axis: SPLIT.index})
     line *= alike_by(row, axis, count, line or 1)
     return Turn(row, vector, single, first, count, sizes, line)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deuteron.base.errors import UnsupportedOp
-from deuteron.codegen.loops import WORKER, CrossRowReduce, Loops, Write, stride
+from deuteron.codegen.loops import SPLIT, CrossRowReduce, Loops, Write, stride
 from deuteron.codegen.precision import inexact, packed_bf16, softmax_sums
 from deuteron.codegen.triton.access_statistics import read_rarely
 from deuteron.codegen.triton.columns import (
@@ -52,7 +52,7 @@ from deuteron.schedule.kernel import Reduce, Scan
 # Bytes of a thread that it reads before it has a row's reductions. H200, 2048 rows of 131072, bf16,
 # us: RMS norm (64 bytes) 303 without and 278 with that, layer norm (128) 353 and 425.
 AHEAD = 64
-# A worker that has so many blocks of rows has no part of one.
+# A split that has so many blocks of rows has no part of one.
 MANY = 12
 
 
@@ -81,7 +81,7 @@ def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
         dim = Dim(name, axes, names.blocks[name], place, True)
         count = dim.count.value
         exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in form.candidates)
-        if form.kind == "chunk" and name == "x":
+        if form.kind == "row_split" and name == "x":
             exact = whole_blocks(loops, form)
         if form.team > 1 and name == "x":  # whose blocks are of one row
             exact = True
@@ -102,7 +102,7 @@ def write_nest(
     em.group, em.apart, em.terms = form.group, form.apart, form.terms
     em.block = max((b.of("r") for b in form.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
-    if names.stays and any(isinstance(p, Write) and p.level == "point" for p in loops.parts):
+    if names.stays and any(isinstance(p, Write) and p.level == "point" for p in loops.statements):
         em.stays = read_rarely(loops, names.layouts)
     if form.start is not None:
         blocks = [(b.of("x"), b.of("r")) for b in form.candidates]
@@ -122,7 +122,7 @@ def write_nest(
         "points": write_points,
         "rows": write_rows,
         "blocks": write_blocks,
-        "chunk": write_chunk,
+        "row_split": write_row_split,
     }
     writers[form.kind](loops, form, em)
     return used(em.chain[0].lines), em.checked
@@ -174,12 +174,12 @@ def write_points(loops: Loops, form: Form, em: Emitter) -> None:
         em.enter(y, "yoffset")
     em.enter(x, "xoffset")
     everything = frozenset(em.dims)
-    if x.axes and any(isinstance(w, Write) and w.accumulate for w in loops.parts):
+    if x.axes and any(isinstance(w, Write) and w.accumulate for w in loops.statements):
         # What is added to stays in the cache, not what is read once.
         loads = [n for root in loops.roots() for n in root.walk() if n.op == "load" and n.attr[1]]
         streamed = [n for n in loads if stride(n.attr[1][0], x.axes[-1]) == 1]
         em.policies = dict.fromkeys(streamed, "evict_first")
-    stores(em, [(w, everything) for w in loops.parts if isinstance(w, Write)])
+    stores(em, [(w, everything) for w in loops.statements if isinstance(w, Write)])
     if form.turns > 1:
         lines = em.scope.lines[before:]
         del em.scope.lines[before:]
@@ -202,7 +202,7 @@ def met(loops: Loops, names: Names, row_level: Callable[[Expr], bool]) -> set[tu
     }
     return {
         (w.tensor, w.address)
-        for w in loops.parts
+        for w in loops.statements
         if isinstance(w, Write) and w.tensor in names.overwrites
         if (w.address, names.layouts[w.tensor].dtype) in read
     }
@@ -321,13 +321,13 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
 def write_blocks(loops: Loops, form: Form, em: Emitter) -> None:
     header(em)
     scan_block(loops, form, em, pid(em))
-    stores(em, [(w, FULL) for w in loops.parts if isinstance(w, Write)])
+    stores(em, [(w, FULL) for w in loops.statements if isinstance(w, Write)])
 
 
 def declare_results(loops: Loops, em: Emitter) -> None:
-    for p in loops.parts:
+    for p in loops.statements:
         if isinstance(p, Reduce):
-            em.result_dims[p.name] = em.whole - R if p.section else X
+            em.result_dims[p.name] = em.whole - R if p.grouped else X
         elif isinstance(p, Scan):
             em.result_dims[p.name] = FULL
 
@@ -351,12 +351,12 @@ def one_pass(
 ) -> None:
     """Everything of whole rows: the scope has both dimensions."""
     writes: list[tuple[Write, Dims]] = []
-    there = {"row": X, "section": em.whole - R, "point": em.whole}
+    there = {"row": X, "group": em.whole - R, "point": em.whole}
     bound: set[str] = set()
-    for k, p in enumerate(loops.parts):
+    for k, p in enumerate(loops.statements):
         if isinstance(p, Reduce):
             if p.name not in bound:
-                found = paired(p, loops.parts[k + 1 :]) if em.rank == 2 else [p]
+                found = paired(p, loops.statements[k + 1 :]) if em.rank == 2 else [p]
                 for f, name in zip(found, reduce_rows(em, found), strict=True):
                     bind(em, f, name)
                     bound.add(f.name)
@@ -411,12 +411,12 @@ def apart_rest(
 
 def rest_of_row(loops: Loops, em: Emitter, team: Team, columns: Columns) -> None:
     """All but the reductions of a row."""
-    for p in loops.parts:
+    for p in loops.statements:
         if isinstance(p, CrossRowReduce):
             team.await_for(p.body)
             columns.update(em, p)
     team.await_all()
-    writes = [p for p in loops.parts if isinstance(p, Write)]
+    writes = [p for p in loops.statements if isinstance(p, Write)]
     stores(em, [(p, X if p.level == "row" else FULL) for p in writes])
 
 
@@ -512,7 +512,7 @@ class Passes:
     def declare_carries(self, q: Pass) -> dict[str, str]:
         em, out = self.em, {}
         shape = em.shape(X)
-        for p in q.parts:
+        for p in q.statements:
             if isinstance(p, Scan):
                 out[p.name] = em.fresh("carry")
                 em.scope.add(f"{out[p.name]} = {constant(shape, p.kind, p.body.dtype)}")
@@ -521,7 +521,7 @@ class Passes:
     def body(self, q: Pass, accs: Accumulators, carries: Mapping[str, str]) -> None:
         em = self.em
         writes: list[tuple[Write, Dims]] = []
-        for p in q.parts:
+        for p in q.statements:
             if isinstance(p, Reduce):
                 accs.update(p)
             elif isinstance(p, Scan):
@@ -545,56 +545,56 @@ class Passes:
         stores(em, writes)
 
 
-# -- chunks ----------------------------------------------------------------------------------------
+# -- row splits ----------------------------------------------------------------------------------
 
 
-def write_chunk(loops: Loops, form: Form, em: Emitter) -> None:
-    """Worker k walks its rows; what it reduces along them it stores at the end."""
-    assert loops.chunk is not None
-    axis, count = loops.chunk
+def write_row_split(loops: Loops, form: Form, em: Emitter) -> None:
+    """Split k walks its rows; what it reduces along them it stores at the end."""
+    assert loops.row_split is not None
+    axis, count = loops.row_split
     r = em.dims["r"]
     em.scope.add(f"rnumel = {em.index(r.count)}")
     if form.team > 1:
         team = Team(form, em, loops)
         team.begin()
-        em.bound.add(WORKER)  # what depends on it stays in the loop over workers
+        em.bound.add(SPLIT)  # what depends on it stays in the loop over splits
         with em.inside() as scope:
-            scope.dims |= {bound_name(WORKER)}
-            walk(loops, form, em, team)
-        em.scope.block(f"for worker in tl.range({team.first}, {count}, teams)", scope.lines)
+            scope.dims |= {bound_name(SPLIT)}
+            walk_split(loops, form, em, team)
+        em.scope.block(f"for split in tl.range({team.first}, {count}, teams)", scope.lines)
         rows = f"{em.index((axis.extent + (count - 1)) // count)} * {em.index(_others(loops))}"
         team.end(f"tl.cdiv({count}, teams) * {rows}")
         return
-    worker = "pid"
+    split = "pid"
     if form.tiled:
         em.scope.add(f"rblocks = tl.cdiv(rnumel, {r.block})")
-        worker = "(pid // rblocks)"
+        split = "(pid // rblocks)"
     wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
-    em.scope.add(f"worker = {worker}{wide}")
+    em.scope.add(f"split = {split}{wide}")
     if form.tiled:
         em.scope.add(f"roffset = (pid % rblocks){wide} * {r.block}")
-    walk(loops, form, em, None)
+    walk_split(loops, form, em, None)
 
 
-def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
-    """The rows of one worker."""
-    assert loops.chunk is not None
-    axis, count = loops.chunk
+def walk_split(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
+    """The rows of one split."""
+    assert loops.row_split is not None
+    axis, count = loops.row_split
     x, r = em.dims["x"], em.dims["r"]
     outer = em.scope
-    outer.axes[WORKER] = "worker"
+    outer.axes[SPLIT] = "split"
     inner = em.index(_others(loops))
     step = x.block
     if em.turn is not None:  # rows that turn alike
-        outer.add("low = worker", f"xnumel = {em.index(x.count)}")
+        outer.add("low = split", f"xnumel = {em.index(x.count)}")
         step = f"{count} * {x.block}"
         em.turn.begin(em)
     elif axis in x.axes:
-        each = em.index(places_each(loops, form))
-        outer.add(f"low = worker * ({each}) * ({inner})")
+        each = em.index(rows_per_split(loops, form))
+        outer.add(f"low = split * ({each}) * ({inner})")
         outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
     else:
-        outer.axes[axis] = "worker"
+        outer.axes[axis] = "split"
         outer.add("low = 0", f"xnumel = {inner}")
     whole = form.persistent or form.tiled
     reductions = cross_row_reductions(loops)
@@ -622,10 +622,10 @@ def walk(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
         columns.store(em, p)
 
 
-def places_each(loops: Loops, form: Form) -> Index:
-    """Places of the chunked axis that a worker has: blocks of them, where they are many."""
-    assert loops.chunk is not None
-    axis, count = loops.chunk
+def rows_per_split(loops: Loops, form: Form) -> Index:
+    """Places of the split axis that a split has: blocks of them, where they are many."""
+    assert loops.row_split is not None
+    axis, count = loops.row_split
     each, block = (axis.extent + (count - 1)) // count, max(b.of("x") for b in form.candidates)
     if each.value is None or each.value < MANY * block:
         return each
@@ -633,21 +633,21 @@ def places_each(loops: Loops, form: Form) -> Index:
 
 
 def whole_blocks(loops: Loops, form: Form) -> bool:
-    """Whether the rows of every worker are whole blocks: then none is masked, which would cost a
+    """Whether the rows of every split are whole blocks: then none is masked, which would cost a
     selection of every value that is kept over the rows."""
-    assert loops.chunk is not None
-    axes, (axis, _) = dict(form.dims)["x"], loops.chunk
+    assert loops.row_split is not None
+    axes, (axis, _) = dict(form.dims)["x"], loops.row_split
     rows, each = product(a.extent for a in axes).value, _others(loops).value
     if axis in axes and each is not None:
-        each *= places_each(loops, form).value or 0
+        each *= rows_per_split(loops, form).value or 0
     if rows is None or each is None or form.start is not None:
         return all(b.of("x") == 1 for b in form.candidates)
     return all(n % b.of("x") == 0 for n in (rows, each) for b in form.candidates)
 
 
 def _others(loops: Loops) -> Index:
-    assert loops.chunk is not None
-    return product(a.extent for a in loops.parallel if a != loops.chunk[0])
+    assert loops.row_split is not None
+    return product(a.extent for a in loops.parallel if a != loops.row_split[0])
 
 
 __all__ = ["Names", "dims_of", "write_nest"]

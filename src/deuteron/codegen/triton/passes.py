@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deuteron.codegen.loops import CrossRowReduce, Loops, Part, Write, roots_of
+from deuteron.codegen.loops import CrossRowReduce, Loops, Statement, Write, roots_of
 from deuteron.ir.expr import Expr
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Centered, Chain, Moment, Products, Rescaled, Rule
@@ -26,13 +26,13 @@ class Pass:
     run by an identity.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    statements: list[Statement] = field(default_factory=list)
     merged: dict[str, Rule | Centered | Moment] = field(default_factory=dict)
 
     def roots(self) -> list[Expr]:
         """What is computed at every point of the pass."""
         out: list[Expr] = []
-        for p in self.parts:
+        for p in self.statements:
             rule = self.merged.get(p.name) if isinstance(p, Reduce) else None
             if isinstance(rule, Rescaled):
                 out.extend([rule.factor] if rule.factor is not None else [])
@@ -49,7 +49,7 @@ class Pass:
 
 def single(loops: Loops) -> Pass:
     """Everything in one pass: the row is in registers."""
-    return Pass(list(loops.parts))
+    return Pass(list(loops.statements))
 
 
 def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], list[Write]]:
@@ -57,9 +57,9 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
     reduced axes.
     """
     chain = Chain(row_level, centering=True, moments=True)
-    placed: list[tuple[int, Part]] = []
+    placed: list[tuple[int, Statement]] = []
     row_writes: list[Write] = []
-    for p in loops.parts:
+    for p in loops.statements:
         if isinstance(p, Write) and p.level == "row":
             row_writes.append(p)
         elif isinstance(p, (Reduce, Scan)):
@@ -69,7 +69,7 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
     passes = [Pass() for _ in range(max((k for k, _ in placed), default=-1) + 1)]
     for k, p in placed:
         if not isinstance(p, Write):
-            passes[k].parts.append(p)
+            passes[k].statements.append(p)
             if isinstance(p, Reduce):
                 for found in (chain.rules, chain.centers, chain.weighted):
                     passes[k].merged.update({p.name: found[p.name]} if p.name in found else {})
@@ -78,7 +78,7 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
     last = max([last, *(k for k, p in placed if isinstance(p, Write))])
     for _, p in placed:
         if isinstance(p, Write):
-            passes[last].parts.append(p)
+            passes[last].statements.append(p)
     _repeat_scans(loops, [(last, p) for _, p in placed if isinstance(p, Write)], passes)
     return passes, row_writes
 
@@ -89,22 +89,24 @@ def _reads(q: Pass, row_level: Callable[[Expr], bool]) -> bool:
     )
 
 
-def _repeat_scans(loops: Loops, placed: Sequence[tuple[int, Part]], passes: list[Pass]) -> None:
+def _repeat_scans(
+    loops: Loops, placed: Sequence[tuple[int, Statement]], passes: list[Pass]
+) -> None:
     """A scan whose values a later pass needs runs again there."""
-    scans = {p.name: p for p in loops.parts if isinstance(p, Scan)}
+    scans = {p.name: p for p in loops.statements if isinstance(p, Scan)}
     for k, p in placed:
         todo = list(roots_of(p))
         found: list[Scan] = []
         while todo:
             for n in todo.pop().walk():
                 scan = scans.get(n.attr[0]) if n.op == "load" else None
-                if scan is not None and scan not in passes[k].parts and scan not in found:
+                if scan is not None and scan not in passes[k].statements and scan not in found:
                     found.append(scan)
                     todo.append(scan.body)
-        parts = passes[k].parts + found
+        statements = passes[k].statements + found
         # A scan may need those before it; no other part of its pass.
-        passes[k].parts = [q for q in scans.values() if q in parts]
-        passes[k].parts += [q for q in parts if not isinstance(q, Scan)]
+        passes[k].statements = [q for q in scans.values() if q in statements]
+        passes[k].statements += [q for q in statements if not isinstance(q, Scan)]
 
 
 __all__ = ["CrossRowReduce", "Pass", "plan", "single"]

@@ -1,7 +1,7 @@
 """Block sizes of a nest's dimensions, and the warps for them: what a `Form` offers.
 
 In: sizes, and what a nest reads and writes at each point. Out: `Blocks`, the heuristic choice
-first. Rows and chunks, whose blocks depend on more, are in `tiling`.
+first. Rows and row splits, whose blocks depend on more, are in `tiling`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from deuteron.codegen.loops import Loops, Part, Write, roots_of, stride, unique_nodes
+from deuteron.codegen.loops import Loops, Statement, Write, roots_of, stride, unique_nodes
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, as_position, children
 from deuteron.ir.index import Axis, Index, const
@@ -29,14 +29,14 @@ PLACES = ("index", "literal")
 
 def chosen(loops: Loops) -> Loops:
     """The nest without reading what is not chosen."""
-    if len(loops.reduced) != 1 or not any(isinstance(p, Reduce) for p in loops.parts):
+    if len(loops.reduced) != 1 or not any(isinstance(p, Reduce) for p in loops.statements):
         return loops
-    nodes = unique_nodes(root for p in loops.parts for root in roots_of(p))
+    nodes = unique_nodes(root for p in loops.statements for root in roots_of(p))
     users: dict[Expr, list[Expr]] = {}
     for n in nodes:
         for c in children(n):
             users.setdefault(c, []).append(n)
-    roots = {root for p in loops.parts for root in roots_of(p)}
+    roots = {root for p in loops.statements for root in roots_of(p)}
     table: dict[Expr, Expr] = {}
     for n in nodes:
         if n.op != "where":
@@ -51,10 +51,14 @@ def chosen(loops: Loops) -> Loops:
                 if mask is not None and _only(load, n, value, users, roots):
                     name, index, _ = load.attr
                     table[load] = E.load(name, index, load.dtype, mask, 0)
-    return replace(loops, parts=tuple(_with(p, table) for p in loops.parts)) if table else loops
+    return (
+        replace(loops, statements=tuple(_with(p, table) for p in loops.statements))
+        if table
+        else loops
+    )
 
 
-def _with(p: Part, table: dict[Expr, Expr]) -> Part:
+def _with(p: Statement, table: dict[Expr, Expr]) -> Statement:
     if isinstance(p, Write):
         others = tuple(v.substitute({}, table) for v in p.others)
         mask = None if p.mask is None else p.mask.substitute({}, table)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from deuteron.base.text import plain_name
-from deuteron.codegen.loops import CrossRowReduce, Part
+from deuteron.codegen.loops import CrossRowReduce, Statement
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.passes import Pass
@@ -55,17 +55,17 @@ def reduce_rows(em: Emitter, reductions: Sequence[Reduce]) -> list[str]:
     position = ".to(tl.int64)" if kind.startswith("arg") else ""
     if em.rank > 2:
         (f,), text = reductions, f"libm.reduce_{kind}({texts[0]}, 2)"
-        em.scope.add(f"{names[0]} = {text if f.section else f'libm.reduce_{kind}({text}, 1)'}")
+        em.scope.add(f"{names[0]} = {text if f.grouped else f'libm.reduce_{kind}({text}, 1)'}")
         return names
     em.scope.add(f"{', '.join(names)} = libm.reduce_{kind}({', '.join(texts)}){position}")
     return names
 
 
-def paired(f: Reduce, later: Sequence[Part]) -> list[Reduce]:
+def paired(f: Reduce, later: Sequence[Statement]) -> list[Reduce]:
     """A reduction, and the next one where both are sums that need nothing of one another: threads
     wait for each other once."""
     g = next((p for p in later if isinstance(p, (Reduce, Scan))), None)
-    if not isinstance(g, Reduce) or {f.kind, g.kind} != {"sum"} or f.section or g.section:
+    if not isinstance(g, Reduce) or {f.kind, g.kind} != {"sum"} or f.grouped or g.grouped:
         return [f]
     return [f] if f.body.dtype != g.body.dtype or uses(g.body, {f.name}) else [f, g]
 
@@ -85,7 +85,7 @@ def _reduced(em: Emitter, f: Reduce) -> str:
     """What is reduced, neutral where it is masked."""
     dtype = f.body.dtype
     text = full(em, em.value(f.body), em.deps(f.body), dtype)
-    mask = "" if f.section else em.mask(em.along)  # sections are whole
+    mask = "" if f.grouped else em.mask(em.along)  # groups are whole
     if mask:
         text = f"tl.where({mask}, {text}, {identity(f.kind, dtype)})"
     if dtype not in ("f32", "f64", "i32", "i64", "bool") or (mask and dtype in ("f64",)):
@@ -121,7 +121,7 @@ class Accumulators:
         self.em, self.merged = em, p.merged
         self.walked = "roffset"  # text of how many elements of a row the blocks before have
         self.ascending = True  # whether blocks come in the order of their elements
-        self.reductions = [f for f in p.parts if isinstance(f, Reduce)]
+        self.reductions = [f for f in p.statements if isinstance(f, Reduce)]
         self.names = {f.name: em.fresh(f"{clean(f.name)}_") for f in self.reductions}
         self.sums: dict[str, list[str]] = {}  # maximum -> sums that are rescaled with it
         for name, rule in p.merged.items():

@@ -51,11 +51,11 @@ FEW_ROWS, RESIDENT = 3, 32  # rows; warps of a multiprocessor
 def scan_form(loops: Loops, spec: DeviceSpec) -> Form | None:
     """The form of scans in blocks; None where rows have none (`base.scans`), or are not only
     scanned and written point by point."""
-    scans = [p for p in loops.parts if isinstance(p, Scan)]
+    scans = [p for p in loops.statements if isinstance(p, Scan)]
     x, r = loops.parallel, loops.reduced
-    if not 0 < len(scans) <= MOST_SCANS or len(scans) + len(points(loops)) < len(loops.parts):
+    if not 0 < len(scans) <= MOST_SCANS or len(scans) + len(points(loops)) < len(loops.statements):
         return None
-    if loops.chunk is not None or loops.section:
+    if loops.row_split is not None or loops.group_axes:
         return None
     names = {p.name for p in scans}
     if any(p.body.dtype not in EXCHANGED or uses(p.body, names) for p in scans):
@@ -75,7 +75,7 @@ def scan_form(loops: Loops, spec: DeviceSpec) -> Form | None:
 
 def points(loops: Loops) -> list[Write]:
     """What is stored, an element at every point."""
-    found = [p for p in loops.parts if isinstance(p, Write)]
+    found = [p for p in loops.statements if isinstance(p, Write)]
     return [w for w in found if w.level == "point" and w.accumulate is None and not w.scattered]
 
 
@@ -83,7 +83,7 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
     """Enters the block of the program of this number and scans it: the scope has what its stores
     need of scans."""
     r, add = em.dims["r"], em.scope.add
-    scans = [p for p in loops.parts if isinstance(p, Scan)]
+    scans = [p for p in loops.statements if isinstance(p, Scan)]
     lanes = f"{r.block} // {_each(form)}"
     add(
         f"block = {number} // xnumel",
@@ -128,7 +128,7 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
 def words_text(loops: Loops, form: Form, rows: str, length: str, block: str) -> str:
     """Python text of the number of words that a launch needs; of the rows, their length and the
     elements of a block there are texts."""
-    lanes, scans = f"({block} // {_each(form)})", sum(isinstance(p, Scan) for p in loops.parts)
+    lanes, scans = f"({block} // {_each(form)})", sum(isinstance(p, Scan) for p in loops.statements)
     count = f"-(-{length} // {block})"
     each = f"({count} + {count} // {lanes} + {count} // {lanes} ** 2)"
     return f"{FIRST} + {rows} * {scans} * {each}"

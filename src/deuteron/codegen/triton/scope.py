@@ -25,7 +25,7 @@ class Dim:
     (a constexpr).
     """
 
-    name: str  # "x", "y", "p" (which section of a row), "r"
+    name: str  # "x", "y", "p" (which group of a row), "r"
     axes: tuple[Axis, ...]
     block: str
     place: int  # position in the tile

@@ -2,13 +2,13 @@
 
 In: `Loops` with linear addresses, and the device. Out: a `Form`.
 
-    points   no reductions: one dimension x where all accesses agree on the contiguous axis, else y
-             and x (a transposition)
-    rows     x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped:
-             blocks of r, pass by pass. With sections: x, p = which section, r = those along one;
-             a block holds whole rows
-    chunk    rows x walked by a fixed number of workers; results of r are kept over the rows (see
-             schedule.kernel)
+    points     no reductions: one dimension x where all accesses agree on the contiguous axis, else
+               y and x (a transposition)
+    rows       x = parallel axes, r = reduced ones. Persistent: a block holds whole rows. Looped:
+               blocks of r, pass by pass. With grouped reductions: x, p = which group, r = the axes
+               along one; a block holds whole rows
+    row_split  rows x in a fixed number of splits; results of r are kept over the rows of a split
+               (see `schedule.kernel`)
 
 Every choice here is one of speed: any form with any blocks computes the same.
 """
@@ -66,7 +66,7 @@ from deuteron.codegen.triton.row_tiles import (
 )
 from deuteron.ir.index import Axis, Index, Value, hint, product
 from deuteron.ir.operations import ITEMSIZE
-from deuteron.schedule.columns import TILE, TILE_COLUMNS
+from deuteron.schedule.columns import TILE_COLUMNS, TILE_ELEMENTS
 from deuteron.schedule.cooperative import (
     KEPT_REGISTERS,
     LONG,
@@ -89,7 +89,7 @@ WASTE = 1.1
 # Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
 # they have at least so many.
 LEAST_RAGGED = 1 << 14
-# Rows of a chunk turn if they have so many elements. H200, gradients of layer norm, bf16, rows of
+# Rows of a split turn if they have so many elements. H200, gradients of layer norm, bf16, rows of
 # 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only reduces by
 # themselves do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418.
 LEAST_TURNED = 1000
@@ -101,7 +101,7 @@ LONE = 32
 # layer norm of 1152 137 and 132, 2560 124 and 114, 3072 112 and 105, 5120 (which spills) 135 and
 # 230.
 SPARE, MOST_SPARE = 0.75, 4096
-# Of such rows in blocks of at most so many elements, and of rows of so many at most, a worker is a
+# Of such rows in blocks of at most so many elements, and of rows of so many at most, a split is a
 # warp, which waits for no other and skips a part that no row has, if a thread has room for its part
 # of all that is held of a row (so many values), and a pipeline of so many bytes for three rows.
 # H200, bf16, backward of layer norm, 2^26 elements, with more warps and so, us: rows of 128 151 and
@@ -116,7 +116,7 @@ APART = 4
 MANY_AXES = 4
 # With more at every point, a thread takes few points.
 MANY_ACCESSES = 6
-# Values that are held over a chunk's rows, as multiples of that: H200, bf16 rows of 16384, backward
+# Values that are held over a split's rows, as multiples of that: H200, bf16 rows of 16384, backward
 # of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
 # two) 2.0.
 HELD = 3
@@ -130,8 +130,8 @@ MOST_EXCHANGED = 6
 LEAST_COLUMNS = 16
 
 
-# Rows of a worker up to which its programs are short: then fewer, wider ones are better, down to 8
-# per multiprocessor. H200, two column sums of 2048 x 768 (f32), 264 workers of 8 rows, us: tiles of
+# Rows of a split up to which its programs are short: then fewer, wider ones are better, down to 8
+# per multiprocessor. H200, two column sums of 2048 x 768 (f32), 264 splits of 8 rows, us: tiles of
 # 64, 128, 256 columns (3168, 1584, 792 programs) 13.5, 13.2, 8.0.
 FEW_ROWS = 32
 MOST_COLUMNS = 256
@@ -141,8 +141,8 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """`kind`: points, rows, blocks of rows (`scanning`) or a chunk; `dims`: name and axes of each
-    dimension, outermost first; `candidates`: the heuristic choice first.
+    """`kind`: points, rows, blocks of rows (`scanning`) or a row split; `dims`: name and axes of
+    each dimension, outermost first; `candidates`: the heuristic choice first.
     """
 
     kind: str
@@ -152,9 +152,7 @@ class Form:
     start: tuple[Index, int] | None = None  # rows that turn: see `turn`
     group: int = 1  # elements of a row in one lane, which dependent reductions take together
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
-    tiled: bool = (
-        False  # a chunk nest without row reductions: blocks of r are programs of their own
-    )
+    tiled: bool = False  # a row split without row reductions: blocks of r are programs of their own
     team: int = 1  # programs that share a row: each holds a block of it
     cluster: bool = False  # whether a team's programs reach one another's shared memory
     single: tuple[Axis, ...] = ()  # axes of which a program has one value at a time
@@ -170,7 +168,7 @@ class Form:
     @property
     def loops(self) -> bool:
         """Whether its text has loops over blocks."""
-        return self.kind == "chunk" or (
+        return self.kind == "row_split" or (
             self.kind == "rows" and (not self.persistent or self.team > 1)
         )
 
@@ -179,7 +177,7 @@ def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) 
     """The form of a nest; `teams`: whether programs may wait for one another; `alone`: the warps of
     the one program that walks the nest at the end of a kernel, 0 where there are many."""
     form = _choose(loops, replace(spec, cores=1) if alone else spec, teams)
-    if alone and form.kind == "rows" and form.persistent and not loops.section:
+    if alone and form.kind == "rows" and form.persistent and not loops.group_axes:
         form = replace(form, candidates=(_lone_tile(form, alone, row_loads(loops)),))
     if form.start is None and form.loops and uneven(loops):
         # Elements that come one by one are better read than copied to shared memory.
@@ -190,13 +188,13 @@ def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) 
 
 
 def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
-    if loops.chunk is not None:
-        return _chunk(loops, spec, teams)
-    if loops.section:
-        return _sections(loops, spec)
-    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.parts)
+    if loops.row_split is not None:
+        return _row_split(loops, spec, teams)
+    if loops.group_axes:
+        return _grouped(loops, spec)
+    reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.statements)
     if not reductions and not any(
-        isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.parts
+        isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.statements
     ):
         return _points(loops, spec)
     return _rows(loops, spec, teams)
@@ -249,7 +247,7 @@ def _points(loops: Loops, spec: DeviceSpec) -> Form:
     full = [a for a in loops.accesses if 2 * points_visited(a.address, order) > size(order)]
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
     if order and _apart(loops, order[-1]):
-        wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.parts)
+        wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.statements)
         return Form("points", (("x", order),), SINGLE[::-1] if wide else SINGLE)
     blocks = line_blocks(size(order), spec, widest(loops), most)
     return Form("points", (("x", order),), blocks)
@@ -276,7 +274,7 @@ def one_by_one(loops: Loops, spec: DeviceSpec) -> bool:
 def stored_points(loops: Loops) -> int:
     """Neighbouring elements of one tensor that a lane stores at most."""
     count: dict[str, int] = {}
-    for p in loops.parts:
+    for p in loops.statements:
         if isinstance(p, Write):
             count[p.tensor] = count.get(p.tensor, 0) + 1 + len(p.others)
     return max(count.values(), default=1)
@@ -285,7 +283,7 @@ def stored_points(loops: Loops) -> int:
 def point_order(loops: Loops) -> tuple[Axis, ...]:
     """The axes of a nest of points from outermost to innermost."""
     order = _in_order(loops, (*loops.parallel, *loops.reduced))
-    for w in loops.parts:
+    for w in loops.statements:
         if isinstance(w, Write) and w.along is not None:
             order = (*(a for a in order if a != w.along), w.along)
     return order
@@ -365,8 +363,8 @@ def _columns_placed(loops: Loops, order: Sequence[Axis]) -> int | None:
 
 def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
-    scans = any(isinstance(p, Scan) for p in loops.parts)
-    if scans or any(isinstance(p, Reduce) and p.kind.startswith("arg") for p in loops.parts):
+    scans = any(isinstance(p, Scan) for p in loops.statements)
+    if scans or any(isinstance(p, Reduce) and p.kind.startswith("arg") for p in loops.statements):
         r = loops.reduced
     nx, nr = size(x), size(r)
     # Beside a tensor with an element for each point, what rows have one of does not matter.
@@ -377,7 +375,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     columns = bool(x) and along_x > along_r
     known = product(a.extent for a in r).value is not None
     loads = row_loads(loops)
-    again = any(isinstance(p, Write) and p.level == "point" for p in loops.parts)
+    again = any(isinstance(p, Write) and p.level == "point" for p in loops.statements)
     held = loads * widest(loops) if columns or across else 4 * loads
     limit = ROW_LIMIT * (LONG_ROW if again and held <= 4 and not scans else 1)
     limit //= 1 if loads <= 2 else 2 if loads <= 4 else 4
@@ -400,7 +398,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     shared = not whole or (near and long and not columns and not across)
     wide = widest(loops) >= 4
     if teams and again and shared and (wide or ragged(loops, r) is None):
-        values = loads + sum(isinstance(p, Scan) for p in loops.parts)
+        values = loads + sum(isinstance(p, Scan) for p in loops.statements)
         each = min(share(values, nr), steady_block(loops, r) or nr)
         team = _team(loops, nr, values, each, wide, spec) if few else 0
         if team:
@@ -444,17 +442,20 @@ def _turned(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
 
 def _narrowed(loops: Loops) -> bool:
     """Whether rows are reduced once and stored in one byte an element."""
-    reductions = [p for p in loops.parts if isinstance(p, (Reduce, Scan))]
-    stored = [p for p in loops.parts if isinstance(p, Write) and p.level == "point"]
+    reductions = [p for p in loops.statements if isinstance(p, (Reduce, Scan))]
+    stored = [p for p in loops.statements if isinstance(p, Write) and p.level == "point"]
     return len(reductions) == 1 and bool(stored) and all(ITEMSIZE[p.dtype] == 1 for p in stored)
 
 
-def _sections(loops: Loops, spec: DeviceSpec) -> Form:
+def _grouped(loops: Loops, spec: DeviceSpec) -> Form:
     """A whole row in three dimensions: a few neighbouring threads, which have 16 bytes each, then
-    reduce a section. One row at a time: Triton 3.6 gives several and what they share (weights)
-    two layouts. RMS norm of 512, bf16, sections of 128, instructions an element: 24, two rows
+    reduce a group. One row at a time: Triton 3.6 gives several and what they share (weights)
+    two layouts. RMS norm of 512, bf16, groups of 128, instructions an element: 24, two rows
     26."""
-    x, p, r = (_in_order(loops, axes) for axes in (loops.parallel, loops.counting, loops.section))
+    x, p, r = (
+        _in_order(loops, axes)
+        for axes in (loops.parallel, loops.group_index_axes, loops.group_axes)
+    )
     found = []
     for tile in row_tiles(1, power(size(p)) * size(r), widest(loops), spec, light=False):
         blocks = (("x", 1), ("p", power(size(p))), ("r", size(r)))
@@ -498,7 +499,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
         x = max(1, min(1024 // block, power(nx)))
         return Blocks((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)), stages)
 
-    if not any(isinstance(p, Write) and p.level == "point" for p in loops.parts):
+    if not any(isinstance(p, Write) and p.level == "point" for p in loops.statements):
         if nx < 2 * spec.cores:
             return tuple(dict.fromkeys((tile(8192, 16, 3), tile(4096, 8, 3), tile(2048, 8))))
         stages = 3 if itemsize >= 4 else 1
@@ -506,7 +507,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     pipeline = tile(4096, 8, 3 if moved <= 4 else 2)
     if nr > LARGE:
         pipeline = tile(min(8192, max(1024, below(STAGE // bytes_along(loops)))), 8, 3)
-    if any(isinstance(p, Scan) for p in loops.parts):
+    if any(isinstance(p, Scan) for p in loops.statements):
         return tuple(dict.fromkeys((tile(2048, 4, 3), tile(4096, 8, 3), tile(4096, 8))))
     whole = tile(16384, 16)
     held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
@@ -532,10 +533,10 @@ def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
 def _team(loops: Loops, nr: int, held: int, each: int, alike: bool, spec: DeviceSpec) -> int:
     """Programs that share a row, at least two; 0 where rows are short or cannot be shared: what a
     program tells the others is a few numbers of 32 bits."""
-    reductions = [p for p in loops.parts if isinstance(p, (Reduce, Scan))]
+    reductions = [p for p in loops.statements if isinstance(p, (Reduce, Scan))]
     if not reductions or product(a.extent for a in loops.reduced).value is None:
         return 0
-    if any(isinstance(p, Write) and p.accumulate is not None for p in loops.parts):
+    if any(isinstance(p, Write) and p.accumulate is not None for p in loops.statements):
         return 0
     if len(reductions) > MOST_EXCHANGED or not all(
         f.kind in ("sum", "max", "min") and f.body.dtype in EXCHANGED for f in reductions
@@ -579,26 +580,26 @@ def _kept(loops: Loops, form: Form, held: int) -> Form:
     return replace(form, candidates=few, kept=True)
 
 
-# -- chunks ----------------------------------------------------------------------------------------
+# -- row splits ----------------------------------------------------------------------------------
 
 
-def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
+def _row_split(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     """H200, layer norm's backward: rows of 4096 (bf16) with a pipeline of one, two, three rows take
     157, 134, 103 us. Forward and backward, bf16, pipelines of three: rows of 1024 at 1024 and 2048
     elements at once 99 and 91 us, of 256 184 and more than 202 us.
     """
-    assert loops.chunk is not None
-    axis, count = loops.chunk
+    assert loops.row_split is not None
+    axis, count = loops.row_split
     x = (axis, *outermost_first(loops, [a for a in loops.parallel if a != axis]))
     r = _in_order(loops, loops.reduced)
     rows = max(1, size(x) // count)
     nr = size(r)
-    # Where a worker has one place of the chunked axis, it is the worker's number.
+    # Where a split has one place of the split axis, it is the split's number.
     one = len(x) > 1 and axis.extent.value == count
     dims = (("x", x[1:] if one else x), ("r", r))
     if not any(
         isinstance(p, (Reduce, Scan)) or (isinstance(p, Write) and p.level == "row")
-        for p in loops.parts
+        for p in loops.statements
     ):
         found = []
         first = TILE_COLUMNS
@@ -608,9 +609,9 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
             first *= 2
         for width, stages in ((first, 2), (2 * first, 2), (first, 1)):
             wide = min(width, power(nr))
-            deep = min(power(rows), max(1, TILE // wide))
+            deep = min(power(rows), max(1, TILE_ELEMENTS // wide))
             found.append(Blocks((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages))
-        return Form("chunk", dims, tuple(dict.fromkeys(found)), tiled=True)
+        return Form("row_split", dims, tuple(dict.fromkeys(found)), tiled=True)
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
     held = row_loads(loops) + len(cross_row_reductions(loops))
@@ -620,14 +621,14 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         each, even = share(held, nr), start is not None or ragged(loops, r) is None
         team = _team(loops, nr, held, each, True, spec) if teams and even else 0
         if team:
-            form = _shared("chunk", x, r, held, each, team, spec, held == 1)
+            form = _shared("row_split", x, r, held, each, team, spec, held == 1)
             form = replace(form, start=start)
             return form if cross_row_reductions(loops) else _kept(loops, form, held)
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         group = min(16 // widest(loops), block)
         only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
-        return Form("chunk", dims, (only,), group=group, start=start)
+        return Form("row_split", dims, (only,), group=group, start=start)
     found = []
     few = 2048 if wide >= 1024 else 1024
     spare = widest(loops) < 4 and nr <= SPARE * wide and wide <= MOST_SPARE
@@ -642,11 +643,11 @@ def _chunk(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         blocks = (("x", deep), ("r", wide))
         each = LONE if spare and deep == 1 else 16
         found.append(Blocks(blocks, warps_for(max(elements, wide), each), stages))
-    return Form("chunk", dims, tuple(dict.fromkeys(found)), persistent=True, start=start)
+    return Form("row_split", dims, tuple(dict.fromkeys(found)), persistent=True, start=start)
 
 
 def cross_row_reductions(loops: Loops) -> list[CrossRowReduce]:
-    return [p for p in loops.parts if isinstance(p, CrossRowReduce)]
+    return [p for p in loops.statements if isinstance(p, CrossRowReduce)]
 
 
 __all__ = [

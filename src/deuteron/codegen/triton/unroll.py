@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deuteron.codegen.loops import Loops, Part, Rewriter, Write, stride
+from deuteron.codegen.loops import Loops, Rewriter, Statement, Write, stride
 from deuteron.ir.dynamic_bounds import end_of
 from deuteron.ir.expr import Expr, index_value, literal, op
 from deuteron.ir.index import Atom, Axis, Index, const, hint
@@ -44,9 +44,9 @@ def written_out(loops: Loops) -> Loops:
 
 
 def _worth(loops: Loops) -> bool:
-    if not loops.reduced or loops.section or loops.chunk is not None:
+    if not loops.reduced or loops.group_axes or loops.row_split is not None:
         return False
-    if not all(isinstance(p, (Reduce, Write)) for p in loops.parts):
+    if not all(isinstance(p, (Reduce, Write)) for p in loops.statements):
         return False
     points = points_of(loops.reduced)
     if points is None or not 1 < points <= MOST_POINTS:
@@ -91,16 +91,16 @@ def _tables(axes: Sequence[Axis]) -> list[dict[Atom, Index]]:
 def _unrolled(loops: Loops) -> Loops:
     tables = _tables(loops.reduced)
     values: dict[str, Expr] = {}
-    parts: list[Part] = []
-    for p in loops.parts:
+    parts: list[Statement] = []
+    for p in loops.statements:
         elements = [_Element(t, values) for t in tables]
         if isinstance(p, Reduce):
             at = [index_value(t[loops.reduced[0]]) for t in tables]
             values[p.name] = tree(p.kind, [e.expr(p.body) for e in elements], at)
         else:
             assert isinstance(p, Write)
-            parts.extend(e.part(p) for e in (elements if p.level == "point" else elements[:1]))
-    return replace(loops, reduced=(), parts=tuple(parts), results=frozenset())
+            parts.extend(e.statement(p) for e in (elements if p.level == "point" else elements[:1]))
+    return replace(loops, reduced=(), statements=tuple(parts), results=frozenset())
 
 
 class _Inner(Rewriter):
@@ -123,7 +123,7 @@ def _inner(loops: Loops) -> Loops:
     if not any(n.op == "reduce" for r in loops.roots() for n in r.walk()):
         return loops
     move = _Inner({}, None, loops.results)
-    return replace(loops, parts=tuple(move.part(p) for p in loops.parts))
+    return replace(loops, statements=tuple(move.statement(p) for p in loops.statements))
 
 
 def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:

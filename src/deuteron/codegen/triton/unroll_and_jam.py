@@ -20,8 +20,8 @@ from dataclasses import replace
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.loops import (
     Loops,
-    Part,
     Rewriter,
+    Statement,
     Write,
     rearranged,
     stride,
@@ -50,9 +50,9 @@ PLACES = ("index", "literal")
 
 def phased(loops: Loops, spec: DeviceSpec) -> Loops:
     """The nest with every axis written out that makes its work less."""
-    if loops.chunk is not None or not all(isinstance(p, Write) for p in loops.parts):
+    if loops.row_split is not None or not all(isinstance(p, Write) for p in loops.statements):
         return loops
-    if loops.reduced and any(isinstance(p, Write) and p.level == "row" for p in loops.parts):
+    if loops.reduced and any(isinstance(p, Write) and p.level == "row" for p in loops.statements):
         return loops
     phases = 1
     while (best := _best(loops, candidates(loops, MOST_PHASES // phases))) is not None:
@@ -163,23 +163,23 @@ def _without(loops: Loops, axis: Axis) -> Loops | None:
         return None
     left, inner = ([a for a in g if a != axis] for g in (loops.parallel, loops.reduced))
     at = [Rewriter({axis: const(k)}, None, loops.results) for k in range(count)]
-    parts: list[Part] = []
-    for p in loops.parts:
+    statements: list[Statement] = []
+    for p in loops.statements:
         assert isinstance(p, Write)
         along = _along(p, axis, (*left, *inner))
         if along is not None and p.phase is None and p.mask is None and p.accumulate is None:
             values = [r.expr(p.value) for r in at]
-            parts.append(
+            statements.append(
                 replace(p, value=values[0], others=tuple(values[1:]), phase=axis, along=along)
             )
         elif _scattered(p, axis, (*left, *inner)):
             return None
         else:
-            parts += [r.part(p) for r in at]
-    found = {p.along for p in parts if isinstance(p, Write) and p.along is not None}
+            statements += [r.statement(p) for r in at]
+    found = {p.along for p in statements if isinstance(p, Write) and p.along is not None}
     if len(found) > 1:
         return None
-    return replace(loops, parallel=tuple(left), reduced=tuple(inner), parts=tuple(parts))
+    return replace(loops, parallel=tuple(left), reduced=tuple(inner), statements=tuple(statements))
 
 
 def _along(w: Write, axis: Axis, others: tuple[Axis, ...]) -> Axis | None:
