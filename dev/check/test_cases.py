@@ -27,7 +27,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
-from dev.check.oracle import ZEROS, Oracle, Seen, copies, differences, observed, see
+from dev.check.differences import ZEROS, differences
+from dev.check.oracle import Oracle, Seen, copies, observed, see
 
 SHOWN = 400  # elements of a tensor that is written out; a larger one is drawn
 HALVES = ("float32", "float16", "bfloat16")

@@ -32,16 +32,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import deuteron
 from deuteron.backend import collecting
 from deuteron.base.device import device_spec
-from dev.check.oracle import (
-    SIGNS,
-    Oracle,
-    Seen,
-    coarser,
-    copies,
-    differences,
-    observed,
-    see,
-)
+from dev.check.differences import SIGNS, coarser, differences
+from dev.check.oracle import Oracle, Seen, copies, observed, see
 from dev.coverage.cases import Unsuitable, cases, entries, suitable
 from dev.coverage.forms import Case, whole_numbers
 

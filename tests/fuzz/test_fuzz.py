@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 
 from dev.check import test_cases
+from dev.check.differences import differences
 from dev.check.minimize import reduced
-from dev.check.oracle import Oracle, differences, see
+from dev.check.oracle import Oracle, see
 from dev.check.perturbed import Shaken
 from dev.check.test_cases import Failure, How, Line, Straight, file_text, load, straight
 from dev.coverage.run import SPENT, Lost, Worker

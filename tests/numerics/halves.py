@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dev.check.oracle import Oracle, copies, differences, see
+from dev.check.differences import differences
+from dev.check.oracle import Oracle, copies, see
 
 HALVES = (torch.bfloat16, torch.float16)
 

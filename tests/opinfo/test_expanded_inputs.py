@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dev.check.oracle import Oracle, Seen, differences, see
+from dev.check.differences import differences
+from dev.check.oracle import Oracle, Seen, see
 
 
 def normalized(xs: list[Tensor]) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dev.check.oracle import Oracle, Seen, copies, differences, see
+from dev.check.differences import differences
+from dev.check.oracle import Oracle, Seen, copies, see
 
 
 @pytest.fixture(autouse=True)
