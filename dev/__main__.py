@@ -59,7 +59,7 @@ def coverage(
         from dev.coverage.peer import write_peer
 
         raise typer.Exit(write_peer(ops, peer))
-    from dev.coverage.cases import DTYPES, MORE, PARTS
+    from dev.coverage.cases import DTYPES, MORE_DTYPES, PARTS
     from dev.coverage.run import run_coverage, show
 
     if states:
@@ -67,7 +67,7 @@ def coverage(
         raise typer.Exit(
             show(states, write, f"python -m dev coverage {files} --write docs/coverage.md")
         )
-    asked = listed(dtypes, (*DTYPES, *MORE)) if dtypes else DTYPES, listed(parts, PARTS)
+    asked = listed(dtypes, (*DTYPES, *MORE_DTYPES)) if dtypes else DTYPES, listed(parts, PARTS)
     command = f"python -m dev coverage --device {device} --samples {samples}"
     raise typer.Exit(
         run_coverage(
@@ -154,7 +154,7 @@ def bench(
     write: Annotated[Path | None, typer.Option(help="With --report: write Markdown here.")] = None,
 ) -> None:
     """Times beside eager and Inductor, interleaved, and beside the limit that memory sets."""
-    from dev.bench.command import COLD_CALLS, EACH, Asked, run_command, write_report
+    from dev.bench.command import COLD_CALLS, SECONDS_PER_CASE, Asked, run_command, write_report
 
     if report:
         write_report(report, write, out, plot)
@@ -164,7 +164,18 @@ def bench(
     if repeats and not cold:
         raise typer.BadParameter("--repeats says how many cold calls there are: add --cold")
     what = "cold" if cold else "profile" if profile else "time"
-    given = (tuple(suites or ()), vs, device, dtype, only, quick, jobs, each or EACH, seconds, what)
+    given = (
+        tuple(suites or ()),
+        vs,
+        device,
+        dtype,
+        only,
+        quick,
+        jobs,
+        each or SECONDS_PER_CASE,
+        seconds,
+        what,
+    )
     asked = Asked(*given, repeats or COLD_CALLS)
     raise typer.Exit(run_command(asked, json, out, list_, plot))
 

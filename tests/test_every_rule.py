@@ -37,7 +37,7 @@ from deuteron.base.errors import VerifyError
 from deuteron.base.memo import MEMO
 from deuteron.base.record import Record
 from deuteron.graph.rewrite import rewrite
-from deuteron.graph.rules import ROWS
+from deuteron.graph.rules import RULES_OF
 from tests.capture.test_rewrite import check, traced
 from tests.ir import test_expr, test_folding, test_index
 from tests.ir.test_schedule_verify import BROKEN as BROKEN_SCHEDULES
@@ -219,7 +219,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
 
 
 def names_of_rows() -> list[str]:
-    return sorted({r.name for rows in ROWS.values() for r in rows})
+    return sorted({r.name for rows in RULES_OF.values() for r in rows})
 
 
 @pytest.mark.parametrize("name", names_of_rows())

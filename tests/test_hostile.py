@@ -30,7 +30,7 @@ from deuteron.base.device import device_spec, named_gpu
 from deuteron.base.errors import VerifyError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.base.text import LONGEST_LINE, one_line, plain_name
+from deuteron.base.text import MAX_COMMENT_LENGTH, one_line, plain_name
 from deuteron.codegen.cpp.kernels import generate as generate_cpp
 from deuteron.codegen.cpp.kernels import translation_unit
 from deuteron.codegen.text import comment, identifier, long_string
@@ -81,7 +81,7 @@ def shown(text: str) -> bool:
 @pytest.mark.parametrize("payload", [*PAYLOADS, ALL], ids=[*ids, "all"])
 def test_texts(payload: str) -> None:
     line = one_line(payload)
-    assert shown(line) and len(line) <= LONGEST_LINE
+    assert shown(line) and len(line) <= MAX_COMMENT_LENGTH
     line.encode()
     assert shown(comment(payload))
     assert ast.parse(comment(payload)).body == []
@@ -97,7 +97,7 @@ def test_source_lines(payload: str) -> None:
     node = torch.fx.Graph().placeholder("x")
     node.meta["stack_trace"] = f'  File "{payload}.py", line 12, in f\n    return {payload}\n'
     line = source_line(node)
-    assert shown(line) and len(line) <= LONGEST_LINE
+    assert shown(line) and len(line) <= MAX_COMMENT_LENGTH
     if len(payload) < 100 and shown(payload) and '"' not in payload:
         assert line == f"{payload}.py:12: return {payload}"
 

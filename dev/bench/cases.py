@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-DTYPES = {
+TORCH_DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -55,7 +55,7 @@ class Spec:
         x = x.mul_(self.scale).add_(self.shift)
         if self.softmax:
             x = x.softmax(-1)
-        x = x.to(DTYPES[self.dtype])
+        x = x.to(TORCH_DTYPES[self.dtype])
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         return x.requires_grad_(self.grad)
@@ -138,7 +138,7 @@ class Work:
         generator = torch.Generator(device=device)
         self.module = self.program.module() if self.program.module else None
         if self.module is not None:
-            self.module = self.module.to(device, DTYPES[case.dtype])
+            self.module = self.module.to(device, TORCH_DTYPES[case.dtype])
             self.module.train(case.backward)
         self.generator = generator.manual_seed(20)
         self.sets = [self.make()]

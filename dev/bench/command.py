@@ -10,12 +10,12 @@ from typing import Any
 
 import typer
 
-DEFAULT = "eager,inductor"
+DEFAULT_CONTENDERS = "eager,inductor"
 # Beside them, where the host's time counts; and where kernels were written by hand.
 MODES, BY_HAND = ("inductor-reduce", "deuteron-reduce"), ("handwritten", "handwritten-cuda")
 COLD_CALLS = 3  # of each compiler
-EACH = 0.5  # seconds of timing per case
-COLD = r"^seeds (sin chain|softmax fp32|layer norm)|^models GPT-2 train"
+SECONDS_PER_CASE = 0.5  # seconds of timing per case
+COLD_CASES = r"^seeds (sin chain|softmax fp32|layer norm)|^models GPT-2 train"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,11 @@ class Asked:
         parts += [f"--only '{self.only}'"] if self.only else []
         parts += ["--quick"] if self.quick else []
         parts += [f"--{self.what}"] if self.what != "time" else []
-        parts += [f"--each {self.each:g}"] if self.what == "time" and self.each != EACH else []
+        parts += (
+            [f"--each {self.each:g}"]
+            if self.what == "time" and self.each != SECONDS_PER_CASE
+            else []
+        )
         parts += [f"--repeats {self.repeats}"] if self.what == "cold" else []
         return " ".join(parts)
 
@@ -53,7 +57,7 @@ def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool, p
 
     from dev.bench.report import means
     from dev.bench.run import Plan, run_bench
-    from dev.bench.suites import SUITES, chosen
+    from dev.bench.suites import SUITES, select_cases
 
     device = asked.device
     if device == "auto":
@@ -63,8 +67,8 @@ def run_command(asked: Asked, target: Path | None, out: Path, only_list: bool, p
     check("SUITE", suites, SUITES)
     dtypes = tuple(asked.dtype.split(",")) if asked.dtype else ()
     check("--dtype", dtypes, ("fp32", "bf16"))
-    only = asked.only or (COLD if asked.what == "cold" else "")
-    cases = chosen(suites, device, dtypes, only, asked.quick)
+    only = asked.only or (COLD_CASES if asked.what == "cold" else "")
+    cases = select_cases(suites, device, dtypes, only, asked.quick)
     if only_list:
         for c in cases:
             print(f"{c.suite:12}{c.name}")
@@ -88,7 +92,7 @@ def contenders(asked: Asked, suites: tuple[str, ...]) -> tuple[str, ...]:
     """Those asked for, and `deuteron`; by default what the suites call for."""
     from dev.bench.contenders import CONTENDERS
 
-    names = tuple((asked.vs or DEFAULT).split(","))
+    names = tuple((asked.vs or DEFAULT_CONTENDERS).split(","))
     check("--vs", names, tuple(CONTENDERS))
     if asked.what != "time" and not asked.vs:
         names = ("inductor",)

@@ -23,7 +23,7 @@ from dev.bench.report import (
     us,
 )
 
-HEAD = """# Performance
+PAGE_HEAD = """# Performance
 
 Written by `python -m dev bench --report`; nothing here is typed by hand. How it is measured:
 
@@ -46,7 +46,7 @@ Written by `python -m dev bench --report`; nothing here is typed by hand. How it
 """
 
 
-COLD = "Compile time"  # the heading of first calls
+COLD_TITLE = "Compile time"  # the heading of first calls
 
 
 def markdown(documents: Sequence[Row], before: str = "") -> str:
@@ -61,7 +61,7 @@ def markdown(documents: Sequence[Row], before: str = "") -> str:
         text = "\n".join(lines)
         made.setdefault(lines[0], []).append(text + others(text, sections.get(lines[0], "")))
     sections |= {title: "\n\n".join(texts) for title, texts in made.items()}
-    return "\n\n".join((HEAD, *sections.values())).rstrip() + "\n"
+    return "\n\n".join((PAGE_HEAD, *sections.values())).rstrip() + "\n"
 
 
 def others(text: str, before: str) -> str:
@@ -79,7 +79,7 @@ def others(text: str, before: str) -> str:
             kept["\n".join((f"### {name}", *lines[:head], *rows))] = name
     if not kept:
         return ""
-    asked = {"--cold" if name == COLD else name for name in kept.values()}
+    asked = {"--cold" if name == COLD_TITLE else name for name in kept.values()}
     commands = [
         c
         for c in re.findall(r"^    python -m dev bench .*", before, flags=re.M)
@@ -132,7 +132,7 @@ def machine_part(documents: Sequence[Row]) -> list[str]:
         lines += ["", f"### {suite}", "", *table([r for r in rows if r["suite"] == suite])]
     cold = latest(documents, "cold")
     if cold:
-        lines += ["", f"### {COLD}", "", *cold_table(cold, m["device"])]
+        lines += ["", f"### {COLD_TITLE}", "", *cold_table(cold, m["device"])]
     return lines
 
 
@@ -166,8 +166,8 @@ def overview(rows: Sequence[Row]) -> list[str]:
     ]
     if len({r["suite"] for r in bound}) > 1:
         groups.append(("norms … layout", bound))
-    for name, chosen in groups:
-        m = means(chosen)
+    for name, group_rows in groups:
+        m = means(group_rows)
         prediction = f"{m['prediction']:.0%}" if m["prediction"] == m["prediction"] else "–"
         cells = [name, str(m["cases"]), number(m["limit"]), number(m["worst_limit"][1])]
         cells += [number(m["peer"]), number(m["worst_peer"][1]), number(m["worst_best"][1])]
@@ -216,12 +216,16 @@ def cold_table(rows: Sequence[Row], device: str) -> list[str]:
         / r["results"].get(PEER, {}).get("cold_s", math.nan)
         for r in rows
     )
-    told = "Cold: empty caches; warm: those that the cold process left. Dynamo and AOTAutograd are"
-    told += " in all figures."
+    remark = (
+        "Cold: empty caches; warm: those that the cold process left. Dynamo and AOTAutograd are"
+    )
+    remark += " in all figures."
     counts = {len(f["all_s"]) for r in rows for f in r["results"].values() if "all_s" in f}
     if max(counts, default=1) > 1:
-        told += f" Medians of {' or '.join(map(str, sorted(counts)))} calls of each, in turn."
+        remark += f" Medians of {' or '.join(map(str, sorted(counts)))} calls of each, in turn."
     if device == "cuda":
-        told += " A process that builds kernels for Deuteron has started before, as the backend was"
-        told += " imported; Inductor's start in the call."
-    return [*lines, "", f"{told} Geometric mean of the cold ratios {number(ratio)}."]
+        remark += (
+            " A process that builds kernels for Deuteron has started before, as the backend was"
+        )
+        remark += " imported; Inductor's start in the call."
+    return [*lines, "", f"{remark} Geometric mean of the cold ratios {number(ratio)}."]

@@ -409,8 +409,8 @@ def top_p(s: Shape, d: str) -> Program:
 
     def fn(a: Tensor) -> Tensor:
         p = a.float()
-        kept = p * ((p.cumsum(-1) - p) < 0.9)
-        return kept / kept.sum(-1, keepdim=True)
+        nucleus = p * ((p.cumsum(-1) - p) < 0.9)
+        return nucleus / nucleus.sum(-1, keepdim=True)
 
     return Program(fn, (Spec(s, d, softmax=True),))
 

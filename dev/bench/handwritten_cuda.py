@@ -16,7 +16,7 @@ from torch import Tensor
 from dev.bench.cases import Absent
 
 # Without torch's headers: they take nvcc a minute.
-KERNEL = r"""
+KERNEL_SOURCE = r"""
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -70,7 +70,7 @@ void launch_gelu(const void* x, void* y, int64_t n, bool wide, void* stream) {
 }
 """
 
-BINDING = r"""
+BINDING_SOURCE = r"""
 #include <torch/extension.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -99,8 +99,8 @@ def gelu() -> Callable[[Tensor], Tensor]:
         raise Absent("there is no nvcc on this machine")
     built = cpp_extension.load_inline(
         "deuteron_bench_gelu",
-        cpp_sources=BINDING,
-        cuda_sources=KERNEL,
+        cpp_sources=BINDING_SOURCE,
+        cuda_sources=KERNEL_SOURCE,
         functions=["gelu"],
         extra_cuda_cflags=["-O3"],
         no_implicit_headers=True,

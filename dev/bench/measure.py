@@ -21,15 +21,15 @@ import torch._dynamo
 from torch import Tensor
 
 from deuteron.tools.measuring import collector_off, error_line, peak_bytes, synchronize
-from dev.bench.cases import DTYPES, Absent, Case, Work
+from dev.bench.cases import TORCH_DTYPES, Absent, Case, Work
 from dev.bench.contenders import Contender, compiled, records
 
 Row = dict[str, Any]
 # Of calls in one graph: so long that the launch of the graph (about 8 us) does not count.
 GRAPH_US = 2000.0
 COPY_BYTES = {"cuda": 1 << 29, "cpu": 80_000_000}
-COPIES = {"cuda": 8, "cpu": 1}
-REPEATS = 4  # calls that are compared with the first
+INPUT_COPIES = {"cuda": 8, "cpu": 1}
+REPEATED_CALLS = 4  # calls that are compared with the first
 
 
 class Runner:
@@ -68,7 +68,7 @@ class Runner:
 
     def repeats(self, results: list[Tensor]) -> bool:
         """Whether further calls give the same bits."""
-        return all(all(map(identical, results, self.step())) for _ in range(REPEATS))
+        return all(all(map(identical, results, self.step())) for _ in range(REPEATED_CALLS))
 
     # -- the clock --------------------------------------------------------------------------------
     def prepare(self, calls: int) -> None:
@@ -165,14 +165,14 @@ class Copy:
 
     def timed(self) -> None:
         if self.device == "cuda":
-            self.times.append(device_us(self.run) / COPIES["cuda"])
+            self.times.append(device_us(self.run) / INPUT_COPIES["cuda"])
             return
         start = time.perf_counter()
         self.run()
         self.times.append((time.perf_counter() - start) * 1e6)
 
     def run(self) -> None:
-        for _ in range(COPIES[self.device]):
+        for _ in range(INPUT_COPIES[self.device]):
             self.target.copy_(self.source)
 
     def gbps(self) -> float:
@@ -183,7 +183,7 @@ class Copy:
 def matmul_tflops(device: str, dtype: str) -> float:
     """What the library reaches on a large square product: the limit of contractions."""
     n = 8192 if device == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=DTYPES[dtype])
+    a = torch.randn(n, n, device=device, dtype=TORCH_DTYPES[dtype])
     times = []
     for _ in range(12):
         if device == "cuda":

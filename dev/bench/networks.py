@@ -191,11 +191,11 @@ class UNet(nn.Module):
         self.out = nn.Conv2d(width, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        skips = []
         for k, block in enumerate(self.down):
             x = block(F.max_pool2d(x, 2) if k else x)
-            kept.append(x)
-        for block, skip in zip(self.up, reversed(kept[:-1])):
+            skips.append(x)
+        for block, skip in zip(self.up, reversed(skips[:-1])):
             x = block(torch.cat([F.interpolate(x, scale_factor=2, mode="nearest"), skip], 1))
         return self.out(x)
 

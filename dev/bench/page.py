@@ -9,7 +9,7 @@ from pathlib import Path
 from dev.bench.document import markdown
 from dev.bench.report import Row
 
-TEMPLATE = """<!doctype html>
+PAGE_TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -58,7 +58,7 @@ def write_page(documents: Sequence[Row], out: Path) -> Path:
     images = [
         (p.stem, base64.b64encode(p.read_bytes()).decode()) for p in sorted(out.glob("*.png"))
     ]
-    page = Environment(autoescape=True).from_string(TEMPLATE)
+    page = Environment(autoescape=True).from_string(PAGE_TEMPLATE)
     path = out / "index.html"
     path.write_text(
         page.render(blocks=blocks(markdown(documents)), images=images), encoding="utf-8"

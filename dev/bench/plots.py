@@ -13,7 +13,7 @@ from typing import Any
 
 from dev.bench.report import OURS, Row, limit_us, over_limit, us
 
-COLOURS = {
+CONTENDER_COLOURS = {
     OURS: "#0072B2",
     "inductor": "#E69F00",
     "inductor-max": "#B8860B",
@@ -24,7 +24,7 @@ COLOURS = {
     "deuteron-reduce": "#56B4E9",
 }
 # Bars beyond this many times the limit are cut off, and say their length.
-LONGEST = 4.0
+MAX_BAR = 4.0
 
 
 def draw(documents: Sequence[Row], out: Path) -> list[Path]:
@@ -39,9 +39,9 @@ def draw(documents: Sequence[Row], out: Path) -> list[Path]:
         rows = [r for d in mine for r in d["rows"] if limit_us(r) == limit_us(r)]
         name = mine[0]["machine"]["name"]
         for suite in dict.fromkeys(r["suite"] for r in rows):
-            chosen = [r for r in rows if r["suite"] == suite and over_limit(r) == over_limit(r)]
-            if chosen and suite != "models":
-                written.append(bars(chosen, f"{suite}, {name}", out / f"{device}-{suite}.png"))
+            shown = [r for r in rows if r["suite"] == suite and over_limit(r) == over_limit(r)]
+            if shown and suite != "models":
+                written.append(bars(shown, f"{suite}, {name}", out / f"{device}-{suite}.png"))
         points = [p for r in rows if (p := intensity(r)) is not None]
         if points:
             written.append(roofline(rows, points, name, out / f"{device}-roofline.png"))
@@ -51,7 +51,7 @@ def draw(documents: Sequence[Row], out: Path) -> list[Path]:
 def contenders(rows: Sequence[Row]) -> list[str]:
     """Those that were timed, ours first."""
     timed = {n for r in rows for n, f in r["results"].items() if "us" in f}
-    return [n for n in COLOURS if n in timed and n != "eager"]
+    return [n for n in CONTENDER_COLOURS if n in timed and n != "eager"]
 
 
 def share(row: Row, contender: str) -> float:
@@ -72,15 +72,15 @@ def bars(rows: Sequence[Row], title: str, path: Path) -> Path:
     for k, name in enumerate(names):
         values = [us(r, name) / limit_us(r) for r in rows]
         places = [i + (k - (len(names) - 1) / 2) * -height for i in range(len(rows))]
-        shown = [min(v, LONGEST) if v == v else 0.0 for v in values]
-        axes.barh(places, shown, height * 0.9, color=COLOURS[name], label=name)
+        shown = [min(v, MAX_BAR) if v == v else 0.0 for v in values]
+        axes.barh(places, shown, height * 0.9, color=CONTENDER_COLOURS[name], label=name)
         for place, v in zip(places, values):
-            if v > LONGEST:
-                axes.text(LONGEST, place, f" {v:.1f}", va="center", fontsize=6, color="#444444")
+            if v > MAX_BAR:
+                axes.text(MAX_BAR, place, f" {v:.1f}", va="center", fontsize=6, color="#444444")
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [r["case"] for r in rows], fontsize=7)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlim(0, LONGEST * 1.08)
+    axes.set_xlim(0, MAX_BAR * 1.08)
     axes.set_xlabel("time / limit (1: the unavoidable bytes at the speed of a copy)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=7, loc="lower right")

@@ -22,7 +22,7 @@ import torch
 from deuteron.runtime.guard import Form, listening
 from deuteron.schedule.kernel import Kernel
 from dev.bench.cases import Case, Work
-from dev.bench.suites import SUITES, chosen
+from dev.bench.suites import SUITES, select_cases
 
 # Calls of a program that are counted, after those that compile.
 CALLS, WARM = 8, 3
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.threads:
         torch.set_num_threads(asked.threads)
     rows: list[Row] = []
-    for case in chosen(tuple(asked.suites), asked.device, (), asked.only, False):
+    for case in select_cases(tuple(asked.suites), asked.device, (), asked.only, False):
         try:
             measured = measure(case, asked.device)
         except Exception:  # noqa: BLE001 - the others are still of interest

@@ -27,7 +27,7 @@ from deuteron.tools.measuring import fresh_caches
 from dev.bench.cases import Case
 from dev.bench.contenders import CONTENDERS
 from dev.bench.report import cold_headline, cold_row, headline, summary, table_row
-from dev.bench.worker import MARK, Request
+from dev.bench.worker import MESSAGE_PREFIX, Request
 
 Row = dict[str, Any]
 HANG_S = 240.0  # a case that says nothing for so long is given up (Inductor's max-autotune is slow)
@@ -56,8 +56,8 @@ class Worker:
         assert self.process.stdout is not None
         for raw in self.process.stdout:
             line = raw.decode(errors="replace")
-            if line.startswith(MARK):
-                self.lines.put(json.loads(line[len(MARK) :]))
+            if line.startswith(MESSAGE_PREFIX):
+                self.lines.put(json.loads(line[len(MESSAGE_PREFIX) :]))
             else:
                 self.log.write(raw)
         self.lines.put(None)

@@ -118,7 +118,7 @@ def attention(b: int, h: int, t: int, d: int, dtype: str) -> Program:
     return Program(fn, (one, one, one), flops=half, handwritten=by_hand("attention"))
 
 
-GPU: tuple[tuple[str, str, bool, Callable[[], Program]], ...] = (
+GPU_SEEDS: tuple[tuple[str, str, bool, Callable[[], Program]], ...] = (
     ("sin chain fp32 10M", "fp32", True, functools.partial(sin_chain, 10_000_000)),
     (
         "pointwise model bf16 32768x4096",
@@ -156,7 +156,7 @@ GPU: tuple[tuple[str, str, bool, Callable[[], Program]], ...] = (
     ),
 )
 
-CPU: tuple[tuple[str, str, bool, Callable[[], Program]], ...] = (
+CPU_SEEDS: tuple[tuple[str, str, bool, Callable[[], Program]], ...] = (
     ("sin chain fp32 10M", "fp32", True, functools.partial(sin_chain, 10_000_000)),
     (
         "pointwise model fp32 4096x1024",
@@ -186,5 +186,5 @@ CPU: tuple[tuple[str, str, bool, Callable[[], Program]], ...] = (
 def seeds(device: str) -> list[Case]:
     return [
         Case("seeds", name, dtype, False, make, quick)
-        for name, dtype, quick, make in (GPU if device == "cuda" else CPU)
+        for name, dtype, quick, make in (GPU_SEEDS if device == "cuda" else CPU_SEEDS)
     ]

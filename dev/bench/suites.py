@@ -16,7 +16,7 @@ from dev.bench.families import FAMILIES
 
 Line = tuple[str, str, str, str]
 
-GPU: dict[str, tuple[Line, ...]] = {
+GPU_SUITES: dict[str, tuple[Line, ...]] = {
     "norms": (
         ("rms_norm", "bf16", "train", "32768x1024! 32768x4096 32768x8192! 16384x16384"),
         ("rms_norm", "bf16", "train", "8192x32768! 4096x65536 2048x131072!"),
@@ -120,7 +120,7 @@ GPU: dict[str, tuple[Line, ...]] = {
     ),
 }
 
-CPU: dict[str, tuple[Line, ...]] = {
+CPU_SUITES: dict[str, tuple[Line, ...]] = {
     "norms": (
         ("rms_norm", "fp32", "train", "8192x1024!"),
         ("rms_norm", "bf16", "train", "8192x1024"),
@@ -207,10 +207,10 @@ def cases(suite: str, device: str) -> list[Case]:
         from dev.bench import whole
 
         return whole.launch(device) if suite == "launch" else whole.models(device)
-    return list(grid(suite, (GPU if device == "cuda" else CPU)[suite]))
+    return list(grid(suite, (GPU_SUITES if device == "cuda" else CPU_SUITES)[suite]))
 
 
-def chosen(
+def select_cases(
     suites: tuple[str, ...], device: str, dtypes: tuple[str, ...], only: str, quick: bool
 ) -> list[Case]:
     """The cases of the suites with one of `dtypes` (none: all) and a name that `only` matches."""

@@ -1,8 +1,9 @@
 """The process that compiles and times cases; the command starts it and reads what it prints.
 
-In: a request, as JSON on standard input (`Request`'s fields). Out: lines of JSON after `MARK` on
-standard output: ``{"start": case}`` before a case and ``{"row": {...}}`` after it. A device that an
-earlier case has broken ends the process with status 3; the command starts another for the rest.
+In: a request, as JSON on standard input (`Request`'s fields). Out: lines of JSON after
+`MESSAGE_PREFIX` on standard output: ``{"start": case}`` before a case and ``{"row": {...}}`` after
+it. A device that an earlier case has broken ends the process with status 3; the command starts
+another for the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dev.bench.measure import Runner, fatal, measure
 from dev.bench.suites import cases
 
 Row = dict[str, Any]
-MARK = "@deuteron-bench "
+MESSAGE_PREFIX = "@deuteron-bench "
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Request:
 
 
 def emit(**message: Any) -> None:
-    print(MARK + json.dumps(message), flush=True)
+    print(MESSAGE_PREFIX + json.dumps(message), flush=True)
 
 
 def cache_size(device: str) -> int:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from deuteron.base.errors import DeuteronError
 
 # Seconds after which programs are taken to wait for what never comes.
-LIMIT = 300.0
+LIMIT_SECONDS = 300.0
 
 
 class _Stopped(Exception):
@@ -47,7 +47,7 @@ def together(kernel: Any, grid: int, *args: Any, **constants: Any) -> None:
         threads.append(threading.Thread(target=body, daemon=True))
         threads[-1].start()
         if len(threads) == grid:
-            end = time.monotonic() + LIMIT
+            end = time.monotonic() + LIMIT_SECONDS
             for t in threads:
                 t.join(max(0.0, end - time.monotonic()))
             if any(t.is_alive() for t in threads):

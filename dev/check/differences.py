@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dev.check.oracle import HALVES, LOST, LOST_ELSE, ULPS, Oracle, Seen, parts
+from dev.check.oracle import (
+    ALLOWED_ULPS,
+    HALF_DTYPES,
+    HALF_LOST_SHARE,
+    LOST_ELSE,
+    Oracle,
+    Seen,
+    parts,
+)
 
 
 def differences(got: Seen, oracle: Oracle) -> list[str]:
@@ -19,9 +27,9 @@ def differences(got: Seen, oracle: Oracle) -> list[str]:
         return [f"results {', '.join(got.values)} instead of {', '.join(want.values)}"]
     for name, e in want.values.items():
         problem = difference(name, got.values[name], e, oracle)
-        if problem is not None and isinstance(e, Tensor) and oracle.packed is not None:
-            other = oracle.packed.eager.values[name]
-            problem = difference(name, got.values[name], other, oracle.packed)
+        if problem is not None and isinstance(e, Tensor) and oracle.contiguous is not None:
+            other = oracle.contiguous.eager.values[name]
+            problem = difference(name, got.values[name], other, oracle.contiguous)
         if problem is not None:
             out.append(f"{name}: {problem}")
     for name, s in want.strides.items():
@@ -36,15 +44,15 @@ def differences(got: Seen, oracle: Oracle) -> list[str]:
     return out
 
 
-ZEROS = "zeros where eager has no gradient"
+MISSING_GRADIENT = "zeros where eager has no gradient"
 
 
-SIGNS = "zeros of another sign"
+ZERO_SIGN = "zeros of another sign"
 
 
 def difference(name: str, g: Any, e: Any, oracle: Oracle) -> str | None:
     if e is None and isinstance(g, Tensor) and not bool(g.any()):
-        return ZEROS
+        return MISSING_GRADIENT
     if not isinstance(e, Tensor) or not isinstance(g, Tensor):
         same = type(g) is type(e) and (g == e or (g != g and e != e))
         return None if same else f"{g!r} instead of {e!r}"
@@ -75,7 +83,7 @@ def sign_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | No
             bad &= (z == 0) & (z.signbit() == b.signbit())
         if not bool(bad.any()):
             break
-    return f"{SIGNS}: {words(bad, g, e, None)}" if bool(bad.any()) else None
+    return f"{ZERO_SIGN}: {words(bad, g, e, None)}" if bool(bad.any()) else None
 
 
 def whole_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | None:
@@ -115,7 +123,7 @@ def real_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | No
     finite = x.isfinite() & a.isfinite()
     known = finite & b.isfinite()
     if wide is None:  # nothing to measure by: close as torch's own tests ask
-        scale = 1e-2 if real in HALVES else 1e4 * eps
+        scale = 1e-2 if real in HALF_DTYPES else 1e4 * eps
         allowed = scale * (b.abs() + level)
         bad = ~(same | (known & (off <= allowed)))
     else:
@@ -125,17 +133,17 @@ def real_difference(name: str, g: Tensor, e: Tensor, oracle: Oracle) -> str | No
         own = torch.where(known, (b - x).abs(), torch.zeros_like(x))
         level = float(x[known].abs().mean()) if bool(known.any()) else 0.0
         error = float(own.max())
-        lost = error > LOST.get(real, LOST_ELSE) * level + tiny
+        lost = error > HALF_LOST_SHARE.get(real, LOST_ELSE) * level + tiny
         if lost:  # some of eager's elements are wrong by far (rounding decides): not a measure
             error = 4 * float(own.flatten().kthvalue(max(1, int(0.9 * own.numel()))).values)
         # Nothing is wider than float64: eager's own error there, of which twice is allowed, is
         # unknown. Terms of about 1 may cancel in it (the ends of a window).
-        units = ULPS
+        units = ALLOWED_ULPS
         if wide.dtype == e.dtype:
-            units, tiny = 8 * ULPS, eps
+            units, tiny = 8 * ALLOWED_ULPS, eps
         allowed = 2 * error + units * eps * (x.abs() + level) + tiny
         # Where float64 has no number and eager has one, that is the measure.
-        beside = (a - b).abs() <= ULPS * eps * (b.abs() + level) + tiny
+        beside = (a - b).abs() <= ALLOWED_ULPS * eps * (b.abs() + level) + tiny
         same |= beside & b.isfinite() & ~x.isfinite()
         bad = ~(same | (finite & (off <= allowed)))
         if lost:
@@ -181,7 +189,7 @@ def coarser(got: Seen, oracle: Oracle) -> list[str]:
             continue
         mine, own, size = (float(t[known].square().mean().sqrt()) for t in (g - x, b - x, x))
         real = e.real.dtype if e.dtype.is_complex else e.dtype
-        lost = own > LOST.get(real, LOST_ELSE) * size
+        lost = own > HALF_LOST_SHARE.get(real, LOST_ELSE) * size
         if not lost and mine > 2 * own + torch.finfo(real).eps * size + torch.finfo(real).tiny:
             out.append(f"{name}: root mean square error {mine:.3g}, eager's {own:.3g}")
     return out

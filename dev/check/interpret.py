@@ -42,7 +42,7 @@ from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.verify import verify_schedule
 from dev.check.concurrent import together
 
-DEVICE = "H200"
+INTERPRETED_GPU = "H200"
 
 
 @cache
@@ -60,7 +60,7 @@ def gpu() -> DeviceSpec:
     interpreter.InterpreterBuilder.create_fma = fused
     interpreter.ReduceOps.sum = summed
     interpreter._convert_float = partial(converted, interpreter._convert_float)
-    spec = named_gpu(DEVICE)
+    spec = named_gpu(INTERPRETED_GPU)
     assert spec is not None
     return spec
 

@@ -160,9 +160,9 @@ class Reducer:
     def unread(self) -> None:
         """Inputs that no line reads."""
         used = set(self.p.outputs).union(*(x.words() for x in self.p.lines))
-        kept = {n: ts for n, ts in self.p.inputs.items() if n in used}
-        if kept and len(kept) < len(self.p.inputs):
-            self.attempt(replace(self.p, inputs=kept))
+        read = {n: ts for n, ts in self.p.inputs.items() if n in used}
+        if read and len(read) < len(self.p.inputs):
+            self.attempt(replace(self.p, inputs=read))
 
 
 # -- smaller programs ------------------------------------------------------------------------------

@@ -26,24 +26,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from dev.check.perturbed import Packed, Shaken, Stained, significant
+from dev.check.perturbed import ContiguousArguments, PerturbedResults, PoisonedMemory, significant
 
-WIDE = {
+WIDE_DTYPES = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
-HALVES = (torch.float16, torch.bfloat16)
-STAINED = 4  # runs in memory full of NaN: which of it an operator gets is chance
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+POISONED_RUNS = 4  # runs in memory full of NaN: which of it an operator gets is chance
 # Units in the last place, of the element and of the tensor's mean magnitude, that are always
 # allowed: vector functions are within 4, and sums are taken in another order.
-ULPS = 4.0
+ALLOWED_ULPS = 4.0
 # Eager's own error, as a share of the mean magnitude, from which on eager is no measure by itself.
-LOST = {torch.float16: 0.3, torch.bfloat16: 0.3}
+HALF_LOST_SHARE = {torch.float16: 0.3, torch.bfloat16: 0.3}
 LOST_ELSE = 0.02
-MOVES = 3  # runs with inputs, and runs with results, moved by a unit in the last place
+PERTURBED_RUNS = 3  # runs with inputs, and runs with results, moved by a unit in the last place
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def copies(
 
 
 def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return copies(tensors, lambda s: s.to(WIDE.get(s.dtype, s.dtype), copy=True))
+    return copies(tensors, lambda s: s.to(WIDE_DTYPES.get(s.dtype, s.dtype), copy=True))
 
 
 def to_cpu(storage: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ def moved(tensors: Sequence[Tensor], seed: int, wide: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def change(s: Tensor) -> Tensor:
-        to = WIDE.get(s.dtype, s.dtype) if wide else s.dtype
+        to = WIDE_DTYPES.get(s.dtype, s.dtype) if wide else s.dtype
         if not (s.dtype.is_floating_point or s.dtype.is_complex):
             return s.clone()
         real = s.real.dtype if s.dtype.is_complex else s.dtype
         way = torch.randint(-1, 2, s.shape, generator=generator).double().to(s.device)
-        other = s.to(WIDE.get(s.dtype, s.dtype)) * (1.0 + torch.finfo(real).eps * way)
+        other = s.to(WIDE_DTYPES.get(s.dtype, s.dtype)) * (1.0 + torch.finfo(real).eps * way)
         return other.to(to)
 
     return copies(tensors, change)
@@ -257,7 +257,9 @@ class Oracle:
         finally:
             torch.set_default_dtype(usual)
 
-    def otherwise(self, given: list[Tensor], wide: bool, mode: Shaken | None = None) -> Seen | None:
+    def otherwise(
+        self, given: list[Tensor], wide: bool, mode: PerturbedResults | None = None
+    ) -> Seen | None:
         """A run with other numbers. On a GPU only where the CPU takes it: a position that another
         number puts out of range ends the process there (seed 73002997)."""
         if self.on_cpu is not None:
@@ -296,15 +298,15 @@ class Oracle:
             # are NaN, where the length is no multiple of 4); its kernels for CPUs are another view.
             out.append((self.on_cpu.eager, False))
         for wide in (True, False):
-            for k in range(MOVES):
+            for k in range(PERTURBED_RUNS):
                 out.append((self.otherwise(moved(self.inputs, k, wide), wide), wide))
-                out.append((self.shaken(k, wide), wide))
-                if self.apart is not None:
-                    out.append((self.otherwise(moved(self.apart, k, wide), wide), wide))
+                out.append((self.perturbed(k, wide), wide))
+                if self.unexpanded is not None:
+                    out.append((self.otherwise(moved(self.unexpanded, k, wide), wide), wide))
         return out
 
     @cached_property
-    def apart(self) -> list[Tensor] | None:
+    def unexpanded(self) -> list[Tensor] | None:
         """The inputs with a place in memory for each element, so that those of one expanded tensor
         move by themselves, as what is rounded on the way does. None where nothing is expanded, or
         where that shows in exact arithmetic."""
@@ -339,16 +341,16 @@ class Oracle:
         return bool(same.all())
 
     @cached_property
-    def packed(self) -> Oracle | None:
+    def contiguous(self) -> Oracle | None:
         """The same with operators that read contiguous copies. None where that changes nothing in
         float64: else eager contradicts itself, and what does not depend on the memory is right."""
-        seen = self.attempt(widened(self.inputs), True, Packed())
+        seen = self.attempt(widened(self.inputs), True, ContiguousArguments())
         if all(self.near(seen, name) is not False for name in self.eager.values):
             return None
 
         def under(run: Callable[[list[Tensor]], Seen]) -> Callable[[list[Tensor]], Seen]:
             def wrapped(xs: list[Tensor]) -> Seen:
-                with Packed():
+                with ContiguousArguments():
                     return run(xs)
 
             return wrapped
@@ -361,8 +363,8 @@ class Oracle:
         operators get memory full of NaN show it, or numbers far beyond those of float64 that come
         and go."""
         names: dict[str, None] = {}
-        for _ in range(STAINED):
-            seen = self.attempt(copies(self.inputs), False, Stained())
+        for _ in range(POISONED_RUNS):
+            seen = self.attempt(copies(self.inputs), False, PoisonedMemory())
             for name, e in self.eager.values.items():
                 x, exact = self.like(seen, name), self.like(self.exact, name)
                 if x is None or x.layout != torch.strided or not x.numel():
@@ -375,32 +377,36 @@ class Oracle:
                     names[name] = None
         return list(names)
 
-    def shaken(self, seed: int, wide: bool) -> Seen | None:
+    def perturbed(self, seed: int, wide: bool) -> Seen | None:
         """A run in which what is rounded on the way is moved."""
         given = widened(self.inputs) if wide else copies(self.inputs)
-        return self.otherwise(given, wide, Shaken(seed, self.coarsest if wide else None))
+        return self.otherwise(given, wide, PerturbedResults(seed, self.coarsest if wide else None))
 
     @cached_property
     def tied(self) -> Seen | None:
         """A run in which a number equals those that rounding puts on either side of it."""
-        modes = [Shaken(k, None) for k in range(6 * MOVES)]
+        modes = [PerturbedResults(k, None) for k in range(6 * PERTURBED_RUNS)]
         for mode in modes:
             self.otherwise(copies(self.inputs), False, mode)
         gaps = [torch.stack(together) for together in zip(*(mode.gaps for mode in modes))]
         # As far again as these runs go apart: sums of many terms move further.
         low, high = [g.amin(0) for g in gaps], [g.amax(0) for g in gaps]
         ties = [(2 * a <= b) & (2 * b >= a) for a, b in zip(low, high)]
-        return self.otherwise(copies(self.inputs), False, Shaken(0, None, ties)) if ties else None
+        return (
+            self.otherwise(copies(self.inputs), False, PerturbedResults(0, None, ties))
+            if ties
+            else None
+        )
 
     def further(self) -> Iterator[tuple[Seen | None, bool]]:
         """`others`, and more such runs while they are asked for."""
         yield from self.others
         if not self.more:
             self.more.append((self.tied, False))
-        for k in range(20 * MOVES):
+        for k in range(20 * PERTURBED_RUNS):
             if k == len(self.more):
-                wide = k % 4 < 2  # `Shaken` does what is odd with both
-                self.more.append((self.shaken(MOVES + k, wide), wide))
+                wide = k % 4 < 2  # `PerturbedResults` does what is odd with both
+                self.more.append((self.perturbed(PERTURBED_RUNS + k, wide), wide))
             yield self.more[k]
 
     def like(self, seen: Seen | None, name: str) -> Tensor | None:
@@ -409,7 +415,7 @@ class Oracle:
         x = None if seen is None else seen.values.get(name)
         if not isinstance(x, Tensor) or x.shape != e.shape or x.layout != e.layout:
             return None
-        same = x.dtype in (e.dtype, WIDE.get(e.dtype, e.dtype))
+        same = x.dtype in (e.dtype, WIDE_DTYPES.get(e.dtype, e.dtype))
         return x.to(e.device) if same else None
 
 

@@ -1,8 +1,8 @@
 """Runs of eager in which operators compute otherwise than they do, as they might.
 
 In: a run of a program inside one of these modes. Out: what it shows when what is rounded is moved
-(`Shaken`), when operators are given contiguous copies of what they read (`Packed`), or when memory
-that they get is full of NaN (`Stained`).
+(`PerturbedResults`), when operators are given contiguous copies of what they read
+(`ContiguousArguments`), or when memory that they get is full of NaN (`PoisonedMemory`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 # Operators that choose or move elements, or give them away: nothing is rounded.
-MOVING = """
+MOVING_NAMES = """
 clone copy_ _to_copy cat stack index index_select gather take embedding where roll flip
 constant_pad_nd reflection_pad1d replication_pad1d max min amax amin aminmax cummax cummin sort
 topk maximum minimum fmax fmin relu clamp clamp_min clamp_max threshold abs neg sign sgn floor
@@ -28,15 +28,15 @@ new_zeros new_full empty empty_like empty_strided new_empty new_empty_strided ra
 randn_like bernoulli scalar_tensor lift_fresh max_pool2d_with_indices slice_backward
 select_backward index_select_backward bucketize
 """
-EXACT = frozenset(MOVING.split())
+EXACT_OPERATORS = frozenset(MOVING_NAMES.split())
 # Those that ask of their numbers whether they are 0, as casts to bool do.
-TRUTHS = frozenset(
+TRUTH_TESTS = frozenset(
     ["logical_and", "logical_or", "logical_xor", "logical_not", "any", "all", "count_nonzero"]
 )
 # Those that may give either zero where both are the largest: eager's vectors and the elements left
-# over by them differ. So may `SUMS` of nothing but negative zeros, which begin with 0 or with the
-# first of them.
-SIGNLESS = frozenset(
+# over by them differ. So may `SUM_OPERATORS` of nothing but negative zeros, which begin with 0 or
+# with the first of them.
+ZERO_SIGN_FREE = frozenset(
     [
         "max",
         "min",
@@ -64,21 +64,21 @@ SIGNLESS = frozenset(
 )
 # Sums of products: each is linear in each of its tensors. Other orders of the terms round another
 # way, and where terms are beyond the dtype's range together, may go there.
-SUMMING = """
+SUMMING_NAMES = """
 sum mean cumsum mm bmm mv dot vdot addmm addmv baddbmm addbmm trace convolution
 convolution_backward index_add scatter_add index_put embedding_dense_backward avg_pool1d avg_pool2d
 avg_pool3d avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool3d
 _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
 """
-SUMS = frozenset(SUMMING.split())
-PART = 2.0**-64
+SUM_OPERATORS = frozenset(SUMMING_NAMES.split())
+PARTIAL_SCALE = 2.0**-64
 # Those for which eager's kernels for CPUs and for GPUs, and torch's own steps, have formulas that
 # differ where a number is the mean (x * scale + shift rarely is exactly 0 there, (x - mean) * scale
 # is), where numbers are infinite (which infinities are subtracted) or near that (Welford's
 # differences of large numbers, which a sum does not form); and those in which what is rounded on
 # the way cancels (the logarithm of a sum that is nearly 1, where one number is the largest by far)
 # or counts for more than a unit in the last place of the result (weights of attention).
-STEPS = frozenset(
+STEPWISE_OPERATORS = frozenset(
     [
         "native_layer_norm",
         "native_layer_norm_backward",
@@ -100,7 +100,7 @@ STEPS = frozenset(
 )
 # Those whose vectors and left-over elements differ where NaN came in: what the latter give there,
 # and what came in.
-PASSING: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+NAN_BRANCHES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "hardswish_backward": lambda grad, x: (grad, x),
     "elu_backward": lambda grad, alpha, scale, input_scale, is_result, x: (grad * scale, x),
 }
@@ -154,21 +154,22 @@ def with_its_tail(x: Tensor, approximate: str = "none", **_: Any) -> Tensor:
 
 
 # Where nothing is wider eager's error is not known: other steps give a measure.
-WIDEST = torch.float64
-EPS = torch.finfo(WIDEST).eps
-MEANS = torch.finfo(torch.float32).eps  # those of halves are f32
-OTHERWISE: dict[str, Callable[..., Tensor]] = {
+WIDEST_DTYPE = torch.float64
+WIDEST_EPS = torch.finfo(WIDEST_DTYPE).eps
+MEAN_EPS = torch.finfo(torch.float32).eps  # those of halves are f32
+OTHER_FORMULAS: dict[str, Callable[..., Tensor]] = {
     "var": two_passes,
     "std": lambda *args, **kwargs: two_passes(*args, **kwargs).sqrt(),
     "gelu": with_its_tail,
 }
 
 
-class Shaken(TorchDispatchMode):
+class PerturbedResults(TorchDispatchMode):
     """Moves what operators compute by up to a unit in the last place of `dtype` (of the result's
-    own where it is None), `SUMS` by that of their terms. What is only moved or chosen, and whole
-    numbers, stay: they are exact. Zeros that were chosen change their signs. Some runs compute
-    `STEPS` in torch's own steps, and of the widest dtype what `OTHERWISE` names in others.
+    own where it is None), `SUM_OPERATORS` by that of their terms. What is only moved or chosen, and
+    whole numbers, stay: they are exact. Zeros that were chosen change their signs. Some runs
+    compute `STEPWISE_OPERATORS` in torch's own steps, and of the widest dtype what `OTHER_FORMULAS`
+    names in others.
 
     `gaps` are the differences of what was compared for equality, with 0 where truth was asked for;
     of them, those are equal that `ties` says."""
@@ -185,41 +186,48 @@ class Shaken(TorchDispatchMode):
         self.share = 0.5 if seed % 8 >= 4 else 1.0
         self.eps = None if dtype is None else torch.finfo(dtype).eps
 
-    def again(self) -> Shaken:
+    def again(self) -> PerturbedResults:
         """One that moves the same, which has seen nothing."""
-        return Shaken(*self.made)
+        return PerturbedResults(*self.made)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
-        if self.odd and name in STEPS:
+        if self.odd and name in STEPWISE_OPERATORS:
             return self.stepped(decomposition_table[func], args, kwargs or {})
-        if self.odd and name in OTHERWISE and args[0].dtype is WIDEST and self.unit(args[0]) == EPS:
+        if (
+            self.odd
+            and name in OTHER_FORMULAS
+            and args[0].dtype is WIDEST_DTYPE
+            and self.unit(args[0]) == WIDEST_EPS
+        ):
             out = func(*args, **(kwargs or {}))
-            other = self.stepped(OTHERWISE[name], args, kwargs or {})
+            other = self.stepped(OTHER_FORMULAS[name], args, kwargs or {})
             return torch.where(out.isfinite(), other, out)  # of one number there is none
-        if name in TRUTHS or (name == "_to_copy" and (kwargs or {}).get("dtype") is torch.bool):
+        if name in TRUTH_TESTS or (
+            name == "_to_copy" and (kwargs or {}).get("dtype") is torch.bool
+        ):
             args = tree_map_only(Tensor, self.doubted, args)
         out = func(*args, **(kwargs or {}))
-        if self.odd and name in OTHERWISE and floating(out):
-            wide, size = args[0].to(WIDEST), min(self.unit(args[0]), MEANS)
+        if self.odd and name in OTHER_FORMULAS and floating(out):
+            wide, size = args[0].to(WIDEST_DTYPE), min(self.unit(args[0]), MEAN_EPS)
             about = {"rounded": lambda mean: mean * (1 + size * self.way(mean))}
-            other = OTHERWISE[name](wide, *args[1:], **(kwargs or {}), **about)
+            other = OTHER_FORMULAS[name](wide, *args[1:], **(kwargs or {}), **about)
             out.copy_(torch.where(out.isfinite(), other, out))
         if any(r.alias_info is not None for r in func._schema.returns):
             return out
         adds = name == "index_put" and True in (*args[3:], *(kwargs or {}).values())
-        sums = name in SUMS and (adds or name not in EXACT)
-        if name in SIGNLESS or sums:
-            out = tree_map_only(Tensor, self.turned, out)
+        sums = name in SUM_OPERATORS and (adds or name not in EXACT_OPERATORS)
+        if name in ZERO_SIGN_FREE or sums:
+            out = tree_map_only(Tensor, self.with_other_zero_signs, out)
         if name in ("eq", "ne"):
             out = self.compared(out, name == "eq", *map(torch.as_tensor, args))
-        if name in PASSING:
-            self.either(out, *PASSING[name](*args))
+        if name in NAN_BRANCHES:
+            self.either(out, *NAN_BRANCHES[name](*args))
         if sums:
             return self.summed(func, args, kwargs or {}, out)
-        return out if name in EXACT else tree_map_only(Tensor, self.shaken, out)
+        return out if name in EXACT_OPERATORS else tree_map_only(Tensor, self.moved, out)
 
     def stepped(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """In the steps of `func`, each moved. What they compare other runs do not."""
@@ -244,7 +252,9 @@ class Shaken(TorchDispatchMode):
             t.copy_(torch.where(whole | ~other.isfinite(), t, other))
             if len(given) == 1 and not bool(size.isfinite().all() | ~given[0].isfinite().all()):
                 # What is added on the way may be beyond the range. A part of each term is not.
-                inside = func(given[0].double() * PART, *args[1:], **kwargs) / PART
+                inside = (
+                    func(given[0].double() * PARTIAL_SCALE, *args[1:], **kwargs) / PARTIAL_SCALE
+                )
                 way = self.drawn(t)
                 end = torch.where(way == 0, inside, way * torch.inf)
                 t.copy_(torch.where(size.isfinite(), t, end))
@@ -284,14 +294,14 @@ class Shaken(TorchDispatchMode):
         self.gaps.append(gap)
         return None if self.ties is None else self.ties[len(self.gaps) - 1].to(gap.device)
 
-    def turned(self, t: Tensor) -> Tensor:
+    def with_other_zero_signs(self, t: Tensor) -> Tensor:
         if not floating(t):
             return t
         way = torch.randint(0, 2, t.shape, generator=self.generator).to(t.device)
         zero = torch.where(way == 1, -0.0, 0.0).to(t.dtype)
         return t.copy_(torch.where(t == 0, zero, t))
 
-    def shaken(self, t: Tensor) -> Tensor:
+    def moved(self, t: Tensor) -> Tensor:
         """Not beyond 1, where ranges end: on GPUs no later operator of the process runs after one
         that took it for a probability."""
         if not floating(t) or t.numel() == 0:
@@ -303,7 +313,7 @@ class Shaken(TorchDispatchMode):
         return t.copy_(torch.where(exact_whole(t), t, other))
 
 
-class Packed(TorchDispatchMode):
+class ContiguousArguments(TorchDispatchMode):
     """Gives operators contiguous copies of what they read. What they compute does not depend on
     where that lies in memory, but for a kernel that is wrong about it: batch norm's backward on the
     CPU takes weights with steps for contiguous ones. Views, writes, random draws and what names
@@ -319,18 +329,18 @@ class Packed(TorchDispatchMode):
         placing |= func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
         if placing or "strided" in name or "empty" in name or "resize" in name:
             return out
-        given = tree_map_only(Tensor, packed, (args, kwargs))
+        given = tree_map_only(Tensor, contiguous_copy, (args, kwargs))
         for a, b in zip(tree_flatten(out)[0], tree_flatten(func(*given[0], **given[1]))[0]):
             if isinstance(a, Tensor) and a.layout == torch.strided and 0 not in significant(a):
                 a.copy_(b)
         return out
 
 
-def packed(t: Tensor) -> Tensor:
+def contiguous_copy(t: Tensor) -> Tensor:
     return t.contiguous() if t.layout == torch.strided else t
 
 
-class Stained(TorchDispatchMode):
+class PoisonedMemory(TorchDispatchMode):
     """Leaves NaN in the memory that an operator is likely to get: blocks of the sizes of what it
     reads, and of these sizes in float32, and of sizes between are filled and given back before it
     runs. What is NaN then was computed from memory that nobody wrote."""
@@ -345,10 +355,10 @@ class Stained(TorchDispatchMode):
         sizes = {(t.device, t.numel() * t.element_size() * k) for t in given for k in (1, 2, 4)}
         for device, size in tuple(sizes):
             sizes |= {(device, 1 << k) for k in range(10, size.bit_length() + 1)}
-        stains = [
+        poison = [
             torch.full((-(-size // 4),), math.nan, dtype=torch.float32, device=device)
             for device, size in sorted(sizes, key=str)
             for _ in range(self.COPIES)
         ]
-        del stains
+        del poison
         return func(*args, **kwargs)

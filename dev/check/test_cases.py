@@ -27,21 +27,21 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 
-from dev.check.differences import ZEROS, differences
+from dev.check.differences import MISSING_GRADIENT, differences
 from dev.check.oracle import Oracle, Seen, copies, observed, see
 
-SHOWN = 400  # elements of a tensor that is written out; a larger one is drawn
-HALVES = ("float32", "float16", "bfloat16")
+MAX_WRITTEN_ELEMENTS = 400  # elements of a tensor that is written out; a larger one is drawn
+HALF_NAMES = ("float32", "float16", "bfloat16")
 # Backends that draw eager's random numbers when asked: the compiler, and the compiler with Triton
 # kernels that are interpreted on the CPU (in a process started with TRITON_INTERPRET=1).
-OURS = ("deuteron", "interpreted")
+OUR_BACKENDS = ("deuteron", "interpreted")
 # Backends that run what torch captured as it is: with AOTAutograd, so with views that may copy (the
 # strides that it knows are not always a kernel's), and without it.
-CAPTURES = ("aot_eager", "aot_reshaped", "eager")
+CAPTURE_BACKENDS = ("aot_eager", "aot_reshaped", "eager")
 
 
 # What a program's file imports anyway.
-ALWAYS = (
+DEFAULT_IMPORTS = (
     "import torch",
     "import torch.nn.functional as F",
     "from dev.check.test_cases import main, tensor",
@@ -104,7 +104,7 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
         except Exception as e:  # noqa: BLE001 - eager's own refusal
             raise Unusable(f"{type(e).__name__}: {e}") from None
         drew |= any(not torch.equal(a, b) for a, b in zip(before, generators()))
-    if drew and how.backend in OURS:
+    if drew and how.backend in OUR_BACKENDS:
         how = replace(how, options={**how.options, "eager_random": True})
     try:
         wrong = problems(run(fn, sets, how), oracles)
@@ -112,7 +112,7 @@ def check(fn: Fn, wide: Fn, sets: Sequence[Sequence[Tensor]], how: How) -> Failu
         return blame(fn, sets, how, oracles, e)
     if wrong:
         torch_too = wrong_without(fn, sets, how, oracles, wrong)
-        own = [p for p in wrong if place(p) not in torch_too]
+        own = [p for p in wrong if without_values(p) not in torch_too]
         return Failure("wrong" if own else "torch", "; ".join(own or wrong))
     return None
 
@@ -123,13 +123,13 @@ def wrong_without(
     """Where torch's capture is wrong without a compiler. Where AOTAutograd cannot run what Dynamo
     found out (a size may be wrong), where Dynamo's alone is, and what a backend does not decide."""
     torch_too = of_no_memory(oracles, 3 if how.backward else 2)
-    for capture in CAPTURES:
+    for capture in CAPTURE_BACKENDS:
         try:
             seen = run(fn, sets, witness(how, capture))
         except Exception:  # noqa: BLE001 - no excuse, but for what a backend does not decide
-            torch_too |= {place(p) for p in wrong if p.endswith(ZEROS)}
+            torch_too |= {without_values(p) for p in wrong if p.endswith(MISSING_GRADIENT)}
             continue
-        return torch_too | set(map(place, problems(seen, oracles)))
+        return torch_too | set(map(without_values, problems(seen, oracles)))
     return torch_too
 
 
@@ -179,7 +179,7 @@ def call_name(k: int, n: int, many: bool) -> str:
     return (f"inputs {k}, " if many else "") + (f"call {n + 1}, " if n else "")
 
 
-def place(problem: str) -> str:
+def without_values(problem: str) -> str:
     """What is wrong and in which tensor, without the values and their number, which differ by
     rounding."""
     name, what = problem.split(": ", 1)
@@ -228,7 +228,7 @@ def reshaped(graph: GraphModule, inputs: Any) -> Any:
     return make_boxed_func(graph)
 
 
-def witness(how: How, capture: str = CAPTURES[0]) -> How:
+def witness(how: How, capture: str = CAPTURE_BACKENDS[0]) -> How:
     """The same capture without a compiler."""
     return replace(how, backend=capture, options={})
 
@@ -314,7 +314,7 @@ class Straight:
 
 def widened_text(text: str) -> str:
     """The program's text with float64 for the floating dtypes that it names."""
-    for name in HALVES:
+    for name in HALF_NAMES:
         text = text.replace(f"torch.{name}", "torch.float64")
     return text
 
@@ -389,7 +389,7 @@ def tensor_text(t: Tensor) -> str:
     t = t.detach().resolve_conj().resolve_neg().cpu()
     shape, strides = tuple(t.shape), tuple(t.stride())
     flat = storage_of(t)
-    data = str(flat.tolist()) if flat.numel() <= SHOWN else f"(0, {flat.numel()})"
+    data = str(flat.tolist()) if flat.numel() <= MAX_WRITTEN_ELEMENTS else f"(0, {flat.numel()})"
     for word in ("inf", "nan"):
         data = data.replace(word, f'float("{word}")')
     offset = f", {t.storage_offset()}" if t.storage_offset() else ""
@@ -400,7 +400,7 @@ def drawn(p: Straight) -> Straight:
     """The program with those inputs that its file would draw."""
 
     def other(t: Tensor) -> Tensor:
-        if extent(t) <= SHOWN:
+        if extent(t) <= MAX_WRITTEN_ELEMENTS:
             return t
         data, at = (0, extent(t)), t.storage_offset()
         made = tensor(tuple(t.shape), tuple(t.stride()), t.dtype, data, at)
@@ -419,11 +419,11 @@ def file_text(p: Straight, how: How, about: str) -> str:
         ]
         rows.append("        [\n" + "".join(row) + "        ],\n")
     comment = "".join(f"# {line}\n" for line in about.splitlines())
-    imports = "".join(f"{x}\n" for x in p.imports if x not in ALWAYS)
+    imports = "".join(f"{x}\n" for x in p.imports if x not in DEFAULT_IMPORTS)
     backend = f"BACKEND = {how.backend!r}\n" if isinstance(how.backend, str) else ""
     return (
         f"{comment}import torch\nimport torch.nn.functional as F\n{imports}\n"
-        f"{ALWAYS[-1]}\n\n"
+        f"{DEFAULT_IMPORTS[-1]}\n\n"
         f"BACKWARD = {how.backward}\nDYNAMIC = {how.dynamic}\nOPTIONS = {how.options!r}\n{backend}"
         f"\n\n{p.text()}\n\n"
         f"def inputs():\n    return [\n{''.join(rows)}    ]\n\n\n"

@@ -31,19 +31,19 @@ from dev.coverage.forms import FORMS, Case, tensors_of
 PARTS: tuple[str, ...] = ("forward", "backward", "inplace", "method", "layouts", "dynamic")
 PARTS += ("numbers", "lists", "mixed", "zeros", "chains")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "bool", "complex64")
-MORE = ("int16", "int8", "uint8", "complex128")  # where they are asked for
+MORE_DTYPES = ("int16", "int8", "uint8", "complex128")  # where they are asked for
 # Samples of the parts that repeat what `forward` has shown.
-FEW = {"inplace": 8, "method": 3, "layouts": 5, "dynamic": 4}
-FEW |= {"numbers": 4, "lists": 4, "mixed": 3, "zeros": 3, "chains": 3}
+MAX_SAMPLES = {"inplace": 8, "method": 3, "layouts": 5, "dynamic": 4}
+MAX_SAMPLES |= {"numbers": 4, "lists": 4, "mixed": 3, "zeros": 3, "chains": 3}
 # Dtypes of parts in which others would show the same.
-ONLY = {
+PARTS_ONLY_FOR = {
     "numbers": ("float32", "int64"),
     "lists": ("float32", "int64"),
     "mixed": ("float32", "float16", "int32"),
     "zeros": ("float32", "bfloat16"),
     "chains": ("bfloat16", "float16"),
 }
-ELEMENTS = 1 << 18  # of a sample's tensors in all; larger ones are left out
+MAX_ELEMENTS = 1 << 18  # of a sample's tensors in all; larger ones are left out
 
 
 class Unsuitable(Exception):
@@ -72,7 +72,7 @@ def applies(op: Any, dtype: torch.dtype, part: str, device: str) -> bool:
     """Whether eager has the part."""
     if dtype not in op.supported_dtypes(device) or NO_OPERATORS.match(op.name):
         return False
-    if str(dtype).removeprefix("torch.") not in ONLY.get(part, DTYPES + MORE):
+    if str(dtype).removeprefix("torch.") not in PARTS_ONLY_FOR.get(part, DTYPES + MORE_DTYPES):
         return False
     if part == "backward":
         return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes(device)
@@ -86,8 +86,8 @@ def applies(op: Any, dtype: torch.dtype, part: str, device: str) -> bool:
 def cases(op: Any, dtype: torch.dtype, part: str, device: str, most: int) -> Iterator[Case]:
     """At most `most` cases (0: all), spread evenly over the samples."""
     samples = list(op.sample_inputs(device, dtype, requires_grad=part == "backward"))
-    if part in FEW:
-        samples = samples[: min(FEW[part], most) if most else 4 * FEW[part]]
+    if part in MAX_SAMPLES:
+        samples = samples[: min(MAX_SAMPLES[part], most) if most else 4 * MAX_SAMPLES[part]]
     elif most and len(samples) > most:
         samples = [samples[i * len(samples) // most] for i in range(most)]
     call = {"inplace": op.inplace_variant, "method": op.method_variant}.get(part, op.op)
@@ -95,7 +95,7 @@ def cases(op: Any, dtype: torch.dtype, part: str, device: str, most: int) -> Ite
     for k, s in enumerate(samples):
         tree = ([s.input, *s.args], dict(s.kwargs))
         case = Case(f"{part} sample {k}", call, tree, tensors_of(tree))
-        if sum(t.numel() for t in case.tensors) > ELEMENTS:
+        if sum(t.numel() for t in case.tensors) > MAX_ELEMENTS:
             continue
         if part in FORMS:
             yield from FORMS[part](case, dtype)
@@ -112,7 +112,7 @@ def suitable(case: Case) -> None:
             raise Unsuitable("quantized or nested input")
 
 
-def chosen(pattern: str, names: list[str]) -> list[str]:
+def matching_names(pattern: str, names: list[str]) -> list[str]:
     """Names that a regular expression finds, in order."""
 
     wanted = re.compile(pattern)

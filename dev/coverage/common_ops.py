@@ -26,14 +26,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-CLASSES = {"cpu": "CpuTests", "cuda": "GPUTests"}
+TEST_CLASSES = {"cpu": "CpuTests", "cuda": "GPUTests"}
 # What a test's text has in it if it looks into Inductor.
-INSIDE = re.compile(
+INTERNAL_NAMES = re.compile(
     r"run_and_get|FileCheck|metrics\.|\bcode\b.*=|config\.patch|config\.|compile_fx_inner|"
     r"V\.graph|GraphLowering|inductor_fallback|has_torchvision|counters\[|expecttest|fresh_.*cache"
 )
 CHUNK, LIMIT_S = 25, 900.0
-MARK = "@common-ops "
+MESSAGE_PREFIX = "@common-ops "
 
 
 def swapped(gm: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,9 +54,9 @@ def load(path: Path, device: str) -> type[unittest.TestCase]:
     module = importlib.util.module_from_spec(spec)
     sys.modules["test_torchinductor"] = module
     spec.loader.exec_module(module)
-    tests = getattr(module, CLASSES[device], None)
+    tests = getattr(module, TEST_CLASSES[device], None)
     if tests is None:
-        raise SystemExit(f"{path} has no {CLASSES[device]} here (is there such a device?)")
+        raise SystemExit(f"{path} has no {TEST_CLASSES[device]} here (is there such a device?)")
     return tests
 
 
@@ -70,7 +70,7 @@ def names(kind: type[unittest.TestCase], only: str) -> tuple[list[str], int]:
             text = inspect.getsource(inspect.unwrap(getattr(kind, name)))
         except (OSError, TypeError):
             text = ""
-        if INSIDE.search(text):
+        if INTERNAL_NAMES.search(text):
             inside += 1
         else:
             tests.append(name)
@@ -106,7 +106,7 @@ def last(err: Any) -> str:
 
 
 def tell(**fields: Any) -> None:
-    print(MARK + json.dumps(fields), flush=True)
+    print(MESSAGE_PREFIX + json.dumps(fields), flush=True)
 
 
 def child(path: Path, device: str) -> None:
@@ -137,7 +137,11 @@ def run_chunk(path: Path, device: str, left: list[str]) -> list[dict[str, Any]]:
         except subprocess.TimeoutExpired as e:
             text = (e.stdout or b"").decode(errors="replace")
             why = f"not done after {LIMIT_S:.0f} s"
-        lines = [json.loads(x[len(MARK) :]) for x in text.splitlines() if x.startswith(MARK)]
+        lines = [
+            json.loads(x[len(MESSAGE_PREFIX) :])
+            for x in text.splitlines()
+            if x.startswith(MESSAGE_PREFIX)
+        ]
         ended = [x for x in lines if "verdict" in x]
         rows += ended
         seen = {x["test"] for x in ended}
@@ -153,7 +157,7 @@ def main() -> int:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--device", choices=tuple(CLASSES), default="cpu")
+    parser.add_argument("--device", choices=tuple(TEST_CLASSES), default="cpu")
     parser.add_argument("--only", default="", help="regular expression of tests' names")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--rows", type=Path, help="write a line of JSON per test here")

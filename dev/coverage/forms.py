@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dev.check.oracle import WIDE
+from dev.check.oracle import WIDE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Case:
             if isinstance(x, Tensor):
                 flat[i] = next(rest)
             elif wide and isinstance(x, torch.dtype):
-                flat[i] = WIDE.get(x, x)
+                flat[i] = WIDE_DTYPES.get(x, x)
         args, kwargs = tree_unflatten(flat, spec)
         return args, kwargs
 
@@ -190,7 +190,7 @@ def lists(case: Case, dtype: torch.dtype) -> Iterator[Case]:
 
 
 # -- dtypes ----------------------------------------------------------------------------------------
-BESIDE: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+MIXED_WITH: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float32: (torch.bfloat16, torch.float64, torch.int64),
     torch.float16: (torch.bfloat16, torch.float32, torch.bool),
     torch.int32: (torch.float32, torch.int64, torch.uint8),
@@ -202,13 +202,13 @@ def mixed(case: Case, dtype: torch.dtype) -> Iterator[Case]:
     mine = [i for i, t in enumerate(case.tensors) if t.dtype == dtype]
     if len(mine) < 2 or any(t.layout != torch.strided for t in case.tensors):
         return
-    for other in BESIDE.get(dtype, ()):
+    for other in MIXED_WITH.get(dtype, ()):
         tensors = [t.to(other) if i in mine[1::2] else t for i, t in enumerate(case.tensors)]
         yield case.of(str(other).removeprefix("torch."), tensors)
 
 
 # -- elements --------------------------------------------------------------------------------------
-SPECIAL = {
+SPECIAL_VALUES = {
     "zeros": (0.0, -0.0),
     "infinities": (0.0, -0.0, torch.inf, -torch.inf, torch.nan),
 }
@@ -216,7 +216,7 @@ SPECIAL = {
 
 def zeros(case: Case, dtype: torch.dtype) -> Iterator[Case]:
     """About half of the elements of floating tensors are special ones."""
-    for form, special in SPECIAL.items():
+    for form, special in SPECIAL_VALUES.items():
         changed = [
             sprinkled(t, special, seed)
             if t.is_floating_point() and t.layout == torch.strided and t.numel()

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-NAME = "deuteron_peer"  # the backend's name while it is measured
-KNOWN = "inductor.json"
+PEER_NAME = "deuteron_peer"  # the backend's name while it is measured
+PEER_FILE = "inductor.json"
 
 
 def generated_by_peer() -> frozenset[str]:
     """The operators that the kept measurement names."""
-    text = files(__package__).joinpath(KNOWN).read_text(encoding="utf-8")
+    text = files(__package__).joinpath(PEER_FILE).read_text(encoding="utf-8")
     return frozenset(json.loads(text)["generated"])
 
 
@@ -73,7 +73,7 @@ def measure(names: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
     unknown: dict[str, str] = {}
     for name in names:
         op = table[name]
-        dtype = next((d for d in DTYPES if applies(op, d, "forward", "cpu")), None)
+        dtype = next((d for d in PEER_DTYPES if applies(op, d, "forward", "cpu")), None)
         if dtype is None:
             unknown[name] = "no dtype"
             continue
@@ -81,7 +81,7 @@ def measure(names: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
         counts: list[int] = []
         runner = Runner(job, Row(job.key, name, job.dtype, "forward"))
         backend = counting_backend(counts)
-        for case in cases(op, dtype, "forward", "cpu", SAMPLES):
+        for case in cases(op, dtype, "forward", "cpu", PEER_SAMPLES):
             try:
                 one = tried(case, False)
                 with capturing():
@@ -101,14 +101,16 @@ def measure(names: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
 
 def write_peer(pattern: str, path: Path) -> int:
     """`python -m dev coverage --peer FILE`."""
-    from dev.coverage.cases import chosen, entries
+    from dev.coverage.cases import entries, matching_names
 
-    measured = measure(chosen(pattern, list(entries())), lambda text: print(text, flush=True))
+    measured = measure(
+        matching_names(pattern, list(entries())), lambda text: print(text, flush=True)
+    )
     path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     print(f"{len(measured['generated'])} operators, {len(measured['unknown'])} unknown: {path}")
     return 0
 
 
-SAMPLES = 5
-DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
+PEER_SAMPLES = 5
+PEER_DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 __all__ = ["counting_backend", "generated_by_peer", "measure", "write_peer"]

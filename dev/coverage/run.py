@@ -20,15 +20,15 @@ from queue import Empty, Queue
 from typing import Any
 
 from deuteron.base.device import demand
-from dev.coverage.cases import DTYPES, PARTS, applies, chosen, entries
+from dev.coverage.cases import DTYPES, PARTS, applies, entries, matching_names
 from dev.coverage.table import by_op, share, summary, table
-from dev.coverage.worker import EAGER, Job, work
+from dev.coverage.worker import EAGER_PREFIX, Job, work
 
-LIMIT = 500.0  # seconds for a job; a multiple of what the slowest takes
+JOB_SECONDS = 500.0  # seconds for a job; a multiple of what the slowest takes
 LONGEST_FIRST: tuple[str, ...] = ("dynamic", "numbers", "backward", "layouts", "chains", "zeros")
 LONGEST_FIRST += ("mixed", "forward", "lists", "inplace", "method")
 JOBS_PER_PROCESS = 150  # torch and its caches grow
-SPENT = "spent"  # in a row: its process cannot do another job
+PROCESS_SPENT = "spent"  # in a row: its process cannot do another job
 SECONDS_TO_END = 5  # for a worker that is asked to
 
 
@@ -45,7 +45,7 @@ def jobs_for(
     table = entries()
     return [
         Job(name, dtype, part, device, most, backend)
-        for name in chosen(ops, list(table))
+        for name in matching_names(ops, list(table))
         for dtype in dtypes
         for part in parts
         if applies(table[name], getattr(torch, dtype), part, device)
@@ -89,7 +89,7 @@ class Worker:
             while self.connection.poll(max(0.0, end - time.monotonic())):
                 said = self.connection.recv()
                 if not isinstance(said, str):
-                    if said.pop(SPENT, False):
+                    if said.pop(PROCESS_SPENT, False):
                         self.stop()
                     return said
                 doing = said
@@ -119,7 +119,7 @@ def run_all(
     processes: int,
     resume: bool,
     say: Callable[[str], None],
-    limit: float = LIMIT,
+    limit: float = JOB_SECONDS,
     seconds: float | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of all jobs. With `seconds`, no job starts after so long."""
@@ -167,7 +167,7 @@ def row_of(worker: Worker, job: Job, limit: float) -> dict[str, Any]:
         try:
             return worker.run(job, limit)
         except Lost as e:
-            name = e.doing.removeprefix(EAGER)
+            name = e.doing.removeprefix(EAGER_PREFIX)
             if name == e.doing or name in job.without:
                 row = {"key": job.key, "op": job.op, "dtype": job.dtype, "part": job.part}
                 return row | {"right": 0, "wrong": [], "errors": [str(e)]}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dev.coverage.cases import DTYPES, MORE, PARTS
+from dev.coverage.cases import DTYPES, MORE_DTYPES, PARTS
 
 
 @dataclass
@@ -154,7 +154,7 @@ def section(
     lines += ["| operator | result | forward | backward | Inductor | dtypes | parts | cases |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for o in ops:
-        dtypes = " ".join(short(d) for d in (*DTYPES, *MORE) if d in o.dtypes)
+        dtypes = " ".join(short(d) for d in (*DTYPES, *MORE_DTYPES) if d in o.dtypes)
         parts = " ".join(p for p in PARTS if p in o.parts)
         lines.append(
             f"| {o.name} | {o.verdict()} | {o.made('forward')} | {o.made('backward')} | "

@@ -32,14 +32,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import deuteron
 from deuteron.backend import collecting
 from deuteron.base.device import device_spec
-from dev.check.differences import SIGNS, coarser, differences
+from dev.check.differences import ZERO_SIGN, coarser, differences
 from dev.check.oracle import Oracle, Seen, copies, observed, see
 from dev.coverage.cases import Unsuitable, cases, entries, suitable
 from dev.coverage.forms import Case, whole_numbers
 
-BATCH = 12  # cases in one graph
-SHOWN = 4  # failures of a job that are described
-EAGER = "eager: "  # what a worker says before eager runs a case
+BATCH_CASES = 12  # cases in one graph
+MAX_DESCRIBED = 4  # failures of a job that are described
+EAGER_PREFIX = "eager: "  # what a worker says before eager runs a case
 Results = list[tuple[Any, Sequence[Tensor]]]
 
 
@@ -193,12 +193,12 @@ class Runner:
         """A case that is wrong beside others counts even when it is right alone."""
         trial = trials[at]
         try:
-            alone = self.problems(trial, self.run([trial], self.job.backend, None)[0])
+            wrong_alone = self.problems(trial, self.run([trial], self.job.backend, None)[0])
         except Exception:  # noqa: BLE001 - alone it fails otherwise: `check` tells how
             self.check([trial])
             return
-        if alone:
-            self.judge([trial], 0, alone)
+        if wrong_alone:
+            self.judge([trial], 0, wrong_alone)
         else:
             self.judge(trials, at, wrong, "only beside others: ")
 
@@ -213,8 +213,8 @@ class Runner:
         witness = self.witness(trials, at)
         if isinstance(witness, Seen):
             same = set(differences(witness, trial.oracle))
-            signs = {p.split(":")[0] for p in same if SIGNS in p}  # of other elements, perhaps
-            same.update(p for p in problems if SIGNS in p and p.split(":")[0] in signs)
+            signs = {p.split(":")[0] for p in same if ZERO_SIGN in p}  # of other elements, perhaps
+            same.update(p for p in problems if ZERO_SIGN in p and p.split(":")[0] in signs)
             for p in problems:
                 if p in same:
                     self.row.noted["as aot_eager: " + p] += 1
@@ -330,8 +330,8 @@ def reason(error: Exception) -> str:
 
 # -- a job -----------------------------------------------------------------------------------------
 # Operators of which eager promises no values: two runs may agree by chance.
-UNSET = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"}
-UNSET |= {"new_empty_strided", "resize_", "resize_as_"}
+UNWRITTEN_RESULTS = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty"}
+UNWRITTEN_RESULTS |= {"new_empty_strided", "resize_", "resize_as_"}
 
 
 def in_general(error: Exception) -> str:
@@ -487,9 +487,9 @@ def run_job(job: Job, say: Callable[[str], None] = lambda text: None) -> dict[st
         if case.name in job.without:
             row.skipped["eager ends the process"] += 1
             continue
-        say(EAGER + case.name)
+        say(EAGER_PREFIX + case.name)
         try:
-            trials.append(trial(case, runner.backward, job.op in UNSET))
+            trials.append(trial(case, runner.backward, job.op in UNWRITTEN_RESULTS))
         except Unsuitable as e:
             if job.part == "mixed" and isinstance(e.__cause__, Exception):
                 refused.append((case, e.__cause__))
@@ -500,7 +500,7 @@ def run_job(job: Job, say: Callable[[str], None] = lambda text: None) -> dict[st
         warnings.simplefilter("ignore")
         for random in (False, True):
             some = [t for t in trials if t.random == random]
-            size = 1 if random else 4 if runner.dynamic else BATCH
+            size = 1 if random else 4 if runner.dynamic else BATCH_CASES
             for k in range(0, len(some), size):
                 runner.check(some[k : k + size])
         for case, error in refused:
@@ -522,9 +522,9 @@ def source_digest() -> str:
 
 
 def brief(texts: list[str]) -> list[str]:
-    if len(texts) <= SHOWN:
+    if len(texts) <= MAX_DESCRIBED:
         return texts
-    return [*texts[:SHOWN], f"and {len(texts) - SHOWN} more"]
+    return [*texts[:MAX_DESCRIBED], f"and {len(texts) - MAX_DESCRIBED} more"]
 
 
 def capturing() -> AbstractContextManager[None]:

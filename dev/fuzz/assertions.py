@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from dev.check.oracle import copies
-from dev.check.test_cases import CAPTURES, Failure, How, Line, Straight, backend, described
+from dev.check.test_cases import CAPTURE_BACKENDS, Failure, How, Line, Straight, backend, described
 from dev.fuzz.draft import Draft, Drawn, Refused
 
-SETS = 6
+INPUT_SETS = 6
 # A tensor whose size data decides: {x} floats, {i} small integers, {m} truth values, of one size.
-COUNTED = (
+COUNTING_LINES = (
     "{i}.nonzero()[:, 0]",
     "{m}.nonzero().squeeze(1)",
     "torch.masked_select({x}, {m})",
@@ -28,9 +28,9 @@ COUNTED = (
     "torch.nonzero({i} * {m}).flatten()",
 )
 # A number that data decides, and what of its range must be said for any use: {k} the number.
-NUMBERS = ("{i}.sum().item()", "{i}.max().item()", "{m}.sum().item()", "{i}[0].item()")
+NUMBER_LINES = ("{i}.sum().item()", "{i}.max().item()", "{m}.sum().item()", "{i}[0].item()")
 # Assertions about a size {s}; {n} is what it is for the first set of inputs, {a} the sets' size.
-ASSERTED = (
+ASSERTED_CONDITIONS = (
     "torch._check({s} == {n})",
     "torch._check({s} <= {n})",
     "torch._check({s} >= {n})",
@@ -40,7 +40,7 @@ ASSERTED = (
     "torch._check({s} % 2 == {n} % 2)",
 )
 # Uses of {t}, a tensor of size {s}; {y} is a tensor of size {n}, right if the assertion says so.
-USES = (
+USING_LINES = (
     "{t} + 3",
     "{t}.float().sin().sum()",
     "{t}[: {n}] * 2",
@@ -86,14 +86,14 @@ def inputs(seed: int, size: int) -> dict[str, tuple[Tensor, ...]]:
     """Floats, integers of 0 to 3, truth values; the second set has as many that count as the first
     has, in other places, and the last ones none or all."""
     made: dict[str, list[Tensor]] = {"x0": [], "x1": [], "x2": []}
-    for k in range(SETS):
+    for k in range(INPUT_SETS):
         g = torch.Generator().manual_seed(seed * 31 + max(0, k - 1))
         x = torch.randn(size, generator=g)
         i = torch.randint(0, 4, (size,), generator=g)
         m = torch.rand(size, generator=g) < 0.5
         if k == 1:
             x, i, m = x + 1, i.roll(1), m.roll(1)
-        if k >= SETS - 2:
+        if k >= INPUT_SETS - 2:
             i, m = torch.full_like(i, 2 * (k % 2)), torch.full_like(m, bool(k % 2))
         for name, t in zip(made, (x, i, m)):
             made[name].append(t)
@@ -102,18 +102,18 @@ def inputs(seed: int, size: int) -> dict[str, tuple[Tensor, ...]]:
 
 def with_sizes(draft: Draft, sets: dict[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
     """Also the inputs that have the sizes of the first set, in every set."""
-    return {n: sets.get(n, (t,) * SETS) for n, t in draft.inputs.items()}
+    return {n: sets.get(n, (t,) * INPUT_SETS) for n, t in draft.inputs.items()}
 
 
 def counted(draft: Draft, words: dict[str, Any]) -> list[str]:
     """A tensor whose size data decides, an assertion, and uses."""
     rng = draft.rng
-    t = draft.add(rng.choice(COUNTED).format(**words))
+    t = draft.add(rng.choice(COUNTING_LINES).format(**words))
     n = draft.value(t).shape[0]
     asserted(draft, f"{t}.size(0)", n, words)
     y = draft.new_input((n,), torch.float32)
     numbers = []
-    for text in rng.sample(USES, rng.randint(1, 3)):
+    for text in rng.sample(USING_LINES, rng.randint(1, 3)):
         if "{y}" in text and not said(draft, f"{t}.size(0) == {n}"):
             if rng.random() < 0.7:
                 continue  # eager decides at every set; the graph cannot be traced without a word
@@ -125,7 +125,7 @@ def counted(draft: Draft, words: dict[str, Any]) -> list[str]:
 def numbered(draft: Draft, words: dict[str, Any]) -> list[str]:
     """A number that data decides, what is said of it, and uses."""
     rng = draft.rng
-    k = draft.add(rng.choice(NUMBERS).format(**words))
+    k = draft.add(rng.choice(NUMBER_LINES).format(**words))
     n = int(draft.env[k])
     if n > words["a"]:
         raise Refused
@@ -138,7 +138,7 @@ def numbered(draft: Draft, words: dict[str, Any]) -> list[str]:
 
 def asserted(draft: Draft, size: str, n: int, words: dict[str, Any]) -> None:
     """One or two assertions that hold for the first set of inputs."""
-    for text in draft.rng.sample(ASSERTED, draft.rng.randint(0, 2)):
+    for text in draft.rng.sample(ASSERTED_CONDITIONS, draft.rng.randint(0, 2)):
         filled = text.format(s=size, n=n, **words)
         try:
             eval(filled, draft.env)
@@ -176,7 +176,7 @@ def own(kind: str, text: str, whole: Straight, how: How) -> Failure:
     whose size it then takes for known (``torch._check(n == 4)``) is no excuse."""
     expected = outcomes(whole, None, how)
     try:
-        captured = outcomes(whole, CAPTURES[-1], how)
+        captured = outcomes(whole, CAPTURE_BACKENDS[-1], how)
     except Exception:  # noqa: BLE001 - the capture fails as well
         return Failure("torch", text)
     same = all(not difference(c, e) for c, e in zip(captured, expected))
@@ -195,8 +195,8 @@ def outcomes(whole: Straight, name: Any, how: How) -> list[Any]:
     with config:
         if name is not None:
             given = {"options": how.options} if how.options and name == how.backend else {}
-            chosen = backend(replace(how, backend=name))
-            fn = torch.compile(fn, backend=chosen, fullgraph=True, **given)
+            compiler = backend(replace(how, backend=name))
+            fn = torch.compile(fn, backend=compiler, fullgraph=True, **given)
         for k, values in enumerate(whole.sets()):
             try:
                 made.append([t.detach().cpu() for t in fn(*copies(values))])

@@ -127,7 +127,7 @@ BLOCKS: list[Block] = [
 ]  # fmt: skip
 
 # One of a group takes the place of another.
-CHANGES: tuple[tuple[str, ...], ...] = (
+WORD_GROUPS: tuple[tuple[str, ...], ...] = (
     ("F.gelu", "F.silu", "F.relu", "torch.tanh", "torch.sigmoid", "torch.sin"),
     ("torch.softmax", "torch.log_softmax", "torch.cumsum"),
     (", -1)", ", 0)"),
@@ -144,7 +144,7 @@ def mutated(text: str, rng: random.Random) -> str:
     """`text` with at most one change."""
     if rng.random() < 0.6:
         return text
-    possible = [(g, w) for g in CHANGES for w in g if w in text]
+    possible = [(g, w) for g in WORD_GROUPS for w in g if w in text]
     if not possible:
         return text
     group, word = rng.choice(possible)

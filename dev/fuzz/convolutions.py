@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dev.check.test_cases import Line
-from dev.fuzz.programs import HUGE, InputSpec, Program, tidy
+from dev.fuzz.programs import MAX_MAGNITUDE, InputSpec, Program, tidy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 CHANNELS = (3, 4, 8, 16, 16, 20, 32)
-SPACE = {1: (9, 12, 17, 32), 2: (5, 7, 8, 9, 12), 3: (4, 5, 6)}
+SPATIAL_SIZES = {1: (9, 12, 17, 32), 2: (5, 7, 8, 9, 12), 3: (4, 5, 6)}
 MAX_ELEMENTS = 30_000  # of a value
 MAX_GROWTH = 48  # channels of a value; a flattened one has more
 
@@ -83,7 +83,7 @@ NORMS = (
     "F.layer_norm({x}.movedim(1, -1), ({c},), {g}, {b}).movedim(-1, 1)",
     "F.local_response_norm({x}, 3)",
 )
-ENDS = (
+LAST_LINES = (
     "F.linear(torch.flatten({x}, 1), {w}, {b})",
     "F.linear({x}.view({x}.shape[0], -1), {w}, {b})",
     "F.linear({x}.reshape({x}.shape[0], -1), {w})",
@@ -108,9 +108,10 @@ class Network:
         self.images: list[str] = []
         self.env: dict[str, object] = {"torch": torch, "F": F}
         torch.manual_seed(seed)
-        size = rng.choice(SPACE[self.rank])
+        size = rng.choice(SPATIAL_SIZES[self.rank])
         sizes = [
-            size if rng.random() < 0.6 else rng.choice(SPACE[self.rank]) for _ in range(self.rank)
+            size if rng.random() < 0.6 else rng.choice(SPATIAL_SIZES[self.rank])
+            for _ in range(self.rank)
         ]
         form = rng.choices(("dense", "channels_last", "stepped"), (4, 4, 1))[0]
         shape = (rng.choice((1, 2, 2, 4)), rng.choice(CHANNELS), *sizes)
@@ -218,7 +219,9 @@ class Network:
         x = self.value(self.image)
         features = x[0].numel() if x.shape[0] else 0
         w, b = self.new_input((7, features)), self.new_input((7,))
-        return self.rng.choice(ENDS).format(x=self.image, w=f"({w} / {features**0.5:.3g})", b=b)
+        return self.rng.choice(LAST_LINES).format(
+            x=self.image, w=f"({w} / {features**0.5:.3g})", b=b
+        )
 
     # -- the network ------------------------------------------------------------------------------
     def step(self, layer: Callable[[], str]) -> None:
@@ -273,7 +276,7 @@ def acceptable(made: object) -> bool:
     if not isinstance(made, Tensor) or made.numel() > MAX_ELEMENTS or not made.numel():
         return False
     known = made.detach().double()
-    return bool(known.isfinite().all()) and float(known.abs().max()) < HUGE
+    return bool(known.isfinite().all()) and float(known.abs().max()) < MAX_MAGNITUDE
 
 
 def network(seed: int) -> Program:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dev.check.oracle import copies
 from dev.check.test_cases import Line, Straight, words
-from dev.fuzz.programs import HUGE, InputSpec
+from dev.fuzz.programs import MAX_MAGNITUDE, InputSpec
 
 
 class Refused(Exception):
@@ -111,10 +111,10 @@ class Draft:
                 needed |= words(line.text)
                 lines.append(line)
         given = sets or {n: (t,) for n, t in self.inputs.items()}
-        kept = {n: ts for n, ts in given.items() if n in needed} or given
+        used = {n: ts for n, ts in given.items() if n in needed} or given
         return Drawn(
             self.seed,
-            kept,
+            used,
             tuple(reversed(lines)),
             tuple(dict.fromkeys(outputs)),
             backward,
@@ -126,4 +126,4 @@ def bounded(made: Tensor) -> bool:
     if made.numel() == 0 or made.dtype == torch.bool:
         return True
     known = made.detach().double()
-    return bool(known.isfinite().all()) and float(known.abs().max()) < HUGE
+    return bool(known.isfinite().all()) and float(known.abs().max()) < MAX_MAGNITUDE

@@ -27,9 +27,9 @@ MAX_ELEMENTS = 6000  # of a value: a program's cost is its compilation
 MAX_AXES = 5
 MOST_STRIDED = 3  # elements that a row with ``as_strided`` reaches over
 MOST_UNBOUND = 64  # tensors that a row with ``unbind`` makes
-HUGE = 1e5  # values that grow beyond are not kept: programs of inf and nan show nothing
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
+MAX_MAGNITUDE = 1e5  # values that grow beyond are not kept: programs of inf and nan show nothing
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Generator:
         self.backward = rng.random() < 0.45
         self.dynamic = rng.random() < 0.35
         self.length = rng.randint(3, most_lines) if rng.random() < 0.5 else rng.randint(3, 12)
-        self.dtype = rng.choices(FLOATS, (0.7, 0.08, 0.14, 0.08))[0]
+        self.dtype = rng.choices(FLOAT_DTYPES, (0.7, 0.08, 0.14, 0.08))[0]
         self.special = rng.random() < 0.06
         self.sizes = {a: rng.choice(SIZES) for a in "ABC"}
         if rng.random() < 0.25:
@@ -243,7 +243,7 @@ class Generator:
         if name == "n":
             return str(rng.choice((0, 1, 2, 3, 5)))
         if name == "dt":
-            return str(rng.choice((*FLOATS, torch.float32, torch.int64, torch.int32)))
+            return str(rng.choice((*FLOAT_DTYPES, torch.float32, torch.int64, torch.int32)))
         if name == "i":
             return self.pick("i")
         if name in ("y", "z"):
@@ -333,9 +333,9 @@ class Generator:
         made = [x.target for x in self.lines if x.target is not None]
         made = [n for n in made if isinstance(self.env.get(n), Tensor)]
         ends = [n for n in made if n not in self.read]
-        chosen = self.rng.sample(ends, min(len(ends), self.rng.choice((1, 2, 4, 8))))
-        chosen += self.rng.sample(made, min(len(made), self.rng.choice((0, 0, 0, 1, 2))))
-        outputs = tuple(dict.fromkeys([*chosen, *made[-1:]])) or (self.inputs[0].name,)
+        results = self.rng.sample(ends, min(len(ends), self.rng.choice((1, 2, 4, 8))))
+        results += self.rng.sample(made, min(len(made), self.rng.choice((0, 0, 0, 1, 2))))
+        outputs = tuple(dict.fromkeys([*results, *made[-1:]])) or (self.inputs[0].name,)
         sizes = [dict(self.sizes)]
         if self.dynamic:
             for _ in range(2):
@@ -389,7 +389,7 @@ def is_kind(v: Tensor, kind: str) -> bool:
         return v.dtype.is_floating_point
     if kind == "b":
         return v.dtype == torch.bool
-    whole = v.dtype in WHOLE
+    whole = v.dtype in INTEGER_DTYPES
     return whole or (kind == "n" and v.dtype.is_floating_point)
 
 
@@ -413,7 +413,7 @@ def acceptable(value: Any, special: bool) -> bool:
     finite = known.isfinite()
     if not special and not bool(finite.all()):
         return False
-    return bool(finite.any()) and float(known[finite].abs().max()) < HUGE
+    return bool(finite.any()) and float(known[finite].abs().max()) < MAX_MAGNITUDE
 
 
 def tidy(p: Program) -> Program:
@@ -423,8 +423,8 @@ def tidy(p: Program) -> Program:
         if line.target is None or line.target in needed:
             needed |= words(line.text)
             lines.append(line)
-    kept = tuple(s for s in p.inputs if s.name in needed)
-    return replace(p, inputs=kept or p.inputs[:1], lines=tuple(reversed(lines)))
+    used = tuple(s for s in p.inputs if s.name in needed)
+    return replace(p, inputs=used or p.inputs[:1], lines=tuple(reversed(lines)))
 
 
 def program(seed: int, most_lines: int = 40) -> Program:

@@ -27,7 +27,7 @@ from deuteron.base.device import demand
 from dev.check.minimize import reduced
 from dev.check.oracle import copies, see
 from dev.check.test_cases import (
-    CAPTURES,
+    CAPTURE_BACKENDS,
     Failure,
     Fn,
     How,
@@ -36,16 +36,18 @@ from dev.check.test_cases import (
     file_text,
     spent,
 )
-from dev.coverage.run import SPENT, Lost, Worker
+from dev.coverage.run import PROCESS_SPENT, Lost, Worker
 from dev.fuzz.kinds import KINDS, kind_of
 
-LIMIT = 240.0  # seconds for a program: its compilation takes less than one, cutting down up to 120
-CUTTING = 120.0
+PROGRAM_SECONDS = (
+    240.0  # seconds for a program: its compilation takes less than one, cutting down up to 120
+)
+CUTTING_SECONDS = 120.0
 # Of a tensor that a program makes with its other sizes; with its first ones it is a few thousand.
 # Some would need the memory of a computer (2e9 with seed 12501069), and a comparison takes dozens
 # of runs.
 MOST_ELEMENTS = 1 << 20
-INTERPRETED = 900.0  # Triton's interpreter takes milliseconds for each program of each grid
+INTERPRETED_SECONDS = 900.0  # Triton's interpreter takes milliseconds for each program of each grid
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def run_task(task: Task) -> dict[str, Any]:
     row |= {"text": "", "file": ""}
     whole = p.straight(task.device)
     if not kind.sets:
-        whole = chosen(whole, runnable(p.straight(), p.backward))
+        whole = with_input_sets(whole, runnable(p.straight(), p.backward))
     try:
         failure = kind.judge(whole, how)
     except Unusable as e:
@@ -83,7 +85,7 @@ def run_task(task: Task) -> dict[str, Any]:
     row |= {"verdict": failure.kind, "text": failure.text}
     if failure.kind != "torch" and not spent():  # nothing is read from a GPU that is
         cut = task.cut and not kind.sets  # the one that cuts knows of no refusals
-        row["file"] = str(kept(replace(task, kind=name, cut=cut), whole, how, failure))
+        row["file"] = str(write_failure(replace(task, kind=name, cut=cut), whole, how, failure))
     return row
 
 
@@ -127,12 +129,12 @@ class Counted(TorchDispatchMode):
         return out
 
 
-def chosen(p: Straight, sets: list[int]) -> Straight:
+def with_input_sets(p: Straight, sets: list[int]) -> Straight:
     """With some of the sets of inputs."""
     return replace(p, inputs={n: tuple(ts[k] for k in sets) for n, ts in p.inputs.items()})
 
 
-def kept(task: Task, whole: Straight, how: How, failure: Failure) -> Path:
+def write_failure(task: Task, whole: Straight, how: How, failure: Failure) -> Path:
     """The file of a failure."""
     folder = Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ def kept(task: Task, whole: Straight, how: How, failure: Failure) -> Path:
     command = f"python -m dev fuzz{kind} --seed {task.seed} --count 1 --device {task.device}"
     path.write_text(file_text(whole, how, f"{command}\n{failure}"), encoding="utf-8")
     if task.cut:
-        small, failure, how = reduced(whole, how, failure, CUTTING)
+        small, failure, how = reduced(whole, how, failure, CUTTING_SECONDS)
         about = f"Cut down from: {command}\n{failure}"
         path.write_text(file_text(small, how, about), encoding="utf-8")
     return path
@@ -158,7 +160,7 @@ def work(connection: Any) -> None:
                 task = connection.recv()
             except EOFError:
                 return
-            connection.send({**run_task(task), SPENT: spent()})
+            connection.send({**run_task(task), PROCESS_SPENT: spent()})
 
 
 @dataclass
@@ -185,7 +187,7 @@ def fuzz(
     processes: int,
     template: Task,
     say: Callable[[str], None],
-    limit: float = LIMIT,
+    limit: float = PROGRAM_SECONDS,
     keep: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Tally:
     """Programs of the seeds `first`, `first` + 1, ... until the time or the count is used up; or of
@@ -237,7 +239,7 @@ def lost(worker: Worker, task: Task, limit: float, e: Lost) -> dict[str, Any]:
     so alone (Dynamo takes minutes to unbind 4,096 symbolic elements, seed 41001500)."""
     verdict = "error"
     try:
-        worker.run(replace(task, backend=CAPTURES[0], options=(), cut=False), limit)
+        worker.run(replace(task, backend=CAPTURE_BACKENDS[0], options=(), cut=False), limit)
     except Lost as alone:
         verdict = "torch" if str(alone) == str(e) else verdict
     kind = kind_of(task.seed, task.kind)
@@ -253,7 +255,7 @@ def run_fuzz(
 ) -> int:
     """The command. Exit status 1 where anything failed; the last failure's program is printed."""
     demand(template.device)
-    limit = INTERPRETED if template.backend == "interpreted" else LIMIT
+    limit = INTERPRETED_SECONDS if template.backend == "interpreted" else PROGRAM_SECONDS
 
     def say(text: str) -> None:
         print(text, flush=True)

@@ -13,7 +13,7 @@ from dev.fuzz.draft import Draft, Drawn, Refused
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (1, 3, 8, 16, 31, 64, 65, 96, 128, 200, 257)
 # Before a product: {x} is the row, [..., K]; {g} a vector of K.
-BEFORE = (
+LINES_BEFORE = (
     "{x}",
     "{x}",
     "F.layer_norm({x}, {x}.shape[-1:], {g}, {g})",
@@ -41,7 +41,7 @@ PRODUCTS = (
     "({w} * {x}.reshape(1, -1)).sum(-1).reshape(*{x}.shape[:-1], -1)",
 )
 # After it: {y} is the result, {r} a row of its shape.
-AFTER = (
+LINES_AFTER = (
     "{y}",
     "{y} + {r}",
     "F.gelu({y})",
@@ -100,7 +100,7 @@ def product(draft: Draft, x: str, dtype: torch.dtype, backward: bool) -> str:
         weight = w
     g = draft.new_input((k,), dtype, grad=backward and rng.random() < 0.5)
     b = draft.new_input((n,), dtype, grad=backward and rng.random() < 0.5)
-    before = draft.add(rng.choice(BEFORE).format(x=x, g=g))
+    before = draft.add(rng.choice(LINES_BEFORE).format(x=x, g=g))
     y = draft.add(rng.choice(PRODUCTS).format(x=before, w=weight, b=b))
     r = draft.new_input(draft.value(y).shape, draft.value(y).dtype)
-    return draft.add(rng.choice(AFTER).format(y=y, r=r))
+    return draft.add(rng.choice(LINES_AFTER).format(y=y, r=r))

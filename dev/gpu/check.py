@@ -21,27 +21,30 @@ from deuteron.backend import deuteron_backend
 from tests.models.compare import Trial, failures
 from tests.models.zoo import CASES
 
-D = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
-    return torch.randn(shape, device=D).to(dtype).requires_grad_(grad)
+    return torch.randn(shape, device=DEVICE).to(dtype).requires_grad_(grad)
 
 
 def ids(n: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, n, shape, device=D)
+    return torch.randint(0, n, shape, device=DEVICE)
 
 
 def rms(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (a.float() * (a.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(a.dtype) * w
 
 
-BF = torch.bfloat16
+BFLOAT16 = torch.bfloat16
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "sin chain": (lambda a: ((a + 1) * 2).sin(), lambda: (x(1000, 1000),)),
-    "gelu bf16": (lambda a: F.gelu(a), lambda: (x(333, 1024, dtype=BF, grad=True),)),
+    "gelu bf16": (lambda a: F.gelu(a), lambda: (x(333, 1024, dtype=BFLOAT16, grad=True),)),
     "softmax 1000": (lambda a: a.softmax(-1), lambda: (x(64, 1000, grad=True),)),
-    "softmax bf16 40001": (lambda a: a.softmax(-1), lambda: (x(20, 40001, dtype=BF, grad=True),)),
+    "softmax bf16 40001": (
+        lambda a: a.softmax(-1),
+        lambda: (x(20, 40001, dtype=BFLOAT16, grad=True),),
+    ),
     "softmax few long": (lambda a: a.softmax(-1), lambda: (x(4, 500_003),)),
     "softmax dim 0": (lambda a: a.softmax(0), lambda: (x(300, 777),)),
     "layer norm": (
@@ -51,12 +54,15 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
     "layer norm bf16": (
         lambda a, w, b: F.layer_norm(a, (1024,), w, b),
         lambda: (
-            x(512, 1024, dtype=BF, grad=True),
-            x(1024, dtype=BF, grad=True),
-            x(1024, dtype=BF, grad=True),
+            x(512, 1024, dtype=BFLOAT16, grad=True),
+            x(1024, dtype=BFLOAT16, grad=True),
+            x(1024, dtype=BFLOAT16, grad=True),
         ),
     ),
-    "rms norm": (rms, lambda: (x(2048, 4096, dtype=BF, grad=True), x(4096, dtype=BF, grad=True))),
+    "rms norm": (
+        rms,
+        lambda: (x(2048, 4096, dtype=BFLOAT16, grad=True), x(4096, dtype=BFLOAT16, grad=True)),
+    ),
     "cross entropy": (F.cross_entropy, lambda: (x(512, 5000, grad=True), ids(5000, 512))),
     "batch norm": (
         lambda a, w, b: F.batch_norm(a, None, None, w, b, training=True),
@@ -82,7 +88,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
         lambda: (ids(1000, 64, 20), x(1000, 128, grad=True)),
     ),
     "scatter add": (
-        lambda a, i: torch.zeros(100, 64, device=D, dtype=a.dtype).index_add(0, i, a),
+        lambda a, i: torch.zeros(100, 64, device=DEVICE, dtype=a.dtype).index_add(0, i, a),
         lambda: (x(5000, 64), ids(100, 5000)),
     ),
     "matvec": (lambda a, b: torch.mv(a, b.exp()).relu(), lambda: (x(3000, 2000), x(2000))),
@@ -140,7 +146,7 @@ def program(name: str) -> str | None:
 
 def model(name: str) -> str | None:
     case = next(c for c in CASES if c.name == name)
-    trial = Trial.of(case, torch.float32, D)
+    trial = Trial.of(case, torch.float32, DEVICE)
     eager, got = trial.errors_over_starts(
         lambda step: torch.compile(step, backend=deuteron_backend, dynamic=False, fullgraph=True)
     )
@@ -164,7 +170,7 @@ def main() -> None:
         failed += wrong is not None
         took = time.perf_counter() - start
         print(f"{'FAIL' if wrong else 'ok  '} {name} ({took:.1f} s) {wrong or ''}", flush=True)
-    print(f"{len(tasks) - failed} of {len(tasks)} right on {D}")
+    print(f"{len(tasks) - failed} of {len(tasks)} right on {DEVICE}")
     sys.exit(bool(failed))
 
 

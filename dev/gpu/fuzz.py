@@ -18,7 +18,7 @@ import tempfile
 from typing import Any
 
 from deuteron.base.options import set_environment
-from dev.fuzz.run import INTERPRETED, LIMIT, Task, fuzz
+from dev.fuzz.run import INTERPRETED_SECONDS, PROGRAM_SECONDS, Task, fuzz
 
 
 def say(text: str) -> None:
@@ -49,7 +49,7 @@ def main(
             rows.flush()
 
         start = seeds if len(seeds) > 1 else seeds[0]
-        limit = INTERPRETED if interpret else LIMIT
+        limit = INTERPRETED_SECONDS if interpret else PROGRAM_SECONDS
         tally = fuzz(start, float(seconds), None, int(processes), task, say, limit, keep)
     print(tally)
     if len(seeds) == 1:

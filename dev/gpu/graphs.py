@@ -79,14 +79,14 @@ def inference(net: nn.Module, inputs: list[Tensor], tolerance: float) -> str:
 
 def training(net: nn.Module, inputs: list[Tensor], tolerance: float) -> str:
     g = torch.compile(net, backend="deuteron", mode="reduce-overhead")
-    kept = []
+    results = []
     for x in inputs:
         x = x.clone().requires_grad_()
         out = g(x)
         (out.float() ** 2).mean().backward()
-        kept.append([out, *grads(net, x)])
+        results.append([out, *grads(net, x)])
     errors = []
-    for x, got in zip(inputs, kept, strict=True):
+    for x, got in zip(inputs, results, strict=True):
         x = x.clone().requires_grad_()
         out = net(x)
         (out.float() ** 2).mean().backward()
@@ -128,9 +128,9 @@ def dropout() -> str:
     same = all(torch.equal(o, g(x, w)) for o in outs)
     other = all(not torch.equal(a, b) for k, a in enumerate(outs) for b in outs[:k])
     h = torch.compile(masks, backend="deuteron", mode="reduce-overhead")
-    kept = [(h(x, w) > 0).float().mean().item() for _ in range(4)]
-    good = same and other and all(0.73 < k < 0.77 for k in kept)
-    return f"{same} {other} {[round(k, 3) for k in kept]}" + ("" if good else "  WRONG")
+    kept_shares = [(h(x, w) > 0).float().mean().item() for _ in range(4)]
+    good = same and other and all(0.73 < k < 0.77 for k in kept_shares)
+    return f"{same} {other} {[round(k, 3) for k in kept_shares]}" + ("" if good else "  WRONG")
 
 
 def streams() -> str:
@@ -259,7 +259,7 @@ def products() -> None:
                 print(f"{line}ATen {host[0]:.1f}{bad} {len(records[0].of('library'))}")
 
 
-def check(chosen: list[str]) -> None:
+def check(names: list[str]) -> None:
     x = [torch.randn(8, 256, device=DEVICE) for _ in range(6)]
     t = [torch.randn(2, 128, 256, device=DEVICE) for _ in range(5)]
     h = [y.bfloat16() for y in t]
@@ -281,7 +281,7 @@ def check(chosen: list[str]) -> None:
         "recorded by the user": recorded_by_the_user,
     }
     for name, case in cases.items():
-        if chosen and name not in chosen:
+        if names and name not in names:
             continue
         torch._dynamo.reset()
         with collecting() as compiled:

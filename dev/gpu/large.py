@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deuteron.backend import deuteron_backend
 
-N = 2**31 + 4096
+LARGE_NUMEL = 2**31 + 4096
 
 
 def points(x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def position(x: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor) -> Tensor:
-    i = torch.tensor([0, N - 1, N // 2, 2**31, 2**31 - 1], device=x.device)
+    i = torch.tensor([0, LARGE_NUMEL - 1, LARGE_NUMEL // 2, 2**31, 2**31 - 1], device=x.device)
     return x[i]
 
 
@@ -79,14 +79,14 @@ def compare(f: Callable[[Tensor], Tensor], x: Tensor, **how: Any) -> str:
 
 def main() -> None:
     made = torch.Generator("cuda").manual_seed(0)
-    x = torch.randint(-9, 9, (N,), dtype=torch.int8, device="cuda", generator=made)
+    x = torch.randint(-9, 9, (LARGE_NUMEL,), dtype=torch.int8, device="cuda", generator=made)
     x[2**31 + 77] = 100
     for f in PROGRAMS:
         line = [compare(f, x), compare(f, x, dynamic=True)]
         if f is not turned:
             line.append(compare(f, x, options={"check_accesses": True}))
         print(f"{f.__name__:10} fixed {line[0]}  dynamic {line[1]}  checked {line[2:]}", flush=True)
-    half = torch.randn(N, dtype=torch.bfloat16, device="cuda")
+    half = torch.randn(LARGE_NUMEL, dtype=torch.bfloat16, device="cuda")
     for g in (points, flipped, columns):
         print(f"{g.__name__:10} bf16 {compare(g, half)}", flush=True)
 

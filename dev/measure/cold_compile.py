@@ -16,7 +16,7 @@ import sys
 import tempfile
 
 PROGRAMS = ("sin((x+1)*2), 10 M", "softmax, 4096 x 1024", "layer norm, 4096 x 1024")
-WORKER = """
+WORKER_SOURCE = """
 import json, sys, time
 import torch, torch.nn.functional as F
 import torch._inductor.compile_fx
@@ -42,7 +42,7 @@ def seconds(name: str, backend: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "DEUTERON_CACHE_DIR": folder}
         done = subprocess.run(
-            [sys.executable, "-c", WORKER, name, backend],
+            [sys.executable, "-c", WORKER_SOURCE, name, backend],
             env=env,
             capture_output=True,
             text=True,

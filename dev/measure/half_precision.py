@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH = 1000, 256, 8, 4, 64
-RUNS = 3
+INPUTS_PER_MODEL = 3
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 
 
@@ -113,7 +113,7 @@ def errors(kind: str, dtype: torch.dtype, device: str) -> dict[str, float]:
     torch.manual_seed(0)
     model = Logits(MODELS[kind](), kind).to(device, dtype)
     wide = copy.deepcopy(model).double()
-    given = [inputs(kind, seed).to(device) for seed in range(RUNS)]
+    given = [inputs(kind, seed).to(device) for seed in range(INPUTS_PER_MODEL)]
     given = [x.to(dtype) if x.is_floating_point() else x for x in given]
     out = {}
     with torch.no_grad():
@@ -122,7 +122,7 @@ def errors(kind: str, dtype: torch.dtype, device: str) -> dict[str, float]:
             torch._dynamo.reset()
             run = model if how is None else torch.compile(model, **how)
             squares = [error(run(x), e) for x, e in zip(given, exact, strict=True)]
-            out[name] = 100 * math.sqrt(sum(squares) / RUNS)
+            out[name] = 100 * math.sqrt(sum(squares) / INPUTS_PER_MODEL)
     return out
 
 

@@ -53,10 +53,10 @@ def main() -> None:
     from deuteron.codegen.triton import access_statistics, tiling
 
     def warps(most: int) -> Any:
-        def chosen(elements: int, each: int = 16) -> int:
+        def limited(elements: int, each: int = 16) -> int:
             return min(most, max(1, access_statistics.below(elements // (32 * each))))
 
-        return chosen
+        return limited
 
     def limits(limit: int, most: int) -> Callable[[], None]:
         def change() -> None:

@@ -30,8 +30,8 @@ from deuteron.base.options import environment
 from dev import ROOT
 
 DOCUMENT = ROOT / "docs" / "testing.md"
-BEGIN = "<!-- planted bugs: written by dev/planted/bugs.py -->"
-END = "<!-- planted bugs: end -->"
+TABLE_BEGIN = "<!-- planted bugs: written by dev/planted/bugs.py -->"
+TABLE_END = "<!-- planted bugs: end -->"
 TESTS_LIMIT = 900.0  # seconds for the tests of one bug
 WITNESS_LIMIT = 400.0
 
@@ -53,82 +53,85 @@ class Bug:
         return "triton" in self.file
 
 
-INDEX = "tests/ir/test_index.py"
-SCHEDULE = "tests/schedule/test_refusals.py tests/schedule/test_fusion.py::test_counts"
-MEMORY = "tests/memory/test_plan.py"
-CPP = (
+INDEX_TESTS = "tests/ir/test_index.py"
+SCHEDULE_TESTS = "tests/schedule/test_refusals.py tests/schedule/test_fusion.py::test_counts"
+MEMORY_TESTS = "tests/memory/test_plan.py"
+CPP_TESTS = (
     "tests/codegen/test_cpp.py::test_softmax tests/codegen/test_cpp.py::test_reductions"
     " tests/codegen/test_cpp_more.py::test_index_out_of_range_is_reported"
 )
-TRITON = "tests/codegen/test_triton.py::test_values"
+TRITON_TESTS = "tests/codegen/test_triton.py::test_values"
 
 BUGS = (
     # -- index algebra
     Bug("quotient of what is just below", "ir/division.py",
-        "        return quotient - 1\n", "        return quotient\n", INDEX),
+        "        return quotient - 1\n", "        return quotient\n", INDEX_TESTS),
     Bug("remainder forgets its small part", "ir/division.py",
-        "* g + small\n", "* g\n", INDEX, "shuffled"),
+        "* g + small\n", "* g\n", INDEX_TESTS, "shuffled"),
     Bug("divisors added, not multiplied", "ir/division.py",
-        "floordiv(inner.num, inner.den * den)", "floordiv(inner.num, inner.den + den)", INDEX,
+        "floordiv(inner.num, inner.den * den)", "floordiv(inner.num, inner.den + den)", INDEX_TESTS,
         "reshaped"),
     Bug("remainder of any remainder", "ir/division.py",
         "if isinstance(inner, Mod) and divide_exact(inner.den, den) is not None:",
-        "if isinstance(inner, Mod):", INDEX, "gathered"),
+        "if isinstance(inner, Mod):", INDEX_TESTS, "gathered"),
     Bug("minimum is maximum", "ir/division.py",
-        'return atom(MinMax("min",', 'return atom(MinMax("max",', INDEX),
+        'return atom(MinMax("min",', 'return atom(MinMax("max",', INDEX_TESTS),
     Bug("division that is not exact", "ir/polynomial.py",
-        "    if c % dc:\n", "    if c < dc:\n", INDEX, "reshaped"),
+        "    if c % dc:\n", "    if c < dc:\n", INDEX_TESTS, "reshaped"),
     Bug("one beyond the end is in range", "ir/division.py",
-        "is_nonneg(as_index(extent) - 1 - index)", "is_nonneg(as_index(extent) - index)", INDEX),
+        "is_nonneg(as_index(extent) - 1 - index)", "is_nonneg(as_index(extent) - index)",
+        INDEX_TESTS),
     Bug("substitution adds factors", "ir/division.py",
         "part = part * _substitute_atom(a, table)", "part = part + _substitute_atom(a, table)",
-        INDEX, "reshaped"),
+        INDEX_TESTS, "reshaped"),
     # -- legality and dependences
     Bug("any element will do", "schedule/legality.py",
         "if not same_element(p.index, r.index, layouts[r.tensor].shape):", "if False:",
-        SCHEDULE, "neighbours"),
+        SCHEDULE_TESTS, "neighbours"),
     Bug("partial results read at once", "schedule/legality.py",
-        "if r.tensor in partial:", "if False:", SCHEDULE, "chained"),
+        "if r.tensor in partial:", "if False:", SCHEDULE_TESTS, "chained"),
     Bug("rows read points", "schedule/legality.py",
         "if LEVELS.index(m.level) < LEVELS.index(p.level) and ",
-        "if False and ", SCHEDULE, "norms"),
+        "if False and ", SCHEDULE_TESTS, "norms"),
     Bug("members in any order", "schedule/legality.py",
-        "            if p.name not in seen:\n", "            if False:\n", SCHEDULE, "neighbours"),
+        "            if p.name not in seen:\n", "            if False:\n",
+        SCHEDULE_TESTS, "neighbours"),
     Bug("overwritten although read elsewhere", "schedule/legality.py",
         "if r.index != m.index or j > k and other is not m:", "if j > k and other is not m:",
-        SCHEDULE, "flipped_first"),
+        SCHEDULE_TESTS, "flipped_first"),
     Bug("scans along any loops", "schedule/legality.py",
         "    return not more and len(loops) == 1 and m.at[along] is loops[0].index\n",
-        "    return True\n", SCHEDULE, "scans"),
+        "    return True\n", SCHEDULE_TESTS, "scans"),
     Bug("writers do not wait for readers", "schedule/dag.py",
         "                for other in since.get(memory, ()):\n",
         "                for other in ():\n", "tests/schedule/test_dag.py", "flipped_first"),
     Bug("readers do not wait for writers", "schedule/dag.py",
-        "                if name in dag.home:\n", "                if not dag.home:\n", SCHEDULE,
+        "                if name in dag.home:\n", "                if not dag.home:\n",
+        SCHEDULE_TESTS,
         "shifted"),
     # -- memory
     Bug("lives that touch share memory", "memory/plan.py",
         "if lives[j][0] <= last and first <= lives[j][1]",
-        "if lives[j][0] < last and first < lives[j][1]", MEMORY, "turned"),
+        "if lives[j][0] < last and first < lives[j][1]", MEMORY_TESTS, "turned"),
     Bug("gaps too small", "memory/plan.py",
-        "if low - at >= need[k]:", "if low - at > 0:", MEMORY, "sizes"),
+        "if low - at >= need[k]:", "if low - at > 0:", MEMORY_TESTS, "sizes"),
     Bug("dies at its first use", "memory/lifetimes.py",
         "                last[root(name)] = k\n",
         "                last.setdefault(root(name), k)\n",
-        MEMORY, "long"),
+        MEMORY_TESTS, "long"),
     Bug("written over a neighbour", "memory/lifetimes.py",
         "        if any(n.attr[1] != store.index for n in _loads(s) if n.attr[0] == read):\n",
-        "        if False:\n", MEMORY, "neighbour"),
+        "        if False:\n", MEMORY_TESTS, "neighbour"),
     Bug("written over what still lives", "memory/plan.py",
         "if n in ours and life.last[n] == k and life.first[n] < k and n not in untouchable",
-        "if n in ours and life.first[n] < k and n not in untouchable", MEMORY, "long"),
+        "if n in ours and life.first[n] < k and n not in untouchable", MEMORY_TESTS, "long"),
     # -- C++
     Bug("first partial sum left out", "codegen/cpp/reductions.py",
         'f"for (long long c = 0; c < {count}; ++c) {n}_d += {n}_p[c];"',
-        'f"for (long long c = 1; c < {count}; ++c) {n}_d += {n}_p[c];"', CPP, "reductions"),
+        'f"for (long long c = 1; c < {count}; ++c) {n}_d += {n}_p[c];"', CPP_TESTS, "reductions"),
     Bug("last of equal ones", "codegen/cpp/reductions.py",
         "({value} == {best} && {position} < {at})", "({value} == {best} && {position} > {at})",
-        CPP, "positions"),
+        CPP_TESTS, "positions"),
     Bug("segment begins at its block", "codegen/cpp/points.py",
         'f"const long long {start} = {difference(low, s)};"',
         'f"const long long {start} = {low};"', "tests/fuzz/test_found.py", "segments"),
@@ -140,21 +143,21 @@ BUGS = (
         "(b < 0) != (r < 0) ? r + b : r", "(b < 0) != (r < 0) ? r - b : r",
         "tests/codegen/test_prelude.py", "wholes"),
     Bug("indices are not checked", "codegen/cpp/emit.py",
-        'scope.add(f"bad |= {seen};"', 'scope.add(f"bad |= 0;"', CPP),
+        'scope.add(f"bad |= {seen};"', 'scope.add(f"bad |= 0;"', CPP_TESTS),
     # -- Triton
     Bug("rows are filled with zeros", "codegen/triton/reductions.py",
         'text = f"tl.where({mask}, {text}, {identity(f.kind, dtype)})"',
-        'text = f"tl.where({mask}, {text}, {identity(\'sum\', dtype)})"', TRITON, "rows"),
+        'text = f"tl.where({mask}, {text}, {identity(\'sum\', dtype)})"', TRITON_TESTS, "rows"),
     Bug("sums are not rescaled", "codegen/triton/reductions.py",
         "{name} = {name} * {e} + tl.sum({terms}, ", "{name} = {name} + tl.sum({terms}, ",
         "tests/codegen/test_triton_programs.py::test_values", "long_rows"),
     Bug("nests side by side mixed up", "codegen/triton/generate.py",
         "{' + '.join(start[: i + 1])}", "{' + '.join(start[: i])} + 1",
-        f"{TRITON} tests/codegen/test_triton_programs.py::test_values", "side_by_side"),
+        f"{TRITON_TESTS} tests/codegen/test_triton_programs.py::test_values", "side_by_side"),
     Bug("last of equal ones (Triton)", "codegen/triton/merging.py",
         "first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))",
         "first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i > j))",
-        f"{TRITON} tests/codegen/test_triton_programs.py::test_values", "positions"),
+        f"{TRITON_TESTS} tests/codegen/test_triton_programs.py::test_values", "positions"),
 )  # fmt: skip
 
 
@@ -186,7 +189,7 @@ class Outcome:
         return f"| {self.bug.name} | `{self.bug.file}` | {caught} | {witness} | {check} |"
 
 
-HEAD = (
+TABLE_HEAD = (
     "| bug | where | caught by | witness | self-check |",
     "|---|---|---|---|---|",
 )
@@ -304,9 +307,9 @@ def summary(outcomes: Sequence[Outcome], failed: Sequence[str]) -> str:
 
 def document(table: str) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+    before, rest = text.split(TABLE_BEGIN)
+    after = rest.split(TABLE_END)[1]
+    DOCUMENT.write_text(f"{before}{TABLE_BEGIN}\n\n{table}\n\n{TABLE_END}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -327,7 +330,7 @@ def main() -> None:
         for bug in bugs:
             outcomes.append(tried(copy, bug, asked.fuzz, failed))
             print(f"{outcomes[-1].seconds:5.0f} s  {outcomes[-1].row()}", flush=True)
-    table = "\n".join([*HEAD, *(o.row() for o in outcomes), "", summary(outcomes, failed)])
+    table = "\n".join([*TABLE_HEAD, *(o.row() for o in outcomes), "", summary(outcomes, failed)])
     print(table)
     if asked.document:
         document(table)

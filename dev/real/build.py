@@ -49,7 +49,7 @@ class Caps:
     samples: int = 32000  # of a waveform
 
 
-CAPS = {
+CAPS_OF_DEVICE = {
     # Kernels of some 10 us and more: 8 images of 224 x 224, 8 x 512 tokens.
     "cuda": Caps(150_000_000, 8, 224, 512, 1024, 4, 16384),
     # Seconds per model on two cores.
@@ -67,7 +67,7 @@ class Built:
 def build(candidate: Candidate, device: str, train: bool) -> Built:
     """On `device`, in float32; dropout and other draws are off, training or not."""
     ladder = timm_rungs if candidate.package == "timm" else transformers_rungs
-    caps, reasons = CAPS[device], []
+    caps, reasons = CAPS_OF_DEVICE[device], []
     try:
         for rung, make in ladder(candidate, caps):
             try:
@@ -100,7 +100,7 @@ def attempt(rung: str, make: Make, device: str, train: bool, reasons: list[str])
     try:
         torch.manual_seed(0)
         module, ladder = make()
-        if sum(p.numel() for p in module.parameters()) > CAPS[device].parameters:
+        if sum(p.numel() for p in module.parameters()) > CAPS_OF_DEVICE[device].parameters:
             raise Unfit("too many parameters")
         module = without_draws(module.train(train).to(device, torch.float32))
     except Exception as error:  # noqa: BLE001 - the next rung
@@ -152,16 +152,18 @@ def timm_rungs(candidate: Candidate, caps: Caps) -> Iterator[tuple[str, Make]]:
 
 
 # ------------------------------------------------------------------------------- transformers
-DEPTH = re.compile(r"(^|_)(n_?layers?|num_\w*layers|\w*_layers|depth|num_blocks|n_blocks)$")
-WIDTH = re.compile(r"(^|_)(hidden_size|d_model|n_embd|embed_dim|hidden_dim|dim|embedding_size)$")
-HEADS = re.compile(r"(^|_)(n_heads?|num_heads|num_\w*heads|\w*attention_heads|num_kv_heads)$")
-INNER = re.compile(
+DEPTH_FIELDS = re.compile(r"(^|_)(n_?layers?|num_\w*layers|\w*_layers|depth|num_blocks|n_blocks)$")
+WIDTH_FIELDS = re.compile(
+    r"(^|_)(hidden_size|d_model|n_embd|embed_dim|hidden_dim|dim|embedding_size)$"
+)
+HEAD_FIELDS = re.compile(r"(^|_)(n_heads?|num_heads|num_\w*heads|\w*attention_heads|num_kv_heads)$")
+INNER_FIELDS = re.compile(
     r"(^|_)(\w*intermediate_size|ffn_dim|\w*ffn_dim|d_ff|n_inner|mlp_dim|mlp_hidden_size)$"
 )
-VOCABULARY = re.compile(r"vocab_size$")
-EXPERTS = re.compile(r"(^|_)(num_(local_|routed_)?experts|n_routed_experts|moe_num_experts)$")
-POSITIONS = re.compile(r"(^|_)(max_position_embeddings|n_positions|max_sequence_length)$")
-DRAWS = re.compile(r"drop|mask_(time|feature)_prob|jitter|noise")
+VOCABULARY_FIELDS = re.compile(r"vocab_size$")
+EXPERT_FIELDS = re.compile(r"(^|_)(num_(local_|routed_)?experts|n_routed_experts|moe_num_experts)$")
+POSITION_FIELDS = re.compile(r"(^|_)(max_position_embeddings|n_positions|max_sequence_length)$")
+RANDOM_FIELDS = re.compile(r"drop|mask_(time|feature)_prob|jitter|noise")
 
 
 def transformers_rungs(candidate: Candidate, caps: Caps) -> Iterator[tuple[str, Make]]:
@@ -186,11 +188,11 @@ def shrink(config: Any, caps: Caps, widths: bool, images: bool) -> None:
     for c in inner:
         shrink(c, caps, widths, images)
     numbers = {k: v for k, v in vars(config).items() if is_number(v)}
-    wide = max((v for k, v in numbers.items() if WIDTH.search(k)), default=0)
+    wide = max((v for k, v in numbers.items() if WIDTH_FIELDS.search(k)), default=0)
     by = 1
     while widths and wide // by > caps.width and wide % (2 * by) == 0:
         by *= 2
-    layers = {v for k, v in numbers.items() if DEPTH.search(k)}
+    layers = {v for k, v in numbers.items() if DEPTH_FIELDS.search(k)}
     vocabulary = caps.vocabulary
     for key, value in list(vars(config).items()):
         put(config, key, shrunk(key, value, caps, by, layers, vocabulary))
@@ -205,7 +207,7 @@ def shrink(config: Any, caps: Caps, widths: bool, images: bool) -> None:
 def shrunk(key: str, value: Any, caps: Caps, by: int, layers: set[int], vocabulary: int) -> Any:
     """An attribute's new value. `layers`: the depths that the configuration has had; a list of such
     a length says something of every layer."""
-    if isinstance(value, float) and DRAWS.search(key):
+    if isinstance(value, float) and RANDOM_FIELDS.search(key):
         return 0.0
     if key == "depths" and isinstance(value, (list, tuple)):
         return type(value)(min(v, caps.depth) for v in value)
@@ -214,17 +216,17 @@ def shrunk(key: str, value: Any, caps: Caps, by: int, layers: set[int], vocabula
         return value[-caps.depth :]
     if not is_number(value):
         return value
-    if VOCABULARY.search(key):
+    if VOCABULARY_FIELDS.search(key):
         return min(value, vocabulary)
     if key.endswith(("_token_id", "_token_index", "_idx")) and value >= vocabulary:
         return vocabulary - 1
     rules = (
-        (DEPTH, min(value, caps.depth)),
-        (WIDTH, max(1, value // by)),
-        (HEADS, max(1, value // by)),
-        (INNER, max(1, value // by)),
-        (EXPERTS, min(value, caps.experts)),
-        (POSITIONS, min(value, caps.positions)),
+        (DEPTH_FIELDS, min(value, caps.depth)),
+        (WIDTH_FIELDS, max(1, value // by)),
+        (HEAD_FIELDS, max(1, value // by)),
+        (INNER_FIELDS, max(1, value // by)),
+        (EXPERT_FIELDS, min(value, caps.experts)),
+        (POSITION_FIELDS, min(value, caps.positions)),
     )
     return next((new for rule, new in rules if rule.search(key)), value)
 
@@ -244,7 +246,7 @@ def inputs_of(module: nn.Module, config: Any, caps: Caps) -> Iterator[Inputs]:
     """Inputs that a model may take: all kinds that its ``forward`` names, then the main one."""
     names = inspect.signature(module.forward).parameters
     main = getattr(module, "main_input_name", "input_ids")
-    made = {n: list(v) for n in names if (v := MAKERS.get(n, nothing)(config, caps))}
+    made = {n: list(v) for n in names if (v := INPUT_MAKERS.get(n, nothing)(config, caps))}
     needed = [
         n for n, p in names.items() if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD
     ]
@@ -254,10 +256,10 @@ def inputs_of(module: nn.Module, config: Any, caps: Caps) -> Iterator[Inputs]:
     if not getattr(config, "is_encoder_decoder", False):
         made = {n: v for n, v in made.items() if not n.startswith("decoder_")}
     choices = [set(made), {main, *needed, *(n for n in made if n.startswith("decoder_"))}]
-    for chosen in choices + [{main, *needed}]:
-        kept = {n: made[n] for n in made if n in chosen}
-        for k in range(max(map(len, kept.values()), default=0)):
-            yield {n: v[min(k, len(v) - 1)] for n, v in kept.items()}
+    for choice in choices + [{main, *needed}]:
+        given = {n: made[n] for n in made if n in choice}
+        for k in range(max(map(len, given.values()), default=0)):
+            yield {n: v[min(k, len(v) - 1)] for n, v in given.items()}
 
 
 def nothing(config: Any, caps: Caps) -> list[Tensor]:
@@ -321,7 +323,7 @@ def spectrogram(config: Any, caps: Caps) -> list[Tensor]:
     return [torch.randn(s, generator=generator) for s in shapes]
 
 
-MAKERS: dict[str, Callable[[Any, Caps], list[Tensor]]] = {
+INPUT_MAKERS: dict[str, Callable[[Any, Caps], list[Tensor]]] = {
     "input_ids": ids,
     "decoder_input_ids": ids,
     "pixel_values": pixels,

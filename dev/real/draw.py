@@ -22,7 +22,7 @@ from typing import Any
 
 PACKAGES = ("timm", "transformers")
 # Heads of transformers that are drawn, beside the bare model: their names in its registry.
-HEADS = (
+MODEL_HEADS = (
     "MODEL_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -31,7 +31,7 @@ HEADS = (
     "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 )
-CANDIDATES = 16  # of a slot, at most
+MAX_CANDIDATES = 16  # of a slot, at most
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Slot:
 def slots(date: str, count: int, packages: tuple[str, ...] = PACKAGES) -> list[Slot]:
     """The slots of a date (ISO). Settings alternate at different paces, so that every combination
     comes; candidates of a slot are its package's, in steps of the number of its slots."""
-    orders = {p: ORDERS[p](random.Random(f"{date} {p}")) for p in packages}
+    orders = {p: ORDER_OF_PACKAGE[p](random.Random(f"{date} {p}")) for p in packages}
     paces = list(itertools.product((False, True), ("bf16", "fp32"), (False, True)))
     drawn = []
     for k in range(count):
         package = packages[k % len(packages)]
         turn, own = divmod(k, len(packages))[0], -(-count // len(packages))
         channels_last, dtype, train = paces[turn % len(paces)]
-        candidates = orders[package][turn::own][:CANDIDATES]
+        candidates = orders[package][turn::own][:MAX_CANDIDATES]
         drawn.append(Slot(k, train, dtype, channels_last, tuple(candidates)))
     return drawn
 
@@ -89,7 +89,7 @@ def transformers_order(generator: random.Random) -> list[Candidate]:
     """One class of each configuration of transformers' registry, with a head or without."""
     modeling = importlib.import_module("transformers.models.auto.modeling_auto")
     classes: dict[str, list[str]] = {}
-    for head in HEADS:
+    for head in MODEL_HEADS:
         for model_type, names in getattr(modeling, head, {}).items():
             class_names = (names,) if isinstance(names, str) else names
             classes.setdefault(model_type, []).extend(n for n in class_names if n)
@@ -98,7 +98,7 @@ def transformers_order(generator: random.Random) -> list[Candidate]:
     return [Candidate("transformers", generator.choice(classes[t]), t) for t in types_]
 
 
-ORDERS = {"timm": timm_order, "transformers": transformers_order}
+ORDER_OF_PACKAGE = {"timm": timm_order, "transformers": transformers_order}
 
 
 # ------------------------------------------------------------------------- timm without torchvision

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from deuteron.base.record import Record
-from dev.bench.measure import COPIES, COPY_BYTES, device_us
+from dev.bench.measure import COPY_BYTES, INPUT_COPIES, device_us
 
 Row = dict[str, Any]
-STEPS = 4  # that are profiled
+PROFILED_STEPS = 4  # that are profiled
 
 
 def copy_gbps() -> float:
@@ -30,10 +30,10 @@ def copy_gbps() -> float:
     target = torch.zeros_like(source)
 
     def copies() -> None:
-        for _ in range(COPIES["cuda"]):
+        for _ in range(INPUT_COPIES["cuda"]):
             target.copy_(source)
 
-    best = min(device_us(copies) for _ in range(6)) / COPIES["cuda"]
+    best = min(device_us(copies) for _ in range(6)) / INPUT_COPIES["cuda"]
     return 2 * COPY_BYTES["cuda"] / best / 1e3
 
 
@@ -46,7 +46,7 @@ def profiled(step: Any) -> dict[str, tuple[float, float]]:
         step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(STEPS):
+        for _ in range(PROFILED_STEPS):
             step()
         torch.cuda.synchronize()
     calls: Counter[str] = Counter()
@@ -56,7 +56,7 @@ def profiled(step: Any) -> dict[str, tuple[float, float]]:
         if e.device_type == DeviceType.CUDA and not e.name.startswith(("##", "Torch-Compiled")):
             calls[e.name] += 1
             us[e.name] += e.time_range.elapsed_us()
-    return {n: (c / STEPS, us[n] / STEPS) for n, c in calls.items()}
+    return {n: (c / PROFILED_STEPS, us[n] / PROFILED_STEPS) for n, c in calls.items()}
 
 
 def kernel_rows(

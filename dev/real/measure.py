@@ -4,7 +4,8 @@ In: what `build` made and a slot's settings. Out: fields of a row (see `report`)
 
 Training hands every result a fixed gradient, so that no loss makes gradients vanish (the mean of a
 norm's squares is constant). What counts as right: the error of each result, gradient and buffer
-against a wider run, in the root of its summed squares, is at most twice eager's, plus `SLACK`.
+against a wider run, in the root of its summed squares, is at most twice eager's, plus
+`ERROR_SLACK`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ Values = dict[str, Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Allowed beside twice eager's error: of float32 some units in the last place, as sums are taken in
 # another order; of bf16 half a unit in the last place of what is stored.
-SLACK = {torch.float32: 2e-6, torch.bfloat16: 2e-3}
+ERROR_SLACK = {torch.float32: 2e-6, torch.bfloat16: 2e-3}
 # A value is measured against this share of what values of the model are like, at least: gradients
 # that cancel to nothing (of a bias before a norm) are rounding in eager too.
-FLOOR = 1e-3
-ROUNDS, LEAST_ROUNDS = 40, 7
+ERROR_FLOOR = 1e-3
+ROUNDS, MIN_ROUNDS = 40, 7
 UNIT_S = {"cuda": 0.01, "cpu": 0.05}  # calls are timed together until they take so long
-SLOWER = {"cuda": 1.05, "cpu": 1.10}  # than the better of eager and Inductor: a failure
+SLOWDOWN_LIMIT = {"cuda": 1.05, "cpu": 1.10}  # than the better of eager and Inductor: a failure
 
 
 class Step:
@@ -62,7 +63,7 @@ class Step:
         self.call: Callable[..., Any] = forward
         contender = CONTENDERS[name]
         if contender.backend:
-            self.call = compiled(contender, NOTHING, forward)
+            self.call = compiled(contender, NO_PROGRAM, forward)
         self.gradients: list[Tensor] = []
         self.times: list[float] = []
         self.collected: list[Record] = []
@@ -126,7 +127,7 @@ def _nothing(*_: object) -> None:
     raise AssertionError("the module's own forward runs")
 
 
-NOTHING = Program(_nothing, ())
+NO_PROGRAM = Program(_nothing, ())
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -181,7 +182,7 @@ def errors(exact: Values, got: Values) -> dict[str, float]:
         if k not in got or got[k].shape != e.shape:
             relative[k] = math.inf
             continue
-        least = FLOOR * usual[k.partition(" ")[0]] * math.sqrt(e.numel())
+        least = ERROR_FLOOR * usual[k.partition(" ")[0]] * math.sqrt(e.numel())
         off = norm(got[k].double() - e.double())
         relative[k] = off / max(total[k], least, 1e-30) if off == off else math.inf
     return relative
@@ -196,8 +197,8 @@ def wrong(mine: dict[str, float], eager: dict[str, float], dtype: torch.dtype) -
     bad = []
     for k, e in eager.items():
         m = mine.get(k, math.inf)
-        if not m <= 2 * e + SLACK[dtype]:
-            bad.append((m / (2 * e + SLACK[dtype]), f"{k}: {m:.2e}, eager {e:.2e}"))
+        if not m <= 2 * e + ERROR_SLACK[dtype]:
+            bad.append((m / (2 * e + ERROR_SLACK[dtype]), f"{k}: {m:.2e}, eager {e:.2e}"))
     return [text for _, text in sorted(bad, key=lambda b: -b[0])]
 
 
@@ -248,7 +249,7 @@ def time_all(steps: Sequence[Step], seconds: float) -> Row:
     calls = max(1, round(UNIT_S[device] / guess))
     begin, rounds, order = time.perf_counter(), 0, random.Random(0)
     with collector_off():
-        while rounds < ROUNDS and (rounds < LEAST_ROUNDS or time.perf_counter() - begin < seconds):
+        while rounds < ROUNDS and (rounds < MIN_ROUNDS or time.perf_counter() - begin < seconds):
             for s in order.sample(list(steps), len(steps)):
                 s.times.append(s.timed(calls))
             rounds += 1

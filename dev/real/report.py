@@ -17,7 +17,7 @@ from typing import Any
 Row = dict[str, Any]
 LARGE_US = 10.0  # kernels that count against their limits
 FAR, OFF = 4.0, 3.0  # above the limit; predicted and measured apart
-WORST = 10
+WORST_SHOWN = 10
 
 
 def geomean(values: Iterable[float]) -> float:
@@ -123,7 +123,7 @@ def kernels(models: list[Row]) -> list[str]:
     lines.append(
         f"above {FAR:g} x their limit: {len(far)}, {100 * total(far, 'us') / us:.1f} % of the time"
     )
-    off = [k for k in large if apart(k) > OFF]
+    off = [k for k in large if misprediction(k) > OFF]
     lines.append(
         f"predicted and measured more than {OFF:g} x apart: {len(off)}, "
         f"{100 * total(off, 'us') / us:.1f} % of the time"
@@ -149,14 +149,14 @@ def lost(k: Row) -> float:
     return float((k["us"] - k["limit_us"]) * k["calls"])
 
 
-def apart(k: Row) -> float:
+def misprediction(k: Row) -> float:
     p, us = max(k["predicted_us"], 1e-3), max(k["us"], 1e-3)
     return max(p / us, us / p)
 
 
 def table(rows: list[Row], key: Any) -> list[str]:
     lines = [f"{'lost us':>9}{'calls':>7}{'us':>9}{'limit':>9}{'predicted':>10}  kernel, model"]
-    for k in sorted(rows, key=key, reverse=True)[:WORST]:
+    for k in sorted(rows, key=key, reverse=True)[:WORST_SHOWN]:
         lines.append(
             f"{lost(k):9.1f}{k['calls']:7.1f}{k['us']:9.1f}{k['limit_us']:9.1f}"
             f"{k['predicted_us']:10.1f}  {k['name'][:70]}, {k['model']}"

@@ -26,14 +26,14 @@ from typing import Any
 
 from deuteron.base.options import environment
 from dev import ROOT
-from dev.real.worker import MARK, Request
+from dev.real.worker import MESSAGE_PREFIX, Request
 
 Row = dict[str, Any]
 # Of a stage (eager's includes starting the process and the candidates passed over), seconds.
 STAGE_S = {"cuda": 240.0, "cpu": 400.0}
 TURN_S = 240.0  # of timing and profiling a model
-WORKER = [sys.executable, "-m", "dev.real.worker"]
-TRIES = 6  # processes for one slot
+WORKER_COMMAND = [sys.executable, "-m", "dev.real.worker"]
+MAX_PROCESSES = 6  # processes for one slot
 
 
 class Process:
@@ -47,7 +47,7 @@ class Process:
             [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
         self.process = subprocess.Popen(
-            WORKER,
+            WORKER_COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -69,8 +69,8 @@ class Process:
         assert self.process.stdout is not None
         for raw in self.process.stdout:
             line = raw.decode(errors="replace")
-            if line.startswith(MARK):
-                self.lines.put(json.loads(line[len(MARK) :]))
+            if line.startswith(MESSAGE_PREFIX):
+                self.lines.put(json.loads(line[len(MESSAGE_PREFIX) :]))
             else:
                 self.log.write(raw)
         self.lines.put(None)
@@ -137,7 +137,7 @@ class Run:
     def prepare(self, slot: int, caches: dict[str, str]) -> Process | None:
         """A process that is ready to time, or nothing: then its row is written."""
         request = replace(self.plan.template, slot=slot)
-        for _ in range(TRIES):
+        for _ in range(MAX_PROCESSES):
             process = Process(request, caches, self.plan.log)
             message = process.message(self.until, self.limit)
             for p in process.passed:
@@ -174,7 +174,7 @@ class Run:
         kind = "died" if process.stage != "time" else "died when timed"
         failure = {"kind": kind, "cause": f"{process.stage}: {why}"}
         about = {"slot": request.slot, "model": process.candidate, "date": request.date}
-        slot = request.chosen()
+        slot = request.requested_slot()
         settings = {"train": slot.train, "dtype": slot.dtype, "channels_last": slot.channels_last}
         return {**about, **settings, "device": request.device, "failures": [failure]}
 
@@ -262,10 +262,10 @@ def line(row: Row) -> str:
     """One line of a row, for who watches."""
     words = ["train" if row.get("train") else "infer", row.get("dtype", "")]
     words += ["channels-last"] if row.get("channels_last") else []
-    times = [f"{row[f'{n}_ms']:9.3f}" if f"{n}_ms" in row else "        -" for n in NAMES]
+    times = [f"{row[f'{n}_ms']:9.3f}" if f"{n}_ms" in row else "        -" for n in CONTENDER_NAMES]
     bad = "; ".join(f"{f['kind']}: {f['cause'][:160]}" for f in row["failures"])
     ratio = f"{row['ratio']:6.2f}" if "ratio" in row else "     -"
     return f"{row['model'][:52]:52} {' '.join(words):25}{''.join(times)}{ratio}  {bad or 'ok'}"
 
 
-NAMES = ("eager", "inductor", "deuteron")
+CONTENDER_NAMES = ("eager", "inductor", "deuteron")

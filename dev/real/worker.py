@@ -1,10 +1,10 @@
 """The process of one slot: finds a candidate that fits, compiles it under all compilers, waits for
 its turn, times it.
 
-In: a request, one line of JSON on standard input (`Request`'s fields), and later any line: its
-turn to time, alone. Out: lines of JSON after `MARK` on standard output: ``{"stage": [candidate,
-stage]}`` before each stage, ``{"skip": candidate, "reason": text}``, ``{"ready": true}`` when only
-timing is left, and ``{"row": {...}}`` last.
+In: a request, one line of JSON on standard input (`Request`'s fields), and later any line: its turn
+to time, alone. Out: lines of JSON after `MESSAGE_PREFIX` on standard output: ``{"stage":
+[candidate, stage]}`` before each stage, ``{"skip": candidate, "reason": text}``, ``{"ready":
+true}`` when only timing is left, and ``{"row": {...}}`` last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-MARK = "@deuteron-real "
+MESSAGE_PREFIX = "@deuteron-real "
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Request:
     only: str = ""  # a candidate by name, with the slot's settings
     settings: str = ""  # of that: as a slot prints them
 
-    def chosen(self) -> Any:
+    def requested_slot(self) -> Any:
         from dataclasses import replace
 
         from dev.real.draw import Candidate, Slot, slots
@@ -65,7 +65,7 @@ def type_of(package: str, name: str) -> str:
 
 
 def emit(**message: Any) -> None:
-    print(MARK + json.dumps(message), flush=True)
+    print(MESSAGE_PREFIX + json.dumps(message), flush=True)
 
 
 def quiet() -> None:
@@ -80,7 +80,7 @@ class Work:
     """A slot on its way to a row."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.slot = request, request.chosen()
+        self.request, self.slot = request, request.requested_slot()
         self.steps: list[Any] = []
         self.row: dict[str, Any] = {}
 
@@ -181,7 +181,7 @@ class Work:
 
     def time(self) -> None:
         from dev.real import kernels
-        from dev.real.measure import SLOWER, slower, time_all
+        from dev.real.measure import SLOWDOWN_LIMIT, slower, time_all
 
         row, device = self.row, self.request.device
         self.stage(row["model"], "time")
@@ -196,7 +196,7 @@ class Work:
                 if step.name == "deuteron":
                     row["kernel_rows"] = kernels.kernel_rows(step.collected, seen, row["copy_gbps"])
         row["ratio"] = round(slower(row, device), 4)
-        if row["ratio"] > SLOWER[device]:
+        if row["ratio"] > SLOWDOWN_LIMIT[device]:
             row["failures"].append({"kind": "slow", "cause": cause(row)})
 
 

@@ -88,7 +88,7 @@ def test_absent_devices_are_refused() -> None:
 
 def test_calibration(tmp_path: Path) -> None:
     plain = D.device_spec("cpu", tmp_path / "none.json")
-    path = tmp_path / D.CALIBRATION
+    path = tmp_path / D.CALIBRATION_FILE
     path.write_text(
         json.dumps(
             {D.key(plain): {"bandwidth_gbps": 77, "gflops": {"bf16": 5e3}}, "cuda:other:1": {}}

@@ -27,7 +27,7 @@ LAST = torch.channels_last
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "quick", lambda t: t.is_floating_point())
-    monkeypatch.setattr(convolutions, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(convolutions, "MIN_FLOPS", 0)
 
 
 class Checked(fx.Interpreter):

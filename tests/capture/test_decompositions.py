@@ -205,18 +205,28 @@ def test_compiled_optimizer():
 def test_tables_name_what_exists():
     """A misspelled operator would be silently left out: each name exists in this torch."""
     only_elsewhere = {"aten.unique_dim"}
-    for name in (*decompositions.WHOLE, *decompositions.FURTHER, *decompositions.RANDOM):
+    for name in (
+        *decompositions.NOT_DECOMPOSED,
+        *decompositions.ALSO_DECOMPOSED,
+        *decompositions.RANDOM_DECOMPOSED,
+    ):
         assert list(ops.resolved((name,))) or name in only_elsewhere, name
     table = decompositions.table()
-    for name in decompositions.FURTHER + decompositions.RANDOM:
+    for name in decompositions.ALSO_DECOMPOSED + decompositions.RANDOM_DECOMPOSED:
         assert any(t in table for t in ops.resolved((name,))), name
-    own = {*pointwise.NAMES, *pointwise.LOOPS, *strides.RULES, *fourier.RULES, *results.RULES}
-    own |= {*refusals.OPERANDS}  # rules that only look at dtypes
+    own = {
+        *pointwise.LOOP_OPERATORS,
+        *pointwise.LOOP_OPERANDS,
+        *strides.RULES,
+        *fourier.RULES,
+        *results.RULES,
+    }
+    own |= {*refusals.SAME_DTYPE_OPERANDS}  # rules that only look at dtypes
     for name in own:
         assert list(ops.resolved((name,))), name
-    for name in decompositions.WHOLE:
+    for name in decompositions.NOT_DECOMPOSED:
         left = [t for t in ops.resolved((name,)) if str(t) not in own]
-        assert not any(t in table for t in left if name not in decompositions.OWN), name
+        assert not any(t in table for t in left if name not in decompositions.OWN_RULES), name
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])

@@ -18,7 +18,7 @@ from deuteron.capture import decompositions, partition
 from deuteron.graph import strides
 from deuteron.graph.edit import Editor
 from deuteron.graph.rewrite import REWRITES, rewrite
-from deuteron.graph.rules import ROWS, Row
+from deuteron.graph.rules import RULES_OF, Row
 from deuteron.graph.transaction import Snapshot
 from deuteron.tools.explain import Explanation
 
@@ -97,7 +97,7 @@ def test_each_is_undone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it failed and was undone" in str(Explanation(records))
 
 
-@pytest.mark.parametrize("name", ["read_apart", "recompute_late"])
+@pytest.mark.parametrize("name", ["recompute_beside_calls", "recompute_late"])
 def test_those_of_capture_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = getattr(partition, name)
 
@@ -118,7 +118,7 @@ def a_program(x: Tensor, n: Tensor) -> tuple[Tensor, ...]:
     return c.sin(), (n + 0).cos()
 
 
-@pytest.mark.parametrize("row", sorted({r.name for rows in ROWS.values() for r in rows}))
+@pytest.mark.parametrize("row", sorted({r.name for rows in RULES_OF.values() for r in rows}))
 def test_each_row_is_undone_alone(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rows are applied."""
 
@@ -126,9 +126,9 @@ def test_each_row_is_undone_alone(row: str, monkeypatch: pytest.MonkeyPatch) -> 
         spoiled(editor.gm)
         raise ZeroDivisionError("planted")
 
-    for packet, rows in ROWS.items():
+    for packet, rows in RULES_OF.items():
         changed = [Row(r.name, fails) if r.name == row else r for r in rows]
-        monkeypatch.setitem(ROWS, packet, changed)
+        monkeypatch.setitem(RULES_OF, packet, changed)
     given = torch.randn(4, 6), torch.arange(24).view(4, 6)
     gm, record = make_fx(a_program, tracing_mode="fake")(*given), Record()
     rewrite(gm, record)

@@ -191,7 +191,7 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.fixture
 def any_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deuteron.graph.layout.LEAST_CHANNELS", 1)
+    monkeypatch.setattr("deuteron.graph.layout.MIN_CHANNELS", 1)
 
 
 def moved(records: list[Record]) -> bool:

@@ -1,4 +1,4 @@
-"""Jagged nested tensors: their ragged length is a symbol without a number, and every call has other
+"""Jagged nested tensors: their jagged length is a symbol without a number, and every call has other
 lengths."""
 
 import pytest

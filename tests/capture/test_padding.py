@@ -117,7 +117,7 @@ def test_the_last_columns_of_what_is_returned_are_a_product_of_their_own(bias: b
         got = compiled(x)
     (record,) = records
     (pad,) = [e for e in record.of("decision") if e["subject"] == "pad"]
-    assert pad["reason"] == "the last columns apart"
+    assert pad["reason"] == "the last columns are a product of their own"
     torch.testing.assert_close(got, net(x), rtol=1e-5, atol=1e-6)
     assert got.stride() == net(x).stride()
 

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from deuteron.base.record import Record
 from deuteron.graph import rewrite
-from deuteron.graph.rules import ROWS
+from deuteron.graph.rules import RULES_OF
 from tests.capture.helpers import check_values
 
 aten = torch.ops.aten
@@ -199,5 +199,5 @@ def test_linear_time():
 
 
 def test_every_row_is_named_and_says_what_it_does():
-    rows = {r.name: r for group in ROWS.values() for r in group}
+    rows = {r.name: r for group in RULES_OF.values() for r in group}
     assert all(r.rewrite.__doc__ for r in rows.values())

@@ -85,7 +85,7 @@ def with_a_number(name: str) -> Callable[..., Any] | None:
     """The arguments of an operator of one tensor."""
     if name in ALONE:
         return ALONE[name]
-    if name in pointwise.ALONE:
+    if name in pointwise.UNARY_LOOPS:
         return lambda a: (a,)
     if name.endswith("Scalar_Tensor"):
         return lambda a: (1, a)
@@ -93,7 +93,7 @@ def with_a_number(name: str) -> Callable[..., Any] | None:
     return (lambda a: (a, 1)) if more else None
 
 
-@pytest.mark.parametrize("name", pointwise.NAMES)
+@pytest.mark.parametrize("name", pointwise.LOOP_OPERATORS)
 def test_pointwise(name: str) -> None:
     """Of one or two operands, in any order of the axes in memory, with any steps of axes of one
     element and axes that are repeated."""
@@ -105,7 +105,7 @@ def test_pointwise(name: str) -> None:
     ran = 0
     for _ in range(30):
         shape = [rng.choice([1, 2, 3]) for _ in range(rng.randint(2, 4))]
-        broadcast = rng.random() < 0.5 and pointwise.LOOPS.get(name) != (0,)
+        broadcast = rng.random() < 0.5 and pointwise.LOOP_OPERANDS.get(name) != (0,)
         whole = any(k in name for k in ("bitwise", "gcd", "lcm"))
         kinds = (torch.int32, torch.bool) if whole else DTYPES
         first, second = rng.choice(kinds), rng.choice(kinds)

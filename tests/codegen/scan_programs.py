@@ -103,7 +103,7 @@ def short() -> Iterator[None]:
     the CPU as on a GPU."""
     few = replace(spec_of("H200"), cores=5, bandwidth_gbps=5.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scans, "LONG_SCAN", 64)
+        patch.setattr(scans, "MIN_SCAN_LENGTH", 64)
         patch.setattr(scanning, "WARP", 2)
         patch.setattr(tools, "spec_of", lambda device: few)
         patch.setattr(nn, "accumulated_in", lambda ctx, dtype: "i64" if dtype == "i64" else "f32")

@@ -101,7 +101,7 @@ def test_ranks_are_counted_by_many_programs() -> None:
 def test_blocks_are_counted_where_there_are_more_places() -> None:
     """By kernels that are spread over the device, one of them for each of two levels."""
     sizes = ordered.block_of(1000, "i32"), ordered.block_of(32768, "i32")
-    assert sizes[0] == 0 and sizes[1] in ordered.BLOCKS
+    assert sizes[0] == 0 and sizes[1] in ordered.RANK_BLOCKS
     _, found = planned(add, ROWS[0], torch.arange(32768) % 7, torch.randn(32768, 32))
     assert calls(found) == []
     counting = [k for k in kernels(found) if k.flops > 32768 * sizes[1] / 4]
@@ -112,7 +112,7 @@ def test_blocks_are_counted_where_there_are_more_places() -> None:
 def test_places_are_checked_once() -> None:
     """Not in every comparison, where numbers of 64 bits are not narrower than positions."""
     f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 2**20, -1, False)  # noqa: E731
-    assert ordered.packed(8192, 2**20) == "i64"
+    assert ordered.packed_dtype(8192, 2**20) == "i64"
     _, found = planned(f, torch.empty(8192, 16).bfloat16(), torch.zeros(8192).long())
     nests = [nest for k in kernels(found) for nest in k.nests]
     roots = [root for nest in nests for root in nest.exprs()]
@@ -161,7 +161,7 @@ def test_one_accumulator_for_parts_of_one_shape(tmp_path: Path) -> None:
     ],
 )
 def test_the_numbers_of_places_and_points(points: int, rows: int, dtype: str | None) -> None:
-    assert ordered.packed(points, rows) == dtype
+    assert ordered.packed_dtype(points, rows) == dtype
 
 
 KINDS: dict[str, Callable[[int, int], torch.Tensor]] = {
@@ -177,7 +177,7 @@ KINDS: dict[str, Callable[[int, int], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", ["i32", "i64"])
 def test_two_levels(n: int, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of the last block."""
-    monkeypatch.setattr(ordered, "packed", lambda points, rows: dtype)
+    monkeypatch.setattr(ordered, "packed_dtype", lambda points, rows: dtype)
     check_order(KINDS[kind](n, 41), 41, 8, monkeypatch)
 
 
@@ -190,7 +190,7 @@ def check_order(i: torch.Tensor, rows: int, block: int, monkeypatch: pytest.Monk
     """The list of places and points is the library's; the sums are eager's, of whole numbers."""
     monkeypatch.setattr(ordered, "block_of", lambda points, dtype: block)
     x, v = torch.zeros(rows, 1), torch.randint(-9, 9, (len(i), 1)).float()
-    monkeypatch.setattr(ordered, "WIDE", 1)
+    monkeypatch.setattr(ordered, "MIN_ORDERED_WIDTH", 1)
     program = lower(trace(add, (x, i, v)), Record(), like="cuda")
     verify_program(program, "lower")
     (sums,) = program.outputs

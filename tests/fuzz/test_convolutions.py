@@ -33,9 +33,9 @@ def test_rewritten_wherever_possible(seed: int, monkeypatch: pytest.MonkeyPatch)
         sizes = padding._sizes(node)
         return all(type(n) is int for n in sizes) and any(n % 8 for n in sizes)
 
-    monkeypatch.setattr(layout, "LEAST_CHANNELS", 1)
+    monkeypatch.setattr(layout, "MIN_CHANNELS", 1)
     monkeypatch.setattr(convolutions, "quick", lambda t: t.is_floating_point())
-    monkeypatch.setattr(convolutions, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(convolutions, "MIN_FLOPS", 0)
     monkeypatch.setattr(padding, "_worth", odd)
     assert not wrong(seed)
 

@@ -19,9 +19,9 @@ from dev.check import test_cases
 from dev.check.differences import differences
 from dev.check.minimize import reduced
 from dev.check.oracle import Oracle, see
-from dev.check.perturbed import Shaken
+from dev.check.perturbed import PerturbedResults
 from dev.check.test_cases import Failure, How, Line, Straight, file_text, load, straight
-from dev.coverage.run import SPENT, Lost, Worker
+from dev.coverage.run import PROCESS_SPENT, Lost, Worker
 from dev.fuzz.programs import program
 from dev.fuzz.run import Task, fuzz, largest, lost, run_task, runnable
 from tests.interpreting import interpret
@@ -234,7 +234,7 @@ def answer(connection: Any) -> None:
             job = connection.recv()
         except EOFError:
             return
-        connection.send({"pid": os.getpid(), SPENT: job})
+        connection.send({"pid": os.getpid(), PROCESS_SPENT: job})
 
 
 def test_a_process_whose_gpu_is_spent_does_no_other_job() -> None:
@@ -362,7 +362,7 @@ def test_the_oracle_moves_sums_at_positions() -> None:
     """What is put at positions is exact, what is added there is not."""
     x, at, y = torch.full((9,), 0.3), torch.arange(9) % 2, torch.full((9,), 0.1)
     for accumulate in (False, True):
-        with Shaken(0, None):
+        with PerturbedResults(0, None):
             got = torch.index_put(x, (at,), y, accumulate=accumulate)
         want = torch.index_put(x, (at,), y, accumulate=accumulate)
         assert torch.equal(got, want) != accumulate
@@ -473,7 +473,7 @@ def test_the_oracle_knows_that_weights_of_attention_are_rounded() -> None:
     off = (want - attention(*[rows.double()] * 3)).abs() / unit
     assert float(off.max()) > 3, "eager's own"
     for seed in (1, 3):
-        with Shaken(seed, None):
+        with PerturbedResults(seed, None):
             got = attention(rows, rows, rows)
         assert 3 < float(((got - want).abs() / unit).max()) < 20
 
@@ -489,12 +489,12 @@ def test_the_oracle_knows_that_means_are_rounded(dtype: torch.dtype) -> None:
     others = torch.stack([x[0] - 1, x[0], x[0] + 1]).to(dtype)
     want = others.double().var(0)
     for seed in (1, 3):
-        with Shaken(seed, None):
+        with PerturbedResults(seed, None):
             zeros, got = equal.var(0), others.var(0)
         assert 0 < float((zeros.double() / (size * x[0].double()).square()).max()) < 4
         steps = 6 if dtype is torch.float64 else 1  # each is moved, where nothing is wider
         assert float(((got.double() - want) / want).abs().max()) < 2 * steps * eps
-    with Shaken(1, None):
+    with PerturbedResults(1, None):
         assert x.var(0).isnan().all()
 
 
@@ -635,7 +635,7 @@ def test_what_is_moved_stays_a_probability() -> None:
     """Seed 25300030: a bernoulli of what is beyond 1 ended the process's use of its GPU."""
     x = torch.linspace(-9, 9, 99, dtype=torch.float64)
     for seed in range(4):
-        with Shaken(seed, torch.bfloat16):
+        with PerturbedResults(seed, torch.bfloat16):
             p = x.sigmoid()
         assert bool((p <= 1).all()) and bool((p != x.sigmoid()).any())
 

@@ -10,7 +10,7 @@ import torch
 
 from dev.check.oracle import copies
 from dev.check.test_cases import How, Line
-from dev.fuzz.assertions import SETS, assertions, judge, outcomes
+from dev.fuzz.assertions import INPUT_SETS, assertions, judge, outcomes
 from dev.fuzz.checkpoints import checkpoints
 from dev.fuzz.draft import Drawn
 from dev.fuzz.kinds import KINDS, kind_of
@@ -42,7 +42,7 @@ def test_some_sets_break_what_is_asserted_and_the_first_never() -> None:
     for seed in range(20):
         p = assertions(seed).straight()
         results = outcomes(p, None, How())
-        assert len(results) == SETS and not isinstance(results[0], str)
+        assert len(results) == INPUT_SETS and not isinstance(results[0], str)
         raised += any(isinstance(x, str) for x in results)
     assert raised >= 8
 

@@ -45,8 +45,8 @@ def test_one_row_is_generated_and_many_are_called() -> None:
 def test_figures_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the library twice as fast, it would multiply."""
     slow = {k: tuple(tuple(r / 40 for r in side) for side in v) for k, v in
-            products.GENERATED.items()}  # fmt: skip
-    monkeypatch.setattr(products, "GENERATED", slow)
+            products.GENERATED_RATES.items()}  # fmt: skip
+    monkeypatch.setattr(products, "GENERATED_RATES", slow)
     p, _ = lowered(lambda x, w: torch.relu(x @ w), torch.randn(1, 900), torch.randn(900, 700))
     assert len(calls(p)) == 1
 

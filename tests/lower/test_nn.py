@@ -187,7 +187,7 @@ def test_matrices_are_the_librarys() -> None:
 @pytest.mark.parametrize("kind", ["cumsum", "cumprod", "cummax", "cummin"])
 def test_scans_in_parts(kind: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows on GPUs: totals of parts, a scan of those, scans of the parts."""
-    monkeypatch.setattr(nn, "part_of", lambda ctx, shape, dim: 6)
+    monkeypatch.setattr(nn, "part_length", lambda ctx, shape, dim: 6)
     f = getattr(torch, kind)
     low = check(lambda x: f(x, dim), torch.rand(12, 18, 24) + 0.5)
     scans = [d for d in low.program.defs if isinstance(d, Compute) and d.body.op == "scan"]
@@ -199,9 +199,9 @@ def test_scans_in_parts(kind: str, dim: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_which_scans_are_in_blocks(
     rows: int, length: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole; what programs cannot tell one another is scanned in parts."""
+    """Whole; what programs cannot exchange is scanned in parts."""
     monkeypatch.setattr(nn, "accumulated_in", lambda ctx, dtype: dtype)
-    monkeypatch.setattr(nn, "part_of", lambda ctx, shape, dim: 4096)
+    monkeypatch.setattr(nn, "part_length", lambda ctx, shape, dim: 4096)
     spec = named_gpu(device)
     assert spec is not None
 
@@ -214,7 +214,7 @@ def test_which_scans_are_in_blocks(
         assert all(d["accepted"] == d["reason"].startswith("in blocks") for d in said)
         return len(computes), [d["reason"] for d in said]
 
-    once, narrow = "in blocks: rows are read once", "in parts: programs cannot tell one another i64"
+    once, narrow = "in blocks: rows are read once", "in parts: programs cannot exchange i64"
     assert scans(lambda x: x.cumsum(1), rows, length) == (1, [once])
     # Of an extreme nobody needs the place, or what finds it reads both.
     assert scans(lambda x: x.cummax(1)[0], rows, length) == (1, [once, narrow])
@@ -233,7 +233,7 @@ def test_which_scans_are_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             return Fake()
 
     def length(*shape: int) -> int | None:
-        return nn.part_of(Context(), [as_index(n) for n in shape], len(shape) - 1)  # type: ignore
+        return nn.part_length(Context(), [as_index(n) for n in shape], len(shape) - 1)  # type: ignore
 
     assert length(64, 1 << 20) == 4096 and length(3, 96 * 1024) == 4096
     assert length(64, 70_000 + 16) is None  # no part divides it

@@ -43,7 +43,7 @@ def test_storage_that_is_read_otherwise_is_no_measure() -> None:
 
     x = [torch.tensor([1.0, 2.0, 3.0]).view(1, 3).expand(2, 3)]
     oracle = Oracle(lambda t, seed=0: see(read, t, False), lambda t: see(read, t, False), x)
-    assert oracle.apart is not None  # the first two are the same
+    assert oracle.unexpanded is not None  # the first two are the same
     y = [torch.tensor([[1.0], [2.0]]).expand(2, 3)]
     oracle = Oracle(lambda t, seed=0: see(read, t, False), lambda t: see(read, t, False), y)
-    assert oracle.apart is None
+    assert oracle.unexpanded is None

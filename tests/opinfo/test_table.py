@@ -10,7 +10,7 @@ from typing import Any
 
 from dev.coverage.run import Lost, Worker, row_of, show
 from dev.coverage.table import by_op, provenance
-from dev.coverage.worker import EAGER, Job, source_digest
+from dev.coverage.worker import EAGER_PREFIX, Job, source_digest
 
 
 def row(op: str, device: str, **more: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Dying(Worker):
     def run(self, job: Job, limit: float) -> dict[str, Any]:
         for name in ("b", "c"):
             if name not in job.without:
-                raise Lost("the process died", EAGER + name)
+                raise Lost("the process died", EAGER_PREFIX + name)
         if job.op == "mul":
             raise Lost("the process died", "compiled")
         return {"without": list(job.without)}

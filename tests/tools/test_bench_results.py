@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dev.bench.cases import Case, Work
-from dev.bench.command import EACH, Asked
+from dev.bench.command import SECONDS_PER_CASE, Asked
 from dev.bench.contenders import CONTENDERS
 from dev.bench.families import FAMILIES
 from dev.bench.measure import Runner, identical
@@ -80,6 +80,6 @@ def test_results_name_the_command_that_gives_them() -> None:
     def command(each: float, what: str = "time") -> str:
         return Asked(("norms",), "", "cpu", "", "", False, -1, each, 60.0, what, 2).command()
 
-    assert command(EACH) == "python -m dev bench norms --device cpu"
+    assert command(SECONDS_PER_CASE) == "python -m dev bench norms --device cpu"
     assert command(2.0) == "python -m dev bench norms --device cpu --each 2"
     assert command(2.0, "cold") == "python -m dev bench norms --device cpu --cold --repeats 2"

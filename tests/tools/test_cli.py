@@ -189,7 +189,7 @@ def test_cold_calls_take_turns_and_the_median_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dev.bench import run
-    from dev.bench.suites import chosen
+    from dev.bench.suites import select_cases
 
     asked: list[str] = []
 
@@ -201,7 +201,7 @@ def test_cold_calls_take_turns_and_the_median_counts(
         return {"results": {name: {"seconds": float(len(asked))}}}
 
     monkeypatch.setattr(run, "run_alone", alone)
-    (case,) = chosen(("seeds",), "cpu", (), "sin chain", False)
+    (case,) = select_cases(("seeds",), "cpu", (), "sin chain", False)
     files = (tmp_path / "bench.log", tmp_path / "rows.json")
     plan = run.Plan((case,), ("inductor", "deuteron"), "cpu", 0, 0.1, 60.0, 3, *files)
     document = run.run_bench(plan, "cold", "python -m dev bench --cold")

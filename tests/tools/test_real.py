@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from dev.real import run as running
-from dev.real.build import CAPS, Built, build
-from dev.real.draw import HEADS, Candidate, absent, slots, transformers_order
+from dev.real.build import CAPS_OF_DEVICE, Built, build
+from dev.real.draw import MODEL_HEADS, Candidate, absent, slots, transformers_order
 from dev.real.measure import Checked, Step, errors, settled, slower, wrong
 from dev.real.report import summary
 from dev.real.run import Plan, read, run_all
-from dev.real.worker import MARK, Request
+from dev.real.worker import MESSAGE_PREFIX, Request
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,7 +35,7 @@ def test_a_date_draws_the_same_models_and_another_date_others() -> None:
 
 def test_every_registry_that_is_drawn_from_exists() -> None:
     modeling = sys.modules["transformers.models.auto.modeling_auto"]
-    assert all(getattr(modeling, h, None) for h in HEADS)
+    assert all(getattr(modeling, h, None) for h in MODEL_HEADS)
     assert len(transformers_order(random.Random(0))) > 300
 
 
@@ -45,7 +45,7 @@ def test_every_registry_that_is_drawn_from_exists() -> None:
 )
 def test_models_become_small_and_get_inputs(name: str, kind: str) -> None:
     built = build(Candidate("transformers", name, kind), "cpu", True)
-    assert sum(p.numel() for p in built.module.parameters()) < CAPS["cpu"].parameters
+    assert sum(p.numel() for p in built.module.parameters()) < CAPS_OF_DEVICE["cpu"].parameters
     step = Step("eager", settled(built, "bf16", True), True)
     values, _ = step.first()
     assert all(v.isfinite().all() for v in values.values())
@@ -89,7 +89,7 @@ def test_the_better_of_the_others_counts() -> None:
 ACTOR = f"""
 import json, os, sys, time
 asked = json.loads(sys.stdin.readline())
-def emit(**m): print({MARK!r} + json.dumps(m), flush=True)
+def emit(**m): print({MESSAGE_PREFIX!r} + json.dumps(m), flush=True)
 def die(): os.kill(os.getpid(), 9)
 k, first = asked["slot"], asked["first"]
 emit(stage=[f"m{{first}}", "eager"])
@@ -111,7 +111,7 @@ emit(row=row)
 def test_a_process_that_dies_ends_one_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(running, "WORKER", [sys.executable, "-c", ACTOR])
+    monkeypatch.setattr(running, "WORKER_COMMAND", [sys.executable, "-c", ACTOR])
     monkeypatch.setattr(running, "STAGE_S", {"cpu": 3.0})
     request = Request("2026-01-02", 6, ("transformers",), 0, "cpu")
     plan = Plan(request, tuple(range(6)), 3, 60.0, tmp_path / "rows", tmp_path / "log")

@@ -29,14 +29,14 @@ from deuteron.base.options import Options
 
 # Units that compute: vector f32 and f64; tensor cores (or their like) by operand type, f32
 # accumulators.
-UNITS = ("f32", "f64", "tf32", "bf16", "f16", "int8")
-CALIBRATION = "devices.json"
+COMPUTE_UNITS = ("f32", "f64", "tf32", "bf16", "f16", "int8")
+CALIBRATION_FILE = "devices.json"
 KB, MB = 1 << 10, 1 << 20
 
 # What programs reach of a data sheet's figure. H200, measured: a copy moves 4.28 of 4.8 TB/s; a
 # large bf16 matrix product runs at 750 of 989 TFLOP/s.
-REACHED_BANDWIDTH = 0.89
-REACHED_TENSOR = 0.76
+BANDWIDTH_EFFICIENCY = 0.89
+TENSOR_CORE_EFFICIENCY = 0.76
 # What one more short kernel costs; H200, measured: launched one by one, and replayed in a graph.
 GPU_LAUNCH_US, GPU_GRAPH_LAUNCH_US = 2.2, 0.96
 
@@ -67,8 +67,9 @@ class DeviceSpec:
     capability: tuple[int, int] | None = None
 
     def peak(self, unit: str) -> float:
-        """GFLOP/s of a unit (`UNITS`); what the device lacks runs on the f32 vector units."""
-        assert unit in UNITS, unit
+        """GFLOP/s of a unit (`COMPUTE_UNITS`); what the device lacks runs on the f32 vector
+        units."""
+        assert unit in COMPUTE_UNITS, unit
         table = dict(self.gflops)
         return table.get(unit, 0.0) or table["f32"]
 
@@ -178,13 +179,13 @@ def _gpu(
 ) -> DeviceSpec:
     """From peak figures in GB/s and TFLOP/s, reduced to what programs reach."""
     gflops = {u: v * 1e3 for u, v in vector.items()} | {
-        u: v * 1e3 * REACHED_TENSOR for u, v in tensor.items()
+        u: v * 1e3 * TENSOR_CORE_EFFICIENCY for u, v in tensor.items()
     }
     return DeviceSpec(
         kind="cuda",
         name=name,
         source=source,
-        bandwidth_gbps=round(bandwidth * REACHED_BANDWIDTH, 1),
+        bandwidth_gbps=round(bandwidth * BANDWIDTH_EFFICIENCY, 1),
         gflops=_units(gflops),
         launch_us=GPU_LAUNCH_US,
         graph_launch_us=GPU_GRAPH_LAUNCH_US,
@@ -202,7 +203,7 @@ def _gpu(
 
 
 def _units(gflops: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    return tuple((u, float(gflops[u])) for u in UNITS if gflops.get(u))
+    return tuple((u, float(gflops[u])) for u in COMPUTE_UNITS if gflops.get(u))
 
 
 def _generic_gpu(properties: Any) -> DeviceSpec:
@@ -358,7 +359,7 @@ def device_spec_for(device: torch.device | str, options: Options) -> DeviceSpec:
             f"no device file {options.device_spec!r}",
             hint="`deuteron doctor --calibrate` writes one",
         )
-    return device_spec(device, options.device_spec or options.cache_folder() / CALIBRATION)
+    return device_spec(device, options.device_spec or options.cache_folder() / CALIBRATION_FILE)
 
 
 def demand(device: torch.device | str) -> None:
@@ -436,7 +437,7 @@ def calibrated(spec: DeviceSpec, content: Mapping[str, Any]) -> DeviceSpec:
     if entry is None:
         return spec
     positive = all(isinstance(v, (int, float)) and v > 0 for v in _figures(entry))
-    if not positive or not set(entry.get("gflops", {})) <= set(UNITS):
+    if not positive or not set(entry.get("gflops", {})) <= set(COMPUTE_UNITS):
         raise DeuteronError(
             f"figures of {key(spec)!r} are no positive numbers of known units",
             hint="calibrate again",

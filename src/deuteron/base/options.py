@@ -18,9 +18,9 @@ from typing import Any, get_type_hints
 
 from deuteron.base.errors import OptionError
 
-PREFIX = "DEUTERON_"
+ENVIRONMENT_PREFIX = "DEUTERON_"
 # The environment may say it shorter than the field does.
-ALIASES = {"DEBUG": "debug_dir"}
+ENVIRONMENT_ALIASES = {"DEBUG": "debug_dir"}
 
 
 def _option(
@@ -196,14 +196,14 @@ def _make(
     known = {f.name: f for f in fields(Options)}
     values: dict[str, Any] = {"mode": mode or "default", **MODES[mode or "default"]}
     for name, text in sorted(environment.items()):
-        if not name.startswith(PREFIX):
+        if not name.startswith(ENVIRONMENT_PREFIX):
             continue
-        short = name[len(PREFIX) :]
-        target = ALIASES.get(short, short.lower())
+        short = name[len(ENVIRONMENT_PREFIX) :]
+        target = ENVIRONMENT_ALIASES.get(short, short.lower())
         if target not in known:
             raise OptionError(
                 f"no option for environment variable {name}",
-                hint=_nearest(name, [PREFIX + k.upper() for k in known]),
+                hint=_nearest(name, [ENVIRONMENT_PREFIX + k.upper() for k in known]),
             )
         values[target] = _parse(target, text, name)
     for name, value in (options or {}).items():

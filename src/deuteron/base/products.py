@@ -13,9 +13,9 @@ from deuteron.base.device import DeviceSpec
 # Multiplications per ns of one core (EPYC with AVX-512, 512 x 1536 in the caches, torch 2.13), by
 # how many rows the smaller operand has at least, where the larger one is contiguous along the sum,
 # and where it is not.
-ROWS = (1, 2, 4, 8, 32)
+RATE_ROWS = (1, 2, 4, 8, 32)
 Rates = tuple[float, ...]
-LIBRARY: dict[str, tuple[Rates, Rates]] = {
+LIBRARY_RATES: dict[str, tuple[Rates, Rates]] = {
     "f32": ((18.5, 20, 23, 32, 44), (19.5, 23, 23, 33, 47)),
     "f64": ((9.2, 9.2, 11, 18, 27), (8.9, 9.8, 10, 18, 25)),
     "bf16": ((13.8, 27, 54, 87, 166), (13.2, 22, 53, 81, 162)),
@@ -23,21 +23,21 @@ LIBRARY: dict[str, tuple[Rates, Rates]] = {
 }
 # Generated loops keep no tile of the result in registers: more than a few rows of more than a few
 # columns go through the caches again and again.
-GENERATED: dict[str, tuple[Rates, Rates]] = {
+GENERATED_RATES: dict[str, tuple[Rates, Rates]] = {
     "f32": ((20, 21, 22, 22, 0.2), (20, 20, 20, 20, 0.3)),
     "f64": ((10.8, 12, 12, 12, 0.1), (10.6, 11, 11, 11, 0.1)),
     "bf16": ((21, 21, 21, 21, 0.3), (28, 29, 32, 34, 0.3)),
     "f16": ((9, 9, 9, 9, 0.1), (15, 15, 15, 15, 0.1)),
 }
 # Products up to this many multiplications are loops of a short kernel whatever their shape.
-SMALL, SMALL_RATE = 32**3, 10.0
+SMALL_PRODUCT, SMALL_PRODUCT_RATE = 32**3, 10.0
 # A library call's own time, through ATen and with its result's tensor (8 x 8 alone: 1.2 us).
 CALL_US, KERNEL_US = 2.5, 0.3
 # Bytes per ns of one core where a product fits into half of the third cache (the same EPYC).
-CACHED = 70.0
+CACHE_BYTES_PER_NS = 70.0
 # On a GPU: what of the f32 units generated loops reach without tensor cores, and what of them the
 # library reaches at least. Products of one row are bound by memory on both sides.
-GPU_GENERATED, GPU_LIBRARY = 0.05, 0.5
+GPU_GENERATED_SHARE, GPU_LIBRARY_SHARE = 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -82,25 +82,25 @@ def rate(table: dict[str, tuple[Rates, Rates]], p: Product, up: bool = False) ->
     along, across = table.get(p.dtype, table["f32"])
     row, least = along if p.along else across, max(1, min(p.m, p.n))
     if up:
-        return next((r for n, r in zip(ROWS, row, strict=True) if n >= least), row[-1])
-    return next(r for n, r in zip(reversed(ROWS), reversed(row), strict=True) if n <= least)
+        return next((r for n, r in zip(RATE_ROWS, row, strict=True) if n >= least), row[-1])
+    return next(r for n, r in zip(reversed(RATE_ROWS), reversed(row), strict=True) if n <= least)
 
 
 def memory_us(p: Product, spec: DeviceSpec) -> float:
     """Moving operands and result: what fits into half of a CPU's last cache is there."""
     cached = spec.kind == "cpu" and p.moved <= spec.l3 // 2
-    return p.moved / (CACHED * 1e3 * spec.cores) if cached else spec.memory_us(p.moved)
+    return p.moved / (CACHE_BYTES_PER_NS * 1e3 * spec.cores) if cached else spec.memory_us(p.moved)
 
 
 def library_us(p: Product, spec: DeviceSpec) -> float:
     """A call of the library, and what else is then a kernel of its own."""
     beside = spec.memory_us(2 * p.result) if p.around else 0.0
     if spec.kind == "cpu":
-        computed = p.work / (rate(LIBRARY, p) * 1e3 * spec.cores)
+        computed = p.work / (rate(LIBRARY_RATES, p) * 1e3 * spec.cores)
         beside += KERNEL_US if p.around else 0.0
         return CALL_US + beside + max(memory_us(p, spec), computed)
     unit = p.dtype if p.dtype in ("bf16", "f16") else "f64" if p.dtype == "f64" else "f32"
-    computed = spec.compute_us(2 * p.work, unit) / GPU_LIBRARY
+    computed = spec.compute_us(2 * p.work, unit) / GPU_LIBRARY_SHARE
     beside += spec.launch_us if p.around else 0.0
     return spec.launch_us + beside + max(memory_us(p, spec), computed)
 
@@ -108,14 +108,14 @@ def library_us(p: Product, spec: DeviceSpec) -> float:
 def generated_us(p: Product, spec: DeviceSpec) -> float:
     """One kernel, with what surrounds the product in it."""
     if spec.kind == "cpu":
-        each = rate(GENERATED, p, up=True)
-        if p.work <= SMALL:
-            each = max(each, SMALL_RATE)
+        each = rate(GENERATED_RATES, p, up=True)
+        if p.work <= SMALL_PRODUCT:
+            each = max(each, SMALL_PRODUCT_RATE)
         return KERNEL_US + max(memory_us(p, spec), p.work / (each * 1e3 * spec.cores))
-    vector = min(p.m, p.n) == 1 or p.work <= SMALL
-    reached = 1.0 if vector else GPU_GENERATED
+    vector = min(p.m, p.n) == 1 or p.work <= SMALL_PRODUCT
+    reached = 1.0 if vector else GPU_GENERATED_SHARE
     computed = spec.compute_us(2 * p.work, "f64" if p.dtype == "f64" else "f32") / reached
     return spec.launch_us + max(memory_us(p, spec), computed)
 
 
-__all__ = ["GENERATED", "LIBRARY", "Product", "generated_us", "library_us"]
+__all__ = ["GENERATED_RATES", "LIBRARY_RATES", "Product", "generated_us", "library_us"]

@@ -13,18 +13,18 @@ from __future__ import annotations
 from deuteron.base.device import DeviceSpec
 
 # Rows of at least so many elements, and at most so many rows, are worth either.
-LONG_SCAN, FEW_SCANS = 1 << 16, 256
-# Scans of a row whose numbers programs tell one another, and of what: 32 bits.
-MOST_SCANS, EXCHANGED = 6, ("f32", "i32")
+MIN_SCAN_LENGTH, MAX_SCAN_ROWS = 1 << 16, 256
+# Scans of a row whose totals programs exchange, at most, and their dtypes: 32 bits.
+MAX_SCANS, EXCHANGED_DTYPES = 6, ("f32", "i32")
 # Time of blocks over a copy's: so much, and so much more for one row, whose blocks all look at the
 # same words. H200, 2^26 elements, f32, of 1, 2, 4, 8, 16, 32 and 64 rows: 1.19, 1.15, 1.07, 1.05,
 # 1.06, 1.10, 1.08 (in parts 1.48); bf16, 16 and 64 rows 1.13, 1.08.
-OVER, ALONE = 1.07, 0.13
+BLOCK_SCAN_TIME, LONE_ROW_SCAN_TIME = 1.07, 0.13
 
 
 def few_and_long(rows: int, length: int) -> bool:
     """Whether there are too few rows for a GPU to scan each by one program."""
-    return length >= LONG_SCAN and rows <= FEW_SCANS
+    return length >= MIN_SCAN_LENGTH and rows <= MAX_SCAN_ROWS
 
 
 def in_blocks(rows: int, length: int, spec: DeviceSpec) -> bool:
@@ -34,7 +34,7 @@ def in_blocks(rows: int, length: int, spec: DeviceSpec) -> bool:
 
 def bandwidth(rows: int) -> float:
     """The share of the device's bandwidth that blocks of so many rows reach."""
-    return 1 / (OVER + ALONE / max(1, rows))
+    return 1 / (BLOCK_SCAN_TIME + LONE_ROW_SCAN_TIME / max(1, rows))
 
 
-__all__ = ["EXCHANGED", "MOST_SCANS", "bandwidth", "few_and_long", "in_blocks"]
+__all__ = ["EXCHANGED_DTYPES", "MAX_SCANS", "bandwidth", "few_and_long", "in_blocks"]

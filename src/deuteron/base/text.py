@@ -9,10 +9,10 @@ for its writer to escape (`codegen.text`, `codegen.cpp.kernels`).
 from __future__ import annotations
 
 # A line of generated code may be as long as a file; a comment that names its place need not be.
-LONGEST_LINE = 240
+MAX_COMMENT_LENGTH = 240
 
 
-def one_line(text: str, longest: int = LONGEST_LINE) -> str:
+def one_line(text: str, longest: int = MAX_COMMENT_LENGTH) -> str:
     """The text with a blank for every character that is not printable, cut off behind `longest`
     characters."""
     out = text[: longest + 1]
@@ -27,4 +27,4 @@ def plain_name(name: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
 
 
-__all__ = ["LONGEST_LINE", "one_line", "plain_name"]
+__all__ = ["MAX_COMMENT_LENGTH", "one_line", "plain_name"]

@@ -29,9 +29,9 @@ from deuteron.base.record import Record
 from deuteron.capture.hints import Hints
 from deuteron.graph import ops
 
-OPERATOR = "flex_attention"
+FLEX_ATTENTION = "flex_attention"
 # In-dims of the user's functions for (batch, head, query, key), innermost `vmap` first.
-PLACES = tuple(tuple(0 if d == k else None for d in range(4)) for k in reversed(range(4)))
+VMAP_IN_DIMS = tuple(tuple(0 if d == k else None for d in range(4)) for k in reversed(range(4)))
 
 
 def plain_attention(
@@ -80,8 +80,8 @@ def attended(
     places = [torch.arange(n, device=scores.device) for n in scores.shape]
     with indexing():
         changed = everywhere(score_mod, 1, len(score_buffers))(scores, *places, *score_buffers)
-        kept = everywhere(mask_mod, 0, len(mask_buffers))(*places, *mask_buffers)
-    masked = torch.where(kept, changed.to(dtype), -math.inf)
+        allowed = everywhere(mask_mod, 0, len(mask_buffers))(*places, *mask_buffers)
+    masked = torch.where(allowed, changed.to(dtype), -math.inf)
     weights = torch._safe_softmax(masked, -1)
     return masked, weights.to(query.dtype) @ value.to(query.dtype)
 
@@ -89,7 +89,7 @@ def attended(
 def everywhere(f: Callable[..., Tensor], before: int, after: int) -> Callable[..., Tensor]:
     """`f` of single elements and places, for all of them; `before` arguments have the dimensions of
     the places, `after` are the user's own."""
-    for dims in PLACES:
+    for dims in VMAP_IN_DIMS:
         f = torch.vmap(f, in_dims=(*((0,) * before), *dims, *((None,) * after)))
     return f
 
@@ -147,7 +147,7 @@ def inline_attention(gm: fx.GraphModule, record: Record) -> None:
                 subject="attention",
                 accepted=not reason,
                 first=node.name,
-                second=OPERATOR,
+                second=FLEX_ATTENTION,
                 reason="plain code" if not reason else "library",
                 detail=reason,
                 bytes=scores_bytes(node),
@@ -164,7 +164,7 @@ def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 def is_flex(node: fx.Node) -> bool:
     higher = isinstance(node.target, torch._ops.HigherOrderOperator)
-    return higher and ops.packet(node.target) == OPERATOR
+    return higher and ops.packet(node.target) == FLEX_ATTENTION
 
 
 def why_not(gm: fx.GraphModule, node: fx.Node) -> str:

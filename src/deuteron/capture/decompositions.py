@@ -4,14 +4,14 @@ In: nothing. Out: `table()`, operator overload -> function. The base is torch's 
 (composite operators, backward formulas of pointwise operators, losses, padding, upsampling,
 embedding and norm backwards, ...). This file states what differs from it, family by family:
 
-    WHOLE     in torch's set, but not decomposed here
-    FURTHER   torch knows how, but its core set keeps them whole; here they are decomposed
-    OWN       rules of this file
+    NOT_DECOMPOSED   in torch's set, but not decomposed here
+    ALSO_DECOMPOSED  torch knows how, but its core set keeps them whole; here they are decomposed
+    OWN_RULES        rules of this file
 
 All names are looked up; one that this torch does not have is left out.
 
 Numerics: torch's decompositions of half types compute in f32 and round once per operator, as eager
-does. Those that round more often than eager are in WHOLE or have a rule in OWN.
+does. Those that round more often than eager are in `NOT_DECOMPOSED` or have a rule in `OWN_RULES`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deuteron.graph.edit import outside_of_modes
 aten = torch.ops.aten
 Rule = Callable[..., Any]
 
-WHOLE: tuple[str, ...] = (
+NOT_DECOMPOSED: tuple[str, ...] = (
     # Torch's rule returns the attention matrix where the backward expects log-sum-exp: wrong
     # gradients.
     "aten._scaled_dot_product_flash_attention_for_cpu",
@@ -73,7 +73,7 @@ WHOLE: tuple[str, ...] = (
     "aten.unique_dim",
 )
 
-FURTHER: tuple[str, ...] = (
+ALSO_DECOMPOSED: tuple[str, ...] = (
     # Softmax and norms are reductions with prologue and epilogue: decomposed they fuse with their
     # neighbours.
     "aten._softmax",
@@ -115,7 +115,7 @@ FURTHER: tuple[str, ...] = (
 )
 
 # Formulas over rand and randn, which the graph's own rewrite makes functions of a seed.
-RANDOM: tuple[str, ...] = (
+RANDOM_DECOMPOSED: tuple[str, ...] = (
     "aten.exponential",
     "aten.cauchy",
     "aten.log_normal",
@@ -124,17 +124,17 @@ RANDOM: tuple[str, ...] = (
     "aten.normal.float_Tensor",
 )
 
-OWN: dict[str, Rule] = {}
+OWN_RULES: dict[str, Rule] = {}
 
 
-def own(*names: str) -> Callable[[Rule], Rule]:
-    def register(f: Rule) -> Rule:
+def decomposition(*names: str) -> Callable[[Rule], Rule]:
+    def add_rule(f: Rule) -> Rule:
         for n in names:
-            assert n not in OWN, f"two rules for {n}"
-            OWN[n] = f
+            assert n not in OWN_RULES, f"two rules for {n}"
+            OWN_RULES[n] = f
         return f
 
-    return register
+    return add_rule
 
 
 @lru_cache(maxsize=2)
@@ -146,12 +146,12 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     decompositions: dict[Any, Rule] = {}
     # Without operators that autograd's dispatcher takes apart: collecting those takes 80 ms.
     decompositions.update(_core_aten_decompositions_post_autograd())
-    further = FURTHER if eager_random else FURTHER + RANDOM
+    further = ALSO_DECOMPOSED if eager_random else ALSO_DECOMPOSED + RANDOM_DECOMPOSED
     decompositions.update(get_decompositions(list(ops.resolved(further))))
-    for target in ops.resolved(WHOLE):
+    for target in ops.resolved(NOT_DECOMPOSED):
         decompositions.pop(target, None)
     rules: list[tuple[str, Rule]] = [
-        *OWN.items(),
+        *OWN_RULES.items(),
         *sampling.RULES.items(),
         *([] if eager_random else [("aten.geometric.default", geometric)]),
         *foreach_rules(),
@@ -160,20 +160,20 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name, rule in rules:
         for target in ops.resolved((name,)):
             decompositions[target] = rule
-    for name, wraps_of in WRAPPED.items():
+    for name, wraps_of in WRAPPERS.items():
         for target in ops.resolved((name,)):
             for wrap in wraps_of if target in decompositions else ():
                 decompositions[target] = wrap(decompositions[target])
-    for name in pointwise.NAMES:
+    for name in pointwise.LOOP_OPERATORS:
         for target in ops.resolved((name,)):
-            loop = pointwise.LOOPS.get(name)
-            alone = name in pointwise.ALONE
+            loop = pointwise.LOOP_OPERANDS.get(name)
+            unary = name in pointwise.UNARY_LOOPS
             decompositions[target] = pointwise.as_in_eager(
-                target, decompositions.get(target), loop, alone
+                target, decompositions.get(target), loop, unary
             )
     for target in ops.resolved(strides.LIKE_FIRST):
         decompositions[target] = strides.made_like(target, decompositions.get(target))
-    for name, wrapper in results.WRAPPED.items():
+    for name, wrapper in results.WRAPPERS.items():
         for target in ops.resolved((name,)):
             if target in decompositions:
                 decompositions[target] = wrapper(decompositions[target])
@@ -181,7 +181,7 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name, rule in (row for table in last for row in table.items()):
         for target in ops.resolved((name,)):
             decompositions[target] = rule
-    for name in refusals.OPERANDS:
+    for name in refusals.SAME_DTYPE_OPERANDS:
         for target in ops.resolved((name,)):
             decompositions[target] = refusals.as_eager_refuses(target, decompositions.get(target))
     return decompositions
@@ -205,7 +205,7 @@ def _tried(record: Record, target: Any, rule: Rule, *args: Any, **kwargs: Any) -
 
 
 # -- torch's rules, with eager's precision ---------------------------------------------------------
-HALF = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def in_f32(rule: Rule) -> Rule:
@@ -214,9 +214,9 @@ def in_f32(rule: Rule) -> Rule:
 
     @wraps(rule)
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.dtype not in HALF:
+        if x.dtype not in HALF_DTYPES:
             return rule(x, *args, **kwargs)
-        wide = [a.float() if isinstance(a, Tensor) and a.dtype in HALF else a for a in args]
+        wide = [a.float() if isinstance(a, Tensor) and a.dtype in HALF_DTYPES else a for a in args]
         results = rule(x.float(), *wide, **kwargs)
         if isinstance(results, Tensor):
             return results.to(x.dtype)
@@ -232,7 +232,7 @@ def f32_statistics(rule: Rule) -> Rule:
     @wraps(rule)
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if x.dtype not in HALF or not any(a.dtype == torch.float32 for a in others):
+        if x.dtype not in HALF_DTYPES or not any(a.dtype == torch.float32 for a in others):
             return rule(x, *args, **kwargs)
         out, *statistics = rule(x.float(), *args, **kwargs)
         return (out.to(x.dtype), *statistics)
@@ -289,7 +289,7 @@ def of_reals(rule: Rule) -> Rule:
     return wrapped
 
 
-WRAPPED: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
+WRAPPERS: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten.nan_to_num.default": (of_reals,),
     "aten.nll_loss_forward.default": (in_f32,),
     "aten.nll_loss2d_forward.default": (in_f32,),
@@ -334,7 +334,7 @@ def geometric(x: Tensor, p: float, *, generator: Any = None) -> Any:
     return (torch.floor(torch.log1p(-drawn) / math.log1p(-p)) + 1).to(x.dtype)
 
 
-@own("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+@decomposition("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     """Torch's rule of 2.11 writes in place, which a functional graph may not."""
     if x.dim() == 0:
@@ -345,13 +345,13 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return aten.index_put.default(x, places, value.to(x))
 
 
-@own("aten._unique.default")
+@decomposition("aten._unique.default")
 def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False) -> tuple[Tensor, ...]:
     """Torch 2.11 traces this one (of `index_fill`'s gradient) with the size of no tensor."""
     return aten._unique2.default(x, sorted, return_inverse, False)[:2]
 
 
-@own("aten.native_dropout_backward.default")
+@decomposition("aten.native_dropout_backward.default")
 def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
     """In eager's order, which decides rounding and strides."""
     out = grad * mask * scale
@@ -359,19 +359,19 @@ def native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 # -- pointwise -------------------------------------------------------------------------------------
-@own("aten.frac.default")
+@decomposition("aten.frac.default")
 def frac(x: Tensor) -> Tensor:
     """Eager's: 0.0 of -0.0, where the rule of torch 2.11 has -0.0."""
     return x - torch.trunc(x) if x.dtype.is_floating_point else NotImplemented
 
 
-@own("aten.round.decimals")
+@decomposition("aten.round.decimals")
 def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
     """Scaled, rounded and scaled back in the compute dtype, as eager does; torch's rule emits
     private operators."""
     if not x.dtype.is_floating_point:
         return NotImplemented
-    wide = x.float() if x.dtype in HALF else x
+    wide = x.float() if x.dtype in HALF_DTYPES else x
     scale = 10.0 ** abs(decimals)
     if decimals == 0:
         out = aten.round.default(wide)
@@ -382,7 +382,7 @@ def round_decimals(x: Tensor, *, decimals: int = 0) -> Tensor:
     return out.to(x.dtype)
 
 
-@own("aten.angle.default")
+@decomposition("aten.angle.default")
 def angle(x: Tensor) -> Tensor:
     if x.is_complex():  # eager fills a contiguous tensor
         return NotImplemented if strides.is_contiguous(x) else aten.angle.default(x.contiguous())
@@ -391,23 +391,23 @@ def angle(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), x, turned) if floating else turned
 
 
-SIXTH = 0.1666666716337204  # of an f32
+ONE_SIXTH = 0.1666666716337204  # of an f32
 
 
-@own("aten.hardsigmoid_backward.default")
+@decomposition("aten.hardsigmoid_backward.default")
 def hardsigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
     """Eager's factor is an f32 number for float64, too."""
-    return torch.where((x > -3) & (x < 3), grad * SIXTH, 0.0)
+    return torch.where((x > -3) & (x < 3), grad * ONE_SIXTH, 0.0)
 
 
-@own("aten.soft_margin_loss_backward.default")
+@decomposition("aten.soft_margin_loss_backward.default")
 def soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int) -> Tensor:
     """Torch's rule subtracts 1 from a sigmoid, which leaves nothing where that is near 1."""
     out = -target * torch.sigmoid(-target * x) * grad
     return out / x.numel() if reduction == 1 else out
 
 
-@own("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
+@decomposition("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 def nll_loss_backward(
     grad: Tensor,
     x: Tensor,
@@ -437,13 +437,13 @@ def nll_loss_backward(
     return torch.where(hit & counted, -grad, 0.0).to(x.dtype)
 
 
-@own("aten._efficientzerotensor.default")
+@decomposition("aten._efficientzerotensor.default")
 def efficient_zeros(size: Sequence[int], **kwargs: Any) -> Tensor:
     return aten.full.default(size, 0, **{k: v for k, v in kwargs.items() if v is not None})
 
 
 # -- convolution -----------------------------------------------------------------------------------
-@own("aten.convolution_backward.default")
+@decomposition("aten.convolution_backward.default")
 def convolution_backward(
     grad: Tensor,
     x: Tensor,
@@ -479,7 +479,7 @@ def convolution_backward(
 
 
 # -- embeddings ------------------------------------------------------------------------------------
-@own("aten.embedding_dense_backward.default")
+@decomposition("aten.embedding_dense_backward.default")
 def embedding_dense_backward(
     grad: Tensor, indices: Tensor, rows: int, padding: int, scale_by_frequency: bool
 ) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-DONATED = "deuteron_donated"
+DONATED_META = "deuteron_donated"
 
 
 def mark_donated(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -31,7 +31,7 @@ def mark_donated(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outp
     }
     for n in backward.graph.find_nodes(op="placeholder"):
         if n.name in saved:
-            n.meta[DONATED] = True
+            n.meta[DONATED_META] = True
 
 
 def _memories(n: fx.Node) -> list[Any]:
@@ -44,4 +44,4 @@ def _memories(n: fx.Node) -> list[Any]:
 def donated_inputs(gm: fx.GraphModule) -> frozenset[int]:
     """Positions of the inputs that `mark_donated` marked."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    return frozenset(i for i, n in enumerate(placeholders) if n.meta.get(DONATED))
+    return frozenset(i for i, n in enumerate(placeholders) if n.meta.get(DONATED_META))

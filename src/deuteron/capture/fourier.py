@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 aten = torch.ops.aten
 Call = Callable[[Tensor, list[int]], Tensor]
-CUFFT_DIMENSIONS = 3  # that cuFFT transforms in one call
+MAX_CUFFT_DIMS = 3  # that cuFFT transforms in one call
 
 
 def falling(x: Tensor, dims: Sequence[int]) -> list[int]:
@@ -57,7 +57,7 @@ def known(x: Tensor, dim: Sequence[int]) -> list[int] | None:
 
 def in_one_call(x: Tensor, dims: list[int]) -> bool:
     """Whether eager gives cuFFT all dimensions of a real transform at once."""
-    return len(dims) <= CUFFT_DIMENSIONS and dims[:2] != [0, 1]
+    return len(dims) <= MAX_CUFFT_DIMS and dims[:2] != [0, 1]
 
 
 def c2c(x: Tensor, dim: Sequence[int], normalization: int, forward: bool) -> Any:
@@ -65,7 +65,7 @@ def c2c(x: Tensor, dim: Sequence[int], normalization: int, forward: bool) -> Any
     if given is None:
         return NotImplemented
     left = falling(x, given)
-    most = CUFFT_DIMENSIONS if x.device.type == "cuda" else len(left)
+    most = MAX_CUFFT_DIMS if x.device.type == "cuda" else len(left)
     if len(left) <= most and is_of_last(x, falling(x, others(x, left)), left, given):
         return NotImplemented
     while left:

@@ -19,12 +19,20 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Where functions are that mean the same in every process with one version of torch and Python.
-HOMES = ("torch", "torch._C._nn", "torch._C", "torch.nn.functional", "operator", "math", "builtins")
-NAMESPACES = ("aten", "prims")
-PLAIN = (type(None), bool, int, str, type(Ellipsis))
-NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+STABLE_MODULES = (
+    "torch",
+    "torch._C._nn",
+    "torch._C",
+    "torch.nn.functional",
+    "operator",
+    "math",
+    "builtins",
+)
+KNOWN_NAMESPACES = ("aten", "prims")
+LITERAL_TYPES = (type(None), bool, int, str, type(Ellipsis))
+NAMED_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Settings that graphs and what is made of them depend on, as expressions.
-SETTINGS = (
+TORCH_SETTINGS = (
     "torch.is_grad_enabled()",
     "torch.is_inference_mode_enabled()",
     "torch.get_default_dtype()",
@@ -51,17 +59,17 @@ SETTINGS = (
     "torch.backends.mkldnn.enabled",
     "torch._functorch.config.get_hash()",
 )
-AUTOCAST = ("cpu", "cuda")
+AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class Unnameable(Exception):
     """Why a graph has no name."""
 
 
-def identity(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+def graph_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     """The text. Raises `Unnameable`."""
     described = [*settings(), *map(given, inputs)]
-    apart(inputs)
+    check_distinct_memory(inputs)
     return "\n".join((*described, *map(line, gm.graph.nodes)))
 
 
@@ -70,9 +78,9 @@ def settings() -> Iterator[str]:
         raise Unnameable("compiled autograd traces backwards itself")
     if torch._C._len_torch_dispatch_stack():
         raise Unnameable("a dispatch mode is on")
-    for text in SETTINGS:
+    for text in TORCH_SETTINGS:
         yield f"{text} = {compiled(text)()}"
-    for device in AUTOCAST:
+    for device in AUTOCAST_DEVICES:
         yield f"{device}: {torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
 
 
@@ -95,7 +103,7 @@ def given(x: Any) -> str:
     return f"{x.dtype} {x.device} {list(x.shape)} {numbers} {flags} {parameter}"
 
 
-def apart(inputs: Iterable[Tensor]) -> None:
+def check_distinct_memory(inputs: Iterable[Tensor]) -> None:
     """Raises if two inputs share memory: the graph may depend on which parts they share."""
     places = [x.untyped_storage()._cdata for x in inputs if x.numel()]
     if len(set(places)) != len(places):
@@ -107,11 +115,11 @@ def line(node: fx.Node) -> str:
     origin = node.meta.get("stack_trace") or ""
     sized(node.meta.get("example_value"))
     if node.op == "placeholder":
-        kept = node.meta.get("tensor_dict") or {}
+        attributes = node.meta.get("tensor_dict") or {}
         real = getattr(node.meta.get("grapharg"), "example", None)
         if isinstance(real, Tensor) and type(real) not in (Tensor, torch.nn.Parameter):
             raise Unnameable(f"an input is a {type(real).__name__}")
-        return f"{node.name} {sorted(kept)}"
+        return f"{node.name} {sorted(attributes)}"
     if node.op in ("get_attr", "call_module"):
         raise Unnameable(f"the graph holds {node.target}")
     target = named(node.target) if node.op == "call_function" else f".{node.target}"
@@ -130,11 +138,11 @@ def sized(x: Any) -> None:
 
 
 @cache
-def homes() -> tuple[tuple[str, Any], ...]:
-    return tuple((name, home_object(name)) for name in HOMES)
+def stable_modules() -> tuple[tuple[str, Any], ...]:
+    return tuple((name, stable_module(name)) for name in STABLE_MODULES)
 
 
-def home_object(name: str) -> Any:
+def stable_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:  # a part of an extension module
@@ -147,17 +155,17 @@ def home_object(name: str) -> Any:
 def named(f: Any) -> str:
     """A function by a name that leads to it."""
     if isinstance(f, torch._ops.OpOverload):
-        if f.namespace in NAMESPACES:
+        if f.namespace in KNOWN_NAMESPACES:
             return str(f)
         raise Unnameable(f"{f} is no operator of torch's")
     if isinstance(f, torch._ops.HigherOrderOperator):  # its numbers may name kernels of the user's
         raise Unnameable(f"{f} runs what the graph does not show")
     name = getattr(f, "__name__", "")
-    for home, module in homes():
+    for home, module in stable_modules():
         if name and getattr(module, name, None) is f:
             return f"{home}.{name}"
     home = getattr(f, "__module__", None) or ""
-    if home.split(".")[0] == "torch" and getattr(home_object(home), name, None) is f:
+    if home.split(".")[0] == "torch" and getattr(stable_module(home), name, None) is f:
         return f"{home}.{name}"
     raise Unnameable(f"{getattr(f, '__qualname__', f)} is not torch's, or has no name there")
 
@@ -166,11 +174,11 @@ def value(x: Any) -> str:
     """An argument."""
     if isinstance(x, fx.Node):
         return f"%{x.name}"
-    if type(x) in PLAIN:
+    if type(x) in LITERAL_TYPES:
         return repr(x)
     if type(x) in (float, complex):
         return repr(x) if not (type(x) is float and math.isnan(x)) else "nan"
-    if isinstance(x, NAMED):
+    if isinstance(x, NAMED_TYPES):
         return f"<{x}>"
     if isinstance(x, slice):
         return f"slice({value(x.start)}, {value(x.stop)}, {value(x.step)})"
@@ -182,4 +190,4 @@ def value(x: Any) -> str:
     raise Unnameable(f"an argument is a {type(x).__name__}")
 
 
-__all__ = ["Unnameable", "identity"]
+__all__ = ["Unnameable", "graph_key"]

@@ -1,7 +1,7 @@
 """The one shim for the likely values of symbolic sizes. Asks nothing that would add a guard.
 
 In: a Python number, SymInt or fake tensor. Out: an int. A size that is known only at run time
-(unbacked) counts as `FALLBACK`.
+(unbacked) counts as `FALLBACK_SIZE`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 # Elements that an unbacked size is taken to have: only the order of magnitude matters, and only to
 # a cost model.
-FALLBACK = 4096
+FALLBACK_SIZE = 4096
 
 
 class Hints:
@@ -53,7 +53,7 @@ class Hints:
         if known is None:
             known = getattr(env, "var_to_val", {})
         try:
-            values = {s: sympy.Integer(int(known.get(s, FALLBACK))) for s in expr.free_symbols}
+            values = {s: sympy.Integer(int(known.get(s, FALLBACK_SIZE))) for s in expr.free_symbols}
             return max(0, int(expr.xreplace(values)))
         except (TypeError, ValueError, ZeroDivisionError, OverflowError):
-            return FALLBACK
+            return FALLBACK_SIZE

@@ -49,7 +49,7 @@ aten = torch.ops.aten
 # Saved bytes stay allocated from forward to backward; a saved byte counts this much beyond its
 # traffic. Memory is what limits batch sizes on GPUs, and on CPU pages that come back from the
 # system are faulted in again.
-HELD = 2.0
+SAVED_BYTE_COST = 2.0
 # Vector FLOPs that take as long as moving one byte: H200 67 TFLOP/s (f32) at 4.8 TB/s; a server
 # core 50 GFLOP/s at 6 GB/s. Only their order of magnitude matters.
 FLOPS_PER_BYTE = {"cuda": 14.0, "cpu": 8.0}
@@ -141,7 +141,7 @@ class Costs:
     def readers(self, n: fx.Node, but: fx.Node) -> list[fx.Node]:
         """What reads `n` in the backward, or what is computed from it and not written to memory;
         `but` apart."""
-        reading: dict[fx.Node, None] = {}
+        readers: dict[fx.Node, None] = {}
         todo, seen = [n], {n, but}
         while todo:
             for u in todo.pop().users:
@@ -149,10 +149,10 @@ class Costs:
                     continue
                 seen.add(u)
                 if u in self._before:
-                    reading[u] = None
+                    readers[u] = None
                 elif ops.is_view(u) or u.op == "call_function" and not self.materialized(u):
                     todo.append(u)
-        return list(reading)
+        return list(readers)
 
     def sources(self, n: fx.Node) -> list[fx.Node]:
         """The tensors in memory from which `n` is computed, reductions apart."""
@@ -170,7 +170,7 @@ class Costs:
                         in_memory[p] = None
         return list(in_memory)
 
-    def apart(self, n: fx.Node) -> int:
+    def reread_bytes(self, n: fx.Node) -> int:
         """Bytes that are read only to compute `n` again for a library call: nobody else reads them
         at that time, since everybody else waits for what the call returns."""
         calls = 0
@@ -199,7 +199,7 @@ class Costs:
         if not self.materialized(n):
             cost += 1.0
         if n.op != "placeholder" and n not in self.outputs:
-            cost += HELD
+            cost += SAVED_BYTE_COST
         # Four units per byte; the one more prefers fewer tensors and keeps empty ones from being
         # free.
         return int(4 * size * cost) + 1
@@ -237,7 +237,7 @@ class Costs:
             flops = PHILOX_FLOPS
         cost = self.hints.numel(first) * flops / per_byte
         if self.backward_uses(n)[1]:
-            cost += size + self.apart(n)  # a library call wants it in memory
+            cost += size + self.reread_bytes(n)  # a library call wants it in memory
         return int(4 * cost) + 1
 
 
@@ -277,7 +277,7 @@ def costs_of(joint: fx.GraphModule, info: Any, options: Options) -> Costs:
     return Costs(info, options, outputs=frozenset(n for n in results if n in info.fw_order))
 
 
-def read_apart(joint: fx.GraphModule, costs: Costs) -> bool:
+def recompute_beside_calls(joint: fx.GraphModule, costs: Costs) -> bool:
     """Gives generated code of the backward a value of its own where a library call needs the same
     one, which is then saved for that call: what it is computed from is read there anyway (the sign
     of a ReLU behind a norm). Returns whether there was one."""
@@ -380,10 +380,10 @@ def before_writes(joint: fx.GraphModule, saved: list[fx.Node], info: Any) -> lis
             u for u in source.users if u is not output and not ops.is_mutating(u) and u not in views
         ]
         with editor.before(editor.first_call()):
-            kept = editor.call(aten.clone.default, source, like=n)
+            copy = editor.call(aten.clone.default, source, like=n)
         for u in readers:
-            u.replace_input_with(source, kept)
-        out = [kept if k is source else k for k in out]
+            u.replace_input_with(source, copy)
+        out = [copy if k is source else k for k in out]
     return out
 
 
@@ -396,11 +396,11 @@ def written_later(joint: fx.GraphModule) -> list[fx.Node]:
     return [n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in later]
 
 
-def note(
+def record_saved(
     record: Record, saved: Sequence[fx.Node], costs: Costs, info: Any, graph: fx.Graph
 ) -> None:
     """Writes to the Record what is saved, and what the backward recomputes instead of reading."""
-    kept = set(saved)
+    saved_nodes = set(saved)
     for n in saved:
         if n.op != "placeholder" and isinstance(n.meta.get("val"), torch.Tensor):
             record.add(
@@ -418,7 +418,12 @@ def note(
                 bytes=costs.hints.bytes(n.meta["val"]),
             )
     for n in graph.nodes:
-        if n.op != "call_function" or n in kept or n not in costs.depth or ops.is_symbolic(n):
+        if (
+            n.op != "call_function"
+            or n in saved_nodes
+            or n not in costs.depth
+            or ops.is_symbolic(n)
+        ):
             continue
         if any(u in info.tangents_closure and u.op != "output" for u in n.users):
             record.add(
@@ -455,7 +460,7 @@ def extract(
     )
 
 
-def draws_of(graph: fx.Graph) -> list[fx.Node]:
+def random_calls(graph: fx.Graph) -> list[fx.Node]:
     """Draws that do not depend on incoming gradients."""
     late: set[fx.Node] = set()
     for n in graph.nodes:
@@ -464,15 +469,15 @@ def draws_of(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if ops.is_random(n) and n not in late]
 
 
-def draw_again(
-    forward: fx.Graph, backward: fx.Graph, draws: Sequence[fx.Node], order: Mapping[str, int]
+def replay_random(
+    forward: fx.Graph, backward: fx.Graph, random_nodes: Sequence[fx.Node], order: Mapping[str, int]
 ) -> None:
     """Puts draws that are in neither graph, since nobody reads them, into the forward, where the
     joint graph's `order` has them: as in eager, those after them have other numbers without. Not
     those that read what is not there."""
     there = {n.name: n for n in forward.nodes}
     others = {n.name for n in backward.nodes}
-    for draw in draws:
+    for draw in random_nodes:
         missing = any(a.name not in there for a in draw.all_input_nodes)
         if draw.name in there or draw.name in others or missing:
             continue
@@ -516,16 +521,20 @@ def partition(
             static_lifetime_input_indices=static,
         )
     costs = costs_of(joint, info, options)
-    apart = attempt(joint, record, Rewrite("reads apart", lambda gm, _: read_apart(gm, costs)))
-    if apart is None or apart:
+    changed = attempt(
+        joint,
+        record,
+        Rewrite("recomputation beside calls", lambda gm, _: recompute_beside_calls(gm, costs)),
+    )
+    if changed is None or changed:
         info = P.classify_nodes(joint, static, num_fwd_outputs)
         costs = costs_of(joint, info, options)
     saved = before_writes(joint, choose_saved(joint.graph, info, costs), info)
-    note(record, saved, costs, info, joint.graph)
-    draws = draws_of(joint.graph) if options.eager_random else []
+    record_saved(record, saved, costs, info, joint.graph)
+    random_nodes = random_calls(joint.graph) if options.eager_random else []
     order = {n.name: k for k, n in enumerate(joint.graph.nodes)}
     forward, backward = extract(joint, saved, num_fwd_outputs, info)
-    draw_again(forward.graph, backward.graph, draws, order)
+    replay_random(forward.graph, backward.graph, random_nodes, order)
     if recomputes:
         forward, backward = replayed(joint, forward, backward, num_fwd_outputs)
     late = Rewrite("recomputation late", lambda gm, _: recompute_late(gm.graph))
@@ -533,7 +542,7 @@ def partition(
     if (thread := getattr(P, "thread_graphsafe_rng_from_hops", None)) is not None:
         forward, backward = thread(forward, is_backward=False), thread(backward, is_backward=True)
     mark_donated(forward, backward, num_fwd_outputs)
-    forward.graph.output_node().meta[ops.RESULTS] = num_fwd_outputs
+    forward.graph.output_node().meta[ops.CALLER_RESULTS_META] = num_fwd_outputs
     return forward, backward
 
 
@@ -551,12 +560,12 @@ def recompute_late(graph: fx.Graph) -> None:
     output = next(iter(reversed(graph.nodes)))
     for n in list(graph.nodes):
         if n in late and n.op not in ("placeholder", "output"):
-            _place(n, placed, output)
+            _append_with_arguments(n, placed, output)
     for n in output.all_input_nodes:
-        _place(n, placed, output)
+        _append_with_arguments(n, placed, output)
 
 
-def _place(node: fx.Node, placed: set[fx.Node], output: fx.Node) -> None:
+def _append_with_arguments(node: fx.Node, placed: set[fx.Node], output: fx.Node) -> None:
     """Moves `node`, after its arguments, to the end of what is placed."""
     todo = [node]
     while todo:

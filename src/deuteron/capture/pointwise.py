@@ -32,7 +32,7 @@ from deuteron.capture.strides import (
 Rule = Callable[..., Any]
 
 
-def less(a: Any, b: Any) -> bool:
+def is_less(a: Any, b: Any) -> bool:
     """As far as that is known. Of sizes that depend on data a multiple counts as larger."""
     if type(a) is int and type(b) is int:
         return a < b
@@ -50,9 +50,9 @@ def memory_order(shape: Sequence[Any], strides: Sequence[Sequence[Any]]) -> list
         for s in strides:
             if type(s[a]) is int and s[a] == 0 or type(s[b]) is int and s[b] == 0:
                 continue
-            if less(s[a], s[b]):
+            if is_less(s[a], s[b]):
                 return -1
-            if less(s[b], s[a]) or less(shape[b], shape[a]):
+            if is_less(s[b], s[a]) or is_less(shape[b], shape[a]):
                 return 1
         return 0
 
@@ -158,9 +158,9 @@ def laid_out(t: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def as_in_eager(
-    target: Any, rule: Rule | None, loop: Sequence[int] | None = None, alone: bool = False
+    target: Any, rule: Rule | None, loop: Sequence[int] | None = None, unary: bool = False
 ) -> Rule:
-    """`loop`: a row of `LOOPS`. `alone`: numbers are no operands."""
+    """`loop`: a row of `LOOP_OPERANDS`. `unary`: numbers are no operands."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         out = NotImplemented if rule is None else rule(*args, **kwargs)
@@ -174,7 +174,7 @@ def as_in_eager(
         shape = torch.broadcast_shapes(*(t.shape for t in operands))
         if out.dim() != len(shape):  # a loss that is reduced
             return out
-        number = len(operands) == 1 and not alone
+        number = len(operands) == 1 and not unary
         read = [plain(a) for a in args[:2]] if number else operands
         given = operands if loop is None else [operands[k] for k in loop]
         steps = eager_strides(shape, given, read_in(target, read, given, out.dtype), number)
@@ -210,25 +210,25 @@ bitwise_right_shift.Scalar_Tensor bitwise_right_shift.Tensor_Scalar
 remainder.Scalar_Tensor xlogy.Scalar_Other xlogy.Scalar_Self div.Scalar_mode
 """
 # Of one tensor, or of one with numbers that are no operands of the loop.
-_ALONE = """
+_UNARY = """
 abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min cos cosh
 digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardsigmoid hardswish i0 isnan
 isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit mish neg polygamma
 reciprocal relu round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus
 sqrt square tan tanh threshold trunc
 """
-ALONE = (*(f"aten.{n}.default" for n in _ALONE.split()), "aten.pow.Tensor_Scalar")
-NAMES = (
+UNARY_LOOPS = (*(f"aten.{n}.default" for n in _UNARY.split()), "aten.pow.Tensor_Scalar")
+LOOP_OPERATORS = (
     *(f"aten.{n}.Tensor" for n in _TENSOR.split()),
     *(f"aten.{n}.default" for n in _DEFAULT.split()),
     *("aten.div.Tensor_mode", "aten.pow.Tensor_Tensor", "aten.where.self", "aten.lerp.Tensor"),
     "aten.lerp.Scalar",
     *(f"aten.{n}.Scalar" for n in _SCALAR.split()),
     *(f"aten.{n}" for n in _NUMBER.split()),
-    *ALONE,
+    *UNARY_LOOPS,
 )
 # Which operands eager's loop is given, and in which order, where not as they come.
-LOOPS = {
+LOOP_OPERANDS = {
     "aten.threshold_backward.default": (1, 0),
     "aten.leaky_relu_backward.default": (1, 0),
     # The result is made like the input.

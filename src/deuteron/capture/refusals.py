@@ -22,7 +22,7 @@ Rule = Callable[..., Any]
 
 # Operator -> which arguments must be of kindred dtypes. Products of integers are asked about, too:
 # a GPU has none.
-PRODUCTS: dict[str, tuple[int, ...]] = {
+PRODUCT_OPERANDS: dict[str, tuple[int, ...]] = {
     "aten.mm.default": (0, 1),
     "aten.bmm.default": (0, 1),
     "aten.mv.default": (0, 1),
@@ -40,7 +40,7 @@ PRODUCTS: dict[str, tuple[int, ...]] = {
     "aten.lerp.Scalar": (0, 1),
     "aten.lerp.Tensor": (0, 1, 2),
 }
-OTHERS: dict[str, tuple[int, ...]] = {
+OTHER_OPERANDS: dict[str, tuple[int, ...]] = {
     "aten.native_layer_norm.default": (0, 2, 3),
     "aten.native_group_norm.default": (0, 1, 2),
     "aten.native_batch_norm.default": (0, 1, 2, 3, 4),
@@ -56,10 +56,12 @@ OTHERS: dict[str, tuple[int, ...]] = {
     "aten.index_copy.default": (0, 3),
     "aten.index_put.default": (0, 2),
 }
-OPERANDS = PRODUCTS | OTHERS
-LENGTHS = {"aten.linalg_cross.default": 3}  # of each dimension, where one element says nothing
+SAME_DTYPE_OPERANDS = PRODUCT_OPERANDS | OTHER_OPERANDS
+REQUIRED_LENGTHS = {
+    "aten.linalg_cross.default": 3
+}  # of each dimension, where one element says nothing
 # Methods whose results torch's own rules cast to what they are written to, whatever they are.
-IN_PLACE = ("mul_", "addcmul_", "addcdiv_", "__imul__")
+IN_PLACE_METHODS = ("mul_", "addcmul_", "addcdiv_", "__imul__")
 
 
 class Refused(RuntimeError):
@@ -68,24 +70,24 @@ class Refused(RuntimeError):
 
 def as_eager_refuses(target: Any, rule: Rule | None) -> Rule:
     """`rule`, which first raises what eager raises for such dtypes."""
-    places, product = OPERANDS[str(target)], str(target) in PRODUCTS
+    places, product = SAME_DTYPE_OPERANDS[str(target)], str(target) in PRODUCT_OPERANDS
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         operands = [args[k] for k in places if k < len(args) and isinstance(args[k], Tensor)]
         dtypes = {t.dtype for t in operands}
         whole = product and not all(d.is_floating_point or d.is_complex for d in dtypes)
         if len(dtypes) > 1 or whole:
-            ask(target, args, kwargs)
+            raise_as_eager(target, args, kwargs)
         return NotImplemented if rule is None else rule(*args, **kwargs)
 
     return wrapped if rule is None else wraps(rule)(wrapped)
 
 
-def ask(target: Any, args: Any, kwargs: Any) -> None:
+def raise_as_eager(target: Any, args: Any, kwargs: Any) -> None:
     """Runs eager's operator on tensors of one element with these dtypes; raises what it raises of
     their dtypes. What it says of anything else says nothing of the real ones."""
 
-    length = LENGTHS.get(str(target), 1)
+    length = REQUIRED_LENGTHS.get(str(target), 1)
 
     def small(t: Tensor) -> Tensor:
         kind = t.device.type if t.device.type != "meta" else "cpu"
@@ -111,7 +113,7 @@ def check_in_place(gm: fx.GraphModule) -> None:
     """Raises what eager raises of the dtypes of products that are written in place, in a graph of
     Dynamo's."""
     for n in gm.graph.nodes:
-        if n.op == "call_method" and n.target in IN_PLACE:
+        if n.op == "call_method" and n.target in IN_PLACE_METHODS:
             target = getattr(Tensor, n.target)
         elif n.target is operator.imul:
             target = n.target
@@ -122,7 +124,7 @@ def check_in_place(gm: fx.GraphModule) -> None:
         others = [x for x in args[1:] if isinstance(x, (Tensor, float, torch.SymFloat))]
         if isinstance(into, Tensor) and not into.dtype.is_complex and others:
             if any(getattr(x, "dtype", None) != into.dtype for x in others):
-                ask(target, args, kwargs)
+                raise_as_eager(target, args, kwargs)
 
 
 def of_dtypes(message: str) -> bool:
@@ -131,4 +133,4 @@ def of_dtypes(message: str) -> bool:
     return any(w in message for w in words)
 
 
-__all__ = ["OPERANDS", "Refused", "as_eager_refuses", "check_in_place"]
+__all__ = ["SAME_DTYPE_OPERANDS", "Refused", "as_eager_refuses", "check_in_place"]

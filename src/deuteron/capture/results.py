@@ -190,7 +190,7 @@ RULES: dict[str, Rule] = {
     "aten.unique_consecutive.default": with_positions("unique_consecutive", unique_consecutive),
     "aten.unique_dim.default": with_positions("unique_dim", unique_dim),
 }
-WRAPPED: dict[str, Callable[[Rule], Rule]] = {
+WRAPPERS: dict[str, Callable[[Rule], Rule]] = {
     "aten.grid_sampler_2d.default": contiguous,
     "aten.masked_fill.Scalar": contiguous,
     "aten.masked_fill.Tensor": contiguous,

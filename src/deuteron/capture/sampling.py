@@ -17,7 +17,7 @@ from torch import Tensor
 
 BILINEAR, NEAREST, BICUBIC = 0, 1, 2
 ZEROS, BORDER = 0, 1  # else: reflection
-CUBIC = -0.75  # torch's coefficient of bicubic interpolation
+CUBIC_COEFFICIENT = -0.75  # torch's coefficient of bicubic interpolation
 Axis = tuple[Tensor, Any]  # places along an axis, and its length
 
 
@@ -137,10 +137,12 @@ def cubic_weights(t: Tensor) -> list[Tensor]:
     """Of the neighbours at -1, 0, 1 and 2, for a place t in [0, 1) beyond the second."""
 
     def near(u: Tensor) -> Tensor:
-        return ((CUBIC + 2) * u - (CUBIC + 3)) * u * u + 1
+        return ((CUBIC_COEFFICIENT + 2) * u - (CUBIC_COEFFICIENT + 3)) * u * u + 1
 
     def far(u: Tensor) -> Tensor:
-        return ((CUBIC * u - 5 * CUBIC) * u + 8 * CUBIC) * u - 4 * CUBIC
+        return (
+            (CUBIC_COEFFICIENT * u - 5 * CUBIC_COEFFICIENT) * u + 8 * CUBIC_COEFFICIENT
+        ) * u - 4 * CUBIC_COEFFICIENT
 
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
 

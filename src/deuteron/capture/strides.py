@@ -290,8 +290,8 @@ def with_steps(x: Tensor, steps: Sequence[Any]) -> Tensor:
         else:
             x = rest.unsqueeze(at)
         if at != d:
-            kept = [k for k in range(x.dim()) if k != at]
-            x = x.permute([*kept[:d], at, *kept[d:]])
+            other_dims = [k for k in range(x.dim()) if k != at]
+            x = x.permute([*other_dims[:d], at, *other_dims[d:]])
     return x
 
 
@@ -337,13 +337,13 @@ def made_like(target: Any, rule: Rule | None = None) -> Rule:
     return wrapped
 
 
-LIKE = """
+LIKE_FIRST_NAMES = """
 full_like.default zeros_like.default ones_like.default empty_like.default rand_like.default
 randn_like.default randint_like.default randint_like.low_dtype flip.default sort.default sort.stable
 nan_to_num.default index_fill.int_Scalar index_fill.int_Tensor hardtanh.default deg2rad.default
 rad2deg.default huber_loss.default binary_cross_entropy.default
 """
-LIKE_FIRST = tuple(f"aten.{n}" for n in LIKE.split())
+LIKE_FIRST = tuple(f"aten.{n}" for n in LIKE_FIRST_NAMES.split())
 
 SCATTERS = ("as_strided_scatter", "diagonal_scatter", "select_scatter", "slice_scatter")
 

@@ -635,7 +635,7 @@ class Writer:
             return self.argument(o.value)
         lay = self.schedule.layouts[o.tensor]
         whole = lay.shape == o.shape and lay.strides == o.strides and o.offset.value == 0
-        if whole and not o.apart:
+        if whole and not o.distinct:
             home = self.schedule.layouts[self.plan.home.get(o.tensor, o.tensor)]
             if (home.shape, home.strides, home.dtype) == (lay.shape, lay.strides, lay.dtype):
                 return self.variable(o.tensor)

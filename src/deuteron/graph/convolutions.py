@@ -31,12 +31,12 @@ from deuteron.graph.strides import Relayout, order_of, strides_of
 aten = torch.ops.aten
 FORWARD, BACKWARD = aten.convolution.default, aten.convolution_backward.default
 # FLOPs of a convolution below which launches decide, of which there are about as many either way.
-LEAST_FLOPS = 1 << 27
+MIN_FLOPS = 1 << 27
 # Channels of half precision come to tensor cores in eights; the library pads to that as well.
-MULTIPLE = 8
+CHANNEL_MULTIPLE = 8
 # Channels of a regrouped image. H200, cuDNN, 7x7 of stride 2 on bf16[64, 3, 224, 224] to 64
 # channels: 394 us, 230 for the weights' gradient; memory allows 30.
-MOST_CHANNELS = 16
+MAX_REGROUPED_CHANNELS = 16
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def pays_as_product(c: Convolution) -> bool:
         and math.prod(c.kernel) > 1
         and not any(c.padding)
         and not any(n % s for n, s in zip(sizes, c.stride, strict=True))
-        and c.flops >= LEAST_FLOPS
+        and c.flops >= MIN_FLOPS
     )
 
 
@@ -193,9 +193,9 @@ def pays_regrouped(c: Convolution) -> bool:
     grouped = channels * s * s
     windows = math.prod(-(-k // s) for k in kernel) * _up(grouped)
     return (
-        grouped <= MOST_CHANNELS
+        grouped <= MAX_REGROUPED_CHANNELS
         and windows < math.prod(kernel) * _up(channels)
-        and c.flops >= LEAST_FLOPS
+        and c.flops >= MIN_FLOPS
     )
 
 
@@ -328,7 +328,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _up(n: int) -> int:
     """The next multiple of eight."""
-    return n + -n % MULTIPLE
+    return n + -n % CHANNEL_MULTIPLE
 
 
 __all__ = ["rewrite_convolutions"]

@@ -26,7 +26,7 @@ UNINITIALIZED = frozenset(
     )
 )
 # Tags that tell two nodes apart: what a checkpoint recomputes is not the same as what is kept.
-TAGS = ("recompute", "ac_graph_id")
+CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
 
 
 def merge_common(gm: fx.GraphModule) -> int:
@@ -57,13 +57,13 @@ def merge_common(gm: fx.GraphModule) -> int:
 
 
 # Operators of others may hide a state.
-KNOWN = ("aten", "prims", "deuteron")
+KNOWN_NAMESPACES = ("aten", "prims", "deuteron")
 
 
 def mergeable(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    if ops.is_overload(node) and node.target.namespace not in KNOWN:
+    if ops.is_overload(node) and node.target.namespace not in KNOWN_NAMESPACES:
         return False
     return not ops.is_random(node) and ops.packet(node.target) not in UNINITIALIZED
 
@@ -74,7 +74,7 @@ def key_of(node: fx.Node) -> Any:
         node.target,
         freeze(node.args),
         freeze(node.kwargs),
-        tuple(str(node.meta.get(t)) for t in TAGS),
+        tuple(str(node.meta.get(t)) for t in CHECKPOINT_TAGS),
     )
     try:
         hash(parts)

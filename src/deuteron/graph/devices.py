@@ -24,11 +24,11 @@ from deuteron.graph import ops
 from deuteron.graph.edit import Editor, outside_of_modes
 
 aten = torch.ops.aten
-COPIES = frozenset(ops.resolved(("aten._to_copy.default", "prims.device_put.default")))
+DEVICE_COPIES = frozenset(ops.resolved(("aten._to_copy.default", "prims.device_put.default")))
 # What depends on the elements of a tensor as a size or a number would make the device wait.
-WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+SYNCHRONIZING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # Nodes that one copy may depend on: the search stays linear in the graph.
-MOST_NODES = 4096
+MAX_CLOSURE_NODES = 4096
 
 
 def move_constructors(gm: fx.GraphModule, record: Record) -> int:
@@ -68,7 +68,7 @@ def move_constructors(gm: fx.GraphModule, record: Record) -> int:
 
 def destination(node: fx.Node) -> torch.device | None:
     """The device to which a node copies a tensor of the CPU."""
-    if node.target not in COPIES or not isinstance(node.args[0], fx.Node):
+    if node.target not in DEVICE_COPIES or not isinstance(node.args[0], fx.Node):
         return None
     out, source = ops.tensor_of(node), ops.tensor_of(node.args[0])
     if out is None or source is None or source.device.type != "cpu":
@@ -87,7 +87,7 @@ def closure(editor: Editor, source: fx.Node, known: dict[fx.Node, bool]) -> list
             continue  # of held tensors who reads them decides
         if n not in known:
             known[n] = is_movable(n) or number(editor, n) is not None
-        if not known[n] or len(nodes) > MOST_NODES:
+        if not known[n] or len(nodes) > MAX_CLOSURE_NODES:
             return None
         nodes[n] = None
         open_ += n.all_input_nodes
@@ -107,7 +107,7 @@ def is_movable(n: fx.Node) -> bool:
         return False
     if ops.has_effect(n) or ops.is_random(n) or ops.is_mutating(n):
         return False
-    if any(tag in n.target.tags for tag in WAITING):  # type: ignore[union-attr]
+    if any(tag in n.target.tags for tag in SYNCHRONIZING_TAGS):  # type: ignore[union-attr]
         return False
     if any(a.op == "get_attr" for a in n.all_input_nodes):
         return False

@@ -18,10 +18,10 @@ from torch._guards import detect_fake_mode
 
 from deuteron.graph import ops
 from deuteron.graph.random_ops import SEED
-from deuteron.graph.transaction import AT
+from deuteron.graph.transaction import FAILED_NODE_ATTRIBUTE
 
 # What a replacement inherits from the node that it stands for.
-INHERITED = (
+INHERITED_META = (
     "stack_trace",
     "nn_module_stack",
     "source_fn_stack",
@@ -50,7 +50,7 @@ class Editor:
         """A new call at the current insertion point, with its fake result and the origin of
         `like`."""
         node = self.graph.call_function(target, args, kwargs)
-        node.meta.update({k: like.meta[k] for k in INHERITED if k in like.meta})
+        node.meta.update({k: like.meta[k] for k in INHERITED_META if k in like.meta})
         node.meta["val"] = self.evaluate(node)
         return node
 
@@ -105,8 +105,8 @@ def remove_dead(graph: fx.Graph) -> int:
     generator has one on the draws after it; the seed of our own numbers has none that counts."""
     before = len(graph.nodes)
     for node in reversed(graph.nodes):
-        draws = ops.is_random(node) and node.target is not SEED
-        if not (node.users or draws or ops.has_effect(node)):
+        is_draw = ops.is_random(node) and node.target is not SEED
+        if not (node.users or is_draw or ops.has_effect(node)):
             graph.erase_node(node)
     return before - len(graph.nodes)
 
@@ -117,8 +117,8 @@ def at(node: fx.Node) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        if not hasattr(e, AT):
-            setattr(e, AT, node.name)
+        if not hasattr(e, FAILED_NODE_ATTRIBUTE):
+            setattr(e, FAILED_NODE_ATTRIBUTE, node.name)
         raise
 
 

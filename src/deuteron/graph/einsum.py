@@ -23,9 +23,9 @@ from deuteron.graph.edit import Editor
 
 aten = torch.ops.aten
 SUM, MUL = aten.sum.dim_IntList, aten.mul.Tensor
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Elements of each of the three extents of a matrix product that is worth a call of the library.
-LEAST = 16
+MIN_PRODUCT_EXTENT = 16
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def contraction(node: fx.Node) -> Contraction | None:
         both = "summed" if d in summed else "batch"
         kinds[both if all(has) else "rows" if has[0] else "columns"].append(d)
     contracted = Contraction(**{k: tuple(v) for k, v in kinds.items()})
-    return contracted if min(extents(node, contracted)[1:]) >= LEAST else None
+    return contracted if min(extents(node, contracted)[1:]) >= MIN_PRODUCT_EXTENT else None
 
 
 def exact(t: Tensor) -> bool:
     """Whether products of such a tensor's kind are no less exact than a sum."""
-    if t.dtype not in DTYPES or t.numel() == 0:
+    if t.dtype not in PRODUCT_DTYPES or t.numel() == 0:
         return False
     return t.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
 

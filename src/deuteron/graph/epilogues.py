@@ -18,8 +18,8 @@ from deuteron.graph.edit import Editor
 from deuteron.graph.strides import as_was
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default)
-HALVES = (torch.float16, torch.bfloat16)
+PLAIN_VIEWS = (aten.view.default, aten._unsafe_view.default)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def join_activations(gm: fx.GraphModule, record: Record) -> int:
@@ -59,7 +59,7 @@ def _linear(node: fx.Node) -> fx.Node | None:
     if gelu and node.kwargs.get("approximate", "none") != "tanh":
         return None
     x = node.all_input_nodes[0]
-    while x.target in VIEWS and len(x.users) == 1:
+    while x.target in PLAIN_VIEWS and len(x.users) == 1:
         x = x.all_input_nodes[0]
     if x.target is not aten.addmm.default or len(x.users) > 1:
         return None
@@ -67,7 +67,7 @@ def _linear(node: fx.Node) -> fx.Node | None:
         return None
     bias, a, b = (n.meta["val"] for n in x.args)  # type: ignore[union-attr]
     out = x.meta["val"]
-    dtypes = HALVES if gelu else (*HALVES, torch.float32)
+    dtypes = HALF_DTYPES if gelu else (*HALF_DTYPES, torch.float32)
     if not _of_gpu(out) or out.dtype not in dtypes or out.dtype != node.meta["val"].dtype:
         return None
     sizes = (*bias.shape, *a.shape, *b.shape)

@@ -26,9 +26,9 @@ from deuteron.graph.strides import Relayout
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 # With fewer channels a convolution is as fast either way, and the conversion is not free.
-LEAST_CHANNELS = 16
+MIN_CHANNELS = 16
 # Bytes of a weight above which a CPU's copies of it go beyond its second cache (`heavy`).
-HEAVY = 1 << 20
+HEAVY_WEIGHT_BYTES = 1 << 20
 # Input channels with which no weight gradient writes out of bounds (see `_corrupts`).
 SAFE_CHANNELS = 16
 
@@ -99,7 +99,7 @@ def heavy(node: fx.Node) -> bool:
     if weight.is_contiguous(memory_format=torch.channels_last):
         return False
     images += [] if backward else [node.meta["val"]]
-    return weight.nbytes >= HEAVY and weight.numel() > sum(t.numel() for t in images)
+    return weight.nbytes >= HEAVY_WEIGHT_BYTES and weight.numel() > sum(t.numel() for t in images)
 
 
 def _corrupts(node: fx.Node) -> bool:
@@ -123,7 +123,7 @@ def _worth(convolutions: list[fx.Node]) -> bool:
     """Whether most of the work is done on many channels."""
     total = sum(_work(n) for n in convolutions)
     wide = sum(
-        _work(n) for n in convolutions if _tensors(n)[0].meta["val"].shape[1] >= LEAST_CHANNELS
+        _work(n) for n in convolutions if _tensors(n)[0].meta["val"].shape[1] >= MIN_CHANNELS
     )
     return wide > 0.5 * total
 

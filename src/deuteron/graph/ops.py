@@ -172,13 +172,15 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
 
 # Operators that say where in memory an element lies, not which one of their argument it is.
-PLACING = frozenset(("aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter"))
+STRIDED_OPERATORS = frozenset(
+    ("aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter")
+)
 
 
 def placed(node: fx.Node) -> list[fx.Node]:
-    """Of one of `PLACING`, its argument and what that is a view of, the owner of the memory last;
-    of others none."""
-    if packet(node.target) not in PLACING:
+    """Of one of `STRIDED_OPERATORS`, its argument and what that is a view of, the owner of the
+    memory last; of others none."""
+    if packet(node.target) not in STRIDED_OPERATORS:
         return []
     bases: list[fx.Node] = []
     base = node.args[0]
@@ -190,7 +192,7 @@ def placed(node: fx.Node) -> list[fx.Node]:
 
 # Of the output node of a forward: how many of its results are the caller's. What follows is saved
 # for the backward, which is compiled for the strides that it finds.
-RESULTS = "deuteron_results"
+CALLER_RESULTS_META = "deuteron_results"
 
 
 def results_of(output: fx.Node) -> tuple[list[Any], list[Any]]:
@@ -198,7 +200,7 @@ def results_of(output: fx.Node) -> tuple[list[Any], list[Any]]:
     results: Any = output.args[0]
     if not isinstance(results, (tuple, list)):
         return [results], []
-    count = output.meta.get(RESULTS, len(results))
+    count = output.meta.get(CALLER_RESULTS_META, len(results))
     return list(results[:count]), list(results[count:])
 
 

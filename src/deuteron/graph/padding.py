@@ -27,20 +27,20 @@ from deuteron.graph.edit import Editor, at
 from deuteron.graph.strides import Relayout
 
 aten = torch.ops.aten
-MULTIPLE = 8
+SIZE_MULTIPLE = 8
 # FLOPs of a product below which padding gains nothing, and how many a byte of padding must save:
 # H200, unaligned products run at a quarter of 750 TFLOP/s, copies at 4 TB/s.
-LEAST_FLOPS, FLOPS_PER_BYTE = 1 << 31, 64
+MIN_FLOPS, FLOPS_PER_BYTE = 1 << 31, 64
 # The same of many small products, of which the library does 15 and 30 TFLOP/s (see above).
-LEAST_MANY, MANY_PER_BYTE = 1 << 28, 10
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-VIEWED = (aten.view.default, aten._unsafe_view.default)
+MIN_BATCHED_FLOPS, BATCHED_FLOPS_PER_BYTE = 1 << 28, 10
+PRODUCT_OPERATORS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+PLAIN_VIEWS = (aten.view.default, aten._unsafe_view.default)
 VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.t, aten.transpose)
 
 
 def pad_products(gm: fx.GraphModule, record: Record) -> int:
     """Pads what pays; returns the number of products changed."""
-    products = {n for n in gm.graph.nodes if n.target in PRODUCTS and _worth(n)}
+    products = {n for n in gm.graph.nodes if n.target in PRODUCT_OPERATORS and _worth(n)}
     if not products:
         return 0
     editor = Editor(gm)
@@ -57,15 +57,15 @@ def pad_products(gm: fx.GraphModule, record: Record) -> int:
 def _pad_product(editor: Editor, relayout: Relayout, node: fx.Node, record: Record) -> None:
     node = _read_transposed(editor, relayout, node) or node
     detail = "x".join(map(str, _sizes(node)))
-    apart = _apart(node)
+    has_tail = _has_tail(node)
     with editor.before(node):
-        new = _parted(editor, node) if apart else _padded(editor, node)
+        new = _product_and_tail(editor, node) if has_tail else _padded(editor, node)
     relayout.replace(node, new)
     record.add(
         "decision",
         subject="pad",
         accepted=True,
-        reason="the last columns apart" if apart else "rows of 16 bytes",
+        reason="the last columns are a product of their own" if has_tail else "rows of 16 bytes",
         detail=detail,
         first=new.name,
         second="",
@@ -96,15 +96,17 @@ def _worth(node: fx.Node) -> bool:
     *many, m, k, n = sizes
     count = math.prod(many)
     flops = 2 * count * m * k * n
-    odd = [x % MULTIPLE != 0 for x in (m, k, n)]
-    least, most = (LEAST_MANY, MANY_PER_BYTE) if many else (LEAST_FLOPS, FLOPS_PER_BYTE)
+    odd = [x % SIZE_MULTIPLE != 0 for x in (m, k, n)]
+    least, most = (
+        (MIN_BATCHED_FLOPS, BATCHED_FLOPS_PER_BYTE) if many else (MIN_FLOPS, FLOPS_PER_BYTE)
+    )
     if not any(odd) or flops < least:
         return False
     copied = (m * k) * (odd[0] or odd[1]) + (k * n) * (odd[1] or odd[2])
     return flops > most * 2 * count * copied
 
 
-def _turned(node: fx.Node) -> fx.Node | None:
+def _transposed_weight(node: fx.Node) -> fx.Node | None:
     """Of what a node is the transpose (of its last two dimensions)."""
     if node.target is aten.permute.default:
         *many, a, b = node.args[1]  # type: ignore[misc]
@@ -120,7 +122,7 @@ def _turned(node: fx.Node) -> fx.Node | None:
 def _turn(editor: Editor, x: fx.Node, like: fx.Node) -> fx.Node:
     rank = x.meta["val"].dim()
     order = [*range(rank - 2), rank - 1, rank - 2]
-    return _turned(x) or editor.call(aten.permute.default, x, order, like=like)
+    return _transposed_weight(x) or editor.call(aten.permute.default, x, order, like=like)
 
 
 def _read_transposed(editor: Editor, relayout: Relayout, node: fx.Node) -> fx.Node | None:
@@ -128,9 +130,9 @@ def _read_transposed(editor: Editor, relayout: Relayout, node: fx.Node) -> fx.No
     spare odd rows."""
     *_, m, _k, n = _sizes(node)
     target, users = node.target, list(node.users)
-    if target is aten.addmm.default or len(users) != 1 or _turned(users[0]) is not node:
+    if target is aten.addmm.default or len(users) != 1 or _transposed_weight(users[0]) is not node:
         return None
-    if m % MULTIPLE or not n % MULTIPLE or _promised(users[0]):
+    if m % SIZE_MULTIPLE or not n % SIZE_MULTIPLE or _promised(users[0]):
         return None
     a, b = _operands(node)
     with editor.before(node):
@@ -141,22 +143,27 @@ def _read_transposed(editor: Editor, relayout: Relayout, node: fx.Node) -> fx.No
     return new
 
 
-def _apart(node: fx.Node) -> bool:
+def _has_tail(node: fx.Node) -> bool:
     """Whether the columns beyond a multiple of eight are better a product of their own: nothing
     else is odd, they can be cut off without a copy, and the result is copied in any case. H100,
     128x768 by 768x50257: 130 us; padded 41, and 47 for a copy of the weights."""
     a, b = (n.meta["val"] for n in _operands(node))
-    if b.dim() != 2 or b.stride(0) != 1 or b.stride(1) % MULTIPLE or a.shape[1] % MULTIPLE:
+    if (
+        b.dim() != 2
+        or b.stride(0) != 1
+        or b.stride(1) % SIZE_MULTIPLE
+        or a.shape[1] % SIZE_MULTIPLE
+    ):
         return False
     bias = node.args[0].meta["val"] if node.target is aten.addmm.default else None  # type: ignore[union-attr]
     plain = bias is None or (bias.dim() == 1 and bias.shape[0] == b.shape[1])
-    return plain and bool(_up(b.shape[1])) and b.shape[1] > MULTIPLE and _promised(node)
+    return plain and bool(_up(b.shape[1])) and b.shape[1] > SIZE_MULTIPLE and _promised(node)
 
 
-def _parted(editor: Editor, node: fx.Node) -> fx.Node:
+def _product_and_tail(editor: Editor, node: fx.Node) -> fx.Node:
     *bias, a, b = node.args
     n = _sizes(node)[-1]
-    whole, parts = n - n % MULTIPLE, []
+    whole, parts = n - n % SIZE_MULTIPLE, []
     for low, high in ((0, whole), (whole, n)):
         columns = editor.call(aten.slice.Tensor, b, 1, low, high, like=node)
         some = [editor.call(aten.slice.Tensor, x, 0, low, high, like=node) for x in bias]
@@ -165,7 +172,7 @@ def _parted(editor: Editor, node: fx.Node) -> fx.Node:
 
 
 def _up(n: int) -> int:
-    return -n % MULTIPLE
+    return -n % SIZE_MULTIPLE
 
 
 def _padded(editor: Editor, node: fx.Node) -> fx.Node:
@@ -199,7 +206,7 @@ def _pad(editor: Editor, like: fx.Node, x: fx.Node, rows: int, cols: int) -> fx.
     joined with more of them."""
     if not rows and not cols:
         return x
-    inner = _turned(x)
+    inner = _transposed_weight(x)
     if inner is not None:
         return _turn(editor, _pad(editor, like, inner, cols, rows), like)
     joined = _joined(x)
@@ -216,7 +223,7 @@ def _pad(editor: Editor, like: fx.Node, x: fx.Node, rows: int, cols: int) -> fx.
 
 def _joined(x: fx.Node) -> fx.Node | None:
     """The node that joins matrices, of whose columns the rows of x are made (torch.stack)."""
-    if x.target not in VIEWED or not isinstance(x.args[0], fx.Node):
+    if x.target not in PLAIN_VIEWS or not isinstance(x.args[0], fx.Node):
         return None
     cat, val = x.args[0], x.meta["val"]
     if cat.target is not aten.cat.default or cat.args[1:] != (1,) or val.dim() != 3:
@@ -239,7 +246,7 @@ def _promised(node: fx.Node) -> bool:
     todo, results = [node], ops.results_of(node.graph.output_node())[0]
     while todo:
         n = todo.pop()
-        if n in results or any(ops.packet(u.target) in ops.PLACING for u in n.users):
+        if n in results or any(ops.packet(u.target) in ops.STRIDED_OPERATORS for u in n.users):
             return True
         todo += _views(n)
     return False

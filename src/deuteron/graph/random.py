@@ -29,7 +29,7 @@ from deuteron.graph.strides import as_was
 aten = torch.ops.aten
 # Bits of a uniform number that the type holds exactly; eager draws the same grid (f64: 53 there,
 # 52 here).
-DIGITS = {torch.float16: 11, torch.bfloat16: 8}
+MANTISSA_BITS = {torch.float16: 11, torch.bfloat16: 8}
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Draw:
     def uniform(self, size: Sequence[Any]) -> fx.Node:
         """Uniform on [0, 1) in the node's dtype; never rounds up to 1."""
         u = self.draw(RAND, size, self.seed, self.stream)
-        digits = DIGITS.get(self.val.dtype)
+        digits = MANTISSA_BITS.get(self.val.dtype)
         if digits is not None:
             grid = self.call(aten.mul.Tensor, u, 2.0**digits)
             whole = self.call(aten.floor.default, grid)
@@ -176,7 +176,7 @@ def _randint_like_low(d: Draw) -> fx.Node:
     return d.integer(d.arg(1, "low"), d.arg(2, "high"), d.sizes(d.node.args[0]))
 
 
-ROWS: dict[str, Callable[[Draw], fx.Node]] = {
+RANDOM_RULES: dict[str, Callable[[Draw], fx.Node]] = {
     "aten.rand.default": _rand,
     "aten.rand_like.default": _rand_like,
     "aten.randn.default": _randn,
@@ -190,13 +190,13 @@ ROWS: dict[str, Callable[[Draw], fx.Node]] = {
     "aten.randint_like.default": _randint_like,
     "aten.randint_like.low_dtype": _randint_like_low,
 }
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def why_not(node: fx.Node) -> str | None:
     """The reason for which a random node stays a call of ATen; None: it has a row and is
     replaced."""
-    if str(node.target) not in ROWS:
+    if str(node.target) not in RANDOM_RULES:
         return "no rule makes this operator a function of a seed"
     if node.kwargs.get("generator") is not None:
         return "it draws from a generator of its own"
@@ -206,7 +206,7 @@ def why_not(node: fx.Node) -> str | None:
     if val.device.type not in ("cpu", "cuda"):
         return f"device {val.device.type}"
     drawn_as_float = "randint" not in str(node.target) and "bernoulli" not in str(node.target)
-    if drawn_as_float and val.dtype not in FLOATING:
+    if drawn_as_float and val.dtype not in FLOAT_DTYPES:
         return f"dtype {val.dtype}"
     if node.kwargs.get("layout") not in (None, torch.strided):
         return "sparse layout"
@@ -240,11 +240,11 @@ def functionalize(gm: fx.GraphModule, record: Record) -> int:
         for n in gm.graph.nodes
         if n.op == "call_function" and ops.is_random(n) and n.target is not SEED
     ]
-    chosen = []
+    random_nodes = []
     for n in nodes:
         reason = why_not(n)
         if reason is None:
-            chosen.append(n)
+            random_nodes.append(n)
         record.add(
             "decision",
             subject="random",
@@ -254,12 +254,12 @@ def functionalize(gm: fx.GraphModule, record: Record) -> int:
             reason="function of a seed" if reason is None else "library",
             detail=reason or "",
         )
-    if not chosen:
+    if not random_nodes:
         return 0
     editor = Editor(gm)
     seeds: dict[torch.device, fx.Node] = {}
     taken = sum(1 for n in gm.graph.nodes if n.target in (RAND, RANDN, RANDINT64))
-    for stream, n in enumerate(chosen, start=taken):
+    for stream, n in enumerate(random_nodes, start=taken):
         device = n.meta["val"].device
         with editor.before(editor.first_call()):
             if device not in seeds:
@@ -269,6 +269,6 @@ def functionalize(gm: fx.GraphModule, record: Record) -> int:
                 seeds[device].meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 seeds[device].meta.pop("ac_graph_id", None)
         with editor.before(n):
-            new = ROWS[str(n.target)](Draw(editor, n, seeds[device], stream))
+            new = RANDOM_RULES[str(n.target)](Draw(editor, n, seeds[device], stream))
             editor.replace(n, as_was(editor, new, n))
-    return len(chosen)
+    return len(random_nodes)

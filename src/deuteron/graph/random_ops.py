@@ -30,10 +30,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-WORD = 0xFFFFFFFF
-M0, M1 = 0xD2511F53, 0xCD9E8D57
-W0, W1 = 0x9E3779B9, 0xBB67AE85
-ROUNDS = 10
+WORD_MASK = 0xFFFFFFFF
+PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
+PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
+PHILOX_ROUNDS = 10
 
 _library = torch.library.Library("deuteron", "DEF")
 _library.define("seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
@@ -47,19 +47,22 @@ _library.define(
 def philox(seed: Tensor, stream: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four words (as i64 in [0, 2**32)) of elements 0..count-1."""
     element = torch.arange(count, dtype=torch.int64, device=seed.device)
-    c0, c1 = element & WORD, (element >> 32) & WORD
-    c2, c3 = torch.full_like(c0, stream & WORD), torch.full_like(c0, (stream >> 32) & WORD)
-    k0, k1 = seed & WORD, (seed >> 32) & WORD
-    for _ in range(ROUNDS):
+    c0, c1 = element & WORD_MASK, (element >> 32) & WORD_MASK
+    c2, c3 = (
+        torch.full_like(c0, stream & WORD_MASK),
+        torch.full_like(c0, (stream >> 32) & WORD_MASK),
+    )
+    k0, k1 = seed & WORD_MASK, (seed >> 32) & WORD_MASK
+    for _ in range(PHILOX_ROUNDS):
         # A product of two 32-bit words wraps in i64, with the right 64 bits: both halves are exact.
-        p0, p1 = c0 * M0, c2 * M1
+        p0, p1 = c0 * PHILOX_M0, c2 * PHILOX_M1
         c0, c1, c2, c3 = (
-            ((p1 >> 32) & WORD) ^ c1 ^ k0,
-            p1 & WORD,
-            ((p0 >> 32) & WORD) ^ c3 ^ k1,
-            p0 & WORD,
+            ((p1 >> 32) & WORD_MASK) ^ c1 ^ k0,
+            p1 & WORD_MASK,
+            ((p0 >> 32) & WORD_MASK) ^ c3 ^ k1,
+            p0 & WORD_MASK,
         )
-        k0, k1 = (k0 + W0) & WORD, (k1 + W1) & WORD
+        k0, k1 = (k0 + PHILOX_W0) & WORD_MASK, (k1 + PHILOX_W1) & WORD_MASK
     return c0, c1, c2, c3
 
 
@@ -97,13 +100,13 @@ def _randint64(seed: Tensor, stream: int, low: int, high: int, size: Sequence[in
 
 
 # Up to this many numbers 63 bits modulo them are even enough: to 2^-23.
-FEW = 2**40
+MAX_PLAIN_MODULUS = 2**40
 
 
 def below(bits: Tensor, n: int) -> Tensor:
     """Random 64 bits (i64, its sign a bit like others) as i64, modulo 0 < n < 2**64. As of eager's
-    numbers some are a little likelier: those that are counted once more by 2**64 (up to `FEW`
-    numbers: by 2**63)."""
+    numbers some are a little likelier: those that are counted once more by 2**64 (up to
+    `MAX_PLAIN_MODULUS` numbers: by 2**63)."""
     lowest = -(2**63)
 
     def wrapped(x: int) -> int:
@@ -112,7 +115,7 @@ def below(bits: Tensor, n: int) -> Tensor:
     def reduced(x: Tensor) -> Tensor:
         return torch.where((x ^ lowest) >= wrapped(n ^ 2**63), x - wrapped(n), x)
 
-    if n <= FEW:
+    if n <= MAX_PLAIN_MODULUS:
         return (bits & (2**63 - 1)) % n
     if n & (n - 1) == 0:
         return bits & (n - 1)

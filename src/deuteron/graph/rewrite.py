@@ -31,7 +31,7 @@ from deuteron.graph.einsum import multiply_matrices
 from deuteron.graph.epilogues import join_activations
 from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
-from deuteron.graph.rules import ROWS, Row, same_numbers
+from deuteron.graph.rules import RULES_OF, Row, same_numbers
 from deuteron.graph.transaction import Rewrite, Snapshot, attempt
 from deuteron.graph.windows import keep_places
 
@@ -51,7 +51,7 @@ REWRITES: dict[str, Callable[[fx.GraphModule, Record], Any]] = {
     "random numbers": random.functionalize,
     "places of maxima": keep_places,
 }
-CALLS = ("sums of products", "channels last", "convolutions", "padding", "epilogues")
+LIBRARY_REWRITES = ("sums of products", "channels last", "convolutions", "padding", "epilogues")
 
 
 def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
@@ -67,7 +67,7 @@ def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
             applied = run("rows") or {}
             merged = run("common subexpressions") or 0
             run("dead code")
-            if sum(run(name) or 0 for name in CALLS):
+            if sum(run(name) or 0 for name in LIBRARY_REWRITES):
                 merged += run("common subexpressions") or 0
                 run("dead code")
     record.add(
@@ -122,7 +122,7 @@ def walk_rows(gm: fx.GraphModule, without: set[Row]) -> dict[str, int]:
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or not ops.is_overload(node):
             continue
-        for row in ROWS.get(ops.packet(node.target), ()):
+        for row in RULES_OF.get(ops.packet(node.target), ()):
             if row in without:
                 continue
             try:

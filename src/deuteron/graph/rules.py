@@ -28,18 +28,18 @@ class Row:
     rewrite: Rewrite
 
 
-ROWS: dict[str, list[Row]] = {}
+RULES_OF: dict[str, list[Row]] = {}
 
 
 def row(name: str, *packets: str) -> Callable[[Rewrite], Rewrite]:
     """Registers a rewrite for operators, named like ``aten.view``."""
 
-    def register(f: Rewrite) -> Rewrite:
+    def add_row(f: Rewrite) -> Rewrite:
         for p in packets:
-            ROWS.setdefault(p, []).append(Row(name, f))
+            RULES_OF.setdefault(p, []).append(Row(name, f))
         return f
 
-    return register
+    return add_row
 
 
 # -- facts -----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def same_copy(editor: Editor, node: fx.Node) -> fx.Node | None:
 
 
 # dtype -> those that hold all of its values
-WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+WIDER_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
@@ -194,7 +194,7 @@ def cast_back(editor: Editor, node: fx.Node) -> fx.Node | None:
     source = inner.args[0]
     a, b = val(source), val(inner)
     assert isinstance(source, fx.Node) and a is not None and b is not None
-    if b.dtype in WIDER.get(a.dtype, ()) and node.meta["val"].dtype == a.dtype:
+    if b.dtype in WIDER_DTYPES.get(a.dtype, ()) and node.meta["val"].dtype == a.dtype:
         return source
     return None
 
@@ -275,7 +275,7 @@ def whole_write(editor: Editor, node: fx.Node) -> fx.Node | None:
 
 # -- constants -------------------------------------------------------------------------------------
 # Operators whose result on any device is the correctly rounded one: folding them changes no bit.
-EXACT = (
+EXACT_OPERATORS = (
     tuple(
         "aten." + n
         for n in [
@@ -335,7 +335,7 @@ def constant(x: fx.Node) -> bool | int | float | None:
     return fill if isinstance(fill, (bool, int, float)) else None
 
 
-@row("constant", *EXACT)
+@row("constant", *EXACT_OPERATORS)
 def fold(editor: Editor, node: fx.Node) -> fx.Node | None:
     """An exact operator on constants is a constant."""
     out = val(node)

@@ -53,7 +53,7 @@ LOGICAL_VIEWS = frozenset(
 )
 # Library calls that take their arguments wherever they lie, and of which torch's rule (the fake
 # kernel) knows the strides of the results: tests/capture/test_layout.py compares both.
-ANYWHERE = frozenset(
+ANY_STRIDES = frozenset(
     "aten." + n
     for n in [
         "convolution",
@@ -73,7 +73,7 @@ ANYWHERE = frozenset(
         "upsample_bilinear2d",
     ]
 ) | {"deuteron.max_pool", "deuteron.max_pool_backward"}
-NAMESPACES = ("aten", "prims", "deuteron")
+KNOWN_NAMESPACES = ("aten", "prims", "deuteron")
 
 
 def strides_of(value: Any) -> Strides:
@@ -91,17 +91,19 @@ def follows(node: fx.Node) -> bool:
     that are known at run time only, or is somebody else's."""
     if node.target is operator.getitem:
         return True
-    if not ops.is_overload(node) or node.target.namespace not in NAMESPACES:
+    if not ops.is_overload(node) or node.target.namespace not in KNOWN_NAMESPACES:
         return False
     if ops.is_random(node) or ops.is_mutating(node) or "unbacked_bindings" in node.meta:
         return False
     name = ops.packet(node.target)
     if name in LOGICAL_VIEWS:
         return str(node.target) != "aten.view.dtype"
-    if ops.is_view(node) or name in ops.PLACING or name == "aten.roll":  # torch's rule is not true
+    if (
+        ops.is_view(node) or name in ops.STRIDED_OPERATORS or name == "aten.roll"
+    ):  # torch's rule is not true
         return False
     of_elements = ops.is_pointwise(node) or ops.is_reduction(node)
-    return of_elements or name in ops.SCATTERS or name in ANYWHERE
+    return of_elements or name in ops.SCATTERS or name in ANY_STRIDES
 
 
 class Relayout:
@@ -116,14 +118,14 @@ class Relayout:
         self.editor, self.graph = editor, editor.graph
         self.traced: dict[fx.Node, Any] = {}  # what moved -> its fake value as traced
         self.copies: dict[fx.Node, fx.Node] = {}  # what moved -> the same, as traced
-        self.kept = {ops.storage_of(n) for n in exposed(editor.graph)}
+        self.exposed_storages = {ops.storage_of(n) for n in exposed(editor.graph)}
 
     def moved(self, node: fx.Node, traced: Any) -> None:
         """Says that a node lies elsewhere than `traced`, its fake value before, does."""
         if isinstance(traced, Tensor) and same_steps(node.meta["val"], traced):
             return
         self.traced[node] = traced
-        if isinstance(traced, Tensor) and ops.storage(traced) in self.kept:
+        if isinstance(traced, Tensor) and ops.storage(traced) in self.exposed_storages:
             readers = list(node.users)
             copy = self.as_traced(node)
             for u in readers:

@@ -19,7 +19,7 @@ from torch import fx
 from deuteron.base.record import Record
 
 # The attribute by which an exception says at which node a rewrite was.
-AT = "deuteron_node"
+FAILED_NODE_ATTRIBUTE = "deuteron_node"
 PACKAGE = Path(__file__).parent.parent
 
 
@@ -79,10 +79,10 @@ def failed(record: Record, name: str, e: Exception) -> None:
         reason="it failed and was undone",
         detail=f"{type(e).__name__} at {place}: {e}".splitlines()[0],
         first=name,
-        second=getattr(e, AT, ""),
+        second=getattr(e, FAILED_NODE_ATTRIBUTE, ""),
         bytes=0,
         us=0.0,
     )
 
 
-__all__ = ["AT", "Rewrite", "Snapshot", "attempt", "failed"]
+__all__ = ["FAILED_NODE_ATTRIBUTE", "Rewrite", "Snapshot", "attempt", "failed"]

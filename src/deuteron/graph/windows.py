@@ -25,7 +25,7 @@ from deuteron.graph.edit import Editor, at, remove_dead
 from deuteron.graph.strides import as_was
 
 aten = torch.ops.aten
-MOST_PLACES = 127  # that an i8 distinguishes
+MAX_WINDOW_PLACES = 127  # that an i8 distinguishes
 
 _library = torch.library.Library("deuteron", "FRAGMENT")
 _library.define(
@@ -111,7 +111,7 @@ def keep_places(gm: fx.GraphModule, record: Record) -> int:
     count = 0
     for n in pools:
         with at(n):
-            count += _kept(editor, n)
+            count += _keep_places_of(editor, n)
     if count:
         remove_dead(gm.graph)
     return count
@@ -128,12 +128,12 @@ def _arguments(n: fx.Node, rank: int) -> tuple[list[list[int]], bool] | None:
         lists.append(many * rank if len(many) == 1 else many)
     if not all(isinstance(k, int) for many in lists for k in many):
         return None
-    if math.prod(lists[0]) > MOST_PLACES or any(k != 1 for k in lists[3]):
+    if math.prod(lists[0]) > MAX_WINDOW_PLACES or any(k != 1 for k in lists[3]):
         return None
     return lists[:3], bool(ceil)
 
 
-def _kept(editor: Editor, node: fx.Node) -> bool:
+def _keep_places_of(editor: Editor, node: fx.Node) -> bool:
     rank = next(r for r, target in FORWARD.items() if target is node.target)
     arguments = _arguments(node, rank)
     taken = {u.args[1]: u for u in node.users if u.target is operator.getitem}

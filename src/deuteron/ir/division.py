@@ -46,11 +46,11 @@ def _recombine(out: dict[Monomial, int]) -> Index:
                 for quotient in _quotients(whole, at.den):
                     pair = rest * quotient * at.den
                     if all(pm != m and out.get(pm) == pc for pm, pc in pair.terms):
-                        kept = dict(out)
+                        others = dict(out)
                         for pm, _ in pair.terms:
-                            del kept[pm]
-                        del kept[m]
-                        return Index(kept) + rest * whole
+                            del others[pm]
+                        del others[m]
+                        return Index(others) + rest * whole
     return Index(out)
 
 

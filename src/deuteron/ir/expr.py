@@ -48,7 +48,7 @@ from deuteron.ir.index import (
     substitute,
 )
 from deuteron.ir.operations import (
-    COMPARED,
+    COMPARE,
     COMPARISONS,
     FLOAT8,
     FLOATS,
@@ -479,8 +479,8 @@ def _fold(name: str, args: tuple[Expr, ...]) -> Expr | None:
         return literal(not args[0].attr, "bool")
     if name == "isnan" and args[0].op == "literal":
         return literal(args[0].attr != args[0].attr, "bool")
-    if name in COMPARED and all(a.op == "literal" for a in args):
-        return literal(COMPARED[name](args[0].attr, args[1].attr), "bool")
+    if name in COMPARE and all(a.op == "literal" for a in args):
+        return literal(COMPARE[name](args[0].attr, args[1].attr), "bool")
     if name == "mul" and args[-1].dtype in FLOATS:
         for x, y in (args, args[::-1]):
             if x.op == "literal" and x.attr == 1.0:

@@ -14,17 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from deuteron.base.memo import MEMO
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Sym, Value, evaluate
+from deuteron.ir.operations import COMPARE
 
-POINTS = 24  # that are tried
-_FOUND: dict[tuple[tuple[Index, ...], tuple[Index, ...], Expr], str | None] = MEMO.answers()
+TRIED_POINTS = 24
+_EXAMPLES: dict[tuple[tuple[Index, ...], tuple[Index, ...], Expr], str | None] = MEMO.answers()
 
 
 def lets_through(indices: Sequence[Index], shape: Sequence[Index], mask: Expr) -> str | None:
     """An example of axes and sizes for which the mask holds and an index is out of range."""
     key = (tuple(indices), tuple(shape), mask)
-    if key not in _FOUND:
-        _FOUND[key] = _search(*key)
-    return _FOUND[key]
+    if key not in _EXAMPLES:
+        _EXAMPLES[key] = _search(*key)
+    return _EXAMPLES[key]
 
 
 def _search(indices: tuple[Index, ...], shape: tuple[Index, ...], mask: Expr) -> str | None:
@@ -63,8 +64,8 @@ def points(axes: Sequence[Axis], syms: Sequence[Sym]) -> Iterator[dict[str, int]
     rng = random.Random(0)
     corners = itertools.product(*(sorted({0, n - 1}) for n in extents))
     others = ([rng.randrange(n) for n in extents] for _ in itertools.count())
-    chosen = itertools.chain(itertools.islice(corners, POINTS // 2), others)
-    for values in itertools.islice(chosen, POINTS):
+    tried = itertools.chain(itertools.islice(corners, TRIED_POINTS // 2), others)
+    for values in itertools.islice(tried, TRIED_POINTS):
         yield {**sizes, **{a.name: v for a, v in zip(axes, values, strict=True)}}
 
 
@@ -81,21 +82,11 @@ def truth(mask: Expr, env: Mapping[str, int]) -> bool | None:
     if mask.op == "logical_not":
         inner = truth(mask.args[0], env)
         return None if inner is None else not inner
-    compare = COMPARISONS.get(mask.op)
+    compare = COMPARE.get(mask.op)
     if compare is None or any(a.op not in ("index", "literal") for a in mask.args):
         return None
     a, b = (_number(x, env) for x in mask.args)
     return None if a is None or b is None else compare(a, b)
-
-
-COMPARISONS = {
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-}
 
 
 def _number(e: Expr, env: Mapping[str, int]) -> float | None:

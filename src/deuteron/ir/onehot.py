@@ -11,7 +11,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
 
-WIDE = ("f32", "f64")  # products of a count round no worse than the sum in these
+WIDE_FLOATS = ("f32", "f64")  # products of a count round no worse than the sum in these
 
 
 def single_term(body: Expr, axis: Axis) -> Expr | None:
@@ -33,7 +33,7 @@ def single_term(body: Expr, axis: Axis) -> Expr | None:
         for known in (True, False)
     )
     zero = _zero(elsewhere)
-    if axis in there.axes() or axis in elsewhere.axes() or not (zero or body.dtype in WIDE):
+    if axis in there.axes() or axis in elsewhere.axes() or not (zero or body.dtype in WIDE_FLOATS):
         return None
     (at,) = set(places.values())
     inside = E.op(

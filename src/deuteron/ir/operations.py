@@ -59,7 +59,7 @@ FLOATS_ONLY = frozenset(
 NO_OP = (0, 0.0)
 
 
-COMPARED: dict[str, Callable[[Any, Any], Any]] = {
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "lt": operator.lt,
     "le": operator.le,
     "gt": operator.gt,

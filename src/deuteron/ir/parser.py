@@ -146,8 +146,8 @@ class _Reader:
             return
         dtype = ast.literal_eval(kwargs["dtype"]) if "dtype" in kwargs else None
         shape, strides = self.indices(args[1]), self.indices(args[2])
-        at, apart = self.index(args[3]), "apart" in kwargs
-        self.outputs.append(Output(tensor, shape, strides, at, dtype=dtype, apart=apart))
+        at, distinct = self.index(args[3]), "distinct" in kwargs
+        self.outputs.append(Output(tensor, shape, strides, at, dtype=dtype, distinct=distinct))
 
     def call(
         self, args: list[ast.expr], kwargs: dict[str, ast.expr], origins: tuple[Origin, ...]

@@ -204,10 +204,10 @@ class Index:
     mod: ClassVar[Callable[[Index, Index], Index]]
 
     def __new__(cls, terms: Mapping[Monomial, int]) -> Index:
-        kept = [t for t in terms.items() if t[1]]
-        if len(kept) > 1:
-            kept.sort(key=_order_terms)
-        items = tuple(kept)
+        nonzero = [t for t in terms.items() if t[1]]
+        if len(nonzero) > 1:
+            nonzero.sort(key=_order_terms)
+        items = tuple(nonzero)
         interned = cls._interned.get(items)
         if interned is None:
             interned = object.__new__(cls)

@@ -52,8 +52,11 @@ INFIX = dict(
         ("+", "-", "*", "/", "<", "<=", ">", ">=", "==", "!="),
     )
 )
-RESERVED = ("own", "inf", "nan")
-DEEP, LONG = 8, 80  # an inner expression of more levels or characters gets a name
+RESERVED_NAMES = ("own", "inf", "nan")
+MAX_INLINE_DEPTH, MAX_INLINE_LENGTH = (
+    8,
+    80,
+)  # an inner expression of more levels or characters gets a name
 
 
 def print_program(p: Program) -> str:
@@ -122,7 +125,7 @@ def _roots(d: Compute) -> list[Expr]:
 
 def name_text(name: str) -> str:
     """The name, made an identifier where it is none."""
-    if name.isidentifier() and not keyword.iskeyword(name) and name not in RESERVED:
+    if name.isidentifier() and not keyword.iskeyword(name) and name not in RESERVED_NAMES:
         return name
     return "_" + re.sub(r"\W", "_", name)
 
@@ -150,8 +153,8 @@ def index_text(index: Index, value: Callable[[Expr], str] = repr) -> str:
             factors.insert(0, str(abs(c)))
         text = "*".join(factors)
         if not out:
-            alone = c > 0 or not m or abs(c) != 1 or not isinstance(m[0], (Div, Mod))
-            out = text if c > 0 else f"-{text}" if alone else f"-({text})"
+            no_parentheses = c > 0 or not m or abs(c) != 1 or not isinstance(m[0], (Div, Mod))
+            out = text if c > 0 else f"-{text}" if no_parentheses else f"-({text})"
         else:
             inner = (
                 f"({text})"
@@ -234,9 +237,13 @@ class Expressions:
     def _print(self, n: Expr, is_root: bool) -> None:
         text = self._node(n)
         depth = 1 + max((self.depth[c] for c in children(n)), default=0)
-        leaf = n.op in ("literal", "index") or (n.op == "load" and len(text) < LONG // 2)
+        leaf = n.op in ("literal", "index") or (
+            n.op == "load" and len(text) < MAX_INLINE_LENGTH // 2
+        )
         shared = self.uses[n] > 1 and not leaf
-        if shared or (not is_root and not leaf and (depth > DEEP or len(text) > LONG)):
+        if shared or (
+            not is_root and not leaf and (depth > MAX_INLINE_DEPTH or len(text) > MAX_INLINE_LENGTH)
+        ):
             name = f"_{len(self.lines) + 1}"
             self.lines.append(f"{name} = {text}")
             text, depth = name, 0
@@ -385,8 +392,8 @@ def _output(o: Output) -> str:
         return f"output(None, {value_text(o.value)})"
     dtype = "" if o.dtype is None else f", dtype={o.dtype!r}"
     place = f"{_indices(o.shape)}, {_indices(o.strides)}, {index_text(o.offset)}"
-    apart = ", apart=True" if o.apart else ""
-    return f"output({o.tensor!r}, {place}{dtype}{apart})"
+    distinct = ", distinct=True" if o.distinct else ""
+    return f"output({o.tensor!r}, {place}{dtype}{distinct})"
 
 
 __all__ = ["Expressions", "print_program"]

@@ -186,7 +186,7 @@ class Output:
     dtype: str | None = None  # torch dtype name where the view reinterprets (else the tensor's)
     # Another Python object than the earlier results that are the same view of the same tensor:
     # autograd may mark one of them as not differentiable.
-    apart: bool = False
+    distinct: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,14 +231,16 @@ class Program:
 
 
 # What Python text of sizes may name beside sizes.
-KNOWN = frozenset(("math", "torch", "min", "max", "abs", "int", "float", "round", "bool", "pow"))
+KNOWN_FUNCTIONS = frozenset(
+    ("math", "torch", "min", "max", "abs", "int", "float", "round", "bool", "pow")
+)
 
 
 @lru_cache(maxsize=4096)
 def names_in(text: str) -> frozenset[str]:
     """The sizes that Python text of sizes names."""
     names = (n.id for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name))
-    return frozenset(names) - KNOWN
+    return frozenset(names) - KNOWN_FUNCTIONS
 
 
 def symbols_read(d: Def) -> set[Sym]:

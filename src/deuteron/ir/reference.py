@@ -5,7 +5,8 @@ says. It is slow and checks what it does: a load or store outside its tensor rai
 
 Every axis has a dimension of its own; a value has size 1 in the dimensions that it does not depend
 on. Sums and products of floats are accumulated in f64 and rounded once, so that they are at least
-as exact as any kernel's. Large iteration spaces are computed in blocks of at most `BLOCK` points.
+as exact as any kernel's. Large iteration spaces are computed in blocks of at most `BLOCK_POINTS`
+points.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from deuteron.ir.program import (
 )
 from deuteron.ir.reference_ops import TO_TORCH, divided, random_values, reduce, scalar_op, scan
 
-BLOCK = 1 << 20  # points per block: 4 MiB per f32 value of the expression
+BLOCK_POINTS = 1 << 20  # points per block: 4 MiB per f32 value of the expression
 Range = tuple[int, int]
 
 
@@ -216,7 +217,8 @@ def longest(
     device: Any,
     ranges: Mapping[Axis, Range] | None = None,
 ) -> dict[Axis, Range]:
-    """The values that axes of ragged reductions have in any row, of those in `ranges`."""
+    """The values that axes of reductions with data-dependent bounds have in any row, of those in
+    `ranges`."""
     out: dict[Axis, Range] = {}
     for axis, end in ((a, e) for root in roots for a, e in ends(root).items()):
         if any(n.attr[0] not in tensors for n in end.loads()):
@@ -233,7 +235,7 @@ def blocks(
     others: Sequence[Axis],
     sizes: Mapping[str, int],
     known: Mapping[Axis, Range],
-    limit: int = BLOCK,
+    limit: int = BLOCK_POINTS,
 ) -> Iterator[dict[Axis, Range]]:
     """Ranges of `axes` that together cover them, with at most `limit` points each counting all of
     `others`, of which the ranges of some may be `known`.
@@ -252,8 +254,8 @@ def blocks(
         step = -(-n // pieces)
         points = points // n * step
         cuts.append([(a, (k, min(n, k + step))) for k in range(0, n, step)])
-    for chosen in cartesian(*cuts):
-        yield dict(chosen)
+    for ranges in cartesian(*cuts):
+        yield dict(ranges)
 
 
 # -- stores --------------------------------------------------------------------------------------
@@ -464,8 +466,10 @@ def once(name: str, stores: Sequence[tuple[Sequence[Tensor], Tensor | None]]) ->
     have."""
     all_of = [torch.stack([i.reshape(-1) for i in at], -1) for at, _ in stores]
     masks = [mask for _, mask in stores]
-    kept = [p if m is None else p[m.reshape(-1)] for p, m in zip(all_of, masks, strict=True)]
-    places = torch.cat(kept)
+    stored_points = [
+        p if m is None else p[m.reshape(-1)] for p, m in zip(all_of, masks, strict=True)
+    ]
+    places = torch.cat(stored_points)
     if len(torch.unique(places, dim=0)) < len(places):
         raise ValueError(f"two points of {name} are stored at one place, which is said not to be")
 
@@ -485,7 +489,7 @@ def points(
 
 
 __all__ = [
-    "BLOCK",
+    "BLOCK_POINTS",
     "FLOATS",
     "INTS",
     "Evaluator",

@@ -127,7 +127,7 @@ class _State:
         self.sizes: dict[str, Sym] = {}  # symbols with a source so far
         self.later = {s.name: (s, str(w)) for s, (kind, w, _) in p.sizes if kind == "result"}
         self.made = {s.name: (s, str(w)) for s, (kind, w, _) in p.sizes if kind == "expr"}
-        self.tell(s for s, (kind, _, _) in p.sizes if kind in ("int", "shape", "stride"))
+        self.add_sources(s for s, (kind, _, _) in p.sizes if kind in ("int", "shape", "stride"))
         self.open: list[tuple[str, Index]] = []  # of calls' results: sizes without a source so far
         self.known: set[Index] = set()
         self.positions: set[int] = set()
@@ -167,13 +167,13 @@ class _State:
         self.memory[name] = owner
         self.group.setdefault(owner, []).append(name)
 
-    def tell(self, symbols: Iterable[Sym]) -> None:
+    def add_sources(self, symbols: Iterable[Sym]) -> None:
         """The symbols have a source from now on, and what is computed from them."""
         self.sizes.update((s.name, s) for s in symbols)
         ready = [n for n, (_, text) in self.made.items() if names_in(text) <= self.sizes.keys()]
         computed = [self.made.pop(n)[0] for n in ready]
         if computed:
-            self.tell(computed)
+            self.add_sources(computed)
 
     def indices(self, indices: Iterable[Index]) -> None:
         """Every symbol used is defined."""
@@ -296,9 +296,9 @@ class _State:
             if s is not None:
                 if s.name in self.sizes:
                     raise Fault("sizes", f"{s!r} is defined twice")
-                self.tell((s,))
-        told = [n for n, (_, tensor) in self.later.items() if tensor in d.names]
-        self.tell(self.later.pop(n)[0] for n in told)
+                self.add_sources((s,))
+        ready = [n for n, (_, tensor) in self.later.items() if tensor in d.names]
+        self.add_sources(self.later.pop(n)[0] for n in ready)
         for k, name in enumerate(d.names):
             if name is None:
                 continue

@@ -53,7 +53,7 @@ _FREE: dict[Expr, frozenset[Axis]] = MEMO.answers()
 _FACTS: dict[Expr, Facts] = MEMO.answers()
 
 
-_NONE: frozenset[Axis] = frozenset()
+_NO_AXES: frozenset[Axis] = frozenset()
 
 
 _INDEX_AXES: dict[Index, frozenset[Axis]] = MEMO.answers()
@@ -69,7 +69,7 @@ def index_axes(index: Index) -> frozenset[Axis]:
     """The axes free in an index: its own, and those free in the expressions that it loads."""
     own_axes = _INDEX_AXES.get(index)
     if own_axes is None:
-        own_axes = _NONE
+        own_axes = _NO_AXES
         todo = [a for m, _ in index.terms for a in m]
         while todo:
             a = todo.pop()
@@ -123,7 +123,7 @@ def _check_node(n: Expr) -> frozenset[Axis]:
     if n.dtype not in DTYPES:
         raise Fault("dtypes", f"{n!r} has no dtype {n.dtype!r}")
     special = _SPECIAL.get(n.op)
-    free = _NONE
+    free = _NO_AXES
     for a in n.args:
         theirs = _FREE[a]
         free = theirs if not free or free is theirs else free | theirs

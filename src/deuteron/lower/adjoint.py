@@ -23,11 +23,11 @@ from deuteron.lower.access import both, inside, masked
 from deuteron.lower.core import LowerContext, make
 from deuteron.lower.core import Value as Tensor
 
-LONGEST = 1 << 15  # values of an axis that are tried, at most
-MOST_POINTS = 64  # that are added to one element
+MAX_AXIS_VALUES = 1 << 15  # values of an axis that are tried, at most
+MAX_TERMS = 64  # that are added to one element
 # Points that are visited in vain, as a multiple of those that are not: an atomic addition costs
 # several reads.
-MOST_VISITS = 4
+MAX_VISIT_RATIO = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,12 @@ class Preimage:
 def preimage(place: Index, axis: Axis, extent: int) -> Preimage | None:
     """Which points of the axis have which place below `extent`."""
     n = axis.extent.value
-    if n is None or not 0 < n <= LONGEST or not 0 < extent <= LONGEST or place.syms():
+    if (
+        n is None
+        or not 0 < n <= MAX_AXIS_VALUES
+        or not 0 < extent <= MAX_AXIS_VALUES
+        or place.syms()
+    ):
         return None
     points = torch.arange(n)
     places = Evaluator([axis], {}, {}, "cpu").value(index_value(place)).expand(n)
@@ -65,7 +70,7 @@ def preimage(place: Index, axis: Axis, extent: int) -> Preimage | None:
         return None
     late = points - places * n // extent
     shift, count = int(late.min()), int(late.max() - late.min()) + 1
-    if count > MOST_POINTS:
+    if count > MAX_TERMS:
         return None
     tried = (torch.arange(extent) * n // extent + shift)[:, None] + torch.arange(count)
     known = (tried >= 0) & (tried < n)
@@ -75,7 +80,7 @@ def preimage(place: Index, axis: Axis, extent: int) -> Preimage | None:
     return Preimage(axis, place, shift, count, extent, whole)
 
 
-def turned(axes: Sequence[Axis], place: Sequence[Index], x: Tensor) -> list[Preimage] | None:
+def preimages_of(axes: Sequence[Axis], place: Sequence[Index], x: Tensor) -> list[Preimage] | None:
     """For each dimension of x the points that come to an element; None where that is not known."""
     preimages: list[Preimage] = []
     for p, n in zip(place, x.shape, strict=True):
@@ -95,7 +100,7 @@ def turned(axes: Sequence[Axis], place: Sequence[Index], x: Tensor) -> list[Prei
         points *= axis_preimage.axis.extent.value or 1
     elements = product(x.shape).value or 0
     return (
-        preimages if visits <= MOST_POINTS and visits * elements <= MOST_VISITS * points else None
+        preimages if visits <= MAX_TERMS and visits * elements <= MAX_VISIT_RATIO * points else None
     )
 
 
@@ -122,4 +127,4 @@ def gathered(
     return make(ctx, base.shape, element)
 
 
-__all__ = ["gathered", "preimage", "turned"]
+__all__ = ["gathered", "preimage", "preimages_of"]

@@ -26,9 +26,9 @@ from deuteron.lower import numbers
 from deuteron.lower.core import LowerContext, source_line
 
 # Beyond this no size of a tensor is; torch's ranges end there by themselves.
-HUGE = 2**62
+MAX_TENSOR_SIZE = 2**62
 # How Dynamo describes an assertion without a message of the user's.
-WORDLESS = "Runtime assertion failed for expression"
+DEFAULT_MESSAGE = "Runtime assertion failed for expression"
 
 
 def bind(
@@ -52,7 +52,7 @@ def bind(
         sym = _symbol(ctx, env, name, raw)
         if method == "":
             sizes[k] = sym
-            ctx.told[node] = name
+            ctx.number_text[node] = name
         else:
             tensor = names[k]
             assert tensor is not None
@@ -142,9 +142,9 @@ def believed(ctx: LowerContext, node: fx.Node, raw: Any, name: str, env: Any) ->
     ranges = [env.var_to_range.get(s) for s in dict.fromkeys((raw, e)) if s.is_Symbol]
     for r in (r for r in ranges if r is not None):
         sized = name in {s.name for s in ctx.sized}
-        if r.lower.is_Integer and r.lower > (0 if sized else -HUGE):
+        if r.lower.is_Integer and r.lower > (0 if sized else -MAX_TENSOR_SIZE):
             add(ctx, f"({name} >= {int(r.lower)})", "", where, node)
-        if r.upper.is_Integer and r.upper < HUGE:
+        if r.upper.is_Integer and r.upper < MAX_TENSOR_SIZE:
             add(ctx, f"({name} <= {int(r.upper)})", "", where, node)
     for s in dict.fromkeys((raw, e, symbol)):
         for deferred in getattr(env, "deferred_runtime_asserts", {}).get(s, ()):
@@ -155,7 +155,7 @@ def believed(ctx: LowerContext, node: fx.Node, raw: Any, name: str, env: Any) ->
 
 def add(ctx: LowerContext, condition: str, message: str, where: str, node: fx.Node) -> None:
     """The first with a condition has the program's words, if it has any."""
-    order = (0 if message and not message.startswith(WORDLESS) else 1, len(ctx.checks))
+    order = (0 if message and not message.startswith(DEFAULT_MESSAGE) else 1, len(ctx.checks))
     ctx.checks.append((order, node, Check(condition, message, where)))
 
 
@@ -210,7 +210,7 @@ def checks(ctx: LowerContext, defined: set[str]) -> tuple[Check, ...]:
             )
             continue
         message = c.message
-        if not message or message.startswith(WORDLESS):
+        if not message or message.startswith(DEFAULT_MESSAGE):
             message = _words(ctx, node, order) or _plain(c.condition)
         out[c.condition] = Check(c.condition, message, c.where)
     return tuple(out.values())
@@ -225,13 +225,13 @@ def _words(ctx: LowerContext, node: fx.Node, order: dict[fx.Node, int]) -> str:
     ends = [k for n, k in order.items() if k > start and n.meta.get("unbacked_bindings")]
     end = min(ends, default=len(order))
     said = [m for n, m in ctx.settled if start < order.get(n, -1) < end]
-    own = [m for m in said if not m.startswith(WORDLESS)]
+    own = [m for m in said if not m.startswith(DEFAULT_MESSAGE)]
     return own[0] if own else ""
 
 
 def _plain(condition: str) -> str:
     shown = condition[1:-1] if condition.startswith("(") and condition.endswith(")") else condition
-    return f"{WORDLESS} {one_line(shown)}"
+    return f"{DEFAULT_MESSAGE} {one_line(shown)}"
 
 
 def _steps(rest: list[Any]) -> tuple[str, int, Any]:

@@ -20,7 +20,7 @@ from deuteron.ir.index import Axis, Index, as_index, const
 from deuteron.ir.program import Extern, Layout, ViewArg
 from deuteron.lower.assertions import bind
 from deuteron.lower.core import LowerContext, Opaque, Value
-from deuteron.lower.quantized import DTYPE, floating
+from deuteron.lower.quantized import QUANTIZED_LAYOUT, floating
 from deuteron.lower.symfloats import number_value
 
 Overload = torch._ops.OpOverload
@@ -53,10 +53,10 @@ def emit(ctx: LowerContext, node: fx.Node, args: Any, kwargs: Any, reason: str) 
             name = ctx.fresh_name(node.name if len(leaves) == 1 else f"{node.name}_{k}")
             layout = ctx.layout_of(fake)
             if node in ctx.quantized and floating(fake):
-                layout = replace(layout, dtype=DTYPE)
+                layout = replace(layout, dtype=QUANTIZED_LAYOUT)
             ctx.storages[name] = storage(fake)
             source = storages.get(storage(fake), ops.viewed(node))
-            if source in ctx.quantized and layout.dtype != DTYPE:
+            if source in ctx.quantized and layout.dtype != QUANTIZED_LAYOUT:
                 source = None  # what is packed shares no memory with numbers
             if source is not None:
                 # What was computed or copied for the call is in memory only as its argument.

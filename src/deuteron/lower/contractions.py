@@ -13,8 +13,8 @@ from deuteron.ir.operations import ITEMSIZE
 from deuteron.lower.core import LowerContext, Value
 
 # Whose figures stand for a GPU where none is known.
-SOME_GPU = "H100"
-WORTH = 0.02  # by what share a call must be faster, which nothing can be fused with
+DEFAULT_GPU = "H100"
+MIN_CALL_GAIN = 0.02  # by what share a call must be faster, which nothing can be fused with
 
 
 def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
@@ -22,7 +22,7 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
     p, spec = described(ctx, a, b), figures(ctx)
     ours, theirs = generated_us(p, spec), library_us(p, spec)
     text = f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us"
-    if ours > (1 + WORTH) * theirs:
+    if ours > (1 + MIN_CALL_GAIN) * theirs:
         return text
     ctx.record.add(
         "decision",
@@ -76,7 +76,7 @@ def figures(ctx: LowerContext) -> DeviceSpec:
             return spec
     if kind == "cpu":
         return device_spec("cpu")
-    usual_gpu = named_gpu(SOME_GPU)
+    usual_gpu = named_gpu(DEFAULT_GPU)
     assert usual_gpu is not None
     return usual_gpu
 

@@ -84,13 +84,13 @@ def lowering(*names: str) -> Callable[[Lowering], Lowering]:
     """Registers a function for ATen operators: "aten.add.Tensor", or "aten.add" for every
     overload."""
 
-    def register(f: Lowering) -> Lowering:
+    def add_lowering(f: Lowering) -> Lowering:
         for n in names:
             assert n not in LOWERINGS, f"two lowerings for {n}"
             LOWERINGS[n] = f
         return f
 
-    return register
+    return add_lowering
 
 
 class Declined(Exception):
@@ -154,7 +154,9 @@ class LowerContext:
     guarded: set[str] = field(default_factory=set)  # those of inputs that Dynamo guards
     quantized: set[fx.Node] = field(default_factory=set)  # see `lower.quantized`
     hosted: dict[str, Sym] = field(default_factory=dict)  # element in memory -> the number it is
-    told: dict[fx.Node, str] = field(default_factory=dict)  # numbers as text: see `lower.numbers`
+    number_text: dict[fx.Node, str] = field(
+        default_factory=dict
+    )  # numbers as text: see `lower.numbers`
     dims: dict[Any, str] = field(default_factory=dict)  # (tensor, dimension) -> the size it tells
     # See `lower.assertions`: (order, node, check), and those that torch takes for granted.
     checks: list[tuple[Any, fx.Node, Check]] = field(default_factory=list)
@@ -469,7 +471,9 @@ def make(
 
 
 # A frame of a traceback. File names may hold quotes and line ends.
-FRAME = re.compile(r'^[ \t]*File "((?:.|\n)*?)", line (\d+), in [^\n]*(?:\n(.*))?$', re.MULTILINE)
+TRACEBACK_FRAME = re.compile(
+    r'^[ \t]*File "((?:.|\n)*?)", line (\d+), in [^\n]*(?:\n(.*))?$', re.MULTILINE
+)
 
 
 def source_line(node: fx.Node) -> str:
@@ -479,7 +483,7 @@ def source_line(node: fx.Node) -> str:
 
 @lru_cache(maxsize=1024)  # a line of the user's makes many nodes
 def _source_line(trace: str) -> str:
-    frames = list(FRAME.finditer(trace))
+    frames = list(TRACEBACK_FRAME.finditer(trace))
     if not frames:
         return ""
     file, number, code = frames[-1].groups()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deuteron.graph.random_ops import FEW
+from deuteron.graph.random_ops import MAX_PLAIN_MODULUS
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, fits
@@ -156,7 +156,7 @@ def below(bits: Expr, n: int) -> Expr:
         over = op("ge", op("bitwise_xor", x, lowest), number(n ^ 2**63))
         return op("where", over, op("sub", x, number(n)), x)
 
-    if n <= FEW:
+    if n <= MAX_PLAIN_MODULUS:
         return few(bits, number(n))
     if n & (n - 1) == 0:
         return op("bitwise_and", bits, number(n - 1))

@@ -219,7 +219,7 @@ class Driver:
             own = any(size is as_index_of(s) for s in size.syms())
             raw = assertions.given(ctx, node, val, own)
             if raw is not None:
-                ctx.told[node] = raw
+                ctx.number_text[node] = raw
                 self.sizes[Sym(raw, 0)] = ("int", self.position, 0)
             return size
         if val is None:
@@ -331,7 +331,7 @@ class Driver:
         for t in leaves(val):
             if not supported(t):
                 return kind_text(t)
-            if terms(self.ctx, t) > MOST_TERMS:
+            if terms(self.ctx, t) > MAX_SIZE_TERMS:
                 return f"the number of elements is a sum of {terms(self.ctx, t)} products of sizes"
             devices.add(str(t.device))
         return f"tensors on {' and '.join(sorted(devices))}" if len(devices) > 1 else None
@@ -481,9 +481,9 @@ class Driver:
             if n is node.args[0] or not isinstance(v, Value):
                 continue
             if any(x.attr[0] in names for x in v.expr.loads()) and n.op != "placeholder":
-                ctx.env[n] = self.kept(v, n.name)
+                ctx.env[n] = self.stored_once(v, n.name)
 
-    def kept(self, v: Value, name: str) -> Value:
+    def stored_once(self, v: Value, name: str) -> Value:
         """A copy of a value, in which what is repeated along a dimension is stored once: a result
         that repeats it has steps of 0."""
         used = v.expr.axes()
@@ -519,7 +519,7 @@ class Driver:
         ctx, layout, wanted = self.ctx, self.ctx.dense_layout(fake), self.ctx.strides_of(fake)
         stored = v
         empty = any(n.value == 0 for n in v.shape)
-        if not empty and layout.strides != wanted and apart(v.shape, wanted):
+        if not empty and layout.strides != wanted and elements_are_distinct(v.shape, wanted):
             stored, layout = calls.with_strides(v, layout, wanted)
         made = ctx.define(stored, layout)
         return made if stored is v else make(ctx, v.shape, lambda idx: broadcast(made, idx))
@@ -559,7 +559,7 @@ class Driver:
             return o
         if self.givers.setdefault(o, r) is r:
             return o
-        return replace(o, apart=True)
+        return replace(o, distinct=True)
 
     def may_return(self, view: ViewArg, memory: Any, wanted: Any, v: Value) -> bool:
         """Whether the view has the traced strides, and shares memory only as traced."""
@@ -577,7 +577,7 @@ class Driver:
         return self.returned.get(view.tensor, memory) == memory
 
 
-def apart(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
+def elements_are_distinct(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
     """Whether no two elements share memory, but for broadcast dimensions."""
     reach = 1
     for stride, n in sorted((hint(s), hint(n)) for s, n in zip(strides, shape, strict=True)):
@@ -625,7 +625,7 @@ def leaves(x: Any) -> list[torch.Tensor]:
 
 # Places in such a tensor are longer sums still, as are the divisions that take them apart: 6 MB of
 # C++ for one load of a 3-d convolution whose strides and padding are symbols, too.
-MOST_TERMS = 32
+MAX_SIZE_TERMS = 32
 
 
 def terms(ctx: LowerContext, t: torch.Tensor) -> int:
@@ -654,7 +654,7 @@ def live(p: Program) -> Program:
     """The program without pure definitions that nobody reads."""
     needed = {o.tensor for o in p.outputs} | {s[1] for _, s in p.sizes if s[0] == "result"}
     targets = {d.name for d in p.defs if isinstance(d, Input)}
-    kept = []
+    needed_defs = []
     for d in reversed(p.defs):
         if isinstance(d, Compute):
             keep = d.name in needed or d.target in targets
@@ -666,11 +666,11 @@ def live(p: Program) -> Program:
         else:
             keep = isinstance(d, Input) or d.name in needed
         if keep:
-            kept.append(d)
+            needed_defs.append(d)
             needed.update(tensors_read(d))
-    constants = {d.name for d in kept if isinstance(d, Constant)}
+    constants = {d.name for d in needed_defs if isinstance(d, Constant)}
     return Program(
-        tuple(reversed(kept)),
+        tuple(reversed(needed_defs)),
         p.outputs,
         p.sizes,
         {k: v for k, v in p.constants.items() if k in constants},

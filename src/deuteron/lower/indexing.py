@@ -37,12 +37,18 @@ from deuteron.lower.positions import exact, inlined
 
 # What memory is accumulated in: atomics of smaller types are slow or absent, and round each time.
 ACCUMULATORS = {"f16": "f32", "bf16": "f32", "bool": "i32", "u8": "i32", "i8": "i32", "i16": "i32"}
-KINDS = {"add": "sum", "sum": "sum", "multiply": "prod", "prod": "prod", "amax": "max"} | {
+ACCUMULATE_KINDS = {
+    "add": "sum",
+    "sum": "sum",
+    "multiply": "prod",
+    "prod": "prod",
+    "amax": "max",
+} | {
     "amin": "min",
     "mean": "sum",
 }
 # Steps of an unrolled binary search; each depends on a load of the one before.
-MOST_STEPS = 12
+MAX_UNROLLED_STEPS = 12
 
 
 # -- several index tensors -------------------------------------------------------------------------
@@ -165,7 +171,7 @@ def scatter_into(
         return ctx.define(x)
     if kind is None:
         return ctx.scatter(x, axes, tuple(place), cast(body, x.dtype), None, mask)
-    preimages = adjoint.turned(axes, place, x) if kind == "sum" else None
+    preimages = adjoint.preimages_of(axes, place, x) if kind == "sum" else None
     if preimages is not None:
         wide = compute_dtype(x.dtype) if x.dtype in FLOATS else x.dtype
         base = make(ctx, x.shape, lambda idx: cast(x.at(idx), wide))
@@ -381,7 +387,7 @@ def scatter(ctx: LowerContext, x: Value, dim: int, indices: Value, source: Any) 
 def scatter_with(
     ctx: LowerContext, x: Value, dim: int, indices: Value, source: Any, *, reduce: str
 ) -> Value:
-    return scatter_along(ctx, x, dim, indices, source, KINDS[reduce])
+    return scatter_along(ctx, x, dim, indices, source, ACCUMULATE_KINDS[reduce])
 
 
 @lowering("aten.scatter_add.default")
@@ -406,7 +412,7 @@ def scatter_reduce(
     include_self: bool = True,
 ) -> Value:
     return scatter_along(
-        ctx, x, dim, indices, source, KINDS[reduce], include_self, reduce == "mean"
+        ctx, x, dim, indices, source, ACCUMULATE_KINDS[reduce], include_self, reduce == "mean"
     )
 
 
@@ -425,7 +431,9 @@ def index_reduce(
     dim = wrap_dim(dim, x1.rank)
     # Each position stands for a whole slice of the source.
     spread = make(ctx, source.shape, lambda idx: along.at([idx[dim]]))
-    return scatter_along(ctx, x, dim, spread, source, KINDS[reduce], include_self, reduce == "mean")
+    return scatter_along(
+        ctx, x, dim, spread, source, ACCUMULATE_KINDS[reduce], include_self, reduce == "mean"
+    )
 
 
 # -- search ----------------------------------------------------------------------------------------
@@ -437,7 +445,7 @@ def search(
     Branch-free binary search: the answer is built from its highest bit down.
     """
     n = sorted_.shape[-1].value
-    if n is None or n.bit_length() > MOST_STEPS:
+    if n is None or n.bit_length() > MAX_UNROLLED_STEPS:
         raise ctx.decline("a binary search over a long or unknown number of boundaries")
     dtype = sorted_.dtype
     if isinstance(values, Value) and values.dtype != dtype:
@@ -497,7 +505,7 @@ def searchsorted(
 
 
 # -- what stays a library call ---------------------------------------------------------------------
-REASONS = {
+LIBRARY_REASONS = {
     "the size of the result depends on values": (
         "aten.nonzero aten.masked_select deuteron.unique_consecutive deuteron.unique_dim "
         "deuteron.unique2 aten.repeat_interleave.Tensor aten.bincount"
@@ -519,7 +527,7 @@ def _declined(reason: str) -> Any:
     return lower
 
 
-for _reason, _names in REASONS.items():
+for _reason, _names in LIBRARY_REASONS.items():
     for _name in _names.split():
         lowering(_name)(_declined(_reason))
 

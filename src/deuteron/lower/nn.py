@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deuteron.base.scans import EXCHANGED, few_and_long, in_blocks
+from deuteron.base.scans import EXCHANGED_DTYPES, few_and_long, in_blocks
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, hint, product
@@ -35,20 +35,20 @@ def scanned(
     dim: int,
     f: Callable[..., Expr],
     finish: Callable[[Expr], Expr] = lambda e: e,
-    alone: bool = True,
+    only_scan: bool = True,
 ) -> Value:
-    """The inclusive scan of ``f(idx)`` along a dimension, and what `finish` makes of it. `alone`:
-    whether no other scan follows that reads both."""
+    """The inclusive scan of ``f(idx)`` along a dimension, and what `finish` makes of it.
+    `only_scan`: whether no other scan follows that reads both."""
     axes = ctx.axes(shape)
     body = f(tuple(a.index for a in axes))
-    length = part_of(ctx, shape, dim)
-    if length is not None and not (alone and looked_back(ctx, body.dtype, shape, dim)):
+    length = part_length(ctx, shape, dim)
+    if length is not None and not (only_scan and scanned_in_blocks(ctx, body.dtype, shape, dim)):
         return scanned_in_parts(ctx, kind, shape, dim, length, f, finish)
     sums = ctx.define(Value(axes, E.scan(kind, axes[dim], body)))
     return make(ctx, shape, lambda idx: finish(sums.at(idx)))
 
 
-def part_of(ctx: LowerContext, shape: Sequence[Index], dim: int) -> int | None:
+def part_length(ctx: LowerContext, shape: Sequence[Index], dim: int) -> int | None:
     """How long the parts are in which long rows are scanned, where there are too few rows for a
     GPU: each row by one program leaves most of it idle."""
     n = shape[dim].value
@@ -57,14 +57,14 @@ def part_of(ctx: LowerContext, shape: Sequence[Index], dim: int) -> int | None:
     return next((k for k in range(SCAN_PART, SCAN_PART // 8, -16) if n % k == 0), None)
 
 
-def looked_back(ctx: LowerContext, dtype: str, shape: Sequence[Index], dim: int) -> bool:
+def scanned_in_blocks(ctx: LowerContext, dtype: str, shape: Sequence[Index], dim: int) -> bool:
     """Whether programs scan blocks of the rows, which are then read once."""
     fake, rows, length = ctx.fake(), rows_of(shape, dim), hint(shape[dim])
     if ctx.specs is None or not in_blocks(rows, length, ctx.specs(str(fake.device))):
         return False
     refused = ""
-    if dtype not in EXCHANGED:
-        refused = f"programs cannot tell one another {dtype}"
+    if dtype not in EXCHANGED_DTYPES:
+        refused = f"programs cannot exchange {dtype}"
     elif ctx.strides_of(fake)[dim].value != 1:
         refused = "rows do not lie one after another"
     ctx.record.add(
@@ -122,10 +122,10 @@ def scanned_in_parts(
 
     done = ctx.define(make(ctx, cut, element))
 
-    def place(idx: tuple[Index, ...]) -> Expr:
+    def element_at(idx: tuple[Index, ...]) -> Expr:
         return done.at((*idx[:dim], idx[dim] // length, idx[dim] % length, *idx[dim + 1 :]))
 
-    return make(ctx, shape, place)
+    return make(ctx, shape, element_at)
 
 
 def accumulated_in(ctx: LowerContext, dtype: str) -> str:
@@ -166,10 +166,12 @@ def _running_extreme(kind: str) -> Callable[..., tuple[Value, Value]]:
         dim = wrap_dim(dim, x.rank)
         wide = compute_dtype(x.dtype)
         # In parts the positions' first kernel is the extremes' last one.
-        alone = ctx.node is not None and all(user.args[1:] == (0,) for user in ctx.node.users)
-        best = scanned(ctx, kind, x.shape, dim, lambda idx: cast(x.at(idx), wide), alone=alone)
+        only_scan = ctx.node is not None and all(user.args[1:] == (0,) for user in ctx.node.users)
+        best = scanned(
+            ctx, kind, x.shape, dim, lambda idx: cast(x.at(idx), wide), only_scan=only_scan
+        )
 
-        def place(idx: tuple[Index, ...]) -> Expr:
+        def position_at(idx: tuple[Index, ...]) -> Expr:
             # The last position so far that equals the extreme; a NaN is the extreme from then on.
             mine = cast(x.at(idx), wide)
             hit = op("eq", mine, best.at(idx))
@@ -177,7 +179,7 @@ def _running_extreme(kind: str) -> Callable[..., tuple[Value, Value]]:
                 hit = op("logical_or", hit, op("isnan", mine))
             return op("where", hit, index_value(idx[dim]), literal(0, "i64"))
 
-        where = scanned(ctx, "max", x.shape, dim, place)
+        where = scanned(ctx, "max", x.shape, dim, position_at)
         return make(ctx, x.shape, lambda idx: cast(best.at(idx), x.dtype)), where
 
     return lower

@@ -19,19 +19,25 @@ from deuteron.ir.index import Index, Sym
 from deuteron.ir.program import Extern
 from deuteron.lower.core import LowerContext, Value, whole_tensor
 
-INFIX = {
+INFIX_OPERATORS = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
     operator.floordiv: "//", operator.mod: "%", operator.pow: "**", operator.eq: "==",
     operator.ne: "!=", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
     operator.and_: "&", operator.or_: "|", operator.xor: "^", operator.lshift: "<<",
     operator.rshift: ">>",
 }  # fmt: skip
-PREFIX = {operator.neg: "-", operator.pos: "+", operator.not_: "not ", operator.invert: "~"}
+PREFIX_OPERATORS = {
+    operator.neg: "-",
+    operator.pos: "+",
+    operator.not_: "not ",
+    operator.invert: "~",
+}
 # Functions of builtins and of `torch` that take plain numbers, by the name that a module knows.
-CALLED = {operator.abs: "abs", abs: "abs", round: "round", min: "min", max: "max", int: "int"} | {
-    float: "float", bool: "bool", math.trunc: "math.trunc", pow: "pow",
-}  # fmt: skip
-TORCH = ("sym_float", "sym_int", "sym_max", "sym_min", "sym_ite", "sym_not")
+CALLED_FUNCTIONS = {f: f.__name__ for f in (abs, round, min, max, int, float, bool, pow)} | {
+    operator.abs: "abs",
+    math.trunc: "math.trunc",
+}
+TORCH_FUNCTIONS = ("sym_float", "sym_int", "sym_max", "sym_min", "sym_ite", "sym_not")
 
 
 class NoText(Exception):
@@ -44,10 +50,10 @@ def text(ctx: LowerContext, x: Any) -> str:
         raise NoText("an index")
     if not isinstance(x, fx.Node):
         return literal(x)
-    told = ctx.told.get(x)
-    if told is None:
-        told = ctx.told[x] = _computed(ctx, x)
-    return told
+    known = ctx.number_text.get(x)
+    if known is None:
+        known = ctx.number_text[x] = _computed(ctx, x)
+    return known
 
 
 def literal(x: Any) -> str:
@@ -74,14 +80,14 @@ def _computed(ctx: LowerContext, node: fx.Node) -> str:
     name = str(target)
     if name.startswith(("aten.sym_size.int", "aten.sym_stride.int")):
         return _dimension(ctx, node)
-    if target in INFIX and len(node.args) == 2:
+    if target in INFIX_OPERATORS and len(node.args) == 2:
         a, b = (text(ctx, n) for n in node.args)
-        return f"({a} {INFIX[target]} {b})"
-    if target in PREFIX:
-        return f"({PREFIX[target]}{text(ctx, node.args[0])})"
+        return f"({a} {INFIX_OPERATORS[target]} {b})"
+    if target in PREFIX_OPERATORS:
+        return f"({PREFIX_OPERATORS[target]}{text(ctx, node.args[0])})"
     if target is getattr(torch, "sym_sum", None):
         return f"({' + '.join(text(ctx, n) for n in node.args[0])})"
-    called = CALLED.get(target) or _of_module(target)
+    called = CALLED_FUNCTIONS.get(target) or _of_module(target)
     if called is not None and not node.kwargs:
         return f"{called}({', '.join(_argument(ctx, n) for n in node.args)})"
     element = ctx.env.get(node)
@@ -101,7 +107,7 @@ def _of_module(target: Any) -> str | None:
     name = getattr(target, "__name__", "")
     if getattr(math, name, None) is target:
         return f"math.{name}"
-    known = name in TORCH or name.startswith("_sym_")
+    known = name in TORCH_FUNCTIONS or name.startswith("_sym_")
     return f"torch.{name}" if known and getattr(torch, name, None) is target else None
 
 
@@ -110,8 +116,8 @@ def _dimension(ctx: LowerContext, node: fx.Node) -> str:
     source, dim = node.args
     sized = ctx.env.get(source) if isinstance(source, fx.Node) else None  # type: ignore[arg-type]
     tensor = whole_tensor(sized) if isinstance(sized, Value) else None
-    told = ctx.dims.get((tensor, dim)) if "size" in str(node.target) else None
-    return told if told is not None else literal(node.meta["val"])
+    known = ctx.dims.get((tensor, dim)) if "size" in str(node.target) else None
+    return known if known is not None else literal(node.meta["val"])
 
 
 def fetched(ctx: LowerContext, number: Value) -> Sym:

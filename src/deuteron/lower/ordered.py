@@ -38,10 +38,10 @@ from deuteron.lower.core import LowerContext, make
 from deuteron.lower.core import Value as Tensor
 
 # Sorted points that are summed by themselves where they have one place.
-CHUNK = 128
+CHUNK_POINTS = 128
 # Bits of an answer in a list of unknown length: 2**35 positions fill no GPU's memory. Bits that are
 # found at once, since one look takes as long as several.
-STEPS, DIGIT = 35, 2
+ANSWER_BITS, DIGIT_BITS = 35, 2
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Ordered:
 
     def many(self) -> bool:
         """Whether there may be runs longer than a chunk."""
-        return self.count.value is None or self.count.value >= 2 * CHUNK
+        return self.count.value is None or self.count.value >= 2 * CHUNK_POINTS
 
     def key(self) -> Expr:
         """The row of a point (i64)."""
@@ -145,7 +145,7 @@ class Ordered:
         same. Each counts who goes before it: of all, or of its block and then of the others, which
         are in order by then."""
         count, n = self.count, self.count.value or 0
-        dtype = packed(n, self.size.value or 0)
+        dtype = packed_dtype(n, self.size.value or 0)
         assert dtype is not None
 
         def both(row: Expr, number: Index) -> Expr:
@@ -168,7 +168,7 @@ class Ordered:
 
     def stored(self, axis: Axis, rank: Expr, key: Expr) -> Tensor:
         """Each key at its rank: no two have one."""
-        return self.ctx.permuted((axis,), (kept(cast(rank, "i64"), self.count),), key)
+        return self.ctx.permuted((axis,), (clamped(cast(rank, "i64"), self.count),), key)
 
     def ranked_blocks(self, keys: Tensor, block: int, blocks: int) -> Tensor:
         """The keys with those of each block in order; behind the last are others, which go before
@@ -190,7 +190,7 @@ class Ordered:
         a, b = ctx.axes(sizes)
         place = a.index * block + b.index
         key = padded(place)
-        at = a.index * block + kept(cast(rank.at([a.index, b.index]), "i64"), const(block))
+        at = a.index * block + clamped(cast(rank.at([a.index, b.index]), "i64"), const(block))
         if n.value == block * blocks:
             return ctx.permuted((a, b), (at,), key)
         filled = make(ctx, [const(block * blocks)], lambda idx: padded(idx[0]))
@@ -207,7 +207,7 @@ class Ordered:
                 ahead = max(step - 1, 0)
                 at = const(ahead)
                 if preceding.op != "literal":
-                    at = kept(op("add", preceding, literal(ahead, "i32")), const(block))
+                    at = clamped(op("add", preceding, literal(ahead, "i32")), const(block))
                 below = less(keys.at([low + at]), key)
                 below = op("mul", below, literal(step, "i32")) if step > 1 else below
                 preceding = below if preceding.op == "literal" else op("add", preceding, below)
@@ -298,20 +298,20 @@ class Ordered:
 
         def below(tried: Expr) -> Expr:
             legal = op("le", tried, index_value(n))
-            at = kept(op("sub", tried, literal(1, "i64")), n)
+            at = clamped(op("sub", tried, literal(1, "i64")), n)
             return op("logical_and", legal, op("lt", self.row(masked(legal, keys.at([at]))), row))
 
-        bits = STEPS if n.value is None else n.value.bit_length()
-        for low in reversed(range(0, bits, DIGIT)):
+        bits = ANSWER_BITS if n.value is None else n.value.bit_length()
+        for low in reversed(range(0, bits, DIGIT_BITS)):
             start = answer
-            for digit in range(1, 1 << min(DIGIT, bits - low)):
+            for digit in range(1, 1 << min(DIGIT_BITS, bits - low)):
                 tried = op("add", start, literal(digit << low, "i64"))
                 answer = op("where", below(tried), tried, answer)
         return cast(answer, "i32") if fits(n) else answer
 
     def number(self, q: Expr) -> Expr:
         """Which point the q-th of the sorted ones is."""
-        entry = self.order.at([kept(q, self.count)])
+        entry = self.order.at([clamped(q, self.count)])
         if not self.bits:
             return entry
         number = literal((1 << self.bits) - 1, entry.dtype)
@@ -319,7 +319,7 @@ class Ordered:
 
     def term(self, point: Expr, columns: Sequence[Index], here: Expr | None = None) -> Expr:
         """What a point adds to the columns of its row; one that is not `here` is not read."""
-        at = unflatten(kept(point, self.count), [a.extent for a in self.rows.points])
+        at = unflatten(clamped(point, self.count), [a.extent for a in self.rows.points])
         table: dict[Atom, Index] = dict(zip(self.rows.points, at, strict=True))
         table |= dict(zip(self.rows.along, columns, strict=True))
         body = self.body if here is None else E.with_mask(self.body, here)
@@ -338,18 +338,18 @@ class Ordered:
 
     def chunks(self, keys: Tensor) -> Tensor:
         """The sum of each whole chunk whose points have one place; others are not used."""
-        count = floordiv(self.count, const(CHUNK))
+        count = floordiv(self.count, const(CHUNK_POINTS))
 
         def element(idx: tuple[Index, ...]) -> Expr:
-            low = idx[0] * CHUNK
-            alike = op("eq", *(self.row(keys.at([q])) for q in (low, low + CHUNK - 1)))
-            end = op("where", alike, literal(CHUNK, "i64"), literal(0, "i64"))
+            low = idx[0] * CHUNK_POINTS
+            alike = op("eq", *(self.row(keys.at([q])) for q in (low, low + CHUNK_POINTS - 1)))
+            end = op("where", alike, literal(CHUNK_POINTS, "i64"), literal(0, "i64"))
 
             def term(k: Axis) -> Expr:
                 return self.term(self.number(index_value(low + k.index)), idx[1:])
 
             # What is added keeps the reduction inside the expression.
-            total = self.reduce(const(CHUNK), end, term)
+            total = self.reduce(const(CHUNK_POINTS), end, term)
             return op("add", literal(0, total.dtype), total)
 
         return self.define(make(self.ctx, [count, *self.widths], element), f"{self.wish}_chunks")
@@ -367,8 +367,11 @@ class Ordered:
         here, zero = op("sub", high, low), literal(0, "i64")
         alone, whole = here, zero
         if parts is not None:  # whole chunks from `begin` on, `whole` of them
-            shift, chunk = literal(CHUNK.bit_length() - 1, "i64"), literal(CHUNK, "i64")
-            begin = op("rshift", op("add", low, literal(CHUNK - 1, "i64")), shift)
+            shift, chunk = (
+                literal(CHUNK_POINTS.bit_length() - 1, "i64"),
+                literal(CHUNK_POINTS, "i64"),
+            )
+            begin = op("rshift", op("add", low, literal(CHUNK_POINTS - 1, "i64")), shift)
             whole = op("maximum", op("sub", op("rshift", high, shift), begin), zero)
             inner = op("mul", whole, chunk)
             ahead = op("sub", op("mul", begin, chunk), low)
@@ -398,7 +401,7 @@ class Ordered:
             return total
 
         def chunked(k: Axis) -> Expr:
-            at = kept(op("add", begin, index_value(k.index)), parts.shape[0])
+            at = clamped(op("add", begin, index_value(k.index)), parts.shape[0])
             return parts.at([at, *columns])
 
         return op("add", total, self.reduce(parts.shape[0], whole, chunked))
@@ -431,8 +434,8 @@ class Ordered:
             other = op("ne", self.row(before), self.row(keys.at([point])))
             return op("logical_or", op("eq", index_value(point), literal(0, "i64")), other)
 
-        def place(point: Index, columns: Sequence[Index]) -> list[Index]:
-            row = unflatten(kept(self.row(keys.at([point])), self.size), self.shape)
+        def index_of(point: Index, columns: Sequence[Index]) -> list[Index]:
+            row = unflatten(clamped(self.row(keys.at([point])), self.size), self.shape)
             coordinates = dict(zip(self.rows.rows, row, strict=True))
             coordinates |= dict(zip(self.rows.columns, columns, strict=True))
             return [coordinates[d] for d in range(x.rank)]
@@ -442,12 +445,12 @@ class Ordered:
             low = index_value(point)
             high = op("where", is_first(point), cast(ends.at([point]), "i64"), low)
             terms = self.run(low, high, columns, parts)
-            return cast(op("add", cast(x.at(place(point, columns)), wide), terms), x.dtype)
+            return cast(op("add", cast(x.at(index_of(point, columns)), wide), terms), x.dtype)
 
         sums = self.define(make(self.ctx, [self.count, *self.widths], element), f"{self.wish}_sums")
         axes = self.ctx.axes(sums.shape)
         point, *columns = (a.index for a in axes)
-        at, body = place(point, columns), sums.at([point, *columns])
+        at, body = index_of(point, columns), sums.at([point, *columns])
         return self.ctx.scatter(x, axes, tuple(at), body, None, is_first(point), unique=True)
 
     def define(self, value: Tensor, wish: str, layout: Layout | None = None) -> Tensor:
@@ -465,7 +468,7 @@ def fits(count: Index) -> bool:
     return count.value is not None and count.value < 2**31
 
 
-def kept(position: Expr, extent: Index) -> Index:
+def clamped(position: Expr, extent: Index) -> Index:
     """A position that is within its extent, in a form that shows it."""
     index = E.as_position(position)
     return minimum(maximum(index, const(0)), extent - 1)
@@ -486,24 +489,24 @@ def behind(a: Expr, b: Expr) -> Expr:
 
 
 # Columns from which rows are worth ordering; what is narrower is added element by element.
-WIDE = 16
+MIN_ORDERED_WIDTH = 16
 # Microseconds that results which repeat are worth: a sort of 32768 places, and what is around it.
-REPEAT = 35.0
+REPEATING_WORTH_US = 35.0
 # On an H200: bytes moved, atomic additions of f32 (in the L2, and, on an H100, elsewhere: those of
 # 8192 x 128 to 100000 x 128 take 36 us) and programs done in a microsecond.
-BYTES, ADDITIONS, FAR, PROGRAMS = 4.5e6, 4.2e5, 3e4, 1640
-NEAR = 40e6  # bytes that are in the L2
+BYTES_PER_US, CACHED_ATOMICS_PER_US, ATOMICS_PER_US, PROGRAMS_PER_US = 4.5e6, 4.2e5, 3e4, 1640
+CACHE_BYTES = 40e6  # bytes that are in the L2
 # Sorting: up to 4096 places, more, and each of those; times as long by the bytes of a place.
-SORT, SLOWER = (17.0, 28.0, 2.6e-5), {2: 1.0, 4: 1.5, 8: 2.5}
-OTHERS = 6.0  # what else there is: places, first points, chunks
-FEW = 4096
+SORT_US, SORT_FACTORS = (17.0, 28.0, 2.6e-5), {2: 1.0, 4: 1.5, 8: 2.5}
+OVERHEAD_US = 6.0  # what else there is: places, first points, chunks
+SMALL_SORT = 4096
 # Ranking: two kernels, and comparisons done in a microsecond, with all and in binary searches; with
 # numbers of 64 bits they take so much longer. H200, us, 8192 places: with all 10, in blocks of 512
 # 2.2 and their searches 3.1; 16384: 33, 2.3 and 6.0 (of 1024 3.2 and 9.2); 32768: 127, 5.4 and 8.2
 # in blocks of 1024 (of 512 3.4 and 11.3), by the library 24.
-RANK, COMPARISONS, LOOKS, LONG = 2.0, 5.5e6, 1.7e6, 2.0
+RANK_US, COMPARISONS_PER_US, SEARCH_STEPS_PER_US, I64_FACTOR = 2.0, 5.5e6, 1.7e6, 2.0
 # Places that are put in order by themselves, before the others' are searched.
-BLOCKS = (128, 256, 512, 1024)
+RANK_BLOCKS = (128, 256, 512, 1024)
 
 
 def is_sparse(points: int, rows: int) -> bool:
@@ -511,7 +514,7 @@ def is_sparse(points: int, rows: int) -> bool:
 
 
 def is_ranked(points: int, rows: int) -> bool:
-    dtype = packed(points, rows)
+    dtype = packed_dtype(points, rows)
     return dtype is not None and ranking_us(points, dtype) < sorting_us(points, rows)
 
 
@@ -520,31 +523,33 @@ def bits_of(count: int) -> int:
     return max(1, (count - 1).bit_length())
 
 
-def packed(points: int, rows: int) -> str | None:
+def packed_dtype(points: int, rows: int) -> str | None:
     """The dtype that holds a row and a point's number and is not negative."""
     bits = bits_of(points) + bits_of(rows)
     return "i32" if bits <= 31 else "i64" if bits <= 63 else None
 
 
 def sorting_us(points: float, rows: float) -> float:
-    sort = SORT[0] if points <= FEW else SORT[1] + SORT[2] * points
-    return sort * SLOWER[2 if rows <= 2**16 else 4]
+    sort = SORT_US[0] if points <= SMALL_SORT else SORT_US[1] + SORT_US[2] * points
+    return sort * SORT_FACTORS[2 if rows <= 2**16 else 4]
 
 
 def ranking_us(points: int, dtype: str, block: int | None = None) -> float:
     """With blocks of so many places, 0: without, None: as is best."""
     if block is None:
         block = block_of(points, dtype)
-    slower = LONG if dtype == "i64" else 1.0
+    slower = I64_FACTOR if dtype == "i64" else 1.0
     if not block:
-        return RANK + points**2 / COMPARISONS * slower
+        return RANK_US + points**2 / COMPARISONS_PER_US * slower
     looks = -(-points // block) * block.bit_length()
-    return 2 * RANK + points * (block / COMPARISONS + looks / LOOKS) * slower
+    return (
+        2 * RANK_US + points * (block / COMPARISONS_PER_US + looks / SEARCH_STEPS_PER_US) * slower
+    )
 
 
 def block_of(points: int, dtype: str) -> int:
     """Places of a block that is put in order by itself; 0: all are compared with all."""
-    return min((0, *BLOCKS), key=lambda block: ranking_us(points, dtype, block))
+    return min((0, *RANK_BLOCKS), key=lambda block: ranking_us(points, dtype, block))
 
 
 def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
@@ -560,14 +565,18 @@ def worth(ctx: LowerContext, x: Tensor, rows: Rows, repeat: bool) -> bool:
     size, added = count * width, points * width
     sort = sorting_us(points, count)
     if is_ranked(points, count):
-        sort = ranking_us(points, packed(points, count) or "i64")
+        sort = ranking_us(points, packed_dtype(points, count) or "i64")
     filled = points if is_sparse(points, count) else count
     programs = filled if width >= 64 else filled * width / 256
-    ordered = sort + OTHERS + max((size + added) * own / BYTES, programs / PROGRAMS)
-    atomic = size * wide / BYTES + added / (ADDITIONS if size * wide <= NEAR else FAR)
+    ordered = (
+        sort + OVERHEAD_US + max((size + added) * own / BYTES_PER_US, programs / PROGRAMS_PER_US)
+    )
+    atomic = size * wide / BYTES_PER_US + added / (
+        CACHED_ATOMICS_PER_US if size * wide <= CACHE_BYTES else ATOMICS_PER_US
+    )
     if own < wide:
-        atomic += size * (own + wide) / BYTES
-    accepted = repeat or width >= WIDE and ordered <= atomic + REPEAT
+        atomic += size * (own + wide) / BYTES_PER_US
+    accepted = repeat or width >= MIN_ORDERED_WIDTH and ordered <= atomic + REPEATING_WORTH_US
     ctx.record.add(
         "decision",
         subject="order",

@@ -101,7 +101,7 @@ def _simple(name: str) -> Callable[..., Value]:
 
 
 # aten name -> scalar op, result computed in the compute dtype of the result
-UNARY = [
+UNARY_OPERATORS = [
     "neg",
     "abs",
     "floor",
@@ -137,7 +137,7 @@ UNARY = [
     "reciprocal",
     "bitwise_not",
 ]
-BINARY = [
+BINARY_OPERATORS = [
     "maximum",
     "minimum",
     "fmax",
@@ -152,7 +152,7 @@ BINARY = [
     "bitwise_or",
     "bitwise_xor",
 ]
-SPECIAL = {
+SPECIAL_FUNCTIONS = {
     "special_i0e": "i0e",
     "special_i1": "i1",
     "special_i1e": "i1e",
@@ -169,7 +169,7 @@ BOOL_FORM = {
     "fmax": "logical_or",
     "fmin": "logical_and",
 }
-JUMPING = ("fmod", "remainder")  # where their operands differ by little
+DISCONTINUOUS = ("fmod", "remainder")  # where their operands differ by little
 INT_IDENTITY = ("floor", "ceil", "trunc", "round")
 
 
@@ -186,7 +186,7 @@ def _row(name: str) -> Callable[..., Value]:
             return pointwise(ctx, args, lambda x: x)
         if name == "nextafter":  # of the last bit of the type itself
             return pointwise(ctx, args, lambda *xs: op(name, *xs), out, out)
-        if name in JUMPING:
+        if name in DISCONTINUOUS:
             return pointwise(ctx, args, lambda x, y: quotient(ctx, name, x, y), exactly=out)
         return pointwise(ctx, args, lambda *xs: op(name, *xs))
 
@@ -197,7 +197,7 @@ def _row(name: str) -> Callable[..., Value]:
 WITH_NUMBERS = frozenset(
     f"aten.{n}"
     for n in (
-        *BINARY,
+        *BINARY_OPERATORS,
         *("add", "sub", "rsub", "mul", "div", "floor_divide", "pow", "where", "ldexp", "lerp"),
         *("eq", "ne", "lt", "le", "gt", "ge", "clamp", "clamp_min", "clamp_max"),
         *("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__"),
@@ -211,9 +211,9 @@ def quotient(ctx: LowerContext, name: str, x: Expr, y: Expr) -> Expr:
     return op(name, x, y if ctx.on_gpu() else nonzero(y))
 
 
-for _n in UNARY + BINARY:
+for _n in UNARY_OPERATORS + BINARY_OPERATORS:
     lowering(f"aten.{_n}")(_row(_n))
-for _aten, _n in SPECIAL.items():
+for _aten, _n in SPECIAL_FUNCTIONS.items():
     lowering(f"aten.{_aten}")(_row(_n))
 
 

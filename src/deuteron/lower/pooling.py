@@ -30,7 +30,7 @@ from deuteron.lower.core import LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import compute_dtype, scalar
 
 # More windows than this over one position: adding each output's share to it is less work.
-MOST_WINDOWS = 64
+MAX_GATHERED_WINDOWS = 64
 
 
 @dataclass(frozen=True)
@@ -181,14 +181,14 @@ def max_pool(
     kernel = extents(windows)
     # One loop over the window for both, so that one kernel reads it once.
     flat, (position,) = small_axes(ctx, [product(kernel)])
-    apart = list(unflatten(position, kernel))
+    offsets = list(unflatten(position, kernel))
 
     def value(idx: tuple[Index, ...]) -> Expr:
-        here, element = read(x, windows, idx, apart)
+        here, element = read(x, windows, idx, offsets)
         return cast(reduction_of("max", flat, cast(masked(here, element, lowest), wide)), x.dtype)
 
     def index(idx: tuple[Index, ...]) -> Expr:
-        here, element = read(x, windows, idx, apart)
+        here, element = read(x, windows, idx, offsets)
         wanted = cast(masked(here, element, lowest), wide)
         # Windows are small: 32 bits for the place in one (no machine divides vectors of 64).
         left = cast(E.reduce("argmax_last_nan", flat, wanted) if flat else literal(0, "i64"), "i32")
@@ -362,7 +362,7 @@ def spread(
     wide, r = compute_dtype(grad.dtype), len(windows)
     counts = [w.count for w in windows]
     most = product(counts)
-    if most.value is None or most.value > MOST_WINDOWS:
+    if most.value is None or most.value > MAX_GATHERED_WINDOWS:
         raise ctx.decline("many windows cover one input")
     axes, k = small_axes(ctx, counts)
 
@@ -429,8 +429,8 @@ def spread_max(ctx: LowerContext, grad: Value, windows: Sequence[Windows], indic
 
     def share(value: Expr, output: Sequence[Index], inputs: Sequence[Index]) -> Expr:
         mine = index_value(flatten(inputs, sizes))
-        chosen = op("eq", cast(indices.at(output), "i64"), mine)
-        return op("where", chosen, value, literal(0, value.dtype))
+        is_extreme = op("eq", cast(indices.at(output), "i64"), mine)
+        return op("where", is_extreme, value, literal(0, value.dtype))
 
     return spread(ctx, grad, windows, share)
 
@@ -456,8 +456,8 @@ def max_pool_places_backward(
     def share(value: Expr, output: Sequence[Index], inputs: Sequence[Index]) -> Expr:
         spots = zip(windows, output[-r:], inputs, strict=True)
         mine = flatten([i - w.start(o) for w, o, i in spots], [as_index(k) for k in kernel])
-        chosen = op("eq", cast(places.at(output), "i32"), cast(index_value(mine), "i32"))
-        return op("where", chosen, value, literal(0, value.dtype))
+        is_extreme = op("eq", cast(places.at(output), "i32"), cast(index_value(mine), "i32"))
+        return op("where", is_extreme, value, literal(0, value.dtype))
 
     return spread(ctx, grad, windows, share)
 

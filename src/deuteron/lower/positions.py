@@ -32,14 +32,14 @@ from deuteron.ir.program import Compute
 from deuteron.ir.reference import Evaluator
 from deuteron.lower.core import LowerContext
 
-LONGEST = 1 << 15  # values of an axis that are tried, at most
-MOST_FLOPS = 64.0  # of what is computed again at each use instead of being read
+MAX_AXIS_VALUES = 1 << 15  # values of an axis that are tried, at most
+MAX_RECOMPUTED_FLOPS = 64.0  # of what is computed again at each use instead of being read
 
 
 def reads_nothing(e: Expr) -> bool:
     """Whether the expression is cheap arithmetic on loop variables, sizes and numbers."""
     plain = all(n.op in ("literal", "index", "cast") or n.op in SCALAR_OPS for n in e.walk())
-    return plain and flops(e) <= MOST_FLOPS
+    return plain and flops(e) <= MAX_RECOMPUTED_FLOPS
 
 
 def inlined(ctx: LowerContext, e: Expr) -> Expr:
@@ -57,7 +57,7 @@ def inlined(ctx: LowerContext, e: Expr) -> Expr:
             at: dict[Atom, Index] = dict(zip(d.axes, n.attr[1], strict=True))
             table[n] = d.body.substitute(at)
         new = e.substitute({}, table)
-        if flops(new) > MOST_FLOPS:
+        if flops(new) > MAX_RECOMPUTED_FLOPS:
             return e
         e = new
 
@@ -65,7 +65,9 @@ def inlined(ctx: LowerContext, e: Expr) -> Expr:
 def small(e: Expr) -> bool:
     """Whether the expression is cheap arithmetic on loop variables, sizes, numbers and tensors."""
     plain = ("literal", "index", "cast", "load")
-    return flops(e) <= MOST_FLOPS and all(n.op in plain or n.op in SCALAR_OPS for n in e.walk())
+    return flops(e) <= MAX_RECOMPUTED_FLOPS and all(
+        n.op in plain or n.op in SCALAR_OPS for n in e.walk()
+    )
 
 
 def exact(e: Expr) -> Index | None:
@@ -121,7 +123,7 @@ def fitted(e: Expr) -> Index | None:
         return None
     (axis,) = axes
     n = axis.extent.value
-    return _fit(e, axis, n) if n is not None and 0 < n <= LONGEST else None
+    return _fit(e, axis, n) if n is not None and 0 < n <= MAX_AXIS_VALUES else None
 
 
 @lru_cache(maxsize=1024)

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-NAMES = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
-DTYPES = tuple(getattr(torch, n) for n in NAMES if hasattr(torch, n))
+QUANTIZED_NAMES = ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")
+QUANTIZED_DTYPES = tuple(getattr(torch, n) for n in QUANTIZED_NAMES if hasattr(torch, n))
 # The layout of such a tensor in the IR says so.
-DTYPE = "quantized"
+QUANTIZED_LAYOUT = "quantized"
 
 
 def quantized(node: fx.Node, known: set[fx.Node]) -> bool:
@@ -35,8 +35,12 @@ def quantized(node: fx.Node, known: set[fx.Node]) -> bool:
     schema = target._schema.name
     if schema in ("aten::dequantize", "aten::fake_quantize_per_tensor_affine"):
         return False
-    told = any(x in DTYPES for x in tree_leaves((node.args, node.kwargs)) if type(x) is torch.dtype)
-    makes = told or given or "_quantized_tensor" in schema
+    names_dtype = any(
+        x in QUANTIZED_DTYPES
+        for x in tree_leaves((node.args, node.kwargs))
+        if type(x) is torch.dtype
+    )
+    makes = names_dtype or given or "_quantized_tensor" in schema
     return makes and any(floating(v) for v in tree_leaves(node.meta.get("val")))
 
 
@@ -44,4 +48,4 @@ def floating(x: Any) -> bool:
     return any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tree_leaves(x))
 
 
-__all__ = ["DTYPE", "floating", "quantized"]
+__all__ = ["QUANTIZED_LAYOUT", "floating", "quantized"]

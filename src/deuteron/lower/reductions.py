@@ -36,7 +36,7 @@ def reduce(
     after: Callable[[Expr], Expr] = lambda e: e,
 ) -> Value:
     """``after(reduction of body(x) over dims)``."""
-    kept = [d for d in range(x.rank) if d not in dims]
+    kept_dims = [d for d in range(x.rank) if d not in dims]
     bound = ctx.axes([x.axes[d].extent for d in dims])
     shape: list[Index] = []
     for d in range(x.rank):
@@ -50,7 +50,7 @@ def reduce(
         at: list[Index] = [const(0)] * x.rank
         for axis, d in zip(bound, dims, strict=True):
             at[d] = axis.index
-        places = kept if not keepdim else range(x.rank)
+        places = kept_dims if not keepdim else range(x.rank)
         for i, d in zip(idx, places, strict=True):
             if d not in dims:
                 at[d] = i
@@ -271,13 +271,13 @@ def moments(
     )
     if keepdim:
         return var, center
-    kept = [a.extent for d, a in enumerate(x.axes) if d not in dims]
+    kept_shape = [a.extent for d, a in enumerate(x.axes) if d not in dims]
 
     def dropped(idx: tuple[Index, ...]) -> Expr:
         left = list(idx)
         return center.at([const(0) if d in dims else left.pop(0) for d in range(x.rank)])
 
-    return var, make(ctx, kept, dropped)
+    return var, make(ctx, kept_shape, dropped)
 
 
 def _rounded(ctx: LowerContext, v: Value, dtype: str) -> Value:

@@ -27,7 +27,7 @@ from deuteron.ir.index import (
 )
 
 # What is known of a whole number of which nothing is known.
-LOWEST = -(2**62)
+UNKNOWN_LOW = -(2**62)
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Symbols:
         sym = self.number(PythonPrinter().doprint(e), self.lower_end(e), hint)
         return as_index(atom(sym))
 
-    def number(self, text: str, low: int = LOWEST, hint: int | None = None) -> Sym:
+    def number(self, text: str, low: int = UNKNOWN_LOW, hint: int | None = None) -> Sym:
         """A new symbol, whose value is that of a Python text over other symbols."""
         sym = Sym(f"z{len(self.computed)}", low, hint)
         self.known[sym.name] = sym
@@ -166,9 +166,9 @@ class Symbols:
             return 0
         try:
             end = bound_sympy(e, {s: env.var_to_range[s] for s in e.free_symbols}).lower
-            return int(end) if end.is_finite else LOWEST
+            return int(end) if end.is_finite else UNKNOWN_LOW
         except (KeyError, TypeError, ValueError, AttributeError, NotImplementedError):
-            return LOWEST  # no range is known
+            return UNKNOWN_LOW  # no range is known
 
 
 def _at_least_one(e: Any) -> bool:
@@ -181,11 +181,11 @@ def _lowest(env: Any, s: Any) -> int:
     if value_range is None:
         return 0
     lower = value_range.lower
-    return int(lower) if getattr(lower, "is_Integer", False) else LOWEST
+    return int(lower) if getattr(lower, "is_Integer", False) else UNKNOWN_LOW
 
 
 def _hint(env: Any, s: Any) -> int | None:
-    """The value of a symbol in the traced call. The length of a nested tensor's ragged dimension
+    """The value of a symbol in the traced call. The length of a nested tensor's jagged dimension
     has none: it stands for as many lengths as there are rows."""
     for table in ("backed_var_to_val", "var_to_val"):  # the newer name, the older
         if hasattr(env, table):

@@ -30,12 +30,12 @@ RELATIONS = {
     "GreaterThan": "ge",
 }
 # Torch's sympy functions of floats.
-UNARY = {
+UNARY_FUNCTIONS = {
     f"OpaqueUnaryFn_{n}": n
     for n in ("sqrt", "exp", "log", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh")
     + ("asin", "acos", "atan")
 } | {"Abs": "abs"}
-BINARY = {"FloatTrueDiv": "div", "IntTrueDiv": "div", "FloatPow": "pow"}
+BINARY_FUNCTIONS = {"FloatTrueDiv": "div", "IntTrueDiv": "div", "FloatPow": "pow"}
 
 
 def number_value(
@@ -66,7 +66,7 @@ def simple(ctx: LowerContext, e: Any) -> bool:
         if kind in ("FloatTrueDiv", "IntTrueDiv"):
             if not p.args[1].is_nonzero:
                 return False  # Python raises where it is 0
-        elif kind in BINARY or kind in UNARY and kind != "Abs":
+        elif kind in BINARY_FUNCTIONS or kind in UNARY_FUNCTIONS and kind != "Abs":
             return False
         elif kind in ("FloorDiv", "Mod", "PythonMod", "CleanDiv"):
             if not (p.args[0].is_integer and p.args[1].is_integer and p.args[1].is_nonzero):
@@ -83,7 +83,7 @@ def hosted(ctx: LowerContext, node: fx.Node, dtype: str) -> Value:
     except numbers.NoText as e:
         raise ctx.decline(f"a number that is computed by {e}") from None
     sym = ctx.symbols.number(text)
-    ctx.told[node] = sym.name
+    ctx.number_text[node] = sym.name
     return in_memory(ctx, sym, dtype, "cpu")
 
 
@@ -128,8 +128,11 @@ def _converted(ctx: LowerContext, e: Any) -> Expr:
         return literal(float(e), "f64")
     if kind == "ToFloat":
         return _converted(ctx, e.args[0])
-    if kind in BINARY or kind in UNARY:
-        return op(BINARY.get(kind) or UNARY[kind], *(_converted(ctx, a) for a in e.args))
+    if kind in BINARY_FUNCTIONS or kind in UNARY_FUNCTIONS:
+        return op(
+            BINARY_FUNCTIONS.get(kind) or UNARY_FUNCTIONS[kind],
+            *(_converted(ctx, a) for a in e.args),
+        )
     if e.is_integer:
         return cast(index_value(ctx.size(e)), "f64")
     if kind in ("Max", "Min") or e.is_Add or e.is_Mul:

@@ -33,27 +33,27 @@ from deuteron.ir.operations import FLOATS, HALF, INTS
 from deuteron.ir.program import Compute, Program, tensors_read
 
 # Operations whose result jumps where a float argument crosses a number.
-ORDERS = ("lt", "le", "gt", "ge")
-JUMPS = {
-    *ORDERS,
+ORDER_COMPARISONS = ("lt", "le", "gt", "ge")
+DISCONTINUOUS = {
+    *ORDER_COMPARISONS,
     *("eq", "ne", "isinf", "floor", "ceil", "trunc", "round", "sign", "nextafter"),
     *("floordiv", "truncdiv", "fmod", "remainder"),
 }
 # Operations that give an argument, or its negative: it is what jumps.
-PASSES = ("neg", "abs", "where", "maximum", "minimum", "fmax", "fmin")
-MOVES = ("cast", "where", "neg", "abs")
+PASSED_THROUGH = ("neg", "abs", "where", "maximum", "minimum", "fmax", "fmin")
+VALUE_MOVES = ("cast", "where", "neg", "abs")
 
 
 def unrounded(program: Program) -> Program:
     """The program with f32 readings of unrounded halves, but where a rounding is kept."""
     computes = {d.name: d for d in program.computes()}
-    kept = compared(program, computes)
-    stored = {n for n in program.layouts() if n not in computes} | kept
+    rounded_names = compared(program, computes)
+    stored = {n for n in program.layouts() if n not in computes} | rounded_names
     stored |= deciding(computes)
     return replace(
         program,
         defs=tuple(
-            relaxed(d, stored) if isinstance(d, Compute) and d.name not in kept else d
+            relaxed(d, stored) if isinstance(d, Compute) and d.name not in rounded_names else d
             for d in program.defs
         ),
     )
@@ -115,7 +115,7 @@ def moved(root: Expr) -> Iterator[Expr]:
     while todo:
         n = todo.pop()
         yield n
-        below = (n.args[1:] if n.op == "where" else n.args) if n.op in MOVES else ()
+        below = (n.args[1:] if n.op == "where" else n.args) if n.op in VALUE_MOVES else ()
         todo += [a for a in below if a not in seen]
         seen.update(below)
 
@@ -138,8 +138,10 @@ def deciding(computes: dict[str, Compute]) -> set[str]:
 def decided_by(root: Expr) -> Iterator[Expr]:
     """Conversions to f32 of the halves by which something is decided."""
     for n in root.walk():
-        if n.op in JUMPS or n.op == "cast" and n.dtype not in (*HALF, "f32", "f64"):
-            if n.op not in ORDERS or all(a.op != "literal" or a.attr != 0 for a in n.args):
+        if n.op in DISCONTINUOUS or n.op == "cast" and n.dtype not in (*HALF, "f32", "f64"):
+            if n.op not in ORDER_COMPARISONS or all(
+                a.op != "literal" or a.attr != 0 for a in n.args
+            ):
                 yield from filter(widening, passed(a for a in n.args if a.dtype not in INTS))
 
 
@@ -150,7 +152,7 @@ def passed(operands: Iterable[Expr]) -> Iterator[Expr]:
     while todo:
         n = todo.pop()
         yield n
-        if n.op in PASSES:
+        if n.op in PASSED_THROUGH:
             below = n.args[1:] if n.op == "where" else n.args
             todo += [a for a in below if a not in seen]
             seen.update(below)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deuteron.graph.aliasing import overlaps
-from deuteron.graph.ops import PLACING, is_view, packet
+from deuteron.graph.ops import STRIDED_OPERATORS, is_view, packet
 from deuteron.ir.expr import Expr, cast, index_value, literal, op
 from deuteron.ir.index import Index, const, is_nonneg, maximum, minimum, product
 from deuteron.lower.access import (
@@ -33,7 +33,7 @@ from deuteron.lower.pointwise import broadcast, scalar
 from deuteron.lower.strided import argument, storage_order
 
 # More inputs than this are joined by a library call: each costs every element a comparison.
-MOST_JOINED = 16
+MAX_CONCATENATED = 16
 
 
 def result_shape(ctx: LowerContext) -> tuple[Index, ...]:
@@ -105,15 +105,15 @@ def unsqueeze(ctx: LowerContext, x: Value, dim: int) -> Value:
 def squeeze(ctx: LowerContext, x: Value, dim: Any = None) -> Value:
     given = range(x.rank) if dim is None else [dim] if isinstance(dim, int) else dim
     dropped = {wrap_dim(d, x.rank) for d in given}
-    kept = [d for d in range(x.rank) if d not in dropped or x.axes[d].extent.value != 1]
+    kept_dims = [d for d in range(x.rank) if d not in dropped or x.axes[d].extent.value != 1]
 
     def element(idx: tuple[Index, ...]) -> Expr:
         at = [const(0)] * x.rank
-        for d, i in zip(kept, idx, strict=True):
+        for d, i in zip(kept_dims, idx, strict=True):
             at[d] = i
         return x.at(at)
 
-    return make(ctx, [x.axes[d].extent for d in kept], element)
+    return make(ctx, [x.axes[d].extent for d in kept_dims], element)
 
 
 @lowering("aten.flip", "prims.rev")
@@ -336,14 +336,14 @@ def edge_padded(
     affine; along the others the index is computed (there it is the same for a whole row).
     """
 
-    def place(i: Index, n: Index, low: Index, high: Index) -> Index:
+    def clamped_index(i: Index, n: Index, low: Index, high: Index) -> Index:
         i = i - low
         if low.value != 0:
             i = maximum(i, before(i, n))
         return i if high.value == 0 else minimum(i, after(i, n))
 
     def element(idx: tuple[Index, ...]) -> Expr:
-        rows = [place(i, n, *p) for i, n, p in zip(idx[:-1], x.shape, pad, strict=False)]
+        rows = [clamped_index(i, n, *p) for i, n, p in zip(idx[:-1], x.shape, pad, strict=False)]
         i, n = idx[-1] - pad[-1][0], x.shape[-1]
         left = masked(compare("lt", i, 0), x.at([*rows, before(i, n)]))
         right = masked(compare("ge", i, n), x.at([*rows, after(i, n)]), left)
@@ -361,8 +361,10 @@ def cat(ctx: LowerContext, tensors: Sequence[Value], dim: int = 0) -> Value:
     given = [x for x in tensors if x.rank == len(shape) and x.shape[dim].value != 0]
     if not given:
         return nothing(ctx, shape, dtype)
-    if len(given) > MOST_JOINED:
-        raise ctx.decline(f"{len(given)} tensors are joined, at most {MOST_JOINED} are generated")
+    if len(given) > MAX_CONCATENATED:
+        raise ctx.decline(
+            f"{len(given)} tensors are joined, at most {MAX_CONCATENATED} are generated"
+        )
     ends = [const(0)]
     for x in given:
         ends.append(ends[-1] + x.shape[dim])
@@ -387,10 +389,10 @@ def stack(ctx: LowerContext, tensors: Sequence[Value], dim: int = 0) -> Value:
 
 
 # -- a tensor with a part replaced -----------------------------------------------------------------
-REPLACING = ("aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter", "aten.copy")
+SCATTER_VIEWS = ("aten.slice_scatter", "aten.select_scatter", "aten.diagonal_scatter", "aten.copy")
 
 
-def apart(ctx: LowerContext) -> None:
+def check_no_overlap(ctx: LowerContext) -> None:
     """Eager writes into a copy with the same strides: where elements of the tensor share memory so
     do those of the copy, and more are replaced than the part."""
     if overlaps(argument(ctx, 0, "self")):
@@ -412,9 +414,9 @@ def read_by_strides(node: Any) -> bool:
     while left:
         base = left.pop()
         for user in (u for u in base.users if u.args and u.args[0] is base):
-            if packet(user.target) in PLACING:
+            if packet(user.target) in STRIDED_OPERATORS:
                 return True
-            if is_view(user) or packet(user.target) in REPLACING:
+            if is_view(user) or packet(user.target) in SCATTER_VIEWS:
                 left.append(user)
     return False
 
@@ -433,7 +435,7 @@ def slice_scatter(
     end: Any = None,
     step: Any = 1,
 ) -> Value:
-    apart(ctx)
+    check_no_overlap(ctx)
     dim = wrap_dim(dim, x.rank)
     n, step = x.shape[dim], ctx.size(step)
     first = slice_start(ctx, start, n)
@@ -459,7 +461,7 @@ def slice_length(ctx: LowerContext, first: Index, end: Any, step: Index, n: Inde
 
 @lowering("aten.select_scatter")
 def select_scatter(ctx: LowerContext, x: Value, src: Value, dim: int, index: Any) -> Value:
-    apart(ctx)
+    check_no_overlap(ctx)
     dim = wrap_dim(dim, x.rank)
     at = wrap(ctx.size(index), x.shape[dim])
 
@@ -474,7 +476,7 @@ def select_scatter(ctx: LowerContext, x: Value, src: Value, dim: int, index: Any
 def diagonal_scatter(
     ctx: LowerContext, x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Value:
-    apart(ctx)
+    check_no_overlap(ctx)
     dim1, dim2 = wrap_dim(dim1, x.rank), wrap_dim(dim2, x.rank)
     rest = [d for d in range(x.rank) if d not in (dim1, dim2)]
 

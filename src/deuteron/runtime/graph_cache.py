@@ -2,7 +2,7 @@
 
 In: a graph as Dynamo captured it. Out: its callable, without AOTAutograd, lowering, scheduling or
 code generation, where some process has compiled the same graph before. What it left is an entry of
-the cache of kernels: JSON, under the graph's identity (`capture.graph_key`), the options, versions
+the cache of kernels: JSON, under the graph's key (`capture.graph_key`), the options, versions
 of torch, Python, Triton and this package (its files), and the devices' figures. Nothing is
 unpickled.
 
@@ -30,7 +30,7 @@ from deuteron.base.device import device_spec_for
 from deuteron.base.errors import CacheError, DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.capture.graph_key import Unnameable, identity
+from deuteron.capture.graph_key import Unnameable, graph_key
 from deuteron.runtime import build_triton
 from deuteron.runtime.aot_bypass import (
     Graphs,
@@ -75,7 +75,7 @@ def key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, record: Rec
         reason = "this torch lacks what that needs"
     if not reason:
         try:
-            return key_of(identity(gm, inputs), *around(inputs, options))
+            return key_of(graph_key(gm, inputs), *around(inputs, options))
         except Unnameable as e:
             reason = str(e)
     decided(record, False, "refused", reason)

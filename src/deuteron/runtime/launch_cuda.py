@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deuteron.base.cluster import CLUSTER_BYTES, ROUNDS
+from deuteron.base.cluster import CLUSTER_BYTES, EXCHANGE_ROUNDS
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
@@ -369,9 +369,9 @@ def _counters(device: torch.device) -> Zeros:
 @cache
 def _words(device: torch.device, each: int) -> Zeros:
     """What programs tell one another in (`codegen.triton.exchange`); of a team, a reduction takes
-    `ROUNDS` words of a program."""
+    `EXCHANGE_ROUNDS` words of a program."""
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    if FIRST + cores * RESIDENT * ROUNDS * MOST_EXCHANGED > WORDS:
+    if FIRST + cores * RESIDENT * EXCHANGE_ROUNDS * MOST_EXCHANGED > WORDS:
         raise LaunchError(f"{cores} multiprocessors have more programs than words to exchange")
     return Zeros(device, torch.int64, each, max(LEAST_STREAMS, STREAMS * WORDS // each))
 

@@ -9,7 +9,7 @@ Both who plans kernels and who writes them ask here, so that they agree on what 
 
 from __future__ import annotations
 
-from deuteron.base.cluster import MOST_CLUSTER
+from deuteron.base.cluster import MAX_CLUSTER
 from deuteron.base.device import DeviceSpec
 
 # Elements of a row per program, by how many values of each are held: (at most so many, elements).
@@ -97,7 +97,7 @@ def workers_alike(
 
 def clustered(team: int, spec: DeviceSpec) -> bool:
     """Whether a team of so many programs can be a cluster."""
-    return (spec.capability or (0, 0)) >= (9, 0) and team <= MOST_CLUSTER
+    return (spec.capability or (0, 0)) >= (9, 0) and team <= MAX_CLUSTER
 
 
 def at_once(team: int, spec: DeviceSpec) -> int:

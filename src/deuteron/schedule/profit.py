@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.memo import MEMO
-from deuteron.base.scans import EXCHANGED, MOST_SCANS, bandwidth, in_blocks
+from deuteron.base.scans import EXCHANGED_DTYPES, MAX_SCANS, bandwidth, in_blocks
 from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
@@ -188,13 +188,13 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
 def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
     """Whether programs scan blocks of the group's rows, as they do not beside reductions and scans
     of scans: `codegen.triton.scanning`."""
-    if not 0 < len(group.scans) <= MOST_SCANS:
+    if not 0 < len(group.scans) <= MAX_SCANS:
         return False
     late: set[str] = set()  # what comes after a scan
     for m in group.members:
         below = any(r.tensor in late for r in m.reads)
         if m.kind == "scan":
-            if below or m.compute.body.dtype not in EXCHANGED:
+            if below or m.compute.body.dtype not in EXCHANGED_DTYPES:
                 return False
         elif m.kind != "point" or m.level != "point":
             return False

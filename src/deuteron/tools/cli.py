@@ -36,12 +36,12 @@ def demo(
     ] = "eager,inductor,deuteron",
 ) -> None:
     """Three programs under eager, Inductor and Deuteron, side by side."""
-    from deuteron.tools.demo import NAMES, run_demo
+    from deuteron.tools.demo import PROGRAM_NAMES, run_demo
 
     chosen, names = tuple(backends.split(",")), tuple(programs.split(","))
-    unknown = [n for n in names if n not in NAMES]
+    unknown = [n for n in names if n not in PROGRAM_NAMES]
     if unknown:
-        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(NAMES)}")
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(PROGRAM_NAMES)}")
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is not one of auto, cpu, cuda")
     if chosen[0] != "eager":

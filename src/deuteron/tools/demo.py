@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-MARK = "@deuteron-demo "
-NAMES = ("embeddings", "gpt", "residual")
+MESSAGE_PREFIX = "@deuteron-demo "
+PROGRAM_NAMES = ("embeddings", "gpt", "residual")
 # Gradients differ by about 1e-3 when one input of a ReLU rounds to the other side of zero; losses
 # drift apart as training amplifies rounding (a few 1e-4 in these runs). A wrong kernel is far off.
 GRADIENT_TOLERANCE, LOSS_TOLERANCE, COSINE_AT_LEAST = 3e-3, 1e-2, 0.99999
@@ -82,10 +82,10 @@ def run_program(
         assert process.stdout is not None
         stage = ""
         for line in process.stdout:
-            if not line.startswith(MARK):
+            if not line.startswith(MESSAGE_PREFIX):
                 log.write(line)
                 continue
-            message = json.loads(line.removeprefix(MARK))
+            message = json.loads(line.removeprefix(MESSAGE_PREFIX))
             if "stage" in message:
                 stage = message["stage"]
                 progress.update(task, completed=message["done"], description=stage)

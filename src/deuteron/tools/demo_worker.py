@@ -1,9 +1,9 @@
 """Runs one program of the demo under several compilers in one process, and reports as it goes.
 
 In: the program's name, the compilers (the first is eager), the device, a folder. Out: lines of JSON
-on standard output, each after `MARK`: ``{"stage": text, "done": fraction}``, ``{"losses": ...}``
-and last ``{"result": ...}``. The caches of the compilers are fresh folders, so that compile times
-are cold; what Dynamo itself needs once is warmed up before, for all alike.
+on standard output, each after `MESSAGE_PREFIX`: ``{"stage": text, "done": fraction}``, ``{"losses":
+...}`` and last ``{"result": ...}``. The caches of the compilers are fresh folders, so that compile
+times are cold; what Dynamo itself needs once is warmed up before, for all alike.
 
 Rounds are interleaved, compiler by compiler, so that a change in the machine's speed meets all.
 """
@@ -24,13 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MARK = "@deuteron-demo "
+MESSAGE_PREFIX = "@deuteron-demo "
 # A busy machine gets fewer rounds, so that the demo stays within five minutes.
 ROUNDS_SECONDS, FEWEST_ROUNDS = 35.0, 4
 
 
 def emit(**message: Any) -> None:
-    print(MARK + json.dumps(message), flush=True)
+    print(MESSAGE_PREFIX + json.dumps(message), flush=True)
 
 
 class Contender:

@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deuteron.base.device import CALIBRATION, device_spec, device_spec_for, key
+from deuteron.base.device import CALIBRATION_FILE, device_spec, device_spec_for, key
 from deuteron.base.options import Options
 from deuteron.codegen.cpp.prelude import CXX_FLAGS, prelude
 from deuteron.runtime.cache import Cache
@@ -36,7 +36,12 @@ from deuteron.runtime.cache import Cache
 TESTED_TORCH = ((2, 11), (2, 13))  # oldest and newest that the tests run on
 OLDEST_PYTHON = (3, 10)
 GPU_UNITS = ("f32", "tf32", "bf16", "f16", "int8")
-DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
+TORCH_DTYPES = {
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def doctor(calibrate: bool = False, options: Options | None = None) -> dict[str,
     folder = options.cache_folder()
     checks = [_python(), _torch(), _triton(), _compiler(), _cache(folder), *_gpus()]
     names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    written = _calibrate(names, folder / CALIBRATION) if calibrate else None
+    written = _calibrate(names, folder / CALIBRATION_FILE) if calibrate else None
     return {
         "checks": [asdict(c) for c in checks],
         "devices": [{"device": n, **device_spec_for(n, options).to_dict()} for n in names],
@@ -242,7 +247,7 @@ def _measure_cpu(device: torch.device) -> dict[str, Any]:
     rates = {}
     for unit in ("f32", "f64", "bf16"):
         n = 1024 if unit == "f64" else 1536
-        a = torch.ones(n, n, dtype=DTYPES[unit])
+        a = torch.ones(n, n, dtype=TORCH_DTYPES[unit])
         product = partial(torch.matmul, a, a)
         rates[unit] = 2 * n**3 / _best(partial(timed, product), 3) / 1e3
     region = _region_us()
@@ -309,7 +314,7 @@ def _gpu_rate(unit: str, device: torch.device) -> float:
             a = torch.randint(-8, 8, (n, n), device=device, dtype=torch.int8)
             b = a.t().contiguous().t()
             return 2 * n**3 / _best(lambda: _gpu_us(lambda: torch._int_mm(a, b))) / 1e3
-        x = torch.randn(n, n, device=device).to(DTYPES["f32" if unit == "tf32" else unit])
+        x = torch.randn(n, n, device=device).to(TORCH_DTYPES["f32" if unit == "tf32" else unit])
         return 2 * n**3 / _best(lambda: _gpu_us(lambda: x @ x)) / 1e3
     finally:
         torch.set_float32_matmul_precision(before)
@@ -332,13 +337,13 @@ def _graph_launch_us(device: torch.device, kernels: int = 500) -> float:
 
 # ----------------------------------------------------------------------------------------- tables
 
-COLORS = {"ok": "green", "warning": "yellow", "missing": "red"}
+STATUS_COLORS = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 
 def _checks_table(checks: list[dict[str, Any]]) -> Table:
     table = Table("", "status", "finding", "what to do", title="Deuteron on this machine")
     for c in checks:
-        status = f"[{COLORS[c['status']]}]{c['status']}[/]"
+        status = f"[{STATUS_COLORS[c['status']]}]{c['status']}[/]"
         table.add_row(c["what"], status, c["finding"], c["hint"])
     return table
 

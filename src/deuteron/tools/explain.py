@@ -135,15 +135,15 @@ def decision_lines(decisions: list[dict[str, Any]]) -> Iterator[str]:
     subjects = dict.fromkeys(str(d.get("subject", "")) for d in decisions)
     for subject in subjects:
         for accepted in (True, False):
-            chosen = [
+            matching = [
                 d
                 for d in decisions
                 if d.get("subject") == subject and bool(d.get("accepted")) is accepted
             ]
-            if not chosen:
+            if not matching:
                 continue
-            yield f"  {subject}: {len(chosen)} {'accepted' if accepted else 'refused'}"
-            for d in chosen:
+            yield f"  {subject}: {len(matching)} {'accepted' if accepted else 'refused'}"
+            for d in matching:
                 yield f"    {decision_line(d)}"
 
 
@@ -221,12 +221,12 @@ def unchanged(fn: Any, args: Any, kwargs: Any) -> Iterator[None]:
     owners = [fn, getattr(fn, "__self__", None)]
     buffers = [b for o in owners if isinstance(o, nn.Module) for b in o.buffers()]
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)] + buffers
-    kept = [(t, t._version, t.detach().clone()) for t in tensors]
+    copies = [(t, t._version, t.detach().clone()) for t in tensors]
     devices = list({t.device for t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
         yield
     with torch.no_grad():
-        for t, version, value in kept:
+        for t, version, value in copies:
             if t._version != version:
                 t.detach().copy_(value)
 

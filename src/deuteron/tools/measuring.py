@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from deuteron.base.device import CALIBRATION
+from deuteron.base.device import CALIBRATION_FILE
 from deuteron.base.options import Options
 
 # Calls are timed together until they take so long (seconds), so that neither the clock nor waiting
@@ -58,7 +58,7 @@ def fresh_caches() -> Iterator[dict[str, str]]:
     """Environment variables that give every compiler an empty cache, in a folder that is deleted
     afterwards. What `deuteron doctor --calibrate` measured of this machine is copied there."""
     with tempfile.TemporaryDirectory(prefix="deuteron-bench-") as scratch:
-        calibration = Options.make().cache_folder() / CALIBRATION
+        calibration = Options.make().cache_folder() / CALIBRATION_FILE
         if calibration.is_file():
             (Path(scratch) / "deuteron").mkdir()
             shutil.copy(calibration, Path(scratch) / "deuteron")

@@ -14,7 +14,7 @@ all have published that, and had collected round k before.
 
 from __future__ import annotations
 
-from deuteron.base.cluster import ROUNDS
+from deuteron.base.cluster import EXCHANGE_ROUNDS
 from deuteron.codegen.loops import Loops
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.access_statistics import power
@@ -272,7 +272,7 @@ def begin(em: Emitter, count: int, reductions: int, cluster: int) -> None:
         f"teams = (tl.num_programs(0) // {count}){wide}",
         f"place = pid % {count}",
         f"roffset = place{wide} * {em.dims['r'].block}",
-        f"words = {PARAM} + {FIRST} + (pid // {count}) * {ROUNDS * count * reductions}",
+        f"words = {PARAM} + {FIRST} + (pid // {count}) * {EXCHANGE_ROUNDS * count * reductions}",
         f"before = libm.begin({PARAM}, {cluster}, {reductions})",
         "tag = before + 1",
     )

@@ -21,14 +21,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deuteron.base.cluster import CLUSTER_BYTES, MOST_CLUSTER, ROUNDS
+from deuteron.base.cluster import CLUSTER_BYTES, EXCHANGE_ROUNDS, MAX_CLUSTER
 from deuteron.codegen.triton.fast import INTERPRETED
 from deuteron.codegen.triton.merging import maximum, minimum, mul_combine
 
-SLOTS = tl.constexpr(ROUNDS)
+SLOTS = tl.constexpr(EXCHANGE_ROUNDS)
 # Of a cluster's shared memory: where the numbers begin, behind barriers of 8 bytes for each round
 # and reduction, and bytes of the numbers of a round and reduction.
-NUMBERS, EACH = 256, 4 * MOST_CLUSTER
+NUMBERS, EACH = 256, 4 * MAX_CLUSTER
 HERE = (
     ".reg .b32 at, size, bar; .reg .pred one; "
     "mov.u32 at, global_smem; mov.u32 size, %dynamic_smem_size; add.u32 at, at, size; "

@@ -25,7 +25,7 @@ Rows are scanned so only beside what is computed point by point
 from __future__ import annotations
 
 from deuteron.base.device import DeviceSpec
-from deuteron.base.scans import EXCHANGED, MOST_SCANS, in_blocks
+from deuteron.base.scans import EXCHANGED_DTYPES, MAX_SCANS, in_blocks
 from deuteron.codegen.loops import Loops, Write, roots_of, unique_nodes
 from deuteron.codegen.triton.access_statistics import row_loads, size, unit_bytes, widest
 from deuteron.codegen.triton.cooperative import FIRST, PARAM, WARP
@@ -53,12 +53,12 @@ def scan_form(loops: Loops, spec: DeviceSpec) -> Form | None:
     scanned and written point by point."""
     scans = [p for p in loops.statements if isinstance(p, Scan)]
     x, r = loops.parallel, loops.reduced
-    if not 0 < len(scans) <= MOST_SCANS or len(scans) + len(points(loops)) < len(loops.statements):
+    if not 0 < len(scans) <= MAX_SCANS or len(scans) + len(points(loops)) < len(loops.statements):
         return None
     if loops.row_split is not None or loops.group_axes:
         return None
     names = {p.name for p in scans}
-    if any(p.body.dtype not in EXCHANGED or uses(p.body, names) for p in scans):
+    if any(p.body.dtype not in EXCHANGED_DTYPES or uses(p.body, names) for p in scans):
         return None
     if any(unit_bytes(loops, a) > unit_bytes(loops, r[-1]) for a in x):
         return None  # rows lie side by side

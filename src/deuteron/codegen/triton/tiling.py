@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
-from deuteron.base.scans import EXCHANGED
+from deuteron.base.scans import EXCHANGED_DTYPES
 from deuteron.codegen.loops import (
     CrossRowReduce,
     Loops,
@@ -539,7 +539,7 @@ def _team(loops: Loops, nr: int, held: int, each: int, alike: bool, spec: Device
     if any(isinstance(p, Write) and p.accumulate is not None for p in loops.statements):
         return 0
     if len(reductions) > MOST_EXCHANGED or not all(
-        f.kind in ("sum", "max", "min") and f.body.dtype in EXCHANGED for f in reductions
+        f.kind in ("sum", "max", "min") and f.body.dtype in EXCHANGED_DTYPES for f in reductions
     ):
         return 0
     if not read_along(loops, (Reduce, Scan)) & read_along(loops, (Write, CrossRowReduce)):
