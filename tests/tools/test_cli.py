@@ -20,8 +20,6 @@ from deuteron.tools.demo_programs import PROGRAMS, sentences
 from deuteron.tools.target import UsageError, load, tensor
 from dev import __main__ as developers
 
-USERS = ("demo", "explain")  # commands that are installed; the others are `python -m dev`
-
 
 def test_help_does_not_import_torch() -> None:
     code = (
@@ -61,8 +59,19 @@ def test_dtypes_beyond_the_usual(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("built", [None, "12.8"], ids=["without CUDA", "no GPU"])
-@pytest.mark.parametrize("command", ["fuzz", "coverage", "demo", "explain", "bench"])
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("dev", "fuzz"),
+        ("dev", "coverage"),
+        ("dev", "bench"),
+        ("deuteron", "demo"),
+        ("deuteron", "explain"),
+        ("deuteron", "bench"),
+    ],
+)
 def test_a_device_that_is_absent(
+    program: str,
     command: str,
     built: str | None,
     tmp_path: Path,
@@ -71,11 +80,12 @@ def test_a_device_that_is_absent(
 ) -> None:
     """An error at once, before any process is started: what, why, what to do."""
     (tmp_path / "f.py").write_text("def double(x):\n    return 2 * x\n")
-    words = {"explain": [f"{tmp_path}/f.py:double", "--input", "float32[8]"]}.get(command, [])
+    named = program == "deuteron" and command != "demo"
+    words = [f"{tmp_path}/f.py:double", "--input", "float32[8]"] if named else []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.version, "hip", None)
-    program, start = ("deuteron", main) if command in USERS else ("dev", developers.main)
+    start = main if program == "deuteron" else developers.main
     monkeypatch.setattr(sys, "argv", [program, command, *words, "--device", "cuda"])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:

@@ -95,3 +95,11 @@ def test_a_compiled_module_is_explained_again() -> None:
     model = torch.compile(nn.Linear(3, 3), backend="eager")
     model(torch.ones(2, 3))
     assert len(explain(model, torch.ones(2, 3)).graphs) == 2
+
+
+def test_a_graph_break_is_told_once() -> None:
+    def f(x: Tensor, *, scale: float = 2.0) -> Tensor:
+        print("break")
+        return x * scale
+
+    assert len(explain(f, torch.ones(2)).breaks) == 1

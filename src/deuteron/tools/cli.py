@@ -1,4 +1,4 @@
-"""The command line: `deuteron demo | explain | doctor | cache info | cache clear`.
+"""The command line: `deuteron demo | explain | bench | doctor | cache info | cache clear`.
 
 Typed signatures are options and help. Torch is imported by the commands that need it, not to
 print help. Exit status: 0 when all is well, 1 when something is wrong, 2 for wrong usage.
@@ -75,6 +75,41 @@ def explain(
     except UsageError as error:
         raise typer.BadParameter(str(error)) from None
     print(report.to_json() if json else report)
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Argument(metavar="FILE:FUNCTION", help="What to time.")],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="An argument, as float32[8,128]; again for each."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU when there is one.")] = (
+        "auto"
+    ),
+    backward: Annotated[
+        bool, typer.Option(help="Forward and backward, not forward alone.")
+    ] = False,
+    vs: Annotated[str, typer.Option(help="Beside what, by comma.")] = "eager,inductor",
+    mode: Annotated[str, typer.Option(help="torch.compile's, for all compilers.")] = "default",
+    seconds: Annotated[float, typer.Option(min=0.0, help="Of timing, about.")] = 5.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Time a function of a file beside eager and TorchInductor, and check its results.
+
+    FUNCTION and its arguments are found as by `deuteron explain`. One process times all in turn;
+    cold compile times are of processes with empty caches. Results are compared with float64. Exit
+    status 1: Deuteron failed, or is wrong.
+    """
+    from deuteron.tools.bench_command import request_of, run_bench
+    from deuteron.tools.target import UsageError
+
+    try:
+        request = request_of(target, shape or [], device, backward, vs, mode, seconds)
+        status = run_bench(request, json)
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(status)
 
 
 @app.command()

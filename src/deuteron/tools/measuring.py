@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import random
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ import torch
 
 from deuteron.base.device import CALIBRATION_FILE
 from deuteron.base.options import Options
+from deuteron.runtime.host_memory import POOL
 
 # Calls are timed together until they take so long (seconds), so that neither the clock nor waiting
 # for the device counts.
@@ -34,7 +36,7 @@ def synchronize(device: str) -> None:
 
 
 def distinct(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function of its own code object that calls `function`.
+    """The function with a code object of its own; of what is no function, one that calls it.
 
     Dynamo keeps compiled code by code object; sharing one would let compilers look through each
     other's entries at every call.
@@ -43,8 +45,12 @@ def distinct(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    code = call.__code__.replace(co_name=f"call_{name}")
-    return types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    of = function if inspect.isfunction(function) else call
+    code = of.__code__.replace(co_name=f"{of.__name__}_{name}")
+    copy = types.FunctionType(code, of.__globals__, code.co_name, of.__defaults__, of.__closure__)
+    copy.__kwdefaults__ = of.__kwdefaults__
+    copy.__dict__.update(of.__dict__)
+    return copy
 
 
 def error_line(error: BaseException) -> str:
@@ -127,7 +133,8 @@ def interleaved(
 # -------------------------------------------------------------------------------------- memory
 def peak_bytes(run: Callable[[], Any], device: str) -> int:
     """The most bytes of tensors that `run` holds beyond those held before it: by CUDA's allocator,
-    or by the events of torch's allocator for the CPU."""
+    or by the events of torch's allocator for the CPU. There Deuteron's pool is emptied before, so
+    that it has to ask for what it uses; workspaces of up to `memory.plan.KEPT` bytes stay."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -138,6 +145,7 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
         return torch.cuda.max_memory_allocated() - before
     from torch.profiler import ProfilerActivity, profile
 
+    POOL.trim()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         kept = run()
     del kept

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,38 @@ class Target:
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, and the parameters of a module."""
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The tensors that a call can reach: arguments, and parameters and buffers of the module,
+        or of the modules and tensors that a function names."""
         given = [t for t in tree_leaves(self.args) if isinstance(t, Tensor)]
-        own = self.function.parameters() if isinstance(self.function, nn.Module) else ()
-        return [*given, *own]
+        named = {f"argument {k}": t for k, t in enumerate(given)}
+        for name, owner in owners(self.function).items():
+            own = {name: owner} if isinstance(owner, Tensor) else state_of(owner, name)
+            named.update({k: t for k, t in own.items() if all(t is not x for x in named.values())})
+        return named
+
+    @cached_property
+    def leaves(self) -> dict[str, Tensor]:
+        """Those of them whose gradients a backward computes."""
+        return {k: t for k, t in self.named_tensors().items() if t.requires_grad and t.is_leaf}
+
+
+def owners(function: Any) -> dict[str, nn.Module | Tensor]:
+    """A module itself; of a method its object; of a function what its text names outside of it."""
+    if isinstance(function, nn.Module):
+        return {"": function}
+    named: dict[str, Any] = {"": getattr(function, "__self__", None)}
+    if inspect.isfunction(function):
+        outside = inspect.getclosurevars(function)
+        named |= {**outside.globals, **outside.nonlocals}
+    return {k: v for k, v in named.items() if isinstance(v, (nn.Module, Tensor))}
+
+
+def state_of(module: nn.Module, name: str) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    prefix = f"{name}." if name else ""
+    own = [*module.named_parameters(), *module.named_buffers()]
+    return {prefix + k: t for k, t in own}
 
 
 def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) -> Target:
@@ -50,6 +77,9 @@ def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) ->
     """
     demand(device)
     function, module = load(words)
+    # What the file has compiled is taken as it was written.
+    function = getattr(function, "_orig_mod", function)
+    function = getattr(function, "_torchdynamo_orig_callable", function)
     if shapes:
         args: tuple[Any, ...] = tuple(tensor(s, device) for s in shapes)
     elif callable(getattr(module, "inputs", None)):
@@ -60,8 +90,9 @@ def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) ->
         args = ()
     if inspect.isclass(function) or (args and not inspect.signature(function).parameters):
         function = function()
-    if isinstance(function, nn.Module):
-        function = function.to(device)
+    for owner in owners(function).values():
+        if isinstance(owner, nn.Module):
+            owner.to(device)
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:
@@ -70,20 +101,26 @@ def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) ->
             f"--input float32[8,128], or write inputs() in the file"
         ) from None
     target = Target(words, function, args)
-    if backward and not any(t.requires_grad for t in target.tensors):
-        for t in target.tensors:
-            t.requires_grad_(t.is_floating_point() or t.is_complex())
+    if backward and not target.leaves:
+        args = tuple(tree_map(differentiable, a) for a in args)
+        target = Target(words, function, args)
     return target
+
+
+def parsed(words: str) -> tuple[Path, str]:
+    """``FILE:FUNCTION`` -> (a file that exists, a name)."""
+    file, _, name = words.rpartition(":")
+    if not file or not name.isidentifier():
+        raise UsageError(f"{words!r} is not of the form FILE:FUNCTION, as in model.py:forward")
+    if not Path(file).is_file():
+        raise UsageError(f"there is no file {file}")
+    return Path(file), name
 
 
 def load(words: str) -> tuple[Any, Any]:
     """``FILE:FUNCTION`` -> (the function, its module)."""
-    file, _, name = words.rpartition(":")
-    path = Path(file)
-    if not file or not name.isidentifier():
-        raise UsageError(f"{words!r} is not of the form FILE:FUNCTION, as in model.py:forward")
-    if not path.is_file():
-        raise UsageError(f"there is no file {file}")
+    path, name = parsed(words)
+    file = str(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{file} is not a Python file")
@@ -115,3 +152,10 @@ def moved(t: Tensor, device: str) -> Tensor:
     if t.device.type == torch.device(device).type:
         return t
     return t.detach().to(device).requires_grad_(t.requires_grad)
+
+
+def differentiable(x: Any) -> Any:
+    """A tensor of floats as a leaf that requires a gradient; anything else as it is."""
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return x.detach().requires_grad_()
