@@ -75,7 +75,7 @@ def test_builds_without_gpu(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pointwise", "softmax_online", "chunk_persistent", "argmax_looped"]
+    "name", ["pointwise", "softmax_online", "split_persistent", "argmax_looped"]
 )
 def test_builds_for_ampere_and_wide(name: str, tmp_path: Path) -> None:
     _, kernel = cases.build(name)

@@ -9,18 +9,15 @@ order of additions is that of the terms.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from deuteron.codegen.loops import Loops, Write, stride
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.scope import Scope, bound_name
+from deuteron.codegen.triton.state import TileState
 from deuteron.ir.dynamic_bounds import end_of, ends, expected
 from deuteron.ir.expr import Expr, literal
 from deuteron.ir.index import Axis, const, hint, product
 from deuteron.ir.operations import REDUCTIONS
-
-if TYPE_CHECKING:
-    from deuteron.codegen.triton.emit import Emitter
 
 # Columns in a tile at most, elements of a thread, and terms at once. H200, gradient of an embedding
 # of 50257 x 768 (bf16), 32768 positions: any, half of them the same, most of them few; us:
@@ -85,7 +82,7 @@ def beside(loops: Loops, row: Axis) -> bool:
     return bool(stored) and all(stride(a, row) == 1 for a in stored)
 
 
-def continues(em: Emitter, node: Expr) -> bool:
+def continues(em: TileState, node: Expr) -> bool:
     """Whether it is a sum whose second part, a reduction, goes on where the first one ends, in its
     registers: another such reduction, or a term that there may be, of the same shape."""
     if node.op != "add" or end_of(node.args[1]) is None or node.args[1].attr[0] != "sum":
@@ -98,7 +95,7 @@ def continues(em: Emitter, node: Expr) -> bool:
     return em.deps(first) == em.deps(second) and first is not second
 
 
-def write_reduction(em: Emitter, node: Expr, start: str | None = None) -> str:
+def write_reduction(em: TileState, node: Expr, start: str | None = None) -> str:
     """Writes a reduction inside an expression, a loop over single elements, where all that it
     depends on is known; its value. `start`: what it begins with."""
     kind, axes = node.attr
@@ -129,7 +126,7 @@ def write_reduction(em: Emitter, node: Expr, start: str | None = None) -> str:
     return name
 
 
-def _write_ragged(em: Emitter, reduction: Expr, end: Expr, name: str) -> None:
+def _write_ragged(em: TileState, reduction: Expr, end: Expr, name: str) -> None:
     """Writes the loop of such a reduction into the current scope; `name` is its value so far."""
     (kind, (axis,)), (body,), outer = reduction.attr, reduction.args, em.scope
     text, last, first, k = em.value(end), em.fresh("end"), em.fresh("k"), em.fresh("k")
@@ -149,7 +146,7 @@ def _write_ragged(em: Emitter, reduction: Expr, end: Expr, name: str) -> None:
     outer.block(f"for {first} in tl.range(0, {last}, {em.terms})", lines)
 
 
-def _zero_without(em: Emitter, body: Expr) -> bool:
+def _zero_without(em: TileState, body: Expr) -> bool:
     """Whether what is read of terms that do not exist is zero (see `Emitter._load`)."""
     within, term = body.args[:2]
     while term.op == "cast":
@@ -157,7 +154,7 @@ def _zero_without(em: Emitter, body: Expr) -> bool:
     return term.op == "load" and not term.attr[2] and em.deps(within) < em.deps(term)
 
 
-def enter_row(em: Emitter, axes: Sequence[Axis], program: str) -> None:
+def enter_row(em: TileState, axes: Sequence[Axis], program: str) -> None:
     """The axes of which a program has one value, from its number."""
     below = const(1)
     for a in reversed(axes):

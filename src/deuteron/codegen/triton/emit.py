@@ -14,12 +14,10 @@ because the loop is appended to the scope around it when it is complete.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import as_arithmetic, is_loaded
 from deuteron.codegen.precision import (
-    Inexact,
     at_least_one,
     erf_of_one_plus,
     is_masked_bf16,
@@ -27,9 +25,9 @@ from deuteron.codegen.precision import (
 )
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.dynamic_bounds import continues, write_reduction
-from deuteron.codegen.triton.misaligned import Turn
 from deuteron.codegen.triton.peephole import divided_by_unit, in_fewer, tame
-from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope, bound_name
+from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
+from deuteron.codegen.triton.state import Limits, TileState
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
@@ -38,14 +36,11 @@ from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, 
 # (`generate.LIMIT_32`).
 FAR = 1 << 19
 PLAIN = ("index", "literal")
-R: Dims = frozenset("r")
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
-# Of a tensor whose accesses are checked: the elements that its memory has, and the kernel's name.
-Limits = Mapping[str, tuple[Index, str]]
 
 
-class Emitter:
-    """The state of writing one nest: the tile, the chain of scopes, names of pointers and sizes."""
+class Emitter(TileState):
+    """Writes values as Triton variables."""
 
     def __init__(
         self,
@@ -54,54 +49,8 @@ class Emitter:
         numbers: Iterator[int],
         index_type: str,
     ) -> None:
-        self.dims = {d.name: d for d in dims}
-        self.rank = len(dims)
-        self.whole: Dims = frozenset(self.dims)
-        self.along: Dims = self.whole & {"p", "r"}  # of a row
-        self.pointers = pointers
-        self.numbers = numbers
-        self.index_type = index_type  # "tl.int32", "tl.int64" or the kernel's constexpr name
-        self.dim_of = {a: d.name for d in dims for a in d.axes}
-        self.chain: list[Scope] = [Scope(NONE)]
-        self.result_dims: dict[str, Dims] = {}
-        self.inexact = Inexact()
-        self.packed: frozenset[Expr] = frozenset()  # see `precision`
-        self.units: frozenset[str] = frozenset()  # likewise: names of reductions
-        self.policies: dict[Expr, str] = {}  # load -> eviction policy
-        self.stays: frozenset[str] = frozenset()  # what is to stay in the L2 as it streams
-        self._deps: dict[Expr, Dims] = {}
-        self.bound: set[Axis] = set()  # axes of reductions inside expressions
-        self.group, self.apart, self.terms = 1, False, 1  # see `tiling.Form`
-        self.block = 0  # the most elements of a block along r, a power of two
-        self.within: Expr | None = (
-            None  # which terms of such a reduction there are, inside its loop
-        )
-        self.stages = "1"  # text of the number of stages of software pipelines
-        self.float8 = ""  # see `scalars.convert`
-        self.starts: dict[str, str] = {}  # dimension -> where its current block begins
-        self.met: set[tuple[str, Index]] = set()  # stores before which threads meet: see `nests`
-        self.turn: Turn | None = None  # of rows that are walked from their first whole vector
-        self.passing = False  # whether rows are read in several passes
-        self.checked = False  # whether the text has assertions
-        self.limits: Limits = {}  # where every access is checked: see `guard`
-        self._digits: dict[Axis, tuple[Index, bool]] = {}
+        super().__init__(dims, pointers, numbers, index_type)
         self._wide: dict[tuple[Axis, Axis], Emitter] = {}  # by phase and axis
-
-    def fresh(self, stem: str = "tmp") -> str:
-        return f"{stem}{next(self.numbers)}"
-
-    @property
-    def scope(self) -> Scope:
-        return self.chain[-1]
-
-    @contextmanager
-    def inside(self) -> Iterator[Scope]:
-        """A scope within the current one. The caller puts its lines where they belong."""
-        scope = Scope(self.scope.dims)
-        self.chain.append(scope)
-        yield scope
-        popped = self.chain.pop()
-        assert popped is scope
 
     def enter(self, dim: Dim, offset: str) -> None:
         """Writes the index and the mask of `dim` for the block that starts at `offset`; the scope
@@ -150,81 +99,9 @@ class Emitter:
             self._wide[phase, along] = wide
         return self._wide[phase, along]
 
-    def shape(self, dims: Dims) -> str:
-        """The text of the shape of a value that depends on `dims`."""
-        places = sorted(self.dims.values(), key=lambda d: d.place)
-        return "[" + ", ".join(d.block if d.name in dims else "1" for d in places) + "]"
-
     # -- dependence --------------------------------------------------------------------------------
 
-    def deps(self, root: Expr) -> Dims:
-        """The dimensions on which the value depends."""
-        found = self._deps.get(root)
-        if found is not None:
-            return found
-        for node in root.walk(self._deps.__contains__):
-            if node in self._deps:
-                continue
-            out: Dims = NONE
-            if node.op == "load" and node.attr[0] in self.result_dims:
-                out = self.result_dims[node.attr[0]]
-            else:
-                if node.op == "load":
-                    out = out.union(*(self.index_deps(i) for i in node.attr[1]))
-                elif node.op == "index":
-                    out = self.index_deps(node.attr)
-                elif node.op == "random":
-                    out = self.index_deps(node.attr[2])
-                for a in node.args:
-                    out |= self._deps[a]
-                if node.op == "reduce":
-                    out -= {bound_name(a) for a in node.attr[1]}
-            self._deps[node] = out
-        return self._deps[root]
-
-    def index_deps(self, index: Index) -> Dims:
-        out: set[str] = set()
-        todo = [a for m, _ in index.terms for a in m]
-        while todo:
-            a = todo.pop()
-            if isinstance(a, Axis):
-                if a in self.dim_of:
-                    out.add(self.dim_of[a])
-                    if self.turn is not None and self.turn.first is None and out & R:
-                        out.add("x")  # which element a lane has
-                elif a in self.bound:
-                    out.add(bound_name(a))
-            elif isinstance(a, Value):
-                out |= self.deps(a.expr)
-            elif isinstance(a, (Div, Mod)):
-                todo.extend(x for i in (a.num, a.den) for m, _ in i.terms for x in m)
-            elif isinstance(a, MinMax):
-                todo.extend(x for i in (a.a, a.b) for m, _ in i.terms for x in m)
-        return frozenset(out)
-
-    def shared(self, load: Expr) -> bool:
-        """Whether all rows read the same of it."""
-        address = load.attr[1][0]
-        if self.turn is None or any(isinstance(a, Value) for a in address.atoms()):
-            return self.deps(load) == self.along
-        return {self.dim_of.get(a) for a in address.axes()} == {"r"} and not load.args
-
-    def level(self, dims: Dims) -> int:
-        for k, scope in enumerate(self.chain):
-            if dims <= scope.dims:
-                return k
-        raise AssertionError(f"no scope provides {sorted(dims - self.scope.dims)}")
-
     # -- values ------------------------------------------------------------------------------------
-
-    def lookup(self, node: Expr) -> str | None:
-        for scope in reversed(self.chain):
-            found = scope.texts.get(node)
-            if found is not None:
-                return found
-        if node.op == "literal":
-            return scalars.literal(node.attr, node.dtype, typed=True)
-        return None
 
     def value(self, root: Expr) -> str:
         """The text of a value; whatever it needs is written first."""

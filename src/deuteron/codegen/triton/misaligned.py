@@ -23,16 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from deuteron.codegen.loops import SPLIT, Loops, points_visited, stride
 from deuteron.codegen.triton.scope import FULL, Dim, R
+from deuteron.codegen.triton.state import TileState
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, substitute
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.kernel import Scan
-
-if TYPE_CHECKING:
-    from deuteron.codegen.triton.emit import Emitter
 
 # Bytes of a line of the cache, from which rows of so many elements and more are read.
 LINE, LINED = 128, 1024
@@ -101,7 +98,7 @@ class Turn:
     itemsizes: tuple[int, ...] = ()
     line: int = 0
 
-    def declare(self, em: Emitter) -> None:
+    def declare(self, em: TileState) -> None:
         """Where lanes begin, and the elements of a vector of those of so many bytes."""
         sizes = {"": self.line or self.vector} | {str(n): 16 // n for n in self.itemsizes}
         for name, count in sizes.items():
@@ -115,13 +112,13 @@ class Turn:
         edge = f"{last} % {r.block} - {2 * line - 1}" if r.count.value else "0"
         em.scope.add(f"EDGE: tl.constexpr = {edge}")
 
-    def begin(self, em: Emitter) -> None:
+    def begin(self, em: TileState) -> None:
         """What all rows of a split share; in the current scope."""
         if self.first is not None:
             em.scope.add(f"rturn = -({em.index(self.first)}) & (VECTOR - 1)")
             self._ring(em)
 
-    def row_begins(self, em: Emitter, x: Dim) -> None:
+    def row_begins(self, em: TileState, x: Dim) -> None:
         """For the rows of a block of `x`, which has just been entered."""
         p, text = x.prefix, f"{em.index(self.row)} + tl.zeros({em.shape(frozenset('x'))}, tl.int32)"
         em.scope.add(
@@ -132,7 +129,7 @@ class Turn:
             em.scope.add(f"rturn = {p}rstart - {p}rfirst")
             self._ring(em)
 
-    def _ring(self, em: Emitter) -> None:
+    def _ring(self, em: TileState) -> None:
         em.scope.add(
             f"rring = {rounded_up('rnumel')}",
             "rhead = rring - rturn",
@@ -155,11 +152,11 @@ class Turn:
         """The text of the number of elements in blocks of lanes from `at`."""
         return f"libm.turned_sizes({at}, rnumel, rring, rturn, {block})"
 
-    def has(self, em: Emitter, address: Index) -> bool:
+    def has(self, em: TileState, address: Index) -> bool:
         """Whether an address walks over the elements of rows that turn so."""
         return address is self.row + em.dims["r"].axes[0].index
 
-    def load(self, em: Emitter, tensor: str, dtype: str, hint: str) -> str:
+    def load(self, em: TileState, tensor: str, dtype: str, hint: str) -> str:
         """The text of what is read of a tensor's rows; lines that it needs are written."""
         scope, rows = em.chain[em.level(FULL)], self._rows(em)
         ahead = self._place(em, tensor)
@@ -175,7 +172,7 @@ class Turn:
         )
         return f"tl.where(redge & (rlane >= rhead), {turned}, {main})"
 
-    def moves(self, em: Emitter, address: Index, dtype: str) -> bool:
+    def moves(self, em: TileState, address: Index, dtype: str) -> bool:
         """Whether a tensor has rows that begin at multiples of 16 bytes, of which a lane reads the
         elements of its row's places (weights of columns), of 2 bytes. Wider ones come one by one,
         with half of the bytes."""
@@ -185,7 +182,7 @@ class Turn:
         masked = em.dims["x"].masked and bool(em.index_deps(rest))
         return not masked and all(c * size % 16 == 0 for _, c in rest.terms)
 
-    def moved(self, em: Emitter, tensor: str, address: Index, dtype: str, policy: str) -> str:
+    def moved(self, em: TileState, tensor: str, address: Index, dtype: str, policy: str) -> str:
         """The text of what is read of such a tensor."""
         r, rest = em.dims["r"], address - em.dims["r"].axes[0].index
         start = f"{em.pointers[tensor]} + ({em.index(rest)})" if rest.terms else em.pointers[tensor]
@@ -193,7 +190,9 @@ class Turn:
         given = f"{start}, {em.starts['r']}, rnumel, rring, rturn, rindex, {mask}"
         return f'libm.turned_load({given}, {r.block}, {ends}, ALIGNED, "{policy}")'
 
-    def store(self, em: Emitter, tensor: str, itemsize: int, value: str, policy: str) -> list[str]:
+    def store(
+        self, em: TileState, tensor: str, itemsize: int, value: str, policy: str
+    ) -> list[str]:
         """The lines that write a tensor's rows: vectors, then the elements of the row's ends."""
         ahead, rows = self._place(em, tensor), self._rows(em)
         if not em.dims["r"].masked:
@@ -211,17 +210,17 @@ class Turn:
             ends = [head, *(f"    {line}" for line in ends)]
         return [f"tl.store({ahead}, {value}, {whole}{policy})", *ends]
 
-    def _place(self, em: Emitter, tensor: str, more: str = "") -> str:
+    def _place(self, em: TileState, tensor: str, more: str = "") -> str:
         """Pointers to the elements of the lanes of a block: neighbours differ by constants, which
         instructions have room for."""
         start = f"{em.dims['x'].prefix}rstart + {em.starts['r']}{more}"
         return f"{em.pointers[tensor]} + ({start}) + tl.arange(0, {em.dims['r'].block})[None, :]"
 
-    def _rows(self, em: Emitter) -> Sequence[str]:
+    def _rows(self, em: TileState) -> Sequence[str]:
         x = em.dims["x"]
         return [f"{x.stem}mask"] if x.masked else []
 
-    def _whole(self, em: Emitter, kind: str, itemsize: int) -> str:
+    def _whole(self, em: TileState, kind: str, itemsize: int) -> str:
         """The name of the lane at which vectors end that have some element of the row before its
         begin (`tail`), or no other (`body`), or from which they have some of its begin (`head`); of
         a tensor with elements of so many bytes. Only 16 bytes together are certain to be the

@@ -7,18 +7,15 @@ Kernels with long chains of arithmetic take the time of their instructions, not 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from deuteron.codegen.precision import gelu_factors, scaled_factor
 from deuteron.codegen.ranges import divisor_bounds
 from deuteron.codegen.triton import scalars
+from deuteron.codegen.triton.state import TileState
 from deuteron.ir.expr import Expr
 
-if TYPE_CHECKING:
-    from deuteron.codegen.triton.emit import Emitter
 
-
-def in_fewer(em: Emitter, node: Expr) -> str | None:
+def in_fewer(em: TileState, node: Expr) -> str | None:
     if node.op == "cast":
         return _truncated(em, node) or _rounded(em, node)
     if node.op == "mul":
@@ -32,7 +29,7 @@ def in_fewer(em: Emitter, node: Expr) -> str | None:
     return None
 
 
-def _truncated(em: Emitter, node: Expr) -> str | None:
+def _truncated(em: TileState, node: Expr) -> str | None:
     """A computed position without its fraction, by way of a whole number of 64 bits, which takes 16
     times as long. Zeros are positive."""
     (a,) = node.args
@@ -43,7 +40,7 @@ def _truncated(em: Emitter, node: Expr) -> str | None:
     return f"libm.trunc({em.value(a.args[0])}) + 0.0"
 
 
-def _rounded(em: Emitter, node: Expr) -> str | None:
+def _rounded(em: TileState, node: Expr) -> str | None:
     """A number rounded to a whole one between two others: one conversion instead of two."""
     if node.dtype not in ("i8", "u8", "i16", "i32", "i64") or em.deps(node) != frozenset(em.dims):
         return None  # (of rows: see `Emitter._widened`)
@@ -62,7 +59,7 @@ def _rounded(em: Emitter, node: Expr) -> str | None:
     return scalars.convert(f"libm.whole({text})", "i32", node.dtype)
 
 
-def _half_more(em: Emitter, node: Expr) -> str | None:
+def _half_more(em: TileState, node: Expr) -> str | None:
     """GELU's ``y * 0.5 * (1 + erf(x * c))``."""
     found = gelu_factors(node)
     if found is None or found[1] not in em.inexact.approximate:
@@ -75,7 +72,7 @@ def _half_more(em: Emitter, node: Expr) -> str | None:
     return half if y is None else f"{em.value(y)} * {half}"
 
 
-def _power(em: Emitter, node: Expr) -> str | None:
+def _power(em: TileState, node: Expr) -> str | None:
     """An exponential of a multiple, as a power of two of another multiple."""
     (power,) = node.args
     if node not in em.inexact.approximate or power.op not in ("mul", "neg"):
@@ -88,7 +85,7 @@ def _power(em: Emitter, node: Expr) -> str | None:
     return None
 
 
-def _fused(em: Emitter, node: Expr) -> str | None:
+def _fused(em: TileState, node: Expr) -> str | None:
     """A product and a sum, rounded once."""
     if node not in em.inexact.fused or node in em.packed:
         return None
@@ -102,7 +99,7 @@ def _fused(em: Emitter, node: Expr) -> str | None:
     return f"tl.fma({a}, {b}, {c})"
 
 
-def tame(em: Emitter, b: Expr, fast: bool) -> bool:
+def tame(em: TileState, b: Expr, fast: bool) -> bool:
     """Whether the reciprocal of a divisor needs no scale: that of one of `em.units`, and, where it
     need not be exact, of what is at least 2^-64, like ``maximum(x, 1e-12) / 448``."""
     if b.op == "load":
@@ -111,7 +108,7 @@ def tame(em: Emitter, b: Expr, fast: bool) -> bool:
     return fast and limit * share >= 2.0**-64
 
 
-def divided_by_unit(em: Emitter, a: Expr, b: Expr, fast: bool) -> str:
+def divided_by_unit(em: TileState, a: Expr, b: Expr, fast: bool) -> str:
     """A quotient by what is `tame`, by its reciprocal. Of what may be more than 2^126 that is below
     the normal numbers, which only the exact one gives, and still has 21 bits."""
     divisor, scope = em.value(b), em.chain[em.level(em.deps(b))]
@@ -128,7 +125,7 @@ def divided_by_unit(em: Emitter, a: Expr, b: Expr, fast: bool) -> str:
     return f"libm.div_by_unit({text}, {divisor}, {inverse}, {a.op == 'exp'})"
 
 
-def _chance(em: Emitter, random: Expr, limit: float) -> str | None:
+def _chance(em: TileState, random: Expr, limit: float) -> str | None:
     """Whether random numbers, which are multiples of 2^-24, are below a constant."""
     dist, stream, element = random.attr
     end = math.ceil(limit * 2**24) if 0 < limit < 1 else 0
