@@ -33,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="deuteron-tests-")
         os.environ[_CACHE] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    # Tests look at how graphs are compiled; `tests/runtime/test_kept.py` is about kept ones.
+    # Tests look at how graphs are compiled; `tests/runtime/test_graph_cache.py` is about those that
+    # the cache has.
     os.environ.setdefault("DEUTERON_KEEP_GRAPHS", "0")
     if "PYTEST_XDIST_WORKER" in os.environ:
         # One thread a worker: OpenMP teams of several processes on few cores stall one another.

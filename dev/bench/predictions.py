@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from deuteron.runtime.guard import Form, listening
+from deuteron.runtime.guard import TimedForm, listening
 from deuteron.schedule.kernel import Kernel
 from dev.bench.cases import Case, Work
 from dev.bench.suites import SUITES, select_cases
@@ -51,7 +51,7 @@ class Row:
         return not 1 / OFF <= self.factor <= OFF
 
 
-def rows_of(program: str, forms: Sequence[Form]) -> list[Row]:
+def rows_of(program: str, forms: Sequence[TimedForm]) -> list[Row]:
     """The kernels that ran for at least `LEAST_US`."""
     return [
         Row(program, s.name, round(s.predicted_us, 2), round(us, 2), s.bytes, s.flops)

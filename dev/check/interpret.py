@@ -33,8 +33,8 @@ from deuteron.ir.reference import Execution, allocate
 from deuteron.ir.verify import verify_program
 from deuteron.lower.graph import lower
 from deuteron.runtime.build_triton import module
-from deuteron.runtime.fx_interpreter import Traced
-from deuteron.runtime.launch_cuda import WORDS
+from deuteron.runtime.fx_interpreter import FxInterpreter
+from deuteron.runtime.launch_cuda import FLAGS_PER_STREAM
 from deuteron.runtime.support import AccessError, IndexOutOfRange
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
@@ -123,7 +123,7 @@ def compile_interpreted(
     record: Record,
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Takes the place of `pipeline.compile_graph`."""
-    traced = Traced(gm) if options.verify else None
+    traced = FxInterpreter(gm) if options.verify else None
     rewrite(gm, record)
     program = lower(
         gm,
@@ -224,7 +224,7 @@ def launch(
         return
     wide = kernel.is_wide(sizes)
     counter = torch.zeros(1, dtype=torch.int32)
-    words = torch.zeros(max(WORDS, kernel.words(sizes)), dtype=torch.int64)
+    words = torch.zeros(max(FLAGS_PER_STREAM, kernel.words(sizes)), dtype=torch.int64)
     given: list[Any] = []
     for kind, what in kernel.args:
         if kind == "tensor":

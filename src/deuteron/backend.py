@@ -5,7 +5,7 @@ graph with Deuteron's decompositions; `capture.partition` divides it; each part 
 `pipeline.compile_graph`.
 
 ``torch.compile`` imports this module; where there is a GPU, a process that builds kernels starts
-then (`runtime.prewarm.begin`), beside whatever the program does before its first call.
+then (`runtime.prewarm.start_process`), beside whatever the program does before its first call.
 
 What was asked of a forward (options, who collects Records) is kept in a `Session`, because its
 backward compiles at the first ``.backward()``, perhaps in another thread.
@@ -39,9 +39,9 @@ from deuteron.capture.refusals import check_in_place
 from deuteron.graph.rewrite import Attempts
 from deuteron.graph.strides import as_saved, report, saved_strides
 from deuteron.runtime import graph_cache, prewarm
-from deuteron.runtime.aot_bypass import Graphs, direct
+from deuteron.runtime.aot_bypass import CompiledGraphs, bypass
 from deuteron.runtime.cache import Cache
-from deuteron.runtime.graph_cache import Keeper
+from deuteron.runtime.graph_cache import EntryWriter
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -83,8 +83,8 @@ class Session:
     runner: Runner
     collectors: tuple[list[Record], ...]
     joint: Record = field(default_factory=Record)
-    graphs: Graphs = field(default_factory=Graphs)
-    keeper: Keeper | None = None
+    graphs: CompiledGraphs = field(default_factory=CompiledGraphs)
+    entry_writer: EntryWriter | None = None
 
     def partition(
         self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -114,8 +114,8 @@ class Session:
             nothing_donated(metadata)
         made = self.compile_or_fall_back if self.options.fallback == "aten" else self.run
         call = made(gm, inputs, phase, record)
-        if self.keeper is not None:
-            self.keeper.add(phase, call, record)
+        if self.entry_writer is not None:
+            self.entry_writer.add(phase, call, record)
         return self.graphs.add(boxed(call), phase, metadata, record)
 
     def run(
@@ -217,17 +217,17 @@ def deuteron_backend(
 ) -> Callable[..., Any]:
     """Dynamo's entry point; raises `OptionError` for a mode or option that does not exist."""
     session = Session(Options.make(mode, options), runner, _COLLECTORS.get())
-    key = graph_cache.key(gm, example_inputs, session.options, session.joint)
+    key = graph_cache.entry_key(gm, example_inputs, session.options, session.joint)
     if not key or runner is not compile_graph:
         return compiled(gm, example_inputs, session)
     cache = Cache.open(session.options)
     late = Late(gm, session.options)
     with collector_paused():
-        call = graph_cache.restored(cache, key, session.options, session.collectors, late, gm)
+        call = graph_cache.load_graph(cache, key, session.options, session.collectors, late, gm)
     if call is not None:
         return call
-    session.keeper = Keeper(cache, key)
-    session.graphs.settled = session.keeper.keep
+    session.entry_writer = EntryWriter(cache, key)
+    session.graphs.on_bypass = session.entry_writer.write
     return compiled(gm, example_inputs, session)
 
 
@@ -278,7 +278,7 @@ def compiled(
     with collector_paused(), undonated, draws:
         call = aot(gm, example_inputs)
     prepared()
-    return direct(call, session.graphs)
+    return bypass(call, session.graphs)
 
 
-prewarm.begin()
+prewarm.start_process()

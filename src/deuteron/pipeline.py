@@ -44,12 +44,12 @@ from deuteron.memory.plan import MemoryPlan, plan_memory
 from deuteron.runtime import build_cpp, guard
 from deuteron.runtime.artifact import Artifact, next_number
 from deuteron.runtime.cuda_graphs import Recordable, recordable
-from deuteron.runtime.fx_interpreter import Traced
+from deuteron.runtime.fx_interpreter import FxInterpreter
 from deuteron.runtime.guard import Clock
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch_blas import multiply
-from deuteron.runtime.launch_cuda import Variants
-from deuteron.runtime.tune import Tuned, TunedProduct
+from deuteron.runtime.launch_cuda import KernelVariants
+from deuteron.runtime.tune import TunedLauncher, TunedProduct
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule
 from deuteron.schedule.accesses import summary
@@ -98,12 +98,12 @@ class Compilation:
     record: Record
     donated: frozenset[int] = frozenset()  # inputs that may be overwritten, where a call says so
     number: int = field(default_factory=next_number)
-    traced: Traced | None = None  # for the self-check
+    traced: FxInterpreter | None = None  # for the self-check
     program: Program | None = None
     schedule: Schedule | None = None
     plan: MemoryPlan | None = None
     kernels: dict[str, Generated] = field(default_factory=dict)
-    variants: dict[tuple[str, str], Variants] = field(default_factory=dict)
+    variants: dict[tuple[str, str], KernelVariants] = field(default_factory=dict)
     emitted: Emitted | None = None
     library: build_cpp.Build | None = None
     apart: frozenset[str] = frozenset()  # nodes of the graph that share no kernel
@@ -115,7 +115,7 @@ class Compilation:
     def do_rewrite(self) -> str:
         self.donated = donated_inputs(self.graph)
         if self.options.verify:
-            self.traced = Traced(self.graph)
+            self.traced = FxInterpreter(self.graph)
         rewrite(self.graph, self.record)
         return self.graph.print_readable(print_output=False) if self.debug else ""
 
@@ -267,7 +267,7 @@ class Compilation:
         found = guard.remembered(self.key, self.options)
         why = "no kernel is uncertain" if not reasons else f"{effect} has effects" if effect else ""
         if found is not None:
-            why = f"remembered, apart: {', '.join(sorted(found)) or 'nothing'}"
+            why = f"remembered, unfused: {', '.join(sorted(found)) or 'nothing'}"
         if why:
             self.record.add(
                 "decision", subject="guard", accepted=bool(found), reason=why, detail=""
@@ -279,14 +279,14 @@ class Compilation:
         )  # fmt: skip
         return it.around(call)
 
-    def timed_form(self, apart: frozenset[str]) -> guard.Form:
+    def timed_form(self, apart: frozenset[str]) -> guard.TimedForm:
         """The graph with these nodes kept apart, and a clock around each step."""
         clock = Clock(any(k.device != "cpu" for k in self.steps()))
         quiet = replace(self.options, guard="off", autotune=False, cudagraphs=False, debug_dir=None)
         other = Compilation(self.graph, self.phase, quiet, Record(), apart=apart, clock=clock)
         call = other.again()
         assert other.schedule is not None
-        return guard.Form(call, other.schedule.steps, clock)
+        return guard.TimedForm(call, other.schedule.steps, clock)
 
     def other_form(self, apart: frozenset[str]) -> Call:
         """The graph with these nodes kept apart, as it will run from now on."""
@@ -306,7 +306,7 @@ class Compilation:
         for q in self.emitted.sequences:
             kernels = [self.triton(n) for n in q.kernels]
             common = (kernels, q.operands, q.sizes, q.device, self.options, self.variants)
-            yield q.name, Tuned(*common, [steps[n] for n in q.kernels], self.record)
+            yield q.name, TunedLauncher(*common, [steps[n] for n in q.kernels], self.record)
         for name, (product, device) in self.emitted.products.items():
             number = torch.device(device).index or 0
             yield name, TunedProduct(product, number, self.options, self.record)
@@ -330,7 +330,7 @@ class Compilation:
         """A kernel's build starts while others are generated."""
         if isinstance(made, TritonKernel):
             at = torch.device(device)
-            self.variants[made.name, device] = Variants(made, at, self.options, self.record)
+            self.variants[made.name, device] = KernelVariants(made, at, self.options, self.record)
 
     def triton(self, name: str) -> TritonKernel:
         found = self.kernels[name]
@@ -412,7 +412,7 @@ def compile_graph(
     try:
         call = compilation.run()
         if forms is not None and clock is not None and compilation.schedule is not None:
-            forms.append(guard.Form(call, compilation.schedule.steps, clock))
+            forms.append(guard.TimedForm(call, compilation.schedule.steps, clock))
         return call
     except build_cpp.NoCompiler as e:
         warn_once(str(e))

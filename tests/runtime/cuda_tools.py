@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from deuteron.base.options import Options
-from deuteron.runtime.graph_nodes import GAP, Node, Place, Use
+from deuteron.runtime.graph_nodes import TENSOR_GAP, Node, Place, Use
 from deuteron.runtime.launch_graph import ALIGNMENT
 
 aten = torch.ops.aten
@@ -44,9 +44,9 @@ class Region:
     at: int
     closed: bool = False
 
-    def take(self, nbytes: int, like: int = 0, more: int = 0) -> Place:
-        base = -(-self.at // GAP) * GAP + like % ALIGNMENT + more
-        self.at = base + nbytes + GAP
+    def allocate(self, nbytes: int, like: int = 0, more: int = 0) -> Place:
+        base = -(-self.at // TENSOR_GAP) * TENSOR_GAP + like % ALIGNMENT + more
+        self.at = base + nbytes + TENSOR_GAP
         assert self.at <= self.high
         return Place(base, nbytes)
 

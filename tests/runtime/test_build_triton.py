@@ -108,7 +108,7 @@ def test_the_process_that_builds_has_no_torch(tmp_path: Path) -> None:
     from deuteron.runtime.build_triton import Job
     workers.serving = True
     asked = Options.make(options={{"cache_dir": {str(tmp_path)!r}}})
-    build_triton.ready(90, asked)
+    build_triton.warm_up(90, asked)
     library = [m for m in sys.modules if m.startswith("deuteron.codegen.triton.")]
     assert build_triton.built({made!r}, asked).code
     found = {{m for m in sys.modules if m.startswith("deuteron.codegen.triton.")}}
@@ -294,9 +294,11 @@ def test_too_much_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     config = next(c for c in made.configs if c.num_stages > 1)
     job = build_triton.job_of(made, config, 90, aligned=True, wide=False)
     most = build_triton.built(job, options(tmp_path / "a")).shared
-    monkeypatch.setattr(build_triton, "MOST_SHARED", {90: most - 1 + build_triton.CLUSTER_BYTES})
+    monkeypatch.setattr(
+        build_triton, "MAX_SHARED_BYTES", {90: most - 1 + build_triton.CLUSTER_BYTES}
+    )
     assert build_triton.built(job, options(tmp_path / "b")).shared < most
-    monkeypatch.setattr(build_triton, "MOST_SHARED", {90: 0})
+    monkeypatch.setattr(build_triton, "MAX_SHARED_BYTES", {90: 0})
     with pytest.raises(build_triton.TooLarge, match="shared memory"):
         build_triton.built(job, options(tmp_path / "c"))
     refused = build_triton.TooLarge("too much")

@@ -42,7 +42,7 @@ def cache(folder: Path) -> Cache:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not warned yet and has no private folder."""
     monkeypatch.setattr(module, "_WARNED", set())
-    monkeypatch.setattr(module, "_MADE", {})
+    monkeypatch.setattr(module, "_PRIVATE_FOLDERS", {})
     module._made.cache_clear()
     module._sweep.cache_clear()
 

@@ -17,7 +17,7 @@ import deuteron.runtime.cuda_graphs as cuda_graphs
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.device import named_gpu
 from deuteron.runtime import build_cpp, graph_nodes
-from deuteron.runtime.cuda_graphs import graphed, graphs_of, recordable
+from deuteron.runtime.cuda_graphs import graphs_of, recordable, with_cuda_graphs
 from tests.codegen.test_gpu_module import Pretended
 from tests.runtime import cuda_tools
 from tests.runtime.cuda_tools import FakeCuda
@@ -38,7 +38,7 @@ class Recorded(Pretended):
         assert self.emitted is not None
         self.eager = self.call
         what = recordable(self.program, self.schedule, bool(self.plan.given), self.options)
-        self.call = graphed(
+        self.call = with_cuda_graphs(
             self.call, what, self.emitted, self.phase, self.options, self.record, FakeCuda
         )
         return ""
@@ -190,8 +190,8 @@ def test_changing_sizes(record: Any) -> None:
 
 
 def test_few_graphs_are_kept(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_KEPT", 2)
-    monkeypatch.setattr(cuda_graphs, "MOST_RECORDED", 5)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_RECORDINGS", 5)
     g = record(block, dynamic=True)
     w, b = R(64, 64), R(64)
     for n in [8, 9, 10, 11, 12, 13, 14] * 3:
@@ -265,7 +265,7 @@ def test_results_of_library_calls_are_copied(record: Any) -> None:
 
 
 def test_large_results_of_library_calls(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_COPIED", 1000)
+    monkeypatch.setattr(cuda_graphs, "MAX_COPIED_BYTES", 1000)
     g = record(lambda x, w: (torch.sort(F.softmax(x @ w, -1))[0], F.softmax(w @ w, 0)))
     x, w = R(64, 64), R(64, 64)
     for _ in range(3):
@@ -281,7 +281,7 @@ def test_more_launches_may_copy_more(record: Any, monkeypatch: pytest.MonkeyPatc
             x = F.layer_norm(x, (32,)) @ w
         return v, i, x
 
-    monkeypatch.setattr(cuda_graphs, "MOST_COPIED", 3000)
+    monkeypatch.setattr(cuda_graphs, "MAX_COPIED_BYTES", 3000)
     monkeypatch.setattr(pipeline, "choose_contraction", lambda *a: "generated")
     x, w = R(32, 32), R(32, 32)  # the sort's results: 12,288 bytes
     for n, expected in ((3, 0), (40, 2)):
@@ -363,7 +363,7 @@ def test_no_memory_for_a_replay_s_results(record: Any, monkeypatch: pytest.Monke
     n = replays()
     (recorded,) = g.seen
     (graphs,) = graphs_of([recorded.call])
-    (found,) = graphs.kept.values()
+    (found,) = graphs.recordings.values()
     names = found.function.__globals__
     usual = names["empty_cuda"]
 

@@ -62,9 +62,9 @@ def test_a_slow_kernel_is_replaced_and_remembered(
         """The fused form's steps take a tenth of a second longer, whatever machine this is."""
         make = self.form
 
-        def form(apart: frozenset[str]) -> Any:
-            made = make(apart)
-            if not apart:
+        def form(unfused: frozenset[str]) -> Any:
+            made = make(unfused)
+            if not unfused:
                 note = made.clock.note
                 made.clock.note = lambda step, us: note(step, us + 1e5)
             return made
@@ -77,13 +77,13 @@ def test_a_slow_kernel_is_replaced_and_remembered(
         got, found = run(chain, *args, cache=tmp_path)
         torch.testing.assert_close(got, chain(*args), rtol=1e-4, atol=1e-4)
         (d,) = [d for d in found if d["accepted"]]
-        assert "fused" in d["detail"] and "apart" in d["detail"], d
+        assert "fused" in d["detail"] and "unfused" in d["detail"], d
         # Another process: nothing is measured, and the better form is compiled at once.
         monkeypatch.setattr(guard.Guard, "measure", lambda *_: pytest.fail("measured again"))
         got, found = run(chain, *args, cache=tmp_path)
         torch.testing.assert_close(got, chain(*args), rtol=1e-4, atol=1e-4)
     (d,) = found
-    assert d["accepted"] and d["reason"].startswith("remembered, apart: mm"), d
+    assert d["accepted"] and d["reason"].startswith("remembered, unfused: mm"), d
 
 
 def test_a_good_kernel_stays(tmp_path: Path) -> None:

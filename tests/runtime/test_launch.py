@@ -25,9 +25,9 @@ from deuteron.ir.program import Layout
 from deuteron.runtime import build_cpp, graph_nodes, launch_blas, launch_cuda, launch_graph, tune
 from deuteron.runtime.graph_nodes import Node, Place, Use
 from deuteron.runtime.launch_blas import Multiply
-from deuteron.runtime.launch_cuda import LaunchError, Loaded, Sequence
+from deuteron.runtime.launch_cuda import Launcher, LaunchError, LoadedKernel
 from deuteron.runtime.launch_graph import Replay
-from deuteron.runtime.tune import Tuned, TunedProduct
+from deuteron.runtime.tune import TunedLauncher, TunedProduct
 from deuteron.schedule.kernel import Kernel
 from tests.runtime import cuda_tools
 
@@ -117,7 +117,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     for module in (launch_cuda, launch_graph, graph_nodes):
         monkeypatch.setattr(module, "_driver", lambda: found.lib)
     entered: list[Any] = []
-    monkeypatch.setattr(launch_cuda, "enter", entered.append)
+    monkeypatch.setattr(launch_cuda, "make_current", entered.append)
     launch_cuda._launcher.cache_clear()
     yield found
     launch_cuda._launcher.cache_clear()
@@ -131,10 +131,10 @@ class Variants:
         self.tuned: dict[Any, int] = {}
         self.missing: set[int] = set()
 
-    def get(self, aligned: bool, wide: bool, config: int = 0) -> Loaded:
+    def get(self, aligned: bool, wide: bool, config: int = 0) -> LoadedKernel:
         if config in self.missing:
             raise BuildError("too large")
-        return Loaded(self.number * 100 + config * 10 + aligned, 128, 0, resident=20)
+        return LoadedKernel(self.number * 100 + config * 10 + aligned, 128, 0, resident=20)
 
 
 def kernel(number: int, configs: int = 1) -> TritonKernel:
@@ -155,10 +155,10 @@ def addresses(*numbers: int) -> bytes:
     return struct.pack(f"{len(numbers)}P", *numbers)
 
 
-def sequence(kernels: list[TritonKernel], places: list[list[int]]) -> tuple[Sequence, list[Any]]:
+def sequence(kernels: list[TritonKernel], places: list[list[int]]) -> tuple[Launcher, list[Any]]:
     variants = [Variants(k) for k in range(1, len(kernels) + 1)]
     known: Any = {(k.name, "cuda:0"): v for k, v in zip(kernels, variants, strict=True)}
-    return Sequence(kernels, places, ["n"], "cuda:0", Options.make(), known), variants
+    return Launcher(kernels, places, ["n"], "cuda:0", Options.make(), known), variants
 
 
 def test_kernels_of_a_sequence(driver: Driver) -> None:
@@ -179,13 +179,13 @@ def test_addresses_that_are_not_aligned(driver: Driver) -> None:
 
 def zeros_of(
     patch: pytest.MonkeyPatch, dtype: torch.dtype, each: int, streams: int
-) -> launch_cuda.Zeros:
+) -> launch_cuda.StreamMemory:
     """On the CPU."""
     stream = types.SimpleNamespace(synchronize=lambda: None)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     patch.setattr(torch.cuda, "current_stream", lambda *device: stream)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return launch_cuda.Zeros(torch.device("cpu"), dtype, each, streams)
+    return launch_cuda.StreamMemory(torch.device("cpu"), dtype, each, streams)
 
 
 def test_each_stream_counts_for_itself(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +205,8 @@ def test_each_stream_counts_for_itself(driver: Driver, monkeypatch: pytest.Monke
 
 
 def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = zeros_of(monkeypatch, torch.int64, launch_cuda.WORDS, 2)
-    monkeypatch.setattr(launch_cuda, "_words", lambda device, each: zeros)
+    zeros = zeros_of(monkeypatch, torch.int64, launch_cuda.FLAGS_PER_STREAM, 2)
+    monkeypatch.setattr(launch_cuda, "_flags", lambda device, each: zeros)
     shared = replace(
         kernel(1),
         args=(("tensor", "x"), ("size", Sym("n")), ("team", "")),
@@ -218,7 +218,7 @@ def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
     q(8, addresses(16), (64,))  # 20 at once: six whole teams
     assert driver.log == [(-101, 6, 16, 2), (201, 1, 16, 2), (-101, 18, 16, 64), (201, 1, 16, 64)]
     at = [q.prepared[s, (n,)].numbers[2] for s, n in ((7, 2), (8, 64))]
-    assert at[1] - at[0] == 8 * launch_cuda.WORDS
+    assert at[1] - at[0] == 8 * launch_cuda.FLAGS_PER_STREAM
     near, _ = sequence([replace(shared, cluster=True)], [[0]])
     near(7, addresses(16), (64,))  # clusters of three
     assert driver.log == [(-3101, 18, 16, 64)]
@@ -229,35 +229,35 @@ def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_words_of_more_streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = zeros_of(monkeypatch, torch.int64, 64, 2)
-    at = [zeros.of(stream) for stream in (5, 6, 5, 7, 8)]
+    at = [zeros.address(stream) for stream in (5, 6, 5, 7, 8)]
     assert at[0] == at[2] and at[1] - at[0] == at[4] - at[3] == 8 * 64
     assert len(zeros.pools) == 2 and not any(p.any() for p in zeros.pools)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert zeros.of(8) == at[4]
+    assert zeros.address(8) == at[4]
     with pytest.raises(LaunchError, match="cannot be had while it is recorded"):
-        zeros.of(9)
+        zeros.address(9)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert zeros.of(9) not in at
+    assert zeros.address(9) not in at
 
 
 def test_as_many_words_as_sizes_need(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def words(device: torch.device, each: int) -> launch_cuda.Zeros:
+    def words(device: torch.device, each: int) -> launch_cuda.StreamMemory:
         asked.append(each)
         return zeros_of(monkeypatch, torch.int64, each, 1)
 
-    monkeypatch.setattr(launch_cuda, "_words", words)
+    monkeypatch.setattr(launch_cuda, "_flags", words)
     looking_back = replace(
         kernel(1),
         args=(("tensor", "x"), ("size", Sym("n")), ("team", "")),
         words_source="16 + n * 300",
     )
     q, _ = sequence([looking_back, kernel(2)], [[0], [0, 0]])
-    assert asked == [launch_cuda.WORDS]  # before any stream may be recorded
+    assert asked == [launch_cuda.FLAGS_PER_STREAM]  # before any stream may be recorded
     q(7, addresses(16), (2,))
     q(7, addresses(16), (200,))
-    assert asked[1:] == [launch_cuda.WORDS, 1 << 16]
+    assert asked[1:] == [launch_cuda.FLAGS_PER_STREAM, 1 << 16]
     assert [what for what, *_ in driver.log] == [101, 201] * 2  # need not run at once
 
 
@@ -287,23 +287,23 @@ def step(number: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> Kernel
     return Kernel(f"k{number}", (), sides[0], sides[1], (), "cuda:0", 0, 0.0, 0.0)
 
 
-Make = Callable[..., tuple[Tuned, list[Variants], Record]]
+Make = Callable[..., tuple[TunedLauncher, list[Variants], Record]]
 
 
 @pytest.fixture
 def tuned(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Make:
     """Sequences of two kernels, the second one's second configuration being the fastest."""
-    monkeypatch.setattr(Tuned, "recording", lambda self: False)
-    monkeypatch.setattr(Tuned, "where", lambda self: "test")
+    monkeypatch.setattr(TunedLauncher, "recording", lambda self: False)
+    monkeypatch.setattr(TunedLauncher, "where", lambda self: "test")
 
-    def timed(self: Tuned, launch: Callable[[], None]) -> float:
+    def timed(self: TunedLauncher, launch: Callable[[], None]) -> float:
         driver.log  # noqa: B018 - what was before
         launch()
         (entry,) = driver.log
         times.append(entry)
         return {110: 5.0, 111: 5.0, 211: 3.0, 201: 5.0, 101: 5.0, 221: 4.0}.get(entry[0], 9.0)
 
-    def copy(self: Tuned, address: int, nbytes: int, stream: int) -> Tensor:
+    def copy(self: TunedLauncher, address: int, nbytes: int, stream: int) -> Tensor:
         if nbytes > memory[0]:
             raise torch.OutOfMemoryError("no memory")
         copies.append((address, nbytes))
@@ -314,8 +314,8 @@ def tuned(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Mak
     memory = [1 << 30]
     space = torch.empty(64, dtype=torch.uint8)
     aligned = space[-space.data_ptr() % 16 :]
-    monkeypatch.setattr(Tuned, "timed", timed)
-    monkeypatch.setattr(Tuned, "copy", copy)
+    monkeypatch.setattr(TunedLauncher, "timed", timed)
+    monkeypatch.setattr(TunedLauncher, "copy", copy)
 
     def make(first: Kernel, second: Kernel, folder: str = "a") -> Any:
         kernels = [kernel(1, 2), kernel(2, 3)]
@@ -324,7 +324,7 @@ def tuned(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Mak
         record = Record()
         options = Options.make(None, {"autotune": True, "cache_dir": str(tmp_path / folder)})
         args = (kernels, [[0, 1], [1, 2]], ["n"], "cuda:0", options, known)
-        q = Tuned(*args, [first, second], record)
+        q = TunedLauncher(*args, [first, second], record)
         return q, variants, record
 
     make.times, make.copies, make.memory, make.space = times, copies, memory, aligned  # type: ignore[attr-defined]
@@ -361,13 +361,13 @@ def test_kernels_are_measured_when_what_they_read_is_there(driver: Driver, tuned
         launch_once(launcher, k, pointers, stream)
 
     q.launch_once = once
-    real = q.fill
+    real = q.fill_row
 
-    def fill(row: Any, k: int, env: Any, aligned: bool, config: int | None = None) -> None:
+    def fill_row(row: Any, k: int, env: Any, aligned: bool, config: int | None = None) -> None:
         order.append(10 + k) if config is None else None
         real(row, k, env, aligned, config)
 
-    q.fill = fill
+    q.fill_row = fill_row
     q(7, addresses(1600, 3200, 4800), (200,))
     assert order.index(10) < order.index(1) and order.index(0) < order.index(10)
 
@@ -419,7 +419,7 @@ def test_candidates_of_a_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
         side = Side(False, 8, 0)
         q.product, q.device = Product(8, 8, 8, 1, "f32", side, side, side, False), 0
         q.options = Options.make(None, {"cache_dir": str(tmp_path)})
-        q.log, q.open, q.spaces, q.least = Record(), True, {7: 1}, 50
+        q.log, q.open, q.spaces, q.min_space = Record(), True, {7: 1}, 50
         q.table = launch_blas._Product()
         return q
 
@@ -498,7 +498,7 @@ def test_a_replay_refuses(driver: Driver) -> None:
     driver.number("driver_capturing").value = 0
     assert not driver.log
     driver.fail(700)
-    assert run(r, 0x5000) == 700 + launch_graph.NODE
+    assert run(r, 0x5000) == 700 + launch_graph.NODE_CODE
     assert r.nodes[0].name() == "a kernel"
     driver.log  # noqa: B018
     assert run(r, 0x5000) == 0  # what failed half way is tried again
@@ -552,7 +552,7 @@ def test_words_that_are_no_addresses() -> None:
             match(one, two)
     with pytest.raises(graph_nodes.Refused, match="not the same kernels"):
         graph_nodes.match([node(1)], [], places, passing, spans)
-    assert tune.WORTH > 0
+    assert tune.MIN_GAIN > 0
 
 
 def test_the_stand_in_has_what_the_replay_has(driver: Driver) -> None:

@@ -20,7 +20,7 @@ from deuteron.base.errors import VerifyError
 from deuteron.ir.expr import op
 from deuteron.ir.program import Compute, Program
 from deuteron.memory import plan as memory_plan
-from deuteron.runtime.verify import compare, moved
+from deuteron.runtime.verify import compare, perturbed
 
 R = torch.randn
 
@@ -170,11 +170,11 @@ def test_comparison() -> None:
 def test_moved_inputs() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = R(1000).to(dtype)
-        y = moved(x, 0)
+        y = perturbed(x, 0)
         change = ((y.double() - x.double()) / x.double()).abs().max()
         assert 0 < change <= 2 * torch.finfo(dtype).eps
     i = torch.arange(4)
-    assert torch.equal(moved(i, 0), i)
+    assert torch.equal(perturbed(i, 0), i)
 
 
 # -- against the traced graph ----------------------------------------------------------------------

@@ -7,14 +7,14 @@ start a few kernels. For most programs all of it comes to passing on what it got
 
 Whether it does is not taken on trust. The first call goes through AOTAutograd and is watched. Only
 if the graph was given the very objects that the caller gave, the caller got the very objects that
-the graph returned, and autograd's node keeps what the graph returned behind them, do later calls go
-directly. The first backward is watched likewise. The `autograd.Function` is derived from
+the graph returned, and autograd's node keeps what the graph returned behind them, do later calls
+bypass AOTAutograd. The first backward is watched likewise. The `autograd.Function` is derived from
 AOTAutograd's, whose node and saved state it keeps: so each call can still take the usual way. It
 does under hooks, modes and transforms, for a double backward, with tangents of another layout, and
 to compile the backward; compiled autograd sees AOTAutograd's node. What was decided, and why, is in
 the Record.
 
-Private names of torch are looked up once; where one is missing nothing goes directly.
+Private names of torch are looked up once; where one is missing nothing is bypassed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 Call = Callable[..., Sequence[Any]]
 
 # What must be empty, zero or false in AOTAutograd's description of a graph (`ViewAndMutationMeta`).
-SPECIAL = (
+UNSUPPORTED_METADATA = (
     "num_mutated_inp_runtime_indices",
     "num_intermediate_bases",
     "num_outputs_aliased",
@@ -49,16 +49,16 @@ SPECIAL = (
     "indices_of_inputs_that_requires_grad_with_mutations_in_bw",
 )
 # What AOTAutograd's `forward` leaves on autograd's node, and all that it may.
-STATE = {"symints", "opaque_objects", "_tensors_no_vc_check"}
-PLAIN = (Tensor, torch.nn.Parameter, int, float, bool)
+NODE_ATTRIBUTES = {"symints", "opaque_objects", "_tensors_no_vc_check"}
+PLAIN_TYPES = (Tensor, torch.nn.Parameter, int, float, bool)
 # A backward that was not as expected is watched again at most this many times.
-MOST_LOOKS = 4
+MAX_WATCHED_BACKWARDS = 4
 # How AOTAutograd says to Dynamo which sizes of a tensor may change, in 2.13 and 2.11.
 WRAPPERS = "_functorch._aot_autograd.runtime_wrappers"
-MARKS = ("mark_dynamo_propagated_dynamic_indices", "maybe_mark_dynamic_helper")
+DYNAMIC_MARKS = ("mark_dynamo_propagated_dynamic_indices", "maybe_mark_dynamic_helper")
 
 
-class Private:
+class TorchInternals:
     """Names of torch that are not public; `complete` says whether this torch has all of them."""
 
     def __init__(self) -> None:
@@ -68,9 +68,9 @@ class Private:
         self.hooks = torch_name("_C._autograd._top_saved_tensors_default_hooks")
         self.traced = torch_name("_C._dynamo.eval_frame.get_eval_frame_callback")
         self.skip = torch_name("_dynamo.eval_frame.skip_code")
-        self.complete = all(found is not None for found in vars(self).values())
-        marks = (torch_name(f"{WRAPPERS}.{name}") for name in MARKS)
-        self.mark: Any = next((found for found in marks if found is not None), None)
+        self.complete = all(value is not None for value in vars(self).values())
+        marks = (torch_name(f"{WRAPPERS}.{name}") for name in DYNAMIC_MARKS)
+        self.mark: Any = next((value for value in marks if value is not None), None)
         # From 2.13 on, compiled backwards run in the context (`contextvars`) of who called them.
         self.stashed = torch_name("_C._is_key_in_tls") or (lambda key: False)
         self.context = torch_name("_C._get_obj_in_tls")
@@ -78,19 +78,19 @@ class Private:
 
 def torch_name(path: str) -> Any:
     """What torch calls ``torch.path``; None if it has no such thing."""
-    found: Any = torch
+    value: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 @cache
-def private() -> Private:
-    return Private()
+def torch_internals() -> TorchInternals:
+    return TorchInternals()
 
 
 @dataclass
-class Seen:
+class WatchedCall:
     """A call of a compiled graph, from the inside."""
 
     run: Boxed
@@ -100,7 +100,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Saved:
+class ForwardResults:
     """How a forward graph's results are divided, as seen in a call."""
 
     results: int
@@ -111,24 +111,27 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What calls that go directly go by. `metadata` is AOTAutograd's, or says the same."""
+class BypassFacts:
+    """What calls that bypass AOTAutograd need to know. `metadata` is AOTAutograd's, or says the
+    same."""
 
     metadata: Any
-    saved: Saved | None = None
+    saved: ForwardResults | None = None
 
 
 @dataclass
-class Graphs:
+class CompiledGraphs:
     """The compiled graphs of one Dynamo graph."""
 
     forward: list[Boxed] = field(default_factory=list)  # or the graph without gradients
     phase: str = ""
     metadata: Any = None
     record: Record = field(default_factory=Record)  # of the forward
-    watches: dict[int, list[Seen]] = field(default_factory=dict)  # by thread
+    watches: dict[int, list[WatchedCall]] = field(default_factory=dict)  # by thread
     backward: Boxed | None = None  # where it is known beforehand
-    settled: Callable[[Settled], None] = lambda found: None  # told what later calls go by
+    on_bypass: Callable[[BypassFacts], None] = lambda facts: (
+        None
+    )  # gets what later calls need to know
 
     def add(self, run: Boxed, phase: str, metadata: Any, record: Record) -> Boxed:
         """A graph that has been compiled. Returns what AOTAutograd shall call, which tells whoever
@@ -136,7 +139,7 @@ class Graphs:
         if phase != "backward":
             self.forward.append(run)
             self.phase, self.metadata, self.record = phase, metadata, record
-        watches, autocast = self.watches, private().autocast or bool
+        watches, autocast = self.watches, torch_internals().autocast or bool
 
         def watched(args: list[Any]) -> Sequence[Any]:
             seen = watches.get(get_ident())
@@ -144,15 +147,15 @@ class Graphs:
                 return run(args)
             given, casts = list(args), autocast()
             returned = run(args)
-            seen.append(Seen(run, given, returned, casts))
+            seen.append(WatchedCall(run, given, returned, casts))
             return returned
 
         watched._boxed_call = True  # type: ignore[attr-defined]
         return watched
 
-    def watch(self, call: Call, *args: Any) -> tuple[Any, list[Seen]]:
+    def watch(self, call: Call, *args: Any) -> tuple[Any, list[WatchedCall]]:
         """What a call returns, and which graphs ran meanwhile in this thread."""
-        me, seen = get_ident(), list[Seen]()
+        me, seen = get_ident(), list[WatchedCall]()
         before = self.watches.get(me)
         self.watches[me] = seen
         try:
@@ -162,11 +165,12 @@ class Graphs:
             if before is not None:
                 self.watches[me] = before
 
-    def decided(self, reason: str) -> None:
-        """The decision in the Record; `reason` is why calls do not go directly, if they do not."""
+    def record_decision(self, reason: str) -> None:
+        """The decision in the Record; `reason` is why calls do not bypass AOTAutograd, if they do
+        not."""
         self.record.add(
             "decision",
-            subject="direct",
+            subject="bypass",
             first="calls",
             accepted=not reason,
             reason="refused" if reason else "passes on",
@@ -174,22 +178,26 @@ class Graphs:
         )
 
 
-def direct(aot: Call, graphs: Graphs) -> Call:
-    """What AOTAutograd made of one Dynamo graph (`aot`), or a callable that goes directly once it
+def bypass(aot: Call, graphs: CompiledGraphs) -> Call:
+    """What AOTAutograd made of one Dynamo graph (`aot`), or a callable that bypasses it once it
     saw a call that allows it. To be called in the state (autocast) in which `aot` was made."""
     if len(graphs.forward) != 1:
         return aot
-    reason = special(graphs.metadata) if private().complete else "this torch lacks what that needs"
+    reason = (
+        why_unsupported(graphs.metadata)
+        if torch_internals().complete
+        else "this torch lacks what that needs"
+    )
     if not reason and torch._functorch.config.debug_assert:
         reason = "AOTAutograd's own assertions are on"
     if reason:
-        graphs.decided(reason)
+        graphs.record_decision(reason)
         return aot
-    call = (training if graphs.phase == "forward" else inference)(aot, graphs)
-    return finished(call, aot)
+    call = (bypass_training if graphs.phase == "forward" else bypass_inference)(aot, graphs)
+    return for_dynamo(call, aot)
 
 
-def finished(call: Call, like: Any) -> Call:
+def for_dynamo(call: Call, like: Any) -> Call:
     """A callable as Dynamo wants it, with what it finds on `like`."""
     for name in ("zero_grad", "named_parameters", "named_buffers", "serialize"):
         if hasattr(like, name):
@@ -200,39 +208,39 @@ def finished(call: Call, like: Any) -> Call:
 # ------------------------------------------------------------------------- what a call must be like
 
 
-def special(metadata: Any) -> str:
+def why_unsupported(metadata: Any) -> str:
     """Why AOTAutograd has more to do than to pass on; empty if it has not."""
     if not hasattr(metadata, "output_info") or not hasattr(metadata, "grad_enabled_mutation"):
         return "AOTAutograd does not describe the graph"
-    for name in SPECIAL:
+    for name in UNSUPPORTED_METADATA:
         if getattr(metadata, name, None):
             return f"AOTAutograd says: {name} = {getattr(metadata, name)!r}"
-    if private().mark is None and (marked(metadata) or marked_saved(metadata)):
+    if torch_internals().mark is None and (dynamic_results(metadata) or dynamic_saved(metadata)):
         return "sizes change, and this torch has no known mark for that"
     if metadata.grad_enabled_mutation is not None:
         return "the graph switches gradients on or off"
-    kinds = {kind_of(i) for i in metadata.output_info} - {"non_alias", "unsafe_view_alias"}
+    kinds = {alias_kind(i) for i in metadata.output_info} - {"non_alias", "unsafe_view_alias"}
     return f"results of kind {', '.join(sorted(kinds))}" if kinds else ""
 
 
-def kind_of(info: Any) -> str:
+def alias_kind(info: Any) -> str:
     """Of a result: whether it aliases something, by AOTAutograd's name for that."""
     return str(getattr(getattr(info, "output_type", None), "name", "unknown"))
 
 
-def passed_on(
-    args: Sequence[Any], results: Any, seen: list[Seen], metadata: Any, views: Sequence[int]
+def why_not_passed_on(
+    args: Sequence[Any], results: Any, seen: list[WatchedCall], metadata: Any, views: Sequence[int]
 ) -> str:
     """Why a watched call was more than passing on `args` and the first results, of which those in
     `views` were passed on as views. Empty if it was not more."""
     if len(seen) != 1:
         return f"a call runs {len(seen)} graphs"
     made = seen[0].returned
-    if not same(args, seen[0].given):
+    if not same_objects(args, seen[0].given):
         return "the graph gets other inputs than the caller gives"
     if seen[0].autocast:
         return "the graph runs under autocast"
-    other = {type(a).__name__ for a in args if type(a) not in PLAIN}
+    other = {type(a).__name__ for a in args if type(a) not in PLAIN_TYPES}
     if other:
         return f"inputs of types {sorted(other)}"
     if not isinstance(results, (list, tuple)) or len(results) != len(metadata.output_info):
@@ -240,7 +248,7 @@ def passed_on(
     tensors = [t for t in results if isinstance(t, Tensor)]
     if any(type(t) is not Tensor or t._is_view() for t in tensors):
         return "results of other types, or that are views"
-    marks = marked(metadata)
+    marks = dynamic_results(metadata)
     for k, t in enumerate(results):
         dims = [marks[k]] if k in marks else []
         if isinstance(t, Tensor) and list(vars(t).values()) != dims:
@@ -256,7 +264,7 @@ def passed_on(
     return ""
 
 
-def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """The very same objects."""
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
@@ -270,20 +278,20 @@ def same_memory(a: Any, b: Any) -> bool:
     )
 
 
-def marked(metadata: Any) -> dict[int, set[int]]:
+def dynamic_results(metadata: Any) -> dict[int, set[int]]:
     """The sizes that may change, by result."""
     if not getattr(metadata, "dynamic_outputs", False):
         return {}
     dims = {k: getattr(i, "dynamic_dims", None) for k, i in enumerate(metadata.output_info)}
-    return {k: found for k, found in dims.items() if found is not None}
+    return {k: dynamic_dims for k, dynamic_dims in dims.items() if dynamic_dims is not None}
 
 
-def marked_saved(metadata: Any) -> dict[int, set[int]]:
+def dynamic_saved(metadata: Any) -> dict[int, set[int]]:
     """The sizes that may change, by saved tensor."""
     return dict(getattr(metadata, "dynamic_saved_tensors_idxs", ()))
 
 
-def written_to(metadata: Any) -> tuple[int, ...]:
+def mutated_inputs(metadata: Any) -> tuple[int, ...]:
     """Inputs that the graph itself writes to, and whose versions AOTAutograd counts up."""
     return tuple(getattr(metadata, "mutated_graph_handled_indices_seen_by_autograd", ()))
 
@@ -291,26 +299,26 @@ def written_to(metadata: Any) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------- without gradients
 
 
-def inference(aot: Call, graphs: Graphs, known: bool = False) -> Call:
-    """`known`: that calls go directly."""
-    autocast, grads_on = private().autocast, torch.is_grad_enabled
+def bypass_inference(aot: Call, graphs: CompiledGraphs, known: bool = False) -> Call:
+    """`known`: that calls may bypass AOTAutograd."""
+    autocast, grads_on = torch_internals().autocast, torch.is_grad_enabled
     switch = torch._C._set_grad_enabled
-    amp, written = autocast(), written_to(graphs.metadata)
-    marks, mark = tuple(marked(graphs.metadata).items()), private().mark
-    run = outside_autocast(graphs.forward[0]) if amp else graphs.forward[0]
-    goes: bool | None = True if known else None  # directly; None while unknown
+    amp, written = autocast(), mutated_inputs(graphs.metadata)
+    marks, mark = tuple(dynamic_results(graphs.metadata).items()), torch_internals().mark
+    run = without_autocast(graphs.forward[0]) if amp else graphs.forward[0]
+    bypasses: bool | None = True if known else None  # None while unknown
 
     def call(*args: Any) -> Sequence[Any]:
-        nonlocal goes
-        if not goes or autocast() is not amp:
-            if goes is not None or autocast() is not amp:
+        nonlocal bypasses
+        if not bypasses or autocast() is not amp:
+            if bypasses is not None or autocast() is not amp:
                 return aot(*args)
             results, seen = graphs.watch(aot, *args)
-            reason = passed_on(args, results, seen, graphs.metadata, ())
-            graphs.decided(reason)
-            goes = not reason
-            if goes:
-                graphs.settled(Settled(graphs.metadata))
+            reason = why_not_passed_on(args, results, seen, graphs.metadata, ())
+            graphs.record_decision(reason)
+            bypasses = not reason
+            if bypasses:
+                graphs.on_bypass(BypassFacts(graphs.metadata))
             return results
         if written:
             increment_version([args[i] for i in written])
@@ -329,9 +337,9 @@ def inference(aot: Call, graphs: Graphs, known: bool = False) -> Call:
     return call
 
 
-def outside_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
+def without_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
     """A graph that was captured under autocast has its casts; nobody shall add others."""
-    without = private().no_autocast
+    without = torch_internals().no_autocast
 
     def run(*args: Any) -> Any:
         with without():
@@ -343,13 +351,21 @@ def outside_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------------- with gradients
 
 
-def training(aot: Call, graphs: Graphs, known: Call | None = None) -> Call:
-    """`known`: what applies the graph directly, if that is known beforehand."""
-    autocast, hooks, grads_on = private().autocast, private().hooks, torch.is_grad_enabled
-    transformed, amp, written = private().transformed, autocast(), written_to(graphs.metadata)
+def bypass_training(aot: Call, graphs: CompiledGraphs, known: Call | None = None) -> Call:
+    """`known`: what applies the graph without AOTAutograd, if that is known beforehand."""
+    autocast, hooks, grads_on = (
+        torch_internals().autocast,
+        torch_internals().hooks,
+        torch.is_grad_enabled,
+    )
+    transformed, amp, written = (
+        torch_internals().transformed,
+        autocast(),
+        mutated_inputs(graphs.metadata),
+    )
     apply, refused = known, False
     if known is not None and amp:
-        apply = outside_autocast(known)
+        apply = without_autocast(known)
 
     def call(*args: Any) -> Sequence[Any]:
         nonlocal apply, refused
@@ -357,11 +373,11 @@ def training(aot: Call, graphs: Graphs, known: Call | None = None) -> Call:
         if apply is None or not usual:
             if refused or not usual:
                 return aot(*args)
-            results, found = look(aot, graphs, args)
-            refused = found is None
-            if found is not None and apply is None:  # not by another thread meanwhile
-                apply = function(graphs, *found)
-                apply = outside_autocast(apply) if amp else apply
+            results, node = watch_first_call(aot, graphs, args)
+            refused = node is None
+            if node is not None and apply is None:  # not by another thread meanwhile
+                apply = autograd_function(graphs, *node)
+                apply = without_autocast(apply) if amp else apply
             return results
         if written:
             increment_version([args[i] for i in written])
@@ -370,24 +386,28 @@ def training(aot: Call, graphs: Graphs, known: Call | None = None) -> Call:
     return call
 
 
-Node = tuple[Any, Saved]  # AOTAutograd's subclass of `autograd.Function`, what its node keeps
+Node = tuple[
+    Any, ForwardResults
+]  # AOTAutograd's subclass of `autograd.Function`, what its node keeps
 
 
-def look(aot: Call, graphs: Graphs, args: Sequence[Any]) -> tuple[Sequence[Any], Node | None]:
+def watch_first_call(
+    aot: Call, graphs: CompiledGraphs, args: Sequence[Any]
+) -> tuple[Sequence[Any], Node | None]:
     """The first call: its results, and autograd's node, if that is as known here."""
     results, seen = graphs.watch(aot, *args)
     info = graphs.metadata.output_info
     # AOTAutograd hides from autograd that these share memory with what is saved.
-    views = tuple(k for k, i in enumerate(info) if kind_of(i) == "unsafe_view_alias")
-    found: Node | None = None
-    reason = passed_on(args, results, seen, graphs.metadata, views)
+    views = tuple(k for k, i in enumerate(info) if alias_kind(i) == "unsafe_view_alias")
+    node: Node | None = None
+    reason = why_not_passed_on(args, results, seen, graphs.metadata, views)
     if not reason:
-        found, reason = saved_by(results, seen[0].returned, views)
-    graphs.decided(reason)
-    return results, found
+        node, reason = forward_results(results, seen[0].returned, views)
+    graphs.record_decision(reason)
+    return results, node
 
 
-def saved_by(
+def forward_results(
     results: Sequence[Any], made: Sequence[Any], views: tuple[int, ...]
 ) -> tuple[Node | None, str]:
     tensors = [k for k, t in enumerate(results) if isinstance(t, Tensor)]
@@ -399,26 +419,26 @@ def saved_by(
     parent: Any = getattr(node, "_forward_cls", None)
     if not hasattr(parent, "_aot_id") or not hasattr(parent, "metadata"):
         return None, "the node is not AOTAutograd's"
-    if reason := special(parent.metadata):
+    if reason := why_unsupported(parent.metadata):
         return None, reason
-    if set(vars(node)) != STATE or node.opaque_objects or node._tensors_no_vc_check:
+    if set(vars(node)) != NODE_ATTRIBUTES or node.opaque_objects or node._tensors_no_vc_check:
         return None, f"the node keeps {sorted(vars(node))}"
     saved, n = node.saved_tensors, len(results)
     end = n + len(saved)
     same_tensors = len(made) >= end and all(map(same_memory, saved, made[n:end]))
-    if not same_tensors or not same(node.symints, made[end:]):
+    if not same_tensors or not same_objects(node.symints, made[end:]):
         return None, "the node keeps something else than the graph returns"
     constant = tuple(k for k in tensors if k not in differentiable)
-    return (parent, Saved(n, len(saved), differentiable, constant, views)), ""
+    return (parent, ForwardResults(n, len(saved), differentiable, constant, views)), ""
 
 
-def function(graphs: Graphs, parent: Any, found: Saved) -> Call:
-    """Applies AOTAutograd's subclass of `autograd.Function`, with methods that go directly where
+def autograd_function(graphs: CompiledGraphs, parent: Any, info: ForwardResults) -> Call:
+    """Applies AOTAutograd's subclass of `autograd.Function`, with methods that bypass it where
     they can. Its node is AOTAutograd's to all others, compiled autograd for one."""
-    run, results, views, constant = graphs.forward[0], found.results, found.views, found.constant
-    end, view = results + found.tensors, torch.ops.aten._unsafe_view.default
-    marks, mark = tuple(marked(parent.metadata).items()), private().mark
-    saved_marks = tuple(marked_saved(parent.metadata).items())
+    run, results, views, constant = graphs.forward[0], info.results, info.views, info.constant
+    end, view = results + info.tensors, torch.ops.aten._unsafe_view.default
+    marks, mark = tuple(dynamic_results(parent.metadata).items()), torch_internals().mark
+    saved_marks = tuple(dynamic_saved(parent.metadata).items())
 
     def forward(ctx: Any, *args: Any) -> Any:
         made = run(list(args))
@@ -439,7 +459,7 @@ def function(graphs: Graphs, parent: Any, found: Saved) -> Call:
         ctx._materialize_non_diff_grads = False
         return tuple(out)
 
-    methods = {"forward": forward, "backward": backward_of(graphs, parent, found)}
+    methods = {"forward": forward, "backward": backward_method(graphs, parent, info)}
     made = type(parent)(
         parent.__name__,
         (parent,),
@@ -451,18 +471,22 @@ def function(graphs: Graphs, parent: Any, found: Saved) -> Call:
     return apply
 
 
-def backward_of(graphs: Graphs, parent: Any, found: Saved) -> Call:
-    differentiable = found.differentiable
+def backward_method(graphs: CompiledGraphs, parent: Any, info: ForwardResults) -> Call:
+    differentiable = info.differentiable
     grads_on, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
-    autocast, transformed = private().autocast, private().transformed
-    traced, stashed, context = private().traced, private().stashed, private().context
+    autocast, transformed = torch_internals().autocast, torch_internals().transformed
+    traced, stashed, context = (
+        torch_internals().traced,
+        torch_internals().stashed,
+        torch_internals().context,
+    )
     run = graphs.backward
     metas = getattr(parent.metadata, "subclass_tangent_meta", ())
     layouts = [getattr(m, "memory_format", None) for m in metas]
-    looks = MOST_LOOKS
+    watches_left = MAX_WATCHED_BACKWARDS
 
     def backward(ctx: Any, *given: Any) -> Any:
-        nonlocal run, looks
+        nonlocal run, watches_left
         # No Python function may be called before this: Dynamo would compile it.
         if traced() is not None or grads_on() or deterministic() or autocast() or transformed():
             return parent.backward(ctx, *given)
@@ -471,16 +495,16 @@ def backward_of(graphs: Graphs, parent: Any, found: Saved) -> Call:
         if boxed:
             grads = given[0]
         tangents = [grads[k] for k in differentiable]
-        if not laid_out(tangents, layouts) or (run is None and not looks):
+        if not has_layouts(tangents, layouts) or (run is None and not watches_left):
             del tangents
             return parent.backward(ctx, *given)
         if run is None:
-            looks -= 1
-            kept = [*ctx.symints, *ctx.saved_tensors]
+            watches_left -= 1
+            saved_values = [*ctx.symints, *ctx.saved_tensors]
             out, seen = graphs.watch(parent.backward, ctx, *given)
-            run = seen[0].run if as_expected(seen, kept, tangents, out) else None
+            run = seen[0].run if backward_passed_on(seen, saved_values, tangents, out) else None
             if run is not None:
-                graphs.settled(Settled(parent.metadata, found))
+                graphs.on_bypass(BypassFacts(parent.metadata, info))
             return out
         args = [*ctx.symints, *ctx.saved_tensors, *tangents]
         # The graph frees what is in `args` as soon as it can, if nobody else holds it.
@@ -491,11 +515,11 @@ def backward_of(graphs: Graphs, parent: Any, found: Saved) -> Call:
         within = context("context") if stashed("context") else None
         return tuple(run(args) if within is None else within.run(run, args))
 
-    private().skip(backward.__code__)
+    torch_internals().skip(backward.__code__)
     return backward
 
 
-def laid_out(tangents: Sequence[Any], layouts: Sequence[Any]) -> bool:
+def has_layouts(tangents: Sequence[Any], layouts: Sequence[Any]) -> bool:
     """Whether all have the layout that AOTAutograd would give them."""
     if len(tangents) != len(layouts):
         return False
@@ -510,32 +534,35 @@ def laid_out(tangents: Sequence[Any], layouts: Sequence[Any]) -> bool:
     return True
 
 
-def as_expected(
-    seen: list[Seen], kept: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
+def backward_passed_on(
+    seen: list[WatchedCall],
+    saved_values: Sequence[Any],
+    tangents: Sequence[Any],
+    out: Sequence[Any],
 ) -> bool:
-    """Whether a watched backward passed on what was kept, the tangents, and the gradients."""
+    """Whether a watched backward passed on what was saved, the tangents, and the gradients."""
     if len(seen) != 1:
         return False
     given, returned = seen[0].given, seen[0].returned
-    n = len(kept)
+    n = len(saved_values)
     return (
         len(given) == n + len(tangents)
-        and all(map(same_memory, kept, given))
-        and same(given[n:], tangents)
+        and all(map(same_memory, saved_values, given))
+        and same_objects(given[n:], tangents)
         and type(out) is tuple
-        and same(out, returned)
+        and same_objects(out, returned)
     )
 
 
 __all__ = [
-    "Graphs",
-    "Saved",
-    "Settled",
-    "direct",
-    "finished",
-    "function",
-    "inference",
-    "private",
-    "training",
-    "written_to",
+    "CompiledGraphs",
+    "ForwardResults",
+    "BypassFacts",
+    "bypass",
+    "for_dynamo",
+    "autograd_function",
+    "bypass_inference",
+    "torch_internals",
+    "bypass_training",
+    "mutated_inputs",
 ]

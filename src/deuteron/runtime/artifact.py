@@ -25,15 +25,14 @@ from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.runtime import build_cpp
-from deuteron.runtime.cuda_graphs import Recordable, graphed
+from deuteron.runtime.cuda_graphs import Recordable, with_cuda_graphs
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch import load as load_module
 from deuteron.runtime.launch_blas import multiply
-from deuteron.runtime.launch_cuda import Sequence as Launcher
-from deuteron.runtime.launch_cuda import Variants
+from deuteron.runtime.launch_cuda import KernelVariants, Launcher
 
 # Bytes of constants that are kept with a graph; one with more is compiled by every process.
-MOST_CONSTANTS = 1 << 20
+MAX_CONSTANT_BYTES = 1 << 20
 _NUMBERS = itertools.count()
 
 
@@ -53,14 +52,14 @@ class Artifact:
     recordable: Recordable | None = None
     code: CodeType | None = None
 
-    def why_not(self) -> str:
+    def why_not_stored(self) -> str:
         """Why this has no text; empty if it has."""
         size = 0
         for name, value in self.emitted.objects.items():
             if type(value) is not torch.Tensor or value.layout != torch.strided:
                 return f"{name} is a {type(value).__name__}"
             size += value.untyped_storage().nbytes()
-        return f"{size} bytes of constants" if size > MOST_CONSTANTS else ""
+        return f"{size} bytes of constants" if size > MAX_CONSTANT_BYTES else ""
 
     def to_json(self, path: str) -> dict[str, Any]:
         """`path`: what tracebacks call the module. Its code is this Python's."""
@@ -100,7 +99,7 @@ class Artifact:
         record: Record,
         path: str = "",
         library: build_cpp.Build | None = None,
-        variants: dict[tuple[str, str], Variants] | None = None,
+        variants: dict[tuple[str, str], KernelVariants] | None = None,
         extra: Mapping[str, Any] | None = None,
         around: Callable[[Call], Call] | None = None,
     ) -> Call:
@@ -126,7 +125,7 @@ class Artifact:
         if around is not None:
             call = around(call)
         if self.recordable is not None:
-            call = graphed(call, self.recordable, e, self.phase, options, record)
+            call = with_cuda_graphs(call, self.recordable, e, self.phase, options, record)
         return call
 
 

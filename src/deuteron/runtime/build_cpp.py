@@ -35,7 +35,7 @@ from deuteron.runtime.workers import awaited
 COMPILERS = ("c++", "g++")
 # What compilers say, in the language of LC_ALL=C, when a disk is full.
 NO_SPACE = ("No space left on device", "Disk quota exceeded")
-SECONDS_TO_END = 2.0  # for builds to tidy up when the program ends
+SHUTDOWN_SECONDS = 2.0  # for builds to tidy up when the program ends
 
 
 class NoCompiler(DeuteronError):
@@ -48,12 +48,12 @@ def compiler(cxx: str | None = None) -> tuple[tuple[str, ...], str]:
     that identifies it."""
     for name in (cxx,) if cxx else COMPILERS:
         # A path may have spaces; what is no program as a whole is a command with arguments.
-        words = [name] if shutil.which(name) else shlex.split(name)
-        path = shutil.which(words[0]) if words else None
+        parts = [name] if shutil.which(name) else shlex.split(name)
+        path = shutil.which(parts[0]) if parts else None
         if path is not None:
             info = os.stat(os.path.realpath(path))
-            identity = f"{os.path.realpath(path)} {info.st_size} {info.st_mtime_ns} {words[1:]}"
-            return (path, *words[1:]), identity
+            identity = f"{os.path.realpath(path)} {info.st_size} {info.st_mtime_ns} {parts[1:]}"
+            return (path, *parts[1:]), identity
     tried = f"the option cxx is {cxx!r}" if cxx else ", ".join(COMPILERS)
     raise NoCompiler(
         f"no C++ compiler was found ({tried}): CPU programs run through ATen",
@@ -65,18 +65,18 @@ def compiler(cxx: str | None = None) -> tuple[tuple[str, ...], str]:
 def processor() -> str:
     """What ``-march=native`` means here."""
     wanted = ("flags", "Features", "model name", "CPU part")
-    found: dict[str, str] = {}
+    properties: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo") as f:
             for line in f:  # one core's lines: the file is long and slow on large machines
-                if not line.strip() and found:
+                if not line.strip() and properties:
                     break
                 if line.startswith(wanted):
                     name, _, value = line.partition(":")
-                    found[name.strip()] = value.strip()
+                    properties[name.strip()] = value.strip()
     except OSError:
         return platform.processor() + platform.machine()
-    return " ".join(v for _, v in sorted(found.items()))
+    return " ".join(v for _, v in sorted(properties.items()))
 
 
 # --------------------------------------------------------------------------------------- building
@@ -90,17 +90,17 @@ class Build:
         self.future: Future[ctypes.CDLL] = Future()
         self.process = os.getpid()
         self.thread = threading.Thread(target=self._run, name="deuteron-build", daemon=True)
-        _STATE.builds.add(self)
+        _BUILDS.builds.add(self)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            with _STATE.slots(self.options.worker_count()):
+            with _BUILDS.slots(self.options.worker_count()):
                 self.future.set_result(build(self.source, self.flags, self.options))
         except BaseException as e:  # noqa: BLE001 - raised again by `result`
             self.future.set_exception(e)
         finally:
-            _STATE.builds.discard(self)
+            _BUILDS.builds.discard(self)
 
     def result(self) -> ctypes.CDLL:
         """The library. Raises `BuildError`. An interrupt while it waits ends the compiler."""
@@ -111,11 +111,11 @@ class Build:
             return awaited(self.future)
         except BaseException:
             if not self.future.done():
-                _STATE.kill(self.thread)
+                _BUILDS.kill(self.thread)
             raise
 
 
-class _State:
+class _Builds:
     """What runs in this process."""
 
     def __init__(self) -> None:
@@ -138,9 +138,9 @@ class _State:
             return self.limit
 
     def kill(self, thread: threading.Thread) -> None:
-        found = self.running.get(thread)
-        if found is not None:
-            _kill(found)
+        process = self.running.get(thread)
+        if process is not None:
+            _kill(process)
 
     def end(self) -> None:
         """The program ends: so do its compilers, and their folders."""
@@ -148,10 +148,10 @@ class _State:
         for p in tuple(self.running.values()):
             _kill(p)
         for b in tuple(self.builds):
-            b.thread.join(SECONDS_TO_END)
+            b.thread.join(SHUTDOWN_SECONDS)
 
 
-_STATE = _State()
+_BUILDS = _Builds()
 
 
 def submit(source: str, flags: Sequence[str], options: Options) -> Build:
@@ -182,13 +182,13 @@ def build(source: str, flags: Sequence[str], options: Options) -> ctypes.CDLL:
 
 
 def _built(cache: Cache, key: str, source: str, command: Sequence[str], options: Options) -> Path:
-    found = cache.get(key, ".so")
-    if found is not None:
-        return found
+    cached = cache.get(key, ".so")
+    if cached is not None:
+        return cached
     with cache.lock(key, options.build_timeout + 10.0):
-        found = cache.get(key, ".so")
-        if found is not None:
-            return found
+        cached = cache.get(key, ".so")
+        if cached is not None:
+            return cached
         return cache.put(key, ".so", _compile(source, command, cache, key, options))
 
 
@@ -207,18 +207,18 @@ def _compile(
                     return out.read_bytes()
             except OSError as e:
                 output = str(e)
-            if not any(words in output for words in NO_SPACE):
+            if not any(message in output for message in NO_SPACE):
                 break
-    kept = cache.put(key, ".cpp", source.encode())
+    stored = cache.put(key, ".cpp", source.encode())
     hint = 'please report it; options={"fallback": "aten"} runs the graph through ATen'
     if "clang" in output:
         hint = 'it is clang: the code uses g++\'s vector extensions; options={"cxx": "g++"}'
     raise BuildError(
         "the C++ compiler failed on generated source",
         hint=hint,
-        source=str(kept),
+        source=str(stored),
         output=output,
-        command=shlex.join([*command, str(kept), "-o", os.devnull]),
+        command=shlex.join([*command, str(stored), "-o", os.devnull]),
     )
 
 
@@ -236,16 +236,16 @@ def _run(command: Sequence[str], folder: Path, seconds: float) -> str:
         start_new_session=True,
     )
     me = threading.current_thread()
-    _STATE.running[me] = process
+    _BUILDS.running[me] = process
     try:
-        if _STATE.ending:
+        if _BUILDS.ending:
             _kill(process)
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"no result after {seconds} s (option build_timeout); it was killed"
     finally:
         _kill(process)
-        _STATE.running.pop(me, None)
+        _BUILDS.running.pop(me, None)
         if process.stdout is not None:
             process.stdout.close()
     if process.returncode:

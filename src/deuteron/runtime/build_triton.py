@@ -35,11 +35,11 @@ from deuteron.runtime.workers import Builder, Task
 if TYPE_CHECKING:  # it imports torch, which the building process has no use for
     from deuteron.codegen.triton.generate import Config, TritonKernel
 
-REPORT = 'please report it; options={"fallback": "aten"} runs the graph through ATen'
-REGISTERS = 1 << 16  # that a block may have
+REPORT_HINT = 'please report it; options={"fallback": "aten"} runs the graph through ATen'
+BLOCK_REGISTERS = 1 << 16  # that a block may have
 # Bytes of shared memory that one program may ask for, by compute capability (CUDA C++ Programming
 # Guide, technical specifications).
-MOST_SHARED = {
+MAX_SHARED_BYTES = {
     70: 98_304,
     75: 65_536,
     80: 166_912,
@@ -91,7 +91,7 @@ class Job:
     capability: int
 
     def key(self) -> str:
-        return key_of(repr(self), version(), library_text(), ptx.APART)
+        return key_of(repr(self), version(), library_text(), ptx.SEPARATE_ADDS)
 
 
 def job_of(kernel: TritonKernel, config: Config, capability: int, aligned: bool, wide: bool) -> Job:
@@ -139,12 +139,12 @@ def library_text() -> str:
 @lru_cache(maxsize=256)
 def module(path: Path) -> ModuleType:
     """The generated module; Triton reads its functions' text from the file."""
-    found = ModuleType(f"deuteron_kernel_{path.stem}")
-    found.__file__ = str(path)
-    sys.modules[found.__name__] = found
+    loaded = ModuleType(f"deuteron_kernel_{path.stem}")
+    loaded.__file__ = str(path)
+    sys.modules[loaded.__name__] = loaded
     # Not by an import, which would leave a compiled file that nobody checks.
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), found.__dict__)
-    return found
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), loaded.__dict__)
+    return loaded
 
 
 # ---------------------------------------------------------------------------------------- building
@@ -160,10 +160,10 @@ def prepare(capability: int, count: int, options: Options) -> None:
     Raises `NoTriton`."""
     version()
     builder = _builder(options.worker_count(), options.build_timeout)
-    builder.prepare(count, ready, capability, options)
+    builder.prepare(count, warm_up, capability, options)
 
 
-def ready(capability: int, options: Options) -> None:
+def warm_up(capability: int, options: Options) -> None:
     """Builds nothing of use: Triton is set up afterwards."""
     if workers.serving:
         head = "import triton\nfrom deuteron.codegen.triton import libm\n"
@@ -182,9 +182,9 @@ def submit(
 ) -> Task | Binary:
     """Starts a build, unless the cache has it. Raises `NoTriton`."""
     job = job_of(kernel, config, capability, aligned, wide)
-    found = _read(Cache.open(options), job.key())
-    if found is not None:
-        return found
+    cached = _read(Cache.open(options), job.key())
+    if cached is not None:
+        return cached
     return _builder(options.worker_count(), options.build_timeout).submit(
         built,
         job,
@@ -205,8 +205,8 @@ def build(
     wide: bool = False,
 ) -> Binary:
     """The binary of a variant, from the cache or built. Raises `NoTriton`, `BuildError`."""
-    found = submit(kernel, config, capability, options, aligned, wide)
-    return found if isinstance(found, Binary) else found.result()
+    started = submit(kernel, config, capability, options, aligned, wide)
+    return started if isinstance(started, Binary) else started.result()
 
 
 def built(job: Job, options: Options, first: int = 0) -> Binary:
@@ -214,9 +214,9 @@ def built(job: Job, options: Options, first: int = 0) -> Binary:
     one to begin with."""
     cache, key = Cache.open(options), job.key()
     with cache.lock(key, options.build_timeout + 10.0):
-        found = _read(cache, key)
-        if found is not None:
-            return found
+        cached = _read(cache, key)
+        if cached is not None:
+            return cached
         code, about = _compile(job, cache, options, first)
         cache.put(key, ".cubin", code)
         cache.put(key, ".json", json.dumps(about).encode())
@@ -240,7 +240,7 @@ def _compile(
     gets a shorter pipeline. Raises `TooLarge` where that is not enough."""
     path = cache.put(key_of(job.source), ".py", job.source.encode())
     source = _source(job, path, job.num_stages)
-    most = MOST_SHARED.get(job.capability, max(MOST_SHARED.values())) - CLUSTER_BYTES
+    most = MAX_SHARED_BYTES.get(job.capability, max(MAX_SHARED_BYTES.values())) - CLUSTER_BYTES
     for stages in range(max(1, job.num_stages), 0, -1):
         done = _with_warps(job, source, stages, cache, options, first)
         if done.metadata.shared <= most:
@@ -250,7 +250,7 @@ def _compile(
         raise TooLarge(
             f"{job.name} needs {done.metadata.shared} bytes of shared memory; a program may have "
             f"{most}",
-            hint=REPORT,
+            hint=REPORT_HINT,
         )
     about = {
         "name": done.metadata.name,
@@ -302,7 +302,7 @@ def _with_warps(
             raise _explained(
                 BuildError(
                     f"Triton refused the generated kernel {job.name}",
-                    hint=REPORT,
+                    hint=REPORT_HINT,
                     output=f"{type(e).__name__}: {e}",
                 ),
                 job,
@@ -314,7 +314,7 @@ def _with_warps(
 def _warps(job: Job) -> list[int]:
     """Those asked for, then fewer, then more, as far as a block's registers allow."""
     sizes = [2**k for k in range(6)]
-    more = [n for n in sizes if n > job.num_warps and 32 * n * job.registers <= REGISTERS]
+    more = [n for n in sizes if n > job.num_warps and 32 * n * job.registers <= BLOCK_REGISTERS]
     return [n for n in reversed(sizes) if n <= job.num_warps] + more
 
 
@@ -337,7 +337,7 @@ def _own_folder(cache: Cache) -> Iterator[None]:
         if folder is None:
             raise OSError("no folder to build in: the disks are full or cannot be written")
         knobs.cache.dir = str(folder)
-        knobs.runtime.add_stages_inspection_hook = ptx.corrected
+        knobs.runtime.add_stages_inspection_hook = ptx.fix_ptx_stage
         if workers.serving:  # elsewhere other threads make temporary files, and use Triton
             tempfile.tempdir = str(folder)
             _skip_key()
@@ -369,10 +369,10 @@ def _explained(error: BuildError, job: Job, options: Options) -> BuildError:
 
 def main(file: Path) -> None:
     """Builds what the file says, whatever the cache has."""
-    found = json.loads(file.read_text())
+    fields = json.loads(file.read_text())
     for name in ("signature", "constants"):
-        found[name] = tuple((k, v) for k, v in found[name])
-    job = Job(**{**found, "divisible": tuple(found["divisible"])})
+        fields[name] = tuple((k, v) for k, v in fields[name])
+    job = Job(**{**fields, "divisible": tuple(fields["divisible"])})
     binary = built(job, replace(Options.make(), cache=False))
     print(f"{binary.name}: {len(binary.code)} bytes, {binary.num_warps} warps")
 

@@ -85,13 +85,13 @@ class Cache:
                 root.mkdir(mode=0o700, exist_ok=True)
             info = root.stat()
             if info.st_uid != os.getuid():
-                return Cache(_instead(f"{root} is another user's"))
+                return Cache(_private_because(f"{root} is another user's"))
             if info.st_mode & OTHERS_WRITE:
                 root.chmod(0o700)
             if not os.access(root, os.R_OK | os.X_OK):
-                return Cache(_instead(f"{root} is not readable"))
+                return Cache(_private_because(f"{root} is not readable"))
         except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home folder
-            return Cache(_instead(str(e)))
+            return Cache(_private_because(str(e)))
         return Cache(root)
 
     def path(self, key: str, suffix: str) -> Path:
@@ -99,7 +99,7 @@ class Cache:
 
     def get(self, key: str, suffix: str) -> Path | None:
         """The entry's file, or None where there is no good one."""
-        for root in (self.root, *_MADE.get(os.getpid(), ())):
+        for root in (self.root, *_PRIVATE_FOLDERS.get(os.getpid(), ())):
             path = Cache(root).path(key, suffix)
             if _good(path):
                 return path
@@ -107,7 +107,7 @@ class Cache:
 
     def drop(self, key: str, suffix: str) -> None:
         """Deletes an entry that proved bad."""
-        for root in (self.root, *_MADE.get(os.getpid(), ())):
+        for root in (self.root, *_PRIVATE_FOLDERS.get(os.getpid(), ())):
             _delete(Cache(root).path(key, suffix))
 
     def put(self, key: str, suffix: str, data: bytes) -> Path:
@@ -266,7 +266,7 @@ def _delete(path: Path) -> None:
 
 # -------------------------------------------------------------------------------- other folders
 
-_MADE: dict[int, list[Path]] = {}  # private folders by process
+_PRIVATE_FOLDERS: dict[int, list[Path]] = {}  # private folders by process
 
 
 def _private() -> Path:
@@ -278,19 +278,19 @@ def _private() -> Path:
 
 def _private_folders() -> Iterator[Path]:
     """Folders of this process alone, on different disks; made when asked for."""
-    for place in (None, MEMORY_FOLDER):
-        folder = _made(os.getpid(), place)
+    for parent in (None, MEMORY_FOLDER):
+        folder = _private_folder(os.getpid(), parent)
         if folder is not None:
             yield folder
 
 
 @cache
-def _made(pid: int, place: str | None) -> Path | None:
+def _private_folder(pid: int, parent: str | None) -> Path | None:
     """A private folder of process `pid` (a forked child gets its own); None where there is no
     space."""
     prefix = f"deuteron-{os.getuid()}-"
     try:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError:
         return None
     # Held for life: whoever can lock it knows that this process, and its children, ended.
@@ -304,7 +304,7 @@ def _made(pid: int, place: str | None) -> Path | None:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
-    _MADE.setdefault(pid, []).append(folder)
+    _PRIVATE_FOLDERS.setdefault(pid, []).append(folder)
     for other in folder.parent.glob(prefix + "*"):
         if other != folder and _stale(other):
             _remove_dead(other)
@@ -353,7 +353,7 @@ def _warn(reason: str) -> None:
         )
 
 
-def _instead(reason: str) -> Path:
+def _private_because(reason: str) -> Path:
     _warn(reason)
     return _private()
 

@@ -32,22 +32,29 @@ from deuteron.base.record import Record
 from deuteron.codegen.assemble import Emitted
 from deuteron.graph.random_ops import SEED
 from deuteron.ir.program import Extern, Input, Program
-from deuteron.runtime.graph_nodes import COPY, FILL, GAP, Place, Refused, match
-from deuteron.runtime.launch_graph import ALIGNMENT, MISALIGNED, NODE, RECORDING, Cuda, room
+from deuteron.runtime.graph_nodes import COPY, FILL, TENSOR_GAP, Place, Refused, match
+from deuteron.runtime.launch_graph import (
+    ALIGNMENT,
+    MISALIGNED,
+    NODE_CODE,
+    RECORDING,
+    Cuda,
+    region_bytes,
+)
 from deuteron.schedule.kernel import Kernel, Schedule
 
 Call = Callable[[list[Any]], Sequence[Any]]
 
 # Launches from which a graph pays: launching one costs as much as two or three kernels.
-FEWEST = 3
-# Graphs that are kept per compiled graph, and recorded in its life; other calls run as ever.
-MOST_KEPT = 16
-MOST_RECORDED = 64
+MIN_LAUNCHES = 3
+# CUDA graphs per compiled graph, and recorded in its life; other calls run as ever.
+MAX_GRAPHS = 16
+MAX_RECORDINGS = 64
 # Bytes, for each launch, of results that library calls allocate themselves: they are copied out of
 # the graph's memory. More would cost more (4 us on an H200) than launching the calls one by one.
-MOST_COPIED = 8 << 20
+MAX_COPIED_BYTES = 8 << 20
 # Whole numbers of the same size, as which any tensor is copied bit by bit.
-WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Bytes by which everything moves besides, and `ALIGNMENT`: no part of the distances is a round
 # number, as are those between other tensors.
 SKEW = 0x135 << 12
@@ -68,10 +75,10 @@ def why_not(program: Program, schedule: Schedule, options: Options) -> str:
         return f"sizes {', '.join(unknown)} are known only when the GPU has computed them"
     calls = [s for s in schedule.steps if isinstance(s, Extern)]
     for c in calls:
-        reason = _unfit(c, program)
+        reason = _why_unfit(c, program)
         if reason:
             return f"{c.op} {reason}"
-    if launches(schedule) < FEWEST:
+    if launches(schedule) < MIN_LAUNCHES:
         return f"{launches(schedule)} launches cost no more than that of a graph"
     return ""
 
@@ -82,15 +89,15 @@ def launches(schedule: Schedule) -> int:
     return sum(1 for s in schedule.steps if isinstance(s, (Kernel, Extern))) - views
 
 
-def _unfit(call: Extern, program: Program) -> str:
+def _why_unfit(call: Extern, program: Program) -> str:
     if call.op in program.callables:
         return "is run by Python"
-    found: Any = torch.ops
+    operator: Any = torch.ops
     for part in call.op.split("."):
-        found = getattr(found, part)
-    if found is SEED:
+        operator = getattr(operator, part)
+    if operator is SEED:
         return ""
-    if found.namespace.startswith("_c10d"):
+    if operator.namespace.startswith("_c10d"):
         return "talks to other processes"
     reasons = {
         "nondeterministic_seeded": "draws random numbers of its own",
@@ -98,11 +105,11 @@ def _unfit(call: Extern, program: Program) -> str:
         "data_dependent_output": "waits for a value from the GPU",
         "cudagraph_unsafe": "is marked as unfit",
     }
-    if _without_dropout(call, found):
+    if _without_dropout(call, operator):
         del reasons["nondeterministic_seeded"]
     for name, reason in reasons.items():
         tag = getattr(torch.Tag, name, None)
-        if tag is not None and tag in found.tags:
+        if tag is not None and tag in operator.tags:
             return reason
     return ""
 
@@ -149,7 +156,7 @@ def recordable(program: Program, schedule: Schedule, given: bool, options: Optio
     return Recordable("", number, launches(schedule), tensors, tuple(key), given)
 
 
-def graphed(
+def with_cuda_graphs(
     call: Call,
     what: Recordable,
     emitted: Emitted,
@@ -168,7 +175,9 @@ def graphed(
     )
     if what.reason:
         return call
-    return Graphs(call, what, emitted, device(what.device, options), record).entrance(phase)
+    return CudaGraphs(call, what, emitted, device(what.device, options), record).entry_function(
+        phase
+    )
 
 
 @dataclass
@@ -196,7 +205,7 @@ def layout_of(t: Tensor) -> Allocation:
 
 
 @dataclass
-class Seen:
+class CallHistory:
     """What is known of the calls with one key: how many, and what they allocate."""
 
     calls: int = 0
@@ -204,7 +213,7 @@ class Seen:
     failures: int = 0
 
 
-class Graphs:
+class CudaGraphs:
     """All graphs of one ``call``. A key is a stream, sizes, and whether inputs may be overwritten;
     for a key there may be graphs for several alignments of the inputs."""
 
@@ -213,18 +222,18 @@ class Graphs:
     ) -> None:
         self.call, self.cuda, self.record, self.what = call, cuda, record, what
         self.device, self.tensors = what.device, what.tensors
-        self.launches, self.most_copied = what.launches, what.launches * MOST_COPIED
+        self.launches, self.most_copied = what.launches, what.launches * MAX_COPIED_BYTES
         self.names: dict[str, Any] = call.__globals__  # type: ignore[attr-defined]
         launched = (*(q.name for q in emitted.sequences), *emitted.products)
         self.launchers = {name: self.names[name] for name in launched}
         self.constants = [t for t in emitted.objects.values() if isinstance(t, Tensor)]
         self.table: dict[Any, Call] = {}
-        self.seen: dict[Any, Seen] = {}
-        self.kept: OrderedDict[Any, Recorded] = OrderedDict()
+        self.seen: dict[Any, CallHistory] = {}
+        self.recordings: OrderedDict[Any, Recorded] = OrderedDict()
         self.recorded = 0
         self.off = False
 
-    def entrance(self, phase: str) -> Call:
+    def entry_function(self, phase: str) -> Call:
         """The function that is called, as text of its own: it runs every time. What came through
         hooks on saved tensors may have other strides than what was recorded."""
         asked = ["keeps_graph()"] if self.what.given else []
@@ -255,8 +264,8 @@ def call(args):
     def __del__(self) -> None:
         # Nobody can call it any more; at the end of the program the driver tidies up itself.
         if not sys.is_finalizing():
-            for found in self.kept.values():
-                self.cuda.drop(found.stream, found.replay)
+            for recorded in self.recordings.values():
+                self.cuda.drop(recorded.stream, recorded.replay)
 
     # -- calls that are not replayed ---------------------------------------------------------------
     def through_hooks(self, args: list[Any]) -> Sequence[Any]:
@@ -270,28 +279,28 @@ def call(args):
         if self.off or self.cuda.is_recording():
             return self.call(args)
         residues = self.residues(args)
-        if len(self.seen) > 16 * MOST_RECORDED:
+        if len(self.seen) > 16 * MAX_RECORDINGS:
             self.seen.clear()
-        seen = self.seen.setdefault((key, residues), Seen())
+        seen = self.seen.setdefault((key, residues), CallHistory())
         seen.calls += 1
         if seen.calls == 1:
             return self.watched(args, seen)
         with _LOCK:
-            found = self.kept.get((key, residues))
-            if found is None:
-                found = self.try_to_make(key, residues, args, seen)
+            recorded = self.recordings.get((key, residues))
+            if recorded is None:
+                recorded = self.try_to_make(key, residues, args, seen)
             else:
-                self.kept.move_to_end((key, residues))
-                self.table[key] = found.function
-        return self.call(args) if found is None else found.function(args)
+                self.recordings.move_to_end((key, residues))
+                self.table[key] = recorded.function
+        return self.call(args) if recorded is None else recorded.function(args)
 
     def try_to_make(
-        self, key: Any, residues: tuple[int, ...], args: list[Any], seen: Seen
+        self, key: Any, residues: tuple[int, ...], args: list[Any], seen: CallHistory
     ) -> Recorded | None:
         if self.off:
             return None
         try:
-            found = self.make(key, args, seen)
+            recorded = self.make(key, args, seen)
         except Refused as e:
             seen.failures = 2
             self.refuse(e.message)
@@ -302,8 +311,8 @@ def call(args):
             seen.failures += 1
             self.refuse(f"{type(e).__name__}: {e}".splitlines()[0])
         else:
-            self.keep(key, residues, found)
-            return found
+            self.add_recording(key, residues, recorded)
+            return recorded
         self.off = seen.failures > 1
         return None
 
@@ -318,43 +327,43 @@ def call(args):
             "decision", subject="cudagraph", accepted=False, reason="refused", detail=reason
         )
 
-    def keep(self, key: Any, residues: tuple[int, ...], found: Recorded) -> None:
-        self.table[key] = found.function
-        self.kept[key, residues] = found
+    def add_recording(self, key: Any, residues: tuple[int, ...], recorded: Recorded) -> None:
+        self.table[key] = recorded.function
+        self.recordings[key, residues] = recorded
         self.recorded += 1
-        if len(self.kept) > MOST_KEPT:
-            (old, _), gone = self.kept.popitem(last=False)
+        if len(self.recordings) > MAX_GRAPHS:
+            (old, _), gone = self.recordings.popitem(last=False)
             if self.table.get(old) is gone.function:
                 del self.table[old]
             self.cuda.drop(gone.stream, gone.replay)
-        if self.recorded >= MOST_RECORDED:
+        if self.recorded >= MAX_RECORDINGS:
             self.off = True
             self.refuse(f"{self.recorded} recordings: sizes change too often for more")
 
     def residues(self, args: Sequence[Any]) -> tuple[int, ...]:
         return tuple(args[i].data_ptr() % ALIGNMENT for i in self.tensors)
 
-    def again(self, key: Any, args: list[Any], rc: int) -> Sequence[Any]:
+    def after_failed_replay(self, key: Any, args: list[Any], rc: int) -> Sequence[Any]:
         """A replay did not run: for another alignment there may be another graph."""
         if rc == RECORDING:
             return self.call(args)
         if rc == MISALIGNED:
-            kept = self.kept.get((key, self.residues(args)))
-            if kept is None or self.table.get(key) is not kept.function:
+            recorded = self.recordings.get((key, self.residues(args)))
+            if recorded is None or self.table.get(key) is not recorded.function:
                 return self.miss(key, args)
             self.stop(f"new tensors are not aligned to {ALIGNMENT} bytes")
             return self.call(args)
         if not self.cuda.recovered(rc):
-            number, code = divmod(rc, NODE)
-            kept = next((r for (k, _), r in self.kept.items() if k == key), None)
+            number, code = divmod(rc, NODE_CODE)
+            recorded = next((r for (k, _), r in self.recordings.items() if k == key), None)
             where = ""
-            if number and kept is not None:
-                where = f": it refused new addresses for {kept.replay.nodes[number - 1].name()}"
+            if number and recorded is not None:
+                where = f": it refused new addresses for {recorded.replay.nodes[number - 1].name()}"
             self.stop(f"CUDA error {code} at the launch of a graph{where}")
             return self.call(args)  # which fails too where something is broken
         return self.table[key](args)
 
-    def watched(self, args: list[Any], seen: Seen) -> Sequence[Any]:
+    def watched(self, args: list[Any], seen: CallHistory) -> Sequence[Any]:
         """A call as ever, which remembers what it allocates."""
         seen.allocations = []
         usual = self.names["empty_cuda"]
@@ -376,11 +385,11 @@ def call(args):
         return out
 
     # -- recording ---------------------------------------------------------------------------------
-    def make(self, key: Any, args: Sequence[Any], seen: Seen) -> Recorded:
+    def make(self, key: Any, args: Sequence[Any], seen: CallHistory) -> Recorded:
         start, stream = perf_counter(), key[0]
         sizes = [n for n, _ in self.spans(args)] + [a.nbytes for a in seen.allocations]
         small = [8] * (len(self.tensors) + 8 * self.launches)
-        nbytes = room([*sizes, *small, self.most_copied])
+        nbytes = region_bytes([*sizes, *small, self.most_copied])
         regions: list[Any] = []
         try:
             for _ in range(2):
@@ -402,7 +411,7 @@ def call(args):
         finally:
             for r in regions:
                 r.close()
-        function = Text(self, two, replay, order).function(key)
+        function = ReplayWriter(self, two, replay, order).function(key)
         moving = len(replay.uses)
         self.record.add(
             "decision",
@@ -416,8 +425,8 @@ def call(args):
 
     def spans(self, args: Sequence[Any]) -> list[tuple[int, int]]:
         """(bytes, address) of each tensor among the arguments."""
-        found = (args[i] for i in self.tensors)
-        return [(layout_of(t).nbytes, t.data_ptr()) for t in found]
+        tensors = (args[i] for i in self.tensors)
+        return [(layout_of(t).nbytes, t.data_ptr()) for t in tensors]
 
 
 @dataclass
@@ -436,21 +445,26 @@ class Recording:
     outlives the call. In the second one the rest has memory, which the graph keeps."""
 
     def __init__(
-        self, graphs: Graphs, args: Sequence[Any], region: Any, stream: int, first: Recording | None
+        self,
+        graphs: CudaGraphs,
+        args: Sequence[Any],
+        region: Any,
+        stream: int,
+        first: Recording | None,
     ) -> None:
         self.graphs, self.region, self.stream, self.first = graphs, region, stream, first
         self.graph: Any = 0
         self.args = list(args)
         # Tensors that move from call to call: (what, number) -> its place, and the tensor itself.
         self.places: dict[tuple[str, int], Place] = {}
-        self.stands: dict[tuple[str, int], Tensor] = {}
+        self.stand_ins: dict[tuple[str, int], Tensor] = {}
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []  # made before each replay
         self.allocated = 0
         for i in graphs.tensors:
-            self.args[i] = self.stand("input", i, layout_of(args[i]), args[i].data_ptr())
+            self.args[i] = self.stand_in("input", i, layout_of(args[i]), args[i].data_ptr())
         self.results: list[Any] = []
 
-    def stand(self, what: str, k: int, a: Allocation, address: int = 0) -> Tensor:
+    def stand_in(self, what: str, k: int, a: Allocation, address: int = 0) -> Tensor:
         """A tensor with an address and no memory."""
         if not a.nbytes:
             at = self.graphs.cuda.at
@@ -460,11 +474,11 @@ class Recording:
             if self.first is not None and (what, k) in self.first.places:
                 # Each tensor moves by a distance of its own.
                 offset = self.first.places[what, k].base - self.first.region.low
-                self.region.at = self.region.low + offset + SKEW + 2 * GAP * len(self.places)
+                self.region.at = self.region.low + offset + SKEW + 2 * TENSOR_GAP * len(self.places)
                 more = ALIGNMENT
-            place = self.places[what, k] = self.region.take(a.nbytes, address, more)
+            place = self.places[what, k] = self.region.allocate(a.nbytes, address, more)
             out = self.graphs.cuda.tensor(place, a.shape, a.strides, a.dtype)
-        self.stands[what, k] = out
+        self.stand_ins[what, k] = out
         return out
 
     def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
@@ -474,7 +488,7 @@ class Recording:
         if self.first is not None and k not in self.first.outliving():
             out: Tensor = self.graphs.names["empty_cuda"](shape, strides, dtype)
             return out
-        return self.stand("result", k, a)
+        return self.stand_in("result", k, a)
 
     def before(self, function: Any) -> Callable[..., Tensor]:
         """What stands for a call that each replay makes itself."""
@@ -482,7 +496,7 @@ class Recording:
         def seed(*args: Any) -> Tensor:
             k = len(self.calls)
             self.calls.append((function, args))
-            return self.stand("before", k, Allocation((), (), torch.int64))
+            return self.stand_in("before", k, Allocation((), (), torch.int64))
 
         return seed
 
@@ -499,13 +513,13 @@ class Recording:
         gc.disable()  # what it frees might be of another stream
         try:
             with graphs.cuda.recording(self.stream) as made:
-                self.results = [self.own(r) for r in call(list(self.args))]
+                self.results = [self.copied_out(r) for r in call(list(self.args))]
             (self.graph,) = made
         finally:
             if collecting:
                 gc.enable()
 
-    def own(self, r: Any) -> Any:
+    def copied_out(self, r: Any) -> Any:
         """A result of the call: what a library call has allocated is copied out of the graph."""
         if not isinstance(r, Tensor) or not r.numel():
             return r
@@ -514,16 +528,16 @@ class Recording:
         if self.source(r) is not None or self.constant(r):
             return r
         a = layout_of(r)
-        copies = [t for (what, _), t in self.stands.items() if what == "copy"]
+        copies = [t for (what, _), t in self.stand_ins.items() if what == "copy"]
         nbytes = a.nbytes + sum(layout_of(t).nbytes for t in copies)
         if nbytes > self.graphs.most_copied:
             raise Refused(f"library calls allocate {nbytes >> 20} MB of its results")
-        out = self.stand("copy", len(copies), a)
+        out = self.stand_in("copy", len(copies), a)
         # By a kernel: a copy of memory is a node that can be moved less freely.
-        whole = WHOLE.get(r.dtype.itemsize)
-        if whole is None:
+        integer = INTEGER_OF_SIZE.get(r.dtype.itemsize)
+        if integer is None:
             return out.copy_(r)
-        torch.bitwise_or(r.view(whole), 0, out=out.view(whole))
+        torch.bitwise_or(r.view(integer), 0, out=out.view(integer))
         return out
 
     def source(self, t: Tensor) -> tuple[str, int] | None:
@@ -537,8 +551,8 @@ class Recording:
 
     def outliving(self) -> set[int]:
         """Numbers of the allocations that results lie in."""
-        found = (self.source(r) for r in self.results if isinstance(r, Tensor))
-        return {s[1] for s in found if s is not None and s[0] == "result"}
+        sources = (self.source(r) for r in self.results if isinstance(r, Tensor))
+        return {s[1] for s in sources if s is not None and s[0] == "result"}
 
     def executable(
         self, first: Recording, regions: Sequence[Any], args: Sequence[Any]
@@ -554,21 +568,21 @@ class Recording:
         uses = match(cuda.nodes(first.graph), nodes, pairs, passing, (regions[0], regions[1]))
         # What is filled or copied must have memory already when the graph becomes executable.
         needed = {u.tensor for u in uses if nodes[u.node].kind in (COPY, FILL)}
-        held: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         for k in needed:
             what, number = order[k]
-            t = self.stands[what, number]
+            t = self.stand_ins[what, number]
             new = self.graphs.names["empty_cuda"]
-            held[k] = args[number] if what == "input" else new(t.shape, t.stride(), t.dtype)
-        now = {k: t.data_ptr() for k, t in held.items()}
+            tensors[k] = args[number] if what == "input" else new(t.shape, t.stride(), t.dtype)
+        now = {k: t.data_ptr() for k, t in tensors.items()}
         return cuda.replay(self.graph, nodes, uses, [self.places[n] for n in order], now), order
 
 
-class Text:
+class ReplayWriter:
     """Writes the function that replays a graph."""
 
     def __init__(
-        self, graphs: Graphs, recording: Recording, replay: Any, order: list[tuple[str, int]]
+        self, graphs: CudaGraphs, recording: Recording, replay: Any, order: list[tuple[str, int]]
     ) -> None:
         self.graphs, self.recording, self.order = graphs, recording, order
         self.names: dict[str, Any] = {
@@ -576,7 +590,7 @@ class Text:
             "launch": replay.launch,
             "plan": replay.plan,
             "array": struct.Struct(f"{len(order)}q").pack,
-            "again": graphs.again,
+            "again": graphs.after_failed_replay,
         }
         self.known: dict[int, str] = {}
 
@@ -587,12 +601,12 @@ class Text:
 
     def function(self, key: Any) -> Call:
         recording = self.recording
-        used = {i for what, i in recording.stands if what == "input"}
+        used = {i for what, i in recording.stand_ins if what == "input"}
         heads = [f"input_{i}" if i in used else "_" for i in range(len(recording.args))]
         lines = [f"({', '.join(heads)},) = args"] if heads else []
         for k, (f, given) in enumerate(recording.calls):
             lines.append(f"before_{k} = {self.bind(f)}(*{self.bind(given)})")
-        for (what, k), t in recording.stands.items():
+        for (what, k), t in recording.stand_ins.items():
             if what in ("result", "copy"):
                 a = layout_of(t)
                 size = f"{a.shape}, {a.strides}, {a.dtype}"
@@ -617,7 +631,7 @@ class Text:
             )
             return repr(r) if exact else self.bind(r)
         recording = self.recording
-        for (what, k), t in recording.stands.items():
+        for (what, k), t in recording.stand_ins.items():
             if t is r:
                 return f"{what}_{k}"
         source = recording.source(r)
@@ -626,7 +640,7 @@ class Text:
                 a = layout_of(r)
                 return f"empty_cuda({a.shape}, {a.strides}, {a.dtype})"
             return self.bind(r)
-        t = recording.stands[source]
+        t = recording.stand_ins[source]
         name = f"{source[0]}_{source[1]}"
         if layout_of(t) == layout_of(r) and t.data_ptr() == r.data_ptr():
             return name
@@ -635,10 +649,10 @@ class Text:
         return f"view({base}, {tuple(r.shape)}, {tuple(r.stride())}, {offset})"
 
 
-def graphs_of(calls: Iterable[Call]) -> list[Graphs]:
-    """The graphs behind functions that `graphed` made."""
-    found = (getattr(c, "__globals__", {}).get("miss") for c in calls)
-    return [m.__self__ for m in found if m is not None]
+def graphs_of(calls: Iterable[Call]) -> list[CudaGraphs]:
+    """The graphs behind functions that `with_cuda_graphs` made."""
+    functions = (getattr(c, "__globals__", {}).get("miss") for c in calls)
+    return [m.__self__ for m in functions if m is not None]
 
 
-__all__ = ["Graphs", "graphed", "graphs_of", "why_not"]
+__all__ = ["CudaGraphs", "with_cuda_graphs", "graphs_of", "why_not"]

@@ -1,7 +1,7 @@
 """The graph as it was traced, run by ATen node by node: what the self-check compares lowering with.
 
 In: an FX graph before any rewrite, and which of its nodes the program's tensors are
-(`Program.nodes`). Out: `Traced.of`, the value of a node, made of tensors that were found right
+(`Program.nodes`). Out: `FxInterpreter.value`, that of a node, made of tensors that were found right
 before and of the call's arguments. A node that draws random numbers, writes in place or calls what
 is no operator has a value only if a kernel or a call has made it.
 """
@@ -24,11 +24,11 @@ COPIES = {
 }
 
 
-class Unknown(Exception):
+class UnknownValue(Exception):
     """A node whose value cannot be computed apart from the program."""
 
 
-class Traced:
+class FxInterpreter:
     """A copy of a graph, made before it is rewritten."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -37,27 +37,27 @@ class Traced:
             n.meta["traced"] = n.name  # rewrites may use its name again, for something else
         graph = copy.deepcopy(gm.graph)
         self.nodes = {n.name: n for n in graph.nodes}
-        self.places = [n for n in graph.nodes if n.op == "placeholder"]
-        found = next(n for n in graph.nodes if n.op == "output").args[0]
-        self.outputs: list[Any] = list(found) if isinstance(found, (list, tuple)) else [found]
+        self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        outputs = next(n for n in graph.nodes if n.op == "output").args[0]
+        self.outputs: list[Any] = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
         self.tensors: dict[str, str] = {}  # node -> the program's tensor that it is
 
     def name(self, nodes: Mapping[str, str]) -> None:
         """`nodes`: for a tensor of the program the node that it is."""
         self.tensors = {node: tensor for tensor, node in nodes.items() if node in self.nodes}
 
-    def of(
+    def value(
         self,
         node: fx.Node,
         args: Sequence[Any],
         known: Mapping[str, Tensor],
         change: Callable[[Tensor], Tensor] = lambda t: t,
     ) -> Any:
-        """The value of a node; raises `Unknown`. `known`: tensors of the program that are right.
-        `change` is done to every tensor that it starts from."""
+        """The value of a node; raises `UnknownValue`. `known`: tensors of the program that are
+        right. `change` is done to every tensor that it starts from."""
         made: dict[fx.Node, Any] = {
             n: change(x) if isinstance(x, Tensor) else x
-            for n, x in zip(self.places, args, strict=True)
+            for n, x in zip(self.placeholders, args, strict=True)
         }
         todo = [node]
         while todo:
@@ -82,12 +82,12 @@ class Traced:
         if isinstance(target, torch._ops.OpOverload):
             random = torch.Tag.nondeterministic_seeded in target.tags
             if random or target._schema.is_mutable or target is ATEN.as_strided.default:
-                raise Unknown(str(target))
+                raise UnknownValue(str(target))
         elif n.op != "call_function" or isinstance(target, torch._ops.HigherOrderOperator):
-            raise Unknown(str(target))
+            raise UnknownValue(str(target))
         args = fx.map_arg(n.args, lambda a: made[a])
         kwargs = fx.map_arg(n.kwargs, lambda a: made[a])
         return COPIES.get(target, target)(*args, **kwargs)
 
 
-__all__ = ["Traced", "Unknown"]
+__all__ = ["FxInterpreter", "UnknownValue"]

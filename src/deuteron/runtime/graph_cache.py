@@ -1,4 +1,4 @@
-"""Graphs that another process compiled.
+"""The graph cache: graphs that another process compiled.
 
 In: a graph as Dynamo captured it. Out: its callable, without AOTAutograd, lowering, scheduling or
 code generation, where some process has compiled the same graph before. What it left is an entry of
@@ -6,12 +6,12 @@ the cache of kernels: JSON, under the graph's key (`capture.graph_key`), the opt
 of torch, Python, Triton and this package (its files), and the devices' figures. Nothing is
 unpickled.
 
-An entry is written when a process has seen that calls of the graph go directly (`direct`): after
-the first call, for a graph with gradients after the second step. So it says all that a call needs
-to know. A call that does not go directly (hooks on saved tensors, a transform) compiles the graph
-as ever.
+An entry is written when a process has seen that calls of the graph bypass AOTAutograd
+(`aot_bypass`): after the first call, for a graph with gradients after the second step. So it says
+all that a call needs to know. A call that does not bypass it (hooks on saved tensors, a transform)
+compiles the graph as ever.
 
-The Record says of each graph whether it was found, or why it is not kept.
+The Record says of each graph whether it was found, or why it is not stored.
 """
 
 from __future__ import annotations
@@ -33,59 +33,66 @@ from deuteron.base.record import Record
 from deuteron.capture.graph_key import Unnameable, graph_key
 from deuteron.runtime import build_triton
 from deuteron.runtime.aot_bypass import (
-    Graphs,
-    Saved,
-    Settled,
-    finished,
-    function,
-    inference,
-    private,
-    training,
-    written_to,
+    BypassFacts,
+    CompiledGraphs,
+    ForwardResults,
+    autograd_function,
+    bypass_inference,
+    bypass_training,
+    for_dynamo,
+    mutated_inputs,
+    torch_internals,
 )
 from deuteron.runtime.artifact import Artifact
 from deuteron.runtime.cache import Cache, fingerprint, key_of
 
-SUFFIX = ".graph"
+ENTRY_SUFFIX = ".graph"
 # Options whose meaning is what happens while a graph is compiled, or in its first call.
-WATCHING = ("debug_dir", "verify", "autotune", "check_accesses", "guard")
+WATCHING_OPTIONS = ("debug_dir", "verify", "autotune", "check_accesses", "guard")
 # Options that decide nothing about what a graph becomes.
-ELSEWHERE = ("cache_dir", "cache", "workers", "build_timeout")
+IRRELEVANT_OPTIONS = ("cache_dir", "cache", "workers", "build_timeout")
 # Of a Record: times, and what who loads a graph decides anew.
-PASSING = ("stage", "timing")
-DECIDED = ("direct", "cudagraph", "kept")
+TRANSIENT_KINDS = ("stage", "timing")
+REDECIDED_SUBJECTS = ("bypass", "cudagraph", "graph cache")
 
 
-def decided(record: Record, accepted: bool, reason: str, detail: str = "") -> None:
+def record_decision(record: Record, accepted: bool, reason: str, detail: str = "") -> None:
     record.add(
-        "decision", subject="kept", first="graph", accepted=accepted, reason=reason, detail=detail
+        "decision",
+        subject="graph cache",
+        first="graph",
+        accepted=accepted,
+        reason=reason,
+        detail=detail,
     )
 
 
 # ------------------------------------------------------------------------------------------- naming
 
 
-def key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, record: Record) -> str:
-    """The entry's key; empty, with a decision, for a graph that is not kept."""
-    watching = [name for name in WATCHING if getattr(options, name) not in (None, False, "off")]
+def entry_key(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, record: Record) -> str:
+    """The entry's key; empty, with a decision, for a graph that is not stored."""
+    watching = [
+        name for name in WATCHING_OPTIONS if getattr(options, name) not in (None, False, "off")
+    ]
     reason = f"option {watching[0]} watches how it is compiled" if watching else ""
     if not options.cache or not options.keep_graphs:
         reason = "the options say so"
-    if not private().complete:
+    if not torch_internals().complete:
         reason = "this torch lacks what that needs"
     if not reason:
         try:
-            return key_of(graph_key(gm, inputs), *around(inputs, options))
+            return key_of(graph_key(gm, inputs), *key_context(inputs, options))
         except Unnameable as e:
             reason = str(e)
-    decided(record, False, "refused", reason)
+    record_decision(record, False, "refused", reason)
     return ""
 
 
-def around(inputs: Sequence[Any], options: Options) -> Iterator[str]:
+def key_context(inputs: Sequence[Any], options: Options) -> Iterator[str]:
     """What decides beside the graph."""
     yield from (torch.__version__, sys.version, fingerprint(), options.codegen_key())
-    known = ((k, v) for k, v in vars(options).items() if k not in ELSEWHERE)
+    known = ((k, v) for k, v in vars(options).items() if k not in IRRELEVANT_OPTIONS)
     yield from (f"{k} = {v!r}" for k, v in known)
     devices = {str(x.device) for x in inputs} | {"cpu"}
     yield from (repr(device_spec_for(d, options)) for d in sorted(devices))
@@ -94,17 +101,17 @@ def around(inputs: Sequence[Any], options: Options) -> Iterator[str]:
             yield build_triton.version()
 
 
-# ------------------------------------------------------------------------------------------ keeping
+# ------------------------------------------------------------------------------------------ writing
 
 
 @dataclass
-class Keeper:
+class EntryWriter:
     """Collects a graph's parts while it is compiled, and writes its entry."""
 
     cache: Cache
-    key: str
+    entry_key: str
     parts: dict[str, tuple[Artifact, list[dict[str, Any]]]] = field(default_factory=dict)
-    reason: str = ""  # why nothing is kept
+    reason: str = ""  # why nothing is stored
 
     def add(self, phase: str, call: Any, record: Record) -> None:
         """A part that has been compiled: ``forward``, ``backward`` or ``inference``."""
@@ -114,39 +121,43 @@ class Keeper:
         elif phase in self.parts:
             self.reason = f"it has several parts of kind {phase}"
         else:
-            self.reason = self.reason or artifact.why_not()
+            self.reason = self.reason or artifact.why_not_stored()
             self.parts[phase] = (artifact, list(record.entries))
         if self.reason:
-            decided(record, False, "refused", self.reason)
+            record_decision(record, False, "refused", self.reason)
 
-    def keep(self, found: Settled) -> None:
+    def write(self, facts: BypassFacts) -> None:
         if self.reason or not self.parts:
             return
         parts = {
             phase: {
-                "artifact": artifact.to_json(f"<deuteron {phase} graph {self.key[:16]}>"),
-                "record": [e for e in entries if lasting(e)],
+                "artifact": artifact.to_json(f"<deuteron {phase} graph {self.entry_key[:16]}>"),
+                "record": [e for e in entries if is_lasting(e)],
             }
             for phase, (artifact, entries) in self.parts.items()
         }
-        entry = {"parts": parts, "metadata": asdict(stated(found.metadata)), "saved": None}
-        if found.saved is not None:
-            entry["saved"] = asdict(found.saved)
+        entry = {
+            "parts": parts,
+            "metadata": asdict(metadata_to_store(facts.metadata)),
+            "saved": None,
+        }
+        if facts.saved is not None:
+            entry["saved"] = asdict(facts.saved)
         with suppress(CacheError):  # who puts kernels there says so
-            self.cache.put(self.key, SUFFIX, json.dumps(entry).encode())
+            self.cache.put(self.entry_key, ENTRY_SUFFIX, json.dumps(entry).encode())
         self.parts = {}
 
 
-def lasting(entry: dict[str, Any]) -> bool:
+def is_lasting(entry: dict[str, Any]) -> bool:
     """Whether an entry of a Record is true in other processes, too."""
-    return entry["kind"] not in PASSING and entry.get("subject") not in DECIDED
+    return entry["kind"] not in TRANSIENT_KINDS and entry.get("subject") not in REDECIDED_SUBJECTS
 
 
-# ------------------------------------------------- what AOTAutograd says of a graph that is direct
+# -------------------------------------------- what AOTAutograd says of a graph that bypasses it
 
 
 @dataclass(frozen=True)
-class Layout:
+class TangentLayout:
     """Of a tangent: a memory format, or size and strides."""
 
     memory_format: str | None
@@ -156,57 +167,58 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tangent:
-    memory_format: Layout
+    memory_format: TangentLayout
 
 
 @dataclass(frozen=True)
-class Stated:
-    """What there is to know of a graph whose calls go directly, under AOTAutograd's names."""
+class BypassMetadata:
+    """What there is to know of a graph whose calls bypass AOTAutograd, under AOTAutograd's
+    names."""
 
     mutated_graph_handled_indices_seen_by_autograd: tuple[int, ...]
     subclass_tangent_meta: tuple[Tangent, ...]
     deterministic: bool
 
 
-def stated(metadata: Any) -> Stated:
+def metadata_to_store(metadata: Any) -> BypassMetadata:
     tangents = []
     for known in getattr(metadata, "subclass_tangent_meta", None) or ():
         m = known.memory_format
         size, stride = (x and tuple(x) for x in (m.size, m.stride))
         name = str(m.memory_format).removeprefix("torch.") if m.memory_format else None
-        tangents.append(Tangent(Layout(name, size, stride)))
+        tangents.append(Tangent(TangentLayout(name, size, stride)))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return Stated(written_to(metadata), tuple(tangents), deterministic)
+    return BypassMetadata(mutated_inputs(metadata), tuple(tangents), deterministic)
 
 
-def restated(known: dict[str, Any]) -> Any:
+def stored_metadata(known: dict[str, Any]) -> Any:
     tangents = []
     for entry in known["subclass_tangent_meta"]:
         m = entry["memory_format"]
         name = m["memory_format"]
         size, stride = (x and tuple(x) for x in (m["size"], m["stride"]))
-        layout: Any = Layout(name and getattr(torch, name), size, stride)
+        layout: Any = TangentLayout(name and getattr(torch, name), size, stride)
         tangents.append(Tangent(layout))
     written = tuple(known["mutated_graph_handled_indices_seen_by_autograd"])
-    return Stated(written, tuple(tangents), known["deterministic"])
+    return BypassMetadata(written, tuple(tangents), known["deterministic"])
 
 
-# ---------------------------------------------------------------------------------------- restoring
+# ----------------------------------------------------------------------------------------- loading
 
 Late = Callable[..., Sequence[Any]]
 
 
-def restored(
+def load_graph(
     cache: Cache,
-    key: str,
+    entry_key: str,
     options: Options,
     collectors: Sequence[list[Record]],
     late: Late,
     like: Any,
 ) -> Callable[..., Any] | None:
-    """The callable of a graph that the cache kept; None if there is none. `late`: a callable that
+    """The callable of a graph that the cache has; None if there is none. `late`: a callable that
     compiles the graph as ever when it is called; `like`: what Dynamo looks at besides."""
-    path = cache.get(key, SUFFIX)
+    path = cache.get(entry_key, ENTRY_SUFFIX)
     if path is None:
         return None
     entry = json.loads(path.read_bytes())
@@ -218,32 +230,34 @@ def restored(
     except DeuteronError:  # whoever compiles the graph says what is missing
         return None
     for record in records.values():
-        decided(record, True, "found", f"compiled before: {key}{SUFFIX}")
-        for found in collectors:
-            found.append(record)
+        record_decision(record, True, "found", f"compiled before: {entry_key}{ENTRY_SUFFIX}")
+        for collected in collectors:
+            collected.append(record)
     phase = next(p for p in calls if p != "backward")
-    graphs = Graphs([calls[phase]], phase, restated(entry["metadata"]), records[phase])
+    graphs = CompiledGraphs(
+        [calls[phase]], phase, stored_metadata(entry["metadata"]), records[phase]
+    )
     graphs.backward = calls.get("backward")
-    graphs.decided("")
+    graphs.record_decision("")
     if entry["saved"] is None:
-        return finished(inference(late, graphs, True), like)
+        return for_dynamo(bypass_inference(late, graphs, True), like)
     known: dict[str, Any] = entry["saved"]
     fields: dict[str, Any] = {n: tuple(x) if type(x) is list else x for n, x in known.items()}
-    saved = Saved(**fields)
-    apply = function(graphs, node_of(graphs, saved), saved)
-    return finished(training(late, graphs, apply), like)
+    saved = ForwardResults(**fields)
+    apply = autograd_function(graphs, function_class(graphs, saved), saved)
+    return for_dynamo(bypass_training(late, graphs, apply), like)
 
 
-def node_of(graphs: Graphs, saved: Saved) -> Any:
+def function_class(graphs: CompiledGraphs, saved: ForwardResults) -> Any:
     """A subclass of `autograd.Function` whose backward does what that of AOTAutograd's does when
     something is unusual: errors, other layouts of tangents, ``create_graph``."""
-    stated, amp = graphs.metadata, private().autocast
+    facts, amp = graphs.metadata, torch_internals().autocast
     assert graphs.backward is not None and amp is not None
     # Compiled autograd would have Dynamo trace it.
     run = torch._dynamo.disable(graphs.backward, reason="do not trace compiled graphs")
-    without: Any = private().no_autocast if amp() else nullcontext
+    without: Any = torch_internals().no_autocast if amp() else nullcontext
 
-    transformed: Any = private().transformed
+    transformed: Any = torch_internals().transformed
 
     class Once(torch.autograd.Function):
         """Gradients that say so when they are differentiated."""
@@ -260,7 +274,7 @@ def node_of(graphs: Graphs, saved: Saved) -> Any:
             )
 
     class CompiledFunction(torch.autograd.Function):
-        metadata = stated
+        metadata = facts
 
         @staticmethod
         def backward(ctx: Any, *given: Any) -> Any:
@@ -270,7 +284,7 @@ def node_of(graphs: Graphs, saved: Saved) -> Any:
                     "vmap/grad/vjp, which isn't supported. Try wrapping vmap inside "
                     "torch.compile, or skip compiling the backward function."
                 )
-            if torch.are_deterministic_algorithms_enabled() and not stated.deterministic:
+            if torch.are_deterministic_algorithms_enabled() and not facts.deterministic:
                 raise RuntimeError(
                     "This compiled backward function is being run with "
                     "torch.use_deterministic_algorithms(True), but it was previously generated "
@@ -278,8 +292,8 @@ def node_of(graphs: Graphs, saved: Saved) -> Any:
                     "was set."
                 )
             tangents = [
-                laid(given[k], t.memory_format)
-                for k, t in zip(saved.differentiable, stated.subclass_tangent_meta, strict=True)
+                with_layout(given[k], t.memory_format)
+                for k, t in zip(saved.differentiable, facts.subclass_tangent_meta, strict=True)
             ]
             args = [*ctx.symints, *ctx.saved_tensors, *tangents]
             ctx.maybe_clear_saved_tensors()
@@ -289,12 +303,12 @@ def node_of(graphs: Graphs, saved: Saved) -> Any:
             with without():
                 return tuple(run(args))
 
-    skip: Any = private().skip
+    skip: Any = torch_internals().skip
     skip(CompiledFunction.backward.__code__)
     return CompiledFunction
 
 
-def laid(t: Any, layout: Layout) -> Tensor:
+def with_layout(t: Any, layout: TangentLayout) -> Tensor:
     """A tangent with the layout that the backward was compiled for."""
     if type(t) is not Tensor:
         raise RuntimeError(
@@ -302,12 +316,12 @@ def laid(t: Any, layout: Layout) -> Tensor:
             f"incorrectly. Expected a torch.Tensor, got a {type(t).__name__}."
         )
     if layout.memory_format is not None:
-        found: Any = layout.memory_format
-        return t.contiguous(memory_format=found)
+        memory_format: Any = layout.memory_format
+        return t.contiguous(memory_format=memory_format)
     if t.shape == layout.size and t.stride() == layout.stride:
         return t
     assert layout.size is not None and layout.stride is not None
     return torch.empty_strided(layout.size, layout.stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
-__all__ = ["Keeper", "key", "restored"]
+__all__ = ["EntryWriter", "entry_key", "load_graph"]

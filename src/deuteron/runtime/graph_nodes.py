@@ -21,8 +21,8 @@ from deuteron.base.errors import DeuteronError
 from deuteron.runtime.launch_cuda import _driver
 
 # Between the tensors of a region: kernels keep pointers before and behind a tensor.
-GAP = 4096
-WHOLE = 2**32  # what half a word counts to
+TENSOR_GAP = 4096
+HALF_RANGE = 2**32  # what half a word counts to
 
 
 class Refused(DeuteronError):
@@ -282,7 +282,9 @@ def match(
                     raise Refused(f"argument {j} of node {i} moved unlike any tensor")
                 out.append(Use(i, j, found, b - places[found][1].base))
             elif before.low <= a < before.high:
-                if not any(p.base - GAP < a < p.base + p.nbytes + GAP for p in passing):
+                if not any(
+                    p.base - TENSOR_GAP < a < p.base + p.nbytes + TENSOR_GAP for p in passing
+                ):
                     raise Refused(f"argument {j} of node {i} lost its tensor")
             elif (half := disguises.half(a, b, places)) is not None:
                 out.append(Use(i, j, *half))
@@ -295,9 +297,9 @@ class Disguises:
     """Ways in which a word that is no address may hold one. `moved`: distance -> tensor."""
 
     def __init__(self, moved: Mapping[int, int]) -> None:
-        self.lower = {d % WHOLE: k for d, k in moved.items()}
-        self.parts = {(d >> s) % WHOLE for d in moved for s in range(13)} - {0}
-        self.upper = {(d >> 32) % WHOLE for d in moved} - {0}
+        self.lower = {d % HALF_RANGE: k for d, k in moved.items()}
+        self.parts = {(d >> s) % HALF_RANGE for d in moved for s in range(13)} - {0}
+        self.upper = {(d >> 32) % HALF_RANGE for d in moved} - {0}
 
     def half(
         self, a: int, b: int, places: Mapping[int, tuple[Place, Place]]
@@ -309,8 +311,10 @@ class Disguises:
             k = self.lower.get(moves[half])
             if k is not None and not moves[other]:
                 at = places[k][1]
-                offset = ((b >> 32 * half) - at.base + WHOLE // 2) % WHOLE - WHOLE // 2
-                if -GAP < offset < at.nbytes + GAP:
+                offset = (
+                    (b >> 32 * half) - at.base + HALF_RANGE // 2
+                ) % HALF_RANGE - HALF_RANGE // 2
+                if -TENSOR_GAP < offset < at.nbytes + TENSOR_GAP:
                     return k, offset, half
         return None
 
@@ -323,7 +327,18 @@ class Disguises:
 
 def _halves(a: int, b: int) -> tuple[int, int]:
     """By how much the lower and the upper half moved."""
-    return (b - a) % WHOLE, ((b >> 32) - (a >> 32)) % WHOLE
+    return (b - a) % HALF_RANGE, ((b >> 32) - (a >> 32)) % HALF_RANGE
 
 
-__all__ = ["COPY", "FILL", "GAP", "Node", "Place", "Refused", "Span", "Use", "match", "nodes_of"]
+__all__ = [
+    "COPY",
+    "FILL",
+    "TENSOR_GAP",
+    "Node",
+    "Place",
+    "Refused",
+    "Span",
+    "Use",
+    "match",
+    "nodes_of",
+]

@@ -1,7 +1,7 @@
 """The guard (option `guard`): fused kernels are measured against the unfused form where the cost
 model's prediction is uncertain, and the better one stays.
 
-In: a graph's compilation, and functions that compile it anew, with some nodes kept apart (each
+In: a graph's compilation, and functions that compile it anew, with some nodes unfused (each
 operation a kernel of its own, products library calls) and a clock around every step. Out: a
 callable. Its first call runs both forms a few times on the call's own tensors; what they write to
 is a copy, random states are put back. Steps that do the same nodes are compared as one. What was
@@ -34,9 +34,9 @@ Call = Callable[[list[Any]], Sequence[Any]]
 # Times that both forms run: the first of each is not counted.
 ROUNDS = 4
 # Another form is taken only if it saves this part of the time.
-WORTH = 0.05
+MIN_GAIN = 0.05
 # Cycles that a GPU waits before a step, so that the host is ahead of it: about 100 us.
-AHEAD = 200_000
+HEAD_START_CYCLES = 200_000
 
 
 class Clock:
@@ -51,7 +51,7 @@ class Clock:
     def start(self, step: int) -> Callable[[], None]:
         if self.cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD)
+            torch.cuda._sleep(HEAD_START_CYCLES)
             begin.record()
             self.events.append((step, begin, end))
             return end.record  # type: ignore[no-any-return]
@@ -75,7 +75,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Form:
+class TimedForm:
     """One way to run the graph, with a clock around each step."""
 
     call: Call
@@ -84,21 +84,21 @@ class Form:
 
 
 # Who wants a clock around each step of what is compiled: `listening`.
-_LISTENERS: ContextVar[list[Form] | None] = ContextVar("deuteron_clocks", default=None)
+_LISTENERS: ContextVar[list[TimedForm] | None] = ContextVar("deuteron_clocks", default=None)
 
 
 @contextmanager
-def listening() -> Iterator[list[Form]]:
+def listening() -> Iterator[list[TimedForm]]:
     """Graphs that are compiled meanwhile have clocks; yields the list that receives them."""
-    found: list[Form] = []
-    token = _LISTENERS.set(found)
+    forms: list[TimedForm] = []
+    token = _LISTENERS.set(forms)
     try:
-        yield found
+        yield forms
     finally:
         _LISTENERS.reset(token)
 
 
-def listener() -> list[Form] | None:
+def listener() -> list[TimedForm] | None:
     return _LISTENERS.get()
 
 
@@ -113,13 +113,13 @@ class Comparison:
 
     nodes: set[str]
     fused: list[int] = field(default_factory=list)
-    apart: list[int] = field(default_factory=list)
+    unfused: list[int] = field(default_factory=list)
 
 
-def compared(fused: Sequence[Step], apart: Sequence[Step]) -> list[Comparison]:
+def compared(fused: Sequence[Step], unfused: Sequence[Step]) -> list[Comparison]:
     """All steps, in groups that share no node."""
     groups: list[Comparison] = []
-    for which, steps in enumerate((fused, apart)):
+    for which, steps in enumerate((fused, unfused)):
         for k, step in enumerate(steps):
             nodes = set(nodes_of(step))
             met = [g for g in groups if g.nodes & nodes]
@@ -127,8 +127,8 @@ def compared(fused: Sequence[Step], apart: Sequence[Step]) -> list[Comparison]:
             one = Comparison(nodes.union(*(g.nodes for g in met)))
             for g in met:
                 one.fused += g.fused
-                one.apart += g.apart
-            (one.apart if which else one.fused).append(k)
+                one.unfused += g.unfused
+            (one.unfused if which else one.fused).append(k)
             groups.append(one)
     return groups
 
@@ -156,20 +156,20 @@ def effects(program: Program) -> str:
 
 
 def _seeded(op: str) -> bool:
-    found: Any = torch.ops
+    operator: Any = torch.ops
     for part in op.split("."):
-        found = getattr(found, part, None)
-    return torch.Tag.nondeterministic_seeded in getattr(found, "tags", ())
+        operator = getattr(operator, part, None)
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
 @dataclass
 class Guard:
-    """What a graph's first call decides. `form(apart, timed)` compiles it anew."""
+    """What a graph's first call decides. `form(unfused)` compiles it anew."""
 
     program: Program
     schedule: Schedule
     reasons: dict[str, str]  # uncertain kernel -> why
-    form: Callable[[frozenset[str]], Form]
+    form: Callable[[frozenset[str]], TimedForm]
     final: Callable[[frozenset[str]], Call]
     key: str
     options: Options
@@ -192,16 +192,16 @@ class Guard:
     def measured(self, call: Call, args: list[Any]) -> Call:
         """The better form for these arguments, which stay as they are."""
         try:
-            apart = self.measure(args)
+            unfused = self.measure(args)
         except (torch.OutOfMemoryError, RuntimeError, DeuteronError) as e:
             # What the program raises it raises again in the call itself.
             self.note(False, f"not measured: {type(e).__name__}: {str(e)[:200]}")
             return call
-        remember(self.key, apart, self.options)
-        return self.final(apart) if apart else call
+        remember(self.key, unfused, self.options)
+        return self.final(unfused) if unfused else call
 
     def measure(self, args: list[Any]) -> frozenset[str]:
-        """The nodes that are better kept apart."""
+        """The nodes that are better unfused."""
         wanted = {
             k: s
             for k, s in enumerate(self.schedule.steps)
@@ -225,21 +225,21 @@ class Guard:
                 continue
             one, two = (
                 sum(f.clock.us.get(k, 0.0) for k in steps)
-                for f, steps in zip(forms, (c.fused, c.apart), strict=True)
+                for f, steps in zip(forms, (c.fused, c.unfused), strict=True)
             )
-            take = two < (1 - WORTH) * one
+            take = two < (1 - MIN_GAIN) * one
             why = ", ".join(dict.fromkeys(self.reasons[n] for n in names))
-            self.note(take, f"{', '.join(names)} ({why}): fused {one:.1f} us, apart {two:.1f} us")
+            self.note(take, f"{', '.join(names)} ({why}): fused {one:.1f} us, unfused {two:.1f} us")
             if take:
                 better |= c.nodes & every
         return frozenset(better)
 
-    def note(self, apart: bool, detail: str) -> None:
+    def note(self, unfused: bool, detail: str) -> None:
         self.record.add(
             "decision",
             subject="guard",
-            accepted=apart,
-            reason="apart is faster" if apart else "fused stays",
+            accepted=unfused,
+            reason="unfused is faster" if unfused else "fused stays",
             detail=detail,
         )
 
@@ -257,16 +257,16 @@ def key(text: str, program: Program, where: str, options: Options) -> str:
     return key_of("guard", fingerprint(), text, nodes, where, str(threads), options.codegen_key())
 
 
-def remember(key: str, apart: frozenset[str], options: Options) -> None:
+def remember(key: str, unfused: frozenset[str], options: Options) -> None:
     if options.cache:
-        found = json.dumps({"apart": sorted(apart)}).encode()
-        Cache.open(options).put(key, ".json", found)
+        entry = json.dumps({"unfused": sorted(unfused)}).encode()
+        Cache.open(options).put(key, ".json", entry)
 
 
 def remembered(key: str, options: Options) -> frozenset[str] | None:
-    """The nodes that some process found better apart; None where none has measured."""
+    """The nodes that some process found better unfused; None where none has measured."""
     path = Cache.open(options).get(key, ".json") if options.cache else None
-    return None if path is None else frozenset(json.loads(path.read_text()).get("apart", ()))
+    return None if path is None else frozenset(json.loads(path.read_text()).get("unfused", ()))
 
 
-__all__ = ["Clock", "Form", "Guard", "effects", "key", "listener", "listening", "remembered"]
+__all__ = ["Clock", "TimedForm", "Guard", "effects", "key", "listener", "listening", "remembered"]

@@ -32,10 +32,10 @@ HUGE_BYTES = 4 << 20
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14
 # Idle blocks are let go where the pool would hold more than this times the bytes in use at once.
-SLACK = 1.5
+IDLE_FACTOR = 1.5
 IDLE_SECONDS = 10.0
 # Layouts whose block lists are remembered; a program with more shapes looks them up again.
-MOST_LAYOUTS = 4096
+MAX_LAYOUTS = 4096
 
 Sizes = tuple[int, ...]
 
@@ -100,9 +100,9 @@ def _advise(address: int, nbytes: int) -> None:
 def _find_madvise() -> Any:
     if not sys.platform.startswith("linux"):
         return None
-    found = ctypes.CDLL(None).madvise
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return found
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
 
 
 _MADVISE = _find_madvise()
@@ -220,7 +220,7 @@ class HostPool:
         shape, strides, dtype = key
         size = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides))
         with self._lock:
-            if len(self._layouts) >= MOST_LAYOUTS:
+            if len(self._layouts) >= MAX_LAYOUTS:
                 self._forget()
             bucket = None
             if size * dtype.itemsize >= MIN_BYTES:
@@ -249,7 +249,7 @@ class HostPool:
             used = self._sweep()
             self._peak = max(self._peak, used + need)
             self._recent_peak = max(self._recent_peak, used + need)
-            self._release(max(0, int(SLACK * self._peak) - need))
+            self._release(max(0, int(IDLE_FACTOR * self._peak) - need))
             try:
                 block = _Block(bucket.size, bucket.dtype)
             except RuntimeError:  # out of memory: what lies idle is given back first

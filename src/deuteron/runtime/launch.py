@@ -47,7 +47,7 @@ def bind(names: dict[str, Any], launch_groups: Iterable[str], lib: ctypes.CDLL) 
         function = getattr(lib, name)
         function.restype = None
         names[name] = function
-    check_accesses = accesses(lib)
+    check_accesses = access_checker(lib)
     if check_accesses is not None:
         names["check_accesses"] = check_accesses
     try:
@@ -56,10 +56,10 @@ def bind(names: dict[str, Any], launch_groups: Iterable[str], lib: ctypes.CDLL) 
         return
 
     def check_indices(where: str) -> None:
-        found, flag.value = flag.value, 0
-        if found == 2:
+        error, flag.value = flag.value, 0
+        if error == 2:
             raise DivisionByZero("ZeroDivisionError: a whole number is divided by 0", where=where)
-        if found:
+        if error:
             raise IndexOutOfRange(
                 "index out of range: an index that the program loads from a tensor",
                 hint="eager raises here too; check the tensor of indices",
@@ -75,17 +75,17 @@ class _BoundsError(ctypes.Structure):
     _fields_ = (("taken", ctypes.c_int), ("text", ctypes.c_char * 508))
 
 
-def accesses(lib: ctypes.CDLL) -> Callable[[], None] | None:
+def access_checker(lib: ctypes.CDLL) -> Callable[[], None] | None:
     """What raises for an access outside of a tensor; None where a library checks none."""
     try:
-        found = _BoundsError.in_dll(lib, "cpp_bounds_error")
+        error = _BoundsError.in_dll(lib, "cpp_bounds_error")
     except ValueError:
         return None
 
     def check_accesses() -> None:
-        if found.taken:
-            text = found.text.decode(errors="replace")
-            found.taken = 0
+        if error.taken:
+            text = error.text.decode(errors="replace")
+            error.taken = 0
             raise AccessError(
                 text, hint="this is a bug of Deuteron; please report it with the program"
             )

@@ -58,12 +58,12 @@ FLOAT, TF32 = 68, 77  # kinds of computation
 TRANSPOSE_FIRST, TRANSPOSE_SECOND, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8
 WITH_BIAS = {"": 4, "relu": 6, "gelu": 36}  # and an activation
 BATCH, BATCH_STEP = 5, 6
-MOST_SPACE, ALIGNMENTS = 1, (5, 6, 7, 8)
+MAX_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)
 # Partial results that an algorithm may write, one for each part of k. With 32 MB to use, as ATen
 # gives it without a bias, cuBLAS recommends 264 for f32 8x256x256: 31 us on an H200, where one
 # without any takes 3.0; 128x768x2304 takes 19.7 with five, 30 without. Long sums have more: bf16
 # 512x13 of 8192 takes 52 with seven, 13 by ATen.
-PARTS, PART = 7, 512
+MAX_PARTIALS, PARTIAL_LENGTH = 7, 512
 
 
 class BlasError(DeuteronError):
@@ -154,9 +154,9 @@ def _function(options: Options) -> Any:
     return function
 
 
-_SPACES: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream, size
-_KNOWN: dict[tuple[Product, int, bool], Multiply | None] = {}
-MOST_KNOWN = 4096
+_WORKSPACES: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream, size
+_PRODUCTS: dict[tuple[Product, int, bool], Multiply | None] = {}
+MAX_PRODUCTS = 4096
 
 
 def tf32() -> bool:
@@ -172,14 +172,14 @@ def multiply(product: Product, device: str, options: Options) -> Multiply | None
     if not available():
         return None
     key = (product, torch.device(device).index or 0, tf32())
-    if key not in _KNOWN:
-        if len(_KNOWN) >= MOST_KNOWN:
-            _KNOWN.clear()
+    if key not in _PRODUCTS:
+        if len(_PRODUCTS) >= MAX_PRODUCTS:
+            _PRODUCTS.clear()
         try:
-            _KNOWN[key] = Multiply(product, key[1], options)
+            _PRODUCTS[key] = Multiply(product, key[1], options)
         except BlasError:
-            _KNOWN[key] = None
-    return _KNOWN[key]
+            _PRODUCTS[key] = None
+    return _PRODUCTS[key]
 
 
 class Multiply:
@@ -216,12 +216,12 @@ class Multiply:
             return 0
         size = 1 << (self.space - 1).bit_length()
         key = (self.device, stream, size)
-        found = _SPACES.get(key)
-        if found is None:
+        space = _WORKSPACES.get(key)
+        if space is None:
             at = torch.device("cuda", self.device)
-            found = _SPACES[key] = torch.empty(size, dtype=torch.uint8, device=at)
-        self.spaces[stream] = found.data_ptr()
-        return found.data_ptr()
+            space = _WORKSPACES[key] = torch.empty(size, dtype=torch.uint8, device=at)
+        self.spaces[stream] = space.data_ptr()
+        return space.data_ptr()
 
     def prepare(self) -> None:
         p = self.product
@@ -244,23 +244,23 @@ class Multiply:
         out = self.layout(kind, p.n, p.m, p.out)
         self.handle = _handle(self.device)
         self.layouts = (desc, first, second, out, out)
-        found = [self.candidates(1, n)[0] for n in (256, 16, 2 if kind else 4)]
-        self.space = max(r.space for r in found)
-        self.least = max(r.space for r in found[1:])
+        algorithms = [self.candidates(1, n)[0] for n in (256, 16, 2 if kind else 4)]
+        self.space = max(r.space for r in algorithms)
+        self.min_space = max(r.space for r in algorithms[1:])
         library = _library()
         assert library is not None
         functions = [
             ctypes.cast(getattr(library, n), ctypes.c_void_p)
             for n in ("cublasLtMatmul", "cublasLtMatmulDescSetAttribute")
         ]
-        head = (self.handle, desc, first, second, out, *(r.algorithm for r in found))
+        head = (self.handle, desc, first, second, out, *(r.algorithm for r in algorithms))
         self.table = _Product(*head, *functions, int(p.bias), 0)
         self.address = ctypes.addressof(self.table)
 
-    def take(self, candidate: _Result) -> None:
+    def use(self, candidate: _Result) -> None:
         """Uses a candidate for aligned addresses."""
         self.table.best = candidate.algorithm
-        self.space = max(self.least, candidate.space)
+        self.space = max(self.min_space, candidate.space)
         self.spaces.clear()
 
     def layout(self, kind: int, rows: int, columns: int, side: Side) -> ctypes.c_void_p:
@@ -279,18 +279,23 @@ class Multiply:
         wish = _made("cublasLtMatmulPreferenceCreate")
         name = "cublasLtMatmulPreferenceSetAttribute"
         p = self.product
-        most = max(PARTS, p.k // PART) * 4 * p.m * p.n * p.batch
-        _set(name, wish, MOST_SPACE, ctypes.c_size_t(most))
+        most = max(MAX_PARTIALS, p.k // PARTIAL_LENGTH) * 4 * p.m * p.n * p.batch
+        _set(name, wish, MAX_WORKSPACE, ctypes.c_size_t(most))
         for attribute in ALIGNMENTS:
             _set(name, wish, attribute, ctypes.c_uint(alignment))
-        found, some = (_Result * count)(), ctypes.c_int(0)
+        results, count_found = (_Result * count)(), ctypes.c_int(0)
         library = _library()
         assert library is not None
         rc = library.cublasLtMatmulAlgoGetHeuristic(
-            self.handle, *self.layouts, wish, ctypes.c_int(count), found, ctypes.byref(some)
+            self.handle,
+            *self.layouts,
+            wish,
+            ctypes.c_int(count),
+            results,
+            ctypes.byref(count_found),
         )
         library.cublasLtMatmulPreferenceDestroy(wish)
-        out = [r for r in found[: some.value] if not r.state]
+        out = [r for r in results[: count_found.value] if not r.state]
         if rc or not out:
             raise BlasError(f"cuBLAS has no algorithm for {self.product} ({rc})")
         return out

@@ -9,7 +9,7 @@ programs it has is decided from addresses and sizes, and remembered per sizes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -41,11 +41,11 @@ struct configuration {
   unsigned grid[3], block[3], shared; void* stream; attribute* attributes; unsigned count;
 };
 typedef int (*launch_ex_t)(const configuration*, void*, void**, void**);
-// `together`: programs that run at the same time: 0 no matter, 1 all, more: so many, as a cluster.
+// `cooperative`: programs that run at the same time: 0 any, 1 all, more: so many, as a cluster.
 struct kernel {
   void* function;
   unsigned grid, block, shared;
-  int count, aligned, together;
+  int count, aligned, cooperative;
   const int* args;
 };
 
@@ -71,9 +71,9 @@ extern "C" int deuteron_launch(const sequence* q, int from, int to, void** p, vo
     if (k->aligned && (low & 15)) return -(i + 1);
     params[k->count] = params[k->count + 1] = &none;
     int rc;
-    if (k->together) {
-      attribute one = {k->together == 1 ? 2 : 4, 0, {1, 1, 1}};  // cooperative, cluster dimensions
-      if (k->together > 1) one.value[0] = k->together;
+    if (k->cooperative) {
+      attribute one = {k->cooperative == 1 ? 2 : 4, 0, {1, 1, 1}};  // all, cluster dimensions
+      if (k->cooperative > 1) one.value[0] = k->cooperative;
       configuration c = {{k->grid, 1, 1}, {k->block, 1, 1}, k->shared, stream, &one, 1};
       rc = q->launch_ex(&c, k->function, params, 0);
     } else {
@@ -94,7 +94,7 @@ class _Kernel(ctypes.Structure):
         ("shared", ctypes.c_uint),
         ("count", ctypes.c_int),
         ("aligned", ctypes.c_int),
-        ("together", ctypes.c_int),
+        ("cooperative", ctypes.c_int),
         ("args", ctypes.POINTER(ctypes.c_int)),
     ]
 
@@ -124,9 +124,9 @@ class _Sequence(ctypes.Structure):
 
 
 NO_CONTEXT = 201
-# Streams of a device for which there is memory at once: for counters; for words, of so many each,
-# and for more words each of fewer streams.
-COUNTERS, STREAMS, WORDS, LEAST_STREAMS = 4096, 128, 1 << 14, 4
+# Streams of a device for which there is memory at once: for counters; for flags, of so many each,
+# and for more flags each of fewer streams.
+COUNTER_STREAMS, FLAG_STREAMS, FLAGS_PER_STREAM, MIN_FLAG_STREAMS = 4096, 128, 1 << 14, 4
 OUT_OF_MEMORY = 2
 PORTABLE_CLUSTER = 8
 
@@ -140,18 +140,18 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-FLAGS = ("-O2", "-fPIC", "-shared")
+COMPILER_FLAGS = ("-O2", "-fPIC", "-shared")
 
 
 def prepare(options: Options) -> None:
     """Starts the build of the function that launches."""
-    build_cpp.submit(SOURCE, FLAGS, options)
+    build_cpp.submit(SOURCE, COMPILER_FLAGS, options)
 
 
 @cache
 def _launcher(options: Options) -> tuple[Any, int, int]:
     """The C function, and the addresses of the driver's two."""
-    lib = build_cpp.build(SOURCE, FLAGS, options)
+    lib = build_cpp.build(SOURCE, COMPILER_FLAGS, options)
     driver = _driver()
     address = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
     launch_ex = ctypes.cast(driver.cuLaunchKernelEx, ctypes.c_void_p).value
@@ -166,14 +166,14 @@ def _loaders() -> ThreadPoolExecutor:
     """Threads that load code: the driver takes 6 ms for a kernel, without Python's lock. A stream
     that another thread records at that time is none of theirs (2: relaxed)."""
 
-    def apart() -> None:
+    def relax_capture() -> None:
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))
 
-    return ThreadPoolExecutor(2, "deuteron-load", apart)
+    return ThreadPoolExecutor(2, "deuteron-load", relax_capture)
 
 
 @dataclass
-class Loaded:
+class LoadedKernel:
     function: int
     block: int
     shared: int
@@ -181,7 +181,7 @@ class Loaded:
 
 
 @dataclass
-class Prepared:
+class LaunchTable:
     """What one call of the C function launches: its address, and what lies behind it."""
 
     launch: Any
@@ -191,7 +191,7 @@ class Prepared:
     numbers: Any
 
 
-class Variants:
+class KernelVariants:
     """The binaries of one kernel on one device, built when they are first needed."""
 
     def __init__(
@@ -200,36 +200,36 @@ class Variants:
         self.kernel, self.device, self.options, self.record = kernel, device, options, record
         major, minor = torch.cuda.get_device_capability(device)
         self.capability = major * 10 + minor
-        self.loaded: dict[tuple[int, bool, bool], Loaded] = {}
+        self.loaded: dict[tuple[int, bool, bool], LoadedKernel] = {}
         self.tuned: dict[Any, int] = {}  # what `runtime.tune` has found, by sizes
         # Most calls have aligned addresses and small tensors: that variant is built ahead.
         wide = kernel.wide_source is None and "i64" in kernel.types[len(kernel.types) :]
         count = len(kernel.configs) if options.autotune else 1
-        self.ahead: dict[tuple[int, bool, bool], Task | Binary] = {
+        self.prebuilt: dict[tuple[int, bool, bool], Task | Binary] = {
             (c, True, wide): submit(kernel, kernel.configs[c], self.capability, options, True, wide)
             for c in range(count)
         }
         # What has been built is loaded while Python does other things.
-        self.loading: dict[tuple[int, bool, bool], Future[Loaded]] = {
-            key: _loaders().submit(self.load, found)
-            for key, found in self.ahead.items()
-            if isinstance(found, Binary)
+        self.loading: dict[tuple[int, bool, bool], Future[LoadedKernel]] = {
+            key: _loaders().submit(self.load, task)
+            for key, task in self.prebuilt.items()
+            if isinstance(task, Binary)
         }
 
-    def get(self, aligned: bool, wide: bool, config: int = 0) -> Loaded:
+    def get(self, aligned: bool, wide: bool, config: int = 0) -> LoadedKernel:
         key = (config, aligned, wide)
-        found = self.loaded.get(key)
-        if found is None:
-            ahead = self.ahead.get(key)
-            if ahead is None:
+        loaded = self.loaded.get(key)
+        if loaded is None:
+            built = self.prebuilt.get(key)
+            if built is None:
                 chosen = self.kernel.configs[config]
                 binary = build(self.kernel, chosen, self.capability, self.options, aligned, wide)
             else:
-                binary = ahead if isinstance(ahead, Binary) else ahead.result()
+                binary = built if isinstance(built, Binary) else built.result()
             self.note(binary, self.kernel.configs[config].num_warps)
             begun = self.loading.pop(key, None)
-            found = self.loaded[key] = self.load(binary) if begun is None else begun.result()
-        return found
+            loaded = self.loaded[key] = self.load(binary) if begun is None else begun.result()
+        return loaded
 
     def note(self, binary: Binary, asked: int) -> None:
         if binary.num_warps != asked:
@@ -241,10 +241,10 @@ class Variants:
                 detail=f"{self.kernel.name}: {asked} warps; built with {binary.num_warps}",
             )
 
-    def load(self, binary: Binary) -> Loaded:
+    def load(self, binary: Binary) -> LoadedKernel:
         """Loads the code into the device's context."""
         driver = _driver()
-        enter(self.device)
+        make_current(self.device)
         code, module, function = ctypes.create_string_buffer(binary.code), _out(), _out()
         _ok(driver.cuModuleLoadData(ctypes.byref(module), code), "loading", binary.name)
         name = binary.name.encode()
@@ -257,35 +257,37 @@ class Variants:
         if shared > 48 << 10:  # 8: the most dynamic shared memory that it may ask for
             _ok(driver.cuFuncSetAttribute(function, 8, shared), "setting up", binary.name)
         assert function.value is not None
-        found = Loaded(function.value, 32 * binary.num_warps, shared)
+        loaded = LoadedKernel(function.value, 32 * binary.num_warps, shared)
         if self.kernel.team > 1:
-            found.resident = self.resident(function, found, binary.name)
-        return found
+            loaded.resident = self.resident(function, loaded, binary.name)
+        return loaded
 
-    def resident(self, function: Any, found: Loaded, name: str) -> int:
+    def resident(self, function: Any, loaded: LoadedKernel, name: str) -> int:
         """Programs of whole teams that the device runs at once."""
         driver, count, team = _driver(), ctypes.c_int(0), self.kernel.team
         cores = torch.cuda.get_device_properties(self.device).multi_processor_count
         if not self.kernel.cluster:
-            size = ctypes.c_size_t(found.shared)
+            size = ctypes.c_size_t(loaded.shared)
             rc = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                ctypes.byref(count), function, found.block, size
+                ctypes.byref(count), function, loaded.block, size
             )
             _ok(rc, "asking about", name)
             return min(RESIDENT, count.value) * cores
         if team > PORTABLE_CLUSTER:  # 14: more programs of a cluster than every device has
             _ok(driver.cuFuncSetAttribute(function, 14, 1), "setting up", name)
         dims = _Attribute(4, 0, (team, 1, 1))
-        one = (ctypes.c_uint * 3)(found.block, 1, 1)
+        one = (ctypes.c_uint * 3)(loaded.block, 1, 1)
         grid = (ctypes.c_uint * 3)(team * cores, 1, 1)
-        asked = _Configuration(grid, one, found.shared, None, ctypes.pointer(dims), 1)
+        asked = _Configuration(grid, one, loaded.shared, None, ctypes.pointer(dims), 1)
         rc = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(asked))
         _ok(rc, "asking about", name)
-        most = resident(found.block // 32, True) * cores
+        most = resident(loaded.block // 32, True) * cores
         return min(most // team, count.value) * team
 
 
-def fitting(variants: Variants, aligned: bool, wide: bool, config: int) -> tuple[int, Loaded]:
+def first_fitting(
+    variants: KernelVariants, aligned: bool, wide: bool, config: int
+) -> tuple[int, LoadedKernel]:
     """The configuration, or the first of the others that fits the device's shared memory."""
     try:
         return config, variants.get(aligned, wide, config)
@@ -308,7 +310,7 @@ def fitting(variants: Variants, aligned: bool, wide: bool, config: int) -> tuple
     raise refused
 
 
-def enter(device: torch.device) -> None:
+def make_current(device: torch.device) -> None:
     """Makes the device's context current in this thread: one that never ran anything (autograd's,
     at a backward's first call) has none."""
     driver, context = _driver(), _out()
@@ -327,18 +329,20 @@ def _ok(rc: int, what: str, name: str) -> None:
         raise LaunchError(f"CUDA error {rc} at {what} {name}")
 
 
-class Zeros:
+class StreamMemory:
     """Memory of a device for each stream that asks for it: `each` elements, 0 at first. Made before
     any kernel runs: a stream that is being recorded could not wait for it."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, each: int, streams: int) -> None:
-        self.device, self.dtype, self.shape = device, dtype, (streams, each)
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, elements: int, streams: int
+    ) -> None:
+        self.device, self.dtype, self.shape = device, dtype, (streams, elements)
         self.pools: list[torch.Tensor] = []
         self.taken: dict[int, int] = {}
         self.lock = Lock()
-        self.more()
+        self.grow()
 
-    def more(self) -> None:
+    def grow(self) -> None:
         """Memory for more streams. While AOTAutograd compiles, tensors would be fake."""
         if torch.cuda.is_current_stream_capturing():
             raise LaunchError(
@@ -350,44 +354,49 @@ class Zeros:
             self.pools.append(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
             torch.cuda.current_stream().synchronize()
 
-    def of(self, stream: int) -> int:
+    def address(self, stream: int) -> int:
         """The address of a stream's part."""
         with self.lock:
             number = self.taken.get(stream, len(self.taken))
-            pool, place = divmod(number, self.shape[0])
+            pool, slot = divmod(number, self.shape[0])
             if pool == len(self.pools):
-                self.more()
+                self.grow()
             self.taken[stream] = number
-            return self.pools[pool].data_ptr() + place * self.shape[1] * self.dtype.itemsize
+            return self.pools[pool].data_ptr() + slot * self.shape[1] * self.dtype.itemsize
 
 
 @cache
-def _counters(device: torch.device) -> Zeros:
-    return Zeros(device, torch.int32, 1, COUNTERS)
+def _counters(device: torch.device) -> StreamMemory:
+    return StreamMemory(device, torch.int32, 1, COUNTER_STREAMS)
 
 
 @cache
-def _words(device: torch.device, each: int) -> Zeros:
-    """What programs tell one another in (`codegen.triton.exchange`); of a team, a reduction takes
-    `EXCHANGE_ROUNDS` words of a program."""
+def _flags(device: torch.device, elements: int) -> StreamMemory:
+    """Flags by which programs exchange partial results (`codegen.triton.exchange`); a cooperative
+    reduction takes `EXCHANGE_ROUNDS` flags of a program."""
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    if FIRST + cores * RESIDENT * EXCHANGE_ROUNDS * MOST_EXCHANGED > WORDS:
-        raise LaunchError(f"{cores} multiprocessors have more programs than words to exchange")
-    return Zeros(device, torch.int64, each, max(LEAST_STREAMS, STREAMS * WORDS // each))
+    if FIRST + cores * RESIDENT * EXCHANGE_ROUNDS * MOST_EXCHANGED > FLAGS_PER_STREAM:
+        raise LaunchError(f"{cores} multiprocessors have more programs than flags")
+    return StreamMemory(
+        device,
+        torch.int64,
+        elements,
+        max(MIN_FLAG_STREAMS, FLAG_STREAMS * FLAGS_PER_STREAM // elements),
+    )
 
 
-class Sequence:
+class Launcher:
     """Kernels that run one after the other. `operands[k]` are the numbers of kernel k's tensors in
     the addresses of a call; `names` are the sizes of a call, in order."""
 
     def __init__(
         self,
-        kernels: Ordered[TritonKernel],
-        operands: Ordered[Ordered[int]],
-        names: Ordered[str],
+        kernels: Sequence[TritonKernel],
+        operands: Sequence[Sequence[int]],
+        names: Sequence[str],
         device: str,
         options: Options,
-        known: dict[tuple[str, str], Variants] | None = None,
+        known: dict[tuple[str, str], KernelVariants] | None = None,
         record: Record | None = None,
     ) -> None:
         """`known`: variants by kernel and device, of all sequences of a program: kernels that are
@@ -397,78 +406,80 @@ class Sequence:
         known = {} if known is None else known
         for k in kernels:
             if (k.name, device) not in known:
-                known[k.name, device] = Variants(k, at, options, record or Record())
+                known[k.name, device] = KernelVariants(k, at, options, record or Record())
         self.variants = [known[k.name, device] for k in kernels]
         self.options = options
         self.device = at
-        self.prepared: dict[Any, Prepared] = {}
+        self.prepared: dict[Any, LaunchTable] = {}
         self.counts = any(kind == "counter" for k in kernels for kind, _ in k.args)
         self.exchanges = any(kind == "team" for k in kernels for kind, _ in k.args)
         if self.counts:
             _counters(at)
         if self.exchanges:
-            _words(at, WORDS) if self.names else self.words({})
+            _flags(at, FLAGS_PER_STREAM) if self.names else self.flags({})
         self.arrays: list[Any] = []
-        for k, place in zip(kernels, operands, strict=True):
-            left = iter(place)
+        for k, numbers in zip(kernels, operands, strict=True):
+            left = iter(numbers)
             codes = []
             for kind, what in k.args:
                 if kind == "tensor":
                     codes.append(next(left))
                 elif kind == "size":
                     codes.append(-self.names.index(_name(what)) - 1)
-                else:  # the addresses of the counter and of the words follow the sizes
+                else:  # the addresses of the counter and of the flags follow the sizes
                     codes.append(-len(self.names) - (1 if kind == "counter" else 2))
             self.arrays.append((ctypes.c_int * max(1, len(codes)))(*codes))
         self.n = len(self.kernels)
 
     def __call__(self, stream: int, pointers: Any, sizes: tuple[int, ...] = ()) -> None:
-        found = self.prepared.get((stream, sizes))
-        if found is None:
-            found = self.first_call(stream, pointers, sizes)
-            if found is None:
+        prepared = self.prepared.get((stream, sizes))
+        if prepared is None:
+            prepared = self.first_call(stream, pointers, sizes)
+            if prepared is None:
                 return
-        rc = found.launch(found.address, 0, self.n, pointers, stream)
+        rc = prepared.launch(prepared.address, 0, self.n, pointers, stream)
         if rc:
-            self.slow(rc, found, pointers, stream, sizes)
+            self.relaunch(rc, prepared, pointers, stream, sizes)
 
-    def first_call(self, stream: int, pointers: Any, sizes: tuple[int, ...]) -> Prepared | None:
+    def first_call(self, stream: int, pointers: Any, sizes: tuple[int, ...]) -> LaunchTable | None:
         """What to launch for new sizes; None where it has been launched already."""
         return self.prepare(stream, sizes)
 
     def record(self, stream: int, now: int, pointers: Any, sizes: tuple[int, ...]) -> None:
         """Launches on the stream `now`, which is being recorded, what will run on `stream`."""
-        found = self.prepared.get((stream, sizes)) or self.prepare(stream, sizes)
-        rc = found.launch(found.address, 0, self.n, pointers, now)
+        prepared = self.prepared.get((stream, sizes)) or self.prepare(stream, sizes)
+        rc = prepared.launch(prepared.address, 0, self.n, pointers, now)
         if rc:
-            self.slow(rc, found, pointers, now, sizes)
+            self.relaunch(rc, prepared, pointers, now, sizes)
 
-    def words(self, env: dict[str, int]) -> Zeros:
-        """What the programs of its kernels tell one another in, for these sizes."""
-        most = max(WORDS, *(k.words(env) for k in self.kernels))
-        return _words(self.device, 1 << (most - 1).bit_length())
+    def flags(self, env: dict[str, int]) -> StreamMemory:
+        """The flags of its kernels' programs, for these sizes."""
+        most = max(FLAGS_PER_STREAM, *(k.words(env) for k in self.kernels))
+        return _flags(self.device, 1 << (most - 1).bit_length())
 
-    def own(self, stream: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+    def stream_addresses(self, stream: int, sizes: tuple[int, ...]) -> tuple[int, int]:
         """Addresses that belong to a stream: of a zero that its kernels count their programs with,
-        and of the words that their programs tell one another in."""
+        and of their programs' flags."""
         env = dict(zip(self.names, sizes, strict=True))
-        counter = _counters(self.device).of(stream) if self.counts else 0
-        return counter, self.words(env).of(stream) if self.exchanges else 0
+        counter = _counters(self.device).address(stream) if self.counts else 0
+        return counter, self.flags(env).address(stream) if self.exchanges else 0
 
-    def prepare(self, stream: int, sizes: tuple[int, ...]) -> Prepared:
+    def prepare(self, stream: int, sizes: tuple[int, ...]) -> LaunchTable:
         """The launch table for sizes."""
         env = dict(zip(self.names, sizes, strict=True))
         table = (_Kernel * self.n)()
         for k in range(self.n):
-            self.fill(table[k], k, env, self.sizes_aligned(k, env))
-        numbers = (ctypes.c_longlong * (len(sizes) + 2))(*sizes, *self.own(stream, sizes))
-        found = self.prepared[stream, sizes] = self.bound(table, numbers)
-        return found
+            self.fill_row(table[k], k, env, self.sizes_aligned(k, env))
+        numbers = (ctypes.c_longlong * (len(sizes) + 2))(
+            *sizes, *self.stream_addresses(stream, sizes)
+        )
+        prepared = self.prepared[stream, sizes] = self.launch_table(table, numbers)
+        return prepared
 
-    def bound(self, table: Any, numbers: Any) -> Prepared:
+    def launch_table(self, table: Any, numbers: Any) -> LaunchTable:
         launch, driver, launch_ex = _launcher(self.options)
         whole = _Sequence(driver, launch_ex, table, numbers)
-        return Prepared(launch, ctypes.addressof(whole), whole, table, numbers)
+        return LaunchTable(launch, ctypes.addressof(whole), whole, table, numbers)
 
     def sizes_aligned(self, k: int, env: dict[str, int]) -> bool:
         kernel = self.kernels[k]
@@ -479,16 +490,16 @@ class Sequence:
         }
         return all(env[by_param[p]] % 16 == 0 for p in kernel.aligned if p in by_param)
 
-    def fill(
+    def fill_row(
         self, row: Any, k: int, env: dict[str, int], aligned: bool, config: int | None = None
     ) -> None:
         kernel = self.kernels[k]
         first = self.config(k, env) if config is None else config
-        chosen, loaded = fitting(self.variants[k], aligned, kernel.is_wide(env), first)
+        chosen, loaded = first_fitting(self.variants[k], aligned, kernel.is_wide(env), first)
         row.function, row.block, row.shared = loaded.function, loaded.block, loaded.shared
         row.grid = kernel.grid(kernel.configs[chosen], env)
-        row.together = 0 if kernel.team == 1 else kernel.team if kernel.cluster else 1
-        if row.together:
+        row.cooperative = 0 if kernel.team == 1 else kernel.team if kernel.cluster else 1
+        if row.cooperative:
             row.grid = min(row.grid, loaded.resident // kernel.team * kernel.team)
             if not row.grid and kernel.grid(kernel.configs[chosen], env):
                 raise LaunchError(
@@ -502,10 +513,10 @@ class Sequence:
         """The number of the configuration that kernel k runs in."""
         return 0
 
-    def slow(
+    def relaunch(
         self,
         rc: int,
-        found: Prepared,
+        prepared: LaunchTable,
         pointers: Any,
         stream: int,
         sizes: tuple[int, ...],
@@ -513,15 +524,15 @@ class Sequence:
     ) -> None:
         """Goes on, up to kernel `end`, with the variant for addresses that are not aligned."""
         own = (_Kernel * self.n)()
-        ctypes.memmove(own, found.table, ctypes.sizeof(own))
+        ctypes.memmove(own, prepared.table, ctypes.sizeof(own))
         env = dict(zip(self.names, sizes, strict=True))
-        other = self.bound(own, found.numbers)
+        other = self.launch_table(own, prepared.numbers)
         while rc < 0 or rc % 1000 == NO_CONTEXT:
             k = -rc - 1 if rc < 0 else rc // 1000 - 1
             if rc < 0:
-                self.fill(own[k], k, env, False)
+                self.fill_row(own[k], k, env, False)
             else:
-                enter(self.device)
+                make_current(self.device)
             rc = other.launch(other.address, k, self.n if end is None else end, pointers, stream)
         if rc:
             number, error = divmod(rc, 1000)
@@ -543,4 +554,4 @@ def _name(what: Any) -> str:
     return what.name
 
 
-__all__ = ["LaunchError", "Prepared", "Sequence", "Variants"]
+__all__ = ["LaunchError", "LaunchTable", "Launcher", "KernelVariants"]

@@ -19,19 +19,28 @@ import torch
 
 from deuteron.base.options import Options
 from deuteron.runtime import build_cpp
-from deuteron.runtime.graph_nodes import COPY, FILL, GAP, Node, Place, Refused, Use, call, nodes_of
-from deuteron.runtime.launch_cuda import NO_CONTEXT, _driver, enter
-from deuteron.runtime.launch_cuda import Sequence as Launcher
+from deuteron.runtime.graph_nodes import (
+    COPY,
+    FILL,
+    TENSOR_GAP,
+    Node,
+    Place,
+    Refused,
+    Use,
+    call,
+    nodes_of,
+)
+from deuteron.runtime.launch_cuda import NO_CONTEXT, Launcher, _driver, make_current
 
 # What replay returns when the graph cannot run this call: an address of other alignment than the
 # recorded one (which may have decided the kernel), or a stream that is itself being recorded.
 MISALIGNED, RECORDING = -1, -2
-NODE = 65536  # other codes are CUDA's, plus this times the number (from 1) of a node
+NODE_CODE = 65536  # other codes are CUDA's, plus this times the number (from 1) of a node
 # Addresses are alike modulo this: the most that a library's choice of kernel depends on.
 ALIGNMENT = 256
 # Around the tensors of a region.
-GUARD = 16 << 20
-PAGE = 2 << 20  # the granularity of mapped memory
+GUARD_BYTES = 16 << 20
+PAGE_BYTES = 2 << 20  # the granularity of mapped memory
 
 SOURCE = """
 extern "C" int sched_yield(void);
@@ -157,48 +166,48 @@ class Region:
 
     @staticmethod
     def reserve(nbytes: int, device: int) -> Region:
-        total = -(-(nbytes + 2 * GUARD) // PAGE) * PAGE
-        found = ctypes.c_ulonglong(0)
-        args = (ctypes.c_size_t(total), ctypes.c_size_t(PAGE), ctypes.c_ulonglong(0))
-        call("cuMemAddressReserve", ctypes.byref(found), *args, ctypes.c_ulonglong(0))
-        region = Region(found.value, found.value + total, device)
-        region.at = region.low + GUARD
+        total = -(-(nbytes + 2 * GUARD_BYTES) // PAGE_BYTES) * PAGE_BYTES
+        address = ctypes.c_ulonglong(0)
+        args = (ctypes.c_size_t(total), ctypes.c_size_t(PAGE_BYTES), ctypes.c_ulonglong(0))
+        call("cuMemAddressReserve", ctypes.byref(address), *args, ctypes.c_ulonglong(0))
+        region = Region(address.value, address.value + total, device)
+        region.at = region.low + GUARD_BYTES
         region.map(nbytes)
         return region
 
     def map(self, nbytes: int) -> None:
         handle, where = ctypes.c_ulonglong(0), _Location(1, self.device)
         kind = _MemoryKind(1, 0, where)
-        page = ctypes.c_size_t(PAGE)
+        page = ctypes.c_size_t(PAGE_BYTES)
         none = ctypes.c_ulonglong(0)
         call("cuMemCreate", ctypes.byref(handle), page, ctypes.byref(kind), none)
         self.handle = handle.value
-        for k in range(-(-nbytes // PAGE)):
-            at = ctypes.c_ulonglong(self.at + k * PAGE)
+        for k in range(-(-nbytes // PAGE_BYTES)):
+            at = ctypes.c_ulonglong(self.at + k * PAGE_BYTES)
             call("cuMemMap", at, page, ctypes.c_size_t(0), handle, none)
         access = _Access(where, 3)
-        size = ctypes.c_size_t(-(-nbytes // PAGE) * PAGE)
+        size = ctypes.c_size_t(-(-nbytes // PAGE_BYTES) * PAGE_BYTES)
         start = ctypes.c_ulonglong(self.at)
         call("cuMemSetAccess", start, size, ctypes.byref(access), ctypes.c_size_t(1))
         self.mapped = size.value
 
-    def take(self, nbytes: int, like: int = 0, more: int = 0) -> Place:
+    def allocate(self, nbytes: int, like: int = 0, more: int = 0) -> Place:
         """A place that is aligned as the address `like` is, `more` bytes further."""
-        base = -(-self.at // GAP) * GAP + like % ALIGNMENT + more
-        self.at = base + nbytes + GAP
+        base = -(-self.at // TENSOR_GAP) * TENSOR_GAP + like % ALIGNMENT + more
+        self.at = base + nbytes + TENSOR_GAP
         assert self.at <= self.high
         return Place(base, nbytes)
 
     def close(self) -> None:
         """Takes the memory away; the addresses stay reserved, so that nothing else gets them."""
-        start = ctypes.c_ulonglong(self.low + GUARD)
+        start = ctypes.c_ulonglong(self.low + GUARD_BYTES)
         call("cuMemUnmap", start, ctypes.c_size_t(self.mapped))
         call("cuMemRelease", ctypes.c_ulonglong(self.handle))
 
 
-def room(sizes: Sequence[int]) -> int:
+def region_bytes(sizes: Sequence[int]) -> int:
     """Bytes that a region needs for tensors of these sizes."""
-    return sum(n + 6 * GAP for n in sizes) + PAGE
+    return sum(n + 6 * TENSOR_GAP for n in sizes) + PAGE_BYTES
 
 
 # ------------------------------------------------------------------------------------------ replay
@@ -212,12 +221,12 @@ def _replay(options: Options) -> Any:
 
 
 def _address(name: str) -> int:
-    found = ctypes.cast(getattr(_driver(), name), ctypes.c_void_p).value
-    assert found is not None
-    return found
+    address = ctypes.cast(getattr(_driver(), name), ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
-MOVED = {COPY: "cuGraphMemcpyNodeSetParams", FILL: "cuGraphMemsetNodeSetParams"}
+SET_PARAMS = {COPY: "cuGraphMemcpyNodeSetParams", FILL: "cuGraphMemsetNodeSetParams"}
 
 
 class Replay:
@@ -239,12 +248,12 @@ class Replay:
         self.nodes, self.uses = list(nodes), list(uses)  # nodes hold the arguments
         for u in uses:
             n = nodes[u.node]
-            if n.kind in MOVED:
+            if n.kind in SET_PARAMS:
                 at = ctypes.c_longlong.from_address(n.at[u.word])
                 at.value = now[u.tensor] + u.offset
         for n in nodes:
-            if n.kind in MOVED:
-                call(MOVED[n.kind], ctypes.c_void_p(n.handle), ctypes.byref(n.params))
+            if n.kind in SET_PARAMS:
+                call(SET_PARAMS[n.kind], ctypes.c_void_p(n.handle), ctypes.byref(n.params))
         self.exec = ctypes.c_void_p(0)
         flags = ctypes.c_ulonglong(1 | 8)  # free on launch, priorities of nodes
         handle = ctypes.c_void_p(graph)
@@ -308,10 +317,10 @@ class Recorder:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        found = ctypes.c_void_p(0)
-        call("cuStreamCreate", ctypes.byref(found), ctypes.c_uint(1))  # waits for no other
-        assert found.value is not None
-        self.raw = found.value
+        stream = ctypes.c_void_p(0)
+        call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(1))  # waits for no other
+        assert stream.value is not None
+        self.raw = stream.value
         self.stream = torch.cuda.ExternalStream(self.raw, torch.device("cuda", device))
         self.pool: Any = None
         self.graphs = 0
@@ -384,10 +393,10 @@ class Cuda:
             yield out
 
     def recorder(self, stream: int) -> Recorder:
-        found = self.recorders.get((self.device, stream))
-        if found is None:
-            found = self.recorders[self.device, stream] = Recorder(self.device)
-        return found
+        recorder = self.recorders.get((self.device, stream))
+        if recorder is None:
+            recorder = self.recorders[self.device, stream] = Recorder(self.device)
+        return recorder
 
     def drop(self, stream: int, graph: int | Replay) -> None:
         """Gives a graph back, executable or not."""
@@ -423,9 +432,18 @@ class Cuda:
 
     def recovered(self, rc: int) -> bool:
         """Whether a launch that returned this code may be tried again."""
-        if rc % NODE == NO_CONTEXT:
-            enter(torch.device("cuda", self.device))
-        return rc % NODE == NO_CONTEXT
+        if rc % NODE_CODE == NO_CONTEXT:
+            make_current(torch.device("cuda", self.device))
+        return rc % NODE_CODE == NO_CONTEXT
 
 
-__all__ = ["ALIGNMENT", "MISALIGNED", "NODE", "RECORDING", "Cuda", "Region", "Replay", "room"]
+__all__ = [
+    "ALIGNMENT",
+    "MISALIGNED",
+    "NODE_CODE",
+    "RECORDING",
+    "Cuda",
+    "Region",
+    "Replay",
+    "region_bytes",
+]

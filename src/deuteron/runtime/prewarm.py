@@ -24,20 +24,20 @@ from deuteron.runtime import build_triton, launch_cuda
 from deuteron.runtime.cache import Cache, key_of
 
 # Processes that are started for a graph: one, and one more for so many operations.
-OPERATIONS = 16
-MOST = 16
+NODES_PER_PROCESS = 16
+MAX_PROCESSES = 16
 # What a process sets up is the same for every GPU; asking which there is would set up CUDA.
-ANY_GPU = 90
+ANY_CAPABILITY = 90
 _SUFFIX = ".seen"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def begin() -> None:
+def start_process() -> None:
     """Starts one process where a program that has a GPU becomes a user of this compiler."""
     if torch.version.cuda is None or not torch.cuda.device_count():
         return
     with contextlib.suppress(DeuteronError):  # who compiles says what is wrong
-        build_triton.prepare(ANY_GPU, 1, Options.make())
+        build_triton.prepare(ANY_CAPABILITY, 1, Options.make())
 
 
 def prepare(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[[], None]:
@@ -52,7 +52,7 @@ def prepare(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Call
     if cache.get(key, _SUFFIX) is not None:
         return _nothing
     major, minor = torch.cuda.get_device_capability(device)
-    count = min(MOST, 1 + len(gm.graph.nodes) // OPERATIONS)
+    count = min(MAX_PROCESSES, 1 + len(gm.graph.nodes) // NODES_PER_PROCESS)
     with contextlib.suppress(DeuteronError):  # who builds says what is missing
         build_triton.prepare(10 * major + minor, count, options)
         launch_cuda.prepare(options)
@@ -80,4 +80,4 @@ def _text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     return "\n".join((*nodes, *kinds))
 
 
-__all__ = ["begin", "prepare"]
+__all__ = ["start_process", "prepare"]

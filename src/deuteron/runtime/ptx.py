@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-PACKED = re.compile(r"^[ \t]*add\.[su]16x2[ \t]+(%\w+), (%\w+), (%\w+);[ \t]*$", re.MULTILINE)
-APART = (
+PACKED_ADD = re.compile(r"^[ \t]*add\.[su]16x2[ \t]+(%\w+), (%\w+), (%\w+);[ \t]*$", re.MULTILINE)
+SEPARATE_ADDS = (
     "\t{ .reg .b16 %al, %ah, %bl, %bh; mov.b32 {%al, %ah}, \\2; mov.b32 {%bl, %bh}, \\3; "
     "add.s16 %al, %al, %bl; add.s16 %ah, %ah, %bh; mov.b32 \\1, {%al, %ah}; }"
 )
@@ -21,10 +21,10 @@ APART = (
 
 def without_packed_adds(text: str) -> str:
     """The module with packed 16-bit additions apart."""
-    return PACKED.sub(APART, text)
+    return PACKED_ADD.sub(SEPARATE_ADDS, text)
 
 
-def corrected(
+def fix_ptx_stage(
     backend: Any, stages: dict[str, Callable[..., Any]], options: Any, language: Any, arch: Any
 ) -> None:
     """Triton's hook on its table of stages (``knobs.runtime.add_stages_inspection_hook``)."""
@@ -32,4 +32,4 @@ def corrected(
     stages["ptx"] = lambda source, metadata: without_packed_adds(make(source, metadata))
 
 
-__all__ = ["corrected", "without_packed_adds"]
+__all__ = ["fix_ptx_stage", "without_packed_adds"]

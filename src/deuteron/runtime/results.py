@@ -68,11 +68,11 @@ def described(t: Tensor) -> str:
     return f"sizes {tuple(t.shape)}{strides}, {t.dtype} on {t.device}"
 
 
-def _untrue(op: str, where: str, number: int, claim: Claim, found: str) -> UntrueFakeKernel:
+def _untrue(op: str, where: str, number: int, claim: Claim, seen: str) -> UntrueFakeKernel:
     shape, strides, dtype, device = claim
     said = f"sizes {shape}, strides {strides}, {dtype} on {device}"
     return UntrueFakeKernel(
-        f"result {number} of {op} is not what its fake kernel said: {found}; traced as {said}",
+        f"result {number} of {op} is not what its fake kernel said: {seen}; traced as {said}",
         hint=HINT,
         where=where,
         op=op,

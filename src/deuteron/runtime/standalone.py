@@ -25,7 +25,7 @@ from deuteron.codegen.cpp.kernels import FLAGS
 from deuteron.runtime import build_cpp
 from deuteron.runtime.launch import bind
 
-SECONDS = 1.0  # of timing
+TIMING_SECONDS = 1.0  # of timing
 Example = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]
 
 
@@ -57,7 +57,7 @@ def main(
     if "CPP" in module:
         bind(module, launch_groups, build_cpp.build(module["CPP"], FLAGS, options))
     for name, device, operands, sizes, kernels in sequences:
-        from deuteron.runtime.launch_cuda import Sequence as Launcher
+        from deuteron.runtime.launch_cuda import Launcher
 
         module[name] = Launcher(kernels, operands, sizes, device, options)
     for name, (product, device) in products.items():
@@ -66,17 +66,17 @@ def main(
         module[name] = multiply(product, device, options)
     module.update({n: example(x) for n, x in constants.items()})
     args = [example(x) if isinstance(x, tuple) else x for x in inputs]
-    times = timed(module["call"], args)
+    times = time_calls(module["call"], args)
     print(
         f"{len(times)} calls, median {median(times) * 1e6:.1f} us, best {min(times) * 1e6:.1f} us"
     )
 
 
-def timed(call: Any, args: list[Any]) -> list[float]:
+def time_calls(call: Any, args: list[Any]) -> list[float]:
     """Seconds of calls, after a few that are not counted."""
     gpu = any(isinstance(a, Tensor) and a.is_cuda for a in args)
     times: list[float] = []
-    end = perf_counter() + SECONDS
+    end = perf_counter() + TIMING_SECONDS
     while len(times) < 8 or perf_counter() < end:
         start = perf_counter()
         call(list(args))
@@ -86,7 +86,7 @@ def timed(call: Any, args: list[Any]) -> list[float]:
     return times[3:]
 
 
-def again(folder: Path) -> int:
+def rerun(folder: Path) -> int:
     """Runs the kernel of a folder that the self-check left; 1 if it is wrong."""
     about = json.loads((folder / "about.json").read_text())
     tensors = torch.load(folder / "tensors.pt", weights_only=True)
@@ -115,7 +115,7 @@ def again(folder: Path) -> int:
 
 def launch_triton(about: dict[str, Any], source: str, given: dict[str, Tensor]) -> None:
     from deuteron.codegen.assemble import triton_kernel
-    from deuteron.runtime.launch_cuda import Sequence as Launcher
+    from deuteron.runtime.launch_cuda import Launcher
 
     kernel = triton_kernel(about["triton"], source)
     names = [what for kind, what in kernel.args if kind == "tensor"]
@@ -132,4 +132,4 @@ def launch_triton(about: dict[str, Any], source: str, given: dict[str, Tensor]) 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         sys.exit("usage: python -m deuteron.runtime.standalone FOLDER")
-    sys.exit(again(Path(sys.argv[1])))
+    sys.exit(rerun(Path(sys.argv[1])))

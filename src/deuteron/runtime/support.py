@@ -108,8 +108,8 @@ def cache_layout(table: dict[Any, Any], sizes: Any, layout: Callable[..., Any]) 
     """The layout for new sizes."""
     if len(table) >= MAX_LAYOUTS:
         table.clear()
-    found = table[sizes] = layout(*sizes)
-    return found
+    offsets = table[sizes] = layout(*sizes)
+    return offsets
 
 
 def _no_cuda(*args: Any) -> int:

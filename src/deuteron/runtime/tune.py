@@ -1,6 +1,6 @@
 """Which configuration of a kernel is fastest, measured in the first call (option `autotune`).
 
-In: kernels with candidate configurations. Out: a `Tuned` sequence, which at the first call for new
+In: kernels with candidate configurations. Out: a `TunedLauncher`, which at the first call for new
 sizes launches its kernels one by one; before a kernel runs, its candidates are timed on the very
 tensors of the call. What a kernel overwrites and also reads is replaced by a copy meanwhile, so
 nothing of the call is changed or lost: without memory for a copy the first candidate is taken. What
@@ -26,15 +26,21 @@ from deuteron.ir.index import evaluate
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.runtime.cache import Cache, key_of
 from deuteron.runtime.launch_blas import BlasError, Multiply, version
-from deuteron.runtime.launch_cuda import LaunchError, Prepared, Variants, _driver, _Kernel
-from deuteron.runtime.launch_cuda import Sequence as Launcher
+from deuteron.runtime.launch_cuda import (
+    KernelVariants,
+    Launcher,
+    LaunchError,
+    LaunchTable,
+    _driver,
+    _Kernel,
+)
 from deuteron.schedule.kernel import Kernel
 
 # Rounds in which all candidates are timed; microseconds of launches in each; most launches.
-ROUNDS, MICROSECONDS, MOST = 3, 200.0, 40
+ROUNDS, ROUND_US, MAX_LAUNCHES = 3, 200.0, 40
 # Another candidate than the first is taken only if it saves this part of its time.
-WORTH = 0.03
-CANDIDATES = 8  # of a matrix product
+MIN_GAIN = 0.03
+PRODUCT_CANDIDATES = 8  # of a matrix product
 
 
 def timed(launch: Callable[[], None]) -> float:
@@ -48,13 +54,13 @@ def timed(launch: Callable[[], None]) -> float:
         end.record()
         end.synchronize()
         us = float(start.elapsed_time(end)) * 1000
-        if us > MICROSECONDS / 2 or count >= MOST:
+        if us > ROUND_US / 2 or count >= MAX_LAUNCHES:
             return us / count
-        count = max(count * 2, min(MOST, int(count * MICROSECONDS / max(us, 1.0))))
+        count = max(count * 2, min(MAX_LAUNCHES, int(count * ROUND_US / max(us, 1.0))))
 
 
-class Tuned(Launcher):
-    """Like `launch_cuda.Sequence`. `steps` are the kernels as scheduled, in the same order."""
+class TunedLauncher(Launcher):
+    """Like `launch_cuda.Launcher`. `steps` are the kernels as scheduled, in the same order."""
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class Tuned(Launcher):
         names: Sequence[str],
         device: str,
         options: Options,
-        known: dict[tuple[str, str], Variants],
+        known: dict[tuple[str, str], KernelVariants],
         steps: Sequence[Kernel],
         record: Record,
     ) -> None:
@@ -73,21 +79,25 @@ class Tuned(Launcher):
     def config(self, k: int, env: Mapping[str, int]) -> int:
         return self.variants[k].tuned.get(_bucket(self.kernels[k], env), 0)
 
-    def first_call(self, stream: int, pointers: bytes, sizes: tuple[int, ...]) -> Prepared | None:
+    def first_call(
+        self, stream: int, pointers: bytes, sizes: tuple[int, ...]
+    ) -> LaunchTable | None:
         env = dict(zip(self.names, sizes, strict=True))
         open_ = [k for k in range(self.n) if not self.known(k, env)]
         if not open_ or self.recording():
             return self.prepare(stream, sizes)
         table = (_Kernel * self.n)()
-        numbers = (ctypes.c_longlong * (len(sizes) + 2))(*sizes, *self.own(stream, sizes))
-        found = self.bound(table, numbers)
+        numbers = (ctypes.c_longlong * (len(sizes) + 2))(
+            *sizes, *self.stream_addresses(stream, sizes)
+        )
+        prepared = self.launch_table(table, numbers)
         for k in range(self.n):
             if k in open_ and not self.known(k, env):
-                self.tune(k, found, pointers, stream, env)
-            self.fill(table[k], k, env, self.sizes_aligned(k, env))
-            rc = found.launch(found.address, k, k + 1, pointers, stream)
+                self.tune(k, prepared, pointers, stream, env)
+            self.fill_row(table[k], k, env, self.sizes_aligned(k, env))
+            rc = prepared.launch(prepared.address, k, k + 1, pointers, stream)
             if rc:
-                self.slow(rc, found, pointers, stream, sizes, k + 1)
+                self.relaunch(rc, prepared, pointers, stream, sizes, k + 1)
         return None
 
     def recording(self) -> bool:
@@ -102,10 +112,10 @@ class Tuned(Launcher):
         path = self.cache().get(self.key(k, env), ".json")
         if path is None:
             return False
-        found = json.loads(path.read_text()).get("config", -1)
-        if not 0 <= found < len(kernel.configs):
+        config = json.loads(path.read_text()).get("config", -1)
+        if not 0 <= config < len(kernel.configs):
             return False
-        variants.tuned[bucket] = found
+        variants.tuned[bucket] = config
         return True
 
     def cache(self) -> Cache:
@@ -121,23 +131,23 @@ class Tuned(Launcher):
 
     # -- measuring ---------------------------------------------------------------------------------
     def tune(
-        self, k: int, found: Prepared, pointers: bytes, stream: int, env: dict[str, int]
+        self, k: int, prepared: LaunchTable, pointers: bytes, stream: int, env: dict[str, int]
     ) -> None:
         """Measures the candidates of kernel k, all before which have run."""
         kernel = self.kernels[k]
         try:
-            given, copies = self.apart(k, pointers, stream, env)
+            given, copies = self.with_copies(k, pointers, stream, env)
         except torch.OutOfMemoryError:
             self.note(k, 0, [], "no memory for a copy of what it overwrites")
             return
         aligned = self.sizes_aligned(k, env) and all(a % 16 == 0 for a in self.tensors(k, given))
         one = (_Kernel * self.n)()
-        launcher = self.bound(one, found.numbers)
+        launcher = self.launch_table(one, prepared.numbers)
         ready: dict[int, Any] = {}
         for c in range(len(kernel.configs)):
             row = _Kernel()
             try:
-                self.fill(row, k, env, aligned, c)
+                self.fill_row(row, k, env, aligned, c)
                 one[k] = row
                 self.launch_once(launcher, k, given, stream)
             except (BuildError, LaunchError):
@@ -150,16 +160,16 @@ class Tuned(Launcher):
                 us = self.timed(lambda: self.launch_once(launcher, k, given, stream))
                 times[c] = min(times[c], us)
         best = min(times, key=lambda c: times[c], default=0)
-        if best and times[best] > (1 - WORTH) * times.get(0, float("inf")):
+        if best and times[best] > (1 - MIN_GAIN) * times.get(0, float("inf")):
             best = 0
         del copies
         self.variants[k].tuned[_bucket(kernel, env)] = best
         every = [times.get(c) for c in range(len(kernel.configs))]
-        kept = json.dumps({"config": best, "us": every})
-        self.cache().put(self.key(k, env), ".json", kept.encode())
+        entry = json.dumps({"config": best, "us": every})
+        self.cache().put(self.key(k, env), ".json", entry.encode())
         self.note(k, best, every, "")
 
-    def launch_once(self, launcher: Prepared, k: int, pointers: bytes, stream: int) -> None:
+    def launch_once(self, launcher: LaunchTable, k: int, pointers: bytes, stream: int) -> None:
         rc = launcher.launch(launcher.address, k, k + 1, pointers, stream)
         if rc:
             raise LaunchError(f"{self.kernels[k].name} does not run here: {rc}")
@@ -172,7 +182,7 @@ class Tuned(Launcher):
         every = struct.unpack(f"{len(pointers) // 8}P", pointers)
         return [every[p] for p in self.operands[k]]
 
-    def apart(
+    def with_copies(
         self, k: int, pointers: bytes, stream: int, env: Mapping[str, int]
     ) -> tuple[bytes, list[Any]]:
         """The addresses with which kernel k can run again and again: what it reads and overwrites
@@ -244,23 +254,23 @@ class TunedProduct(Multiply):
         if any(a % 256 for a in addresses):
             return
         cache, key = Cache.open(self.options), self.key()
-        every = self.candidates(CANDIDATES)
+        every = self.candidates(PRODUCT_CANDIDATES)
         path = cache.get(key, ".json")
         if path is not None:
             best = json.loads(path.read_text()).get("candidate", 0)
-            self.take(every[best if 0 <= best < len(every) else 0])
+            self.use(every[best if 0 <= best < len(every) else 0])
             return
         times = []
         for c in every:
             try:
-                self.take(c)
+                self.use(c)
                 times.append(min(self.timed(stream, pointers) for _ in range(ROUNDS)))
             except (BlasError, torch.OutOfMemoryError):
                 times.append(float("inf"))
         best = min(range(len(every)), key=lambda k: times[k])
-        if times[best] > (1 - WORTH) * times[0]:
+        if times[best] > (1 - MIN_GAIN) * times[0]:
             best = 0
-        self.take(every[best])
+        self.use(every[best])
         cache.put(key, ".json", json.dumps({"candidate": best}).encode())
         self.log.add(
             "decision",
@@ -280,4 +290,4 @@ class TunedProduct(Multiply):
         return str(torch.cuda.get_device_properties(self.device).name)
 
 
-__all__ = ["Tuned", "TunedProduct"]
+__all__ = ["TunedLauncher", "TunedProduct"]

@@ -35,23 +35,23 @@ from deuteron.ir.program import Compute, Extern, Input, Program, tensors_read
 from deuteron.ir.reference import compute
 from deuteron.lower.unrounded import at_the_other_end
 from deuteron.memory.lifetimes import overwritable
-from deuteron.runtime.fx_interpreter import Traced, Unknown
+from deuteron.runtime.fx_interpreter import FxInterpreter, UnknownValue
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.printer import kernel_lines
 from deuteron.schedule.reference import run_kernel
 
 # Relative errors that are always allowed, in units in the last place: vector functions are within
 # 4 ulp, and sums are taken in another order.
-ULPS = 64
+ALLOWED_ULPS = 64
 # The reference's own change under inputs that moved by an ulp may be exceeded this many times.
-MARGIN = 8.0
-HALVES = (torch.float16, torch.bfloat16)
-COMPARED = (
+NOISE_MARGIN = 8.0
+HALF_TYPES = (torch.float16, torch.bfloat16)
+COMPARED_TYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 # What is said of a kernel, by the stage that it tells against.
-SAID = {
+GUILT_TEXT = {
     "generate": "gives a wrong result",
     "schedule": "does not compute what the program says",
     "memory": "reads what was overwritten",
@@ -60,7 +60,7 @@ SAID = {
 # What ATen does in another order than the loops of a program may round differently at each of many
 # steps: the change under moved inputs may be exceeded more often, and more units are allowed.
 ATEN_ULPS = 1024
-ATEN_MARGIN = 32.0
+ATEN_NOISE_MARGIN = 32.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def copy(t: Tensor) -> Tensor:
     return out.copy_(t) if 0 not in t.stride() or t.numel() < 2 else t.clone()
 
 
-def moved(t: Tensor, seed: int) -> Tensor:
+def perturbed(t: Tensor, seed: int) -> Tensor:
     """Floating elements moved by up to a unit in the last place, each its own way."""
     if not t.dtype.is_floating_point:
         return copy(t)
@@ -102,8 +102,8 @@ def compare(
     got: Tensor,
     want: Tensor,
     other: Tensor,
-    most: float = ULPS,
-    margin: float = MARGIN,
+    most: float = ALLOWED_ULPS,
+    margin: float = NOISE_MARGIN,
     slack: float = 0.0,
 ) -> Difference | None:
     """How `got` is not `want`; `other` is what moved inputs make of it. Elements may differ by
@@ -120,7 +120,7 @@ def compare(
         finite = b.isfinite() & c.isfinite()
         scale = float(b[finite].abs().mean()) if bool(finite.any()) else 0.0
         noise = max(slack, float((c - b)[finite].abs().max()) if bool(finite.any()) else 0.0)
-        ulps = most / 32 if want.dtype in HALVES else most
+        ulps = most / 32 if want.dtype in HALF_TYPES else most
         allowed = ulps * eps * (b.abs() + scale) + margin * noise
         bad = ~((a - b).abs() <= allowed) & (a != b) & ~(a.isnan() & b.isnan())
         spare = int((b.isfinite() != c.isfinite()).sum())
@@ -133,10 +133,10 @@ def compare(
 
 def comparable(t: Tensor) -> bool:
     """Whether elements have an order and a difference, as those that kernels make have."""
-    return t.layout == torch.strided and t.dtype in COMPARED
+    return t.layout == torch.strided and t.dtype in COMPARED_TYPES
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def same_elements(a: Tensor, b: Tensor) -> bool:
     """Whether all elements are the same ones."""
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
@@ -213,8 +213,8 @@ class Meaning:
             todo.pop()
         return made[name]
 
-    def moved(self, seed: int) -> dict[str, Tensor]:
-        return {n: moved(t, seed + k) for k, (n, t) in enumerate(self.known.items())}
+    def perturbed(self, seed: int) -> dict[str, Tensor]:
+        return {n: perturbed(t, seed + k) for k, (n, t) in enumerate(self.known.items())}
 
 
 class Watcher:
@@ -226,7 +226,7 @@ class Watcher:
         generated: Mapping[str, Generated],
         options: Options,
         program: Program,
-        traced: Traced | None = None,
+        traced: FxInterpreter | None = None,
     ) -> None:
         self.kernels = {k.name: k for k in kernels}
         self.generated, self.options = generated, options
@@ -246,7 +246,7 @@ class Watcher:
             self.meaning = Meaning(self.program, args) if self.program is not None else None
             try:
                 results = call(args)
-                self.returned(results)
+                self.check_returned(results)
                 return results
             finally:
                 self.meaning = None
@@ -262,27 +262,27 @@ class Watcher:
         given = {n: copy(t) for n, t in tensors.items()}
         meaning = self.meaning
         if meaning is not None:
-            self.unspoilt(kernel, meaning, given, sizes)
+            self.check_inputs(kernel, meaning, given, sizes)
 
         def check() -> None:
             want = {n: copy(t) for n, t in given.items()}
-            other = {n: moved(t, seed) for seed, (n, t) in enumerate(given.items())}
+            other = {n: perturbed(t, seed) for seed, (n, t) in enumerate(given.items())}
             try:
                 run_kernel(kernel, want, sizes)
                 run_kernel(kernel, other, sizes)
             except IndexError:
                 return  # the program's own indices are out of range; it raises by itself
             for n, _ in kernel.writes:
-                found = compare(n, tensors[n], want[n], other[n])
-                if found is not None:
+                difference = compare(n, tensors[n], want[n], other[n])
+                if difference is not None:
                     guilty = "memory" if overlaid(kernel, tensors) else "generate"
-                    self.fail(kernel, found, given, want, sizes, guilty)
+                    self.fail(kernel, difference, given, want, sizes, guilty)
             if meaning is not None:
-                self.as_meant(kernel, meaning, tensors, given, sizes)
+                self.check_meaning(kernel, meaning, tensors, given, sizes)
 
         return check
 
-    def unspoilt(
+    def check_inputs(
         self, kernel: Kernel, meaning: Meaning, given: dict[str, Tensor], sizes: dict[str, int]
     ) -> None:
         """What the kernel reads is what was written there."""
@@ -292,15 +292,15 @@ class Watcher:
             if known is None:
                 if n in meaning.called:
                     meaning.note(n, given[n])
-            elif n not in written and not same(given[n], known):
+            elif n not in written and not same_elements(given[n], known):
                 bad = (given[n] != known) & ~((given[n] != given[n]) & (known != known))
                 at = tuple(int(i) for i in bad.nonzero()[0])
-                found = Difference(
+                difference = Difference(
                     n, int(bad.sum()), bad.numel(), at, given[n][at].item(), known[at].item()
                 )
-                self.fail(kernel, found, given, {**given, n: known}, sizes, "memory")
+                self.fail(kernel, difference, given, {**given, n: known}, sizes, "memory")
 
-    def as_meant(
+    def check_meaning(
         self,
         kernel: Kernel,
         meaning: Meaning,
@@ -314,16 +314,16 @@ class Watcher:
             want = meaning.of(n, sizes)
             if want is None:
                 continue
-            other = meaning.of(n, sizes, meaning.moved(0))
+            other = meaning.of(n, sizes, meaning.perturbed(0))
             assert other is not None
             slack = meaning.spread(n, want, sizes)
-            found = compare(n, tensors[n], want, other, slack=slack)
-            if found is not None:
-                self.fail(kernel, found, given, {**given, n: want}, sizes, "schedule")
+            difference = compare(n, tensors[n], want, other, slack=slack)
+            if difference is not None:
+                self.fail(kernel, difference, given, {**given, n: want}, sizes, "schedule")
         for n in names:
-            found = self.as_traced(n, tensors[n], meaning)
-            if found is not None:
-                self.fail(kernel, found, given, {**given, n: tensors[n]}, sizes, "lower")
+            difference = self.as_traced(n, tensors[n], meaning)
+            if difference is not None:
+                self.fail(kernel, difference, given, {**given, n: tensors[n]}, sizes, "lower")
         for n in names:
             meaning.note(n, tensors[n])
 
@@ -342,19 +342,19 @@ class Watcher:
         seeds = itertools.count()
         try:
             with torch.no_grad():
-                want = self.traced.of(node, meaning.args, meaning.known)
-                other = self.traced.of(
-                    node, meaning.args, meaning.known, lambda t: moved(t, next(seeds))
+                want = self.traced.value(node, meaning.args, meaning.known)
+                other = self.traced.value(
+                    node, meaning.args, meaning.known, lambda t: perturbed(t, next(seeds))
                 )
-        except Unknown:
+        except UnknownValue:
             return None
         if got.shape != want.shape or got.dtype != want.dtype:
             return Difference(name, 1, 1, (), (got.shape, got.dtype), (want.shape, want.dtype))
         if not comparable(want):
             return None
-        return compare(name, got, want, other, ATEN_ULPS, ATEN_MARGIN, slack)
+        return compare(name, got, want, other, ATEN_ULPS, ATEN_NOISE_MARGIN, slack)
 
-    def returned(self, results: Sequence[Any]) -> None:
+    def check_returned(self, results: Sequence[Any]) -> None:
         """What the call returns is what the traced graph says."""
         if self.meaning is None or self.traced is None:
             return
@@ -363,12 +363,12 @@ class Watcher:
                 continue
             assert self.program is not None
             slack = self.meaning.slack.get(self.program.outputs[k].tensor or "", 0.0)
-            found = self.against(f"output {k}", got, node, self.meaning, slack)
-            if found is not None:
+            difference = self.against(f"output {k}", got, node, self.meaning, slack)
+            if difference is not None:
                 kernel = self.writer(k)
                 by = f"kernel {self.generated[kernel.name].name} wrote it; " if kernel else ""
                 raise VerifyError(
-                    f"the call returns what was not traced: {by}{found}",
+                    f"the call returns what was not traced: {by}{difference}",
                     hint="this is a bug of Deuteron; please report it with the program",
                     where=next((o.line for o in kernel.origins if o.line), "") if kernel else "",
                     invariant="a call's results are the traced graph's",
@@ -385,7 +385,7 @@ class Watcher:
     def fail(
         self,
         kernel: Kernel,
-        found: Difference,
+        difference: Difference,
         given: dict[str, Tensor],
         want: dict[str, Tensor],
         sizes: dict[str, int],
@@ -397,7 +397,7 @@ class Watcher:
         where = next((o.line for o in kernel.origins if o.line), "")
         command = shlex.join([sys.executable, "-m", "deuteron.runtime.standalone", str(folder)])
         raise VerifyError(
-            f"kernel {generated.name} {SAID[guilty]}: {found}",
+            f"kernel {generated.name} {GUILT_TEXT[guilty]}: {difference}",
             hint=f"its source and inputs are in {folder}; alone: {command}",
             where=where,
             invariant="a kernel's results are the reference executor's",
@@ -461,4 +461,4 @@ def save(
     (folder / "about.json").write_text(json.dumps(about, indent=1))
 
 
-__all__ = ["Difference", "Watcher", "compare", "moved"]
+__all__ = ["Difference", "Watcher", "compare", "perturbed"]

@@ -213,9 +213,9 @@ class Builder:
                 self._free -= 1
             if not self._waiting or self._closed:
                 return None
-            found = max(self._waiting, key=lambda task: task.size)  # the first of the largest
-            self._waiting.remove(found)
-            return found
+            largest = max(self._waiting, key=lambda task: task.size)  # the first of the largest
+            self._waiting.remove(largest)
+            return largest
 
     def _do(self, worker: _Worker, task: Task) -> None:
         try:
@@ -240,8 +240,8 @@ class Builder:
 
 
 def _lost(task: Task, error: Exception, code: int | None) -> BuildError:
-    found = _lost_error(task, error, code)
-    return task.explain(found) if task.explain is not None else found
+    lost = _lost_error(task, error, code)
+    return task.explain(lost) if task.explain is not None else lost
 
 
 def _lost_error(task: Task, error: Exception, code: int | None) -> BuildError:
@@ -291,8 +291,8 @@ class _Worker:
             waiting.register(self.process.stdout, selectors.EVENT_READ)
             if not waiting.select(seconds):
                 raise TimeoutError(f"it was stopped after {seconds:g} s")
-        found: tuple[bool, Any, list[str]] = pickle.loads(_read(self.process.stdout))
-        return found
+        answer: tuple[bool, Any, list[str]] = pickle.loads(_read(self.process.stdout))
+        return answer
 
     def kill(self, patience: float = 0.0) -> int | None:
         """Ends the process with all that it started; returns its exit status, its own where it ends

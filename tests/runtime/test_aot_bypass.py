@@ -41,7 +41,7 @@ def compiled(f: Callable[..., Any], *args: Any, steps: int = 3, **options: Any) 
         g = torch.compile(f, backend="deuteron", **options)
         for _ in range(steps):
             gradients(g, *args)
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "direct"]
+    found = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
     return g, found
 
 
@@ -143,7 +143,7 @@ def test_an_input_without_a_gradient() -> None:
     with collecting() as records:
         for _ in range(3):
             agree(lambda x, w, u: f(x, w, u * 1), lambda x, w, u: g(x, w, u * 1), *args)
-    entry = next(e for r in records for e in r.of("decision") if e["subject"] == "direct")
+    entry = next(e for r in records for e in r.of("decision") if e["subject"] == "bypass")
     assert "other inputs" in entry["detail"]  # AOTAutograd detaches what is no leaf
 
 
@@ -238,7 +238,7 @@ def test_without_gradients() -> None:
                     assert not torch.is_grad_enabled()
                     torch.testing.assert_close(y, norm(*args))
                 assert not y.requires_grad
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "direct"]
+    found = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
     assert found and all(e["accepted"] for e in found)
     agree(norm, g, *args)
     plain = R(4, 16)
@@ -368,7 +368,7 @@ def test_batch_norm_writes_its_statistics() -> None:
             agree(eager, g, x)
             assert mine.running_mean._version > before[0]
     torch.testing.assert_close(mine.state_dict(), eager.state_dict())
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "direct"]
+    found = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
     assert found[0]["accepted"], found
 
 
@@ -736,9 +736,9 @@ def test_graphs_are_let_go() -> None:
 
 
 def test_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = module.Private()
+    lacking = module.TorchInternals()
     lacking.complete = False
-    monkeypatch.setattr(module, "private", lambda: lacking)
+    monkeypatch.setattr(module, "torch_internals", lambda: lacking)
     args = leaves((4, 16), (16,))
     g, found = compiled(norm, *args)
     assert [e["accepted"] for e in found] == [False] and "lacks" in found[0]["detail"]
@@ -747,7 +747,10 @@ def test_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_torch_that_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """What AOTAutograd is seen to do decides, not what is known of it."""
-    for name, odd in (("passed_on", lambda *a: "odd"), ("saved_by", lambda *a: (None, "odd"))):
+    for name, odd in (
+        ("why_not_passed_on", lambda *a: "odd"),
+        ("forward_results", lambda *a: (None, "odd")),
+    ):
         with monkeypatch.context() as m:
             m.setattr(module, name, odd)
             args = leaves((4, 16), (16,))
@@ -756,7 +759,7 @@ def test_a_torch_that_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not is_direct(g(*args))
             agree(norm, g, *args)
     with monkeypatch.context() as m:
-        m.setattr(module, "as_expected", lambda *a: False)
+        m.setattr(module, "backward_passed_on", lambda *a: False)
         g, _ = compiled(norm, *args)
         y = g(*args)
         with usual_backwards(y) as usual:

@@ -58,7 +58,7 @@ def trained(g: Step, *args: Tensor, steps: int = 2) -> tuple[list[Tensor], list[
 
 
 def decisions(records: list[Any]) -> list[tuple[bool, str]]:
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "kept"]
+    found = [e for r in records for e in r.of("decision") if e["subject"] == "graph cache"]
     return [(e["accepted"], e["detail"]) for e in found]
 
 
@@ -266,6 +266,6 @@ def test_a_graph_of_a_gpu_as_text() -> None:
     assert back.code == compile("text", "<kept>", "exec")
     assert replace(back, code=None) == artifact
     assert torch.equal(c, constant) and c.stride() == constant.stride()
-    assert not artifact.why_not()
+    assert not artifact.why_not_stored()
     emitted.objects["f"] = len
-    assert "f is a builtin" in artifact.why_not()
+    assert "f is a builtin" in artifact.why_not_stored()

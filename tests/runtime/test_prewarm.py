@@ -50,7 +50,7 @@ def test_a_graph_is_prepared_once(started: list[Any], tmp_path: Path) -> None:
     prewarm.prepare(graph(3), x, options)()
     assert len(started) == 2
     prewarm.prepare(graph(400), x, options)
-    assert started[-1][:2] == (90, prewarm.MOST)
+    assert started[-1][:2] == (90, prewarm.MAX_PROCESSES)
     prewarm.prepare(graph(3), [torch.ones(4).as_subclass(OnGpu)], options)
     assert len(started) == 4
 
@@ -76,7 +76,7 @@ def test_a_process_starts_before_there_is_a_graph(
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         started.clear()
-        prewarm.begin()
+        prewarm.start_process()
         return len(started)
 
     assert counted(1, "13.0") == 1 and started[0][1] == 1
@@ -93,7 +93,7 @@ def test_processes_are_ready(tmp_path: Path) -> None:
         build_triton.prepare(90, 4, options)
         builder = build_triton._builder(2, options.build_timeout)
         assert 1 <= len(builder.processes()) <= 2
-        builder.submit(build_triton.ready, 90, options).result()
+        builder.submit(build_triton.warm_up, 90, options).result()
     finally:
         builder.close()
         build_triton._builder.cache_clear()
