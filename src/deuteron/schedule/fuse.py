@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -175,8 +176,12 @@ class Fusion:
     def score(
         self, a: Node, b: Node, merged: Group, row_split: RowSplit | None = None
     ) -> Offer | Refusal:
-        spec = self.spec(merged)
-        if not profit.scanned_in_blocks(merged, self.layouts, spec):
+        assert isinstance(a.content, Group)
+        spec = self.spec(a.content)
+        layouts: Mapping[str, Layout] = self.layouts
+        if row_split is not None:  # the partial results are this candidate's alone
+            layouts = ChainMap(row_split.layouts, self.layouts)
+        if not profit.scanned_in_blocks(merged, layouts, spec):
             for g in (a.content, b.content):
                 assert isinstance(g, Group)
                 if profit.scanned_in_blocks(g, self.layouts, spec):
@@ -185,7 +190,7 @@ class Fusion:
                     return Refusal("scanned in blocks", detail)
         keep = self.stored(merged, {a.id, b.id})
         one, two = self.cost(a), self.cost(b)
-        both = profit.cost(merged, self.layouts, keep, spec)
+        both = profit.cost(merged, layouts, keep, spec)
         us, moved = both.us, both.bytes
         saved = one.us + two.us + profit.launch_us(spec)
         if row_split is not None:
@@ -220,7 +225,6 @@ class Fusion:
             found = columns(base, guest, table, self.layouts, self.owner, spec)
             if isinstance(found, Refusal):
                 continue
-            self.layouts.update(found.layouts)
             offer = self.score(a, b, found.main, found)
             if isinstance(offer, Offer) and (best is None or offer.us > best.us):
                 best = offer
@@ -312,8 +316,7 @@ class Fusion:
                 self.consider(new, other)
 
     def keep(self, partial: Mapping[str, Layout]) -> None:
-        """Partial results that are there to stay. Offers that were not accepted may have given
-        them other layouts meanwhile."""
+        """Partial results that are there to stay."""
         self.layouts.update(partial)
         self.partial.update(partial)
 

@@ -288,7 +288,7 @@ def chained(group: Group) -> bool:
 
 def cost(
     group: Group,
-    layouts: dict[str, Layout],
+    layouts: Mapping[str, Layout],
     stored: Iterable[str],
     spec: DeviceSpec,
     whole: bool = False,

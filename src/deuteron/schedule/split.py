@@ -12,6 +12,7 @@ only reason. Many partial results are split again.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,15 +76,15 @@ def relieve(fusion: Fusion) -> bool:
         found = split(group, fusion, spec)
         if found is None:
             continue
-        fusion.layouts.update(found.layouts)
+        layouts = ChainMap(found.layouts, fusion.layouts)
         keep = fusion.stored(found.main, {node.id})
         keep += [n for n in found.layouts if n in found.main.names]
-        first = profit.cost(found.main, fusion.layouts, keep, spec, whole=True)
+        first = profit.cost(found.main, layouts, keep, spec, whole=True)
         late = profit.tail(found.layouts.values(), spec)
         again = profit.time_us(profit.read_again(group, fusion.layouts), 0.0, 1.0, spec)
         then = first.us + late.us + again + profit.launch_us(spec)
         if beside:
-            then -= read_once(found.main, first, group, fusion, spec)
+            then -= read_once(found, first, group, fusion, spec)
         if then >= now.us:
             continue
         fusion.record.add(
@@ -104,22 +105,23 @@ def relieve(fusion: Fusion) -> bool:
 
 
 def read_once(
-    main: Group, cost: profit.Cost, group: Group, fusion: Fusion, spec: DeviceSpec
+    split: Split, cost: profit.Cost, group: Group, fusion: Fusion, spec: DeviceSpec
 ) -> float:
-    """Microseconds that `main`, the group in parts, saves in one nest with the groups whose results
-    it reads, where that is legal."""
+    """Microseconds that the main part of a split group saves in one nest with the groups whose
+    results it reads, where that is legal."""
+    main, layouts = split.main, ChainMap(split.layouts, fusion.layouts)
     whole, apart = main, cost.us
     inside: set[int] = set()
     for home in dict.fromkeys(fusion.dag.home.get(name) for name in group.reads):
         maker = None if home is None else fusion.dag.nodes[home]
         if maker is None or not isinstance(maker.content, Group):
             continue
-        both = fits(maker.content, whole, fusion.layouts, fusion.owner)
+        both = fits(maker.content, whole, layouts, fusion.owner)
         if isinstance(both, Group):
             whole, apart = both, apart + fusion.cost(maker).us + profit.launch_us(spec)
             inside.add(maker.id)
     keep = [*fusion.stored(whole, inside), *main.names]
-    return apart - profit.cost(whole, fusion.layouts, keep, spec, whole=True).us
+    return apart - profit.cost(whole, layouts, keep, spec, whole=True).us
 
 
 def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
@@ -143,12 +145,12 @@ def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
         return None
     made = {n: c.layout for n, (c, _) in parts.made.items()}
     made.update({n: c.layout for n, c in parts.late.items()})
-    fusion.layouts.update(made)
+    layouts = ChainMap(made, fusion.layouts)
     tail = list(parts.combined)
     early = [alone(c, p) for c, p in parts.made.values()]
     main = early[0]
     for g in early[1:]:
-        both = fits(main, g, fusion.layouts, fusion.owner)
+        both = fits(main, g, layouts, fusion.owner)
         if not isinstance(both, Group):
             return None
         main = both
@@ -157,7 +159,7 @@ def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
         if m.kind == "reduction":
             continue
         if m.level == "point" and not any(r.tensor in waits for r in m.reads):
-            both = fits(main, alone(m.compute, m.position), fusion.layouts, fusion.owner)
+            both = fits(main, alone(m.compute, m.position), layouts, fusion.owner)
             if isinstance(both, Group):
                 main = both
                 continue
