@@ -27,7 +27,7 @@ from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture.donated import donated_inputs
 from deuteron.codegen.assemble import Generated
-from deuteron.codegen.cpp.kernels import FLAGS, CppKernel
+from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS, CppKernel
 from deuteron.codegen.cpp.kernels import generate as generate_cpp
 from deuteron.codegen.cpp.nontemporal import read_later
 from deuteron.codegen.module import Emitted, Request, emit
@@ -207,7 +207,7 @@ class Compilation:
         if self.emitted.sequences:
             build_cpp.compiler(self.options.cxx)  # launching needs it
         if self.emitted.unit:
-            self.library = build_cpp.submit(self.emitted.unit, FLAGS, self.options)
+            self.library = build_cpp.submit(self.emitted.unit, KERNEL_CXX_FLAGS, self.options)
         return self.emitted.text
 
     def do_load(self) -> str:

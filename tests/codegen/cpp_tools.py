@@ -11,7 +11,13 @@ from pathlib import Path
 
 import torch
 
-from deuteron.codegen.cpp import FLAGS, CppKernel, Machine, generate_for, translation_unit
+from deuteron.codegen.cpp import (
+    KERNEL_CXX_FLAGS,
+    CppKernel,
+    Machine,
+    generate_for,
+    translation_unit,
+)
 from deuteron.ir.expr import Expr, literal, load, op
 from deuteron.ir.index import Axis, IndexLike, Sym, as_index
 from deuteron.ir.program import Layout, Origin
@@ -60,13 +66,16 @@ def kernel(
 
 def build(source: str, extra: Sequence[str] = ()) -> ctypes.CDLL:
     CACHE.mkdir(exist_ok=True)
-    stem = CACHE / hashlib.sha256((source + " ".join((*FLAGS, *extra))).encode()).hexdigest()[:20]
+    stem = (
+        CACHE
+        / hashlib.sha256((source + " ".join((*KERNEL_CXX_FLAGS, *extra))).encode()).hexdigest()[:20]
+    )
     library = stem.with_suffix(".so")
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=CACHE) as own:  # others may build the same
             text, made = Path(own) / "unit.cpp", Path(own) / "unit.so"
             text.write_text(source)
-            command = ["g++", *FLAGS, *extra, str(text), "-o", str(made)]
+            command = ["g++", *KERNEL_CXX_FLAGS, *extra, str(text), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, f"{done.stderr[:3000]}\n{source}"
             made.replace(library)

@@ -152,12 +152,12 @@ def test_wrong_addresses_are_named(
     with pytest.raises(AccessError) as caught:
         torch.compile(f, backend=deuteron_backend, options=OPTIONS)(x)
     text = str(caught.value)
-    found = re.search(r"kernel (\w+): tensor ([\w.]+), which has (\d+) elements.* (-?\d+)\n", text)
-    assert found, text
-    count, at = int(found[3]), int(found[4])
+    match = re.search(r"kernel (\w+): tensor ([\w.]+), which has (\d+) elements.* (-?\d+)\n", text)
+    assert match, text
+    count, at = int(match[3]), int(match[4])
     assert not 0 <= at < count
-    assert found[1].startswith(("poi_", "red_"))
-    assert found[2].startswith("arg") is loads
+    assert match[1].startswith(("poi_", "red_"))
+    assert match[2].startswith("arg") is loads
 
 
 def test_the_next_call_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +190,11 @@ def process() -> None:
     for loads in (True, False):
         for f in (lambda x: x.sin() + 1, lambda x: torch.softmax(x, 1), lambda x: x.sum(0)):
             torch._dynamo.reset()
-            found = []
+            generated = []
 
-            def generate(kernel: Kernel, *args: Any, loads: bool = loads, f: Any = found) -> Any:
+            def generate(
+                kernel: Kernel, *args: Any, loads: bool = loads, f: Any = generated
+            ) -> Any:
                 f.append(real(moved(kernel, 2**20, loads), *args))
                 return f[-1]
 
@@ -206,7 +208,7 @@ def process() -> None:
                 assert f"{'load' if loads else 'store'} outside" in text, text
                 assert "kernel" in text and ("arg" in text) is loads, text
             else:
-                raise AssertionError(f"not found: {found[0].source}")
+                raise AssertionError(f"not found: {generated[0].source}")
             finally:
                 tools.generate = real
 

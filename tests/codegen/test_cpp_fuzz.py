@@ -258,7 +258,7 @@ def test_random_kernels(
     if threads > 1:  # share among threads whatever can be shared, however small
         monkeypatch.setattr("deuteron.codegen.cpp.kernels.PARALLEL_US", -1.0)
         monkeypatch.setattr("deuteron.codegen.cpp.rows.MIN_CHUNK_OPS", 16)
-        monkeypatch.setattr("deuteron.codegen.cpp.columns.CHUNK_OPS", 16)
+        monkeypatch.setattr("deuteron.codegen.cpp.columns.MIN_CHUNK_OPS", 16)
     if past:
         monkeypatch.setattr("deuteron.codegen.cpp.nontemporal.MIN_ROW_LINES", 0)
     machine = Machine(threads, 32 << 10, 1 << 20, int(past))

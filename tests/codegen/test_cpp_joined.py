@@ -35,8 +35,8 @@ def same(f: Callable[..., Tensor], *args: Tensor, tmp_path: Path) -> str:
 
 def loops(text: str) -> list[str]:
     """The lines in which each vector loop reads and stores."""
-    found = re.split(r"#pragma omp simd.*\n", text)[1:]
-    return [x.split("}")[0] for x in found]
+    bodies = re.split(r"#pragma omp simd.*\n", text)[1:]
+    return [x.split("}")[0] for x in bodies]
 
 
 def wavelet(x: Tensor) -> Tensor:

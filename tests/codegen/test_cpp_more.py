@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from deuteron.codegen.cpp import FLAGS, Machine
+from deuteron.codegen.cpp import KERNEL_CXX_FLAGS, Machine
 from deuteron.ir.expr import as_position, cast, index_value, load, op
 from deuteron.ir.index import Sym, as_index, atom
 from deuteron.ir.program import contiguous
@@ -55,7 +55,7 @@ def test_index_out_of_range_is_reported(inner: bool) -> None:
     where[17] = k
     r({"table": table, "where": where, "y": y})
     assert error.value == 1
-    assert r.cpp.checks
+    assert r.cpp.checks_indices
 
 
 def test_reduction_inside_an_expression() -> None:
@@ -150,7 +150,7 @@ def test_main_loops_are_vector_code(name: str, tmp_path: Path) -> None:
     r = run(nest, tensors, outputs, SERIAL)
     file = tmp_path / "k.cpp"
     file.write_text(r.source)
-    flags = [f for f in FLAGS if f != "-shared"]
+    flags = [f for f in KERNEL_CXX_FLAGS if f != "-shared"]
     done = subprocess.run(
         ["g++", *flags, "-c", str(file), "-o", str(tmp_path / "k.o"), "-fopt-info-vec-optimized"],
         capture_output=True,
@@ -159,7 +159,7 @@ def test_main_loops_are_vector_code(name: str, tmp_path: Path) -> None:
     )
     narrow = "avx512f" not in Path("/proc/cpuinfo").read_text()
     wide = "32 byte" if narrow else "64 byte"
-    found = {
+    vectorized = {
         int(m[1]) for m in re.finditer(rf"k\.cpp:(\d+):.*vectorized using {wide}", done.stderr)
     }
     lines = r.source.splitlines()
@@ -169,7 +169,11 @@ def test_main_loops_are_vector_code(name: str, tmp_path: Path) -> None:
         if "#pragma omp simd" in s and "float t" in lines[k + 1]
         if narrow or "; d_short_vectors &&" not in lines[k - 2]  # loops of narrow vectors only
     ]
-    assert inner and all(found & set(range(k, k + 9)) for k in inner), (found, inner, r.source)
+    assert inner and all(vectorized & set(range(k, k + 9)) for k in inner), (
+        vectorized,
+        inner,
+        r.source,
+    )
 
 
 def test_without_avx512() -> None:

@@ -22,14 +22,16 @@ ALONE = Machine(threads=1, l1_bytes=32 << 10, l2_bytes=1 << 10)
 SHARED = Machine(threads=8, l1_bytes=32 << 10, l2_bytes=1 << 10)
 
 
-def run(found: Scheduled, args: list[Tensor], machine: Machine) -> tuple[list[Tensor], list[str]]:
+def run(
+    compiled: Scheduled, args: list[Tensor], machine: Machine
+) -> tuple[list[Tensor], list[str]]:
     """Outputs and sources; every kernel compiled for a machine whose cache holds nothing."""
     memory: dict[str, Tensor] = {}
-    for d in found.program.defs:
+    for d in compiled.program.defs:
         if hasattr(d, "position"):
             memory[d.name] = args[d.position]
     sources = []
-    for k in found.kernels:
+    for k in compiled.kernels:
         assert isinstance(k, Kernel)
         for name, lay in k.writes:
             shape = [int(n.value or 0) for n in lay.shape]
@@ -39,12 +41,12 @@ def run(found: Scheduled, args: list[Tensor], machine: Machine) -> tuple[list[Te
         runner = Runner(k, machine)
         sources.append(runner.cpp.source)
         runner(memory)
-    return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None], sources
+    return [memory[o.tensor] for o in compiled.program.outputs if o.tensor is not None], sources
 
 
 def check(f: Callable[..., Any], args: list[Tensor], machine: Machine) -> list[str]:
-    found = scheduled(f, *args, check=False)
-    got, sources = run(found, args, machine)
+    compiled = scheduled(f, *args, check=False)
+    got, sources = run(compiled, args, machine)
     listed = [torch.utils._pytree.tree_leaves(f(*xs)) for xs in (args, [a.double() for a in args])]
     for g, e, exact in zip(got, *listed, strict=True):
         if not e.is_floating_point():

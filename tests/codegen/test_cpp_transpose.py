@@ -16,8 +16,8 @@ DTYPES = [torch.bool, torch.int8, torch.bfloat16, torch.float16, torch.float32, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transpose(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x = (torch.randn(shape) * 50).to(dtype)
-    found = scheduled(lambda x: x.t().contiguous(), x, check=False)
-    (kernel,) = found.kernels
+    program = scheduled(lambda x: x.t().contiguous(), x, check=False)
+    (kernel,) = program.kernels
     runner = Runner(kernel)
     ((name, _),) = kernel.writes
     ((source, _),) = kernel.reads
@@ -30,8 +30,8 @@ def test_transpose(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 def test_with_a_cast(rows: int, columns: int) -> None:
     """Tiles are short where rows are few and long."""
     x = torch.randn(rows, columns)
-    found = scheduled(lambda x: (x * 2).t().to(torch.bfloat16).contiguous(), x, check=False)
-    (kernel,) = found.kernels
+    program = scheduled(lambda x: (x * 2).t().to(torch.bfloat16).contiguous(), x, check=False)
+    (kernel,) = program.kernels
     runner = Runner(kernel)
     side = SHORT_TILE_V if rows <= FEW_ROWS and columns > TILE_V else TILE_V
     assert "d_transpose" in runner.cpp.source and f"[{TILE_U * side}];" in runner.cpp.source

@@ -167,9 +167,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., Any]
     monkeypatch.setattr(build_cpp, "compiler", lambda *_: ("", ""))
 
     def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
-        found = Pretended(gm, phase, options, record, **kw)
-        seen.append(found)
-        return found.run()
+        compilation = Pretended(gm, phase, options, record, **kw)
+        seen.append(compilation)
+        return compilation.run()
 
     seen: list[Pretended] = []
 
@@ -258,11 +258,11 @@ def test_products_without_aten(
     g = pretend(f, dynamic=dynamic)
     for _ in range(2):
         got, want = [], []
-        for run, found in ((g, got), (f, want)):
+        for run, results in ((g, got), (f, want)):
             out = run(x, w, h)
             out.square().mean().backward()
             leaves = [x, w, h, *net.parameters()]
-            found += [out, *(t.grad for t in leaves)]
+            results += [out, *(t.grad for t in leaves)]
             for t in leaves:
                 t.grad = None
         for a, b in zip(got, want, strict=True):
@@ -289,10 +289,10 @@ def test_convolutions_into_given_memory(pretend: Any, monkeypatch: pytest.Monkey
     with torch.backends.cudnn.flags(enabled=False):
         for _ in range(2):
             got, want = [], []
-            for run, found in ((g, got), (net, want)):
+            for run, results in ((g, got), (net, want)):
                 out = run(x)
                 out.square().mean().backward()
-                found += [out, *(p.grad for p in net.parameters())]
+                results += [out, *(p.grad for p in net.parameters())]
                 net.zero_grad()
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

@@ -134,7 +134,7 @@ def kernels(f: Callable[..., Any], *args: Any, dynamic: bool = False) -> list[Tr
     from deuteron.base.options import Options
     from deuteron.base.record import Record
 
-    found: list[TritonKernel] = []
+    generated: list[TritonKernel] = []
     spec = named_gpu("H200")
     assert spec is not None
 
@@ -142,14 +142,14 @@ def kernels(f: Callable[..., Any], *args: Any, dynamic: bool = False) -> list[Tr
         record = Record()
         rewrite(gm, record)
         plan = schedule(lower(gm, record), Options(), record, spec)
-        found.extend(generate(k, spec) for k in plan.steps if isinstance(k, Kernel))
+        generated.extend(generate(k, spec) for k in plan.steps if isinstance(k, Kernel))
         raise Done
 
     backend = functools.partial(deuteron_backend, runner=runner)
     with pytest.raises(Exception, match=".*") as caught:
         torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
     assert isinstance(caught.value, Done) or "Done" in repr(caught.value), caught.value
-    return found
+    return generated
 
 
 def offsets(kernel: TritonKernel, wide: bool, folder: Path) -> list[str]:
@@ -175,13 +175,13 @@ def offsets(kernel: TritonKernel, wide: bool, folder: Path) -> list[str]:
     text = done.asm["ttir"]
     # A constant that is added behind the index is small.
     constants = set(re.findall(r"(%[\w#]+) = arith.constant", text))
-    found = [
+    lines = [
         re.findall(r"\b(?:\d+x)*(i\d+)>? ", line)[-1]
         for line in text.split("\n")
         if (m := re.search(r"tt\.addptr %[\w#]+, (%[\w#]+)", line)) and m[1] not in constants
     ]
-    assert found
-    return found
+    assert lines
+    return lines
 
 
 def whole(n: int, dtype: torch.dtype = torch.int8) -> Tensor:
@@ -197,8 +197,8 @@ def many(x: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("f", [points, reductions, indexed, joined, written])
 def test_views_far_apart(f: Callable[..., Any], tmp_path: Path) -> None:
     """Few elements, addresses beyond 2**31."""
-    found = kernels(f, rows(), torch.tensor(PLACES))
-    large = [k for k in found if f"[{FAR}, 1]" in k.source]  # it reads or writes such a view
+    generated = kernels(f, rows(), torch.tensor(PLACES))
+    large = [k for k in generated if f"[{FAR}, 1]" in k.source]  # it reads or writes such a view
     assert large
     for k in large:
         assert set(offsets(k, False, tmp_path)) == {"i64"}, k.source

@@ -176,13 +176,13 @@ def source() -> str:
 
 def machines() -> dict[str, list[str]]:
     """Instruction sets to build for that this machine can run."""
-    found = {"native": ["-march=native", "-mprefer-vector-width=512"]}
+    flags = {"native": ["-march=native", "-mprefer-vector-width=512"]}
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in (
         "AVX2",
         "AVX512",
     ):
-        found["avx2"] = ["-march=haswell"]
-    return found
+        flags["avx2"] = ["-march=haswell"]
+    return flags
 
 
 @pytest.fixture(scope="module", params=list(machines()))

@@ -146,8 +146,8 @@ def test_old_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     f, texts = (BOUNDED | ASKED)[name], []
     for saturates in (True, False):  # the latter from here on
         monkeypatch.setattr(pointwise, "saturates", lambda new=saturates: new)
-        found = scheduled(f, torch.randn(64, 2048).to(dtype), device="H200", check=False)
-        (kernel,) = (generate(k, spec_of("H200"), Options()).source for k in found.kernels)
+        program = scheduled(f, torch.randn(64, 2048).to(dtype), device="H200", check=False)
+        (kernel,) = (generate(k, spec_of("H200"), Options()).source for k in program.kernels)
         texts.append([line for line in kernel.split("\n") if not line.lstrip().startswith("#")])
     assert (texts[0] == texts[1]) == (name in BOUNDED)
     assert ("464" in kernel) == (name in ASKED)

@@ -18,8 +18,8 @@ R = torch.randn
 
 
 def kernel(f: Callable[..., Any], *args: Any) -> Kernel:
-    (found,) = scheduled(f, *args, check=False).kernels
-    return found
+    (made,) = scheduled(f, *args, check=False).kernels
+    return made
 
 
 def alike(f: Callable[..., Any], g: Callable[..., Any], *args: Any, other: Any = None) -> bool:
@@ -52,11 +52,11 @@ def test_everything_else_counts() -> None:
 
 
 def test_what_a_schedule_has_decided_counts() -> None:
-    found = kernel(lambda x: x.sin(), R(8, 6))
-    (written, _), key = found.writes[0], structure(found)
-    assert structure(replace(found)) == key
+    sine = kernel(lambda x: x.sin(), R(8, 6))
+    (written, _), key = sine.writes[0], structure(sine)
+    assert structure(replace(sine)) == key
     for other in ({"reverse": True}, {"stays": True}, {"overwrites": frozenset({written})}):
-        assert structure(replace(found, **other)) != key
+        assert structure(replace(sine, **other)) != key
 
 
 def test_order_of_operands_counts() -> None:

@@ -54,8 +54,8 @@ def variant(d: Extern, backend: Any = CUDNN) -> tuple[str | None, list[Any]]:
 
 def test_convolutions_that_are_one_call_of_cudnn() -> None:
     d = call(plain, R(2, 4, 6, 6), W)
-    found, ((x, w, *rest),) = variant(d)
-    assert found == "convolve" and w.shape == W.shape
+    function, ((x, w, *rest),) = variant(d)
+    assert function == "convolve" and w.shape == W.shape
     assert (x.shape, x.stride(), x.device.type) == ((2, 4, 6, 6), (144, 36, 6, 1), "cuda")
     assert rest == [None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, None]
     assert variant(d, torch._C._ConvBackend.CudaDepthwise2d)[0] is None

@@ -75,11 +75,11 @@ def disjoint(plan: MemoryPlan, schedule: Schedule, sizes: dict[str, int]) -> Non
     offsets, total = arena.offsets(sizes)
 
     def where(name: str) -> tuple[int, int] | None:
-        found = plan.slot.get(plan.home.get(name, name))
-        if found is None:
+        slot = plan.slot.get(plan.home.get(name, name))
+        if slot is None:
             return None
-        low = offsets[found[1]]
-        high = low + evaluate(arena.slots[found[1]].nbytes, sizes)
+        low = offsets[slot[1]]
+        high = low + evaluate(arena.slots[slot[1]].nbytes, sizes)
         assert high <= total
         return low, high
 
@@ -166,8 +166,8 @@ def test_other_layouts_are_not_overwritten() -> None:
 
 def test_reads_elsewhere_forbid_overwriting() -> None:
     """Every point reads its neighbour too."""
-    found = chained(lambda x: (y := x + 1) + y.roll(1, 0), R(8, 8))
-    assert found.get("add_1") is None or found["add_1"] == "roll"
+    reused = chained(lambda x: (y := x + 1) + y.roll(1, 0), R(8, 8))
+    assert reused.get("add_1") is None or reused["add_1"] == "roll"
 
 
 def test_a_row_value_is_not_written_over_another() -> None:

@@ -41,8 +41,8 @@ def compiled(f: Callable[..., Any], *args: Any, steps: int = 3, **options: Any) 
         g = torch.compile(f, backend="deuteron", **options)
         for _ in range(steps):
             gradients(g, *args)
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
-    return g, found
+    entries = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
+    return g, entries
 
 
 def gradients(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
@@ -86,8 +86,8 @@ def usual_backwards(t: Tensor) -> Iterator[list[int]]:
 
 def test_a_step_goes_directly() -> None:
     args = leaves((4, 16), (16,))
-    g, found = compiled(norm, *args)
-    assert [e["accepted"] for e in found] == [True]
+    g, entries = compiled(norm, *args)
+    assert [e["accepted"] for e in entries] == [True]
     y = g(*args)
     assert is_direct(y)
     assert y.grad_fn.name() == "CompiledFunctionBackward"
@@ -107,8 +107,8 @@ def results(x: Tensor, w: Tensor) -> tuple[Any, ...]:
 def test_results_of_all_kinds() -> None:
     """Differentiable or not, used by the loss or not, whole numbers."""
     args = leaves((5, 7), (7,))
-    g, found = compiled(results, *args)
-    assert [e["accepted"] for e in found] == [True]
+    g, entries = compiled(results, *args)
+    assert [e["accepted"] for e in entries] == [True]
     agree(results, g, *args)
     assert [t.requires_grad for t in g(*args)[:4]] == [True, False, False, True]
     for k in (0, 3):
@@ -126,8 +126,8 @@ def test_results_of_all_kinds() -> None:
 def test_some_inputs_only(which: str) -> None:
     x, w = leaves((4, 16), (16,))
     (x if which == "x" else w).requires_grad_(False)
-    g, found = compiled(norm, x, w)
-    assert [e["accepted"] for e in found] == [True]
+    g, entries = compiled(norm, x, w)
+    assert [e["accepted"] for e in entries] == [True]
     agree(norm, g, x, w)
 
 
@@ -136,8 +136,8 @@ def test_an_input_without_a_gradient() -> None:
         return norm(x, w) + (unused > 0)
 
     args = leaves((4, 16), (16,), (16,))
-    g, found = compiled(f, *args)
-    assert found[0]["accepted"]
+    g, entries = compiled(f, *args)
+    assert entries[0]["accepted"]
     agree(f, g, *args)
     torch._dynamo.reset()
     with collecting() as records:
@@ -201,8 +201,8 @@ def test_saved_tensors_that_are_written_to(what: str) -> None:
 
     f = f if what == "result" else square  # type: ignore[assignment]
     x = R(3, 5, requires_grad=True)
-    g, found = compiled(f, x)
-    assert found[0]["accepted"]
+    g, entries = compiled(f, x)
+    assert entries[0]["accepted"]
     assert broken(f, x)
     assert broken(g, x) == broken(f, x)
 
@@ -238,8 +238,8 @@ def test_without_gradients() -> None:
                     assert not torch.is_grad_enabled()
                     torch.testing.assert_close(y, norm(*args))
                 assert not y.requires_grad
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
-    assert found and all(e["accepted"] for e in found)
+    entries = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
+    assert entries and all(e["accepted"] for e in entries)
     agree(norm, g, *args)
     plain = R(4, 16)
     for _ in range(3):
@@ -368,8 +368,8 @@ def test_batch_norm_writes_its_statistics() -> None:
             agree(eager, g, x)
             assert mine.running_mean._version > before[0]
     torch.testing.assert_close(mine.state_dict(), eager.state_dict())
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
-    assert found[0]["accepted"], found
+    entries = [e for r in records for e in r.of("decision") if e["subject"] == "bypass"]
+    assert entries[0]["accepted"], entries
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -403,10 +403,10 @@ def transposed(x: Tensor) -> Tensor:
 def test_aliases(f: Any) -> None:
     """Results that are made again from others go the usual way."""
     x = R(3, 5, requires_grad=True)
-    g, found = compiled(f, x)
+    g, entries = compiled(f, x)
     if f is of_result:
-        assert [e["accepted"] for e in found] == [False]
-        assert found[0]["reason"] == "refused" and "num_outputs_aliased" in found[0]["detail"]
+        assert [e["accepted"] for e in entries] == [False]
+        assert entries[0]["reason"] == "refused" and "num_outputs_aliased" in entries[0]["detail"]
     agree(f, g, x)
     usual = torch.compile(f, backend="aot_eager")(x)
     mine = g(x)
@@ -429,8 +429,8 @@ def test_inputs_that_are_written_to() -> None:
         g(mine, q)
         assert mine._version > before
     x = R(3, 5, requires_grad=True)
-    g, found = compiled(doubled, x)
-    assert found[0]["accepted"]
+    g, entries = compiled(doubled, x)
+    assert entries[0]["accepted"]
     agree(doubled, g, x)
 
 
@@ -449,8 +449,8 @@ def test_a_linear_of_three_dimensions() -> None:
     def f(x: Tensor) -> Tensor:
         return lin(x)
 
-    g, found = compiled(f, x)
-    assert found[0]["accepted"], found
+    g, entries = compiled(f, x)
+    assert entries[0]["accepted"], entries
     agree(f, g, x)
     y, z = g(x), f(x)
     assert is_direct(y) and not y._is_view()
@@ -513,26 +513,28 @@ def test_threads() -> None:
 
 def test_hooks_on_gradients() -> None:
     def seen(f: Any, args: list[Tensor]) -> list[Any]:
-        found: list[Any] = []
+        gradients: list[Any] = []
         for t in args:
             t.grad = None
-        handles = [t.register_hook(lambda d: found.append(d.sum())) for t in args]
-        handles.append(args[0].register_post_accumulate_grad_hook(lambda t: found.append(t.grad)))
+        handles = [t.register_hook(lambda d: gradients.append(d.sum())) for t in args]
+        handles.append(
+            args[0].register_post_accumulate_grad_hook(lambda t: gradients.append(t.grad))
+        )
         y = f(*args)
         y.register_hook(lambda d: d * 2)
-        y.grad_fn.register_hook(lambda out, given: found.append(given[0]))
+        y.grad_fn.register_hook(lambda out, given: gradients.append(given[0]))
         y.backward(torch.ones_like(y))
         for h in handles:
             h.remove()
-        return found
+        return gradients
 
     args = leaves((4, 16), (16,))
     g, _ = compiled(norm, *args)
     torch.testing.assert_close(sorted_sums(seen(g, args)), sorted_sums(seen(norm, args)))
 
 
-def sorted_sums(found: list[Any]) -> Tensor:
-    return torch.stack([t.detach().sum() for t in found]).sort().values
+def sorted_sums(gradients: list[Any]) -> Tensor:
+    return torch.stack([t.detach().sum() for t in gradients]).sort().values
 
 
 def test_compiled_autograd() -> None:
@@ -722,8 +724,8 @@ def test_graphs_are_let_go() -> None:
         def f(x: Tensor) -> Tensor:
             return (x * 2).sin()
 
-        g, found = compiled(f, x)
-        assert found[0]["accepted"]
+        g, entries = compiled(f, x)
+        assert entries[0]["accepted"]
         kind = type(g(x).grad_fn)._forward_cls
         kind.marker = marker
         return weakref.ref(marker)
@@ -740,8 +742,8 @@ def test_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking.complete = False
     monkeypatch.setattr(module, "torch_internals", lambda: lacking)
     args = leaves((4, 16), (16,))
-    g, found = compiled(norm, *args)
-    assert [e["accepted"] for e in found] == [False] and "lacks" in found[0]["detail"]
+    g, entries = compiled(norm, *args)
+    assert [e["accepted"] for e in entries] == [False] and "lacks" in entries[0]["detail"]
     agree(norm, g, *args)
 
 
@@ -754,8 +756,8 @@ def test_a_torch_that_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as m:
             m.setattr(module, name, odd)
             args = leaves((4, 16), (16,))
-            g, found = compiled(norm, *args)
-            assert [e["detail"] for e in found] == ["odd"]
+            g, entries = compiled(norm, *args)
+            assert [e["detail"] for e in entries] == ["odd"]
             assert not is_direct(g(*args))
             agree(norm, g, *args)
     with monkeypatch.context() as m:

@@ -19,7 +19,7 @@ import torch
 
 from deuteron.base.errors import BuildError
 from deuteron.base.options import Options
-from deuteron.codegen.cpp.kernels import FLAGS
+from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS
 from deuteron.runtime import build_cpp
 from deuteron.runtime import cache as cache_module
 from deuteron.runtime.cache import Cache
@@ -101,7 +101,7 @@ def test_openmp_is_torchs(options: Options) -> None:
       return n;
     }
     """
-    lib = build_cpp.build(source, FLAGS, options)
+    lib = build_cpp.build(source, KERNEL_CXX_FLAGS, options)
     before = torch.get_num_threads()
     try:
         for n in (1, 3):

@@ -178,8 +178,8 @@ if died < 3:
     os.abort()
 """
     bad = replace(kernel(), source=text + SOURCE.format(value="x"))
-    found = build(bad, CONFIG, 90, options(tmp_path, workers=1))
-    assert found.num_warps == 1  # after 4, 4 again and 2
+    binary = build(bad, CONFIG, 90, options(tmp_path, workers=1))
+    assert binary.num_warps == 1  # after 4, 4 again and 2
 
 
 def test_a_kernel_that_llvm_dies_of_is_built(tmp_path: Path) -> None:
@@ -270,12 +270,12 @@ def test_small_indices_build_without_packed_additions(tmp_path: Path) -> None:
         rows, columns = (torch.arange(6) - 1) % 6, (torch.arange(5) - 2) % 5
         return x.index_select(0, rows).index_select(1, columns)
 
-    found = scheduled(
+    program = scheduled(
         lambda *xs: [rolled(x) * 2 for x in xs],
         *(torch.ones(6, 5) for _ in range(4)),
         device="H200",
     )
-    made = generate(found.kernels[0], spec_of("H200"), Options())
+    made = generate(program.kernels[0], spec_of("H200"), Options())
     seen: list[str] = []
     before = ptx.without_packed_adds
     with pytest.MonkeyPatch.context() as patch:
@@ -289,8 +289,8 @@ def test_too_much_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A shorter pipeline, or another configuration (LeViT in training asked for more than an H200's
     program may have)."""
     x = torch.randn(65536, 768)
-    found = scheduled(lambda x: ((x * 2).sum(0), x.sin().sum(0)), x, device="H200", check=False)
-    made = generate(found.kernels[0], spec_of("H200"), Options())
+    program = scheduled(lambda x: ((x * 2).sum(0), x.sin().sum(0)), x, device="H200", check=False)
+    made = generate(program.kernels[0], spec_of("H200"), Options())
     config = next(c for c in made.configs if c.num_stages > 1)
     job = build_triton.job_of(made, config, 90, aligned=True, wide=False)
     most = build_triton.built(job, options(tmp_path / "a")).shared

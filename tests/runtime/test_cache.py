@@ -43,7 +43,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not warned yet and has no private folder."""
     monkeypatch.setattr(module, "_WARNED", set())
     monkeypatch.setattr(module, "_PRIVATE_FOLDERS", {})
-    module._made.cache_clear()
+    module._private_folder.cache_clear()
     module._sweep.cache_clear()
 
 
@@ -89,9 +89,9 @@ def test_everything_belongs_to_its_owner_alone(cache: Cache, folder: Path) -> No
             pass
     finally:
         os.umask(before)
-    found = [folder, *folder.rglob("*")]
-    assert len(found) >= 6
-    for p in found:
+    paths = [folder, *folder.rglob("*")]
+    assert len(paths) >= 6
+    for p in paths:
         assert p.stat().st_mode & 0o777 == (0o700 if p.is_dir() else 0o600), p
 
 
@@ -140,8 +140,8 @@ def test_bad_entries_are_not_used(cache: Cache, damage: Callable[[Path], Any]) -
     else:
         with pytest.warns(UserWarning, match="kernel cache cannot be used"):
             cache.put(KEY, ".so", DATA)
-    found = cache.get(KEY, ".so")
-    assert found is not None and found.read_bytes() == DATA
+    file = cache.get(KEY, ".so")
+    assert file is not None and file.read_bytes() == DATA
 
 
 def test_entries_cannot_be_passed_off_as_others(cache: Cache) -> None:
@@ -349,13 +349,14 @@ def test_leftovers_of_dead_processes(cache: Cache, folder: Path) -> None:
     old, new = cache.root / "tmp" / "old", cache.root / "tmp" / "new"
     (old / "inner").mkdir(parents=True)
     new.write_text("")
-    dead = Path(module._made(os.getpid(), None) or "").with_name(f"deuteron-{os.getuid()}-dead")
+    mine = Path(module._private_folder(os.getpid(), None) or "")
+    dead = mine.with_name(f"deuteron-{os.getuid()}-dead")
     dead.mkdir()
     (dead / "file").write_text("")
     for p in (old, dead):
         os.utime(p, (1, 1))
     module._sweep.cache_clear()
-    module._made.cache_clear()
+    module._private_folder.cache_clear()
     Cache.open(Options(cache_dir=str(folder))).put(KEY, ".so", DATA)
     Cache.open(Options(cache=False))
     assert new.exists() and not old.exists() and not dead.exists()
@@ -529,9 +530,9 @@ def test_another_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(package, "FOLDER", tmp_path)
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = []
+    fingerprints = []
     for text in ("a < b", "a > b", "a < b"):
         path.write_text(text)
         os.utime(path, (1, 1))
-        found.append(fingerprint.__wrapped__())
-    assert found[0] == found[2] != found[1]
+        fingerprints.append(fingerprint.__wrapped__())
+    assert fingerprints[0] == fingerprints[2] != fingerprints[1]

@@ -55,9 +55,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         monkeypatch.setattr(module, "ALIGNMENT", 64)  # of torch's memory on the CPU
 
     def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
-        found = Recorded(gm, phase, options, record, **kw)
-        seen.append(found)
-        return found.run()
+        recorded = Recorded(gm, phase, options, record, **kw)
+        seen.append(recorded)
+        return recorded.run()
 
     seen: list[Recorded] = []
 
@@ -72,8 +72,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
 
 def decisions(seen: list[Recorded]) -> list[str]:
-    found = [e for c in seen for e in c.record.of("decision") if e["subject"] == "cudagraph"]
-    return [e["detail"] or e["reason"] for e in found]
+    entries = [e for c in seen for e in c.record.of("decision") if e["subject"] == "cudagraph"]
+    return [e["detail"] or e["reason"] for e in entries]
 
 
 def replays() -> int:
@@ -348,8 +348,8 @@ def test_a_failing_recording_is_given_up(record: Any) -> None:
     for _ in range(4):
         torch.testing.assert_close(g(x, w, b), want, rtol=1e-4, atol=1e-4)
     assert not replays()
-    found = [d for d in decisions(g.seen) if "not permitted" in d]
-    assert len(found) == 2
+    refusals = [d for d in decisions(g.seen) if "not permitted" in d]
+    assert len(refusals) == 2
     assert all(c.dropped for c in FakeCuda.made[0].graphs)
     assert all(r.closed for r in FakeCuda.made[0].regions)
 
@@ -363,8 +363,8 @@ def test_no_memory_for_a_replay_s_results(record: Any, monkeypatch: pytest.Monke
     n = replays()
     (recorded,) = g.seen
     (graphs,) = graphs_of([recorded.call])
-    (found,) = graphs.recordings.values()
-    names = found.function.__globals__
+    (recording,) = graphs.recordings.values()
+    names = recording.function.__globals__
     usual = names["empty_cuda"]
 
     def none(*args: Any) -> Tensor:
@@ -421,9 +421,9 @@ def test_a_failing_launch(record: Any) -> None:
 
 
 def test_on_the_cpu_the_record_says_why() -> None:
-    with collecting() as found:
+    with collecting() as records:
         torch.compile(block, backend="deuteron", mode="reduce-overhead")(
             R(64, 64), R(64, 64), R(64)
         )
-    (e,) = [e for e in found[0].of("decision") if e["subject"] == "cudagraph"]
+    (e,) = [e for e in records[0].of("decision") if e["subject"] == "cudagraph"]
     assert not e["accepted"] and e["detail"] == "nothing of it runs on a GPU"

@@ -221,9 +221,9 @@ def test_no_compiler(tmp_path: Path) -> None:
 
 
 def build_error(raised: BaseException) -> BuildError:
-    found = getattr(raised, "inner_exception", raised)
-    assert isinstance(found, BuildError)
-    return found
+    error = getattr(raised, "inner_exception", raised)
+    assert isinstance(error, BuildError)
+    return error
 
 
 def test_failing_compiler(tmp_path: Path) -> None:

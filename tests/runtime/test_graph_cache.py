@@ -58,14 +58,14 @@ def trained(g: Step, *args: Tensor, steps: int = 2) -> tuple[list[Tensor], list[
 
 
 def decisions(records: list[Any]) -> list[tuple[bool, str]]:
-    found = [e for r in records for e in r.of("decision") if e["subject"] == "graph cache"]
-    return [(e["accepted"], e["detail"]) for e in found]
+    entries = [e for r in records for e in r.of("decision") if e["subject"] == "graph cache"]
+    return [(e["accepted"], e["detail"]) for e in entries]
 
 
 def twice(f: Step, folder: Path, *args: Tensor, **options: Any) -> list[Any]:
     """The Records of the second time, whose results are the first's."""
     first, records = trained(anew(f, folder, **options), *args)
-    assert not any(found for found, _ in decisions(records))
+    assert not any(accepted for accepted, _ in decisions(records))
     assert any(r.of("stage") for r in records)
     torch.manual_seed(0)
     second, records = trained(anew(f, folder, **options), *args)
@@ -80,7 +80,7 @@ def twice(f: Step, folder: Path, *args: Tensor, **options: Any) -> list[Any]:
 def test_values(dtype: torch.dtype, grad: bool, tmp_path: Path) -> None:
     x, w = (R(*s, dtype=dtype, requires_grad=grad) for s in ((6, 16), (16,)))
     records = twice(norm, tmp_path, x, w)
-    assert all(found for found, _ in decisions(records)) and len(records) == 1 + grad
+    assert all(accepted for accepted, _ in decisions(records)) and len(records) == 1 + grad
     assert not any(r.of("stage") for r in records)
     assert all(r.of("kernel") and r.of("kernel")[0]["source"] for r in records)
 
@@ -93,10 +93,10 @@ def test_a_network_that_writes_to_its_buffers(tmp_path: Path) -> None:
     other.load_state_dict(net.state_dict())
     x = R(2, 3, 6, 6)
     _, records = trained(anew(net, tmp_path), x)
-    assert not any(found for found, _ in decisions(records))
+    assert not any(accepted for accepted, _ in decisions(records))
     kept = anew(net, tmp_path)
     _, records = trained(kept, x)
-    assert [found for found, _ in decisions(records)] == [True, True]
+    assert [accepted for accepted, _ in decisions(records)] == [True, True]
     for _ in range(4):
         other(x)
     for a, b in zip(net.buffers(), other.buffers(), strict=True):
@@ -193,7 +193,7 @@ def test_settings_and_inputs_are_part_of_the_name(tmp_path: Path) -> None:
 
     def again(*args: Tensor) -> bool:
         _, records = trained(anew(f, tmp_path), *args)
-        return any(found for found, _ in decisions(records))
+        return any(accepted for accepted, _ in decisions(records))
 
     assert not again(x, w) and again(x, w)
     assert not again(x.t(), w) and not again(x, w.clone().requires_grad_())
@@ -215,7 +215,7 @@ def test_a_damaged_entry_is_compiled_again(tmp_path: Path) -> None:
     (entry,) = tmp_path.rglob("*.graph")
     entry.write_bytes(entry.read_bytes()[:-10])
     out, records = trained(anew(norm, tmp_path), x, w)
-    assert not any(found for found, _ in decisions(records))
+    assert not any(accepted for accepted, _ in decisions(records))
     torch.testing.assert_close(out[0], norm(x, w))
 
 
@@ -227,11 +227,11 @@ def test_unusual_calls(tmp_path: Path) -> None:
     dy = R(16, 6).t()
     expected = torch.autograd.grad(norm(x, w), (x, w), dy)
     torch.testing.assert_close(torch.autograd.grad(g(x, w), (x, w), dy), expected)
-    found = torch.autograd.grad(g(x, w), (x, w), dy, create_graph=True)
-    torch.testing.assert_close(found, expected)
-    assert found[0].requires_grad
+    grads = torch.autograd.grad(g(x, w), (x, w), dy, create_graph=True)
+    torch.testing.assert_close(grads, expected)
+    assert grads[0].requires_grad
     with pytest.raises(RuntimeError, match="double backward"):
-        found[0].sum().backward()
+        grads[0].sum().backward()
     y = g(x, w)
     for _ in range(2):
         torch.testing.assert_close(torch.autograd.grad(y, (x, w), dy, retain_graph=True), expected)

@@ -74,15 +74,15 @@ def test_a_slow_kernel_is_replaced_and_remembered(
 
     monkeypatch.setattr(guard.Guard, "measure", slowed)
     with torch.no_grad():
-        got, found = run(chain, *args, cache=tmp_path)
+        got, entries = run(chain, *args, cache=tmp_path)
         torch.testing.assert_close(got, chain(*args), rtol=1e-4, atol=1e-4)
-        (d,) = [d for d in found if d["accepted"]]
+        (d,) = [d for d in entries if d["accepted"]]
         assert "fused" in d["detail"] and "unfused" in d["detail"], d
         # Another process: nothing is measured, and the better form is compiled at once.
         monkeypatch.setattr(guard.Guard, "measure", lambda *_: pytest.fail("measured again"))
-        got, found = run(chain, *args, cache=tmp_path)
+        got, entries = run(chain, *args, cache=tmp_path)
         torch.testing.assert_close(got, chain(*args), rtol=1e-4, atol=1e-4)
-    (d,) = found
+    (d,) = entries
     assert d["accepted"] and d["reason"].startswith("remembered, unfused: mm"), d
 
 
@@ -94,10 +94,10 @@ def test_a_good_kernel_stays(tmp_path: Path) -> None:
         return torch.where(y > 3, y.exp(), y).sum(-1)
 
     x = torch.randn(2048, 1024)
-    got, found = run(f, x, cache=tmp_path)
+    got, entries = run(f, x, cache=tmp_path)
     torch.testing.assert_close(got, f(x), rtol=1e-4, atol=1e-3)
-    assert found and not any(d["accepted"] for d in found), found
-    assert "many conditions" in found[0]["detail"]
+    assert entries and not any(d["accepted"] for d in entries), entries
+    assert "many conditions" in entries[0]["detail"]
 
 
 def test_what_is_written_to_is_written_once(blind: None, tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., float]]:
     def of(step: Callable[[], Any]) -> float:
         for _ in range(10):
             step()
-        found = []
+        times = []
         for _ in range(100):
             spent[0] = 0.0
             step()
-            found.append(spent[0])
-        return statistics.median(found) * 1e6
+            times.append(spent[0])
+        return statistics.median(times) * 1e6
 
     monkeypatch.setattr(pipeline, "compile_graph", compile_graph)
     threads = torch.get_num_threads()

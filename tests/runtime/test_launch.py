@@ -112,14 +112,14 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    found = Driver()
-    found.log  # noqa: B018 - what earlier tests left
+    stand_in = Driver()
+    stand_in.log  # noqa: B018 - what earlier tests left
     for module in (launch_cuda, launch_graph, graph_nodes):
-        monkeypatch.setattr(module, "_driver", lambda: found.lib)
+        monkeypatch.setattr(module, "_driver", lambda: stand_in.lib)
     entered: list[Any] = []
     monkeypatch.setattr(launch_cuda, "make_current", entered.append)
     launch_cuda._launcher.cache_clear()
-    yield found
+    yield stand_in
     launch_cuda._launcher.cache_clear()
 
 

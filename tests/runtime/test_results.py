@@ -85,10 +85,10 @@ def test_untrue_fake(name: str, dynamic: bool) -> None:
         for a, b in zip(f(x), compiled(x), strict=True):
             torch.testing.assert_close(b, a)
         return
-    with pytest.raises(UntrueFakeKernel, match=f"untrue.{name}") as found:
+    with pytest.raises(UntrueFakeKernel, match=f"untrue.{name}") as raised:
         compiled(x)
-    assert "traced as sizes (5, 5), strides (5, 1), torch.float32 on cpu" in found.value.message
-    assert "test_results.py" in found.value.where and "register_fake" in found.value.hint
+    assert "traced as sizes (5, 5), strides (5, 1), torch.float32 on cpu" in raised.value.message
+    assert "test_results.py" in raised.value.where and "register_fake" in raised.value.hint
 
 
 @pytest.mark.parametrize("name", ("fewer", "more", "second"))
@@ -137,6 +137,6 @@ def test_quantized(name: str) -> None:
     f = QUANTIZED[name]
     torch.manual_seed(0)
     x = torch.randn(4, 6) * 3
-    found = torch.compile(f, backend="deuteron")(x)
-    for a, b in zip(tree_leaves(f(x)), tree_leaves(found), strict=True):
+    got = torch.compile(f, backend="deuteron")(x)
+    for a, b in zip(tree_leaves(f(x)), tree_leaves(got), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)

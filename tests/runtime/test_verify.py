@@ -151,8 +151,8 @@ def test_comparison() -> None:
     assert compare("t", want.clone(), want, other) is None
     got = want.clone()
     got[7] = got[7] + 1e-3
-    found = compare("t", got, want, other)
-    assert found is not None and found.at == (7,) and found.wrong == 1
+    difference = compare("t", got, want, other)
+    assert difference is not None and difference.at == (7,) and difference.wrong == 1
     got[7] = float("nan")
     assert compare("t", got, want, other) is not None
     want[7] = other[7] = float("nan")

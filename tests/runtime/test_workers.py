@@ -102,8 +102,8 @@ def test_results_and_errors(builder: Builder, helpers: Any) -> None:
 
 def test_lazy_and_light(builder: Builder, helpers: Any) -> None:
     assert not builder.processes()
-    found = builder.submit(helpers.modules).result()
-    assert "torch" not in found and "triton" not in found and "__main__" in found
+    loaded = builder.submit(helpers.modules).result()
+    assert "torch" not in loaded and "triton" not in loaded and "__main__" in loaded
     assert len(builder.processes()) == 1  # one task, one process
 
 
@@ -140,11 +140,11 @@ def test_what_gets_a_process_ready_fails(helpers: Any) -> None:
 
 def test_large_tasks_first(tmp_path: Path) -> None:
     b = Builder(1)
-    found = tmp_path / "order"
+    log = tmp_path / "order"
     b.prepare(1, time.sleep, 0.5)
-    tasks = [b.submit(os.system, f"echo {n} >> '{found}'", size=n) for n in (2, 1, 3, 3, 5, 4)]
+    tasks = [b.submit(os.system, f"echo {n} >> '{log}'", size=n) for n in (2, 1, 3, 3, 5, 4)]
     assert [t.result() for t in tasks] == [0] * 6
-    assert found.read_text().split() == ["5", "4", "3", "3", "2", "1"]
+    assert log.read_text().split() == ["5", "4", "3", "3", "2", "1"]
     b.close()
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
-from deuteron.codegen.launch_groups import OPENMP, Launches, LaunchGroup
+from deuteron.codegen.launch_groups import OPENMP_DECLARATIONS, Launches, LaunchGroup
 from deuteron.codegen.products import Product
 from deuteron.codegen.text import dtype_text, long_string, wrapped
 from deuteron.codegen.triton.generate import Config, TritonKernel
 from deuteron.ir.index import Sym, hint
 from deuteron.ir.program import Input, Program
 
-SUPPORT = (
+SUPPORT_NAMES = (
     *(
         "HOOKS_SEEN",
         "address_array",
@@ -105,7 +105,7 @@ def assemble(
     text = [
         long_string("\n".join([request.title, "", *request.about, ""])),
         *("", "import math", "", "import torch", ""),
-        *wrapped("from deuteron.runtime.support import (", SUPPORT, ")"),
+        *wrapped("from deuteron.runtime.support import (", SUPPORT_NAMES, ")"),
         "",
         *kernel_sources(unit, kernels),
         *body.head,
@@ -123,7 +123,7 @@ def translation(body: Body, kernels: dict[str, Generated], threads: int) -> str:
     if not cpp:
         return ""
     functions = [x for s in body.launch_groups for x in s.function(threads)]
-    openmp = [OPENMP] if threads else []
+    openmp = [OPENMP_DECLARATIONS] if threads else []
     return "\n".join([translation_unit(list(cpp.values())), *openmp, *functions, ""])
 
 
@@ -258,7 +258,7 @@ def triton_kernel(known: dict[str, Any], source: str) -> TritonKernel:
 
 
 __all__ = [
-    "SUPPORT",
+    "SUPPORT_NAMES",
     "Body",
     "Emitted",
     "Generated",

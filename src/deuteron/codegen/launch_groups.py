@@ -100,6 +100,6 @@ class LaunchGroup:
         )
 
 
-OPENMP = 'extern "C" { int omp_get_max_threads(); void omp_set_num_threads(int); }'
+OPENMP_DECLARATIONS = 'extern "C" { int omp_get_max_threads(); void omp_set_num_threads(int); }'
 
-__all__ = ["OPENMP", "Address", "Launches", "LaunchGroup"]
+__all__ = ["OPENMP_DECLARATIONS", "Address", "Launches", "LaunchGroup"]

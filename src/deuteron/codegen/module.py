@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen.assemble import SUPPORT, Body, Emitted, Generated, Request, assemble
+from deuteron.codegen.assemble import SUPPORT_NAMES, Body, Emitted, Generated, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
 from deuteron.codegen.launch_groups import Address, Launches, LaunchGroup
 from deuteron.codegen.products import Product, product_of
@@ -89,7 +89,7 @@ class Writer:
         self.objects: dict[str, Any] = {}
         self.ops: dict[str, str] = {}
         self.variables: dict[str, str] = {}
-        self.taken = {*SUPPORT, *(s.name for s, _ in program.sizes), "torch", "math", "args"}
+        self.taken = {*SUPPORT_NAMES, *(s.name for s, _ in program.sizes), "torch", "math", "args"}
         self.taken |= {
             FIRST_CALL,
             "min",

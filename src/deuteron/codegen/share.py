@@ -132,7 +132,7 @@ class _Structure:
 
 
 def _counted(xs: list[Hashable]) -> list[Hashable]:
-    """Equal factors of a product, told apart."""
+    """Equal factors of a product, numbered."""
     return [(x, xs[:k].count(x)) for k, x in enumerate(xs)]
 
 

@@ -14,7 +14,7 @@ from deuteron.base.text import one_line, plain_name
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym
 
 LINE_WIDTH = 100
-DTYPES = {
+TORCH_DTYPES = {
     "bool": "bool",
     "u8": "uint8",
     "i8": "int8",
@@ -32,7 +32,7 @@ DTYPES = {
 
 def dtype_text(dtype: str) -> str:
     """ "f32" -> "torch.float32"; other names are torch's own."""
-    return f"torch.{DTYPES.get(dtype, dtype.removeprefix('torch.'))}"
+    return f"torch.{TORCH_DTYPES.get(dtype, dtype.removeprefix('torch.'))}"
 
 
 def source(i: Index) -> str:

@@ -54,7 +54,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter, int, float, bool)
 # A backward that was not as expected is watched again at most this many times.
 MAX_WATCHED_BACKWARDS = 4
 # How AOTAutograd says to Dynamo which sizes of a tensor may change, in 2.13 and 2.11.
-WRAPPERS = "_functorch._aot_autograd.runtime_wrappers"
+WRAPPERS_MODULE = "_functorch._aot_autograd.runtime_wrappers"
 DYNAMIC_MARKS = ("mark_dynamo_propagated_dynamic_indices", "maybe_mark_dynamic_helper")
 
 
@@ -69,7 +69,7 @@ class TorchInternals:
         self.traced = torch_name("_C._dynamo.eval_frame.get_eval_frame_callback")
         self.skip = torch_name("_dynamo.eval_frame.skip_code")
         self.complete = all(value is not None for value in vars(self).values())
-        marks = (torch_name(f"{WRAPPERS}.{name}") for name in DYNAMIC_MARKS)
+        marks = (torch_name(f"{WRAPPERS_MODULE}.{name}") for name in DYNAMIC_MARKS)
         self.mark: Any = next((value for value in marks if value is not None), None)
         # From 2.13 on, compiled backwards run in the context (`contextvars`) of who called them.
         self.stashed = torch_name("_C._is_key_in_tls") or (lambda key: False)

@@ -20,7 +20,7 @@ import torch
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.codegen.assemble import Emitted, triton_fields, triton_kernel
-from deuteron.codegen.cpp.kernels import FLAGS
+from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS
 from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
 from deuteron.codegen.triton.generate import TritonKernel
@@ -108,7 +108,7 @@ class Artifact:
         these names, a launcher's too; `around`: wraps its ``call``."""
         e = self.emitted
         if e.unit and library is None:
-            library = build_cpp.submit(e.unit, FLAGS, options)
+            library = build_cpp.submit(e.unit, KERNEL_CXX_FLAGS, options)
         given = dict(extra or {})
         built = {} if variants is None else variants
         for q in e.sequences:

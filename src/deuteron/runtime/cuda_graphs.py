@@ -57,7 +57,7 @@ MAX_COPIED_BYTES = 8 << 20
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Bytes by which everything moves besides, and `ALIGNMENT`: no part of the distances is a round
 # number, as are those between other tensors.
-SKEW = 0x135 << 12
+ADDRESS_SKEW = 0x135 << 12
 _LOCK = threading.RLock()  # one recording at a time
 
 
@@ -248,8 +248,8 @@ def call(args):
     before = enter_device({self.device})
     try:
         key = ({", ".join(parts)},)
-        found = table.get(key)
-        return miss(key, args) if found is None else found(args)
+        replay = table.get(key)
+        return miss(key, args) if replay is None else replay(args)
     finally:
         leave_device(before)
 """
@@ -474,7 +474,9 @@ class Recording:
             if self.first is not None and (what, k) in self.first.places:
                 # Each tensor moves by a distance of its own.
                 offset = self.first.places[what, k].base - self.first.region.low
-                self.region.at = self.region.low + offset + SKEW + 2 * TENSOR_GAP * len(self.places)
+                self.region.at = (
+                    self.region.low + offset + ADDRESS_SKEW + 2 * TENSOR_GAP * len(self.places)
+                )
                 more = ALIGNMENT
             place = self.places[what, k] = self.region.allocate(a.nbytes, address, more)
             out = self.graphs.cuda.tensor(place, a.shape, a.strides, a.dtype)

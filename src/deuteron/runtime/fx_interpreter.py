@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 ATEN = torch.ops.aten
 # On tensors whose strides are not the traced ones a view may be a copy.
-COPIES = {
+COPYING_VARIANTS = {
     ATEN.view.default: ATEN.reshape.default,
     ATEN._unsafe_view.default: ATEN.reshape.default,
 }
@@ -87,7 +87,7 @@ class FxInterpreter:
             raise UnknownValue(str(target))
         args = fx.map_arg(n.args, lambda a: made[a])
         kwargs = fx.map_arg(n.kwargs, lambda a: made[a])
-        return COPIES.get(target, target)(*args, **kwargs)
+        return COPYING_VARIANTS.get(target, target)(*args, **kwargs)
 
 
 __all__ = ["FxInterpreter", "UnknownValue"]

@@ -110,19 +110,24 @@ class Node:
         if self.kind != KERNEL:
             return {COPY: "a copy", FILL: "a fill"}[self.kind]
         ask = getattr(_driver(), "cuFuncGetName", None)
-        found = ctypes.c_char_p(None)
+        text = ctypes.c_char_p(None)
         if (
             ask is None
             or not self.params.func
-            or ask(ctypes.byref(found), ctypes.c_void_p(self.params.func))
+            or ask(ctypes.byref(text), ctypes.c_void_p(self.params.func))
         ):
             return "a kernel"
-        return (found.value or b"a kernel").decode(errors="replace")
+        return (text.value or b"a kernel").decode(errors="replace")
 
 
 KERNEL, COPY, FILL, EMPTY = 0, 1, 2, 5
 BUFFER, BUFFER_SIZE = 1, 2  # names in a kernel's list of extra arguments
-NAMES = {3: "a call on the host", 4: "a graph", 10: "an allocation", 11: "a release of memory"}
+NODE_KIND_NAMES = {
+    3: "a call on the host",
+    4: "a graph",
+    10: "an allocation",
+    11: "a release of memory",
+}
 
 
 def nodes_of(graph: int) -> list[Node]:
@@ -130,17 +135,17 @@ def nodes_of(graph: int) -> list[Node]:
     count = ctypes.c_size_t(0)
     handle = ctypes.c_void_p(graph)
     call("cuGraphGetNodes", handle, None, ctypes.byref(count))
-    found = (ctypes.c_void_p * max(1, count.value))()
-    call("cuGraphGetNodes", handle, found, ctypes.byref(count))
+    handles = (ctypes.c_void_p * max(1, count.value))()
+    call("cuGraphGetNodes", handle, handles, ctypes.byref(count))
     out = []
-    for h in (n or 0 for n in found[: count.value]):
+    for h in (n or 0 for n in handles[: count.value]):
         kind = ctypes.c_int(0)
         call("cuGraphNodeGetType", ctypes.c_void_p(h), ctypes.byref(kind))
         if kind.value == EMPTY:
             continue
         read = {KERNEL: _kernel, COPY: _copy, FILL: _fill}.get(kind.value)
         if read is None:
-            name = NAMES.get(kind.value, f"node type {kind.value}")
+            name = NODE_KIND_NAMES.get(kind.value, f"node type {kind.value}")
             raise Refused(f"the recording holds {name}, which has no addresses to update")
         node = read(h)
         node.handle = h
@@ -170,19 +175,21 @@ def _kernel(h: int) -> Node:
 
 def _buffer_kernel(params: _KernelParams) -> Node:
     """A kernel whose arguments are one buffer, given by a list of names and values."""
-    found: dict[int, int] = {}
+    arguments: dict[int, int] = {}
     k = 0
     while params.extra and params.extra[k]:
-        found[params.extra[k] or 0] = params.extra[k + 1] or 0
+        arguments[params.extra[k] or 0] = params.extra[k + 1] or 0
         k += 2
-    if not found:
+    if not arguments:
         return Node(KERNEL, _identity(params), [], params=params)
-    if set(found) != {BUFFER, BUFFER_SIZE}:
-        raise Refused(f"a kernel whose arguments are given in a way of its own: {sorted(found)}")
-    size = ctypes.c_size_t.from_address(found[BUFFER_SIZE])
+    if set(arguments) != {BUFFER, BUFFER_SIZE}:
+        raise Refused(
+            f"a kernel whose arguments are given in a way of its own: {sorted(arguments)}"
+        )
+    size = ctypes.c_size_t.from_address(arguments[BUFFER_SIZE])
     memory = (ctypes.c_longlong * (size.value // 8 + 1))()
     start = ctypes.addressof(memory)
-    ctypes.memmove(start, found[BUFFER], size.value)
+    ctypes.memmove(start, arguments[BUFFER], size.value)
     own_size = ctypes.c_size_t(size.value)
     own = (ctypes.c_void_p * 5)(BUFFER, start, BUFFER_SIZE, ctypes.addressof(own_size), None)
     params.extra = ctypes.cast(own, ctypes.POINTER(ctypes.c_void_p))
@@ -195,7 +202,7 @@ def _identity(p: _KernelParams) -> tuple[Any, ...]:
     return (p.func or p.kern, p.gx, p.gy, p.gz, p.bx, p.by, p.bz, p.shared)
 
 
-_SIZES: dict[int, list[int]] = {}
+_ARGUMENT_SIZES: dict[int, list[int]] = {}
 
 
 def _argument_sizes(params: _KernelParams) -> list[int]:
@@ -203,18 +210,18 @@ def _argument_sizes(params: _KernelParams) -> list[int]:
     function, name = int(params.func or 0), "cuFuncGetParamInfo"
     if not function:
         function, name = int(params.kern or 0), "cuKernelGetParamInfo"
-    found = _SIZES.get(function)
-    if found is None:
+    sizes = _ARGUMENT_SIZES.get(function)
+    if sizes is None:
         ask = getattr(_driver(), name, None)
         if ask is None:
             raise Refused(f"this driver has no {name}; CUDA 12.4 has")
-        found = []
+        sizes = []
         offset, size = ctypes.c_size_t(0), ctypes.c_size_t(0)
         refs = ctypes.byref(offset), ctypes.byref(size)
-        while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), *refs):
-            found.append(size.value)
-        _SIZES[function] = found
-    return found
+        while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *refs):
+            sizes.append(size.value)
+        _ARGUMENT_SIZES[function] = sizes
+    return sizes
 
 
 def _words(at: Sequence[int]) -> list[int]:
@@ -277,10 +284,10 @@ def match(
             if a == b:
                 continue
             if after.low <= b < after.high:
-                found = moved.get(b - a)
-                if found is None:
+                tensor = moved.get(b - a)
+                if tensor is None:
                     raise Refused(f"argument {j} of node {i} moved unlike any tensor")
-                out.append(Use(i, j, found, b - places[found][1].base))
+                out.append(Use(i, j, tensor, b - places[tensor][1].base))
             elif before.low <= a < before.high:
                 if not any(
                     p.base - TENSOR_GAP < a < p.base + p.nbytes + TENSOR_GAP for p in passing

@@ -53,7 +53,7 @@ extern "C" int deuteron_multiply(product* q, void** p, void* space, unsigned lon
 """
 
 # Numbers of cuBLAS's interface.
-TYPES = {"f32": 0, "f16": 2, "bf16": 14}
+CUBLAS_TYPES = {"f32": 0, "f16": 2, "bf16": 14}
 FLOAT, TF32 = 68, 77  # kinds of computation
 TRANSPOSE_FIRST, TRANSPOSE_SECOND, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8
 WITH_BIAS = {"": 4, "relu": 6, "gelu": 36}  # and an activation
@@ -225,9 +225,9 @@ class Multiply:
 
     def prepare(self) -> None:
         p = self.product
-        kind = TYPES[p.dtype]
+        kind = CUBLAS_TYPES[p.dtype]
         compute = ctypes.c_int(TF32 if p.dtype == "f32" and tf32() else FLOAT)
-        desc = _made("cublasLtMatmulDescCreate", compute, ctypes.c_int(TYPES["f32"]))
+        desc = _made("cublasLtMatmulDescCreate", compute, ctypes.c_int(CUBLAS_TYPES["f32"]))
         settings: list[tuple[int, Any]] = [
             (TRANSPOSE_FIRST, ctypes.c_int(int(p.b.transposed))),
             (TRANSPOSE_SECOND, ctypes.c_int(int(p.a.transposed))),

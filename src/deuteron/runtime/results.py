@@ -15,7 +15,7 @@ from torch import Tensor
 from deuteron.base.errors import UntrueFakeKernel
 
 Claim = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]
-HINT = (
+FAKE_KERNEL_HINT = (
     "mend the operator's fake kernel (torch.library.register_fake); torch.library.opcheck compares "
     "it with the operator"
 )
@@ -51,7 +51,7 @@ def exact_count(results: Sequence[Any], count: int, op: str, where: str) -> Sequ
     if len(results) != count:
         raise UntrueFakeKernel(
             f"{op} returned {len(results)} results; its fake kernel said {count}",
-            hint=HINT,
+            hint=FAKE_KERNEL_HINT,
             where=where,
             op=op,
         )
@@ -73,7 +73,7 @@ def _untrue(op: str, where: str, number: int, claim: Claim, seen: str) -> Untrue
     said = f"sizes {shape}, strides {strides}, {dtype} on {device}"
     return UntrueFakeKernel(
         f"result {number} of {op} is not what its fake kernel said: {seen}; traced as {said}",
-        hint=HINT,
+        hint=FAKE_KERNEL_HINT,
         where=where,
         op=op,
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deuteron.base.options import Options
-from deuteron.codegen.cpp.kernels import FLAGS
+from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS
 from deuteron.runtime import build_cpp
 from deuteron.runtime.launch import bind
 
@@ -55,7 +55,7 @@ def main(
         )
     options = Options.make()
     if "CPP" in module:
-        bind(module, launch_groups, build_cpp.build(module["CPP"], FLAGS, options))
+        bind(module, launch_groups, build_cpp.build(module["CPP"], KERNEL_CXX_FLAGS, options))
     for name, device, operands, sizes, kernels in sequences:
         from deuteron.runtime.launch_cuda import Launcher
 
@@ -95,7 +95,7 @@ def rerun(folder: Path) -> int:
         launch_triton(about, (folder / "kernel.py").read_text(encoding="utf-8"), given)
     else:
         unit = (folder / "kernel.cpp").read_text(encoding="utf-8")
-        lib = build_cpp.build(unit, FLAGS, Options.make())
+        lib = build_cpp.build(unit, KERNEL_CXX_FLAGS, Options.make())
         addresses = [given[n].data_ptr() for n in about["args"]]
         sizes = [about["sizes"][s] for s in about["symbols"]]
         torch.get_num_threads()

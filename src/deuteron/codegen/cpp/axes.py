@@ -46,7 +46,7 @@ def lane_cost(loops: Loops, axis: Axis, accesses: Sequence[tuple[Access, int]]) 
     """Bytes moved with vector lanes along `axis`, those that are not contiguous weighted; short
     axes waste lanes.
 
-    `found` are accesses with the number of passes that do them.
+    `accesses` come with the number of passes that do them.
     """
     axes = (*loops.parallel, *loops.reduced)
     total = 4.0 * size_of(axes)

@@ -98,7 +98,7 @@ class PassBody:
         for node in self.plan.row_buffered:
             name = env.em.fresh("row")
             self.buffers[node] = name
-            kind = scalars.REGISTER[node.dtype] if node.dtype != "bool" else "unsigned char"
+            kind = scalars.REGISTER_TYPES[node.dtype] if node.dtype != "bool" else "unsigned char"
             lines.append(f"{kind}* const {name} = ({kind}*)(scratch + {env.extent(total)});")
             item = 4 if node.dtype in scalars.HALF else ITEMSIZE[node.dtype]
             total = total + (count * item + 63) // 64 * 64
@@ -192,8 +192,8 @@ class PassBody:
             for pair in [x for x in to_buffer if ready(x[0])]:
                 to_buffer.remove(pair)
                 node, row = pair
-                place = lane_linear if lane_linear is not None else em.index(index_set.linear)
-                em.scope.add(f"{only}{row}[{place}] = {em.value(node)};")
+                element = lane_linear if lane_linear is not None else em.index(index_set.linear)
+                em.scope.add(f"{only}{row}[{element}] = {em.value(node)};")
 
         fill_row_buffers(
             lambda n: not any(x.op == "load" and x.attr[0] in self.scan_names for x in n.walk())
@@ -208,8 +208,7 @@ class PassBody:
             elif isinstance(p, Scan):
                 self._scan(p, lane)
             elif isinstance(p, CrossRowReduce):
-                place = em.index(index_set.linear)
-                cell = f"{self.columns[p.name]}[{place}]"
+                cell = f"{self.columns[p.name]}[{em.index(index_set.linear)}]"
                 em.scope.add(
                     f"{only}{cell} = "
                     f"{combine(p.kind, p.body.dtype, cell, em.value(p.body), em.used)};"
@@ -239,7 +238,7 @@ class PassBody:
         em.scope.add(f"{cell} = {combine(p.kind, kind, cell, wide, em.used)};")
         name = em.fresh("t")
         out = scalars.convert(cell, kind, p.body.dtype, em.used)
-        em.scope.add(f"const {scalars.REGISTER[p.body.dtype]} {name} = {out};")
+        em.scope.add(f"const {scalars.REGISTER_TYPES[p.body.dtype]} {name} = {out};")
         em.scope.texts[Expr("load", p.body.dtype, (), (p.name, (), None))] = name
 
 

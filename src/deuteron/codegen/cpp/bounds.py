@@ -23,7 +23,7 @@ def checked_pointer(
     number: int, name: str, layout: Layout, variable: str, written: bool, kernel: str, count: str
 ) -> str:
     """The declaration of a tensor's pointer. `count`: text of the elements that its memory has."""
-    kind = ("" if written else "const ") + scalars.MEMORY[layout.dtype]
+    kind = ("" if written else "const ") + scalars.MEMORY_TYPES[layout.dtype]
     what = json.dumps(one_line(f"kernel {kernel}: tensor {name}").replace("%", " "))
     return f"const d_checked<{kind}> {variable}{{({kind}*)ptrs[{number}], {count}, {what}}};"
 

@@ -37,7 +37,7 @@ from deuteron.codegen.cpp.nontemporal import (
 from deuteron.codegen.cpp.online import Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.prefetch_streaming import MAX_PREFETCHES, PREFETCH_BYTES, prefetch_lines
-from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
+from deuteron.codegen.cpp.reductions import FLUSH_ADDITIONS, Accumulator
 from deuteron.codegen.cpp.rows import MAX_CHUNKS, MIN_CHUNK_OPS, chunk_counts
 from deuteron.codegen.loops import (
     Write,
@@ -117,7 +117,7 @@ class Columns(PassWriter):
             kind = carry_dtype(s)
             neutral = scalars.literal(REDUCTIONS[s.kind].identity(kind), kind)
             em.scope.add(
-                f"alignas(64) {scalars.REGISTER[kind]} {name}[{self.width}];",
+                f"alignas(64) {scalars.REGISTER_TYPES[kind]} {name}[{self.width}];",
                 f"for (int l = 0; l < {self.width}; ++l) {name}[l] = {neutral};",
             )
         self.per_lane(p, k)
@@ -151,7 +151,7 @@ class Columns(PassWriter):
         with em.inside(self.v) as scope:
             for n in per_lane:
                 text, name = em.value(n), em.fresh("lane")
-                kind = scalars.REGISTER[n.dtype]
+                kind = scalars.REGISTER_TYPES[n.dtype]
                 scope.add(f"{name}[l] = {text};")
                 names.append((n, name, kind))
         for _, name, kind in names:
@@ -167,7 +167,7 @@ class Columns(PassWriter):
         flushed = [a for a in accs.values() if a.flushed]
         known = all(a.extent.value is not None for a in self.outer)
         counter = ""
-        if flushed and not (known and size(self.outer) <= 2 * FLUSH):
+        if flushed and not (known and size(self.outer) <= 2 * FLUSH_ADDITIONS):
             counter = em.fresh("n")
             em.scope.add(f"int {counter} = 0;")
 
@@ -195,12 +195,12 @@ class Columns(PassWriter):
                     self.body(index_set, accs, "l", position, linear)
             for w, n in names.items():
                 del self.store_cells[w]
-                place = store_address(self.env, w, self.v, self.base)
-                em.scope.add(f"d_nontemporal({place}, {n}, {self.count});")
+                address = store_address(self.env, w, self.v, self.base)
+                em.scope.add(f"d_nontemporal({address}, {n}, {self.count});")
             em.axis_text[self.v] = f"({self.base} + l)"
             if counter:
                 em.scope.add(
-                    f"if (++{counter} == {2 * FLUSH}) {{ {counter} = 0;",
+                    f"if (++{counter} == {2 * FLUSH_ADDITIONS}) {{ {counter} = 0;",
                     *("  " + s for a in flushed for s in a.flush_lanes(self.count)),
                     "}",
                 )
@@ -327,7 +327,7 @@ class Columns(PassWriter):
             for w in transposed:
                 tile = em.fresh("tile")
                 outer.add(
-                    f"alignas(64) {scalars.MEMORY[w.dtype]} {tile}[{TILE_ROWS * self.width}];"
+                    f"alignas(64) {scalars.MEMORY_TYPES[w.dtype]} {tile}[{TILE_ROWS * self.width}];"
                 )
                 self.store_cells[w] = f"{tile}[{row} * {self.width} + l]"
             em.name_axis(u, f"({block} + {row})")
@@ -340,12 +340,12 @@ class Columns(PassWriter):
                 step = w.address.coefficient(self.v)
                 assert step is not None
                 with em.inside(u, self.v) as corner:
-                    place, step_text = em.index(w.address), em.index(step)
+                    address, step_text = em.index(w.address), em.index(step)
                 tile = self.store_cells.pop(w).split("[")[0]
                 outer.add(
                     *corner.lines,
                     f"{transpose_function(env, w)}({tile}, {self.width}, "
-                    f"{em.tensors[w.tensor]} + {place}, {step_text}, {count}, {self.count});",
+                    f"{em.tensors[w.tensor]} + {address}, {step_text}, {count}, {self.count});",
                 )
         em.scope.loop(
             f"for (long long {block} = 0; {block} < {n}; {block} += {TILE_ROWS})", outer.lines

@@ -28,7 +28,7 @@ from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, 
 from deuteron.ir.operations import COMPARISONS, FLOATS, INTS
 
 NO_AXES: frozenset[Axis] = frozenset()
-ROUNDING = ("round", "floor", "ceil", "trunc")
+ROUNDING_OPS = ("round", "floor", "ceil", "trunc")
 BELOW_I64 = ("i32", "i16", "i8", "u8")
 # Operations that gain nothing by `D_DENSE`: choices (max-pooling takes 1.12 of the time with it),
 # and erf, a chain with no division (GELU 1.00; behind a layer norm, whose reductions are light,
@@ -219,7 +219,7 @@ class Emitter:
             self._reduce(node, at)
             return
         if node in self.buffered:
-            kind = scalars.REGISTER[node.dtype]
+            kind = scalars.REGISTER_TYPES[node.dtype]
             text = self.guarded(self.buffered[node], node.dtype, at)
         else:
             kind, text = self._text(node, at)
@@ -261,7 +261,7 @@ class Emitter:
         if self.is_guarded(next(k for k, x in enumerate(self.chain) if x is scope)):
             mask += f" & {self.guard}"
         name = self.fresh("t")
-        which = 2 if is_divisor(node) else 1  # bits of what `runtime.launch` is told
+        which = 2 if is_divisor(node) else 1  # bits that `runtime.launch` reads
         seen = f"{outside}{mask}" if which == 1 else f"({outside}{mask}) << 1"
         scope.add(f"bad |= {seen};", f"const long long {name} = {outside} ? 0 : {value};")
         scope.texts[node] = name
@@ -272,7 +272,7 @@ class Emitter:
         return "#pragma omp simd" + (" reduction(|:bad)" if scope.checked else "")
 
     def _text(self, node: Expr, at: int) -> tuple[str, str]:
-        kind = scalars.REGISTER[node.dtype]
+        kind = scalars.REGISTER_TYPES[node.dtype]
         args = [self.value(a) for a in node.args]
         if node.op == "load":
             name, idx, fill = node.attr
@@ -486,8 +486,8 @@ def is_small(node: Expr) -> bool:
 def is_clamped(node: Expr) -> bool:
     """Whether a float is between two constants that a 32-bit int holds, or NaN."""
     bounded = set()
-    while node.op in ("minimum", "maximum", *ROUNDING):
-        if node.op not in ROUNDING:
+    while node.op in ("minimum", "maximum", *ROUNDING_OPS):
+        if node.op not in ROUNDING_OPS:
             limits = [a for a in node.args if a.op == "literal" and abs(a.attr) <= 2.0**30]
             if not limits:
                 return False

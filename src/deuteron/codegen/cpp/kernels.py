@@ -40,7 +40,7 @@ from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan
 
-FLAGS = (
+KERNEL_CXX_FLAGS = (
     "-O3",
     "-march=native",
     "-mprefer-vector-width=512",
@@ -189,7 +189,7 @@ def generate_for(
     taken = [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
     lines += taken if accesses else []
     for i, (name, lay) in enumerate(layouts.items()):
-        kind = ("" if name in written else "const ") + scalars.MEMORY[lay.dtype]
+        kind = ("" if name in written else "const ") + scalars.MEMORY_TYPES[lay.dtype]
         made = f"{kind}* const {pointers[name]} = ({kind}*)ptrs[{i}];"
         if accesses:
             count = Emitter({}, used, numbers)._sum(lay.extent() + lay.offset)

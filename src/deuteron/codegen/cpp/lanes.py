@@ -92,7 +92,7 @@ class OnlineColumns(OnlineReductions):
         em, width = self.env.em, self.columns.width
         for (name, side), total in self.sums.items():
             dtype = next(f.body.dtype for f in self.second if f.name == name)
-            kind, mean = scalars.REGISTER[dtype], em.fresh("mean")
+            kind, mean = scalars.REGISTER_TYPES[dtype], em.fresh("mean")
             em.scope.add(f"alignas(64) {kind} {mean}[{width}];")
             with self.per_row():
                 em.scope.add(f"{mean}[l] = ({kind})({results[total][0]} / {n});")
@@ -112,7 +112,7 @@ class OnlineColumns(OnlineReductions):
     def result(self, f: Reduce, text: Callable[[], str]) -> None:
         em, dtype = self.env.em, self.result_load(f).dtype
         name = em.fresh("t")
-        em.scope.add(f"alignas(64) {scalars.REGISTER[dtype]} {name}[{self.columns.width}];")
+        em.scope.add(f"alignas(64) {scalars.REGISTER_TYPES[dtype]} {name}[{self.columns.width}];")
         with self.per_row():
             em.scope.add(f"{name}[l] = {text()};")
         em.scope.texts[self.result_load(f)] = f"{name}[l]"

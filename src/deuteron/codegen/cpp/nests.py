@@ -105,9 +105,9 @@ class PassWriter(PassBody):
             else "d_nontemporal_lanes"
         )
         first, last, end, upto = (em.fresh(s) for s in ("first", "last", "end", "upto"))
-        place = store_address(self.env, nontemporal[0], index_set.axis, low)
+        address = store_address(self.env, nontemporal[0], index_set.axis, low)
         em.scope.add(
-            f"const long long {first} = d_line_start({place}, {low}, {high});",
+            f"const long long {first} = d_line_start({address}, {low}, {high});",
             f"const long long {last} = {high} - ({high} - {first}) % {lanes};",
         )
         with em.inside() as ends:
@@ -129,8 +129,8 @@ class PassWriter(PassBody):
                 block.add(*conversion.after)
             for w, text in buffers.items():
                 del self.store_cells[w]
-                place = store_address(self.env, w, index_set.axis, name)
-                block.add(f"{copy_out}<{lanes}>({place}, {text});")
+                address = store_address(self.env, w, index_set.axis, name)
+                block.add(f"{copy_out}<{lanes}>({address}, {text});")
         em.scope.loop(
             f"for (long long {name} = {first}; {name} < {last}; {name} += {lanes})", block.lines
         )

@@ -47,8 +47,8 @@ RETURNED_FRACTION = 4
 # MiB take 0.78, of a mean square of 32 MiB 0.80 of the time.
 CORE_CACHE_BYTES = 32 << 20
 # The same where tiles are transposed into their places: the fetches that ordinary stores cause are
-# short and far apart (the Xeon: 32 MiB transposed 6.9 ms, with non-temporal stores 2.6 ms; stores
-# in order of their addresses gain nothing there).
+# short and far from each other (the Xeon: 32 MiB transposed 6.9 ms, with non-temporal stores 2.6
+# ms; stores in order of their addresses gain nothing there).
 CORE_CACHE_BYTES_TILES = 16 << 20
 # Lines of a row below which its ends cost more than is gained (the Xeon: RMS norm of rows of 32
 # lines of bf16 with gradients takes 0.68 of the time, similarities of rows of 48 0.85, lookups in
@@ -135,7 +135,7 @@ def store_address(env: Env, w: Write, axis: Axis, text: str) -> str:
 def store_buffer(env: Env, w: Write, count: int) -> str:
     """Declares a buffer for `count` elements of a store."""
     name = env.em.fresh("out")
-    env.em.scope.add(f"alignas(64) {scalars.MEMORY[w.dtype]} {name}[{count}];")
+    env.em.scope.add(f"alignas(64) {scalars.MEMORY_TYPES[w.dtype]} {name}[{count}];")
     env.em.used.add("d_nontemporal")
     return name
 

@@ -107,7 +107,7 @@ class OnlineReductions:
             if a.flushed:
                 out.append(State(a.name, "double", "0"))
             else:
-                out.append(State(a.name, scalars.REGISTER[a.dtype], a.identity))
+                out.append(State(a.name, scalars.REGISTER_TYPES[a.dtype], a.identity))
             if a.positional:
                 out.append(State(f"{a.name}_at", "long long", "0"))
         out += [State(self.stems[f.name], "double", "0") for f in self.second]
@@ -199,7 +199,7 @@ class OnlineReductions:
         em = self.env.em
         for (name, side), total in self.sums.items():
             dtype = next(f.body.dtype for f in self.second if f.name == name)
-            kind, mean = scalars.REGISTER[dtype], em.fresh("mean")
+            kind, mean = scalars.REGISTER_TYPES[dtype], em.fresh("mean")
             em.scope.add(f"const {kind} {mean} = ({kind})({results[total][0]} / {n});")
             em.scope.texts[self.mean(name, side, dtype)] = mean
 
@@ -224,7 +224,7 @@ class OnlineReductions:
             for f in self.first:
                 text = f"{self.stems[f.name]}_before"
                 if self._is_maximum(f):
-                    kind = scalars.REGISTER[f.body.dtype]
+                    kind = scalars.REGISTER_TYPES[f.body.dtype]
                     em.scope.add(f"const {kind} {text} = {self.cell(self.stems[f.name])};")
                     em.scope.texts[self.placeholder(f, "old")] = text
             for f in self.second:
@@ -342,7 +342,7 @@ class OnlineReductions:
         for side, center in (("x", rule.a), ("y", rule.b)):
             mean = f"{self.cell(self.stems[self.sums[f.name, side]])} / {self.count}"
             texts.append(f"({mean} - {self.env.em.value(center)})")
-        name, kind = self.cell(self.stems[f.name]), scalars.REGISTER[f.body.dtype]
+        name, kind = self.cell(self.stems[f.name]), scalars.REGISTER_TYPES[f.body.dtype]
         whole = f"{name} + {self.count} * {texts[0]} * {texts[1]}"
         return f"({kind})({self.count} > 0 ? {whole} : 0)"
 
@@ -355,7 +355,9 @@ class OnlineReductions:
         local = local_shift(rule, self.placeholder(top, "row"))
         weight = em.value(power_of(rule, E.op("sub", local, rule.shift)))
         nothing = em.value(E.op("sub", rule.shift, rule.shift))
-        return f"({scalars.REGISTER[f.body.dtype]})({name} == 0 ? {nothing} : {name} * {weight})"
+        return (
+            f"({scalars.REGISTER_TYPES[f.body.dtype]})({name} == 0 ? {nothing} : {name} * {weight})"
+        )
 
     def result_load(self, f: Reduce) -> Expr:
         dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
@@ -365,7 +367,7 @@ class OnlineReductions:
         """Names the reduction's result."""
         em = self.env.em
         name, dtype = em.fresh("t"), self.result_load(f).dtype
-        em.scope.add(f"const {scalars.REGISTER[dtype]} {name} = {text()};")
+        em.scope.add(f"const {scalars.REGISTER_TYPES[dtype]} {name} = {text()};")
         em.scope.texts[self.result_load(f)] = name
 
 

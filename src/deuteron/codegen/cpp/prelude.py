@@ -18,7 +18,7 @@ from deuteron.ir.operations import SCALAR_OPS
 # vectorise.
 CXX_FLAGS = ("-std=gnu++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 
-FILES = ("prelude.h", "prelude_math.h", "prelude_trig.h", "prelude_special.h")
+PRELUDE_FILES = ("prelude.h", "prelude_math.h", "prelude_trig.h", "prelude_special.h")
 _HELPER = re.compile(r"^//@ (\w+)\n", re.MULTILINE)
 _NAME = re.compile(r"\b[dD]_\w+")
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"\b[dD]_\w+")
 def _helpers() -> dict[str, tuple[str, frozenset[str]]]:
     """Name -> (text without comments, names of the helpers it mentions), in the file's order."""
     folder = files(__package__)
-    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in FILES)
+    text = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in PRELUDE_FILES)
     parts = _HELPER.split(text)
     texts = {}
     for name, text in zip(parts[1::2], parts[2::2], strict=True):

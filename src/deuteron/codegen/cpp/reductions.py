@@ -17,7 +17,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.ir.operations import FLOATS, REDUCTIONS, extreme
 
 # Additions per lane before it goes to the double accumulator (eager's cascade adds 16 to 64).
-FLUSH = 32
+FLUSH_ADDITIONS = 32
 
 
 def combine(kind: str, dtype: str, a: str, b: str, used: set[str]) -> str:
@@ -69,14 +69,14 @@ class Accumulator:
         """Type of a lane. Flags are ints, since vector masks of f32 are as wide; flags of bytes are
         bytes (any and all of columns, 1 M flags, AVX-512: 21 us; as ints 40)."""
         if self.dtype != "bool" or self.positional:
-            return scalars.REGISTER[self.dtype]
+            return scalars.REGISTER_TYPES[self.dtype]
         return "unsigned char" if self.narrow else "int"
 
     @property
     def result_type(self) -> str:
         if self.positional:
             return "long long"
-        return scalars.REGISTER[self.dtype]
+        return scalars.REGISTER_TYPES[self.dtype]
 
     @property
     def identity(self) -> str:
@@ -162,7 +162,7 @@ class Accumulator:
             return [*self.flush(lanes), f"const {self.type} {n}_r = ({self.type}){n}_d;"]
         if self.positional:
             return [
-                f"{scalars.REGISTER[self.dtype]} {n}_b = {n}[0]; long long {n}_r = {n}_i[0];",
+                f"{scalars.REGISTER_TYPES[self.dtype]} {n}_b = {n}[0]; long long {n}_r = {n}_i[0];",
                 f"for (int l = 1; l < {lanes}; ++l) {{",
                 *(
                     "  " + s
@@ -208,7 +208,8 @@ class Accumulator:
             ]
         if self.positional:
             return [
-                f"{scalars.REGISTER[self.dtype]} {n}_b = {self.identity}; long long {n}_r = 0;",
+                f"{scalars.REGISTER_TYPES[self.dtype]} {n}_b = {self.identity};",
+                f"long long {n}_r = 0;",
                 f"for (long long c = 0; c < {count}; ++c) {{",
                 *(
                     "  " + s

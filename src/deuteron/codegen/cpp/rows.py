@@ -34,7 +34,7 @@ from deuteron.codegen.cpp.online import OnlineReductions, Walk
 from deuteron.codegen.cpp.passes import MIN_BUFFERED_FLOPS, Pass
 from deuteron.codegen.cpp.prefetch import NEXT_ROW_BYTES, PrefetchingWriter
 from deuteron.codegen.cpp.random_blocks import RANDOM_BLOCK, neighbouring_randoms, random_block
-from deuteron.codegen.cpp.reductions import FLUSH, Accumulator
+from deuteron.codegen.cpp.reductions import FLUSH_ADDITIONS, Accumulator
 from deuteron.codegen.loops import (
     SPLIT,
     CrossRowReduce,
@@ -139,7 +139,7 @@ class Rows(PrefetchingWriter):
             name = self.carries[s.name] = env.em.fresh("carry")
             kind = carry_dtype(s)
             neutral = scalars.literal(REDUCTIONS[s.kind].identity(kind), kind)
-            env.em.scope.add(f"{scalars.REGISTER[kind]} {name}[1] = {{{neutral}}};")
+            env.em.scope.add(f"{scalars.REGISTER_TYPES[kind]} {name}[1] = {{{neutral}}};")
         return lanes
 
     def walk(
@@ -160,8 +160,13 @@ class Rows(PrefetchingWriter):
         known = all(a.extent.value is not None for a in (*self.outer, self.v))
         counter = ""
         # A row whose length is only known later may be long, whatever its hint is.
-        blocks = bool(flushed) and (per_v > FLUSH or self.v.extent.value is None)
-        if flushed and self.outer and per_v <= FLUSH and not (known and inner <= 2 * FLUSH):
+        blocks = bool(flushed) and (per_v > FLUSH_ADDITIONS or self.v.extent.value is None)
+        if (
+            flushed
+            and self.outer
+            and per_v <= FLUSH_ADDITIONS
+            and not (known and inner <= 2 * FLUSH_ADDITIONS)
+        ):
             counter = env.em.fresh("n")
             env.em.scope.add(f"long long {counter} = 0;")
 
@@ -170,7 +175,9 @@ class Rows(PrefetchingWriter):
                 mine = chunk if chunk and chunk[0] == self.v else None
                 self.vector_loop(k, p, index_set, accs, lanes, blocks, counter, mine)
             if counter and not blocks:
-                env.em.scope.add(f"if (++{counter} == {max(1, FLUSH // per_v)}) {{ {counter} = 0;")
+                env.em.scope.add(
+                    f"if (++{counter} == {max(1, FLUSH_ADDITIONS // per_v)}) {{ {counter} = 0;"
+                )
                 for a in flushed:
                     env.em.scope.add(*("  " + s for s in a.flush(lanes)))
                 env.em.scope.add("}")
@@ -218,7 +225,7 @@ class Rows(PrefetchingWriter):
         block, end = (em.fresh("b"), em.fresh("e")) if blocks else (low, high)
 
         def in_blocks(inner: Sequence[str]) -> None:
-            length = FLUSH * (1 if serial else lanes)
+            length = FLUSH_ADDITIONS * (1 if serial else lanes)
             flush = [s for a in accs.values() for s in a.flush(lanes)]
             if counter:
                 full = f"if (({counter} += {end} - {block}) >= {length}) {{ {counter} = 0;"
@@ -309,7 +316,7 @@ class Rows(PrefetchingWriter):
                 block.loop(f"for (int l = 0; l < {lanes}; ++l)", scope.lines)
                 block.add(f"d_scan_{s.kind}({array}, {self.carries[s.name]});")
                 bound = Expr("load", s.body.dtype, (), (s.name, (), None))
-                block.texts[bound] = f"(({scalars.REGISTER[s.body.dtype]}){array}[l])"
+                block.texts[bound] = f"(({scalars.REGISTER_TYPES[s.body.dtype]}){array}[l])"
             rest: list[Statement] = [x for x in index_set.statements if not isinstance(x, Scan)]
             with em.inside(index_set.axis, self.v) as scope:
                 self.body(replace(index_set, statements=rest), accs, "l", self.position(index_set))
@@ -481,7 +488,7 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
     }
     c = em.fresh("c")
     for a in accs.values():
-        kind = "double" if a.flushed else scalars.REGISTER[a.dtype]
+        kind = "double" if a.flushed else scalars.REGISTER_TYPES[a.dtype]
         env.shared.append(f"alignas(64) {kind} {a.name}_p[{MAX_CHUNKS}];")
         if a.positional:
             env.shared.append(f"alignas(64) long long {a.name}_pi[{MAX_CHUNKS}];")
@@ -521,7 +528,7 @@ def write_row_split(env: Env, v: Axis) -> None:
     low, high, row_name = em.fresh("lo"), em.fresh("hi"), em.name_axis(axis)
     rows_each = -(-hint(axis.extent) // count) * size(others)
     known = all(a.extent.value is not None for a in others)
-    two_level = rows_each > 4 * FLUSH or axis.extent.value is None or not known
+    two_level = rows_each > 4 * FLUSH_ADDITIONS or axis.extent.value is None or not known
     em.scope.add(*rows.allocate())
     accs: list[tuple[CrossRowReduce, Accumulator]] = []
     n = env.extent(rows.row_size)
@@ -563,11 +570,11 @@ def write_row_split(env: Env, v: Axis) -> None:
             def row() -> None:
                 rows.row()
                 if flush and not known:
-                    em.scope.loop(f"if (++{counter} == {FLUSH * 2})", flush)
+                    em.scope.loop(f"if (++{counter} == {FLUSH_ADDITIONS * 2})", flush)
 
             serial_loops(env, others, row)
             if flush and known:
-                every = max(1, FLUSH * 2 // size(others))
+                every = max(1, FLUSH_ADDITIONS * 2 // size(others))
                 scope.loop(f"if (({row_name} - {low}) % {every} == {every - 1})", flush)
         outer.loop(
             f"for (long long {row_name} = {low}; {row_name} < {high}; ++{row_name})", scope.lines
@@ -590,8 +597,8 @@ def store_columns(env: Env, rows: Rows, p: CrossRowReduce, array: str) -> None:
         name = em.name_axis(v)
         with em.inside(v) as scope:
             value = f"{array}[{em.index(rows.linear)}]"
-            place = f"{em.tensors[p.tensor]}[{em.index(p.address)}]"
-            scope.add(f"{place} = {scalars.to_memory(value, p.body.dtype, em.used)};")
+            cell = f"{em.tensors[p.tensor]}[{em.index(p.address)}]"
+            scope.add(f"{cell} = {scalars.to_memory(value, p.body.dtype, em.used)};")
         em.scope.add("#pragma omp simd")
         em.scope.loop(
             f"for (long long {name} = 0; {name} < {env.extent(v)}; ++{name})", scope.lines

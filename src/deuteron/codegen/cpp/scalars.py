@@ -17,7 +17,7 @@ from typing import Any
 from deuteron.ir.float8 import float8_bits
 from deuteron.ir.operations import FLOAT8, FLOATS, HALF, INTS
 
-REGISTER = {
+REGISTER_TYPES = {
     "bool": "bool",
     "u8": "unsigned char",
     "i8": "signed char",
@@ -31,8 +31,13 @@ REGISTER = {
     "f8e4m3": "unsigned char",
     "f8e5m2": "unsigned char",
 }
-MEMORY = {**REGISTER, "bool": "unsigned char", "f16": "unsigned short", "bf16": "unsigned short"}
-UNSIGNED = {
+MEMORY_TYPES = {
+    **REGISTER_TYPES,
+    "bool": "unsigned char",
+    "f16": "unsigned short",
+    "bf16": "unsigned short",
+}
+UNSIGNED_TYPES = {
     "u8": "unsigned",
     "i8": "unsigned",
     "i16": "unsigned",
@@ -158,7 +163,7 @@ def convert(text: str, source: str, target: str, used: set[str]) -> str:
     if source in HALF and target == "f32":
         return text
     if target in ("f32", "f64") and source != "i64" or target in INTS and source in (*INTS, "bool"):
-        return f"({REGISTER[target]})({text})"
+        return f"({REGISTER_TYPES[target]})({text})"
     used.add(f"d_to_{target}")
     return f"d_to_{target}({text})"
 
@@ -246,7 +251,7 @@ def _boolean(name: str, args: list[str], used: set[str]) -> str:
 
 
 def _integer(name: str, args: list[str], dtype: str, used: set[str]) -> str:
-    ctype, wide = REGISTER[dtype], UNSIGNED[dtype]
+    ctype, wide = REGISTER_TYPES[dtype], UNSIGNED_TYPES[dtype]
     if name in ("add", "sub", "mul"):
         return f"({ctype})(({wide}){args[0]} {_INFIX[name]} ({wide}){args[1]})"
     if name in _INFIX:

@@ -127,7 +127,7 @@ def copy_strided(writer: PassBody, loads: Sequence[Expr], axis: Axis, n: int) ->
         em.used.add("d_copy_strided")
         em.scope.add(
             *scope.lines,
-            f"alignas(64) {scalars.MEMORY[dtype]} {name}[{count}];",
+            f"alignas(64) {scalars.MEMORY_TYPES[dtype]} {name}[{count}];",
             f"d_copy_strided<{step}>({name}, {env.em.tensors[tensor]} + {first_address}, {count});",
         )
         for k, x in members:

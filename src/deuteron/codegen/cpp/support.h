@@ -541,7 +541,7 @@ template <int n> static inline void d_rand_lanes(f32* out, i64 seed, i64 stream,
 
 //@ d_checked
 // A tensor's memory whose accesses are checked (option check_accesses): the first one outside is
-// told to who called, and goes to a place of no meaning.
+// reported to the caller, and goes to a place of no meaning.
 extern "C" int snprintf(char*, unsigned long, const char*, ...) noexcept;
 static __attribute__((noinline, cold)) void d_out_of_bounds(const char* what, i64 at, i64 n) {
   if (__atomic_exchange_n(&cpp_bounds_error.taken, 1, __ATOMIC_RELAXED)) return;

@@ -106,7 +106,7 @@ class Tiles(PassWriter):
         for node in loads:
             name = em.fresh("tile")
             em.scope.add(
-                f"alignas(64) {scalars.MEMORY[node.dtype]} {name}[{TILE_U * self.tile_v}];"
+                f"alignas(64) {scalars.MEMORY_TYPES[node.dtype]} {name}[{TILE_U * self.tile_v}];"
             )
             self.staged[node] = scalars.from_memory(f"{name}[{cell}]", node.dtype, em.used)
             where, step = self.corner(node.attr[1][0], first)
@@ -120,7 +120,7 @@ class Tiles(PassWriter):
         for p in stores:
             names.append(em.fresh("tile"))
             em.scope.add(
-                f"alignas(64) {scalars.MEMORY[p.dtype]} {names[-1]}[{TILE_U * self.tile_v}];"
+                f"alignas(64) {scalars.MEMORY_TYPES[p.dtype]} {names[-1]}[{TILE_U * self.tile_v}];"
             )
             self.store_cells[p] = f"{names[-1]}[{cell}]"
         self.inside(uu, vv, first, count)
