@@ -1,11 +1,12 @@
 """The suite `seeds`: the programs that every description of operator fusion starts with.
 
-Beside them stand kernels written by hand (`handwritten_triton`, `handwritten_cuda`).
+Beside them stand kernels written by hand: `examples/`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +18,28 @@ from torch import Tensor
 from dev.bench.cases import Absent, Case, Program, Spec
 
 
-def by_hand(name: str, cuda: bool = False) -> dict[str, Callable[[], Callable[..., Any]]]:
-    """A kernel of `handwritten_triton` under its name there, and perhaps one in CUDA C++."""
+def by_hand(file: str, name: str) -> dict[str, Callable[[], Callable[..., Any]]]:
+    """A function of a file in `examples`, in Triton."""
 
     def triton() -> Callable[..., Any]:
         if not torch.cuda.is_available():
             raise Absent("Triton needs a GPU")
-        from dev.bench import handwritten_triton
+        return getattr(importlib.import_module(f"examples.{file}"), name)
 
-        return getattr(handwritten_triton, name)
+    return {"handwritten": triton}
+
+
+def gelu_by_hand() -> dict[str, Callable[[], Callable[..., Any]]]:
+    """In Triton, and in CUDA C++."""
 
     def native() -> Callable[..., Any]:
-        from dev.bench import handwritten_cuda
+        from examples import gelu_cuda
 
-        return getattr(handwritten_cuda, name)()
+        if reason := gelu_cuda.missing():
+            raise Absent(reason)
+        return gelu_cuda.built()
 
-    return {"handwritten": triton, **({"handwritten-cuda": native} if cuda else {})}
+    return by_hand("gelu_triton", "gelu") | {"handwritten-cuda": native}
 
 
 def sin_chain(n: int) -> Program:
@@ -79,12 +86,12 @@ def gelu(n: int, dtype: str) -> Program:
         inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a * a * a)
         return 0.5 * a * (1 + torch.tanh(inner))
 
-    return Program(fn, (Spec((n, n), dtype),), handwritten=by_hand("gelu", cuda=True))
+    return Program(fn, (Spec((n, n), dtype),), handwritten=gelu_by_hand())
 
 
 def softmax(rows: int, columns: int, dtype: str) -> Program:
     spec = Spec((rows, columns), dtype)
-    return Program(lambda a: a.softmax(-1), (spec,), handwritten=by_hand("softmax"))
+    return Program(lambda a: a.softmax(-1), (spec,), handwritten=by_hand("softmax", "softmax"))
 
 
 def layer_norm(rows: int, columns: int, dtype: str) -> Program:
@@ -92,7 +99,7 @@ def layer_norm(rows: int, columns: int, dtype: str) -> Program:
     return Program(
         lambda a, w, b: F.layer_norm(a, (columns,), w, b),
         (Spec((rows, columns), dtype), row, row),
-        handwritten=by_hand("layer_norm"),
+        handwritten=by_hand("layer_norm", "layer_norm"),
     )
 
 
@@ -101,7 +108,7 @@ def linear_relu(m: int, n: int, k: int, dtype: str) -> Program:
         lambda a, w, b: F.relu(a @ w + b),
         (Spec((m, k), dtype), Spec((k, n), dtype, scale=k**-0.5), Spec((n,), dtype)),
         flops=2.0 * m * n * k,
-        handwritten=by_hand("linear_relu"),
+        handwritten=by_hand("linear_relu", "linear_relu"),
     )
 
 
@@ -115,7 +122,7 @@ def attention(b: int, h: int, t: int, d: int, dtype: str) -> Program:
 
     one = Spec((b, h, t, d), dtype)
     half = 2.0 * b * h * t * t * d  # the other half is masked
-    return Program(fn, (one, one, one), flops=half, handwritten=by_hand("attention"))
+    return Program(fn, (one, one, one), flops=half, handwritten=by_hand("attention", "attention"))
 
 
 GPU_SEEDS: tuple[tuple[str, str, bool, Callable[[], Program]], ...] = (

@@ -1,22 +1,33 @@
-"""GELU (tanh form) written by hand in CUDA C++: 16 bytes per load, four of them per thread.
+"""GELU (tanh form) in CUDA C++: what Triton does by itself, written out.
 
-Built through `torch.utils.cpp_extension.load_inline` when first asked for. Raises `Absent`, with
-the reason, where there is no nvcc or no GPU.
+    python examples/gelu_cuda.py
+
+As in gelu_triton.py, memory bounds it. What one has to do for full bandwidth by hand:
+
+- 16 bytes per load (`uint4`): one instruction per 128 bits, and a warp touches 512 bytes in a row.
+- Four loads per thread before the first result is needed, so that enough bytes are on their way
+  while others arrive.
+- Loads and stores that do not stay in the caches (`__ldcs`, `__stcs`): nobody reads them again.
+
+It needs a GPU and nvcc. Where one is missing, this says so and prints what Deuteron generates for
+the CPU instead.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import shutil
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from dev.bench.cases import Absent
-
-# Without torch's headers: they take nvcc a minute.
-KERNEL_SOURCE = r"""
+# A block of 256 threads owns 1024 vectors of 16 bytes. Thread t takes the vectors t, t + 256,
+# t + 512 and t + 768 of its block, so that neighbouring threads read neighbouring vectors.
+# The file does without torch's headers: they take nvcc a minute.
+KERNEL = r"""
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -29,10 +40,12 @@ __device__ __forceinline__ float gelu(float x) {
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
 
+// 32 bits are one float ...
 __device__ __forceinline__ uint32_t one(uint32_t bits, float) {
   return __float_as_uint(gelu(__uint_as_float(bits)));
 }
 
+// ... or two numbers of bfloat16, which are computed in float32.
 __device__ __forceinline__ uint32_t one(uint32_t bits, __nv_bfloat16) {
   __nv_bfloat162 pair = *reinterpret_cast<__nv_bfloat162*>(&bits);
   const float2 wide = __bfloat1622float2(pair);
@@ -44,6 +57,7 @@ template <typename T>
 __global__ void __launch_bounds__(256) gelu_kernel(const uint4* x, uint4* y, int64_t n) {
   const int64_t first = int64_t(blockIdx.x) * 1024 + threadIdx.x;
   uint4 v[4];
+  // All loads first: they are independent, and the memory answers them together.
 #pragma unroll
   for (int k = 0; k < 4; ++k)
     if (first + 256 * k < n) v[k] = __ldcs(x + first + 256 * k);
@@ -70,7 +84,7 @@ void launch_gelu(const void* x, void* y, int64_t n, bool wide, void* stream) {
 }
 """
 
-BINDING_SOURCE = r"""
+BINDING = r"""
 #include <torch/extension.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -88,22 +102,52 @@ torch::Tensor gelu(torch::Tensor x) {
 """
 
 
-@functools.cache
-def gelu() -> Callable[[Tensor], Tensor]:
-    """The function, built."""
+def missing() -> str:
+    """What this machine lacks to build and run the kernel, or ""."""
     if not torch.cuda.is_available():
-        raise Absent("CUDA C++ needs a GPU")
+        return "CUDA C++ needs a GPU, and there is none on this machine"
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if shutil.which("nvcc") is None and CUDA_HOME is None:
+        return "CUDA C++ needs nvcc, and there is none on this machine"
+    return ""
+
+
+@functools.cache
+def built() -> Callable[[Tensor], Tensor]:
+    """The function: of a contiguous float32 or bfloat16 tensor of a multiple of 16 bytes."""
     from torch.utils import cpp_extension
 
-    if shutil.which("nvcc") is None and cpp_extension.CUDA_HOME is None:
-        raise Absent("there is no nvcc on this machine")
-    built = cpp_extension.load_inline(
-        "deuteron_bench_gelu",
-        cpp_sources=BINDING_SOURCE,
-        cuda_sources=KERNEL_SOURCE,
+    extension = cpp_extension.load_inline(
+        "deuteron_example_gelu",
+        cpp_sources=BINDING,
+        cuda_sources=KERNEL,
         functions=["gelu"],
         extra_cuda_cflags=["-O3"],
         no_implicit_headers=True,
         with_cuda=True,
     )
-    return built.gelu
+    return extension.gelu
+
+
+def plain(x: Tensor) -> Tensor:
+    """The same as one writes it in PyTorch; Deuteron makes one kernel of it."""
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1 + torch.tanh(inner))
+
+
+def main() -> int:
+    from deuteron.tools.side_by_side import generated, side_by_side
+
+    reason = missing()
+    if reason:
+        x = torch.randn(64, 1000)
+        print(f"{reason}. What Deuteron generates from `plain` for the CPU:\n")
+        print(generated(plain, (x,)))
+        return side_by_side(plain, None, (x,), 2.0 * x.nbytes, "B")
+    x = torch.randn(16384, 16384, device="cuda")
+    return side_by_side(plain, built(), (x,), 2.0 * x.nbytes, "B")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
