@@ -31,6 +31,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]]
     "cross": (torch.linalg.cross, (4, 3), (4, 3)),
     "cross entropy": (lambda x, y: F.binary_cross_entropy(x.sigmoid(), y), (5,), (5,)),
     "a number less truths": (lambda x, y: x - y.bool(), (5,), (5,)),
+    "truths less a number": (lambda x, y: (x > y) - 1, (5,), (5,)),
+    "a number less than truths": (lambda x, y: 1 - (x > y), (5,), (5,)),
+    "truths less a truth": (lambda x, y: (x > y) - True, (5,), (5,)),
+    "truths reversed": (lambda x, y: torch.rsub(x > y, 2.5), (5,), (5,)),
     "a difference of truths": (lambda x, y: x.bool() - y.bool(), (5,), (5,)),
 }
 

@@ -51,11 +51,15 @@ OTHER_OPERANDS: dict[str, tuple[int, ...]] = {
     "aten._batch_norm_with_update_functional.default": (0, 1, 2, 3, 4),
     "aten._batch_norm_no_update.default": (0, 1, 2, 3, 4),
     "aten.sub.Tensor": (0, 1),
+    "aten.sub.Scalar": (0,),
     "aten.rsub.Tensor": (0, 1),
+    "aten.rsub.Scalar": (0,),
     "aten.index_add.default": (0, 3),
     "aten.index_copy.default": (0, 3),
     "aten.index_put.default": (0, 2),
 }
+# Truth values are refused with any other operand, numbers too.
+DIFFERENCES = ("aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Tensor", "aten.rsub.Scalar")
 SAME_DTYPE_OPERANDS = PRODUCT_OPERANDS | OTHER_OPERANDS
 REQUIRED_LENGTHS = {
     "aten.linalg_cross.default": 3
@@ -76,7 +80,8 @@ def as_eager_refuses(target: Any, rule: Rule | None) -> Rule:
         operands = [args[k] for k in places if k < len(args) and isinstance(args[k], Tensor)]
         dtypes = {t.dtype for t in operands}
         whole = product and not all(d.is_floating_point or d.is_complex for d in dtypes)
-        if len(dtypes) > 1 or whole:
+        truths = torch.bool in dtypes and str(target) in DIFFERENCES
+        if len(dtypes) > 1 or whole or truths:
             raise_as_eager(target, args, kwargs)
         return NotImplemented if rule is None else rule(*args, **kwargs)
 
