@@ -106,10 +106,12 @@ def missing() -> str:
     """What this machine lacks to build and run the kernel, or ""."""
     if not torch.cuda.is_available():
         return "CUDA C++ needs a GPU, and there is none on this machine"
-    from torch.utils.cpp_extension import CUDA_HOME
+    from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
 
     if shutil.which("nvcc") is None and CUDA_HOME is None:
         return "CUDA C++ needs nvcc, and there is none on this machine"
+    if not is_ninja_available():
+        return "CUDA C++ needs ninja (pip install ninja), and there is none on this machine"
     return ""
 
 
@@ -141,9 +143,9 @@ def main() -> int:
 
     reason = missing()
     if reason:
-        x = torch.randn(64, 1000)
+        x = torch.randn(1024, 1024)
         print(f"{reason}. What Deuteron generates from `plain` for the CPU:\n")
-        print(generated(plain, (x,)))
+        print(generated(plain, (x,)), end="\n\n")
         return side_by_side(plain, None, (x,), 2.0 * x.nbytes, "B")
     x = torch.randn(16384, 16384, device="cuda")
     return side_by_side(plain, built(), (x,), 2.0 * x.nbytes, "B")

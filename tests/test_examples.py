@@ -41,8 +41,8 @@ def test_an_example_runs_alone_on_the_cpu(file: str) -> None:
     printed = run(file, CUDA_VISIBLE_DEVICES="")
     assert SAYS.get(file, "interpreter") in printed
     assert "wrong" not in printed
-    if file == "gelu_cuda.py":  # what Deuteron generates
-        assert "#pragma omp" in printed
+    if file == "gelu_cuda.py":  # what Deuteron generates, and its time beside eager's
+        assert "#pragma omp" in printed and "TB/s" in printed
 
 
 @pytest.mark.gpu
@@ -106,3 +106,12 @@ def test_the_suite_seeds_finds_them() -> None:
         for make in programs["gelu"].handwritten.values():
             with pytest.raises(Absent, match="GPU"):
                 make()
+
+
+def test_a_wrong_kernel_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    from deuteron.tools.side_by_side import side_by_side
+
+    x = torch.randn(64)
+    assert side_by_side(torch.sin, lambda x: x.sin() * 1.01, (x,), 1.0, "B") == 1
+    assert "wrong" in capsys.readouterr().out
+    assert side_by_side(torch.sin, torch.sin, (x,), 1.0, "B") == 0

@@ -1,8 +1,8 @@
 """A kernel written by hand beside eager and what Deuteron generates from plain code: the examples.
 
 In: the same function twice, as plain PyTorch and as a kernel, and its arguments. Out: a table on
-standard output, and an exit status. On a GPU all are timed in turn. On the CPU the kernel is run by
-Triton's interpreter, whose time says nothing: only the results are compared.
+standard output, and an exit status. All are timed in turn. But on the CPU the kernel is run by
+Triton's interpreter, whose time says nothing: then only the results are compared.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import deuteron
+from deuteron.base.device import device_spec
 from deuteron.tools.bench_errors import error, magnitude, slack
 from deuteron.tools.measuring import interleaved
 
@@ -43,7 +43,7 @@ def side_by_side(
     allowed = 2 * errors["eager"] + slack(eager.dtype)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("")
-    timed = device == "cuda"
+    timed = device == "cuda" or by_hand is None
     for column in ("time", "speed", f"T{unit}/s") if timed else ():
         table.add_column(column, justify="right")
     table.add_column("error", justify="right")
@@ -54,14 +54,13 @@ def side_by_side(
         cells = [f"{errors[name]:.1e}" + ("" if errors[name] <= allowed else "  wrong")]
         if timed:
             s = medians[k]
-            speed, rate = f"{medians[0] / s:.2f} x", f"{work / s / 1e12:.2f}"
+            speed, rate = f"{medians[0] / s:.2f} x", f"{work / s / 1e12:.3g}"
             cells = [f"{s * 1e6:.1f} us", speed, rate, *cells]
         table.add_row(name, *cells)
-    where = torch.cuda.get_device_name() if timed else "CPU"
     shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in args)
-    console.print(f"{shapes} on {where}\n", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{shapes} on {device_spec(device).name}\n", markup=False, soft_wrap=True)
     console.print(table)
-    if not timed and by_hand is not None:
+    if not timed:
         console.print(
             "No GPU here: Triton's interpreter ran the kernel by value, on small sizes;\n"
             "its time would say nothing.\n",
