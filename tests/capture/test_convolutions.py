@@ -26,7 +26,7 @@ LAST = torch.channels_last
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "quick", lambda t: t.is_floating_point())
+    monkeypatch.setattr(convolutions, "on_tensor_cores", lambda t: t.is_floating_point())
     monkeypatch.setattr(convolutions, "MIN_FLOPS", 0)
 
 

@@ -34,7 +34,7 @@ def test_rewritten_wherever_possible(seed: int, monkeypatch: pytest.MonkeyPatch)
         return all(type(n) is int for n in sizes) and any(n % 8 for n in sizes)
 
     monkeypatch.setattr(layout, "MIN_CHANNELS", 1)
-    monkeypatch.setattr(convolutions, "quick", lambda t: t.is_floating_point())
+    monkeypatch.setattr(convolutions, "on_tensor_cores", lambda t: t.is_floating_point())
     monkeypatch.setattr(convolutions, "MIN_FLOPS", 0)
     monkeypatch.setattr(padding, "_worth", odd)
     assert not wrong(seed)

@@ -139,10 +139,9 @@ def decomposition(*names: str) -> Callable[[Rule], Rule]:
 
 @lru_cache(maxsize=2)
 def table(eager_random: bool = False) -> dict[Any, Rule]:
-    """The decomposition table. The same object each time; do not change it.
-
-    With `eager_random` nothing is decomposed whose numbers would then differ from eager's.
-    """
+    """The decomposition table, the same object in every call; do not change it. With
+    `eager_random`, operators stay whole where decomposing them would draw other numbers than
+    eager does."""
     decompositions: dict[Any, Rule] = {}
     # Without operators that autograd's dispatcher takes apart: collecting those takes 80 ms.
     decompositions.update(_core_aten_decompositions_post_autograd())

@@ -254,9 +254,10 @@ def _reads_data(n: fx.Node) -> bool:
 
 
 def rounded_before_selections(forward: Sequence[fx.Node]) -> set[fx.Node]:
-    """Sums and their like that something is computed from of which an element is selected. Another
-    kernel may round them otherwise; then the maximum that the forward found is none of the elements
-    that the backward computes again, and its gradient, divided among those that equal it, NaN."""
+    """Reductions of floats on which the result of a selection (a maximum, ...) depends. They are
+    saved, not recomputed: another kernel may round them otherwise, and then no element of the
+    recomputed operand equals the forward's maximum. Its gradient, divided by the number of
+    elements that equal it, would be NaN."""
     selected_from: set[fx.Node] = set()
     above: set[fx.Node] = set()
     for n in reversed(forward):
@@ -388,8 +389,8 @@ def before_writes(joint: fx.GraphModule, saved: list[fx.Node], info: Any) -> lis
 
 
 def written_later(joint: fx.GraphModule) -> list[fx.Node]:
-    """Inputs that AOTAutograd overwrites after the forward, with a result of it: it describes such
-    results as mutations of what it describes the input as."""
+    """Inputs that AOTAutograd overwrites with a result after the forward: the description of
+    such a result names the input that it mutates."""
     output = next(iter(reversed(joint.graph.nodes)))
     results = output.meta.get("desc") or ()
     later = [d.mutated_input for d in results if hasattr(d, "mutated_input")]

@@ -101,9 +101,9 @@ def eager_strides(
     dtypes: Sequence[torch.dtype],
     number: bool,
 ) -> Sequence[Any]:
-    """Those of a pointwise result. `dtypes`: in which the loop reads the operands. `number`: it is
-    given a number, too, whose shape is another, so that eager sorts the dimensions also of what is
-    contiguous or dense."""
+    """The strides that eager gives to a pointwise result of `shape`. `dtypes`: the dtype in
+    which the loop reads each operand. `number`: one more operand is a number; its shape differs,
+    so that eager sorts the dimensions even where all operands are contiguous or dense."""
     given = [given_strides(t, dtype) for t, dtype in zip(operands, dtypes)]
     alike = not number and all(t.dim() == len(shape) for t in operands)
     if alike and all(all(map(same, t.shape, shape)) for t in operands):
@@ -118,7 +118,8 @@ def eager_strides(
 
 
 def common_dtype(operands: Sequence[Any], result: torch.dtype) -> torch.dtype:
-    """In which eager computes: that of the result where it makes floating numbers of whole ones."""
+    """The dtype in which eager computes: the operands' common one, or the result's where
+    integers give floats."""
     promoted = torch.result_type(operands[0], operands[-1])
     return result if result.is_floating_point and not promoted.is_floating_point else promoted
 
@@ -150,8 +151,8 @@ def lies_as(t: Tensor, steps: Sequence[Any]) -> bool:
     return wide_order(t.shape, t.stride()) == wide_order(t.shape, steps)
 
 
-def laid_out(t: Tensor, order: Sequence[int]) -> Tensor:
-    """A copy whose dimensions follow one another so in memory."""
+def copied_in_order(t: Tensor, order: Sequence[int]) -> Tensor:
+    """A copy of `t` whose dimensions have the given order in memory, innermost first."""
     perm = list(order)[::-1]
     inner = t.permute(perm).clone(memory_format=torch.contiguous_format)
     return inner.permute([perm.index(d) for d in range(len(perm))])
@@ -179,7 +180,7 @@ def as_in_eager(
         given = operands if loop is None else [operands[k] for k in loop]
         steps = eager_strides(shape, given, read_in(target, read, given, out.dtype), number)
         if len(operands) > 1 and not lies_as(out, steps):
-            out = laid_out(out, memory_order(shape, [steps]))
+            out = copied_in_order(out, memory_order(shape, [steps]))
         return with_steps(out, steps) if has_one(out) else out
 
     return wrapped

@@ -73,7 +73,7 @@ class Refused(RuntimeError):
 
 
 def as_eager_refuses(target: Any, rule: Rule | None) -> Rule:
-    """`rule`, which first raises what eager raises for such dtypes."""
+    """`rule`, behind a check that raises what eager raises for these dtypes."""
     places, product = SAME_DTYPE_OPERANDS[str(target)], str(target) in PRODUCT_OPERANDS
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

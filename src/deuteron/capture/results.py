@@ -122,9 +122,9 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
 LIBRARY = torch.library.Library("deuteron", "FRAGMENT")
 
 
-def renamed(name: str, target: Any, mend: Callable[..., Any]) -> Any:
-    """An operator that calls `target`, of whose result torch's rule is not right; `mend` makes what
-    is, of that and of the arguments."""
+def with_true_fake(name: str, target: Any, mend: Callable[..., Any]) -> Any:
+    """An operator that calls `target`, for which torch's fake kernel describes another result
+    than eager gives: ``mend(fake result, *arguments)`` is the right description."""
     schema = str(target._schema)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def as_doubles(results: Sequence[Tensor], query: Tensor, *args: Any) -> Any:
 
 
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
-ATTENTION_OF_DOUBLES = renamed("flash_attention_for_cpu", ATTENTION, as_doubles)
+ATTENTION_OF_DOUBLES = with_true_fake("flash_attention_for_cpu", ATTENTION, as_doubles)
 
 
 def flash_attention_for_cpu(query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def of_positions(results: Sequence[Tensor], *args: Any) -> Any:
 def with_positions(name: str, rule: Rule | None = None) -> Rule:
     """Torch's rule before 2.13 says that positions and counts have the dtype of the values."""
     target = getattr(aten, name).default
-    mended = renamed(name.lstrip("_"), target, of_positions)
+    mended = with_true_fake(name.lstrip("_"), target, of_positions)
 
     def ours(*args: Any, **kwargs: Any) -> Any:
         out = NotImplemented if rule is None else rule(*args, **kwargs)

@@ -67,7 +67,8 @@ def follow(shape: Sequence[Any], strides: Sequence[Any], order: Sequence[int]) -
 
 
 def steps_in(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """The strides of a dense tensor whose dimensions follow one another so, from the fastest on."""
+    """The strides of a dense tensor whose dimensions have the given order in memory, innermost
+    first."""
     step: Any = 1
     out: list[Any] = [0] * len(shape)
     for d in order:
@@ -197,9 +198,9 @@ def resize_as(
     return aten.resize.default(x, other.shape, memory_format=memory_format)
 
 
-def into_a_copy(target: Any) -> Rule:
-    """A scatter whose copy of an expanded tensor is a clone in eager; torch's fake kernel of 2.11
-    repeats the strides."""
+def scatter_into_clone(target: Any) -> Rule:
+    """A rule for scatters. Eager writes into a clone of an expanded tensor; torch's fake kernel
+    (2.11) repeats the expanded strides instead."""
 
     def rule(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         steps = [s for s, n in zip(x.stride(), x.shape) if not is_one(n)]
@@ -354,5 +355,5 @@ RULES: dict[str, Rule] = {
     "aten.pow.Scalar": power_of_number,
     "aten.normal.Tensor_Tensor": normal,
     "aten.resize_as.default": resize_as,
-    **{f"aten.{n}.default": into_a_copy(getattr(aten, n).default) for n in SCATTERS},
+    **{f"aten.{n}.default": scatter_into_clone(getattr(aten, n).default) for n in SCATTERS},
 }

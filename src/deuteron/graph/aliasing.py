@@ -19,8 +19,8 @@ from deuteron.graph import ops
 
 
 def exposed(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes in whose memory elements have to lie as traced: results of which several lie in one
-    storage, or of which one's elements do, and what `ops.STRIDED_OPERATORS` read."""
+    """Nodes whose layout in memory must stay as traced: results that share a storage or whose
+    elements overlap, and what `ops.STRIDED_OPERATORS` read."""
     nodes = graph.output_node().all_input_nodes
     results = graph.output_node().args[0]
     given = results if isinstance(results, (tuple, list)) else [results]

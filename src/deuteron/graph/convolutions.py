@@ -159,13 +159,13 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 def _plain(node: fx.Node) -> bool:
     t = node.meta.get("val")
-    if not isinstance(t, Tensor) or t.layout != torch.strided or not quick(t):
+    if not isinstance(t, Tensor) or t.layout != torch.strided or not on_tensor_cores(t):
         return False
     return all(type(n) is int and n > 0 for n in (*t.shape, t.numel()))
 
 
-def quick(t: Tensor) -> bool:
-    """Whether tensor cores multiply such numbers."""
+def on_tensor_cores(t: Tensor) -> bool:
+    """Whether tensor cores multiply numbers of this kind."""
     return t.device.type == "cuda" and t.dtype in (torch.float16, torch.bfloat16)
 
 

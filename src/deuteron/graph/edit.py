@@ -67,9 +67,9 @@ class Editor:
                 node.meta["val"] = self.evaluate(node)
 
     def view_again(self) -> int:
-        """Views of what took another node's place are evaluated again: which tensors share memory
-        is read off the fake values, and the old ones still lie in that of the node that went.
-        Returns how many."""
+        """Evaluates views again whose base was replaced, and returns their number. Fake values
+        say which tensors share memory; those of such views still name the storage of the node
+        that is gone."""
         count = 0
         for node in self.graph.nodes:
             base, val = ops.viewed(node), node.meta.get("val")

@@ -77,7 +77,7 @@ def contraction(node: fx.Node) -> Contraction | None:
         return None
     out, whole = ops.tensor_of(node), ops.tensor_of(made)
     a, b = (ops.tensor_of(f) for f in factors)  # type: ignore[arg-type]
-    if out is None or whole is None or a is None or b is None or not exact(out):
+    if out is None or whole is None or a is None or b is None or not is_exact(out):
         return None
     if len({t.dtype for t in (out, whole, a, b)}) > 1 or len({t.device for t in (out, a, b)}) > 1:
         return None
@@ -97,8 +97,8 @@ def contraction(node: fx.Node) -> Contraction | None:
     return contracted if min(extents(node, contracted)[1:]) >= MIN_PRODUCT_EXTENT else None
 
 
-def exact(t: Tensor) -> bool:
-    """Whether products of such a tensor's kind are no less exact than a sum."""
+def is_exact(t: Tensor) -> bool:
+    """Whether a matrix product of tensors like `t` is as exact as a product and a sum."""
     if t.dtype not in PRODUCT_DTYPES or t.numel() == 0:
         return False
     return t.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"

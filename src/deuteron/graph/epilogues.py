@@ -52,7 +52,8 @@ def join_activations(gm: fx.GraphModule, record: Record) -> int:
 
 
 def _linear(node: fx.Node) -> fx.Node | None:
-    """The linear layer whose result only this activation reads, if the library has both at once."""
+    """The linear layer whose result only this activation reads, if the library runs both in one
+    call."""
     gelu = node.target is aten.gelu.default
     if not gelu and node.target is not aten.relu.default:
         return None

@@ -159,8 +159,8 @@ def is_view(node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
-    """The argument of which the results are views, as the operator's schema says: what a rewrite
-    put in an argument's place has other storage than the one that was traced."""
+    """The argument of which the node's results are views, by the operator's schema. (Fake values
+    may be out of date: a rewrite may have put an argument with another storage in place.)"""
     schema = getattr(node.target, "_schema", None)
     if schema is None or all(r.alias_info is None for r in schema.returns):
         return None

@@ -222,7 +222,8 @@ def _pad(editor: Editor, like: fx.Node, x: fx.Node, rows: int, cols: int) -> fx.
 
 
 def _joined(x: fx.Node) -> fx.Node | None:
-    """The node that joins matrices, of whose columns the rows of x are made (torch.stack)."""
+    """The ``torch.cat`` along columns of which `x` is a view with one more dimension, as
+    ``torch.stack`` makes it; else None."""
     if x.target not in PLAIN_VIEWS or not isinstance(x.args[0], fx.Node):
         return None
     cat, val = x.args[0], x.meta["val"]

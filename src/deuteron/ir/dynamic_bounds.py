@@ -51,7 +51,7 @@ _ENDS: dict[Expr, dict[Axis, Expr]] = MEMO.answers()
 
 
 def ends(root: Expr) -> dict[Axis, Expr]:
-    """The axes of such reductions under `root`, with their ends."""
+    """The axes of reductions with data-dependent bounds under `root`, and their bounds."""
     known = _ENDS.get(root)
     if known is None:
         reductions = ((n, end_of(n)) for n in root.walk() if n.op == "reduce")

@@ -117,5 +117,6 @@ SCANS = ("sum", "prod", "max", "min")
 
 
 def extreme(kind: str) -> str:
-    """The reduction, max or min, of whose result a positional reduction gives the place."""
+    """ "max" or "min": the reduction of which a positional reduction (argmax, argmin) gives the
+    position."""
     return kind.removeprefix("arg").partition("_")[0]

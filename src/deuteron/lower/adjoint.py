@@ -32,8 +32,8 @@ MAX_VISIT_RATIO = 4
 
 @dataclass(frozen=True)
 class Preimage:
-    """The points of `axis` whose place is j are among ``first(j) + k``, k < `count`; `all` of them,
-    or those whose place it is."""
+    """The points of `axis` that are mapped to place j: among ``first(j) + k`` for k < `count`,
+    all of these (`all`), or those of them whose place is j."""
 
     axis: Axis
     place: Index

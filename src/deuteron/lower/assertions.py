@@ -81,9 +81,9 @@ def bind(
 def given(
     ctx: LowerContext, node: fx.Node, x: Any, own: bool, dim: int | None = None
 ) -> str | None:
-    """The name by which a number of the inputs is read, where torch has put another in its place:
-    sizes that Dynamo was told not to guard on (``mark_unbacked``). `own`: whether what torch has
-    put there is told by the very same number."""
+    """The name of the input number that `x` is, where torch has put another expression in its
+    place: a size that Dynamo does not guard on (``mark_unbacked``). `own`: whether torch's
+    expression is made of that same number. None where there is nothing to name."""
     raw = getattr(x.node, "_expr", None) if isinstance(x, torch.SymInt) else None
     if raw is None or not getattr(raw, "is_Symbol", False) or not is_unbacked(raw.name):
         return None

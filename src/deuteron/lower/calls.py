@@ -119,7 +119,7 @@ def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> View
     """A tensor argument, with the traced strides where the operator may depend on them."""
     view = ctx.strided(x)
     if fake is None:
-        ctx.go_home(x)
+        ctx.set_device_of(x)
         return view or ctx.view_arg(x)
     layout = ctx.dense_layout(fake)
     wanted = ctx.strides_of(fake)

@@ -227,9 +227,9 @@ class LowerContext:
         """Whether the node's kernels will be a GPU's."""
         return (self.like or self.fake().device.type) != "cpu"
 
-    def go_home(self, number: Value) -> str | None:
-        """What is defined next lives on the device whose tensors `number` reads, if it reads any;
-        returns that."""
+    def set_device_of(self, number: Value) -> str | None:
+        """Makes the device of the tensors that `number` reads the device of the next
+        definitions, and returns it; None if it reads none."""
         homes = {self.layouts[e.attr[0]].device for e in number.expr.loads()}
         if len(homes) > 1:
             raise Declined("a number made of elements on several devices")

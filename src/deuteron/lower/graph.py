@@ -280,7 +280,7 @@ class Driver:
             reason = f"{name} is not generated"
         if reason is None and f is not None:
             mark = len(ctx.defs)
-            given = self.numbers(node, args)
+            given = self.numbers_as_tensors(node, args)
             try:
                 return self.lowered(node, f, self.moved(node, given), kwargs, val)
             except (Declined, E.WrongDtype) as d:
@@ -336,9 +336,10 @@ class Driver:
             devices.add(str(t.device))
         return f"tensors on {' and '.join(sorted(devices))}" if len(devices) > 1 else None
 
-    def numbers(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments with numbers in place of tensors (`vmap` and `copy_` trace these) made tensors
-        without dimensions, but for operators whose promotion of types tells the two apart."""
+    def numbers_as_tensors(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, with numbers in place of tensors (`vmap` and `copy_` trace these) made
+        tensors without dimensions. Operators that promote numbers more weakly than tensors
+        (`WITH_NUMBERS`) keep them."""
         if ops.packet(node.target) in WITH_NUMBERS:
             return args
         kinds = [str(a.type) for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -366,7 +367,7 @@ class Driver:
                 if isinstance(fake, torch.Tensor):
                     away = fake.device != device and device.type != "cpu"
                 else:  # a number that is an element of some tensor
-                    away = self.ctx.go_home(x) not in (None, str(device))
+                    away = self.ctx.set_device_of(x) not in (None, str(device))
                 if away:
                     return self.to_device(x, device)
             if isinstance(n, (list, tuple)):

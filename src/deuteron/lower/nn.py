@@ -43,7 +43,7 @@ def scanned(
     body = f(tuple(a.index for a in axes))
     length = part_length(ctx, shape, dim)
     if length is not None and not (only_scan and scanned_in_blocks(ctx, body.dtype, shape, dim)):
-        return scanned_in_parts(ctx, kind, shape, dim, length, f, finish)
+        return split_scan(ctx, kind, shape, dim, length, f, finish)
     sums = ctx.define(Value(axes, E.scan(kind, axes[dim], body)))
     return make(ctx, shape, lambda idx: finish(sums.at(idx)))
 
@@ -85,7 +85,7 @@ def rows_of(shape: Sequence[Index], dim: int) -> int:
     return hint(product([m for d, m in enumerate(shape) if d != dim]))
 
 
-def scanned_in_parts(
+def split_scan(
     ctx: LowerContext,
     kind: str,
     shape: Sequence[Index],

@@ -122,7 +122,7 @@ def _dimension(ctx: LowerContext, node: fx.Node) -> str:
 
 def fetched(ctx: LowerContext, number: Value) -> Sym:
     """A tensor without dimensions as a Python number: the size by which the program knows it."""
-    ctx.go_home(number)
+    ctx.set_device_of(number)
     known = Sym(ctx.fresh_name("number"), 0)
     ctx.add(
         Extern(

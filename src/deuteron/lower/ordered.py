@@ -73,7 +73,7 @@ def rows_of(axes: Sequence[Axis], place: Sequence[Index], x: Tensor) -> Rows | N
 
 
 class Ordered:
-    """One such sum: what it defines, in order."""
+    """One ordered sum: the definitions that compute it, in order."""
 
     def __init__(
         self,
@@ -148,22 +148,22 @@ class Ordered:
         dtype = packed_dtype(n, self.size.value or 0)
         assert dtype is not None
 
-        def both(row: Expr, number: Index) -> Expr:
+        def packed_key(row: Expr, number: Index) -> Expr:
             high = op("lshift", cast(row, dtype), literal(self.bits, dtype))
             return op("bitwise_or", high, cast(index_value(number), dtype))
 
-        keys, block = self.places(both), block_of(n, dtype)
+        keys, block = self.places(packed_key), block_of(n, dtype)
         (axis,) = self.ctx.axes([count])
         if block:
             blocks = self.ranked_blocks(keys, block, -(-n // block))
             key = blocks.at([axis.index])
-            return self.stored(axis, self.before(blocks, block).at([axis.index]), key)
+            return self.stored(axis, self.count_preceding(blocks, block).at([axis.index]), key)
 
-        def before(idx: tuple[Index, ...]) -> Expr:
+        def preceding(idx: tuple[Index, ...]) -> Expr:
             (other,) = self.ctx.axes([count])
             return E.reduce("sum", (other,), behind(keys.at([other.index]), keys.at(idx)))
 
-        rank = self.ctx.define(make(self.ctx, [count], before), wish=f"{self.wish}_rank")
+        rank = self.ctx.define(make(self.ctx, [count], preceding), wish=f"{self.wish}_rank")
         return self.stored(axis, rank.at([axis.index]), keys.at([axis.index]))
 
     def stored(self, axis: Axis, rank: Expr, key: Expr) -> Tensor:
@@ -179,14 +179,14 @@ class Ordered:
         def padded(at: Index) -> Expr:
             return masked(compare("lt", at, n), keys.at([at]), last)
 
-        def before(idx: tuple[Index, ...]) -> Expr:
+        def preceding(idx: tuple[Index, ...]) -> Expr:
             (other,) = ctx.axes([const(block)])
             low = idx[0] * block
             own = padded(low + idx[1])
             return E.reduce("sum", (other,), behind(padded(low + other.index), own))
 
         sizes = [const(blocks), const(block)]
-        rank = ctx.define(make(ctx, sizes, before), wish=f"{self.wish}_rank")
+        rank = ctx.define(make(ctx, sizes, preceding), wish=f"{self.wish}_rank")
         a, b = ctx.axes(sizes)
         place = a.index * block + b.index
         key = padded(place)
@@ -196,7 +196,7 @@ class Ordered:
         filled = make(ctx, [const(block * blocks)], lambda idx: padded(idx[0]))
         return ctx.scatter(filled, (a, b), (at,), key, None, compare("lt", place, n), unique=True)
 
-    def before(self, keys: Tensor, block: int) -> Tensor:
+    def count_preceding(self, keys: Tensor, block: int) -> Tensor:
         """How many go before each key: in every block a binary search without branches."""
         blocks = floordiv(keys.shape[0], const(block))
 
@@ -430,8 +430,8 @@ class Ordered:
         x, wide = self.x, self.body.dtype
 
         def is_first(point: Index) -> Expr:
-            before = keys.at([maximum(point - 1, const(0))])
-            other = op("ne", self.row(before), self.row(keys.at([point])))
+            previous = keys.at([maximum(point - 1, const(0))])
+            other = op("ne", self.row(previous), self.row(keys.at([point])))
             return op("logical_or", op("eq", index_value(point), literal(0, "i64")), other)
 
         def index_of(point: Index, columns: Sequence[Index]) -> list[Index]:

@@ -105,7 +105,7 @@ def element(ctx: LowerContext, x: Value, number: Any) -> Value | None:
     dtype = {torch.SymFloat: "f64", torch.SymBool: "bool"}.get(type(number))
     if dtype is None or dtype == "bool" and counts(ctx):
         return None
-    ctx.go_home(x)
+    ctx.set_device_of(x)
     value = ctx.define(make(ctx, [], lambda idx: cast(x.at([0] * x.rank), dtype)))
     ctx.floats[number.node.expr] = value
     return value

@@ -142,11 +142,14 @@ def decided_by(root: Expr) -> Iterator[Expr]:
             if n.op not in ORDER_COMPARISONS or all(
                 a.op != "literal" or a.attr != 0 for a in n.args
             ):
-                yield from filter(widening, passed(a for a in n.args if a.dtype not in INTS))
+                yield from filter(
+                    widening, passed_through(a for a in n.args if a.dtype not in INTS)
+                )
 
 
-def passed(operands: Iterable[Expr]) -> Iterator[Expr]:
-    """The operands, and arguments of which they are one."""
+def passed_through(operands: Iterable[Expr]) -> Iterator[Expr]:
+    """The operands, and every expression whose value reaches one of them unchanged but for its
+    sign."""
     todo = list(operands)
     seen = set(todo)
     while todo:
@@ -195,7 +198,7 @@ def rounded(root: Expr) -> Iterator[Expr]:
 
 
 # -- for checks ------------------------------------------------------------------------------------
-def at_the_other_end(program: Program) -> dict[str, Compute]:
+def fully_unrounded(program: Program) -> dict[str, Compute]:
     """The computations of a program as one kernel would run all of them: those of a half type give
     the f32 number that would be rounded, and readers round it who must. What kernels find lies
     between this and the program's own definitions. Empty where nothing is read unrounded."""
@@ -232,4 +235,4 @@ def plain(root: Expr) -> Expr:
     return E.rewrite(root, rule)
 
 
-__all__ = ["at_the_other_end", "unrounded"]
+__all__ = ["fully_unrounded", "unrounded"]

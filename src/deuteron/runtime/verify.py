@@ -33,7 +33,7 @@ from deuteron.codegen.assemble import Generated, triton_fields
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
 from deuteron.ir.program import Compute, Extern, Input, Program, tensors_read
 from deuteron.ir.reference import compute
-from deuteron.lower.unrounded import at_the_other_end
+from deuteron.lower.unrounded import fully_unrounded
 from deuteron.memory.lifetimes import overwritable
 from deuteron.runtime.fx_interpreter import FxInterpreter, UnknownValue
 from deuteron.schedule.kernel import Kernel
@@ -152,7 +152,7 @@ class Meaning:
         self.known = {d.name: copy(args[d.position]) for d in program.defs if isinstance(d, Input)}
         self.known |= program.constants
         self.args = [copy(x) if isinstance(x, Tensor) else x for x in args]
-        self.wide = at_the_other_end(program)
+        self.wide = fully_unrounded(program)
         self.slack: dict[str, float] = {}  # tensor -> see `compare`
 
     def note(self, name: str, t: Tensor) -> None:
