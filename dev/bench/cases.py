@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from deuteron.tools.bench_errors import InFloat64
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -113,21 +114,6 @@ def size(tensor: Tensor) -> int:
     for extent, stride in zip(tensor.shape, tensor.stride()):
         n *= extent if stride else 1
     return n
-
-
-class Wide(TorchFunctionMode):
-    """What programs compute in f32 is computed in f64."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        return func(*args, **(kwargs or {}))
 
 
 class Work:
@@ -236,7 +222,7 @@ class Work:
             return t.detach().double().requires_grad_(t.requires_grad)
 
         args = [wide(t) for t in self.sets[0]]
-        with Wide():
+        with InFloat64():
             outs = self.forward(self.program.fn if module is None else module, args)
         if not self.case.backward:
             return outs
