@@ -250,21 +250,21 @@ def eval_size(n: Index, env: dict[str, int]) -> int:
 
 
 @pytest.mark.parametrize("group", SEEDS)
-@pytest.mark.parametrize("threads,past", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("threads,nontemporal", [(1, False), (2, False), (2, True)])
 def test_random_kernels(
-    group: int, threads: int, past: bool, monkeypatch: pytest.MonkeyPatch
+    group: int, threads: int, nontemporal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`past`: with every store that can be going past the caches."""
+    """`nontemporal`: with every store non-temporal that can be."""
     if threads > 1:  # share among threads whatever can be shared, however small
         monkeypatch.setattr("deuteron.codegen.cpp.kernels.PARALLEL_US", -1.0)
         monkeypatch.setattr("deuteron.codegen.cpp.rows.MIN_CHUNK_OPS", 16)
         monkeypatch.setattr("deuteron.codegen.cpp.columns.MIN_CHUNK_OPS", 16)
-    if past:
+    if nontemporal:
         monkeypatch.setattr("deuteron.codegen.cpp.nontemporal.MIN_ROW_LINES", 0)
-    machine = Machine(threads, 32 << 10, 1 << 20, int(past))
+    machine = Machine(threads, 32 << 10, 1 << 20, int(nontemporal))
     made = [(m, m.kernel()) for m in (Maker(1000 * group + i) for i in range(16))]
     cpps = [generate_for(k, machine) for _, k in made]
-    assert any("d_nontemporal" in c.source for c in cpps) == past
+    assert any("d_nontemporal" in c.source for c in cpps) == nontemporal
     library = build(translation_unit(cpps))
     for (m, k), cpp in zip(made, cpps, strict=True):
         want = {n: t.clone() if n in m.writes else t for n, t in m.tensors.items()}

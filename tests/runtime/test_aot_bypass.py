@@ -1,4 +1,4 @@
-"""Calls that go around AOTAutograd's general code: they go directly where they may, they do what
+"""Calls that bypass AOTAutograd's general code: they do so where they may, they do what
 eager does, and what is wrong in eager or with `aot_eager` is wrong with the same words."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def agree(f: Callable[..., Any], g: Callable[..., Any], *args: Any, **kwargs: An
     torch.testing.assert_close(gradients(g, *args, **kwargs), gradients(f, *args, **kwargs))
 
 
-def is_direct(t: Tensor) -> bool:
+def is_bypassed(t: Tensor) -> bool:
     return type(t.grad_fn)._forward_cls.__module__ == module.__name__  # type: ignore[union-attr]
 
 
@@ -89,7 +89,7 @@ def test_a_step_goes_directly() -> None:
     g, entries = compiled(norm, *args)
     assert [e["accepted"] for e in entries] == [True]
     y = g(*args)
-    assert is_direct(y)
+    assert is_bypassed(y)
     assert y.grad_fn.name() == "CompiledFunctionBackward"
     with usual_backwards(y) as usual:
         agree(norm, g, *args)
@@ -154,7 +154,7 @@ def test_backward_again(create: bool) -> None:
     dy = R(4, 16)
     expected = torch.autograd.grad(norm(*args), args, dy)
     y = g(*args)
-    assert is_direct(y)
+    assert is_bypassed(y)
     for _ in range(2):
         torch.testing.assert_close(torch.autograd.grad(y, args, dy, retain_graph=True), expected)
     if create:
@@ -173,7 +173,7 @@ def test_what_is_saved_is_freed() -> None:
     x = R(4, 16, requires_grad=True)
     g, _ = compiled(lambda x: (x.exp() @ x.sin().T).sin(), x)
     y = g(x)
-    assert is_direct(y)
+    assert is_bypassed(y)
     kept = [weakref.ref(t) for t in y.grad_fn.saved_tensors if t is not x]
     assert kept and all(r() is not None for r in kept)
     y.backward(torch.ones_like(y))
@@ -215,7 +215,7 @@ def test_tangents_of_other_layouts(odd_first: bool) -> None:
     g, _ = compiled(norm, *args, steps=1 if odd_first else 3)
     for dy in odd * 3:
         agree(norm, g, *args, grad_outputs=[dy])
-    assert is_direct(g(*args))
+    assert is_bypassed(g(*args))
 
 
 def test_sums_that_bits_could_show() -> None:
@@ -351,7 +351,7 @@ def test_autocast(amp_first: bool) -> None:
         near = {"rtol": 3e-2, "atol": 3e-1} if on else {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(out, expected, **near)
         torch.testing.assert_close(grads, wanted, **near)
-    assert is_direct(cast(g, True)(*args)) and is_direct(cast(g, False)(*args))
+    assert is_bypassed(cast(g, True)(*args)) and is_bypassed(cast(g, False)(*args))
     y = g(*args)
     with torch.autocast("cpu", torch.bfloat16):
         y.backward(torch.ones_like(y))
@@ -453,7 +453,7 @@ def test_a_linear_of_three_dimensions() -> None:
     assert entries[0]["accepted"], entries
     agree(f, g, x)
     y, z = g(x), f(x)
-    assert is_direct(y) and not y._is_view()
+    assert is_bypassed(y) and not y._is_view()
     y.mul_(2)
     z.mul_(2)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(z.sum(), x))
@@ -474,7 +474,7 @@ def test_changing_sizes() -> None:
         with torch.no_grad():
             torch.testing.assert_close(g(x, args[1]), norm(x, args[1]))
             assert vars(g(x, args[1])) == vars(other(x, args[1])) != {}
-    assert is_direct(y)
+    assert is_bypassed(y)
     with usual_backwards(y) as usual:
         for n in (4, 5, 9, 4, 5):
             agree(norm, g, R(n, 16, dtype=torch.float64, requires_grad=True), args[1])
@@ -489,7 +489,7 @@ def test_sizes_that_are_saved() -> None:
     g, _ = compiled(f, x, 3)
     for n in (1, 5, 7, 9, 11, 13):
         agree(f, g, x, n)
-    assert is_direct(g(x, 13))
+    assert is_bypassed(g(x, 13))
 
 
 def test_threads() -> None:
@@ -550,7 +550,7 @@ def test_compiled_autograd() -> None:
         for t in args:
             t.grad = None
         y = g(*args)
-        assert is_direct(y)
+        assert is_bypassed(y)
         with torch._dynamo.compiled_autograd._enable(compiler):
             y.backward(dy)
         torch.testing.assert_close(tuple(t.grad for t in args), expected)
@@ -698,7 +698,7 @@ def test_an_error_in_the_first_call() -> None:
         g(x, torch.tensor([9]))
     for _ in range(3):
         agree(f, g, x, torch.tensor([3]))
-    assert is_direct(g(x, torch.tensor([3])))
+    assert is_bypassed(g(x, torch.tensor([3])))
 
 
 def test_anomaly_mode_and_profiler() -> None:
@@ -758,7 +758,7 @@ def test_a_torch_that_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
             args = leaves((4, 16), (16,))
             g, entries = compiled(norm, *args)
             assert [e["detail"] for e in entries] == ["odd"]
-            assert not is_direct(g(*args))
+            assert not is_bypassed(g(*args))
             agree(norm, g, *args)
     with monkeypatch.context() as m:
         m.setattr(module, "backward_passed_on", lambda *a: False)

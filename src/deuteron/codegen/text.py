@@ -41,10 +41,10 @@ def source(i: Index) -> str:
         return str(i.value)
     parts = []
     for m, c in i.terms:
-        words = [_atom(a) for a in m]
-        if c != 1 or not words:
-            words.insert(0, str(c))
-        parts.append("*".join(words))
+        factors = [_atom(a) for a in m]
+        if c != 1 or not factors:
+            factors.insert(0, str(c))
+        parts.append("*".join(factors))
     return " + ".join(parts).replace("+ -", "- ")
 
 

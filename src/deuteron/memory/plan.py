@@ -166,7 +166,7 @@ def plan_memory(
         del reused[name]
     home |= reused | {name: reused[at] for name, at in home.items() if at in reused}
     pieces = _pieces(schedule, life, ours, reused)
-    late_sizes = {name for name, told in results_that_tell(program).items() if told}
+    late_sizes = {name for name, deciding in results_that_tell(program).items() if deciding}
     own_buffer = {
         p.root
         for p in pieces

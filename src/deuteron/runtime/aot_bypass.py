@@ -66,7 +66,7 @@ class TorchInternals:
         self.no_autocast = torch_name("_C._DisableAutocast")
         self.transformed = torch_name("_C._are_functorch_transforms_active")
         self.hooks = torch_name("_C._autograd._top_saved_tensors_default_hooks")
-        self.traced = torch_name("_C._dynamo.eval_frame.get_eval_frame_callback")
+        self.tracing_callback = torch_name("_C._dynamo.eval_frame.get_eval_frame_callback")
         self.skip = torch_name("_dynamo.eval_frame.skip_code")
         self.complete = all(value is not None for value in vars(self).values())
         marks = (torch_name(f"{WRAPPERS_MODULE}.{name}") for name in DYNAMIC_MARKS)
@@ -475,8 +475,8 @@ def backward_method(graphs: CompiledGraphs, parent: Any, info: ForwardResults) -
     differentiable = info.differentiable
     grads_on, deterministic = torch.is_grad_enabled, torch.are_deterministic_algorithms_enabled
     autocast, transformed = torch_internals().autocast, torch_internals().transformed
-    traced, stashed, context = (
-        torch_internals().traced,
+    tracing_callback, stashed, context = (
+        torch_internals().tracing_callback,
         torch_internals().stashed,
         torch_internals().context,
     )
@@ -488,7 +488,13 @@ def backward_method(graphs: CompiledGraphs, parent: Any, info: ForwardResults) -
     def backward(ctx: Any, *given: Any) -> Any:
         nonlocal run, watches_left
         # No Python function may be called before this: Dynamo would compile it.
-        if traced() is not None or grads_on() or deterministic() or autocast() or transformed():
+        if (
+            tracing_callback() is not None
+            or grads_on()
+            or deterministic()
+            or autocast()
+            or transformed()
+        ):
             return parent.backward(ctx, *given)
         grads: Any = given
         boxed = len(given) == 1 and type(given[0]) is list  # from torch 2.13 on

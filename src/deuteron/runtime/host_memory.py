@@ -4,9 +4,9 @@ In: a layout, or a number of bytes. Out: a tensor with undefined content, alone 
 
 Fresh memory of some MB costs several times the arithmetic that fills it, because the system maps
 and clears it page by page. The pool keeps a block that it handed out, and hands it out again once
-nobody else holds its storage: no tensor, view, saved tensor, array, capsule or storage object.
-A block whose memory was replaced meanwhile (``resize_``, ``share_memory_``) is let go. What the
-pool holds is at most `SLACK` times what was in use at once, and a block that no call has used for
+nobody else holds its storage: no tensor, view, saved tensor, array, capsule or storage object. A
+block whose memory was replaced meanwhile (``resize_``, ``share_memory_``) is let go. What the pool
+holds is at most `IDLE_FACTOR` times what was in use at once, and a block that no call has used for
 `IDLE_SECONDS` is given back to the system.
 """
 

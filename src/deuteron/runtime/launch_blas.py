@@ -283,7 +283,7 @@ class Multiply:
         _set(name, wish, MAX_WORKSPACE, ctypes.c_size_t(most))
         for attribute in ALIGNMENTS:
             _set(name, wish, attribute, ctypes.c_uint(alignment))
-        results, count_found = (_Result * count)(), ctypes.c_int(0)
+        results, count_returned = (_Result * count)(), ctypes.c_int(0)
         library = _library()
         assert library is not None
         rc = library.cublasLtMatmulAlgoGetHeuristic(
@@ -292,10 +292,10 @@ class Multiply:
             wish,
             ctypes.c_int(count),
             results,
-            ctypes.byref(count_found),
+            ctypes.byref(count_returned),
         )
         library.cublasLtMatmulPreferenceDestroy(wish)
-        out = [r for r in results[: count_found.value] if not r.state]
+        out = [r for r in results[: count_returned.value] if not r.state]
         if rc or not out:
             raise BlasError(f"cuBLAS has no algorithm for {self.product} ({rc})")
         return out

@@ -227,10 +227,10 @@ def write_points(env: Env) -> None:
     if not loops.parallel:
         env.loops = loops = replace(loops, parallel=(Axis("one", const(1)),))
     meeting = ordered_conflicts(loops)
-    short = interleaved_axis(loops) if not meeting else None
+    short_axis = interleaved_axis(loops) if not meeting else None
     v = _vector(loops, meeting)
-    if short is not None:
-        env.loops = loops = unroll_parallel(loops, short)
+    if short_axis is not None:
+        env.loops = loops = unroll_parallel(loops, short_axis)
         v = _vector(loops, meeting)
     other_axis = transposed_axis(loops, v) if not meeting else None
     if other_axis is not None:

@@ -56,8 +56,8 @@ class PrefetchingWriter(PassWriter):
         nontemporal, costly = bool(self.late_nontemporal), self.has_costly_pass
         narrow_only = stores and not nontemporal if costly else stores or nontemporal
         for (tensor, address, late), item in next_reads.items():
-            near = NEXT_ROW_BYTES[0] <= item * hint(self.row_size) <= most
-            if near and len(out) <= 16:
+            in_reach = NEXT_ROW_BYTES[0] <= item * hint(self.row_size) <= most
+            if in_reach and len(out) <= 16:
                 lines = prefetch_lines(
                     self.env, self.v, tensor, address, item, base, lanes, 0, late is not None
                 )

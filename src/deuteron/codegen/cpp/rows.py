@@ -524,7 +524,7 @@ def write_row_split(env: Env, v: Axis) -> None:
     rows = Rows(env, v, env.machine.l2_bytes // 4)
     others = outermost_first(loops, [a for a in loops.parallel if a != axis])
     cols = [p for p in loops.statements if isinstance(p, CrossRowReduce)]
-    worker = em.name_axis(SPLIT)
+    split = em.name_axis(SPLIT)
     low, high, row_name = em.fresh("lo"), em.fresh("hi"), em.name_axis(axis)
     rows_each = -(-hint(axis.extent) // count) * size(others)
     known = all(a.extent.value is not None for a in others)
@@ -548,11 +548,11 @@ def write_row_split(env: Env, v: Axis) -> None:
     where = len(em.scope.lines) - sum(1 + (a.flushed and two_level) for _, a in accs)
     em.used.add("d_scratch_columns")
     em.scope.lines.insert(where, f"char* const {scratch} = d_scratch_columns({' + '.join(total)});")
-    each = env.extent((axis.extent + (count - 1)) // count)
+    rows_per_split = env.extent((axis.extent + (count - 1)) // count)
     with em.inside(SPLIT) as outer:
         outer.add(
-            f"const long long {low} = {worker} * {each};",
-            f"const long long {high} = {smaller(f'{low} + {each}', env.extent(axis))};",
+            f"const long long {low} = {split} * {rows_per_split};",
+            f"const long long {high} = {smaller(f'{low} + {rows_per_split}', env.extent(axis))};",
         )
         for _, a in accs:
             double = f" {a.name}_d[l] = 0;" if a.flushed and two_level else ""
@@ -585,7 +585,7 @@ def write_row_split(env: Env, v: Axis) -> None:
             value = f"({a.type}){a.name}_d" if a.flushed and two_level else a.name
             store_columns(env, rows, p, value)
     em.scope.add(*env.omp_for(1))
-    em.scope.loop(f"for (long long {worker} = 0; {worker} < {count}; ++{worker})", outer.lines)
+    em.scope.loop(f"for (long long {split} = 0; {split} < {count}; ++{split})", outer.lines)
 
 
 def store_columns(env: Env, rows: Rows, p: CrossRowReduce, array: str) -> None:
