@@ -224,7 +224,7 @@ def launch(
         return
     wide = kernel.is_wide(sizes)
     counter = torch.zeros(1, dtype=torch.int32)
-    words = torch.zeros(max(FLAGS_PER_STREAM, kernel.words(sizes)), dtype=torch.int64)
+    flags = torch.zeros(max(FLAGS_PER_STREAM, kernel.flag_count(sizes)), dtype=torch.int64)
     given: list[Any] = []
     for kind, what in kernel.args:
         if kind == "tensor":
@@ -233,13 +233,13 @@ def launch(
             assert isinstance(what, Sym)
             given.append(of_64_bits(sizes[what.name]) if wide else sizes[what.name])
         else:
-            given.append(counter if kind == "counter" else words)
+            given.append(counter if kind == "counter" else flags)
     aligned = all(t.data_ptr() % 16 == 0 for t in given if isinstance(t, Tensor))
     constants = kernel.constants(config, wide, aligned)
     asserting(kernel.debug)
     try:
-        if kernel.team > 1:  # few teams: each program is a thread
-            few = min(grid, 2 * kernel.team)
+        if kernel.programs_per_row > 1:  # few row groups: each program is a thread
+            few = min(grid, 2 * kernel.programs_per_row)
             together(function, few, *given, **constants)
         else:
             function[(grid,)](*given, **constants)

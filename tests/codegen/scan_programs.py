@@ -23,7 +23,7 @@ import torch
 from deuteron.base import scans
 from deuteron.base.options import Options
 from deuteron.codegen.triton import scanning
-from deuteron.codegen.triton.cooperative import FIRST
+from deuteron.codegen.triton.cooperative import FIRST_FLAG
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.index import evaluate
 from deuteron.lower import nn
@@ -121,7 +121,7 @@ def run(name: str, folder: Path) -> list[torch.Tensor]:
     """The program's outputs."""
     found, kernels = planned(name)
     args = PROGRAMS[name][1]
-    words = torch.zeros(1 << 14, dtype=torch.int64)
+    flags = torch.zeros(1 << 14, dtype=torch.int64)
     memory = found.given(args)
     for k, t in zip(found.kernels, kernels, strict=True):
         for written, lay in k.writes:
@@ -131,18 +131,18 @@ def run(name: str, folder: Path) -> list[torch.Tensor]:
             memory.setdefault(written, made)
         path = folder / f"{t.name}.py"
         path.write_text(t.source)
-        own = {"team": words, "counter": torch.zeros(1, dtype=torch.int32)}
+        own = {"flags": flags, "counter": torch.zeros(1, dtype=torch.int32)}
         given = [memory[str(what)] if kind == "tensor" else own[kind] for kind, what in t.args]
         constants = t.constants(t.configs[0], False, True)
         kernel, grid = getattr(module(path), t.name), t.grid(t.configs[0], {})
-        for _ in range(2):  # the next launch finds the last one's words
+        for _ in range(2):  # the next launch finds the last one's flags
             kernel[(grid,)](*given, **constants)
-        if t.words({}):
-            tag, end = int(words[1]), t.words({})
-            told = words[FIRST:end]
-            assert int(words[0]) == 0 and (tag > 0) == bool(len(told))
-            assert (told >> 32 == tag).all(), "a word was not told, or not now"
-            assert not words[end:].any()
+        if t.flag_count({}):
+            tag, end = int(flags[1]), t.flag_count({})
+            written = flags[FIRST_FLAG:end]
+            assert int(flags[0]) == 0 and (tag > 0) == bool(len(written))
+            assert (written >> 32 == tag).all(), "a flag was not written, or not now"
+            assert not flags[end:].any()
     return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
 
 
@@ -190,7 +190,7 @@ def check_sizes() -> float:
             bound = 16 * torch.finfo(x.dtype).eps * (1 + float(want.max()))
             worst = max(worst, float((f(x) - want).abs().max()) / bound)
     (kernel,) = made
-    assert kernel.words_source is not None
+    assert kernel.flag_count_source is not None
     return worst
 
 

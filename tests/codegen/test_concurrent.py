@@ -16,15 +16,15 @@ from deuteron.codegen.triton import libm
 from dev.check.concurrent import together
 
 @triton.jit
-def k(words, out, bad, N: tl.constexpr):
+def k(flags, out, bad, N: tl.constexpr):
     pid = tl.program_id(0)
     if pid == bad:
         tl.arange(0, 3)  # no power of two
     tag = pid * 0 + 1
-    libm.publish(words, 0, 1, N, (pid * 1.0).to(tl.float32), tag, 0)
-    told = libm.collect(words, 0, 1, N, tag, 0, 32)
-    told = libm.told(told, 0.0 * pid.to(tl.float32), 0.0, N)
-    tl.store(out + pid, libm.team_sum(told))
+    libm.publish(flags, 0, 1, N, (pid * 1.0).to(tl.float32), tag, 0)
+    numbers = libm.collect(flags, 0, 1, N, tag, 0, 32)
+    numbers = libm.collected(numbers, 0.0 * pid.to(tl.float32), 0.0, N)
+    tl.store(out + pid, libm.combine_sum(numbers))
 
 out = torch.zeros(4)
 together(k, 4, torch.zeros(16, dtype=torch.int64), out, 9, N=4)

@@ -135,7 +135,7 @@ def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
         ("H200", 2048, lambda x: x.softmax(-1), False),  # whose result the L2 has for the next
         ("A100", 32768, lambda x: x.softmax(-1), False),
         ("H200", 32768, lambda x: x.square().sum(-1), False),
-        ("H200", 32768, lambda x: x.view(-1, 131072).softmax(-1), False),  # shared by teams
+        ("H200", 32768, lambda x: x.view(-1, 131072).softmax(-1), False),  # shared by programs
         ("H200", 32768, lambda x: pad(x, (3, 0)).unfold(-1, 4, 1).softmax(-1), False),  # windows
         ("H200", 32768, lambda x: max_pool2d(x.view(2, 128, 1024, 1024), 3, 2), False),
         ("H200", 32768, lambda x: x + x.roll(1, -1), True),  # read twice

@@ -99,7 +99,7 @@ def test_what_is_the_same_in_a_block_is_read_once() -> None:
     name = "shared: norm of groups, weights by channel"
     (kernel,) = kernels(planned(name), name)
     assert kernel.source.count("tl.broadcast_to(tl.load(") == 2
-    assert kernel.team == 16
+    assert kernel.programs_per_row == 16
 
 
 @pytest.mark.parametrize("name", ["shared: rms norm", "shared: rms norm, weights read again"])
@@ -116,7 +116,7 @@ def test_clusters_load_before_they_meet(tmp_path: Path) -> None:
     args = [torch.zeros(*shape).bfloat16() for shape in ((64, 131072), (131072,), (131072,))]
     (kernel,) = scheduled(f, *args, device="H200", check=False).kernels
     made, options = generate(kernel, spec_of("H200"), Options()), Options(cache_dir=str(tmp_path))
-    assert made.cluster and made.team == 16
+    assert made.cluster and made.programs_per_row == 16
     found = instructions(build(made, made.configs[0], 90, options).code, tmp_path)
     (begun,) = [k for k, name in enumerate(found) if name == "UCGABAR_ARV"]
     (met,) = [k for k, name in enumerate(found) if name == "UCGABAR_WAIT"]
@@ -125,14 +125,14 @@ def test_clusters_load_before_they_meet(tmp_path: Path) -> None:
     assert not [name for name in found if name.startswith("MEMBAR")]
 
 
-def teams_of(f: Any, *args: torch.Tensor) -> set[int]:
+def programs_of(f: Any, *args: torch.Tensor) -> set[int]:
     with sharing("shared: softmax"):
         found = scheduled(f, *args, device="H200")
-        return {generate(k, spec_of("H200"), Options()).team for k in found.kernels}
+        return {generate(k, spec_of("H200"), Options()).programs_per_row for k in found.kernels}
 
 
 def test_rows_of_which_nothing_is_needed_again_are_not_shared() -> None:
     """What the reductions read must be what the rest of the row reads."""
     x, y = torch.randn(9, 200), torch.randn(9, 200)
-    assert teams_of(lambda x: x * 2 + (x * x).sum(-1, keepdim=True), x) == {4}
-    assert teams_of(lambda x, y: x * 2 + (y * y).sum(-1, keepdim=True), x, y) == {1}
+    assert programs_of(lambda x: x * 2 + (x * x).sum(-1, keepdim=True), x) == {4}
+    assert programs_of(lambda x, y: x * 2 + (y * y).sum(-1, keepdim=True), x, y) == {1}

@@ -36,7 +36,7 @@ def test_values(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_rows_are_read_once(name: str) -> None:
     found, (kernel,) = planned(name)
-    assert kernel.words({}) and kernel.team == 1
+    assert kernel.flag_count({}) and kernel.programs_per_row == 1
     for tensor, _ in found.kernels[0].reads:
         assert kernel.source.count(f"tl.load({tensor}_ptr") <= 1
 
@@ -45,7 +45,7 @@ def test_what_only_results_need_is_read_before_others_are_waited_for() -> None:
     _, (kernel,) = planned("beside others")
     lines = kernel.source.splitlines()
     (late,) = [k for k, line in enumerate(lines) if "tl.load(arg1_1_ptr" in line]
-    (wait,) = [k for k, line in enumerate(lines) if "libm.look_back(" in line]
+    (wait,) = [k for k, line in enumerate(lines) if "libm.decoupled_look_back(" in line]
     assert late < wait
 
 
@@ -84,7 +84,7 @@ def test_large_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose elements 32 bits do not count."""
     x = torch.empty(1).expand(64, 1 << 26)
     (kernel,) = on_gpu(monkeypatch, lambda x: x.cumsum(-1), x)
-    assert kernel.words({}) and "tl.int64" in kernel.source
+    assert kernel.flag_count({}) and "tl.int64" in kernel.source
     options = Options.make(options={"cache_dir": str(tmp_path)})
     assert build(kernel, kernel.configs[0], 90, options).code
 
@@ -94,10 +94,10 @@ def test_sizes_that_differ_from_call_to_call(monkeypatch: pytest.MonkeyPatch) ->
     rows, length = (what.name for kind, what in kernel.args if kind == "size")
     block = dict(kernel.configs[0].constexprs)["RBLOCK"]
     assert kernel.grid(kernel.configs[0], {rows: 3, length: 5 * block - 1}) == 15
-    assert kernel.words({rows: 3, length: 5 * block - 1}) == 16 + 15
+    assert kernel.flag_count({rows: 3, length: 5 * block - 1}) == 16 + 15
     blocks, lanes = 128 * 128 + 128, 128
-    words = blocks + blocks // lanes + 1
-    assert kernel.words({rows: 2, length: blocks * block}) == 16 + 2 * words
+    flags = blocks + blocks // lanes + 1
+    assert kernel.flag_count({rows: 2, length: blocks * block}) == 16 + 2 * flags
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_reductions_and_scans_of_them_are_kernels_of_their_own(
     found = scheduled(f, torch.empty(64, 1 << 20), device="H200", check=False)
     scanned = [k for k in found.kernels if any("Scan" in repr(n) for n in k.nests)]
     assert len(found.kernels) > 1
-    assert all(generate(k, spec_of("H200"), Options()).words({}) for k in scanned)
+    assert all(generate(k, spec_of("H200"), Options()).flag_count({}) for k in scanned)
     assert found.refused("scanned in blocks")
 
 

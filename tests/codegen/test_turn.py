@@ -80,11 +80,11 @@ def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "layer norm", "gradients of layer norm"])
 def test_rows_that_begin_alike_are_a_workers(name: str) -> None:
-    """Teams share them, and what all rows share is read once per split."""
+    """Programs share them, and what all rows share is read once per split."""
     found, _ = planned(name, 65535, WHOLE, dynamic=False)
     first = kernels(found, WHOLE)[0]
     before, loop = first.source.split("for xoffset in tl.range(xfirst, xnumel, ")
-    assert first.team > 1 and first.cluster and "rturn = -(" in before
+    assert first.programs_per_row > 1 and first.cluster and "rturn = -(" in before
     count = int(loop.split(" ", 1)[0])
     assert "turned_load" not in loop and count % 8 == 0
     assert ("turned_load" in before) == (name != "softmax")

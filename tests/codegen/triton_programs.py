@@ -638,13 +638,13 @@ def sharing(name: str) -> Iterator[None]:
             # Without a pipeline a program needs shared memory (a cluster's exchange is in it) where
             # it has elements for more than a warp.
             odd = name.endswith("odd rows")
-            patch.setattr(cooperative, "SHARES", ((1, 256 if odd else 64), (4, 32)))
-            patch.setattr(cooperative, "LONG", 128)
-            patch.setattr(tiling, "LONG", 128)
+            patch.setattr(cooperative, "ELEMENTS_PER_PROGRAM", ((1, 256 if odd else 64), (4, 32)))
+            patch.setattr(cooperative, "MIN_COOPERATIVE_ROW", 128)
+            patch.setattr(tiling, "MIN_COOPERATIVE_ROW", 128)
             patch.setattr(access_statistics, "LEAST_STEADY", 64)
             patch.setattr(tiling, "ROW_LIMIT", 64)
         if name.endswith("weights read again"):
-            patch.setattr(tiling, "MOST_KEPT", 0)
+            patch.setattr(tiling, "MAX_KEPT_VALUES", 0)
         yield
 
 
@@ -657,7 +657,7 @@ def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel
             patch.setattr(unroll_and_jam, "LANES", 0)
         made = [generate(k, spec_of(gpu), Options()) for k in found.kernels]
     assert name not in WINDOWS or made[0].source.count("tl.store(") > 1
-    assert name not in SHARED or any(k.team > 1 for k in made), "no team"
+    assert name not in SHARED or any(k.programs_per_row > 1 for k in made), "no cooperative kernel"
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]
     heads = ("for roffset", "for rback", "if rwhole")
     loops = [sum(n.count(h) for h in heads) for n in nests]
@@ -683,7 +683,7 @@ def short_blocks(config: Config) -> Config:
 
 def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torch.Tensor]:
     """The program's outputs, its kernels interpreted."""
-    words = torch.zeros(4096, dtype=torch.int64)
+    flags = torch.zeros(4096, dtype=torch.int64)
     sizes = sizes_of(found, args)
     memory = found.given(args)
     for k, t in zip(found.kernels, kernels(found, name), strict=True):
@@ -704,21 +704,21 @@ def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torc
                 assert isinstance(what, Sym)
                 given.append(sizes[what.name])
             else:
-                given.append(counter if kind == "counter" else words)
+                given.append(counter if kind == "counter" else flags)
         config = short_blocks(t.configs[0]) if name in LOOPED | UNORDERED | SCANS else t.configs[0]
         aligned = all(x.data_ptr() % 16 == 0 for x in given if isinstance(x, torch.Tensor))
         constants = t.constants(config, t.is_wide(sizes), aligned)
         kernel, grid = getattr(module(path), t.name), t.grid(config, sizes)
-        if t.team == 1:
+        if t.programs_per_row == 1:
             kernel[(grid,)](*given, **constants)
             assert int(counter) == 0
             continue
-        # Few teams, so that each walks over several rows; the next launch finds the last one's
-        # words.
-        grid, inputs = min(grid, 3 * t.team), [x.clone() for x in given[:-1]]
-        together(kernel, grid, *inputs, words, **constants)
+        # Few row groups, so that each walks over several rows; the next launch finds the last one's
+        # flags.
+        grid, inputs = min(grid, 3 * t.programs_per_row), [x.clone() for x in given[:-1]]
+        together(kernel, grid, *inputs, flags, **constants)
         together(kernel, grid, *given, **constants)
-        assert int(words[0]) == 0 and int(words[1]) > 0
+        assert int(flags[0]) == 0 and int(flags[1]) > 0
     return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
 
 

@@ -130,9 +130,9 @@ def walked(how: str) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(tiling, "ROW_LIMIT", 8)
         if how in (SHARED, LINED):
             each = 32 if how == SHARED else 64
-            patch.setattr(cooperative, "SHARES", ((1, each), (4, each)))
-            patch.setattr(cooperative, "LONG", 32)
-            patch.setattr(tiling, "LONG", 32)
+            patch.setattr(cooperative, "ELEMENTS_PER_PROGRAM", ((1, each), (4, each)))
+            patch.setattr(cooperative, "MIN_COOPERATIVE_ROW", 32)
+            patch.setattr(tiling, "MIN_COOPERATIVE_ROW", 32)
         if how == LINED:
             patch.setattr(misaligned, "LINED", 64)
         yield patch

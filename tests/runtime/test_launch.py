@@ -204,30 +204,30 @@ def test_each_stream_counts_for_itself(driver: Driver, monkeypatch: pytest.Monke
     assert at == [zeros.pools[0].data_ptr(), zeros.pools[0].data_ptr() + 4]
 
 
-def test_teams_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cooperating_programs_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = zeros_of(monkeypatch, torch.int64, launch_cuda.FLAGS_PER_STREAM, 2)
     monkeypatch.setattr(launch_cuda, "_flags", lambda device, each: zeros)
     shared = replace(
         kernel(1),
-        args=(("tensor", "x"), ("size", Sym("n")), ("team", "")),
+        args=(("tensor", "x"), ("size", Sym("n")), ("flags", "")),
         grid_source="3 * n",
-        team=3,
+        programs_per_row=3,
     )
     q, _ = sequence([shared, kernel(2)], [[0], [0, 0]])
     q(7, addresses(16), (2,))
-    q(8, addresses(16), (64,))  # 20 at once: six whole teams
+    q(8, addresses(16), (64,))  # 20 at once: six whole groups
     assert driver.log == [(-101, 6, 16, 2), (201, 1, 16, 2), (-101, 18, 16, 64), (201, 1, 16, 64)]
     at = [q.prepared[s, (n,)].numbers[2] for s, n in ((7, 2), (8, 64))]
     assert at[1] - at[0] == 8 * launch_cuda.FLAGS_PER_STREAM
     near, _ = sequence([replace(shared, cluster=True)], [[0]])
     near(7, addresses(16), (64,))  # clusters of three
     assert driver.log == [(-3101, 18, 16, 64)]
-    large, _ = sequence([replace(shared, team=21)], [[0]])
+    large, _ = sequence([replace(shared, programs_per_row=21)], [[0]])
     with pytest.raises(LaunchError, match="21 programs at once; the device runs 20"):
         large(7, addresses(16), (64,))
 
 
-def test_words_of_more_streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_more_streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = zeros_of(monkeypatch, torch.int64, 64, 2)
     at = [zeros.address(stream) for stream in (5, 6, 5, 7, 8)]
     assert at[0] == at[2] and at[1] - at[0] == at[4] - at[3] == 8 * 64
@@ -240,18 +240,18 @@ def test_words_of_more_streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) 
     assert zeros.address(9) not in at
 
 
-def test_as_many_words_as_sizes_need(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_flags_as_sizes_need(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def words(device: torch.device, each: int) -> launch_cuda.StreamMemory:
+    def flags(device: torch.device, each: int) -> launch_cuda.StreamMemory:
         asked.append(each)
         return zeros_of(monkeypatch, torch.int64, each, 1)
 
-    monkeypatch.setattr(launch_cuda, "_flags", words)
+    monkeypatch.setattr(launch_cuda, "_flags", flags)
     looking_back = replace(
         kernel(1),
-        args=(("tensor", "x"), ("size", Sym("n")), ("team", "")),
-        words_source="16 + n * 300",
+        args=(("tensor", "x"), ("size", Sym("n")), ("flags", "")),
+        flag_count_source="16 + n * 300",
     )
     q, _ = sequence([looking_back, kernel(2)], [[0], [0, 0]])
     assert asked == [launch_cuda.FLAGS_PER_STREAM]  # before any stream may be recorded

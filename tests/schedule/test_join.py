@@ -55,9 +55,9 @@ def test_short_kernels_wait() -> None:
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-1)
 
 
-def test_rows_that_teams_share_have_a_kernel_of_their_own() -> None:
+def test_cooperative_rows_have_a_kernel_of_their_own() -> None:
     x, y = torch.empty(2048, 131072, dtype=torch.bfloat16), torch.empty(4096)
     for f in (lambda x, y: (x.softmax(-1), y + 1), lambda x, y: (y + 1, x.softmax(-1))):
         found = scheduled(f, x, y, device="H200", check=False).kernels
         made = [generate(k, spec_of("H200"), Options()) for k in found]
-        assert sorted(k.team for k in made) == [1, 16]
+        assert sorted(k.programs_per_row for k in made) == [1, 16]

@@ -1,5 +1,5 @@
-"""How few long rows are scanned on a GPU: in blocks, by programs that look back at what those
-before them have told, or all in parts.
+"""How few long rows are scanned on a GPU: block by block, by programs that look back at what those
+before them have written (a decoupled look-back), or all in parts.
 
 In: how many rows of how many elements, and the device. Out: whether they are scanned in blocks, and
 the bandwidth of that. Blocks (see `codegen.triton.scanning`) read a row once; parts (`lower.nn`)
@@ -17,7 +17,7 @@ MIN_SCAN_LENGTH, MAX_SCAN_ROWS = 1 << 16, 256
 # Scans of a row whose totals programs exchange, at most, and their dtypes: 32 bits.
 MAX_SCANS, EXCHANGED_DTYPES = 6, ("f32", "i32")
 # Time of blocks over a copy's: so much, and so much more for one row, whose blocks all look at the
-# same words. H200, 2^26 elements, f32, of 1, 2, 4, 8, 16, 32 and 64 rows: 1.19, 1.15, 1.07, 1.05,
+# same flags. H200, 2^26 elements, f32, of 1, 2, 4, 8, 16, 32 and 64 rows: 1.19, 1.15, 1.07, 1.05,
 # 1.06, 1.10, 1.08 (in parts 1.48); bf16, 16 and 64 rows 1.13, 1.08.
 BLOCK_SCAN_TIME, LONE_ROW_SCAN_TIME = 1.07, 0.13
 

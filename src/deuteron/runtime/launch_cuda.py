@@ -23,14 +23,14 @@ from deuteron.base.cluster import CLUSTER_BYTES, EXCHANGE_ROUNDS
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.codegen.triton.cooperative import FIRST
+from deuteron.codegen.triton.cooperative import FIRST_FLAG
 from deuteron.codegen.triton.generate import TritonKernel
-from deuteron.codegen.triton.tiling import MOST_EXCHANGED
+from deuteron.codegen.triton.tiling import MAX_EXCHANGED
 from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
 from deuteron.runtime.build_triton import Binary, TooLarge, build, submit
 from deuteron.runtime.workers import Task
-from deuteron.schedule.cooperative import RESIDENT, resident
+from deuteron.schedule.cooperative import PROGRAMS_AT_ONCE, programs_at_once
 
 SOURCE = """
 typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
@@ -258,13 +258,13 @@ class KernelVariants:
             _ok(driver.cuFuncSetAttribute(function, 8, shared), "setting up", binary.name)
         assert function.value is not None
         loaded = LoadedKernel(function.value, 32 * binary.num_warps, shared)
-        if self.kernel.team > 1:
+        if self.kernel.programs_per_row > 1:
             loaded.resident = self.resident(function, loaded, binary.name)
         return loaded
 
     def resident(self, function: Any, loaded: LoadedKernel, name: str) -> int:
-        """Programs of whole teams that the device runs at once."""
-        driver, count, team = _driver(), ctypes.c_int(0), self.kernel.team
+        """Cooperating programs, in whole groups, that the device runs at once."""
+        driver, count, programs = _driver(), ctypes.c_int(0), self.kernel.programs_per_row
         cores = torch.cuda.get_device_properties(self.device).multi_processor_count
         if not self.kernel.cluster:
             size = ctypes.c_size_t(loaded.shared)
@@ -272,17 +272,17 @@ class KernelVariants:
                 ctypes.byref(count), function, loaded.block, size
             )
             _ok(rc, "asking about", name)
-            return min(RESIDENT, count.value) * cores
-        if team > PORTABLE_CLUSTER:  # 14: more programs of a cluster than every device has
+            return min(PROGRAMS_AT_ONCE, count.value) * cores
+        if programs > PORTABLE_CLUSTER:  # 14: more programs of a cluster than every device has
             _ok(driver.cuFuncSetAttribute(function, 14, 1), "setting up", name)
-        dims = _Attribute(4, 0, (team, 1, 1))
+        dims = _Attribute(4, 0, (programs, 1, 1))
         one = (ctypes.c_uint * 3)(loaded.block, 1, 1)
-        grid = (ctypes.c_uint * 3)(team * cores, 1, 1)
+        grid = (ctypes.c_uint * 3)(programs * cores, 1, 1)
         asked = _Configuration(grid, one, loaded.shared, None, ctypes.pointer(dims), 1)
         rc = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(asked))
         _ok(rc, "asking about", name)
-        most = resident(loaded.block // 32, True) * cores
-        return min(most // team, count.value) * team
+        most = programs_at_once(loaded.block // 32, True) * cores
+        return min(most // programs, count.value) * programs
 
 
 def first_fitting(
@@ -375,7 +375,7 @@ def _flags(device: torch.device, elements: int) -> StreamMemory:
     """Flags by which programs exchange partial results (`codegen.triton.exchange`); a cooperative
     reduction takes `EXCHANGE_ROUNDS` flags of a program."""
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    if FIRST + cores * RESIDENT * EXCHANGE_ROUNDS * MOST_EXCHANGED > FLAGS_PER_STREAM:
+    if FIRST_FLAG + cores * PROGRAMS_AT_ONCE * EXCHANGE_ROUNDS * MAX_EXCHANGED > FLAGS_PER_STREAM:
         raise LaunchError(f"{cores} multiprocessors have more programs than flags")
     return StreamMemory(
         device,
@@ -412,7 +412,7 @@ class Launcher:
         self.device = at
         self.prepared: dict[Any, LaunchTable] = {}
         self.counts = any(kind == "counter" for k in kernels for kind, _ in k.args)
-        self.exchanges = any(kind == "team" for k in kernels for kind, _ in k.args)
+        self.exchanges = any(kind == "flags" for k in kernels for kind, _ in k.args)
         if self.counts:
             _counters(at)
         if self.exchanges:
@@ -454,7 +454,7 @@ class Launcher:
 
     def flags(self, env: dict[str, int]) -> StreamMemory:
         """The flags of its kernels' programs, for these sizes."""
-        most = max(FLAGS_PER_STREAM, *(k.words(env) for k in self.kernels))
+        most = max(FLAGS_PER_STREAM, *(k.flag_count(env) for k in self.kernels))
         return _flags(self.device, 1 << (most - 1).bit_length())
 
     def stream_addresses(self, stream: int, sizes: tuple[int, ...]) -> tuple[int, int]:
@@ -498,13 +498,17 @@ class Launcher:
         chosen, loaded = first_fitting(self.variants[k], aligned, kernel.is_wide(env), first)
         row.function, row.block, row.shared = loaded.function, loaded.block, loaded.shared
         row.grid = kernel.grid(kernel.configs[chosen], env)
-        row.cooperative = 0 if kernel.team == 1 else kernel.team if kernel.cluster else 1
+        row.cooperative = (
+            0 if kernel.programs_per_row == 1 else kernel.programs_per_row if kernel.cluster else 1
+        )
         if row.cooperative:
-            row.grid = min(row.grid, loaded.resident // kernel.team * kernel.team)
+            row.grid = min(
+                row.grid, loaded.resident // kernel.programs_per_row * kernel.programs_per_row
+            )
             if not row.grid and kernel.grid(kernel.configs[chosen], env):
                 raise LaunchError(
-                    f"{kernel.name} needs {kernel.team} programs at once; the device runs "
-                    f"{loaded.resident}"
+                    f"{kernel.name} needs {kernel.programs_per_row} programs at once; the device "
+                    f"runs {loaded.resident}"
                 )
         row.count, row.aligned = len(kernel.args), int(aligned)
         row.args = ctypes.cast(self.arrays[k], ctypes.POINTER(ctypes.c_int))

@@ -32,14 +32,14 @@ from deuteron.ir.index import (
 )
 from deuteron.ir.program import Compute, Layout, contiguous
 from deuteron.schedule.cooperative import (
-    ALIKE,
-    HELD,
-    MOST,
-    PARTIAL,
-    at_once,
-    share,
-    team_of,
-    workers_alike,
+    ALIGNMENT_CLASSES,
+    MAX_ELEMENTS_PER_PROGRAM,
+    NORM_BACKWARD_VALUES,
+    PARTIAL_RESULT_ROWS,
+    aligned_split_count,
+    cores_at_once,
+    elements_per_program,
+    programs_per_row,
 )
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
@@ -103,12 +103,16 @@ def choose_row_split(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[
         )
     elif MID_PROGRAMS_PER_CORE < each < MAX_PROGRAMS_PER_CORE or 1024 < row <= MAX_MID_ROW:
         each = MID_PROGRAMS_PER_CORE
-    team = max(1, team_of(row, HELD, spec, alike=True)) if reductions else 1  # a split is a team
-    if team > 1 and share(HELD, row) == MOST:
+    programs = (
+        max(1, programs_per_row(row, NORM_BACKWARD_VALUES, spec, same_alignment=True))
+        if reductions
+        else 1
+    )  # cooperating programs share a split
+    if programs > 1 and elements_per_program(NORM_BACKWARD_VALUES, row) == MAX_ELEMENTS_PER_PROGRAM:
         each = 1  # a multiprocessor has registers for one of its programs
-    most = spec.cores if spec.kind == "cpu" else each * at_once(team, spec) // team
-    if spec.kind == "cuda" and row % ALIKE and most > ALIKE:
-        most = workers_alike(hint(axis.extent), most, PARTIAL)
+    most = spec.cores if spec.kind == "cpu" else each * cores_at_once(programs, spec) // programs
+    if spec.kind == "cuda" and row % ALIGNMENT_CLASSES and most > ALIGNMENT_CLASSES:
+        most = aligned_split_count(hint(axis.extent), most, PARTIAL_RESULT_ROWS)
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
 
 

@@ -17,7 +17,7 @@ from deuteron.base.record import Record
 from deuteron.ir.index import hint
 from deuteron.ir.program import Extern, Layout
 from deuteron.schedule import profit
-from deuteron.schedule.cooperative import LONG
+from deuteron.schedule.cooperative import MIN_COOPERATIVE_ROW
 from deuteron.schedule.group import Group
 
 # Nests of one kernel, at most: registers and code size are those of the largest.
@@ -66,9 +66,9 @@ def made(groups: Iterable[Group]) -> set[str]:
     return out
 
 
-def teams_may(groups: Iterable[Group]) -> bool:
-    """Whether teams may share the rows of any, which they do in kernels of one nest."""
-    return any(g.reductions and hint(g.space.row) >= LONG for g in groups)
+def may_be_cooperative(groups: Iterable[Group]) -> bool:
+    """Whether programs may share the rows of any, which they do in kernels of one nest."""
+    return any(g.reductions and hint(g.space.row) >= MIN_COOPERATIVE_ROW for g in groups)
 
 
 class Joiner:
@@ -128,7 +128,7 @@ class Joiner:
         if k.device != later.device or later.barriers or k.us > short(spec) or spec.kind == "cpu":
             return False
         groups = [*k.groups, *later.groups]
-        if later.us > LONGER * short(spec) or teams_may(groups):
+        if later.us > LONGER * short(spec) or may_be_cooperative(groups):
             return False
         return len(groups) <= MOST_NESTS and len({self.computes(g, spec) for g in groups}) == 1
 
@@ -142,7 +142,7 @@ class Joiner:
             return False
         if not depends and min(us, k.us) > short(spec):
             return False
-        if not depends and spec.kind == "cuda" and teams_may([*k.groups, group]):
+        if not depends and spec.kind == "cuda" and may_be_cooperative([*k.groups, group]):
             return False
         if not depends and self.computes(k.groups[-1], spec) != self.computes(group, spec):
             return False

@@ -15,7 +15,7 @@ from deuteron.base.scans import EXCHANGED_DTYPES, MAX_SCANS, bandwidth, in_block
 from deuteron.ir.index import Axis, Index, Mod, Value, const, hint, product
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
-from deuteron.schedule.cooperative import HELD, team_of
+from deuteron.schedule.cooperative import NORM_BACKWARD_VALUES, programs_per_row
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.split_reductions import one_pass
 from deuteron.schedule.strides import strided_bytes
@@ -163,8 +163,12 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     if group.row_split is not None:
         # Splits that walk down columns read a few bytes of each line of memory at a time.
         walk = SCATTERED if side_by_side(group, layouts) else 1.0
-        team = max(1, team_of(row, HELD, spec, alike=True)) if group.reductions else 1
-        return walk * min(1.0, group.row_split[1] * team * ONE_CORE / spec.cores)
+        programs = (
+            max(1, programs_per_row(row, NORM_BACKWARD_VALUES, spec, same_alignment=True))
+            if group.reductions
+            else 1
+        )
+        return walk * min(1.0, group.row_split[1] * programs * ONE_CORE / spec.cores)
     apart = group.fixed and any(m.level == "row" for m in group.members)
     if not group.reductions and (spec.kind == "cpu" or not apart):
         return 1.0
@@ -181,7 +185,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     # Short rows are walked together by one program.
     programs = max(1, rows // max(1, 256 // max(1, row)))
     if known_rows(group) and not group.group_axes and read_again(group, layouts):
-        programs *= max(1, team_of(row, 1, spec, alike=shareable(group, layouts)))
+        programs *= max(1, programs_per_row(row, 1, spec, same_alignment=shareable(group, layouts)))
     return min(1.0, programs * ONE_CORE / spec.cores)
 
 
@@ -231,9 +235,9 @@ def known_rows(group: Group) -> bool:
 
 
 def shareable(group: Group, layouts: Mapping[str, Layout]) -> bool:
-    """Whether teams may share rows that begin anywhere: elements are so wide that what a warp reads
-    is whole lines, or (of at least 2 bytes) there is one axis of rows, of which each split has
-    those that begin alike (`codegen.triton.alignment_classes`)."""
+    """Whether programs may share rows that begin anywhere: elements are so wide that what a warp
+    reads is whole lines, or (of at least 2 bytes) there is one axis of rows, of which each split
+    has those that begin alike (`codegen.triton.alignment_classes`)."""
     least = min((ITEMSIZE[layouts[n].dtype] for n in group.reads), default=4)
     rows = [a.extent.value for a in group.space.parallel if a.extent.value != 1]
     return least >= 4 or (least >= 2 and len(rows) == 1 and rows[0] is not None)
@@ -367,12 +371,14 @@ def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool
         return 4 * row <= spec.l2 // 2
     known = known_rows(group)
     if group.row_split is None:
-        team = team_of(row, 1, spec, alike=shareable(group, layouts)) if known else 0
-        return bool(team) and not side_by_side(group, layouts) or 4 * row <= spec.registers // 2
+        programs = (
+            programs_per_row(row, 1, spec, same_alignment=shareable(group, layouts)) if known else 0
+        )
+        return bool(programs) and not side_by_side(group, layouts) or 4 * row <= spec.registers // 2
     points = group.space.size()
     read = sum(any(elements(i) >= points for i in where) for where in group.reads.values())
     held = read + len(group.partials)
-    shared = known and bool(team_of(row, held, spec, alike=True))
+    shared = known and bool(programs_per_row(row, held, spec, same_alignment=True))
     return shared or 4 * row * held <= spec.registers * 3 // 4
 
 

@@ -53,13 +53,13 @@ def with_directions(
 
 def stays(kernel: Kernel, spec: DeviceSpec) -> bool:
     """Whether what a kernel that stores elements reads once is marked to stay in the L2, so that
-    the L2 gives up what was stored first: in kernels that move more than it holds, where nothing
-    of either is there for the next kernel; not in programs that call libraries, which have other
-    use for it.
-    H200, us without and with that: softmax, 32768 rows of 8192, bf16, 258 and 249, standardized
-    rows of 4096, f32, 260 and 249, running sums 131 and 126, gradient of a mean square 92 and 88,
-    copies into other places 128 and 126. (What is only read takes longer with it: 66 and 70; in
-    teams softmax of rows of 32768 288 and 291. What is stored marked to go first: no gain.)"""
+    the L2 gives up what was stored first: in kernels that move more than it holds, where nothing of
+    either is there for the next kernel; not in programs that call libraries, which have other use
+    for it. H200, us without and with that: softmax, 32768 rows of 8192, bf16, 258 and 249,
+    standardized rows of 4096, f32, 260 and 249, running sums 131 and 126, gradient of a mean square
+    92 and 88, copies into other places 128 and 126. (What is only read takes longer with it: 66 and
+    70; in cooperative rows softmax of rows of 32768 288 and 291. What is stored marked to go first:
+    no gain.)"""
     new = spec.kind == "cuda" and (spec.capability or (0, 0)) >= (9, 0)
     return new and kernel.bytes > 1.5 * spec.l2
 

@@ -1,14 +1,14 @@
 """Triton text of rows that several programs share: who holds what, and the exchange of reductions.
 
-A team's programs hold a block of the same row each and walk over the same rows. What one reductions
-of its block it publishes; before anyone uses a reduction it collects what all have published, in
-the order of their places, so that results repeat bit for bit. Reductions that do not need one
+Cooperating programs hold a block of the same row each and walk over the same rows. Each publishes
+what it reduces of its block. Before anyone uses a reduction it collects what all have published, in
+the order of their ranks, so that results repeat bit for bit. Reductions that do not need one
 another are published first and collected together; so are reductions that need others by a rule of
 `schedule.online`: each block's result is one relative to the block's own maximum or mean. Of a scan
 a program publishes what its block reduces to, and adds what comes before it to the block's own
 scan.
 
-Words are used in turn by four rounds: who publishes round k + 4 has collected round k + 2, so that
+Flags are used in turn by four rounds: who publishes round k + 4 has collected round k + 2, so that
 all have published that, and had collected round k before.
 """
 
@@ -38,19 +38,20 @@ from deuteron.ir.expr import Expr
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
 
-# Words of a launch: the number of programs that are done, the last tag used, then the teams'.
-FIRST = 16
-PARAM = "team_ptr"
+# Flags of a launch: the number of programs that are done, the last tag used, then each row group's.
+FIRST_FLAG = 16
+FLAGS_PARAM = "flags_ptr"
 WARP = 32
 
 
-class Team:
-    """The exchanges of one nest; `first` is the Triton text of the team's number."""
+class CooperativeRows:
+    """The exchanges of one nest; `first` is the Triton text of the number of the row group:
+    the programs that share rows."""
 
-    first = "team"
+    first = "row_group"
 
     def __init__(self, form: Form, em: Emitter, loops: Loops) -> None:
-        self.count, self.em, self.cluster = form.team, em, int(form.cluster)
+        self.count, self.em, self.cluster = form.programs_per_row, em, int(form.cluster)
         blocks = form.candidates[0]
         self.each = blocks.of("r") // (WARP * blocks.num_warps)  # elements of a thread
         row = frozenset(em.dims) - {"r"}
@@ -68,7 +69,7 @@ class Team:
                     self.rules[name], self.sums[name] = rule, same[0].name
             elif isinstance(rule, Rescaled):
                 self.rules[name] = rule  # others wait for what they need
-        self.places = {name: k for k, name in enumerate(self.reductions)}
+        self.exchange_numbers = {name: k for k, name in enumerate(self.reductions)}
         self.local: dict[str, str] = {}
         self.scanned: dict[str, str] = {}  # scans of this program's block
         self.waiting: list[Reduce | Scan] = []
@@ -83,14 +84,14 @@ class Team:
         return [rule.x if isinstance(rule, Products) else f.body]
 
     def begin(self) -> None:
-        begin(self.em, self.count, len(self.places), self.cluster)
+        begin_cooperative(self.em, self.count, len(self.exchange_numbers), self.cluster)
 
     def end(self, rounds: str) -> None:
-        """`rounds`: text of a number that no team's exchanges exceed."""
-        self.em.scope.add(f"libm.end({PARAM}, before, {rounds}, {self.cluster})")
+        """`rounds`: text of a number that no row group's exchanges exceed."""
+        self.em.scope.add(f"libm.end_exchange({FLAGS_PARAM}, last_tag, {rounds}, {self.cluster})")
 
     def reduce_all(self) -> None:
-        """Reductions this program's block of the row, and tells the others; sums that need nothing
+        """Reduces this program's block of the row and publishes the results; sums that need nothing
         of one another two at a time."""
         todo = list(self.reductions.values())
         while todo:
@@ -172,7 +173,9 @@ class Team:
         return name
 
     def _publish(self, f: Reduce | Scan, name: str) -> None:
-        which = f"words, {self.places[f.name]}, {len(self.places)}, {self.count}"
+        which = (
+            f"flags, {self.exchange_numbers[f.name]}, {len(self.exchange_numbers)}, {self.count}"
+        )
         self.em.scope.add(f"libm.publish({which}, {name}, tag, {self.cluster})")
 
     def await_for(self, *roots: Expr) -> None:
@@ -188,10 +191,10 @@ class Team:
         for f in self.waiting:
             if isinstance(f, Scan):
                 neutral = identity(f.kind, f.body.dtype)
-                values = f'{found[f.name]}, place, {neutral}, "{f.kind}"'
+                values = f'{found[f.name]}, rank, {neutral}, "{f.kind}"'
                 start, name = em.fresh("start"), em.fresh(f"{clean(f.name)}_")
                 em.scope.add(
-                    f"{start} = libm.before({values})",
+                    f"{start} = libm.exclusive_prefix({values})",
                     f"{name} = {reduction_step(f.kind, f.body.dtype, start, self.scanned[f.name])}",
                 )
                 em.scope.texts[scan_result(f)] = name
@@ -200,19 +203,19 @@ class Team:
             if isinstance(rule, Rescaled):
                 lanes = found[rule.maximum]
                 scale = power_text(rule, f"libm.apart({lanes}, {tops[rule.maximum]})")
-                em.scope.add(f"{one} = libm.team_sum({found[f.name]} * {scale})")
+                em.scope.add(f"{one} = libm.combine_sum({found[f.name]} * {scale})")
             elif isinstance(rule, Products):
                 block, room, sizes = em.dims["r"].block, self._room, em.fresh("sizes")
                 parts = f"{found[self.sums[f.name]]}, {found[f.name]}, {sizes}, rnumel"
-                each = f"libm.team_sizes(rnumel, {block}, {self.count}, {room})"
+                each = f"libm.block_sizes(rnumel, {block}, {self.count}, {room})"
                 if em.turn is not None:
                     each = em.turn.sizes(f"tl.arange(0, {room}) * {block}", block)
                 em.scope.add(
                     f"{sizes} = {each}",
-                    f"{one}_mean, {one} = libm.team_moments({parts})",
+                    f"{one}_mean, {one} = libm.combine_moments({parts})",
                 )
             else:
-                em.scope.add(f"{one} = libm.team_{f.kind}({found[f.name]})")
+                em.scope.add(f"{one} = libm.combine_{f.kind}({found[f.name]})")
                 tops[f.name] = one
             em.scope.add(f"{out} = tl.full([1, 1], {one}, {one}.dtype)")
             if isinstance(rule, Rescaled) and rule.plain:
@@ -250,32 +253,33 @@ class Team:
         found: dict[str, str] = {}
         for k in range(0, len(self.waiting), 2):
             pair = self.waiting[k : k + 2]
-            names = [em.fresh("told") for _ in pair]
+            names = [em.fresh("collected") for _ in pair]
             both = "collect_two" if len(pair) == 2 else "collect"
-            which = ", ".join(str(self.places[f.name]) for f in pair)
-            tail = f"{len(self.places)}, {self.count}, tag, {self.cluster}, {self._room}"
-            em.scope.add(f"{', '.join(names)} = libm.{both}(words, {which}, {tail})")
+            which = ", ".join(str(self.exchange_numbers[f.name]) for f in pair)
+            tail = f"{len(self.exchange_numbers)}, {self.count}, tag, {self.cluster}, {self._room}"
+            em.scope.add(f"{', '.join(names)} = libm.{both}(flags, {which}, {tail})")
             for f, name in zip(pair, names, strict=True):
                 like = f"tl.full([], 0, {scalars.TYPE[f.body.dtype]})"
                 neutral = identity(f.kind, f.body.dtype)
-                em.scope.add(f"{name} = libm.told({name}, {like}, {neutral}, {self.count})")
+                em.scope.add(f"{name} = libm.collected({name}, {like}, {neutral}, {self.count})")
                 found[f.name] = name
         return found
 
 
-def begin(em: Emitter, count: int, reductions: int, cluster: int) -> None:
-    """The first thing of a program: which one of which team it is, of so many programs that
+def begin_cooperative(em: Emitter, count: int, reductions: int, cluster: int) -> None:
+    """The first thing of a program: its rank in its row group, of so many programs that
     exchange so many reductions in a round, and where its block of a row begins."""
     wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
+    flags = EXCHANGE_ROUNDS * count * reductions  # of a row group
     em.scope.add(
-        f"team = (pid // {count}){wide}",
-        f"teams = (tl.num_programs(0) // {count}){wide}",
-        f"place = pid % {count}",
-        f"roffset = place{wide} * {em.dims['r'].block}",
-        f"words = {PARAM} + {FIRST} + (pid // {count}) * {EXCHANGE_ROUNDS * count * reductions}",
-        f"before = libm.begin({PARAM}, {cluster}, {reductions})",
-        "tag = before + 1",
+        f"row_group = (pid // {count}){wide}",
+        f"row_groups = (tl.num_programs(0) // {count}){wide}",
+        f"rank = pid % {count}",
+        f"roffset = rank{wide} * {em.dims['r'].block}",
+        f"flags = {FLAGS_PARAM} + {FIRST_FLAG} + (pid // {count}) * {flags}",
+        f"last_tag = libm.begin_exchange({FLAGS_PARAM}, {cluster}, {reductions})",
+        "tag = last_tag + 1",
     )
 
 
-__all__ = ["FIRST", "PARAM", "Team", "begin"]
+__all__ = ["FIRST_FLAG", "FLAGS_PARAM", "CooperativeRows", "begin_cooperative"]

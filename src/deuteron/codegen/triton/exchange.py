@@ -1,16 +1,17 @@
-"""Device functions by which programs that share rows tell each other what they reduced, for `libm`,
-under whose name generated kernels call them.
+"""Device functions by which programs that share rows exchange what they reduced, for `libm`, under
+whose name generated kernels call them.
 
-A word has 64 bits: a number of 32 bits, and above it a tag that says which exchange of which launch
+A flag has 64 bits: a number of 32 bits, and above it a tag that says which exchange of which launch
 it belongs to. It is written and read at once, so that whoever sees the tag has the number: nothing
-else needs to be ordered. A team's programs must run at the same time (a cooperative launch).
+else needs to be ordered. Cooperating programs must run at the same time (a cooperative launch).
 
-Programs that look back need not run at the same time: they wait for programs with smaller numbers,
-which begin before them.
+A decoupled look-back needs no cooperative launch: its programs wait for programs with smaller
+numbers, which begin before them.
 
-Where a team is a cluster (sm_90), its programs write into one another's shared memory instead: the
-last `CLUSTER_BYTES` of it, for which the launch makes room. For each round and reduce there are a
-barrier (`mbarrier`), which counts the bytes that have come, and a number from every program.
+Where cooperating programs are a cluster (sm_90), they write into one another's shared memory
+instead: the last `CLUSTER_BYTES` of it, for which the launch makes room. For each round and
+reduction there are a barrier (`mbarrier`), which counts the bytes that have come, and a number from
+every program.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,8 +29,8 @@ from deuteron.codegen.triton.merging import maximum, minimum, mul_combine
 SLOTS = tl.constexpr(EXCHANGE_ROUNDS)
 # Of a cluster's shared memory: where the numbers begin, behind barriers of 8 bytes for each round
 # and reduction, and bytes of the numbers of a round and reduction.
-NUMBERS, EACH = 256, 4 * MAX_CLUSTER
-HERE = (
+NUMBERS, NUMBERS_BYTES = 256, 4 * MAX_CLUSTER
+EXCHANGE_ADDRESS = (
     ".reg .b32 at, size, bar; .reg .pred one; "
     "mov.u32 at, global_smem; mov.u32 size, %dynamic_smem_size; add.u32 at, at, size; "
     f"sub.u32 at, at, {CLUSTER_BYTES}; "
@@ -37,7 +38,9 @@ HERE = (
 # Makes $1 barriers. What the others send (`MEET`) finds them, and what a program loads until then
 # need not wait.
 CLUSTER_BEGIN = tl.constexpr(
-    "{ " + HERE + ".reg .b32 who, k; mov.u32 who, %tid.x; setp.ne.u32 one, who, 0; mov.u32 k, 0; "
+    "{ "
+    + EXCHANGE_ADDRESS
+    + ".reg .b32 who, k; mov.u32 who, %tid.x; setp.ne.u32 one, who, 0; mov.u32 k, 0; "
     "@one bra ready; "
     "next: mbarrier.init.shared::cta.b64 [at], 1; add.u32 at, at, 8; add.u32 k, k, 1; "
     "setp.lt.u32 one, k, $1; @one bra next; fence.mbarrier_init.release.cluster; "
@@ -50,9 +53,10 @@ MEET = tl.constexpr(
 )
 # Sends $1 to $3 programs, at place $2 of theirs.
 SEND = tl.constexpr(
-    "{ " + HERE + ".reg .b32 who, rank, bytes; "
+    "{ " + EXCHANGE_ADDRESS + ".reg .b32 who, rank, bytes; "
     "mov.u32 who, %tid.x; mov.u32 rank, %cluster_ctarank; "
-    f"mad.lo.u32 bar, $2, 8, at; mad.lo.u32 at, $2, {EACH}, at; mad.lo.u32 at, rank, 4, at; "
+    f"mad.lo.u32 bar, $2, 8, at; mad.lo.u32 at, $2, {NUMBERS_BYTES}, at; "
+    "mad.lo.u32 at, rank, 4, at; "
     "shl.b32 bytes, $3, 2; setp.eq.u32 one, who, 0; "
     "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], bytes; "
     "setp.lt.u32 one, who, $3; "
@@ -62,14 +66,14 @@ SEND = tl.constexpr(
 )
 # Waits for the numbers at place $1, whose barrier's phase is $2; that of program $3.
 RECEIVE = tl.constexpr(
-    "{ " + HERE + f"mad.lo.u32 bar, $1, 8, at; mad.lo.u32 at, $1, {EACH}, at; "
+    "{ " + EXCHANGE_ADDRESS + f"mad.lo.u32 bar, $1, 8, at; mad.lo.u32 at, $1, {NUMBERS_BYTES}, at; "
     "mad.lo.u32 at, $3, 4, at; "
     "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 one, [bar], $2; "
     "@!one bra again; "
     f"ld.shared.b32 $0, [at + {NUMBERS}]; }}"
 )
 
-# Waits for words with a tag; their numbers. Labels are the block's own.
+# Waits for flags with a tag; their numbers. Labels are the block's own.
 WAIT_ONE = tl.constexpr(
     "{ .reg .pred other; .reg .b64 word; .reg .b32 tag; "
     "bra first; again: nanosleep.u32 32; "
@@ -86,7 +90,7 @@ WAIT_TWO = tl.constexpr(
 
 
 @triton.jit
-def begin(words, CLUSTER: tl.constexpr, REDUCTIONS: tl.constexpr):
+def begin_exchange(flags, CLUSTER: tl.constexpr, REDUCTIONS: tl.constexpr):
     """The last tag that was used before this launch."""
     if CLUSTER and not INTERPRETED:
         tl.inline_asm_elementwise(
@@ -94,41 +98,41 @@ def begin(words, CLUSTER: tl.constexpr, REDUCTIONS: tl.constexpr):
         )
         return tl.full([], -1, tl.int32)
     else:
-        return tl.load(words + 1).to(tl.int32)
+        return tl.load(flags + 1).to(tl.int32)
 
 
 @triton.jit
 def publish(
-    words,
+    flags,
     REDUCTION: tl.constexpr,
     REDUCTIONS: tl.constexpr,
-    TEAM: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     value,
     tag,
     CLUSTER: tl.constexpr,
 ):
-    """Tells the team `value` (one element of 32 bits), that of a reduction in the round `tag`;
-    reduction 0 comes first. `words`: the team's."""
+    """Publishes `value` (one element of 32 bits), that of a reduction in the round `tag`; reduction
+    0 comes first. `flags`: the row group's."""
     place = (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION
     if CLUSTER and not INTERPRETED:
         if REDUCTION == 0:
             tl.inline_asm_elementwise(MEET, "=r,r", [tag], dtype=tl.int32, is_pure=False, pack=1)
-        what = [tl.sum(tl.ravel(value.to(tl.int32, bitcast=True)), 0), place, TEAM]
+        what = [tl.sum(tl.ravel(value.to(tl.int32, bitcast=True)), 0), place, PROGRAMS]
         tl.inline_asm_elementwise(SEND, "=r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1)
     else:
-        tell(words + place * TEAM + tl.program_id(0) % TEAM, value, tag)
+        write_flag(flags + place * PROGRAMS + tl.program_id(0) % PROGRAMS, value, tag)
 
 
 @triton.jit
-def tell(at, value, tag):
-    """Writes `value` (one element of 32 bits) and the tag into the word `at`."""
+def write_flag(at, value, tag):
+    """Writes `value` (one element of 32 bits) and the tag into the flag `at`."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     text = bits | (tl.zeros_like(bits) + tag).to(tl.int64) << 32
     tl.atomic_xchg(at + tl.zeros_like(bits), text, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def _polled(at, tags):
+def _await_interpreted(at, tags):
     """For Triton's interpreter."""
     found = tl.load(at)
     while tl.sum(tl.where((found >> 32).to(tl.int32) == tags, 0, 1)) > 0:
@@ -137,10 +141,10 @@ def _polled(at, tags):
 
 
 @triton.jit
-def _waited(ones, twos, tags):
-    """The numbers of words with these tags; returns once all are there."""
+def _await_two(ones, twos, tags):
+    """The numbers of flags with these tags; returns once all are there."""
     if INTERPRETED:
-        return _polled(ones, tags), _polled(twos, tags)
+        return _await_interpreted(ones, tags), _await_interpreted(twos, tags)
     else:
         at = [ones.to(tl.int64), twos.to(tl.int64), tags]
         return tl.inline_asm_elementwise(
@@ -149,7 +153,7 @@ def _waited(ones, twos, tags):
 
 
 @triton.jit
-def _received(place, lane, tag):
+def _await_cluster(place, lane, tag):
     what = [place + tl.zeros_like(lane), ((tag // SLOTS) & 1) + tl.zeros_like(lane), lane]
     return tl.inline_asm_elementwise(
         RECEIVE, "=&r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1
@@ -158,26 +162,26 @@ def _received(place, lane, tag):
 
 @triton.jit
 def collect(
-    words,
+    flags,
     REDUCTION: tl.constexpr,
     REDUCTIONS: tl.constexpr,
-    TEAM: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     tag,
     CLUSTER: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """The bits of a team's numbers of a reduction in `ROOM` lanes (a power of two, at least a warp,
-    so that a thread reads one; the rest repeat the first); returns once all have come."""
+    """The bits of all programs' numbers of a reduction in `ROOM` lanes (a power of two, at least a
+    warp, so that a thread reads one; the rest repeat the first); returns once all have come."""
     lane = tl.arange(0, ROOM)
-    lane = tl.where(lane < TEAM, lane, 0)
+    lane = tl.where(lane < PROGRAMS, lane, 0)
     place = (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION
     if CLUSTER and not INTERPRETED:
-        return _received(place, lane, tag)
+        return _await_cluster(place, lane, tag)
     else:
-        at = words + place * TEAM + lane
+        at = flags + place * PROGRAMS + lane
         tags = tl.zeros([ROOM], tl.int32) + tag
         if INTERPRETED:
-            return _polled(at, tags)
+            return _await_interpreted(at, tags)
         else:
             return tl.inline_asm_elementwise(
                 WAIT_ONE, "=&r,l,r", [at.to(tl.int64), tags], dtype=tl.int32, is_pure=False, pack=1
@@ -186,64 +190,65 @@ def collect(
 
 @triton.jit
 def collect_two(
-    words,
+    flags,
     REDUCTION: tl.constexpr,
     OTHER: tl.constexpr,
     REDUCTIONS: tl.constexpr,
-    TEAM: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     tag,
     CLUSTER: tl.constexpr,
     ROOM: tl.constexpr,
 ):
     """The same of two reductions, which are read together."""
     lane = tl.arange(0, ROOM)
-    lane = tl.where(lane < TEAM, lane, 0)
+    lane = tl.where(lane < PROGRAMS, lane, 0)
     one, two = (
         (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION,
         (tag & (SLOTS - 1)) * REDUCTIONS + OTHER,
     )
     if CLUSTER and not INTERPRETED:
-        return _received(one, lane, tag), _received(two, lane, tag)
+        return _await_cluster(one, lane, tag), _await_cluster(two, lane, tag)
     else:
-        at = words + one * TEAM + lane
-        return _waited(at, words + two * TEAM + lane, tl.zeros([ROOM], tl.int32) + tag)
+        at = flags + one * PROGRAMS + lane
+        return _await_two(at, flags + two * PROGRAMS + lane, tl.zeros([ROOM], tl.int32) + tag)
 
 
 @triton.jit
-def told(bits, like, neutral, COUNT: tl.constexpr):
+def collected(bits, like, neutral, COUNT: tl.constexpr):
     """What was collected as values of the dtype of `like`, filled up with `neutral`."""
     values = bits.to(like.dtype, bitcast=True)
     return tl.where(tl.arange(0, bits.shape[0]) < COUNT, values, neutral)
 
 
-# What a team's numbers reduce to: scalars, which all points share without an exchange of layouts.
+# What all programs' numbers reduce to: scalars, which all points share without an exchange of
+# layouts.
 
 
 @triton.jit
-def team_sum(x):
+def combine_sum(x):
     return tl.sum(x, 0)
 
 
 @triton.jit
-def team_max(x):
+def combine_max(x):
     return tl.reduce(x, 0, maximum)
 
 
 @triton.jit
-def team_min(x):
+def combine_min(x):
     return tl.reduce(x, 0, minimum)
 
 
 @triton.jit
 def _reduce(x, KIND: tl.constexpr):
     if KIND == "sum":
-        return team_sum(x)
+        return combine_sum(x)
     elif KIND == "prod":
         return tl.reduce(x, 0, mul_combine)
     elif KIND == "max":
-        return team_max(x)
+        return combine_max(x)
     else:
-        return team_min(x)
+        return combine_min(x)
 
 
 @triton.jit
@@ -259,22 +264,22 @@ def _both(x, y, KIND: tl.constexpr):
 
 
 @triton.jit
-def before(values, place, neutral, KIND: tl.constexpr):
-    """What a team's blocks of a row reduce to from the row's begin up to before the block of the
-    program at `place`."""
+def exclusive_prefix(values, place, neutral, KIND: tl.constexpr):
+    """What the blocks of a row reduce to from the row's begin up to before the block of the
+    program of rank `place`."""
     return _reduce(tl.where(tl.arange(0, values.shape[0]) < place, values, neutral), KIND)
 
 
 @triton.jit
-def team_sizes(count, block, TEAM: tl.constexpr, ROOM: tl.constexpr):
-    """Elements of a row that each of a team's programs has."""
+def block_sizes(count, block, PROGRAMS: tl.constexpr, ROOM: tl.constexpr):
+    """Elements of a row that each program has."""
     lane = tl.arange(0, ROOM)
     left = tl.minimum(tl.maximum(count - lane * block, 0), block)
-    return tl.where(lane < TEAM, left, 0).to(tl.float32)
+    return tl.where(lane < PROGRAMS, left, 0).to(tl.float32)
 
 
 @triton.jit
-def team_moments(sums, m2s, sizes, count):
+def combine_moments(sums, m2s, sizes, count):
     """The mean of a row, and the sum of squared deviations from it, from the same of its blocks
     (Chan, Golub, LeVeque 1979)."""
     means = sums / tl.maximum(sizes, 1.0)
@@ -284,63 +289,66 @@ def team_moments(sums, m2s, sizes, count):
 
 
 @triton.jit
-def end(words, tag, rounds, CLUSTER: tl.constexpr):
+def end_exchange(flags, tag, rounds, CLUSTER: tl.constexpr):
     """The last thing of every program: the last one of a launch leaves the next one's tag. A
     cluster's program can go: the others need nothing of it that it has not sent, and what they
     send it has received, since who publishes in a round collects all of it."""
     if not CLUSTER or INTERPRETED:
         tl.debug_barrier()
-        ticket = tl.atomic_add(words, 1, sem="acq_rel", scope="gpu")
+        ticket = tl.atomic_add(flags, 1, sem="acq_rel", scope="gpu")
         if ticket == tl.num_programs(0) - 1:
-            tl.store(words, 0)
-            tl.store(words + 1, tag.to(tl.int64) + rounds)
+            tl.store(flags, 0)
+            tl.store(flags + 1, tag.to(tl.int64) + rounds)
 
 
 # Programs that look back along a row: each is one of `blocks` blocks of it. Of so many blocks one
-# after another as there are lanes (a group), the last one tells what they reduce to, and of as many
-# groups (a part), what the row reduces to up to its end.
+# after another as there are lanes (a group), the last one writes what they reduce to, and of as
+# many groups (a part), what the row reduces to up to its end.
 
 
 @triton.jit
-def told_by(blocks, LANES: tl.constexpr):
-    """Words of a row's blocks, groups and parts."""
+def look_back_flags(blocks, LANES: tl.constexpr):
+    """Flags of a row's blocks, groups and parts."""
     return blocks + blocks // LANES + blocks // (LANES * LANES)
 
 
 @triton.jit
-def look_back(words, block, blocks, own, tag, neutral, KIND: tl.constexpr, LANES: tl.constexpr):
-    """What a row reduces to up to before this block (`neutral` before the first), which has told
-    that it reduces to `own` (one element). `words`: the row's, of this scan."""
+def decoupled_look_back(
+    flags, block, blocks, own, tag, neutral, KIND: tl.constexpr, LANES: tl.constexpr
+):
+    """What a row reduces to up to before this block (`neutral` before the first), which has written
+    that it reduces to `own` (one element). `flags`: the row's, of this scan."""
     lane = tl.arange(0, LANES)
     group = block // LANES
     part = group // LANES
     place, seat = block % LANES, group % LANES
-    groups = words + blocks
+    groups = flags + blocks
     parts = groups + blocks // LANES
     near = lane < place
     far = lane < seat
     start = (lane == LANES - 1) & (part > 0)  # a lane that no group before this one has
-    here = words + block
+    here = flags + block
     ones = tl.where(near, here - place + lane, here)
     twos = tl.where(far, groups + (group - seat) + lane, tl.where(start, parts + part - 1, here))
-    one, two = _waited(ones, twos, tl.zeros([LANES], tl.int32) + tag)
+    one, two = _await_two(ones, twos, tl.zeros([LANES], tl.int32) + tag)
     one = tl.where(near, one.to(own.dtype, bitcast=True), neutral)
     two = tl.where(far | start, two.to(own.dtype, bitcast=True), neutral)
     blocks_reduced, groups_reduced = _reduce(one, KIND), _reduce(two, KIND)
     if place == LANES - 1:
         group_reduced = _both(blocks_reduced, own, KIND)
-        tell(groups + group, group_reduced, tag)
+        write_flag(groups + group, group_reduced, tag)
         if seat == LANES - 1:
-            tell(parts + part, _both(groups_reduced, group_reduced, KIND), tag)
+            write_flag(parts + part, _both(groups_reduced, group_reduced, KIND), tag)
     return _both(groups_reduced, blocks_reduced, KIND)
 
 
 @triton.jit
-def leave(words, block, blocks, rows, tag):
+def end_look_back(flags, block, blocks, rows, tag):
     """The last thing of a program that has looked back: the last of the rows' last ones leaves the
-    next launch's tag. All programs have begun, with the tag before, since it has what they told."""
+    next launch's tag. All programs have begun, with the tag before, since it has what they
+    wrote."""
     if block == blocks - 1:
-        ticket = tl.atomic_add(words, 1, sem="acq_rel", scope="gpu")
+        ticket = tl.atomic_add(flags, 1, sem="acq_rel", scope="gpu")
         if ticket == rows - 1:
-            tl.store(words, 0)
-            tl.store(words + 1, tag.to(tl.int64))
+            tl.store(flags, 0)
+            tl.store(flags + 1, tag.to(tl.int64))

@@ -19,14 +19,14 @@ from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import with_checks
 from deuteron.codegen.loops import SPLIT, Loops, prepare
 from deuteron.codegen.triton.access_statistics import power, size
-from deuteron.codegen.triton.alignment_classes import alike
-from deuteron.codegen.triton.cooperative import PARAM
+from deuteron.codegen.triton.alignment_classes import split_by_alignment
+from deuteron.codegen.triton.cooperative import FLAGS_PARAM
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.point_tiles import Blocks
 from deuteron.codegen.triton.predicated_loads import chosen
 from deuteron.codegen.triton.scalars import POINTER
-from deuteron.codegen.triton.scanning import scan_form, words_text
+from deuteron.codegen.triton.scanning import flag_count_text, scan_tiling
 from deuteron.codegen.triton.tiling import Form, choose, cross_row_reductions, most_stages
 from deuteron.codegen.triton.unroll import written_out
 from deuteron.codegen.triton.unroll_and_jam import phased
@@ -66,9 +66,9 @@ class Config:
 class TritonKernel:
     """A kernel's source and launch description.
 
-    args         ("tensor", name), ("size", Sym), ("counter", "") or ("team", ""), in the order of
+    args         ("tensor", name), ("size", Sym), ("counter", "") or ("flags", ""), in the order of
                  `params`, their names in the function; the counter is an int32 that is 0 before and
-                 after a launch; for a team's words see `codegen.triton.exchange`
+                 after a launch; for the flags see `codegen.triton.exchange`
     types        Triton types of `params` ("*fp32", "i32"); sizes are "i64" with 64-bit indices
     aligned      params that may be declared divisible by 16 (pointers in bytes): all pointers, and
                  sizes whose hint is. Who launches checks it, and builds without the attribute where
@@ -78,11 +78,15 @@ class TritonKernel:
     wide_source  Python expression over names of sizes: whether 32-bit indices overflow. None where
                  the sizes are known
     configs      candidates; the first is the heuristic choice
-    words_source Python expression over names of sizes and of constexprs; words that its programs
-                 tell one another in, of a stream; None where those are a team's, or none
-    team         programs that share a row and must run at the same time. Where there are more than
+    flag_count_source
+                 Python expression over names of sizes and of constexprs; flags by which programs of
+                 a scan tell one another results, on one stream; None where the kernel has none, or
+                 those of cooperative rows only
+    programs_per_row
+                 programs that share a row and must run at the same time. Where there are more than
                  one, any multiple of it is a valid number of programs, the grid's is the most
-    cluster      whether those are a cluster, and have `CLUSTER_BYTES` more shared memory
+    cluster      whether the programs of a row are a cluster, with `CLUSTER_BYTES` more shared
+                 memory
     """
 
     name: str
@@ -95,9 +99,9 @@ class TritonKernel:
     grid_source: str
     aligned: tuple[str, ...]
     wide_source: str | None = None
-    words_source: str | None = None
+    flag_count_source: str | None = None
     debug: bool = False  # build with debug=True (and sanitize_overflow=False): it asserts
-    team: int = 1
+    programs_per_row: int = 1
     cluster: bool = False
     fp_fusion: bool = False  # eager rounds after each multiplication, and so does the kernel
 
@@ -120,11 +124,11 @@ class TritonKernel:
         """Number of programs for these sizes (by symbol name)."""
         return _evaluated(self.grid_source, config, sizes)
 
-    def words(self, sizes: Mapping[str, int]) -> int:
-        """Words that a launch needs for these sizes, in any configuration."""
-        if self.words_source is None:
+    def flag_count(self, sizes: Mapping[str, int]) -> int:
+        """Flags that a launch needs for these sizes, in any configuration."""
+        if self.flag_count_source is None:
             return 0
-        return max(_evaluated(self.words_source, c, sizes) for c in self.configs)
+        return max(_evaluated(self.flag_count_source, c, sizes) for c in self.configs)
 
     def is_wide(self, sizes: Mapping[str, int]) -> bool:
         """Whether these sizes need the 64-bit variant."""
@@ -150,15 +154,17 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     ]
     first = kernel.barriers[0] if kernel.barriers else len(nests)
     if first == 1:
-        nests[0] = alike(nests[0], spec)
-    forms = [choose(n, spec, teams=first == 1 and k == 0) for k, n in enumerate(nests[:first])]
+        nests[0] = split_by_alignment(nests[0], spec)
+    forms = [
+        choose(n, spec, cooperative=first == 1 and k == 0) for k, n in enumerate(nests[:first])
+    ]
     if first == 1:
-        forms[0] = scan_form(nests[0], spec) or forms[0]
+        forms[0] = scan_tiling(nests[0], spec) or forms[0]
     forms = sharing(forms)
     # What one program does alone is not cut small to occupy the device.
     warps = max(f.candidates[0].num_warps for f in forms)
     forms += [choose(n, spec, alone=warps) for n in nests[first:]]
-    team = forms[0].team
+    programs_per_row = forms[0].programs_per_row
     symbols = _symbols(nests, layouts)
     static, wide_source, wide = _width(nests, layouts)
     index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
@@ -172,7 +178,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
     common = (pointers, index_type, layouts, "STAGES", float8, limits, kernel.overwrites)
     averages = options is None or options.precision == "float32"
-    names = [Names(b, *common, kernel.stays and team == 1, averages) for b in blocks]
+    names = [Names(b, *common, kernel.stays and programs_per_row == 1, averages) for b in blocks]
     written = [
         write_nest(n, f, own, itertools.count())
         for n, f, own in zip(nests, forms, names, strict=True)
@@ -183,7 +189,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         bodies = [[choice, *b] for b in bodies]
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
     waits = forms[0].waits
-    params += [COUNTER] * bool(kernel.barriers) + [PARAM] * waits
+    params += [COUNTER] * bool(kernel.barriers) + [FLAGS_PARAM] * waits
     constexprs = [v for b in blocks for v in b.values()] + stages + flags
     source = _source(name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers)
     sizes = "i64" if static and wide else "i32"
@@ -195,7 +201,7 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
             *(("tensor", n) for n in layouts),
             *(("size", s) for s in symbols),
             *([("counter", "")] * counter),
-            *([("team", "")] * waits),
+            *([("flags", "")] * waits),
         ),
         params=tuple(params),
         types=(
@@ -213,8 +219,8 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         ),
         wide_source=wide_source,
         debug=any(asserts for _, asserts in written),
-        words_source=_words(forms[0], blocks[0], nests[0]),
-        team=team,
+        flag_count_source=_flag_count(forms[0], blocks[0], nests[0]),
+        programs_per_row=programs_per_row,
         cluster=forms[0].cluster,
     )
 
@@ -382,11 +388,11 @@ def _grids(
     return text if main == len(nests) else f"max(1, {text})"
 
 
-def _words(form: Form, blocks: Mapping[str, str], nest: Loops) -> str | None:
+def _flag_count(form: Form, blocks: Mapping[str, str], nest: Loops) -> str | None:
     if form.kind != "blocks":
         return None
     rows, length = (python_text(product(a.extent for a in axes)) for _, axes in form.dims)
-    return words_text(nest, form, rows, length, blocks["r"])
+    return flag_count_text(nest, form, rows, length, blocks["r"])
 
 
 def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
@@ -397,16 +403,16 @@ def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
         rows = [python_text(product(a.extent for a in form.single))] if form.single else []
         text = " * ".join([*rows, *each])
         return text if form.turns == 1 else f"-(-({text}) // {form.turns})"
-    teams = f"{form.team} * " if form.team > 1 else ""
+    per_row = f"{form.programs_per_row} * " if form.programs_per_row > 1 else ""
     if form.kind == "blocks":
         return f"{python_text(counts['x'])} * {_blocks_text(counts['r'], blocks['r'])}"
     if form.kind == "rows":
-        return teams + _blocks_text(counts["x"], blocks["x"])
+        return per_row + _blocks_text(counts["x"], blocks["x"])
     assert nest.row_split is not None
     return (
         f"{nest.row_split[1]} * {_blocks_text(counts['r'], blocks['r'])}"
         if form.tiled
-        else f"{teams}{nest.row_split[1]}"
+        else f"{per_row}{nest.row_split[1]}"
     )
 
 

@@ -24,7 +24,7 @@ from deuteron.codegen.triton.columns import (
     in_threads,
     update_column_in_memory,
 )
-from deuteron.codegen.triton.cooperative import Team
+from deuteron.codegen.triton.cooperative import CooperativeRows
 from deuteron.codegen.triton.dynamic_bounds import enter_row
 from deuteron.codegen.triton.emit import Emitter, Limits
 from deuteron.codegen.triton.misaligned import turn_of
@@ -83,7 +83,7 @@ def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
         exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in form.candidates)
         if form.kind == "row_split" and name == "x":
             exact = whole_blocks(loops, form)
-        if form.team > 1 and name == "x":  # whose blocks are of one row
+        if form.programs_per_row > 1 and name == "x":  # whose blocks are of one row
             exact = True
         if form.start is not None and name == "r":
             exact = False
@@ -297,15 +297,15 @@ def accumulate(em: Emitter, w: Write, dims: Dims, value: str, where: str) -> str
 def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
     header(em)
     x, r = em.dims["x"], em.dims["r"]
-    if form.team > 1:
-        team = Team(form, em, loops)
-        team.begin()
-        step = f"teams * {x.block}"
-        em.scope.add(f"xfirst = {team.first} * {x.block}")
+    if form.programs_per_row > 1:
+        cooperative = CooperativeRows(form, em, loops)
+        cooperative.begin()
+        step = f"row_groups * {x.block}"
+        em.scope.add(f"xfirst = {cooperative.first} * {x.block}")
         if form.kept:
             em.enter(r, "roffset")
-        shared_rows(loops, em, team, step, Columns(FULL))
-        team.end(f"tl.cdiv(xnumel, {step})")
+        write_cooperative_rows(loops, em, cooperative, step, Columns(FULL))
+        cooperative.end(f"tl.cdiv(xnumel, {step})")
         return
     em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     em.enter(x, "xoffset")
@@ -374,26 +374,28 @@ def one_pass(
     stores(em, writes)
 
 
-def shared_rows(loops: Loops, em: Emitter, team: Team, step: str, columns: Columns) -> None:
-    """The rows that a team walks over: from `xfirst` to before `xnumel`."""
+def write_cooperative_rows(
+    loops: Loops, em: Emitter, cooperative: CooperativeRows, step: str, columns: Columns
+) -> None:
+    """The rows that cooperating programs walk over: from `xfirst` to before `xnumel`."""
     outer, stages = em.scope, f"num_stages={em.stages}"
     with em.inside() as loop:
         em.enter(em.dims["x"], "xoffset")
         if "r" not in loop.dims:
             em.enter(em.dims["r"], "roffset")  # else what only depends on it stays in registers
         hints(em, [single(loops)])
-        team.reduce_all()
+        cooperative.reduce_all()
         same = [n for n in loops.nodes if n.op == "load" and n.attr[1] and em.shared(n)]
         if same:
-            apart_rest(loops, em, team, columns, same)
+            rest_outside_pipeline(loops, em, cooperative, columns, same)
         else:
-            rest_of_row(loops, em, team, columns)
+            rest_of_row(loops, em, cooperative, columns)
         loop.add("tag += 1")
     outer.block(f"for xoffset in tl.range(xfirst, xnumel, {step}, {stages})", loop.lines)
 
 
-def apart_rest(
-    loops: Loops, em: Emitter, team: Team, columns: Columns, same: Sequence[Expr]
+def rest_outside_pipeline(
+    loops: Loops, em: Emitter, cooperative: CooperativeRows, columns: Columns, same: Sequence[Expr]
 ) -> None:
     """The rest of a row behind a condition that always holds: what is the same for all rows is then
     read from the cache, not brought to shared memory with each row by the loop's pipeline. It is on
@@ -401,21 +403,21 @@ def apart_rest(
     loop, outer = em.scope, em.chain[-2]
     with em.inside() as rest:
         kept, loop.dims = loop.dims, outer.dims
-        if sum(ITEMSIZE[n.dtype] for n in same) * team.each <= AHEAD:
+        if sum(ITEMSIZE[n.dtype] for n in same) * cooperative.each <= AHEAD:
             for n in same:
                 em.value(n)
-        rest_of_row(loops, em, team, columns)
+        rest_of_row(loops, em, cooperative, columns)
         loop.dims = kept
     loop.block("if xoffset < xnumel", rest.lines)
 
 
-def rest_of_row(loops: Loops, em: Emitter, team: Team, columns: Columns) -> None:
+def rest_of_row(loops: Loops, em: Emitter, cooperative: CooperativeRows, columns: Columns) -> None:
     """All but the reductions of a row."""
     for p in loops.statements:
         if isinstance(p, CrossRowReduce):
-            team.await_for(p.body)
+            cooperative.await_for(p.body)
             columns.update(em, p)
-    team.await_all()
+    cooperative.await_all()
     writes = [p for p in loops.statements if isinstance(p, Write)]
     stores(em, [(p, X if p.level == "row" else FULL) for p in writes])
 
@@ -554,16 +556,18 @@ def write_row_split(loops: Loops, form: Form, em: Emitter) -> None:
     axis, count = loops.row_split
     r = em.dims["r"]
     em.scope.add(f"rnumel = {em.index(r.count)}")
-    if form.team > 1:
-        team = Team(form, em, loops)
-        team.begin()
+    if form.programs_per_row > 1:
+        cooperative = CooperativeRows(form, em, loops)
+        cooperative.begin()
         em.bound.add(SPLIT)  # what depends on it stays in the loop over splits
         with em.inside() as scope:
             scope.dims |= {bound_name(SPLIT)}
-            walk_split(loops, form, em, team)
-        em.scope.block(f"for split in tl.range({team.first}, {count}, teams)", scope.lines)
+            walk_split(loops, form, em, cooperative)
+        em.scope.block(
+            f"for split in tl.range({cooperative.first}, {count}, row_groups)", scope.lines
+        )
         rows = f"{em.index((axis.extent + (count - 1)) // count)} * {em.index(_others(loops))}"
-        team.end(f"tl.cdiv({count}, teams) * {rows}")
+        cooperative.end(f"tl.cdiv({count}, row_groups) * {rows}")
         return
     split = "pid"
     if form.tiled:
@@ -576,7 +580,7 @@ def write_row_split(loops: Loops, form: Form, em: Emitter) -> None:
     walk_split(loops, form, em, None)
 
 
-def walk_split(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None:
+def walk_split(loops: Loops, form: Form, em: Emitter, cooperative: CooperativeRows | None) -> None:
     """The rows of one split."""
     assert loops.row_split is not None
     axis, count = loops.row_split
@@ -600,15 +604,15 @@ def walk_split(loops: Loops, form: Form, em: Emitter, team: Team | None) -> None
     reductions = cross_row_reductions(loops)
     columns = Columns(R if in_threads(form) else FULL)
     if whole:
-        em.enter(r, "roffset" if form.tiled or team is not None else "0")
+        em.enter(r, "roffset" if form.tiled or cooperative is not None else "0")
         hints(em, [single(loops)])
         for p in reductions:
             columns.declare(em, p)
     else:
         clear_columns(em, reductions)
-    if team is not None:
+    if cooperative is not None:
         outer.add("xfirst = low")
-        shared_rows(loops, em, team, step, columns)
+        write_cooperative_rows(loops, em, cooperative, step, columns)
     else:
         with em.inside() as scope:
             em.enter(x, "xoffset")

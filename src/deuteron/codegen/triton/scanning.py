@@ -1,22 +1,22 @@
 """Scans of few long rows on a GPU: every block of a row is a program of its own.
 
 In: `Loops` that scan, and the device; then the nest's emitter. Out: a `Form` of blocks; its text. A
-program tells what its block reduces to, scans it meanwhile, and looks back at what the blocks
-before it have told (`codegen.triton.exchange`). It adds that up in a fixed order, so that results
-repeat bit for bit:
+program writes what its block reduces to, scans it meanwhile, and looks back at what the blocks
+before it have written (a decoupled look-back, `codegen.triton.exchange`). It adds that up in a
+fixed order, so that results repeat bit for bit:
 
     values = block
-    tell(reduce(values))
+    write_flag(reduce(values))
     scanned = scan(values)
-    store(look_back() + scanned)
+    store(decoupled_look_back() + scanned)
 
 Programs begin in the order of their numbers, and blocks of all rows that begin at the same element
 follow one another: who looks back waits for programs that have begun. There are many programs of
 few elements: whoever waits leaves the memory to others.
 
-H200, 64 rows of 1048576, f32, us: a copy 128, so 136 to 139, teams of programs that walk along the
-rows in turns 145 to 149, in parts (`lower.nn`) 194, Inductor's 136 to 141 (a look-back whose order
-of additions differs from run to run).
+H200, 64 rows of 1048576, f32, us: a copy 128, so 136 to 139, cooperating programs that walk along
+the rows in turns 145 to 149, in parts (`lower.nn`) 194, Inductor's 136 to 141 (a look-back whose
+order of additions differs from run to run).
 
 Rows are scanned so only beside what is computed point by point
 (`schedule.profit.scanned_in_blocks`).
@@ -28,7 +28,7 @@ from deuteron.base.device import DeviceSpec
 from deuteron.base.scans import EXCHANGED_DTYPES, MAX_SCANS, in_blocks
 from deuteron.codegen.loops import Loops, Write, roots_of, unique_nodes
 from deuteron.codegen.triton.access_statistics import row_loads, size, unit_bytes, widest
-from deuteron.codegen.triton.cooperative import FIRST, PARAM, WARP
+from deuteron.codegen.triton.cooperative import FIRST_FLAG, FLAGS_PARAM, WARP
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.reductions import clean, identity, masked_value, scan_result, uses
 from deuteron.codegen.triton.scalars import reduction_step
@@ -41,14 +41,14 @@ from deuteron.schedule.kernel import Scan
 # of 4 143, of 2 140; bf16, 4096 elements of 8 warps 80, of 4 71, 2048 of 4 77.
 EACH, LEAST = 64, 4
 # Warps of a block. The fewer rows, the more of a row's blocks run at once and look at the same
-# words, of which a larger block looks at fewer. H200, 2^26 elements, f32, by 2, 4 and 8 warps, us:
+# flags, of which a larger block looks at fewer. H200, 2^26 elements, f32, by 2, 4 and 8 warps, us:
 # 64 rows 138, 138, 140; 16 rows 155, 137, 140; 4 rows 519, 138, 143; 1 row 2261, 429, 155; 64 rows
 # of bf16 72, 71, 80. Where all blocks run at once, by few.
 WARPS, ALONE, SHORT = 4, 8, 2
 FEW_ROWS, RESIDENT = 3, 32  # rows; warps of a multiprocessor
 
 
-def scan_form(loops: Loops, spec: DeviceSpec) -> Form | None:
+def scan_tiling(loops: Loops, spec: DeviceSpec) -> Form | None:
     """The form of scans in blocks; None where rows have none (`base.scans`), or are not only
     scanned and written point by point."""
     scans = [p for p in loops.statements if isinstance(p, Scan)]
@@ -90,9 +90,9 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
         f"xoffset = {number} % xnumel",
         f"roffset = block * {r.block}",
         f"blocks = tl.cdiv(rnumel, {r.block})",
-        f"tag = libm.begin({PARAM}, 0, 0) + 1",
-        f"room = libm.told_by(blocks, {lanes})",
-        f"words = {PARAM} + {FIRST} + xoffset * {len(scans)} * room",
+        f"tag = libm.begin_exchange({FLAGS_PARAM}, 0, 0) + 1",
+        f"flags_per_row = libm.look_back_flags(blocks, {lanes})",
+        f"flags = {FLAGS_PARAM} + {FIRST_FLAG} + xoffset * {len(scans)} * flags_per_row",
     )
     em.enter(em.dims["x"], "xoffset")
     em.enter(r, "roffset")
@@ -104,7 +104,7 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
         add(
             f"{value} = {masked_value(em, p.kind, p.body, em.mask(R))}",
             f"{reduction} = libm.reduce_{p.kind}({value})",
-            f"libm.tell(words + {k} * room + block, {reduction}, tag)",
+            f"libm.write_flag(flags + {k} * flags_per_row + block, {reduction}, tag)",
             f"{scanned} = libm.scan_{p.kind}({value})",
         )
         own.append((reduction, scanned))
@@ -116,22 +116,22 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
     for k, (p, (reduction, scanned)) in enumerate(zip(scans, own, strict=True)):
         before, name = em.fresh("before"), em.fresh(f"{clean(p.name)}_")
         neutral = identity(p.kind, p.body.dtype)
-        where = f"words + {k} * room, block, blocks, {reduction}, tag"
+        where = f"flags + {k} * flags_per_row, block, blocks, {reduction}, tag"
         add(
-            f'{before} = libm.look_back({where}, {neutral}, "{p.kind}", {lanes})',
+            f'{before} = libm.decoupled_look_back({where}, {neutral}, "{p.kind}", {lanes})',
             f"{name} = {reduction_step(p.kind, p.body.dtype, before, scanned)}",
         )
         em.scope.texts[scan_result(p)] = name
-    add(f"libm.leave({PARAM}, block, blocks, xnumel, tag)")
+    add(f"libm.end_look_back({FLAGS_PARAM}, block, blocks, xnumel, tag)")
 
 
-def words_text(loops: Loops, form: Form, rows: str, length: str, block: str) -> str:
-    """Python text of the number of words that a launch needs; of the rows, their length and the
+def flag_count_text(loops: Loops, form: Form, rows: str, length: str, block: str) -> str:
+    """Python text of the number of flags that a launch needs; of the rows, their length and the
     elements of a block there are texts."""
     lanes, scans = f"({block} // {_each(form)})", sum(isinstance(p, Scan) for p in loops.statements)
     count = f"-(-{length} // {block})"
     each = f"({count} + {count} // {lanes} + {count} // {lanes} ** 2)"
-    return f"{FIRST} + {rows} * {scans} * {each}"
+    return f"{FIRST_FLAG} + {rows} * {scans} * {each}"
 
 
 def _each(form: Form) -> int:
@@ -140,4 +140,4 @@ def _each(form: Form) -> int:
     return each
 
 
-__all__ = ["scan_block", "scan_form", "words_text"]
+__all__ = ["scan_block", "scan_tiling", "flag_count_text"]

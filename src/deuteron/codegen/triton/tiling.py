@@ -69,12 +69,12 @@ from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.columns import TILE_COLUMNS, TILE_ELEMENTS
 from deuteron.schedule.cooperative import (
     KEPT_REGISTERS,
-    LONG,
-    MOST_KEPT,
-    clustered,
-    registers,
-    share,
-    team_of,
+    MAX_KEPT_VALUES,
+    MIN_COOPERATIVE_ROW,
+    can_be_cluster,
+    cooperative_registers,
+    elements_per_program,
+    programs_per_row,
 )
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.profit import ACROSS
@@ -124,8 +124,8 @@ HELD = 3
 # many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
 # 4096: 1.49 and 1.59 times a copy's time.
 LARGE, STAGE = 49152, 48 << 10
-# Reductions of a row whose results a team exchanges.
-MOST_EXCHANGED = 6
+# Reductions of a row whose results cooperating programs exchange.
+MAX_EXCHANGED = 6
 # Columns that a program reads at once at least: 32 bytes of half numbers.
 LEAST_COLUMNS = 16
 
@@ -153,30 +153,30 @@ class Form:
     group: int = 1  # elements of a row in one lane, which dependent reductions take together
     apart: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a row split without row reductions: blocks of r are programs of their own
-    team: int = 1  # programs that share a row: each holds a block of it
-    cluster: bool = False  # whether a team's programs reach one another's shared memory
+    programs_per_row: int = 1  # cooperating: each holds a block of the row
+    cluster: bool = False  # whether the programs of a row reach one another's shared memory
     single: tuple[Axis, ...] = ()  # axes of which a program has one value at a time
     turns: int = 1  # such values, or blocks of them, that a program takes in turn
     terms: int = 1  # of ragged reductions, read at once beside the columns of such a row
-    kept: bool = False  # whether a team's programs hold what all rows share in registers
+    kept: bool = False  # whether cooperating programs hold what all rows share in registers
 
     @property
     def waits(self) -> bool:
         """Whether its programs wait for one another."""
-        return self.team > 1 or self.kind == "blocks"
+        return self.programs_per_row > 1 or self.kind == "blocks"
 
     @property
     def loops(self) -> bool:
         """Whether its text has loops over blocks."""
         return self.kind == "row_split" or (
-            self.kind == "rows" and (not self.persistent or self.team > 1)
+            self.kind == "rows" and (not self.persistent or self.programs_per_row > 1)
         )
 
 
-def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) -> Form:
+def choose(loops: Loops, spec: DeviceSpec, cooperative: bool = False, alone: int = 0) -> Form:
     """The form of a nest; `teams`: whether programs may wait for one another; `alone`: the warps of
     the one program that walks the nest at the end of a kernel, 0 where there are many."""
-    form = _choose(loops, replace(spec, cores=1) if alone else spec, teams)
+    form = _choose(loops, replace(spec, cores=1) if alone else spec, cooperative)
     if alone and form.kind == "rows" and form.persistent and not loops.group_axes:
         form = replace(form, candidates=(_lone_tile(form, alone, row_loads(loops)),))
     if form.start is None and form.loops and uneven(loops):
@@ -187,9 +187,9 @@ def choose(loops: Loops, spec: DeviceSpec, teams: bool = False, alone: int = 0) 
     return form
 
 
-def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
+def _choose(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
     if loops.row_split is not None:
-        return _row_split(loops, spec, teams)
+        return _row_split(loops, spec, cooperative)
     if loops.group_axes:
         return _grouped(loops, spec)
     reductions = any(isinstance(p, (Reduce, Scan)) for p in loops.statements)
@@ -197,7 +197,7 @@ def _choose(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
         isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.statements
     ):
         return _points(loops, spec)
-    return _rows(loops, spec, teams)
+    return _rows(loops, spec, cooperative)
 
 
 def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -361,7 +361,7 @@ def _columns_placed(loops: Loops, order: Sequence[Axis]) -> int | None:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
+def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
     x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
     scans = any(isinstance(p, Scan) for p in loops.statements)
     if scans or any(isinstance(p, Reduce) and p.kind.startswith("arg") for p in loops.statements):
@@ -383,7 +383,7 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     least = LEAST_COLUMNS * (1 if again else 4)
     persistent = known and power(nr) <= (limit // least if columns or across else limit)
     whole = persistent or columns or across
-    near = clustered(1, spec)
+    near = can_be_cluster(1, spec)
     # What is the same for all rows each program reads for every row.
     few = near or 2 * bytes_along(loops, x) >= bytes_along(loops) or nx < spec.cores
     # Values of parts of a row that are not the same in a block are held element by element.
@@ -397,13 +397,13 @@ def _rows(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     long = nr > ROW_LIMIT or nr * loads_along(loops) > 2 * ROW_LIMIT
     shared = not whole or (near and long and not columns and not across)
     wide = widest(loops) >= 4
-    if teams and again and shared and (wide or ragged(loops, r) is None):
+    if cooperative and again and shared and (wide or ragged(loops, r) is None):
         values = loads + sum(isinstance(p, Scan) for p in loops.statements)
-        each = min(share(values, nr), steady_block(loops, r) or nr)
-        team = _team(loops, nr, values, each, wide, spec) if few else 0
-        if team:
-            form = _shared("rows", x, r, values, each, team, spec, values == 1 or scans)
-            return _kept(loops, form, values)
+        each = min(elements_per_program(values, nr), steady_block(loops, r) or nr)
+        programs = _cooperating_programs(loops, nr, values, each, wide, spec) if few else 0
+        if programs:
+            form = _cooperative("rows", x, r, values, each, programs, spec, values == 1 or scans)
+            return _keeping_shared_values(loops, form, values)
     if across and not persistent:
         candidates = across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
@@ -527,10 +527,13 @@ def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
     return 1 + spec.shared * 7 // 8 // block
 
 
-# -- teams -----------------------------------------------------------------------------------------
+# -- cooperative rows
+# -----------------------------------------------------------------------------------------
 
 
-def _team(loops: Loops, nr: int, held: int, each: int, alike: bool, spec: DeviceSpec) -> int:
+def _cooperating_programs(
+    loops: Loops, nr: int, held: int, each: int, alike: bool, spec: DeviceSpec
+) -> int:
     """Programs that share a row, at least two; 0 where rows are short or cannot be shared: what a
     program tells the others is a few numbers of 32 bits."""
     reductions = [p for p in loops.statements if isinstance(p, (Reduce, Scan))]
@@ -538,43 +541,43 @@ def _team(loops: Loops, nr: int, held: int, each: int, alike: bool, spec: Device
         return 0
     if any(isinstance(p, Write) and p.accumulate is not None for p in loops.statements):
         return 0
-    if len(reductions) > MOST_EXCHANGED or not all(
+    if len(reductions) > MAX_EXCHANGED or not all(
         f.kind in ("sum", "max", "min") and f.body.dtype in EXCHANGED_DTYPES for f in reductions
     ):
         return 0
     if not read_along(loops, (Reduce, Scan)) & read_along(loops, (Write, CrossRowReduce)):
         return 0  # nothing of a row is needed again
-    team = team_of(nr, held, spec, each, alike)
-    return team if team > 1 else 0
+    programs = programs_per_row(nr, held, spec, each, alike)
+    return programs if programs > 1 else 0
 
 
-def _shared(
+def _cooperative(
     kind: str,
     x: Axes,
     r: Axes,
     held: int,
     each: int,
-    team: int,
+    programs: int,
     spec: DeviceSpec,
     light: bool = False,
 ) -> Form:
     """Rows in blocks of `each` elements, one for a program; the next one is on its way. `light`: 32
     elements for a thread. H200, 32000 of f32, scanned and summed up, by 8 warps of 4096 elements
     310 us, of 8192 326, by 4 of 4096 279 (in loops 394)."""
-    near = clustered(team, spec)
+    near = can_be_cluster(programs, spec)
     warps = max(4 if light and near else 8, each // (1024 if light else 512))
-    most = registers(held * each // (32 * warps), warps, near, spec)
+    most = cooperative_registers(held * each // (32 * warps), warps, near, spec)
     blocks = (("x", 1), ("r", each))
     candidates = tuple(Blocks(blocks, warps, stages, most) for stages in (3, 2))
     dims = (("x", x), ("r", r))
-    return Form(kind, dims, candidates, persistent=True, team=team, cluster=near)
+    return Form(kind, dims, candidates, persistent=True, programs_per_row=programs, cluster=near)
 
 
-def _kept(loops: Loops, form: Form, held: int) -> Form:
+def _keeping_shared_values(loops: Loops, form: Form, held: int) -> Form:
     """The same with what all rows share in registers, where there is room for it."""
     tile, same = form.candidates[0], shared_along(loops)
     values = (held + same) * tile.of("r") // (32 * tile.num_warps)
-    if not same or values > MOST_KEPT:
+    if not same or values > MAX_KEPT_VALUES:
         return form
     few = tuple(replace(b, registers=KEPT_REGISTERS) for b in form.candidates)
     return replace(form, candidates=few, kept=True)
@@ -583,7 +586,7 @@ def _kept(loops: Loops, form: Form, held: int) -> Form:
 # -- row splits ----------------------------------------------------------------------------------
 
 
-def _row_split(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
+def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
     """H200, layer norm's backward: rows of 4096 (bf16) with a pipeline of one, two, three rows take
     157, 134, 103 us. Forward and backward, bf16, pipelines of three: rows of 1024 at 1024 and 2048
     elements at once 99 and 91 us, of 256 184 and more than 202 us.
@@ -615,15 +618,19 @@ def _row_split(loops: Loops, spec: DeviceSpec, teams: bool) -> Form:
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
     held = row_loads(loops) + len(cross_row_reductions(loops))
-    near = clustered(1, spec) and nr >= LONG
+    near = can_be_cluster(1, spec) and nr >= MIN_COOPERATIVE_ROW
     start = turned_alike(loops, r) if nr >= LEAST_TURNED and not one else None
     if not known or wide * held > HELD * ROW_LIMIT or near:
-        each, even = share(held, nr), start is not None or ragged(loops, r) is None
-        team = _team(loops, nr, held, each, True, spec) if teams and even else 0
-        if team:
-            form = _shared("row_split", x, r, held, each, team, spec, held == 1)
+        each, even = elements_per_program(held, nr), start is not None or ragged(loops, r) is None
+        programs = (
+            _cooperating_programs(loops, nr, held, each, True, spec) if cooperative and even else 0
+        )
+        if programs:
+            form = _cooperative("row_split", x, r, held, each, programs, spec, held == 1)
             form = replace(form, start=start)
-            return form if cross_row_reductions(loops) else _kept(loops, form, held)
+            return (
+                form if cross_row_reductions(loops) else _keeping_shared_values(loops, form, held)
+            )
     if not known or wide * held > HELD * ROW_LIMIT:
         block = min(4096, wide)
         group = min(16 // widest(loops), block)
