@@ -43,12 +43,12 @@ from deuteron.lower.graph import lower
 from deuteron.memory.plan import MemoryPlan, plan_memory
 from deuteron.runtime import build_cpp, guard
 from deuteron.runtime.artifact import Artifact, next_number
-from deuteron.runtime.cuda_graphs import Recordable, recordable
 from deuteron.runtime.fx_interpreter import FxInterpreter
 from deuteron.runtime.guard import Clock
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch_blas import multiply
 from deuteron.runtime.launch_cuda import KernelVariants
+from deuteron.runtime.recordable import Recordable, recordable
 from deuteron.runtime.tune import TunedLauncher, TunedProduct
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule import schedule

@@ -17,7 +17,8 @@ import deuteron.runtime.cuda_graphs as cuda_graphs
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.device import named_gpu
 from deuteron.runtime import build_cpp, graph_nodes
-from deuteron.runtime.cuda_graphs import graphs_of, recordable, with_cuda_graphs
+from deuteron.runtime.cuda_graphs import graphs_of, with_cuda_graphs
+from deuteron.runtime.recordable import recordable
 from tests.codegen.test_gpu_module import Pretended
 from tests.runtime import cuda_tools
 from tests.runtime.cuda_tools import FakeCuda

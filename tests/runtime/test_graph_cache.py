@@ -23,7 +23,7 @@ from deuteron.codegen.assemble import Emitted
 from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
 from deuteron.runtime.artifact import Artifact
-from deuteron.runtime.cuda_graphs import Recordable
+from deuteron.runtime.recordable import Recordable
 from tests.codegen.triton_programs import kernels, planned
 
 R = torch.randn

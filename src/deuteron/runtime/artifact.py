@@ -25,11 +25,12 @@ from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.runtime import build_cpp
-from deuteron.runtime.cuda_graphs import Recordable, with_cuda_graphs
+from deuteron.runtime.cuda_graphs import with_cuda_graphs
 from deuteron.runtime.launch import Call
 from deuteron.runtime.launch import load as load_module
 from deuteron.runtime.launch_blas import multiply
 from deuteron.runtime.launch_cuda import KernelVariants, Launcher
+from deuteron.runtime.recordable import Recordable
 
 # Bytes of constants that are kept with a graph; one with more is compiled by every process.
 MAX_CONSTANT_BYTES = 1 << 20

@@ -38,7 +38,7 @@ from deuteron.codegen.cpp.online import Walk
 from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.prefetch_streaming import MAX_PREFETCHES, PREFETCH_BYTES, prefetch_lines
 from deuteron.codegen.cpp.reductions import FLUSH_ADDITIONS, Accumulator
-from deuteron.codegen.cpp.rows import MAX_CHUNKS, MIN_CHUNK_OPS, chunk_counts
+from deuteron.codegen.cpp.row_nests import MAX_CHUNKS, MIN_CHUNK_OPS, chunk_counts
 from deuteron.codegen.loops import (
     Write,
     outermost_first,

@@ -30,7 +30,7 @@ from deuteron.codegen.cpp.environment import Env, Machine, size
 from deuteron.codegen.cpp.joined import split_index_sets
 from deuteron.codegen.cpp.nontemporal import nontemporal_tensors
 from deuteron.codegen.cpp.points import write_points
-from deuteron.codegen.cpp.rows import write_row_split, write_rows
+from deuteron.codegen.cpp.row_nests import write_row_split, write_rows
 from deuteron.codegen.cpp.support import helpers, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare, unique_nodes

@@ -8,7 +8,7 @@ decide which loops run where.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.bf16_blocks import (
@@ -70,34 +70,58 @@ class PassWriter(PassBody):
         if simd and short_loop(self, index_set, low, high, accs or {}):
             return
         nontemporal = self.nontemporal_stores(index_set.statements, index_set.axis) if simd else []
+        loop = partial(self.point_loop, index_set, position, simd, accs or {})
+        if nontemporal:
+            self.nontemporal_loop(index_set, low, high, nontemporal, loop, prefetch)
+            return
         name = em.fresh("i_")
-
-        def loop(head: str, lane: str) -> None:
-            em.name_axis(index_set.axis, f"({name} + l)" if lane else name)
-            with em.inside(index_set.axis, self.v) as scope:
-                at = position.replace("@", em.axis_text[index_set.axis])
-                self.body(index_set, accs or {}, lane or "0", at)
-            if simd:
-                em.scope.add(em.simd(scope))
-            em.scope.loop(head, scope.lines)
-
-        if not nontemporal and simd and self.is_costly(index_set):
+        if simd and self.is_costly(index_set):
             em.used.add("d_short_vectors")
             with (
                 em.inside() as block,
                 blocks_as_floats(self, index_set, name, UNROLLED_ELEMENTS) as conversion,
             ):
                 block.add(*conversion.before)
-                loop(f"for (int l = 0; l < {UNROLLED_ELEMENTS}; ++l)", "l")
+                loop(name, f"for (int l = 0; l < {UNROLLED_ELEMENTS}; ++l)", "l")
                 block.add(*conversion.after)
             em.scope.add(f"long long {name} = {low};")
             count = UNROLLED_ELEMENTS
             head = f"for (; d_short_vectors && {name} + {count} <= {high}; {name} += {count})"
             em.scope.loop(head, block.lines)
             low, name = name, em.fresh("i_")
-        if not nontemporal:
-            loop(f"for (long long {name} = {low}; {name} < {high}; ++{name})", "")
-            return
+        loop(name, f"for (long long {name} = {low}; {name} < {high}; ++{name})", "")
+
+    def point_loop(
+        self,
+        index_set: IndexSet,
+        position: str,
+        simd: bool,
+        accs: dict[str, Accumulator],
+        name: str,
+        head: str,
+        lane: str,
+    ) -> None:
+        """A loop over the body at ``name``, or (in a `lane`) at ``name + l``."""
+        em = self.env.em
+        em.name_axis(index_set.axis, f"({name} + l)" if lane else name)
+        with em.inside(index_set.axis, self.v) as scope:
+            at = position.replace("@", em.axis_text[index_set.axis])
+            self.body(index_set, accs, lane or "0", at)
+        if simd:
+            em.scope.add(em.simd(scope))
+        em.scope.loop(head, scope.lines)
+
+    def nontemporal_loop(
+        self,
+        index_set: IndexSet,
+        low: str,
+        high: str,
+        nontemporal: Sequence[Write],
+        loop: Callable[[str, str, str], None],
+        prefetch: Callable[[str, int], list[str]] | None,
+    ) -> None:
+        """Whole lines by stores that pass the caches, and a loop before them for the ends."""
+        em, name = self.env.em, self.env.em.fresh("i_")
         lanes = max(64 // ITEMSIZE[w.dtype] for w in nontemporal)
         copy_out = (
             "d_nontemporal_last"
@@ -112,7 +136,8 @@ class PassWriter(PassBody):
         )
         with em.inside() as ends:
             ends.add(f"const long long {upto} = {end} ? {high} : {first};")
-            loop(f"for (long long {name} = {end} ? {last} : {low}; {name} < {upto}; ++{name})", "")
+            head = f"for (long long {name} = {end} ? {last} : {low}; {name} < {upto}; ++{name})"
+            loop(name, head, "")
         em.scope.loop(f"for (int {end} = 0; {end} < 2; ++{end})", ends.lines)
         with em.inside() as block:
             buffers = {w: store_buffer(self.env, w, lanes) for w in nontemporal}
@@ -125,7 +150,7 @@ class PassWriter(PassBody):
                 )
             with blocks_as_floats(self, index_set, name, lanes, buffers) as conversion:
                 block.add(*conversion.before)
-                loop(f"for (int l = 0; l < {lanes}; ++l)", "l")
+                loop(name, f"for (int l = 0; l < {lanes}; ++l)", "l")
                 block.add(*conversion.after)
             for w, text in buffers.items():
                 del self.store_cells[w]
