@@ -286,10 +286,10 @@ def test_fork_after_parallel_kernels(options: Options) -> None:
     code = f"""
     import os, signal, torch
     from deuteron.base.options import Options
-    from deuteron.codegen.cpp.kernels import FLAGS
+    from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS
     from deuteron.runtime import build_cpp
     torch.set_num_threads(2)
-    lib = build_cpp.build({source!r}, FLAGS, Options(cache_dir={options.cache_dir!r}))
+    lib = build_cpp.build({source!r}, KERNEL_CXX_FLAGS, Options(cache_dir={options.cache_dir!r}))
     assert lib.threads() == 2
     pid = os.fork()
     if pid == 0:
