@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deuteron.codegen.cpp import Machine, rows
+from deuteron.codegen.cpp import Machine, row_nests
 from deuteron.schedule.kernel import Kernel
 from tests.codegen.cpp_tools import Runner
 from tests.schedule.test_online import RULES, inputs
@@ -62,7 +62,7 @@ def check(f: Callable[..., Any], args: list[Tensor], machine: Machine) -> list[s
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few thousand elements are long."""
-    monkeypatch.setattr(rows, "MIN_CHUNK_OPS", 512)
+    monkeypatch.setattr(row_nests, "MIN_CHUNK_OPS", 512)
 
 
 def blocks(source: str) -> int:
