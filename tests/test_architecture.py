@@ -23,6 +23,8 @@ LAYERS = [
     {"memory"},
     {"codegen"},
     {"runtime"},
+    {"stages"},
+    {"guarding"},
     {"pipeline"},
     {"backend"},
     {"tools", "__init__"},

@@ -35,6 +35,7 @@ import deuteron.schedule.online as online
 import deuteron.schedule.verify as schedule_verifier
 from deuteron.base.errors import VerifyError
 from deuteron.base.memo import MEMO
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.graph.rewrite import rewrite
 from deuteron.graph.rules import RULES_OF
@@ -230,7 +231,7 @@ def test_every_rewrite_is_applied(name: str) -> None:
         x[0, 0], x[0, 1], x[0, 2], x[0, 3] = float("nan") * 0 if seed == 9 else -0.0, 0.0, 1e38, -1
         gm = traced(REWRITES[name], x)
         record = Record()
-        rewrite(gm, record)
+        rewrite(gm, Context(record=record))
         assert record.of("rewrite")[0]["rules"].get(name)
         check(REWRITES[name], x)
 

@@ -28,8 +28,7 @@ import deuteron
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.device import device_spec, named_gpu
 from deuteron.base.errors import VerifyError
-from deuteron.base.options import Options
-from deuteron.base.record import Record
+from deuteron.base.passes import Context
 from deuteron.base.text import MAX_COMMENT_LENGTH, one_line, plain_name
 from deuteron.codegen.cpp.kernels import generate as generate_cpp
 from deuteron.codegen.cpp.kernels import translation_unit
@@ -118,7 +117,7 @@ def kernels_of(device: str) -> Any:
         num_inputs=1,
     )
     spec = named_gpu("H200") if device == "cuda" else device_spec("cpu")
-    (kernel,) = schedule(program, Options(), Record(), spec).steps
+    (kernel,) = schedule(program, Context(specs=lambda _: spec)).steps
     return program, kernel, spec
 
 

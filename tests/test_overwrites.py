@@ -12,8 +12,7 @@ from torch import Tensor
 
 import deuteron
 import deuteron.schedule as scheduling
-from deuteron.base.options import Options
-from deuteron.base.record import Record
+from deuteron.base.passes import Context
 from deuteron.codegen.triton.generate import generate
 from deuteron.ir.program import Program
 from tests.schedule.tools import spec_of
@@ -108,16 +107,15 @@ def test_a_row_is_stored_when_all_have_read_it(monkeypatch: pytest.MonkeyPatch) 
     programs: list[Program] = []
     original = scheduling.schedule
 
-    def listen(program: Program, *rest: Any, **kw: Any) -> Any:
+    def listen(program: Program, context: Context) -> Any:
         programs.append(program)
-        return original(program, *rest, **kw)
+        return original(program, context)
 
-    monkeypatch.setattr("deuteron.pipeline.schedule", listen)
+    monkeypatch.setattr("deuteron.stages.schedule", listen)
     f, args, _ = CASES["old values of rows"]
     deuteron.explain(f, *[a.clone() for a in args])
     spec = spec_of("H200")
-    monkeypatch.setattr(scheduling, "device_spec_for", lambda d, o: spec)
-    (kernel,) = original(programs[0], Options.make(), Record()).steps
+    (kernel,) = original(programs[0], Context(specs=lambda _: spec)).steps
     lines = generate(kernel, spec).source.splitlines()
     barrier = next(k for k, line in enumerate(lines) if "debug_barrier" in line)
     assert all(k < barrier for k, line in enumerate(lines) if "tl.load" in line)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import deuteron.pipeline as pipeline
+import deuteron.stages as stages
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.errors import BuildError, DeuteronError
 from deuteron.runtime import build_cpp
@@ -439,7 +440,7 @@ def test_debug_folder_holds_every_artifact(tmp_path: Path) -> None:
     x, w = R(24, 32), R(32, 32)
     g = torch.compile(f, backend=deuteron_backend, options={"debug_dir": str(tmp_path)})
     torch.testing.assert_close(g(x, w), f(x, w))
-    (folder,) = tmp_path.iterdir()
+    (folder,) = tmp_path.glob("inference_*")
     for name in ("graph", "program", "schedule", "memory", "kernels"):
         assert (folder / f"{name}.txt").read_text()
     text = (folder / "module.py").read_text()
@@ -464,7 +465,7 @@ def test_module_with_constants_and_changing_sizes_runs_alone(tmp_path: Path) -> 
     g = torch.compile(f, backend=deuteron_backend, dynamic=True, options=asked)
     x, i = R(4, 3), torch.tensor([0, 3, 3])
     torch.testing.assert_close(g(x, i), f(x, i))
-    (folder,) = tmp_path.iterdir()
+    (folder,) = tmp_path.glob("inference_*")
     done = subprocess.run(
         [sys.executable, str(folder / "module.py")], capture_output=True, text=True, timeout=120
     )
@@ -483,7 +484,7 @@ def test_names_and_lines_of_the_user_stay_in_comments(tmp_path: Path) -> None:
     asked = {"debug_dir": str(tmp_path / "out")}
     g = torch.compile(names["f"], backend=deuteron_backend, options=asked)
     torch.testing.assert_close(g(x), (x + 1).sin().sum(0))
-    (folder,) = (tmp_path / "out").iterdir()
+    (folder,) = (tmp_path / "out").glob("inference_*")
     done = subprocess.run(
         [sys.executable, str(folder / "module.py")], capture_output=True, text=True, timeout=120
     )
@@ -520,7 +521,7 @@ def test_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(pipeline, "generate_cpp", broken)
+    monkeypatch.setattr(stages, "generate_cpp", broken)
     x = R(4, 6)
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(lambda x: x + 1)(x)
@@ -536,13 +537,13 @@ def test_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiler_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error shows the source's path, the compiler's words and a command that repeats them."""
-    real = pipeline.generate_cpp
+    real = stages.generate_cpp
 
     def generate(*args: Any) -> Any:
         made = real(*args)
         return replace(made, source=made.source + "\nint broken(;\n")
 
-    monkeypatch.setattr(pipeline, "generate_cpp", generate)
+    monkeypatch.setattr(stages, "generate_cpp", generate)
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(lambda x: x + 1)(R(4, 6))
     error = caught.value.inner_exception

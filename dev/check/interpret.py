@@ -23,23 +23,18 @@ from torch import Tensor, fx
 from deuteron.backend import deuteron_backend
 from deuteron.base.device import DeviceSpec, named_gpu
 from deuteron.base.errors import DeuteronError
-from deuteron.base.options import Options
-from deuteron.base.record import Record
+from deuteron.base.passes import Context
+from deuteron.capture.stages import Part
 from deuteron.codegen.triton.generate import TritonKernel, generate
-from deuteron.graph.rewrite import rewrite
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Constant, Extern, Input, Program
 from deuteron.ir.reference import Execution, allocate
-from deuteron.ir.verify import verify_program
-from deuteron.lower.graph import lower
+from deuteron.pipeline import compiled
 from deuteron.runtime.build_triton import module
-from deuteron.runtime.fx_interpreter import FxInterpreter
 from deuteron.runtime.launch_cuda import FLAGS_PER_STREAM
 from deuteron.runtime.support import AccessError, IndexOutOfRange
 from deuteron.runtime.verify import Watcher
-from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Schedule
-from deuteron.schedule.verify import verify_schedule
 from dev.check.concurrent import together
 
 INTERPRETED_GPU = "H200"
@@ -114,27 +109,11 @@ def loaded(kernel: TritonKernel) -> Callable[..., Any]:
     return getattr(module(path), kernel.name)
 
 
-def compile_interpreted(
-    gm: fx.GraphModule,
-    example_inputs: list[Any],
-    *,
-    phase: str,
-    options: Options,
-    record: Record,
-) -> Callable[[list[Any]], Sequence[Any]]:
+def compile_interpreted(part: Part, context: Context) -> Callable[[list[Any]], Sequence[Any]]:
     """Takes the place of `pipeline.compile_graph`."""
-    traced = FxInterpreter(gm) if options.verify else None
-    rewrite(gm, record)
-    program = lower(
-        gm,
-        record,
-        like=gpu().kind,
-        specs=lambda device: gpu(),
-        precision=options.precision,
-    )
-    verify_program(program, "lower")
-    plan = schedule(program, options, record, gpu())
-    verify_schedule(plan, program, "schedule")
+    context = replace(context, like=gpu().kind, specs=lambda device: gpu())
+    made = compiled("rewrite", "schedule", part, context)
+    options, program, plan, traced = context.options, made.program, made.schedule, made.traced
     kernels = {k.name: generate(k, gpu(), options) for k in plan.steps if isinstance(k, Kernel)}
     functions = {name: loaded(k) for name, k in kernels.items()}
     steps = [s for s in plan.steps if isinstance(s, Kernel)]

@@ -35,23 +35,17 @@ from deuteron.codegen.triton.tiling import Blocks, Form
 def kernels(case: str) -> list[Any]:
     """The scheduled kernels of a case, forward and backward."""
     from deuteron.backend import deuteron_backend
-    from deuteron.pipeline import Compilation
-    from deuteron.schedule.kernel import Kernel
+    from deuteron.pipeline import compiled
     from dev.bench.families import FAMILIES
 
     name, dtype, phase, text = case.split()
     scheduled: list[Any] = []
 
-    def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
+    def runner(part: Any, context: Any) -> Any:
         import copy
 
-        original = copy.deepcopy(gm)
-        c = Compilation(gm, phase, options, record, **kw)
-        c.do_rewrite()
-        c.do_lower()
-        c.do_schedule()
-        assert c.schedule is not None
-        scheduled.extend(k for k in c.schedule.steps if isinstance(k, Kernel))
+        original = copy.deepcopy(part.gm)
+        scheduled.extend(compiled("rewrite", "schedule", part, context).steps)
 
         def call(args: list[Any]) -> Any:
             taken = list(args)
@@ -65,7 +59,7 @@ def kernels(case: str) -> list[Any]:
     args = [s.make("cuda", torch.Generator("cuda").manual_seed(0)) for s in program.inputs]
     for a, s in zip(args, program.inputs, strict=True):
         a.requires_grad_(bool(phase == "train" and s.grad))
-    backend = functools.partial(deuteron_backend, runner=runner)  # type: ignore[arg-type]
+    backend = functools.partial(deuteron_backend, runner=runner)
     torch._dynamo.reset()
     out = torch.compile(program.fn, backend=backend, dynamic=False)(*args)
     if phase == "train":

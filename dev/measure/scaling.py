@@ -25,9 +25,9 @@ from torch import Tensor, fx, nn
 
 from deuteron.backend import deuteron_backend, run_as_traced
 from deuteron.base.garbage import collector_paused
-from deuteron.base.options import Options
-from deuteron.base.record import Record
-from deuteron.pipeline import STAGES, Compilation
+from deuteron.base.passes import Context, run_stages
+from deuteron.capture.stages import Part
+from deuteron.pipeline import GRAPH_STAGES, STAGES
 
 Program = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
@@ -117,6 +117,9 @@ SHAPES: dict[str, Callable[[int], Program]] = {
 # ---------------------------------------------------------------------------------- measuring
 
 
+BUILT = ("emit", "load", "guard")  # stages that start a compiler, and those behind them
+
+
 class Stages:
     """Stands in for the pipeline: times each stage, and runs the graph as traced."""
 
@@ -125,23 +128,20 @@ class Stages:
         self.seconds: dict[str, float] = {}
         self.nodes = self.kernels = 0
 
-    def __call__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options, **more: Any
-    ) -> Any:
-        record: Record = more["record"]
-        c = Compilation(gm, more["phase"], options, record)
-        for stage in STAGES:
-            if stage.name in ("emit", "load") and not self.build:
+    def __call__(self, part: Part, context: Context) -> Any:
+        artifact: Any = part
+        for stage in GRAPH_STAGES:
+            if stage.name in BUILT and not self.build:
                 continue
             clock = time.perf_counter if stage.name == "load" else time.process_time
             start = clock()
             with collector_paused():
-                getattr(c, f"do_{stage.name}")()
+                artifact = run_stages([stage], artifact, context, STAGES.index(stage) + 1)
             self.seconds[stage.name] = self.seconds.get(stage.name, 0.0) + clock() - start
             if stage.name == "rewrite":
-                self.nodes += len(gm.graph.nodes)
-        self.kernels += len(c.steps())
-        return run_as_traced(gm)
+                self.nodes += len(part.gm.graph.nodes)
+        self.kernels += len(artifact.steps)
+        return run_as_traced(part.gm)
 
 
 def measure(shape: str, nodes: int, build: bool) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def measure(shape: str, nodes: int, build: bool) -> dict[str, Any]:
         return deuteron_backend(
             gm,
             inputs,
-            runner=stages,  # type: ignore[arg-type]
+            runner=stages,
             options={"cache": False},
         )
 
@@ -199,7 +199,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 1000
     for small in SHAPES:
         measure(small, 100, False)
-    names = [s.name for s in STAGES if asked.build or s.name not in ("emit", "load")]
+    names = [s.name for s in GRAPH_STAGES if asked.build or s.name not in BUILT]
     columns = ["nodes", "kernels", "torch", "own", *names]
     print(f"{'shape':10}" + "".join(f"{c:>10}" for c in columns) + f"{'ms/node':>9}{'ratio':>7}")
     for shape in asked.shapes.split(","):

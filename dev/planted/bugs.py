@@ -122,7 +122,7 @@ BUGS = (
     Bug("written over a neighbour", "memory/lifetimes.py",
         "        if any(n.attr[1] != store.index for n in _loads(s) if n.attr[0] == read):\n",
         "        if False:\n", MEMORY_TESTS, "neighbour"),
-    Bug("written over what still lives", "memory/plan.py",
+    Bug("written over what still lives", "memory/planning.py",
         "if n in ours and life.last[n] == k and life.first[n] < k and n not in untouchable",
         "if n in ours and life.first[n] < k and n not in untouchable", MEMORY_TESTS, "long"),
     # -- C++

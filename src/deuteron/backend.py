@@ -1,8 +1,8 @@
 """The backend that Dynamo calls: ``torch.compile(model, backend="deuteron")``.
 
 In: Dynamo's FX graph. Out: a callable. AOTAutograd traces forward and backward into one joint
-graph with Deuteron's decompositions; `capture.partition` divides it; each part goes to
-`pipeline.compile_graph`.
+graph, which is divided; each part goes to `pipeline.compile_graph`. The stages up to there are
+those of `capture.stages`; the table of all is in `pipeline`.
 
 ``torch.compile`` imports this module; where there is a GPU, a process that builds kernels starts
 then (`runtime.prewarm.start_process`), beside whatever the program does before its first call.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -30,16 +31,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from deuteron.base.garbage import collector_paused
 from deuteron.base.memo import MEMO
 from deuteron.base.options import Options
+from deuteron.base.passes import Context, run_stages
 from deuteron.base.record import Record
-from deuteron.capture import decompositions
-from deuteron.capture.aliased_outputs import views_of_inputs
-from deuteron.capture.attention import inline_attention
-from deuteron.capture.partition import partition
-from deuteron.capture.refusals import check_in_place
-from deuteron.graph.rewrite import Attempts
-from deuteron.graph.strides import as_saved, report, saved_strides
+from deuteron.capture.joint import Joint
+from deuteron.capture.stages import CAPTURE_STAGES, Captured, Part, aot_metadata
+from deuteron.graph.strides import report, saved_strides
 from deuteron.runtime import graph_cache, prewarm
 from deuteron.runtime.aot_bypass import CompiledGraphs, bypass
+from deuteron.runtime.artifact import next_number
 from deuteron.runtime.cache import Cache
 from deuteron.runtime.graph_cache import EntryWriter
 
@@ -49,15 +48,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 class Runner(Protocol):
     """Compiles one graph: `pipeline.compile_graph`, or a stand-in in tests."""
 
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: list[Any],
-        *,
-        phase: str,
-        options: Options,
-        record: Record,
-    ) -> Boxed: ...
+    def __call__(self, part: Part, context: Context) -> Boxed: ...
 
 
 _COLLECTORS: ContextVar[tuple[list[Record], ...]] = ContextVar("deuteron_collectors", default=())
@@ -83,81 +74,69 @@ class Session:
     runner: Runner
     collectors: tuple[list[Record], ...]
     joint: Record = field(default_factory=Record)
+    number: int = field(default_factory=itertools.count().__next__)  # in this process
     graphs: CompiledGraphs = field(default_factory=CompiledGraphs)
     entry_writer: EntryWriter | None = None
 
+    def staged(self, name: str, artifact: Any, context: Context | None = None) -> Any:
+        """What one of the first stages gives; without a context, of the whole graph."""
+        context = context or Context(self.options, self.joint, "captured", self.number)
+        number = next(k for k, s in enumerate(CAPTURE_STAGES, 1) if s.name == name)
+        return run_stages(CAPTURE_STAGES[number - 1 : number], artifact, context, number)
+
     def partition(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
-    ) -> tuple[Any, Any]:
-        known = {
-            k: v
-            for k, v in kwargs.items()
-            if k in ("num_fwd_outputs", "static_lifetime_input_indices")
-        }
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """AOTAutograd's ``partition_fn``."""
+        static = static_lifetime_input_indices or ()
+        joint = Joint(gm, inputs=inputs, num_fwd_outputs=num_fwd_outputs, static=static)
         # What a partition drops from one graph is in the other.
-        draws = unread_draws(False) if self.options.eager_random else nullcontext()
-        with self.joint.timed("partition"), draws:
-            return partition(gm, inputs, **known, options=self.options, record=self.joint)
+        with unread_draws(False) if self.options.eager_random else nullcontext():
+            parts = self.staged("partition", joint)
+        return parts.forward, parts.backward
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], *, phase: str) -> Boxed:
         record = Record(list(self.joint.entries) if phase != "backward" else [])
         record.add("graph", phase=phase, nodes=len(gm.graph.nodes))
-        for found in self.collectors:
-            found.append(record)
-        if phase == "inference":
-            if not self.options.eager_random:
-                Attempts(gm, record)("random numbers")
+        for collector in self.collectors:
+            collector.append(record)
+        context = Context(self.options, record, phase, next_number())
+        part = self.staged("prepare", Part(gm, inputs=inputs), context)
         metadata = aot_metadata()
-        if metadata is not None and phase != "backward":
-            views_of_inputs(gm, metadata)
         if metadata is not None and phase == "forward":
             nothing_donated(metadata)
         made = self.compile_or_fall_back if self.options.fallback == "aten" else self.run
-        call = made(gm, inputs, phase, record)
+        call = made(part, context)
         if self.entry_writer is not None:
             self.entry_writer.add(phase, call, record)
         return self.graphs.add(boxed(call), phase, metadata, record)
 
-    def run(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        phase: str,
-        record: Record,
-    ) -> Any:
-        if phase == "backward":
-            as_saved(gm, inputs, record)
-        traced = saved_strides(gm)
-        call = self.runner(gm, list(inputs), phase=phase, options=self.options, record=record)
-        if phase == "forward":
-            report(gm, traced)
+    def run(self, part: Part, context: Context) -> Any:
+        traced = saved_strides(part.gm)
+        call = self.runner(part, context)
+        if context.phase == "forward":
+            report(part.gm, traced)
         return call
 
-    def compile_or_fall_back(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        phase: str,
-        record: Record,
-    ) -> Any:
+    def compile_or_fall_back(self, part: Part, context: Context) -> Any:
         """As the user asked with ``fallback="aten"``: a graph that cannot be compiled runs as
         traced."""
-        original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        original = fx.GraphModule(part.gm, copy.deepcopy(part.gm.graph))
         try:
-            return self.run(gm, inputs, phase, record)
+            return self.run(part, context)
         except Exception as e:  # noqa: BLE001 - any failure of the compiler; it is in the Record
-            record.add(
+            context.record.add(
                 "fallback",
-                what=f"{phase} graph of {len(original.graph.nodes)} nodes",
+                what=f"{context.phase} graph of {len(original.graph.nodes)} nodes",
                 reason=f"{type(e).__name__}: {e}",
             )
             return run_as_traced(original)
-
-
-def aot_metadata() -> Any:
-    """What AOTAutograd says of the inputs and results of the graph being compiled."""
-    context = torch._guards.TracingContext.try_get()
-    return getattr(context, "fw_metadata", None)
 
 
 def nothing_donated(metadata: Any) -> None:
@@ -258,15 +237,12 @@ def compiled(
     """The callable of what Dynamo captured, compiled by AOTAutograd and Deuteron."""
     from torch._dynamo.backends.common import aot_autograd
 
-    check_in_place(gm)
-    inline_attention(gm, session.joint)
+    traceable = session.staged("capture", Captured(gm))
     aot = aot_autograd(
         fw_compiler=functools.partial(session.compile, phase="forward"),
         bw_compiler=functools.partial(session.compile, phase="backward"),
         inference_compiler=functools.partial(session.compile, phase="inference"),
-        decompositions=decompositions.forgiving(
-            decompositions.table(session.options.eager_random), session.joint
-        ),
+        decompositions=traceable.decompositions,
         partition_fn=session.partition,
         keep_inference_input_mutations=True,
     )

@@ -11,7 +11,9 @@ import torch
 from torch import fx
 
 from deuteron.backend import deuteron_backend, run_as_traced
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
+from deuteron.capture.stages import Part
 
 
 @dataclass
@@ -23,19 +25,11 @@ class Traced:
     records: list[Record] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
-    def runner(
-        self,
-        gm: fx.GraphModule,
-        inputs: list[Any],
-        *,
-        phase: str,
-        options: Any,
-        record: Record,
-    ) -> Any:
-        check_values(gm)
-        self.graphs.append((phase, gm))
-        self.records.append(record)
-        return run_as_traced(gm)
+    def runner(self, part: Part, context: Context) -> Any:
+        check_values(part.gm)
+        self.graphs.append((context.phase, part.gm))
+        self.records.append(context.record)
+        return run_as_traced(part.gm)
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return deuteron_backend(gm, inputs, options=self.options, runner=self.runner)

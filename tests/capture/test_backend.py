@@ -318,7 +318,7 @@ def test_errors_survive_pickling():
 
 
 def test_fallback_is_a_choice():
-    def refuses(gm, inputs, **kwargs):
+    def refuses(part, context):
         raise DeuteronError("no")
 
     def backend(options):

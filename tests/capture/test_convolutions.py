@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deuteron.backend import collecting
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.graph import convolutions
 from deuteron.graph.convolutions import rewrite_convolutions
@@ -238,7 +239,7 @@ def test_forward_and_backward_share_what_is_made_of_the_image(case: Any, anywher
     shapes, settings = case
     args = operands(shapes, False, torch.float32)
     gm = traced(args, (1,), **settings)
-    rewrite(gm, Record())
+    rewrite(gm, Context())
     targets = [n.target for n in gm.graph.nodes]
     assert targets.count(aten.clone.default) >= 1
     x = next(

@@ -10,8 +10,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
-from deuteron.graph import rewrite
+from deuteron.graph.rewrite import rewrite
 from tests.capture.helpers import check_values
 
 
@@ -48,7 +49,7 @@ def test_constructors_move(f: Callable[..., object], shape: tuple[int, ...]) -> 
     gm = traced(f, *shape)
     assert on_the_cpu(gm)
     record = Record()
-    rewrite(gm, record)
+    rewrite(gm, Context(record=record))
     check_values(gm)
     assert not on_the_cpu(gm)
     assert any(d["subject"] == "device" for d in record.of("decision"))
@@ -62,7 +63,7 @@ def test_what_must_stay_stays() -> None:
         return x + drawn.to(x.device), x + held.to(x.device), x + kept.to(x.device), kept * 2
 
     gm = traced(f, 16)
-    rewrite(gm, Record())
+    rewrite(gm, Context())
     check_values(gm)
     left = on_the_cpu(gm)
     assert any("rand" in n for n in left) and any("sin" in n for n in left)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
-from deuteron.graph import rewrite
+from deuteron.graph.rewrite import rewrite
 from tests.capture.helpers import check_values
 
 
@@ -48,7 +49,7 @@ def test_contractions_are_products(name: str, dtype: torch.dtype) -> None:
     f, shapes = CASES[name]
     args = [torch.randn(s).to(dtype) for s in shapes]
     gm, record = traced(f, *args), Record()
-    rewrite(gm, record)
+    rewrite(gm, Context(record=record))
     check_values(gm)
     assert count(gm) == 1 and any(d["subject"] == "einsum" for d in record.of("decision"))
     gm.recompile()
@@ -72,7 +73,7 @@ def test_others_are_left_alone(
     f: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     gm = traced(f, *(torch.randn(s) for s in shapes))
-    rewrite(gm, Record())
+    rewrite(gm, Context())
     assert count(gm) == 0
 
 

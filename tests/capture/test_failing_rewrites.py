@@ -4,6 +4,7 @@ Record names it (`graph/transaction.py`)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deuteron.backend import collecting
+from deuteron.base.passes import Context, Pass
 from deuteron.base.record import Record
-from deuteron.capture import decompositions, partition
+from deuteron.capture import decompositions, joint, stages
+from deuteron.graph import rewrite as rewriting
 from deuteron.graph import strides
 from deuteron.graph.edit import Editor
-from deuteron.graph.rewrite import REWRITES, rewrite
+from deuteron.graph.rewrite import PLACES_OF_MAXIMA, RANDOM_NUMBERS, REWRITES, Tried, rewrite
 from deuteron.graph.rules import RULES_OF, Row
 from deuteron.graph.transaction import Snapshot
 from deuteron.tools.explain import Explanation
@@ -89,24 +92,31 @@ def trained(options: dict[str, Any] | None = None) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("name", REWRITES)
-def test_each_is_undone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REWRITES, name, failing(REWRITES[name]))
+TRIED = [*REWRITES, RANDOM_NUMBERS, PLACES_OF_MAXIMA]
+
+
+@pytest.mark.parametrize("row", TRIED, ids=[row.name for row in TRIED])
+def test_each_is_undone(row: Pass[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(row.run, Tried)
+    broken = replace(row, run=replace(row.run, apply=failing(row.run.apply)))
+    for module, table in ((rewriting, "REWRITES"), (joint, "PARTITIONING"), (stages, "PREPARING")):
+        rows = tuple(broken if r is row else r for r in getattr(module, table))
+        monkeypatch.setattr(module, table, rows)
     records = trained()
-    assert named(records) == {name}
+    assert named(records) == {row.name}
     assert "it failed and was undone" in str(Explanation(records))
 
 
 @pytest.mark.parametrize("name", ["recompute_beside_calls", "recompute_late"])
 def test_those_of_capture_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = getattr(partition, name)
+    plain = getattr(joint, name)
 
     def fails(graph: Any, *args: Any) -> Any:
         plain(graph, *args)
         spoiled(graph if isinstance(graph, fx.GraphModule) else graph.owning_module)
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(partition, name, fails)
+    monkeypatch.setattr(joint, name, fails)
     assert len(named(trained())) == 1
 
 
@@ -131,7 +141,7 @@ def test_each_row_is_undone_alone(row: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(RULES_OF, packet, changed)
     given = torch.randn(4, 6), torch.arange(24).view(4, 6)
     gm, record = make_fx(a_program, tracing_mode="fake")(*given), Record()
-    rewrite(gm, record)
+    rewrite(gm, Context(record=record))
     gm.graph.lint()
     assert named([record]) == {f"row: {row}"}
     assert all(torch.equal(a, b) for a, b in zip(gm.forward(*given), a_program(*given)))

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
-from deuteron.graph import rewrite
+from deuteron.graph.rewrite import rewrite
 from deuteron.graph.rules import RULES_OF
 from tests.capture.helpers import check_values
 
@@ -31,7 +32,7 @@ def check(f, *args, symbolic=False) -> list[str]:
     gm = traced(f, *args, symbolic=symbolic)
     expected = gm(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args))
     record = Record()
-    out = rewrite(gm, record)
+    out = rewrite(gm, Context(record=record))
     assert out is gm and record.of("rewrite")
     check_values(gm)
     gm.recompile()
@@ -42,7 +43,7 @@ def check(f, *args, symbolic=False) -> list[str]:
         assert (e.dtype, e.shape, e.stride()) == (g.dtype, g.shape, g.stride())
         assert torch.equal(e, g) and torch.equal(torch.signbit(e), torch.signbit(g))
     before = len(gm.graph.nodes)
-    rewrite(gm, Record())
+    rewrite(gm, Context())
     assert len(gm.graph.nodes) == before, "idempotent"
     return calls(gm)
 
@@ -123,7 +124,7 @@ def test_square_transposition_is_no_identity():
 def test_outputs_keep_their_storage():
     def pointers(f):
         gm = traced(f, x)
-        rewrite(gm, Record())
+        rewrite(gm, Context())
         gm.recompile()
         a = x.clone()
         return [t.untyped_storage().data_ptr() for t in (a, *gm(a))]
@@ -151,7 +152,7 @@ def test_nothing_moves_across_a_write():
 
     gm = traced(f, x)
     expected = gm(x.clone())
-    rewrite(gm, Record())
+    rewrite(gm, Context())
     gm.recompile()
     assert calls(gm).count("sin.default") == 2 and "clone.default" in calls(gm)
     assert all(torch.equal(a, b) for a, b in zip(expected, gm(x.clone())))
@@ -164,7 +165,7 @@ def test_random_calls_never_merge():
         ),
         x,
     )
-    rewrite(left, Record())
+    rewrite(left, Context())
     assert (
         calls(left).count("rand_like.default") == 2 and calls(left).count("empty_like.default") == 2
     )
@@ -193,7 +194,7 @@ def test_linear_time():
 
     gm = traced(f, x)
     start = time.perf_counter()
-    rewrite(gm, Record())
+    rewrite(gm, Context())
     assert time.perf_counter() - start < 1.0
     assert len(calls(gm)) == 600
 

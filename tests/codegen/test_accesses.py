@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import deuteron.pipeline as pipeline
+import deuteron.stages as stages
 from deuteron.backend import deuteron_backend
 from deuteron.ir.expr import Expr, rebuild
 from deuteron.runtime.support import AccessError, IndexOutOfRange
@@ -128,12 +128,12 @@ def moved(kernel: Kernel, by: int, loads: bool) -> Kernel:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, by: int, loads: bool) -> None:
-    real = pipeline.generate_cpp
+    real = stages.generate_cpp
 
     def generate(kernel: Kernel, *args: Any) -> Any:
         return real(moved(kernel, by, loads), *args)
 
-    monkeypatch.setattr(pipeline, "generate_cpp", generate)
+    monkeypatch.setattr(stages, "generate_cpp", generate)
 
 
 @pytest.mark.parametrize("by", [-1, 1, 10**6, -(2**40)])

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import deuteron.pipeline as pipeline
+import deuteron.stages as stages
 from deuteron.backend import deuteron_backend
-from deuteron.base.device import named_gpu
+from deuteron.base.passes import Context
+from deuteron.capture.stages import Part
 from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
 from deuteron.codegen.triton.generate import TritonKernel
@@ -27,11 +28,13 @@ from deuteron.ir.program import Layout
 from deuteron.lower.core import TO_TORCH
 from deuteron.memory import out_variants
 from deuteron.memory.plan import span
-from deuteron.pipeline import Compilation
+from deuteron.pipeline import compiled
 from deuteron.runtime import build_cpp
 from deuteron.runtime.launch import load
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.reference import run_kernel
+from deuteron.stages import Emitted
+from tests.schedule.tools import spec_of
 
 R = torch.randn
 DEVICE = "cuda:1"
@@ -96,29 +99,34 @@ class Multiplied:
         self.matrix(out, p.n, p.m, p.out).copy_(made)
 
 
-class Pretended(Compilation):
+class Pretended:
     """Compiles for a GPU and loads for the CPU."""
 
-    def start(self, made: Any, device: str) -> None:
-        """Builds nothing."""
+    # Products are calls of the library, whatever they would cost.
+    contraction: Callable[..., str] = staticmethod(lambda *_: "the library multiplies")
 
-    def do_schedule(self) -> str:
-        text = super().do_schedule()
-        assert self.schedule is not None
-        self.original = {k.name: k for k in self.schedule.steps if isinstance(k, Kernel)}
-        self.schedule = moved(self.schedule)
-        return text
+    def __init__(self, part: Part, context: Context) -> None:
+        self.context = replace(
+            context, specs=lambda _: spec_of("H200"), contraction=self.contraction
+        )
+        self.record = context.record
+        lowered = compiled("rewrite", "lower", part, self.context)
+        scheduled = compiled("schedule", "schedule", lowered, context)  # as for this machine
+        self.original = {k.name: k for k in scheduled.steps}
+        there = replace(scheduled, schedule=moved(scheduled.schedule))
+        self.artifact: Emitted = compiled("memory", "emit", there, self.context)
+        self.kernels, self.emitted = self.artifact.kernels, self.artifact.module
+        self.call = self.loaded()
 
-    def do_load(self) -> str:
-        assert self.emitted is not None and not self.emitted.unit
+    def loaded(self) -> Callable[..., Any]:
+        assert not self.emitted.unit
         self.device = 0
         self.entered: list[int] = []
         extra: dict[str, Any] = {q.name: self.launcher(q) for q in self.emitted.sequences}
         extra |= {"stream": lambda d: 70 + d, "enter_device": self.enter}
         extra |= {"leave_device": self.enter, "empty_cuda": self.empty}
         extra |= {n: Multiplied(p) for n, (p, _) in self.emitted.products.items()}
-        self.call = load(self.emitted, None, extra, compile(self.emitted.text, "<test>", "exec"))
-        return ""
+        return load(self.emitted, None, extra, compile(self.emitted.text, "<test>", "exec"))
 
     def enter(self, device: int) -> int:
         before, self.device = self.device, device
@@ -159,27 +167,29 @@ class Pretended(Compilation):
         return call
 
 
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., Any]]:
-    monkeypatch.setattr(pipeline, "device_spec_for", lambda d, options=None: named_gpu("H200"))
-    # Products are calls of the library, whatever they would cost.
-    monkeypatch.setattr(pipeline, "choose_contraction", lambda *a: "the library multiplies")
+def builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither Triton's kernels nor what launches them."""
+    monkeypatch.setattr(stages, "KernelVariants", lambda *_: None)
     monkeypatch.setattr(build_cpp, "compiler", lambda *_: ("", ""))
 
-    def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
-        compilation = Pretended(gm, phase, options, record, **kw)
-        seen.append(compilation)
-        return compilation.run()
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., Any]]:
+    builds_nothing(monkeypatch)
+
+    def runner(part: Part, context: Context) -> Any:
+        seen.append(Pretended(part, context))
+        return seen[-1].call
 
     seen: list[Pretended] = []
 
-    def compiled(f: Callable[..., Any], **kw: Any) -> Callable[..., Any]:
+    def pretended(f: Callable[..., Any], **kw: Any) -> Callable[..., Any]:
         backend = functools.partial(deuteron_backend, runner=runner)
         g = torch.compile(f, backend=backend, fullgraph=True, **kw)
         g.seen = seen
         return g
 
-    return compiled
+    return pretended
 
 
 def blocks(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -245,7 +255,7 @@ def test_out_of_memory(pretend: Any, left: int) -> None:
 def test_products_without_aten(
     pretend: Any, monkeypatch: pytest.MonkeyPatch, dynamic: bool
 ) -> None:
-    monkeypatch.setattr(pipeline, "multiply", lambda product, device, options: True)
+    monkeypatch.setattr(stages, "multiply", lambda product, device, options: True)
     net = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
 
     def f(x: Tensor, w: Tensor, h: Tensor) -> Tensor:
@@ -301,7 +311,7 @@ def test_convolutions_into_given_memory(pretend: Any, monkeypatch: pytest.Monkey
 
 
 def test_large_and_odd_products_stay_aten(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "multiply", lambda product, device, options: True)
+    monkeypatch.setattr(stages, "multiply", lambda product, device, options: True)
     g = pretend(lambda x, y: (x.sin() @ y.cos()) @ y.double().sum(0).float()[:, None] * 2)
     g(R(1024, 600), R(600, 1100))
     text = g.seen[0].emitted.text

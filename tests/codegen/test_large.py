@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deuteron.backend import deuteron_backend
 from deuteron.base.device import named_gpu
+from deuteron.base.passes import Context
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.graph.rewrite import rewrite
-from deuteron.lower.graph import lower
+from deuteron.lower.passes import lower
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel
 from tests.interpreting import interpret
@@ -131,17 +132,14 @@ class Done(Exception):
 
 def kernels(f: Callable[..., Any], *args: Any, dynamic: bool = False) -> list[TritonKernel]:
     """The Triton kernels of a program for an H200. Its tensors may be larger than memory."""
-    from deuteron.base.options import Options
-    from deuteron.base.record import Record
 
     generated: list[TritonKernel] = []
     spec = named_gpu("H200")
     assert spec is not None
 
-    def runner(gm: Any, inputs: Sequence[Any], **kw: Any) -> Any:
-        record = Record()
-        rewrite(gm, record)
-        plan = schedule(lower(gm, record), Options(), record, spec)
+    def runner(part: Any, context: Context) -> Any:
+        rewrite(part.gm, Context())
+        plan = schedule(lower(part.gm, Context()), Context(specs=lambda _: spec))
         generated.extend(generate(k, spec) for k in plan.steps if isinstance(k, Kernel))
         raise Done
 
@@ -241,15 +239,14 @@ def test_grids(shape: tuple[int, ...]) -> None:
 def kernels_of_fake(f: Callable[..., Any], fake: Tensor) -> list[TritonKernel]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from deuteron.base.options import Options
     from deuteron.base.record import Record
 
     spec = named_gpu("H200")
     assert spec is not None
     gm = make_fx(f, tracing_mode="fake")(fake)
     record = Record()
-    rewrite(gm, record)
-    plan = schedule(lower(gm, record), Options(), record, spec)
+    rewrite(gm, Context(record=record))
+    plan = schedule(lower(gm, Context()), Context(specs=lambda _: spec))
     return [generate(k, spec) for k in plan.steps if isinstance(k, Kernel)]
 
 

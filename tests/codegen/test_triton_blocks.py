@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d, pad
 
-import deuteron.schedule as scheduling
 from deuteron.base.device import named_gpu
 from deuteron.base.options import Options
-from deuteron.base.record import Record
+from deuteron.base.passes import Context
 from deuteron.codegen.triton.generate import generate
 from deuteron.ir.expr import op
-from deuteron.lower.graph import lower
+from deuteron.lower.passes import lower
 from deuteron.runtime.build_triton import build
+from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel
 from tests.codegen import triton_cases as cases
 from tests.codegen.turned_rows import gradients, norm_back
@@ -27,18 +27,15 @@ from tests.schedule.tools import scheduled, spec_of
 
 
 @pytest.mark.parametrize("copies", [3, 5, 7])
-def test_of_points_that_are_stored_several_times(
-    copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_points_that_are_stored_several_times(copies: int) -> None:
     spec = named_gpu("H200")
     assert spec is not None
-    monkeypatch.setattr(scheduling, "device_spec_for", lambda device, options: spec)
 
     def f(x: Tensor) -> Tensor:
         return torch.select_scatter(x, x[0].exp(), 1, 2)
 
     gm = trace(f, [torch.randn(1, 5, 5).expand(copies, 5, 5)])
-    found = scheduling.schedule(lower(gm, Record()), Options.make(), Record())
+    found = schedule(lower(gm, Context()), Context(specs=lambda _: spec))
     kernels = [k for k in found.steps if isinstance(k, Kernel)]
     assert kernels
     for kernel in kernels:
@@ -117,8 +114,8 @@ def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
     spec = named_gpu("H200")
     assert spec is not None
     gm = trace(f, args)
-    program = lower(gm, Record(), like="cuda")
-    steps = scheduling.schedule(program, Options.make(), Record(), spec).steps
+    program = lower(gm, Context(like="cuda"))
+    steps = schedule(program, Context(specs=lambda _: spec)).steps
     kernel = next(k for k in steps if isinstance(k, Kernel) and k.nests[0].row_split is not None)
     made = generate(kernel, spec, Options())
     assert "debug_barrier" not in made.source.split("tl.range")[1]

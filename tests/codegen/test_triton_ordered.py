@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from deuteron.base.device import named_gpu
 from deuteron.base.options import Options
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.parser import parse_program
@@ -25,8 +26,8 @@ from deuteron.ir.program import Program
 from deuteron.ir.reference import run_program
 from deuteron.ir.verify import verify_program
 from deuteron.lower import ordered
-from deuteron.lower.graph import lower
 from deuteron.lower.ordered import Ordered
+from deuteron.lower.passes import lower
 from deuteron.runtime.build_triton import build
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Reduce, Schedule, Store
@@ -52,10 +53,11 @@ def test_values(name: str) -> None:
 
 
 def planned(f: Callable[..., Any], *args: Any) -> tuple[Program, Schedule]:
-    record = Record()
-    program = lower(trace(f, args), record, like="cuda")
+    record, spec = Record(), named_gpu("H200")
+    assert spec is not None
+    program = lower(trace(f, args), Context(record=record, like="cuda"))
     verify_program(program, "lower")
-    found = schedule(program, Options.make(), record, named_gpu("H200"))
+    found = schedule(program, Context(record=record, specs=lambda _: spec))
     verify_schedule(found, program, "schedule")
     return program, found
 
@@ -191,7 +193,7 @@ def check_order(i: torch.Tensor, rows: int, block: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(ordered, "block_of", lambda points, dtype: block)
     x, v = torch.zeros(rows, 1), torch.randint(-9, 9, (len(i), 1)).float()
     monkeypatch.setattr(ordered, "MIN_ORDERED_WIDTH", 1)
-    program = lower(trace(add, (x, i, v)), Record(), like="cuda")
+    program = lower(trace(add, (x, i, v)), Context(like="cuda"))
     verify_program(program, "lower")
     (sums,) = program.outputs
     _, order = [d for d in program.computes() if d.unique and d.name != sums.tensor]

@@ -16,10 +16,11 @@ from torch import tensor
 from torch.utils._pytree import tree_leaves
 
 import deuteron  # noqa: F401
+import deuteron.pipeline as pipeline
 from deuteron.base.errors import FailedAssertion
 from deuteron.codegen.results import relied_on
 from deuteron.ir.program import Extern, names_in
-from deuteron.pipeline import Compilation
+from deuteron.stages import Loaded
 
 Inputs = tuple[Any, ...]
 
@@ -292,18 +293,17 @@ def test_every_size_has_a_source(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     """In what is emitted, each name of a size is set before it is used, each result of a library
     call that kernels read is compared, and each check stands before the kernels that come after
     what it names."""
-    seen: list[Compilation] = []
-    load = Compilation.do_load
-    monkeypatch.setattr(Compilation, "do_load", lambda c: (seen.append(c), load(c))[1])
+    seen: list[Loaded] = []
+    guarded = pipeline.guarded
+    monkeypatch.setattr(pipeline, "guarded", lambda c, *_: (seen.append(c), guarded(c, *_))[1])
     f, right, _ = ROWS[name]
     settings = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
     torch._dynamo.reset()
     with torch._dynamo.config.patch(settings):
         torch.compile(f, backend="deuteron", fullgraph=True)(*right[0])
-    assert any(c.program is not None and c.program.checks for c in seen)
+    assert any(c.program.checks for c in seen)
     for c in seen:
-        assert c.program is not None and c.schedule is not None and c.emitted is not None
-        text = c.emitted.text
+        text = c.module.text
         for check in c.program.checks:
             at = text.index(f"if not {check.condition}:")
             for size in names_in(check.condition):

@@ -9,17 +9,18 @@ import torch
 
 from deuteron.base import products
 from deuteron.base.device import DeviceSpec, device_spec, named_gpu
+from deuteron.base.passes import Context
 from deuteron.base.products import Product, generated_us, library_us
 from deuteron.base.record import Record
 from deuteron.ir.program import Compute, Extern, Program
-from deuteron.lower.graph import lower
+from deuteron.lower.passes import lower
 from tests.lower.harness import trace
 
 
 def lowered(f: Any, *args: Any) -> tuple[Program, Record]:
     record = Record()
     spec = device_spec("cpu")
-    return lower(trace(f, args), record, specs=lambda _: spec), record
+    return lower(trace(f, args), Context(record=record, specs=lambda _: spec)), record
 
 
 def calls(p: Program) -> list[Extern]:

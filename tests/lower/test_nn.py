@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.base.device import named_gpu
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.ir.index import as_index
 from deuteron.ir.program import Compute
 from deuteron.lower import nn
-from deuteron.lower.graph import lower
+from deuteron.lower.passes import lower
 from tests.lower.harness import check, check_half, declines, trace
 
 aten = torch.ops.aten
@@ -208,7 +209,7 @@ def test_which_scans_are_in_blocks(
     def scans(f: Any, *shape: int) -> tuple[int, list[str]]:
         record = Record()
         gm = trace(f, [torch.empty(shape)])
-        program = lower(gm, record, specs=lambda device: spec)
+        program = lower(gm, Context(record=record, specs=lambda _: spec))
         computes = [d for d in program.defs if isinstance(d, Compute) and d.body.op == "scan"]
         said = [d for d in record.of("decision") if d["subject"] == "scan"]
         assert all(d["accepted"] == d["reason"].startswith("in blocks") for d in said)

@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.backend import deuteron_backend
-from deuteron.memory import plan as planning
-from deuteron.pipeline import Compilation
+from deuteron.base.passes import Context
+from deuteron.capture.stages import Part
+from deuteron.memory import planning
+from deuteron.pipeline import compiled as through
+from deuteron.stages import Loaded
 
 R = torch.randn
 
@@ -23,21 +26,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "MIN_DONATED_BYTES", 0)
 
 
-def compiled(f: Callable[..., Any], **kw: Any) -> tuple[Callable[..., Any], list[Compilation]]:
-    seen: list[Compilation] = []
+def compiled(f: Callable[..., Any], **kw: Any) -> tuple[Callable[..., Any], list[Loaded]]:
+    seen: list[Loaded] = []
 
-    def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
-        seen.append(Compilation(gm, phase, options, record, **kw))
-        return seen[-1].run()
+    def runner(part: Part, context: Context) -> Any:
+        seen.append(through("rewrite", "guard", part, context))
+        return seen[-1].call
 
     backend = functools.partial(deuteron_backend, runner=runner)
     return torch.compile(f, backend=backend, fullgraph=True, **kw), seen
 
 
-def given(seen: list[Compilation]) -> dict[str, str]:
-    plan = seen[-1].plan
-    assert seen[-1].phase == "backward" and plan is not None
-    return plan.given
+def given(seen: list[Loaded]) -> dict[str, str]:
+    forward, backward = seen
+    return backward.plan.given
 
 
 def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from deuteron.base.record import Record
+from deuteron.base.passes import Context
 from deuteron.ir.program import Extern
-from deuteron.lower.graph import lower
+from deuteron.lower.passes import lower
 from deuteron.memory.out_variants import out_variant
 from deuteron.runtime import support
 from tests.lower.harness import trace
@@ -22,7 +22,7 @@ W = R(8, 4, 3, 3)
 
 def call(f: Any, *args: Any, dynamic: bool = False) -> Extern:
     """The only library call of a function, on a GPU."""
-    program = lower(trace(f, args, dynamic), Record())
+    program = lower(trace(f, args, dynamic), Context())
     (d,) = [d for d in program.defs if isinstance(d, Extern)]
     layouts = tuple(replace(lay, device="cuda") for lay in d.layouts if lay is not None)
     return replace(d, layouts=layouts)

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from deuteron.backend import deuteron_backend
+from deuteron.base.passes import Context
+from deuteron.capture.stages import Part
 from deuteron.ir.index import evaluate
 from deuteron.ir.program import Extern, Program, tensors_read
 from deuteron.memory.lifetimes import overwritable
 from deuteron.memory.plan import ALIGNMENT, MemoryPlan, assign_offsets
-from deuteron.pipeline import Compilation
+from deuteron.pipeline import compiled as through
 from deuteron.schedule.kernel import Kernel, Schedule
+from deuteron.stages import Loaded
 
 R = torch.randn
 
@@ -26,17 +29,16 @@ def planned(
     f: Callable[..., Any], *args: Any, dynamic: bool = False, **options: Any
 ) -> tuple[MemoryPlan, Schedule, Program]:
     """The plan of the graph of `f`, which also runs and is compared."""
-    seen: list[Compilation] = []
+    seen: list[Loaded] = []
 
-    def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
-        seen.append(Compilation(gm, phase, options, record, **kw))
-        return seen[-1].run()
+    def runner(part: Part, context: Context) -> Any:
+        seen.append(through("rewrite", "guard", part, context))
+        return seen[-1].call
 
     backend = functools.partial(deuteron_backend, runner=runner)
     g = torch.compile(f, backend=backend, fullgraph=True, dynamic=dynamic, options=options)
     torch.testing.assert_close(g(*args), f(*args), rtol=1e-3, atol=1e-3)
     (c,) = seen
-    assert c.plan is not None and c.schedule is not None and c.program is not None
     return c.plan, c.schedule, c.program
 
 

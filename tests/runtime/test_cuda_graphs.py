@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import deuteron.pipeline as pipeline
 import deuteron.runtime.cuda_graphs as cuda_graphs
 from deuteron.backend import collecting, deuteron_backend
-from deuteron.base.device import named_gpu
-from deuteron.runtime import build_cpp, graph_nodes
+from deuteron.base.passes import Context
+from deuteron.capture.stages import Part
+from deuteron.runtime import graph_nodes
 from deuteron.runtime.cuda_graphs import graphs_of, with_cuda_graphs
 from deuteron.runtime.recordable import recordable
-from tests.codegen.test_gpu_module import Pretended
+from tests.codegen.test_gpu_module import Pretended, builds_nothing
 from tests.runtime import cuda_tools
 from tests.runtime.cuda_tools import FakeCuda
 
@@ -33,32 +33,26 @@ class Recorded(Pretended):
         assert self.device == 1
         return torch.empty_strided(shape, strides, dtype=dtype)
 
-    def do_load(self) -> str:
-        super().do_load()
-        assert self.call is not None and self.program and self.schedule and self.plan
-        assert self.emitted is not None
-        self.eager = self.call
-        what = recordable(self.program, self.schedule, bool(self.plan.given), self.options)
-        self.call = with_cuda_graphs(
-            self.call, what, self.emitted, self.phase, self.options, self.record, FakeCuda
+    def loaded(self) -> Callable[..., Any]:
+        self.eager, options = super().loaded(), self.context.options
+        a = self.artifact
+        what = recordable(a.program, a.schedule, bool(a.plan.given), options)
+        phase = self.context.phase
+        return with_cuda_graphs(
+            self.eager, what, self.emitted, phase, options, self.record, FakeCuda
         )
-        return ""
 
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setattr(pipeline, "device_spec_for", lambda d, options=None: named_gpu("H200"))
-    # Products are calls of the library, whatever they would cost.
-    monkeypatch.setattr(pipeline, "choose_contraction", lambda *a: "the library multiplies")
-    monkeypatch.setattr(build_cpp, "compiler", lambda *_: ("", ""))
+    builds_nothing(monkeypatch)
     FakeCuda.made.clear()
     for module in (cuda_graphs, cuda_tools):
         monkeypatch.setattr(module, "ALIGNMENT", 64)  # of torch's memory on the CPU
 
-    def runner(gm: Any, inputs: Any, *, phase: str, options: Any, record: Any, **kw: Any) -> Any:
-        recorded = Recorded(gm, phase, options, record, **kw)
-        seen.append(recorded)
-        return recorded.run()
+    def runner(part: Part, context: Context) -> Any:
+        seen.append(Recorded(part, context))
+        return seen[-1].call
 
     seen: list[Recorded] = []
 
@@ -283,7 +277,7 @@ def test_more_launches_may_copy_more(record: Any, monkeypatch: pytest.MonkeyPatc
         return v, i, x
 
     monkeypatch.setattr(cuda_graphs, "MAX_COPIED_BYTES", 3000)
-    monkeypatch.setattr(pipeline, "choose_contraction", lambda *a: "generated")
+    monkeypatch.setattr(Recorded, "contraction", staticmethod(lambda *_: "generated"))
     x, w = R(32, 32), R(32, 32)  # the sort's results: 12,288 bytes
     for n, expected in ((3, 0), (40, 2)):
         g = record(functools.partial(f, n=n))

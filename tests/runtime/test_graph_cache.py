@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu
 
 from deuteron.backend import collecting
 from deuteron.base.options import environment
-from deuteron.codegen.assemble import Emitted
+from deuteron.codegen.assemble import EmittedModule
 from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
 from deuteron.runtime.artifact import Artifact
@@ -127,7 +127,7 @@ def test_another_process(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
-    assert [int(d.stdout) for d in done] == [7, 0]
+    assert [int(d.stdout) for d in done] == [10, 0]
 
 
 @torch.compiler.allow_in_graph
@@ -257,7 +257,9 @@ def test_a_graph_of_a_gpu_as_text() -> None:
     sides = [Side(k == 1, 16, 0) for k in range(3)]
     product = Product(4, 8, 16, 1, "bf16", *sides, True, "relu")
     constant = torch.arange(6, dtype=torch.int16).reshape(2, 3).t()
-    emitted = Emitted("text", "", (), (launches,), {"c": constant}, {"mul_0": (product, "cuda:0")})
+    emitted = EmittedModule(
+        "text", "", (), (launches,), {"c": constant}, {"mul_0": (product, "cuda:0")}
+    )
     recordable = Recordable("", 0, 3, (0, 1), ("args[2]",), True)
     artifact = Artifact("inference", emitted, made, recordable)
     back = Artifact.from_json(json.loads(json.dumps(artifact.to_json("<kept>"))))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import deuteron.pipeline as pipeline
+import deuteron.stages as stages
 from deuteron.backend import deuteron_backend
 from deuteron.base.errors import VerifyError
 from deuteron.ir.expr import op
@@ -32,13 +32,13 @@ def checked(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def planted(monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
     """A bug in every generated kernel with that text."""
-    real = pipeline.generate_cpp
+    real = stages.generate_cpp
 
     def generate(*args: Any) -> Any:
         made = real(*args)
         return replace(made, source=re.sub(right, wrong, made.source))
 
-    monkeypatch.setattr(pipeline, "generate_cpp", generate)
+    monkeypatch.setattr(stages, "generate_cpp", generate)
 
 
 def f(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +113,7 @@ def test_who_reads_overwritten_memory_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_kernel_of_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule whose kernel stores something else than the program says."""
-    real = pipeline.schedule
+    real = stages.schedule
 
     def schedule(*args: Any, **more: Any) -> Any:
         made = real(*args, **more)
@@ -125,7 +125,7 @@ def test_kernel_of_another_program_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
         return replace(made, steps=tuple(wrong(s) for s in made.steps))
 
-    monkeypatch.setattr(pipeline, "schedule", schedule)
+    monkeypatch.setattr(stages, "schedule", schedule)
     with pytest.raises(VerifyError) as caught:
         checked(lambda x: x.exp() * 3)(R(6, 8))
     assert caught.value.guilty == "schedule" and "mul" in caught.value.node
@@ -182,8 +182,8 @@ def test_moved_inputs() -> None:
 
 def lowered_wrongly(monkeypatch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> None:
     """Everything behind lowering believes a program that is not what was traced."""
-    real = pipeline.lower
-    monkeypatch.setattr(pipeline, "lower", lambda *args, **kw: change(real(*args, **kw)))
+    real = stages.lower
+    monkeypatch.setattr(stages, "lower", lambda *args, **kw: change(real(*args, **kw)))
 
 
 def test_wrong_lowering_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,15 +218,15 @@ def test_wrong_view_of_a_result_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rewrites_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that ATen runs is the one before any rewrite."""
-    real = pipeline.rewrite
+    real = stages.rewrite
 
-    def wrong(gm: Any, record: Any) -> Any:
+    def wrong(gm: Any, context: Any) -> Any:
         for n in gm.graph.nodes:
             if n.target is torch.ops.aten.sin.default:
                 n.target = torch.ops.aten.cos.default
-        return real(gm, record)
+        return real(gm, context)
 
-    monkeypatch.setattr(pipeline, "rewrite", wrong)
+    monkeypatch.setattr(stages, "rewrite", wrong)
     with pytest.raises(VerifyError) as caught:
         checked(lambda x: x.sin() * 2)(R(6, 8))
     assert caught.value.guilty == "lower"

@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 import deuteron.schedule as scheduling
 from deuteron.base.options import Options
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.codegen.triton.generate import generate
-from deuteron.lower.graph import lower
+from deuteron.lower.passes import lower
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.verify import verify_schedule
 from tests.codegen.turned_rows import norm_back
@@ -42,8 +43,8 @@ def test_short_kernels_wait() -> None:
         torch.randint(0, size, (rows,)),
     ]
     gm, record = trace(gradients, args), Record()
-    program = lower(gm, record, like="cuda")
-    plan = scheduling.schedule(program, Options.make(), record, spec_of("H200"))
+    program = lower(gm, Context(record=record, like="cuda"))
+    plan = scheduling.schedule(program, Context(record=record, specs=lambda _: spec_of("H200")))
     verify_schedule(plan, program)
     found = Scheduled(program, plan, record)
     kernels = [s for s in plan.steps if isinstance(s, Kernel)]

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 
-import deuteron.schedule as scheduling
 from deuteron.base.device import DeviceSpec, device_spec, named_gpu
 from deuteron.base.options import Options
+from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.ir.index import evaluate
 from deuteron.ir.program import Constant, Input, Program
 from deuteron.lower.core import TO_TORCH
 from deuteron.lower.unrounded import unrounded
+from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.reference import run_kernel
 from deuteron.schedule.verify import verify_schedule
@@ -98,9 +98,7 @@ def scheduled(
     if asked.precision == "float32":
         program = unrounded(program)
     record = Record()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduling, "device_spec_for", lambda d, o: spec_of(device))
-        found = scheduling.schedule(program, asked, record)
+    found = schedule(program, Context(asked, record, specs=lambda _: spec_of(device)))
     verify_schedule(found, program, "schedule", strict=False)
     out = Scheduled(program, found, record)
     if check:

@@ -19,14 +19,15 @@ from deuteron.tools.explain import explain
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that records one kernel and one library call per graph and runs ATen."""
 
-    def runner(gm: Any, inputs: Any, *, record: Any, **rest: Any) -> Any:
+    def runner(part: Any, context: Any) -> Any:
+        record = context.record
         origins = [{"node": "exp", "op": "aten.exp", "line": "user.py:3: x.exp()"}]
         record.add("kernel", name="cpp_poi_fused_exp_0", ops=["aten.exp", "aten.exp"],
                    origins=origins, bytes=2048, flops=1e6, predicted_us=3.25)  # fmt: skip
         record.add("library", op="aten.mm", reason="large", origins=origins)
         record.add("decision", subject="fuse", accepted=False, reason="iteration spaces differ",
                    detail="[i, j] and [j]", first="a", second="b", bytes=4096, us=1.5)  # fmt: skip
-        return run_as_traced(gm)
+        return run_as_traced(part.gm)
 
     backend = functools.partial(deuteron_backend, runner=runner)
     monkeypatch.setattr(module, "deuteron_backend", backend)

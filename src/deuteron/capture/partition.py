@@ -36,13 +36,9 @@ from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.capture.cut import INFINITE, Network, NoCut
-from deuteron.capture.donated import mark_donated
 from deuteron.capture.hints import Hints
-from deuteron.capture.replay import replayed
-from deuteron.graph import ops, rewrite
+from deuteron.graph import ops
 from deuteron.graph.edit import Editor
-from deuteron.graph.rewrite import Attempts
-from deuteron.graph.transaction import Rewrite, attempt
 
 aten = torch.ops.aten
 
@@ -486,65 +482,6 @@ def replay_random(
         after = (n for n in calls if n.op == "output" or order.get(n.name, -1) > order[draw.name])
         with forward.inserting_before(next(after)):
             there[draw.name] = forward.node_copy(draw, lambda a: there[a.name])
-
-
-def partition(
-    joint: fx.GraphModule,
-    joint_inputs: Sequence[Any],
-    *,
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: list[int] | None = None,
-    options: Options,
-    record: Record,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's ``partition_fn``, with Deuteron's options and Record."""
-    if not options.eager_random:
-        Attempts(joint, record)("random numbers")
-    joint = rewrite(joint, record)
-    Attempts(joint, record)("places of maxima")
-    recomputes = P.has_recomputable_ops(joint)
-    if recomputes:
-        joint = P.cleanup_recompute_tags(joint, is_default_partition=False)
-    for name in (
-        "force_save_collectives",
-        "force_save_effectful_ops",
-        "force_save_bw_mutation_src",
-    ):
-        if (mark := getattr(P, name, None)) is not None:
-            mark(joint)
-    static = static_lifetime_input_indices or []
-    info = P.classify_nodes(joint, static, num_fwd_outputs)
-    if not info.required_bw_nodes:
-        return P.default_partition(
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static,
-        )
-    costs = costs_of(joint, info, options)
-    changed = attempt(
-        joint,
-        record,
-        Rewrite("recomputation beside calls", lambda gm, _: recompute_beside_calls(gm, costs)),
-    )
-    if changed is None or changed:
-        info = P.classify_nodes(joint, static, num_fwd_outputs)
-        costs = costs_of(joint, info, options)
-    saved = before_writes(joint, choose_saved(joint.graph, info, costs), info)
-    record_saved(record, saved, costs, info, joint.graph)
-    random_nodes = random_calls(joint.graph) if options.eager_random else []
-    order = {n.name: k for k, n in enumerate(joint.graph.nodes)}
-    forward, backward = extract(joint, saved, num_fwd_outputs, info)
-    replay_random(forward.graph, backward.graph, random_nodes, order)
-    if recomputes:
-        forward, backward = replayed(joint, forward, backward, num_fwd_outputs)
-    late = Rewrite("recomputation late", lambda gm, _: recompute_late(gm.graph))
-    attempt(backward, record, late)
-    if (thread := getattr(P, "thread_graphsafe_rng_from_hops", None)) is not None:
-        forward, backward = thread(forward, is_backward=False), thread(backward, is_backward=True)
-    mark_donated(forward, backward, num_fwd_outputs)
-    forward.graph.output_node().meta[ops.CALLER_RESULTS_META] = num_fwd_outputs
-    return forward, backward
 
 
 def recompute_late(graph: fx.Graph) -> None:

@@ -1,7 +1,7 @@
 """The parts of an emitted module, put together.
 
-In: the lines of ``call`` and what they refer to (`Body`), generated kernels. Out: `Emitted`: the
-module's text, with the kernels' sources before ``call`` and, behind it, what makes the module a
+In: the lines of ``call`` and what they refer to (`Body`), generated kernels. Out: `EmittedModule`:
+the module's text, with the kernels' sources before ``call`` and, behind it, what makes the module a
 program of its own.
 """
 
@@ -45,11 +45,11 @@ SUPPORT_NAMES = (
     ),
     *("size_array", "stream", "threads", "view", "with_strides"),
 )
-Generated = CppKernel | TritonKernel
+KernelCode = CppKernel | TritonKernel
 
 
 @dataclass(frozen=True)
-class Emitted:
+class EmittedModule:
     """The module's text, the C++ translation unit of its CPU kernels ("" without any), and what the
     text refers to by name and does not define: `launch_groups` are C++ functions of the unit,
     `sequences` GPU kernels, `products` matrix products with their devices, `objects` values that
@@ -96,8 +96,8 @@ class Body:
 
 
 def assemble(
-    body: Body, program: Program, kernels: dict[str, Generated], request: Request
-) -> Emitted:
+    body: Body, program: Program, kernels: dict[str, KernelCode], request: Request
+) -> EmittedModule:
     unit = translation(body, kernels, request.threads)
     launch_groups = tuple(s.name for s in body.launch_groups)
     bound = [*launch_groups, *(q.name for q in body.sequences), *body.products, *body.objects]
@@ -114,10 +114,12 @@ def assemble(
         *standalone_main(body, program, kernels, launch_groups),
     ]
     sequences = tuple(body.sequences)
-    return Emitted("\n".join(text), unit, launch_groups, sequences, body.objects, body.products)
+    return EmittedModule(
+        "\n".join(text), unit, launch_groups, sequences, body.objects, body.products
+    )
 
 
-def translation(body: Body, kernels: dict[str, Generated], threads: int) -> str:
+def translation(body: Body, kernels: dict[str, KernelCode], threads: int) -> str:
     """The C++ of all CPU kernels, those that share code once."""
     cpp = {k.name: k for k in kernels.values() if isinstance(k, CppKernel)}
     if not cpp:
@@ -143,7 +145,7 @@ def call_function(body: Body) -> list[str]:
     ]
 
 
-def kernel_sources(unit: str, kernels: dict[str, Generated]) -> Iterator[str]:
+def kernel_sources(unit: str, kernels: dict[str, KernelCode]) -> Iterator[str]:
     if unit:
         yield f"CPP = {long_string(chr(10) + unit)}"
         yield ""
@@ -153,7 +155,7 @@ def kernel_sources(unit: str, kernels: dict[str, Generated]) -> Iterator[str]:
 
 
 def standalone_main(
-    body: Body, program: Program, kernels: dict[str, Generated], launch_groups: Sequence[str]
+    body: Body, program: Program, kernels: dict[str, KernelCode], launch_groups: Sequence[str]
 ) -> Iterator[str]:
     """What makes the module a program of its own."""
     triton = {n: k for n, k in kernels.items() if isinstance(k, TritonKernel)}
@@ -260,8 +262,8 @@ def triton_kernel(known: dict[str, Any], source: str) -> TritonKernel:
 __all__ = [
     "SUPPORT_NAMES",
     "Body",
-    "Emitted",
-    "Generated",
+    "EmittedModule",
+    "KernelCode",
     "Request",
     "assemble",
     "triton_fields",

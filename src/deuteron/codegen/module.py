@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen.assemble import Body, Emitted, Generated, Request, assemble
+from deuteron.codegen.assemble import Body, EmittedModule, KernelCode, Request, assemble
 from deuteron.codegen.cpp.kernels import CppKernel
 from deuteron.codegen.launch_groups import LaunchGroup
 from deuteron.codegen.products import product_of
@@ -51,7 +51,7 @@ class Writer(TensorText):
     # -- names ------------------------------------------------------------------------------------
 
     # -- the whole --------------------------------------------------------------------------------
-    def write(self) -> Emitted:
+    def write(self) -> EmittedModule:
         self.inputs()
         if not self.static:
             self.lines.append("LAYOUT")  # replaced when everything is known
@@ -444,11 +444,11 @@ def emit(
     program: Program,
     schedule: Schedule,
     plan: MemoryPlan,
-    kernels: dict[str, Generated],
+    kernels: dict[str, KernelCode],
     request: Request,
-) -> Emitted:
+) -> EmittedModule:
     """The module of a graph; `kernels` by `Kernel.name`, each with the arguments of that launch."""
     return Writer(program, schedule, plan, kernels, request).write()
 
 
-__all__ = ["Emitted", "Request", "emit"]
+__all__ = ["EmittedModule", "Request", "emit"]

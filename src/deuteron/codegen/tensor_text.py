@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen.assemble import SUPPORT_NAMES, Generated, Request
+from deuteron.codegen.assemble import SUPPORT_NAMES, KernelCode, Request
 from deuteron.codegen.launch_groups import Address, Launches, LaunchGroup
 from deuteron.codegen.products import Product
 from deuteron.codegen.results import (
@@ -61,7 +61,7 @@ class TensorText:
         program: Program,
         schedule: Schedule,
         plan: MemoryPlan,
-        kernels: dict[str, Generated],
+        kernels: dict[str, KernelCode],
         request: Request,
     ) -> None:
         self.program, self.schedule, self.plan = program, schedule, plan

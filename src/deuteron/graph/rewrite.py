@@ -14,12 +14,14 @@ undone, and the Record says so (`transaction`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from deuteron.base.passes import Context, Pass, Table, run_passes
 from deuteron.base.record import Record
 from deuteron.graph import ops, random, transaction
 from deuteron.graph.aliasing import Aliasing
@@ -33,66 +35,107 @@ from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
 from deuteron.graph.rules import RULES_OF, Row, same_numbers
 from deuteron.graph.transaction import Rewrite, Snapshot, attempt
+from deuteron.graph.verify import graph_text, verify_graph
 from deuteron.graph.windows import keep_places
 
-# Each changes a graph in place and returns how much: 0, then the graph is as it was.
-REWRITES: dict[str, Callable[[fx.GraphModule, Record], Any]] = {
-    "storage of views": lambda gm, record: Editor(gm).view_again(),
-    "devices of constructors": move_constructors,
-    "rows": lambda gm, record: apply_rows(gm, record),
-    "common subexpressions": lambda gm, record: merge_common(gm),
-    "dead code": lambda gm, record: remove_dead(gm.graph),
-    "sums of products": multiply_matrices,
-    "channels last": channels_last,
-    "convolutions": rewrite_convolutions,  # in the order that memory has by now
-    "padding": pad_products,
-    "epilogues": join_activations,
-    # Of joint graphs and those of inference (see `capture`):
-    "random numbers": random.functionalize,
-    "places of maxima": keep_places,
-}
+
+@dataclass(frozen=True)
+class Rewriting:
+    """A graph, and by the names of rewrites how much each changed of it: 0 for nothing, None where
+    it failed and was undone. `snapshot`: the graph as it is now, where that is at hand."""
+
+    gm: fx.GraphModule
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A rewrite as the function of a pass: `apply` changes a graph in place and returns how much; 0
+    leaves it as it was. It runs where `wanted`, and is undone where it fails."""
+
+    name: str
+    apply: Callable[[fx.GraphModule, Record], Any]
+    wanted: Callable[[Rewriting, Context], bool]
+
+    def __call__(self, graph: Rewriting, context: Context) -> Rewriting:
+        if not self.wanted(graph, context):
+            return graph
+        before = graph.snapshot or Snapshot(graph.gm)
+        amount = attempt(graph.gm, context.record, Rewrite(self.name, self.apply), before)
+        changed = {**graph.changed, self.name: amount}
+        return replace(graph, changed=changed, snapshot=None if amount else before)
+
+
+def verify_rewriting(graph: Rewriting, guilty: str) -> None:
+    verify_graph(graph.gm, guilty)
+
+
+def rewriting_text(graph: Rewriting) -> str:
+    return graph_text(graph.gm)
+
+
+def tried(
+    name: str,
+    apply: Callable[[fx.GraphModule, Record], Any],
+    wanted: Callable[[Rewriting, Context], bool],
+) -> Pass[Rewriting, Rewriting]:
+    return Pass(name, Tried(name, apply, wanted), verify_rewriting, rewriting_text)
+
+
+def memory_is_known(graph: Rewriting, context: Context) -> bool:
+    """What shares memory is read off the fake values by all rewrites behind the first."""
+    return graph.changed.get("storage of views") is not None
+
+
 LIBRARY_REWRITES = ("sums of products", "channels last", "convolutions", "padding", "epilogues")
 
 
-def rewrite(gm: fx.GraphModule, record: Record) -> fx.GraphModule:
+def calls_changed(graph: Rewriting, context: Context) -> bool:
+    return any(graph.changed.get(name) for name in LIBRARY_REWRITES)
+
+
+# What every graph takes.
+REWRITES: Table = (
+    tried("storage of views", lambda gm, record: Editor(gm).view_again(), lambda *_: True),
+    tried("devices of constructors", move_constructors, memory_is_known),
+    tried("rows", lambda gm, record: apply_rows(gm, record), memory_is_known),
+    tried("common subexpressions", lambda gm, record: merge_common(gm), memory_is_known),
+    tried("dead code", lambda gm, record: remove_dead(gm.graph), memory_is_known),
+    tried("sums of products", multiply_matrices, memory_is_known),
+    tried("channels last", channels_last, memory_is_known),
+    # in the order that memory has by now
+    tried("convolutions", rewrite_convolutions, memory_is_known),
+    tried("padding", pad_products, memory_is_known),
+    tried("epilogues", join_activations, memory_is_known),
+    tried("common subexpressions of calls", lambda gm, record: merge_common(gm), calls_changed),
+    tried("dead code of calls", lambda gm, record: remove_dead(gm.graph), calls_changed),
+)
+# What joint graphs and those of inference take beside it (`capture.stages`).
+RANDOM_NUMBERS = tried(
+    "random numbers",
+    random.functionalize,
+    lambda graph, context: (
+        context.phase in ("captured", "inference") and not context.options.eager_random
+    ),
+)
+PLACES_OF_MAXIMA = tried("places of maxima", keep_places, lambda *_: True)
+
+
+def rewrite(gm: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Applies what every graph takes; in place. Idempotent. Who runs the module itself recompiles
     it first."""
-    before, merged = len(gm.graph.nodes), 0
-    applied: dict[str, int] = {}
-    run = Attempts(gm, record)
-    with record.timed("graph rewrites"):
-        # What shares memory is read off the fake values by all that follow.
-        if run("storage of views") is not None:
-            run("devices of constructors")
-            applied = run("rows") or {}
-            merged = run("common subexpressions") or 0
-            run("dead code")
-            if sum(run(name) or 0 for name in LIBRARY_REWRITES):
-                merged += run("common subexpressions") or 0
-                run("dead code")
-    record.add(
+    before = len(gm.graph.nodes)
+    changed = run_passes(REWRITES, Rewriting(gm), context).changed
+    merged = ("common subexpressions", "common subexpressions of calls")
+    context.record.add(
         "rewrite",
-        rules=applied,
-        merged=merged,
+        rules=changed.get("rows") or {},
+        merged=sum(changed.get(name) or 0 for name in merged),
         nodes_before=before,
         nodes_after=len(gm.graph.nodes),
     )
     return gm
-
-
-class Attempts:
-    """Tries rewrites of one graph by name, one after the other; None of one that failed."""
-
-    def __init__(self, gm: fx.GraphModule, record: Record) -> None:
-        self.gm, self.record = gm, record
-        self.now: Snapshot | None = None
-
-    def __call__(self, name: str) -> Any:
-        self.now = self.now or Snapshot(self.gm)
-        changes = attempt(self.gm, self.record, Rewrite(name, REWRITES[name]), self.now)
-        if changes:
-            self.now = None
-        return changes
 
 
 def apply_rows(gm: fx.GraphModule, record: Record) -> dict[str, int]:

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ import deuteron.lower.pointwise
 import deuteron.lower.pooling
 import deuteron.lower.reductions
 import deuteron.lower.views  # noqa: F401
-from deuteron.base.device import DeviceSpec
 from deuteron.base.errors import DeuteronError, UnsupportedOp
-from deuteron.base.record import Record
+from deuteron.base.passes import Context
 from deuteron.graph import ops
 from deuteron.graph.aliasing import exposed
 from deuteron.ir import expr as E
@@ -44,7 +44,6 @@ from deuteron.ir.program import (
     Output,
     Program,
     ViewArg,
-    tensors_read,
 )
 from deuteron.lower import assertions, calls, numbers
 from deuteron.lower.access import nothing
@@ -65,37 +64,19 @@ from deuteron.lower.core import (
 from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
 from deuteron.lower.quantized import quantized
 from deuteron.lower.symfloats import element, in_memory, number_value
-from deuteron.lower.unrounded import unrounded
 
 ASSERTIONS = ("aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
 
 
-def lower(
-    gm: fx.GraphModule,
-    record: Record,
-    contraction: Callable[..., str | None] = choose_contraction,
-    like: str = "",
-    specs: Callable[[str], DeviceSpec] | None = None,
-    precision: str = "float32",
-) -> Program:
-    """The program of a graph. Raises `UnsupportedOp` for a node that can neither be generated nor
-    called. `like`: the kind of device that it is for, where that is not the one of its tensors;
-    `specs`: the figures of a device; `precision`: the option."""
-    program = Driver(gm, record, contraction, like, specs).run()
-    return unrounded(program) if precision == "float32" else program
-
-
 class Driver:
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        record: Record,
-        contraction: Callable[..., str | None],
-        like: str = "",
-        specs: Callable[[str], DeviceSpec] | None = None,
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, context: Context) -> None:
         self.gm = gm
-        self.ctx = LowerContext(record, choose_contraction=contraction, like=like, specs=specs)
+        self.ctx = LowerContext(
+            context.record,
+            choose_contraction=partial(contraction, context),
+            like=context.like,
+            specs=context.spec,
+        )
         self.sizes: dict[Sym, tuple[str, Any, int]] = {}
         self.position = 0
         self.outputs: list[Output] = []
@@ -131,7 +112,7 @@ class Driver:
             self.sizes.setdefault(sym, ("result", name, dim))
         calls_made = [d for d in ctx.defs if isinstance(d, Extern)]
         called = {s.name for d in calls_made for s in d.sizes if s is not None}
-        program = Program(
+        return Program(
             tuple(ctx.defs),
             tuple(self.outputs),
             tuple(self.sizes.items()),
@@ -141,7 +122,6 @@ class Driver:
             self.nodes,
             assertions.checks(ctx, {s.name for s in self.sizes} | called),
         )
-        return live(program)
 
     def unsupported(self, node: fx.Node, reason: str) -> UnsupportedOp:
         return UnsupportedOp(
@@ -578,6 +558,13 @@ class Driver:
         return self.returned.get(view.tensor, memory) == memory
 
 
+def contraction(context: Context, ctx: LowerContext, a: Any, b: Any) -> str | None:
+    """Who multiplies two matrices; the library where the guard has found that faster."""
+    if ctx.node is not None and ctx.node.name in context.unfused:
+        return "measured: see the decisions of the guard"
+    return (context.contraction or choose_contraction)(ctx, a, b)
+
+
 def elements_are_distinct(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
     """Whether no two elements share memory, but for broadcast dimensions."""
     reach = 1
@@ -651,35 +638,4 @@ def digest(t: torch.Tensor) -> str:
     return h.hexdigest()[:32]
 
 
-def live(p: Program) -> Program:
-    """The program without pure definitions that nobody reads."""
-    needed = {o.tensor for o in p.outputs} | {s[1] for _, s in p.sizes if s[0] == "result"}
-    targets = {d.name for d in p.defs if isinstance(d, Input)}
-    needed_defs = []
-    for d in reversed(p.defs):
-        if isinstance(d, Compute):
-            keep = d.name in needed or d.target in targets
-            if keep and d.target is not None:
-                targets.add(d.name)
-        elif isinstance(d, Extern):
-            keep = d.impure or bool(d.mutates) or any(n in needed for n in d.names)
-            keep = keep or any(s is not None for s in d.sizes)
-        else:
-            keep = isinstance(d, Input) or d.name in needed
-        if keep:
-            needed_defs.append(d)
-            needed.update(tensors_read(d))
-    constants = {d.name for d in needed_defs if isinstance(d, Constant)}
-    return Program(
-        tuple(reversed(needed_defs)),
-        p.outputs,
-        p.sizes,
-        {k: v for k, v in p.constants.items() if k in constants},
-        p.callables,
-        p.num_inputs,
-        p.nodes,
-        p.checks,
-    )
-
-
-__all__ = ["choose_contraction", "lower"]
+__all__ = ["Driver"]

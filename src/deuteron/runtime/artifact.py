@@ -19,7 +19,7 @@ import torch
 
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.codegen.assemble import Emitted, triton_fields, triton_kernel
+from deuteron.codegen.assemble import EmittedModule, triton_fields, triton_kernel
 from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS
 from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
@@ -48,7 +48,7 @@ class Artifact:
     be, where one was asked for; `code`: the module's text, compiled, where a cache had that."""
 
     phase: str
-    emitted: Emitted
+    emitted: EmittedModule
     triton: dict[str, TritonKernel]
     recordable: Recordable | None = None
     code: CodeType | None = None
@@ -81,7 +81,7 @@ class Artifact:
 
     @staticmethod
     def from_json(known: Mapping[str, Any]) -> Artifact:
-        emitted = Emitted(
+        emitted = EmittedModule(
             known["text"],
             known["unit"],
             tuple(known["launch_groups"]),

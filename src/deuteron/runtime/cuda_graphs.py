@@ -29,7 +29,7 @@ from torch import Tensor
 
 from deuteron.base.options import Options
 from deuteron.base.record import Record
-from deuteron.codegen.assemble import Emitted
+from deuteron.codegen.assemble import EmittedModule
 from deuteron.graph.random_ops import SEED
 from deuteron.runtime.graph_nodes import COPY, FILL, TENSOR_GAP, Place, Refused, match
 from deuteron.runtime.launch_graph import (
@@ -58,7 +58,7 @@ _LOCK = threading.RLock()  # one recording at a time
 def with_cuda_graphs(
     call: Call,
     what: Recordable,
-    emitted: Emitted,
+    emitted: EmittedModule,
     phase: str,
     options: Options,
     record: Record,
@@ -117,7 +117,7 @@ class CudaGraphs:
     for a key there may be graphs for several alignments of the inputs."""
 
     def __init__(
-        self, call: Call, what: Recordable, emitted: Emitted, cuda: Any, record: Record
+        self, call: Call, what: Recordable, emitted: EmittedModule, cuda: Any, record: Record
     ) -> None:
         self.call, self.cuda, self.record, self.what = call, cuda, record, what
         self.device, self.tensors = what.device, what.tensors

@@ -1,7 +1,7 @@
 """Loading: the emitted module's text and the built kernels become a callable.
 
-In: `codegen.assemble.Emitted`, the C++ unit's build, what launches GPU kernels. Out: ``call``,
-which takes the graph's inputs as a list, clears it, and returns its outputs.
+In: `codegen.assemble.EmittedModule`, the C++ unit's build, what launches GPU kernels. Out:
+``call``, which takes the graph's inputs as a list, clears it, and returns its outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
-from deuteron.codegen.assemble import Emitted
+from deuteron.codegen.assemble import EmittedModule
 from deuteron.runtime import build_cpp
 from deuteron.runtime.support import AccessError, DivisionByZero, IndexOutOfRange
 
@@ -20,7 +20,7 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 
 def load(
-    emitted: Emitted,
+    emitted: EmittedModule,
     library: build_cpp.Build | None,
     extra: Mapping[str, Any],
     code: CodeType,

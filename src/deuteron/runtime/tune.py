@@ -20,6 +20,7 @@ import torch
 from deuteron.base.errors import BuildError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
+from deuteron.codegen.assemble import EmittedModule
 from deuteron.codegen.products import Product
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.ir.index import evaluate
@@ -290,4 +291,34 @@ class TunedProduct(Multiply):
         return str(torch.cuda.get_device_properties(self.device).name)
 
 
-__all__ = ["TunedLauncher", "TunedProduct"]
+def tuned(
+    module: EmittedModule,
+    kernels: Mapping[str, TritonKernel],
+    steps: Sequence[Kernel],
+    variants: dict[tuple[str, str], KernelVariants],
+    options: Options,
+    record: Record,
+) -> dict[str, TunedLauncher | TunedProduct]:
+    """What launches a module's kernels and products, by the names under which it finds them: each
+    tries its candidates in the first call."""
+    scheduled = {k.name: k for k in steps}
+    launchers: dict[str, TunedLauncher | TunedProduct] = {}
+    for q in module.sequences:
+        launched = [kernels[n] for n in q.kernels]
+        common = (launched, q.operands, q.sizes, q.device, options, variants)
+        launchers[q.name] = TunedLauncher(*common, [scheduled[n] for n in q.kernels], record)
+    for name, (product, device) in module.products.items():
+        number = torch.device(device).index or 0
+        launchers[name] = TunedProduct(product, number, options, record)
+    if not module.sequences:
+        record.add(
+            "decision",
+            subject="autotune",
+            accepted=False,
+            reason="refused",
+            detail="kernels of the CPU have one configuration",
+        )
+    return launchers
+
+
+__all__ = ["TunedLauncher", "TunedProduct", "tuned"]

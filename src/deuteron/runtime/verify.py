@@ -29,7 +29,7 @@ from torch import Tensor, fx
 
 from deuteron.base.errors import VerifyError
 from deuteron.base.options import Options
-from deuteron.codegen.assemble import Generated, triton_fields
+from deuteron.codegen.assemble import KernelCode, triton_fields
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
 from deuteron.ir.program import Compute, Extern, Input, Program, tensors_read
 from deuteron.ir.reference import compute
@@ -223,7 +223,7 @@ class Watcher:
     def __init__(
         self,
         kernels: Sequence[Kernel],
-        generated: Mapping[str, Generated],
+        generated: Mapping[str, KernelCode],
         options: Options,
         program: Program,
         traced: FxInterpreter | None = None,
@@ -435,7 +435,7 @@ def extent(t: Tensor) -> tuple[int, int]:
 def save(
     folder: Path,
     kernel: Kernel,
-    generated: Generated,
+    generated: KernelCode,
     given: dict[str, Tensor],
     want: dict[str, Tensor],
     sizes: dict[str, int],

@@ -1,73 +1,246 @@
 """Scheduling: which computations share a kernel.
 
-In: a `Program`. Out: a `Schedule`, and every decision in the Record. The passes, in order:
-
-    normalize    canonical axes; producers written into their readers
-    dag          what must run before what
-    fuse         best-first merges: `legality` says whether, `profit` says how much
-    reindex      reductions over permuted points in the order of memory
-    split        reductions with few rows in two steps
-    recompute    what is cheaper to compute again than to read
-    join         short kernels in one launch
-    build        kernels with names, nests and costs
+In: a `Program`. Out: a `Schedule`, and every decision in the Record. The passes are the rows of
+`SCHEDULING`; those from "dependencies" to "recompute" work on one search (`fuse.Fusion`), which
+each of them resumes.
 """
 
 from __future__ import annotations
 
-from deuteron.base.device import DeviceSpec, device_spec_for
-from deuteron.base.options import Options
-from deuteron.base.record import Record
-from deuteron.ir.program import Extern, Program, memory_of
+from dataclasses import dataclass, replace
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.passes import Context, Pass, Table, extended, run_passes
+from deuteron.ir.printer import print_program
+from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of
+from deuteron.ir.verify import verify_program
 from deuteron.schedule.build import build, needed_outside
 from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
+from deuteron.schedule.group import Group
 from deuteron.schedule.horizontal import Joiner, Launch
 from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.normalize import canonical, keeps_apart, normalize
+from deuteron.schedule.printer import call_lines, group_lines, print_schedule
 from deuteron.schedule.recompute import recompute
 from deuteron.schedule.reindex import reindex
 from deuteron.schedule.split import relieve
+from deuteron.schedule.traversal import with_directions
+from deuteron.schedule.verify import verify_schedule
+from deuteron.schedule.verify_groups import verify_groups
 
 
-def schedule(
-    program: Program,
-    options: Options,
-    record: Record,
-    spec: DeviceSpec | None = None,
-    apart: frozenset[str] = frozenset(),
-) -> Schedule:
-    """Kernels and library calls in execution order. `spec` stands for every device, where kernels
-    are not made for the one that the tensors are on. What does the graph's nodes `apart` shares no
-    kernel (`runtime.guard`)."""
+@dataclass(frozen=True)
+class Normalized:
+    """A program and its devices, and its computations as fusion starts from them."""
+
+    program: Program
+    layouts: dict[str, Layout]
+    owner: dict[str, str]  # tensor -> the one in whose memory it lives
+    specs: dict[str, DeviceSpec]
+    computes: dict[str, Compute]
+
+
+@dataclass(frozen=True)
+class Grouped(Normalized):
+    """The computations in groups, each of which will be a nest. `fusion` holds them: passes change
+    it in place."""
+
+    fusion: Fusion
+
+
+@dataclass(frozen=True)
+class Ordered(Grouped):
+    """Groups with microseconds, and library calls, in the order in which they run."""
+
+    steps: tuple[tuple[Group, float] | Extern, ...]
+
+
+@dataclass(frozen=True)
+class Joined(Ordered):
+    """The same, with several groups in one launch."""
+
+    launches: tuple[Launch | Extern, ...]
+
+
+@dataclass(frozen=True)
+class Built(Joined):
+    schedule: Schedule
+
+
+# -- the passes ------------------------------------------------------------------------------------
+
+
+def normalized(program: Program, context: Context) -> Normalized:
+    """Canonical axes; producers written into their readers."""
     layouts = program.layouts()
-    specs: dict[str, DeviceSpec] = {
-        d: spec or device_spec_for(d, options)
-        for d in sorted({lay.device for lay in layouts.values()})
-    }
-    owner = memory_of(program)
-    if options.fusion:
-        computes = normalize(program, layouts, specs, record, apart)
+    devices = sorted({lay.device for lay in layouts.values()})
+    specs = {d: context.spec(d) for d in devices}
+    if context.options.fusion:
+        computes = normalize(program, layouts, specs, context.record, context.unfused)
     else:
         computes = {d.name: canonical(d) for d in program.computes()}
-    dag = Dag.of(program, computes, owner)
-    fusion = Fusion(dag, layouts, owner, needed_outside(program), specs, record)
-    fusion.apart = {n for n, c in computes.items() if keeps_apart(c, apart)}
-    if options.fusion:
-        fusion.run()
-        reindex(fusion)
-        while relieve(fusion):  # many partial results are split again
+    return Normalized(program, layouts, memory_of(program), specs, computes)
+
+
+def depending(before: Normalized, context: Context) -> Grouped:
+    """A group for each computation, and what must run before what."""
+    program, computes = before.program, before.computes
+    dag = Dag.of(program, computes, before.owner)
+    fusion = Fusion(
+        dag, before.layouts, before.owner, needed_outside(program), before.specs, context.record
+    )
+    fusion.apart = {n for n, c in computes.items() if keeps_apart(c, context.unfused)}
+    return extended(Grouped, before, fusion=fusion)
+
+
+def fused(before: Grouped, context: Context) -> Grouped:
+    """Best-first merges: `legality` says whether, `profit` says how much."""
+    if context.options.fusion:
+        before.fusion.run()
+    return before
+
+
+def reindexed(before: Grouped, context: Context) -> Grouped:
+    """Reductions over permuted points in the order of memory."""
+    if context.options.fusion:
+        reindex(before.fusion)
+    return before
+
+
+def split_few_rows(before: Grouped, context: Context) -> Grouped:
+    """Reductions with few rows in two steps; many partial results are split again."""
+    if context.options.fusion:
+        while relieve(before.fusion):
             pass
-        recompute(fusion)
+    return before
+
+
+def recomputed(before: Grouped, context: Context) -> Grouped:
+    """What is cheaper to compute again than to read."""
+    if context.options.fusion:
+        recompute(before.fusion)
+    return before
+
+
+def ordered(before: Grouped, context: Context) -> Ordered:
+    """An order of execution as near to the program's as can be."""
+    fusion = before.fusion
+    if context.options.fusion:
         fusion.report()
-    groups = [
+    steps = tuple(
         n.content if isinstance(n.content, Extern) else (n.content, fusion.cost(n).us)
-        for n in dag.order()
-    ]
-    if options.fusion:
-        launches = Joiner(layouts, owner, specs, record).run(groups)
+        for n in fusion.dag.order()
+    )
+    return extended(Ordered, before, steps=steps)
+
+
+def joined(before: Ordered, context: Context) -> Joined:
+    """Short kernels in one launch."""
+    layouts = before.layouts
+    if context.options.fusion:
+        joiner = Joiner(layouts, before.owner, before.specs, context.record)
+        launches = joiner.run(before.steps)
     else:
-        launches = [s if isinstance(s, Extern) else Launch.of(*s, layouts) for s in groups]
-    return build(launches, program, layouts, specs)
+        launches = [s if isinstance(s, Extern) else Launch.of(*s, layouts) for s in before.steps]
+    return extended(Joined, before, launches=tuple(launches))
 
 
-__all__ = ["schedule"]
+def built(before: Joined, context: Context) -> Built:
+    """Kernels with names, nests and costs."""
+    schedule = build(before.launches, before.program, before.layouts, before.specs)
+    return extended(Built, before, schedule=schedule)
+
+
+def directed(before: Built, context: Context) -> Built:
+    """From which end a kernel goes through memory, and what it leaves in the cache."""
+    steps = with_directions(before.schedule.steps, before.layouts, before.specs)
+    return replace(before, schedule=replace(before.schedule, steps=tuple(steps)))
+
+
+# -- what checks and prints their artifacts --------------------------------------------------------
+
+
+def as_program(found: Normalized) -> Program:
+    """The program with its normalized computations."""
+    defs = (found.computes.get(d.name) if isinstance(d, Compute) else d for d in found.program.defs)
+    return replace(found.program, defs=tuple(d for d in defs if d is not None))
+
+
+def verify_normalized(found: Normalized, guilty: str) -> None:
+    verify_program(as_program(found), guilty)
+
+
+def normalized_text(found: Normalized) -> str:
+    return print_program(as_program(found))
+
+
+def verify_grouped(found: Grouped, guilty: str) -> None:
+    verify_groups(found.fusion.dag, found.layouts, guilty)
+
+
+def grouped_text(found: Grouped) -> str:
+    fusion = found.fusion
+    lines: list[str] = []
+    for node in fusion.dag.order():
+        if isinstance(node.content, Extern):
+            lines += call_lines(node.content)
+        else:
+            stored = fusion.stored(node.content, {node.id})
+            lines += group_lines(node.content, stored, found.layouts)
+    return "\n".join(lines)
+
+
+def ordered_text(found: Ordered) -> str:
+    lines: list[str] = []
+    for step in found.steps:
+        if isinstance(step, Extern):
+            lines += call_lines(step)
+        else:
+            lines.append(f"{', '.join(m.name for m in step[0].members)}: {step[1]:.2f} us")
+    return "\n".join(lines)
+
+
+def joined_text(found: Joined) -> str:
+    lines: list[str] = []
+    for step in found.launches:
+        if isinstance(step, Extern):
+            lines += call_lines(step)
+            continue
+        lines.append(f"launch on {step.device}, {step.us:.2f} us:")
+        for k, group in enumerate(step.groups):
+            lines += ["    barrier"] * (k in step.barriers)
+            lines.append(f"    {', '.join(m.name for m in group.members)}")
+    return "\n".join(lines)
+
+
+def verify_built(found: Built, guilty: str) -> None:
+    verify_schedule(found.schedule, found.program, guilty)
+
+
+def built_text(found: Built) -> str:
+    return print_schedule(found.schedule)
+
+
+KERNELS_TELL = 'its order is checked in the kernels that "build" makes'
+SCHEDULING: Table = (
+    Pass("normalize", normalized, verify_normalized, normalized_text),
+    Pass("dependencies", depending, verify_grouped, grouped_text),
+    Pass("fuse", fused, verify_grouped, grouped_text),
+    Pass("reindex", reindexed, verify_grouped, grouped_text),
+    Pass("split", split_few_rows, verify_grouped, grouped_text),
+    Pass("recompute", recomputed, verify_grouped, grouped_text),
+    Pass("order", ordered, KERNELS_TELL, ordered_text),
+    Pass("join", joined, KERNELS_TELL, joined_text),
+    Pass("build", built, verify_built, built_text),
+    Pass("traversal", directed, verify_built, built_text),
+)
+
+
+def schedule(program: Program, context: Context) -> Schedule:
+    """Kernels and library calls in execution order."""
+    found: Built = run_passes(SCHEDULING, program, context)
+    return found.schedule
+
+
+__all__ = ["SCHEDULING", "schedule"]

@@ -23,7 +23,6 @@ from deuteron.schedule.group import Group, Member
 from deuteron.schedule.horizontal import Launch
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Step, Store
 from deuteron.schedule.profit import Cost, cost
-from deuteron.schedule.traversal import with_directions
 
 LONGEST_NAME = 72
 
@@ -189,7 +188,7 @@ def build(
         out.append(
             kernel(step.groups, stored, layouts, spec, name, step.device, tuple(step.barriers))
         )
-    return Schedule(tuple(with_directions(out, layouts, specs)), memory_of(program), layouts)
+    return Schedule(tuple(out), memory_of(program), layouts)
 
 
 __all__ = ["accesses", "build", "kernel", "needed_outside"]

@@ -27,7 +27,8 @@ from deuteron.ir.printer import (
     name_text,
     origin_lines,
 )
-from deuteron.ir.program import Layout
+from deuteron.ir.program import Extern, Layout
+from deuteron.schedule.group import Group
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Schedule, Stmt, Store
 
 
@@ -35,12 +36,23 @@ def print_schedule(schedule: Schedule) -> str:
     """The schedule as text, one step after the other."""
     lines = [f"{name} is memory of {owner}" for name, owner in sorted(schedule.aliases.items())]
     for step in schedule.steps:
-        lines += origin_lines(step.origins)
         if isinstance(step, Kernel):
+            lines += origin_lines(step.origins)
             lines += kernel_lines(step, schedule.layouts)
         else:
-            lines.append(call_text(step))
+            lines += call_lines(step)
     return "\n".join(lines) + "\n"
+
+
+def call_lines(call: Extern) -> list[str]:
+    """One library call."""
+    return [*origin_lines(call.origins), call_text(call)]
+
+
+def group_lines(group: Group, stored: Iterable[str], layouts: dict[str, Layout]) -> list[str]:
+    """One group as the nest that it will be. `stored`: its members that others need."""
+    names = ", ".join(m.name for m in group.members)
+    return [f"group of {names}:", *nest_lines(group.nest(layouts, stored), layouts)]
 
 
 def kernel_lines(k: Kernel, layouts: Mapping[str, Layout] | None = None) -> list[str]:
@@ -113,4 +125,4 @@ def _store(s: Store, nest: Nest, ex: Expressions) -> str:
     )
 
 
-__all__ = ["kernel_lines", "nest_lines", "print_schedule"]
+__all__ = ["call_lines", "group_lines", "kernel_lines", "nest_lines", "print_schedule"]
