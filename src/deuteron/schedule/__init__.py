@@ -161,39 +161,42 @@ def directed(before: Built, context: Context) -> Built:
 # -- what checks and prints their artifacts --------------------------------------------------------
 
 
-def as_program(found: Normalized) -> Program:
+def as_program(normalized: Normalized) -> Program:
     """The program with its normalized computations."""
-    defs = (found.computes.get(d.name) if isinstance(d, Compute) else d for d in found.program.defs)
-    return replace(found.program, defs=tuple(d for d in defs if d is not None))
+    defs = (
+        normalized.computes.get(d.name) if isinstance(d, Compute) else d
+        for d in normalized.program.defs
+    )
+    return replace(normalized.program, defs=tuple(d for d in defs if d is not None))
 
 
-def verify_normalized(found: Normalized, guilty: str) -> None:
-    verify_program(as_program(found), guilty)
+def verify_normalized(normalized: Normalized, guilty: str) -> None:
+    verify_program(as_program(normalized), guilty)
 
 
-def normalized_text(found: Normalized) -> str:
-    return print_program(as_program(found))
+def normalized_text(normalized: Normalized) -> str:
+    return print_program(as_program(normalized))
 
 
-def verify_grouped(found: Grouped, guilty: str) -> None:
-    verify_groups(found.fusion.dag, found.layouts, guilty)
+def verify_grouped(grouped: Grouped, guilty: str) -> None:
+    verify_groups(grouped.fusion.dag, grouped.layouts, guilty)
 
 
-def grouped_text(found: Grouped) -> str:
-    fusion = found.fusion
+def grouped_text(grouped: Grouped) -> str:
+    fusion = grouped.fusion
     lines: list[str] = []
     for node in fusion.dag.order():
         if isinstance(node.content, Extern):
             lines += call_lines(node.content)
         else:
             stored = fusion.stored(node.content, {node.id})
-            lines += group_lines(node.content, stored, found.layouts)
+            lines += group_lines(node.content, stored, grouped.layouts)
     return "\n".join(lines)
 
 
-def ordered_text(found: Ordered) -> str:
+def ordered_text(ordered: Ordered) -> str:
     lines: list[str] = []
-    for step in found.steps:
+    for step in ordered.steps:
         if isinstance(step, Extern):
             lines += call_lines(step)
         else:
@@ -201,9 +204,9 @@ def ordered_text(found: Ordered) -> str:
     return "\n".join(lines)
 
 
-def joined_text(found: Joined) -> str:
+def joined_text(joined: Joined) -> str:
     lines: list[str] = []
-    for step in found.launches:
+    for step in joined.launches:
         if isinstance(step, Extern):
             lines += call_lines(step)
             continue
@@ -214,12 +217,12 @@ def joined_text(found: Joined) -> str:
     return "\n".join(lines)
 
 
-def verify_built(found: Built, guilty: str) -> None:
-    verify_schedule(found.schedule, found.program, guilty)
+def verify_built(built: Built, guilty: str) -> None:
+    verify_schedule(built.schedule, built.program, guilty)
 
 
-def built_text(found: Built) -> str:
-    return print_schedule(found.schedule)
+def built_text(built: Built) -> str:
+    return print_schedule(built.schedule)
 
 
 KERNELS_TELL = 'its order is checked in the kernels that "build" makes'
@@ -239,8 +242,8 @@ SCHEDULING: Table = (
 
 def schedule(program: Program, context: Context) -> Schedule:
     """Kernels and library calls in execution order."""
-    found: Built = run_passes(SCHEDULING, program, context)
-    return found.schedule
+    built: Built = run_passes(SCHEDULING, program, context)
+    return built.schedule
 
 
 __all__ = ["SCHEDULING", "schedule"]

@@ -49,13 +49,13 @@ def state(index: tuple[Index, ...], layout: Layout, mask: Expr | None) -> str:
 
 def accesses(schedule: Schedule) -> list[Access]:
     """Every access of every kernel, in order, each once."""
-    found: dict[Access, None] = {}
+    listed: dict[Access, None] = {}
     for step in schedule.steps:
         if isinstance(step, Kernel):
             layouts = dict(step.reads) | dict(step.writes)
             for nest in step.nests:
-                found.update(dict.fromkeys(_of_nest(step.name, nest, layouts)))
-    return list(found)
+                listed.update(dict.fromkeys(_of_nest(step.name, nest, layouts)))
+    return list(listed)
 
 
 def _of_nest(kernel: str, nest: Nest, layouts: dict[str, Layout]) -> Iterator[Access]:
@@ -81,9 +81,9 @@ def _of_nest(kernel: str, nest: Nest, layouts: dict[str, Layout]) -> Iterator[Ac
 
 def summary(schedule: Schedule) -> dict[str, Any]:
     """How many accesses there are of each state, and those that are open."""
-    found = accesses(schedule)
-    counts = {name: sum(a.state == name for a in found) for name in STATES}
-    return {**counts, "which": [str(a) for a in found if a.state == "open"]}
+    listed = accesses(schedule)
+    counts = {name: sum(a.state == name for a in listed) for name in STATES}
+    return {**counts, "which": [str(a) for a in listed if a.state == "open"]}
 
 
 __all__ = ["STATES", "Access", "accesses", "state", "summary"]

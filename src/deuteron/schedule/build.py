@@ -78,11 +78,11 @@ def _contracts(m: Member) -> bool:
 
 
 def origins_of(groups: Iterable[Group]) -> tuple[Origin, ...]:
-    found: dict[Origin, None] = {}
+    origins: dict[Origin, None] = {}
     for g in groups:
         for m in g.members:
-            found.update(dict.fromkeys(m.compute.origins))
-    return tuple(found)
+            origins.update(dict.fromkeys(m.compute.origins))
+    return tuple(origins)
 
 
 def accesses(nest: Nest) -> tuple[dict[str, None], dict[str, None]]:

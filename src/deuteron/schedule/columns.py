@@ -237,9 +237,9 @@ def _groups(
         return axis.extent  # a split has all rows of a place of that axis
     if rows != parallel or kept and (kept != {axis} or axis.extent.value != count):
         return None
-    found = divide_exact(guest.rows, product(a.extent for a in reduced))
-    apart = found is not None and found.value is not None and count % found.value == 0
-    return found if apart or not kept and found is not None and found.value == 1 else None
+    groups = divide_exact(guest.rows, product(a.extent for a in reduced))
+    apart = groups is not None and groups.value is not None and count % groups.value == 0
+    return groups if apart or not kept and groups is not None and groups.value == 1 else None
 
 
 def _split_by_group(

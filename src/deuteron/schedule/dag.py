@@ -151,9 +151,9 @@ class Dag:
         return node
 
     def reads(self, name: str, node: Node) -> None:
-        found = self.readers.setdefault(name, set())
-        if node.id not in found:
-            found.add(node.id)
+        readers = self.readers.setdefault(name, set())
+        if node.id not in readers:
+            readers.add(node.id)
             insort(self.near.setdefault(name, []), (node.first, node.id))
 
     def reads_no_more(self, name: str, node: Node) -> None:
@@ -169,8 +169,8 @@ class Dag:
     def path_around(self, a: Node, b: Node) -> Node | None:
         """A node on a path from `a` to `b`, or back, that leaves the pair: merging would make a
         cycle through it."""
-        found = self._between(a, b)
-        return self.nodes[found] if isinstance(found, int) else None
+        between = self._between(a, b)
+        return self.nodes[between] if isinstance(between, int) else None
 
     def _between(self, a: Node, b: Node) -> int | Region:
         """A node on a path between the two, or the nodes that keep them apart in the order.
@@ -292,16 +292,16 @@ class Dag:
 def results_that_tell(program: Program) -> dict[str, tuple[str, ...]]:
     """Size -> what tells it while the program runs: numbers or tensors that calls give."""
     calls = [d for d in program.defs if isinstance(d, Extern)]
-    found: dict[str, tuple[str, ...]] = {
+    makers: dict[str, tuple[str, ...]] = {
         s.name: (s.name,) for d in calls for s in d.sizes if s is not None
     }
-    found |= {s.name: (str(where),) for s, (kind, where, _) in program.sizes if kind == "result"}
-    if found:  # sizes made of others
+    makers |= {s.name: (str(where),) for s, (kind, where, _) in program.sizes if kind == "result"}
+    if makers:  # sizes made of others
         for s, (kind, text, _) in program.sizes:
             if kind == "expr":
                 names = re.findall(r"\w+", str(text))
-                found[s.name] = tuple(t for n in names for t in found.get(n, ()))
-    return found
+                makers[s.name] = tuple(t for n in names for t in makers.get(n, ()))
+    return makers
 
 
 __all__ = ["Dag", "Node", "results_that_tell"]

@@ -82,14 +82,14 @@ class Fusion:
         ]
 
     def cost(self, node: Node) -> profit.Cost:
-        found = self.costs.get(node.id)
-        if found is None:
+        known = self.costs.get(node.id)
+        if known is None:
             assert isinstance(node.content, Group)
             keep = self.stored(node.content, {node.id})
-            found = self.costs[node.id] = profit.cost(
+            known = self.costs[node.id] = profit.cost(
                 node.content, self.layouts, keep, self.spec(node.content)
             )
-        return found
+        return known
 
     def spec(self, group: Group) -> DeviceSpec:
         return self.specs[self.layouts[group.members[0].name].device]
@@ -97,20 +97,20 @@ class Fusion:
     # -- candidates -----------------------------------------------------------------------------
     def neighbours(self, node: Node) -> Iterable[Node]:
         """Groups that share a tensor with `node`."""
-        found: dict[int, None] = {}
+        nearby: dict[int, None] = {}
         group = node.content
         assert isinstance(group, Group)
         for name in group.reads:
             home = self.dag.home.get(name)
             if home is not None:
-                found[home] = None
+                nearby[home] = None
             near = self.dag.near[name]
             at = bisect_left(near, (node.first, node.id))
-            found.update((k, None) for _, k in near[max(0, at - SIBLINGS) : at + SIBLINGS + 1])
+            nearby.update((k, None) for _, k in near[max(0, at - SIBLINGS) : at + SIBLINGS + 1])
         for m in group.members:
-            found.update((k, None) for _, k in self.dag.near.get(m.name, ())[:READERS])
-        found.pop(node.id, None)
-        return [n for k in found if isinstance((n := self.dag.nodes[k]).content, Group)]
+            nearby.update((k, None) for _, k in self.dag.near.get(m.name, ())[:READERS])
+        nearby.pop(node.id, None)
+        return [n for k in nearby if isinstance((n := self.dag.nodes[k]).content, Group)]
 
     def consider(self, x: Node, y: Node) -> None:
         a, b = (x, y) if (x.first, x.id) < (y.first, y.id) else (y, x)
@@ -139,13 +139,13 @@ class Fusion:
 
     def read(self, node: Node) -> dict[str, int]:
         """Bytes of each tensor that a group reads."""
-        found = self.reading.get(node.id)
-        if found is None:
+        sizes = self.reading.get(node.id)
+        if sizes is None:
             g = node.content
             assert isinstance(g, Group)
-            found = {n: profit.bytes_read(g, n, self.layouts[n]) for n in g.reads}
-            self.reading[node.id] = found
-        return found
+            sizes = {n: profit.bytes_read(g, n, self.layouts[n]) for n in g.reads}
+            self.reading[node.id] = sizes
+        return sizes
 
     def offer(self, a: Node, b: Node) -> Offer | Refusal:
         """The merge of two groups, or why it is not to be had (cycles are asked for later)."""
@@ -161,17 +161,17 @@ class Fusion:
             return Refusal("too large", f"{size} would take the compiler too long in one kernel")
         spec = self.spec(a.content)
         merged = fits(a.content, b.content, self.layouts, self.owner, spec)
-        found: Offer | Refusal
+        verdict: Offer | Refusal
         if isinstance(merged, Group):
-            found = self.score(a, b, merged)
-            if isinstance(found, Offer) or found.reason != "parallelism lost":
-                return found
+            verdict = self.score(a, b, merged)
+            if isinstance(verdict, Offer) or verdict.reason != "parallelism lost":
+                return verdict
         else:
-            found = merged
+            verdict = merged
             if merged.reason not in ("rows against columns", "index maps differ"):
                 return merged
         other = self.across(a, b)
-        return found if other is None else other
+        return verdict if other is None else other
 
     def score(
         self, a: Node, b: Node, merged: Group, row_split: RowSplit | None = None
@@ -222,10 +222,10 @@ class Fusion:
             if isinstance(table, Refusal):
                 continue
             spec = self.spec(base)
-            found = columns(base, guest, table, self.layouts, self.owner, spec)
-            if isinstance(found, Refusal):
+            row_split = columns(base, guest, table, self.layouts, self.owner, spec)
+            if isinstance(row_split, Refusal):
                 continue
-            offer = self.score(a, b, found.main, found)
+            offer = self.score(a, b, row_split.main, row_split)
             if isinstance(offer, Offer) and (best is None or offer.us > best.us):
                 best = offer
         return best
@@ -250,12 +250,12 @@ class Fusion:
             if a is None or b is None:
                 continue
             if offer is None:
-                found = self.offer(a, b)
-                if isinstance(found, Refusal):
-                    self.judge((i, j), found, None)
+                verdict = self.offer(a, b)
+                if isinstance(verdict, Refusal):
+                    self.judge((i, j), verdict, None)
                 else:
-                    self.offers[i, j] = found
-                    heapq.heappush(self.heap, (-found.us, a.first, b.first, i, j))
+                    self.offers[i, j] = verdict
+                    heapq.heappush(self.heap, (-verdict.us, a.first, b.first, i, j))
                 continue
             between = self.dag.path_around(a, b)
             if between is not None:

@@ -80,11 +80,11 @@ def reads_of(c: Compute) -> tuple[Read, ...]:
     roots = [c.body] + ([c.mask] if c.mask is not None else [])
     roots += [a.expr for i in c.index or () for a in i.atoms() if isinstance(a, Value)]
     key = tuple(roots)
-    found = _READS.get(key)
-    if found is None:
+    known = _READS.get(key)
+    if known is None:
         reads = {Read(n.attr[0], n.attr[1]): None for r in roots for n in r.loads()}
-        found = _READS[key] = tuple(reads)
-    return found
+        known = _READS[key] = tuple(reads)
+    return known
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,12 @@ class Group:
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """What must exist before the nest starts: tensors read, and targets written into."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for m in self.members:
             for name in tensors_read(m.compute):
                 if name not in self.names:
-                    found[name] = None
-        return tuple(found)
+                    names[name] = None
+        return tuple(names)
 
     def values(self, shapes: dict[str, Layout]) -> dict[str, Expr]:
         """Each member's expression at the current point; a reduction's or scan's is the body that

@@ -176,9 +176,9 @@ def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | R
             if guest.group_axes and image(table, guest.group_axes) != set(base.group_axes):
                 return _different(base, guest, "groups of a row")
             return _joined(base, guest, [m.moved(table) for m in guest.members])
-        found = grouped.cut(base, guest, table) if cut else None
-        if found is not None:
-            (base, table) = found
+        division = grouped.cut(base, guest, table) if cut else None
+        if division is not None:
+            (base, table) = division
             if not one_to_one(guest.space.axes, table) or guest.space.points is not space.points:
                 return _different(base, guest, "groups of a row")
             at = [m.moved(table, grouped.LEVELS[m.level]) for m in guest.members]
@@ -327,15 +327,15 @@ def overwritten(g: Group, owner: Mapping[str, str]) -> Refusal | None:
 def _reads_old(g: Group, owner: Mapping[str, str], memory: str) -> set[str]:
     """Members whose value is computed from `memory` at the moment that it is stored: what
     reductions and scans make is in registers by then."""
-    found: set[str] = set()
+    readers: set[str] = set()
     for m in g.members:
         if m.kind in ("reduction", "scan", "column"):
             continue
         for r in m.reads:
             inside = r.tensor in g.names
-            if r.tensor in found or not inside and owner.get(r.tensor, r.tensor) == memory:
-                found.add(m.name)
-    return found
+            if r.tensor in readers or not inside and owner.get(r.tensor, r.tensor) == memory:
+                readers.add(m.name)
+    return readers
 
 
 def _text(index: Sequence[Index]) -> str:

@@ -158,11 +158,11 @@ class Inliner:
     def code(self, e: Expr) -> float:
         """`code_of`, or a number that is not smaller: what an expression shares with those that
         are written into it counts twice until that matters."""
-        found = self.size.get(e)
-        if found is None or found > MOST / 2 and e not in self.counted:
-            found = self.size[e] = code_of(e)
+        known = self.size.get(e)
+        if known is None or known > MOST / 2 and e not in self.counted:
+            known = self.size[e] = code_of(e)
             self.counted.add(e)
-        return found
+        return known
 
     def worth(self, p: Compute, load: Expr, c: Compute) -> bool:
         """Whether the reader should compute the element itself."""
@@ -206,13 +206,13 @@ class Inliner:
         bf16, forward and backward, us: 68.8 and 63.9."""
         rows = hint(self.layouts[p.name].numel)
         placed = {n.attr[0] for n in p.body.loads() if _gathers(n)}
-        found, todo = set(), [n.attr[0] for n in p.body.loads() if not _gathers(n)]
+        reduced, todo = set(), [n.attr[0] for n in p.body.loads() if not _gathers(n)]
         while todo:
             q = self.computes.get(todo.pop())
             if q is not None and hint(self.layouts[q.name].numel) == rows:
                 todo += [r.tensor for r in reads_of(q) if q.body.op != "reduce"]
-                found |= {r.tensor for r in reads_of(q) if q.body.op == "reduce"}
-        return bool(placed & found)
+                reduced |= {r.tensor for r in reads_of(q) if q.body.op == "reduce"}
+        return bool(placed & reduced)
 
 
 def keeps_apart(c: Compute, nodes: frozenset[str]) -> bool:

@@ -148,7 +148,7 @@ class Chain:
             self.centers[part.name] = center
         elif k and self.moments and (moment := self._moment(part, k)) is not None:
             self.weighted[part.name] = moment
-        k -= any(part.name in found for found in (self.rules, self.centers, self.weighted))
+        k -= any(part.name in table for table in (self.rules, self.centers, self.weighted))
         self.reductions[part.name] = part
         self.ready[part.name] = k + 1
         return k
@@ -163,10 +163,10 @@ class Chain:
     def _rescaled(self, body: Expr, k: int) -> Rescaled | None:
         late = [n for n in body.walk() if n.op in POWERS and self.need(n) >= k]
         for power in late:
-            found = self._power(power, k)
-            if found is None:
+            parts = self._power(power, k)
+            if parts is None:
                 continue
-            maximum, element, shift, scale = found
+            maximum, element, shift, scale = parts
             factor = linear(body, power)
             if factor is None or self.need(factor) >= k or body.dtype != power.dtype:
                 continue

@@ -74,13 +74,13 @@ _PLACED: dict[tuple[tuple[Index, ...], tuple[Index, ...]], bool] = MEMO.answers(
 def placed(index: tuple[Index, ...], layout: Layout) -> bool:
     """Whether each element is read from a loaded place in a run of memory."""
     key = (index, layout.strides)
-    found = _PLACED.get(key)
-    if found is None:
-        found = _PLACED[key] = any(
+    known = _PLACED.get(key)
+    if known is None:
+        known = _PLACED[key] = any(
             s.value == 1 and any(isinstance(a, Value) for a in i.atoms())
             for i, s in zip(index, layout.strides, strict=True)
         )
-    return found
+    return known
 
 
 _ELEMENTS: dict[tuple[Index, ...], int] = MEMO.answers()
@@ -88,11 +88,11 @@ _ELEMENTS: dict[tuple[Index, ...], int] = MEMO.answers()
 
 def elements(index: tuple[Index, ...]) -> int:
     """Elements that one read touches: all combinations of the loops in its index."""
-    found = _ELEMENTS.get(index)
-    if found is None:
+    known = _ELEMENTS.get(index)
+    if known is None:
         used = {a for i in index for a in i.axes()}
-        found = _ELEMENTS[index] = hint(product(a.extent for a in used))
-    return found
+        known = _ELEMENTS[index] = hint(product(a.extent for a in used))
+    return known
 
 
 def bytes_written(m: Member, layout: Layout, points: int) -> int:
@@ -108,16 +108,16 @@ _INNER: dict[tuple[tuple[Index, ...], tuple[Index, ...]], frozenset[Axis]] = MEM
 def inner_axes(index: tuple[Index, ...], layout: Layout) -> frozenset[Axis]:
     """The loops along which a tensor is contiguous."""
     key = (index, layout.strides)
-    found = _INNER.get(key)
-    if found is None:
-        found = _INNER[key] = frozenset(
+    known = _INNER.get(key)
+    if known is None:
+        known = _INNER[key] = frozenset(
             a
             for i, s in zip(index, layout.strides, strict=True)
             if s.value == 1
             for a in i.axes()
             if by_one(i, a)
         )
-    return found
+    return known
 
 
 def by_one(i: Index, a: Axis) -> bool:
@@ -218,10 +218,10 @@ def balance(programs: int, cores: int) -> float:
 
 def columns_together(columns: int, cores: int) -> int:
     """How many columns, side by side in memory, one program walks together."""
-    found = WIDE
-    while found > NARROW and columns < found * cores * BUSY:
-        found //= 2
-    return found
+    width = WIDE
+    while width > NARROW and columns < width * cores * BUSY:
+        width //= 2
+    return width
 
 
 def low(group: Group, layouts: Mapping[str, Layout]) -> float:

@@ -38,21 +38,21 @@ def reindex(fusion: Fusion) -> None:
     for node in list(fusion.dag.nodes.values()):
         if not isinstance(node.content, Group):
             continue
-        found = in_order(node.content, fusion.layouts)
-        if found is None:
+        reordered = in_order(node.content, fusion.layouts)
+        if reordered is None:
             continue
         fusion.record.add(
             "decision",
             subject="reindex",
             accepted=True,
             reason="terms are read in the order of memory",
-            detail=f"{list(node.content.space.reduced)} -> {list(found.space.reduced)}",
-            first=found.members[-1].name,
+            detail=f"{list(node.content.space.reduced)} -> {list(reordered.space.reduced)}",
+            first=reordered.members[-1].name,
             second="",
             bytes=0,
             us=0.0,
         )
-        changed += fusion.replace(node, found, ())
+        changed += fusion.replace(node, reordered, ())
     fusion.resume(changed)
 
 
@@ -72,10 +72,10 @@ def in_order(group: Group, layouts: Mapping[str, Layout]) -> Group | None:
     }
     if len(walks) != 1:
         return None
-    (found,) = walks
-    if all(steps(i, reduced) is not None for i, _ in found) or not permuted(found, reduced):
+    (order,) = walks
+    if all(steps(i, reduced) is not None for i, _ in order) or not permuted(order, reduced):
         return None
-    loops = [Axis(f"walked{k}", n) for k, (_, n) in enumerate(found)]
+    loops = [Axis(f"walked{k}", n) for k, (_, n) in enumerate(walk)]
     taken = {
         a for m in reductions for a in (*group.space.axes, *m.compute.axes, *bound_axes(m.compute))
     }
@@ -123,9 +123,9 @@ def _at(a: Axis) -> Index:
 
 
 # -- permutations ----------------------------------------------------------------------------------
-def permuted(found: Walk, loops: Sequence[Axis]) -> bool:
+def permuted(walk: Walk, loops: Sequence[Axis]) -> bool:
     """Whether different points of `loops` are different places, and all of them."""
-    number = flat([i for i, _ in found], [n for _, n in found])
+    number = flat([i for i, _ in walk], [n for _, n in walk])
     if any(isinstance(a, Value) for a in number.atoms()) or number.axes() - set(loops):
         return False
     if any(a.extent.value != 1 for a in set(loops) - number.axes()):
@@ -150,7 +150,7 @@ def permuted(found: Walk, loops: Sequence[Axis]) -> bool:
         if step.value != weight:
             return False
         step = step * count
-    return first == 0 and step is product(n for _, n in found)
+    return first == 0 and step is product(n for _, n in walk)
 
 
 def _apart(number: Index) -> list[tuple[Index, list[Axis]]]:

@@ -71,13 +71,13 @@ _NUMBERS: dict[tuple[tuple[Index, ...], tuple[Index, ...]], Index] = MEMO.answer
 def flat(indices: Sequence[Index], shape: Sequence[Index]) -> Index:
     """The row-major number of an element."""
     key = (tuple(indices), tuple(shape))
-    found = _NUMBERS.get(key)
-    if found is None:
-        found = const(0)
+    known = _NUMBERS.get(key)
+    if known is None:
+        known = const(0)
         for i, n in zip(*key, strict=True):
-            found = found * n + i
-        _NUMBERS[key] = found
-    return found
+            known = known * n + i
+        _NUMBERS[key] = known
+    return known
 
 
 def steps(number: Index, axes: Iterable[Axis]) -> list[tuple[Axis, Index]] | None:
@@ -103,16 +103,16 @@ def steps(number: Index, axes: Iterable[Axis]) -> list[tuple[Axis, Index]] | Non
 def dense(number: Index, axes: Iterable[Axis]) -> list[tuple[Axis, Index]] | None:
     """Innermost first, the axes of a number that runs over ``0 .. product(extents)`` exactly once;
     None where it does not."""
-    found = steps(number, axes)
-    if found is None:
+    weights = steps(number, axes)
+    if weights is None:
         return None
     rest = number
-    for a, w in found:
+    for a, w in weights:
         rest = rest - w * a.index
     if rest.value != 0:
         return None
-    by_weight = {w: a for a, w in found}
-    if len(by_weight) != len(found):
+    by_weight = {w: a for a, w in weights}
+    if len(by_weight) != len(weights):
         return None
     out: list[tuple[Axis, Index]] = []
     step = const(1)
@@ -155,18 +155,18 @@ def solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) ->
     determines are missing."""
     said = dict.fromkeys((e.ours, e.theirs, e.exact, e.count) for e in equations)
     key = (tuple(said), ours.axes, tuple(theirs))
-    found = _SOLVED.get(key)
-    if found is None:
-        found = _SOLVED[key] = _solve(equations, ours, theirs)
-    return dict(found)
+    known = _SOLVED.get(key)
+    if known is None:
+        known = _SOLVED[key] = _solve(equations, ours, theirs)
+    return dict(known)
 
 
 def _solve(equations: Sequence[Equation], ours: Space, theirs: Sequence[Axis]) -> Map:
     table: Map = {a: const(0) for a in theirs if a.extent.value == 1}
     # What the guest reads of the base is at one place; what both read may be at several.
     for e in sorted(equations, key=lambda e: (-len(e.theirs.axes()), not e.exact)):
-        found = _from_dense(e, ours, theirs) or paired(e.ours, e.theirs, ours.axes, theirs)
-        for a, i in found.items():
+        solution = _from_dense(e, ours, theirs) or paired(e.ours, e.theirs, ours.axes, theirs)
+        for a, i in solution.items():
             table.setdefault(a, i)
     for e in equations:
         if not e.theirs.axes() <= table.keys():

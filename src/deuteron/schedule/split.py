@@ -73,18 +73,18 @@ def relieve(fusion: Fusion) -> bool:
             or not profit.splittable(group, fusion.layouts, spec)
         ):
             continue
-        found = split(group, fusion, spec)
-        if found is None:
+        parted = split(group, fusion, spec)
+        if parted is None:
             continue
-        layouts = ChainMap(found.layouts, fusion.layouts)
-        keep = fusion.stored(found.main, {node.id})
-        keep += [n for n in found.layouts if n in found.main.names]
-        first = profit.cost(found.main, layouts, keep, spec, whole=True)
-        late = profit.tail(found.layouts.values(), spec)
+        layouts = ChainMap(parted.layouts, fusion.layouts)
+        keep = fusion.stored(parted.main, {node.id})
+        keep += [n for n in parted.layouts if n in parted.main.names]
+        first = profit.cost(parted.main, layouts, keep, spec, whole=True)
+        late = profit.tail(parted.layouts.values(), spec)
         again = profit.time_us(profit.read_again(group, fusion.layouts), 0.0, 1.0, spec)
         then = first.us + late.us + again + profit.launch_us(spec)
         if beside:
-            then -= read_once(found, first, group, fusion, spec)
+            then -= read_once(parted, first, group, fusion, spec)
         if then >= now.us:
             continue
         fusion.record.add(
@@ -98,8 +98,8 @@ def relieve(fusion: Fusion) -> bool:
             bytes=first.bytes + late.bytes - now.bytes,
             us=round(now.us - then, 3),
         )
-        fusion.keep(found.layouts)
-        changed += fusion.replace(node, found.main, found.tail)
+        fusion.keep(parted.layouts)
+        changed += fusion.replace(node, parted.main, parted.tail)
     fusion.resume(changed)
     return bool(changed)
 
@@ -132,9 +132,9 @@ def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
         return None
     if profit.side_by_side(group, fusion.layouts) and not profit.chained(group):
         base, table = rows_of(group)
-        found = columns(base, group, table, fusion.layouts, fusion.owner, spec)
-        if not isinstance(found, Refusal):
-            return Split(found.main, found.tail, found.layouts)
+        row_split = columns(base, group, table, fusion.layouts, fusion.owner, spec)
+        if not isinstance(row_split, Refusal):
+            return Split(row_split.main, row_split.tail, row_split.layouts)
     return _parts(group, fusion, spec)
 
 

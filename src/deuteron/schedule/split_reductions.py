@@ -389,11 +389,11 @@ def in_parts(group: Group, layouts: Mapping[str, Layout], wish: int) -> Parts | 
     positions = any(isinstance(s, Reduce) and s.kind.startswith("arg") for s in nest.stmts)
     if positions and len(nest.reduced) > 1:
         return None  # the place is one along a single loop
-    found = cut(nest, layouts, wish)
-    if found is None:
+    division = cut(nest, layouts, wish)
+    if division is None:
         return None
     taken = frozenset(n for n in group.reads if n in layouts)
-    parts = Parts(group, nest, chain, found, layouts, taken=taken)
+    parts = Parts(group, nest, chain, division, layouts, taken=taken)
     return parts if parts.build() else None
 
 

@@ -35,16 +35,16 @@ def steps(index: tuple[Index, ...], layout: Layout) -> dict[Axis, int] | None:
     where that is no number: at loaded places, in quotients and remainders."""
     key = (index, layout.strides)
     if key not in _STEPS:
-        found: dict[Axis, int] | None = {}
+        strides: dict[Axis, int] | None = {}
         for i, stride in zip(index, layout.strides, strict=True):
             for a in i.atoms():
                 by = i.coefficient(a) if isinstance(a, Axis) else None
-                if isinstance(a, Value) or by is None or found is None:
-                    found = None
+                if isinstance(a, Value) or by is None or strides is None:
+                    strides = None
                     break
                 assert isinstance(a, Axis)
-                found[a] = found.get(a, 0) + hint(by) * hint(stride)
-        _STEPS[key] = found
+                strides[a] = strides.get(a, 0) + hint(by) * hint(stride)
+        _STEPS[key] = strides
     return _STEPS[key]
 
 
@@ -59,17 +59,17 @@ def strided_bytes(
     if not group.reductions or spec.kind == "cuda" and group.row_split is None:
         return 0
     accesses = [
-        (found, ITEMSIZE[layouts[name].dtype])
+        (strides, ITEMSIZE[layouts[name].dtype])
         for name, indices in group.reads.items()
         for index in indices
-        if (found := steps(index, layouts[name])) is not None and len(found) > 1
+        if (strides := steps(index, layouts[name])) is not None and len(strides) > 1
     ]
     if spec.kind == "cpu":  # a line is read and written
         accesses += [
-            (found, ITEMSIZE[layouts[n].dtype])
+            (strides, ITEMSIZE[layouts[n].dtype])
             for n in dict.fromkeys(stored)
             if group.names[n].level == "point" and group.names[n].kind == "point"
-            if (found := steps(group.names[n].index, layouts[n])) is not None and len(found) > 1
+            if (strides := steps(group.names[n].index, layouts[n])) is not None and len(strides) > 1
         ]
     axes = group.space.reduced if group.row_split is not None else group.space.axes
     if spec.kind == "cuda":  # a program has the row at once, in whatever order

@@ -66,9 +66,9 @@ def _strided(nest: Nest, nodes: set[Expr], layouts: Mapping[str, Layout]) -> boo
     ] + [(s.index, s.tensor) for s in nest.stmts if isinstance(s, Store)]
     inner: set[Axis] = set()
     for index, name in places:
-        found = steps(index, layouts[name]) if name in layouts else None
-        if found and len(found) > 1:
-            best = min(found, key=lambda a: abs(found[a]) or STRIDE)
+        strides = steps(index, layouts[name]) if name in layouts else None
+        if strides and len(strides) > 1:
+            best = min(strides, key=lambda a: abs(strides[a]) or STRIDE)
             inner.add(best)
     return len(inner) > 1
 

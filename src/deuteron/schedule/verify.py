@@ -60,15 +60,15 @@ def free_outside(root: Expr, local: Mapping[str, Stmt]) -> frozenset[Axis]:
     """The free axes of an expression, without the indices of registers, which mean nothing."""
     free: dict[Expr, frozenset[Axis]] = {}
     for n in root.walk():
-        found = frozenset[Axis]().union(*(free[a] for a in n.args))
+        inside = frozenset[Axis]().union(*(free[a] for a in n.args))
         if n.op == "reduce":
-            found -= set(n.attr[1])
+            inside -= set(n.attr[1])
         elif n.op == "scan":
-            found |= {n.attr[1]}
+            inside |= {n.attr[1]}
         elif n.op != "load" or n.attr[0] not in local:
             for i in own_indices(n):
-                found |= index_axes(i)
-        free[n] = found
+                inside |= index_axes(i)
+        free[n] = inside
     return free[root]
 
 
@@ -169,17 +169,17 @@ class _State:
         for part in k.parts():
             if not part:
                 raise Fault("nests", f"a part of {k.name} between barriers has no nest")
-            found = [self.nest(nest) for nest in part]
+            touched = [self.nest(nest) for nest in part]
             if len(part) > 1:
-                self.independent([r for r, _ in found], [w for _, w in found])
-            for name in sorted(set().union(*(r for r, _ in found))):
+                self.independent([r for r, _ in touched], [w for _, w in touched])
+            for name in sorted(set().union(*(r for r, _ in touched))):
                 if name not in inside:
                     self.readable(name)
-            reads |= set().union(*(r for r, _ in found))
-            for name in dict.fromkeys(n for _, w in found for n in sorted(w)):
+            reads |= set().union(*(r for r, _ in touched))
+            for name in dict.fromkeys(n for _, w in touched for n in sorted(w)):
                 self.define(name)
                 inside.add(name)
-            writes |= set().union(*(w for _, w in found))
+            writes |= set().union(*(w for _, w in touched))
         self.interface(k, reads, writes)
 
     def independent(self, reads: list[set[str]], writes: list[set[str]]) -> None:
@@ -196,9 +196,9 @@ class _State:
                     raise Fault("nests", f"nest {k} reads {name}, nest {j} writes {other}")
 
     def interface(self, k: Kernel, reads: set[str], writes: set[str]) -> None:
-        for what, listed, found in (("reads", k.reads, reads), ("writes", k.writes, writes)):
+        for what, listed, present in (("reads", k.reads, reads), ("writes", k.writes, writes)):
             names = {n for n, _ in listed}
-            for name in sorted(found - names):
+            for name in sorted(present - names):
                 raise Fault("interface", f"{name} is not among the kernel's {what}")
             for name, layout in listed:
                 if layout != self.layout(name):
