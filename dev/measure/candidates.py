@@ -29,7 +29,7 @@ import deuteron.codegen.triton.generate as generating
 from deuteron.codegen.triton import tiling
 from deuteron.codegen.triton.access_statistics import size
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
-from deuteron.codegen.triton.tiling import Blocks, Form
+from deuteron.codegen.triton.tiling import TileConfig, Tiling
 
 
 def kernels(case: str) -> list[Any]:
@@ -68,35 +68,37 @@ def kernels(case: str) -> list[Any]:
     return scheduled
 
 
-def others(form: Form) -> tuple[Blocks, ...]:
+def nearby_configs(choice: Tiling) -> tuple[TileConfig, ...]:
     """Blocks around the heuristic's, with no masks but those that it has."""
-    first = form.candidates[0]
+    first = choice.candidates[0]
     choices = []
-    for d, axes in form.dims:
+    for d, axes in choice.dims:
         n, value = size(axes), first.of(d)
-        wide = (1,) if d == "r" and form.persistent else (1, 2, 4)
+        wide = (1,) if d == "r" and choice.persistent else (1, 2, 4)
         values = sorted({v for w in wide for v in (value // min(w, 2), value * w) if v})
-        if form.kind == "row_split" or all(n % b.of(d) == 0 for b in form.candidates):
+        if choice.kind == "row_split" or all(n % b.of(d) == 0 for b in choice.candidates):
             values = [v for v in values if n % v == 0 or v == value]
         choices.append([(d, v) for v in values])
     out = []
     for sizes in itertools.product(*choices):
         elements = prod(v for _, v in sizes)
-        depths = (1, 3) if form.loops else (1,)
+        depths = (1, 3) if choice.has_loops else (1,)
         for warps, stages in itertools.product((1, 2, 4, 8, 16, 32), depths):
             if 8 <= elements // (32 * warps) <= 32 and elements * stages <= 65536:
-                out.append(Blocks(sizes, warps, stages))
+                out.append(TileConfig(sizes, warps, stages))
     return tuple(out)
 
 
 def choosing(sweep: bool) -> Any:
     """The choice of forms, with more candidates for kernels' first nests."""
 
-    def choose(loops: Any, spec: Any) -> Form:
-        form = tiling.choose(loops, spec)
+    def choose(loops: Any, spec: Any) -> Tiling:
+        choice = tiling.choose(loops, spec)
         if not sweep or spec.cores == 1:
-            return form
-        return replace(form, candidates=tuple(dict.fromkeys((*form.candidates, *others(form)))))
+            return choice
+        return replace(
+            choice, candidates=tuple(dict.fromkeys((*choice.candidates, *nearby_configs(choice))))
+        )
 
     return choose
 

@@ -70,7 +70,7 @@ def main() -> None:
         def change() -> None:
             tiling.ROW_LIMIT = 64
             changed: Any = tiling
-            changed._long_rows = lambda *_: (tiling.Blocks((("x", 1), ("r", r)), n, stages),)
+            changed._long_rows = lambda *_: (tiling.TileConfig((("x", 1), ("r", r)), n, stages),)
 
         return change
 

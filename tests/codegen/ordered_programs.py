@@ -130,7 +130,7 @@ def main() -> None:
     torch.manual_seed(0)
     run(interpreted, tuple(cases()))
     ordered.block_of = lambda points, dtype: 16  # type: ignore[assignment]
-    dynamic_bounds.LEAST_TURNS = 0
+    dynamic_bounds.MIN_ROWS_PER_CORE = 0
     run(interpreted, SORTED)
     Ordered.few = lambda self: False  # type: ignore[method-assign]
     run(interpreted, SORTED)

@@ -21,7 +21,7 @@ from deuteron.runtime.build_triton import build
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel
 from tests.codegen import triton_cases as cases
-from tests.codegen.turned_rows import gradients, norm_back
+from tests.codegen.misaligned_programs import gradients, norm_back
 from tests.lower.harness import trace
 from tests.schedule.tools import scheduled, spec_of
 

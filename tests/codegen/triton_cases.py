@@ -671,7 +671,7 @@ def layer_norm_welford() -> Case:
     )
 
 
-def ragged(cols: int, **more: Any) -> Case:
+def misaligned(cols: int, **more: Any) -> Case:
     """Rows that are not aligned to 16 bytes."""
     i, r = axis("i", 5), axis("r", atom(Sym("s0", 0, 8191)))
     x = cast(at("x", i, r, dtype="f16"), "f32")
@@ -696,13 +696,13 @@ def ragged(cols: int, **more: Any) -> Case:
 
 
 @case
-def ragged_rows() -> Case:
-    return ragged(51)
+def misaligned_rows() -> Case:
+    return misaligned(51)
 
 
 @case
-def ragged_short_rows() -> Case:
-    return ragged(13)
+def misaligned_short_rows() -> Case:
+    return misaligned(13)
 
 
 @case

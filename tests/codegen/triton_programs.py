@@ -303,7 +303,7 @@ def tied(*shape: int) -> torch.Tensor:
 
 
 # Short parallel axes that one lane walks, whose results are stored together.
-PHASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+UNROLLED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gradient of a maximum's window": (
         pooled,
         (
@@ -353,7 +353,7 @@ WINDOWS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "windows: means": (lambda x: F.avg_pool2d(x, 3, 2, 1), (torch.randn(2, 3, 8, 40),)),
     "windows: apart": (lambda x: F.avg_pool2d(x, 2) + 1, (torch.randn(3, 16, 40),)),
 }
-PHASES |= {
+UNROLLED |= {
     "shuffled": (lambda x: F.pixel_shuffle(x, 2).relu(), (torch.randn(2, 8, 6, 40),)),
     "side by side": (
         lambda x, y: torch.cat([x * y, x.exp()], -1),
@@ -627,7 +627,7 @@ GROUPED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "grouped: of planes": (of_planes, (torch.randn(4, 6, 16),)),
     "grouped: of columns of planes": (of_columns, (torch.randn(4, 16, 6),)),
 }
-EVERY = PROGRAMS | PARTS | LOOPED | PHASES | WINDOWS | UNORDERED | ERF | SCANS | GROUPS | SHARED
+EVERY = PROGRAMS | PARTS | LOOPED | UNROLLED | WINDOWS | UNORDERED | ERF | SCANS | GROUPS | SHARED
 EVERY |= GROUPED | ROW_SPLITS
 
 
@@ -641,7 +641,7 @@ def sharing(name: str) -> Iterator[None]:
             patch.setattr(cooperative, "ELEMENTS_PER_PROGRAM", ((1, 256 if odd else 64), (4, 32)))
             patch.setattr(cooperative, "MIN_COOPERATIVE_ROW", 128)
             patch.setattr(tiling, "MIN_COOPERATIVE_ROW", 128)
-            patch.setattr(access_statistics, "LEAST_STEADY", 64)
+            patch.setattr(access_statistics, "MIN_STEADY_BLOCK", 64)
             patch.setattr(tiling, "ROW_LIMIT", 64)
         if name.endswith("weights read again"):
             patch.setattr(tiling, "MAX_KEPT_VALUES", 0)
@@ -654,7 +654,7 @@ def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel
         if looped or name in UNORDERED | SCANS:
             patch.setattr(tiling, "ROW_LIMIT", 64)
         if name in WINDOWS:
-            patch.setattr(unroll_and_jam, "LANES", 0)
+            patch.setattr(unroll_and_jam, "LANES_PER_CORE", 0)
         made = [generate(k, spec_of(gpu), Options()) for k in found.kernels]
     assert name not in WINDOWS or made[0].source.count("tl.store(") > 1
     assert name not in SHARED or any(k.programs_per_row > 1 for k in made), "no cooperative kernel"

@@ -1,4 +1,4 @@
-"""How many splits walk rows that begin alike."""
+"""How many splits rows are cut into that begin alike (one alignment class each)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from deuteron.schedule.cooperative import (
 )
 
 
-def turns(rows: int, most: int, count: int) -> int:
+def waves(rows: int, most: int, count: int) -> int:
     """Rows that pass one after the other, where so many splits run at once."""
     return -(-count // most) * -(-rows // count)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 500, 4096, 100_000])
 @pytest.mark.parametrize("most", [1, 7, 14, 28, 43, 264])
-def test_workers_leave_few_idle(rows: int, most: int) -> None:
+def test_splits_leave_few_idle(rows: int, most: int) -> None:
     count = aligned_split_count(rows, most)
     assert count % ALIGNMENT_CLASSES == 0
     ideal = -(-rows // min(most, rows))
     least = min(
-        turns(rows, most, n)
+        waves(rows, most, n)
         for n in range(ALIGNMENT_CLASSES, 8 * most + 1, ALIGNMENT_CLASSES) or [ALIGNMENT_CLASSES]
     )
-    assert turns(rows, most, count) == least
+    assert waves(rows, most, count) == least
     if rows >= 64 * most >= 64 * ALIGNMENT_CLASSES:
         assert least <= 1.06 * ideal
 
@@ -39,7 +39,7 @@ def test_partial_results_bound_them() -> None:
 
 @pytest.mark.parametrize("rows", [1, 11, 64, 4096])
 @pytest.mark.parametrize("most", [1, 28, 43])
-def test_workers_of_several_turns(rows: int, most: int) -> None:
+def test_splits_of_several_waves(rows: int, most: int) -> None:
     count = aligned_split_count(rows, most, waves=5)
     assert count % ALIGNMENT_CLASSES == 0
     assert count >= min(rows, 4 * most) and (

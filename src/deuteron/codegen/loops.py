@@ -52,7 +52,7 @@ class Write:
     dtype: str
     scattered: bool = False
     others: tuple[Expr, ...] = ()
-    phase: Axis | None = None
+    unrolled_axis: Axis | None = None
     along: Axis | None = None
 
 
@@ -404,9 +404,9 @@ def read_of(node: Expr) -> Access:
 
 def written_by(part: Write) -> Access:
     size, address = ITEMSIZE[part.dtype], part.address
-    if part.phase is not None:  # an element is as many as are stored together
+    if part.unrolled_axis is not None:  # an element is as many as are stored together
         count = len(part.others) + 1
-        whole = divide_exact(address - part.phase.index, const(count))
+        whole = divide_exact(address - part.unrolled_axis.index, const(count))
         assert whole is not None, address
         size, address = size * count, whole
     return Access(part.tensor, address, size, True)

@@ -56,8 +56,8 @@ MAX_PROGRAMS_PER_CORE = 8
 # of which 4 run at a time, 233 us.
 MID_PROGRAMS_PER_CORE = 4
 # As many for rows that leave much of a block of 2048 free, where a program is one warp if they are
-# of 2 bytes an element (`codegen.triton.tiling.ALONE`). H200, layer norm forward and backward, rows
-# of 1536 (bf16), 2 and 4 programs: 195 and 178 us.
+# of 2 bytes an element (`codegen.triton.tiling.MAX_ONE_WARP_ROW`). H200, layer norm forward and
+# backward, rows of 1536 (bf16), 2 and 4 programs: 195 and 178 us.
 MAX_MID_ROW = 1536
 # Registers that a thread of a program has at least. H200, layer norm and GELU, forward and
 # backward, rows of 4096 (bf16), with 166 and 128 registers: 659 and 547 us.

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from deuteron.codegen.loops import Loops, points_visited, roots_of, stride, unique_nodes
-from deuteron.codegen.triton.misaligned import ragged
+from deuteron.codegen.triton.misaligned import misaligned_rows
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 from deuteron.ir.program import Layout
 
 # Blocks for what is the same in them have at least so many elements.
-LEAST_STEADY = 1024
+MIN_STEADY_BLOCK = 1024
 
 
 def power(n: int) -> int:
@@ -116,21 +116,21 @@ def tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
 
 def bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
     """Bytes of all that is read for a point of a row; with `rows`, of what differs by row. Of what
-    rows that turn share (weights of columns) a lane reads parts of two vectors."""
-    turns = ragged(loops, loops.reduced) is not None
+    rotated rows share (weights of columns) a lane reads parts of two vectors."""
+    rotated = misaligned_rows(loops, loops.reduced) is not None
     found = {
         (a.tensor, a.address): a.itemsize
-        * (2 if turns and a.itemsize == 2 and not a.address.axes() & set(loops.parallel) else 1)
+        * (2 if rotated and a.itemsize == 2 and not a.address.axes() & set(loops.parallel) else 1)
         for a in loops.accesses
         if not a.store
     }
-    along, apart = set(loops.reduced), None if rows is None else set(rows)
+    along, by_row = set(loops.reduced), None if rows is None else set(rows)
     return max(
         1,
         sum(
             n
             for (_, i), n in found.items()
-            if i.axes() & along and (apart is None or i.axes() & apart)
+            if i.axes() & along and (by_row is None or i.axes() & by_row)
         ),
     )
 
@@ -164,26 +164,26 @@ def steady_block(loops: Loops, r: Sequence[Axis]) -> int:
         if not a.store and len(used) == 1 and used[0] < len(r) - 1:
             found = math.gcd(found, product(axis.extent for axis in r[used[0] + 1 :]).value or 1)
     most = found & -found
-    return most if most >= LEAST_STEADY else 0
+    return most if most >= MIN_STEADY_BLOCK else 0
 
 
 # Bytes of a run of memory below which a pipeline does not pay: each run is a copy of its own to
 # shared memory. H200, group norm of channels-last bf16, 384 groups of 8 channels and 3136 pixels
 # (runs of 16 bytes), us: 430 with three stages, 33 with one.
-LEAST_RUN = 128
+MIN_RUN_BYTES = 128
 
 
 def uneven(loops: Loops) -> bool:
     """Whether what most is read of has lines that start at no multiple of 16 bytes, or comes in
     short runs of memory (of a row; those of a split's rows lie side by side)."""
-    near = loops.reduced if loops.row_split is None else (*loops.parallel, *loops.reduced)
+    axes_at_hand = loops.reduced if loops.row_split is None else (*loops.parallel, *loops.reduced)
     axes = (*loops.parallel, *loops.reduced)
     for a in loops.accesses:
         inner = [x for x in axes if stride(a.address, x) == 1]
         if a.store or not inner or 2 * points_visited(a.address, axes) <= size(axes):
             continue
-        run = run_of(a.address, near)
-        if run * a.itemsize < LEAST_RUN and points_visited(a.address, near) > run:
+        run = run_of(a.address, axes_at_hand)
+        if run * a.itemsize < MIN_RUN_BYTES and points_visited(a.address, axes_at_hand) > run:
             return True
         rest = a.address - inner[-1].index
         if any(

@@ -15,8 +15,8 @@ from dataclasses import replace
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.loops import Loops
 from deuteron.codegen.triton.access_statistics import shared_along, widest
-from deuteron.codegen.triton.misaligned import ragged
-from deuteron.codegen.triton.tiling import Form, choose
+from deuteron.codegen.triton.misaligned import misaligned_rows
+from deuteron.codegen.triton.tiling import Tiling, choose
 from deuteron.schedule.cooperative import (
     ALIGNMENT_CLASSES,
     LINE_ALIGNMENT_CLASSES,
@@ -41,12 +41,12 @@ def split_by_alignment(loops: Loops, spec: DeviceSpec) -> Loops:
     (axis,) = loops.parallel
     if widest(loops) >= 4:  # whole lines from anywhere: f32, cooperative 660, so 853
         return loops
-    if axis.extent.value is None or ragged(loops, loops.reduced) is None:
+    if axis.extent.value is None or misaligned_rows(loops, loops.reduced) is None:
         return loops
-    form = choose(replace(loops, row_split=(axis, ALIGNMENT_CLASSES)), spec, cooperative=True)
-    if form.programs_per_row == 1 or form.start is None:
+    tiling = choose(replace(loops, row_split=(axis, ALIGNMENT_CLASSES)), spec, cooperative=True)
+    if tiling.programs_per_row == 1 or tiling.misaligned is None:
         return loops
-    most = max(1, _row_groups_at_once(form, spec))
+    most = max(1, _row_groups_at_once(tiling, spec))
     begin = ROWS_PER_BEGIN * shared_along(loops)
     count = aligned_split_count(
         axis.extent.value, most, begin, waves=MIN_WAVES, classes=LINE_ALIGNMENT_CLASSES
@@ -54,15 +54,17 @@ def split_by_alignment(loops: Loops, spec: DeviceSpec) -> Loops:
     return replace(loops, row_split=(axis, count))
 
 
-def _row_groups_at_once(form: Form, spec: DeviceSpec) -> int:
+def _row_groups_at_once(tiling: Tiling, spec: DeviceSpec) -> int:
     """Teams that run at once."""
-    blocks = form.candidates[0]
-    each = programs_at_once(blocks.num_warps, form.cluster)
+    blocks = tiling.candidates[0]
+    each = programs_at_once(blocks.num_warps, tiling.cluster)
     if blocks.registers:
         each = min(each, spec.registers // 4 // (blocks.registers * 32 * blocks.num_warps))
     # Small clusters find places on nearly all multiprocessors: softmax, 8 programs each, about 48.
-    cores = cores_at_once(form.programs_per_row, spec) if form.programs_per_row > 8 else spec.cores
-    return each * cores // form.programs_per_row
+    cores = (
+        cores_at_once(tiling.programs_per_row, spec) if tiling.programs_per_row > 8 else spec.cores
+    )
+    return each * cores // tiling.programs_per_row
 
 
 __all__ = ["split_by_alignment"]

@@ -12,7 +12,7 @@ from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.reductions import clean, constant, masked_value, step
 from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import Dims, R, X
-from deuteron.codegen.triton.tiling import Form
+from deuteron.codegen.triton.tiling import Tiling
 
 
 class Columns:
@@ -42,11 +42,11 @@ class Columns:
         em.scope.add(f"tl.store({column_place(em, p)}, {value}{tail})")
 
 
-def in_threads(form: Form) -> bool:
+def in_threads(tiling: Tiling) -> bool:
     """Whether a row of a tile has 16 bytes of half numbers for every thread, so that a column's
     elements are in one. H200, backward of an embedding with layer norm, 768 columns, two rows a
     tile, three sums, us: an accumulator for each element, which spills, 63, for each column 52."""
-    tile = form.candidates[0]
+    tile = tiling.candidates[0]
     return tile.of("x") > 1 and tile.of("r") >= 8 * 32 * tile.num_warps
 
 

@@ -33,7 +33,7 @@ from deuteron.codegen.triton.reductions import (
 )
 from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import R
-from deuteron.codegen.triton.tiling import Form
+from deuteron.codegen.triton.tiling import Tiling
 from deuteron.ir.expr import Expr
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
@@ -50,9 +50,9 @@ class CooperativeRows:
 
     first = "row_group"
 
-    def __init__(self, form: Form, em: Emitter, loops: Loops) -> None:
-        self.count, self.em, self.cluster = form.programs_per_row, em, int(form.cluster)
-        blocks = form.candidates[0]
+    def __init__(self, tiling: Tiling, em: Emitter, loops: Loops) -> None:
+        self.count, self.em, self.cluster = tiling.programs_per_row, em, int(tiling.cluster)
+        blocks = tiling.candidates[0]
         self.each = blocks.of("r") // (WARP * blocks.num_warps)  # elements of a thread
         row = frozenset(em.dims) - {"r"}
         chain = Chain(lambda e: em.deps(e) <= row)
@@ -126,8 +126,8 @@ class CooperativeRows:
             away, m2, mask = em.fresh("away"), em.fresh("m2_"), em.mask(R)
             value = full(em, em.value(rule.x), em.deps(rule.x), f.body.dtype)
             size = f"tl.minimum(rnumel - roffset, {em.dims['r'].block})"
-            if em.turn is not None:
-                size = em.turn.sizes("roffset", em.dims["r"].block)
+            if em.rotation is not None:
+                size = em.rotation.sizes("roffset", em.dims["r"].block)
             mean = f"{self.local[self.sums[f.name]]} / tl.maximum({size}, 1)"
             em.scope.add(f"{away} = {value} - {mean}")
             if mask:
@@ -202,14 +202,14 @@ class CooperativeRows:
             rule, out, one = self.rules.get(f.name), *(em.fresh(f"{clean(f.name)}_") for _ in "ab")
             if isinstance(rule, Rescaled):
                 lanes = found[rule.maximum]
-                scale = power_text(rule, f"libm.apart({lanes}, {tops[rule.maximum]})")
+                scale = power_text(rule, f"libm.difference({lanes}, {tops[rule.maximum]})")
                 em.scope.add(f"{one} = libm.combine_sum({found[f.name]} * {scale})")
             elif isinstance(rule, Products):
                 block, room, sizes = em.dims["r"].block, self._room, em.fresh("sizes")
                 parts = f"{found[self.sums[f.name]]}, {found[f.name]}, {sizes}, rnumel"
                 each = f"libm.block_sizes(rnumel, {block}, {self.count}, {room})"
-                if em.turn is not None:
-                    each = em.turn.sizes(f"tl.arange(0, {room}) * {block}", block)
+                if em.rotation is not None:
+                    each = em.rotation.sizes(f"tl.arange(0, {room}) * {block}", block)
                 em.scope.add(
                     f"{sizes} = {each}",
                     f"{one}_mean, {one} = libm.combine_moments({parts})",
@@ -239,7 +239,7 @@ class CooperativeRows:
         em = self.em
         if f.name in self.powers and rule.power in em.inexact.approximate:
             (terms, maximum), name = self.powers[f.name], em.fresh("power")
-            scale = power_text(rule, f"libm.apart({maximum}, {top})")
+            scale = power_text(rule, f"libm.difference({maximum}, {top})")
             em.scope.add(f"{name} = {terms} * {scale}")
             em.scope.texts[rule.power] = name
 
@@ -259,7 +259,7 @@ class CooperativeRows:
             tail = f"{len(self.exchange_numbers)}, {self.count}, tag, {self.cluster}, {self._room}"
             em.scope.add(f"{', '.join(names)} = libm.{both}(flags, {which}, {tail})")
             for f, name in zip(pair, names, strict=True):
-                like = f"tl.full([], 0, {scalars.TYPE[f.body.dtype]})"
+                like = f"tl.full([], 0, {scalars.TRITON_TYPES[f.body.dtype]})"
                 neutral = identity(f.kind, f.body.dtype)
                 em.scope.add(f"{name} = libm.collected({name}, {like}, {neutral}, {self.count})")
                 found[f.name] = name

@@ -23,30 +23,32 @@ from deuteron.ir.operations import REDUCTIONS
 # of 50257 x 768 (bf16), 32768 positions: any, half of them the same, most of them few; us:
 #     4 terms, 8, 16, 32 elements    59, 51, 43     99, 147, 86      78, 88, 72
 #     2 terms                        50, 43, 38    142, 154, 211    109, 81, 106
-WIDEST, EACH, TERMS = 1024, 32, 4
+MAX_COLUMNS, ELEMENTS_PER_THREAD, TERMS_AT_ONCE = 1024, 32, 4
 # Registers of a thread at most, so that more programs wait for memory: all that it has (96) is for
 # terms that most rows do not have.
-REGISTERS = 80
+MAX_REGISTERS = 80
 # Rows that a program takes one after the other, where there are so many times as many for each
 # multiprocessor: 1640 programs start in a microsecond. They are far apart, since frequent words are
 # neighbours. H200, the same gradient, us: one row, any 38.3, half of them the same 88.5, most of
 # them few 88.2; two far apart 36.4, 84.1, 79.5; two neighbours 35.9, 80.9, 107, four 35.9, 80.2,
 # 174.
-TURNS, LEAST_TURNS = 2, 32
+ROWS_PER_PROGRAM, MIN_ROWS_PER_CORE = 2, 32
 # Of rows of at least so many terms on average, of which a thread has so few columns, it reads twice
 # as many terms at once, and one row: starts do not count. H200, 65536 x 128 (f32), 524288 points,
 # us: 4 terms of one and two rows 80.3, 80.5, so 77.4, 78.3, 16 terms of two rows 84.1.
-MANY, NARROW = 8, 4
+MIN_LONG_ROW_TERMS, MAX_NARROW_COLUMNS = 8, 4
 # With fewer columns a tile has several rows instead of several terms, and so many elements.
-LEAST_WIDE, ELEMENTS = 64, 256
+MIN_WIDE_COLUMNS, TILE_ELEMENTS = 64, 256
 # Elements of a tile whose rows lie side by side.
-ACROSS = 2048
+ROWS_ACROSS_ELEMENTS = 2048
 
 Dims = tuple[tuple[str, tuple[Axis, ...]], ...]
 Sizes = tuple[tuple[str, int], ...]
 
 
-def ragged_tile(loops: Loops, order: Sequence[Axis]) -> tuple[Dims, Sizes, tuple[Axis, ...]] | None:
+def dynamic_bounds_tile(
+    loops: Loops, order: Sequence[Axis]
+) -> tuple[Dims, Sizes, tuple[Axis, ...]] | None:
     """The dimensions of a tile, their sizes, and the axes of which it has one value: rows are what
     ends depend on. None where nothing has an end of its own. Rows that lie side by side in memory
     are for neighbouring lanes."""
@@ -57,12 +59,12 @@ def ragged_tile(loops: Loops, order: Sequence[Axis]) -> tuple[Dims, Sizes, tuple
         return None
     columns, rows = (max(1, hint(product(a.extent for a in axes))) for axes in (x, y))
     if beside(loops, y[-1]):
-        wide = min(1 << (rows - 1).bit_length(), ELEMENTS)
-        high = min(1 << (columns - 1).bit_length(), ACROSS // wide)
+        wide = min(1 << (rows - 1).bit_length(), TILE_ELEMENTS)
+        high = min(1 << (columns - 1).bit_length(), ROWS_ACROSS_ELEMENTS // wide)
         return (("y", x), ("x", y)), (("y", high), ("x", wide)), ()
-    wide = min(1 << (columns - 1).bit_length(), WIDEST)
-    high = min(1 << (rows - 1).bit_length(), ELEMENTS // wide)
-    if wide >= LEAST_WIDE or high == 1:
+    wide = min(1 << (columns - 1).bit_length(), MAX_COLUMNS)
+    high = min(1 << (rows - 1).bit_length(), TILE_ELEMENTS // wide)
+    if wide >= MIN_WIDE_COLUMNS or high == 1:
         return (("x", x),), (("x", wide),), y
     return (("y", y), ("x", x)), (("y", high), ("x", wide)), ()
 
@@ -71,9 +73,12 @@ def in_flight(loops: Loops, each: int, rows: int, cores: int) -> tuple[int, int]
     """Terms that a program reads at once, and rows that it takes one after the other, if it has one
     row at a time, of which each thread has so many columns."""
     found = (expected(a, end) for root in loops.roots() for a, end in ends(root).items())
-    if max(found, default=0) >= MANY and each <= NARROW:
-        return 2 * TERMS, 1
-    return TERMS, TURNS if rows >= TURNS * LEAST_TURNS * cores else 1
+    if max(found, default=0) >= MIN_LONG_ROW_TERMS and each <= MAX_NARROW_COLUMNS:
+        return 2 * TERMS_AT_ONCE, 1
+    return (
+        TERMS_AT_ONCE,
+        ROWS_PER_PROGRAM if rows >= ROWS_PER_PROGRAM * MIN_ROWS_PER_CORE * cores else 1,
+    )
 
 
 def beside(loops: Loops, row: Axis) -> bool:
@@ -105,11 +110,11 @@ def write_reduction(em: TileState, node: Expr, start: str | None = None) -> str:
     outer, name = em.chain[at], em.fresh("reduction")
     if start is None:
         identity = scalars.literal(REDUCTIONS[kind].identity(dtype), dtype)
-        start = f"tl.full({em.shape(em.deps(node))}, {identity}, {scalars.TYPE[dtype]})"
+        start = f"tl.full({em.shape(em.deps(node))}, {identity}, {scalars.TRITON_TYPES[dtype]})"
     outer.add(f"{name} = {start}")
     kept, em.chain = em.chain, em.chain[: at + 1]
     if (end := end_of(node)) is not None:
-        _write_ragged(em, node, end, name)
+        _write_dynamic_bounds(em, node, end, name)
         em.chain = kept
         return name
     heads = []
@@ -126,7 +131,7 @@ def write_reduction(em: TileState, node: Expr, start: str | None = None) -> str:
     return name
 
 
-def _write_ragged(em: TileState, reduction: Expr, end: Expr, name: str) -> None:
+def _write_dynamic_bounds(em: TileState, reduction: Expr, end: Expr, name: str) -> None:
     """Writes the loop of such a reduction into the current scope; `name` is its value so far."""
     (kind, (axis,)), (body,), outer = reduction.attr, reduction.args, em.scope
     text, last, first, k = em.value(end), em.fresh("end"), em.fresh("k"), em.fresh("k")
@@ -167,11 +172,11 @@ def enter_row(em: TileState, axes: Sequence[Axis], program: str) -> None:
 
 
 __all__ = [
-    "EACH",
-    "REGISTERS",
+    "ELEMENTS_PER_THREAD",
+    "MAX_REGISTERS",
     "continues",
     "enter_row",
     "in_flight",
-    "ragged_tile",
+    "dynamic_bounds_tile",
     "write_reduction",
 ]

@@ -25,7 +25,7 @@ from deuteron.codegen.precision import (
 )
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.dynamic_bounds import continues, write_reduction
-from deuteron.codegen.triton.peephole import divided_by_unit, in_fewer, tame
+from deuteron.codegen.triton.peephole import divided_by_reciprocal, has_safe_reciprocal, peephole
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
 from deuteron.codegen.triton.state import Limits, TileState
 from deuteron.ir import expr as E
@@ -33,10 +33,10 @@ from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
 
 # Constants that may be added to a pointer after the rest, which 32 bits then still hold
-# (`generate.LIMIT_32`).
-FAR = 1 << 19
-PLAIN = ("index", "literal")
-COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+# (`generate.MAX_INT32_INDEX`).
+MAX_POINTER_OFFSET = 1 << 19
+POSITION_OPS = ("index", "literal")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class Emitter(TileState):
@@ -50,7 +50,7 @@ class Emitter(TileState):
         index_type: str,
     ) -> None:
         super().__init__(dims, pointers, numbers, index_type)
-        self._wide: dict[tuple[Axis, Axis], Emitter] = {}  # by phase and axis
+        self._wide: dict[tuple[Axis, Axis], Emitter] = {}  # by unrolled axis and the axis before it
 
     def enter(self, dim: Dim, offset: str) -> None:
         """Writes the index and the mask of `dim` for the block that starts at `offset`; the scope
@@ -58,12 +58,12 @@ class Emitter(TileState):
         """
         name, stem = dim.name, dim.stem
         lanes = f"tl.arange(0, {dim.block}){dim.slice(self.rank)}"
-        if name == "x" and self.turn is not None and self.turn.step > 1:
-            lanes = f"{self.turn.step} * {lanes}"
+        if name == "x" and self.rotation is not None and self.rotation.step > 1:
+            lanes = f"{self.rotation.step} * {lanes}"
         wide = "" if self.index_type == "tl.int32" else f".to({self.index_type})"
         start = f"{offset} + " if offset != "0" else ""
-        if name == "r" and self.turn is not None:
-            self.scope.add(*self.turn.lanes(f"{start}{lanes}{wide}", dim))
+        if name == "r" and self.rotation is not None:
+            self.scope.add(*self.rotation.lanes(f"{start}{lanes}{wide}", dim))
         else:
             self.scope.add(f"{stem}index = {start}{lanes}{wide}")
             if dim.masked:
@@ -72,19 +72,19 @@ class Emitter(TileState):
         self.starts[name] = offset
         if len(dim.axes) == 1:
             self.scope.axes[dim.axes[0]] = f"{stem}index"
-        if name == "x" and self.turn is not None:
-            self.turn.row_begins(self, dim)
+        if name == "x" and self.rotation is not None:
+            self.rotation.row_begins(self, dim)
 
-    def widened(self, phase: Axis, along: Axis) -> Emitter:
-        """An emitter for stores of the points of `phase` together, in the current scope: its last
-        dimension has that axis behind `along`."""
-        if (phase, along) not in self._wide:
+    def widened(self, unrolled_axis: Axis, along: Axis) -> Emitter:
+        """An emitter for stores of the points of an unrolled axis together, in the current scope:
+        its last dimension has that axis behind `along`."""
+        if (unrolled_axis, along) not in self._wide:
             prefix = f"wide{len(self._wide) or ''}"
             old = self.dims["x"]
             assert old.axes[-1] == along and self.rank == len(self.dims)
-            count = phase.extent.value
+            count = unrolled_axis.extent.value
             block = f"{count} * {old.block}"
-            x = Dim("x", (*old.axes, phase), block, old.place, old.masked, prefix)
+            x = Dim("x", (*old.axes, unrolled_axis), block, old.place, old.masked, prefix)
             others = [d for d in self.dims.values() if d.name != "x"]
             wide = Emitter([*others, x], self.pointers, self.numbers, self.index_type)
             wide.limits = self.limits
@@ -96,8 +96,8 @@ class Emitter(TileState):
             if old.masked:
                 self.scope.add(f"{prefix}xnumel = {count} * xnumel")
             wide.enter(x, f"{count} * xoffset")
-            self._wide[phase, along] = wide
-        return self._wide[phase, along]
+            self._wide[unrolled_axis, along] = wide
+        return self._wide[unrolled_axis, along]
 
     # -- dependence --------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Emitter(TileState):
             )
         if node.op == "cast":
             (a,) = node.args
-            wide = self._widened(node) or in_fewer(self, node)
+            wide = self._widened(node) or peephole(self, node)
             if wide is not None:
                 return wide
             narrow = self.index_type == "tl.int32" and a.op == "index" and not is_loaded(a.attr)
@@ -176,42 +176,42 @@ class Emitter(TileState):
                 for i in places
             ]
             return f"libm.{dist}{wide}({seed}, {stream}, {', '.join(texts)})"
-        if (fewer := in_fewer(self, node)) is not None:
-            return fewer
+        if (shorter := peephole(self, node)) is not None:
+            return shorter
         erf = erf_of_one_plus(node)
         if erf is not None and erf in self.inexact.approximate:
             by = self.inexact.exponentials.get(erf)
             kind, more = ("fast", "") if by is None else ("by", f", {self.value(by)}")
             return f"libm.erf_above_{kind}({self.value(erf.args[0])}{more})"
-        near = node in self.inexact.approximate_quotient or node in self.inexact.approximate
-        if near and node.op == "sigmoid" and node in self.inexact.exponentials:
+        approximate = node in self.inexact.approximate_quotient or node in self.inexact.approximate
+        if approximate and node.op == "sigmoid" and node in self.inexact.exponentials:
             decay = self.value(self.inexact.exponentials[node])
             return f"libm.sigmoid_by({self.value(node.args[0])}, {decay})"
         if node in self.inexact.approximate and node.op not in ("div", "erf"):
             return f"libm.{node.op}_fast({self.value(node.args[0])})"
         if node in self.inexact.approximate_quotient:
-            return f"libm.sigmoid_near({self.value(node.args[0])})"
+            return f"libm.sigmoid_fast_div({self.value(node.args[0])})"
         if log1p_of_unit(node):
             return f"libm.log1p_unit({self.value(node.args[0])})"
         if node.op == "div" and node.dtype == "f32":
             a, b = node.args
             if self.deps(b) < self.deps(a) and a.op != "literal":
                 fast = "_fast" if node in self.inexact.approximate else ""
-                if tame(self, b, bool(fast)):
-                    return divided_by_unit(self, a, b, bool(fast))
+                if has_safe_reciprocal(self, b, bool(fast)):
+                    return divided_by_reciprocal(self, a, b, bool(fast))
                 return f"libm.div_by{fast}({self.value(a)}, {self._divisor(b)})"
             if node in self.inexact.approximate and at_least_one(b):
                 return f"{self.value(a)} * libm.rcp({self.value(b)})"
             if node in self.inexact.approximate:
                 return f"{self.value(a)} / {self.value(b)}"  # within 2 units in the last place
-        narrowed = self._narrowed(node) if node.op in COMPARE else None
+        narrowed = self._narrowed(node) if node.op in COMPARISONS else None
         if narrowed is not None:
             return narrowed
         operand = node.args[-1].dtype
-        alike = node.args[node.op == "where" :]
+        same_type = node.args[node.op == "where" :]
         args = []
         for k, a in enumerate(node.args):
-            others = all(b.op == "literal" for b in alike if b is not a)
+            others = all(b.op == "literal" for b in same_type if b is not a)
             if a.op == "literal" and scalars.inlines(node.op, operand, k, a.attr, others):
                 args.append(scalars.literal(a.attr, a.dtype))
             else:
@@ -222,12 +222,12 @@ class Emitter(TileState):
         """A comparison of an index with an i64 that many elements share, in 32 bits."""
         if self.index_type != "tl.int32":
             return None
-        sign = scalars.INFIX[node.op]
+        sign = scalars.INFIX_OPS[node.op]
         plain = [self._plain_index(a) for a in node.args]
         if all(plain) and any(a.op == "index" for a in node.args):
             return f"{plain[0]} {sign} {plain[1]}"
         for index, other in (node.args, node.args[::-1]):
-            if node.op not in ("eq", "ne") or index.op != "index" or other.op in PLAIN:
+            if node.op not in ("eq", "ne") or index.op != "index" or other.op in POSITION_OPS:
                 continue
             if not is_nonneg(index.attr):
                 continue
@@ -287,16 +287,20 @@ class Emitter(TileState):
             masks.append(self.value(self.within))  # terms that do not exist are not read
         bounds = self.mask(wanted, self.level(wanted))
         where = " & ".join([*([bounds] if bounds else []), *masks])
-        text = self.place(name, address, wanted)
+        text = self.pointer_text(name, address, wanted)
         scope = self.chain[self.level(wanted)]
         self.guard("load", name, address, wanted, where, scope)
-        streams = name in self.stays and dims == self.whole
+        streams = name in self.retained and dims == self.whole
         policy = self.policies.get(node, "evict_last" if streams else "")
         hint = f', eviction_policy="{policy}"' if policy else ""
-        if self.turn is not None and not masks and self.turn.has(self, address):
-            return self.turn.load(self, name, node.dtype, hint)
-        if self.turn is not None and not masks and self.turn.moves(self, address, node.dtype):
-            return self.turn.moved(self, name, address, node.dtype, policy)
+        if self.rotation is not None and not masks and self.rotation.covers(self, address):
+            return self.rotation.load(self, name, node.dtype, hint)
+        if (
+            self.rotation is not None
+            and not masks
+            and self.rotation.rotates(self, address, node.dtype)
+        ):
+            return self.rotation.rotated(self, name, address, node.dtype, policy)
         if not where:
             return f"tl.load({text}{hint})"
         other = scalars.literal(
@@ -310,7 +314,7 @@ class Emitter(TileState):
         name, (address, *_), _ = node.attr
         r, start = self.dims.get("r"), self.starts.get("r", "0")
         used = [a for a in r.axes if a in address.axes()] if r is not None else []
-        if r is None or start == "0" or self.turn is not None or len(used) != 1:
+        if r is None or start == "0" or self.rotation is not None or len(used) != 1:
             return None
         below, inner = self._digit(r, used[0])
         step = address.coefficient(used[0])
@@ -344,7 +348,7 @@ class Emitter(TileState):
         scope.add(f'tl.device_assert(({outside}) == 0, "{plain}")')
         self.checked = True
 
-    def place(self, tensor: str, address: Index, dims: Dims) -> str:
+    def pointer_text(self, tensor: str, address: Index, dims: Dims) -> str:
         """The pointers to the elements of a tensor at an address, spanning the dimensions `dims`.
 
         Its constant is added to the pointer: elements that are so far apart (those of a window)
@@ -352,7 +356,7 @@ class Emitter(TileState):
         pointer = self.pointers[tensor]
         far = dict(address.terms).get((), 0)
         have = self.index_deps(address)
-        if not far or not have or abs(far) > FAR or self.turn is not None:
+        if not far or not have or abs(far) > MAX_POINTER_OFFSET or self.rotation is not None:
             return f"{pointer} + {self.spread(self.index(address), have, dims)}"
         index = self.spread(self.index(address - far), have, dims)
         return f"{pointer} + {index} {'-' if far < 0 else '+'} {abs(far)}"
@@ -365,13 +369,13 @@ class Emitter(TileState):
         if node.dtype != "f32" or a.dtype != "bf16":
             return None
         if a.op == "where":
-            chosen = [E.cast(x, "f32") for x in a.args[1:]]
-            if any(x.op == "cast" and x.args[0].op == "cast" for x in chosen):
-                return self.value(E.op("where", a.args[0], *chosen))
+            choices = [E.cast(x, "f32") for x in a.args[1:]]
+            if any(x.op == "cast" and x.args[0].op == "cast" for x in choices):
+                return self.value(E.op("where", a.args[0], *choices))
         if a.op != "cast" or a.args[0].dtype != "f32" or self.deps(a) != frozenset(self.dims):
             return None
         value = a.args[0]
-        if node in self.packed or value in self.packed:
+        if node in self.packed_bf16 or value in self.packed_bf16:
             return None
         if is_masked_bf16(value):
             return self.value(value)
@@ -381,7 +385,7 @@ class Emitter(TileState):
         """Where the tile's last dimension counts elements, rows of which begin at multiples of 4:
         the text of a row's first element over 4, of the block's start, and of its size."""
         last = list(self.dims.values())[-1]
-        if len(last.axes) != 1 or last.prefix or self.turn is not None or self.rank > 2:
+        if len(last.axes) != 1 or last.prefix or self.rotation is not None or self.rank > 2:
             return None
         rest = element - last.axes[0].index
         if (last.count.value or 0) < 4 or last.name in self.index_deps(rest):

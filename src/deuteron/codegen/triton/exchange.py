@@ -26,17 +26,17 @@ from deuteron.base.cluster import CLUSTER_BYTES, EXCHANGE_ROUNDS, MAX_CLUSTER
 from deuteron.codegen.triton.fast import INTERPRETED
 from deuteron.codegen.triton.merging import maximum, minimum, mul_combine
 
-SLOTS = tl.constexpr(EXCHANGE_ROUNDS)
+ROUND_SLOTS = tl.constexpr(EXCHANGE_ROUNDS)
 # Of a cluster's shared memory: where the numbers begin, behind barriers of 8 bytes for each round
 # and reduction, and bytes of the numbers of a round and reduction.
-NUMBERS, NUMBERS_BYTES = 256, 4 * MAX_CLUSTER
+NUMBERS_OFFSET, NUMBERS_BYTES = 256, 4 * MAX_CLUSTER
 EXCHANGE_ADDRESS = (
     ".reg .b32 at, size, bar; .reg .pred one; "
     "mov.u32 at, global_smem; mov.u32 size, %dynamic_smem_size; add.u32 at, at, size; "
     f"sub.u32 at, at, {CLUSTER_BYTES}; "
 )
-# Makes $1 barriers. What the others send (`MEET`) finds them, and what a program loads until then
-# need not wait.
+# Makes $1 barriers. What the others send (`CLUSTER_MEET`) finds them, and what a program loads
+# until then need not wait.
 CLUSTER_BEGIN = tl.constexpr(
     "{ "
     + EXCHANGE_ADDRESS
@@ -47,12 +47,12 @@ CLUSTER_BEGIN = tl.constexpr(
     "ready: barrier.cluster.arrive.relaxed; mov.u32 $0, 0; }"
 )
 # In the first round ($1 is 0): returns once all programs have made their barriers.
-MEET = tl.constexpr(
+CLUSTER_MEET = tl.constexpr(
     "{ .reg .pred later; setp.ne.b32 later, $1, 0; @later bra met; barrier.cluster.wait; "
     "met: mov.u32 $0, 0; }"
 )
 # Sends $1 to $3 programs, at place $2 of theirs.
-SEND = tl.constexpr(
+CLUSTER_SEND = tl.constexpr(
     "{ " + EXCHANGE_ADDRESS + ".reg .b32 who, rank, bytes; "
     "mov.u32 who, %tid.x; mov.u32 rank, %cluster_ctarank; "
     f"mad.lo.u32 bar, $2, 8, at; mad.lo.u32 at, $2, {NUMBERS_BYTES}, at; "
@@ -62,15 +62,15 @@ SEND = tl.constexpr(
     "setp.lt.u32 one, who, $3; "
     "@one mapa.shared::cluster.u32 at, at, who; @one mapa.shared::cluster.u32 bar, bar, who; "
     "@one st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 "
-    f"[at + {NUMBERS}], $1, [bar]; mov.u32 $0, 0; }}"
+    f"[at + {NUMBERS_OFFSET}], $1, [bar]; mov.u32 $0, 0; }}"
 )
 # Waits for the numbers at place $1, whose barrier's phase is $2; that of program $3.
-RECEIVE = tl.constexpr(
+CLUSTER_RECEIVE = tl.constexpr(
     "{ " + EXCHANGE_ADDRESS + f"mad.lo.u32 bar, $1, 8, at; mad.lo.u32 at, $1, {NUMBERS_BYTES}, at; "
     "mad.lo.u32 at, $3, 4, at; "
     "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 one, [bar], $2; "
     "@!one bra again; "
-    f"ld.shared.b32 $0, [at + {NUMBERS}]; }}"
+    f"ld.shared.b32 $0, [at + {NUMBERS_OFFSET}]; }}"
 )
 
 # Waits for flags with a tag; their numbers. Labels are the block's own.
@@ -94,7 +94,7 @@ def begin_exchange(flags, CLUSTER: tl.constexpr, REDUCTIONS: tl.constexpr):
     """The last tag that was used before this launch."""
     if CLUSTER and not INTERPRETED:
         tl.inline_asm_elementwise(
-            CLUSTER_BEGIN, "=r,r", [REDUCTIONS * SLOTS], dtype=tl.int32, is_pure=False, pack=1
+            CLUSTER_BEGIN, "=r,r", [REDUCTIONS * ROUND_SLOTS], dtype=tl.int32, is_pure=False, pack=1
         )
         return tl.full([], -1, tl.int32)
     else:
@@ -113,12 +113,16 @@ def publish(
 ):
     """Publishes `value` (one element of 32 bits), that of a reduction in the round `tag`; reduction
     0 comes first. `flags`: the row group's."""
-    place = (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION
+    place = (tag & (ROUND_SLOTS - 1)) * REDUCTIONS + REDUCTION
     if CLUSTER and not INTERPRETED:
         if REDUCTION == 0:
-            tl.inline_asm_elementwise(MEET, "=r,r", [tag], dtype=tl.int32, is_pure=False, pack=1)
+            tl.inline_asm_elementwise(
+                CLUSTER_MEET, "=r,r", [tag], dtype=tl.int32, is_pure=False, pack=1
+            )
         what = [tl.sum(tl.ravel(value.to(tl.int32, bitcast=True)), 0), place, PROGRAMS]
-        tl.inline_asm_elementwise(SEND, "=r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            CLUSTER_SEND, "=r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1
+        )
     else:
         write_flag(flags + place * PROGRAMS + tl.program_id(0) % PROGRAMS, value, tag)
 
@@ -154,9 +158,9 @@ def _await_two(ones, twos, tags):
 
 @triton.jit
 def _await_cluster(place, lane, tag):
-    what = [place + tl.zeros_like(lane), ((tag // SLOTS) & 1) + tl.zeros_like(lane), lane]
+    what = [place + tl.zeros_like(lane), ((tag // ROUND_SLOTS) & 1) + tl.zeros_like(lane), lane]
     return tl.inline_asm_elementwise(
-        RECEIVE, "=&r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1
+        CLUSTER_RECEIVE, "=&r,r,r,r", what, dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -174,7 +178,7 @@ def collect(
     warp, so that a thread reads one; the rest repeat the first); returns once all have come."""
     lane = tl.arange(0, ROOM)
     lane = tl.where(lane < PROGRAMS, lane, 0)
-    place = (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION
+    place = (tag & (ROUND_SLOTS - 1)) * REDUCTIONS + REDUCTION
     if CLUSTER and not INTERPRETED:
         return _await_cluster(place, lane, tag)
     else:
@@ -203,8 +207,8 @@ def collect_two(
     lane = tl.arange(0, ROOM)
     lane = tl.where(lane < PROGRAMS, lane, 0)
     one, two = (
-        (tag & (SLOTS - 1)) * REDUCTIONS + REDUCTION,
-        (tag & (SLOTS - 1)) * REDUCTIONS + OTHER,
+        (tag & (ROUND_SLOTS - 1)) * REDUCTIONS + REDUCTION,
+        (tag & (ROUND_SLOTS - 1)) * REDUCTIONS + OTHER,
     )
     if CLUSTER and not INTERPRETED:
         return _await_cluster(one, lane, tag), _await_cluster(two, lane, tag)
@@ -321,23 +325,25 @@ def decoupled_look_back(
     lane = tl.arange(0, LANES)
     group = block // LANES
     part = group // LANES
-    place, seat = block % LANES, group % LANES
+    rank, group_rank = block % LANES, group % LANES
     groups = flags + blocks
     parts = groups + blocks // LANES
-    near = lane < place
-    far = lane < seat
+    in_group = lane < rank
+    in_part = lane < group_rank
     start = (lane == LANES - 1) & (part > 0)  # a lane that no group before this one has
     here = flags + block
-    ones = tl.where(near, here - place + lane, here)
-    twos = tl.where(far, groups + (group - seat) + lane, tl.where(start, parts + part - 1, here))
+    ones = tl.where(in_group, here - rank + lane, here)
+    twos = tl.where(
+        in_part, groups + (group - group_rank) + lane, tl.where(start, parts + part - 1, here)
+    )
     one, two = _await_two(ones, twos, tl.zeros([LANES], tl.int32) + tag)
-    one = tl.where(near, one.to(own.dtype, bitcast=True), neutral)
-    two = tl.where(far | start, two.to(own.dtype, bitcast=True), neutral)
+    one = tl.where(in_group, one.to(own.dtype, bitcast=True), neutral)
+    two = tl.where(in_part | start, two.to(own.dtype, bitcast=True), neutral)
     blocks_reduced, groups_reduced = _reduce(one, KIND), _reduce(two, KIND)
-    if place == LANES - 1:
+    if rank == LANES - 1:
         group_reduced = _both(blocks_reduced, own, KIND)
         write_flag(groups + group, group_reduced, tag)
-        if seat == LANES - 1:
+        if group_rank == LANES - 1:
             write_flag(parts + part, _both(groups_reduced, group_reduced, KIND), tag)
     return _both(groups_reduced, blocks_reduced, KIND)
 

@@ -23,13 +23,13 @@ from deuteron.codegen.triton.alignment_classes import split_by_alignment
 from deuteron.codegen.triton.cooperative import FLAGS_PARAM
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.nests import Names, write_nest
-from deuteron.codegen.triton.point_tiles import Blocks
-from deuteron.codegen.triton.predicated_loads import chosen
-from deuteron.codegen.triton.scalars import POINTER
+from deuteron.codegen.triton.point_tiles import TileConfig
+from deuteron.codegen.triton.predicated_loads import predicate_loads
+from deuteron.codegen.triton.scalars import POINTER_TYPES
 from deuteron.codegen.triton.scanning import flag_count_text, scan_tiling
-from deuteron.codegen.triton.tiling import Form, choose, cross_row_reductions, most_stages
-from deuteron.codegen.triton.unroll import written_out
-from deuteron.codegen.triton.unroll_and_jam import phased
+from deuteron.codegen.triton.tiling import Tiling, choose, cross_row_reductions, most_stages
+from deuteron.codegen.triton.unroll import unroll_short_reductions
+from deuteron.codegen.triton.unroll_and_jam import unroll_and_jam
 from deuteron.ir.expr import own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
 from deuteron.ir.program import Layout
@@ -37,15 +37,15 @@ from deuteron.schedule.columns import split_registers
 from deuteron.schedule.kernel import Kernel
 
 # An index may pass the end of its tensor by a block before its mask is applied.
-LIMIT_32 = 2**31 - 2**20
+MAX_INT32_INDEX = 2**31 - 2**20
 
 # A constexpr: whether all tensors' addresses are multiples of 16.
-ALIGNED = "ALIGNED"
+ALIGNED_CONSTEXPR = "ALIGNED"
 
 # Counts the programs that are done, in kernels with barriers.
-COUNTER = "counter_ptr"
+COUNTER_PARAM = "counter_ptr"
 
-HEADER = """import triton
+MODULE_HEADER = """import triton
 import triton.language as tl
 
 from deuteron.codegen.triton import libm
@@ -116,7 +116,7 @@ class TritonKernel:
 
     def constants(self, config: Config, wide: bool = False, aligned: bool = True) -> dict[str, int]:
         """Constexpr -> value; `aligned`: whether all `aligned` params are multiples of 16."""
-        flags = {"INDEX_BITS": 64 if wide else 32, ALIGNED: int(aligned)}
+        flags = {"INDEX_BITS": 64 if wide else 32, ALIGNED_CONSTEXPR: int(aligned)}
         own = {n: value for n, value in flags.items() if n in self.constexprs}
         return dict(config.constexprs) | own
 
@@ -149,29 +149,34 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     pointers = _pointer_names(layouts)
     checked = options is None or options.bounds_check
     nests = [
-        phased(written_out(chosen(prepare(with_checks(n, layouts, checked), layouts))), spec)
+        unroll_and_jam(
+            unroll_short_reductions(
+                predicate_loads(prepare(with_checks(n, layouts, checked), layouts))
+            ),
+            spec,
+        )
         for n in kernel.nests
     ]
     first = kernel.barriers[0] if kernel.barriers else len(nests)
     if first == 1:
         nests[0] = split_by_alignment(nests[0], spec)
-    forms = [
+    tilings = [
         choose(n, spec, cooperative=first == 1 and k == 0) for k, n in enumerate(nests[:first])
     ]
     if first == 1:
-        forms[0] = scan_tiling(nests[0], spec) or forms[0]
-    forms = sharing(forms)
-    # What one program does alone is not cut small to occupy the device.
-    warps = max(f.candidates[0].num_warps for f in forms)
-    forms += [choose(n, spec, alone=warps) for n in nests[first:]]
-    programs_per_row = forms[0].programs_per_row
+        tilings[0] = scan_tiling(nests[0], spec) or tilings[0]
+    tilings = sharing(tilings)
+    # The one program that runs a tail has large tiles: there is no device to occupy.
+    warps = max(f.candidates[0].num_warps for f in tilings)
+    tilings += [choose(n, spec, tail_warps=warps) for n in nests[first:]]
+    programs_per_row = tilings[0].programs_per_row
     symbols = _symbols(nests, layouts)
     static, wide_source, wide = _width(nests, layouts)
     index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
     flags = [] if static else ["INDEX_BITS"]
-    flags += [ALIGNED] * any(f.start is not None for f in forms)
-    blocks = [_block_names(f, i if len(forms) > 1 else None) for i, f in enumerate(forms)]
-    stages = ["STAGES"] if any(f.loops for f in forms) else []
+    flags += [ALIGNED_CONSTEXPR] * any(f.misaligned is not None for f in tilings)
+    blocks = [_block_names(f, i if len(tilings) > 1 else None) for i, f in enumerate(tilings)]
+    stages = ["STAGES"] if any(f.has_loops for f in tilings) else []
     float8 = "_native" if (spec.capability or (0, 0)) >= (8, 9) else ""
     limits = {}
     if options is not None and options.check_accesses:
@@ -181,17 +186,17 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     names = [Names(b, *common, kernel.stays and programs_per_row == 1, averages) for b in blocks]
     written = [
         write_nest(n, f, own, itertools.count())
-        for n, f, own in zip(nests, forms, names, strict=True)
+        for n, f, own in zip(nests, tilings, names, strict=True)
     ]
     bodies = [lines for lines, _ in written]
     if not static:
         choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
         bodies = [[choice, *b] for b in bodies]
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
-    waits = forms[0].waits
-    params += [COUNTER] * bool(kernel.barriers) + [FLAGS_PARAM] * waits
+    waits = tilings[0].exchanges
+    params += [COUNTER_PARAM] * bool(kernel.barriers) + [FLAGS_PARAM] * waits
     constexprs = [v for b in blocks for v in b.values()] + stages + flags
-    source = _source(name, kernel, forms, blocks, bodies, params, constexprs, layouts, pointers)
+    source = _source(name, kernel, tilings, blocks, bodies, params, constexprs, layouts, pointers)
     sizes = "i64" if static and wide else "i32"
     counter = bool(kernel.barriers)
     return TritonKernel(
@@ -205,45 +210,45 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         ),
         params=tuple(params),
         types=(
-            *(POINTER[lay.dtype] for lay in layouts.values()),
+            *(POINTER_TYPES[lay.dtype] for lay in layouts.values()),
             *(sizes for _ in symbols),
             *(["*i32"] * counter),
             *(["*i64"] * waits),
         ),
         constexprs=tuple(constexprs),
-        configs=_configs(forms, blocks, nests, spec),
-        grid_source=_grids(forms, blocks, nests, _main(kernel)),
+        configs=_configs(tilings, blocks, nests, spec),
+        grid_source=_grids(tilings, blocks, nests, _main(kernel)),
         aligned=(
             *pointers.values(),
             *(size_name(s) for s in symbols if s.hint and s.hint % 16 == 0),
         ),
         wide_source=wide_source,
         debug=any(asserts for _, asserts in written),
-        flag_count_source=_flag_count(forms[0], blocks[0], nests[0]),
+        flag_count_source=_flag_count(tilings[0], blocks[0], nests[0]),
         programs_per_row=programs_per_row,
-        cluster=forms[0].cluster,
+        cluster=tilings[0].cluster,
     )
 
 
-def sharing(forms: Sequence[Form]) -> list[Form]:
-    """The forms of nests that share a kernel, and so the number of warps: where that is more than
+def sharing(tilings: Sequence[Tiling]) -> list[Tiling]:
+    """The tilings of nests that share a kernel, and so the number of warps: where that is more than
     a nest asked for whose tile is cut freely, the tile is larger, so that a thread has as much.
     H100, gradient of GELU with its bias (8192 x 3072, bf16) beside a sum that wants 8 warps: 8
     elements of a thread 116 us, the limit is 70."""
-    count = max(len(f.candidates) for f in forms)
-    every = [[f.candidates[min(k, len(f.candidates) - 1)] for k in range(count)] for f in forms]
-    warps = [max(c.num_warps for c in chosen) for chosen in zip(*every, strict=True)]
+    count = max(len(f.candidates) for f in tilings)
+    every = [[f.candidates[min(k, len(f.candidates) - 1)] for k in range(count)] for f in tilings]
+    warps = [max(c.num_warps for c in configs) for configs in zip(*every, strict=True)]
     return [
-        replace(f, candidates=tuple(_grown(f, c, w) for c, w in zip(found, warps, strict=True)))
-        for f, found in zip(forms, every, strict=True)
+        replace(f, candidates=tuple(_grown(f, c, w) for c, w in zip(configs, warps, strict=True)))
+        for f, configs in zip(tilings, every, strict=True)
     ]
 
 
-def _grown(form: Form, blocks: Blocks, warps: int) -> Blocks:
-    free = {"points": not form.single, "row_split": form.tiled}.get(form.kind, False)
+def _grown(tiling: Tiling, blocks: TileConfig, warps: int) -> TileConfig:
+    free = {"points": not tiling.program_axes, "row_split": tiling.tiled}.get(tiling.kind, False)
     if not free or warps <= blocks.num_warps:
         return blocks
-    name, axes = form.dims[-1]
+    name, axes = tiling.dims[-1]
     most = max(blocks.of(name), power(size(axes)))
     wide = min(blocks.of(name) * warps // blocks.num_warps, most)
     sizes = tuple((d, wide if d == name else n) for d, n in blocks.sizes)
@@ -260,29 +265,31 @@ def _pointer_names(layouts: Mapping[str, Layout]) -> dict[str, str]:
     return out
 
 
-def _block_names(form: Form, number: int | None) -> dict[str, str]:
+def _block_names(tiling: Tiling, number: int | None) -> dict[str, str]:
     tail = "" if number is None else f"_{number}"
-    return {d: f"{d.upper()}BLOCK{tail}" for d, _ in form.dims}
+    return {d: f"{d.upper()}BLOCK{tail}" for d, _ in tiling.dims}
 
 
 def _configs(
-    forms: Sequence[Form],
+    tilings: Sequence[Tiling],
     blocks: Sequence[Mapping[str, str]],
     nests: Sequence[Loops],
     spec: DeviceSpec,
 ) -> tuple[Config, ...]:
     out = []
-    for k in range(max(len(f.candidates) for f in forms)):
-        chosen: list[Blocks] = [f.candidates[min(k, len(f.candidates) - 1)] for f in forms]
+    for k in range(max(len(f.candidates) for f in tilings)):
+        configs: list[TileConfig] = [f.candidates[min(k, len(f.candidates) - 1)] for f in tilings]
         values = [
-            (names[d], n) for names, c in zip(blocks, chosen, strict=True) for d, n in c.sizes
+            (names[d], n) for names, c in zip(blocks, configs, strict=True) for d, n in c.sizes
         ]
-        deepest = [most_stages(n, c, spec) for n, f, c in zip(nests, forms, chosen) if f.loops]
-        stages = min((max(c.stages for c in chosen), *deepest))
-        if any(f.loops for f in forms):
+        deepest = [
+            most_stages(n, c, spec) for n, f, c in zip(nests, tilings, configs) if f.has_loops
+        ]
+        stages = min((max(c.stages for c in configs), *deepest))
+        if any(f.has_loops for f in tilings):
             values.append(("STAGES", stages))
-        warps = max(c.num_warps for c in chosen)
-        most = max(c.registers for c in chosen)
+        warps = max(c.num_warps for c in configs)
+        most = max(c.registers for c in configs)
         splits = [
             n.row_split[1] for n in nests if n.row_split is not None and cross_row_reductions(n)
         ]
@@ -347,11 +354,11 @@ def _width(nests: Sequence[Loops], layouts: Mapping[str, Layout]) -> tuple[bool,
             ends.update((atom(s), None) for s in i.syms())
     known = [e.value for e in ends if e.value is not None]
     unknown = [e for e in ends if e.value is None]
-    if any(v > LIMIT_32 for v in known):
+    if any(v > MAX_INT32_INDEX for v in known):
         return True, None, True
     if not unknown:
         return True, None, False
-    tests = sorted({f"{python_text(e)} > {LIMIT_32}" for e in unknown})
+    tests = sorted({f"{python_text(e)} > {MAX_INT32_INDEX}" for e in unknown})
     return False, " or ".join(tests), False
 
 
@@ -379,39 +386,46 @@ def _blocks_text(count: Index, block: str) -> str:
 
 
 def _grids(
-    forms: Sequence[Form], blocks: Sequence[Mapping[str, str]], nests: Sequence[Loops], main: int
+    tilings: Sequence[Tiling],
+    blocks: Sequence[Mapping[str, str]],
+    nests: Sequence[Loops],
+    main: int,
 ) -> str:
     """Programs of the nests that run first. Where others follow there is always one, which runs
     them: the first ones may have nothing to do."""
-    first = list(zip(forms, blocks, nests, strict=True))[:main]
+    first = list(zip(tilings, blocks, nests, strict=True))[:main]
     text = " + ".join(_grid(f, b, n) for f, b, n in first)
     return text if main == len(nests) else f"max(1, {text})"
 
 
-def _flag_count(form: Form, blocks: Mapping[str, str], nest: Loops) -> str | None:
-    if form.kind != "blocks":
+def _flag_count(tiling: Tiling, blocks: Mapping[str, str], nest: Loops) -> str | None:
+    if tiling.kind != "scan":
         return None
-    rows, length = (python_text(product(a.extent for a in axes)) for _, axes in form.dims)
-    return flag_count_text(nest, form, rows, length, blocks["r"])
+    rows, length = (python_text(product(a.extent for a in axes)) for _, axes in tiling.dims)
+    return flag_count_text(nest, tiling, rows, length, blocks["r"])
 
 
-def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
+def _grid(tiling: Tiling, blocks: Mapping[str, str], nest: Loops) -> str:
     """Python text of the number of programs of a nest."""
-    counts = {d: product(a.extent for a in axes) for d, axes in form.dims}
-    if form.kind == "points":
+    counts = {d: product(a.extent for a in axes) for d, axes in tiling.dims}
+    if tiling.kind == "points":
         each = [_blocks_text(counts[d], b) for d, b in blocks.items()]
-        rows = [python_text(product(a.extent for a in form.single))] if form.single else []
+        rows = (
+            [python_text(product(a.extent for a in tiling.program_axes))]
+            if tiling.program_axes
+            else []
+        )
         text = " * ".join([*rows, *each])
-        return text if form.turns == 1 else f"-(-({text}) // {form.turns})"
-    per_row = f"{form.programs_per_row} * " if form.programs_per_row > 1 else ""
-    if form.kind == "blocks":
+        return text if tiling.serial_blocks == 1 else f"-(-({text}) // {tiling.serial_blocks})"
+    per_row = f"{tiling.programs_per_row} * " if tiling.programs_per_row > 1 else ""
+    if tiling.kind == "scan":
         return f"{python_text(counts['x'])} * {_blocks_text(counts['r'], blocks['r'])}"
-    if form.kind == "rows":
+    if tiling.kind == "rows":
         return per_row + _blocks_text(counts["x"], blocks["x"])
     assert nest.row_split is not None
     return (
         f"{nest.row_split[1]} * {_blocks_text(counts['r'], blocks['r'])}"
-        if form.tiled
+        if tiling.tiled
         else f"{per_row}{nest.row_split[1]}"
     )
 
@@ -422,7 +436,7 @@ def _grid(form: Form, blocks: Mapping[str, str], nest: Loops) -> str:
 def _source(
     name: str,
     kernel: Kernel,
-    forms: Sequence[Form],
+    tilings: Sequence[Tiling],
     blocks: Sequence[Mapping[str, str]],
     bodies: Sequence[list[str]],
     params: list[str],
@@ -430,12 +444,12 @@ def _source(
     layouts: Mapping[str, Layout],
     pointers: Mapping[str, str],
 ) -> str:
-    lines = [HEADER]
+    lines = [MODULE_HEADER]
     signature = ", ".join([*params, *(f"{c}: tl.constexpr" for c in constexprs)])
     notes = _comments(kernel, layouts, pointers)
     if len(bodies) == 1:
         pid = "tl.program_id(0)"
-        if kernel.reverse and not forms[0].waits:
+        if kernel.reverse and not tilings[0].exchanges:
             pid = "tl.num_programs(0) - 1 - tl.program_id(0)"
         lines += [*_function(name, signature, [*notes, f"pid = {pid}", *bodies[0]])]
         return "\n".join([*lines, ""])
@@ -445,8 +459,8 @@ def _source(
         start.append(f"blocks{i}")
         calls.append(_call(i, name, [*params, *constexprs]))
     main = [*notes, "pid = tl.program_id(0)"]
-    for i, (form, names) in enumerate(zip(forms, blocks, strict=True)):
-        main.append(f"blocks{i} = {_programs(form, names, kernel, i)}")
+    for i, (tiling, names) in enumerate(zip(tilings, blocks, strict=True)):
+        main.append(f"blocks{i} = {_programs(tiling, names, kernel, i)}")
     side_by_side = calls[: _main(kernel)]
     for i, call in enumerate(side_by_side):
         before = " + ".join(start[:i])
@@ -455,8 +469,8 @@ def _source(
         first = f"pid - ({before})" if before else "pid"
         if len(side_by_side) == 1:
             text = call.replace("PID", "pid")
-            alone = forms[0].kind == "blocks"  # without rows there is no block to enter
-            main += ["if pid < blocks0:", f"    {text}"] if alone else [text]
+            guarded = tilings[0].kind == "scan"  # without rows there is no block to enter
+            main += ["if pid < blocks0:", f"    {text}"] if guarded else [text]
             break
         main += [
             "else:" if last else f"{head} pid < {' + '.join(start[: i + 1])}:",
@@ -478,9 +492,9 @@ def _tail(kernel: Kernel, calls: Sequence[str]) -> list[str]:
         return []
     out = [
         "tl.debug_barrier()",
-        f'ticket = tl.atomic_add({COUNTER}, 1, sem="acq_rel", scope="gpu")',
+        f'ticket = tl.atomic_add({COUNTER_PARAM}, 1, sem="acq_rel", scope="gpu")',
         "if ticket == tl.num_programs(0) - 1:",
-        f"    tl.store({COUNTER}, 0)",
+        f"    tl.store({COUNTER_PARAM}, 0)",
     ]
     for i in range(kernel.barriers[0], len(calls)):
         if i in kernel.barriers[1:]:
@@ -493,24 +507,28 @@ def _call(i: int, name: str, args: list[str]) -> str:
     return f"_{name}_{i}(PID, {', '.join(args)})"
 
 
-def _programs(form: Form, blocks: Mapping[str, str], kernel: Kernel, i: int) -> str:
+def _programs(tiling: Tiling, blocks: Mapping[str, str], kernel: Kernel, i: int) -> str:
     """Triton text of the number of programs of a nest."""
-    counts = {d: product(a.extent for a in axes) for d, axes in form.dims}
+    counts = {d: product(a.extent for a in axes) for d, axes in tiling.dims}
 
     def cut(d: str) -> str:
         return f"tl.cdiv({_size_text(counts[d])}, {blocks[d]})"
 
-    if form.kind == "points":
-        rows = [_size_text(product(a.extent for a in form.single))] if form.single else []
+    if tiling.kind == "points":
+        rows = (
+            [_size_text(product(a.extent for a in tiling.program_axes))]
+            if tiling.program_axes
+            else []
+        )
         text = " * ".join([*rows, *(cut(d) for d in blocks)])
-        return text if form.turns == 1 else f"tl.cdiv({text}, {form.turns})"
-    if form.kind == "blocks":
+        return text if tiling.serial_blocks == 1 else f"tl.cdiv({text}, {tiling.serial_blocks})"
+    if tiling.kind == "scan":
         return f"{_size_text(counts['x'])} * {cut('r')}"
-    if form.kind == "rows":
+    if tiling.kind == "rows":
         return cut("x")
     row_split = kernel.nests[i].row_split
     assert row_split is not None
-    return f"{row_split[1]} * {cut('r')}" if form.tiled else str(row_split[1])
+    return f"{row_split[1]} * {cut('r')}" if tiling.tiled else str(row_split[1])
 
 
 def _size_text(index: Index) -> str:

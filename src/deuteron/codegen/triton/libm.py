@@ -70,13 +70,13 @@ from deuteron.codegen.triton.last_bits import (  # noqa: F401 - kernels call the
 )
 from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them by this module
     add_combine,
-    apart,
     argmax_combine,
     argmax_last_nan_combine,
     argmax_last_nan_step,
     argmax_step,
     argmin_combine,
     argmin_step,
+    difference,
     from_zero,
     max_combine,
     maximum,
@@ -93,8 +93,8 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     welford_step,
 )
 from deuteron.codegen.triton.rotated_loads import (  # noqa: F401 - kernels call them by this module
-    turned_load,
-    turned_sizes,
+    rotated_load,
+    rotated_sizes,
 )
 
 # name here -> (libdevice's name, torch's name)
@@ -237,7 +237,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def sigmoid_near(x):
+def sigmoid_fast_div(x):
     """Within 3 units in the last place; 0 where it is below 2^-126."""
     return rcp(1.0 + exp(x * -1.0))
 

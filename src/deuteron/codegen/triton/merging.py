@@ -68,7 +68,7 @@ def products_step(x, y, c, a, b, share):
 
 
 @triton.jit
-def apart(a, b):
+def difference(a, b):
     """``a - b``, 0 where they are equal, infinite ones too."""
     return tl.where(a == b, 0.0, a - b)
 

@@ -1,22 +1,23 @@
-"""Rows that begin between multiples of 16 bytes, read and written in whole vectors of 16 bytes.
+"""Misaligned rows: they begin between multiples of 16 bytes. Rotated loads read and write them in
+whole vectors of 16 bytes.
 
-In: the address of a row and the number of elements of a vector (`ragged`). Out: where lanes
-lie in such a row, and the text of accesses to it.
+In: the address of a row and the number of elements of a vector (`misaligned_rows`). Out: where
+lanes lie in such a row, and the text of accesses to it.
 
 Lanes begin at the first multiple of 16 bytes in the row, of a long one at the first whole line of
-the cache: H200, 4096 rows of 65535, bf16, softmax 348 us and 323. The elements before it, `turn` in
-number, come after the row's end, in the last lanes: the row is a ring of its length rounded up to
-whole vectors or lines, and lane l has element (l + turn) modulo that. So as many lanes serve as for
-a row that is aligned, none reads anything but vectors of which some element is the row's, and
-conditions on reading are the same for all of a vector. Elements of vectors that belong to
-neighbouring rows are masked; they are never written. Reductions do not mind the order; what depends
-on an element's place takes it from `rindex`.
+the cache: H200, 4096 rows of 65535, bf16, softmax 348 us and 323. The elements before it (the
+rotation, a number of elements) come after the row's end, in the last lanes. The row is a ring of
+its length rounded up to whole vectors or lines, and lane l has element (l + rotation) modulo that.
+So as many lanes serve as for a row that is aligned, none reads anything but vectors of which some
+element is the row's, and conditions on reading are the same for all of a vector. Elements of
+vectors that belong to neighbouring rows are masked; they are never written. Reductions do not mind
+the order; what depends on an element's place takes it from `rindex`.
 
 Only lanes of a block from EDGE on, which is known when it is compiled, have to ask whether they are
 at the row's ends: for the others the instructions are gone (softmax 1466, so 1018).
 
 The text has the number of elements as a constexpr VECTOR, which is 1 where the addresses of tensors
-are no multiples of 16 bytes (`generate.ALIGNED`): then rows begin at their begin.
+are no multiples of 16 bytes (`generate.ALIGNED_CONSTEXPR`): then rows begin at their begin.
 """
 
 from __future__ import annotations
@@ -32,27 +33,28 @@ from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.kernel import Scan
 
 # Bytes of a line of the cache, from which rows of so many elements and more are read.
-LINE, LINED = 128, 1024
+LINE_BYTES, MIN_LINE_ALIGNED_ROW = 128, 1024
 
 
-def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
+def misaligned_rows(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     """Rows that begin between multiples of 16 bytes: (address of a row, elements in 16 bytes). Read
     from its start such a row comes element by element. None where rows are aligned, or where the
     order of elements matters."""
     if len(r) != 1 or any(isinstance(p, Scan) for p in loops.statements):
         return None
-    moved: dict[Index, int] = {}
+    bytes_moved: dict[Index, int] = {}
     width: dict[Index, int] = {}
     for a in loops.accesses:
         if stride(a.address, r[0]) == 1:
             row = a.address - r[0].index
-            moved[row] = (
-                moved.get(row, 0) + points_visited(a.address, (*loops.parallel, *r)) * a.itemsize
+            bytes_moved[row] = (
+                bytes_moved.get(row, 0)
+                + points_visited(a.address, (*loops.parallel, *r)) * a.itemsize
             )
             width[row] = min(width.get(row, 8), a.itemsize)
-    if not moved:
+    if not bytes_moved:
         return None
-    row = max(moved, key=lambda i: moved[i])
+    row = max(bytes_moved, key=lambda i: bytes_moved[i])
     vector = 16 // width[row]
     if row.axes() & set(r) or any(isinstance(a, Value) for a in row.atoms()):
         return None
@@ -63,36 +65,38 @@ def ragged(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     return None if aligned else (row, vector)
 
 
-def turned_alike(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
+def rows_of_one_alignment(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     """The same for a split's rows, if all of them begin as many elements behind a multiple of 16
     bytes where each is as many rows behind the one before as there are splits."""
-    start = ragged(loops, r)
+    start = misaligned_rows(loops, r)
     if start is None or loops.row_split is None:
         return None
     (axis, count), (row, vector) = loops.row_split, start
     step = row.coefficient(axis)
     if tuple(loops.parallel) != (axis,) or step is None or axis in (row - axis.index * step).axes():
         return None
-    return start if alike_by(row, axis, count, vector) else None
+    return start if same_alignment_class(row, axis, count, vector) else None
 
 
-def alike_by(row: Index, axis: Axis, count: int, elements: int) -> bool:
-    """Whether rows that are so many apart begin as many elements behind a multiple of so many."""
+def same_alignment_class(row: Index, axis: Axis, count: int, elements: int) -> bool:
+    """Whether rows that are `count` apart begin as many elements behind a multiple of
+    `elements`."""
     step = row.coefficient(axis)
     return step is not None and all(c * count % elements == 0 for _, c in step.terms)
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """`row`: the address of a row; `single`: whether blocks have one row; `first`: the address of a
-    split's first row, where all its rows, each `step` behind the one before, have the same turn;
+    split's first row, where all its rows, each `step` behind the one before, have the same
+    rotation;
     `itemsizes`: of the elements of all tensors; `line`: lanes begin at multiples of so many, 0: of
     `vector`.
     """
 
     row: Index
     vector: int
-    single: bool
+    single_row: bool
     first: Index | None = None
     step: int = 1
     itemsizes: tuple[int, ...] = ()
@@ -115,45 +119,46 @@ class Turn:
     def begin(self, em: TileState) -> None:
         """What all rows of a split share; in the current scope."""
         if self.first is not None:
-            em.scope.add(f"rturn = -({em.index(self.first)}) & (VECTOR - 1)")
+            em.scope.add(f"rrotation = -({em.index(self.first)}) & (VECTOR - 1)")
             self._ring(em)
 
     def row_begins(self, em: TileState, x: Dim) -> None:
         """For the rows of a block of `x`, which has just been entered."""
         p, text = x.prefix, f"{em.index(self.row)} + tl.zeros({em.shape(frozenset('x'))}, tl.int32)"
         em.scope.add(
-            f"{p}rfirst = " + (f"tl.max({text})" if self.single else text),
+            f"{p}rfirst = " + (f"tl.max({text})" if self.single_row else text),
             f"{p}rstart = {rounded_up(f'{p}rfirst')}",
         )
         if self.first is None:
-            em.scope.add(f"rturn = {p}rstart - {p}rfirst")
+            em.scope.add(f"rrotation = {p}rstart - {p}rfirst")
             self._ring(em)
 
     def _ring(self, em: TileState) -> None:
         em.scope.add(
             f"rring = {rounded_up('rnumel')}",
-            "rhead = rring - rturn",
-            "rlast = rring - tl.maximum(rturn - rnumel, 0)",  # of rows shorter than a vector
+            "rhead = rring - rrotation",
+            "rlast = rring - tl.maximum(rrotation - rnumel, 0)",  # of rows shorter than a vector
         )
 
     def lanes(self, lanes: str, r: Dim) -> list[str]:
         """The lines that say which element each lane of a block has."""
-        out = [f"rlane = {lanes}", "rindex = rlane + rturn"]
+        out = [f"rlane = {lanes}", "rindex = rlane + rrotation"]
         if r.masked:
             out += [
                 f"rwithin = tl.arange(0, {r.block})[None, :] < EDGE",
                 f"redge = tl.arange(0, {r.block})[None, :] >= EDGE",
                 "rindex = tl.where(redge & (rlane >= rhead), rindex - rring, rindex)",
-                "rmask = rwithin | (rlane < rnumel - rturn) | ((rlane >= rhead) & (rlane < rlast))",
+                "rmask = rwithin | (rlane < rnumel - rrotation)"
+                " | ((rlane >= rhead) & (rlane < rlast))",
             ]
         return out
 
     def sizes(self, at: str, block: str) -> str:
         """The text of the number of elements in blocks of lanes from `at`."""
-        return f"libm.turned_sizes({at}, rnumel, rring, rturn, {block})"
+        return f"libm.rotated_sizes({at}, rnumel, rring, rrotation, {block})"
 
-    def has(self, em: TileState, address: Index) -> bool:
-        """Whether an address walks over the elements of rows that turn so."""
+    def covers(self, em: TileState, address: Index) -> bool:
+        """Whether an address walks over the elements of the rows that are rotated."""
         return address is self.row + em.dims["r"].axes[0].index
 
     def load(self, em: TileState, tensor: str, dtype: str, hint: str) -> str:
@@ -162,17 +167,17 @@ class Turn:
         ahead = self._place(em, tensor)
         if not em.dims["r"].masked:
             return f"tl.load({ahead}{', ' if rows else ''}{' & '.join(rows)}{hint})"
-        main, turned = em.fresh("main"), em.fresh("turned")
+        main, wrapped = em.fresh("main"), em.fresh("wrapped")
         tail, head = (self._whole(em, kind, ITEMSIZE[dtype]) for kind in ("tail", "head"))
         inside = " & ".join([f"(rwithin | (rlane < {tail}))", *rows])
         behind = " & ".join([f"redge & (rlane >= {head})", "(rlane < rring)", *rows])
         scope.add(
             f"{main} = tl.load({ahead}, {inside}, other=0{hint})",
-            f"{turned} = tl.load({self._place(em, tensor, ' - rring')}, {behind}, other=0{hint})",
+            f"{wrapped} = tl.load({self._place(em, tensor, ' - rring')}, {behind}, other=0{hint})",
         )
-        return f"tl.where(redge & (rlane >= rhead), {turned}, {main})"
+        return f"tl.where(redge & (rlane >= rhead), {wrapped}, {main})"
 
-    def moves(self, em: TileState, address: Index, dtype: str) -> bool:
+    def rotates(self, em: TileState, address: Index, dtype: str) -> bool:
         """Whether a tensor has rows that begin at multiples of 16 bytes, of which a lane reads the
         elements of its row's places (weights of columns), of 2 bytes. Wider ones come one by one,
         with half of the bytes."""
@@ -182,13 +187,13 @@ class Turn:
         masked = em.dims["x"].masked and bool(em.index_deps(rest))
         return not masked and all(c * size % 16 == 0 for _, c in rest.terms)
 
-    def moved(self, em: TileState, tensor: str, address: Index, dtype: str, policy: str) -> str:
+    def rotated(self, em: TileState, tensor: str, address: Index, dtype: str, policy: str) -> str:
         """The text of what is read of such a tensor."""
         r, rest = em.dims["r"], address - em.dims["r"].axes[0].index
         start = f"{em.pointers[tensor]} + ({em.index(rest)})" if rest.terms else em.pointers[tensor]
         mask, ends = ("rmask", "True") if r.masked else ("None", "False")
-        given = f"{start}, {em.starts['r']}, rnumel, rring, rturn, rindex, {mask}"
-        return f'libm.turned_load({given}, {r.block}, {ends}, ALIGNED, "{policy}")'
+        given = f"{start}, {em.starts['r']}, rnumel, rring, rrotation, rindex, {mask}"
+        return f'libm.rotated_load({given}, {r.block}, {ends}, ALIGNED, "{policy}")'
 
     def store(
         self, em: TileState, tensor: str, itemsize: int, value: str, policy: str
@@ -199,13 +204,13 @@ class Turn:
             return [f"tl.store({ahead}, {value}{', ' if rows else ''}{' & '.join(rows)}{policy})"]
         body = self._whole(em, "body", itemsize)
         whole = " & ".join([f"(rwithin | (rlane < {body}))", *rows])
-        last = " & ".join([f"redge & (rlane >= {body})", "(rlane < rnumel - rturn)", *rows])
+        last = " & ".join([f"redge & (rlane >= {body})", "(rlane < rnumel - rrotation)", *rows])
         first = " & ".join(["redge & (rlane >= rhead)", "(rlane < rlast)", *rows])
         ends = [
             f"tl.store({ahead}, {value}, {last}{policy})",
             f"tl.store({self._place(em, tensor, ' - rring')}, {value}, {first}{policy})",
         ]
-        if self.single:
+        if self.single_row:
             head = f"if {em.starts['r']} + {em.dims['r'].block} > {body}:"
             ends = [head, *(f"    {line}" for line in ends)]
         return [f"tl.store({ahead}, {value}, {whole}{policy})", *ends]
@@ -229,30 +234,30 @@ class Turn:
         scope = em.chain[em.level(FULL if self.first is None else R)]
         if name not in scope.sums:
             scope.sums[name] = name
-            count = {"head": f"rturn{more}", "tail": f"rnumel - rturn{more}"}
-            text = count.get(kind, "rnumel - rturn")
+            count = {"head": f"rrotation{more}", "tail": f"rnumel - rrotation{more}"}
+            text = count.get(kind, "rnumel - rrotation")
             whole = f"(({text}) >> BITS{itemsize}) * VECTOR{itemsize}"
             scope.add(f"{name} = " + (f"rring - {whole}" if kind == "head" else whole))
         return name
 
 
-def turn_of(
+def rotation_of(
     loops: Loops, start: tuple[Index, int], length: Index, blocks: Sequence[tuple[int, int]]
-) -> Turn:
-    """How rows of so many elements turn that begin so (`ragged`), in blocks of so many rows and
-    lanes."""
-    single = all(rows == 1 for rows, _ in blocks)
+) -> Rotation:
+    """The rotation of rows of `length` elements that begin so (`misaligned_rows`), in blocks of so
+    many rows and lanes."""
+    single_row = all(rows == 1 for rows, _ in blocks)
     sizes = tuple(sorted({a.itemsize for a in loops.accesses}))
     row, vector = start
-    line = LINE // 16 * vector
-    if hint(length) < LINED or any(lanes % line for _, lanes in blocks):
+    line = LINE_BYTES // 16 * vector
+    if hint(length) < MIN_LINE_ALIGNED_ROW or any(lanes % line for _, lanes in blocks):
         line = 0
     if loops.row_split is None:
-        return Turn(row, vector, single, itemsizes=sizes, line=line)
+        return Rotation(row, vector, single_row, itemsizes=sizes, line=line)
     axis, count = loops.row_split
     first = substitute(row, {axis: SPLIT.index})
-    line *= alike_by(row, axis, count, line or 1)
-    return Turn(row, vector, single, first, count, sizes, line)
+    line *= same_alignment_class(row, axis, count, line or 1)
+    return Rotation(row, vector, single_row, first, count, sizes, line)
 
 
 def rounded_up(text: str) -> str:

@@ -1,6 +1,6 @@
 """Writes the body of one nest: loops over blocks, reductions, scans and stores.
 
-In: `Loops`, its `Form`, the block sizes that will be used (they decide which masks are needed).
+In: `Loops`, its `Tiling`, the block sizes that will be used (they decide which masks are needed).
 Out: lines of Triton.
 
 Within a pass all values are computed before the first store: a result may have the memory of an
@@ -27,7 +27,7 @@ from deuteron.codegen.triton.columns import (
 from deuteron.codegen.triton.cooperative import CooperativeRows
 from deuteron.codegen.triton.dynamic_bounds import enter_row
 from deuteron.codegen.triton.emit import Emitter, Limits
-from deuteron.codegen.triton.misaligned import turn_of
+from deuteron.codegen.triton.misaligned import rotation_of
 from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.reductions import (
     Accumulators,
@@ -42,7 +42,7 @@ from deuteron.codegen.triton.reductions import (
 from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scanning import scan_block
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
-from deuteron.codegen.triton.tiling import Form, cross_row_reductions
+from deuteron.codegen.triton.tiling import Tiling, cross_row_reductions
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, const, product
 from deuteron.ir.operations import ITEMSIZE
@@ -51,9 +51,9 @@ from deuteron.schedule.kernel import Reduce, Scan
 
 # Bytes of a thread that it reads before it has a row's reductions. H200, 2048 rows of 131072, bf16,
 # us: RMS norm (64 bytes) 303 without and 278 with that, layer norm (128) 353 and 425.
-AHEAD = 64
+MAX_PRELOADED_BYTES = 64
 # A split that has so many blocks of rows has no part of one.
-MANY = 12
+MIN_BLOCKS_PER_SPLIT = 12
 
 
 @dataclass(frozen=True)
@@ -70,61 +70,63 @@ class Names:
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
     overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
-    stays: bool = False  # see `schedule.traversal.stays`
+    retain_in_l2: bool = False  # see `schedule.traversal`
     averages: bool = True  # see `precision.inexact`
 
 
-def dims_of(loops: Loops, form: Form, names: Names) -> tuple[Dim, ...]:
-    """The dimensions of a form; one is masked unless every candidate block divides it."""
+def dims_of(loops: Loops, tiling: Tiling, names: Names) -> tuple[Dim, ...]:
+    """The dimensions of a tiling; one is masked unless every candidate block divides it."""
     out = []
-    for place, (name, axes) in enumerate(form.dims):
+    for place, (name, axes) in enumerate(tiling.dims):
         dim = Dim(name, axes, names.blocks[name], place, True)
         count = dim.count.value
-        exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in form.candidates)
-        if form.kind == "row_split" and name == "x":
-            exact = whole_blocks(loops, form)
-        if form.programs_per_row > 1 and name == "x":  # whose blocks are of one row
+        exact = bool(count) and all((count or 1) % b.of(name) == 0 for b in tiling.candidates)
+        if tiling.kind == "row_split" and name == "x":
+            exact = whole_blocks(loops, tiling)
+        if tiling.programs_per_row > 1 and name == "x":  # whose blocks are of one row
             exact = True
-        if form.start is not None and name == "r":
+        if tiling.misaligned is not None and name == "r":
             exact = False
         out.append(Dim(name, axes, names.blocks[name], place, not exact))
     return tuple(out)
 
 
 def write_nest(
-    loops: Loops, form: Form, names: Names, numbers: Iterator[int]
+    loops: Loops, tiling: Tiling, names: Names, numbers: Iterator[int]
 ) -> tuple[list[str], bool]:
     """The lines of a nest's function, which has `pid`, the program's number within the nest; and
     whether it asserts anything.
     """
-    em = Emitter(dims_of(loops, form, names), names.pointers, numbers, names.index_type)
+    em = Emitter(dims_of(loops, tiling, names), names.pointers, numbers, names.index_type)
     em.stages, em.float8 = names.stages, names.float8
-    em.group, em.apart, em.terms = form.group, form.apart, form.terms
-    em.block = max((b.of("r") for b in form.candidates if "r" in dict(b.sizes)), default=0)
+    em.lane_elements, em.strided, em.terms = tiling.lane_elements, tiling.strided, tiling.terms
+    em.block = max((b.of("r") for b in tiling.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
-    if names.stays and any(isinstance(p, Write) and p.level == "point" for p in loops.statements):
-        em.stays = read_rarely(loops, names.layouts)
-    if form.start is not None:
-        blocks = [(b.of("x"), b.of("r")) for b in form.candidates]
-        em.turn = turn_of(loops, form.start, em.dims["r"].count, blocks)
+    if names.retain_in_l2 and any(
+        isinstance(p, Write) and p.level == "point" for p in loops.statements
+    ):
+        em.retained = read_rarely(loops, names.layouts)
+    if tiling.misaligned is not None:
+        blocks = [(b.of("x"), b.of("r")) for b in tiling.candidates]
+        em.rotation = rotation_of(loops, tiling.misaligned, em.dims["r"].count, blocks)
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])
     declare_results(loops, em)
-    em.met = met(loops, names, lambda e: em.deps(e) <= em.whole - R)
+    em.barrier_stores = stores_behind_barriers(loops, names, lambda e: em.deps(e) <= em.whole - R)
     row = em.whole - em.along
     em.inexact = inexact(loops, lambda e: em.deps(e) <= row, names.averages)
-    em.packed = packed_bf16(loops)
-    em.units = softmax_sums(loops, lambda e: em.deps(e) <= row)
-    if em.turn is not None:
-        em.turn.declare(em)
+    em.packed_bf16 = packed_bf16(loops)
+    em.softmax_sums = softmax_sums(loops, lambda e: em.deps(e) <= row)
+    if em.rotation is not None:
+        em.rotation.declare(em)
     writers = {
         "points": write_points,
         "rows": write_rows,
-        "blocks": write_blocks,
+        "scan": write_scan,
         "row_split": write_row_split,
     }
-    writers[form.kind](loops, form, em)
+    writers[tiling.kind](loops, tiling, em)
     return used(em.chain[0].lines), em.checked
 
 
@@ -153,15 +155,15 @@ def header(em: Emitter) -> None:
             em.scope.add(f"{d.name}numel = {em.index(d.count)}")
 
 
-def write_points(loops: Loops, form: Form, em: Emitter) -> None:
+def write_points(loops: Loops, tiling: Tiling, em: Emitter) -> None:
     header(em)
     x = em.dims["x"]
     before = 0
-    if form.single:
+    if tiling.program_axes:
         em.scope.add(f"xblocks = tl.cdiv({em.index(x.count)}, {x.block})")
-        before, number = len(em.scope.lines), pid(em) if form.turns == 1 else "number"
+        before, number = len(em.scope.lines), pid(em) if tiling.serial_blocks == 1 else "number"
         em.scope.add(f"xoffset = ({number} % xblocks) * {x.block}")
-        enter_row(em, form.single, f"{number} // xblocks")
+        enter_row(em, tiling.program_axes, f"{number} // xblocks")
     elif em.rank == 1:
         em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     else:
@@ -180,17 +182,19 @@ def write_points(loops: Loops, form: Form, em: Emitter) -> None:
         streamed = [n for n in loads if stride(n.attr[1][0], x.axes[-1]) == 1]
         em.policies = dict.fromkeys(streamed, "evict_first")
     stores(em, [(w, everything) for w in loops.statements if isinstance(w, Write)])
-    if form.turns > 1:
+    if tiling.serial_blocks > 1:
         lines = em.scope.lines[before:]
         del em.scope.lines[before:]
         em.scope.add(
-            f"numbers = {em.index(product(a.extent for a in form.single))} * xblocks",
-            f"programs = tl.cdiv(numbers, {form.turns})",
+            f"numbers = {em.index(product(a.extent for a in tiling.program_axes))} * xblocks",
+            f"programs = tl.cdiv(numbers, {tiling.serial_blocks})",
         )
         em.scope.block(f"for number in tl.range({pid(em)}, numbers, programs)", lines)
 
 
-def met(loops: Loops, names: Names, row_level: Callable[[Expr], bool]) -> set[tuple[str, Index]]:
+def stores_behind_barriers(
+    loops: Loops, names: Names, row_level: Callable[[Expr], bool]
+) -> set[tuple[str, Index]]:
     """Stores into the memory of others (inputs that a program changes) where something may lie that
     is read once per row. Loops in which threads wait for one another Triton does not pipeline:
     backward of layer norm over gathered rows, 32768 x 768, bf16, H200, us: 64, without 51."""
@@ -218,15 +222,17 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
     the memory that is stored to may be what others still have to read, they meet before.
     """
     lines = []
-    if "r" in em.dims and any("r" not in d and (w.tensor, w.address) in em.met for w, d in writes):
+    if "r" in em.dims and any(
+        "r" not in d and (w.tensor, w.address) in em.barrier_stores for w, d in writes
+    ):
         lines.append("tl.debug_barrier()")
     for w, dims in writes:
-        if w.phase is not None:
+        if w.unrolled_axis is not None:
             lines.append(together(em, w, dims))
             continue
         value = em.value(w.value)
         masks = [em.value(w.mask)] if w.mask is not None else []
-        place = em.place(w.tensor, w.address, dims)
+        place = em.pointer_text(w.tensor, w.address, dims)
         bounds = em.mask(dims)
         where = " & ".join([*([bounds] if bounds else []), *masks])
         mask = f", {where}" if where else ""
@@ -234,8 +240,8 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
         if w.accumulate is None:
             # Beside what is read again, what is stored should not stay.
             policy = ', eviction_policy="evict_first"' if em.passing and dims == FULL else ""
-            if em.turn is not None and not masks and em.turn.has(em, w.address):
-                lines += em.turn.store(em, w.tensor, ITEMSIZE[w.dtype], value, policy)
+            if em.rotation is not None and not masks and em.rotation.covers(em, w.address):
+                lines += em.rotation.store(em, w.tensor, ITEMSIZE[w.dtype], value, policy)
             else:
                 lines.append(f"tl.store({place}, {value}{mask}{policy})")
         else:
@@ -244,14 +250,15 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
 
 
 def together(em: Emitter, w: Write, dims: Dims) -> str:
-    """A store of all values of a phase: neighbours in memory are neighbours in the tile."""
-    assert w.phase is not None and w.along is not None
+    """A store of all points of an unrolled axis: neighbours in memory are neighbours in the
+    tile."""
+    assert w.unrolled_axis is not None and w.along is not None
     values = [full_value(em, v, dims) for v in (w.value, *w.others)]
-    while len(values) > 1:  # bits of the phase from the highest: even and odd ones, joined last
+    while len(values) > 1:  # bits of the point from the highest: even and odd ones, joined last
         half = len(values) // 2
         values = [f"tl.interleave({a}, {b})" for a, b in zip(values[:half], values[half:])]
-    wide = em.widened(w.phase, w.along)
-    place, where = wide.place(w.tensor, w.address, dims), wide.mask(dims)
+    wide = em.widened(w.unrolled_axis, w.along)
+    place, where = wide.pointer_text(w.tensor, w.address, dims), wide.mask(dims)
     wide.guard("store", w.tensor, w.address, dims, where, em.scope)
     em.checked |= wide.checked
     return f"tl.store({place}, {values[0]}{', ' if where else ''}{where})"
@@ -294,22 +301,22 @@ def accumulate(em: Emitter, w: Write, dims: Dims, value: str, where: str) -> str
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
+def write_rows(loops: Loops, tiling: Tiling, em: Emitter) -> None:
     header(em)
     x, r = em.dims["x"], em.dims["r"]
-    if form.programs_per_row > 1:
-        cooperative = CooperativeRows(form, em, loops)
+    if tiling.programs_per_row > 1:
+        cooperative = CooperativeRows(tiling, em, loops)
         cooperative.begin()
         step = f"row_groups * {x.block}"
         em.scope.add(f"xfirst = {cooperative.first} * {x.block}")
-        if form.kept:
+        if tiling.keeps_shared:
             em.enter(r, "roffset")
         write_cooperative_rows(loops, em, cooperative, step, Columns(FULL))
         cooperative.end(f"tl.cdiv(xnumel, {step})")
         return
     em.scope.add(f"xoffset = {pid(em)} * {x.block}")
     em.enter(x, "xoffset")
-    if form.persistent:
+    if tiling.persistent:
         for name in sorted(em.along):
             em.enter(em.dims[name], "0")
         hints(em, [single(loops)])
@@ -318,9 +325,9 @@ def write_rows(loops: Loops, form: Form, em: Emitter) -> None:
         Passes(loops, em).write()
 
 
-def write_blocks(loops: Loops, form: Form, em: Emitter) -> None:
+def write_scan(loops: Loops, tiling: Tiling, em: Emitter) -> None:
     header(em)
-    scan_block(loops, form, em, pid(em))
+    scan_block(loops, tiling, em, pid(em))
     stores(em, [(w, FULL) for w in loops.statements if isinstance(w, Write)])
 
 
@@ -403,7 +410,7 @@ def rest_outside_pipeline(
     loop, outer = em.scope, em.chain[-2]
     with em.inside() as rest:
         kept, loop.dims = loop.dims, outer.dims
-        if sum(ITEMSIZE[n.dtype] for n in same) * cooperative.each <= AHEAD:
+        if sum(ITEMSIZE[n.dtype] for n in same) * cooperative.each <= MAX_PRELOADED_BYTES:
             for n in same:
                 em.value(n)
         rest_of_row(loops, em, cooperative, columns)
@@ -441,10 +448,10 @@ class Passes:
             r = em.dims["r"]
             # What a pass has read last is the likeliest to be in the cache still.
             self.backwards = k % 2 == 1 and not carries
-            # Of rows that turn the first elements come last.
-            accs.ascending = not self.backwards and em.turn is None
-            if em.turn is not None:
-                em.scope.add(f"rwhole = tl.maximum(rnumel - rturn, 0) // {r.block} * {r.block}")
+            # Of rotated rows the first elements come last.
+            accs.ascending = not self.backwards and em.rotation is None
+            if em.rotation is not None:
+                em.scope.add(f"rwhole = tl.maximum(rnumel - rrotation, 0) // {r.block} * {r.block}")
                 em.dims["r"] = replace(r, masked=False)
                 self.blocks(q, accs, carries, "rwhole")
                 em.dims["r"] = r
@@ -508,7 +515,7 @@ class Passes:
         for root in self.passes[k].roots():
             for n in root.walk():
                 if n.op == "load" and n.attr[1] and em.deps(n) & R:
-                    keep = n in later or em.shared(n) or n.attr[0] in em.stays
+                    keep = n in later or em.shared(n) or n.attr[0] in em.retained
                     em.policies[n] = "evict_last" if keep else "evict_first"
 
     def declare_carries(self, q: Pass) -> dict[str, str]:
@@ -550,19 +557,19 @@ class Passes:
 # -- row splits ----------------------------------------------------------------------------------
 
 
-def write_row_split(loops: Loops, form: Form, em: Emitter) -> None:
+def write_row_split(loops: Loops, tiling: Tiling, em: Emitter) -> None:
     """Split k walks its rows; what it reduces along them it stores at the end."""
     assert loops.row_split is not None
     axis, count = loops.row_split
     r = em.dims["r"]
     em.scope.add(f"rnumel = {em.index(r.count)}")
-    if form.programs_per_row > 1:
-        cooperative = CooperativeRows(form, em, loops)
+    if tiling.programs_per_row > 1:
+        cooperative = CooperativeRows(tiling, em, loops)
         cooperative.begin()
         em.bound.add(SPLIT)  # what depends on it stays in the loop over splits
         with em.inside() as scope:
             scope.dims |= {bound_name(SPLIT)}
-            walk_split(loops, form, em, cooperative)
+            walk_split(loops, tiling, em, cooperative)
         em.scope.block(
             f"for split in tl.range({cooperative.first}, {count}, row_groups)", scope.lines
         )
@@ -570,17 +577,19 @@ def write_row_split(loops: Loops, form: Form, em: Emitter) -> None:
         cooperative.end(f"tl.cdiv({count}, row_groups) * {rows}")
         return
     split = "pid"
-    if form.tiled:
+    if tiling.tiled:
         em.scope.add(f"rblocks = tl.cdiv(rnumel, {r.block})")
         split = "(pid // rblocks)"
     wide = "" if em.index_type == "tl.int32" else f".to({em.index_type})"
     em.scope.add(f"split = {split}{wide}")
-    if form.tiled:
+    if tiling.tiled:
         em.scope.add(f"roffset = (pid % rblocks){wide} * {r.block}")
-    walk_split(loops, form, em, None)
+    walk_split(loops, tiling, em, None)
 
 
-def walk_split(loops: Loops, form: Form, em: Emitter, cooperative: CooperativeRows | None) -> None:
+def walk_split(
+    loops: Loops, tiling: Tiling, em: Emitter, cooperative: CooperativeRows | None
+) -> None:
     """The rows of one split."""
     assert loops.row_split is not None
     axis, count = loops.row_split
@@ -589,22 +598,22 @@ def walk_split(loops: Loops, form: Form, em: Emitter, cooperative: CooperativeRo
     outer.axes[SPLIT] = "split"
     inner = em.index(_others(loops))
     step = x.block
-    if em.turn is not None:  # rows that turn alike
+    if em.rotation is not None:  # rows of one alignment class
         outer.add("low = split", f"xnumel = {em.index(x.count)}")
         step = f"{count} * {x.block}"
-        em.turn.begin(em)
+        em.rotation.begin(em)
     elif axis in x.axes:
-        each = em.index(rows_per_split(loops, form))
+        each = em.index(rows_per_split(loops, tiling))
         outer.add(f"low = split * ({each}) * ({inner})")
         outer.add(f"xnumel = tl.minimum(low + ({each}) * ({inner}), {em.index(x.count)})")
     else:
         outer.axes[axis] = "split"
         outer.add("low = 0", f"xnumel = {inner}")
-    whole = form.persistent or form.tiled
+    whole = tiling.persistent or tiling.tiled
     reductions = cross_row_reductions(loops)
-    columns = Columns(R if in_threads(form) else FULL)
+    columns = Columns(R if in_threads(tiling) else FULL)
     if whole:
-        em.enter(r, "roffset" if form.tiled or cooperative is not None else "0")
+        em.enter(r, "roffset" if tiling.tiled or cooperative is not None else "0")
         hints(em, [single(loops)])
         for p in reductions:
             columns.declare(em, p)
@@ -626,27 +635,27 @@ def walk_split(loops: Loops, form: Form, em: Emitter, cooperative: CooperativeRo
         columns.store(em, p)
 
 
-def rows_per_split(loops: Loops, form: Form) -> Index:
+def rows_per_split(loops: Loops, tiling: Tiling) -> Index:
     """Places of the split axis that a split has: blocks of them, where they are many."""
     assert loops.row_split is not None
     axis, count = loops.row_split
-    each, block = (axis.extent + (count - 1)) // count, max(b.of("x") for b in form.candidates)
-    if each.value is None or each.value < MANY * block:
+    each, block = (axis.extent + (count - 1)) // count, max(b.of("x") for b in tiling.candidates)
+    if each.value is None or each.value < MIN_BLOCKS_PER_SPLIT * block:
         return each
     return const(-(-each.value // block) * block)
 
 
-def whole_blocks(loops: Loops, form: Form) -> bool:
+def whole_blocks(loops: Loops, tiling: Tiling) -> bool:
     """Whether the rows of every split are whole blocks: then none is masked, which would cost a
     selection of every value that is kept over the rows."""
     assert loops.row_split is not None
-    axes, (axis, _) = dict(form.dims)["x"], loops.row_split
+    axes, (axis, _) = dict(tiling.dims)["x"], loops.row_split
     rows, each = product(a.extent for a in axes).value, _others(loops).value
     if axis in axes and each is not None:
-        each *= rows_per_split(loops, form).value or 0
-    if rows is None or each is None or form.start is not None:
-        return all(b.of("x") == 1 for b in form.candidates)
-    return all(n % b.of("x") == 0 for n in (rows, each) for b in form.candidates)
+        each *= rows_per_split(loops, tiling).value or 0
+    if rows is None or each is None or tiling.misaligned is not None:
+        return all(b.of("x") == 1 for b in tiling.candidates)
+    return all(n % b.of("x") == 0 for n in (rows, each) for b in tiling.candidates)
 
 
 def _others(loops: Loops) -> Index:

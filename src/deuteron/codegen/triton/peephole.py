@@ -1,6 +1,7 @@
-"""Triton text of several operations that is as good as theirs one by one, in fewer instructions.
+"""Peephole rules: one cheaper Triton expression for a group of scalar operations, exact, or within
+the error that the option `precision` allows.
 
-In: a node, whose operands' text an `Emitter` has. Out: text, or None where there is no such form.
+In: a node, whose operands' text an `Emitter` has. Out: text, or None where no rule matches.
 Kernels with long chains of arithmetic take the time of their instructions, not of their bytes.
 """
 
@@ -15,21 +16,21 @@ from deuteron.codegen.triton.state import TileState
 from deuteron.ir.expr import Expr
 
 
-def in_fewer(em: TileState, node: Expr) -> str | None:
+def peephole(em: TileState, node: Expr) -> str | None:
     if node.op == "cast":
-        return _truncated(em, node) or _rounded(em, node)
+        return _truncation(em, node) or _rounded_integer(em, node)
     if node.op == "mul":
-        return _half_more(em, node)
+        return _gelu(em, node)
     if node.op == "exp":
-        return _power(em, node)
+        return _exp2_of_multiple(em, node)
     if node.op in ("add", "sub"):
-        return _fused(em, node)
+        return _fma(em, node)
     if node.op == "lt" and node.args[0].op == "random" and node.args[1].op == "literal":
-        return _chance(em, node.args[0], node.args[1].attr)
+        return _bernoulli(em, node.args[0], node.args[1].attr)
     return None
 
 
-def _truncated(em: TileState, node: Expr) -> str | None:
+def _truncation(em: TileState, node: Expr) -> str | None:
     """A computed position without its fraction, by way of a whole number of 64 bits, which takes 16
     times as long. Zeros are positive."""
     (a,) = node.args
@@ -40,7 +41,7 @@ def _truncated(em: TileState, node: Expr) -> str | None:
     return f"libm.trunc({em.value(a.args[0])}) + 0.0"
 
 
-def _rounded(em: TileState, node: Expr) -> str | None:
+def _rounded_integer(em: TileState, node: Expr) -> str | None:
     """A number rounded to a whole one between two others: one conversion instead of two."""
     if node.dtype not in ("i8", "u8", "i16", "i32", "i64") or em.deps(node) != frozenset(em.dims):
         return None  # (of rows: see `Emitter._widened`)
@@ -59,7 +60,7 @@ def _rounded(em: TileState, node: Expr) -> str | None:
     return scalars.convert(f"libm.whole({text})", "i32", node.dtype)
 
 
-def _half_more(em: TileState, node: Expr) -> str | None:
+def _gelu(em: TileState, node: Expr) -> str | None:
     """GELU's ``y * 0.5 * (1 + erf(x * c))``."""
     found = gelu_factors(node)
     if found is None or found[1] not in em.inexact.approximate:
@@ -72,7 +73,7 @@ def _half_more(em: TileState, node: Expr) -> str | None:
     return half if y is None else f"{em.value(y)} * {half}"
 
 
-def _power(em: TileState, node: Expr) -> str | None:
+def _exp2_of_multiple(em: TileState, node: Expr) -> str | None:
     """An exponential of a multiple, as a power of two of another multiple."""
     (power,) = node.args
     if node not in em.inexact.approximate or power.op not in ("mul", "neg"):
@@ -85,12 +86,12 @@ def _power(em: TileState, node: Expr) -> str | None:
     return None
 
 
-def _fused(em: TileState, node: Expr) -> str | None:
+def _fma(em: TileState, node: Expr) -> str | None:
     """A product and a sum, rounded once."""
-    if node not in em.inexact.fused or node in em.packed:
+    if node not in em.inexact.fused or node in em.packed_bf16:
         return None
     product, other = sorted(node.args, key=lambda a: a.op != "mul")
-    if em.deps(product) != em.deps(node) or product in em.packed:
+    if em.deps(product) != em.deps(node) or product in em.packed_bf16:
         return None
     a, b, c = (em.value(x) for x in (*product.args, other))
     if node.op == "sub":
@@ -99,18 +100,19 @@ def _fused(em: TileState, node: Expr) -> str | None:
     return f"tl.fma({a}, {b}, {c})"
 
 
-def tame(em: TileState, b: Expr, fast: bool) -> bool:
-    """Whether the reciprocal of a divisor needs no scale: that of one of `em.units`, and, where it
-    need not be exact, of what is at least 2^-64, like ``maximum(x, 1e-12) / 448``."""
+def has_safe_reciprocal(em: TileState, b: Expr, fast: bool) -> bool:
+    """Whether the reciprocal of a divisor needs no scale: that of one of `em.softmax_sums`, and,
+    where it need not be exact, of what is at least 2^-64, like ``maximum(x, 1e-12) / 448``."""
     if b.op == "load":
-        return b.attr[0] in em.units
+        return b.attr[0] in em.softmax_sums
     limit, share, _ = divisor_bounds(b)
     return fast and limit * share >= 2.0**-64
 
 
-def divided_by_unit(em: TileState, a: Expr, b: Expr, fast: bool) -> str:
-    """A quotient by what is `tame`, by its reciprocal. Of what may be more than 2^126 that is below
-    the normal numbers, which only the exact one gives, and still has 21 bits."""
+def divided_by_reciprocal(em: TileState, a: Expr, b: Expr, fast: bool) -> str:
+    """A quotient by what is `has_safe_reciprocal`, by its reciprocal. Of what may be more than
+    2^126 that is below the normal numbers, which only the exact one gives, and still has 21
+    bits."""
     divisor, scope = em.value(b), em.chain[em.level(em.deps(b))]
     if fast and (b.op == "load" or divisor_bounds(b)[1] <= 0.25):
         exact, text = "fast", f"libm.reciprocal_fast({divisor})"
@@ -125,7 +127,7 @@ def divided_by_unit(em: TileState, a: Expr, b: Expr, fast: bool) -> str:
     return f"libm.div_by_unit({text}, {divisor}, {inverse}, {a.op == 'exp'})"
 
 
-def _chance(em: TileState, random: Expr, limit: float) -> str | None:
+def _bernoulli(em: TileState, random: Expr, limit: float) -> str | None:
     """Whether random numbers, which are multiples of 2^-24, are below a constant."""
     dist, stream, element = random.attr
     end = math.ceil(limit * 2**24) if 0 < limit < 1 else 0
@@ -136,4 +138,4 @@ def _chance(em: TileState, random: Expr, limit: float) -> str | None:
     return f"libm.rand_below({seed}, {stream}, {lanes}, {em.rank}, {end})"
 
 
-__all__ = ["divided_by_unit", "in_fewer", "tame"]
+__all__ = ["divided_by_reciprocal", "peephole", "has_safe_reciprocal"]

@@ -1,6 +1,6 @@
-"""Block sizes of a nest's dimensions, and the warps for them: what a `Form` offers.
+"""Block sizes of a nest's dimensions, and the warps for them: what a `Tiling` offers.
 
-In: sizes, and what a nest reads and writes at each point. Out: `Blocks`, the heuristic choice
+In: sizes, and what a nest reads and writes at each point. Out: `TileConfig`, the heuristic choice
 first. Rows and row splits, whose blocks depend on more, are in `tiling`.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.loops import Loops
 from deuteron.codegen.triton.access_statistics import below, power, size, widest
-from deuteron.ir.index import Axis, hint
+from deuteron.ir.index import Axis, Index, hint
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TileConfig:
     """Block sizes by dimension, and the launch's warps and stages."""
 
     sizes: tuple[tuple[str, int], ...]  # ("x", 1024)
@@ -28,16 +28,50 @@ class Blocks:
         return dict(self.sizes)[dim]
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """`kind`: points, rows, blocks of rows (`scanning`) or a row split; `dims`: name and axes of
+    each dimension, outermost first; `candidates`: the heuristic choice first.
+    """
+
+    kind: str
+    dims: tuple[tuple[str, tuple[Axis, ...]], ...]
+    candidates: tuple[TileConfig, ...]
+    persistent: bool = False
+    misaligned: tuple[Index, int] | None = None  # address, vector: see `misaligned`
+    lane_elements: int = 1  # of a row, which dependent reductions take together
+    strided: bool = False  # whether those are no neighbours: threads are side by side along x
+    tiled: bool = False  # a row split without row reductions: blocks of r are programs of their own
+    programs_per_row: int = 1  # cooperating: each holds a block of the row
+    cluster: bool = False  # whether the programs of a row reach one another's shared memory
+    program_axes: tuple[Axis, ...] = ()  # axes of which a program has one value at a time
+    serial_blocks: int = 1  # such values, or blocks of them, that a program takes one after another
+    terms: int = 1  # of reductions with dynamic bounds, read at once beside a row's columns
+    keeps_shared: bool = False  # whether cooperating programs hold what all rows share in registers
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether its programs wait for one another."""
+        return self.programs_per_row > 1 or self.kind == "scan"
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether its text has loops over blocks."""
+        return self.kind == "row_split" or (
+            self.kind == "rows" and (not self.persistent or self.programs_per_row > 1)
+        )
+
+
 # Where elements are read one by one, neighbours in memory are for neighbouring threads: one
 # instruction of a warp then touches few lines. H200, windows of 3x3 (bf16): 4 and 8 elements of a
 # thread take 84 and 140 us. Two f32 results of a thread are stored at once: bilinear, 60 and 51 us.
-SINGLE = tuple(Blocks((("x", n),), w) for n, w in ((256, 8), (128, 4), (256, 4)))
+SINGLE_ELEMENT_TILES = tuple(TileConfig((("x", n),), w) for n, w in ((256, 8), (128, 4), (256, 4)))
 
 
 # Elements and warps of a tile: of points; of those that share what is found for their column.
-Tiles = tuple[tuple[int, int], ...]
-PLAIN: Tiles = ((2048, 4), (1024, 4), (4096, 8))
-PLACED: Tiles = ((8192, 8), (4096, 8), (4096, 4))
+TileSizes = tuple[tuple[int, int], ...]
+PLANE_TILES: TileSizes = ((2048, 4), (1024, 4), (4096, 8))
+GATHERED_PLANE_TILES: TileSizes = ((8192, 8), (4096, 8), (4096, 4))
 
 
 def warps_for(elements: int, each: int = 16) -> int:
@@ -45,37 +79,37 @@ def warps_for(elements: int, each: int = 16) -> int:
     return min(16, max(1, below(elements // (32 * each))))
 
 
-def line_blocks(count: int, spec: DeviceSpec, itemsize: int, most: int) -> tuple[Blocks, ...]:
+def line_tiles(count: int, spec: DeviceSpec, itemsize: int, most: int) -> tuple[TileConfig, ...]:
     """16 bytes per thread and access or more, but enough programs for every multiprocessor."""
     best = min(most, 1024 if itemsize >= 4 else 2048)
     while best > 128 and count < best * 2 * spec.cores:
         best //= 2
     warps = {128: 2, 256: 4}.get(best, 4)
-    out = [Blocks((("x", best),), warps)]
+    out = [TileConfig((("x", best),), warps)]
     for block, w in ((512, 4), (1024, 4), (2048, 8)):
         if block != best and count >= block * spec.cores:
-            out.append(Blocks((("x", block),), w))
+            out.append(TileConfig((("x", block),), w))
     return tuple(out)
 
 
-def plane_blocks(
-    ny: int, nx: int, spec: DeviceSpec, most: int, tiles: Tiles = PLAIN
-) -> tuple[Blocks, ...]:
+def plane_tiles(
+    ny: int, nx: int, spec: DeviceSpec, most: int, tiles: TileSizes = PLANE_TILES
+) -> tuple[TileConfig, ...]:
     x = min(power(nx), most)
     count = ny * nx
 
-    def plane(elements: int, warps: int) -> Blocks:
+    def plane(elements: int, warps: int) -> TileConfig:
         while elements > 256 and count < elements * 2 * spec.cores:
             elements //= 2
         y = min(max(1, elements // x), power(ny))
-        return Blocks((("y", y), ("x", min(x, elements))), warps)
+        return TileConfig((("y", y), ("x", min(x, elements))), warps)
 
     return tuple(dict.fromkeys(plane(*tile) for tile in tiles))
 
 
-def tile_blocks(
+def transposed_tiles(
     loops: Loops, other: Axis, y: Sequence[Axis], x: Sequence[Axis], spec: DeviceSpec
-) -> tuple[Blocks, ...]:
+) -> tuple[TileConfig, ...]:
     """`other`: the axis of y along which something is contiguous. Large tiles where there are many,
     few of which are cut off: H200, us, 16384 x 16384 of bf16: tiles of 64 x 64 275, of 128 x 128
     262; a copy 257."""
@@ -83,10 +117,10 @@ def tile_blocks(
     plain = widest(loops) <= 2 and len(loops.accesses) <= 2
     enough = min(hint(other.extent), nx) >= 1024 and ny * nx >= 4 * 128 * 128 * spec.cores
 
-    def tile(edge: int, warps: int) -> Blocks:
+    def tile(edge: int, warps: int) -> TileConfig:
         x = min(edge, power(nx))
         y = min(edge * edge // x, power(ny))
         x = min(edge * edge // y, power(nx))
-        return Blocks((("y", y), ("x", x)), warps)
+        return TileConfig((("y", y), ("x", x)), warps)
 
     return (tile(128, 8) if plain and enough else tile(64, 8), tile(32, 4))

@@ -22,13 +22,13 @@ from deuteron.ir.index import Axis, Index, const
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.kernel import Reduce
 
-VECTOR = 16
+VECTOR_BYTES = 16
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
-PLACES = ("index", "literal")
+POSITION_OPS = ("index", "literal")
 
 
-def chosen(loops: Loops) -> Loops:
-    """The nest without reading what is not chosen."""
+def predicate_loads(loops: Loops) -> Loops:
+    """The nest in which what a comparison does not choose is not read."""
     if len(loops.reduced) != 1 or not any(isinstance(p, Reduce) for p in loops.statements):
         return loops
     nodes = unique_nodes(root for p in loops.statements for root in roots_of(p))
@@ -48,7 +48,7 @@ def chosen(loops: Loops) -> Loops:
                 if load.args or not load.attr[1] or load in table:
                     continue
                 mask = _mask(n.args[0], keep, load, loops)
-                if mask is not None and _only(load, n, value, users, roots):
+                if mask is not None and _used_only_by(load, n, value, users, roots):
                     name, index, _ = load.attr
                     table[load] = E.load(name, index, load.dtype, mask, 0)
     return (
@@ -66,7 +66,7 @@ def _with(p: Statement, table: dict[Expr, Expr]) -> Statement:
     return replace(p, body=p.body.substitute({}, table))
 
 
-def _only(
+def _used_only_by(
     load: Expr, where: Expr, value: Expr, users: dict[Expr, list[Expr]], roots: Iterable[Expr]
 ) -> bool:
     """Whether a load is used for nothing but the value that a choice may not take."""
@@ -91,10 +91,10 @@ def _mask(condition: Expr, keep: bool, load: Expr, loops: Loops) -> Expr | None:
     known from positions."""
     while condition.op == "logical_not":
         (condition,), keep = condition.args, not keep
-    if condition.op not in NEGATED or any(a.op not in PLACES for a in condition.args):
+    if condition.op not in NEGATED or any(a.op not in POSITION_OPS for a in condition.args):
         return None
     op = condition.op if keep else NEGATED[condition.op]
-    address, count = load.attr[1][0], VECTOR // ITEMSIZE[load.dtype]
+    address, count = load.attr[1][0], VECTOR_BYTES // ITEMSIZE[load.dtype]
     (inner,) = loops.reduced
     if stride(address, inner) != 1 or ((address - inner.index) % count).value != 0:
         return None
@@ -115,4 +115,4 @@ def _nearest(difference: Index, axis: Axis, count: int, least: bool) -> Index | 
     return rest + (first if (step.value == 1) is least else first + const(count - 1)) * step
 
 
-__all__ = ["chosen"]
+__all__ = ["predicate_loads"]

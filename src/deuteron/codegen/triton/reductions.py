@@ -5,9 +5,9 @@ An accumulator has an element for every element of the tile: each lane reduces i
 row, and the lanes are combined once after the loop (so a sum of n elements rounds about n / lanes +
 log(lanes) times, like eager's). Masked elements never enter: an update is selected by the mask.
 
-A maximum with sums that are rescaled with it takes `group` elements at a time, which one thread
-has (neighbours, or elements as far `apart` as a block has lanes): one exponential moves the sums to
-the new maximum, and each element costs one more.
+A maximum with sums that are rescaled with it takes `group` elements at a time, which one thread has
+(neighbours, or, where that is `strided`, elements as far apart as a block has lanes): one
+exponential moves the sums to the new maximum, and each element costs one more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def identity(kind: str, dtype: str) -> str:
 
 
 def constant(shape: str, kind: str, dtype: str) -> str:
-    return f"tl.full({shape}, {identity(kind, dtype)}, {scalars.TYPE[dtype]})"
+    return f"tl.full({shape}, {identity(kind, dtype)}, {scalars.TRITON_TYPES[dtype]})"
 
 
 def full(em: Emitter, text: str, have: frozenset[str], dtype: str) -> str:
@@ -89,14 +89,14 @@ def _reduced(em: Emitter, f: Reduce) -> str:
     if mask:
         text = f"tl.where({mask}, {text}, {identity(f.kind, dtype)})"
     if dtype not in ("f32", "f64", "i32", "i64", "bool") or (mask and dtype in ("f64",)):
-        text = f"{text}.to({scalars.TYPE[dtype]})"
+        text = f"{text}.to({scalars.TRITON_TYPES[dtype]})"
     return text
 
 
 def step(em: Emitter, f: Reduce | CrossRowReduce, name: str) -> str:
     """An accumulator with one more value. The product of a sum of products is not rounded."""
     body = f.body
-    if f.kind == "sum" and body.dtype == "f32" and body.op == "mul" and body not in em.packed:
+    if f.kind == "sum" and body.dtype == "f32" and body.op == "mul" and body not in em.packed_bf16:
         a, b = map(em.value, body.args)
         return f"tl.fma({a}, {b}, {name})"
     return reduction_step(f.kind, body.dtype, name, em.value(body))
@@ -153,7 +153,7 @@ class Accumulators:
                 continue
             if isinstance(rule, Products):
                 means = ("mean",) if rule.square else ("mean", "other")
-                zeros = f"tl.zeros({shape}, {scalars.TYPE[dtype]})"
+                zeros = f"tl.zeros({shape}, {scalars.TRITON_TYPES[dtype]})"
                 em.scope.add(*(f"{name}_{what} = {zeros}" for what in (*means, "m2")))
             elif isinstance(rule, Moment):
                 zeros = constant(self.lanes, f.kind, dtype)
@@ -172,18 +172,18 @@ class Accumulators:
     def lanes(self) -> str:
         """The shape of accumulators that take groups."""
         x, r = (self.em.dims[d].block for d in ("x", "r"))
-        return f"[{x}, {r} // {self.em.group}]"
+        return f"[{x}, {r} // {self.em.lane_elements}]"
 
     @property
     def along(self) -> int:
         """The dimension of what a lane takes, in `groups`."""
-        return 1 if self.em.apart else 2
+        return 1 if self.em.strided else 2
 
     def groups(self, text: str, have: frozenset[str], dtype: str) -> str:
         """A value of the tile by lanes and the elements that each takes."""
         x, r = (self.em.dims[d].block for d in ("x", "r"))
-        own = (f"{r} // {self.em.group}", f"{self.em.group}")
-        shape = f"[{x}, {', '.join(own[::-1] if self.em.apart else own)}]"
+        own = (f"{r} // {self.em.lane_elements}", f"{self.em.lane_elements}")
+        shape = f"[{x}, {', '.join(own[::-1] if self.em.strided else own)}]"
         return f"tl.reshape({full(self.em, text, have, dtype)}, {shape})"
 
     def update(self, f: Reduce) -> None:
@@ -231,7 +231,7 @@ class Accumulators:
             value = f"tl.where({mask}, {value}, {identity('max', dtype)})"
         items, new, safe = em.fresh("items"), em.fresh("top"), em.fresh("safe")
         below, fell = em.fresh("below"), em.fresh("fell")
-        each = "[:, None, :]" if em.apart else "[:, :, None]"
+        each = "[:, None, :]" if em.strided else "[:, :, None]"
         em.scope.add(
             f"{items} = {self.groups(value, FULL, dtype)}",
             f"{new} = libm.maximum({name}, tl.reduce({items}, {self.along}, libm.max_combine))",
@@ -278,7 +278,7 @@ class Accumulators:
             )
 
     def _products(self, f: Reduce, rule: Products, name: str) -> None:
-        em, kind = self.em, scalars.TYPE[f.body.dtype]
+        em, kind = self.em, scalars.TRITON_TYPES[f.body.dtype]
         value = em.value(rule.x)
         if "share" not in em.scope.sums:
             block = em.dims["r"].block
@@ -329,7 +329,7 @@ class Accumulators:
         sums = [s for s in self.reductions if s.name in self.sums[f.name]]
         names = {s.name: em.fresh(f"{clean(s.name)}_") for s in sums}
         for s in sums:
-            scale = self._power(self._rescaled(s.name), f"libm.apart({lanes}, {row})")
+            scale = self._power(self._rescaled(s.name), f"libm.difference({lanes}, {row})")
             em.scope.add(f"{names[s.name]} = libm.reduce_sum({self.names[s.name]} * {scale})")
         bind(em, f, row)
         for s in sums:
@@ -346,7 +346,9 @@ class Accumulators:
     def _finish_moment(self, f: Reduce, rule: Moment) -> None:
         em, total = self.em, self._rescaled(rule.total)
         row = {g.name: em.value(result(g)) for g in self.reductions if g.name not in self.merged}
-        scale = self._power(total, f"libm.apart({self.names[total.maximum]}, {row[total.maximum]})")
+        scale = self._power(
+            total, f"libm.difference({self.names[total.maximum]}, {row[total.maximum]})"
+        )
         (whole,) = (em.value(result(g)) for g in self.reductions if g.name == rule.total)
         terms = [f"{em.value(rule.at)} * {whole}"]
         for top, slope in rule.slopes.items():
@@ -371,11 +373,11 @@ class Accumulators:
         em, block = self.em, self.em.dims["r"].block
         key = ("lanes", dtype)
         if self.counted:
-            return f"rcount.to({scalars.TYPE[dtype]})"
+            return f"rcount.to({scalars.TRITON_TYPES[dtype]})"
         if key not in em.scope.sums:
             em.scope.sums[key] = name = em.fresh("count")
             each = f"(rnumel - tl.arange(0, {block})[None, :] + {block} - 1) // {block}"
-            em.scope.add(f"{name} = tl.maximum({each}, 0).to({scalars.TYPE[dtype]})")
+            em.scope.add(f"{name} = tl.maximum({each}, 0).to({scalars.TRITON_TYPES[dtype]})")
         return em.scope.sums[key]
 
     @property
@@ -383,7 +385,7 @@ class Accumulators:
         """What counts the elements of each lane where the last lanes are not those that have one
         less; at the end of a block."""
         moments = any(isinstance(rule, (Products, Centered)) for rule in self.merged.values())
-        return ["rcount += rmask"] if moments and self.em.turn is not None else []
+        return ["rcount += rmask"] if moments and self.em.rotation is not None else []
 
     def ends(self) -> None:
         """Before the blocks of which some lanes have no element."""

@@ -1,5 +1,5 @@
-"""Device functions for rows that turn (`turn`), for `libm`, under whose name generated kernels call
-them.
+"""Device functions for misaligned rows (`misaligned`), for `libm`, under whose name generated
+kernels call them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,20 +14,20 @@ from deuteron.codegen.triton.fast import INTERPRETED
 
 
 @triton.jit
-def turned_sizes(at, count, ring, turn, BLOCK: tl.constexpr):
+def rotated_sizes(at, count, ring, rotation, BLOCK: tl.constexpr):
     """How many of the `BLOCK` lanes from `at` have an element of a row."""
-    first = tl.minimum(tl.maximum(count - turn - at, 0), BLOCK)
-    last = tl.minimum(at + BLOCK, ring) - tl.maximum(at, ring - turn)
+    first = tl.minimum(tl.maximum(count - rotation - at, 0), BLOCK)
+    last = tl.minimum(at + BLOCK, ring) - tl.maximum(at, ring - rotation)
     return (first + tl.maximum(last, 0)).to(tl.float32)
 
 
 @triton.jit
-def turned_load(
-    pointer, start, count, ring, turn, index, mask,
+def rotated_load(
+    pointer, start, count, ring, rotation, index, mask,
     BLOCK: tl.constexpr, ENDS: tl.constexpr, ALIGNED: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """The elements `index`, of 2 bytes, of a row that begins at a multiple of 16 bytes, in a block
-    of lanes that turn: whole vectors, of which a lane's has parts of two neighbours. `ENDS`:
+    of rotated lanes: whole vectors, of which a lane's has parts of two neighbours. `ENDS`:
     whether the block has lanes without an element, and a `mask`."""
     if not ALIGNED:
         if ENDS:
@@ -37,7 +37,7 @@ def turned_load(
     else:
         # In words of 32 bits, of which a vector has 4.
         words, end = ring // 2, (count + 7) // 8 * 4
-        at = start // 2 + tl.arange(0, BLOCK // 2)[None, :] + turn // 8 * 4
+        at = start // 2 + tl.arange(0, BLOCK // 2)[None, :] + rotation // 8 * 4
         source = pointer.to(tl.pointer_type(tl.int32), bitcast=True)
         if ENDS:
             some = start // 2 + tl.arange(0, BLOCK // 2)[None, :] < words
@@ -46,12 +46,14 @@ def turned_load(
             a = tl.load(source + at, some & (at < end), other=0, eviction_policy=POLICY)
             b = tl.load(source + behind, some & (behind < end), other=0, eviction_policy=POLICY)
         else:
-            behind = at + (turn % 8 > 0).to(tl.int32) * 4  # where nothing is needed of it: not read
+            behind = (
+                at + (rotation % 8 > 0).to(tl.int32) * 4
+            )  # where nothing is needed of it: not read
             a = tl.load(source + at, eviction_policy=POLICY)
             b = tl.load(source + behind, eviction_policy=POLICY)
         a0, a1, a2, a3 = _words(a)
         b0, b1, b2, b3 = _words(b)
-        far, near, half = turn & 4 > 0, turn & 2 > 0, turn % 2 * 16
+        far, near, half = rotation & 4 > 0, rotation & 2 > 0, rotation % 2 * 16
         a0, a1 = tl.where(far, a2, a0), tl.where(far, a3, a1)
         a2, a3 = tl.where(far, b0, a2), tl.where(far, b1, a3)
         b0, b1 = tl.where(far, b2, b0), tl.where(far, b3, b1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.triton.access_statistics import power
-from deuteron.codegen.triton.point_tiles import Blocks, warps_for
+from deuteron.codegen.triton.point_tiles import TileConfig, warps_for
 from deuteron.schedule.profit import BUSY
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
@@ -17,14 +17,14 @@ from deuteron.schedule.profit import BUSY
 ROW_LIMIT = 16384
 # Elements of short columns side by side, at least: a GPU starts one program in a cycle. H200, us,
 # softmax of 2^23 windows of 8 (f32): 256 elements (262144 programs) 160, 512 81, 1024 75.
-LEAST_TILE = 1024
+MIN_TILE = 1024
 # Bytes of the blocks that are on their way to a program.
-PIPELINE = 96 << 10
+PIPELINE_BYTES = 96 << 10
 
 
 def row_tiles(
     nx: int, nr: int, itemsize: int, spec: DeviceSpec, light: bool, narrow: bool = False
-) -> tuple[Blocks, ...]:
+) -> tuple[TileConfig, ...]:
     """Whole rows; several short ones at once, as long as every multiprocessor has two programs.
     H200, us: one tensor that is only reduced (`light`), bf16 rows of 512 at 1024 and 2048 elements
     85 and 74 (layer norm of rows of 768 that are looked up 28.1 and 27.4); rows of 32000 with 16
@@ -33,12 +33,12 @@ def row_tiles(
     """
     r = power(nr)
 
-    def tile(elements: int, each: int) -> Blocks:
+    def tile(elements: int, each: int) -> TileConfig:
         x = min(max(1, elements // r), power(nx), 128)
         while x > 1 and nx < x * 2 * spec.cores:
             x //= 2
         warps = 32 if r >= 2 * ROW_LIMIT else warps_for(x * nr, each)
-        return Blocks((("x", x), ("r", r)), warps)
+        return TileConfig((("x", x), ("r", r)), warps)
 
     each = 16 if itemsize >= 4 else 64 if narrow else 32
     few = 2048 if light and itemsize < 4 else 1024
@@ -46,24 +46,24 @@ def row_tiles(
     return tuple(found)
 
 
-def column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[Blocks, ...]:
+def column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[TileConfig, ...]:
     """Contiguous along x: at least 32 bytes of a row at once, few enough columns that there are
     many programs; whole columns, at most `limit` elements.
     """
 
-    def tile(x: int) -> Blocks:
-        x = min(max(x, LEAST_TILE // power(nr)), power(nx))
+    def tile(x: int) -> TileConfig:
+        x = min(max(x, MIN_TILE // power(nr)), power(nx))
         while x > 8 and nx < x * spec.cores:
             x //= 2
         x = min(x, max(1, limit // power(nr)))
-        return Blocks((("x", x), ("r", power(nr))), warps_for(x * power(nr)))
+        return TileConfig((("x", x), ("r", power(nr))), warps_for(x * power(nr)))
 
     return tuple(dict.fromkeys((tile(64), tile(32), tile(128))))
 
 
-def column_blocks(
+def looped_column_tiles(
     nx: int, nr: int, moved: int, spec: DeviceSpec, scans: bool
-) -> tuple[Blocks, ...]:
+) -> tuple[TileConfig, ...]:
     """The same, block by block. H200, us: 64 x 64 elements and 64 x 128 in a pipeline of 3: 59 and
     41 (statistics of channels, bf16), 134 and 121 (their gradients); 16 x 512 and 32 x 256, of 4096
     columns: 322 and 207 (gradient of GELU with its bias). Sums of 65535 columns of f32, without a
@@ -72,34 +72,34 @@ def column_blocks(
     for 4: 185 and 143.
     """
 
-    def tile(x: int, elements: int, stages: int) -> Blocks:
+    def tile(x: int, elements: int, stages: int) -> TileConfig:
         x = min(x, power(nx))
         while x > 8 and nx < x * spec.cores * BUSY:
             x //= 2
         r = min(power(nr), max(1, elements // x))
         each = 32 if x * r > 4096 or scans else 16
-        return Blocks((("x", x), ("r", r)), warps_for(x * r, each), stages)
+        return TileConfig((("x", x), ("r", r)), warps_for(x * r, each), stages)
 
     if scans:
         return tuple(dict.fromkeys((tile(64, 4096, 3), tile(32, 4096, 3), tile(64, 2048, 3))))
     most = 8192 if moved <= 4 else 4096
-    deep = next((n for n in (4, 3) if n * most * moved <= PIPELINE), 1)
+    deep = next((n for n in (4, 3) if n * most * moved <= PIPELINE_BYTES), 1)
     found = (tile(64, most, deep), tile(64, 4096, 1), tile(32, 4096, deep))
     return tuple(dict.fromkeys(found))
 
 
-def across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+def across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[TileConfig, ...]:
     """Some tensors are contiguous along x, others along r: 64 bytes and more of each at once. H200,
     a transposition with sums, bf16: 32 x 128 203 us, 32 x 256 in a pipeline of 3 569 us."""
 
-    def tile(x: int, elements: int) -> Blocks:
+    def tile(x: int, elements: int) -> TileConfig:
         x = min(x, power(nx))
         while x > 32 and nx < x * spec.cores:
             x //= 2
         r = min(elements // x, power(nr))
-        return Blocks((("x", x), ("r", r)), warps_for(x * r))
+        return TileConfig((("x", x), ("r", r)), warps_for(x * r))
 
     return tuple(dict.fromkeys((tile(64, 8192), tile(32, 4096), tile(64, 4096))))
 
 
-__all__ = ["ROW_LIMIT", "across_tiles", "column_blocks", "column_tiles", "row_tiles"]
+__all__ = ["ROW_LIMIT", "across_tiles", "looped_column_tiles", "column_tiles", "row_tiles"]

@@ -15,26 +15,30 @@ from typing import Any
 from deuteron.ir.float8 import float8_bits
 from deuteron.ir.operations import FLOAT8, FLOATS, HALF, INTS, ITEMSIZE
 
-TYPE = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32",
-        "i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32",
-        "f64": "tl.float64", "f8e4m3": "tl.uint8", "f8e5m2": "tl.uint8"}  # fmt: skip
-POINTER = {"bool": "*i1", "u8": "*u8", "i8": "*i8", "i16": "*i16", "i32": "*i32", "i64": "*i64",
-           "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64",
-           "f8e4m3": "*u8", "f8e5m2": "*u8"}  # fmt: skip
-# Types that a number which is chosen takes from what it is chosen beside.
-NUMBERS = ("f32", "i32", "i64")
+TRITON_TYPES = {
+    "bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32",
+    "i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32",
+    "f64": "tl.float64", "f8e4m3": "tl.uint8", "f8e5m2": "tl.uint8",
+}  # fmt: skip
+POINTER_TYPES = {
+    "bool": "*i1", "u8": "*u8", "i8": "*i8", "i16": "*i16", "i32": "*i32", "i64": "*i64",
+    "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64",
+    "f8e4m3": "*u8", "f8e5m2": "*u8",
+}  # fmt: skip
+# Dtypes that a literal of a choice takes from the other one.
+INLINE_DTYPES = ("f32", "i32", "i64")
 
-INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+INFIX_OPS = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
          "eq": "==", "ne": "!=", "bitwise_and": "&", "bitwise_or": "|",
          "bitwise_xor": "^"}  # fmt: skip
-SHIFTS = {"lshift": "<<", "rshift": ">>"}
-LOGICAL = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}
+SHIFT_OPS = {"lshift": "<<", "rshift": ">>"}
+LOGICAL_OPS = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}
 # On booleans arithmetic is logic, as in ATen.
-BOOLEAN = {**INFIX, "add": "|", "mul": "&", "maximum": "|", "minimum": "&", "fmax": "|",
+BOOLEAN_OPS = {**INFIX_OPS, "add": "|", "mul": "&", "maximum": "|", "minimum": "&", "fmax": "|",
            "fmin": "&", "sub": "!="}  # fmt: skip
 # Operations whose result on a half type is one of its values without a rounding.
-SAME = frozenset(("abs", "where", "maximum", "minimum", "neg"))
-LIBM = frozenset(
+EXACT_IN_HALF = frozenset(("abs", "where", "maximum", "minimum", "neg"))
+LIBM_FUNCTIONS = frozenset(
     [
         "exp",
         "exp2",
@@ -111,7 +115,7 @@ def literal(value: Any, dtype: str, typed: bool = False) -> str:
         if value == 0 and math.copysign(1.0, value) < 0:  # Triton forgets the sign of a zero
             bits = f"tl.int{8 * ITEMSIZE[dtype]}"
             lowest = -(2 ** (8 * ITEMSIZE[dtype] - 1))
-            return f"tl.full([], {lowest}, {bits}).to({TYPE[dtype]}, bitcast=True)"
+            return f"tl.full([], {lowest}, {bits}).to({TRITON_TYPES[dtype]}, bitcast=True)"
         if math.isnan(value):
             text = 'float("nan")'
         elif math.isinf(value):
@@ -123,7 +127,7 @@ def literal(value: Any, dtype: str, typed: bool = False) -> str:
     if typed and dtype == "bf16":  # the interpreter has no constants of bf16
         return f"tl.full([], {text}, tl.float32).to(tl.bfloat16)"
     if typed or (dtype == "f64" and not exact_in_f32(value)):
-        return f"tl.full([], {text}, {TYPE[dtype]})"
+        return f"tl.full([], {text}, {TRITON_TYPES[dtype]})"
     return f"({text})" if text.startswith("-") else text
 
 
@@ -142,28 +146,28 @@ def convert(text: str, source: str, target: str, float8: str = "") -> str:
         return f"({text} != 0)"
     if source in FLOATS and target in INTS and ITEMSIZE[target] < 4:
         middle = "i64" if target == "u8" else "i32"
-        return f"{text}.to({TYPE[middle]}).to({TYPE[target]})"
+        return f"{text}.to({TRITON_TYPES[middle]}).to({TRITON_TYPES[target]})"
     if {source, target} & {"bf16"} and {source, target} != {"bf16", "f32"}:
-        return f"{text}.to(tl.float32).to({TYPE[target]})"
-    return f"{text}.to({TYPE[target]})"
+        return f"{text}.to(tl.float32).to({TRITON_TYPES[target]})"
+    return f"{text}.to({TRITON_TYPES[target]})"
 
 
 def inlines(name: str, operand: str, position: int, value: Any, other_is_literal: bool) -> bool:
     """Whether a literal argument may stand as a Python number in `operation`'s text. Of a choice
     between two numbers Triton makes f32 or i32 by itself. A count of bits may where it is one that
     the machine shifts by."""
-    if name in SHIFTS:
+    if name in SHIFT_OPS:
         return position == 1 and 0 <= value < 8 * ITEMSIZE[operand] and not other_is_literal
     if name == "where":
-        return position > 0 and operand in (("f32", "i32") if other_is_literal else NUMBERS)
-    return name in INFIX and operand not in HALF and not other_is_literal
+        return position > 0 and operand in (("f32", "i32") if other_is_literal else INLINE_DTYPES)
+    return name in INFIX_OPS and operand not in HALF and not other_is_literal
 
 
 def operation(name: str, dtype: str, args: list[str], operand: str) -> str:
     """One scalar operation; `operand` is the arguments' dtype (of the last one for `where`)."""
     if operand in HALF and name == "nextafter":
         return f"libm.nextafter_half({', '.join(args)})"
-    if operand in HALF and name not in SAME:
+    if operand in HALF and name not in EXACT_IN_HALF:
         args = [f"{a}.to(tl.float32)" for a in args]
         text = _operation(name, args, "f32")
         return text if dtype == "bool" else convert(text, "f32", dtype)
@@ -175,16 +179,16 @@ def _operation(name: str, args: list[str], operand: str) -> str:
         return f"tl.where({', '.join(args)})"
     if name == "logical_not":
         return f"({args[0]} == 0)"
-    if name in LOGICAL:
+    if name in LOGICAL_OPS:
         a, b = args if operand == "bool" else [f"({x} != 0)" for x in args]
-        return f"{a} {LOGICAL[name]} {b}"
+        return f"{a} {LOGICAL_OPS[name]} {b}"
     if operand == "bool":
         return _boolean(name, args)
     if operand in INTS:
         return _integer(name, args, operand)
-    if name in INFIX:
-        return f"{args[0]} {INFIX[name]} {args[1]}"
-    if name in LIBM:
+    if name in INFIX_OPS:
+        return f"{args[0]} {INFIX_OPS[name]} {args[1]}"
+    if name in LIBM_FUNCTIONS:
         return f"libm.{name}({', '.join(args)})"
     match name:
         case "neg":  # Triton's own minus takes it from a positive zero
@@ -205,8 +209,8 @@ def _operation(name: str, args: list[str], operand: str) -> str:
 
 
 def _boolean(name: str, args: list[str]) -> str:
-    if name in BOOLEAN and len(args) == 2:
-        return f"{args[0]} {BOOLEAN[name]} {args[1]}"
+    if name in BOOLEAN_OPS and len(args) == 2:
+        return f"{args[0]} {BOOLEAN_OPS[name]} {args[1]}"
     if name == "bitwise_not":
         return f"({args[0]} == 0)"
     if name in ("abs", "sign", "floor", "ceil", "trunc", "round"):
@@ -218,8 +222,8 @@ def _boolean(name: str, args: list[str]) -> str:
 
 def _integer(name: str, args: list[str], dtype: str) -> str:
     bits = 8 * ITEMSIZE[dtype]
-    if name in INFIX:
-        return f"{args[0]} {INFIX[name]} {args[1]}"
+    if name in INFIX_OPS:
+        return f"{args[0]} {INFIX_OPS[name]} {args[1]}"
     if name in ("floordiv", "truncdiv", "fmod", "remainder", "pow"):
         return f"libm.int_{name}({', '.join(args)})"
     match name:
@@ -245,7 +249,7 @@ def _integer(name: str, args: list[str], dtype: str) -> str:
             return f"({args[0]} < 0)"
         case "lshift" | "rshift":
             if args[1].isdecimal():
-                return f"{args[0]} {SHIFTS[name]} {args[1]}"
+                return f"{args[0]} {SHIFT_OPS[name]} {args[1]}"
             kind = "_unsigned" if (name, dtype) == ("rshift", "u8") else ""
             return f"libm.{name}{kind}({', '.join(args)}, {bits})"
         case "fma":

@@ -1,9 +1,9 @@
 """Scans of few long rows on a GPU: every block of a row is a program of its own.
 
-In: `Loops` that scan, and the device; then the nest's emitter. Out: a `Form` of blocks; its text. A
-program writes what its block reduces to, scans it meanwhile, and looks back at what the blocks
-before it have written (a decoupled look-back, `codegen.triton.exchange`). It adds that up in a
-fixed order, so that results repeat bit for bit:
+In: `Loops` that scan, and the device; then the nest's emitter. Out: a `Tiling` of kind "scan"; its
+text. A program writes what its block reduces to, scans it meanwhile, and looks back at what the
+blocks before it have written (a decoupled look-back, `codegen.triton.exchange`). It adds that up in
+a fixed order, so that results repeat bit for bit:
 
     values = block
     write_flag(reduce(values))
@@ -33,27 +33,29 @@ from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.reductions import clean, identity, masked_value, scan_result, uses
 from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import R
-from deuteron.codegen.triton.tiling import Blocks, Form
+from deuteron.codegen.triton.tiling import TileConfig, Tiling
 from deuteron.schedule.kernel import Scan
 
 # Bytes of a thread's elements, of what most is read of; half where more is held of each or a lane's
 # are no neighbours. H200, 64 rows of 1048576, us: f32, 2048 elements of 8 warps 143, of 4 141, 1024
 # of 4 143, of 2 140; bf16, 4096 elements of 8 warps 80, of 4 71, 2048 of 4 77.
-EACH, LEAST = 64, 4
+BYTES_PER_THREAD, MIN_ELEMENTS_PER_THREAD = 64, 4
 # Warps of a block. The fewer rows, the more of a row's blocks run at once and look at the same
 # flags, of which a larger block looks at fewer. H200, 2^26 elements, f32, by 2, 4 and 8 warps, us:
 # 64 rows 138, 138, 140; 16 rows 155, 137, 140; 4 rows 519, 138, 143; 1 row 2261, 429, 155; 64 rows
 # of bf16 72, 71, 80. Where all blocks run at once, by few.
-WARPS, ALONE, SHORT = 4, 8, 2
-FEW_ROWS, RESIDENT = 3, 32  # rows; warps of a multiprocessor
+BLOCK_WARPS, FEW_ROWS_WARPS, AT_ONCE_WARPS = 4, 8, 2
+MAX_FEW_ROWS, WARPS_PER_CORE = 3, 32  # rows; warps of a multiprocessor
 
 
-def scan_tiling(loops: Loops, spec: DeviceSpec) -> Form | None:
-    """The form of scans in blocks; None where rows have none (`base.scans`), or are not only
+def scan_tiling(loops: Loops, spec: DeviceSpec) -> Tiling | None:
+    """The tiling of scans in blocks; None where rows have none (`base.scans`), or are not only
     scanned and written point by point."""
     scans = [p for p in loops.statements if isinstance(p, Scan)]
     x, r = loops.parallel, loops.reduced
-    if not 0 < len(scans) <= MAX_SCANS or len(scans) + len(points(loops)) < len(loops.statements):
+    if not 0 < len(scans) <= MAX_SCANS or len(scans) + len(point_writes(loops)) < len(
+        loops.statements
+    ):
         return None
     if loops.row_split is not None or loops.group_axes:
         return None
@@ -65,26 +67,26 @@ def scan_tiling(loops: Loops, spec: DeviceSpec) -> Form | None:
     if not in_blocks(size(x), size(r), spec):
         return None
     wide, held = widest(loops), max(len(scans), row_loads(loops))
-    each = EACH // max(2, min(4, wide)) // (1 if held == 1 else 2 if held <= 3 else 4)
-    each = max(LEAST, each // (1 if size(r) * wide % 16 == 0 else 2))
-    once = size(x) * size(r) <= each * WARP * RESIDENT * spec.cores
-    warps = SHORT if once else ALONE if size(x) <= FEW_ROWS else WARPS
-    tiles = tuple(Blocks((("x", 1), ("r", each * WARP * w)), w) for w in (warps, 2 * warps))
-    return Form("blocks", (("x", x), ("r", r)), tiles)
+    each = BYTES_PER_THREAD // max(2, min(4, wide)) // (1 if held == 1 else 2 if held <= 3 else 4)
+    each = max(MIN_ELEMENTS_PER_THREAD, each // (1 if size(r) * wide % 16 == 0 else 2))
+    once = size(x) * size(r) <= each * WARP * WARPS_PER_CORE * spec.cores
+    warps = AT_ONCE_WARPS if once else FEW_ROWS_WARPS if size(x) <= MAX_FEW_ROWS else BLOCK_WARPS
+    tiles = tuple(TileConfig((("x", 1), ("r", each * WARP * w)), w) for w in (warps, 2 * warps))
+    return Tiling("scan", (("x", x), ("r", r)), tiles)
 
 
-def points(loops: Loops) -> list[Write]:
+def point_writes(loops: Loops) -> list[Write]:
     """What is stored, an element at every point."""
     found = [p for p in loops.statements if isinstance(p, Write)]
     return [w for w in found if w.level == "point" and w.accumulate is None and not w.scattered]
 
 
-def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
+def scan_block(loops: Loops, tiling: Tiling, em: Emitter, number: str) -> None:
     """Enters the block of the program of this number and scans it: the scope has what its stores
     need of scans."""
     r, add = em.dims["r"], em.scope.add
     scans = [p for p in loops.statements if isinstance(p, Scan)]
-    lanes = f"{r.block} // {_each(form)}"
+    lanes = f"{r.block} // {_elements_per_thread(tiling)}"
     add(
         f"block = {number} // xnumel",
         f"xoffset = {number} % xnumel",
@@ -109,7 +111,7 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
         )
         own.append((reduction, scanned))
     names = {p.name for p in scans}
-    later = set(unique_nodes(root for w in points(loops) for root in roots_of(w)))
+    later = set(unique_nodes(root for w in point_writes(loops) for root in roots_of(w)))
     for n in reads:  # on their way, too, while others are waited for
         if n in later and not uses(n, names):
             em.value(n)
@@ -125,18 +127,21 @@ def scan_block(loops: Loops, form: Form, em: Emitter, number: str) -> None:
     add(f"libm.end_look_back({FLAGS_PARAM}, block, blocks, xnumel, tag)")
 
 
-def flag_count_text(loops: Loops, form: Form, rows: str, length: str, block: str) -> str:
+def flag_count_text(loops: Loops, tiling: Tiling, rows: str, length: str, block: str) -> str:
     """Python text of the number of flags that a launch needs; of the rows, their length and the
     elements of a block there are texts."""
-    lanes, scans = f"({block} // {_each(form)})", sum(isinstance(p, Scan) for p in loops.statements)
+    lanes, scans = (
+        f"({block} // {_elements_per_thread(tiling)})",
+        sum(isinstance(p, Scan) for p in loops.statements),
+    )
     count = f"-(-{length} // {block})"
     each = f"({count} + {count} // {lanes} + {count} // {lanes} ** 2)"
     return f"{FIRST_FLAG} + {rows} * {scans} * {each}"
 
 
-def _each(form: Form) -> int:
+def _elements_per_thread(tiling: Tiling) -> int:
     """Elements of a thread."""
-    (each,) = {b.of("r") // (WARP * b.num_warps) for b in form.candidates}
+    (each,) = {b.of("r") // (WARP * b.num_warps) for b in tiling.candidates}
     return each
 
 

@@ -44,13 +44,13 @@ class TileState:
         self.chain: list[Scope] = [Scope(NONE)]
         self.result_dims: dict[str, Dims] = {}
         self.inexact = Inexact()
-        self.packed: frozenset[Expr] = frozenset()  # see `precision`
-        self.units: frozenset[str] = frozenset()  # likewise: names of reductions
+        self.packed_bf16: frozenset[Expr] = frozenset()  # see `precision`
+        self.softmax_sums: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
-        self.stays: frozenset[str] = frozenset()  # what is to stay in the L2 as it streams
+        self.retained: frozenset[str] = frozenset()  # what is to stay in the L2 as it streams
         self._deps: dict[Expr, Dims] = {}
         self.bound: set[Axis] = set()  # axes of reductions inside expressions
-        self.group, self.apart, self.terms = 1, False, 1  # see `tiling.Form`
+        self.lane_elements, self.strided, self.terms = 1, False, 1  # see `tiling.Tiling`
         self.block = 0  # the most elements of a block along r, a power of two
         self.within: Expr | None = (
             None  # which terms of such a reduction there are, inside its loop
@@ -58,9 +58,11 @@ class TileState:
         self.stages = "1"  # text of the number of stages of software pipelines
         self.float8 = ""  # see `scalars.convert`
         self.starts: dict[str, str] = {}  # dimension -> where its current block begins
-        self.met: set[tuple[str, Index]] = set()  # stores before which threads meet: see `nests`
-        # A `misaligned.Turn`, where rows are walked from their first whole vector.
-        self.turn: Any = None
+        self.barrier_stores: set[tuple[str, Index]] = (
+            set()
+        )  # stores before which threads meet: see `nests`
+        # A `misaligned.Rotation`, where rows are walked from their first whole vector.
+        self.rotation: Any = None
         self.passing = False  # whether rows are read in several passes
         self.checked = False  # whether the text has assertions
         self.limits: Limits = {}  # where every access is checked: see `guard`
@@ -120,7 +122,7 @@ class TileState:
             if isinstance(a, Axis):
                 if a in self.dim_of:
                     out.add(self.dim_of[a])
-                    if self.turn is not None and self.turn.first is None and out & R:
+                    if self.rotation is not None and self.rotation.first is None and out & R:
                         out.add("x")  # which element a lane has
                 elif a in self.bound:
                     out.add(bound_name(a))
@@ -135,7 +137,7 @@ class TileState:
     def shared(self, load: Expr) -> bool:
         """Whether all rows read the same of it."""
         address = load.attr[1][0]
-        if self.turn is None or any(isinstance(a, Value) for a in address.atoms()):
+        if self.rotation is None or any(isinstance(a, Value) for a in address.atoms()):
             return self.deps(load) == self.along
         return {self.dim_of.get(a) for a in address.axes()} == {"r"} and not load.args
 

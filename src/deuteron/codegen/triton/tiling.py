@@ -1,6 +1,6 @@
 """How a nest becomes a tile: which axes form its dimensions, which block sizes are worth having.
 
-In: `Loops` with linear addresses, and the device. Out: a `Form`.
+In: `Loops` with linear addresses, and the device. Out: a `Tiling`.
 
     points     no reductions: one dimension x where all accesses agree on the contiguous axis, else
                y and x (a transposition)
@@ -10,14 +10,14 @@ In: `Loops` with linear addresses, and the device. Out: a `Form`.
     row_split  rows x in a fixed number of splits; results of r are kept over the rows of a split
                (see `schedule.kernel`)
 
-Every choice here is one of speed: any form with any blocks computes the same.
+Every choice here is one of speed: any tiling with any configuration computes the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.scans import EXCHANGED_DTYPES
@@ -27,7 +27,6 @@ from deuteron.codegen.loops import (
     Write,
     outermost_first,
     points_visited,
-    stride,
 )
 from deuteron.codegen.triton.access_statistics import (
     below,
@@ -46,25 +45,22 @@ from deuteron.codegen.triton.access_statistics import (
     unit_bytes,
     widest,
 )
-from deuteron.codegen.triton.dynamic_bounds import EACH, REGISTERS, in_flight, ragged_tile
-from deuteron.codegen.triton.misaligned import ragged, turned_alike
+from deuteron.codegen.triton.misaligned import misaligned_rows, rows_of_one_alignment
 from deuteron.codegen.triton.point_tiles import (
-    PLACED,
-    SINGLE,
-    Blocks,
-    line_blocks,
-    plane_blocks,
-    tile_blocks,
+    SINGLE_ELEMENT_TILES,
+    TileConfig,
+    Tiling,
     warps_for,
 )
+from deuteron.codegen.triton.point_tiling import in_order, point_order, tile_points
 from deuteron.codegen.triton.row_tiles import (
     ROW_LIMIT,
     across_tiles,
-    column_blocks,
     column_tiles,
+    looped_column_tiles,
     row_tiles,
 )
-from deuteron.ir.index import Axis, Index, Value, hint, product
+from deuteron.ir.index import Axis, Index, product
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.columns import TILE_COLUMNS, TILE_ELEMENTS
 from deuteron.schedule.cooperative import (
@@ -83,111 +79,77 @@ from deuteron.schedule.profit import ACROSS
 # copy's, looped and whole: layer norm 1.58 and 1.06 (f32), 1.29 and 1.23 (bf16), softmax 1.48 and
 # 1.31 (f32); logsumexp, which reads once in any case, 1.20 and 1.22. At 65536 columns registers
 # spill.
-LONG_ROW = 2
-# Points of rows in blocks of a row: so much more of them at most, with what is masked.
-WASTE = 1.1
-# Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
-# they have at least so many.
-LEAST_RAGGED = 1 << 14
-# Rows of a split turn if they have so many elements. H200, gradients of layer norm, bf16, rows of
+STORED_ROW_FACTOR = 2
+# Rows of a split are rotated if they have so many elements. H200, gradients of layer norm, bf16,
+# rows of
 # 1001 and 8191, us: 381, 374 and 872, 605. Rows that one program holds and only reduces by
-# themselves do not turn: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418.
-LEAST_TURNED = 1000
+# themselves are not rotated: softmax of 257, 1001, 8191: 164, 340 and 139, 192 and 314, 418.
+MIN_ROTATED_ROW = 1000
 # Elements of a thread in blocks that follow one another in one program.
-LONE = 32
+SERIAL_ELEMENTS_PER_THREAD = 32
 # Where rows are at most so much of their block (1152 of 2048), a thread has its elements in four
 # parts, of which the compiler sees that the last one is behind every row; in blocks of at most so
 # many elements. H200, bf16, backward of modulated layer norm of 1152, us: 154, so 135 to 139, of
 # layer norm of 1152 137 and 132, 2560 124 and 114, 3072 112 and 105, 5120 (which spills) 135 and
 # 230.
-SPARE, MOST_SPARE = 0.75, 4096
+SPARE_BLOCK_SHARE, MAX_SPARE_BLOCK = 0.75, 4096
 # Of such rows in blocks of at most so many elements, and of rows of so many at most, a split is a
 # warp, which waits for no other and skips a part that no row has, if a thread has room for its part
 # of all that is held of a row (so many values), and a pipeline of so many bytes for three rows.
 # H200, bf16, backward of layer norm, 2^26 elements, with more warps and so, us: rows of 128 151 and
 # 108, 256 117 and 107, 640 136 and 111, 768 117 and 105, 1152 132 and 110; of 1024 51 and 52.
 # Behind an embedding of 768, with pipelines of 3, 4, 6 and 8 rows 50, 44, 40, 41 (four warps 52).
-MOST_ALONE, ALONE, VALUES, DEEP = 2048, 256, 192, 36 << 10
+MAX_ONE_WARP_BLOCK, MAX_ONE_WARP_ROW, MAX_ONE_WARP_VALUES, ONE_WARP_PIPELINE_BYTES = (
+    2048,
+    256,
+    192,
+    36 << 10,
+)
 # Rows of more elements that are `_narrowed` have as many threads as others.
-MOST_NARROW = 8192
+MAX_NARROWED_ROW = 8192
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
-APART = 4
-# With so many axes, finding a point's place costs more than its arithmetic.
-MANY_AXES = 4
-# With more at every point, a thread takes few points.
-MANY_ACCESSES = 6
+STRIDED_ELEMENTS_PER_THREAD = 4
 # Values that are held over a split's rows, as multiples of that: H200, bf16 rows of 16384, backward
 # of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
 # two) 2.0.
-HELD = 3
+HELD_LIMIT_FACTOR = 3
 # Rows of more elements come from the L2 in part when they are read again: large blocks, at most so
 # many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
 # 4096: 1.49 and 1.59 times a copy's time.
-LARGE, STAGE = 49152, 48 << 10
+MIN_L2_ROW, STAGE_BYTES = 49152, 48 << 10
 # Reductions of a row whose results cooperating programs exchange.
 MAX_EXCHANGED = 6
 # Columns that a program reads at once at least: 32 bytes of half numbers.
-LEAST_COLUMNS = 16
+MIN_COLUMNS = 16
 
 
 # Rows of a split up to which its programs are short: then fewer, wider ones are better, down to 8
 # per multiprocessor. H200, two column sums of 2048 x 768 (f32), 264 splits of 8 rows, us: tiles of
 # 64, 128, 256 columns (3168, 1584, 792 programs) 13.5, 13.2, 8.0.
-FEW_ROWS = 32
-MOST_COLUMNS = 256
+MAX_SHORT_SPLIT = 32
+MAX_TILE_COLUMNS = 256
 
 Axes = tuple[Axis, ...]
 
 
-@dataclass(frozen=True)
-class Form:
-    """`kind`: points, rows, blocks of rows (`scanning`) or a row split; `dims`: name and axes of
-    each dimension, outermost first; `candidates`: the heuristic choice first.
-    """
-
-    kind: str
-    dims: tuple[tuple[str, tuple[Axis, ...]], ...]
-    candidates: tuple[Blocks, ...]
-    persistent: bool = False
-    start: tuple[Index, int] | None = None  # rows that turn: see `turn`
-    group: int = 1  # elements of a row in one lane, which dependent reductions take together
-    apart: bool = False  # whether those are no neighbours: threads are side by side along x
-    tiled: bool = False  # a row split without row reductions: blocks of r are programs of their own
-    programs_per_row: int = 1  # cooperating: each holds a block of the row
-    cluster: bool = False  # whether the programs of a row reach one another's shared memory
-    single: tuple[Axis, ...] = ()  # axes of which a program has one value at a time
-    turns: int = 1  # such values, or blocks of them, that a program takes in turn
-    terms: int = 1  # of ragged reductions, read at once beside the columns of such a row
-    kept: bool = False  # whether cooperating programs hold what all rows share in registers
-
-    @property
-    def waits(self) -> bool:
-        """Whether its programs wait for one another."""
-        return self.programs_per_row > 1 or self.kind == "blocks"
-
-    @property
-    def loops(self) -> bool:
-        """Whether its text has loops over blocks."""
-        return self.kind == "row_split" or (
-            self.kind == "rows" and (not self.persistent or self.programs_per_row > 1)
-        )
-
-
-def choose(loops: Loops, spec: DeviceSpec, cooperative: bool = False, alone: int = 0) -> Form:
-    """The form of a nest; `teams`: whether programs may wait for one another; `alone`: the warps of
-    the one program that walks the nest at the end of a kernel, 0 where there are many."""
-    form = _choose(loops, replace(spec, cores=1) if alone else spec, cooperative)
-    if alone and form.kind == "rows" and form.persistent and not loops.group_axes:
-        form = replace(form, candidates=(_lone_tile(form, alone, row_loads(loops)),))
-    if form.start is None and form.loops and uneven(loops):
+def choose(
+    loops: Loops, spec: DeviceSpec, cooperative: bool = False, tail_warps: int = 0
+) -> Tiling:
+    """The tiling of a nest; `cooperative`: whether programs may wait for one another; `tail_warps`:
+    the warps of the one program that walks the nest at the end of a kernel, 0 where there are
+    many."""
+    tiling = _choose(loops, replace(spec, cores=1) if tail_warps else spec, cooperative)
+    if tail_warps and tiling.kind == "rows" and tiling.persistent and not loops.group_axes:
+        tiling = replace(tiling, candidates=(_tail_tile(tiling, tail_warps, row_loads(loops)),))
+    if tiling.misaligned is None and tiling.has_loops and uneven(loops):
         # Elements that come one by one are better read than copied to shared memory.
-        best = sorted(form.candidates, key=lambda b: b.stages > 1)
+        best = sorted(tiling.candidates, key=lambda b: b.stages > 1)
         plain = dict.fromkeys(replace(b, stages=1) for b in best)
-        form = replace(form, candidates=tuple(plain))
-    return form
+        tiling = replace(tiling, candidates=tuple(plain))
+    return tiling
 
 
-def _choose(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
+def _choose(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     if loops.row_split is not None:
         return _row_split(loops, spec, cooperative)
     if loops.group_axes:
@@ -196,173 +158,20 @@ def _choose(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
     if not reductions and not any(
         isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.statements
     ):
-        return _points(loops, spec)
+        return tile_points(loops, spec)
     return _rows(loops, spec, cooperative)
 
 
-def _in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Axes from outermost to innermost, the one with most contiguous bytes innermost."""
-    order = outermost_first(loops, axes)
-    if len(order) > 1:
-        last = max(order, key=lambda a: (unit_bytes(loops, a), order.index(a)))
-        if unit_bytes(loops, last):
-            order = [a for a in order if a != last] + [last]
-    return tuple(order)
-
-
-# -- points ----------------------------------------------------------------------------------------
-
-
-def _points(loops: Loops, spec: DeviceSpec) -> Form:
-    order = point_order(loops)
-    if (found := ragged_tile(loops, order)) is not None:
-        dims, sizes, single = found
-        most = REGISTERS if single and widest(loops) <= 4 else 0
-        elements = math.prod(n for _, n in sizes)
-        tile = Blocks(sizes, warps_for(elements, EACH), registers=most)
-        each = elements // (32 * tile.num_warps)
-        terms, turns = in_flight(loops, each, size(single), spec.cores) if single else (1, 1)
-        return Form("points", dims, (tile,), single=single, terms=terms, turns=turns)
-    other = _second_contiguous(loops, order)
-    if other is not None:
-        x: tuple[Axis, ...] = (order[-1],)
-        y = tuple(a for a in order[:-1] if a != other) + (other,)
-        return Form("points", (("y", y), ("x", x)), tile_blocks(loops, other, y, x, spec))
-    cut = _cut(order) if len(order) >= MANY_AXES else _rows_apart(loops, order)
-    if cut is not None and stored_points(loops) == 1 and size(order[cut:]) >= LEAST_RAGGED:
-        start = ragged(loops, order[cut:])
-        if start is not None:
-            # H200, gradient of cross entropy, 50257 classes, bf16, us: 507 and 533.
-            rows = (Blocks((("x", 1), ("r", 2048)), 4), Blocks((("x", 1), ("r", 4096)), 8))
-            return Form("rows", (("x", order[:cut]), ("r", order[cut:])), rows, start=start)
-    if cut is not None:
-        y, x = order[:cut], order[cut:]
-        blocks = plane_blocks(size(y), size(x), spec, 512 if len(order) >= MANY_AXES else 2048)
-        return Form("points", (("y", y), ("x", x)), blocks)
-    cut = _columns_placed(loops, order)
-    if cut is not None:
-        y, x = order[:cut], order[cut:]
-        blocks = plane_blocks(size(y), size(x), spec, 2048, PLACED)
-        return Form("points", (("y", y), ("x", x)), blocks)
-    full = [a for a in loops.accesses if 2 * points_visited(a.address, order) > size(order)]
-    most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
-    if order and _apart(loops, order[-1]):
-        wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.statements)
-        return Form("points", (("x", order),), SINGLE[::-1] if wide else SINGLE)
-    blocks = line_blocks(size(order), spec, widest(loops), most)
-    return Form("points", (("x", order),), blocks)
-
-
-def _apart(loops: Loops, inner: Axis) -> bool:
-    """Whether most of what is read comes element by element: neighbours lie apart, or begin between
-    two multiples of 16 bytes."""
-    read = [a for a in loops.accesses if not a.store]
-    single = 0.0
-    for a in read:
-        if stride(a.address, inner) not in (0, 1):
-            single += 1.0
-        elif dict(a.address.terms).get((), 0) * a.itemsize % 16:
-            single += 0.5
-    return len(read) > 1 and 2 * single > len(read)
-
-
-def one_by_one(loops: Loops, spec: DeviceSpec) -> bool:
+def single_elements(loops: Loops, spec: DeviceSpec) -> bool:
     """Whether neighbouring threads have neighbouring points, one each."""
-    return set(_choose(loops, spec, False).candidates) == set(SINGLE)
-
-
-def stored_points(loops: Loops) -> int:
-    """Neighbouring elements of one tensor that a lane stores at most."""
-    count: dict[str, int] = {}
-    for p in loops.statements:
-        if isinstance(p, Write):
-            count[p.tensor] = count.get(p.tensor, 0) + 1 + len(p.others)
-    return max(count.values(), default=1)
-
-
-def point_order(loops: Loops) -> tuple[Axis, ...]:
-    """The axes of a nest of points from outermost to innermost."""
-    order = _in_order(loops, (*loops.parallel, *loops.reduced))
-    for w in loops.statements:
-        if isinstance(w, Write) and w.along is not None:
-            order = (*(a for a in order if a != w.along), w.along)
-    return order
-
-
-def _cut(order: Sequence[Axis]) -> int | None:
-    """Where to part many axes into two dimensions, whose places are then computed apart (a row of
-    points shares what depends on the first): the second long enough, with little to mask."""
-    for k in range(len(order) - 1, 0, -1):
-        inner = size(order[k:])
-        if inner >= 32:
-            return (
-                k
-                if min(power(inner), 512) * -(-inner // min(power(inner), 512)) <= 1.3 * inner
-                else None
-            )
-    return None
-
-
-def _rows_apart(loops: Loops, order: Sequence[Axis]) -> int | None:
-    """Where to part the axes of points of which rows have values of their own, read once per row
-    then; rows are nearly whole blocks."""
-    if len(order) < 2:
-        return None
-    inner, alone = order[-1], 0
-    for a in loops.accesses:
-        if inner not in a.address.axes():
-            alone += bool(a.address.axes()) and not a.store
-        elif stride(a.address, inner) != 1:
-            return None
-    n = size((inner,))
-    if (inner.extent.value or 1) % 8 and n < LEAST_RAGGED:
-        return None
-    block = min(power(n), 2048)
-    return len(order) - 1 if alone and n >= 64 and -(-n // block) * block <= WASTE * n else None
-
-
-def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
-    """An axis along which a good part of the bytes is contiguous that is not along the innermost
-    one.
-    """
-    if len(order) < 2:
-        return None
-    inner = order[-1]
-    axes = (*loops.parallel, *loops.reduced)
-    total, gain = 0, dict.fromkeys(order[:-1], 0)
-    for access in loops.accesses:
-        moved = access.itemsize * points_visited(access.address, axes)
-        total += moved
-        if stride(access.address, inner) in (0, 1):
-            continue
-        for a in gain:
-            if stride(access.address, a) == 1:
-                gain[a] += moved
-    best = max(gain, key=lambda a: gain[a])
-    worth = gain[best] * 8 > total and hint(best.extent) >= 4 and hint(inner.extent) >= 8
-    return best if worth else None
-
-
-def _columns_placed(loops: Loops, order: Sequence[Axis]) -> int | None:
-    """Where to part points of which each column is read from a place of its own, the same in all
-    rows: a program then finds its columns' places once for several rows. H200, 8192 x 480 of pairs
-    of 27 x 27 products: point by point 35 us."""
-    if len(order) < 2:
-        return None
-    inner, n = order[-1], size(order[-1:])
-    placed = any(
-        isinstance(a, Value) and a.expr.axes() == {inner} and len(access.address.axes()) > 1
-        for access in loops.accesses
-        for a in access.address.atoms()
-    )
-    return len(order) - 1 if placed and n >= 32 and power(n) <= min(WASTE * n, 2048) else None
+    return set(_choose(loops, spec, False).candidates) == set(SINGLE_ELEMENT_TILES)
 
 
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
-    x, r = _in_order(loops, loops.parallel), _in_order(loops, loops.reduced)
+def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
+    x, r = in_order(loops, loops.parallel), in_order(loops, loops.reduced)
     scans = any(isinstance(p, Scan) for p in loops.statements)
     if scans or any(isinstance(p, Reduce) and p.kind.startswith("arg") for p in loops.statements):
         r = loops.reduced
@@ -377,15 +186,15 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
     loads = row_loads(loops)
     again = any(isinstance(p, Write) and p.level == "point" for p in loops.statements)
     held = loads * widest(loops) if columns or across else 4 * loads
-    limit = ROW_LIMIT * (LONG_ROW if again and held <= 4 and not scans else 1)
+    limit = ROW_LIMIT * (STORED_ROW_FACTOR if again and held <= 4 and not scans else 1)
     limit //= 1 if loads <= 2 else 2 if loads <= 4 else 4
     # Columns that are read once are read as well in a loop, more of them side by side.
-    least = LEAST_COLUMNS * (1 if again else 4)
+    least = MIN_COLUMNS * (1 if again else 4)
     persistent = known and power(nr) <= (limit // least if columns or across else limit)
     whole = persistent or columns or across
-    near = can_be_cluster(1, spec)
+    cluster = can_be_cluster(1, spec)
     # What is the same for all rows each program reads for every row.
-    few = near or 2 * bytes_along(loops, x) >= bytes_along(loops) or nx < spec.cores
+    few = cluster or 2 * bytes_along(loops, x) >= bytes_along(loops) or nx < spec.cores
     # Values of parts of a row that are not the same in a block are held element by element.
     few &= bool(steady_block(loops, r)) or not any(
         a.address.axes() & set(x)
@@ -395,49 +204,57 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
         if not a.store
     )
     long = nr > ROW_LIMIT or nr * loads_along(loops) > 2 * ROW_LIMIT
-    shared = not whole or (near and long and not columns and not across)
+    shared = not whole or (cluster and long and not columns and not across)
     wide = widest(loops) >= 4
-    if cooperative and again and shared and (wide or ragged(loops, r) is None):
+    if cooperative and again and shared and (wide or misaligned_rows(loops, r) is None):
         values = loads + sum(isinstance(p, Scan) for p in loops.statements)
         each = min(elements_per_program(values, nr), steady_block(loops, r) or nr)
         programs = _cooperating_programs(loops, nr, values, each, wide, spec) if few else 0
         if programs:
-            form = _cooperative("rows", x, r, values, each, programs, spec, values == 1 or scans)
-            return _keeping_shared_values(loops, form, values)
+            tiling = _cooperative("rows", x, r, values, each, programs, spec, values == 1 or scans)
+            return _keeping_shared_values(loops, tiling, values)
     if across and not persistent:
         candidates = across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
         candidates = column_tiles(nx, nr, spec, limit)
     elif persistent:
-        narrow = nr <= MOST_NARROW and _narrowed(loops)
+        narrow = nr <= MAX_NARROWED_ROW and _narrowed(loops)
         light = (loads == 1 and not again) or looked_up(loops, r)
         candidates = row_tiles(nx, nr, widest(loops), spec, light, narrow)
     elif columns:
-        candidates = column_blocks(nx, nr, tile_bytes(loops, x, r), spec, scans)
+        candidates = looped_column_tiles(nx, nr, tile_bytes(loops, x, r), spec, scans)
     else:
         candidates = _long_rows(loops, nx, nr, spec)
-    start = None
+    misaligned = None
     columns |= across
-    group, least = 1, min(b.of("r") for b in candidates)
+    lane_elements, least = 1, min(b.of("r") for b in candidates)
     if not persistent and not columns and all(b.of("x") == 1 for b in candidates):
-        start = _turned(loops, r)
-        if start is not None and least < start[1]:
-            start = None  # a block has whole vectors
+        misaligned = _rotated_rows(loops, r)
+        if misaligned is not None and least < misaligned[1]:
+            misaligned = None  # a block has whole vectors
     if not persistent and not columns:  # 16 bytes of memory come to one thread
-        group = min(16 // widest(loops), least)
-    elif not persistent and least >= APART * 16:
-        group = APART
+        lane_elements = min(16 // widest(loops), least)
+    elif not persistent and least >= STRIDED_ELEMENTS_PER_THREAD * 16:
+        lane_elements = STRIDED_ELEMENTS_PER_THREAD
     dims = (("x", x), ("r", r))
-    return Form("rows", dims, candidates, persistent, start, group, apart=columns and group > 1)
+    return Tiling(
+        "rows",
+        dims,
+        candidates,
+        persistent,
+        misaligned,
+        lane_elements,
+        strided=columns and lane_elements > 1,
+    )
 
 
-def _turned(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
-    """`ragged` rows that are better read from their first whole vector, in loops. Not those of f32
-    beside weights of columns, of which a lane would read parts of two vectors, while a warp's f32
-    from any place are whole lines: H200, layer norm, 4096 rows of 65535, us: from their begin 1065,
-    turned in blocks of 4096 1238 (in blocks of 16384, with spills, 2051)."""
+def _rotated_rows(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
+    """`misaligned_rows` that are better read from their first whole vector, in loops. Not those of
+    f32 beside weights of columns, of which a lane would read parts of two vectors, while a warp's
+    f32 from any place are whole lines: H200, layer norm, 4096 rows of 65535, us: from their begin
+    1065, rotated in blocks of 4096 1238 (in blocks of 16384, with spills, 2051)."""
     shared = loads_along(loops) > row_loads(loops)
-    return None if shared and widest(loops) >= 4 else ragged(loops, r)
+    return None if shared and widest(loops) >= 4 else misaligned_rows(loops, r)
 
 
 def _narrowed(loops: Loops) -> bool:
@@ -447,36 +264,35 @@ def _narrowed(loops: Loops) -> bool:
     return len(reductions) == 1 and bool(stored) and all(ITEMSIZE[p.dtype] == 1 for p in stored)
 
 
-def _grouped(loops: Loops, spec: DeviceSpec) -> Form:
+def _grouped(loops: Loops, spec: DeviceSpec) -> Tiling:
     """A whole row in three dimensions: a few neighbouring threads, which have 16 bytes each, then
     reduce a group. One row at a time: Triton 3.6 gives several and what they share (weights)
     two layouts. RMS norm of 512, bf16, groups of 128, instructions an element: 24, two rows
     26."""
     x, p, r = (
-        _in_order(loops, axes)
-        for axes in (loops.parallel, loops.group_index_axes, loops.group_axes)
+        in_order(loops, axes) for axes in (loops.parallel, loops.group_index_axes, loops.group_axes)
     )
     found = []
     for tile in row_tiles(1, power(size(p)) * size(r), widest(loops), spec, light=False):
         blocks = (("x", 1), ("p", power(size(p))), ("r", size(r)))
         found.append(replace(tile, sizes=blocks))
-    return Form(
+    return Tiling(
         "rows", (("x", x), ("p", p), ("r", r)), tuple(dict.fromkeys(found)), persistent=True
     )
 
 
-def _lone_tile(form: Form, warps: int, loads: int) -> Blocks:
+def _tail_tile(tiling: Tiling, warps: int, loads: int) -> TileConfig:
     """Of what one program does after all others: its blocks come one behind the other, each after
     the memory's latency, so that they are as large as registers allow. Longer rows than those have
     more warps."""
-    (_, x), (_, r) = form.dims
+    (_, x), (_, r) = tiling.dims
     wide = power(size(r))
-    warps = max(warps, warps_for(wide * max(1, loads), LONE))
-    rows = below(LONE * 32 * warps // (wide * max(1, loads)))
-    return Blocks((("x", min(rows, power(size(x)))), ("r", wide)), warps)
+    warps = max(warps, warps_for(wide * max(1, loads), SERIAL_ELEMENTS_PER_THREAD))
+    rows = below(SERIAL_ELEMENTS_PER_THREAD * 32 * warps // (wide * max(1, loads)))
+    return TileConfig((("x", min(rows, power(size(x)))), ("r", wide)), warps)
 
 
-def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks, ...]:
+def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[TileConfig, ...]:
     """Blocks of a row, pass by pass. H200, us with heuristics' choice before and after:
 
     read again  batch norm, 401 KB of bf16: 4096 elements without and with a pipeline of 3 116, 87,
@@ -485,19 +301,19 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
                 (instance norm), 335, 284 (its backward)
     read once   2048 and 4096 elements: 142, 137 (32000 of bf16), 201, 187 (two reductions); a
                 pipeline of 3 for f32: 258, 245
-    that turn   65535 of bf16, pipelines of 3, softmax: 8192 and 4096 elements 483, 433, the latter
-                with at most 80 registers 389; layer norm, whose weights turn too: any number of
-                registers, 128 and 80 762, 599 and 656
+    rotated     65535 of bf16, pipelines of 3, softmax: 8192 and 4096 elements 483, 433, the latter
+                with at most 80 registers 389; layer norm, whose weights are rotated too: any number
+                of registers, 128 and 80 762, 599 and 656
     few rows    64 of 3 MB of f32: 2048 and 8192 elements, pipeline of 3: 198, 72; 421, 245
     scans       32000 of f32: 2048 elements for 4 warps 397, 4096 for 8 420, whole rows 466
     """
     itemsize, moved = widest(loops), streamed(loops)
-    same = steady_block(loops, _in_order(loops, loops.reduced))
+    same = steady_block(loops, in_order(loops, loops.reduced))
 
-    def tile(r: int, warps: int, stages: int = 1) -> Blocks:
+    def tile(r: int, warps: int, stages: int = 1) -> TileConfig:
         block = min(r, power(nr), same or r)
         x = max(1, min(1024 // block, power(nx)))
-        return Blocks((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)), stages)
+        return TileConfig((("x", x), ("r", block)), min(warps, warps_for(block * x, 4)), stages)
 
     if not any(isinstance(p, Write) and p.level == "point" for p in loops.statements):
         if nx < 2 * spec.cores:
@@ -505,13 +321,13 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
         stages = 3 if itemsize >= 4 else 1
         return tuple(dict.fromkeys((tile(4096, 8, stages), tile(2048, 8), tile(8192, 16, stages))))
     pipeline = tile(4096, 8, 3 if moved <= 4 else 2)
-    if nr > LARGE:
-        pipeline = tile(min(8192, max(1024, below(STAGE // bytes_along(loops)))), 8, 3)
+    if nr > MIN_L2_ROW:
+        pipeline = tile(min(8192, max(1024, below(STAGE_BYTES // bytes_along(loops)))), 8, 3)
     if any(isinstance(p, Scan) for p in loops.statements):
         return tuple(dict.fromkeys((tile(2048, 4, 3), tile(4096, 8, 3), tile(4096, 8))))
     whole = tile(16384, 16)
     held = itemsize >= 4 and nr >= 2 * 16384 and nr * itemsize * spec.cores <= spec.l2
-    if _turned(loops, _in_order(loops, loops.reduced)) is not None:
+    if _rotated_rows(loops, in_order(loops, loops.reduced)) is not None:
         most = 128 if loads_along(loops) > row_loads(loops) else 80
         held, pipeline = False, replace(tile(4096, 8, 3 if moved <= 4 else 2), registers=most)
     first = (whole, pipeline) if held else (pipeline, tile(2048, 8, 3))
@@ -520,7 +336,7 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[Blocks
     return tuple(dict.fromkeys((*first, tile(4096, 8))))
 
 
-def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
+def most_stages(loops: Loops, blocks: TileConfig, spec: DeviceSpec) -> int:
     """The deepest pipeline for which there is shared memory: all stages but one have a place for a
     block of each tensor that is read. An eighth is for what reductions exchange."""
     block = math.prod(n for _, n in blocks.sizes) * bytes_along(loops)
@@ -532,7 +348,7 @@ def most_stages(loops: Loops, blocks: Blocks, spec: DeviceSpec) -> int:
 
 
 def _cooperating_programs(
-    loops: Loops, nr: int, held: int, each: int, alike: bool, spec: DeviceSpec
+    loops: Loops, nr: int, held: int, each: int, same_alignment: bool, spec: DeviceSpec
 ) -> int:
     """Programs that share a row, at least two; 0 where rows are short or cannot be shared: what a
     program tells the others is a few numbers of 32 bits."""
@@ -547,7 +363,7 @@ def _cooperating_programs(
         return 0
     if not read_along(loops, (Reduce, Scan)) & read_along(loops, (Write, CrossRowReduce)):
         return 0  # nothing of a row is needed again
-    programs = programs_per_row(nr, held, spec, each, alike)
+    programs = programs_per_row(nr, held, spec, each, same_alignment)
     return programs if programs > 1 else 0
 
 
@@ -560,33 +376,35 @@ def _cooperative(
     programs: int,
     spec: DeviceSpec,
     light: bool = False,
-) -> Form:
+) -> Tiling:
     """Rows in blocks of `each` elements, one for a program; the next one is on its way. `light`: 32
     elements for a thread. H200, 32000 of f32, scanned and summed up, by 8 warps of 4096 elements
     310 us, of 8192 326, by 4 of 4096 279 (in loops 394)."""
-    near = can_be_cluster(programs, spec)
-    warps = max(4 if light and near else 8, each // (1024 if light else 512))
-    most = cooperative_registers(held * each // (32 * warps), warps, near, spec)
+    cluster = can_be_cluster(programs, spec)
+    warps = max(4 if light and cluster else 8, each // (1024 if light else 512))
+    most = cooperative_registers(held * each // (32 * warps), warps, cluster, spec)
     blocks = (("x", 1), ("r", each))
-    candidates = tuple(Blocks(blocks, warps, stages, most) for stages in (3, 2))
+    candidates = tuple(TileConfig(blocks, warps, stages, most) for stages in (3, 2))
     dims = (("x", x), ("r", r))
-    return Form(kind, dims, candidates, persistent=True, programs_per_row=programs, cluster=near)
+    return Tiling(
+        kind, dims, candidates, persistent=True, programs_per_row=programs, cluster=cluster
+    )
 
 
-def _keeping_shared_values(loops: Loops, form: Form, held: int) -> Form:
+def _keeping_shared_values(loops: Loops, tiling: Tiling, held: int) -> Tiling:
     """The same with what all rows share in registers, where there is room for it."""
-    tile, same = form.candidates[0], shared_along(loops)
+    tile, same = tiling.candidates[0], shared_along(loops)
     values = (held + same) * tile.of("r") // (32 * tile.num_warps)
     if not same or values > MAX_KEPT_VALUES:
-        return form
-    few = tuple(replace(b, registers=KEPT_REGISTERS) for b in form.candidates)
-    return replace(form, candidates=few, kept=True)
+        return tiling
+    few = tuple(replace(b, registers=KEPT_REGISTERS) for b in tiling.candidates)
+    return replace(tiling, candidates=few, keeps_shared=True)
 
 
 # -- row splits ----------------------------------------------------------------------------------
 
 
-def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
+def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     """H200, layer norm's backward: rows of 4096 (bf16) with a pipeline of one, two, three rows take
     157, 134, 103 us. Forward and backward, bf16, pipelines of three: rows of 1024 at 1024 and 2048
     elements at once 99 and 91 us, of 256 184 and more than 202 us.
@@ -594,7 +412,7 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
     assert loops.row_split is not None
     axis, count = loops.row_split
     x = (axis, *outermost_first(loops, [a for a in loops.parallel if a != axis]))
-    r = _in_order(loops, loops.reduced)
+    r = in_order(loops, loops.reduced)
     rows = max(1, size(x) // count)
     nr = size(r)
     # Where a split has one place of the split axis, it is the split's number.
@@ -607,50 +425,61 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Form:
         found = []
         first = TILE_COLUMNS
         while (
-            rows <= FEW_ROWS and first < MOST_COLUMNS and count * -(-nr // first) > 8 * spec.cores
+            rows <= MAX_SHORT_SPLIT
+            and first < MAX_TILE_COLUMNS
+            and count * -(-nr // first) > 8 * spec.cores
         ):
             first *= 2
         for width, stages in ((first, 2), (2 * first, 2), (first, 1)):
             wide = min(width, power(nr))
             deep = min(power(rows), max(1, TILE_ELEMENTS // wide))
-            found.append(Blocks((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages))
-        return Form("row_split", dims, tuple(dict.fromkeys(found)), tiled=True)
+            found.append(TileConfig((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages))
+        return Tiling("row_split", dims, tuple(dict.fromkeys(found)), tiled=True)
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
     held = row_loads(loops) + len(cross_row_reductions(loops))
-    near = can_be_cluster(1, spec) and nr >= MIN_COOPERATIVE_ROW
-    start = turned_alike(loops, r) if nr >= LEAST_TURNED and not one else None
-    if not known or wide * held > HELD * ROW_LIMIT or near:
-        each, even = elements_per_program(held, nr), start is not None or ragged(loops, r) is None
+    cluster = can_be_cluster(1, spec) and nr >= MIN_COOPERATIVE_ROW
+    misaligned = rows_of_one_alignment(loops, r) if nr >= MIN_ROTATED_ROW and not one else None
+    if not known or wide * held > HELD_LIMIT_FACTOR * ROW_LIMIT or cluster:
+        each, even = (
+            elements_per_program(held, nr),
+            misaligned is not None or misaligned_rows(loops, r) is None,
+        )
         programs = (
             _cooperating_programs(loops, nr, held, each, True, spec) if cooperative and even else 0
         )
         if programs:
-            form = _cooperative("row_split", x, r, held, each, programs, spec, held == 1)
-            form = replace(form, start=start)
+            tiling = _cooperative("row_split", x, r, held, each, programs, spec, held == 1)
+            tiling = replace(tiling, misaligned=misaligned)
             return (
-                form if cross_row_reductions(loops) else _keeping_shared_values(loops, form, held)
+                tiling
+                if cross_row_reductions(loops)
+                else _keeping_shared_values(loops, tiling, held)
             )
-    if not known or wide * held > HELD * ROW_LIMIT:
+    if not known or wide * held > HELD_LIMIT_FACTOR * ROW_LIMIT:
         block = min(4096, wide)
-        group = min(16 // widest(loops), block)
-        only = Blocks((("x", 1), ("r", block)), warps_for(block, 8))
-        return Form("row_split", dims, (only,), group=group, start=start)
+        lane_elements = min(16 // widest(loops), block)
+        only = TileConfig((("x", 1), ("r", block)), warps_for(block, 8))
+        return Tiling(
+            "row_split", dims, (only,), lane_elements=lane_elements, misaligned=misaligned
+        )
     found = []
     few = 2048 if wide >= 1024 else 1024
-    spare = widest(loops) < 4 and nr <= SPARE * wide and wide <= MOST_SPARE
-    if widest(loops) < 4 and (wide <= ALONE or (spare and wide <= MOST_ALONE)):
+    spare = widest(loops) < 4 and nr <= SPARE_BLOCK_SHARE * wide and wide <= MAX_SPARE_BLOCK
+    if widest(loops) < 4 and (wide <= MAX_ONE_WARP_ROW or (spare and wide <= MAX_ONE_WARP_BLOCK)):
         deep = min(power(rows), max(1, 1024 // wide))
-        stages = DEEP // (bytes_along(loops, loops.parallel) * deep * wide)
-        if stages >= 3 and deep * nr * held <= 32 * VALUES:
+        stages = ONE_WARP_PIPELINE_BYTES // (bytes_along(loops, loops.parallel) * deep * wide)
+        if stages >= 3 and deep * nr * held <= 32 * MAX_ONE_WARP_VALUES:
             blocks = (("x", deep), ("r", wide))
-            found += [Blocks(blocks, 1, max(4, min(6, stages))), Blocks(blocks, 1, 3)]
+            found += [TileConfig(blocks, 1, max(4, min(6, stages))), TileConfig(blocks, 1, 3)]
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1))[: 4 - len(found)]:
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
-        each = LONE if spare and deep == 1 else 16
-        found.append(Blocks(blocks, warps_for(max(elements, wide), each), stages))
-    return Form("row_split", dims, tuple(dict.fromkeys(found)), persistent=True, start=start)
+        each = SERIAL_ELEMENTS_PER_THREAD if spare and deep == 1 else 16
+        found.append(TileConfig(blocks, warps_for(max(elements, wide), each), stages))
+    return Tiling(
+        "row_split", dims, tuple(dict.fromkeys(found)), persistent=True, misaligned=misaligned
+    )
 
 
 def cross_row_reductions(loops: Loops) -> list[CrossRowReduce]:
@@ -658,11 +487,11 @@ def cross_row_reductions(loops: Loops) -> list[CrossRowReduce]:
 
 
 __all__ = [
-    "Blocks",
-    "Form",
+    "TileConfig",
+    "Tiling",
     "choose",
     "cross_row_reductions",
     "most_stages",
-    "one_by_one",
+    "single_elements",
     "point_order",
 ]

@@ -23,8 +23,8 @@ from deuteron.ir.index import Atom, Axis, Index, const, hint
 from deuteron.ir.operations import FLOATS, REDUCTIONS, extreme
 from deuteron.schedule.kernel import Reduce
 
-MOST_POINTS = 32
-MOST_NODES = 600  # of the text; compile time
+MAX_UNROLLED = 32
+MAX_NODES = 600  # of the text; compile time
 
 
 def points_of(axes: Sequence[Axis]) -> int | None:
@@ -37,7 +37,7 @@ def points_of(axes: Sequence[Axis]) -> int | None:
     return total
 
 
-def written_out(loops: Loops) -> Loops:
+def unroll_short_reductions(loops: Loops) -> Loops:
     """The nest without short reductions."""
     loops = _inner(loops)
     return _unrolled(loops) if _worth(loops) else loops
@@ -49,14 +49,14 @@ def _worth(loops: Loops) -> bool:
     if not all(isinstance(p, (Reduce, Write)) for p in loops.statements):
         return False
     points = points_of(loops.reduced)
-    if points is None or not 1 < points <= MOST_POINTS:
+    if points is None or not 1 < points <= MAX_UNROLLED:
         return False
     nodes = len({n for r in loops.roots() for n in r.walk()})
-    near = [a for a in loops.parallel if hint(a.extent) >= 16 and _near(loops, a)]
-    return nodes * points <= MOST_NODES and bool(near)
+    close = [a for a in loops.parallel if hint(a.extent) >= 16 and _close_together(loops, a)]
+    return nodes * points <= MAX_NODES and bool(close)
 
 
-def _near(loops: Loops, axis: Axis) -> bool:
+def _close_together(loops: Loops, axis: Axis) -> bool:
     """Whether neighbours along the axis are a few elements apart, and not whole contiguous rows."""
     steps = [(stride(a.address, axis), a) for a in loops.accesses]
     if not all(s is not None and abs(s) <= 4 for s, _ in steps) or not any(s for s, _ in steps):
@@ -91,7 +91,7 @@ def _tables(axes: Sequence[Axis]) -> list[dict[Atom, Index]]:
 def _unrolled(loops: Loops) -> Loops:
     tables = _tables(loops.reduced)
     values: dict[str, Expr] = {}
-    parts: list[Statement] = []
+    statements: list[Statement] = []
     for p in loops.statements:
         elements = [_Element(t, values) for t in tables]
         if isinstance(p, Reduce):
@@ -99,8 +99,10 @@ def _unrolled(loops: Loops) -> Loops:
             values[p.name] = tree(p.kind, [e.expr(p.body) for e in elements], at)
         else:
             assert isinstance(p, Write)
-            parts.extend(e.statement(p) for e in (elements if p.level == "point" else elements[:1]))
-    return replace(loops, reduced=(), statements=tuple(parts), results=frozenset())
+            statements.extend(
+                e.statement(p) for e in (elements if p.level == "point" else elements[:1])
+            )
+    return replace(loops, reduced=(), statements=tuple(statements), results=frozenset())
 
 
 class _Inner(Rewriter):
@@ -112,7 +114,7 @@ class _Inner(Rewriter):
             kind, axes = node.attr
             points = points_of(axes)
             body = self.done[node.args[0]]
-            if points is not None and 0 < points <= MOST_POINTS:
+            if points is not None and 0 < points <= MAX_UNROLLED:
                 tables = _tables(axes)
                 at = [index_value(t[axes[0]]) for t in tables]
                 return tree(kind, [Rewriter(t).expr(body) for t in tables], at)

@@ -1,7 +1,7 @@
 """Programs over rows that begin between multiples of 16 bytes, interpreted.
 
-``TRITON_INTERPRET=1 python turned_rows.py`` prints a JSON line per program and length: the largest
-error over what is allowed, or what went wrong.
+``TRITON_INTERPRET=1 python misaligned_programs.py`` prints a JSON line per program and length: the
+largest error over what is allowed, or what went wrong.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ WHOLE, LOOPED, SHARED, LINED = "whole", "looped", "shared", "lined"
 @contextmanager
 def walked(how: str) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "LEAST_TURNED", 8)
+        patch.setattr(tiling, "MIN_ROTATED_ROW", 8)
         if how != WHOLE:
             patch.setattr(tiling, "ROW_LIMIT", 8)
         if how in (SHARED, LINED):
@@ -134,7 +134,7 @@ def walked(how: str) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(cooperative, "MIN_COOPERATIVE_ROW", 32)
             patch.setattr(tiling, "MIN_COOPERATIVE_ROW", 32)
         if how == LINED:
-            patch.setattr(misaligned, "LINED", 64)
+            patch.setattr(misaligned, "MIN_LINE_ALIGNED_ROW", 64)
         yield patch
 
 

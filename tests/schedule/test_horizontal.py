@@ -16,7 +16,7 @@ from deuteron.codegen.triton.generate import generate
 from deuteron.lower.passes import lower
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.verify import verify_schedule
-from tests.codegen.turned_rows import norm_back
+from tests.codegen.misaligned_programs import norm_back
 from tests.lower.harness import trace
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 

@@ -1,4 +1,4 @@
-"""What short axes, windows and concatenations look like in Triton: one address for a window, phases
+"""What short axes, windows and concatenations look like in Triton: one address for a window, points
 stored together, nothing computed for the other half."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_elements_apart_are_for_neighbouring_threads() -> None:
         assert dict(c.constexprs)["XBLOCK"] == 32 * c.num_warps
 
 
-def test_phases_are_stored_together() -> None:
+def test_unrolled_points_are_stored_together() -> None:
     g = torch.randn(8, 32, 28, 32, dtype=torch.bfloat16)
     window = ([3, 3], [2, 2], [1, 1], False, True, None)
     (k,) = kernels(lambda g, x: aten.avg_pool2d_backward(g, x, *window), g, X)
@@ -68,15 +68,15 @@ def test_phases_are_stored_together() -> None:
     assert k.source.count("tl.load(") == 4  # windows over four neighbours
 
 
-def test_phases_of_several_axes() -> None:
+def test_unrolling_of_several_axes() -> None:
     """Each has a tile of its own, under names of its own (fuzz seed 12002536)."""
     along, two, three = Axis("a", 32), Axis("p", 2), Axis("q", 3)
     em = Emitter([Dim("x", (along,), "XBLOCK", 0, True)], {}, itertools.count(), "tl.int32")
     em.enter(em.dims["x"], "xoffset")
     first, second = em.widened(two, along), em.widened(three, along)
     assert em.widened(two, along) is first
-    for made, phase in ((first, two), (second, three)):
-        assert made.index(phase.index + along.index * phase.extent)
+    for made, axis in ((first, two), (second, three)):
+        assert made.index(axis.index + along.index * axis.extent)
     names = [line.split(" = ")[0] for line in em.scope.lines]
     assert len(names) == len(set(names)), names
 

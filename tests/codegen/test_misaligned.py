@@ -13,13 +13,13 @@ pytest.importorskip("triton")
 
 from deuteron.codegen.triton.generate import TritonKernel
 from deuteron.runtime.build_triton import module
-from tests.codegen.turned_rows import LOOPED, PROGRAMS, WHOLE, kernels, planned
+from tests.codegen.misaligned_programs import LOOPED, PROGRAMS, WHOLE, kernels, planned
 from tests.interpreting import reported
 
-SCRIPT = Path(__file__).with_name("turned_rows.py")
+SCRIPT = Path(__file__).with_name("misaligned_programs.py")
 
 
-@pytest.mark.xdist_group("turn")
+@pytest.mark.xdist_group("misaligned")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values(name: str) -> None:
     found = [entry for entry in reported(SCRIPT) if entry["case"][0] == name]
@@ -70,7 +70,7 @@ def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
     """What is read of rows comes in vectors; what is written, but for the ends."""
     found, _ = planned(name, n, how, dynamic=False)
     first = kernels(found, how)[0]
-    assert "rturn" in first.source
+    assert "rrotation" in first.source
     count = accesses(first, tmp_path)
     assert not count["ld.b16"] and not count["ld.b8"], count
     assert count["ld.v4.b32"] or "cp.async" in first.source or first.configs[0].num_stages > 1
@@ -79,15 +79,15 @@ def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "layer norm", "gradients of layer norm"])
-def test_rows_that_begin_alike_are_a_workers(name: str) -> None:
+def test_rows_of_one_alignment_class_are_a_split(name: str) -> None:
     """Programs share them, and what all rows share is read once per split."""
     found, _ = planned(name, 65535, WHOLE, dynamic=False)
     first = kernels(found, WHOLE)[0]
     before, loop = first.source.split("for xoffset in tl.range(xfirst, xnumel, ")
-    assert first.programs_per_row > 1 and first.cluster and "rturn = -(" in before
+    assert first.programs_per_row > 1 and first.cluster and "rrotation = -(" in before
     count = int(loop.split(" ", 1)[0])
-    assert "turned_load" not in loop and count % 8 == 0
-    assert ("turned_load" in before) == (name != "softmax")
+    assert "rotated_load" not in loop and count % 8 == 0
+    assert ("rotated_load" in before) == (name != "softmax")
     # Of many kinds of rows, splits that reduce columns would be too many.
     lined = "VECTOR: tl.constexpr = 64 if ALIGNED" in before
     assert lined == (count % 64 == 0) == ("gradients" not in name)
@@ -114,7 +114,7 @@ def test_only_the_last_lanes_ask_for_a_rows_ends(n: int, edge: str) -> None:
 def test_f32_beside_weights_of_columns(name: str) -> None:
     """A warp's f32 are whole lines from any place; weights would come from two vectors each."""
     found, _ = planned(name, 1001, LOOPED, dynamic=False)
-    assert not any("rturn" in k.source for k in kernels(found, LOOPED))
+    assert not any("rrotation" in k.source for k in kernels(found, LOOPED))
 
 
 def test_other_addresses(tmp_path: Path) -> None:

@@ -1,0 +1,216 @@
+"""The tiling of nests that only compute and store points: one dimension, or two.
+
+In: `Loops` without reductions of rows, and the device. Out: a `Tiling`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from deuteron.base.device import DeviceSpec
+from deuteron.codegen.loops import Loops, Write, outermost_first, points_visited, stride
+from deuteron.codegen.triton.access_statistics import below, power, size, unit_bytes, widest
+from deuteron.codegen.triton.dynamic_bounds import (
+    ELEMENTS_PER_THREAD,
+    MAX_REGISTERS,
+    dynamic_bounds_tile,
+    in_flight,
+)
+from deuteron.codegen.triton.misaligned import misaligned_rows
+from deuteron.codegen.triton.point_tiles import (
+    GATHERED_PLANE_TILES,
+    SINGLE_ELEMENT_TILES,
+    TileConfig,
+    Tiling,
+    line_tiles,
+    plane_tiles,
+    transposed_tiles,
+    warps_for,
+)
+from deuteron.ir.index import Axis, Value, hint
+from deuteron.ir.operations import ITEMSIZE
+
+# Points of rows in blocks of a row: so much more of them at most, with what is masked.
+MAX_PADDED_SHARE = 1.1
+# Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
+# they have at least so many.
+MIN_MISALIGNED_POINTS = 1 << 14
+# With so many axes, finding a point's place costs more than its arithmetic.
+MANY_AXES = 4
+# With more at every point, a thread takes few points.
+MANY_ACCESSES = 6
+
+
+def in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Axes from outermost to innermost, the one with most contiguous bytes innermost."""
+    order = outermost_first(loops, axes)
+    if len(order) > 1:
+        last = max(order, key=lambda a: (unit_bytes(loops, a), order.index(a)))
+        if unit_bytes(loops, last):
+            order = [a for a in order if a != last] + [last]
+    return tuple(order)
+
+
+def tile_points(loops: Loops, spec: DeviceSpec) -> Tiling:
+    order = point_order(loops)
+    if (found := dynamic_bounds_tile(loops, order)) is not None:
+        dims, sizes, program_axes = found
+        most = MAX_REGISTERS if program_axes and widest(loops) <= 4 else 0
+        elements = math.prod(n for _, n in sizes)
+        tile = TileConfig(sizes, warps_for(elements, ELEMENTS_PER_THREAD), registers=most)
+        each = elements // (32 * tile.num_warps)
+        terms, serial_blocks = (
+            in_flight(loops, each, size(program_axes), spec.cores) if program_axes else (1, 1)
+        )
+        return Tiling(
+            "points",
+            dims,
+            (tile,),
+            program_axes=program_axes,
+            terms=terms,
+            serial_blocks=serial_blocks,
+        )
+    other = _second_contiguous(loops, order)
+    if other is not None:
+        x: tuple[Axis, ...] = (order[-1],)
+        y = tuple(a for a in order[:-1] if a != other) + (other,)
+        return Tiling("points", (("y", y), ("x", x)), transposed_tiles(loops, other, y, x, spec))
+    cut = _plane_cut(order) if len(order) >= MANY_AXES else _row_value_cut(loops, order)
+    if cut is not None and stored_points(loops) == 1 and size(order[cut:]) >= MIN_MISALIGNED_POINTS:
+        misaligned = misaligned_rows(loops, order[cut:])
+        if misaligned is not None:
+            # H200, gradient of cross entropy, 50257 classes, bf16, us: 507 and 533.
+            rows = (TileConfig((("x", 1), ("r", 2048)), 4), TileConfig((("x", 1), ("r", 4096)), 8))
+            return Tiling(
+                "rows", (("x", order[:cut]), ("r", order[cut:])), rows, misaligned=misaligned
+            )
+    if cut is not None:
+        y, x = order[:cut], order[cut:]
+        blocks = plane_tiles(size(y), size(x), spec, 512 if len(order) >= MANY_AXES else 2048)
+        return Tiling("points", (("y", y), ("x", x)), blocks)
+    cut = _gathered_column_cut(loops, order)
+    if cut is not None:
+        y, x = order[:cut], order[cut:]
+        blocks = plane_tiles(size(y), size(x), spec, 2048, GATHERED_PLANE_TILES)
+        return Tiling("points", (("y", y), ("x", x)), blocks)
+    full = [a for a in loops.accesses if 2 * points_visited(a.address, order) > size(order)]
+    most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
+    if order and _single_elements(loops, order[-1]):
+        wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.statements)
+        return Tiling(
+            "points", (("x", order),), SINGLE_ELEMENT_TILES[::-1] if wide else SINGLE_ELEMENT_TILES
+        )
+    blocks = line_tiles(size(order), spec, widest(loops), most)
+    return Tiling("points", (("x", order),), blocks)
+
+
+def _single_elements(loops: Loops, inner: Axis) -> bool:
+    """Whether most of what is read comes element by element: neighbours lie apart, or begin between
+    two multiples of 16 bytes."""
+    read = [a for a in loops.accesses if not a.store]
+    single = 0.0
+    for a in read:
+        if stride(a.address, inner) not in (0, 1):
+            single += 1.0
+        elif dict(a.address.terms).get((), 0) * a.itemsize % 16:
+            single += 0.5
+    return len(read) > 1 and 2 * single > len(read)
+
+
+def stored_points(loops: Loops) -> int:
+    """Neighbouring elements of one tensor that a lane stores at most."""
+    count: dict[str, int] = {}
+    for p in loops.statements:
+        if isinstance(p, Write):
+            count[p.tensor] = count.get(p.tensor, 0) + 1 + len(p.others)
+    return max(count.values(), default=1)
+
+
+def point_order(loops: Loops) -> tuple[Axis, ...]:
+    """The axes of a nest of points from outermost to innermost."""
+    order = in_order(loops, (*loops.parallel, *loops.reduced))
+    for w in loops.statements:
+        if isinstance(w, Write) and w.along is not None:
+            order = (*(a for a in order if a != w.along), w.along)
+    return order
+
+
+def _plane_cut(order: Sequence[Axis]) -> int | None:
+    """Where to part many axes into two dimensions, whose places are then computed apart (a row of
+    points shares what depends on the first): the second long enough, with little to mask."""
+    for k in range(len(order) - 1, 0, -1):
+        inner = size(order[k:])
+        if inner >= 32:
+            return (
+                k
+                if min(power(inner), 512) * -(-inner // min(power(inner), 512)) <= 1.3 * inner
+                else None
+            )
+    return None
+
+
+def _row_value_cut(loops: Loops, order: Sequence[Axis]) -> int | None:
+    """Where to part the axes of points of which rows have values of their own, read once per row
+    then; rows are nearly whole blocks."""
+    if len(order) < 2:
+        return None
+    inner, row_values = order[-1], 0
+    for a in loops.accesses:
+        if inner not in a.address.axes():
+            row_values += bool(a.address.axes()) and not a.store
+        elif stride(a.address, inner) != 1:
+            return None
+    n = size((inner,))
+    if (inner.extent.value or 1) % 8 and n < MIN_MISALIGNED_POINTS:
+        return None
+    block = min(power(n), 2048)
+    return (
+        len(order) - 1
+        if row_values and n >= 64 and -(-n // block) * block <= MAX_PADDED_SHARE * n
+        else None
+    )
+
+
+def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
+    """An axis along which a good part of the bytes is contiguous that is not along the innermost
+    one.
+    """
+    if len(order) < 2:
+        return None
+    inner = order[-1]
+    axes = (*loops.parallel, *loops.reduced)
+    total, gain = 0, dict.fromkeys(order[:-1], 0)
+    for access in loops.accesses:
+        moved = access.itemsize * points_visited(access.address, axes)
+        total += moved
+        if stride(access.address, inner) in (0, 1):
+            continue
+        for a in gain:
+            if stride(access.address, a) == 1:
+                gain[a] += moved
+    best = max(gain, key=lambda a: gain[a])
+    worth = gain[best] * 8 > total and hint(best.extent) >= 4 and hint(inner.extent) >= 8
+    return best if worth else None
+
+
+def _gathered_column_cut(loops: Loops, order: Sequence[Axis]) -> int | None:
+    """Where to part points of which each column is read from a place of its own, the same in all
+    rows: a program then finds its columns' places once for several rows. H200, 8192 x 480 of pairs
+    of 27 x 27 products: point by point 35 us."""
+    if len(order) < 2:
+        return None
+    inner, n = order[-1], size(order[-1:])
+    placed = any(
+        isinstance(a, Value) and a.expr.axes() == {inner} and len(access.address.axes()) > 1
+        for access in loops.accesses
+        for a in access.address.atoms()
+    )
+    return (
+        len(order) - 1
+        if placed and n >= 32 and power(n) <= min(MAX_PADDED_SHARE * n, 2048)
+        else None
+    )
+
+
+__all__ = ["in_order", "point_order", "tile_points"]
