@@ -75,7 +75,7 @@ def in_order(group: Group, layouts: Mapping[str, Layout]) -> Group | None:
     (order,) = walks
     if all(steps(i, reduced) is not None for i, _ in order) or not permuted(order, reduced):
         return None
-    loops = [Axis(f"walked{k}", n) for k, (_, n) in enumerate(walk)]
+    loops = [Axis(f"walked{k}", n) for k, (_, n) in enumerate(order)]
     taken = {
         a for m in reductions for a in (*group.space.axes, *m.compute.axes, *bound_axes(m.compute))
     }
