@@ -8,10 +8,8 @@ with the reason in the Record. Views stay values; everything else is a tensor of
 
 from __future__ import annotations
 
-import hashlib
-import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +30,7 @@ from deuteron.graph import ops
 from deuteron.graph.aliasing import exposed
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, Sym, as_index, const, hint
+from deuteron.ir.index import Axis, Index, Sym, as_index, const
 from deuteron.ir.index import Value as Loaded
 from deuteron.ir.operations import FLOAT8
 from deuteron.ir.program import (
@@ -60,6 +58,15 @@ from deuteron.lower.core import (
     source_line,
     supported,
     whole_tensor,
+)
+from deuteron.lower.held import (
+    as_index_of,
+    digest,
+    elements_are_distinct,
+    kind_text,
+    leaves,
+    makes_tensors,
+    terms,
 )
 from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
 from deuteron.lower.quantized import quantized
@@ -565,35 +572,12 @@ def contraction(context: Context, ctx: LowerContext, a: Any, b: Any) -> str | No
     return (context.contraction or choose_contraction)(ctx, a, b)
 
 
-def elements_are_distinct(shape: Sequence[Index], strides: Sequence[Index]) -> bool:
-    """Whether no two elements share memory, but for broadcast dimensions."""
-    reach = 1
-    for stride, n in sorted((hint(s), hint(n)) for s, n in zip(strides, shape, strict=True)):
-        if stride == 0 or n == 1:
-            continue
-        if stride < reach:
-            return False
-        reach += stride * (n - 1)
-    return True
-
-
-def makes_tensors(target: Any) -> bool:
-    """Whether results are tensors of their own, and not views of arguments."""
-    return all(r.alias_info is None for r in target._schema.returns)
-
-
 def nothing_at_all(ctx: LowerContext, *args: Any, **kwargs: Any) -> Any:
     """Results without elements: nothing is read."""
     assert ctx.node is not None
     val = ctx.node.meta["val"]
     made = [nothing(ctx, ctx.shape_of(t), TORCH_DTYPES[t.dtype]) for t in leaves(val)]
     return made[0] if isinstance(val, torch.Tensor) else made
-
-
-def as_index_of(sym: Sym) -> Index:
-    from deuteron.ir.index import atom
-
-    return atom(sym)
 
 
 def is_view(e: Expr) -> bool:
@@ -603,39 +587,9 @@ def is_view(e: Expr) -> bool:
     return not any(isinstance(a, Loaded) for i in e.indices() for a in i.atoms())
 
 
-def leaves(x: Any) -> list[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        return [x]
-    if isinstance(x, dict):
-        x = list(x.values())
-    return [t for y in x for t in leaves(y)] if isinstance(x, (list, tuple)) else []
-
-
 # Places in such a tensor are longer sums still, as are the divisions that take them apart: 6 MB of
 # C++ for one load of a 3-d convolution whose strides and padding are symbols, too.
 MAX_SIZE_TERMS = 32
-
-
-def terms(ctx: LowerContext, t: torch.Tensor) -> int:
-    """Of the number of elements, multiplied out."""
-    symbolic = [n for n in t.shape if not isinstance(n, int)]
-    return math.prod(max(1, len(ctx.size(n).terms)) for n in symbolic)
-
-
-def kind_text(t: torch.Tensor) -> str:
-    if t.layout != torch.strided:
-        return f"{t.layout} tensors are not generated"
-    if t.is_conj() or t.is_neg():
-        return "lazily conjugated or negated tensors are not generated"
-    return f"{t.dtype} is not generated"
-
-
-def digest(t: torch.Tensor) -> str:
-    """Identifies a constant by its content."""
-    h = hashlib.sha256(f"{t.dtype} {tuple(t.shape)} {t.device}".encode())
-    flat = t.detach().cpu().contiguous().reshape(-1)
-    h.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-    return h.hexdigest()[:32]
 
 
 __all__ = ["Driver"]
