@@ -131,7 +131,16 @@ def version() -> str:
 def library_text() -> str:
     """The source of the functions that kernels import."""
     folder = package.FOLDER
-    names = ("libm", "fast", "last_bits", "merging", "exchange", "rotated_loads")
+    names = (
+        "libm",
+        "atomics",
+        "fast",
+        "last_bits",
+        "merging",
+        "exchange",
+        "rotated_loads",
+        "philox",
+    )
     files = [*(f"codegen/triton/{name}.py" for name in names), "base/cluster.py"]
     return "".join((folder / name).read_text() for name in files)
 

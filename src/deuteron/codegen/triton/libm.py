@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from deuteron.codegen.triton.atomics import atomic_update  # noqa: F401 - called by this module
 from deuteron.codegen.triton.exchange import (  # noqa: F401 - kernels call them by this module
     begin_exchange,
     block_sizes,
@@ -91,6 +92,15 @@ from deuteron.codegen.triton.merging import (  # noqa: F401 - kernels call them 
     reduce_argmax_last_nan,
     reduce_argmin,
     welford_step,
+)
+from deuteron.codegen.triton.philox import (  # noqa: F401 - kernels call them by this module
+    philox,
+    rand,
+    rand64,
+    rand_below,
+    rand_bits,
+    rand_lanes,
+    unit_f64,
 )
 from deuteron.codegen.triton.rotated_loads import (  # noqa: F401 - kernels call them by this module
     rotated_load,
@@ -481,51 +491,6 @@ def reduce_all(x, axis: tl.constexpr = 1):
     return tl.min(x.to(tl.int32), axis, keep_dims=True) != 0
 
 
-# -- atomic updates that the hardware does not have ------------------------------------------------
-
-
-@triton.jit
-def _bits(x):
-    if x.dtype.primitive_bitwidth == 16:
-        return x.to(tl.int16, bitcast=True)
-    elif x.dtype.primitive_bitwidth == 32:
-        return x.to(tl.int32, bitcast=True)
-    else:
-        return x.to(tl.int64, bitcast=True)
-
-
-@triton.jit
-def atomic_update(base, index, value, mask, KIND: tl.constexpr):
-    """``base[index] = combine(base[index], value)`` where `mask`, by compare and swap."""
-    place = base + tl.where(mask, index, 0)
-    value = value.to(base.dtype.element_ty)
-    old = tl.load(place)
-    if old.dtype.primitive_bitwidth == 16:
-        words = place.to(tl.pointer_type(tl.int16), bitcast=True)
-    elif old.dtype.primitive_bitwidth == 32:
-        words = place.to(tl.pointer_type(tl.int32), bitcast=True)
-    else:
-        words = place.to(tl.pointer_type(tl.int64), bitcast=True)
-    todo = mask
-    while tl.max(todo.to(tl.int32)) > 0:
-        if old.dtype.is_floating() and old.dtype.primitive_bitwidth == 16:
-            a, b = old.to(tl.float32), value.to(tl.float32)
-        else:
-            a, b = old, value
-        if KIND == "sum":
-            new = a + b
-        elif KIND == "prod":
-            new = a * b
-        elif KIND == "max":
-            new = maximum(a, b)
-        else:
-            new = minimum(a, b)
-        want = _bits(old)
-        seen = tl.atomic_cas(words, want, _bits(tl.where(todo, new.to(old.dtype), old)))
-        todo = todo & (seen != want)
-        old = seen.to(old.dtype, bitcast=True)
-
-
 # -- scans -----------------------------------------------------------------------------------------
 
 
@@ -553,83 +518,6 @@ def scan_min(x):
 
 
 @triton.jit
-def philox(seed, stream, element):
-    """Philox-4x32-10 (Salmon et al., 2011): counter (element, stream), key seed; 64 bits each, low
-    word first.
-
-    The four words; see deuteron.graph.random_ops for the numbers made of them.
-    """
-    element = element.to(tl.int64)
-    zero = element * 0
-    seed = seed + zero
-    c0 = (element & 0xFFFFFFFF).to(tl.uint32)
-    c1 = ((element >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    c2 = ((zero + stream) & 0xFFFFFFFF).to(tl.uint32)
-    c3 = (((zero + stream) >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
-    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        n0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        n2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = (p1 & 0xFFFFFFFF).to(tl.uint32)
-        c3 = (p0 & 0xFFFFFFFF).to(tl.uint32)
-        c0 = n0
-        c2 = n2
-        k0 = ((k0.to(tl.uint64) + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)
-        k1 = ((k1.to(tl.uint64) + 0xBB67AE85) & 0xFFFFFFFF).to(tl.uint32)
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def _wide(a, b):
-    """53 bits of two words, as f64 in [0, 1)."""
-    word = (a.to(tl.int64) << 20) | (b >> 12).to(tl.int64)
-    return word.to(tl.float64) * 2.220446049250313e-16
-
-
-@triton.jit
-def rand(seed, stream, quarter, word):
-    """Four elements share a counter: element % 4 is the word."""
-    a, b, c, d = philox(seed, stream, quarter)
-    word = word.to(tl.int32)
-    a = tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
-    return (a >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-
-
-@triton.jit
-def rand_lanes(seed, stream, row, start, block: tl.constexpr, rank: tl.constexpr):
-    """Those of `block` neighbours from element 4 * row + start on, each counter used once."""
-    words = _words(seed, stream, row, start, block, rank)
-    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-
-
-@triton.jit
-def rand_below(
-    seed, stream, row, start, block: tl.constexpr, rank: tl.constexpr, END: tl.constexpr
-):
-    """Whether they are below END 2^-24."""
-    words = _words(seed, stream, row, start, block, rank)
-    return words < tl.full([], END * 256, tl.uint32)
-
-
-@triton.jit
-def _words(seed, stream, row, start, block: tl.constexpr, rank: tl.constexpr):
-    lanes = tl.arange(0, block // 4)
-    if rank == 2:
-        lanes = lanes[None, :]
-    a, b, c, d = philox(seed, stream, row + (start // 4 + lanes))
-    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-
-
-@triton.jit
-def rand64(seed, stream, element):
-    a, b, c, d = philox(seed, stream, element)
-    return _wide(a, b)
-
-
-@triton.jit
 def randn(seed, stream, element):
     """Box and Muller: sqrt(-2 ln u) cos(2 pi v)."""
     a, b, c, d = philox(seed, stream, element)
@@ -641,15 +529,8 @@ def randn(seed, stream, element):
 @triton.jit
 def randn64(seed, stream, element):
     a, b, c, d = philox(seed, stream, element)
-    u = 1.0 - _wide(a, b)
-    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * _wide(c, d))
-
-
-@triton.jit
-def rand_bits(seed, stream, element):
-    """64 random bits: the first two words."""
-    a, b, c, d = philox(seed, stream, element)
-    return (b.to(tl.int64) << 32) | a.to(tl.int64)
+    u = 1.0 - unit_f64(a, b)
+    return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * unit_f64(c, d))
 
 
 # -- reductions over the rows of a tile (dimension 0), for columns
