@@ -31,7 +31,7 @@ from deuteron.lower.passes import lower
 from deuteron.runtime.build_triton import build
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel, Reduce, Schedule, Store
-from deuteron.schedule.unordered import SUMMED, reasons
+from deuteron.schedule.unordered import UNORDERED_SUM, reasons
 from deuteron.schedule.verify import verify_schedule
 from tests.codegen.ordered_programs import SORTED, cases
 from tests.interpreting import reported
@@ -232,7 +232,7 @@ def test_places_are_sorted_in_few_bits(
 def test_sums_of_single_elements_are_as_ever() -> None:
     _, found = planned(add, *POINTS)
     assert calls(found) == []
-    assert [r for k in kernels(found) for r in reasons(k)] == [SUMMED]
+    assert [r for k in kernels(found) for r in reasons(k)] == [UNORDERED_SUM]
     whole = [t.long() for t in ROWS]
     assert calls(planned(add, *whole)[1]) == [], "the order of whole numbers does not matter"
 

@@ -276,9 +276,9 @@ def planned(name: str) -> Scheduled:
     slow = replace(spec_of("H200"), bandwidth_gbps=0.5, l2=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tools, "spec_of", lambda device: slow)
-        patch.setattr(split, "PARTS", 1)
-        patch.setitem(split.SHORTEST, "cuda", 64)
-        patch.setattr(split, "SHORTEST_COLUMN", 16)
+        patch.setattr(split, "PARTS_PER_CORE", 1)
+        patch.setitem(split.MIN_PART, "cuda", 64)
+        patch.setattr(split, "MIN_COLUMN_PART", 16)
         found = scheduled(f, *args, device="H200", check=False)
     assert found.accepted("split"), name
     return found

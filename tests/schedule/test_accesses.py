@@ -15,7 +15,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import literal, op
 from deuteron.ir.index import Axis, Sym, Value, atom, const
 from deuteron.ir.program import contiguous
-from deuteron.schedule.accesses import STATES, state
+from deuteron.schedule.accesses import ACCESS_STATES, access_state
 
 i, n, m = Axis("i", 8), Sym("n", 0, 8), Sym("m", 0, 8)
 LAYOUT = contiguous((const(8),), "f32")
@@ -26,11 +26,11 @@ strange = a.index % atom(m) * 0 + a.index * a.index // (a.index + 1)
 
 
 def test_states() -> None:
-    assert state((i.index,), LAYOUT, None) == "proven"
-    assert state((i.index + 5,), LAYOUT, small) == "masked"
-    assert state((loaded,), LAYOUT, None) == "loaded"
-    assert state((), contiguous((), "f32"), None) == "proven"
-    assert state((strange,), contiguous((atom(n),), "f32"), None) == "open"
+    assert access_state((i.index,), LAYOUT, None) == "proven"
+    assert access_state((i.index + 5,), LAYOUT, small) == "masked"
+    assert access_state((loaded,), LAYOUT, None) == "loaded"
+    assert access_state((), contiguous((), "f32"), None) == "proven"
+    assert access_state((strange,), contiguous((atom(n),), "f32"), None) == "open"
 
 
 PROGRAMS: dict[str, tuple[Callable[[Tensor], Any], dict[str, bool]]] = {
@@ -51,7 +51,7 @@ def test_programs(name: str, dynamic: bool) -> None:
         g = torch.compile(f, backend=deuteron_backend, dynamic=dynamic, options={"verify": True})
         torch.testing.assert_close(g(x), f(x))
     (entry,) = records[0].of("accesses")
-    assert set(entry) == {"kind", *STATES, "which"}
+    assert set(entry) == {"kind", *ACCESS_STATES, "which"}
     assert entry["open"] == 0 and entry["which"] == []
     for kind, some in expected.items():
         assert (entry[kind] > 0) is some, entry

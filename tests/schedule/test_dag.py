@@ -8,7 +8,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.index import Axis, Index
 from deuteron.ir.program import Compute, Input, Output, Program, contiguous, memory_of
 from deuteron.schedule.dag import Dag, Node
-from deuteron.schedule.group import Group, alone
+from deuteron.schedule.group import Group, group_of_one
 from deuteron.schedule.order import Order
 
 
@@ -19,7 +19,7 @@ def of_edges(count: int, edges: list[tuple[int, int]]) -> Dag:
     for k in range(count):
         body = E.literal(float(k), "f32")
         c = Compute(f"t{k}", (axis,), body, contiguous((axis.extent,), "f32"))
-        dag.add(alone(c, k), k, k)
+        dag.add(group_of_one(c, k), k, k)
         dag.home[c.name] = k
     for a, b in edges:
         dag.edge(a, b)

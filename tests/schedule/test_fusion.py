@@ -86,7 +86,7 @@ def test_no_merge_saves_more_than_is_reckoned_at_most(monkeypatch: pytest.Monkey
     offer = Fusion.offer
 
     def noted(self: Fusion, a: Node, b: Node) -> Offer | Refusal:
-        most, found = self.most(a, b), offer(self, a, b)
+        most, found = self.max_saving(a, b), offer(self, a, b)
         if isinstance(found, Offer):
             seen.append((found.us, most))
         return found

@@ -51,7 +51,7 @@ def test_short_kernels_wait() -> None:
     sums = next(k for k, step in enumerate(kernels) if len(step.nests) >= 3)
     assert sums >= 2 and len(kernels[1].nests) == 1  # behind ranks, with others
     stored = {name for name, _ in kernels[sums].writes}
-    assert any({d["first"], d["second"]} <= stored for d in found.accepted("join"))
+    assert any({d["first"], d["second"]} <= stored for d in found.accepted("horizontal"))
     for got, expected in zip(found.run(args), gradients(*args), strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-1)
 

@@ -124,8 +124,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A device on which reading a row twice costs more than a launch, however short the row."""
     spec = replace(spec_of("H200"), bandwidth_gbps=0.5)
     monkeypatch.setattr(tools, "spec_of", lambda device: spec)
-    monkeypatch.setitem(split.SHORTEST, "cuda", 64)
-    monkeypatch.setattr(split, "SHORTEST_COLUMN", 16)
+    monkeypatch.setitem(split.MIN_PART, "cuda", 64)
+    monkeypatch.setattr(split, "MIN_COLUMN_PART", 16)
     yield
 
 

@@ -12,7 +12,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
 from deuteron.ir.program import Compute, Layout, contiguous
-from deuteron.schedule.group import Group, alone
+from deuteron.schedule.group import Group, group_of_one
 from deuteron.schedule.legality import Refusal, consistent, fits
 from tests.schedule.tools import Scheduled, scheduled
 
@@ -92,7 +92,7 @@ def test_scatter() -> None:
 
 def test_devices() -> None:
     found = scheduled(lambda a, b: (a.exp(), a.cos()), torch.randn(4), torch.randn(4))
-    a, b = (alone(c) for c in found.program.computes()[:2])
+    a, b = (group_of_one(c) for c in found.program.computes()[:2])
     layouts = dict(found.program.layouts())
     layouts[b.members[0].name] = replace(layouts[b.members[0].name], device="cuda:0")
     refusal = fits(a, b, layouts, {})
@@ -102,7 +102,7 @@ def test_devices() -> None:
 
 def test_nothing_shared() -> None:
     found = scheduled(lambda a, b: (a.exp(), b.cos()), torch.randn(4, 3), torch.randn(7))
-    a, b = (alone(c) for c in found.program.computes()[:2])
+    a, b = (group_of_one(c) for c in found.program.computes()[:2])
     refusal = fits(a, b, found.program.layouts(), {})
     assert isinstance(refusal, Refusal)
     assert refusal.reason == "iteration spaces differ"
@@ -120,10 +120,12 @@ def test_overwritten() -> None:
     back = computed("back", (i,), E.load("x", (7 - i.index,), "f32"))
     new = computed("new", (i,), E.load("y", (i.index,), "f32"), target="x")
     layouts = dict.fromkeys(("x", "y", "back", "new"), back.layout)
-    refusal = fits(alone(back, 0), alone(new, 1), layouts, {"new": "x"})
+    refusal = fits(group_of_one(back, 0), group_of_one(new, 1), layouts, {"new": "x"})
     assert isinstance(refusal, Refusal)
     assert refusal.reason in ("overwritten", "iteration spaces differ")
-    both = Group(alone(back).space, (*alone(back, 0).members, *alone(new, 1).members))
+    both = Group(
+        group_of_one(back).space, (*group_of_one(back, 0).members, *group_of_one(new, 1).members)
+    )
     found = consistent(both, layouts, {"new": "x"})
     assert found is not None
     assert found.reason == "overwritten"
@@ -137,8 +139,8 @@ def chain(*levels: str) -> tuple[Group, dict[str, Layout]]:
     first = computed("first", (i, j), E.op("exp", E.load("x", at, "f32")))
     then = computed("then", (i, j), E.op("cos", E.load("first", at, "f32")))
     most = computed("most", (i,), E.reduce("max", (j,), E.load("then", at, "f32")))
-    members = [replace(alone(c).members[0], level=n) for c, n in zip((first, then), levels)]
-    row = alone(most)
+    members = [replace(group_of_one(c).members[0], level=n) for c, n in zip((first, then), levels)]
+    row = group_of_one(most)
     layouts = {"x": contiguous((i.extent, j.extent), "f32")}
     layouts |= {c.name: c.layout for c in (first, then, most)}
     return Group(row.space, (*members, *row.members)), layouts
@@ -164,9 +166,9 @@ def test_columns_before_all_rows() -> None:
     """A row that needs a column's sum, in the nest that computes the columns row by row."""
     i, j = Axis("d0", 4), Axis("r0", 6)
     at = (i.index, j.index)
-    total = alone(computed("total", (j,), E.reduce("sum", (i,), E.load("x", at, "f32"))), 0)
+    total = group_of_one(computed("total", (j,), E.reduce("sum", (i,), E.load("x", at, "f32"))), 0)
     scaled = E.op("div", E.load("x", at, "f32"), E.load("total", (j.index,), "f32"))
-    rows = alone(computed("rows", (i,), E.reduce("max", (j,), scaled)), 1)
+    rows = group_of_one(computed("rows", (i,), E.reduce("max", (j,), scaled)), 1)
     column = replace(total.members[0], kind="column", level="point")
     both = Group(rows.space, (column, *rows.members), (i, 2), {"total": "total.part"})
     layouts = {"x": contiguous((i.extent, j.extent), "f32")}
@@ -181,9 +183,9 @@ def test_positions_along_one_loop() -> None:
     """A position in a flattened window is no position along two loops."""
     i, j, k = Axis("r0", 4), Axis("r1", 6), Axis("r2", 24)
     x = E.load("x", (i.index, j.index), "f32")
-    largest = alone(computed("largest", (), E.reduce("max", (i, j), x)), 0)
+    largest = group_of_one(computed("largest", (), E.reduce("max", (i, j), x)), 0)
     row = E.load("x", (k.index // 6, k.index % 6), "f32")
-    where = alone(computed("where", (), E.reduce("argmax", (k,), row)), 1)
+    where = group_of_one(computed("where", (), E.reduce("argmax", (k,), row)), 1)
     layouts = {"x": contiguous((i.extent, j.extent), "f32")}
     layouts |= {m.name: m.compute.layout for g in (largest, where) for m in g.members}
     moved = where.members[0].moved({k: i.index * 6 + j.index})

@@ -62,7 +62,7 @@ def test_what_waits_reads_again_through_values_at_points() -> None:
 
 
 def test_a_kernel_that_is_not_split_is_not_predicted_as_if(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deuteron.schedule.split.split", lambda *a: None)
+    monkeypatch.setattr("deuteron.schedule.split.split_group", lambda *a: None)
     found = scheduled(lambda x: x.sum((0, 1)), torch.randn(4096, 4, 40), device="H200", check=False)
     (kernel,) = found.kernels
     assert kernel.predicted_us > 3 * profit.time_us(kernel.bytes, 0.0, 1.0, spec_of("H200"))

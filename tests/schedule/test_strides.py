@@ -13,9 +13,9 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
 from deuteron.ir.program import Compute, contiguous
-from deuteron.schedule.group import alone
+from deuteron.schedule.group import group_of_one
 from deuteron.schedule.profit import cost
-from deuteron.schedule.strides import LINE, held, steps, strided_bytes
+from deuteron.schedule.strides import LINE_BYTES, cached_lines, steps, strided_bytes
 from tests.schedule.tools import scheduled
 
 W = torch.randn
@@ -71,7 +71,7 @@ def columns(rows: int, columns: int, transposed: bool) -> tuple[Compute, dict[st
 
 def test_a_walk_along_memory_costs_nothing_more() -> None:
     c, layouts = columns(300, 200, False)
-    assert strided_bytes(alone(c), layouts, device_spec("cpu")) == 0
+    assert strided_bytes(group_of_one(c), layouts, device_spec("cpu")) == 0
 
 
 def test_a_walk_across_touches_lines() -> None:
@@ -79,13 +79,13 @@ def test_a_walk_across_touches_lines() -> None:
     stay in the cache."""
     spec = device_spec("cpu")
     c, layouts = columns(4096, 4096, True)
-    lost = strided_bytes(alone(c), layouts, spec)
-    assert lost == 4096 * 4096 * (LINE - 4)
+    lost = strided_bytes(group_of_one(c), layouts, spec)
+    assert lost == 4096 * 4096 * (LINE_BYTES - 4)
     c, layouts = columns(300, 200, True)
-    kept = strided_bytes(alone(c), layouts, spec)
-    assert 0 < kept < 300 * 200 * (LINE - 4)
-    assert cost(alone(c), layouts, ["s"], spec).bytes == 2 * 300 * 200 * 4 + 300 * 4 + kept
-    assert held(4096, spec) < 1000 < held(4096 + 64, spec)
+    kept = strided_bytes(group_of_one(c), layouts, spec)
+    assert 0 < kept < 300 * 200 * (LINE_BYTES - 4)
+    assert cost(group_of_one(c), layouts, ["s"], spec).bytes == 2 * 300 * 200 * 4 + 300 * 4 + kept
+    assert cached_lines(4096, spec) < 1000 < cached_lines(4096 + 64, spec)
 
 
 def test_steps_of_what_is_no_number() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from deuteron.ir.program import Extern
 from deuteron.schedule.kernel import Kernel
-from deuteron.schedule.traversal import with_directions
+from deuteron.schedule.traversal import with_traversal
 from tests.schedule import tools
 from tests.schedule.tools import scheduled, spec_of
 
@@ -52,8 +52,8 @@ def test_what_is_gone_from_the_cache_is_read_from_its_begin() -> None:
 def test_the_cache_is_left_to_library_calls() -> None:
     spec = replace(spec_of("H200"), l2=60_000)
     found = scheduled(steps, X, device="H200", fusion=False)
-    plain: list[Any] = [replace(k, stays=False) for k in found.kernels]
+    plain: list[Any] = [replace(k, retain_in_l2=False) for k in found.kernels]
     call = Extern((None,), "aten.mm.default", (), (), (None,))
     for calls, marked in (([], [True] * 4), ([call], [False] * 4)):
-        done = with_directions([*plain, *calls], found.schedule.layouts, {"cpu": spec})
-        assert [k.stays for k in done if isinstance(k, Kernel)] == marked
+        done = with_traversal([*plain, *calls], found.schedule.layouts, {"cpu": spec})
+        assert [k.retain_in_l2 for k in done if isinstance(k, Kernel)] == marked

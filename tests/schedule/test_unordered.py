@@ -14,7 +14,13 @@ from deuteron.base.record import Record
 from deuteron.ir.index import const
 from deuteron.ir.program import Extern, Layout
 from deuteron.schedule.kernel import Kernel, Schedule
-from deuteron.schedule.unordered import CALLED, LIBRARY, SUMMED, WRITTEN, unordered
+from deuteron.schedule.unordered import (
+    NONDETERMINISTIC_CALL,
+    NONDETERMINISTIC_OPS,
+    UNORDERED_SUM,
+    UNORDERED_WRITE,
+    unordered,
+)
 from deuteron.tools.explain import Explanation
 from tests.schedule.tools import scheduled
 
@@ -24,21 +30,21 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
     "gradients of an embedding": (
         lambda v, i: embedding_backward(v, i, 50, -1, False),
         (V, I),
-        [SUMMED],
+        [UNORDERED_SUM],
     ),
-    "numbers added": (lambda x, i, v: x.index_add(0, i, v), (X, I, V), [SUMMED]),
+    "numbers added": (lambda x, i, v: x.index_add(0, i, v), (X, I, V), [UNORDERED_SUM]),
     "whole numbers added": (lambda x, i, v: x.index_add(0, i, v), (X.long(), I, V.long()), []),
     "numbers multiplied": (
         lambda x, i, v: x.scatter_reduce(0, i[:, None].expand(30, 8), v, "prod"),
         (X, I, V),
-        [SUMMED],
+        [UNORDERED_SUM],
     ),
     "the largest": (
         lambda x, i, v: x.scatter_reduce(0, i[:, None].expand(30, 8), v, "amax"),
         (X, I, V),
         [],
     ),
-    "numbers written": (lambda x, i, v: x.index_put((i,), v), (X, I, V), [WRITTEN]),
+    "numbers written": (lambda x, i, v: x.index_put((i,), v), (X, I, V), [UNORDERED_WRITE]),
     "written at places of their own": (
         lambda x, v: torch.as_strided_scatter(x, v, (30, 8), (8, 1), 3),
         (X, V),
@@ -48,7 +54,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
     "both": (
         lambda x, i, v: (x.index_put((i,), v), x.index_add(0, i, v)),
         (X, I, V),
-        [SUMMED, WRITTEN],
+        [UNORDERED_SUM, UNORDERED_WRITE],
     ),
     "sums in order": (lambda x: (x.softmax(-1), x.sum(0), x.cumsum(0)), (X,), []),
 }
@@ -77,23 +83,25 @@ def test_library_calls(device: str) -> None:
         for k, op in enumerate(("aten.convolution_backward.default", "aten.mm.default"))
     ]
     entries = list(unordered(Schedule(tuple(calls), {}, {})))
-    want = [("aten.convolution_backward.default", CALLED)] if device != "cpu" else []
+    want = [("aten.convolution_backward.default", NONDETERMINISTIC_CALL)] if device != "cpu" else []
     assert [(e["what"], e["reason"]) for e in entries] == want
 
 
 def test_the_library_has_such_operators() -> None:
-    assert not [n for n in LIBRARY if not hasattr(torch.ops.aten, n.removeprefix("aten."))]
+    assert not [
+        n for n in NONDETERMINISTIC_OPS if not hasattr(torch.ops.aten, n.removeprefix("aten."))
+    ]
 
 
 def test_backwards_of_attention_are_named() -> None:
     every = (n.replace("::", ".") for n in torch._C._dispatch_get_all_op_names())
     backwards = {n for n in every if n.startswith("aten.") and "attention_backward" in n}
     others = ("for_cpu", "overrideable")  # of other devices
-    assert {n for n in backwards if not any(o in n for o in others)} <= LIBRARY
+    assert {n for n in backwards if not any(o in n for o in others)} <= NONDETERMINISTIC_OPS
 
 
 def test_explanations_say_it() -> None:
     record = Record()
-    record.add("unordered", what="poi_0", reason=SUMMED, origins=[{"line": "model.py:3: x"}])
+    record.add("unordered", what="poi_0", reason=UNORDERED_SUM, origins=[{"line": "model.py:3: x"}])
     text = str(Explanation([record]))
     assert "may differ from run to run: poi_0" in text and "from model.py:3: x" in text

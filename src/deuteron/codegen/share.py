@@ -42,7 +42,7 @@ class _Structure:
         nests = tuple(self.nest(n) for n in kernel.nests)
         over = frozenset(self.tensors[n] for n in kernel.overwrites)
         self.key: Hashable = (
-            *(kernel.device, kernel.barriers, kernel.reverse, kernel.stays, over),
+            *(kernel.device, kernel.barriers, kernel.reverse, kernel.retain_in_l2, over),
             *(reads, writes, layouts, nests, tuple(self.nodes)),
         )
 

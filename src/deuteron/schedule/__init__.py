@@ -18,14 +18,14 @@ from deuteron.schedule.build import build, needed_outside
 from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.group import Group
-from deuteron.schedule.horizontal import Joiner, Launch
+from deuteron.schedule.horizontal import HorizontalFusion, Launch
 from deuteron.schedule.kernel import Schedule
-from deuteron.schedule.normalize import canonical, keeps_apart, normalize
+from deuteron.schedule.normalize import canonical, is_unfused, normalize
 from deuteron.schedule.printer import call_lines, group_lines, print_schedule
 from deuteron.schedule.recompute import recompute
 from deuteron.schedule.reindex import reindex
-from deuteron.schedule.split import relieve
-from deuteron.schedule.traversal import with_directions
+from deuteron.schedule.split import split_groups
+from deuteron.schedule.traversal import with_traversal
 from deuteron.schedule.verify import verify_schedule
 from deuteron.schedule.verify_groups import verify_groups
 
@@ -57,14 +57,14 @@ class Ordered(Grouped):
 
 
 @dataclass(frozen=True)
-class Joined(Ordered):
+class HorizontallyFused(Ordered):
     """The same, with several groups in one launch."""
 
     launches: tuple[Launch | Extern, ...]
 
 
 @dataclass(frozen=True)
-class Built(Joined):
+class Built(HorizontallyFused):
     schedule: Schedule
 
 
@@ -90,7 +90,7 @@ def depending(before: Normalized, context: Context) -> Grouped:
     fusion = Fusion(
         dag, before.layouts, before.owner, needed_outside(program), before.specs, context.record
     )
-    fusion.apart = {n for n, c in computes.items() if keeps_apart(c, context.unfused)}
+    fusion.unfused = {n for n, c in computes.items() if is_unfused(c, context.unfused)}
     return extended(Grouped, before, fusion=fusion)
 
 
@@ -111,7 +111,7 @@ def reindexed(before: Grouped, context: Context) -> Grouped:
 def split_few_rows(before: Grouped, context: Context) -> Grouped:
     """Reductions with few rows in two steps; many partial results are split again."""
     if context.options.fusion:
-        while relieve(before.fusion):
+        while split_groups(before.fusion):
             pass
     return before
 
@@ -135,18 +135,18 @@ def ordered(before: Grouped, context: Context) -> Ordered:
     return extended(Ordered, before, steps=steps)
 
 
-def joined(before: Ordered, context: Context) -> Joined:
+def fused_horizontally(before: Ordered, context: Context) -> HorizontallyFused:
     """Short kernels in one launch."""
     layouts = before.layouts
     if context.options.fusion:
-        joiner = Joiner(layouts, before.owner, before.specs, context.record)
-        launches = joiner.run(before.steps)
+        fusion = HorizontalFusion(layouts, before.owner, before.specs, context.record)
+        launches = fusion.run(before.steps)
     else:
         launches = [s if isinstance(s, Extern) else Launch.of(*s, layouts) for s in before.steps]
-    return extended(Joined, before, launches=tuple(launches))
+    return extended(HorizontallyFused, before, launches=tuple(launches))
 
 
-def built(before: Joined, context: Context) -> Built:
+def built(before: HorizontallyFused, context: Context) -> Built:
     """Kernels with names, nests and costs."""
     schedule = build(before.launches, before.program, before.layouts, before.specs)
     return extended(Built, before, schedule=schedule)
@@ -154,7 +154,7 @@ def built(before: Joined, context: Context) -> Built:
 
 def directed(before: Built, context: Context) -> Built:
     """From which end a kernel goes through memory, and what it leaves in the cache."""
-    steps = with_directions(before.schedule.steps, before.layouts, before.specs)
+    steps = with_traversal(before.schedule.steps, before.layouts, before.specs)
     return replace(before, schedule=replace(before.schedule, steps=tuple(steps)))
 
 
@@ -204,9 +204,9 @@ def ordered_text(ordered: Ordered) -> str:
     return "\n".join(lines)
 
 
-def joined_text(joined: Joined) -> str:
+def launches_text(fused: HorizontallyFused) -> str:
     lines: list[str] = []
-    for step in joined.launches:
+    for step in fused.launches:
         if isinstance(step, Extern):
             lines += call_lines(step)
             continue
@@ -234,7 +234,7 @@ SCHEDULING: Table = (
     Pass("split", split_few_rows, verify_grouped, grouped_text),
     Pass("recompute", recomputed, verify_grouped, grouped_text),
     Pass("order", ordered, KERNELS_TELL, ordered_text),
-    Pass("join", joined, KERNELS_TELL, joined_text),
+    Pass("horizontal", fused_horizontally, KERNELS_TELL, launches_text),
     Pass("build", built, verify_built, built_text),
     Pass("traversal", directed, verify_built, built_text),
 )

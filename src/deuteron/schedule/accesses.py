@@ -22,7 +22,7 @@ from deuteron.ir.program import Layout
 from deuteron.ir.verify_expr import range_verdict
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Store
 
-STATES = ("proven", "masked", "loaded", "open")
+ACCESS_STATES = ("proven", "masked", "loaded", "open")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Access:
         return f"{self.kernel}: {self.kind} of {self.tensor}{list(self.index)}: {self.state}"
 
 
-def state(index: tuple[Index, ...], layout: Layout, mask: Expr | None) -> str:
+def access_state(index: tuple[Index, ...], layout: Layout, mask: Expr | None) -> str:
     """Why an access is inside its tensor."""
     if mask is not None:
         return "masked"
@@ -70,20 +70,22 @@ def _of_nest(kernel: str, nest: Nest, layouts: dict[str, Layout]) -> Iterator[Ac
                 name, index, _ = n.attr
                 if name not in local:
                     mask = n.args[0] if n.args else None
-                    yield Access(kernel, "load", name, index, state(index, layouts[name], mask))
+                    yield Access(
+                        kernel, "load", name, index, access_state(index, layouts[name], mask)
+                    )
         if isinstance(s, Reduce) and s.partial:  # split k stores row k of a tensor of that shape
             place = tuple(a.index for a in nest.reduced)
             yield Access(kernel, "store", s.name, place, "proven")
         if isinstance(s, Store):
-            known = state(s.index, layouts[s.tensor], s.mask)
+            known = access_state(s.index, layouts[s.tensor], s.mask)
             yield Access(kernel, "store", s.tensor, s.index, known)
 
 
 def summary(schedule: Schedule) -> dict[str, Any]:
     """How many accesses there are of each state, and those that are open."""
     listed = accesses(schedule)
-    counts = {name: sum(a.state == name for a in listed) for name in STATES}
+    counts = {name: sum(a.state == name for a in listed) for name in ACCESS_STATES}
     return {**counts, "which": [str(a) for a in listed if a.state == "open"]}
 
 
-__all__ = ["STATES", "Access", "accesses", "state", "summary"]
+__all__ = ["ACCESS_STATES", "Access", "accesses", "access_state", "summary"]

@@ -24,7 +24,7 @@ from deuteron.schedule.horizontal import Launch
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Step, Store
 from deuteron.schedule.profit import Cost, cost
 
-LONGEST_NAME = 72
+MAX_NAME_LENGTH = 72
 
 
 def needed_outside(program: Program) -> set[str]:
@@ -48,8 +48,8 @@ class Namer:
             for o in m.compute.origins:
                 words[_word(o.op)] = None
         text = "_".join(w for w in words if w) or "fused"
-        if len(text) > LONGEST_NAME:
-            text = text[:LONGEST_NAME].rsplit("_", 1)[0]
+        if len(text) > MAX_NAME_LENGTH:
+            text = text[:MAX_NAME_LENGTH].rsplit("_", 1)[0]
         out = f"{kind}_fused_{text}_{self.count}"
         self.count += 1
         return out

@@ -154,9 +154,9 @@ def columns(
         or not one_to_one(guest.space.axes, table)
     ):
         return Refusal("iteration spaces differ", "rows and columns of different extents")
-    parts = _by_stage(guest)
-    if isinstance(parts, Refusal):
-        return parts
+    stages = _by_stage(guest)
+    if isinstance(stages, Refusal):
+        return stages
     row_split = base.row_split or choose_row_split(space, bool(base.reductions), spec)
     if base.row_split is None and groups.value != 1:
         cut = _split_by_group(base, [a for a in space.parallel if a not in rows], spec)
@@ -165,7 +165,7 @@ def columns(
         space, row_split, there = cut
         base = Group(space, tuple(m.moved(there) for m in base.members), row_split)
         table = {a: substitute(i, there) for a, i in table.items()}
-    points, reductions, after = parts
+    points, reductions, after = stages
     moved = [m.moved(table, level="point") for m in points]
     partials = dict(base.partials)
     made: dict[str, Layout] = {}
@@ -229,29 +229,31 @@ def _groups(
     parallel, reduced = set(space.parallel), set(space.reduced)
     if not rows or not reduced or not reduced <= cols or not rows <= parallel:
         return None
-    kept = cols - reduced
+    outer = cols - reduced
     if row_split is None:
-        return product(a.extent for a in kept) if kept == parallel - rows else None
+        return product(a.extent for a in outer) if outer == parallel - rows else None
     axis, count = row_split
-    if kept == parallel - rows == {axis} and axis.extent.value == count:
+    if outer == parallel - rows == {axis} and axis.extent.value == count:
         return axis.extent  # a split has all rows of a place of that axis
-    if rows != parallel or kept and (kept != {axis} or axis.extent.value != count):
+    if rows != parallel or outer and (outer != {axis} or axis.extent.value != count):
         return None
     groups = divide_exact(guest.rows, product(a.extent for a in reduced))
-    apart = groups is not None and groups.value is not None and count % groups.value == 0
-    return groups if apart or not kept and groups is not None and groups.value == 1 else None
+    whole_groups = groups is not None and groups.value is not None and count % groups.value == 0
+    return (
+        groups if whole_groups or not outer and groups is not None and groups.value == 1 else None
+    )
 
 
 def _split_by_group(
-    base: Group, kept: Sequence[Axis], spec: DeviceSpec
+    base: Group, outer: Sequence[Axis], spec: DeviceSpec
 ) -> tuple[Space, tuple[Axis, int], Map] | Refusal:
-    """Loops for a base of whose rows those of each group (a place in the loops `kept`) have column
+    """Loops for a base of whose rows those of each group (a place in the loops `outer`) have column
     reductions of their own: a split has a part of the rows of one group. The loops of before as
     indices over the new ones."""
-    rows = [a for a in base.space.parallel if a not in kept]
-    groups, row = product(a.extent for a in kept).value, rows[0].extent.value
-    alone = len(rows) == 1 and base.fixed
-    if not alone or groups is None or row is None:
+    rows = [a for a in base.space.parallel if a not in outer]
+    groups, row = product(a.extent for a in outer).value, rows[0].extent.value
+    one_axis = len(rows) == 1 and base.fixed
+    if not one_axis or groups is None or row is None:
         return Refusal("iteration spaces differ", "rows of groups, which no split can have")
     every = Axis("rows", groups * row)
     most = choose_row_split(Space((every,), base.space.reduced), bool(base.reductions), spec)[1]
@@ -262,10 +264,10 @@ def _split_by_group(
     left = floordiv(split.index, parts)
     there: Map = {a: a.index for a in base.space.reduced}
     there[rows[0]] = mod(split.index, parts) * within.extent + within.index
-    for a in reversed(kept[1:]):
+    for a in reversed(outer[1:]):
         there[a] = mod(left, a.extent)
         left = floordiv(left, a.extent)
-    there[kept[0]] = left
+    there[outer[0]] = left
     return Space((split, within), base.space.reduced), (split, groups * parts), there
 
 
@@ -282,14 +284,14 @@ def _combine(
     if groups.value != 1:
         (((of_split,), _),) = floordiv(axis.index, each).terms
         number = substitute(number, {of_split: group.index})
-    form = dense(number, loops)
+    digits = dense(number, loops)
     whole = {a for a in loops if a.extent.value != 1}
-    if form is None or {a for a, _ in form} != whole:
+    if digits is None or {a for a, _ in digits} != whole:
         return None
     here = flat([a.index for a in c.axes], [a.extent for a in c.axes])
     at: Map = {a: const(0) for a in (group, *space.reduced)}
-    for k, (a, w) in enumerate(form):
-        at[a] = floordiv(here, w) if k == len(form) - 1 else mod(floordiv(here, w), a.extent)
+    for k, (a, w) in enumerate(digits):
+        at[a] = floordiv(here, w) if k == len(digits) - 1 else mod(floordiv(here, w), a.extent)
     split = Axis("r0", each)
     index = (at[group] * each + split.index, *(at[a] for a in space.reduced))
     if each == 1:
@@ -300,7 +302,7 @@ def _combine(
 
 
 def rows_of(guest: Group) -> tuple[Group, Map]:
-    """An empty nest of the guest's rows, in one loop, to turn a group of cross-row reductions by
+    """An empty nest of the guest's rows, in one loop, for a group of cross-row reductions by
     itself."""
     table: Map = {a: a.index for a in guest.space.axes}
     rows = guest.space.reduced

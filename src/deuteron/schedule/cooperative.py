@@ -94,9 +94,9 @@ def aligned_split_count(
     rows: int, most: int, partial: float = 0.0, waves: int = 1, classes: int = ALIGNMENT_CLASSES
 ) -> int:
     """How many splits, of which about so many run at once, walk so many rows soonest, where each
-    has rows of one of so many kinds. `partial`: what one leaves behind, in rows; `turns`: of
-    splits, at least.
-    H200, backward of layer norm, 4096 rows of 65535, bf16, of which 14 run at once, us: 8 splits
+    has rows of one of so many alignment classes. `partial`: what one leaves behind, in rows;
+    `waves`: of splits, at least. H200, backward of layer norm, 4096 rows of 65535, bf16, of which
+    14 run at once, us: 8 splits
     1010, 16 822, 40 620, 56 592, 112 606."""
 
     def cost(count: int) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deuteron.ir.program import Compute, Extern, Program, symbols_read, tensors_read
-from deuteron.schedule.group import Group, alone
+from deuteron.schedule.group import Group, group_of_one
 from deuteron.schedule.order import Order
 
 
@@ -84,7 +84,7 @@ class Dag:
     next_id: int = 0
     order_of: Order = field(default_factory=Order)  # nodes, each after what it needs
     # tensor -> (first, id) of the nodes that read it, in order
-    near: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    readers_in_order: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, computes: Mapping[str, Compute], owner: Mapping[str, str]) -> Dag:
@@ -99,7 +99,7 @@ class Dag:
                 if d.name not in computes:
                     continue
                 c = computes[d.name]
-                node = dag.add(alone(c, position), position, position)
+                node = dag.add(group_of_one(c, position), position, position)
                 reads, names = list(tensors_read(c)), [c.name]
                 writes = [owner[c.name]] if c.target is not None else []
             elif isinstance(d, Extern):
@@ -154,12 +154,12 @@ class Dag:
         readers = self.readers.setdefault(name, set())
         if node.id not in readers:
             readers.add(node.id)
-            insort(self.near.setdefault(name, []), (node.first, node.id))
+            insort(self.readers_in_order.setdefault(name, []), (node.first, node.id))
 
     def reads_no_more(self, name: str, node: Node) -> None:
         self.readers[name].remove(node.id)
-        near = self.near[name]
-        del near[bisect_left(near, (node.first, node.id))]
+        readers_in_order = self.readers_in_order[name]
+        del readers_in_order[bisect_left(readers_in_order, (node.first, node.id))]
 
     def edge(self, a: int, b: int) -> None:
         if a != b:
@@ -250,7 +250,9 @@ class Dag:
         later = set(main.after)
         nodes: list[Node] = []
         for c, position in tail:
-            node = self.add(alone(c, position), position, position, nodes[-1] if nodes else main)
+            node = self.add(
+                group_of_one(c, position), position, position, nodes[-1] if nodes else main
+            )
             node.rank = -1.0  # at once: the partial results are still in the caches
             nodes.append(node)
             self.edge(main.id, node.id)

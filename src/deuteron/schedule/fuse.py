@@ -4,8 +4,8 @@ In: the `Dag` of single computations and library calls. Out: the same graph with
 every pair that was considered in the Record, fused or refused, with the reason.
 
 Candidates are pairs of groups that share a tensor: a maker and a reader, or two readers. What a
-merge saves is reckoned when nothing that may save more is left (`Fusion.most`): of most pairs one
-is merged with another before. Ties go to the earlier pair, so that the result depends on the
+merge saves is reckoned when nothing that may save more is left (`Fusion.max_saving`): of most pairs
+one is merged with another before. Ties go to the earlier pair, so that the result depends on the
 program alone.
 """
 
@@ -23,16 +23,16 @@ from deuteron.ir.program import Compute, Extern, Layout
 from deuteron.schedule import profit
 from deuteron.schedule.columns import RowSplit, columns
 from deuteron.schedule.dag import Dag, Node
-from deuteron.schedule.group import MOST_CODE, Group
+from deuteron.schedule.group import MAX_CODE, Group
 from deuteron.schedule.legality import Refusal, correspond, fits
 
 # Offers take time in proportion to it.
-MOST_MEMBERS = 64
+MAX_MEMBERS = 64
 # Readers of one tensor that are paired as siblings, each with this many that follow.
-SIBLINGS = 6
+SIBLINGS_TRIED = 6
 # Readers of one tensor that are tried with its maker: the first ones; when they are merged, the
 # next come up.
-READERS = 64
+READERS_TRIED = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fusion:
     ) -> None:
         self.dag, self.layouts, self.owner = dag, layouts, owner
         self.outside, self.specs, self.record = outside, specs, record
-        self.apart: set[str] = set()  # computations that share no kernel
+        self.unfused: set[str] = set()  # computations that share no kernel
         self.partial: set[str] = set()  # tensors of partial results
         self.costs: dict[int, profit.Cost] = {}
         self.verdicts: dict[tuple[int, int], tuple[Refusal, Offer | None]] = {}
@@ -104,11 +104,16 @@ class Fusion:
             home = self.dag.home.get(name)
             if home is not None:
                 nearby[home] = None
-            near = self.dag.near[name]
-            at = bisect_left(near, (node.first, node.id))
-            nearby.update((k, None) for _, k in near[max(0, at - SIBLINGS) : at + SIBLINGS + 1])
+            readers_in_order = self.dag.readers_in_order[name]
+            at = bisect_left(readers_in_order, (node.first, node.id))
+            nearby.update(
+                (k, None)
+                for _, k in readers_in_order[max(0, at - SIBLINGS_TRIED) : at + SIBLINGS_TRIED + 1]
+            )
         for m in group.members:
-            nearby.update((k, None) for _, k in self.dag.near.get(m.name, ())[:READERS])
+            nearby.update(
+                (k, None) for _, k in self.dag.readers_in_order.get(m.name, ())[:READERS_TRIED]
+            )
         nearby.pop(node.id, None)
         return [n for k in nearby if isinstance((n := self.dag.nodes[k]).content, Group)]
 
@@ -118,9 +123,9 @@ class Fusion:
         if key in self.offers or key in self.verdicts:
             return
         self.offers[key] = None
-        heapq.heappush(self.heap, (-self.most(a, b), a.first, b.first, a.id, b.id))
+        heapq.heappush(self.heap, (-self.max_saving(a, b), a.first, b.first, a.id, b.id))
 
-    def most(self, a: Node, b: Node) -> float:
+    def max_saving(self, a: Node, b: Node) -> float:
         """What a merge saves at most, in microseconds: as if the loops had all of the device, and
         nothing but what each reads and others need were moved."""
         one, two = self.cost(a), self.cost(b)
@@ -150,13 +155,13 @@ class Fusion:
     def offer(self, a: Node, b: Node) -> Offer | Refusal:
         """The merge of two groups, or why it is not to be had (cycles are asked for later)."""
         assert isinstance(a.content, Group) and isinstance(b.content, Group)
-        if self.apart and any(
-            m.name in self.apart for g in (a.content, b.content) for m in g.members
+        if self.unfused and any(
+            m.name in self.unfused for g in (a.content, b.content) for m in g.members
         ):
-            return Refusal("kept apart", "measured: see the decisions of the guard")
-        if len(a.content.members) + len(b.content.members) > MOST_MEMBERS:
-            return Refusal("too large", f"more than {MOST_MEMBERS} operations in one kernel")
-        if a.content.code + b.content.code > MOST_CODE:
+            return Refusal("kept unfused", "measured: see the decisions of the guard")
+        if len(a.content.members) + len(b.content.members) > MAX_MEMBERS:
+            return Refusal("too large", f"more than {MAX_MEMBERS} operations in one kernel")
+        if a.content.code + b.content.code > MAX_CODE:
             size = f"{a.content.code:.0f} and {b.content.code:.0f} FLOPs and loads an element"
             return Refusal("too large", f"{size} would take the compiler too long in one kernel")
         spec = self.spec(a.content)
@@ -194,7 +199,7 @@ class Fusion:
         us, moved = both.us, both.bytes
         saved = one.us + two.us + profit.launch_us(spec)
         if row_split is not None:
-            late = profit.tail(row_split.layouts.values(), spec)
+            late = profit.combination_cost(row_split.layouts.values(), spec)
             us, moved, saved = us + late.us, moved + late.bytes, saved - profit.launch_us(spec)
         saved -= us
         moved = one.bytes + two.bytes - moved
@@ -204,7 +209,7 @@ class Fusion:
         if both.occupancy < share:
             return Refusal(
                 "parallelism lost",
-                f"together {both.occupancy:.0%} of the device is busy, apart {share:.0%}: "
+                f"together {both.occupancy:.0%} of the device is busy, separate {share:.0%}: "
                 f"{us:.1f} us against {one.us + two.us:.1f} us, {moved} bytes would be saved",
             )
         return Refusal("no gain", f"{us:.1f} us against {one.us + two.us:.1f} us")
@@ -331,8 +336,8 @@ class Fusion:
         return (_last(a), _last(b))
 
     def report(self, of: int | None = None) -> None:
-        """Writes down the pairs that are apart, with the reason: those of one node that is about to
-        be done in another way, or all that are left."""
+        """Writes down the pairs that were not merged, with the reason: those of one node that is
+        about to be done in another way, or all that are left."""
         for key in list(self.verdicts) if of is None else sorted(self.judged.get(of, ())):
             why, offer = self.verdicts[key]
             a, b = (self.dag.nodes[k] for k in key)

@@ -64,7 +64,7 @@ def bound_axes(c: Compute) -> tuple[Axis, ...]:
 # More code in one kernel takes compilers more than proportionally long: a chain of sin + 0.5 (13
 # units) of 832 units 1.1 s (g++ 12), 2.7 s (Triton 3.6 for sm_90); of 1664 units 3.1 and 7.5 s.
 # A kernel of that size computes for longer than it moves data, so that little is lost by a cut.
-MOST_CODE = 1024.0
+MAX_CODE = 1024.0
 
 
 def code_of(body: Expr) -> float:
@@ -142,7 +142,7 @@ class Member:
         return each + flops(body) * inner
 
 
-def alone(c: Compute, position: int = 0) -> Group:
+def group_of_one(c: Compute, position: int = 0) -> Group:
     """The group of one computation."""
     kind = kind_of(c)
     bound = bound_axes(c)
@@ -230,9 +230,11 @@ class Group:
                 continue
             if m.kind == "reduction":
                 grouped = m.level == "group"
-                stmts.append(Reduce(register(m), c.body.attr[0], values[m.name], grouped=grouped))
+                stmts.append(
+                    Reduce(result_name(m), c.body.attr[0], values[m.name], grouped=grouped)
+                )
             elif m.kind == "scan":
-                stmts.append(Scan(register(m), c.body.attr[0], values[m.name]))
+                stmts.append(Scan(result_name(m), c.body.attr[0], values[m.name]))
             if m.name in keep or c.target is not None:
                 where = late if c.target is not None else stmts
                 where.append(self._store(m, values, layouts))
@@ -241,7 +243,7 @@ class Group:
 
     def _store(self, m: Member, values: dict[str, Expr], layouts: dict[str, Layout]) -> Store:
         c = m.compute
-        value = result(m) if m.kind in ("reduction", "scan") else values[m.name]
+        value = result_of(m) if m.kind in ("reduction", "scan") else values[m.name]
         index, mask = m.index, None
         if m.kind == "write":
             builder = Builder(self, layouts, values)
@@ -251,14 +253,14 @@ class Group:
         return Store(m.name, index, value, m.level, c.accumulate, mask, scattered, c.unique)
 
 
-def register(m: Member) -> str:
+def result_name(m: Member) -> str:
     """The name of a reduction's or scan's value inside its nest."""
     return f"{m.name}.r"
 
 
-def result(m: Member) -> Expr:
+def result_of(m: Member) -> Expr:
     """A reduction's or scan's value as an expression."""
-    return E.load(register(m), m.index, m.compute.body.dtype)
+    return E.load(result_name(m), m.index, m.compute.body.dtype)
 
 
 class Builder:
@@ -305,7 +307,7 @@ class Builder:
         m = self.group.names[name]
         if not same_element(m.index, index, self.layouts[name].shape):
             raise Misplaced(name, index, m.index)
-        value = result(m) if m.kind in ("reduction", "scan") else self.values[name]
+        value = result_of(m) if m.kind in ("reduction", "scan") else self.values[name]
         if not load.args:
             return value
         return E.op("where", load.args[0], value, E.literal(fill, value.dtype))
@@ -316,9 +318,9 @@ __all__ = [
     "Member",
     "Misplaced",
     "Read",
-    "alone",
+    "group_of_one",
     "bound_axes",
     "kind_of",
     "reads_of",
-    "register",
+    "result_name",
 ]

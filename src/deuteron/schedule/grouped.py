@@ -20,7 +20,7 @@ from deuteron.schedule import profit
 from deuteron.schedule.group import Group
 from deuteron.schedule.space import Map, Space, image
 
-LEVELS = {"row": "group", "point": "point"}
+GROUP_LEVELS = {"row": "group", "point": "point"}
 # Of shorter groups a lane would read less than 16 bytes at once. Instructions of sm_90 for an
 # element of an RMS norm of bf16 and quotients in fp8, groups of 8, 4, 2: 23, 28, 40 (of 128: 21).
 MIN_GROUP = 8
@@ -94,4 +94,4 @@ def unfit(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> str 
     return None
 
 
-__all__ = ["LEVELS", "group_index_axes", "cut", "unfit"]
+__all__ = ["GROUP_LEVELS", "group_index_axes", "cut", "unfit"]

@@ -1,4 +1,4 @@
-"""Kernels joined into one launch although they share no loops.
+"""Horizontal fusion: one launch for kernels that share no loops.
 
 In: groups and calls in execution order. Out: that order, but for short kernels that wait for a
 later one, with neighbouring groups as nests of one kernel where a launch costs more than it is
@@ -21,9 +21,9 @@ from deuteron.schedule.cooperative import MIN_COOPERATIVE_ROW
 from deuteron.schedule.group import Group
 
 # Nests of one kernel, at most: registers and code size are those of the largest.
-MOST_NESTS = 12
-# Kernels up to this long are worth joining, in launches; longer ones hide the launch.
-SHORT = 4.0
+MAX_NESTS = 12
+# Kernels up to this long are worth fusing, in launches; longer ones hide the launch.
+SHORT_LAUNCHES = 4.0
 # What one program moves and computes at the end of a kernel, at most (H200: 50 GB/s alone, 4 us),
 # and at the end of one that is not short: there the next launch is a microsecond away, while the
 # loops before a tail share its registers. H100, us, gradients of batch norm's channels with their
@@ -33,10 +33,10 @@ LONG_TAIL_BYTES = 16 << 10
 CPU_SHORT_US = 30.0
 # A short kernel waits for another one among so many after it, which takes at most so many times as
 # long: a long one's warps and registers are its own.
-DELAY, LONGER = 6, 4.0
+MAX_DELAY, MAX_LENGTH_RATIO = 6, 4.0
 # How much longer arithmetic takes than memory where it decides. H200, us: ranks of 32768 places in
 # blocks of 1024, and sums of columns: 5.4 and 6.1, in one kernel 29.8.
-COMPUTES = 4.0
+COMPUTE_BOUND_RATIO = 4.0
 
 
 @dataclass
@@ -71,7 +71,7 @@ def may_be_cooperative(groups: Iterable[Group]) -> bool:
     return any(g.reductions and hint(g.space.row) >= MIN_COOPERATIVE_ROW for g in groups)
 
 
-class Joiner:
+class HorizontalFusion:
     def __init__(
         self,
         layouts: Mapping[str, Layout],
@@ -99,20 +99,20 @@ class Joiner:
                 continue
             group, us = step
             last = out[-1] if out else None
-            if isinstance(last, Launch) and self.join(last, group, us):
+            if isinstance(last, Launch) and self.fuse(last, group, us):
                 continue
             out.append(Launch.of(group, us, self.layouts))
-        return self.delayed(out)
+        return self.with_delayed(out)
 
-    def delayed(self, launches: Sequence[Launch | Extern]) -> list[Launch | Extern]:
-        """The same, with short launches in the next ones that they may join, where none between
+    def with_delayed(self, launches: Sequence[Launch | Extern]) -> list[Launch | Extern]:
+        """The same, with short launches in later ones, where none between
         needs them."""
         out = list(launches)
         for at in reversed(range(len(out))):
             k = out[at]
             if isinstance(k, Extern) or k.barriers:
                 continue
-            for later in out[at + 1 : at + 1 + DELAY]:
+            for later in out[at + 1 : at + 1 + MAX_DELAY]:
                 if isinstance(later, Extern) or any(self.needs(later.groups, g) for g in k.groups):
                     break
                 if self.may_wait(k, later):
@@ -128,13 +128,13 @@ class Joiner:
         if k.device != later.device or later.barriers or k.us > short(spec) or spec.kind == "cpu":
             return False
         groups = [*k.groups, *later.groups]
-        if later.us > LONGER * short(spec) or may_be_cooperative(groups):
+        if later.us > MAX_LENGTH_RATIO * short(spec) or may_be_cooperative(groups):
             return False
-        return len(groups) <= MOST_NESTS and len({self.computes(g, spec) for g in groups}) == 1
+        return len(groups) <= MAX_NESTS and len({self.computes(g, spec) for g in groups}) == 1
 
-    def join(self, k: Launch, group: Group, us: float) -> bool:
+    def fuse(self, k: Launch, group: Group, us: float) -> bool:
         device = self.layouts[group.members[0].name].device
-        if device != k.device or len(k.groups) >= MOST_NESTS:
+        if device != k.device or len(k.groups) >= MAX_NESTS:
             return False
         spec = self.specs[device]
         depends = self.needs(k.since_barrier(), group)
@@ -161,7 +161,7 @@ class Joiner:
     def note(self, first: Group, second: Group, reason: str, device: str) -> None:
         self.record.add(
             "decision",
-            subject="join",
+            subject="horizontal",
             accepted=True,
             reason=reason,
             detail="",
@@ -189,7 +189,7 @@ class Joiner:
         if spec.kind == "cpu":
             return False
         cost = self.cost(group, spec)
-        return spec.compute_us(cost.flops) > COMPUTES * spec.memory_us(cost.bytes)
+        return spec.compute_us(cost.flops) > COMPUTE_BOUND_RATIO * spec.memory_us(cost.bytes)
 
     def cost(self, group: Group, spec: DeviceSpec) -> profit.Cost:
         keep = [m.name for m in group.members if m.name in group.names]
@@ -198,7 +198,7 @@ class Joiner:
 
 def short(spec: DeviceSpec) -> float:
     """Microseconds up to which a kernel is short."""
-    return CPU_SHORT_US if spec.kind == "cpu" else SHORT * spec.launch_us
+    return CPU_SHORT_US if spec.kind == "cpu" else SHORT_LAUNCHES * spec.launch_us
 
 
-__all__ = ["Joiner", "Launch"]
+__all__ = ["HorizontalFusion", "Launch"]

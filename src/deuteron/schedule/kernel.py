@@ -125,9 +125,9 @@ class Kernel:
     barriers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
     reverse: bool = False  # programs go from the last to the first: see `schedule.traversal`
-    stays: bool = False  # what it reads is to stay in the L2: likewise
+    retain_in_l2: bool = False  # what it reads is to stay in the L2: likewise
 
-    def parts(self) -> tuple[tuple[Nest, ...], ...]:
+    def nests_between_barriers(self) -> tuple[tuple[Nest, ...], ...]:
         """Nests between barriers."""
         cuts = (0, *self.barriers, len(self.nests))
         return tuple(self.nests[a:b] for a, b in zip(cuts, cuts[1:]))

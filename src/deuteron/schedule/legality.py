@@ -67,7 +67,7 @@ def fits(
         if isinstance(table, Refusal):
             first = first or table
             continue
-        placed = place(base, guest, table, cuda)
+        placed = in_one_nest(base, guest, table, cuda)
         if isinstance(placed, Refusal):
             first = first or placed
             continue
@@ -154,7 +154,7 @@ def _loops(s: Space) -> str:
 
 
 # -- where the guest's members live ---------------------------------------------------------------
-def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | Refusal:
+def in_one_nest(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | Refusal:
     """Base and guest in one nest. `cut`: whether rows may be cut into groups for it."""
     space = base.space
     if guest.row_split is not None:
@@ -175,20 +175,20 @@ def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | R
                 return _different(base, guest, "reduced loops")
             if guest.group_axes and image(table, guest.group_axes) != set(base.group_axes):
                 return _different(base, guest, "groups of a row")
-            return _joined(base, guest, [m.moved(table) for m in guest.members])
+            return _merged(base, guest, [m.moved(table) for m in guest.members])
         division = grouped.cut(base, guest, table) if cut else None
         if division is not None:
             (base, table) = division
             if not one_to_one(guest.space.axes, table) or guest.space.points is not space.points:
                 return _different(base, guest, "groups of a row")
-            at = [m.moved(table, grouped.LEVELS[m.level]) for m in guest.members]
-            return _joined(base, guest, at)
+            at = [m.moved(table, grouped.GROUP_LEVELS[m.level]) for m in guest.members]
+            return _merged(base, guest, at)
         groups = rows - r if base.row_split is None else {base.row_split[0]}
         if r <= rows and p <= cols | groups:
             return Refusal("rows against columns", "one reduces over the other's rows")
         return _different(base, guest, "reduced loops")
     if guest.space.points is space.points and one_to_one(guest.space.axes, table):
-        return _joined(base, guest, [m.moved(table) for m in guest.members])
+        return _merged(base, guest, [m.moved(table) for m in guest.members])
     if not space.reduced and not guest.space.reduced:
         # The guest becomes the rows of a nest whose other loops are reduced ones.
         whole = _whole_axes(table, guest.space.axes)
@@ -199,16 +199,16 @@ def place(base: Group, guest: Group, table: Map, cut: bool = False) -> Group | R
             return _different(base, guest, "loops")
         space = Space(parallel, tuple(a for a in space.parallel if a not in whole))
         members = [m.moved(table, level="row") for m in guest.members]
-        return _joined(replace(base, space=space), guest, members)
+        return _merged(replace(base, space=space), guest, members)
     if everything <= rows and guest.space.points is space.rows:
         if not one_to_one(guest.space.axes, table):
             return _different(base, guest, "rows")
-        return _joined(base, guest, [m.moved(table, level="row") for m in guest.members])
+        return _merged(base, guest, [m.moved(table, level="row") for m in guest.members])
     group_index_axes = grouped.group_index_axes(base)
     if base.group_axes and everything <= group_index_axes:
         if guest.space.points is product(a.extent for a in group_index_axes):
             if one_to_one(guest.space.axes, table):
-                return _joined(base, guest, [m.moved(table, "group") for m in guest.members])
+                return _merged(base, guest, [m.moved(table, "group") for m in guest.members])
     return _different(base, guest, "loops")
 
 
@@ -230,7 +230,7 @@ def _different(base: Group, guest: Group, what: str) -> Refusal:
     )
 
 
-def _joined(base: Group, guest: Group, members: Sequence[Member]) -> Group:
+def _merged(base: Group, guest: Group, members: Sequence[Member]) -> Group:
     both = sorted((*base.members, *members), key=lambda m: m.position)
     return replace(base, members=tuple(both), partials={**base.partials, **guest.partials})
 
@@ -240,19 +240,19 @@ def consistent(
     g: Group,
     layouts: Mapping[str, Layout],
     owner: Mapping[str, str],
-    parts: tuple[Group, Group] | None = None,
+    merged: tuple[Group, Group] | None = None,
 ) -> Refusal | None:
     """Every member finds what it reads at the nest's current point, and nothing is overwritten
-    before it is read. Where `parts`, which are consistent, have no member that was moved, only
+    before it is read. Where `merged`, which are consistent, have no member that was moved, only
     what one reads of the other is looked at."""
     partial = {*g.partials, *g.partials.values()}
     shared: Set[str] = g.names.keys()
     if (
-        parts is not None
+        merged is not None
         and not partial
-        and {*map(id, g.members)} == {id(m) for p in parts for m in p.members}
+        and {*map(id, g.members)} == {id(m) for p in merged for m in p.members}
     ):
-        (a, b) = parts
+        (a, b) = merged
         shared = (a.reads.keys() & b.names.keys()) | (b.reads.keys() & a.names.keys())
         if not shared and not g.targets and not any(m.kind != "point" for m in g.members):
             return None
@@ -342,4 +342,4 @@ def _text(index: Sequence[Index]) -> str:
     return "[" + ", ".join(repr(as_index(i)) for i in index) + "]"
 
 
-__all__ = ["Refusal", "correspond", "fits", "place"]
+__all__ = ["Refusal", "correspond", "fits", "in_one_nest"]

@@ -25,7 +25,7 @@ from deuteron.ir.index import Axis, Value, const, hint, product
 from deuteron.ir.onehot import single_term
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of, tensors_read
-from deuteron.schedule.group import MOST_CODE, bound_axes, code_of, kind_of, reads_of
+from deuteron.schedule.group import MAX_CODE, bound_axes, code_of, kind_of, reads_of
 from deuteron.schedule.space import Map
 
 # A producer of at most this many FLOPs an element, reading no more bytes than it writes, is
@@ -34,7 +34,7 @@ FREE_FLOPS = 2.0
 # At most this much arithmetic on single numbers is repeated in each kernel that needs the result.
 SCALAR_FLOPS = 64.0
 # Expressions do not grow without end (a chain of a thousand producers with one reader each).
-MOST = MOST_CODE / 2
+MAX_INLINED_CODE = MAX_CODE / 2
 
 
 def canonical(c: Compute) -> Compute:
@@ -59,9 +59,9 @@ class Inliner:
         program: Program,
         layouts: Mapping[str, Layout],
         specs: Mapping[str, DeviceSpec],
-        apart: frozenset[str] = frozenset(),
+        unfused: frozenset[str] = frozenset(),
     ) -> None:
-        self.layouts, self.specs, self.apart = layouts, specs, apart
+        self.layouts, self.specs, self.unfused = layouts, specs, unfused
         self.memory = {o.tensor for o in program.outputs}
         self.computes: dict[str, Compute] = {}
         self.sites: dict[str, int] = {}  # tensor -> places that read it
@@ -120,7 +120,7 @@ class Inliner:
             if p is None or _gathers(n) is not gathers:
                 continue
             more = self.code(p.body)
-            if total + more > MOST or not self.worth(p, n, c):
+            if total + more > MAX_INLINED_CODE or not self.worth(p, n, c):
                 continue
             total += more
             table[n] = element(p, n)
@@ -139,7 +139,7 @@ class Inliner:
             if axis in n.axes() and p is not None and _aligned(n, c) and self.repeatable(p):
                 table[n] = element(p, n)
         term = single_term(body.substitute({}, table) if table else body, axis)
-        if term is None or self.code(term) > MOST:
+        if term is None or self.code(term) > MAX_INLINED_CODE:
             return None
         made = written_into(c, table, [self.computes[n.attr[0]] for n in table])
         made = replace(made, body=term)
@@ -159,14 +159,14 @@ class Inliner:
         """`code_of`, or a number that is not smaller: what an expression shares with those that
         are written into it counts twice until that matters."""
         known = self.size.get(e)
-        if known is None or known > MOST / 2 and e not in self.counted:
+        if known is None or known > MAX_INLINED_CODE / 2 and e not in self.counted:
             known = self.size[e] = code_of(e)
             self.counted.add(e)
         return known
 
     def worth(self, p: Compute, load: Expr, c: Compute) -> bool:
         """Whether the reader should compute the element itself."""
-        if not self.repeatable(p) or keeps_apart(p, self.apart) or keeps_apart(c, self.apart):
+        if not self.repeatable(p) or is_unfused(p, self.unfused) or is_unfused(c, self.unfused):
             return False
         reads = reads_of(p)
         lay = self.layouts[p.name]
@@ -215,7 +215,7 @@ class Inliner:
         return bool(placed & reduced)
 
 
-def keeps_apart(c: Compute, nodes: frozenset[str]) -> bool:
+def is_unfused(c: Compute, nodes: frozenset[str]) -> bool:
     """Whether it does one of these nodes of the graph."""
     return bool(nodes) and any(o.node in nodes for o in c.origins)
 
@@ -290,10 +290,10 @@ def normalize(
     layouts: Mapping[str, Layout],
     specs: Mapping[str, DeviceSpec],
     record: Record,
-    apart: frozenset[str] = frozenset(),
+    unfused: frozenset[str] = frozenset(),
 ) -> dict[str, Compute]:
-    """The computations that fusion starts from. Those of the nodes `apart` stay as they are."""
-    inliner = Inliner(program, layouts, specs, apart)
+    """The computations that fusion starts from. Those of the nodes `unfused` stay as they are."""
+    inliner = Inliner(program, layouts, specs, unfused)
     for d in program.defs:
         if isinstance(d, Compute):
             inliner.add(d)
@@ -321,4 +321,4 @@ def normalize(
     return dict(reversed(live.items()))
 
 
-__all__ = ["canonical", "inlined", "keeps_apart", "normalize"]
+__all__ = ["canonical", "inlined", "is_unfused", "normalize"]

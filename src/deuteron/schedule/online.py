@@ -43,7 +43,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, children
 from deuteron.schedule.kernel import Reduce, Scan
 
-POWERS = ("exp", "exp2")
+EXPONENTIALS = ("exp", "exp2")
 RowLevel = Callable[[Expr], bool]
 
 
@@ -161,7 +161,7 @@ class Chain:
         return self._rescaled(f.body, k) or self._products(f.body, k)
 
     def _rescaled(self, body: Expr, k: int) -> Rescaled | None:
-        late = [n for n in body.walk() if n.op in POWERS and self.need(n) >= k]
+        late = [n for n in body.walk() if n.op in EXPONENTIALS and self.need(n) >= k]
         for power in late:
             parts = self._power(power, k)
             if parts is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # Room for nodes between two neighbours: 40 insertions at one place, each halving it.
-ROOM = 1 << 40
+LABEL_GAP = 1 << 40
 
 
 class Order:
@@ -30,9 +30,9 @@ class Order:
             self.label[node] = 0
         elif following is None:
             assert after is not None
-            self.label[node] = self.label[after] + ROOM
+            self.label[node] = self.label[after] + LABEL_GAP
         elif after is None:
-            self.label[node] = self.label[following] - ROOM
+            self.label[node] = self.label[following] - LABEL_GAP
         else:
             low, high = self.label[after], self.label[following]
             if high - low < 2:
@@ -81,7 +81,7 @@ class Order:
         k, label = self.first, 0
         while k is not None:
             self.label[k] = label
-            k, label = self.next[k], label + ROOM
+            k, label = self.next[k], label + LABEL_GAP
 
 
 __all__ = ["Order"]

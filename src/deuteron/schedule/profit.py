@@ -22,26 +22,26 @@ from deuteron.schedule.strides import strided_bytes
 
 # What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
 # share: H200, one program per multiprocessor, copies of 1 to 132 programs.
-ONE_CORE = 1.6
+ONE_CORE_BANDWIDTH = 1.6
 # A kernel's own time besides moving and computing (its start, its tail); H200, empty kernel between
 # others in a CUDA graph takes 1 us, a small one 2.
 GPU_KERNEL_US = 1.0
 CPU_KERNEL_US = 0.3
-SCATTERED = 0.25
+COLUMN_WALK_SHARE = 0.25
 # Bytes that move for one that is stored by itself, and for an element that is read so.
-LINE, SECTOR = 8, 32
+STORE_BYTES, SECTOR_BYTES = 8, 32
 # Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
 # parts of both. Tensors of fewer elements than a part of the largest do not count.
-ACROSS, PART_OF = 8, 8
+ACROSS_RATIO, MIN_PART_OF_LARGEST = 8, 8
 # Elements of a run of memory that is worth walking along.
-RUN = 16
+MIN_RUN = 16
 # Below this share of the device a reduction is worth a second kernel; the latter where rows lie
 # side by side. H200, bf16, gradient of GELU with its bias, 16384 rows of 2048, of 3072: 95, 153 us
 # in one kernel, 69 and 97 in two; sums of 2048 columns alone 24 and 26.
-LOW, LOW_ASIDE = 0.6, 0.8
+MIN_OCCUPANCY, MIN_OCCUPANCY_ASIDE = 0.6, 0.8
 # Columns that one program walks together at most and at least, and the share of the device's cores
 # that programs keep busy at least, to walk more of them.
-WIDE, NARROW, BUSY = 64, 16, 0.9
+MAX_COLUMNS_TOGETHER, MIN_COLUMNS_TOGETHER, MIN_BUSY_SHARE = 64, 16, 0.9
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def bytes_read(group: Group, name: str, layout: Layout) -> int:
     """Bytes of one tensor that the group reads: all of it, or as much as its points touch."""
     each = ITEMSIZE[layout.dtype]
     touched = sum(
-        elements(index) * (max(each, SECTOR) if placed(index, layout) else each)
+        elements(index) * (max(each, SECTOR_BYTES) if placed(index, layout) else each)
         for index in group.reads[name]
     )
     return min(hint(layout.numel) * each, touched)
@@ -126,7 +126,7 @@ def by_one(i: Index, a: Axis) -> bool:
     if i.coefficient(a) is const(1):
         return True
     runs = (m[0] for m, c in i.terms if c == 1 and len(m) == 1 and isinstance(m[0], Mod))
-    return any(r.num.coefficient(a) is const(1) and hint(r.den) >= RUN for r in runs)
+    return any(r.num.coefficient(a) is const(1) and hint(r.den) >= MIN_RUN for r in runs)
 
 
 def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
@@ -162,15 +162,15 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     row = hint(group.space.row)
     if group.row_split is not None:
         # Splits that walk down columns read a few bytes of each line of memory at a time.
-        walk = SCATTERED if side_by_side(group, layouts) else 1.0
+        walk = COLUMN_WALK_SHARE if side_by_side(group, layouts) else 1.0
         programs = (
             max(1, programs_per_row(row, NORM_BACKWARD_VALUES, spec, same_alignment=True))
             if group.reductions
             else 1
         )
-        return walk * min(1.0, group.row_split[1] * programs * ONE_CORE / spec.cores)
-    apart = group.fixed and any(m.level == "row" for m in group.members)
-    if not group.reductions and (spec.kind == "cpu" or not apart):
+        return walk * min(1.0, group.row_split[1] * programs * ONE_CORE_BANDWIDTH / spec.cores)
+    row_values = group.fixed and any(m.level == "row" for m in group.members)
+    if not group.reductions and (spec.kind == "cpu" or not row_values):
         return 1.0
     rows = hint(group.space.rows)
     if spec.kind == "cpu":
@@ -178,7 +178,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
         # another.
         return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
     if side_by_side(group, layouts):
-        share = min(1.0, max(1, rows // 32) * ONE_CORE / spec.cores)
+        share = min(1.0, max(1, rows // 32) * ONE_CORE_BANDWIDTH / spec.cores)
         return share * balance(rows // columns_together(rows, spec.cores), spec.cores)
     if scanned_in_blocks(group, layouts, spec):
         return bandwidth(rows)
@@ -186,7 +186,7 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     programs = max(1, rows // max(1, 256 // max(1, row)))
     if known_rows(group) and not group.group_axes and read_again(group, layouts):
         programs *= max(1, programs_per_row(row, 1, spec, same_alignment=shareable(group, layouts)))
-    return min(1.0, programs * ONE_CORE / spec.cores)
+    return min(1.0, programs * ONE_CORE_BANDWIDTH / spec.cores)
 
 
 def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
@@ -218,15 +218,15 @@ def balance(programs: int, cores: int) -> float:
 
 def columns_together(columns: int, cores: int) -> int:
     """How many columns, side by side in memory, one program walks together."""
-    width = WIDE
-    while width > NARROW and columns < width * cores * BUSY:
+    width = MAX_COLUMNS_TOGETHER
+    while width > MIN_COLUMNS_TOGETHER and columns < width * cores * MIN_BUSY_SHARE:
         width //= 2
     return width
 
 
-def low(group: Group, layouts: Mapping[str, Layout]) -> float:
+def least_occupancy(group: Group, layouts: Mapping[str, Layout]) -> float:
     """The share of the device below which the group's reductions are worth a second kernel."""
-    return LOW_ASIDE if side_by_side(group, layouts) else LOW
+    return MIN_OCCUPANCY_ASIDE if side_by_side(group, layouts) else MIN_OCCUPANCY
 
 
 def known_rows(group: Group) -> bool:
@@ -252,7 +252,7 @@ def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
             beside += size
         else:
             inside += size
-    return beside * ACROSS > inside if inside else beside > 0
+    return beside * ACROSS_RATIO > inside if inside else beside > 0
 
 
 def contiguous_bytes(
@@ -271,7 +271,7 @@ def contiguous_bytes(
     largest = max((elements(i) for _, i, _ in uses), default=0)
     for name, index, times in uses:
         size = elements(index)
-        if size * PART_OF < min(points, largest):
+        if size * MIN_PART_OF_LARGEST < min(points, largest):
             continue
         inner = inner_axes(index, layouts[name])
         if inner:
@@ -305,22 +305,26 @@ def cost(
     points = group.space.size()
     for n in stored:
         written = bytes_written(group.names[n], layouts[n], points)
-        moved += written * (LINE if scattered(group, group.names[n], layouts) else 1)
-    spilled = group.row_split is not None and chained(group) and not stays(group, layouts, spec)
+        moved += written * (STORE_BYTES if scattered(group, group.names[n], layouts) else 1)
+    spilled = (
+        group.row_split is not None
+        and chained(group)
+        and not row_stays_on_chip(group, layouts, spec)
+    )
     for m in group.members:
         if m.kind == "column":
             part = layouts[group.partials[m.name]]
             # Beside rows in several passes, partial sums are kept in memory from row to row.
             moved += 2 * points * ITEMSIZE[part.dtype] if spilled else bytes_of(part)
     if spilled or (
-        group.reductions and group.row_split is None and not stays(group, layouts, spec)
+        group.reductions and group.row_split is None and not row_stays_on_chip(group, layouts, spec)
     ):
         moved += read_again(group, layouts)
     done = work(group)
     share = occupancy(group, layouts, spec)
     us = time_us(moved, done, share, spec)
-    if not whole and group.reductions and share < low(group, layouts):
-        again = 0 if not stays(group, layouts, spec) else read_again(group, layouts)
+    if not whole and group.reductions and share < least_occupancy(group, layouts):
+        again = 0 if not row_stays_on_chip(group, layouts, spec) else read_again(group, layouts)
         halves = time_us(moved + again, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
         if halves < us and splittable(group, layouts, spec):  # the dearer question last
             return Cost(moved, done, 1.0, halves)
@@ -363,7 +367,7 @@ def read_again(group: Group, layouts: Mapping[str, Layout]) -> int:
     return sum(bytes_read(group, n, layouts[n]) for n in sorted(first & again))
 
 
-def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
+def row_stays_on_chip(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
     """Whether what a row reads is still at hand when it is needed again: in registers (half of
     them, as f32; of several programs, where they can share the row), or in the core's cache."""
     row = hint(group.space.row)
@@ -382,7 +386,7 @@ def stays(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool
     return shared or 4 * row * held <= spec.registers * 3 // 4
 
 
-def tail(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:
+def combination_cost(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:
     """Combining partial results in a kernel of its own."""
     moved = sum(bytes_of(lay) for lay in partials)
     return Cost(moved, 0.0, 1.0, time_us(moved, 0.0, 1.0, spec))
@@ -407,6 +411,6 @@ __all__ = [
     "cost",
     "launch_us",
     "occupancy",
-    "tail",
+    "combination_cost",
     "time_us",
 ]

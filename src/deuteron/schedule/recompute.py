@@ -19,8 +19,8 @@ from deuteron.schedule.legality import consistent
 from deuteron.schedule.normalize import inlined
 
 # At most this much arithmetic per element, producers included.
-MOST_FLOPS = 64.0
-MOST_PRODUCERS = 24
+MAX_FLOPS = 64.0
+MAX_PRODUCERS = 24
 
 
 def recompute(fusion: Fusion) -> None:
@@ -96,7 +96,7 @@ def written_out(fusion: Fusion, group: Group, m: Member) -> Compute | None:
     c = m.compute
     if c.body.axes() - set(c.axes):  # it has reductions of its own
         return None
-    for _ in range(MOST_PRODUCERS):
+    for _ in range(MAX_PRODUCERS):
         inner = [r.tensor for r in reads_of(c) if _is_point(group, r.tensor)]
         if not inner:
             break
@@ -104,7 +104,7 @@ def written_out(fusion: Fusion, group: Group, m: Member) -> Compute | None:
     else:
         return None
     memory = {fusion.owner.get(r.tensor, r.tensor) for r in reads_of(c)}
-    if flops(c.body) > MOST_FLOPS or memory & set(fusion.owner.values()):
+    if flops(c.body) > MAX_FLOPS or memory & set(fusion.owner.values()):
         return None
     return c
 

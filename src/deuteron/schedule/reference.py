@@ -23,7 +23,7 @@ Pending = tuple[str, list[Tensor], Tensor, str | None, Tensor | None]
 def run_kernel(kernel: Kernel, tensors: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
     """Executes `kernel`. `tensors` has each tensor that it reads or writes, in its logical
     shape."""
-    for part in kernel.parts():
+    for part in kernel.nests_between_barriers():
         results: list[Pending] = []
         for nest in part:
             results += run_nest(nest, tensors, sizes, kernel.device)

@@ -27,7 +27,7 @@ from deuteron.schedule.space import Map, Space, flat, steps
 
 # Points of which the places are looked at one by one: those of loops that are computed with
 # together, mostly of one loop (a side of an image).
-MOST_POINTS = 4096
+MAX_POINTS = 4096
 
 Walk = tuple[tuple[Index, Index], ...]  # indices of the dimensions that are walked, and extents
 
@@ -132,7 +132,7 @@ def permuted(walk: Walk, loops: Sequence[Axis]) -> bool:
         return False
     digits: list[tuple[int, Index]] = []  # weights and how many there are of each
     first = 0
-    for part, axes in _apart(number):
+    for part, axes in _independent_terms(number):
         if not axes:
             if part.value is None:
                 return False
@@ -153,19 +153,19 @@ def permuted(walk: Walk, loops: Sequence[Axis]) -> bool:
     return first == 0 and step is product(n for _, n in walk)
 
 
-def _apart(number: Index) -> list[tuple[Index, list[Axis]]]:
+def _independent_terms(number: Index) -> list[tuple[Index, list[Axis]]]:
     """A number as a sum of parts that have no loop in common."""
     parts: list[tuple[Index, frozenset[Axis]]] = []
     for monomial, c in number.terms:
         term = const(c) * product(atom(a) for a in monomial)
         axes = term.axes()
-        apart = []
+        independent = []
         for other, theirs in parts:
             if theirs & axes or not (theirs or axes):
                 term, axes = term + other, axes | theirs
             else:
-                apart.append((other, theirs))
-        parts = [*apart, (term, axes)]
+                independent.append((other, theirs))
+        parts = [*independent, (term, axes)]
     return [(p, sorted(axes)) for p, axes in parts]
 
 
@@ -181,7 +181,7 @@ def _digits(part: Index, axes: Sequence[Axis]) -> tuple[int, list[tuple[int, Ind
     if any(n is None for n in extents) or part.syms():
         return None
     sizes = [n for n in extents if n is not None]
-    if not 0 < math.prod(sizes) <= MOST_POINTS:
+    if not 0 < math.prod(sizes) <= MAX_POINTS:
         return None
     names = [a.name for a in axes]
     places = combinations(*map(range, sizes))

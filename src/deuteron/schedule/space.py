@@ -33,7 +33,7 @@ from deuteron.ir.index import (
 
 Map = dict[Atom, Index]
 # Loops that are told from one number: their orders are tried.
-MOST_DIGITS = 5
+MAX_DIGITS = 5
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _renamed(u: Index, v: Index, ours: Iterable[Axis], theirs: Iterable[Axis]) -
     """The axes of `v` as axes of `u`, where those are the same but for the names of the axes, of
     which places need not be linear (rolled, in windows)."""
     a, b = ([x for x in axes if x in i.axes()] for axes, i in ((ours, u), (theirs, v)))
-    if len(a) != len(b) or len(a) > MOST_DIGITS:
+    if len(a) != len(b) or len(a) > MAX_DIGITS:
         return {}
     extents = [y.extent for y in b]
     for order in permutations(a):
@@ -191,10 +191,10 @@ def _renamed(u: Index, v: Index, ours: Iterable[Axis], theirs: Iterable[Axis]) -
 
 
 def _from_dense(e: Equation, ours: Space, theirs: Sequence[Axis]) -> Map:
-    form = dense(e.theirs, theirs)
-    if form is None:
+    digits = dense(e.theirs, theirs)
+    if digits is None:
         return {}
-    total = product(a.extent for a, _ in form)
+    total = product(a.extent for a, _ in digits)
     mine = dense(e.ours, ours.axes)
     if mine is not None:
         if product(a.extent for a, _ in mine) is not total:
@@ -202,9 +202,9 @@ def _from_dense(e: Equation, ours: Space, theirs: Sequence[Axis]) -> Map:
     elif not e.exact or total is not e.count:
         return {}
     out: Map = {}
-    for k, (a, w) in enumerate(form):
+    for k, (a, w) in enumerate(digits):
         i = floordiv(e.ours, w)
-        out[a] = i if k == len(form) - 1 else mod(i, a.extent)
+        out[a] = i if k == len(digits) - 1 else mod(i, a.extent)
     return out
 
 
@@ -234,13 +234,13 @@ def one_to_one(axes: Sequence[Axis], table: Mapping[Atom, Index]) -> bool:
     for a in axes:
         if a.extent.value == 1:
             continue
-        used, sharing, apart = set(table[a].axes()), [a], []
+        used, sharing, independent = set(table[a].axes()), [a], []
         for ours, theirs in shares:
             if ours & used:
                 used, sharing = used | ours, [*theirs, *sharing]
             else:
-                apart.append((ours, theirs))
-        shares = [*apart, (used, sharing)]
+                independent.append((ours, theirs))
+        shares = [*independent, (used, sharing)]
     return all(_digits(theirs, ours, table) for ours, theirs in shares)
 
 
@@ -251,11 +251,11 @@ def _digits(theirs: Sequence[Axis], ours: set[Axis], table: Mapping[Atom, Index]
     if len(same) == len(ours) == len(theirs):  # the same loops: mostly
         return True
     count = product(a.extent for a in theirs)
-    if product(a.extent for a in ours) is not count or len(theirs) > MOST_DIGITS:
+    if product(a.extent for a in ours) is not count or len(theirs) > MAX_DIGITS:
         return False
     for order in permutations(theirs):
-        form = dense(flat([table[a] for a in order], [a.extent for a in order]), ours)
-        if form is not None and product(a.extent for a, _ in form) is count:
+        digits = dense(flat([table[a] for a in order], [a.extent for a in order]), ours)
+        if digits is not None and product(a.extent for a, _ in digits) is count:
             return True
     return False
 

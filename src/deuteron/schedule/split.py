@@ -23,24 +23,24 @@ from deuteron.schedule import profit
 from deuteron.schedule.columns import columns, rows_of
 from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion
-from deuteron.schedule.group import Group, alone
+from deuteron.schedule.group import Group, group_of_one
 from deuteron.schedule.legality import Refusal, fits
-from deuteron.schedule.split_reductions import in_parts, outermost_first
+from deuteron.schedule.split_reductions import outermost_first, split_into_parts
 
 # Parts of rows that a device works on at a time, per multiprocessor.
-PARTS = 4
+PARTS_PER_CORE = 4
 # Results of so many parts one program combines in about the time of a launch.
-MOST_PARTS = 1 << 14
+MAX_PARTS = 1 << 14
 # A part has at least this many elements.
-SHORTEST = {"cuda": 2048, "cpu": 256}
+MIN_PART = {"cuda": 2048, "cpu": 256}
 # A row that is read once, as a part of a reduction over several, has at least this many elements,
 # beside which the partial result that it leaves (4 bytes, written and read) is little.
-LEAST_ROW = {"cuda": 64, "cpu": 256}
+MIN_INNER_ROW = {"cuda": 64, "cpu": 256}
 # A part of at most this many elements is on chip.
-ON_CHIP = 8192
+MAX_ON_CHIP_PART = 8192
 # The same where rows lie side by side; that many of them are walked together.
-SHORTEST_COLUMN = 64
-COLUMNS = 32
+MIN_COLUMN_PART = 64
+COLUMNS_TOGETHER = 32
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Split:
     layouts: dict[str, Layout]
 
 
-def relieve(fusion: Fusion) -> bool:
+def split_groups(fusion: Fusion) -> bool:
     """Splits every group for which it pays, then lets the new computations fuse; whether there was
     one."""
     changed: list[Node] = []
@@ -60,7 +60,7 @@ def relieve(fusion: Fusion) -> bool:
             continue
         spec = fusion.spec(group)
         length = hint(group.space.row)
-        if fusion.partial & group.reads.keys() and length <= MOST_PARTS:
+        if fusion.partial & group.reads.keys() and length <= MAX_PARTS:
             continue  # it combines partial results already
         beside = bool(rows_inside(group, fusion.layouts, spec))
         # Threads of a CPU share rows as they are: only what else reads the rows inside counts.
@@ -69,22 +69,22 @@ def relieve(fusion: Fusion) -> bool:
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
         if not beside and (
-            now.occupancy >= profit.low(group, fusion.layouts)
+            now.occupancy >= profit.least_occupancy(group, fusion.layouts)
             or not profit.splittable(group, fusion.layouts, spec)
         ):
             continue
-        parted = split(group, fusion, spec)
+        parted = split_group(group, fusion, spec)
         if parted is None:
             continue
         layouts = ChainMap(parted.layouts, fusion.layouts)
         keep = fusion.stored(parted.main, {node.id})
         keep += [n for n in parted.layouts if n in parted.main.names]
         first = profit.cost(parted.main, layouts, keep, spec, whole=True)
-        late = profit.tail(parted.layouts.values(), spec)
+        late = profit.combination_cost(parted.layouts.values(), spec)
         again = profit.time_us(profit.read_again(group, fusion.layouts), 0.0, 1.0, spec)
         then = first.us + late.us + again + profit.launch_us(spec)
         if beside:
-            then -= read_once(parted, first, group, fusion, spec)
+            then -= saved_by_reading_once(parted, first, group, fusion, spec)
         if then >= now.us:
             continue
         fusion.record.add(
@@ -104,13 +104,13 @@ def relieve(fusion: Fusion) -> bool:
     return bool(changed)
 
 
-def read_once(
-    split: Split, cost: profit.Cost, group: Group, fusion: Fusion, spec: DeviceSpec
+def saved_by_reading_once(
+    split_group: Split, cost: profit.Cost, group: Group, fusion: Fusion, spec: DeviceSpec
 ) -> float:
     """Microseconds that the main part of a split group saves in one nest with the groups whose
     results it reads, where that is legal."""
-    main, layouts = split.main, ChainMap(split.layouts, fusion.layouts)
-    whole, apart = main, cost.us
+    main, layouts = split_group.main, ChainMap(split_group.layouts, fusion.layouts)
+    whole, separate_us = main, cost.us
     inside: set[int] = set()
     for home in dict.fromkeys(fusion.dag.home.get(name) for name in group.reads):
         maker = None if home is None else fusion.dag.nodes[home]
@@ -118,13 +118,13 @@ def read_once(
             continue
         both = fits(maker.content, whole, layouts, fusion.owner)
         if isinstance(both, Group):
-            whole, apart = both, apart + fusion.cost(maker).us + profit.launch_us(spec)
+            whole, separate_us = both, separate_us + fusion.cost(maker).us + profit.launch_us(spec)
             inside.add(maker.id)
     keep = [*fusion.stored(whole, inside), *main.names]
-    return apart - profit.cost(whole, layouts, keep, spec, whole=True).us
+    return separate_us - profit.cost(whole, layouts, keep, spec, whole=True).us
 
 
-def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
+def split_group(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
     """The group's reductions in parts; None where there is no way, as for sums of nothing."""
     if any(m.compute.target is not None for m in group.members):
         return None
@@ -135,19 +135,19 @@ def split(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
         row_split = columns(base, group, table, fusion.layouts, fusion.owner, spec)
         if not isinstance(row_split, Refusal):
             return Split(row_split.main, row_split.tail, row_split.layouts)
-    return _parts(group, fusion, spec)
+    return _split_rows(group, fusion, spec)
 
 
-def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
+def _split_rows(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
     """Every reduction of the group over parts of its rows."""
-    parts = in_parts(group, fusion.layouts, parts_of(group, fusion.layouts, spec))
-    if parts is None:
+    reductions = split_into_parts(group, fusion.layouts, part_count(group, fusion.layouts, spec))
+    if reductions is None:
         return None
-    made = {n: c.layout for n, (c, _) in parts.made.items()}
-    made.update({n: c.layout for n, c in parts.late.items()})
+    made = {n: c.layout for n, (c, _) in reductions.made.items()}
+    made.update({n: c.layout for n, c in reductions.late.items()})
     layouts = ChainMap(made, fusion.layouts)
-    tail = list(parts.combined)
-    early = [alone(c, p) for c, p in parts.made.values()]
+    tail = list(reductions.combined)
+    early = [group_of_one(c, p) for c, p in reductions.made.values()]
     main = early[0]
     for g in early[1:]:
         both = fits(main, g, layouts, fusion.owner)
@@ -159,7 +159,7 @@ def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
         if m.kind == "reduction":
             continue
         if m.level == "point" and not any(r.tensor in waits for r in m.reads):
-            both = fits(main, alone(m.compute, m.position), layouts, fusion.owner)
+            both = fits(main, group_of_one(m.compute, m.position), layouts, fusion.owner)
             if isinstance(both, Group):
                 main = both
                 continue
@@ -170,20 +170,20 @@ def _parts(group: Group, fusion: Fusion, spec: DeviceSpec) -> Split | None:
     return Split(main, tuple(tail), made)
 
 
-def parts_of(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> int:
+def part_count(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> int:
     """How many parts of a row keep the device busy, each with enough to do."""
     rows = hint(group.space.rows)
     length = hint(group.space.row)
     if profit.side_by_side(group, layouts):
-        programs = max(1, rows // COLUMNS)
-        return min(PARTS * spec.cores // programs, length // SHORTEST_COLUMN)
+        programs = max(1, rows // COLUMNS_TOGETHER)
+        return min(PARTS_PER_CORE * spec.cores // programs, length // MIN_COLUMN_PART)
     inside = rows_inside(group, layouts, spec)
     if inside:
         return inside
-    wish = max(2, PARTS * spec.cores // max(1, rows))
+    wish = max(2, PARTS_PER_CORE * spec.cores // max(1, rows))
     if profit.chained(group):  # parts that fit on chip need no rule to be read once
-        wish = max(wish, -(-length // ON_CHIP))
-    return min(wish, length // SHORTEST[spec.kind])
+        wish = max(wish, -(-length // MAX_ON_CHIP_PART))
+    return min(wish, length // MIN_PART[spec.kind])
 
 
 def rows_inside(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> int:
@@ -202,8 +202,8 @@ def rows_inside(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -
         for i in index
     )
     count = hint(product(a.extent for a in outer))
-    long = hint(inner.extent) >= LEAST_ROW[spec.kind]
+    long = hint(inner.extent) >= MIN_INNER_ROW[spec.kind]
     return count if shared and long else 0
 
 
-__all__ = ["relieve"]
+__all__ = ["split_groups"]

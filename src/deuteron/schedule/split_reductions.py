@@ -33,7 +33,7 @@ from deuteron.ir.index import (
 )
 from deuteron.ir.operations import REDUCTIONS, extreme
 from deuteron.ir.program import Compute, Layout, contiguous
-from deuteron.schedule.group import Group, Member, register
+from deuteron.schedule.group import Group, Member, result_name
 from deuteron.schedule.kernel import Nest, Reduce, Scan
 from deuteron.schedule.online import (
     Centered,
@@ -65,7 +65,7 @@ def one_pass(group: Group, layouts: Mapping[str, Layout]) -> Chain | None:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowCut:
     """How reduced loops are cut: `parts` are loops over parts, `inner` what a part reduces over;
     `table` gives the old loops. `inside`: whether a point is one of the row, where not all are.
     """
@@ -80,7 +80,7 @@ class Cut:
         return hint(product(a.extent for a in self.parts))
 
 
-def cut(nest: Nest, layouts: Mapping[str, Layout], wish: int) -> Cut | None:
+def cut_rows(nest: Nest, layouts: Mapping[str, Layout], wish: int) -> RowCut | None:
     """About `wish` parts, cut along the outermost loops."""
     taken = {a.name for a in nest.parallel}
     names = (f"p{k}" for k in range(1 << 20) if f"p{k}" not in taken)
@@ -119,12 +119,12 @@ def cut(nest: Nest, layouts: Mapping[str, Layout], wish: int) -> Cut | None:
             points = E.op("minimum", E.op("maximum", ahead, zero), most)
             rest = product(x.extent for x in inner if x is not left)
             count_of = E.op("mul", points, E.index_value(rest))
-            return Cut(tuple(parts), tuple(inner), table, inside, count_of)
+            return RowCut(tuple(parts), tuple(inner), table, inside, count_of)
         break
     if not parts or not inner:
         return None
     total = E.index_value(product(x.extent for x in inner))
-    return Cut(tuple(parts), tuple(inner), table, None, total)
+    return RowCut(tuple(parts), tuple(inner), table, None, total)
 
 
 def outermost_first(nest: Nest, layouts: Mapping[str, Layout]) -> list[Axis]:
@@ -155,13 +155,13 @@ def divisor(n: int, wish: int) -> int:
 
 
 @dataclass
-class Parts:
+class SplitReductions:
     """The computations that take the place of a group's reductions."""
 
     group: Group
     nest: Nest
     chain: Chain
-    cut: Cut
+    cut: RowCut
     layouts: Mapping[str, Layout]
     made: dict[str, tuple[Compute, int]] = field(default_factory=dict)  # partial results
     combined: list[tuple[Compute, int]] = field(default_factory=list)
@@ -171,7 +171,7 @@ class Parts:
 
     def build(self) -> bool:
         """Whether every reduction of the group has found its place."""
-        members = {register(m): m for m in self.group.members if m.kind == "reduction"}
+        members = {result_name(m): m for m in self.group.members if m.kind == "reduction"}
         for f in self.nest.stmts:
             assert isinstance(f, Reduce)
             m = members[f.name]
@@ -230,14 +230,14 @@ class Parts:
         c = m.compute
         shape = [a.extent for a in c.axes]
         rows = [a for a in self.nest.parallel if a.extent.value != 1]
-        form = dense(flat(m.index, shape), rows)
-        if form is None or len(form) != len(rows):
+        digits = dense(flat(m.index, shape), rows)
+        if digits is None or len(digits) != len(rows):
             return None
         number = flat([a.index for a in c.axes], shape)
         out: Map = {a: const(0) for a in self.nest.parallel}
-        for k, (a, w) in enumerate(form):
+        for k, (a, w) in enumerate(digits):
             out[a] = (
-                floordiv(number, w) if k == len(form) - 1 else mod(floordiv(number, w), a.extent)
+                floordiv(number, w) if k == len(digits) - 1 else mod(floordiv(number, w), a.extent)
             )
         return out
 
@@ -257,7 +257,7 @@ class Parts:
 
     def outside(self, e: Expr, places: Map) -> Expr:
         """What is constant in a row, in a combination: registers are tensors there."""
-        members = {register(m): m for m in self.group.members if m.kind == "reduction"}
+        members = {result_name(m): m for m in self.group.members if m.kind == "reduction"}
         table: dict[Expr, Expr] = {}
         for n in e.loads():
             m = members.get(n.attr[0])
@@ -267,7 +267,7 @@ class Parts:
         return e.substitute(places, table)
 
     # -- dependent reductions
-    # ---------------------------------------------------------------------------
+    # -----------------------------------------------------------------------
     def rescaled(self, f: Reduce, m: Member, rule: Rescaled, places: Map) -> None:
         top = self.named(rule.maximum.removesuffix(".r"))
         name = self.named(m.name)
@@ -291,8 +291,8 @@ class Parts:
             if rule.square
             else {"x": (rule.x, rule.a), "y": (rule.y, rule.b)}
         )
-        apart = [self.apart(x, m, side) for side, (x, _) in sides.items()]
-        self.partial(name, "sum", E.op("mul", apart[0], apart[-1]), m)
+        deviations = [self._about_part_mean(x, m, side) for side, (x, _) in sides.items()]
+        self.partial(name, "sum", E.op("mul", deviations[0], deviations[-1]), m)
         moved = [self.moved(x, a, m, side, places) for side, (x, a) in sides.items()]
         far, rest = zip(*(moved * 2 if rule.square else moved))
         total = self.read(name, places)
@@ -303,7 +303,7 @@ class Parts:
         count = E.cast(self.points(), far.dtype)
         self.combine(m, "sum", E.op("add", rest, E.op("mul", count, far)))
 
-    def apart(self, x: Expr, m: Member, side: str) -> Expr:
+    def _about_part_mean(self, x: Expr, m: Member, side: str) -> Expr:
         """The elements less their part's mean."""
         n = E.cast(at_least_one(self.cut.count), x.dtype)
         return E.op("sub", x, E.op("div", self.here(self.sum_of(x, m, side)), n))
@@ -313,7 +313,7 @@ class Parts:
         what is left about it."""
         if x not in self.rests:
             self.rests[x] = self.named(f"{m.name}.{side}.rest")
-            self.partial(self.rests[x], "sum", self.apart(x, m, side), m)
+            self.partial(self.rests[x], "sum", self._about_part_mean(x, m, side), m)
         many = E.cast(at_least_one(self.points()), x.dtype)
         mean = E.op("div", self.read(self.sum_of(x, m, side), places), many)
         return E.op("sub", mean, self.outside(a, places)), self.read(self.rests[x], places)
@@ -380,7 +380,9 @@ def masked(root: Expr, mask: Expr, loops: set[Axis]) -> Expr:
     return done[root]
 
 
-def in_parts(group: Group, layouts: Mapping[str, Layout], wish: int) -> Parts | None:
+def split_into_parts(
+    group: Group, layouts: Mapping[str, Layout], wish: int
+) -> SplitReductions | None:
     """The group's reductions in about `wish` parts of each row."""
     chain = one_pass(group, layouts)
     if chain is None:
@@ -389,12 +391,12 @@ def in_parts(group: Group, layouts: Mapping[str, Layout], wish: int) -> Parts | 
     positions = any(isinstance(s, Reduce) and s.kind.startswith("arg") for s in nest.stmts)
     if positions and len(nest.reduced) > 1:
         return None  # the place is one along a single loop
-    division = cut(nest, layouts, wish)
+    division = cut_rows(nest, layouts, wish)
     if division is None:
         return None
     taken = frozenset(n for n in group.reads if n in layouts)
-    parts = Parts(group, nest, chain, division, layouts, taken=taken)
-    return parts if parts.build() else None
+    reductions = SplitReductions(group, nest, chain, division, layouts, taken=taken)
+    return reductions if reductions.build() else None
 
 
-__all__ = ["Parts", "in_parts", "one_pass"]
+__all__ = ["SplitReductions", "split_into_parts", "one_pass"]

@@ -18,13 +18,13 @@ from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group
 
 # Bytes of a line of a CPU's caches; of a sector, which is what a GPU's memory moves at least.
-LINE, SECTOR = 64, 32
+LINE_BYTES, SECTOR_BYTES = 64, 32
 # Bytes that an element costs that lies in a line which the cache still holds: nothing is moved, but
 # lanes take elements one by one. EPYC with AVX-512, x @ W.T of one row, 3000 x 900 f32, W walked
 # down its columns: 2.4 ms instead of 0.9.
-KEPT = 16
+CACHED_LINE_COST = 16
 # Lanes that a CPU's loop over columns takes together: `codegen.cpp.columns.block_lanes`.
-LANES = 512
+COLUMN_LANES = 512
 
 Access = tuple[tuple[Index, ...], tuple[Index, ...]]
 _STEPS: dict[Access, dict[Axis, int] | None] = MEMO.answers()
@@ -86,7 +86,7 @@ def _beyond(
     s: dict[Axis, int], walk: Sequence[Axis], item: int, group: Group, spec: DeviceSpec
 ) -> int:
     """Bytes of one access beyond its elements, if the loops `walk` are the innermost."""
-    unit = LINE if spec.kind == "cpu" else SECTOR
+    unit = LINE_BYTES if spec.kind == "cpu" else SECTOR_BYTES
     by = min((abs(s[a]) for a in walk if s.get(a)), default=0) * item
     if by <= max(item, 8):  # the same element, the next one, the next but one of 4 bytes
         return 0
@@ -94,18 +94,18 @@ def _beyond(
     if any(0 < abs(step) * item < unit for a, step in s.items() if a not in walk):
         lines = hint(group.space.row)
         if spec.kind == "cpu" and walk[0] in group.space.parallel:
-            lines = min(LANES, hint(walk[0].extent))
-        if lines <= held(by, spec):
-            touched = min(touched, KEPT)
+            lines = min(COLUMN_LANES, hint(walk[0].extent))
+        if lines <= cached_lines(by, spec):
+            touched = min(touched, CACHED_LINE_COST)
     return hint(product(a.extent for a in s)) * max(0, touched - item)
 
 
-def held(by: int, spec: DeviceSpec) -> int:
+def cached_lines(by: int, spec: DeviceSpec) -> int:
     """Lines that stay in a core's cache, of which each is `by` bytes from the one before: a set of
     the cache takes few of those that are a power of two apart."""
     if spec.kind == "cuda":
-        return spec.l1 // 2 // SECTOR
-    return spec.l2 // 2 // max(LINE, by & -by)
+        return spec.l1 // 2 // SECTOR_BYTES
+    return spec.l2 // 2 // max(LINE_BYTES, by & -by)
 
 
-__all__ = ["held", "steps", "strided_bytes"]
+__all__ = ["cached_lines", "steps", "strided_bytes"]

@@ -1,9 +1,11 @@
-"""From which end a GPU's kernel goes through memory, and what it leaves in the L2.
+"""Traversal order and cache retention: from which end a GPU's kernel goes through memory, and what
+the L2 keeps of it.
 
 In: steps in execution order. Out: the same, of which some kernels begin at the end
 (`Kernel.reverse`): where what they read is larger than the L2 and the step before has just read or
 written it from its begin, the last part of it is still there. H200, us: softmax of 16 rows of
-4194304 (bf16, in parts) 107, so 103. Of some the L2 is to keep what they read (`Kernel.stays`).
+4194304 (bf16, in parts) 107, so 103. Of some the L2 is to
+keep what they read (`Kernel.retain_in_l2`).
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from deuteron.schedule.kernel import Kernel, Step
 from deuteron.schedule.profit import bytes_of
 
 # A tensor counts from so much of the L2 on; so many L2s of other bytes later little of it is left.
-LEAST, MOST_BETWEEN = 0.25, 0.5
+MIN_TENSOR_SHARE, MAX_BYTES_BETWEEN = 0.25, 0.5
 
 
-def with_directions(
+def with_traversal(
     steps: Sequence[Step], layouts: Mapping[str, Layout], specs: Mapping[str, DeviceSpec]
 ) -> list[Step]:
     """The steps, with kernels that go the other way than those before them."""
@@ -35,8 +37,8 @@ def with_directions(
             walks = not any(n.row_split is not None for n in step.nests)  # else splits, all at once
             if spec.kind == "cuda" and walks and step.bytes > spec.l2:
                 step = replace(step, reverse=_backwards(step, last, moved, layouts, spec))
-            if not calls and stays(step, spec):
-                step = replace(step, stays=True)
+            if not calls and retains_in_l2(step, spec):
+                step = replace(step, retain_in_l2=True)
             back, moved = step.reverse, moved + step.bytes
         else:
             listed = [n for n in (*tensors_read(step), *step.names) if n is not None]
@@ -51,7 +53,7 @@ def with_directions(
     return out
 
 
-def stays(kernel: Kernel, spec: DeviceSpec) -> bool:
+def retains_in_l2(kernel: Kernel, spec: DeviceSpec) -> bool:
     """Whether what a kernel that stores elements reads once is marked to stay in the L2, so that
     the L2 gives up what was stored first: in kernels that move more than it holds, where nothing of
     either is there for the next kernel; not in programs that call libraries, which have other use
@@ -75,9 +77,9 @@ def _backwards(
     gain = 0.0
     for name, _ in kernel.reads:
         size, (then, back) = bytes_of(layouts[name]), last.get(name, (-1e30, False))
-        if size >= LEAST * spec.l2 and moved - then <= MOST_BETWEEN * spec.l2:
+        if size >= MIN_TENSOR_SHARE * spec.l2 and moved - then <= MAX_BYTES_BETWEEN * spec.l2:
             gain += -size if back else size
     return gain > 0
 
 
-__all__ = ["with_directions"]
+__all__ = ["with_traversal"]

@@ -17,14 +17,14 @@ from deuteron.schedule.strides import steps
 
 # Conditions in one nest from which their instructions may decide; a stride, in elements, from which
 # a walk leaves lines unused.
-CONDITIONS, STRIDE = 4, 8
+MANY_CONDITIONS, LONG_STRIDE = 4, 8
 # Shorter kernels are not worth a measurement.
-LEAST_US = 2.0
+MIN_MEASURED_US = 2.0
 
 
 def uncertain(kernel: Kernel, spec: DeviceSpec) -> str:
     """Why the kernel's prediction is not to be relied on; empty where it is."""
-    if kernel.predicted_us < LEAST_US or len(kernel.origins) < 2:
+    if kernel.predicted_us < MIN_MEASURED_US or len(kernel.origins) < 2:
         return ""
     layouts = dict(kernel.reads) | dict(kernel.writes)
     for nest in kernel.nests:
@@ -35,7 +35,10 @@ def uncertain(kernel: Kernel, spec: DeviceSpec) -> str:
             return "a matrix product inside"
         if any(n.op == "reduce" for n in nodes):
             return "windows"
-        if sum(n.op == "where" or n.op == "load" and bool(n.args) for n in nodes) >= CONDITIONS:
+        if (
+            sum(n.op == "where" or n.op == "load" and bool(n.args) for n in nodes)
+            >= MANY_CONDITIONS
+        ):
             return "many conditions"
         rows = hint(product(a.extent for a in nest.parallel))
         if any(isinstance(s, Reduce) for s in nest.stmts) and rows < spec.cores:
@@ -68,7 +71,7 @@ def _strided(nest: Nest, nodes: set[Expr], layouts: Mapping[str, Layout]) -> boo
     for index, name in places:
         strides = steps(index, layouts[name]) if name in layouts else None
         if strides and len(strides) > 1:
-            best = min(strides, key=lambda a: abs(strides[a]) or STRIDE)
+            best = min(strides, key=lambda a: abs(strides[a]) or LONG_STRIDE)
             inner.add(best)
     return len(inner) > 1
 

@@ -16,9 +16,11 @@ from deuteron.ir.operations import FLOATS
 from deuteron.ir.program import Extern, Origin
 from deuteron.schedule.kernel import Kernel, Schedule, Store
 
-SUMMED = "floating-point numbers are added at computed places, in no fixed order"
-WRITTEN = "several values may be written to one place, in no fixed order"
-CALLED = "the library's operator is not deterministic (torch.use_deterministic_algorithms)"
+UNORDERED_SUM = "floating-point numbers are added at computed places, in no fixed order"
+UNORDERED_WRITE = "several values may be written to one place, in no fixed order"
+NONDETERMINISTIC_CALL = (
+    "the library's operator is not deterministic (torch.use_deterministic_algorithms)"
+)
 
 # What that function's documentation names, as operators that its backwards call, and the backwards
 # of attention, which add to the gradient of the queries in no fixed order.
@@ -38,7 +40,7 @@ _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_atten
 _scaled_dot_product_cudnn_attention_backward
 _flash_attention_backward _efficient_attention_backward _cudnn_attention_backward
 """
-LIBRARY = frozenset(f"aten.{n}" for n in _LIBRARY.split())
+NONDETERMINISTIC_OPS = frozenset(f"aten.{n}" for n in _LIBRARY.split())
 
 
 def unordered(schedule: Schedule) -> Iterator[dict[str, Any]]:
@@ -46,8 +48,8 @@ def unordered(schedule: Schedule) -> Iterator[dict[str, Any]]:
     for step in schedule.steps:
         if isinstance(step, Extern):
             on_gpu = any(lay is not None and lay.device != "cpu" for lay in step.layouts)
-            if on_gpu and step.op.rsplit(".", 1)[0] in LIBRARY:
-                yield entry(step.op, CALLED, step.origins)
+            if on_gpu and step.op.rsplit(".", 1)[0] in NONDETERMINISTIC_OPS:
+                yield entry(step.op, NONDETERMINISTIC_CALL, step.origins)
         elif step.device != "cpu":
             for reason in dict.fromkeys(reasons(step)):
                 yield entry(step.name, reason, step.origins)
@@ -63,10 +65,10 @@ def reasons(kernel: Kernel) -> Iterator[str]:
     stores = [s for nest in kernel.nests for s in nest.stmts if isinstance(s, Store)]
     for s in stores:
         if s.accumulate in ("sum", "prod") and dtypes[s.tensor] in FLOATS:
-            yield SUMMED
+            yield UNORDERED_SUM
         elif s.accumulate is None and not s.unique and any(map(is_loaded, s.index)):
             if not is_constant(s.value):
-                yield WRITTEN
+                yield UNORDERED_WRITE
 
 
 def is_loaded(index: Index) -> bool:

@@ -166,7 +166,7 @@ class _State:
         reads: set[str] = set()
         writes: set[str] = set()
         inside: set[str] = set()
-        for part in k.parts():
+        for part in k.nests_between_barriers():
             if not part:
                 raise Fault("nests", f"a part of {k.name} between barriers has no nest")
             touched = [self.nest(nest) for nest in part]
@@ -290,7 +290,7 @@ class _State:
             if s.kind.startswith("arg") and len(nest.reduced) != 1:
                 raise Fault("levels", f"{s.name} counts along {len(nest.reduced)} axes")
             if s.grouped and (s.partial or not nest.group_axes):
-                raise Fault("levels", f"{s.name} is a reduction of sections, which its nest lacks")
+                raise Fault("levels", f"{s.name} is a grouped reduction in a nest without groups")
             if s.partial:
                 return self.partial(s, nest, writes)
         if s.name in self.layouts and s.name in self.written:

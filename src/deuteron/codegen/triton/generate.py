@@ -183,7 +183,9 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
         limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
     common = (pointers, index_type, layouts, "STAGES", float8, limits, kernel.overwrites)
     averages = options is None or options.precision == "float32"
-    names = [Names(b, *common, kernel.stays and programs_per_row == 1, averages) for b in blocks]
+    names = [
+        Names(b, *common, kernel.retain_in_l2 and programs_per_row == 1, averages) for b in blocks
+    ]
     written = [
         write_nest(n, f, own, itertools.count())
         for n, f, own in zip(nests, tilings, names, strict=True)

@@ -70,7 +70,7 @@ class Names:
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
     overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
-    retain_in_l2: bool = False  # see `schedule.traversal`
+    retain_in_l2: bool = False  # see `schedule.traversal.retains_in_l2`
     averages: bool = True  # see `precision.inexact`
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.triton.access_statistics import power
 from deuteron.codegen.triton.point_tiles import TileConfig, warps_for
-from deuteron.schedule.profit import BUSY
+from deuteron.schedule.profit import MIN_BUSY_SHARE
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
 # values alive.
@@ -74,7 +74,7 @@ def looped_column_tiles(
 
     def tile(x: int, elements: int, stages: int) -> TileConfig:
         x = min(x, power(nx))
-        while x > 8 and nx < x * spec.cores * BUSY:
+        while x > 8 and nx < x * spec.cores * MIN_BUSY_SHARE:
             x //= 2
         r = min(power(nr), max(1, elements // x))
         each = 32 if x * r > 4096 or scans else 16

@@ -73,7 +73,7 @@ from deuteron.schedule.cooperative import (
     programs_per_row,
 )
 from deuteron.schedule.kernel import Reduce, Scan
-from deuteron.schedule.profit import ACROSS
+from deuteron.schedule.profit import ACROSS_RATIO
 
 # Twice as many where the row is needed a second time, for a store. H200, 32768 columns, time over a
 # copy's, looped and whole: layer norm 1.58 and 1.06 (f32), 1.29 and 1.23 (bf16), softmax 1.48 and
@@ -180,7 +180,7 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     dense = any(2 * points_visited(a.address, (*x, *r)) > nx * nr for a in loops.accesses)
     along_x = unit_bytes(loops, x[-1], r if dense else ()) if x else 0
     along_r = unit_bytes(loops, r[-1]) if r else 0
-    across = bool(x) and min(along_x, along_r) * ACROSS >= max(along_x, along_r) > 0
+    across = bool(x) and min(along_x, along_r) * ACROSS_RATIO >= max(along_x, along_r) > 0
     columns = bool(x) and along_x > along_r
     known = product(a.extent for a in r).value is not None
     loads = row_loads(loops)
