@@ -521,13 +521,13 @@ def test_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(stages, "generate_cpp", broken)
+    monkeypatch.setattr(stages, "CPP_ROW", replace(stages.CPP_ROW, run=broken))
     x = R(4, 6)
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(lambda x: x + 1)(x)
     error = caught.value.inner_exception
     assert isinstance(error, DeuteronError)
-    assert "stage 'generate': ZeroDivisionError: oh" in error.message
+    assert "stage 'generate', pass 'cpp': ZeroDivisionError: oh" in error.message
     assert 'options={"fallback": "aten"}' in error.hint
     g = torch.compile(lambda x: x + 1, backend=deuteron_backend, options={"fallback": "aten"})
     with collecting() as records:
@@ -537,13 +537,13 @@ def test_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiler_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error shows the source's path, the compiler's words and a command that repeats them."""
-    real = stages.generate_cpp
+    row = stages.CPP_ROW
 
-    def generate(*args: Any) -> Any:
-        made = real(*args)
+    def write(*args: Any) -> Any:
+        made = row.run(*args)
         return replace(made, source=made.source + "\nint broken(;\n")
 
-    monkeypatch.setattr(stages, "generate_cpp", generate)
+    monkeypatch.setattr(stages, "CPP_ROW", replace(row, run=write))
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(lambda x: x + 1)(R(4, 6))
     error = caught.value.inner_exception

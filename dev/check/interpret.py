@@ -114,7 +114,7 @@ def compile_interpreted(part: Part, context: Context) -> Callable[[list[Any]], S
     context = replace(context, like=gpu().kind, specs=lambda device: gpu())
     made = compiled("rewrite", "schedule", part, context)
     options, program, plan, traced = context.options, made.program, made.schedule, made.traced
-    kernels = {k.name: generate(k, gpu(), options) for k in plan.steps if isinstance(k, Kernel)}
+    kernels = {k.name: generate(k, gpu(), context) for k in plan.steps if isinstance(k, Kernel)}
     functions = {name: loaded(k) for name, k in kernels.items()}
     steps = [s for s in plan.steps if isinstance(s, Kernel)]
     watcher = Watcher(steps, kernels, options, program, traced) if options.verify else None

@@ -186,7 +186,7 @@ def main() -> None:
         for kernel in kernels(case):
             if kernel.bytes < options.least * 1e6:
                 continue
-            k = generate(kernel, spec, Options.make())
+            k = generate(kernel, spec)
             path = str(folder / f"{len(rows)}_{k.name[:40]}.py")
             Path(path).write_text(k.source)
             configs = list(k.configs)

@@ -151,7 +151,7 @@ BUGS = (
     Bug("sums are not rescaled", "codegen/triton/reductions.py",
         "{name} = {name} * {e} + tl.sum({terms}, ", "{name} = {name} + tl.sum({terms}, ",
         "tests/codegen/test_triton_programs.py::test_values", "long_rows"),
-    Bug("nests side by side mixed up", "codegen/triton/generate.py",
+    Bug("nests side by side mixed up", "codegen/triton/source.py",
         "{' + '.join(start[: i + 1])}", "{' + '.join(start[: i])} + 1",
         f"{TRITON_TESTS} tests/codegen/test_triton_programs.py::test_values", "side_by_side"),
     Bug("last of equal ones (Triton)", "codegen/triton/merging.py",

@@ -82,6 +82,7 @@ GRAPH_STAGES: Table = (
         stages.verify_generated,
         stages.generated_text,
         "kernels.txt",
+        stages.GENERATING,
     ),
     Pass(
         "emit",

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from deuteron.base.passes import Context, extended
+from deuteron.base.passes import Context, Pass, Table, extended, run_pass
 from deuteron.capture.donated import donated_inputs
 from deuteron.capture.stages import Part
 from deuteron.codegen.assemble import EmittedModule, KernelCode, Request
+from deuteron.codegen.cpp import kernels as cpp
 from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS, CppKernel
-from deuteron.codegen.cpp.kernels import generate as generate_cpp
 from deuteron.codegen.cpp.nontemporal import read_later
 from deuteron.codegen.module import emit
 from deuteron.codegen.share import structure, tensors_of
+from deuteron.codegen.triton import generate as triton
 from deuteron.codegen.triton.generate import TritonKernel
-from deuteron.codegen.triton.generate import generate as generate_triton
 from deuteron.graph.rewrite import rewrite
 from deuteron.graph.verify import graph_text, verify_graph
 from deuteron.ir.printer import print_program
@@ -206,6 +206,14 @@ def planned_text(found: Planned) -> str:
 # -- generate --------------------------------------------------------------------------------------
 
 
+CPP_ROW = Pass("cpp", cpp.write_kernel, cpp.COMPILED, cpp.source_text, passes=cpp.CPP)
+TRITON_ROW = Pass(
+    "triton", triton.write_kernel, triton.verify_source, triton.source_text, passes=triton.TRITON
+)
+# Run for one kernel after the other: a kernel goes through one of them.
+GENERATING: Table = (CPP_ROW, TRITON_ROW)
+
+
 def generate_kernels(before: Planned, context: Context) -> Generated:
     """C++ and Triton text of every kernel; kernels that are alike share it. Triton's builds
     start."""
@@ -220,15 +228,14 @@ def generate_kernels(before: Planned, context: Context) -> Generated:
         if context.options.check_accesses:
             key = k.name  # its text names its tensors
         if key not in first_of:
-            code: KernelCode
+            code: Any
+            spec = specs[k.device]
             if cpu:
-                code = generate_cpp(k, specs[k.device], context.options, soon)
+                code = run_pass(CPP_ROW, cpp.task_of(k, spec, context.options, soon), context, 1)
             else:
-                code = generate_triton(k, specs[k.device], context.options)
-                at = torch.device(k.device)
-                variants[code.name, k.device] = KernelVariants(
-                    code, at, context.options, context.record
-                )
+                code = run_pass(TRITON_ROW, triton.Task(k, spec), context, 2)
+                at, given = torch.device(k.device), (context.options, context.record)
+                variants[code.name, k.device] = KernelVariants(code, at, *given)
             first_of[key] = k, code
         first, code = first_of[key]
         kernels[k.name] = relabelled(first, code, k)

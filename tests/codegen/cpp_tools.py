@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 
+from deuteron.base.options import Options
+from deuteron.base.passes import Context
 from deuteron.codegen.cpp import (
     KERNEL_CXX_FLAGS,
     CppKernel,
     Machine,
-    generate_for,
+    Task,
     translation_unit,
+    write_kernel,
 )
 from deuteron.ir.expr import Expr, literal, load, op
 from deuteron.ir.index import Axis, IndexLike, Sym, as_index
@@ -86,7 +89,7 @@ class Runner:
     """One compiled kernel; call it with its tensors by name and sizes by symbol."""
 
     def __init__(self, k: Kernel, machine: Machine = MACHINE) -> None:
-        self.cpp: CppKernel = generate_for(k, machine)
+        self.cpp: CppKernel = write_kernel(Task(k, machine), Context(Options(verify=True)))
         self.source = translation_unit([self.cpp])
         self.library = build(self.source)
         self.function = getattr(self.library, f"cpp_{k.name}")

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.base.options import Options
 from deuteron.codegen.triton import misaligned, tiling
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.program import Constant, Input
@@ -151,7 +150,7 @@ def planned(name: str, n: int, how: str, dynamic: bool) -> tuple[Scheduled, list
 
 def kernels(found: Scheduled, how: str) -> list[TritonKernel]:
     with walked(how):
-        return [generate(k, spec_of("H200"), Options()) for k in found.kernels]
+        return [generate(k, spec_of("H200")) for k in found.kernels]
 
 
 def sizes_of(found: Scheduled, args: list[Any]) -> dict[str, int]:

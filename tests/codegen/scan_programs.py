@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from deuteron.base import scans
-from deuteron.base.options import Options
 from deuteron.codegen.triton import scanning
 from deuteron.codegen.triton.cooperative import FIRST_FLAG
 from deuteron.codegen.triton.generate import TritonKernel, generate
@@ -114,7 +113,7 @@ def planned(name: str) -> tuple[Scheduled, list[TritonKernel]]:
     f, args = PROGRAMS[name]
     with short():
         found = scheduled(f, *args, device="H200", check=False)
-        return found, [generate(k, tools.spec_of("H200"), Options()) for k in found.kernels]
+        return found, [generate(k, tools.spec_of("H200")) for k in found.kernels]
 
 
 def run(name: str, folder: Path) -> list[torch.Tensor]:

@@ -128,12 +128,12 @@ def moved(kernel: Kernel, by: int, loads: bool) -> Kernel:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, by: int, loads: bool) -> None:
-    real = stages.generate_cpp
+    row = stages.CPP_ROW
 
-    def generate(kernel: Kernel, *args: Any) -> Any:
-        return real(moved(kernel, by, loads), *args)
+    def write(task: Any, context: Any) -> Any:
+        return row.run(replace(task, kernel=moved(task.kernel, by, loads)), context)
 
-    monkeypatch.setattr(stages, "generate_cpp", generate)
+    monkeypatch.setattr(stages, "CPP_ROW", replace(row, run=write))
 
 
 @pytest.mark.parametrize("by", [-1, 1, 10**6, -(2**40)])

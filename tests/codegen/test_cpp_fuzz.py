@@ -14,7 +14,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deuteron.codegen.cpp import Machine, generate_for, translation_unit
+from deuteron.base.options import Options
+from deuteron.base.passes import Context
+from deuteron.codegen.cpp import Machine, Task, translation_unit, write_kernel
 from deuteron.ir.expr import Expr, as_position, cast, index_value, literal, load, op
 from deuteron.ir.index import Axis, Index, Sym, as_index, atom
 from deuteron.ir.program import Layout
@@ -263,7 +265,7 @@ def test_random_kernels(
         monkeypatch.setattr("deuteron.codegen.cpp.nontemporal.MIN_ROW_LINES", 0)
     machine = Machine(threads, 32 << 10, 1 << 20, int(nontemporal))
     made = [(m, m.kernel()) for m in (Maker(1000 * group + i) for i in range(16))]
-    cpps = [generate_for(k, machine) for _, k in made]
+    cpps = [write_kernel(Task(k, machine), Context(Options(verify=True))) for _, k in made]
     assert any("d_nontemporal" in c.source for c in cpps) == nontemporal
     library = build(translation_unit(cpps))
     for (m, k), cpp in zip(made, cpps, strict=True):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deuteron.base.options import Options
 from deuteron.codegen.ranges import bounds, divisor_bounds, is_never_true
 from deuteron.ir.expr import Expr, cast, literal, load, op
 from deuteron.ir.index import Axis
@@ -147,7 +146,7 @@ def test_old_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     for saturates in (True, False):  # the latter from here on
         monkeypatch.setattr(pointwise, "saturates", lambda new=saturates: new)
         program = scheduled(f, torch.randn(64, 2048).to(dtype), device="H200", check=False)
-        (kernel,) = (generate(k, spec_of("H200"), Options()).source for k in program.kernels)
+        (kernel,) = (generate(k, spec_of("H200")).source for k in program.kernels)
         texts.append([line for line in kernel.split("\n") if not line.lstrip().startswith("#")])
     assert (texts[0] == texts[1]) == (name in BOUNDED)
     assert ("464" in kernel) == (name in ASKED)

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from deuteron.base.options import Options
+from deuteron.base.passes import Context
 from deuteron.codegen.triton import tiling
 from deuteron.codegen.triton.generate import generate
 from tests.codegen.test_cpp_fuzz import Maker
@@ -137,7 +138,7 @@ def test_compared_positions_are_checked() -> None:
     made = scheduled(lambda x, i: x.scatter(1, i, 1.0), torch.ones(5, 40), one, device="H200")
     (kernel,) = made.kernels
     assert "device_assert" in cases.generate(kernel, cases.SPEC).source
-    unchecked = cases.generate(kernel, cases.SPEC, Options.make(None, {"bounds_check": False}))
+    unchecked = cases.generate(kernel, cases.SPEC, Context(Options(bounds_check=False)))
     assert not unchecked.debug and "device_assert" not in unchecked.source
 
 
@@ -145,7 +146,7 @@ def test_loaded_indices_are_checked(tmp_path: Path) -> None:
     made, kernel = cases.build("gather")
     assert kernel.debug and "__assertfail" in compiled(kernel, kernel.configs[0], 90, tmp_path)
     unchecked = cases.generate(
-        made.kernel("gather"), cases.SPEC, Options.make(None, {"bounds_check": False})
+        made.kernel("gather"), cases.SPEC, Context(Options(bounds_check=False))
     )
     assert not unchecked.debug and "device_assert" not in unchecked.source
 
@@ -184,7 +185,7 @@ def test_short_runs_of_memory_are_not_pipelined(
 
     x = torch.randn(2, 4 * channels, 24, 24).to(memory_format=torch.channels_last)
     (kernel,) = scheduled(f, x, device="H200", check=False).kernels
-    made = generate(kernel, spec_of("H200"), Options())
+    made = generate(kernel, spec_of("H200"))
     assert any(c.num_stages > 1 for c in made.configs) == stages
 
 
@@ -195,5 +196,5 @@ def test_short_column_sums_have_few_programs(rows: int, columns: int, width: int
     x, y = torch.randn(rows, columns), torch.randn(rows, columns)
     found = scheduled(lambda x, y: ((x * y).sum(0), y.sum(0)), x, y, device="H200", check=False)
     kernel = found.kernels[0]
-    first = generate(kernel, spec_of("H200"), Options()).configs[0]
+    first = generate(kernel, spec_of("H200")).configs[0]
     assert next(v for k, v in first.constexprs if k.startswith("RBLOCK")) == width

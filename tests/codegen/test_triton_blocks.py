@@ -39,7 +39,7 @@ def test_of_points_that_are_stored_several_times(copies: int) -> None:
     kernels = [k for k in found.steps if isinstance(k, Kernel)]
     assert kernels
     for kernel in kernels:
-        for config in generate(kernel, spec, Options()).configs:
+        for config in generate(kernel, spec).configs:
             assert all(n & (n - 1) == 0 for _, n in config.constexprs), config
 
 
@@ -67,7 +67,7 @@ def test_who_goes_on_alone_takes_large_blocks(more: int) -> None:
     reads = tuple((n, layouts[n]) for n in ("x", "part", *others))
     writes = tuple((n, layouts[n]) for n in ("part", "total"))
     kernel = Kernel("red", nests, reads, writes, (), "cuda", 0, 0, 0, barriers=(1,))
-    for config in generate(kernel, spec_of("H200"), Options()).configs:
+    for config in generate(kernel, spec_of("H200")).configs:
         sizes = dict(config.constexprs)
         rows = 1 << ((32 // (more + 1)).bit_length() - 1)
         assert (sizes["XBLOCK_1"], sizes["RBLOCK_1"]) == (rows, 256)
@@ -91,7 +91,7 @@ def test_pipelines_have_room(rows: int, tmp_path: Path) -> None:
 
     options = Options.make(options={"cache_dir": str(tmp_path)})
     found = scheduled(f, *xs, device="H200", check=False)
-    for kernel in (generate(k, spec_of("H200"), options) for k in found.kernels):
+    for kernel in (generate(k, spec_of("H200"), Context(options)) for k in found.kernels):
         for config in kernel.configs:
             assert build(kernel, config, 90, options).shared <= 227 << 10
 
@@ -117,7 +117,7 @@ def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
     program = lower(gm, Context(like="cuda"))
     steps = schedule(program, Context(specs=lambda _: spec)).steps
     kernel = next(k for k in steps if isinstance(k, Kernel) and k.nests[0].row_split is not None)
-    made = generate(kernel, spec, Options())
+    made = generate(kernel, spec)
     assert "debug_barrier" not in made.source.split("tl.range")[1]
     binary = build(made, made.configs[0], 90, Options(cache_dir=str(tmp_path)))
     sizes = dict(made.configs[0].constexprs)
@@ -142,7 +142,7 @@ def test_what_streams_through_stays(
     device: str, rows: int, f: Callable[[Tensor], Tensor], marked: bool
 ) -> None:
     found = scheduled(f, torch.empty(rows, 8192, dtype=torch.bfloat16), device=device, check=False)
-    (kernel,) = (generate(k, spec_of(device), Options()) for k in found.kernels)
+    (kernel,) = (generate(k, spec_of(device)) for k in found.kernels)
     loads = [line for line in kernel.source.split("\n") if "tl.load(arg0_1_ptr" in line]
     assert loads and all(("evict_last" in line) == marked for line in loads)
 
@@ -155,7 +155,7 @@ def test_programs_have_many_short_rows(width: int) -> None:
         return pad(x, (width - 1, 0)).unfold(-1, width, 1).softmax(-1)
 
     found = scheduled(f, torch.empty(128, 16384), device="H200", check=False)
-    (kernel,) = (generate(k, spec_of("H200"), Options()) for k in found.kernels)
+    (kernel,) = (generate(k, spec_of("H200")) for k in found.kernels)
     for config in kernel.configs:
         assert math.prod(n for _, n in config.constexprs) >= 1024, config
 
@@ -179,7 +179,7 @@ def test_splits_of_one_warp(columns: int, dtype: torch.dtype, alone: bool, tmp_p
         norm_back, *gradients(columns, dtype, 16384), device="H200", check=False
     ).kernels[0]
     assert found.nests[0].row_split is not None
-    kernel = generate(found, spec_of("H200"), Options())
+    kernel = generate(found, spec_of("H200"))
     first = kernel.configs[0]
     assert (first.num_warps == 1) == alone and len(kernel.configs) <= 4
     if alone:
@@ -198,4 +198,4 @@ def test_what_a_thread_has_no_room_for() -> None:
 
     found = scheduled(f, *rows, device="H200", check=False).kernels[0]
     assert found.nests[0].row_split is not None
-    assert generate(found, spec_of("H200"), Options()).configs[0].num_warps > 1
+    assert generate(found, spec_of("H200")).configs[0].num_warps > 1

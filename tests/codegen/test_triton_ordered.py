@@ -130,7 +130,7 @@ def test_programs_have_two_rows_where_there_are_many(rows: int, turns: int) -> N
     """Far apart, and of each the first point is known where its list begins."""
     i = torch.arange(32768) % rows
     _, found = planned(add, torch.zeros(rows, 768), i, torch.zeros(32768, 768))
-    made = [generate(k, named_gpu("H200"), Options()) for k in kernels(found)]
+    made = [generate(k, named_gpu("H200")) for k in kernels(found)]
     sums = made[-1]
     assert sums.grid(sums.configs[0], {}) == -(-rows // turns)
     assert ("in tl.range(pid, numbers, programs):" in sums.source) == (turns > 1)
@@ -146,7 +146,7 @@ def test_one_accumulator_for_parts_of_one_shape(tmp_path: Path) -> None:
     for f, one in ((add, True), (lambda x, i, v: add(x, i, x.new_ones(v.shape)), False)):
         args = torch.zeros(500, 64), torch.arange(32768) % 7, torch.zeros(32768, 64)
         _, found = planned(f, *args)
-        made = [generate(k, spec, Options()) for k in kernels(found)]
+        made = [generate(k, spec) for k in kernels(found)]
         assert any(re.search(alike, k.source) for k in made) == one
         for kernel in made:
             build(kernel, kernel.configs[0], 90, Options(cache_dir=str(tmp_path)))
@@ -302,7 +302,7 @@ def test_builds_ahead_of_time(capability: int, tmp_path: Path) -> None:
     for name in ("embedding, bfloat16, any", "narrow rows", "most words unused, any"):
         f, (args,) = cases()[name]
         for k in kernels(planned(f, *args)[1]):
-            kernel: TritonKernel = generate(k, spec, Options.make())
+            kernel: TritonKernel = generate(k, spec)
             assert build(kernel, kernel.configs[0], capability, options).code
 
 
@@ -317,5 +317,5 @@ def test_few_chunks_are_a_loop(points: int) -> None:
     _, found = planned(f, *args)
     spec = named_gpu("H200")
     assert spec is not None
-    text = generate(kernels(found)[-1], spec, Options()).source
+    text = generate(kernels(found)[-1], spec).source
     assert text.count("tl.load(") < 30 and text.count("in tl.range(") >= 2

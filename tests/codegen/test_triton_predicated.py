@@ -28,7 +28,7 @@ def causal(x: Tensor) -> Tensor:
 
 def kernel(f: Callable[..., Any], *args: Tensor) -> TritonKernel:
     (found,) = scheduled(f, *args, device="H200", check=False).kernels
-    return generate(found, spec_of("H200"), Options())
+    return generate(found, spec_of("H200"))
 
 
 def masked(k: TritonKernel) -> list[bool]:

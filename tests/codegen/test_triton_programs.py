@@ -68,7 +68,7 @@ def test_a_row_with_groups_stays_in_registers(length: int, tmp_path: Path) -> No
 
     args = (torch.empty(4096, length).bfloat16(), torch.empty(length).bfloat16())
     (kernel,) = scheduled(quantised, *args, device="H200", check=False).kernels
-    made = generate(kernel, spec_of("H200"), Options())
+    made = generate(kernel, spec_of("H200"))
     options = Options.make(options={"cache_dir": str(tmp_path)})
     for config in made.configs:
         binary = build(made, config, 90, options)
@@ -115,7 +115,7 @@ def test_clusters_load_before_they_meet(tmp_path: Path) -> None:
     f = lambda x, w, b: F.layer_norm(x, (131072,), w, b)  # noqa: E731
     args = [torch.zeros(*shape).bfloat16() for shape in ((64, 131072), (131072,), (131072,))]
     (kernel,) = scheduled(f, *args, device="H200", check=False).kernels
-    made, options = generate(kernel, spec_of("H200"), Options()), Options(cache_dir=str(tmp_path))
+    made, options = generate(kernel, spec_of("H200")), Options(cache_dir=str(tmp_path))
     assert made.cluster and made.programs_per_row == 16
     found = instructions(build(made, made.configs[0], 90, options).code, tmp_path)
     (begun,) = [k for k, name in enumerate(found) if name == "UCGABAR_ARV"]
@@ -128,7 +128,7 @@ def test_clusters_load_before_they_meet(tmp_path: Path) -> None:
 def programs_of(f: Any, *args: torch.Tensor) -> set[int]:
     with sharing("shared: softmax"):
         found = scheduled(f, *args, device="H200")
-        return {generate(k, spec_of("H200"), Options()).programs_per_row for k in found.kernels}
+        return {generate(k, spec_of("H200")).programs_per_row for k in found.kernels}
 
 
 def test_rows_of_which_nothing_is_needed_again_are_not_shared() -> None:

@@ -52,7 +52,7 @@ def test_what_only_results_need_is_read_before_others_are_waited_for() -> None:
 def on_gpu(patch: pytest.MonkeyPatch, f: Any, *args: torch.Tensor, **kw: Any) -> list[TritonKernel]:
     patch.setattr(nn, "accumulated_in", lambda ctx, dtype: "f32")
     found = scheduled(f, *args, device="H200", check=False, **kw)
-    return [generate(k, spec_of("H200"), Options()) for k in found.kernels]
+    return [generate(k, spec_of("H200")) for k in found.kernels]
 
 
 LONG = {
@@ -115,7 +115,7 @@ def test_reductions_and_scans_of_them_are_kernels_of_their_own(
     found = scheduled(f, torch.empty(64, 1 << 20), device="H200", check=False)
     scanned = [k for k in found.kernels if any("Scan" in repr(n) for n in k.nests)]
     assert len(found.kernels) > 1
-    assert all(generate(k, spec_of("H200"), Options()).flag_count({}) for k in scanned)
+    assert all(generate(k, spec_of("H200")).flag_count({}) for k in scanned)
     assert found.refused("scanned in blocks")
 
 
@@ -125,7 +125,7 @@ def test_programs_go_from_the_first_block_to_the_last(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nn, "accumulated_in", lambda ctx, dtype: "f32")
     found = scheduled(lambda x: x.cumsum(-1), torch.empty(64, 1 << 20), device="H200", check=False)
     (kernel,) = found.kernels
-    source = generate(replace(kernel, reverse=True), spec_of("H200"), Options()).source
+    source = generate(replace(kernel, reverse=True), spec_of("H200")).source
     assert "pid = tl.program_id(0)" in source and "num_programs" not in source
 
 

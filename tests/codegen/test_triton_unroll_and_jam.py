@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from deuteron.base.options import Options
+from deuteron.base.passes import Context
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.codegen.triton.scope import Dim
@@ -27,7 +28,7 @@ X = torch.randn(8, 32, 56, 64, dtype=torch.bfloat16)
 
 def kernels(f: Callable[..., Any], *args: Tensor) -> list[TritonKernel]:
     found = scheduled(f, *args, device="H200", check=False)
-    return [generate(k, spec_of("H200"), Options()) for k in found.kernels]
+    return [generate(k, spec_of("H200")) for k in found.kernels]
 
 
 def loads(k: TritonKernel) -> list[str]:
@@ -108,7 +109,7 @@ def test_stores_together_are_checked() -> None:
     found = scheduled(lambda g, x: aten.avg_pool2d_backward(g, x, *window), g, X, device="H200",
                       check=False)  # fmt: skip
     options = Options.make(options={"check_accesses": True})
-    (k,) = [generate(k, spec_of("H200"), options) for k in found.kernels]
+    (k,) = [generate(k, spec_of("H200"), Context(options)) for k in found.kernels]
     assert k.debug and k.source.count("store outside") == 2
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.base.options import Options
+from deuteron.base.passes import Context
 from deuteron.codegen.triton import access_statistics, tiling, unroll_and_jam
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
 from deuteron.ir.index import Sym, evaluate
@@ -655,7 +656,7 @@ def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel
             patch.setattr(tiling, "ROW_LIMIT", 64)
         if name in WINDOWS:
             patch.setattr(unroll_and_jam, "LANES_PER_CORE", 0)
-        made = [generate(k, spec_of(gpu), Options()) for k in found.kernels]
+        made = [generate(k, spec_of(gpu), Context(Options(verify=True))) for k in found.kernels]
     assert name not in WINDOWS or made[0].source.count("tl.store(") > 1
     assert name not in SHARED or any(k.programs_per_row > 1 for k in made), "no cooperative kernel"
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]

@@ -193,7 +193,7 @@ def test_a_kernel_that_llvm_dies_of_is_built(tmp_path: Path) -> None:
 
     x = torch.randn(129, 11, dtype=torch.bfloat16)
     for k in scheduled(rows, x, device="H200").kernels:
-        made = generate(k, spec_of("H200"), Options())
+        made = generate(k, spec_of("H200"))
         for config in made.configs:
             assert build(made, config, 90, options(tmp_path)).code
 
@@ -275,7 +275,7 @@ def test_small_indices_build_without_packed_additions(tmp_path: Path) -> None:
         *(torch.ones(6, 5) for _ in range(4)),
         device="H200",
     )
-    made = generate(program.kernels[0], spec_of("H200"), Options())
+    made = generate(program.kernels[0], spec_of("H200"))
     seen: list[str] = []
     before = ptx.without_packed_adds
     with pytest.MonkeyPatch.context() as patch:
@@ -290,7 +290,7 @@ def test_too_much_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     program may have)."""
     x = torch.randn(65536, 768)
     program = scheduled(lambda x: ((x * 2).sum(0), x.sin().sum(0)), x, device="H200", check=False)
-    made = generate(program.kernels[0], spec_of("H200"), Options())
+    made = generate(program.kernels[0], spec_of("H200"))
     config = next(c for c in made.configs if c.num_stages > 1)
     job = build_triton.job_of(made, config, 90, aligned=True, wide=False)
     most = build_triton.built(job, options(tmp_path / "a")).shared

@@ -32,13 +32,13 @@ def checked(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def planted(monkeypatch: pytest.MonkeyPatch, right: str, wrong: str) -> None:
     """A bug in every generated kernel with that text."""
-    real = stages.generate_cpp
+    row = stages.CPP_ROW
 
-    def generate(*args: Any) -> Any:
-        made = real(*args)
+    def write(*args: Any) -> Any:
+        made = row.run(*args)
         return replace(made, source=re.sub(right, wrong, made.source))
 
-    monkeypatch.setattr(stages, "generate_cpp", generate)
+    monkeypatch.setattr(stages, "CPP_ROW", replace(row, run=write))
 
 
 def f(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

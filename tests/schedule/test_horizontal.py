@@ -9,7 +9,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import deuteron.schedule as scheduling
-from deuteron.base.options import Options
 from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.codegen.triton.generate import generate
@@ -60,5 +59,5 @@ def test_cooperative_rows_have_a_kernel_of_their_own() -> None:
     x, y = torch.empty(2048, 131072, dtype=torch.bfloat16), torch.empty(4096)
     for f in (lambda x, y: (x.softmax(-1), y + 1), lambda x, y: (y + 1, x.softmax(-1))):
         found = scheduled(f, x, y, device="H200", check=False).kernels
-        made = [generate(k, spec_of("H200"), Options()) for k in found]
+        made = [generate(k, spec_of("H200")) for k in found]
         assert sorted(k.programs_per_row for k in made) == [1, 16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,10 @@ def scheduled(
     if asked.precision == "float32":
         program = unrounded(program)
     record = Record()
-    found = schedule(program, Context(asked, record, specs=lambda _: spec_of(device)))
+    found = schedule(
+        program,
+        Context(replace(asked, verify=True), record, specs=lambda _: spec_of(device)),
+    )
     verify_schedule(found, program, "schedule", strict=False)
     out = Scheduled(program, found, record)
     if check:

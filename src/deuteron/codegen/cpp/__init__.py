@@ -4,16 +4,18 @@ from deuteron.codegen.cpp.environment import Machine
 from deuteron.codegen.cpp.kernels import (
     KERNEL_CXX_FLAGS,
     CppKernel,
+    Task,
     generate,
-    generate_for,
     translation_unit,
+    write_kernel,
 )
 
 __all__ = [
     "KERNEL_CXX_FLAGS",
     "CppKernel",
     "Machine",
+    "Task",
     "generate",
-    "generate_for",
     "translation_unit",
+    "write_kernel",
 ]

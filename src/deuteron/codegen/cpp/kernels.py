@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.options import Options
+from deuteron.base.passes import Context, Pass, Table, extended, run_passes
 from deuteron.base.text import one_line, plain_name
 from deuteron.codegen.checks import with_checks
 from deuteron.codegen.cpp import scalars
@@ -35,10 +36,12 @@ from deuteron.codegen.cpp.support import helpers, support
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare, unique_nodes
 from deuteron.codegen.precision import erf_of_one_plus, inexact
+from deuteron.codegen.verify import loops_text, verify_loops
 from deuteron.ir.expr import Expr, children, index_value
 from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan
+from deuteron.schedule.printer import kernel_lines
 
 KERNEL_CXX_FLAGS = (
     "-O3",
@@ -110,70 +113,141 @@ class CppKernel:
         return "d_checked" in self.used
 
 
-def generate(
-    kernel: Kernel,
-    spec: DeviceSpec,
-    options: Options | None = None,
-    again: frozenset[str] = frozenset(),
-) -> CppKernel:
-    """The C++ function of a kernel for a CPU. `again` are results that later steps read."""
-    threads = options.threads if options is not None and options.threads else spec.cores
-    checked = options is None or options.bounds_check
-    machine = Machine(threads, spec.l1, spec.l2, spec.l3)
-    accesses = bool(options and options.check_accesses)
-    averages = options is None or options.precision == "float32"
-    return generate_for(kernel, machine, checked, again, accesses, averages)
+# -- artifacts -------------------------------------------------------------------------------------
 
 
-def generate_for(
-    kernel: Kernel,
-    machine: Machine,
-    checked: bool = True,
-    again: frozenset[str] = frozenset(),
-    accesses: bool = False,
-    averages: bool = True,
-) -> CppKernel:
-    """The C++ function of a kernel; `machine` decides tile sizes and whether rows are shared among
-    threads. `accesses`: every access is checked. `averages`: see `precision.inexact`.
-    """
-    layouts = dict(kernel.reads) | dict(kernel.writes)
-    written = {n for n, _ in kernel.writes}
+@dataclass(frozen=True)
+class Task:
+    """A kernel to be written. `machine` decides tile sizes and whether rows are shared among
+    threads; `checked`: loaded indices are checked; `again`: results that later steps read;
+    `accesses`: every access is checked; `averages`: see `precision.inexact`."""
+
+    kernel: Kernel
+    machine: Machine
+    checked: bool = True
+    again: frozenset[str] = frozenset()
+    accesses: bool = False
+    averages: bool = True
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The kernel's tensors in the order of its arguments."""
+        return dict(self.kernel.reads) | dict(self.kernel.writes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Task):
+    nests: tuple[Nest, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looped(Checked):
+    loops: tuple[Loops, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threaded(Looped):
+    """`threaded`: whether threads share the work, if that is enough at the sizes of a call (which
+    are known before where the kernel is `fixed`)."""
+
+    threaded: bool
+    fixed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored(Threaded):
+    """Tensors that are written past the caches, everywhere or where they go in tiles."""
+
+    nontemporal: frozenset[str]
+    nontemporal_tiles: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut(Stored):
+    """Each nest in pieces."""
+
+    pieces: tuple[tuple[Loops, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Cut):
+    """Lines of the nests. `pointers`: the variable of each tensor's address; `aliases`: how many
+    names that has; `shared`: declarations that all threads share; `used`: functions that are
+    called; `numbers` count on."""
+
+    pointers: dict[str, str]
+    aliases: dict[str, int]
+    body: tuple[str, ...]
+    shared: tuple[str, ...]
+    used: frozenset[str]
+    dense: bool
+    checks: bool
+    numbers: Iterator[int]
+
+
+# -- the passes ------------------------------------------------------------------------------------
+
+
+def check_indices(task: Task, context: Context) -> Checked:
+    """Indices that are loaded go through checks."""
+    kernel, layouts = task.kernel, task.layouts
     assert not any(n.group_axes for n in kernel.nests), "rows have no groups on a CPU"
-    pointers = {n: f"p{i}_" + plain_name(n)[:40] for i, n in enumerate(layouts)}
-    used: set[str] = set()
-    numbers = itertools.count()
-    nests = [
-        prepare(with_checks(_with_loop(n), layouts, checked, index_value), layouts)
-        for n in kernel.nests
-    ]
-    estimate = sum(estimated_us(n) for n in nests)
-    fixed = not _symbols(kernel)
-    threaded = machine.threads > 1 and (estimate > _least_us(machine) or not fixed)
-    shared: list[str] = []
-    nontemporal = nontemporal_tiles = frozenset[str]()
-    if accesses:
-        used.add("d_checked")
-    else:
-        nontemporal, nontemporal_tiles = (
-            nontemporal_tensors(kernel, machine, again, tiles) for tiles in (False, True)
+    nests = (with_checks(_with_loop(n), layouts, task.checked, index_value) for n in kernel.nests)
+    return extended(Checked, task, nests=tuple(nests))
+
+
+def make_loops(task: Checked, context: Context) -> Looped:
+    """Linear addresses and canonical axes."""
+    layouts = task.layouts
+    return extended(Looped, task, loops=tuple(prepare(n, layouts) for n in task.nests))
+
+
+def share_among_threads(task: Looped, context: Context) -> Threaded:
+    """Threads share what takes longer than to wake them."""
+    estimate = sum(estimated_us(n) for n in task.loops)
+    fixed = not _symbols(task.kernel)
+    enough = estimate > _least_us(task.machine) or not fixed
+    return extended(Threaded, task, threaded=task.machine.threads > 1 and enough, fixed=fixed)
+
+
+def store_past_caches(task: Threaded, context: Context) -> Stored:
+    """Results that no cache holds until they are read."""
+    points = tiles = frozenset[str]()
+    if not task.accesses:
+        points, tiles = (
+            nontemporal_tensors(task.kernel, task.machine, task.again, t) for t in (False, True)
         )
+    return extended(Stored, task, nontemporal=points, nontemporal_tiles=tiles)
+
+
+def cut_loops(task: Stored, context: Context) -> Cut:
+    """Loops are cut where conditions on them change."""
+    return extended(Cut, task, pieces=tuple(tuple(split_index_sets(n)) for n in task.loops))
+
+
+def write_nests(task: Cut, context: Context) -> Written:
+    """The lines of every nest."""
+    pointers = {n: f"p{i}_" + plain_name(n)[:40] for i, n in enumerate(task.layouts)}
+    used: set[str] = {"d_checked"} if task.accesses else set()
+    numbers = itertools.count()
+    shared: list[str] = []
     body: list[str] = []
     checks = dense = False
-    pointer_names = dict.fromkeys(layouts, 1)
-    whole = ((k, x) for k, loops in enumerate(nests) for x in enumerate(split_index_sets(loops)))
-    for k, (piece, loops) in whole:
-        if k in kernel.barriers and threaded and not piece:
+    names = dict.fromkeys(task.layouts, 1)
+    for k, (piece, loops) in ((k, x) for k, n in enumerate(task.pieces) for x in enumerate(n)):
+        if k in task.kernel.barriers and task.threaded and not piece:
             body.append("#pragma omp barrier")
         em = Emitter(pointers, used, numbers)
         em.maxima = {
             p.name: {p.body} for p in loops.statements if isinstance(p, Reduce) and p.kind == "max"
         }
-        em.approximate = inexact(loops, lambda e: False, averages).approximate
+        em.approximate = inexact(loops, lambda e: False, task.averages).approximate
         em.reused_curves, em.erf_plus_one = _reused_curves(loops), _erf_plus_one(loops)
         em.wide = not all(fits_int(a.extent) for a in (*loops.parallel, *loops.reduced))
-        env = Env(loops, em, machine, threaded, shared, nontemporal, nontemporal_tiles)
+        past = (task.nontemporal, task.nontemporal_tiles)
+        env = Env(loops, em, task.machine, task.threaded, shared, *past)
         write_nest(env)
-        pointer_names |= {n: max(pointer_names[n], len(places)) for n, places in em.masked.items()}
+        names |= {n: max(names[n], len(places)) for n, places in em.masked.items()}
         inside = env.em.chain[0].lines
         dense |= em.dearest >= MIN_DENSE_FLOPS
         if "d_nontemporal" in used:
@@ -182,9 +256,27 @@ def generate_for(
             inside = ["int bad = 0;", *inside, "if (bad) cpp_index_error = bad;"]
             checks = True
         body += ["{", *("  " + s for s in inside), "}"]
-    how = "D_DENSE " if dense else ""
+    return extended(
+        Written,
+        task,
+        pointers=pointers,
+        aliases=names,
+        body=tuple(body),
+        shared=tuple(shared),
+        used=frozenset(used | ({"D_DENSE"} if dense else set())),
+        dense=dense,
+        checks=checks,
+        numbers=numbers,
+    )
+
+
+def write_function(task: Written, context: Context) -> CppKernel:
+    """The function around them: arguments, sizes, the threads' region."""
+    kernel, layouts, accesses = task.kernel, task.layouts, task.accesses
+    pointers, used = task.pointers, set(task.used)
+    written = {n for n, _ in kernel.writes}
+    how = "D_DENSE " if task.dense else ""
     lines = [f'extern "C" {how}void cpp_{kernel.name}(void** ptrs, const long long* sizes) {{']
-    used |= {"D_DENSE"} if dense else set()
     symbols = _symbols(kernel)
     taken = [f"  const long long {size_name(s)} = sizes[{i}];" for i, s in enumerate(symbols)]
     lines += taken if accesses else []
@@ -192,33 +284,113 @@ def generate_for(
         kind = ("" if name in written else "const ") + scalars.MEMORY_TYPES[lay.dtype]
         made = f"{kind}* const {pointers[name]} = ({kind}*)ptrs[{i}];"
         if accesses:
-            count = Emitter({}, used, numbers)._sum(lay.extent() + lay.offset)
+            count = Emitter({}, used, task.numbers)._sum(lay.extent() + lay.offset)
             made = checked_pointer(
                 i, name, lay, pointers[name], name in written, kernel.name, count
             )
         lines.append(f"  {made}  {_comment(f'{name}: {_layout_text(lay)}')}")
-        for number in range(1, pointer_names[name]):
+        for number in range(1, task.aliases[name]):
             other = alias_name(pointers[name], number)
             same = pointers[name] if accesses else f"d_alias({pointers[name]})"
             lines.append(f"  const auto {other} = {same};")
             used |= set() if accesses else {"d_alias"}
     lines += [] if accesses else taken
-    lines += ["  " + s for s in shared]
-    if threaded:
-        guard = "" if fixed else f" if({_work_text(nests, machine, numbers)})"
-        lines += [f"  #pragma omp parallel{guard}", "  {", *("    " + s for s in body), "  }"]
+    lines += ["  " + s for s in task.shared]
+    if task.threaded:
+        guard = "" if task.fixed else f" if({_work_text(task.loops, task.machine, task.numbers)})"
+        lines += [f"  #pragma omp parallel{guard}", "  {", *("    " + s for s in task.body), "  }"]
     else:
-        lines += ["  " + s for s in body]
+        lines += ["  " + s for s in task.body]
     lines.append("}")
-    source = "\n".join([*_comments(kernel), *lines])
     return CppKernel(
         kernel.name,
-        source,
+        "\n".join([*_comments(kernel), *lines]),
         tuple(("tensor", n) for n in layouts),
         symbols,
         frozenset(used),
-        checks,
+        task.checks,
     )
+
+
+def verify_looped(task: Looped, guilty: str) -> None:
+    verify_loops(task.kernel, task.loops, guilty)
+
+
+def verify_cut(task: Cut, guilty: str) -> None:
+    verify_loops(task.kernel, (x for pieces in task.pieces for x in pieces), guilty)
+
+
+def checked_text(task: Checked) -> str:
+    kernel = replace(task.kernel, nests=task.nests)
+    return "\n".join(kernel_lines(kernel))
+
+
+def looped_text(task: Looped) -> str:
+    return loops_text(task.kernel, task.loops)
+
+
+def threaded_text(task: Threaded) -> str:
+    return f"{task.kernel.name}: {task.machine.threads if task.threaded else 1} threads"
+
+
+def stored_text(task: Stored) -> str:
+    past, tiles = ", ".join(sorted(task.nontemporal)), ", ".join(sorted(task.nontemporal_tiles))
+    return f"{task.kernel.name}: past the caches {past or 'nothing'}; in tiles {tiles or 'nothing'}"
+
+
+def cut_text(task: Cut) -> str:
+    lines = (
+        f"nest {k}, piece {number}:\n{loops_text(task.kernel, [piece])}"
+        for k, pieces in enumerate(task.pieces)
+        for number, piece in enumerate(pieces)
+    )
+    return "\n".join(lines)
+
+
+def written_text(task: Written) -> str:
+    return "\n".join((f"// {task.kernel.name}", *task.shared, *task.body))
+
+
+def source_text(code: CppKernel) -> str:
+    return code.source
+
+
+COMPILED = "the C++ compiler reads the text"
+CPP: Table = (
+    Pass("index checks", check_indices, "the loops that are made of it are verified", checked_text),
+    Pass("loops", make_loops, verify_looped, looped_text),
+    Pass("threads", share_among_threads, "either choice is right", threaded_text),
+    Pass("non-temporal stores", store_past_caches, "either choice is right", stored_text),
+    Pass("index sets", cut_loops, verify_cut, cut_text),
+    Pass("nests", write_nests, COMPILED, written_text),
+    Pass("function", write_function, COMPILED, source_text),
+)
+
+
+def generate(
+    kernel: Kernel,
+    spec: DeviceSpec,
+    context: Context | None = None,
+    again: frozenset[str] = frozenset(),
+) -> CppKernel:
+    """The C++ function of a kernel for a CPU. `again` are results that later steps read."""
+    context = context or Context()
+    return write_kernel(task_of(kernel, spec, context.options, again), context)
+
+
+def task_of(
+    kernel: Kernel, spec: DeviceSpec, options: Options, again: frozenset[str] = frozenset()
+) -> Task:
+    """What is to be written for a CPU, with these options."""
+    machine = Machine(options.threads or spec.cores, spec.l1, spec.l2, spec.l3)
+    checked, accesses = options.bounds_check, options.check_accesses
+    return Task(kernel, machine, checked, again, accesses, options.precision == "float32")
+
+
+def write_kernel(task: Task, context: Context) -> CppKernel:
+    """The C++ function of a kernel."""
+    code: CppKernel = run_passes(CPP, task, context)
+    return code
 
 
 def translation_unit(kernels: Sequence[CppKernel]) -> str:

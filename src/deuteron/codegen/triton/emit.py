@@ -33,7 +33,7 @@ from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
 
 # Constants that may be added to a pointer after the rest, which 32 bits then still hold
-# (`generate.MAX_INT32_INDEX`).
+# (`sizes.MAX_INT32_INDEX`).
 MAX_POINTER_OFFSET = 1 << 19
 POSITION_OPS = ("index", "literal")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")

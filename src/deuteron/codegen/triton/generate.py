@@ -9,15 +9,16 @@ of their own, which the kernel calls by ranges of program numbers (Triton inline
 
 from __future__ import annotations
 
+import ast
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
-from deuteron.base.options import Options
-from deuteron.base.text import one_line, plain_name
+from deuteron.base.passes import Context, Pass, Table, extended, run_passes
+from deuteron.base.text import plain_name
 from deuteron.codegen.checks import with_checks
-from deuteron.codegen.loops import SPLIT, Loops, prepare
+from deuteron.codegen.loops import Loops, prepare
 from deuteron.codegen.triton.access_statistics import power, size
 from deuteron.codegen.triton.alignment_classes import split_by_alignment
 from deuteron.codegen.triton.cooperative import FLAGS_PARAM
@@ -26,30 +27,29 @@ from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.point_tiles import TileConfig
 from deuteron.codegen.triton.predicated_loads import predicate_loads
 from deuteron.codegen.triton.scalars import POINTER_TYPES
-from deuteron.codegen.triton.scanning import flag_count_text, scan_tiling
+from deuteron.codegen.triton.scanning import scan_tiling
+from deuteron.codegen.triton.sizes import (
+    flag_count,
+    grids_text,
+    index_width,
+    python_text,
+    symbols_of,
+)
+from deuteron.codegen.triton.source import COUNTER_PARAM, first_nests, function_text
 from deuteron.codegen.triton.tiling import Tiling, choose, cross_row_reductions, most_stages
 from deuteron.codegen.triton.unroll import unroll_short_reductions
 from deuteron.codegen.triton.unroll_and_jam import unroll_and_jam
-from deuteron.ir.expr import own_indices
-from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
+from deuteron.codegen.verify import loops_text, verify_loops
+from deuteron.ir.index import Sym
 from deuteron.ir.program import Layout
+from deuteron.ir.verify import error
+from deuteron.ir.verify_expr import Fault
 from deuteron.schedule.columns import split_registers
-from deuteron.schedule.kernel import Kernel
-
-# An index may pass the end of its tensor by a block before its mask is applied.
-MAX_INT32_INDEX = 2**31 - 2**20
+from deuteron.schedule.kernel import Kernel, Nest
+from deuteron.schedule.printer import kernel_lines
 
 # A constexpr: whether all tensors' addresses are multiples of 16.
 ALIGNED_CONSTEXPR = "ALIGNED"
-
-# Counts the programs that are done, in kernels with barriers.
-COUNTER_PARAM = "counter_ptr"
-
-MODULE_HEADER = """import triton
-import triton.language as tl
-
-from deuteron.codegen.triton import libm
-"""
 
 
 @dataclass(frozen=True)
@@ -142,24 +142,107 @@ def _evaluated(source: str, config: Config, sizes: Mapping[str, int]) -> int:
     return int(eval(source, {"min": min, "max": max}, names))
 
 
-def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -> TritonKernel:
-    """The Triton function of a kernel."""
-    layouts = dict(kernel.reads) | dict(kernel.writes)
-    name = f"triton_{kernel.name}"
-    pointers = _pointer_names(layouts)
-    checked = options is None or options.bounds_check
-    nests = [
-        unroll_and_jam(
-            unroll_short_reductions(
-                predicate_loads(prepare(with_checks(n, layouts, checked), layouts))
-            ),
-            spec,
-        )
-        for n in kernel.nests
-    ]
-    first = kernel.barriers[0] if kernel.barriers else len(nests)
-    if first == 1:
-        nests[0] = split_by_alignment(nests[0], spec)
+# -- artifacts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kernel to be written for a device."""
+
+    kernel: Kernel
+    spec: DeviceSpec
+
+    @property
+    def name(self) -> str:
+        return f"triton_{self.kernel.name}"
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The kernel's tensors in the order of its arguments."""
+        return dict(self.kernel.reads) | dict(self.kernel.writes)
+
+
+@dataclass(frozen=True)
+class Checked(Task):
+    nests: tuple[Nest, ...]
+
+
+@dataclass(frozen=True)
+class Looped(Checked):
+    loops: tuple[Loops, ...]
+
+
+@dataclass(frozen=True)
+class Tiled(Looped):
+    """The tiling of each nest, and the names of its block sizes in the text."""
+
+    tilings: tuple[Tiling, ...]
+    blocks: tuple[dict[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Measured(Tiled):
+    """The sizes that the kernel takes, and how wide its indices are: `static` where that is known
+    before a call, `wide` where it is 64 bits, `wide_source` a test of the sizes where it is not
+    known."""
+
+    symbols: tuple[Sym, ...]
+    static: bool
+    wide_source: str | None
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Written(Measured):
+    """The parameter of each tensor; lines of each nest; whether one asserts."""
+
+    pointers: dict[str, str]
+    bodies: tuple[list[str], ...]
+    asserts: bool
+
+
+# -- the passes ------------------------------------------------------------------------------------
+
+
+def check_indices(task: Task, context: Context) -> Checked:
+    """Indices that are loaded go through checks."""
+    layouts, wanted = task.layouts, context.options.bounds_check
+    nests = (with_checks(n, layouts, wanted) for n in task.kernel.nests)
+    return extended(Checked, task, nests=tuple(nests))
+
+
+def make_loops(task: Checked, context: Context) -> Looped:
+    """Linear addresses and canonical axes."""
+    layouts = task.layouts
+    return extended(Looped, task, loops=tuple(prepare(n, layouts) for n in task.nests))
+
+
+def with_predicated_loads(task: Looped, context: Context) -> Looped:
+    """What a comparison of positions does not choose is not read."""
+    return replace(task, loops=tuple(map(predicate_loads, task.loops)))
+
+
+def with_unrolled_reductions(task: Looped, context: Context) -> Looped:
+    """Reductions over few points become expressions."""
+    return replace(task, loops=tuple(map(unroll_short_reductions, task.loops)))
+
+
+def with_unrolled_axes(task: Looped, context: Context) -> Looped:
+    """Short parallel axes are walked by each lane."""
+    return replace(task, loops=tuple(unroll_and_jam(n, task.spec) for n in task.loops))
+
+
+def split_classes(task: Looped, context: Context) -> Looped:
+    """Rows that begin between multiples of 16 bytes, by where they begin."""
+    if first_nests(task.kernel) != 1:
+        return task
+    first, *others = task.loops
+    return replace(task, loops=(split_by_alignment(first, task.spec), *others))
+
+
+def choose_tiling(task: Looped, context: Context) -> Tiled:
+    """How a program's tile covers each nest: shape, warps, stages."""
+    nests, spec, first = task.loops, task.spec, first_nests(task.kernel)
     tilings = [
         choose(n, spec, cooperative=first == 1 and k == 0) for k, n in enumerate(nests[:first])
     ]
@@ -169,41 +252,61 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
     # The one program that runs a tail has large tiles: there is no device to occupy.
     warps = max(f.candidates[0].num_warps for f in tilings)
     tilings += [choose(n, spec, tail_warps=warps) for n in nests[first:]]
-    programs_per_row = tilings[0].programs_per_row
-    symbols = _symbols(nests, layouts)
-    static, wide_source, wide = _width(nests, layouts)
-    index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
-    flags = [] if static else ["INDEX_BITS"]
-    flags += [ALIGNED_CONSTEXPR] * any(f.misaligned is not None for f in tilings)
     blocks = [_block_names(f, i if len(tilings) > 1 else None) for i, f in enumerate(tilings)]
-    stages = ["STAGES"] if any(f.has_loops for f in tilings) else []
-    float8 = "_native" if (spec.capability or (0, 0)) >= (8, 9) else ""
+    return extended(Tiled, task, tilings=tuple(tilings), blocks=tuple(blocks))
+
+
+def measure_indices(task: Tiled, context: Context) -> Measured:
+    """Which sizes the kernel takes; whether 32 bits hold its indices."""
+    symbols = symbols_of(task.loops, task.layouts)
+    static, wide_source, wide = index_width(task.loops, task.layouts)
+    return extended(
+        Measured, task, symbols=symbols, static=static, wide_source=wide_source, wide=wide
+    )
+
+
+def write_nests(task: Measured, context: Context) -> Written:
+    """The lines of every nest."""
+    kernel, layouts, options = task.kernel, task.layouts, context.options
+    index_type = ("tl.int64" if task.wide else "tl.int32") if task.static else "INDEX"
+    float8 = "_native" if (task.spec.capability or (0, 0)) >= (8, 9) else ""
     limits = {}
-    if options is not None and options.check_accesses:
+    if options.check_accesses:
         limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
+    pointers = _pointer_names(layouts)
     common = (pointers, index_type, layouts, "STAGES", float8, limits, kernel.overwrites)
-    averages = options is None or options.precision == "float32"
-    names = [
-        Names(b, *common, kernel.retain_in_l2 and programs_per_row == 1, averages) for b in blocks
-    ]
+    retain = kernel.retain_in_l2 and task.tilings[0].programs_per_row == 1
+    averages = options.precision == "float32"
+    names = [Names(b, *common, retain, averages) for b in task.blocks]
     written = [
         write_nest(n, f, own, itertools.count())
-        for n, f, own in zip(nests, tilings, names, strict=True)
+        for n, f, own in zip(task.loops, task.tilings, names, strict=True)
     ]
     bodies = [lines for lines, _ in written]
-    if not static:
+    if not task.static:
         choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
         bodies = [[choice, *b] for b in bodies]
+    asserts = any(asserts for _, asserts in written)
+    return extended(Written, task, pointers=pointers, bodies=tuple(bodies), asserts=asserts)
+
+
+def write_function(task: Written, context: Context) -> TritonKernel:
+    """The function around them, its arguments, configurations and grid."""
+    kernel, layouts, tilings, blocks = task.kernel, task.layouts, task.tilings, task.blocks
+    pointers, symbols = task.pointers, task.symbols
+    flags = [] if task.static else ["INDEX_BITS"]
+    flags += [ALIGNED_CONSTEXPR] * any(f.misaligned is not None for f in tilings)
+    stages = ["STAGES"] if any(f.has_loops for f in tilings) else []
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
-    waits = tilings[0].exchanges
-    params += [COUNTER_PARAM] * bool(kernel.barriers) + [FLAGS_PARAM] * waits
+    waits, counter = tilings[0].exchanges, bool(kernel.barriers)
+    params += [COUNTER_PARAM] * counter + [FLAGS_PARAM] * waits
     constexprs = [v for b in blocks for v in b.values()] + stages + flags
-    source = _source(name, kernel, tilings, blocks, bodies, params, constexprs, layouts, pointers)
-    sizes = "i64" if static and wide else "i32"
-    counter = bool(kernel.barriers)
+    sizes = "i64" if task.static and task.wide else "i32"
     return TritonKernel(
-        name=name,
-        source=source,
+        name=task.name,
+        source=function_text(
+            task.name, kernel, tilings, blocks, task.bodies, params, constexprs, layouts, pointers
+        ),
         args=(
             *(("tensor", n) for n in layouts),
             *(("size", s) for s in symbols),
@@ -218,18 +321,100 @@ def generate(kernel: Kernel, spec: DeviceSpec, options: Options | None = None) -
             *(["*i64"] * waits),
         ),
         constexprs=tuple(constexprs),
-        configs=_configs(tilings, blocks, nests, spec),
-        grid_source=_grids(tilings, blocks, nests, _main(kernel)),
+        configs=_configs(tilings, blocks, task.loops, task.spec),
+        grid_source=grids_text(tilings, blocks, task.loops, first_nests(kernel)),
         aligned=(
             *pointers.values(),
             *(size_name(s) for s in symbols if s.hint and s.hint % 16 == 0),
         ),
-        wide_source=wide_source,
-        debug=any(asserts for _, asserts in written),
-        flag_count_source=_flag_count(tilings[0], blocks[0], nests[0]),
-        programs_per_row=programs_per_row,
+        wide_source=task.wide_source,
+        debug=task.asserts,
+        flag_count_source=flag_count(tilings[0], blocks[0], task.loops[0]),
+        programs_per_row=tilings[0].programs_per_row,
         cluster=tilings[0].cluster,
     )
+
+
+# -- what checks and prints their artifacts --------------------------------------------------------
+
+
+def verify_looped(task: Looped, guilty: str) -> None:
+    verify_loops(task.kernel, task.loops, guilty)
+
+
+def verify_tiled(task: Tiled, guilty: str) -> None:
+    """Blocks are powers of 2, a nest has candidates, warps are powers of 2."""
+    for k, tiling in enumerate(task.tilings):
+        sizes = [n for c in tiling.candidates for n in (c.num_warps, *(n for _, n in c.sizes))]
+        if not sizes or any(n < 1 or n & (n - 1) for n in sizes):
+            fault = Fault("tiles", f"sizes and warps are {sizes}")
+            raise error(fault, f"nest {k} of {task.kernel.name}", task.kernel.origins, guilty)
+
+
+def verify_source(code: TritonKernel, guilty: str) -> None:
+    """The text is a program of Python's, and has as many types as parameters."""
+    try:
+        ast.parse(code.source)
+        if not len(code.params) == len(code.types) == len(code.args):
+            raise Fault("parameters", f"{code.params} are of types {code.types}")
+    except SyntaxError as e:
+        raise error(Fault("syntax", str(e)), code.name, (), guilty) from None
+    except Fault as fault:
+        raise error(fault, code.name, (), guilty) from None
+
+
+def checked_text(task: Checked) -> str:
+    return "\n".join(kernel_lines(replace(task.kernel, nests=task.nests)))
+
+
+def looped_text(task: Looped) -> str:
+    return loops_text(task.kernel, task.loops)
+
+
+def tiled_text(task: Tiled) -> str:
+    return "\n".join(f"{task.name}, nest {k}: {f}" for k, f in enumerate(task.tilings))
+
+
+def measured_text(task: Measured) -> str:
+    width = (
+        "64 bits" if task.wide else "32 bits" if task.static else f"64 bits if {task.wide_source}"
+    )
+    return f"{task.name}: sizes {list(task.symbols)}, indices of {width}"
+
+
+def written_text(task: Written) -> str:
+    return "\n\n".join("\n".join((f"# {task.name}", *lines)) for lines in task.bodies)
+
+
+def source_text(code: TritonKernel) -> str:
+    return code.source
+
+
+TRITON: Table = (
+    Pass("index checks", check_indices, "the loops that are made of it are verified", checked_text),
+    Pass("loops", make_loops, verify_looped, looped_text),
+    Pass("predicated loads", with_predicated_loads, verify_looped, looped_text),
+    Pass("unroll", with_unrolled_reductions, verify_looped, looped_text),
+    Pass("unroll and jam", with_unrolled_axes, verify_looped, looped_text),
+    Pass("alignment classes", split_classes, verify_looped, looped_text),
+    Pass("tiling", choose_tiling, verify_tiled, tiled_text),
+    Pass(
+        "index width", measure_indices, "a test of each call's sizes is all it gives", measured_text
+    ),
+    Pass("nests", write_nests, "the function that is made of it is verified", written_text),
+    Pass("function", write_function, verify_source, source_text),
+)
+
+
+def generate(kernel: Kernel, spec: DeviceSpec, context: Context | None = None) -> TritonKernel:
+    """The Triton function of a kernel."""
+    return write_kernel(Task(kernel, spec), context or Context())
+
+
+def write_kernel(task: Task, context: Context) -> TritonKernel:
+    """The Triton function of a kernel."""
+    code: TritonKernel = run_passes(TRITON, task, context)
+    return code
 
 
 def sharing(tilings: Sequence[Tiling]) -> list[Tiling]:
@@ -299,265 +484,6 @@ def _configs(
             most = split_registers(max(splits), warps, spec)
         out.append(Config(tuple(values), warps, stages, most))
     return tuple(dict.fromkeys(out))
-
-
-# -- sizes -----------------------------------------------------------------------------------------
-
-
-def _all_indices(nests: Iterable[Loops]) -> list[Index]:
-    """Every index that a kernel computes: addresses, index values, extents of its axes, and what
-    those divide, compare and choose from. (Sums may wrap around and come back, these may not.)"""
-    found: dict[Index, None] = {}
-    for n in nests:
-        for root in n.roots():
-            for node in root.walk():
-                found.update(dict.fromkeys(own_indices(node)))
-                if node.op == "check":
-                    found[node.attr] = None
-        found.update(dict.fromkeys(n.addresses()))
-        found.update(dict.fromkeys(a.extent for a in (*n.parallel, *n.reduced)))
-        found[product(a.extent for a in n.parallel)] = None
-        found[product(a.extent for a in n.reduced)] = None
-    for i in list(found):
-        for a in i.atoms():
-            if isinstance(a, (Div, Mod)):
-                found[a.num] = found[a.den] = None
-            elif isinstance(a, MinMax):
-                found[a.a] = found[a.b] = None
-    return list(found)
-
-
-def _symbols(nests: Iterable[Loops], layouts: Mapping[str, Layout]) -> tuple[Sym, ...]:
-    """The sizes that indices depend on, and those that tell how wide indices are."""
-    found: set[Sym] = set()
-    for i in _all_indices(nests):
-        found |= i.syms()
-    for lay in layouts.values():
-        found |= (lay.extent() + lay.offset).syms()
-    return tuple(sorted(found))
-
-
-def _width(nests: Sequence[Loops], layouts: Mapping[str, Layout]) -> tuple[bool, str | None, bool]:
-    """(whether the sizes are known, Python test for 64-bit indices where not, whether they are
-    needed where known).
-    """
-    ends: dict[Index, None] = {}
-    for lay in layouts.values():
-        ends[lay.extent() + lay.offset] = None
-    for i in _all_indices(nests):
-        if SPLIT in i.axes():  # within the tensor of partial results, which is a layout
-            continue
-        top, low = bound(i, True), bound(i, False)
-        if top is not None:
-            ends[top] = None
-        if low is not None and not is_nonneg(low):
-            ends[-low] = None
-        if top is None:  # what it loads is within some tensor, what it is multiplied by need not be
-            ends.update((atom(s), None) for s in i.syms())
-    known = [e.value for e in ends if e.value is not None]
-    unknown = [e for e in ends if e.value is None]
-    if any(v > MAX_INT32_INDEX for v in known):
-        return True, None, True
-    if not unknown:
-        return True, None, False
-    tests = sorted({f"{python_text(e)} > {MAX_INT32_INDEX}" for e in unknown})
-    return False, " or ".join(tests), False
-
-
-def python_text(index: Index, name: Callable[[Sym], str] = lambda s: s.name) -> str:
-    """An index of sizes as a Python expression over their names."""
-    parts = []
-    for m, c in index.terms:
-        factors = [_python_atom(a, name) for a in m]
-        parts.append("*".join([str(c), *factors] if c != 1 or not factors else factors))
-    return "(" + (" + ".join(parts) or "0") + ")"
-
-
-def _python_atom(a: object, name: Callable[[Sym], str]) -> str:
-    if isinstance(a, Sym):
-        return name(a)
-    if isinstance(a, MinMax):
-        return f"{a.kind}({python_text(a.a, name)}, {python_text(a.b, name)})"
-    assert isinstance(a, (Div, Mod)), f"{a!r} is no size"
-    sign = "//" if isinstance(a, Div) else "%"
-    return f"({python_text(a.num, name)} {sign} {python_text(a.den, name)})"
-
-
-def _blocks_text(count: Index, block: str) -> str:
-    return f"-(-{python_text(count)} // {block})"
-
-
-def _grids(
-    tilings: Sequence[Tiling],
-    blocks: Sequence[Mapping[str, str]],
-    nests: Sequence[Loops],
-    main: int,
-) -> str:
-    """Programs of the nests that run first. Where others follow there is always one, which runs
-    them: the first ones may have nothing to do."""
-    first = list(zip(tilings, blocks, nests, strict=True))[:main]
-    text = " + ".join(_grid(f, b, n) for f, b, n in first)
-    return text if main == len(nests) else f"max(1, {text})"
-
-
-def _flag_count(tiling: Tiling, blocks: Mapping[str, str], nest: Loops) -> str | None:
-    if tiling.kind != "scan":
-        return None
-    rows, length = (python_text(product(a.extent for a in axes)) for _, axes in tiling.dims)
-    return flag_count_text(nest, tiling, rows, length, blocks["r"])
-
-
-def _grid(tiling: Tiling, blocks: Mapping[str, str], nest: Loops) -> str:
-    """Python text of the number of programs of a nest."""
-    counts = {d: product(a.extent for a in axes) for d, axes in tiling.dims}
-    if tiling.kind == "points":
-        each = [_blocks_text(counts[d], b) for d, b in blocks.items()]
-        rows = (
-            [python_text(product(a.extent for a in tiling.program_axes))]
-            if tiling.program_axes
-            else []
-        )
-        text = " * ".join([*rows, *each])
-        return text if tiling.serial_blocks == 1 else f"-(-({text}) // {tiling.serial_blocks})"
-    per_row = f"{tiling.programs_per_row} * " if tiling.programs_per_row > 1 else ""
-    if tiling.kind == "scan":
-        return f"{python_text(counts['x'])} * {_blocks_text(counts['r'], blocks['r'])}"
-    if tiling.kind == "rows":
-        return per_row + _blocks_text(counts["x"], blocks["x"])
-    assert nest.row_split is not None
-    return (
-        f"{nest.row_split[1]} * {_blocks_text(counts['r'], blocks['r'])}"
-        if tiling.tiled
-        else f"{per_row}{nest.row_split[1]}"
-    )
-
-
-# -- text ------------------------------------------------------------------------------------------
-
-
-def _source(
-    name: str,
-    kernel: Kernel,
-    tilings: Sequence[Tiling],
-    blocks: Sequence[Mapping[str, str]],
-    bodies: Sequence[list[str]],
-    params: list[str],
-    constexprs: list[str],
-    layouts: Mapping[str, Layout],
-    pointers: Mapping[str, str],
-) -> str:
-    lines = [MODULE_HEADER]
-    signature = ", ".join([*params, *(f"{c}: tl.constexpr" for c in constexprs)])
-    notes = _comments(kernel, layouts, pointers)
-    if len(bodies) == 1:
-        pid = "tl.program_id(0)"
-        if kernel.reverse and not tilings[0].exchanges:
-            pid = "tl.num_programs(0) - 1 - tl.program_id(0)"
-        lines += [*_function(name, signature, [*notes, f"pid = {pid}", *bodies[0]])]
-        return "\n".join([*lines, ""])
-    calls, start = [], []
-    for i, body in enumerate(bodies):
-        lines += [*_function(f"_{name}_{i}", f"pid, {signature}", body), "", ""]
-        start.append(f"blocks{i}")
-        calls.append(_call(i, name, [*params, *constexprs]))
-    main = [*notes, "pid = tl.program_id(0)"]
-    for i, (tiling, names) in enumerate(zip(tilings, blocks, strict=True)):
-        main.append(f"blocks{i} = {_programs(tiling, names, kernel, i)}")
-    side_by_side = calls[: _main(kernel)]
-    for i, call in enumerate(side_by_side):
-        before = " + ".join(start[:i])
-        last = i == len(side_by_side) - 1
-        head = "if" if i == 0 else "elif"
-        first = f"pid - ({before})" if before else "pid"
-        if len(side_by_side) == 1:
-            text = call.replace("PID", "pid")
-            guarded = tilings[0].kind == "scan"  # without rows there is no block to enter
-            main += ["if pid < blocks0:", f"    {text}"] if guarded else [text]
-            break
-        main += [
-            "else:" if last else f"{head} pid < {' + '.join(start[: i + 1])}:",
-            "    " + call.replace("PID", first),
-        ]
-    main += _tail(kernel, calls)
-    return "\n".join([*lines, *_function(name, signature, main), ""])
-
-
-def _main(kernel: Kernel) -> int:
-    """The number of nests before the first barrier."""
-    return kernel.barriers[0] if kernel.barriers else len(kernel.nests)
-
-
-def _tail(kernel: Kernel, calls: Sequence[str]) -> list[str]:
-    """What the program that finishes last does: all programs of the nests behind barriers, one
-    after the other. The counter is 0 before and after the kernel."""
-    if not kernel.barriers:
-        return []
-    out = [
-        "tl.debug_barrier()",
-        f'ticket = tl.atomic_add({COUNTER_PARAM}, 1, sem="acq_rel", scope="gpu")',
-        "if ticket == tl.num_programs(0) - 1:",
-        f"    tl.store({COUNTER_PARAM}, 0)",
-    ]
-    for i in range(kernel.barriers[0], len(calls)):
-        if i in kernel.barriers[1:]:
-            out.append("    tl.debug_barrier()")
-        out += [f"    for p{i} in range(blocks{i}):", "        " + calls[i].replace("PID", f"p{i}")]
-    return out
-
-
-def _call(i: int, name: str, args: list[str]) -> str:
-    return f"_{name}_{i}(PID, {', '.join(args)})"
-
-
-def _programs(tiling: Tiling, blocks: Mapping[str, str], kernel: Kernel, i: int) -> str:
-    """Triton text of the number of programs of a nest."""
-    counts = {d: product(a.extent for a in axes) for d, axes in tiling.dims}
-
-    def cut(d: str) -> str:
-        return f"tl.cdiv({_size_text(counts[d])}, {blocks[d]})"
-
-    if tiling.kind == "points":
-        rows = (
-            [_size_text(product(a.extent for a in tiling.program_axes))]
-            if tiling.program_axes
-            else []
-        )
-        text = " * ".join([*rows, *(cut(d) for d in blocks)])
-        return text if tiling.serial_blocks == 1 else f"tl.cdiv({text}, {tiling.serial_blocks})"
-    if tiling.kind == "scan":
-        return f"{_size_text(counts['x'])} * {cut('r')}"
-    if tiling.kind == "rows":
-        return cut("x")
-    row_split = kernel.nests[i].row_split
-    assert row_split is not None
-    return f"{row_split[1]} * {cut('r')}" if tiling.tiled else str(row_split[1])
-
-
-def _size_text(index: Index) -> str:
-    text = python_text(index, size_name)
-    return text.strip("()") if text.strip("()").isdigit() else text
-
-
-def _function(name: str, signature: str, body: Iterable[str]) -> list[str]:
-    return ["@triton.jit", f"def {name}({signature}):", *(f"    {line}" for line in body)]
-
-
-def _comments(
-    kernel: Kernel, layouts: Mapping[str, Layout], pointers: Mapping[str, str]
-) -> list[str]:
-    """What the kernel is, where it comes from, what it moves and computes."""
-    out = [
-        f"# {kernel.bytes} bytes, {kernel.flops:.0f} FLOPs, {kernel.predicted_us:.1f} us predicted"
-    ]
-    written, read = dict(kernel.writes), dict(kernel.reads)
-    for n, lay in layouts.items():
-        use = "in, out" if n in written and n in read else "out" if n in written else "in"
-        layout = one_line(f"{lay.dtype}{list(lay.shape)} strides {list(lay.strides)}")
-        out.append(f"#   {pointers[n]} ({use}): {layout}")
-    for o in kernel.origins:
-        where = f"  {o.line}" if o.line else ""
-        out.append("#   " + one_line(f"{o.node} = {o.op}{where}"))
-    return out
 
 
 __all__ = ["Config", "TritonKernel", "generate", "python_text"]

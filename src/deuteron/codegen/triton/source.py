@@ -1,0 +1,153 @@
+"""The text of a Triton kernel around its nests: functions, ranges of programs, comments.
+
+In: the lines of every nest, and the parameters. Out: the text of a Python module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from deuteron.base.text import one_line
+from deuteron.codegen.triton.emit import size_name
+from deuteron.codegen.triton.sizes import python_text
+from deuteron.codegen.triton.tiling import Tiling
+from deuteron.ir.index import Index, product
+from deuteron.ir.program import Layout
+from deuteron.schedule.kernel import Kernel
+
+# Counts the programs that are done, in kernels with barriers.
+COUNTER_PARAM = "counter_ptr"
+
+MODULE_HEADER = """import triton
+import triton.language as tl
+
+from deuteron.codegen.triton import libm
+"""
+
+
+def function_text(
+    name: str,
+    kernel: Kernel,
+    tilings: Sequence[Tiling],
+    blocks: Sequence[Mapping[str, str]],
+    bodies: Sequence[list[str]],
+    params: list[str],
+    constexprs: list[str],
+    layouts: Mapping[str, Layout],
+    pointers: Mapping[str, str],
+) -> str:
+    lines = [MODULE_HEADER]
+    signature = ", ".join([*params, *(f"{c}: tl.constexpr" for c in constexprs)])
+    notes = comments_of(kernel, layouts, pointers)
+    if len(bodies) == 1:
+        pid = "tl.program_id(0)"
+        if kernel.reverse and not tilings[0].exchanges:
+            pid = "tl.num_programs(0) - 1 - tl.program_id(0)"
+        lines += [*_function(name, signature, [*notes, f"pid = {pid}", *bodies[0]])]
+        return "\n".join([*lines, ""])
+    calls, start = [], []
+    for i, body in enumerate(bodies):
+        lines += [*_function(f"_{name}_{i}", f"pid, {signature}", body), "", ""]
+        start.append(f"blocks{i}")
+        calls.append(_call(i, name, [*params, *constexprs]))
+    main = [*notes, "pid = tl.program_id(0)"]
+    for i, (tiling, names) in enumerate(zip(tilings, blocks, strict=True)):
+        main.append(f"blocks{i} = {_programs(tiling, names, kernel, i)}")
+    side_by_side = calls[: first_nests(kernel)]
+    for i, call in enumerate(side_by_side):
+        before = " + ".join(start[:i])
+        last = i == len(side_by_side) - 1
+        head = "if" if i == 0 else "elif"
+        first = f"pid - ({before})" if before else "pid"
+        if len(side_by_side) == 1:
+            text = call.replace("PID", "pid")
+            guarded = tilings[0].kind == "scan"  # without rows there is no block to enter
+            main += ["if pid < blocks0:", f"    {text}"] if guarded else [text]
+            break
+        main += [
+            "else:" if last else f"{head} pid < {' + '.join(start[: i + 1])}:",
+            "    " + call.replace("PID", first),
+        ]
+    main += _tail(kernel, calls)
+    return "\n".join([*lines, *_function(name, signature, main), ""])
+
+
+def first_nests(kernel: Kernel) -> int:
+    """The number of nests before the first barrier."""
+    return kernel.barriers[0] if kernel.barriers else len(kernel.nests)
+
+
+def _tail(kernel: Kernel, calls: Sequence[str]) -> list[str]:
+    """What the program that finishes last does: all programs of the nests behind barriers, one
+    after the other. The counter is 0 before and after the kernel."""
+    if not kernel.barriers:
+        return []
+    out = [
+        "tl.debug_barrier()",
+        f'ticket = tl.atomic_add({COUNTER_PARAM}, 1, sem="acq_rel", scope="gpu")',
+        "if ticket == tl.num_programs(0) - 1:",
+        f"    tl.store({COUNTER_PARAM}, 0)",
+    ]
+    for i in range(kernel.barriers[0], len(calls)):
+        if i in kernel.barriers[1:]:
+            out.append("    tl.debug_barrier()")
+        out += [f"    for p{i} in range(blocks{i}):", "        " + calls[i].replace("PID", f"p{i}")]
+    return out
+
+
+def _call(i: int, name: str, args: list[str]) -> str:
+    return f"_{name}_{i}(PID, {', '.join(args)})"
+
+
+def _programs(tiling: Tiling, blocks: Mapping[str, str], kernel: Kernel, i: int) -> str:
+    """Triton text of the number of programs of a nest."""
+    counts = {d: product(a.extent for a in axes) for d, axes in tiling.dims}
+
+    def cut(d: str) -> str:
+        return f"tl.cdiv({_size_text(counts[d])}, {blocks[d]})"
+
+    if tiling.kind == "points":
+        rows = (
+            [_size_text(product(a.extent for a in tiling.program_axes))]
+            if tiling.program_axes
+            else []
+        )
+        text = " * ".join([*rows, *(cut(d) for d in blocks)])
+        return text if tiling.serial_blocks == 1 else f"tl.cdiv({text}, {tiling.serial_blocks})"
+    if tiling.kind == "scan":
+        return f"{_size_text(counts['x'])} * {cut('r')}"
+    if tiling.kind == "rows":
+        return cut("x")
+    row_split = kernel.nests[i].row_split
+    assert row_split is not None
+    return f"{row_split[1]} * {cut('r')}" if tiling.tiled else str(row_split[1])
+
+
+def _size_text(index: Index) -> str:
+    text = python_text(index, size_name)
+    return text.strip("()") if text.strip("()").isdigit() else text
+
+
+def _function(name: str, signature: str, body: Iterable[str]) -> list[str]:
+    return ["@triton.jit", f"def {name}({signature}):", *(f"    {line}" for line in body)]
+
+
+def comments_of(
+    kernel: Kernel, layouts: Mapping[str, Layout], pointers: Mapping[str, str]
+) -> list[str]:
+    """What the kernel is, where it comes from, what it moves and computes."""
+    out = [
+        f"# {kernel.bytes} bytes, {kernel.flops:.0f} FLOPs, {kernel.predicted_us:.1f} us predicted"
+    ]
+    written, read = dict(kernel.writes), dict(kernel.reads)
+    for n, lay in layouts.items():
+        use = "in, out" if n in written and n in read else "out" if n in written else "in"
+        layout = one_line(f"{lay.dtype}{list(lay.shape)} strides {list(lay.strides)}")
+        out.append(f"#   {pointers[n]} ({use}): {layout}")
+    for o in kernel.origins:
+        where = f"  {o.line}" if o.line else ""
+        out.append("#   " + one_line(f"{o.node} = {o.op}{where}"))
+    return out
+
+
+__all__ = ["COUNTER_PARAM", "first_nests", "function_text"]
