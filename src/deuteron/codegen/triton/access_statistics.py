@@ -57,7 +57,7 @@ def widest(loops: Loops) -> int:
 
 def row_loads(loops: Loops) -> int:
     """Distinct values that are read for every element of every row."""
-    axes, found = (*loops.parallel, *loops.reduced), set()
+    axes, loads = (*loops.parallel, *loops.reduced), set()
     for root in loops.roots():
         for n in root.walk():
             if n.op == "load" and n.attr[1]:
@@ -66,14 +66,14 @@ def row_loads(loops: Loops) -> int:
                     own & set(loops.parallel) or not loops.parallel
                 )
                 if along and 2 * points_visited(n.attr[1][0], axes) > size(axes):
-                    found.add(n)
-    return max(1, len(found))
+                    loads.add(n)
+    return max(1, len(loads))
 
 
 def loads_along(loops: Loops) -> int:
     """Distinct values that are read for every element of a row, also those of all rows."""
-    found = {a for a in loops.accesses if not a.store and a.address.axes() & set(loops.reduced)}
-    return len(found)
+    loads = {a for a in loops.accesses if not a.store and a.address.axes() & set(loops.reduced)}
+    return len(loads)
 
 
 def looked_up(loops: Loops, r: Sequence[Axis]) -> bool:
@@ -88,37 +88,37 @@ def looked_up(loops: Loops, r: Sequence[Axis]) -> bool:
 
 def shared_along(loops: Loops) -> int:
     """Distinct values that are read for every element of a row and are the same for all rows."""
-    found = {(a.tensor, a.address): a.address.axes() for a in loops.accesses if not a.store}
+    axes_of = {(a.tensor, a.address): a.address.axes() for a in loops.accesses if not a.store}
     along, rows = set(loops.reduced), set(loops.parallel)
-    return sum(bool(axes & along) and not axes & rows for axes in found.values())
+    return sum(bool(axes & along) and not axes & rows for axes in axes_of.values())
 
 
 def streamed(loops: Loops) -> int:
     """Bytes that are read for every element of every row."""
     axes = (*loops.parallel, *loops.reduced)
-    found = {
+    itemsizes = {
         (a.tensor, a.address): a.itemsize
         for a in loops.accesses
         if not a.store and 2 * points_visited(a.address, axes) > size(axes)
     }
-    return sum(found.values())
+    return sum(itemsizes.values())
 
 
 def tile_bytes(loops: Loops, x: Sequence[Axis], r: Sequence[Axis]) -> int:
     """Bytes that are read for each element of a tile, whatever of them is the same."""
-    found = {
+    itemsizes = {
         (a.tensor, a.address): a.itemsize
         for a in loops.accesses
         if not a.store and a.address.axes() & set(x) and a.address.axes() & set(r)
     }
-    return sum(found.values())
+    return sum(itemsizes.values())
 
 
 def bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
     """Bytes of all that is read for a point of a row; with `rows`, of what differs by row. Of what
     rotated rows share (weights of columns) a lane reads parts of two vectors."""
     rotated = misaligned_rows(loops, loops.reduced) is not None
-    found = {
+    bytes_of = {
         (a.tensor, a.address): a.itemsize
         * (2 if rotated and a.itemsize == 2 and not a.address.axes() & set(loops.parallel) else 1)
         for a in loops.accesses
@@ -129,7 +129,7 @@ def bytes_along(loops: Loops, rows: Sequence[Axis] | None = None) -> int:
         1,
         sum(
             n
-            for (_, i), n in found.items()
+            for (_, i), n in bytes_of.items()
             if i.axes() & along and (by_row is None or i.axes() & by_row)
         ),
     )
@@ -147,23 +147,25 @@ def read_rarely(loops: Loops, layouts: Mapping[str, Layout]) -> frozenset[str]:
     by one, from the L1 mostly, and a mark of an eviction policy costs each instruction that reads
     five others: H200, us with it and without, softmax of windows of 8 (f32) 80 and 75, bilinear
     interpolation 49.5 and 48."""
-    axes, found = [*loops.parallel, *loops.reduced], Counter[str]()
+    axes, reads = [*loops.parallel, *loops.reduced], Counter[str]()
     axes += (axis for n in loops.nodes if n.op == "reduce" for axis in n.attr[1])
     for a in loops.accesses:
         if not a.store:
-            found[a.tensor] += points_visited(a.address, axes)
-    return frozenset(n for n, count in found.items() if count <= 2 * hint(layouts[n].numel))
+            reads[a.tensor] += points_visited(a.address, axes)
+    return frozenset(n for n, count in reads.items() if count <= 2 * hint(layouts[n].numel))
 
 
 def steady_block(loops: Loops, r: Sequence[Axis]) -> int:
     """Elements of the blocks of a row in which all that is read for parts of rows is the same (see
     `Emitter._steady`); 0 where nothing is, or these are short."""
-    found = 0
+    lengths = 0
     for a in loops.accesses:
         used = [k for k, axis in enumerate(r) if axis in a.address.axes()]
         if not a.store and len(used) == 1 and used[0] < len(r) - 1:
-            found = math.gcd(found, product(axis.extent for axis in r[used[0] + 1 :]).value or 1)
-    most = found & -found
+            lengths = math.gcd(
+                lengths, product(axis.extent for axis in r[used[0] + 1 :]).value or 1
+            )
+    most = lengths & -lengths
     return most if most >= MIN_STEADY_BLOCK else 0
 
 
@@ -197,8 +199,10 @@ def run_of(address: Index, axes: Sequence[Axis]) -> int:
     """Elements that lie side by side in memory, of those that the axes walk over."""
     run, left = 1, list(axes)
     while True:
-        found = next((x for x in left if hint(x.extent) > 1 and stride(address, x) == run), None)
-        if found is None:
+        following = next(
+            (x for x in left if hint(x.extent) > 1 and stride(address, x) == run), None
+        )
+        if following is None:
             return run
-        left.remove(found)
-        run *= hint(found.extent)
+        left.remove(following)
+        run *= hint(following.extent)

@@ -186,12 +186,12 @@ class CooperativeRows:
 
     def await_all(self) -> None:
         em = self.em
-        found = self._collect()
+        numbers = self._collect()
         tops: dict[str, str] = {}
         for f in self.waiting:
             if isinstance(f, Scan):
                 neutral = identity(f.kind, f.body.dtype)
-                values = f'{found[f.name]}, rank, {neutral}, "{f.kind}"'
+                values = f'{numbers[f.name]}, rank, {neutral}, "{f.kind}"'
                 start, name = em.fresh("start"), em.fresh(f"{clean(f.name)}_")
                 em.scope.add(
                     f"{start} = libm.exclusive_prefix({values})",
@@ -201,12 +201,12 @@ class CooperativeRows:
                 continue
             rule, out, one = self.rules.get(f.name), *(em.fresh(f"{clean(f.name)}_") for _ in "ab")
             if isinstance(rule, Rescaled):
-                lanes = found[rule.maximum]
+                lanes = numbers[rule.maximum]
                 scale = power_text(rule, f"libm.difference({lanes}, {tops[rule.maximum]})")
-                em.scope.add(f"{one} = libm.combine_sum({found[f.name]} * {scale})")
+                em.scope.add(f"{one} = libm.combine_sum({numbers[f.name]} * {scale})")
             elif isinstance(rule, Products):
                 block, room, sizes = em.dims["r"].block, self._room, em.fresh("sizes")
-                parts = f"{found[self.sums[f.name]]}, {found[f.name]}, {sizes}, rnumel"
+                parts = f"{numbers[self.sums[f.name]]}, {numbers[f.name]}, {sizes}, rnumel"
                 each = f"libm.block_sizes(rnumel, {block}, {self.count}, {room})"
                 if em.rotation is not None:
                     each = em.rotation.sizes(f"tl.arange(0, {room}) * {block}", block)
@@ -215,7 +215,7 @@ class CooperativeRows:
                     f"{one}_mean, {one} = libm.combine_moments({parts})",
                 )
             else:
-                em.scope.add(f"{one} = libm.combine_{f.kind}({found[f.name]})")
+                em.scope.add(f"{one} = libm.combine_{f.kind}({numbers[f.name]})")
                 tops[f.name] = one
             em.scope.add(f"{out} = tl.full([1, 1], {one}, {one}.dtype)")
             if isinstance(rule, Rescaled) and rule.plain:
@@ -250,7 +250,7 @@ class CooperativeRows:
     def _collect(self) -> dict[str, str]:
         """What all programs have published of the reductions that wait, a number in each lane."""
         em = self.em
-        found: dict[str, str] = {}
+        numbers: dict[str, str] = {}
         for k in range(0, len(self.waiting), 2):
             pair = self.waiting[k : k + 2]
             names = [em.fresh("collected") for _ in pair]
@@ -262,8 +262,8 @@ class CooperativeRows:
                 like = f"tl.full([], 0, {scalars.TRITON_TYPES[f.body.dtype]})"
                 neutral = identity(f.kind, f.body.dtype)
                 em.scope.add(f"{name} = libm.collected({name}, {like}, {neutral}, {self.count})")
-                found[f.name] = name
-        return found
+                numbers[f.name] = name
+        return numbers
 
 
 def begin_cooperative(em: Emitter, count: int, reductions: int, cluster: int) -> None:

@@ -52,8 +52,8 @@ def dynamic_bounds_tile(
     """The dimensions of a tile, their sizes, and the axes of which it has one value: rows are what
     ends depend on. None where nothing has an end of its own. Rows that lie side by side in memory
     are for neighbouring lanes."""
-    found = [end for root in loops.roots() for end in ends(root).values()]
-    own = {a for end in found for a in end.axes()}
+    bounds = [end for root in loops.roots() for end in ends(root).values()]
+    own = {a for end in bounds for a in end.axes()}
     y, x = tuple(a for a in order if a in own), tuple(a for a in order if a not in own)
     if not y:
         return None
@@ -72,8 +72,8 @@ def dynamic_bounds_tile(
 def in_flight(loops: Loops, each: int, rows: int, cores: int) -> tuple[int, int]:
     """Terms that a program reads at once, and rows that it takes one after the other, if it has one
     row at a time, of which each thread has so many columns."""
-    found = (expected(a, end) for root in loops.roots() for a, end in ends(root).items())
-    if max(found, default=0) >= MIN_LONG_ROW_TERMS and each <= MAX_NARROW_COLUMNS:
+    lengths = (expected(a, end) for root in loops.roots() for a, end in ends(root).items())
+    if max(lengths, default=0) >= MIN_LONG_ROW_TERMS and each <= MAX_NARROW_COLUMNS:
         return 2 * TERMS_AT_ONCE, 1
     return (
         TERMS_AT_ONCE,

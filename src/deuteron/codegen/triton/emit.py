@@ -254,12 +254,12 @@ class Emitter(TileState):
         """What `libm.div_by` needs of a divisor that serves many elements."""
         text = self.value(b)
         scope = self.chain[self.level(self.deps(b))]
-        found = scope.sums.get((b, "divisor"))
-        if found is None:
+        names_text = scope.sums.get((b, "divisor"))
+        if names_text is None:
             names = [self.fresh(s) for s in ("by", "inverse", "scale")]
-            found = scope.sums[(b, "divisor")] = ", ".join(names)
-            scope.add(f"{found} = libm.divisor({text})")
-        return found
+            names_text = scope.sums[(b, "divisor")] = ", ".join(names)
+            scope.add(f"{names_text} = libm.divisor({text})")
+        return names_text
 
     def _check(self, node: Expr, scope: Scope) -> str:
         """Asserts that an index is within its dimension; its value, which spans what the masks of
@@ -432,17 +432,17 @@ class Emitter(TileState):
 
     def _part(self, own: Index, dims: Dims) -> str:
         scope = self.chain[self.level(dims)]
-        found = scope.sums.get(own)
-        if found is None:
+        part = scope.sums.get(own)
+        if part is None:
             text = self._sum(self._joined(own, dims))
             simple = own.value is not None or (len(own.terms) == 1 and text.isidentifier())
             if simple:
-                found = text
+                part = text
             else:
-                found = self.fresh("at")
-                scope.add(f"{found} = {text}")
-            scope.sums[own] = found
-        return found
+                part = self.fresh("at")
+                scope.add(f"{part} = {text}")
+            scope.sums[own] = part
+        return part
 
     def _joined(self, own: Index, dims: Dims) -> Index:
         """The index with runs of neighbouring axes of a dimension replaced by one axis each."""

@@ -138,10 +138,10 @@ def write_flag(at, value, tag):
 @triton.jit
 def _await_interpreted(at, tags):
     """For Triton's interpreter."""
-    found = tl.load(at)
-    while tl.sum(tl.where((found >> 32).to(tl.int32) == tags, 0, 1)) > 0:
-        found = tl.load(at)
-    return found.to(tl.int32)
+    flags = tl.load(at)
+    while tl.sum(tl.where((flags >> 32).to(tl.int32) == tags, 0, 1)) > 0:
+        flags = tl.load(at)
+    return flags.to(tl.int32)
 
 
 @triton.jit

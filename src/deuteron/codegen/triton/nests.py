@@ -363,8 +363,8 @@ def one_pass(
     for k, p in enumerate(loops.statements):
         if isinstance(p, Reduce):
             if p.name not in bound:
-                found = paired(p, loops.statements[k + 1 :]) if em.rank == 2 else [p]
-                for f, name in zip(found, reduce_rows(em, found), strict=True):
+                pair = paired(p, loops.statements[k + 1 :]) if em.rank == 2 else [p]
+                for f, name in zip(pair, reduce_rows(em, pair), strict=True):
                     bind(em, f, name)
                     bound.add(f.name)
         elif isinstance(p, Scan):

@@ -71,8 +71,8 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
         if not isinstance(p, Write):
             passes[k].statements.append(p)
             if isinstance(p, Reduce):
-                for found in (chain.rules, chain.centers, chain.weighted):
-                    passes[k].merged.update({p.name: found[p.name]} if p.name in found else {})
+                for rules in (chain.rules, chain.centers, chain.weighted):
+                    passes[k].merged.update({p.name: rules[p.name]} if p.name in rules else {})
     _repeat_scans(loops, placed, passes)
     last = max((k for k, q in enumerate(passes) if _reads(q, row_level)), default=0)
     last = max([last, *(k for k, p in placed if isinstance(p, Write))])
@@ -96,14 +96,14 @@ def _repeat_scans(
     scans = {p.name: p for p in loops.statements if isinstance(p, Scan)}
     for k, p in placed:
         todo = list(roots_of(p))
-        found: list[Scan] = []
+        repeated: list[Scan] = []
         while todo:
             for n in todo.pop().walk():
                 scan = scans.get(n.attr[0]) if n.op == "load" else None
-                if scan is not None and scan not in passes[k].statements and scan not in found:
-                    found.append(scan)
+                if scan is not None and scan not in passes[k].statements and scan not in repeated:
+                    repeated.append(scan)
                     todo.append(scan.body)
-        statements = passes[k].statements + found
+        statements = passes[k].statements + repeated
         # A scan may need those before it; no other part of its pass.
         passes[k].statements = [q for q in scans.values() if q in statements]
         passes[k].statements += [q for q in statements if not isinstance(q, Scan)]

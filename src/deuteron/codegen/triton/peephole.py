@@ -62,10 +62,10 @@ def _rounded_integer(em: TileState, node: Expr) -> str | None:
 
 def _gelu(em: TileState, node: Expr) -> str | None:
     """GELU's ``y * 0.5 * (1 + erf(x * c))``."""
-    found = gelu_factors(node)
-    if found is None or found[1] not in em.inexact.approximate:
+    factors = gelu_factors(node)
+    if factors is None or factors[1] not in em.inexact.approximate:
         return None
-    y, erf = found
+    y, erf = factors
     x, scale = scaled_factor(erf.args[0])
     by = em.inexact.exponentials.get(erf)
     kind, decay = ("fast", "") if by is None else ("by", f", {em.value(by)}")

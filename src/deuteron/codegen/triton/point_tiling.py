@@ -54,8 +54,8 @@ def in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def tile_points(loops: Loops, spec: DeviceSpec) -> Tiling:
     order = point_order(loops)
-    if (found := dynamic_bounds_tile(loops, order)) is not None:
-        dims, sizes, program_axes = found
+    if (bounded := dynamic_bounds_tile(loops, order)) is not None:
+        dims, sizes, program_axes = bounded
         most = MAX_REGISTERS if program_axes and widest(loops) <= 4 else 0
         elements = math.prod(n for _, n in sizes)
         tile = TileConfig(sizes, warps_for(elements, ELEMENTS_PER_THREAD), registers=most)

@@ -61,10 +61,10 @@ def rotated_load(
         a2, a3, b0 = tl.where(near, a3, a2), tl.where(near, b0, a3), tl.where(near, b1, b0)
         a0, a1, a2 = _halves(a0, a1, half), _halves(a1, a2, half), _halves(a2, a3, half)
         a3 = _halves(a3, b0, half)
-        found = tl.join(tl.join(a0, a2), tl.join(a1, a3))
-        found = tl.join(found.to(tl.int16), (found >> 16).to(tl.int16))
-        found = tl.reshape(found, [found.shape[0], BLOCK])
-        return found.to(pointer.dtype.scalar.element_ty, bitcast=True)
+        values = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+        values = tl.join(values.to(tl.int16), (values >> 16).to(tl.int16))
+        values = tl.reshape(values, [values.shape[0], BLOCK])
+        return values.to(pointer.dtype.scalar.element_ty, bitcast=True)
 
 
 @triton.jit

@@ -42,8 +42,8 @@ def row_tiles(
 
     each = 16 if itemsize >= 4 else 64 if narrow else 32
     few = 2048 if light and itemsize < 4 else 1024
-    found = dict.fromkeys((tile(few, each), tile(1024, each // 2), tile(3072 - few, each)))
-    return tuple(found)
+    tiles = dict.fromkeys((tile(few, each), tile(1024, each // 2), tile(3072 - few, each)))
+    return tuple(tiles)
 
 
 def column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[TileConfig, ...]:
@@ -84,8 +84,8 @@ def looped_column_tiles(
         return tuple(dict.fromkeys((tile(64, 4096, 3), tile(32, 4096, 3), tile(64, 2048, 3))))
     most = 8192 if moved <= 4 else 4096
     deep = next((n for n in (4, 3) if n * most * moved <= PIPELINE_BYTES), 1)
-    found = (tile(64, most, deep), tile(64, 4096, 1), tile(32, 4096, deep))
-    return tuple(dict.fromkeys(found))
+    tiles = (tile(64, most, deep), tile(64, 4096, 1), tile(32, 4096, deep))
+    return tuple(dict.fromkeys(tiles))
 
 
 def across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[TileConfig, ...]:

@@ -77,8 +77,8 @@ def scan_tiling(loops: Loops, spec: DeviceSpec) -> Tiling | None:
 
 def point_writes(loops: Loops) -> list[Write]:
     """What is stored, an element at every point."""
-    found = [p for p in loops.statements if isinstance(p, Write)]
-    return [w for w in found if w.level == "point" and w.accumulate is None and not w.scattered]
+    writes = [p for p in loops.statements if isinstance(p, Write)]
+    return [w for w in writes if w.level == "point" and w.accumulate is None and not w.scattered]
 
 
 def scan_block(loops: Loops, tiling: Tiling, em: Emitter, number: str) -> None:

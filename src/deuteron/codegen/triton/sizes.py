@@ -22,34 +22,34 @@ MAX_INT32_INDEX = 2**31 - 2**20
 def all_indices(nests: Iterable[Loops]) -> list[Index]:
     """Every index that a kernel computes: addresses, index values, extents of its axes, and what
     those divide, compare and choose from. (Sums may wrap around and come back, these may not.)"""
-    found: dict[Index, None] = {}
+    indices: dict[Index, None] = {}
     for n in nests:
         for root in n.roots():
             for node in root.walk():
-                found.update(dict.fromkeys(own_indices(node)))
+                indices.update(dict.fromkeys(own_indices(node)))
                 if node.op == "check":
-                    found[node.attr] = None
-        found.update(dict.fromkeys(n.addresses()))
-        found.update(dict.fromkeys(a.extent for a in (*n.parallel, *n.reduced)))
-        found[product(a.extent for a in n.parallel)] = None
-        found[product(a.extent for a in n.reduced)] = None
-    for i in list(found):
+                    indices[node.attr] = None
+        indices.update(dict.fromkeys(n.addresses()))
+        indices.update(dict.fromkeys(a.extent for a in (*n.parallel, *n.reduced)))
+        indices[product(a.extent for a in n.parallel)] = None
+        indices[product(a.extent for a in n.reduced)] = None
+    for i in list(indices):
         for a in i.atoms():
             if isinstance(a, (Div, Mod)):
-                found[a.num] = found[a.den] = None
+                indices[a.num] = indices[a.den] = None
             elif isinstance(a, MinMax):
-                found[a.a] = found[a.b] = None
-    return list(found)
+                indices[a.a] = indices[a.b] = None
+    return list(indices)
 
 
 def symbols_of(nests: Iterable[Loops], layouts: Mapping[str, Layout]) -> tuple[Sym, ...]:
     """The sizes that indices depend on, and those that tell how wide indices are."""
-    found: set[Sym] = set()
+    symbols: set[Sym] = set()
     for i in all_indices(nests):
-        found |= i.syms()
+        symbols |= i.syms()
     for lay in layouts.values():
-        found |= (lay.extent() + lay.offset).syms()
-    return tuple(sorted(found))
+        symbols |= (lay.extent() + lay.offset).syms()
+    return tuple(sorted(symbols))
 
 
 def index_width(

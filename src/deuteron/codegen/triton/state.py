@@ -91,9 +91,9 @@ class TileState:
 
     def deps(self, root: Expr) -> Dims:
         """The dimensions on which the value depends."""
-        found = self._deps.get(root)
-        if found is not None:
-            return found
+        known = self._deps.get(root)
+        if known is not None:
+            return known
         for node in root.walk(self._deps.__contains__):
             if node in self._deps:
                 continue
@@ -149,9 +149,9 @@ class TileState:
 
     def lookup(self, node: Expr) -> str | None:
         for scope in reversed(self.chain):
-            found = scope.texts.get(node)
-            if found is not None:
-                return found
+            text = scope.texts.get(node)
+            if text is not None:
+                return text
         if node.op == "literal":
             return scalars.literal(node.attr, node.dtype, typed=True)
         return None

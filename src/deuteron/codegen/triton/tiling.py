@@ -272,12 +272,12 @@ def _grouped(loops: Loops, spec: DeviceSpec) -> Tiling:
     x, p, r = (
         in_order(loops, axes) for axes in (loops.parallel, loops.group_index_axes, loops.group_axes)
     )
-    found = []
+    configs = []
     for tile in row_tiles(1, power(size(p)) * size(r), widest(loops), spec, light=False):
         blocks = (("x", 1), ("p", power(size(p))), ("r", size(r)))
-        found.append(replace(tile, sizes=blocks))
+        configs.append(replace(tile, sizes=blocks))
     return Tiling(
-        "rows", (("x", x), ("p", p), ("r", r)), tuple(dict.fromkeys(found)), persistent=True
+        "rows", (("x", x), ("p", p), ("r", r)), tuple(dict.fromkeys(configs)), persistent=True
     )
 
 
@@ -422,7 +422,7 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         isinstance(p, (Reduce, Scan)) or (isinstance(p, Write) and p.level == "row")
         for p in loops.statements
     ):
-        found = []
+        configs = []
         first = TILE_COLUMNS
         while (
             rows <= MAX_SHORT_SPLIT
@@ -433,8 +433,10 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         for width, stages in ((first, 2), (2 * first, 2), (first, 1)):
             wide = min(width, power(nr))
             deep = min(power(rows), max(1, TILE_ELEMENTS // wide))
-            found.append(TileConfig((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages))
-        return Tiling("row_split", dims, tuple(dict.fromkeys(found)), tiled=True)
+            configs.append(
+                TileConfig((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages)
+            )
+        return Tiling("row_split", dims, tuple(dict.fromkeys(configs)), tiled=True)
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
     held = row_loads(loops) + len(cross_row_reductions(loops))
@@ -463,7 +465,7 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         return Tiling(
             "row_split", dims, (only,), lane_elements=lane_elements, misaligned=misaligned
         )
-    found = []
+    configs = []
     few = 2048 if wide >= 1024 else 1024
     spare = widest(loops) < 4 and nr <= SPARE_BLOCK_SHARE * wide and wide <= MAX_SPARE_BLOCK
     if widest(loops) < 4 and (wide <= MAX_ONE_WARP_ROW or (spare and wide <= MAX_ONE_WARP_BLOCK)):
@@ -471,14 +473,14 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         stages = ONE_WARP_PIPELINE_BYTES // (bytes_along(loops, loops.parallel) * deep * wide)
         if stages >= 3 and deep * nr * held <= 32 * MAX_ONE_WARP_VALUES:
             blocks = (("x", deep), ("r", wide))
-            found += [TileConfig(blocks, 1, max(4, min(6, stages))), TileConfig(blocks, 1, 3)]
-    for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1))[: 4 - len(found)]:
+            configs += [TileConfig(blocks, 1, max(4, min(6, stages))), TileConfig(blocks, 1, 3)]
+    for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1))[: 4 - len(configs)]:
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
         each = SERIAL_ELEMENTS_PER_THREAD if spare and deep == 1 else 16
-        found.append(TileConfig(blocks, warps_for(max(elements, wide), each), stages))
+        configs.append(TileConfig(blocks, warps_for(max(elements, wide), each), stages))
     return Tiling(
-        "row_split", dims, tuple(dict.fromkeys(found)), persistent=True, misaligned=misaligned
+        "row_split", dims, tuple(dict.fromkeys(configs)), persistent=True, misaligned=misaligned
     )
 
 

@@ -150,10 +150,10 @@ def _position(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     floats, last_nan = terms[0].dtype in FLOATS, kind == "argmax_last_nan"
     position = at[-1]
     for term, i in zip(terms[-2::-1], at[-2::-1], strict=True):
-        found = op("eq", term, best)
+        is_best = op("eq", term, best)
         if floats and not last_nan:
-            found = op("logical_or", found, op("isnan", term))
-        position = op("where", found, i, position)
+            is_best = op("logical_or", is_best, op("isnan", term))
+        position = op("where", is_best, i, position)
     for term, i in zip(terms, at, strict=True) if floats and last_nan else ():
         position = op("where", op("isnan", term), i, position)
     return position

@@ -123,7 +123,7 @@ def _axis_in_parts(loops: Loops, axis: Axis, part: int) -> tuple[Loops, Axis, Ax
 
 def _changes(loops: Loops) -> dict[Axis, set[int]]:
     """The places of each axis at which a comparison with a number changes."""
-    found: dict[Axis, set[int]] = {}
+    changes: dict[Axis, set[int]] = {}
     for n in nodes(loops):
         if n.op not in ("lt", "le", "gt", "ge") or any(a.op not in POSITION_OPS for a in n.args):
             continue
@@ -136,8 +136,8 @@ def _changes(loops: Loops) -> dict[Axis, set[int]]:
                 # where the difference is 0, or behind that
                 at = -rest * (step.value or 1)
                 late = (n.op in ("le", "gt")) == (step.value == 1)
-                found.setdefault(axis, set()).add(at + late)
-    return found
+                changes.setdefault(axis, set()).add(at + late)
+    return changes
 
 
 def nodes(loops: Loops) -> set[Expr]:
@@ -186,8 +186,8 @@ def _without(loops: Loops, axis: Axis) -> Loops | None:
             return None
         else:
             statements += [r.statement(p) for r in at]
-    found = {p.along for p in statements if isinstance(p, Write) and p.along is not None}
-    if len(found) > 1:
+    behind = {p.along for p in statements if isinstance(p, Write) and p.along is not None}
+    if len(behind) > 1:
         return None
     return replace(loops, parallel=tuple(left), reduced=tuple(inner), statements=tuple(statements))
 
