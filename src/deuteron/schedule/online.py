@@ -289,7 +289,7 @@ def _product(a: Expr, b: Expr) -> Expr:
     return E.op("mul", a, b)
 
 
-def register(f: Reduce) -> Expr:
+def reduction_value(f: Reduce) -> Expr:
     """The expression by which others refer to a reduction's result, without its indices."""
     dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
     return Expr("load", dtype, (), (f.name, (), None))
@@ -446,6 +446,6 @@ __all__ = [
     "passes_of",
     "power_of",
     "recenter",
-    "register",
+    "reduction_value",
     "rescale",
 ]
