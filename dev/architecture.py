@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.base.device import DeviceSpec, device_spec
-from dev import ROOT
+from dev import ROOT, passes
 
 DOCUMENT = ROOT / "docs" / "architecture.md"
 TEMPLATE = ROOT / "docs" / "architecture.in.md"
@@ -43,16 +43,20 @@ def two_cores(device: str, options: object) -> DeviceSpec:
     )
 
 
-def artifacts(folder: Path) -> dict[str, str]:
-    """Name -> text of everything that the compilation leaves in the debug folder."""
+def compile_walked(**options: str) -> None:
+    """Compiles the program, forward and backward."""
     from deuteron.backend import deuteron_backend
 
     shapes = [(32, 64), (64,), (64,), (64, 128)]
     args = [torch.ones(s).requires_grad_() for s in shapes]
-    options = {"debug_dir": str(folder), "cache_dir": str(folder / "cache")}
     with patch("deuteron.base.passes.device_spec_for", two_cores):
         y = torch.compile(walked, backend=deuteron_backend, options=options)(*args)
         y.square().sum().backward()
+
+
+def artifacts(folder: Path) -> dict[str, str]:
+    """Name -> text of everything that the compilation leaves in the debug folder."""
+    compile_walked(debug_dir=str(folder), cache_dir=str(folder / "cache"))
     out = {}
     for phase in ("forward", "backward"):
         (written,) = folder.glob(f"{phase}_*")
@@ -88,6 +92,8 @@ def kernel_only(kernels: str) -> str:
 def document(artifacts: dict[str, str]) -> str:
     def fill(match: re.Match[str]) -> str:
         name = match[1]
+        if name in ("stages", "passes"):
+            return passes.markdown(inner=name == "passes")
         if name.endswith("module.py"):
             return call_only(artifacts[name])
         if name.endswith("kernels.txt"):

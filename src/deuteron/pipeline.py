@@ -26,6 +26,7 @@ from deuteron.base.garbage import collector_paused
 from deuteron.base.memo import MEMO
 from deuteron.base.passes import Context, Pass, Table, internal_error, run_stages
 from deuteron.capture.stages import CAPTURE_STAGES, Part
+from deuteron.codegen.emission import EMITTING
 from deuteron.graph.rewrite import REWRITES
 from deuteron.guarding import guarded
 from deuteron.lower.passes import LOWERING
@@ -90,6 +91,7 @@ GRAPH_STAGES: Table = (
         "Python compiles it in the next stage, and the C++ compiler its unit",
         stages.emitted_text,
         "module.py",
+        EMITTING,
     ),
     Pass(
         "load",

@@ -21,7 +21,7 @@ from deuteron.codegen.assemble import EmittedModule, KernelCode, Request
 from deuteron.codegen.cpp import kernels as cpp
 from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS, CppKernel
 from deuteron.codegen.cpp.nontemporal import read_later
-from deuteron.codegen.module import emit
+from deuteron.codegen.emission import Emission, emit
 from deuteron.codegen.share import structure, tensors_of
 from deuteron.codegen.triton import generate as triton
 from deuteron.codegen.triton.generate import TritonKernel
@@ -299,7 +299,8 @@ def emit_module(before: Generated, context: Context) -> Emitted:
         context.phase,
         context.clock is not None,
     )
-    module = emit(before.program, before.schedule, before.plan, kernels, request)
+    emission = Emission(before.program, before.schedule, before.plan, kernels, request)
+    module = emit(emission, context)
     if module.sequences:
         build_cpp.compiler(options.cxx)  # launching needs it
     library = build_cpp.submit(module.unit, KERNEL_CXX_FLAGS, options) if module.unit else None

@@ -74,6 +74,7 @@ class Parts:
 
 
 def rewrite_joint(joint: Joint, context: Context) -> Joint:
+    """The rewrites of every graph, so that what is decided is decided of what will run."""
     rewrite(joint.gm, context)
     return replace(joint, snapshot=None)
 
@@ -175,7 +176,7 @@ PARTITIONING: Table = (
 
 
 def partition(joint: Joint, context: Context) -> Parts:
-    """AOTAutograd's ``partition_fn``."""
+    """Divides a joint graph into forward and backward, and decides what is saved."""
     parts: Parts = run_passes(PARTITIONING, joint, context)
     return parts
 

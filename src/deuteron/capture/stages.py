@@ -45,16 +45,19 @@ class Traceable(Captured):
 
 
 def refuse_in_place(captured: Captured, context: Context) -> Captured:
+    """What eager refuses of products that are written in place is refused."""
     check_in_place(captured.gm)
     return captured
 
 
 def write_attention_out(captured: Captured, context: Context) -> Captured:
+    """FlexAttention becomes torch's operators."""
     inline_attention(captured.gm, context.record)
     return captured
 
 
 def decompose(captured: Captured, context: Context) -> Traceable:
+    """Names the rules by which AOTAutograd traces ATen's operators into fewer kinds."""
     rules = decompositions.table(context.options.eager_random)
     forgiving = decompositions.forgiving(rules, context.record)
     return extended(Traceable, captured, decompositions=forgiving)
@@ -90,6 +93,7 @@ CAPTURING: Table = (
 
 
 def capture(captured: Captured, context: Context) -> Traceable:
+    """What Dynamo captured is made ready for AOTAutograd to trace."""
     traceable: Traceable = run_passes(CAPTURING, captured, context)
     return traceable
 
@@ -133,6 +137,7 @@ PREPARING: Table = (
 
 
 def prepare(part: Part, context: Context) -> Part:
+    """What a graph of AOTAutograd's needs before it is rewritten."""
     prepared: Part = run_passes(PREPARING, part, context)
     return prepared
 

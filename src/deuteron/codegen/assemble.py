@@ -96,9 +96,9 @@ class Body:
 
 
 def assemble(
-    body: Body, program: Program, kernels: dict[str, KernelCode], request: Request
+    body: Body, unit: str, program: Program, kernels: dict[str, KernelCode], request: Request
 ) -> EmittedModule:
-    unit = translation(body, kernels, request.threads)
+    """The module. `unit`: the C++ of its kernels (`translation`)."""
     launch_groups = tuple(s.name for s in body.launch_groups)
     bound = [*launch_groups, *(q.name for q in body.sequences), *body.products, *body.objects]
     about = "set by who loads this module: " + ", ".join(bound)
@@ -266,6 +266,7 @@ __all__ = [
     "KernelCode",
     "Request",
     "assemble",
+    "translation",
     "triton_fields",
     "triton_kernel",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen.assemble import Body, EmittedModule, KernelCode, Request, assemble
+from deuteron.codegen.assemble import Body
 from deuteron.codegen.cpp.kernels import CppKernel
 from deuteron.codegen.launch_groups import LaunchGroup
 from deuteron.codegen.products import product_of
@@ -35,14 +35,13 @@ from deuteron.ir.program import (
     Extern,
     Input,
     Layout,
-    Program,
     ViewArg,
     names_in,
     objects_used,
 )
 from deuteron.memory.out_variants import out_variant
-from deuteron.memory.plan import MAX_CACHED_WORKSPACE, MIN_POOLED_BYTES, MemoryPlan, span
-from deuteron.schedule.kernel import Kernel, Schedule
+from deuteron.memory.plan import MAX_CACHED_WORKSPACE, MIN_POOLED_BYTES, span
+from deuteron.schedule.kernel import Kernel
 
 
 class Writer(TensorText):
@@ -51,7 +50,7 @@ class Writer(TensorText):
     # -- names ------------------------------------------------------------------------------------
 
     # -- the whole --------------------------------------------------------------------------------
-    def write(self) -> EmittedModule:
+    def write(self) -> Body:
         self.inputs()
         if not self.static:
             self.lines.append("LAYOUT")  # replaced when everything is known
@@ -90,7 +89,7 @@ class Writer(TensorText):
         self.add("return (", outs, ",)" if len(outs) == 1 else ")")
         layout = [] if self.static else self.layout()
         variables = {self.variable(n): t for n, t in self.program.constants.items()}
-        body = Body(
+        return Body(
             self.head,
             layout,
             self.lines,
@@ -101,7 +100,6 @@ class Writer(TensorText):
             self.gpus,
             self.products,
         )
-        return assemble(body, self.program, self.kernels, self.request)
 
     def line(self, text: str) -> None:
         if self.to_delete:
@@ -440,15 +438,4 @@ class Writer(TensorText):
         return [*out, "", ""] if out else []
 
 
-def emit(
-    program: Program,
-    schedule: Schedule,
-    plan: MemoryPlan,
-    kernels: dict[str, KernelCode],
-    request: Request,
-) -> EmittedModule:
-    """The module of a graph; `kernels` by `Kernel.name`, each with the arguments of that launch."""
-    return Writer(program, schedule, plan, kernels, request).write()
-
-
-__all__ = ["EmittedModule", "Request", "emit"]
+__all__ = ["Writer"]

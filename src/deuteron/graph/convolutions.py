@@ -74,7 +74,8 @@ class Convolution:
 
 
 def rewrite_convolutions(gm: fx.GraphModule, record: Record) -> int:
-    """Rewrites what pays; returns the number of convolutions changed."""
+    """Convolutions become other library calls, where those are faster. Returns the number of
+    convolutions changed."""
     if not any(n.target in (FORWARD, BACKWARD) for n in gm.graph.nodes):
         return 0
     editor = Editor(gm)

@@ -30,6 +30,7 @@ CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
 
 
 def merge_common(gm: fx.GraphModule) -> int:
+    """Nodes that compute the same become one. Returns how many went."""
     aliasing = Aliasing(gm.graph)
     known: dict[Any, fx.Node] = {}
     merged = 0

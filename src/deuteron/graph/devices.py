@@ -32,7 +32,8 @@ MAX_CLOSURE_NODES = 4096
 
 
 def move_constructors(gm: fx.GraphModule, record: Record) -> int:
-    """Moves what feeds each copy from the CPU; returns how many copies."""
+    """What is made on the CPU and copied to another device is made there. Returns how many
+    copies."""
     editor = Editor(gm)
     known: dict[fx.Node, bool] = {}
     made: dict[tuple[fx.Node, torch.device], fx.Node] = {}

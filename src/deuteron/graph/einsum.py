@@ -40,7 +40,7 @@ class Contraction:
 
 
 def multiply_matrices(gm: fx.GraphModule, record: Record) -> int:
-    """Rewrites what is a contraction; returns how many."""
+    """Sums over products of broadcast tensors become matrix products. Returns how many."""
     editor, count = Editor(gm), 0
     for node in list(gm.graph.nodes):
         contracted = contraction(node)

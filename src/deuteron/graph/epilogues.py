@@ -23,7 +23,8 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def join_activations(gm: fx.GraphModule, record: Record) -> int:
-    """Joins what pays; returns the number of activations that went."""
+    """Activations behind products become part of the library call. Returns the number of
+    activations that went."""
     linears = [n for n in gm.graph.nodes if _linear(n) is not None]
     if not linears:
         return 0

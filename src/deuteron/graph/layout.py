@@ -34,7 +34,8 @@ SAFE_CHANNELS = 16
 
 
 def channels_last(gm: fx.GraphModule, record: Record) -> int:
-    """Converts what pays; returns the number of convolutions whose input changed."""
+    """Convolutions and what is around them lie channels last, where that pays. Returns the number
+    of convolutions whose input changed."""
     convolutions = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS and _plain(n)]
     light = [n for n in convolutions if not heavy(n)]
     if not light or not _worth(light) or any(map(_corrupts, light)):

@@ -39,7 +39,8 @@ VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.t, aten.
 
 
 def pad_products(gm: fx.GraphModule, record: Record) -> int:
-    """Pads what pays; returns the number of products changed."""
+    """Operands of products are padded to sizes that the library is fast at. Returns the number of
+    products changed."""
     products = {n for n in gm.graph.nodes if n.target in PRODUCT_OPERATORS and _worth(n)}
     if not products:
         return 0

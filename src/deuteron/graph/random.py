@@ -233,8 +233,8 @@ def refused(node: fx.Node) -> str | None:
 
 
 def functionalize(gm: fx.GraphModule, record: Record) -> int:
-    """Replaces every random node that has a row; in place. Idempotent. Does not recompile the
-    module. Returns how many."""
+    """Random numbers become functions of a seed and a position, so that a backward can draw them
+    again. In place, idempotent, without recompiling the module. Returns how many nodes."""
     nodes = [
         n
         for n in gm.graph.nodes

@@ -75,6 +75,21 @@ def rewriting_text(graph: Rewriting) -> str:
     return graph_text(graph.gm)
 
 
+def view_again(gm: fx.GraphModule, record: Record) -> int:
+    """Fake values of views name the storage of what they view."""
+    return Editor(gm).view_again()
+
+
+def merge(gm: fx.GraphModule, record: Record) -> int:
+    """Nodes that compute the same become one."""
+    return merge_common(gm)
+
+
+def drop_dead(gm: fx.GraphModule, record: Record) -> int:
+    """What nobody reads and what has no effect goes."""
+    return remove_dead(gm.graph)
+
+
 def tried(
     name: str,
     apply: Callable[[fx.GraphModule, Record], Any],
@@ -95,52 +110,10 @@ def calls_changed(graph: Rewriting, context: Context) -> bool:
     return any(graph.changed.get(name) for name in LIBRARY_REWRITES)
 
 
-# What every graph takes.
-REWRITES: Table = (
-    tried("storage of views", lambda gm, record: Editor(gm).view_again(), lambda *_: True),
-    tried("devices of constructors", move_constructors, memory_is_known),
-    tried("rows", lambda gm, record: apply_rows(gm, record), memory_is_known),
-    tried("common subexpressions", lambda gm, record: merge_common(gm), memory_is_known),
-    tried("dead code", lambda gm, record: remove_dead(gm.graph), memory_is_known),
-    tried("sums of products", multiply_matrices, memory_is_known),
-    tried("channels last", channels_last, memory_is_known),
-    # in the order that memory has by now
-    tried("convolutions", rewrite_convolutions, memory_is_known),
-    tried("padding", pad_products, memory_is_known),
-    tried("epilogues", join_activations, memory_is_known),
-    tried("common subexpressions of calls", lambda gm, record: merge_common(gm), calls_changed),
-    tried("dead code of calls", lambda gm, record: remove_dead(gm.graph), calls_changed),
-)
-# What joint graphs and those of inference take beside it (`capture.stages`).
-RANDOM_NUMBERS = tried(
-    "random numbers",
-    random.functionalize,
-    lambda graph, context: (
-        context.phase in ("captured", "inference") and not context.options.eager_random
-    ),
-)
-PLACES_OF_MAXIMA = tried("places of maxima", keep_places, lambda *_: True)
-
-
-def rewrite(gm: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Applies what every graph takes; in place. Idempotent. Who runs the module itself recompiles
-    it first."""
-    before = len(gm.graph.nodes)
-    changed = run_passes(REWRITES, Rewriting(gm), context).changed
-    merged = ("common subexpressions", "common subexpressions of calls")
-    context.record.add(
-        "rewrite",
-        rules=changed.get("rows") or {},
-        merged=sum(changed.get(name) or 0 for name in merged),
-        nodes_before=before,
-        nodes_after=len(gm.graph.nodes),
-    )
-    return gm
-
-
 def apply_rows(gm: fx.GraphModule, record: Record) -> dict[str, int]:
-    """Each node once, in graph order, so that a row sees its arguments already rewritten. Where a
-    row fails, all is done again without it."""
+    """Operators become simpler ones, by the rows of `rules`. Each node once, in graph order, so
+    that a row sees its arguments already rewritten. Where a row fails, all is done again without
+    it."""
     before, without = Snapshot(gm), set[Row]()
     while True:
         try:
@@ -192,3 +165,47 @@ def alike(old: fx.Node, new: fx.Node) -> bool:
         and same_numbers(a.shape, b.shape)
         and same_numbers(a.stride(), b.stride())
     )
+
+
+# -- the table -------------------------------------------------------------------------------------
+# What every graph takes.
+REWRITES: Table = (
+    tried("storage of views", view_again, lambda *_: True),
+    tried("devices of constructors", move_constructors, memory_is_known),
+    tried("rows", apply_rows, memory_is_known),
+    tried("common subexpressions", merge, memory_is_known),
+    tried("dead code", drop_dead, memory_is_known),
+    tried("sums of products", multiply_matrices, memory_is_known),
+    tried("channels last", channels_last, memory_is_known),
+    # in the order that memory has by now
+    tried("convolutions", rewrite_convolutions, memory_is_known),
+    tried("padding", pad_products, memory_is_known),
+    tried("epilogues", join_activations, memory_is_known),
+    tried("common subexpressions of calls", merge, calls_changed),
+    tried("dead code of calls", drop_dead, calls_changed),
+)
+# What joint graphs and those of inference take beside it (`capture.stages`).
+RANDOM_NUMBERS = tried(
+    "random numbers",
+    random.functionalize,
+    lambda graph, context: (
+        context.phase in ("captured", "inference") and not context.options.eager_random
+    ),
+)
+PLACES_OF_MAXIMA = tried("places of maxima", keep_places, lambda *_: True)
+
+
+def rewrite(gm: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Applies what every graph takes; in place. Idempotent. Who runs the module itself recompiles
+    it first."""
+    before = len(gm.graph.nodes)
+    changed = run_passes(REWRITES, Rewriting(gm), context).changed
+    merged = ("common subexpressions", "common subexpressions of calls")
+    context.record.add(
+        "rewrite",
+        rules=changed.get("rows") or {},
+        merged=sum(changed.get(name) or 0 for name in merged),
+        nodes_before=before,
+        nodes_after=len(gm.graph.nodes),
+    )
+    return gm

@@ -105,7 +105,8 @@ MAX_POOL_BACKWARD = torch.ops.deuteron.max_pool_backward.default
 
 
 def keep_places(gm: fx.GraphModule, record: Record) -> int:
-    """Rewrites what it can; returns the number of poolings changed."""
+    """Poolings save small places of their maxima for the backward. Returns the number of poolings
+    changed."""
     pools = [n for n in gm.graph.nodes if n.target in FORWARD.values()]
     editor = Editor(gm)
     count = 0

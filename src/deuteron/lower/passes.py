@@ -16,17 +16,17 @@ from deuteron.lower.unrounded import unrounded
 
 
 def lower_nodes(gm: fx.GraphModule, context: Context) -> Program:
-    """What every node is: loops, a library call, or a view of something."""
+    """Every node becomes loops, a library call, or a view of something."""
     return Driver(gm, context).run()
 
 
 def drop_dead(program: Program, context: Context) -> Program:
-    """Without definitions that nobody needs."""
+    """Definitions that nobody needs go."""
     return live(program)
 
 
 def keep_unrounded(program: Program, context: Context) -> Program:
-    """With half types rounded where they are stored."""
+    """Half types are rounded where they are stored, and stay f32 inside kernels."""
     return unrounded(program) if context.options.precision == "float32" else program
 
 
