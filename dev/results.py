@@ -40,12 +40,12 @@ def chart() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "deuteron"
     from matplotlib import pyplot
 
-    found = rows()[::-1]
+    shown = rows()[::-1]
     figure, axes = pyplot.subplots(figsize=(8.5, 2.6))
-    bars = axes.barh([r["what"] for r in found], [r["time"] for r in found], color="#3b6fb5")
+    bars = axes.barh([r["what"] for r in shown], [r["time"] for r in shown], color="#3b6fb5")
     axes.bar_label(bars, fmt="%.2f", padding=3)
     axes.axvline(1.0, color="#888888", linewidth=1)
-    axes.text(1.0, len(found) - 0.4, "Inductor", ha="center", va="bottom", color="#666666")
+    axes.text(1.0, len(shown) - 0.4, "Inductor", ha="center", va="bottom", color="#666666")
     axes.set_xlim(0, 1.1)
     axes.set_xlabel("run time, geometric mean (less is better)")
     for side in ("top", "right"):

@@ -58,10 +58,10 @@ _COLLECTORS: ContextVar[tuple[list[Record], ...]] = ContextVar("deuteron_collect
 def collecting() -> Iterator[list[Record]]:
     """Collects the Records of the graphs whose forward compiles inside the block, and of their
     backwards."""
-    found: list[Record] = []
-    token = _COLLECTORS.set((*_COLLECTORS.get(), found))
+    records: list[Record] = []
+    token = _COLLECTORS.set((*_COLLECTORS.get(), records))
     try:
-        yield found
+        yield records
     finally:
         _COLLECTORS.reset(token)
 

@@ -127,12 +127,12 @@ def rewrite_graph(part: Part, context: Context) -> Rewritten:
     return Rewritten(rewrite(part.gm, context), donated, traced)
 
 
-def verify_rewritten(found: Rewritten, guilty: str) -> None:
-    verify_graph(found.graph, guilty)
+def verify_rewritten(rewritten: Rewritten, guilty: str) -> None:
+    verify_graph(rewritten.graph, guilty)
 
 
-def rewritten_text(found: Rewritten) -> str:
-    return graph_text(found.graph)
+def rewritten_text(rewritten: Rewritten) -> str:
+    return graph_text(rewritten.graph)
 
 
 # -- lower -----------------------------------------------------------------------------------------
@@ -157,12 +157,12 @@ def devices_of(program: Program) -> list[str]:
     return sorted({lay.device for lay in program.layouts().values()})
 
 
-def verify_lowered(found: Lowered, guilty: str) -> None:
-    verify_program(found.program, guilty)
+def verify_lowered(lowered: Lowered, guilty: str) -> None:
+    verify_program(lowered.program, guilty)
 
 
-def lowered_text(found: Lowered) -> str:
-    return print_program(found.program)
+def lowered_text(lowered: Lowered) -> str:
+    return print_program(lowered.program)
 
 
 # -- schedule --------------------------------------------------------------------------------------
@@ -170,20 +170,20 @@ def lowered_text(found: Lowered) -> str:
 
 def schedule_program(before: Lowered, context: Context) -> Scheduled:
     """Which loops share a kernel, in which order everything runs."""
-    found = schedule(before.program, replace(context, unfused=before.unfused))
-    for entry in unordered(found):
+    scheduled = schedule(before.program, replace(context, unfused=before.unfused))
+    for entry in unordered(scheduled):
         context.record.add("unordered", **entry)
     if context.watched:
-        context.record.add("accesses", **summary(found))
-    return extended(Scheduled, before, schedule=found)
+        context.record.add("accesses", **summary(scheduled))
+    return extended(Scheduled, before, schedule=scheduled)
 
 
-def verify_scheduled(found: Scheduled, guilty: str) -> None:
-    verify_schedule(found.schedule, found.program, guilty)
+def verify_scheduled(scheduled: Scheduled, guilty: str) -> None:
+    verify_schedule(scheduled.schedule, scheduled.program, guilty)
 
 
-def scheduled_text(found: Scheduled) -> str:
-    return print_schedule(found.schedule)
+def scheduled_text(scheduled: Scheduled) -> str:
+    return print_schedule(scheduled.schedule)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -195,12 +195,12 @@ def place_tensors(before: Scheduled, context: Context) -> Planned:
     return extended(Planned, before, plan=plan_memory(needs, context))
 
 
-def verify_planned(found: Planned, guilty: str) -> None:
-    verify_plan(found.plan, found.schedule, found.program, guilty)
+def verify_planned(planned: Planned, guilty: str) -> None:
+    verify_plan(planned.plan, planned.schedule, planned.program, guilty)
 
 
-def planned_text(found: Planned) -> str:
-    return plan_text(found.plan)
+def planned_text(planned: Planned) -> str:
+    return plan_text(planned.plan)
 
 
 # -- generate --------------------------------------------------------------------------------------
@@ -266,18 +266,18 @@ def relabelled(first: Kernel, code: KernelCode, kernel: Kernel) -> KernelCode:
     return replace(code, args=args)
 
 
-def verify_generated(found: Generated, guilty: str) -> None:
+def verify_generated(generated: Generated, guilty: str) -> None:
     """Every kernel has code, which takes the kernel's tensors and no others."""
-    for k in found.steps:
-        code = found.kernels.get(k.name)
+    for k in generated.steps:
+        code = generated.kernels.get(k.name)
         taken = [] if code is None else [w for kind, w in code.args if kind == "tensor"]
         if code is None or sorted(map(str, taken)) != sorted(tensors_of(k)):
             fault = Fault("arguments", f"its code takes {taken}, it has {list(tensors_of(k))}")
             raise error(fault, f"kernel {k.name}", k.origins, guilty)
 
 
-def generated_text(found: Generated) -> str:
-    return "\n\n".join({code.name: code.source for code in found.kernels.values()}.values())
+def generated_text(generated: Generated) -> str:
+    return "\n\n".join({code.name: code.source for code in generated.kernels.values()}.values())
 
 
 # -- emit ------------------------------------------------------------------------------------------
@@ -307,8 +307,8 @@ def emit_module(before: Generated, context: Context) -> Emitted:
     return extended(Emitted, before, module=module, library=library)
 
 
-def emitted_text(found: Emitted) -> str:
-    return found.module.text
+def emitted_text(emitted: Emitted) -> str:
+    return emitted.module.text
 
 
 # -- load ------------------------------------------------------------------------------------------
@@ -340,5 +340,5 @@ def load_module(before: Emitted, context: Context) -> Loaded:
     return extended(Loaded, before, call=call)
 
 
-def loaded_text(found: Loaded) -> str:
-    return f"{found.call!r}\n"
+def loaded_text(loaded: Loaded) -> str:
+    return f"{loaded.call!r}\n"

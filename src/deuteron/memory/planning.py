@@ -171,31 +171,32 @@ def placement(before: Separated, context: Context) -> Placed:
     return extended(Placed, before, plan=plan)
 
 
-def living_text(found: Living) -> str:
-    life = found.life
+def living_text(living: Living) -> str:
+    life = living.life
     return "\n".join(f"{n}: steps {life.first[n]} to {life.last[n]}" for n in life.first)
 
 
-def pieces_text(found: Shared) -> str:
+def pieces_text(shared: Shared) -> str:
     lines = [
-        f"{', '.join(p.names)}: steps {p.first} to {p.last}, {p.nbytes} bytes" for p in found.pieces
+        f"{', '.join(p.names)}: steps {p.first} to {p.last}, {p.nbytes} bytes"
+        for p in shared.pieces
     ]
-    return "\n".join([*lines, *(f"{n} takes {at} where it may" for n, at in found.given.items())])
+    return "\n".join([*lines, *(f"{n} takes {at} where it may" for n, at in shared.given.items())])
 
 
-def separated_text(found: Separated) -> str:
+def separated_text(separated: Separated) -> str:
     return "\n".join(
-        f"{p.root}: {'a buffer' if p.root in found.own_buffer else 'in the workspace'}"
-        for p in found.pieces
+        f"{p.root}: {'a buffer' if p.root in separated.own_buffer else 'in the workspace'}"
+        for p in separated.pieces
     )
 
 
-def placed_text(found: Placed) -> str:
-    return plan_text(found.plan)
+def placed_text(placed: Placed) -> str:
+    return plan_text(placed.plan)
 
 
-def verify_placed(found: Placed, guilty: str) -> None:
-    verify_plan(found.plan, found.schedule, found.program, guilty)
+def verify_placed(placed: Placed, guilty: str) -> None:
+    verify_plan(placed.plan, placed.schedule, placed.program, guilty)
 
 
 PLAN_TELLS = 'it is checked in the plan that "placement" makes'
@@ -214,8 +215,8 @@ PLANNING: Table = (
 
 def plan_memory(needs: Needs, context: Context) -> MemoryPlan:
     """The plan of one call."""
-    found: Placed = run_passes(PLANNING, needs, context)
-    return found.plan
+    placed: Placed = run_passes(PLANNING, needs, context)
+    return placed.plan
 
 
 def _overwriting(program: Program) -> dict[str, str]:

@@ -92,7 +92,7 @@ class Dag:
         writer: dict[str, int] = {}  # memory -> its last writer
         since: dict[str, set[int]] = {}  # memory -> readers since then
         impure: int | None = None
-        told = results_that_tell(program)
+        tellers = results_that_tell(program)
         teller: dict[str, int] = {}  # size -> the call that tells it
         for position, d in enumerate(program.defs):
             if isinstance(d, Compute):
@@ -112,9 +112,9 @@ class Dag:
                     impure = node.id
             else:
                 continue
-            if told:
+            if tellers:
                 for s in symbols_read(c if isinstance(d, Compute) else d):
-                    for source in told.get(s.name, ()):
+                    for source in tellers.get(s.name, ()):
                         if source in teller:
                             dag.edge(teller[source], node.id)
                 if isinstance(d, Extern):

@@ -64,7 +64,7 @@ class Fusion:
         self.judged: dict[int, set[tuple[int, int]]] = {}  # node -> its pairs in `verdicts`
         self.heap: list[tuple[float, int, int, int, int]] = []
         self.offers: dict[tuple[int, int], Offer | None] = {}  # None: not reckoned yet
-        self.reading: dict[int, dict[str, int]] = {}  # node -> bytes of what it reads
+        self.read_sizes: dict[int, dict[str, int]] = {}  # node -> bytes of what it reads
 
     # -- what a group leaves in memory ----------------------------------------------------------
     def stored(self, group: Group, inside: set[int]) -> list[str]:
@@ -144,12 +144,12 @@ class Fusion:
 
     def read(self, node: Node) -> dict[str, int]:
         """Bytes of each tensor that a group reads."""
-        sizes = self.reading.get(node.id)
+        sizes = self.read_sizes.get(node.id)
         if sizes is None:
             g = node.content
             assert isinstance(g, Group)
             sizes = {n: profit.bytes_read(g, n, self.layouts[n]) for n in g.reads}
-            self.reading[node.id] = sizes
+            self.read_sizes[node.id] = sizes
         return sizes
 
     def offer(self, a: Node, b: Node) -> Offer | Refusal:

@@ -94,38 +94,38 @@ def measured(request: Request, status: Status, log: IO[str]) -> tuple[dict[str, 
                 raise UsageError(f"{request.target}: {cold[name]['died']}")
         left, dead = request.compilers, {}
         while True:
-            found = answer(replace(request, compilers=left), caches, status, log)
-            if "rows" in found:
+            message = answer(replace(request, compilers=left), caches, status, log)
+            if "rows" in message:
                 break
-            stage = found["stage"]
+            stage = message["stage"]
             if stage not in left:
-                raise UsageError(f"{request.target}: {found['died']}")
+                raise UsageError(f"{request.target}: {message['died']}")
             left = tuple(n for n in left if n != stage)
-            dead[stage] = {"failure": found["died"]}
-    rows: dict[str, Row] = found["rows"]
+            dead[stage] = {"failure": message["died"]}
+    rows: dict[str, Row] = message["rows"]
     for name in request.compilers:
         row = rows.setdefault(name, dead.get(name, {}))
         if "cold_s" in cold[name]:
             row["cold_s"] = cold[name]["cold_s"]
-    return {n: rows[n] for n in ("eager", *request.compilers)}, found["about"]
+    return {n: rows[n] for n in ("eager", *request.compilers)}, message["about"]
 
 
 def answer(request: Request, caches: Mapping[str, str], status: Status, log: IO[str]) -> Row:
     """The last message of a worker; of one that died ``died`` (how) and ``stage`` (where)."""
-    found: Row = {"stage": ""}
+    message: Row = {"stage": ""}
     with worker(request, caches, log) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(MARK):
-                found.update(json.loads(line.removeprefix(MARK)))
+                message.update(json.loads(line.removeprefix(MARK)))
                 if request.task == "time":
-                    stage = found["stage"]
+                    stage = message["stage"]
                     status.update("timing" if stage == "timing" else f"comparing {stage}")
-    if "usage" in found:
-        raise UsageError(found["usage"])
+    if "usage" in message:
+        raise UsageError(message["usage"])
     if process.returncode:
-        found["died"] = f"the process ended with status {process.returncode}"
-    return found
+        message["died"] = f"the process ended with status {process.returncode}"
+    return message
 
 
 @contextmanager

@@ -32,7 +32,7 @@ FLOOR = 1e-3
 UNUSABLE = 0.5
 # Of whole numbers, the share of elements that rounding may move (an argmax, a quantised value).
 WHOLE_NUMBERS = 1e-3
-WIDE = {
+WIDER_DTYPES = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
@@ -86,9 +86,9 @@ class InFloat64(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is not Tensor.view:  # which reads bits
-            args = [WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
+            args = [WIDER_DTYPES.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
             kwargs = {
-                k: WIDE.get(v, v) if isinstance(v, torch.dtype) else v
+                k: WIDER_DTYPES.get(v, v) if isinstance(v, torch.dtype) else v
                 for k, v in (kwargs or {}).items()
             }
         return self.CASTS.get(func, func)(*args, **(kwargs or {}))
@@ -107,14 +107,14 @@ def in_float64() -> Iterator[None]:
 
 
 def widened(t: Tensor) -> Tensor:
-    return t.to(WIDE.get(t.dtype, t.dtype), copy=True)
+    return t.to(WIDER_DTYPES.get(t.dtype, t.dtype), copy=True)
 
 
 def moved(seed: int) -> Callable[[Tensor], Tensor]:
     """Moves every floating element by up to a unit in the last place."""
 
     def change(t: Tensor) -> Tensor:
-        if t.dtype not in WIDE:
+        if t.dtype not in WIDER_DTYPES:
             return t.clone()
         generator = torch.Generator().manual_seed(seed)
         way = torch.randint(-1, 2, t.shape, generator=generator).to(t.device)

@@ -67,11 +67,11 @@ def unroll_and_jam(loops: Loops, spec: DeviceSpec) -> Loops:
 
 
 def _best(
-    loops: Loops, found: Iterable[tuple[Loops, Axis]], worth: float = MAX_WORK_SHARE
+    loops: Loops, choices: Iterable[tuple[Loops, Axis]], worth: float = MAX_WORK_SHARE
 ) -> tuple[Loops, int] | None:
     """The nest without an axis that has least work, and how many points that had."""
     best, least = None, worth * work(loops)
-    for whole, axis in found:
+    for whole, axis in choices:
         n = hint(axis.extent)
         new = _without(whole, axis)
         if new is not None and work(new) / n < least:
