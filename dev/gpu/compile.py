@@ -22,7 +22,10 @@ from time import perf_counter
 from typing import Any
 
 PROGRAMS = ("sin", "softmax", "norm", "gpt2")
-STAGES = ("partition", "rewrite", "lower", "schedule", "memory", "generate", "emit", "load", "wait")
+STAGES = (
+    *("capture", "partition", "prepare", "rewrite", "lower", "schedule", "memory", "generate"),
+    *("emit", "load", "wait"),
+)
 
 
 def program(name: str, device: str, small: bool) -> Any:
@@ -84,9 +87,8 @@ def worker(name: str, backend: str, device: str, small: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"seconds": perf_counter() - start, "wait": waited}
     times: Counter[str] = Counter()
     for r in records:
-        for e in r.entries:
-            if e["kind"] in ("stage", "timing"):
-                times[e.get("name") or e["what"]] += e["seconds"]
+        for e in r.of("stage"):
+            times[e["name"]] += e["seconds"]
     kernels = [k for r in records for k in r.of("kernel")]
     row |= {s: times[s] for s in STAGES if s != "wait"}
     row["kernels"] = len(kernels)

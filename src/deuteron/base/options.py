@@ -54,11 +54,11 @@ class Options:
     )
     verify: bool = _option(
         False,
-        "Check each kernel's results at run time, against the reference executor and the traced "
-        "graph (slow).",
+        "Check what each pass makes, and each kernel's results at run time, against the reference "
+        "executor and the traced graph (slow).",
     )
     debug_dir: str | None = _option(
-        None, "Folder that receives each stage's artifact of each graph."
+        None, "Folder that receives what each pass makes of each graph, as text."
     )
     cache_dir: str | None = _option(
         None, "Folder of built kernels; default: the user's cache folder / deuteron."

@@ -4,7 +4,9 @@ it.
 A record is a list of entries ``{"kind": ..., ...}`` with plain values (numbers, strings, lists,
 dicts), in the order in which the stages wrote them. Passes only add; nobody edits. Kinds in use:
 
-    stage       name, seconds, artifact (text, when a debug folder is set)
+    stage       name, seconds (see `base.passes`)
+    pass        stage, name (behind those of the passes around it: "cpp/loops"), seconds of all its
+                runs; before the entry of its stage
     decision    subject ("fuse", "inline", "save", ...), accepted, reason (class), detail, first,
                 second, bytes, us. Of a rewrite that failed: subject "rewrite", first its name,
                 second the node at which it was, detail the error and its place in the code
@@ -16,16 +18,12 @@ dicts), in the order in which the stages wrote them. Passes only add; nobody edi
     buffer      name, bytes, first, last, reuse
     accesses    proven, masked, loaded, open (numbers of loads and stores), which (those that are
                 open); with a debug folder or the option `verify`
-    timing      what, seconds
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 
@@ -38,13 +36,6 @@ class Record:
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [e for e in self.entries if e["kind"] == kind]
-
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Records the wall time of a block in seconds."""
-        start = perf_counter()
-        yield
-        self.add("timing", what=what, seconds=perf_counter() - start)
 
     def to_json(self) -> str:
         return json.dumps(self.entries, indent=1)

@@ -52,7 +52,7 @@ WATCHING_OPTIONS = ("debug_dir", "verify", "autotune", "check_accesses", "guard"
 # Options that decide nothing about what a graph becomes.
 IRRELEVANT_OPTIONS = ("cache_dir", "cache", "workers", "build_timeout")
 # Of a Record: times, and what who loads a graph decides anew.
-TRANSIENT_KINDS = ("stage", "pass", "timing")
+TRANSIENT_KINDS = ("stage", "pass")
 REDECIDED_SUBJECTS = ("bypass", "cudagraph", "graph cache")
 
 
