@@ -1,0 +1,88 @@
+"""One element of a tensor, where positions that other tensors hold must stay checked.
+
+In: a body over axes, and the position at which it is read. Out: the body there. Generated code
+checks a position that is loaded where memory is read at it. Where no read of the body is at that
+very position of a dimension of that extent (a slice, an expanded dimension, numbers of a pattern),
+a node ``check`` holds the position, and where the body folds to what has no use for it, a choice
+that is always the same one keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from deuteron.ir.expr import Expr, as_position, children, index_value, literal, op, own_indices
+from deuteron.ir.index import Atom, Axis, Index, Value, in_range
+from deuteron.ir.program import Layout
+
+
+def element(
+    axes: Sequence[Axis], body: Expr, index: Sequence[Index], layouts: Mapping[str, Layout]
+) -> Expr:
+    """`body` at `index`, one position for each of `axes`; `layouts` are those of what it reads."""
+    table: dict[Atom, Index] = {a: i for a, i in zip(axes, index, strict=True) if i is not a.index}
+    value = body.substitute(table) if table else body
+    doubtful = {a: i for a, i in table.items() if isinstance(a, Axis) and _may_be_outside(a, i)}
+    if not doubtful:
+        return value
+    held = {
+        at
+        for n in value.loads()
+        if not n.args
+        for at in zip(n.attr[1], layouts[n.attr[0]].shape, strict=True)
+    }
+    checks = [
+        (a, Expr("check", "i64", (_number(i),), a.extent))
+        for a, i in doubtful.items()
+        if (i, a.extent) not in held
+    ]
+    if not checks:
+        return value
+    value = body.substitute({**table, **{a: as_position(c) for a, c in checks}})
+    kept = _kept(value)
+    zero, one = literal(0, value.dtype), literal(1, value.dtype)
+    for _, c in checks:
+        if c not in kept:  # what it gives is at least 0
+            inside = op("ge", c, literal(0, "i64"))
+            value = op("where", inside, value, one if value is zero else zero)
+    return value
+
+
+def _kept(value: Expr) -> set[Expr]:
+    """What no folding of positions (a difference of two that are the same) removes."""
+    kept: set[Expr] = set()
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if node not in kept and node.op != "index":
+            kept.add(node)
+            stack += children(node)
+    return kept
+
+
+def _may_be_outside(axis: Axis, i: Index) -> bool:
+    """Whether a position that is loaded is not proven inside, or reads at such positions itself."""
+    values = [a.expr for a in i.atoms() if isinstance(a, Value)]
+    return bool(values) and (
+        not in_range(i, axis.extent)
+        or any(
+            n.op == "check" or any(map(is_loaded, own_indices(n))) for e in values for n in e.walk()
+        )
+    )
+
+
+def _number(i: Index) -> Expr:
+    """A position as a number; one that is a value, as that."""
+    if len(i.terms) == 1:
+        (factors, c), *_ = i.terms
+        if c == 1 and len(factors) == 1 and isinstance(factors[0], Value):
+            return factors[0].expr
+    return index_value(i)
+
+
+def is_loaded(index: Index) -> bool:
+    """Whether the index is made of loaded values."""
+    return any(isinstance(a, Value) for a in index.atoms())
+
+
+__all__ = ["element", "is_loaded"]
