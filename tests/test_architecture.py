@@ -37,9 +37,10 @@ LAYERS = [
 LEVEL = {name: k for k, names in enumerate(LAYERS) for name in names}
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-# Lines of code of the compiler (all packages but `tools`), without comments, docstrings, blank
-# lines and imports. It may only fall: who makes the compiler smaller writes the new number here.
-COMPILER_LINES = 34_654
+# Lines of code of the compiler (all packages but `tools`; the C++ that kernels include), without
+# comments, docstrings, blank lines and imports. It may only fall: who makes the compiler smaller
+# writes the new number here.
+COMPILER_LINES = 36_204
 SLACK = 100
 
 
@@ -73,6 +74,8 @@ def imports() -> dict[str, set[str]]:
                 yield from (m if m in files else n.module for m in names)
             elif isinstance(n, ast.Import):
                 yield from (a.name for a in n.names)
+            elif isinstance(n, ast.Call) and ast.unparse(n.func).endswith("import_module"):
+                yield from (a.value for a in n.args if isinstance(a, ast.Constant))
 
     return {m: {i for i in of(p) if i in files and i != m} for m, p in files.items()}
 
@@ -88,6 +91,13 @@ def test_no_file_imports_itself_by_others() -> None:
     graph = networkx.DiGraph([(m, i) for m, found in imports().items() for i in found])
     cycles = [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
     assert not cycles
+
+
+def test_imports_are_absolute() -> None:
+    """So that the tests above see them."""
+    for path in modules(SOURCE, ROOT / "dev", ROOT / "examples"):
+        for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not (isinstance(n, ast.ImportFrom) and n.level), f"{relative(path)}: {n.lineno}"
 
 
 def test_nothing_installed_imports_what_is_not() -> None:
@@ -140,8 +150,15 @@ def code_lines(path: Path) -> int:
     return len(rows)
 
 
+def header_lines(path: Path) -> int:
+    """Lines of a C++ file that are neither blank nor comments."""
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return sum(bool(line) and not line.startswith("//") for line in lines)
+
+
 def test_the_compiler_only_shrinks() -> None:
     lines = sum(code_lines(p) for p in modules() if "tools" not in p.parts)
+    lines += sum(map(header_lines, SOURCE.rglob("*.h")))
     assert lines <= COMPILER_LINES, "write less, or take something away first"
     assert lines > COMPILER_LINES - SLACK, f"it has shrunk: set COMPILER_LINES to {lines}"
 

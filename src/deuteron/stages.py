@@ -341,4 +341,5 @@ def load_module(before: Emitted, context: Context) -> Loaded:
 
 
 def loaded_text(loaded: Loaded) -> str:
-    return f"{loaded.call!r}\n"
+    kernels = len(loaded.steps)
+    return f"{kernels} kernels, {len(loaded.schedule.steps) - kernels} library calls, bound\n"

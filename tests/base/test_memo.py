@@ -70,6 +70,29 @@ def test_nodes_of_the_ir() -> None:
     assert op("add", load("x", (again.index * 4 + 1,), "f32"), x) is y
 
 
+def test_nodes_made_meanwhile() -> None:
+    """By threads that are in no compilation: nothing fails."""
+    failures: list[Exception] = []
+    stop = threading.Event()
+
+    def make() -> None:
+        k = 0
+        try:
+            while not stop.is_set():
+                k += 1
+                load("made", (Axis("k", k).index,), "f32")
+        except Exception as e:  # noqa: BLE001 - it is compared below
+            failures.append(e)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    for _ in range(50):
+        MEMO.clear()
+    stop.set()
+    thread.join()
+    assert not failures
+
+
 def test_dynamo_reset_reaches_it() -> None:
     """A service that compiles anew and anew has no more in memory than after the first program."""
 

@@ -259,8 +259,8 @@ def test_random_kernels(
     """`nontemporal`: with every store non-temporal that can be."""
     if threads > 1:  # share among threads whatever can be shared, however small
         monkeypatch.setattr("deuteron.codegen.cpp.kernels.PARALLEL_US", -1.0)
-        monkeypatch.setattr("deuteron.codegen.cpp.row_nests.MIN_CHUNK_OPS", 16)
-        monkeypatch.setattr("deuteron.codegen.cpp.columns.MIN_CHUNK_OPS", 16)
+        monkeypatch.setattr("deuteron.codegen.cpp.row_nests.MIN_SPLIT_OPS", 16)
+        monkeypatch.setattr("deuteron.codegen.cpp.columns.MIN_SPLIT_OPS", 16)
     if nontemporal:
         monkeypatch.setattr("deuteron.codegen.cpp.nontemporal.MIN_ROW_LINES", 0)
     machine = Machine(threads, 32 << 10, 1 << 20, int(nontemporal))

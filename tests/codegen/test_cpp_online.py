@@ -62,7 +62,7 @@ def check(f: Callable[..., Any], args: list[Tensor], machine: Machine) -> list[s
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few thousand elements are long."""
-    monkeypatch.setattr(row_nests, "MIN_CHUNK_OPS", 512)
+    monkeypatch.setattr(row_nests, "MIN_SPLIT_OPS", 512)
 
 
 def blocks(source: str) -> int:

@@ -3,7 +3,8 @@
 Nodes of the IR are interned, and what follows from a node (bounds, proofs, maps between loops) is
 computed once. Both kinds of table are registered here, so that they can be emptied together:
 `clear` is what ``torch._dynamo.reset()`` calls, and a compilation that leaves more than
-`MAX_ENTRIES` behind does so itself. Nothing is emptied while a compilation runs.
+`MAX_ENTRIES` behind does so itself. Nothing is emptied while a compilation runs, or a call that
+makes nodes (the self-check): both are `compiling`.
 
 Answers are only dropped. Interned nodes that somebody still holds stay interned, since equality of
 nodes is identity.
@@ -73,14 +74,17 @@ class Memo:
         for table in self._answers:
             table.clear()
         # A key holds the node's parts: keys go first, and are computed again for nodes that live.
-        living = [[weakref.ref(n) for n in table.values()] for table, _ in self._nodes]
+        living = []
         for table, _ in self._nodes:
+            nodes = list(table.values())
             table.clear()
+            living.append([weakref.ref(n) for n in nodes])
+            del nodes
         for (table, key_of), references in zip(self._nodes, living, strict=True):
             for reference in references:
                 node = reference()
                 if node is not None:
-                    table[key_of(node)] = node
+                    table.setdefault(key_of(node), node)
 
 
 MEMO = Memo()

@@ -7,9 +7,9 @@ each counts who goes before it; the points of a row of the result are then neigh
 ends (`ir.dynamic_bounds`). Nothing is added atomically, so that results repeat bit for bit; the
 result is written once, in its own dtype, and there is no other memory of its size.
 
-Long runs (padding, a frequent word) are cut: a whole chunk of the sorted points that has but one
+Long runs (padding, a frequent word) are cut: a whole split of the sorted points that has but one
 place is summed by itself, beside the others, and a row adds the points before its first whole
-chunk and behind its last one, then the sums of those between.
+split and behind its last one, then the sums of those between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deuteron.lower.core import LowerContext, make
 from deuteron.lower.core import Value as Tensor
 
 # Sorted points that are summed by themselves where they have one place.
-CHUNK_POINTS = 128
+SPLIT_POINTS = 128
 # Bits of an answer in a list of unknown length: 2**35 positions fill no GPU's memory. Bits that are
 # found at once, since one look takes as long as several.
 ANSWER_BITS, DIGIT_BITS = 35, 2
@@ -104,9 +104,9 @@ class Ordered:
             keys, self.order = self.sort()
         if self.sparse():
             ends = self.ends(keys)
-            return self.spread(keys, ends, self.chunks(keys) if self.many() else None)
+            return self.spread(keys, ends, self.split_sums(keys) if self.many() else None)
         first = self.first(keys)
-        return self.total(first, self.chunks(keys) if self.many() else None)
+        return self.total(first, self.split_sums(keys) if self.many() else None)
 
     def sparse(self) -> bool:
         """Whether most rows have no points. Rows that lie side by side are written at once."""
@@ -119,8 +119,8 @@ class Ordered:
         return count is not None and size is not None and is_ranked(count, size)
 
     def many(self) -> bool:
-        """Whether there may be runs longer than a chunk."""
-        return self.count.value is None or self.count.value >= 2 * CHUNK_POINTS
+        """Whether there may be runs longer than a split."""
+        return self.count.value is None or self.count.value >= 2 * SPLIT_POINTS
 
     def key(self) -> Expr:
         """The row of a point (i64)."""
@@ -336,23 +336,23 @@ class Ordered:
         here = op("lt", index_value(k.index), end)
         return E.reduce("sum", (k,), op("where", here, value, literal(0, value.dtype)))
 
-    def chunks(self, keys: Tensor) -> Tensor:
-        """The sum of each whole chunk whose points have one place; others are not used."""
-        count = floordiv(self.count, const(CHUNK_POINTS))
+    def split_sums(self, keys: Tensor) -> Tensor:
+        """The sum of each whole split whose points have one place; others are not used."""
+        count = floordiv(self.count, const(SPLIT_POINTS))
 
         def element(idx: tuple[Index, ...]) -> Expr:
-            low = idx[0] * CHUNK_POINTS
-            alike = op("eq", *(self.row(keys.at([q])) for q in (low, low + CHUNK_POINTS - 1)))
-            end = op("where", alike, literal(CHUNK_POINTS, "i64"), literal(0, "i64"))
+            low = idx[0] * SPLIT_POINTS
+            alike = op("eq", *(self.row(keys.at([q])) for q in (low, low + SPLIT_POINTS - 1)))
+            end = op("where", alike, literal(SPLIT_POINTS, "i64"), literal(0, "i64"))
 
             def term(k: Axis) -> Expr:
                 return self.term(self.number(index_value(low + k.index)), idx[1:])
 
             # What is added keeps the reduction inside the expression.
-            total = self.reduce(const(CHUNK_POINTS), end, term)
+            total = self.reduce(const(SPLIT_POINTS), end, term)
             return op("add", literal(0, total.dtype), total)
 
-        return self.define(make(self.ctx, [count, *self.widths], element), f"{self.wish}_chunks")
+        return self.define(make(self.ctx, [count, *self.widths], element), f"{self.wish}_splits")
 
     def run(
         self,
@@ -366,18 +366,18 @@ class Ordered:
         first of them, where it is known."""
         here, zero = op("sub", high, low), literal(0, "i64")
         alone, whole = here, zero
-        if parts is not None:  # whole chunks from `begin` on, `whole` of them
-            shift, chunk = (
-                literal(CHUNK_POINTS.bit_length() - 1, "i64"),
-                literal(CHUNK_POINTS, "i64"),
+        if parts is not None:  # whole splits from `begin` on, `whole` of them
+            shift, split_length = (
+                literal(SPLIT_POINTS.bit_length() - 1, "i64"),
+                literal(SPLIT_POINTS, "i64"),
             )
-            begin = op("rshift", op("add", low, literal(CHUNK_POINTS - 1, "i64")), shift)
+            begin = op("rshift", op("add", low, literal(SPLIT_POINTS - 1, "i64")), shift)
             whole = op("maximum", op("sub", op("rshift", high, shift), begin), zero)
-            inner = op("mul", whole, chunk)
-            ahead = op("sub", op("mul", begin, chunk), low)
+            inner = op("mul", whole, split_length)
+            ahead = op("sub", op("mul", begin, split_length), low)
             alone = op("sub", here, inner)
         taken = None
-        if head is not None:  # where there are no chunks, so that it is the first of those alone
+        if head is not None:  # where there are no splits, so that it is the first of those alone
             there = op("lt", zero, here)
             if parts is not None:
                 there = op("logical_and", there, op("eq", whole, zero))
@@ -400,11 +400,11 @@ class Ordered:
         if parts is None:
             return total
 
-        def chunked(k: Axis) -> Expr:
+        def split_sum(k: Axis) -> Expr:
             at = clamped(op("add", begin, index_value(k.index)), parts.shape[0])
             return parts.at([at, *columns])
 
-        return op("add", total, self.reduce(parts.shape[0], whole, chunked))
+        return op("add", total, self.reduce(parts.shape[0], whole, split_sum))
 
     def total(self, first: Tensor, parts: Tensor | None) -> Tensor:
         """x plus the points of each row."""
@@ -498,7 +498,7 @@ BYTES_PER_US, CACHED_ATOMICS_PER_US, ATOMICS_PER_US, PROGRAMS_PER_US = 4.5e6, 4.
 CACHE_BYTES = 40e6  # bytes that are in the L2
 # Sorting: up to 4096 places, more, and each of those; times as long by the bytes of a place.
 SORT_US, SORT_FACTORS = (17.0, 28.0, 2.6e-5), {2: 1.0, 4: 1.5, 8: 2.5}
-OVERHEAD_US = 6.0  # what else there is: places, first points, chunks
+OVERHEAD_US = 6.0  # what else there is: places, first points, splits
 SMALL_SORT = 4096
 # Ranking: two kernels, and comparisons done in a microsecond, with all and in binary searches; with
 # numbers of 64 bits they take so much longer. H200, us, 8192 places: with all 10, in blocks of 512

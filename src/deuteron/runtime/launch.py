@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import linecache
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -38,6 +39,7 @@ def load(
         bind(names, emitted.launch_groups, library.result())
     call: Call = names["call"]
     call._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd asks for
+    weakref.finalize(call, linecache.cache.pop, path, None)
     return call
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from deuteron.base.errors import VerifyError
+from deuteron.base.memo import MEMO
 from deuteron.base.options import Options
 from deuteron.codegen.assemble import KernelCode, triton_fields
 from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
@@ -243,13 +244,14 @@ class Watcher:
         """The graph's callable, each call of which starts with its own inputs."""
 
         def watched(args: list[Any]) -> Any:
-            self.meaning = Meaning(self.program, args) if self.program is not None else None
-            try:
-                results = call(args)
-                self.check_returned(results)
-                return results
-            finally:
-                self.meaning = None
+            with MEMO.compiling():
+                self.meaning = Meaning(self.program, args) if self.program is not None else None
+                try:
+                    results = call(args)
+                    self.check_returned(results)
+                    return results
+                finally:
+                    self.meaning = None
 
         watched._boxed_call = True  # type: ignore[attr-defined]
         return watched

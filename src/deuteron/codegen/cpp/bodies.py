@@ -1,6 +1,6 @@
 """What a pass of a C++ nest does at one point: values into buffers, reductions, scans, stores.
 
-In: `loops.Loops` and its `passes.Plan`. Out: lines in the current scope of the emitter; `nests`
+In: `loops.Loops` and its `row_passes.Plan`. Out: lines in the current scope of the emitter; `nests`
 writes the loops over points around them.
 """
 
@@ -18,8 +18,8 @@ from deuteron.codegen.cpp.index_sets import (
     pieces,
     repeats_code,
 )
-from deuteron.codegen.cpp.passes import Pass, plan
 from deuteron.codegen.cpp.reductions import Accumulator, combine
+from deuteron.codegen.cpp.row_passes import RowPass, plan
 from deuteron.codegen.loops import (
     CrossRowReduce,
     Rewriter,
@@ -107,14 +107,14 @@ class PassBody:
             lines.insert(0, f"char* const scratch = d_scratch({env.extent(total)});")
         return lines
 
-    def index_sets(self, p: Pass, k: int) -> list[IndexSet]:
+    def index_sets(self, p: RowPass, k: int) -> list[IndexSet]:
         """The vector axis cut where conditions on it change."""
         index_sets = self.cut_index_sets(p, k)
         for _, moved in index_sets:
             self.env.em.carry_over(moved)
         return [index_set for index_set, _ in index_sets] or [self.whole_index_set(p, k)]
 
-    def cut_index_sets(self, p: Pass, k: int) -> list[tuple[IndexSet, dict[Expr, Expr]]]:
+    def cut_index_sets(self, p: RowPass, k: int) -> list[tuple[IndexSet, dict[Expr, Expr]]]:
         """The pieces of the vector axis, each with what becomes of expressions there; none where it
         stays whole."""
         inside = {n: b for n, b in self.buffers.items() if self.plan.row_buffered[n] < k}
@@ -133,7 +133,7 @@ class PassBody:
                 return index_sets
         return []
 
-    def whole_index_set(self, p: Pass, k: int) -> IndexSet:
+    def whole_index_set(self, p: RowPass, k: int) -> IndexSet:
         """All of the vector axis."""
         inside = {n: b for n, b in self.buffers.items() if self.plan.row_buffered[n] < k}
         to_buffer = [(n, self.buffers[n]) for n in p.to_buffer]
@@ -141,7 +141,7 @@ class PassBody:
         return IndexSet(self.v, const(0), self.v.extent, statements, to_buffer, inside, self.linear)
 
     def index_set_at(
-        self, p: Pass, low: Index, axis: Axis, inside: Mapping[Expr, str]
+        self, p: RowPass, low: Index, axis: Axis, inside: Mapping[Expr, str]
     ) -> tuple[IndexSet, dict[Expr, Expr]]:
         """A pass where the vector axis is ``low + axis``, and what became of its expressions."""
         move = Rewriter({self.v: low + axis.index}, None, self.env.loops.results)

@@ -7,7 +7,7 @@
                 for lanes: the pass's body
         row stores, for all lanes
 
-With few blocks and long columns the outermost reduced axis is cut into chunks as in `rows`.
+With few blocks and long columns the outermost reduced axis is cut into splits as in `rows`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from deuteron.codegen.cpp.nontemporal import (
     transpose_function,
 )
 from deuteron.codegen.cpp.online import Walk
-from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.prefetch_streaming import MAX_PREFETCHES, PREFETCH_BYTES, prefetch_lines
 from deuteron.codegen.cpp.reductions import FLUSH_ADDITIONS, Accumulator
-from deuteron.codegen.cpp.row_nests import MAX_CHUNKS, MIN_CHUNK_OPS, chunk_counts
+from deuteron.codegen.cpp.row_nests import MAX_SPLITS, MIN_SPLIT_OPS, split_counts
+from deuteron.codegen.cpp.row_passes import RowPass
 from deuteron.codegen.loops import (
     Write,
     outermost_first,
@@ -92,7 +92,7 @@ class Columns(PassWriter):
         ] = text
 
     def walker(self, k: int) -> Walk:
-        def walk(p: Pass, accs: dict[str, Accumulator], part: tuple[Axis, str, str]) -> int:
+        def walk(p: RowPass, accs: dict[str, Accumulator], part: tuple[Axis, str, str]) -> int:
             self.start(p, k, accs)
             self.walk(p, k, accs, part[1:])
             return self.width
@@ -100,7 +100,7 @@ class Columns(PassWriter):
         return walk
 
     def start(
-        self, p: Pass, k: int, accs: dict[str, Accumulator] | None = None
+        self, p: RowPass, k: int, accs: dict[str, Accumulator] | None = None
     ) -> dict[str, Accumulator]:
         em = self.env.em
         if accs is None:
@@ -123,7 +123,7 @@ class Columns(PassWriter):
         self.per_lane(p, k)
         return accs
 
-    def per_lane(self, p: Pass, k: int) -> None:
+    def per_lane(self, p: RowPass, k: int) -> None:
         """Computes once per lane what the pass needs at every point and does not depend on the
         point.
         """
@@ -161,7 +161,7 @@ class Columns(PassWriter):
             em.scope.texts[n] = f"{name}[l]"
 
     def walk(
-        self, p: Pass, k: int, accs: dict[str, Accumulator], chunk: tuple[str, str] | None
+        self, p: RowPass, k: int, accs: dict[str, Accumulator], split: tuple[str, str] | None
     ) -> None:
         em = self.env.em
         flushed = [a for a in accs.values() if a.flushed]
@@ -208,12 +208,12 @@ class Columns(PassWriter):
         # The lanes that no vector takes are stored one by one. Where all rows are written out, g++
         # 12 makes vectors of such stores and forgets which came last (random program 54008321).
         rolled = ["#pragma GCC unroll 1"] if self.width % VECTOR_LANES else []
-        transposed = [] if chunk else self.transposed_stores(p)
+        transposed = [] if split else self.transposed_stores(p)
         if transposed:
             serial_loops(
                 self.env, self.outer[:-1], lambda: self.tiled_stores(transposed, innermost)
             )
-        elif chunk is None:
+        elif split is None:
             serial_loops(self.env, self.outer, innermost, rolled)
         else:
             axis = self.outer[0]
@@ -221,12 +221,12 @@ class Columns(PassWriter):
             with em.inside(axis) as scope:
                 serial_loops(self.env, self.outer[1:], innermost, rolled)
             em.scope.loop(
-                f"for (long long {name} = {chunk[0]}; {name} < {chunk[1]}; ++{name})", scope.lines
+                f"for (long long {name} = {split[0]}; {name} < {split[1]}; ++{name})", scope.lines
             )
 
     @contextmanager
     def lanes_in(
-        self, p: Pass, index_set: IndexSet, moved: Mapping[Expr, Expr], simd: bool
+        self, p: RowPass, index_set: IndexSet, moved: Mapping[Expr, Expr], simd: bool
     ) -> Iterator[None]:
         """The loop over the lanes of an index set. What is known of expressions and stores on all
         lanes is known of what they become there."""
@@ -257,7 +257,7 @@ class Columns(PassWriter):
             em.scope.add(em.simd(scope))
         em.scope.loop(f"for (int l = {start}; l < {end}; ++l)", scope.lines)
 
-    def nontemporal_rows(self, p: Pass) -> list[Write]:
+    def nontemporal_rows(self, p: RowPass) -> list[Write]:
         """Rows that are stored non-temporally: long ones, and those of whole lines that follow
         each other (batch norm, relu and sum of 12 MiB, channels last, two cores of a Xeon: 0.74 of
         the time with what it fetches, its gradients 0.67)."""
@@ -275,7 +275,7 @@ class Columns(PassWriter):
             and self.width * ITEMSIZE[w.dtype] % 64 == 0
         ]
 
-    def prefetches(self, p: Pass, k: int) -> list[str]:
+    def prefetches(self, p: RowPass, k: int) -> list[str]:
         """With AVX-512, in a pass with non-temporal stores, prefetches of later rows: two pages on,
         or a few rows where they are long. Where nothing is stored they cost more than they gain
         (sums of columns
@@ -300,7 +300,7 @@ class Columns(PassWriter):
         env.em.used |= {"d_short_vectors"} if lines else set()
         return [f"if (!d_short_vectors) {line}" for line in lines]
 
-    def transposed_stores(self, p: Pass) -> list[Write]:
+    def transposed_stores(self, p: RowPass) -> list[Write]:
         """Stores that are contiguous along the innermost reduced axis and far apart along the
         lanes.
         """
@@ -399,7 +399,7 @@ def write_columns(env: Env, v: Axis) -> None:
     need = 2 * env.machine.threads
     if env.threaded and size(free) * blocks < need and not meet:
         n = hint(v.extent)
-        if sharable and size(loops.reduced) * n >= 8 * MIN_CHUNK_OPS and size(loops.reduced) >= 64:
+        if sharable and size(loops.reduced) * n >= 8 * MIN_SPLIT_OPS and size(loops.reduced) >= 64:
             write_shared_columns(env, v, others, len(probe.plan.passes))
             return
         least = 64 if v.extent.value is not None else 256
@@ -448,7 +448,7 @@ def declare_block(env: Env, cols: Columns, v: Axis, block: str) -> None:
 
 
 def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int) -> None:
-    """All threads work on each block of columns: chunks of rows leave partial results that are
+    """All threads work on each block of columns: splits of rows leave partial results that are
     combined in order.
     """
     em, loops = env.em, env.loops
@@ -457,7 +457,7 @@ def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int)
     cols = Columns(env, v, 0, width, read > env.machine.threads * env.machine.l2_bytes // 2)
     axis = cols.outer[0]
     per_step = size([a for a in loops.reduced if a != axis]) * width
-    length, count = chunk_counts(env, axis, per_step, 1)
+    length, count = split_counts(env, axis, per_step, 1)
     block, blocks = em.fresh("b"), em.fresh("blocks")
     em.scope.add(f"const long long {blocks} = ({env.extent(v)} + {width - 1}) / {width};")
 
@@ -475,11 +475,11 @@ def write_shared_columns(env: Env, v: Axis, others: Sequence[Axis], passes: int)
     serial_loops(env, others, inner)
 
 
-def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: str) -> None:
+def _shared_pass(env: Env, cols: Columns, k: int, p: RowPass, length: str, count: str) -> None:
     em, axis, width = env.em, cols.outer[0], cols.width
     if p.rules:
         online = OnlineColumns(env, p, cols.outer[0], tuple(cols.outer[1:]), cols)
-        online.in_chunks(cols.walker(k), length, count, MAX_CHUNKS)
+        online.in_splits(cols.walker(k), length, count, MAX_SPLITS)
         return
     cols.per_lane(p, k)
     c = em.fresh("c")
@@ -491,15 +491,15 @@ def _shared_pass(env: Env, cols: Columns, k: int, p: Pass, length: str, count: s
             f"const long long {low} = {c} * {length};",
             f"const long long {high} = {smaller(f'{low} + {length}', n)};",
         )
-        accs = cols.start(Pass(list(p.reductions)), k) if p.reductions else {}
+        accs = cols.start(RowPass(list(p.reductions)), k) if p.reductions else {}
         cols.walk(p, k, accs, (low, high))
         for name, a in accs.items():
             shared.append((name, a))
             kind = "double" if a.flushed else a.type
-            env.share(f"{a.name}_p", kind, MAX_CHUNKS * width)
+            env.share(f"{a.name}_p", kind, MAX_SPLITS * width)
             extra = ""
             if a.positional:
-                env.share(f"{a.name}_pi", "long long", MAX_CHUNKS * width)
+                env.share(f"{a.name}_pi", "long long", MAX_SPLITS * width)
                 extra = f" {a.name}_pi[{c} * {width} + l] = {a.name}_i[l];"
             scope.add(*a.flush_lanes(cols.count))
             value = f"{a.name}_d[l]" if a.flushed else f"{a.name}[l]"

@@ -15,8 +15,8 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import Scope
 from deuteron.codegen.cpp.environment import Env
 from deuteron.codegen.cpp.online import OnlineReductions, Walk
-from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.reductions import Accumulator
+from deuteron.codegen.cpp.row_passes import RowPass
 from deuteron.ir.index import Axis
 from deuteron.schedule.kernel import Reduce
 
@@ -38,7 +38,7 @@ class OnlineColumns(OnlineReductions):
     elements = 64  # rows of a block; times the lanes they are in the L2 cache
 
     def __init__(
-        self, env: Env, p: Pass, axis: Axis, rest: tuple[Axis, ...], columns: Lanes
+        self, env: Env, p: RowPass, axis: Axis, rest: tuple[Axis, ...], columns: Lanes
     ) -> None:
         super().__init__(env, p, axis, rest)
         self.columns = columns
@@ -69,7 +69,7 @@ class OnlineColumns(OnlineReductions):
                 )
 
     def reduce(
-        self, p: Pass, walk: Walk, part: tuple[Axis, str, str]
+        self, p: RowPass, walk: Walk, part: tuple[Axis, str, str]
     ) -> dict[str, tuple[str, str | None]]:
         em, count = self.env.em, self.columns.count
         accs = {

@@ -19,10 +19,10 @@ from deuteron.codegen.cpp.bf16_blocks import (
 from deuteron.codegen.cpp.bodies import IndexSet, PassBody
 from deuteron.codegen.cpp.emit import smaller
 from deuteron.codegen.cpp.nontemporal import nontemporal_stores, store_address, store_buffer
-from deuteron.codegen.cpp.passes import MIN_BUFFERED_FLOPS
 from deuteron.codegen.cpp.prefetch_streaming import nontemporal_prefetches
 from deuteron.codegen.cpp.random_blocks import RANDOM_BLOCK, neighbouring_randoms, random_block
 from deuteron.codegen.cpp.reductions import Accumulator
+from deuteron.codegen.cpp.row_passes import MIN_BUFFERED_FLOPS
 from deuteron.codegen.cpp.short_loops import short_loop
 from deuteron.codegen.loops import (
     Statement,

@@ -25,8 +25,8 @@ from functools import partial
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.emit import smaller
 from deuteron.codegen.cpp.environment import ROW_SCOPE, Env, size
-from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.reductions import Accumulator, combine
+from deuteron.codegen.cpp.row_passes import RowPass
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
@@ -43,7 +43,7 @@ from deuteron.schedule.online import (
 BLOCK_SCOPE = Axis("block", 1)  # provided by the scope of a block, as `ROW` is by that of a row
 BLOCK_ELEMENTS = 4096  # of a block: 16 KB of f32
 
-Walk = Callable[[Pass, dict[str, Accumulator], tuple[Axis, str, str]], int]
+Walk = Callable[[RowPass, dict[str, Accumulator], tuple[Axis, str, str]], int]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class State:
 class OnlineReductions:
     """The reductions of one pass over a row in blocks."""
 
-    def __init__(self, env: Env, p: Pass, axis: Axis, rest: tuple[Axis, ...]) -> None:
+    def __init__(self, env: Env, p: RowPass, axis: Axis, rest: tuple[Axis, ...]) -> None:
         self.env, self.p, self.axis = env, p, axis
         self.rest = rest  # loops inside the one that is cut
         self.rules: Mapping[str, Rule] = p.rules
@@ -137,8 +137,8 @@ class OnlineReductions:
         self.env.em.scope.add(*(f"{s.type} {s.name} = {s.start};" for s in self.states()))
 
     # -- one block ---------------------------------------------------------------------------------
-    def in_chunks(self, walk: Walk, length: str, count: str, most: int) -> None:
-        """The pass by all threads: each of `count` chunks (at `most`) leaves its state."""
+    def in_splits(self, walk: Walk, length: str, count: str, most: int) -> None:
+        """The pass by all threads: each of `count` splits (at `most`) leaves its state."""
         em = self.env.em
         c, low, high = em.fresh("c"), em.fresh("lo"), em.fresh("hi")
         with em.inside() as scope:
@@ -163,19 +163,19 @@ class OnlineReductions:
             scope.add(f"const long long {end} = {smaller(f'{b} + {step}', high)};")
             part = (self.axis, b, end)
             points = "*".join([f"(double)({end} - {b})", *(env.extent(a) for a in self.rest)])
-            results = self.reduce(Pass(list(self.first)), walk, part)
+            results = self.reduce(RowPass(list(self.first)), walk, part)
             n = ""
             if self.sums:
                 n = em.fresh("n")
                 scope.add(f"const double {n} = {points};")
                 self.means(results, n)
             later = [Reduce(f.name, f.kind, self.local(f)) for f in self.second]
-            results |= self.reduce(Pass([*later, *self.p.writes]), walk, part)
+            results |= self.reduce(RowPass([*later, *self.p.writes]), walk, part)
             self.merge(results, n)
         em.scope.loop(f"for (long long {b} = {low}; {b} < {high}; {b} += {step})", scope.lines)
 
     def reduce(
-        self, p: Pass, walk: Walk, part: tuple[Axis, str, str]
+        self, p: RowPass, walk: Walk, part: tuple[Axis, str, str]
     ) -> dict[str, tuple[str, str | None]]:
         """The reductions over a block: their results (sums of f32 as doubles), and positions."""
         em = self.env.em

@@ -1,4 +1,4 @@
-"""Nests of rows: each row by one thread, rows that threads share in chunks, row splits."""
+"""Nests of rows: each row by one thread, rows that threads share in splits, row splits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from deuteron.codegen.cpp.environment import (
     size,
     write_store,
 )
-from deuteron.codegen.cpp.passes import Pass
 from deuteron.codegen.cpp.reductions import FLUSH_ADDITIONS, Accumulator
+from deuteron.codegen.cpp.row_passes import RowPass
 from deuteron.codegen.cpp.rows import Rows, interleaves_rows, row_bytes
 from deuteron.codegen.loops import (
     SPLIT,
@@ -24,21 +24,21 @@ from deuteron.codegen.loops import (
 )
 from deuteron.ir.index import Axis, hint
 
-MAX_CHUNKS = 64  # most chunks of a shared row
+MAX_SPLITS = 64  # most splits of a shared row
 
 
-MIN_CHUNK_OPS = 16384  # least element operations of a chunk (about 2 us)
+MIN_SPLIT_OPS = 16384  # least element operations of a split (about 2 us)
 
 
-def chunk_counts(env: Env, axis: Axis, ops: int, round_to: int, least: int = 1) -> tuple[str, str]:
-    """C names of the chunk length along `axis` (`least` or longer) and of the number of chunks,
+def split_counts(env: Env, axis: Axis, ops: int, round_to: int, least: int = 1) -> tuple[str, str]:
+    """C names of the split length along `axis` (`least` or longer) and of the number of splits,
     from sizes alone."""
     em = env.em
-    least = max(least, round_to, -(-MIN_CHUNK_OPS // max(1, ops)) // round_to * round_to)
+    least = max(least, round_to, -(-MIN_SPLIT_OPS // max(1, ops)) // round_to * round_to)
     n = env.extent(axis)
-    length, count = em.fresh("len"), em.fresh("chunks")
+    length, count = em.fresh("len"), em.fresh("splits")
     em.chain[0].add(
-        f"const long long {length}_0 = (({n} + {MAX_CHUNKS - 1}) / {MAX_CHUNKS} + {round_to - 1})"
+        f"const long long {length}_0 = (({n} + {MAX_SPLITS - 1}) / {MAX_SPLITS} + {round_to - 1})"
         f" / {round_to} * {round_to};",
         f"const long long {length} = {length}_0 > {least} ? {length}_0 : {least};",
         f"const long long {count} = ({n} + {length} - 1) / {length};",
@@ -60,7 +60,7 @@ def write_rows(env: Env, v: Axis) -> None:
     if (
         env.threaded
         and size(free) < 2 * env.machine.threads
-        and work >= 4 * MIN_CHUNK_OPS
+        and work >= 4 * MIN_SPLIT_OPS
         and shared_row
     ):
         write_shared_rows(env, v, parallel)
@@ -80,7 +80,7 @@ def write_shared_rows(env: Env, v: Axis, parallel: Sequence[Axis]) -> None:
     rows = Rows(env, v, 0, row_bytes(loops) > cached)
     axis = rows.outer[0] if rows.outer else v
     per_step = size([a for a in loops.reduced if a != axis])
-    length, count = chunk_counts(env, axis, per_step, 64 if axis == v else 1)
+    length, count = split_counts(env, axis, per_step, 64 if axis == v else 1)
 
     def row() -> None:
         with em.inside(ROW_SCOPE) as scope:
@@ -101,10 +101,12 @@ def write_shared_rows(env: Env, v: Axis, parallel: Sequence[Axis]) -> None:
     serial_loops(env, parallel, row)
 
 
-def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, count: str) -> None:
+def shared_pass(
+    env: Env, rows: Rows, k: int, p: RowPass, axis: Axis, length: str, count: str
+) -> None:
     em = env.em
     if p.rules:
-        rows.online(p).in_chunks(rows.walker(k), length, count, MAX_CHUNKS)
+        rows.online(p).in_splits(rows.walker(k), length, count, MAX_SPLITS)
         return
     accs = {
         f.name: Accumulator(em.fresh("f"), f.kind, f.body.dtype, em.used, em.wide)
@@ -113,9 +115,9 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
     c = em.fresh("c")
     for a in accs.values():
         kind = "double" if a.flushed else scalars.REGISTER_TYPES[a.dtype]
-        env.shared.append(f"alignas(64) {kind} {a.name}_p[{MAX_CHUNKS}];")
+        env.shared.append(f"alignas(64) {kind} {a.name}_p[{MAX_SPLITS}];")
         if a.positional:
-            env.shared.append(f"alignas(64) long long {a.name}_pi[{MAX_CHUNKS}];")
+            env.shared.append(f"alignas(64) long long {a.name}_pi[{MAX_SPLITS}];")
     with em.inside() as scope:
         low, high = em.fresh("lo"), em.fresh("hi")
         scope.add(
@@ -139,7 +141,7 @@ def shared_pass(env: Env, rows: Rows, k: int, p: Pass, axis: Axis, length: str, 
 
 
 def write_row_split(env: Env, v: Axis) -> None:
-    """Rows in chunks, one worker each; cross-row reductions of a worker go to its own row of the
+    """Rows in splits, one thread each; cross-row reductions of a thread go to its own row of the
     partial results.
     """
     em, loops = env.em, env.loops
@@ -213,7 +215,7 @@ def write_row_split(env: Env, v: Axis) -> None:
 
 
 def store_columns(env: Env, rows: Rows, p: CrossRowReduce, array: str) -> None:
-    """Copies one worker's column results to memory."""
+    """Copies one thread's column results to memory."""
     em = env.em
     v = rows.v
 

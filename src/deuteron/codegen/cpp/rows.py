@@ -8,7 +8,7 @@
         row stores
 
 With few rows and long ones, threads share each row instead: the outermost reduced axis is cut
-into a number of chunks that depends on sizes alone, each chunk leaves partial results, and every
+into a number of splits that depends on sizes alone, each split leaves partial results, and every
 thread combines them in order (results repeat).
 """
 
@@ -30,10 +30,10 @@ from deuteron.codegen.cpp.environment import (
     write_store,
 )
 from deuteron.codegen.cpp.online import OnlineReductions, Walk
-from deuteron.codegen.cpp.passes import MIN_BUFFERED_FLOPS, Pass
 from deuteron.codegen.cpp.prefetch import NEXT_ROW_BYTES, PrefetchingWriter
 from deuteron.codegen.cpp.random_blocks import RANDOM_BLOCK, neighbouring_randoms, random_block
 from deuteron.codegen.cpp.reductions import FLUSH_ADDITIONS, Accumulator
+from deuteron.codegen.cpp.row_passes import MIN_BUFFERED_FLOPS, RowPass
 from deuteron.codegen.loops import (
     Loops,
     Statement,
@@ -49,7 +49,7 @@ MASKED_ROW = 512  # elements of a row below which the last lanes are worth masks
 SCAN_LANES = 16  # elements that `d_scan` takes
 
 
-def pass_lanes(p: Pass, row: int) -> int:
+def pass_lanes(p: RowPass, row: int) -> int:
     """Lanes of a pass: 64 (four registers of f32) hide the latency of a cheap body; costly or short
     ones take 16, but a register of the smallest elements in memory: with fewer lanes than that the
     compiler takes smaller registers for all (exp of bf16: 256 bits with 16 lanes, 512 with 32).
@@ -69,7 +69,7 @@ def pass_lanes(p: Pass, row: int) -> int:
 
 
 class Rows(PrefetchingWriter):
-    """Writes the passes over one row (or one chunk of it)."""
+    """Writes the passes over one row (or one split of it)."""
 
     def __init__(self, env: Env, v: Axis, cache: int, merging: bool = False) -> None:
         loops = env.loops
@@ -103,7 +103,7 @@ class Rows(PrefetchingWriter):
                 self.env.em.scope.add(*accs[f.name].finish(lanes))
                 self.bind(f.name, accs[f.name])
 
-    def online(self, p: Pass) -> OnlineReductions:
+    def online(self, p: RowPass) -> OnlineReductions:
         """The reductions of a pass in which some need others."""
         axis = self.outer[0] if self.outer else self.v
         return OnlineReductions(
@@ -111,7 +111,7 @@ class Rows(PrefetchingWriter):
         )
 
     def walker(self, k: int) -> Walk:
-        def walk(p: Pass, accs: dict[str, Accumulator], part: tuple[Axis, str, str]) -> int:
+        def walk(p: RowPass, accs: dict[str, Accumulator], part: tuple[Axis, str, str]) -> int:
             lanes = self.start(p, accs)
             self.walk(p, k, accs, lanes, part)
             return lanes
@@ -123,7 +123,7 @@ class Rows(PrefetchingWriter):
             Expr("load", acc.dtype if not acc.positional else "i64", (), (name, (), None))
         ] = f"{acc.name}_r"
 
-    def start(self, p: Pass, accs: dict[str, Accumulator]) -> int:
+    def start(self, p: RowPass, accs: dict[str, Accumulator]) -> int:
         """Declares accumulators; returns the number of lanes (1 where the pass is serial)."""
         env = self.env
         serial = bool(p.scans)
@@ -139,13 +139,13 @@ class Rows(PrefetchingWriter):
 
     def walk(
         self,
-        p: Pass,
+        p: RowPass,
         k: int,
         accs: dict[str, Accumulator],
         lanes: int,
-        chunk: tuple[Axis, str, str] | None,
+        split: tuple[Axis, str, str] | None,
     ) -> None:
-        """The loops of a pass over the row; `chunk` = (axis, low, high) restricts the outermost
+        """The loops of a pass over the row; `split` = (axis, low, high) restricts the outermost
         one.
         """
         env = self.env
@@ -167,7 +167,7 @@ class Rows(PrefetchingWriter):
 
         def innermost() -> None:
             for index_set in self.index_sets(p, k):
-                mine = chunk if chunk and chunk[0] == self.v else None
+                mine = split if split and split[0] == self.v else None
                 self.vector_loop(k, p, index_set, accs, lanes, blocks, counter, mine)
             if counter and not blocks:
                 env.em.scope.add(
@@ -177,8 +177,8 @@ class Rows(PrefetchingWriter):
                     env.em.scope.add(*("  " + s for s in a.flush(lanes)))
                 env.em.scope.add("}")
 
-        if chunk and chunk[0] != self.v:
-            axis, low, high = chunk
+        if split and split[0] != self.v:
+            axis, low, high = split
             name = env.em.name_axis(axis)
             with env.em.inside(axis) as scope:
                 serial_loops(env, self.outer[1:], innermost)
@@ -191,26 +191,26 @@ class Rows(PrefetchingWriter):
     def vector_loop(
         self,
         k: int,
-        p: Pass,
+        p: RowPass,
         index_set: IndexSet,
         accs: dict[str, Accumulator],
         lanes: int,
         blocks: bool,
         counter: str,
-        chunk: tuple[Axis, str, str] | None,
+        split: tuple[Axis, str, str] | None,
     ) -> None:
         """The loop over an index set. With `blocks`, sums go to the doubles after blocks of it;
         with a `counter` besides, after as many elements of this and other rows."""
         env, em = self.env, self.env.em
         low, high = "0", env.extent(index_set.count)
-        if chunk:
-            low, high = chunk[1], chunk[2]
+        if split:
+            low, high = split[1], split[2]
             if index_set.axis != self.v:
                 start, low, high = env.extent(index_set.low), em.fresh("lo"), em.fresh("hi")
                 em.scope.add(
-                    f"const long long {low} = {difference(chunk[1], start)};",
+                    f"const long long {low} = {difference(split[1], start)};",
                     f"const long long {high} = "
-                    f"{smaller(f'{chunk[2]} - {start}', env.extent(index_set.count))};",
+                    f"{smaller(f'{split[2]} - {start}', env.extent(index_set.count))};",
                 )
         if self.scans_blocks(p):
             low = self.scan_blocks(p, index_set, accs, low, high)
@@ -246,7 +246,7 @@ class Rows(PrefetchingWriter):
                 self.index_set_loop(index_set, block, end, at, not serial, accs)
             in_blocks(whole.lines)
             return
-        lines = self.lane_block(index_set, accs, lanes, base, (block, end), prefetches, bool(chunk))
+        lines = self.lane_block(index_set, accs, lanes, base, (block, end), prefetches, bool(split))
         if blocks:
             in_blocks(lines)
         else:
@@ -260,7 +260,7 @@ class Rows(PrefetchingWriter):
         base: str,
         bounds: tuple[str, str],
         prefetches: list[str],
-        chunked: bool,
+        is_split: bool,
     ) -> list[str]:
         """The loop in steps of the lanes, with the body on all of them, and what is left."""
         env, em = self.env, self.env.em
@@ -277,7 +277,7 @@ class Rows(PrefetchingWriter):
             with em.inside(index_set.axis, self.v) as scope:
                 self.body(index_set, accs, "l", self.position(index_set))
         rest: Scope | None = None
-        if index_set.count.value is None or chunked or index_set.count.value % lanes:
+        if index_set.count.value is None or is_split or index_set.count.value % lanes:
             em.guard, em.guard_level = f"(l < r_{base})", len(em.chain)
             with em.inside(index_set.axis, self.v) as tail:
                 self.body(index_set, accs, "l", self.position(index_set))
@@ -297,14 +297,14 @@ class Rows(PrefetchingWriter):
             conversion.after,
         )
 
-    def scans_blocks(self, p: Pass) -> bool:
+    def scans_blocks(self, p: RowPass) -> bool:
         """Whether the scans of a pass run by blocks of lanes: sums and products in double, whose
         operations may have another order (one after the other, each waits for the last)."""
         plain = all(s.kind in ("sum", "prod") and carry_dtype(s) == "f64" for s in p.scans)
         return bool(p.scans) and plain and not p.reductions and self.v not in self.conflicts
 
     def scan_blocks(
-        self, p: Pass, index_set: IndexSet, accs: dict[str, Accumulator], low: str, high: str
+        self, p: RowPass, index_set: IndexSet, accs: dict[str, Accumulator], low: str, high: str
     ) -> str:
         """Scans of whole blocks; returns where the rest begins."""
         em, lanes = self.env.em, SCAN_LANES

@@ -27,7 +27,6 @@ from deuteron.codegen.triton.cooperative import CooperativeRows
 from deuteron.codegen.triton.dynamic_bounds import enter_row
 from deuteron.codegen.triton.emit import Emitter, Limits
 from deuteron.codegen.triton.misaligned import rotation_of
-from deuteron.codegen.triton.passes import Pass, plan, single
 from deuteron.codegen.triton.reductions import (
     Accumulators,
     bind,
@@ -38,6 +37,7 @@ from deuteron.codegen.triton.reductions import (
     reduce_rows,
     scan_result,
 )
+from deuteron.codegen.triton.row_passes import RowPass, plan, single
 from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scanning import scan_block
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
@@ -256,7 +256,7 @@ def declare_results(loops: Loops, em: Emitter) -> None:
             em.result_dims[p.name] = FULL
 
 
-def hints(em: Emitter, passes: list[Pass]) -> None:
+def hints(em: Emitter, passes: list[RowPass]) -> None:
     """Eviction policies: what a later pass or another row reads again stays, the last reading of
     the rest lets go.
     """
@@ -389,7 +389,7 @@ class Passes:
             accs.finish()
         stores(em, [(w, X) for w in self.row_writes])
 
-    def blocks(self, q: Pass, accs: Accumulators, carries: Mapping[str, str], end: str) -> None:
+    def blocks(self, q: RowPass, accs: Accumulators, carries: Mapping[str, str], end: str) -> None:
         """A loop over the blocks up to `end`."""
         block = self.em.dims["r"].block
         inner = f"tl.range(0, {end}, {block}, num_stages={self.em.stages})"
@@ -403,7 +403,7 @@ class Passes:
 
     def loop(
         self,
-        q: Pass,
+        q: RowPass,
         accs: Accumulators,
         carries: Mapping[str, str],
         head: str,
@@ -435,7 +435,7 @@ class Passes:
                     keep = n in later or em.shared(n) or n.attr[0] in em.retained
                     em.policies[n] = "evict_last" if keep else "evict_first"
 
-    def declare_carries(self, q: Pass) -> dict[str, str]:
+    def declare_carries(self, q: RowPass) -> dict[str, str]:
         em, out = self.em, {}
         shape = em.shape(X)
         for p in q.statements:
@@ -444,7 +444,7 @@ class Passes:
                 em.scope.add(f"{out[p.name]} = {constant(shape, p.kind, p.body.dtype)}")
         return out
 
-    def body(self, q: Pass, accs: Accumulators, carries: Mapping[str, str]) -> None:
+    def body(self, q: RowPass, accs: Accumulators, carries: Mapping[str, str]) -> None:
         em = self.em
         writes: list[tuple[Write, Dims]] = []
         for p in q.statements:

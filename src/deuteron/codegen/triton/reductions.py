@@ -18,7 +18,7 @@ from deuteron.base.text import plain_name
 from deuteron.codegen.loops import CrossRowReduce, Statement
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.emit import Emitter
-from deuteron.codegen.triton.passes import Pass
+from deuteron.codegen.triton.row_passes import RowPass
 from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import FULL, R
 from deuteron.ir import expr as E
@@ -117,7 +117,7 @@ def clean(name: str) -> str:
 class Accumulators:
     """The reductions of one pass over a row in blocks."""
 
-    def __init__(self, em: Emitter, p: Pass) -> None:
+    def __init__(self, em: Emitter, p: RowPass) -> None:
         self.em, self.merged = em, p.merged
         self.walked = "roffset"  # text of how many elements of a row the blocks before have
         self.ascending = True  # whether blocks come in the order of their elements

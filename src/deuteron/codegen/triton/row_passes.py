@@ -1,9 +1,9 @@
 """Which part of a nest runs in which pass over the reduced axes, when a row does not fit into
 registers.
 
-In: `Loops`. Out: a list of `Pass`; pass k+1 may use the reductions of pass k. A point store runs in
-the last pass that still reads memory: the memory planner may give a result the memory of an operand
-that dies here, and later passes must still find it.
+In: `Loops`. Out: a list of `RowPass`; pass k+1 may use the reductions of pass k. A point store
+runs in the last pass that still reads memory: the memory planner may give a result the memory of an
+operand that dies here, and later passes must still find it.
 
 A reduction that needs an earlier reduction over the same axes costs one more pass, unless a rule of
 `schedule.online` lets both run in one.
@@ -21,7 +21,7 @@ from deuteron.schedule.online import Centered, Chain, Moment, Products, Rescaled
 
 
 @dataclass
-class Pass:
+class RowPass:
     """Parts that run in one pass over the reduced axes, in order; `merged` says which reductions
     run by an identity.
     """
@@ -47,12 +47,12 @@ class Pass:
         return out
 
 
-def single(loops: Loops) -> Pass:
+def single(loops: Loops) -> RowPass:
     """Everything in one pass: the row is in registers."""
-    return Pass(list(loops.statements))
+    return RowPass(list(loops.statements))
 
 
-def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], list[Write]]:
+def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[RowPass], list[Write]]:
     """Passes and the row stores that follow them. `row_level(e)`: whether e is constant along the
     reduced axes.
     """
@@ -66,7 +66,7 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
             placed.append((chain.add(p), p))
         else:
             placed.append((chain.need(*roots_of(p)), p))
-    passes = [Pass() for _ in range(max((k for k, _ in placed), default=-1) + 1)]
+    passes = [RowPass() for _ in range(max((k for k, _ in placed), default=-1) + 1)]
     for k, p in placed:
         if not isinstance(p, Write):
             passes[k].statements.append(p)
@@ -83,14 +83,14 @@ def plan(loops: Loops, row_level: Callable[[Expr], bool]) -> tuple[list[Pass], l
     return passes, row_writes
 
 
-def _reads(q: Pass, row_level: Callable[[Expr], bool]) -> bool:
+def _reads(q: RowPass, row_level: Callable[[Expr], bool]) -> bool:
     return any(
         n.op == "load" and n.attr[1] and not row_level(n) for r in q.roots() for n in r.walk()
     )
 
 
 def _repeat_scans(
-    loops: Loops, placed: Sequence[tuple[int, Statement]], passes: list[Pass]
+    loops: Loops, placed: Sequence[tuple[int, Statement]], passes: list[RowPass]
 ) -> None:
     """A scan whose values a later pass needs runs again there."""
     scans = {p.name: p for p in loops.statements if isinstance(p, Scan)}
@@ -109,4 +109,4 @@ def _repeat_scans(
         passes[k].statements += [q for q in statements if not isinstance(q, Scan)]
 
 
-__all__ = ["CrossRowReduce", "Pass", "plan", "single"]
+__all__ = ["CrossRowReduce", "RowPass", "plan", "single"]

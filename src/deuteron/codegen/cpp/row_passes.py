@@ -1,7 +1,7 @@
 """Which part of a nest runs in which pass over the reduced axes, and which values row
 buffers keep between passes.
 
-In: `loops.Loops`. Out: a list of `Pass`; pass k+1 may use the reductions of pass k.
+In: `loops.Loops`. Out: a list of `RowPass`; pass k+1 may use the reductions of pass k.
 
 A reduction whose body uses a reduction of pass k lives in pass k+1 or later. A point store runs in
 the last pass that still reads memory: the memory planner may give a result the memory of an operand
@@ -28,7 +28,7 @@ MIN_BUFFERED_FLOPS = 8.0
 
 
 @dataclass
-class Pass:
+class RowPass:
     """Parts that run in one pass over the reduced axes, in order; `keep` are values to put into row
     buffers.
     """
@@ -57,7 +57,7 @@ class Pass:
 
 @dataclass
 class Plan:
-    passes: list[Pass]
+    passes: list[RowPass]
     row_writes: list[Write]
     row_buffered: dict[Expr, int]  # value -> pass that computes it
     buffer_bytes: int  # of one row of all of them, at hinted sizes
@@ -83,7 +83,7 @@ def plan(
             placed.append((chain.need(*roots_of(p)), p))
     ready = chain.ready
     count = max((k for k, _ in placed), default=-1) + 1
-    passes = [Pass() for _ in range(count)]
+    passes = [RowPass() for _ in range(count)]
     for k, p in placed:
         if not isinstance(p, Write):
             passes[k].statements.append(p)
@@ -98,7 +98,7 @@ def plan(
 
 
 def _place_writes(
-    loops: Loops, placed: list[tuple[int, Statement]], passes: list[Pass], deps: Deps
+    loops: Loops, placed: list[tuple[int, Statement]], passes: list[RowPass], deps: Deps
 ) -> None:
     """Point stores in program order, each in the last pass that reads memory at its points."""
     reduced = frozenset(loops.reduced)
@@ -119,7 +119,7 @@ def _place_writes(
 
 def _choose_row_buffered(
     loops: Loops,
-    passes: Sequence[Pass],
+    passes: Sequence[RowPass],
     ready: dict[str, int],
     deps: Deps,
     cache_bytes: int,
@@ -168,7 +168,7 @@ def _choose_row_buffered(
     return row_buffered
 
 
-def _is_root(n: Expr, passes: Sequence[Pass]) -> bool:
+def _is_root(n: Expr, passes: Sequence[RowPass]) -> bool:
     return any(n in q.roots() for q in passes)
 
 
