@@ -82,13 +82,16 @@ def imports() -> dict[str, set[str]]:
 
 def test_imports_go_one_way() -> None:
     later = [
-        f"{m} imports {i}" for m, found in imports().items() for i in found if layer(i) > layer(m)
+        f"{m} imports {i}"
+        for m, imported in imports().items()
+        for i in imported
+        if layer(i) > layer(m)
     ]
     assert not later, "of a later layer:\n" + "\n".join(later)
 
 
 def test_no_file_imports_itself_by_others() -> None:
-    graph = networkx.DiGraph([(m, i) for m, found in imports().items() for i in found])
+    graph = networkx.DiGraph([(m, i) for m, imported in imports().items() for i in imported])
     cycles = [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
     assert not cycles
 

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parent.parent / "dev" / "measure" / "scaling.py"
 # Between these sizes everything that is bounded (members of a kernel, its code) reaches its bound.
 SMALL, LARGE = 400, 1200
 # Calls per node at the large size over those at the small one.
-MOST = 1.2
+MAX_GROWTH = 1.2
 # The shape with the most members of a kernel, where the cores decide how many.
 FAN = [("fan", 1), ("fan", 64)]
 
@@ -90,7 +90,7 @@ def test_calls_are_proportional_to_nodes(shape: str, cores: int) -> None:
     assert large.nodes > 2 * small.nodes
     ratio = (large.calls / large.nodes) / (small.calls / small.nodes)
     print(f"{shape}, {cores} cores: {small.calls / small.nodes:.0f} calls, then {ratio:.2f} times")
-    assert ratio <= MOST
+    assert ratio <= MAX_GROWTH
 
 
 def test_a_deep_graph_compiles_in_bounded_kernels() -> None:

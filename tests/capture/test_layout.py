@@ -70,7 +70,7 @@ def test_others_are_converted(channels: int, kernel: int, stride: int) -> None:
     assert channels_last(traced(channels, kernel, stride, backward=True), Record()) > 0
 
 
-WIDE = (2, 160, 6, 10)  # images; weights of 3 x 3 to 200 channels have 1.1 MiB
+IMAGE_SHAPE = (2, 160, 6, 10)  # images; weights of 3 x 3 to 200 channels have 1.1 MiB
 
 
 def narrow_then_wide(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_weights_larger_than_images(order: torch.memory_format, backward: bool) 
 
 def test_only_weights_larger_than_images() -> None:
     """Nothing is converted for the sake of nothing."""
-    given = [torch.randn(WIDE), torch.randn(200, WIDE[1], 3, 3)]
+    given = [torch.randn(IMAGE_SHAPE), torch.randn(200, IMAGE_SHAPE[1], 3, 3)]
     gm = make_fx(lambda x, w: F.conv2d(x, w).relu(), tracing_mode="fake")(*given)
     assert channels_last(gm, Record()) == 0
     gm = make_fx(lambda x, w: F.conv2d(x, w).relu(), tracing_mode="fake")(

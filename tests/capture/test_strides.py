@@ -69,7 +69,7 @@ NUMBERS = {  # what else the operators are given
     "aten.lerp.Tensor": lambda a, b: (a, b, a),
     "aten.lerp.Scalar": lambda a, b: (a, b, 0.5),
 }
-ALONE = {  # those of one tensor
+ONE_TENSOR_ARGUMENTS = {  # those of one tensor
     "aten.clamp.default": lambda a: (a, 0),
     "aten.clamp_min.default": lambda a: (a, 0),
     "aten.clamp_max.default": lambda a: (a, 0),
@@ -83,8 +83,8 @@ ALONE = {  # those of one tensor
 
 def with_a_number(name: str) -> Callable[..., Any] | None:
     """The arguments of an operator of one tensor."""
-    if name in ALONE:
-        return ALONE[name]
+    if name in ONE_TENSOR_ARGUMENTS:
+        return ONE_TENSOR_ARGUMENTS[name]
     if name in pointwise.UNARY_LOOPS:
         return lambda a: (a,)
     if name.endswith("Scalar_Tensor"):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 def resources(code: bytes, folder: Path) -> tuple[int, int]:
     """Registers and bytes of local memory of a thread."""
-    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", _asked("-res-usage", code, folder))
-    return int(found[0]), int(found[1])
+    (match,) = re.findall(r"REG:(\d+) STACK:(\d+)", _asked("-res-usage", code, folder))
+    return int(match[0]), int(match[1])
 
 
 def loads(code: bytes, folder: Path) -> set[str]:

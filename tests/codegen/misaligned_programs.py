@@ -148,34 +148,34 @@ def planned(name: str, n: int, how: str, dynamic: bool) -> tuple[Scheduled, list
         return scheduled(f, *args, device="H200", dynamic=dynamic, check=False), args
 
 
-def kernels(found: Scheduled, how: str) -> list[TritonKernel]:
+def kernels(plan: Scheduled, how: str) -> list[TritonKernel]:
     with walked(how):
-        return [generate(k, spec_of("H200")) for k in found.kernels]
+        return [generate(k, spec_of("H200")) for k in plan.kernels]
 
 
-def sizes_of(found: Scheduled, args: list[Any]) -> dict[str, int]:
+def sizes_of(plan: Scheduled, args: list[Any]) -> dict[str, int]:
     out = {}
-    for sym, (kind, position, dim) in found.program.sizes:
+    for sym, (kind, position, dim) in plan.program.sizes:
         x = args[position]
         out[sym.name] = x if kind == "int" else (x.shape if kind == "shape" else x.stride())[dim]
     return out
 
 
-def run(found: Scheduled, args: list[Any], how: str) -> list[Tensor]:
-    sizes, memory = sizes_of(found, args), dict[str, Tensor]()
-    for d in found.program.defs:
+def run(plan: Scheduled, args: list[Any], how: str) -> list[Tensor]:
+    sizes, memory = sizes_of(plan, args), dict[str, Tensor]()
+    for d in plan.program.defs:
         if isinstance(d, Input):
             memory[d.name] = args[d.position]
         elif isinstance(d, Constant):
-            memory[d.name] = found.program.constants[d.name]
-    for k, t in zip(found.kernels, kernels(found, how), strict=True):
+            memory[d.name] = plan.program.constants[d.name]
+    for k, t in zip(plan.kernels, kernels(plan, how), strict=True):
         for written, lay in k.writes:
             if written not in memory:
                 memory[written] = interpret.unset(allocate(lay, sizes))
         if how == LOOPED and "for r" in t.source:
             t = smaller(t)
         interpret.launch(t, interpret.loaded(t), memory, sizes)
-    return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
+    return [memory[o.tensor] for o in plan.program.outputs if o.tensor is not None]
 
 
 def smaller(t: TritonKernel) -> TritonKernel:
@@ -186,8 +186,8 @@ def smaller(t: TritonKernel) -> TritonKernel:
 
 
 def check(name: str, n: int, how: str, dynamic: bool) -> float:
-    found, args = planned(name, n, how, dynamic)
-    got = run(found, args, how)
+    plan, args = planned(name, n, how, dynamic)
+    got = run(plan, args, how)
     f = PROGRAMS[name][0]
     expected = f(*args)
     wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]

@@ -137,9 +137,9 @@ def main() -> None:
 
 
 def run(interpreted: Any, names: Sequence[str]) -> None:
-    found = cases()
+    programs = cases()
     for name in names:
-        f, calls = found[name]
+        f, calls = programs[name]
         torch._dynamo.reset()
         compiled = torch.compile(f, backend=interpreted, dynamic=len(calls) > 1)
         for k, args in enumerate(calls):

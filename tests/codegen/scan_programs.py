@@ -112,17 +112,17 @@ def short() -> Iterator[None]:
 def planned(name: str) -> tuple[Scheduled, list[TritonKernel]]:
     f, args = PROGRAMS[name]
     with short():
-        found = scheduled(f, *args, device="H200", check=False)
-        return found, [generate(k, tools.spec_of("H200")) for k in found.kernels]
+        plan = scheduled(f, *args, device="H200", check=False)
+        return plan, [generate(k, tools.spec_of("H200")) for k in plan.kernels]
 
 
 def run(name: str, folder: Path) -> list[torch.Tensor]:
     """The program's outputs."""
-    found, kernels = planned(name)
+    plan, kernels = planned(name)
     args = PROGRAMS[name][1]
     flags = torch.zeros(1 << 14, dtype=torch.int64)
-    memory = found.given(args)
-    for k, t in zip(found.kernels, kernels, strict=True):
+    memory = plan.given(args)
+    for k, t in zip(plan.kernels, kernels, strict=True):
         for written, lay in k.writes:
             shape = [evaluate(i, {}) for i in lay.shape]
             strides = [evaluate(i, {}) for i in lay.strides]
@@ -142,7 +142,7 @@ def run(name: str, folder: Path) -> list[torch.Tensor]:
             assert int(flags[0]) == 0 and (tag > 0) == bool(len(written))
             assert (written >> 32 == tag).all(), "a flag was not written, or not now"
             assert not flags[end:].any()
-    return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
+    return [memory[o.tensor] for o in plan.program.outputs if o.tensor is not None]
 
 
 def check(name: str, folder: Path) -> float:

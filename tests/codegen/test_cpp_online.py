@@ -18,8 +18,8 @@ from tests.schedule.test_online import RULES, inputs
 from tests.schedule.tools import Scheduled, scheduled
 
 INF = float("inf")
-ALONE = Machine(threads=1, l1_bytes=32 << 10, l2_bytes=1 << 10)
-SHARED = Machine(threads=8, l1_bytes=32 << 10, l2_bytes=1 << 10)
+ONE_CORE = Machine(threads=1, l1_bytes=32 << 10, l2_bytes=1 << 10)
+EIGHT_CORES = Machine(threads=8, l1_bytes=32 << 10, l2_bytes=1 << 10)
 
 
 def run(
@@ -70,7 +70,7 @@ def blocks(source: str) -> int:
     return len(re.findall(r"b\d+ \+= 4096\)", source))
 
 
-@pytest.mark.parametrize("machine", [ALONE, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("machine", [ONE_CORE, EIGHT_CORES], ids=["alone", "shared"])
 @pytest.mark.parametrize("name", RULES)
 def test_rules(name: str, machine: Machine, small: None) -> None:
     _, f, count = RULES[name]
@@ -78,7 +78,7 @@ def test_rules(name: str, machine: Machine, small: None) -> None:
     assert sum(map(blocks, sources)) >= 1
 
 
-@pytest.mark.parametrize("machine", [ALONE, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("machine", [ONE_CORE, EIGHT_CORES], ids=["alone", "shared"])
 @pytest.mark.parametrize("name", ["softmax", "logsumexp", "variance"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes(name: str, dtype: torch.dtype, machine: Machine, small: None) -> None:
@@ -86,7 +86,7 @@ def test_dtypes(name: str, dtype: torch.dtype, machine: Machine, small: None) ->
     check(f, inputs(count, 3, 9000, dtype=dtype), machine)
 
 
-@pytest.mark.parametrize("machine", [ALONE, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("machine", [ONE_CORE, EIGHT_CORES], ids=["alone", "shared"])
 @pytest.mark.parametrize("name", ["softmax", "logsumexp", "base 2", "weights"])
 def test_exceptional_rows(name: str, machine: Machine, small: None) -> None:
     _, f, count = RULES[name]
@@ -101,7 +101,7 @@ def test_exceptional_rows(name: str, machine: Machine, small: None) -> None:
     check(f, args, machine)
 
 
-@pytest.mark.parametrize("machine", [ALONE, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("machine", [ONE_CORE, EIGHT_CORES], ids=["alone", "shared"])
 def test_several_loops_and_others(machine: Machine, small: None) -> None:
     def f(x: Tensor) -> tuple[Tensor, ...]:
         centered = x - x.mean((0, 2), keepdim=True)
@@ -119,12 +119,12 @@ def test_columns(name: str, small: None) -> None:
         args[0][:, 3] = -INF
         args[0][:4000, 4] = -INF
         args[0][77, 5] = float("nan")
-    sources = check(lambda *xs: f(*(x.t() for x in xs)), args, SHARED)
+    sources = check(lambda *xs: f(*(x.t() for x in xs)), args, EIGHT_CORES)
     # What softmax stores would lie across memory: the cost model turns rows first.
     assert name == "softmax" or any(re.search(r"b\d+ \+= 64\)", s) for s in sources)
 
 
-@pytest.mark.parametrize("machine", [ALONE, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("machine", [ONE_CORE, EIGHT_CORES], ids=["alone", "shared"])
 def test_far_from_the_mean(machine: Machine, small: None) -> None:
     x = torch.randn(3, 10_007) + 100
     check(lambda x: (torch.var(x, -1), x.argmax(-1)), [x], machine)

@@ -22,9 +22,9 @@ SCRIPT = Path(__file__).with_name("misaligned_programs.py")
 @pytest.mark.xdist_group("misaligned")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values(name: str) -> None:
-    found = [entry for entry in reported(SCRIPT) if entry["case"][0] == name]
-    assert len(found) >= 8
-    for entry in found:
+    entries = [entry for entry in reported(SCRIPT) if entry["case"][0] == name]
+    assert len(entries) >= 8
+    for entry in entries:
         assert "failure" not in entry, (entry["case"], entry["failure"])
         assert entry["error"] <= 1, entry
 
@@ -49,8 +49,8 @@ def accesses(t: TritonKernel, folder: Path, aligned: bool = True) -> Counter[str
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder / "triton")
         done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    found = re.findall(r"(ld|st)\.global\S*?((?:\.v\d)?\.b\d+)", done.asm["ptx"])
-    return Counter(f"{what}{width}" for what, width in found)
+    matches = re.findall(r"(ld|st)\.global\S*?((?:\.v\d)?\.b\d+)", done.asm["ptx"])
+    return Counter(f"{what}{width}" for what, width in matches)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def accesses(t: TritonKernel, folder: Path, aligned: bool = True) -> Counter[str
 )
 def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
     """What is read of rows comes in vectors; what is written, but for the ends."""
-    found, _ = planned(name, n, how, dynamic=False)
-    first = kernels(found, how)[0]
+    plan, _ = planned(name, n, how, dynamic=False)
+    first = kernels(plan, how)[0]
     assert "rrotation" in first.source
     count = accesses(first, tmp_path)
     assert not count["ld.b16"] and not count["ld.b8"], count
@@ -81,8 +81,8 @@ def test_whole_vectors(name: str, n: int, how: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["softmax", "layer norm", "gradients of layer norm"])
 def test_rows_of_one_alignment_class_are_a_split(name: str) -> None:
     """Programs share them, and what all rows share is read once per split."""
-    found, _ = planned(name, 65535, WHOLE, dynamic=False)
-    first = kernels(found, WHOLE)[0]
+    plan, _ = planned(name, 65535, WHOLE, dynamic=False)
+    first = kernels(plan, WHOLE)[0]
     before, loop = first.source.split("for xoffset in tl.range(xfirst, xnumel, ")
     assert first.programs_per_row > 1 and first.cluster and "rrotation = -(" in before
     count = int(loop.split(" ", 1)[0])
@@ -103,8 +103,8 @@ def test_rows_of_one_alignment_class_are_a_split(name: str) -> None:
 )
 def test_only_the_last_lanes_ask_for_a_rows_ends(n: int, edge: str) -> None:
     """Two lines of the cache, or vectors of short rows, before the end of the ring."""
-    found, _ = planned("softmax", n, LOOPED if n == 1001 else WHOLE, dynamic=False)
-    first = kernels(found, LOOPED if n == 1001 else WHOLE)[0]
+    plan, _ = planned("softmax", n, LOOPED if n == 1001 else WHOLE, dynamic=False)
+    first = kernels(plan, LOOPED if n == 1001 else WHOLE)[0]
     assert f"EDGE: tl.constexpr = {edge}\n" in first.source
     ends = [line for line in first.source.split("\n") if "roffset - rring) + tl.arange" in line]
     assert len(ends) >= 2 and all("redge & (rlane >= rhead" in line for line in ends)
@@ -113,12 +113,12 @@ def test_only_the_last_lanes_ask_for_a_rows_ends(n: int, edge: str) -> None:
 @pytest.mark.parametrize("name", ["layer norm of f32", "norm with weights of f32"])
 def test_f32_beside_weights_of_columns(name: str) -> None:
     """A warp's f32 are whole lines from any place; weights would come from two vectors each."""
-    found, _ = planned(name, 1001, LOOPED, dynamic=False)
-    assert not any("rrotation" in k.source for k in kernels(found, LOOPED))
+    plan, _ = planned(name, 1001, LOOPED, dynamic=False)
+    assert not any("rrotation" in k.source for k in kernels(plan, LOOPED))
 
 
 def test_other_addresses(tmp_path: Path) -> None:
     """Where tensors begin between multiples of 16 bytes nothing is read that is not theirs."""
-    found, _ = planned("softmax", 1001, LOOPED, dynamic=False)
-    count = accesses(kernels(found, LOOPED)[0], tmp_path, aligned=False)
+    plan, _ = planned("softmax", 1001, LOOPED, dynamic=False)
+    count = accesses(kernels(plan, LOOPED)[0], tmp_path, aligned=False)
     assert set(count) == {"ld.b16", "st.b16"}

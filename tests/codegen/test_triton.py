@@ -37,11 +37,11 @@ spec.loader.exec_module(cases)
 @pytest.mark.xdist_group("cases")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_values(name: str) -> None:
-    (found,) = [entry for entry in reported(SCRIPT, *cases.CASES) if entry["case"] == name]
-    assert "failure" not in found, found["failure"]
-    wrong = {k: v for k, v in found["errors"].items() if not v <= 1}
+    (measured,) = [entry for entry in reported(SCRIPT, *cases.CASES) if entry["case"] == name]
+    assert "failure" not in measured, measured["failure"]
+    wrong = {k: v for k, v in measured["errors"].items() if not v <= 1}
     assert not wrong, f"error over tolerance, by output: {wrong}"
-    assert set(found["errors"]) == set(cases.CASES[name]().expected)
+    assert set(measured["errors"]) == set(cases.CASES[name]().expected)
 
 
 def compiled(kernel: Any, config: Any, capability: int, folder: Path, wide: bool = False) -> str:
@@ -153,9 +153,9 @@ def test_loaded_indices_are_checked(tmp_path: Path) -> None:
 
 def test_random_kernels() -> None:
     """Against the reference executor."""
-    found = reported(SCRIPT, "--fuzz", "0", "40")
-    assert len(found) > 8
-    for entry in found:
+    entries = reported(SCRIPT, "--fuzz", "0", "40")
+    assert len(entries) > 8
+    for entry in entries:
         assert "failure" not in entry, (entry["case"], entry["failure"])
         assert all(v <= 1 for v in entry["errors"].values()), entry
 
@@ -194,7 +194,7 @@ def test_short_runs_of_memory_are_not_pipelined(
 )
 def test_short_column_sums_have_few_programs(rows: int, columns: int, width: int) -> None:
     x, y = torch.randn(rows, columns), torch.randn(rows, columns)
-    found = scheduled(lambda x, y: ((x * y).sum(0), y.sum(0)), x, y, device="H200", check=False)
-    kernel = found.kernels[0]
+    plan = scheduled(lambda x, y: ((x * y).sum(0), y.sum(0)), x, y, device="H200", check=False)
+    kernel = plan.kernels[0]
     first = generate(kernel, spec_of("H200")).configs[0]
     assert next(v for k, v in first.constexprs if k.startswith("RBLOCK")) == width

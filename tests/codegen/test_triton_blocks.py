@@ -35,8 +35,8 @@ def test_of_points_that_are_stored_several_times(copies: int) -> None:
         return torch.select_scatter(x, x[0].exp(), 1, 2)
 
     gm = trace(f, [torch.randn(1, 5, 5).expand(copies, 5, 5)])
-    found = schedule(lower(gm, Context()), Context(specs=lambda _: spec))
-    kernels = [k for k in found.steps if isinstance(k, Kernel)]
+    plan = schedule(lower(gm, Context()), Context(specs=lambda _: spec))
+    kernels = [k for k in plan.steps if isinstance(k, Kernel)]
     assert kernels
     for kernel in kernels:
         for config in generate(kernel, spec).configs:
@@ -77,8 +77,8 @@ def test_long_kernels_have_no_tails() -> None:
     """Their loops would share its registers; the next launch is hidden behind them."""
     x = torch.empty(64, 64, 112, 112, dtype=torch.bfloat16)
     y = x.to(memory_format=torch.channels_last)
-    found = scheduled(lambda x, y: ((x * y).sum((0, 2, 3)), x.sum((0, 2, 3))), y, y, device="H200")
-    assert len(found.kernels) > 1 and not any(k.barriers for k in found.kernels)
+    plan = scheduled(lambda x, y: ((x * y).sum((0, 2, 3)), x.sum((0, 2, 3))), y, y, device="H200")
+    assert len(plan.kernels) > 1 and not any(k.barriers for k in plan.kernels)
 
 
 @pytest.mark.parametrize("rows", [64, 1024])
@@ -90,8 +90,8 @@ def test_pipelines_have_room(rows: int, tmp_path: Path) -> None:
         return (xs[0] * xs[1] + xs[2] * xs[3] + xs[4] * xs[5]).sum(-1)
 
     options = Options.make(options={"cache_dir": str(tmp_path)})
-    found = scheduled(f, *xs, device="H200", check=False)
-    for kernel in (generate(k, spec_of("H200"), Context(options)) for k in found.kernels):
+    plan = scheduled(f, *xs, device="H200", check=False)
+    for kernel in (generate(k, spec_of("H200"), Context(options)) for k in plan.kernels):
         for config in kernel.configs:
             assert build(kernel, config, 90, options).shared <= 227 << 10
 
@@ -141,8 +141,8 @@ def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
 def test_what_streams_through_stays(
     device: str, rows: int, f: Callable[[Tensor], Tensor], marked: bool
 ) -> None:
-    found = scheduled(f, torch.empty(rows, 8192, dtype=torch.bfloat16), device=device, check=False)
-    (kernel,) = (generate(k, spec_of(device)) for k in found.kernels)
+    plan = scheduled(f, torch.empty(rows, 8192, dtype=torch.bfloat16), device=device, check=False)
+    (kernel,) = (generate(k, spec_of(device)) for k in plan.kernels)
     loads = [line for line in kernel.source.split("\n") if "tl.load(arg0_1_ptr" in line]
     assert loads and all(("evict_last" in line) == marked for line in loads)
 
@@ -154,8 +154,8 @@ def test_programs_have_many_short_rows(width: int) -> None:
     def f(x: Tensor) -> Tensor:
         return pad(x, (width - 1, 0)).unfold(-1, width, 1).softmax(-1)
 
-    found = scheduled(f, torch.empty(128, 16384), device="H200", check=False)
-    (kernel,) = (generate(k, spec_of("H200")) for k in found.kernels)
+    plan = scheduled(f, torch.empty(128, 16384), device="H200", check=False)
+    (kernel,) = (generate(k, spec_of("H200")) for k in plan.kernels)
     for config in kernel.configs:
         assert math.prod(n for _, n in config.constexprs) >= 1024, config
 
@@ -175,11 +175,11 @@ def test_programs_have_many_short_rows(width: int) -> None:
 )
 def test_splits_of_one_warp(columns: int, dtype: torch.dtype, alone: bool, tmp_path: Path) -> None:
     """They skip what no row has, and have more rows on their way."""
-    found = scheduled(
+    split_kernel = scheduled(
         norm_back, *gradients(columns, dtype, 16384), device="H200", check=False
     ).kernels[0]
-    assert found.nests[0].row_split is not None
-    kernel = generate(found, spec_of("H200"))
+    assert split_kernel.nests[0].row_split is not None
+    kernel = generate(split_kernel, spec_of("H200"))
     first = kernel.configs[0]
     assert (first.num_warps == 1) == alone and len(kernel.configs) <= 4
     if alone:
@@ -196,6 +196,6 @@ def test_what_a_thread_has_no_room_for() -> None:
         x = xs[0].float() * xs[1] + xs[2].float() * xs[3]
         return (x - x.mean(-1, keepdim=True) * xs[4]).bfloat16(), x.sum(0), (x * xs[4]).sum(0)
 
-    found = scheduled(f, *rows, device="H200", check=False).kernels[0]
-    assert found.nests[0].row_split is not None
-    assert generate(found, spec_of("H200")).configs[0].num_warps > 1
+    kernel = scheduled(f, *rows, device="H200", check=False).kernels[0]
+    assert kernel.nests[0].row_split is not None
+    assert generate(kernel, spec_of("H200")).configs[0].num_warps > 1

@@ -44,9 +44,9 @@ SORT = "aten.sort.stable"
 @pytest.mark.xdist_group("ordered")
 @pytest.mark.parametrize("name", cases())
 def test_values(name: str) -> None:
-    found = [e for e in reported(SCRIPT) if e["program"] == name]
-    assert len(found) == len(cases()[name][1]) * (3 if name in SORTED else 1)
-    for e in found:
+    entries = [e for e in reported(SCRIPT) if e["program"] == name]
+    assert len(entries) == len(cases()[name][1]) * (3 if name in SORTED else 1)
+    for e in entries:
         assert "failure" not in e, e["failure"]
         assert e["error"] <= 2 * e["eager"] + 1e-6 * e["size"], e
         assert e["repeats"]
@@ -57,17 +57,17 @@ def planned(f: Callable[..., Any], *args: Any) -> tuple[Program, Schedule]:
     assert spec is not None
     program = lower(trace(f, args), Context(record=record, like="cuda"))
     verify_program(program, "lower")
-    found = schedule(program, Context(record=record, specs=lambda _: spec))
-    verify_schedule(found, program, "schedule")
-    return program, found
+    plan = schedule(program, Context(record=record, specs=lambda _: spec))
+    verify_schedule(plan, program, "schedule")
+    return program, plan
 
 
-def kernels(found: Schedule) -> list[Kernel]:
-    return [s for s in found.steps if isinstance(s, Kernel)]
+def kernels(plan: Schedule) -> list[Kernel]:
+    return [s for s in plan.steps if isinstance(s, Kernel)]
 
 
-def calls(found: Schedule) -> list[str]:
-    return [s.op for s in found.steps if not isinstance(s, Kernel)]
+def calls(plan: Schedule) -> list[str]:
+    return [s.op for s in plan.steps if not isinstance(s, Kernel)]
 
 
 def add(x: Any, i: Any, v: Any) -> Any:
@@ -79,44 +79,44 @@ POINTS = (torch.randn(50), torch.arange(300) % 7, torch.randn(300))
 
 
 def test_nothing_is_added_atomically() -> None:
-    _, found = planned(add, *ROWS)
-    stores = [s for k in kernels(found) for n in k.nests for s in n.stmts if isinstance(s, Store)]
-    assert calls(found) == []
+    _, plan = planned(add, *ROWS)
+    stores = [s for k in kernels(plan) for n in k.nests for s in n.stmts if isinstance(s, Store)]
+    assert calls(plan) == []
     # Ranks are places of one point each.
     assert {(s.accumulate, s.unique) for s in stores if s.scattered} == {(None, True)}
-    assert not [r for k in kernels(found) for r in reasons(k)]
+    assert not [r for k in kernels(plan) for r in reasons(k)]
 
 
 def test_many_places_are_sorted_by_the_library() -> None:
     """To count who goes before each of them takes longer."""
-    _, found = planned(add, ROWS[0], torch.arange(100_000) % 7, torch.randn(100_000, 32))
-    stores = [s for k in kernels(found) for n in k.nests for s in n.stmts if isinstance(s, Store)]
-    assert calls(found) == [SORT] and not any(s.accumulate or s.scattered for s in stores)
+    _, plan = planned(add, ROWS[0], torch.arange(100_000) % 7, torch.randn(100_000, 32))
+    stores = [s for k in kernels(plan) for n in k.nests for s in n.stmts if isinstance(s, Store)]
+    assert calls(plan) == [SORT] and not any(s.accumulate or s.scattered for s in stores)
 
 
 def test_ranks_are_counted_by_many_programs() -> None:
     """Not behind a barrier, by the program that finishes last."""
-    _, found = planned(add, ROWS[0], torch.arange(3000) % 7, torch.randn(3000, 32))
-    assert not any(k.barriers for k in kernels(found) if k.flops > 3000 * 3000)
+    _, plan = planned(add, ROWS[0], torch.arange(3000) % 7, torch.randn(3000, 32))
+    assert not any(k.barriers for k in kernels(plan) if k.flops > 3000 * 3000)
 
 
 def test_blocks_are_counted_where_there_are_more_places() -> None:
     """By kernels that are spread over the device, one of them for each of two levels."""
     sizes = ordered.block_of(1000, "i32"), ordered.block_of(32768, "i32")
     assert sizes[0] == 0 and sizes[1] in ordered.RANK_BLOCKS
-    _, found = planned(add, ROWS[0], torch.arange(32768) % 7, torch.randn(32768, 32))
-    assert calls(found) == []
-    counting = [k for k in kernels(found) if k.flops > 32768 * sizes[1] / 4]
+    _, plan = planned(add, ROWS[0], torch.arange(32768) % 7, torch.randn(32768, 32))
+    assert calls(plan) == []
+    counting = [k for k in kernels(plan) if k.flops > 32768 * sizes[1] / 4]
     assert len(counting) >= 2 and not any(k.barriers for k in counting)
-    assert sum(k.flops for k in kernels(found)) < 32768**2 / 2
+    assert sum(k.flops for k in kernels(plan)) < 32768**2 / 2
 
 
 def test_places_are_checked_once() -> None:
     """Not in every comparison, where numbers of 64 bits are not narrower than positions."""
     f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 2**20, -1, False)  # noqa: E731
     assert ordered.packed_dtype(8192, 2**20) == "i64"
-    _, found = planned(f, torch.empty(8192, 16).bfloat16(), torch.zeros(8192).long())
-    nests = [nest for k in kernels(found) for nest in k.nests]
+    _, plan = planned(f, torch.empty(8192, 16).bfloat16(), torch.zeros(8192).long())
+    nests = [nest for k in kernels(plan) for nest in k.nests]
     roots = [root for nest in nests for root in nest.exprs()]
     reductions = [n for root in roots for n in root.walk() if n.op == "reduce"]
     ranks = [s.body for nest in nests for s in nest.stmts if isinstance(s, Reduce)]
@@ -129,8 +129,8 @@ def test_places_are_checked_once() -> None:
 def test_programs_have_two_rows_where_there_are_many(rows: int, turns: int) -> None:
     """Far apart, and of each the first point is known where its list begins."""
     i = torch.arange(32768) % rows
-    _, found = planned(add, torch.zeros(rows, 768), i, torch.zeros(32768, 768))
-    made = [generate(k, named_gpu("H200")) for k in kernels(found)]
+    _, plan = planned(add, torch.zeros(rows, 768), i, torch.zeros(32768, 768))
+    made = [generate(k, named_gpu("H200")) for k in kernels(plan)]
     sums = made[-1]
     assert sums.grid(sums.configs[0], {}) == -(-rows // turns)
     assert ("in tl.range(pid, numbers, programs):" in sums.source) == (turns > 1)
@@ -145,8 +145,8 @@ def test_one_accumulator_for_parts_of_one_shape(tmp_path: Path) -> None:
     assert spec is not None
     for f, one in ((add, True), (lambda x, i, v: add(x, i, x.new_ones(v.shape)), False)):
         args = torch.zeros(500, 64), torch.arange(32768) % 7, torch.zeros(32768, 64)
-        _, found = planned(f, *args)
-        made = [generate(k, spec) for k in kernels(found)]
+        _, plan = planned(f, *args)
+        made = [generate(k, spec) for k in kernels(plan)]
         assert any(re.search(alike, k.source) for k in made) == one
         for kernel in made:
             build(kernel, kernel.configs[0], 90, Options(cache_dir=str(tmp_path)))
@@ -208,8 +208,8 @@ def check_order(i: torch.Tensor, rows: int, block: int, monkeypatch: pytest.Monk
 def test_the_result_is_written_once_in_its_own_dtype() -> None:
     """And nothing else is of its size: neither zeros nor sums in float32."""
     f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 50257, 1, False)  # noqa: E731
-    _, found = planned(f, torch.empty(8, 512, 768).bfloat16(), torch.zeros(8, 512).long())
-    written = [lay for k in kernels(found) for _, lay in k.writes]
+    _, plan = planned(f, torch.empty(8, 512, 768).bfloat16(), torch.zeros(8, 512).long())
+    written = [lay for k in kernels(plan) for _, lay in k.writes]
     large = [lay for lay in written if lay.nbytes_hint >= 50257 * 768]
     assert {lay.dtype for lay in large} == {"bf16"} and len({lay.shape for lay in large}) == 1
 
@@ -222,7 +222,7 @@ def test_places_are_sorted_in_few_bits(
     i = torch.tensor([0, rows - 1, 5, rows - 1, 2**15, 2**15 - 1])
     args = (torch.randn(rows, 16), i, torch.randn(6, 16))
     monkeypatch.setattr(Ordered, "few", lambda self: False)
-    program, found = planned(add, *args)
+    program, plan = planned(add, *args)
     (key,) = [d for d in program.computes() if d.name.endswith("_places")]
     assert key.layout.dtype == dtype
     (got,) = run_program(program, list(args))
@@ -230,9 +230,9 @@ def test_places_are_sorted_in_few_bits(
 
 
 def test_sums_of_single_elements_are_as_ever() -> None:
-    _, found = planned(add, *POINTS)
-    assert calls(found) == []
-    assert [r for k in kernels(found) for r in reasons(k)] == [UNORDERED_SUM]
+    _, plan = planned(add, *POINTS)
+    assert calls(plan) == []
+    assert [r for k in kernels(plan) for r in reasons(k)] == [UNORDERED_SUM]
     whole = [t.long() for t in ROWS]
     assert calls(planned(add, *whole)[1]) == [], "the order of whole numbers does not matter"
 
@@ -241,11 +241,11 @@ def test_large_tables_of_which_little_is_touched() -> None:
     """100,000 rows of 128, 8192 of them touched: the others are only filled, and who stores a row
     is alone, so that results repeat."""
     f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 100_000, -1, False)  # noqa: E731
-    _, found = planned(f, torch.empty(8192, 128).bfloat16(), torch.zeros(8192).long())
-    large = [k for k in kernels(found) for _, lay in k.writes if lay.nbytes_hint >= 100_000 * 128]
-    assert large and calls(found) == []
+    _, plan = planned(f, torch.empty(8192, 128).bfloat16(), torch.zeros(8192).long())
+    large = [k for k in kernels(plan) for _, lay in k.writes if lay.nbytes_hint >= 100_000 * 128]
+    assert large and calls(plan) == []
     assert all(k.bytes < 1.3 * 100_000 * 128 * 2 for k in large)
-    assert not [r for k in kernels(found) for r in reasons(k)]
+    assert not [r for k in kernels(plan) for r in reasons(k)]
 
 
 @contextmanager
@@ -259,8 +259,8 @@ def deterministic() -> Iterator[None]:
 
 def test_single_elements_where_results_are_to_repeat() -> None:
     with deterministic():
-        program, found = planned(add, *POINTS)
-    assert not [r for k in kernels(found) for r in reasons(k)]
+        program, plan = planned(add, *POINTS)
+    assert not [r for k in kernels(plan) for r in reasons(k)]
     (got,) = run_program(program, list(POINTS))
     assert torch.allclose(got, add(*POINTS), atol=1e-5)
 
@@ -314,8 +314,8 @@ def test_few_chunks_are_a_loop(points: int) -> None:
         return x.index_add(0, i, v)
 
     args = torch.zeros(700, 256), torch.randint(0, 700, (points,)), torch.randn(points, 256)
-    _, found = planned(f, *args)
+    _, plan = planned(f, *args)
     spec = named_gpu("H200")
     assert spec is not None
-    text = generate(kernels(found)[-1], spec).source
+    text = generate(kernels(plan)[-1], spec).source
     assert text.count("tl.load(") < 30 and text.count("in tl.range(") >= 2

@@ -23,9 +23,9 @@ from tests.schedule.tools import scheduled, spec_of
 
 
 def source(f: Callable[..., Any], *args: Tensor, **asked: Any) -> str:
-    found = scheduled(f, *args, device="H200", check=False, **asked)
+    plan = scheduled(f, *args, device="H200", check=False, **asked)
     options = Options.make(options=asked)
-    return "".join(generate(k, spec_of("H200"), Context(options)).source for k in found.kernels)
+    return "".join(generate(k, spec_of("H200"), Context(options)).source for k in plan.kernels)
 
 
 EAGER = {"precision": "eager"}
@@ -100,8 +100,8 @@ def test_divisors_of_at_least_one() -> None:
 def test_quotients_negate_nothing(tmp_path: Path) -> None:
     """Triton's own minus is a subtraction from 0: a seventh instruction of `libm.div_by`."""
     x, y = torch.empty(4096, 1024), torch.empty(4096, 1)
-    (found,) = scheduled(lambda x, y: x / y, x, y, device="H200", check=False).kernels
-    kernel = generate(found, spec_of("H200"))
+    (quotient,) = scheduled(lambda x, y: x / y, x, y, device="H200", check=False).kernels
+    kernel = generate(quotient, spec_of("H200"))
     assert "libm.div_by(" in kernel.source
     built = build(kernel, kernel.configs[0], 90, Options(cache_dir=str(tmp_path)))
     assert "FADD" not in instructions(built.code, tmp_path)

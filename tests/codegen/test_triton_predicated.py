@@ -27,8 +27,8 @@ def causal(x: Tensor) -> Tensor:
 
 
 def kernel(f: Callable[..., Any], *args: Tensor) -> TritonKernel:
-    (found,) = scheduled(f, *args, device="H200", check=False).kernels
-    return generate(found, spec_of("H200"))
+    (scheduled_kernel,) = scheduled(f, *args, device="H200", check=False).kernels
+    return generate(scheduled_kernel, spec_of("H200"))
 
 
 def masked(k: TritonKernel) -> list[bool]:
@@ -42,8 +42,10 @@ def test_half_is_not_read(f: Callable[[Tensor], Tensor], tmp_path: Path) -> None
     k = kernel(f, X)
     assert masked(k) == [True]
     options = Options.make(options={"cache_dir": str(tmp_path)})
-    found = loads(build(k, k.configs[0], 90, options).code, tmp_path)
-    assert {n.replace(".EL", "") for n in found} == {"LDG.E.128"}  # EL: it stays in the cache
+    instructions = loads(build(k, k.configs[0], 90, options).code, tmp_path)
+    assert {n.replace(".EL", "") for n in instructions} == {
+        "LDG.E.128"
+    }  # EL: it stays in the cache
 
 
 def test_what_is_used_elsewhere_is_read() -> None:

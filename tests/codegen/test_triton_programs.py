@@ -34,9 +34,9 @@ SCRIPT = Path(__file__).with_name("triton_programs.py")
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("name", EVERY)
 def test_values(name: str) -> None:
-    (found,) = [entry for entry in reported(SCRIPT) if entry["program"] == name]
-    assert "failure" not in found, found["failure"]
-    assert found["error"] <= 1
+    (measured,) = [entry for entry in reported(SCRIPT) if entry["program"] == name]
+    assert "failure" not in measured, measured["failure"]
+    assert measured["error"] <= 1
 
 
 @pytest.mark.parametrize("name", [n for n in GROUPS if n.startswith("gradients")])
@@ -117,18 +117,18 @@ def test_clusters_load_before_they_meet(tmp_path: Path) -> None:
     (kernel,) = scheduled(f, *args, device="H200", check=False).kernels
     made, options = generate(kernel, spec_of("H200")), Options(cache_dir=str(tmp_path))
     assert made.cluster and made.programs_per_row == 16
-    found = instructions(build(made, made.configs[0], 90, options).code, tmp_path)
-    (begun,) = [k for k, name in enumerate(found) if name == "UCGABAR_ARV"]
-    (met,) = [k for k, name in enumerate(found) if name == "UCGABAR_WAIT"]
-    loads = [k for k, name in enumerate(found) if name.startswith(("LDG.", "LDGSTS."))]
+    opcodes = instructions(build(made, made.configs[0], 90, options).code, tmp_path)
+    (begun,) = [k for k, name in enumerate(opcodes) if name == "UCGABAR_ARV"]
+    (met,) = [k for k, name in enumerate(opcodes) if name == "UCGABAR_WAIT"]
+    loads = [k for k, name in enumerate(opcodes) if name.startswith(("LDG.", "LDGSTS."))]
     assert begun < loads[0] and sum(k < met for k in loads) >= 8
-    assert not [name for name in found if name.startswith("MEMBAR")]
+    assert not [name for name in opcodes if name.startswith("MEMBAR")]
 
 
 def programs_of(f: Any, *args: torch.Tensor) -> set[int]:
     with sharing("shared: softmax"):
-        found = scheduled(f, *args, device="H200")
-        return {generate(k, spec_of("H200")).programs_per_row for k in found.kernels}
+        plan = scheduled(f, *args, device="H200")
+        return {generate(k, spec_of("H200")).programs_per_row for k in plan.kernels}
 
 
 def test_rows_of_which_nothing_is_needed_again_are_not_shared() -> None:

@@ -42,11 +42,11 @@ CASES = {
 for name, (f, args, what) in CASES.items():
     if name == "rows in a loop":
         tiling.ROW_LIMIT = 64
-    found = scheduled(f, *args, device="H200", check=False)
+    plan = scheduled(f, *args, device="H200", check=False)
     with tempfile.TemporaryDirectory() as folder:
-        (got,) = run(found, list(args), Path(folder), "")
+        (got,) = run(plan, list(args), Path(folder), "")
     assert torch.equal(got, f(*args)), name
-    texts = [generate(k, spec_of("H200")).source for k in found.kernels]
+    texts = [generate(k, spec_of("H200")).source for k in plan.kernels]
     assert any(what in t for t in texts), name
     assert ("for roffset" in texts[0]) == ("loop" in name), name
 print("done")

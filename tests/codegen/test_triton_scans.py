@@ -28,16 +28,16 @@ SCRIPT = Path(__file__).with_name("scan_programs.py")
 @pytest.mark.xdist_group("scans")
 @pytest.mark.parametrize("name", [*PROGRAMS, SIZES])
 def test_values(name: str) -> None:
-    (found,) = [entry for entry in reported(SCRIPT) if entry["program"] == name]
-    assert "failure" not in found, found["failure"]
-    assert found["error"] <= 1
+    (measured,) = [entry for entry in reported(SCRIPT) if entry["program"] == name]
+    assert "failure" not in measured, measured["failure"]
+    assert measured["error"] <= 1
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_rows_are_read_once(name: str) -> None:
-    found, (kernel,) = planned(name)
+    plan, (kernel,) = planned(name)
     assert kernel.flag_count({}) and kernel.programs_per_row == 1
-    for tensor, _ in found.kernels[0].reads:
+    for tensor, _ in plan.kernels[0].reads:
         assert kernel.source.count(f"tl.load({tensor}_ptr") <= 1
 
 
@@ -51,11 +51,11 @@ def test_what_only_results_need_is_read_before_others_are_waited_for() -> None:
 
 def on_gpu(patch: pytest.MonkeyPatch, f: Any, *args: torch.Tensor, **kw: Any) -> list[TritonKernel]:
     patch.setattr(nn, "accumulated_in", lambda ctx, dtype: "f32")
-    found = scheduled(f, *args, device="H200", check=False, **kw)
-    return [generate(k, spec_of("H200")) for k in found.kernels]
+    plan = scheduled(f, *args, device="H200", check=False, **kw)
+    return [generate(k, spec_of("H200")) for k in plan.kernels]
 
 
-LONG = {
+LONG_SCANS = {
     "f32": (lambda x: x.cumsum(-1), torch.float32),
     "bf16": (lambda x: x.cumsum(-1), torch.bfloat16),
     "f32, before and after": (lambda x: (x * 2).cumsum(-1).exp() + x, torch.float32),
@@ -66,12 +66,12 @@ LONG = {
 
 
 @pytest.mark.parametrize("odd", [0, 7])
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", LONG_SCANS)
 def test_blocks_stay_in_registers(
     name: str, odd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In so few that a multiprocessor has as many warps in flight as scan soonest."""
-    f, dtype = LONG[name]
+    f, dtype = LONG_SCANS[name]
     (kernel,) = on_gpu(monkeypatch, f, torch.empty(64, (1 << 20) + odd, dtype=dtype))
     options = Options.make(options={"cache_dir": str(tmp_path)})
     for config in kernel.configs:
@@ -112,19 +112,19 @@ def test_reductions_and_scans_of_them_are_kernels_of_their_own(
     f: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nn, "accumulated_in", lambda ctx, dtype: "f32")
-    found = scheduled(f, torch.empty(64, 1 << 20), device="H200", check=False)
-    scanned = [k for k in found.kernels if any("Scan" in repr(n) for n in k.nests)]
-    assert len(found.kernels) > 1
+    plan = scheduled(f, torch.empty(64, 1 << 20), device="H200", check=False)
+    scanned = [k for k in plan.kernels if any("Scan" in repr(n) for n in k.nests)]
+    assert len(plan.kernels) > 1
     assert all(generate(k, spec_of("H200")).flag_count({}) for k in scanned)
-    assert found.refused("scanned in blocks")
+    assert plan.refused("scanned in blocks")
 
 
 def test_programs_go_from_the_first_block_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others would go backwards, since the last thing read is still in the cache: who
     looks back waits for programs that have begun."""
     monkeypatch.setattr(nn, "accumulated_in", lambda ctx, dtype: "f32")
-    found = scheduled(lambda x: x.cumsum(-1), torch.empty(64, 1 << 20), device="H200", check=False)
-    (kernel,) = found.kernels
+    plan = scheduled(lambda x: x.cumsum(-1), torch.empty(64, 1 << 20), device="H200", check=False)
+    (kernel,) = plan.kernels
     source = generate(replace(kernel, reverse=True), spec_of("H200")).source
     assert "pid = tl.program_id(0)" in source and "num_programs" not in source
 

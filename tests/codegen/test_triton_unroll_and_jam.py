@@ -27,8 +27,8 @@ X = torch.randn(8, 32, 56, 64, dtype=torch.bfloat16)
 
 
 def kernels(f: Callable[..., Any], *args: Tensor) -> list[TritonKernel]:
-    found = scheduled(f, *args, device="H200", check=False)
-    return [generate(k, spec_of("H200")) for k in found.kernels]
+    plan = scheduled(f, *args, device="H200", check=False)
+    return [generate(k, spec_of("H200")) for k in plan.kernels]
 
 
 def loads(k: TritonKernel) -> list[str]:
@@ -106,10 +106,10 @@ def test_what_is_added_to_stays_in_the_cache() -> None:
 def test_stores_together_are_checked() -> None:
     g = torch.randn(8, 32, 28, 32, dtype=torch.bfloat16)
     window = ([3, 3], [2, 2], [1, 1], False, True, None)
-    found = scheduled(lambda g, x: aten.avg_pool2d_backward(g, x, *window), g, X, device="H200",
+    plan = scheduled(lambda g, x: aten.avg_pool2d_backward(g, x, *window), g, X, device="H200",
                       check=False)  # fmt: skip
     options = Options.make(options={"check_accesses": True})
-    (k,) = [generate(k, spec_of("H200"), Context(options)) for k in found.kernels]
+    (k,) = [generate(k, spec_of("H200"), Context(options)) for k in plan.kernels]
     assert k.debug and k.source.count("store outside") == 2
 
 

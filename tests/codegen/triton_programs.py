@@ -280,9 +280,9 @@ def planned(name: str) -> Scheduled:
         patch.setattr(split, "PARTS_PER_CORE", 1)
         patch.setitem(split.MIN_PART, "cuda", 64)
         patch.setattr(split, "MIN_COLUMN_PART", 16)
-        found = scheduled(f, *args, device="H200", check=False)
-    assert found.accepted("split"), name
-    return found
+        plan = scheduled(f, *args, device="H200", check=False)
+    assert plan.accepted("split"), name
+    return plan
 
 
 aten = torch.ops.aten
@@ -649,14 +649,14 @@ def sharing(name: str) -> Iterator[None]:
         yield
 
 
-def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel]:
+def kernels(plan: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel]:
     looped = name in LOOPED
     with pytest.MonkeyPatch.context() as patch, sharing(name):
         if looped or name in UNORDERED | SCANS:
             patch.setattr(tiling, "ROW_LIMIT", 64)
         if name in WINDOWS:
             patch.setattr(unroll_and_jam, "LANES_PER_CORE", 0)
-        made = [generate(k, spec_of(gpu), Context(Options(verify=True))) for k in found.kernels]
+        made = [generate(k, spec_of(gpu), Context(Options(verify=True))) for k in plan.kernels]
     assert name not in WINDOWS or made[0].source.count("tl.store(") > 1
     assert name not in SHARED or any(k.programs_per_row > 1 for k in made), "no cooperative kernel"
     nests = [n for k in made for n in k.source.split("@triton.jit") if "triton_red" in n]
@@ -668,9 +668,9 @@ def kernels(found: Scheduled, name: str, gpu: str = "H200") -> list[TritonKernel
     return made
 
 
-def sizes_of(found: Scheduled, args: list[Any]) -> dict[str, int]:
+def sizes_of(plan: Scheduled, args: list[Any]) -> dict[str, int]:
     out = {}
-    for sym, (kind, position, dim) in found.program.sizes:
+    for sym, (kind, position, dim) in plan.program.sizes:
         x = args[position]
         out[sym.name] = x if kind == "int" else (x.shape if kind == "shape" else x.stride())[dim]
     return out
@@ -682,12 +682,12 @@ def short_blocks(config: Config) -> Config:
     return replace(config, constexprs=tuple(sizes))
 
 
-def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torch.Tensor]:
+def run(plan: Scheduled, args: list[Any], folder: Path, name: str) -> list[torch.Tensor]:
     """The program's outputs, its kernels interpreted."""
     flags = torch.zeros(4096, dtype=torch.int64)
-    sizes = sizes_of(found, args)
-    memory = found.given(args)
-    for k, t in zip(found.kernels, kernels(found, name), strict=True):
+    sizes = sizes_of(plan, args)
+    memory = plan.given(args)
+    for k, t in zip(plan.kernels, kernels(plan, name), strict=True):
         for written, lay in k.writes:
             if written not in memory:
                 shape, strides = (
@@ -720,14 +720,14 @@ def run(found: Scheduled, args: list[Any], folder: Path, name: str) -> list[torc
         together(kernel, grid, *inputs, flags, **constants)
         together(kernel, grid, *given, **constants)
         assert int(flags[0]) == 0 and int(flags[1]) > 0
-    return [memory[o.tensor] for o in found.program.outputs if o.tensor is not None]
+    return [memory[o.tensor] for o in plan.program.outputs if o.tensor is not None]
 
 
 def check(name: str, folder: Path) -> float:
     torch.manual_seed(0)
     f, args = EVERY[name]
-    found = planned(name)
-    got = run(found, list(args), folder, name)
+    plan = planned(name)
+    got = run(plan, list(args), folder, name)
     expected = f(*args)
     expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
     worst = 0.0

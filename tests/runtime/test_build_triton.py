@@ -111,8 +111,8 @@ def test_the_process_that_builds_has_no_torch(tmp_path: Path) -> None:
     build_triton.warm_up(90, asked)
     library = [m for m in sys.modules if m.startswith("deuteron.codegen.triton.")]
     assert build_triton.built({made!r}, asked).code
-    found = {{m for m in sys.modules if m.startswith("deuteron.codegen.triton.")}}
-    assert library and found == set(library), found
+    loaded = {{m for m in sys.modules if m.startswith("deuteron.codegen.triton.")}}
+    assert library and loaded == set(library), loaded
     assert "torch" not in sys.modules
     """
     done = subprocess.run(

@@ -60,8 +60,8 @@ def child(work):
 def ended(pid, seconds=240):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+        if reaped:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)

@@ -139,14 +139,18 @@ class Own(Tensor):
     pass
 
 
-HELD = torch.ones(4)
+SHARED_STORAGE = torch.ones(4)
 
 
 @pytest.mark.parametrize(
     ("f", "args", "reason"),
     [
         (lambda x: users(x) + 1, (R(4),), "users is not torch's"),
-        (lambda x, y: x.add_(1) + y, (HELD[:3], HELD[1:]), "inputs share memory"),
+        (
+            lambda x, y: x.add_(1) + y,
+            (SHARED_STORAGE[:3], SHARED_STORAGE[1:]),
+            "inputs share memory",
+        ),
         (lambda x: torch.nonzero(x) + 1, (R(4),), "sizes are symbols"),
         (lambda x: x.sin() + 1, (R(4).as_subclass(Own),), "an input is a Own"),
     ],

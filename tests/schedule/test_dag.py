@@ -27,14 +27,14 @@ def of_edges(count: int, edges: list[tuple[int, int]]) -> Dag:
 
 
 def reachable(dag: Dag, start: int) -> set[int]:
-    found: set[int] = set()
+    reached: set[int] = set()
     todo = list(dag.nodes[start].after)
     while todo:
         k = todo.pop()
-        if k not in found:
-            found.add(k)
+        if k not in reached:
+            reached.add(k)
             todo += dag.nodes[k].after
-    return found
+    return reached
 
 
 def through_others(dag: Dag, a: int, b: int) -> set[int]:
@@ -88,12 +88,12 @@ def test_merges_of_random_graphs_keep_the_order_and_see_every_cycle() -> None:
                 break
             a, b = rng.sample(sorted(dag.nodes), 2)
             expected = through_others(dag, a, b) | through_others(dag, b, a)
-            found = dag.path_around(dag.nodes[a], dag.nodes[b])
+            between = dag.path_around(dag.nodes[a], dag.nodes[b])
             if expected:
-                assert found is not None and found.id in expected
+                assert between is not None and between.id in expected
                 refused += 1
                 continue
-            assert found is None
+            assert between is None
             one, two = dag.nodes[a], dag.nodes[b]
             dag.merge(one, two, both(one, two))
             assert ordered(dag)

@@ -86,10 +86,10 @@ def test_no_merge_saves_more_than_is_reckoned_at_most(monkeypatch: pytest.Monkey
     offer = Fusion.offer
 
     def noted(self: Fusion, a: Node, b: Node) -> Offer | Refusal:
-        most, found = self.max_saving(a, b), offer(self, a, b)
-        if isinstance(found, Offer):
-            seen.append((found.us, most))
-        return found
+        most, verdict = self.max_saving(a, b), offer(self, a, b)
+        if isinstance(verdict, Offer):
+            seen.append((verdict.us, most))
+        return verdict
 
     monkeypatch.setattr(Fusion, "offer", noted)
     for device in DEVICES:
@@ -101,8 +101,8 @@ def test_no_merge_saves_more_than_is_reckoned_at_most(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name,f,args,most", COUNTS, ids=[c[0] for c in COUNTS])
 def test_counts(name: str, f: Any, args: tuple[Any, ...], most: int, device: str) -> None:
-    found = scheduled(f, *args, device=device)
-    assert len(found.kernels) <= most
+    plan = scheduled(f, *args, device=device)
+    assert len(plan.kernels) <= most
 
 
 @pytest.mark.parametrize("name,f,args,most", COUNTS[:8], ids=[c[0] for c in COUNTS[:8]])
@@ -115,14 +115,14 @@ def test_symbolic_sizes_fuse_alike(name: str, f: Any, args: tuple[Any, ...], mos
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_value_for_a_part_of_its_reader(device: str) -> None:
     """However slow arithmetic is: nothing is computed more than once."""
-    found = scheduled(gated_gradient, x(4096, 1024), x(4096, 2048), device=device, check=False)
-    assert len(found.kernels) == 1
+    plan = scheduled(gated_gradient, x(4096, 1024), x(4096, 2048), device=device, check=False)
+    assert len(plan.kernels) == 1
 
 
 def test_unfused() -> None:
     """The option that bisects: one kernel per operation."""
-    found = scheduled(lambda x: ((x + 1) * 2).sin(), x(), fusion=False)
-    assert len(found.kernels) == 3
+    plan = scheduled(lambda x: ((x + 1) * 2).sin(), x(), fusion=False)
+    assert len(plan.kernels) == 3
 
 
 def divergence(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -134,14 +134,14 @@ def test_a_loss_is_summed_where_its_statistics_are_known(device: str) -> None:
     """Whole rows as parts of the sum over everything: it runs beside the softmax's own
     reductions."""
     x, y = (torch.randn(1024, 4096) for _ in "xy")
-    found = scheduled(divergence, x, y, device=device, check=False)
-    assert found.accepted("split") and len(found.kernels) == 1
+    plan = scheduled(divergence, x, y, device=device, check=False)
+    assert plan.accepted("split") and len(plan.kernels) == 1
 
 
 def test_rows_are_read_once_on_a_cpu() -> None:
     """A sum over everything is cut into rows for what else reads them only."""
-    found = scheduled(divergence, torch.randn(40, 300), torch.randn(40, 300), device="cpu")
-    [taken] = found.accepted("split")
+    plan = scheduled(divergence, torch.randn(40, 300), torch.randn(40, 300), device="cpu")
+    [taken] = plan.accepted("split")
     assert taken["reason"] == "rows are read once"
     for f in (lambda x: (x * 2).sum(), lambda x: (x * x.flip(0)[:1]).sum()):
         assert not scheduled(f, torch.randn(40, 300), device="cpu").accepted("split")
@@ -163,10 +163,10 @@ def test_a_total_of_normalised_rows_reads_them_once(device: str, rows: int, widt
     if device == "cpu" and width < 256:
         return  # what short rows leave is not little
     long = rows > 1 << 14
-    found = scheduled(normalised_total, x(rows, width), x(width), device=device, check=not long)
-    readers = [k.name for k in found.kernels if "arg0_1" in dict(k.reads)]
-    assert len(readers) == 1 and len(found.kernels) <= 2
-    again = any(n.endswith(".part2") for k in found.kernels for n, _ in k.writes)
+    plan = scheduled(normalised_total, x(rows, width), x(width), device=device, check=not long)
+    readers = [k.name for k in plan.kernels if "arg0_1" in dict(k.reads)]
+    assert len(readers) == 1 and len(plan.kernels) <= 2
+    again = any(n.endswith(".part2") for k in plan.kernels for n, _ in k.writes)
     assert again == long
 
 
@@ -179,8 +179,8 @@ def test_few_columns_keep_a_gpu_busy(columns: int, least: int) -> None:
     def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x.sin(), x.sum(0)
 
-    found = scheduled(f, x(1 << 18, columns), device="H200", check=False)
-    (row_split,) = [n.row_split for k in found.kernels for n in k.nests if n.row_split is not None]
+    plan = scheduled(f, x(1 << 18, columns), device="H200", check=False)
+    (row_split,) = [n.row_split for k in plan.kernels for n in k.nests if n.row_split is not None]
     assert row_split[1] * -(-columns // 64) >= least * spec.cores
     few = scheduled(f, x(512, columns), device="H200", check=False)
     row_splits = [n.row_split for k in few.kernels for n in k.nests if n.row_split is not None]
@@ -188,33 +188,33 @@ def test_few_columns_keep_a_gpu_busy(columns: int, least: int) -> None:
 
 
 def test_long_rows_are_split() -> None:
-    found = scheduled(lambda x: x.sum(-1), x(4, 300_000), device="H200")
-    assert found.accepted("split")
-    assert found.kernels[0].nests[0].parallel[-1].extent.value > 16
+    plan = scheduled(lambda x: x.sum(-1), x(4, 300_000), device="H200")
+    assert plan.accepted("split")
+    assert plan.kernels[0].nests[0].parallel[-1].extent.value > 16
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rows_of_nothing_are_not_split(dynamic: bool) -> None:
     """Places in rows were computed with their sizes as divisors (seed 16000000)."""
-    found = scheduled(
+    plan = scheduled(
         lambda x, y: x.sum((0, 1)) * y.sin() + 1,
         x(2, 0, 8, 8),
         x(8, 8),
         device="H200",
         dynamic=dynamic,
     )
-    assert len(found.kernels) == 1
+    assert len(plan.kernels) == 1
 
 
 def test_columns_are_split() -> None:
-    found = scheduled(lambda x: (x * 2).sum(0), x(4096, 64), device="H200")
-    assert found.accepted("split")
-    assert found.kernels[0].nests[0].row_split is not None
+    plan = scheduled(lambda x: (x * 2).sum(0), x(4096, 64), device="H200")
+    assert plan.accepted("split")
+    assert plan.kernels[0].nests[0].row_split is not None
 
 
-def cross_row_reductions(found: Scheduled) -> list[list[str]]:
+def cross_row_reductions(plan: Scheduled) -> list[list[str]]:
     """For each nest with a row split, the tensors of its partial results."""
-    nests = [n for k in found.kernels for n in k.nests if n.row_split is not None]
+    nests = [n for k in plan.kernels for n in k.nests if n.row_split is not None]
     return [[s.name for s in n.stmts if isinstance(s, Reduce) and s.partial] for n in nests]
 
 
@@ -228,12 +228,12 @@ def test_sums_of_places_beside_sums_of_all_rows(axis: int) -> None:
         return dx, dx.sum(axis), dw, db
 
     shape = (16, 512, 128) if axis == 0 else (512, 16, 128)
-    found = scheduled(f, x(*shape), x(*shape), x(128), device="H200")
-    assert len(found.kernels) == 2
-    (reductions,) = cross_row_reductions(found)
+    plan = scheduled(f, x(*shape), x(*shape), x(128), device="H200")
+    assert len(plan.kernels) == 2
+    (reductions,) = cross_row_reductions(plan)
     assert len(reductions) == 3
     # Nothing is left to reduce of the places.
-    [places] = [n for n in found.kernels[1].nests if not n.reduced]
+    [places] = [n for n in plan.kernels[1].nests if not n.reduced]
     assert [a.extent.value for a in places.parallel] == [512, 128]
 
 
@@ -242,8 +242,8 @@ def test_sums_of_places_alone() -> None:
         dx = dy - x * (dy * x).mean(-1, keepdim=True)
         return dx, dy.sum(0), dx.sum(0)
 
-    found = scheduled(f, x(8, 1024, 64), x(8, 1024, 64), device="H200")
-    assert len(found.kernels) == 2 and len(cross_row_reductions(found)[0]) == 2
+    plan = scheduled(f, x(8, 1024, 64), x(8, 1024, 64), device="H200")
+    assert len(plan.kernels) == 2 and len(cross_row_reductions(plan)[0]) == 2
 
 
 def test_places_of_several_splits_stay_apart() -> None:
@@ -253,16 +253,16 @@ def test_places_of_several_splits_stay_apart() -> None:
         dx, dw, db = norm_backward(dy, x, w)
         return dx, dx.sum(0), dw, db
 
-    found = scheduled(f, x(512, 16, 128), x(512, 16, 128), x(128), device="H200")
-    assert [len(reductions) for reductions in cross_row_reductions(found)] == [2]
+    plan = scheduled(f, x(512, 16, 128), x(512, 16, 128), x(128), device="H200")
+    assert [len(reductions) for reductions in cross_row_reductions(plan)] == [2]
 
 
 def test_positions_survive() -> None:
     """Partial positions are combined in the order of the parts: the first of equals wins."""
     ties = torch.zeros(4, 100_000)
     ties[:, [70_000, 30_000, 90_000]] = 1
-    found = scheduled(lambda x: x.argmax(-1), ties, device="H200")
-    assert found.accepted("split")
+    plan = scheduled(lambda x: x.argmax(-1), ties, device="H200")
+    assert plan.accepted("split")
 
 
 def test_recomputed_in_readers() -> None:
@@ -272,8 +272,8 @@ def test_recomputed_in_readers() -> None:
         s = (a * 2 + 1) / 3
         return s.exp().sum(0), s.reshape(-1, 25).amax(-1), s.reshape(-1, 20).amin(-1)
 
-    found = scheduled(f, x(2000, 50), device="H200")
-    written = {name for k in found.kernels for name, _ in k.writes}
+    plan = scheduled(f, x(2000, 50), device="H200")
+    written = {name for k in plan.kernels for name, _ in k.writes}
     assert "div" not in written
 
 
@@ -294,8 +294,8 @@ def test_long_chains(n: int) -> None:
             x = x.sin() if k % 3 else x + 1.5
         return x
 
-    found = scheduled(f, x(4, 5))
-    assert len(found.kernels) <= n // 30 + 1
+    plan = scheduled(f, x(4, 5))
+    assert len(plan.kernels) <= n // 30 + 1
 
 
 def test_registers_of_a_split() -> None:
@@ -318,9 +318,9 @@ def test_memory_has_what_is_narrow(device):
         return (wide - wide.sum()) * wide
 
     rows = 4096
-    found = scheduled(f, *(x(rows, COLS).bfloat16() for _ in range(3)), device=device, check=False)
-    assert len(found.kernels) > 1
-    stored = [lay for k in found.kernels for _, lay in k.writes if lay.numel.value == rows * COLS]
+    plan = scheduled(f, *(x(rows, COLS).bfloat16() for _ in range(3)), device=device, check=False)
+    assert len(plan.kernels) > 1
+    stored = [lay for k in plan.kernels for _, lay in k.writes if lay.numel.value == rows * COLS]
     assert sorted(lay.dtype for lay in stored) == ["bf16", "f32"]  # what is narrow, and the result
 
 
@@ -334,8 +334,8 @@ def test_what_computes_is_no_nest_beside_what_reads() -> None:
     def f(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return ranks(i), x.sum(0)
 
-    found = scheduled(f, places, torch.randn(64, 4096), device="H200", check=False)
-    assert len(found.kernels) == 2
+    plan = scheduled(f, places, torch.randn(64, 4096), device="H200", check=False)
+    assert len(plan.kernels) == 2
     short = scheduled(f, places[:64], torch.randn(64, 4096), device="H200", check=False)
     assert len(short.kernels) == 1
 
@@ -364,9 +364,9 @@ def test_statistics_of_a_join_of_two_layouts_are_split(parts: tuple[int, ...]) -
         m, v = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), keepdim=True)
         return ((x - m) * (v + 1e-5).rsqrt()).relu()
 
-    found = scheduled(f, first, *others, device="H200")
-    assert found.accepted("split")
-    for k in found.kernels:
+    plan = scheduled(f, first, *others, device="H200")
+    assert plan.accepted("split")
+    for k in plan.kernels:
         for nest in k.nests:
             row = product(a.extent for a in nest.reduced)
             assert nest.row_split is not None or (row.value or 1) <= 4 * 40 * 48

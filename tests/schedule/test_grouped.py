@@ -92,9 +92,9 @@ def test_more_that_is_one_kernel(name: str) -> None:
 def test_what_a_program_does_not_hold_stays_apart(
     f: Any, shape: tuple[int, ...], reason: str
 ) -> None:
-    found = scheduled(f, torch.randn(*shape), device="H200")
-    assert not any(n.group_axes for k in found.kernels for n in k.nests)
-    assert any(reason in d["detail"] for d in found.refused("grouped reductions"))
+    plan = scheduled(f, torch.randn(*shape), device="H200")
+    assert not any(n.group_axes for k in plan.kernels for n in k.nests)
+    assert any(reason in d["detail"] for d in plan.refused("grouped reductions"))
 
 
 def test_positions_have_no_groups() -> None:
@@ -102,21 +102,21 @@ def test_positions_have_no_groups() -> None:
         y = norm(x).unflatten(-1, (-1, 128))
         return y.amax(-1), y.argmax(-1)
 
-    found = scheduled(f, torch.randn(1024, 384), device="H200")
+    plan = scheduled(f, torch.randn(1024, 384), device="H200")
     reductions = [
-        s for k in found.kernels for n in k.nests for s in n.stmts if isinstance(s, Reduce)
+        s for k in plan.kernels for n in k.nests for s in n.stmts if isinstance(s, Reduce)
     ]
     assert {s.kind: s.grouped for s in reductions}["argmax"] is False
 
 
 def test_rows_of_unknown_length_have_none() -> None:
-    found = scheduled(quantised, torch.randn(1024, 384), device="H200", dynamic=True)
-    assert not any(n.group_axes for k in found.kernels for n in k.nests)
+    plan = scheduled(quantised, torch.randn(1024, 384), device="H200", dynamic=True)
+    assert not any(n.group_axes for k in plan.kernels for n in k.nests)
 
 
 def test_a_cpu_has_two_kernels() -> None:
-    found = scheduled(quantised, torch.randn(1024, 384), device="cpu")
-    assert not any(n.group_axes for k in found.kernels for n in k.nests)
+    plan = scheduled(quantised, torch.randn(1024, 384), device="cpu")
+    assert not any(n.group_axes for k in plan.kernels for n in k.nests)
 
 
 def test_blocks_without_a_reduction_of_the_row_are_rows() -> None:
@@ -132,6 +132,6 @@ def test_cross_row_reductions_stay_apart() -> None:
         y = norm(x)
         return (*in_blocks(y), y.sum(0), x.sum(0))
 
-    found = scheduled(f, torch.randn(2048, 384), device="H200")
-    nests = [n for k in found.kernels for n in k.nests]
+    plan = scheduled(f, torch.randn(2048, 384), device="H200")
+    nests = [n for k in plan.kernels for n in k.nests]
     assert not any(n.group_axes and n.row_split for n in nests)

@@ -45,19 +45,19 @@ def test_short_kernels_wait() -> None:
     program = lower(gm, Context(record=record, like="cuda"))
     plan = scheduling.schedule(program, Context(record=record, specs=lambda _: spec_of("H200")))
     verify_schedule(plan, program)
-    found = Scheduled(program, plan, record)
+    outcome = Scheduled(program, plan, record)
     kernels = [s for s in plan.steps if isinstance(s, Kernel)]
     sums = next(k for k, step in enumerate(kernels) if len(step.nests) >= 3)
     assert sums >= 2 and len(kernels[1].nests) == 1  # behind ranks, with others
     stored = {name for name, _ in kernels[sums].writes}
-    assert any({d["first"], d["second"]} <= stored for d in found.accepted("horizontal"))
-    for got, expected in zip(found.run(args), gradients(*args), strict=True):
+    assert any({d["first"], d["second"]} <= stored for d in outcome.accepted("horizontal"))
+    for got, expected in zip(outcome.run(args), gradients(*args), strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-1)
 
 
 def test_cooperative_rows_have_a_kernel_of_their_own() -> None:
     x, y = torch.empty(2048, 131072, dtype=torch.bfloat16), torch.empty(4096)
     for f in (lambda x, y: (x.softmax(-1), y + 1), lambda x, y: (y + 1, x.softmax(-1))):
-        found = scheduled(f, x, y, device="H200", check=False).kernels
-        made = [generate(k, spec_of("H200")) for k in found]
+        kernels = scheduled(f, x, y, device="H200", check=False).kernels
+        made = [generate(k, spec_of("H200")) for k in kernels]
         assert sorted(k.programs_per_row for k in made) == [1, 16]

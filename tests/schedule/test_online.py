@@ -115,8 +115,8 @@ def test_moments(name: str) -> None:
         assert {len(m.slopes) for m in chain.weighted.values()} == (slopes if moments else set())
 
 
-def rules_of(found: Scheduled) -> list[Rule]:
-    return [r for k in found.kernels for n in k.nests for r in chain_of(n).rules.values()]
+def rules_of(plan: Scheduled) -> list[Rule]:
+    return [r for k in plan.kernels for n in k.nests for r in chain_of(n).rules.values()]
 
 
 @pytest.fixture
@@ -137,8 +137,8 @@ def inputs(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[
 @pytest.mark.parametrize("name", RULES)
 def test_form(name: str) -> None:
     kind, f, count = RULES[name]
-    found = rules_of(scheduled(f, *inputs(count, 4, 300)))
-    assert found and all(isinstance(r, kind) for r in found)
+    rules = rules_of(scheduled(f, *inputs(count, 4, 300)))
+    assert rules and all(isinstance(r, kind) for r in rules)
 
 
 @pytest.mark.parametrize("name", NONE)
@@ -148,12 +148,12 @@ def test_refused(name: str) -> None:
 
 def errors(f: Callable[..., Any], args: list[Tensor], **more: Any) -> Iterator[tuple[float, float]]:
     """Ours and eager's error against f64, by output; what is not finite must be the same."""
-    found = scheduled(f, *args, device="H200", check=False, **more)
-    assert found.accepted("split")
-    names = {n for k in found.kernels for n, _ in k.reads if n.startswith("arg")}
-    reducing = [k for k in found.kernels if k.name.startswith("red")]
+    plan = scheduled(f, *args, device="H200", check=False, **more)
+    assert plan.accepted("split")
+    names = {n for k in plan.kernels for n, _ in k.reads if n.startswith("arg")}
+    reducing = [k for k in plan.kernels if k.name.startswith("red")]
     assert all(sum(n in dict(k.reads) for k in reducing) == 1 for n in names), "one reading"
-    ours = found.run([a.clone() for a in args])
+    ours = plan.run([a.clone() for a in args])
     listed = [torch.utils._pytree.tree_leaves(f(*xs)) for xs in (args, [a.double() for a in args])]
     for g, e, exact in zip(ours, *listed, strict=True):
         assert torch.equal(g.isnan(), e.isnan()) and torch.equal(g.isinf(), e.isinf())
@@ -182,12 +182,12 @@ def test_sizes_known_at_run_time(name: str, slow: None) -> None:
 def test_other_sizes(name: str, slow: None) -> None:
     """The number of parts is that of the size seen; parts of others may be empty."""
     _, f, count = RULES[name]
-    found = scheduled(f, *inputs(count, 2, 501), device="H200", check=False, dynamic=True)
-    assert found.accepted("split")
+    plan = scheduled(f, *inputs(count, 2, 501), device="H200", check=False, dynamic=True)
+    assert plan.accepted("split")
     for length in (2, 3, 9, 64, 2000):
         args = inputs(count, 2, length)
         expected = torch.utils._pytree.tree_leaves(f(*args))
-        for g, e in zip(found.run([a.clone() for a in args]), expected, strict=True):
+        for g, e in zip(plan.run([a.clone() for a in args]), expected, strict=True):
             torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
 
 
@@ -241,8 +241,8 @@ def test_columns(slow: None) -> None:
 def test_positions(slow: None) -> None:
     x = torch.randint(0, 30, (2, 512)).float()
     x[1, 77] = float("nan")
-    found = scheduled(lambda x: (x.argmax(-1), x.argmin(-1), x.amax(-1)), x, device="H200",
+    plan = scheduled(lambda x: (x.argmax(-1), x.argmin(-1), x.amax(-1)), x, device="H200",
                       check=False)  # fmt: skip
-    assert found.accepted("split")
-    for g, e in zip(found.run([x]), (x.argmax(-1), x.argmin(-1), x.amax(-1)), strict=True):
+    assert plan.accepted("split")
+    for g, e in zip(plan.run([x]), (x.argmax(-1), x.argmin(-1), x.amax(-1)), strict=True):
         assert torch.equal(g.nan_to_num(), e.nan_to_num())

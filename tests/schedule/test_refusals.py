@@ -17,9 +17,9 @@ from deuteron.schedule.legality import Refusal, consistent, fits
 from tests.schedule.tools import Scheduled, scheduled
 
 
-def one(found: Scheduled, reason: str) -> dict[str, Any]:
-    refused = found.refused(reason)
-    assert refused, [(d["reason"], d["detail"]) for d in found.record.of("decision")]
+def one(plan: Scheduled, reason: str) -> dict[str, Any]:
+    refused = plan.refused(reason)
+    assert refused, [(d["reason"], d["detail"]) for d in plan.record.of("decision")]
     return refused[0]
 
 
@@ -91,9 +91,9 @@ def test_scatter() -> None:
 
 
 def test_devices() -> None:
-    found = scheduled(lambda a, b: (a.exp(), a.cos()), torch.randn(4), torch.randn(4))
-    a, b = (group_of_one(c) for c in found.program.computes()[:2])
-    layouts = dict(found.program.layouts())
+    plan = scheduled(lambda a, b: (a.exp(), a.cos()), torch.randn(4), torch.randn(4))
+    a, b = (group_of_one(c) for c in plan.program.computes()[:2])
+    layouts = dict(plan.program.layouts())
     layouts[b.members[0].name] = replace(layouts[b.members[0].name], device="cuda:0")
     refusal = fits(a, b, layouts, {})
     assert isinstance(refusal, Refusal)
@@ -101,9 +101,9 @@ def test_devices() -> None:
 
 
 def test_nothing_shared() -> None:
-    found = scheduled(lambda a, b: (a.exp(), b.cos()), torch.randn(4, 3), torch.randn(7))
-    a, b = (group_of_one(c) for c in found.program.computes()[:2])
-    refusal = fits(a, b, found.program.layouts(), {})
+    plan = scheduled(lambda a, b: (a.exp(), b.cos()), torch.randn(4, 3), torch.randn(7))
+    a, b = (group_of_one(c) for c in plan.program.computes()[:2])
+    refusal = fits(a, b, plan.program.layouts(), {})
     assert isinstance(refusal, Refusal)
     assert refusal.reason == "iteration spaces differ"
     assert "[4x3] and [7]" in refusal.detail or "[7] and [4x3]" in refusal.detail
@@ -126,10 +126,10 @@ def test_overwritten() -> None:
     both = Group(
         group_of_one(back).space, (*group_of_one(back, 0).members, *group_of_one(new, 1).members)
     )
-    found = consistent(both, layouts, {"new": "x"})
-    assert found is not None
-    assert found.reason == "overwritten"
-    assert "reads x at" in found.detail
+    refused = consistent(both, layouts, {"new": "x"})
+    assert refused is not None
+    assert refused.reason == "overwritten"
+    assert "reads x at" in refused.detail
 
 
 def chain(*levels: str) -> tuple[Group, dict[str, Layout]]:
@@ -150,16 +150,16 @@ def test_read_before_it_is_there() -> None:
     group, layouts = chain("point", "point")
     assert consistent(group, layouts, {}) is None
     first, then, most = group.members
-    found = consistent(replace(group, members=(then, first, most)), layouts, {})
-    assert found is not None
-    assert (found.reason, found.detail) == ("order", "then reads first before it is there")
+    refusal = consistent(replace(group, members=(then, first, most)), layouts, {})
+    assert refusal is not None
+    assert (refusal.reason, refusal.detail) == ("order", "then reads first before it is there")
 
 
 def test_rows_that_read_points() -> None:
     """What is evaluated once per row cannot read what each of its points makes anew."""
-    found = consistent(*chain("point", "row"), {})
-    assert found is not None
-    assert (found.reason, found.detail) == ("levels", "then is per row, first per point")
+    refusal = consistent(*chain("point", "row"), {})
+    assert refusal is not None
+    assert (refusal.reason, refusal.detail) == ("levels", "then is per row, first per point")
 
 
 def test_columns_before_all_rows() -> None:
@@ -173,10 +173,10 @@ def test_columns_before_all_rows() -> None:
     both = Group(rows.space, (column, *rows.members), (i, 2), {"total": "total.part"})
     layouts = {"x": contiguous((i.extent, j.extent), "f32")}
     layouts |= {m.name: m.compute.layout for m in both.members}
-    found = consistent(both, layouts, {})
-    assert found is not None
-    assert found.reason == "columns"
-    assert "complete after all rows" in found.detail
+    refusal = consistent(both, layouts, {})
+    assert refusal is not None
+    assert refusal.reason == "columns"
+    assert "complete after all rows" in refusal.detail
 
 
 def test_positions_along_one_loop() -> None:
@@ -189,9 +189,9 @@ def test_positions_along_one_loop() -> None:
     layouts = {"x": contiguous((i.extent, j.extent), "f32")}
     layouts |= {m.name: m.compute.layout for g in (largest, where) for m in g.members}
     moved = where.members[0].moved({k: i.index * 6 + j.index})
-    found = consistent(Group(largest.space, (*largest.members, moved)), layouts, {})
-    assert found is not None
-    assert "counts along one loop" in found.detail
+    refusal = consistent(Group(largest.space, (*largest.members, moved)), layouts, {})
+    assert refusal is not None
+    assert "counts along one loop" in refusal.detail
     both = fits(largest, where, layouts, {})
     assert isinstance(both, Group)
     assert both.space.reduced == (k,)

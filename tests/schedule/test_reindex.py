@@ -23,14 +23,14 @@ from tests.schedule.tools import Scheduled, scheduled
 DEVICES = ["cpu", "H200"]
 
 
-def is_permutation(found: Walk, loops: list[Axis]) -> bool:
+def is_permutation(walk: Walk, loops: list[Axis]) -> bool:
     ranges = [range(a.extent.value or 0) for a in loops]
     seen = [
-        tuple(evaluate(i, dict(zip([a.name for a in loops], at, strict=True))) for i, _ in found)
+        tuple(evaluate(i, dict(zip([a.name for a in loops], at, strict=True))) for i, _ in walk)
         for at in itertools.product(*ranges)
     ]
-    inside = all(0 <= v < (n.value or 0) for at in seen for v, (_, n) in zip(at, found))
-    everything = math.prod(n.value or 0 for _, n in found)
+    inside = all(0 <= v < (n.value or 0) for at in seen for v, (_, n) in zip(at, walk))
+    everything = math.prod(n.value or 0 for _, n in walk)
     return inside and len(seen) == len(set(seen)) == everything
 
 
@@ -68,10 +68,10 @@ def test_permutations_are() -> None:
     @settings(max_examples=400, deadline=None)
     @given(walks())
     def check(drawn: tuple[Walk, list[Axis]]) -> None:
-        found, loops = drawn
-        answer = permuted(found, loops)
+        walk, loops = drawn
+        answer = permuted(walk, loops)
         answers[answer] += 1
-        assert answer == is_permutation(found, loops), (found, loops)
+        assert answer == is_permutation(walk, loops), (walk, loops)
 
     check()
     assert all(answers.values()), answers
@@ -139,9 +139,9 @@ AS_THEY_ARE: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", REINDEXED)
 def test_read_in_order(name: str, device: str) -> None:
     f, shape = REINDEXED[name]
-    found = one(f, device, *shape)
-    assert len(found.accepted("reindex")) == 1
-    reads = [n for k in found.kernels for nest in k.nests for e in nest.exprs() for n in e.loads()]
+    plan = one(f, device, *shape)
+    assert len(plan.accepted("reindex")) == 1
+    reads = [n for k in plan.kernels for nest in k.nests for e in nest.exprs() for n in e.loads()]
     given = [i for n in reads if n.attr[0] == "arg0_1" for i in n.attr[1]]
     assert given and not any("+" in repr(i) for i in given)
 
@@ -159,12 +159,12 @@ def test_a_permuted_copy_and_its_sum_are_one_nest(device: str) -> None:
         a = placed(d)
         return a, a.sum((0, 1, 2))
 
-    found = scheduled(f, torch.randn(32, 64, 40), device=device)
+    plan = scheduled(f, torch.randn(32, 64, 40), device=device)
     readers = [
         nest
-        for k in found.kernels
+        for k in plan.kernels
         for nest in k.nests
         if any(n.attr[0] == "arg0_1" for e in nest.exprs() for n in e.loads())
     ]
-    assert len(readers) == 1 and not found.accepted("reindex")
+    assert len(readers) == 1 and not plan.accepted("reindex")
     assert any(isinstance(s, Store) and s.level == "point" for s in readers[0].stmts)

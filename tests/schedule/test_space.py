@@ -56,9 +56,9 @@ def test_one_to_one_maps_are() -> None:
         ours, theirs, table = drawn
         if any(a not in table for a in theirs):
             return
-        found = one_to_one(theirs, table)
-        answers[found] += 1
-        assert found == is_one_to_one(ours, theirs, table), table
+        answer = one_to_one(theirs, table)
+        answers[answer] += 1
+        assert answer == is_one_to_one(ours, theirs, table), table
 
     check()
     assert all(answers.values()), answers

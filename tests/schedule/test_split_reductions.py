@@ -43,10 +43,10 @@ def test_statistics_of_what_has_several_readers_use_the_device(
 ) -> None:
     """A value at points with other loops than the partial reductions kept them from being split:
     few channels were walked by as few programs (a dense block, H200: 12 times as long)."""
-    found = scheduled(f, *images(*channels), device="H200")
-    (taken,) = found.accepted("split")
+    plan = scheduled(f, *images(*channels), device="H200")
+    (taken,) = plan.accepted("split")
     assert taken["reason"] == "more of the device is busy"
-    main = found.kernels[0].nests[0]
+    main = plan.kernels[0].nests[0]
     rows = 1
     for a in main.parallel:
         rows *= a.extent.value or 1
@@ -55,16 +55,16 @@ def test_statistics_of_what_has_several_readers_use_the_device(
 
 def test_what_waits_reads_again_through_values_at_points() -> None:
     """The second reading of what several members read by way of one."""
-    found = scheduled(joined, *images(8, 16), device="H200", check=False)
+    plan = scheduled(joined, *images(8, 16), device="H200", check=False)
     # Once for the statistics, once and a store for the result.
     size = 4 * 24 * 40 * 24 * 4
-    assert 3 * size <= sum(k.bytes for k in found.kernels) <= 3.2 * size
+    assert 3 * size <= sum(k.bytes for k in plan.kernels) <= 3.2 * size
 
 
 def test_a_kernel_that_is_not_split_is_not_predicted_as_if(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deuteron.schedule.split.split_group", lambda *a: None)
-    found = scheduled(lambda x: x.sum((0, 1)), torch.randn(4096, 4, 40), device="H200", check=False)
-    (kernel,) = found.kernels
+    plan = scheduled(lambda x: x.sum((0, 1)), torch.randn(4096, 4, 40), device="H200", check=False)
+    (kernel,) = plan.kernels
     assert kernel.predicted_us > 3 * profit.time_us(kernel.bytes, 0.0, 1.0, spec_of("H200"))
 
 
@@ -83,8 +83,8 @@ def test_reductions_lie_as_what_they_are_for(device: str) -> None:
         torch.randn(2, n, s, s).to(memory_format=torch.channels_last)
         for n, s in ((24, 19), (16, 9), (8, 9))
     )
-    found = scheduled(branches, a, b, c, device=device)
-    written = [lay for k in found.kernels for _, lay in k.writes if len(lay.shape) == 4]
+    plan = scheduled(branches, a, b, c, device=device)
+    written = [lay for k in plan.kernels for _, lay in k.writes if len(lay.shape) == 4]
     assert len(written) >= 3
     assert all(lay.strides[1].value == 1 for lay in written)
 
@@ -111,6 +111,6 @@ def test_a_result_of_columns_is_not_walked_for_a_launch() -> None:
         )
         return torch.cat([y, F.pad(up, (0, 1)).to(y.dtype)], 1)
 
-    found = scheduled(resampled, x, y, device="H200", check=False)
-    written = [n for k in found.kernels for n in k.nests if not n.locals()]
+    plan = scheduled(resampled, x, y, device="H200", check=False)
+    written = [n for k in plan.kernels for n in k.nests if not n.locals()]
     assert written and not any(n.reduced for n in written), "points have no rows"

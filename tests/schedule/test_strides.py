@@ -42,8 +42,8 @@ def test_products_of_one_row_do_not_walk_down_columns(
     """The second product's sums could be kept by the splits of the first, who would go through its
     weights column by column: 45 times slower than two kernels on a CPU."""
     args = [W(1, 640).to(dtype), W(1920, 640).to(dtype), W(640, 1920).to(dtype)]
-    found = scheduled(f, *args, device=device, products="generated", check=False)
-    split_nests = [n for k in found.kernels for n in k.nests if n.row_split is not None]
+    plan = scheduled(f, *args, device=device, products="generated", check=False)
+    split_nests = [n for k in plan.kernels for n in k.nests if n.row_split is not None]
     assert not split_nests, split_nests
 
 
@@ -53,8 +53,8 @@ def test_columns_beside_rows_still_share_a_nest() -> None:
     def f(g, x, w):
         return (g * w * x).sum(-1, keepdim=True) * x + g, (g * x).sum(0)
 
-    found = scheduled(f, W(4096, 512), W(4096, 512), W(512))
-    assert any(n.row_split is not None for k in found.kernels for n in k.nests)
+    plan = scheduled(f, W(4096, 512), W(4096, 512), W(512))
+    assert any(n.row_split is not None for k in plan.kernels for n in k.nests)
 
 
 def columns(rows: int, columns: int, transposed: bool) -> tuple[Compute, dict[str, Any]]:

@@ -22,8 +22,8 @@ def ways(f: Callable[..., Any], l2: int, *args: Any) -> list[bool]:
     spec = replace(spec_of("H200"), l2=l2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tools, "spec_of", lambda device: spec)
-        found = scheduled(f, *args, device="H200", fusion=False)
-    return [k.reverse for k in found.kernels]
+        plan = scheduled(f, *args, device="H200", fusion=False)
+    return [k.reverse for k in plan.kernels]
 
 
 def steps(x: torch.Tensor) -> torch.Tensor:
@@ -45,15 +45,15 @@ def test_what_is_gone_from_the_cache_is_read_from_its_begin() -> None:
         a = x + 1
         return a, (y + 1).sin().exp(), a.cos()
 
-    found = ways(f, 60_000, X, torch.randn(64, 300))
-    assert found[-1] is False and True in found
+    backwards = ways(f, 60_000, X, torch.randn(64, 300))
+    assert backwards[-1] is False and True in backwards
 
 
 def test_the_cache_is_left_to_library_calls() -> None:
     spec = replace(spec_of("H200"), l2=60_000)
-    found = scheduled(steps, X, device="H200", fusion=False)
-    plain: list[Any] = [replace(k, retain_in_l2=False) for k in found.kernels]
+    plan = scheduled(steps, X, device="H200", fusion=False)
+    plain: list[Any] = [replace(k, retain_in_l2=False) for k in plan.kernels]
     call = Extern((None,), "aten.mm.default", (), (), (None,))
     for calls, marked in (([], [True] * 4), ([call], [False] * 4)):
-        done = with_traversal([*plain, *calls], found.schedule.layouts, {"cpu": spec})
+        done = with_traversal([*plain, *calls], plan.schedule.layouts, {"cpu": spec})
         assert [k.retain_in_l2 for k in done if isinstance(k, Kernel)] == marked

@@ -68,9 +68,9 @@ def on_gpu(schedule: Schedule) -> Schedule:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels(name: str) -> None:
     f, args, want = CASES[name]
-    found = scheduled(f, *args, device="H200", check=False).schedule
-    assert not list(unordered(found)), "a CPU does all in order"
-    entries = list(unordered(on_gpu(found)))
+    plan = scheduled(f, *args, device="H200", check=False).schedule
+    assert not list(unordered(plan)), "a CPU does all in order"
+    entries = list(unordered(on_gpu(plan)))
     assert sorted({e["reason"] for e in entries}) == want
     assert all(e["origins"] and e["what"] for e in entries)
 

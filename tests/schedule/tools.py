@@ -24,9 +24,9 @@ from tests.lower.harness import lowered, tensors, trace
 
 
 def spec_of(device: str) -> DeviceSpec:
-    found = device_spec("cpu") if device == "cpu" else named_gpu(device)
-    assert found is not None
-    return found
+    spec = device_spec("cpu") if device == "cpu" else named_gpu(device)
+    assert spec is not None
+    return spec
 
 
 @dataclass
@@ -98,12 +98,12 @@ def scheduled(
     if asked.precision == "float32":
         program = unrounded(program)
     record = Record()
-    found = schedule(
+    plan = schedule(
         program,
         Context(replace(asked, verify=True), record, specs=lambda _: spec_of(device)),
     )
-    verify_schedule(found, program, "schedule", strict=False)
-    out = Scheduled(program, found, record)
+    verify_schedule(plan, program, "schedule", strict=False)
+    out = Scheduled(program, plan, record)
     if check:
         got = out.run([x.clone() if isinstance(x, torch.Tensor) else x for x in args])
         for g, e in zip(got, listed(*args), strict=True):
