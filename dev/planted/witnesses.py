@@ -222,7 +222,7 @@ def sizes(x: Tensor) -> Made:
 
 
 @program
-def segments(x: Tensor) -> Made:
+def index_sets(x: Tensor) -> Made:
     y = x.repeat(1, 25)
     return torch.cat([y[..., 1:], y[..., :1]], -1), torch.cat([y[..., 7:] * 2, y[..., :7]], -1)
 
