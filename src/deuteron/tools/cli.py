@@ -71,9 +71,14 @@ def explain(
 
     try:
         named = target_of(target, shape or [], device, backward)
-        report = deuteron.explain(named.function, *named.args, backward=backward)
     except UsageError as error:
         raise typer.BadParameter(str(error)) from None
+    try:
+        report = deuteron.explain(named.function, *named.args, backward=backward)
+    except Exception:
+        if (failure := named.eager_failure()) is not None:
+            raise typer.BadParameter(failure) from None
+        raise
     print(report.to_json() if json else report)
 
 

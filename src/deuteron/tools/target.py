@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deuteron.base.device import demand
+from deuteron.tools.measuring import error_line
 
 
 class UsageError(ValueError):
@@ -43,6 +44,14 @@ class Target:
             own = {name: owner} if isinstance(owner, Tensor) else state_of(owner, name)
             named.update({k: t for k, t in own.items() if all(t is not x for x in named.values())})
         return named
+
+    def eager_failure(self) -> str | None:
+        """What is wrong with the function itself: how it fails without a compiler, if it does."""
+        try:
+            self.function(*self.args)
+        except Exception as error:  # noqa: BLE001 - the user's
+            return f"{self.name} fails without a compiler: {error_line(error)}"
+        return None
 
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
