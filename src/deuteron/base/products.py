@@ -29,8 +29,8 @@ GENERATED_RATES: dict[str, tuple[Rates, Rates]] = {
     "bf16": ((21, 21, 21, 21, 0.3), (28, 29, 32, 34, 0.3)),
     "f16": ((9, 9, 9, 9, 0.1), (15, 15, 15, 15, 0.1)),
 }
-# What of memory's bandwidth generated loops reach in products of one row whose larger operand is
-# not contiguous along the sum: they walk down blocks of its columns, 2 KiB of each row. EPYC, us,
+# What of memory's bandwidth generated loops reach in products of one row whose larger operand is not
+# contiguous along the sum: they walk down blocks of its columns, 2 KiB of each row. Same EPYC, us,
 # one row of 2048 by 2048: f32 305 (library 220), f64 1650 (950).
 ACROSS_BANDWIDTH = 0.7
 # Products up to this many multiplications are loops of a short kernel whatever their shape.
