@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from deuteron.ir import elements
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, as_position, cast, checked, index_value, literal, op
 from deuteron.ir.index import (
@@ -64,10 +63,9 @@ def masked(mask: Expr, value: Expr, fill: Any = 0) -> Expr:
     other = fill if isinstance(fill, Expr) else literal(fill, value.dtype)
     if mask.op == "literal":
         return value if mask.attr else other
-    there = E.with_mask(value, mask)
     if value.op == "load" and not value.args and other.op == "literal":
-        return E.load(there.attr[0], there.attr[1], value.dtype, mask, other.attr)
-    return op("where", mask, there, other)
+        return E.load(value.attr[0], value.attr[1], value.dtype, mask, other.attr)
+    return op("where", mask, E.with_mask(value, mask), other)
 
 
 # -- positions -------------------------------------------------------------------------------------
@@ -106,11 +104,6 @@ def loaded(position: Expr, extent: Index | None = None, end: Index | None = None
     shifted = op("add", position, index_value(extent))
     negative = op("lt", position, literal(0, "i64"))
     return as_position(op("where", negative, shifted, position))
-
-
-def read(ctx: LowerContext, x: Value, at: Sequence[Index]) -> Expr:
-    """The element of x at positions that may be loaded; those stay checked, whatever x is."""
-    return elements.element(x.axes, x.expr, at, ctx.layouts)
 
 
 # -- reshapes --------------------------------------------------------------------------------------
@@ -201,7 +194,6 @@ __all__ = [
     "loaded",
     "masked",
     "nothing",
-    "read",
     "reshaped",
     "unflatten",
     "within",

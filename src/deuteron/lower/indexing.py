@@ -27,7 +27,6 @@ from deuteron.lower.access import (
     loaded,
     masked,
     nothing,
-    read,
     unflatten,
     wrap,
     wrap_dim,
@@ -108,7 +107,7 @@ def index(
     ctx: LowerContext, x: Value, indices: Sequence[Value | None], unsafe: bool = False
 ) -> Value:
     places = Places(ctx, x, indices, unsafe)
-    return make(ctx, ctx.shape_of(ctx.fake()), lambda idx: read(ctx, x, places.at(idx)))
+    return make(ctx, ctx.shape_of(ctx.fake()), lambda idx: x.at(places.at(idx)))
 
 
 @lowering("aten._unsafe_index.Tensor")
@@ -200,7 +199,7 @@ def embedding(ctx: LowerContext, weight: Value, indices: Value, *args: Any, **kw
     shape = [*indices.shape, weight.shape[1]]
 
     def element(idx: tuple[Index, ...]) -> Expr:
-        return read(ctx, weight, [loaded(indices.at(idx[:-1]), end=weight.shape[0]), idx[-1]])
+        return weight.at([loaded(indices.at(idx[:-1]), end=weight.shape[0]), idx[-1]])
 
     return make(ctx, shape, element)
 
@@ -214,7 +213,7 @@ def index_select(ctx: LowerContext, x: Value, dim: int, indices: Value) -> Value
     def element(idx: tuple[Index, ...]) -> Expr:
         at = list(idx) or [const(0)]
         at[dim] = loaded(indices.at([at[dim]]), end=x.shape[dim])
-        return read(ctx, x, at)
+        return x.at(at)
 
     return make(ctx, shape, element)
 
@@ -237,27 +236,18 @@ def gather(ctx: LowerContext, x: Value, dim: int, indices: Value, **kwargs: Any)
     def element(idx: tuple[Index, ...]) -> Expr:
         at = list(idx) if rank else [const(0)] * x.rank
         at[dim] = loaded(indices.at(idx), end=x.shape[dim])
-        return read(ctx, x, at)
+        return x.at(at)
 
     return make(ctx, indices.shape, element)
-
-
-def element_place(position: Expr, x: Value) -> tuple[Index, ...]:
-    """Where the element of x is that a tensor names by its row-major position. Of a single element
-    the position is kept as well: it is to be checked."""
-    i = loaded(position, product(x.shape))
-    place = unflatten(i, x.shape)
-    return (i, *place[1:]) if place and product(x.shape).value == 1 else place
 
 
 @lowering("aten.take")
 def take(ctx: LowerContext, x: Value, indices: Value) -> Value:
     def element(idx: tuple[Index, ...]) -> Expr:
-        return read(ctx, x, element_place(indices.at(idx), x))
+        return x.at(unflatten(loaded(indices.at(idx), product(x.shape)), x.shape))
 
     if any(n.value == 0 for n in x.shape):
         raise ctx.decline("elements of an empty tensor are taken")
-    x = at_least_1d(ctx, x)
     return make(ctx, indices.shape, element)
 
 
@@ -271,7 +261,7 @@ def put(
         return ctx.define(x)
     axes = ctx.axes(indices.shape)
     idx = tuple(a.index for a in axes)
-    place = element_place(indices.at(idx), x)
+    place = unflatten(loaded(indices.at(idx), product(x.shape)), x.shape)
     position = flatten(idx, indices.shape)
     body = source.at(unflatten(position, source.shape) if source.rank else ())
     return scatter_into(ctx, x, axes, place, body, "sum" if accumulate else None)
@@ -475,7 +465,7 @@ def search(
             tried = op("add", below, literal(1 << bit, "i64"))
             legal = op("le", tried, literal(n, "i64"))
             place = loaded(op("sub", tried, literal(1, "i64")))
-            probe = masked(legal, read(ctx, sorted_, [*row, place]))
+            probe = masked(legal, sorted_.at([*row, place]))
             # NaN is above everything: a comparison that fails moves on.
             stop = op("gt" if right else "ge", cast(probe, wide), value)
             below = op("where", both(legal, op("logical_not", stop)), tried, below)
