@@ -17,6 +17,7 @@ from torch._functorch import partitioners as P
 from deuteron.base.passes import Context, Pass, Table, extended, run_passes
 from deuteron.capture.donated import mark_donated
 from deuteron.capture.partition import (
+    Costs,
     before_writes,
     choose_saved,
     costs_of,
@@ -54,13 +55,21 @@ class Joint(Rewriting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut(Joint):
-    """A joint graph, and where it is cut: the nodes that are `saved`; None where the backward needs
-    nothing. `again`: whether it has regions that are recomputed because the user says so."""
+class Classified(Joint):
+    """A joint graph; `info`: which of its nodes are the backward's (torch's class); `costs`: those
+    of saving and recomputing, None where the backward needs nothing; `again`: whether it has
+    regions that are recomputed because the user says so."""
 
     info: Any
-    saved: Sequence[fx.Node] | None
+    costs: Costs | None
     again: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut(Classified):
+    """The same, and where it is cut: the nodes that are `saved`; None where none need to be."""
+
+    saved: Sequence[fx.Node] | None
 
 
 @dataclass(frozen=True)
@@ -79,34 +88,43 @@ def rewrite_joint(joint: Joint, context: Context) -> Joint:
     return replace(joint, snapshot=None)
 
 
-def cut(joint: Joint, context: Context) -> Cut:
-    """Decides what is saved."""
-    gm, record = joint.gm, context.record
+def classify(joint: Joint, context: Context) -> Classified:
+    """Says which nodes the backward needs, and what they cost."""
+    gm = joint.gm
     again = P.has_recomputable_ops(gm)
     if again:
         gm = P.cleanup_recompute_tags(gm, is_default_partition=False)
-    for name in (
-        "force_save_collectives",
-        "force_save_effectful_ops",
-        "force_save_bw_mutation_src",
-    ):
-        if (mark := getattr(P, name, None)) is not None:
+    for what in ("collectives", "effectful_ops", "bw_mutation_src"):
+        if (mark := getattr(P, f"force_save_{what}", None)) is not None:
             mark(gm)
     info = P.classify_nodes(gm, list(joint.static), joint.num_fwd_outputs)
-    saved = None
-    if info.required_bw_nodes:
-        costs = costs_of(gm, info, context.options)
-        apart = attempt(
-            gm,
-            record,
-            Rewrite("recomputation beside calls", lambda gm, _: recompute_beside_calls(gm, costs)),
-        )
-        if apart is None or apart:
-            info = P.classify_nodes(gm, list(joint.static), joint.num_fwd_outputs)
-            costs = costs_of(gm, info, context.options)
-        saved = before_writes(gm, choose_saved(gm.graph, info, costs), info)
-        record_saved(record, saved, costs, info, gm.graph)
-    return extended(Cut, joint, gm=gm, info=info, saved=saved, again=again)
+    costs = costs_of(gm, info, context.options) if info.required_bw_nodes else None
+    return extended(Classified, joint, gm=gm, info=info, costs=costs, again=again)
+
+
+def recompute_beside(joint: Classified, context: Context) -> Classified:
+    """Who reads what a library call also reads may compute it once more."""
+    gm, costs = joint.gm, joint.costs
+    if costs is None:
+        return joint
+    rewritten = attempt(
+        gm,
+        context.record,
+        Rewrite("recomputation beside calls", lambda gm, _: recompute_beside_calls(gm, costs)),
+    )
+    if rewritten is None or rewritten:
+        info = P.classify_nodes(gm, list(joint.static), joint.num_fwd_outputs)
+        return replace(joint, info=info, costs=costs_of(gm, info, context.options))
+    return joint
+
+
+def cut(joint: Classified, context: Context) -> Cut:
+    """Decides what is saved."""
+    gm, info, saved = joint.gm, joint.info, None
+    if joint.costs is not None:
+        saved = before_writes(gm, choose_saved(gm.graph, info, joint.costs), info)
+        record_saved(context.record, saved, joint.costs, info, gm.graph)
+    return extended(Cut, joint, saved=saved)
 
 
 def divide(joint: Cut, context: Context) -> Parts:
@@ -166,6 +184,8 @@ PARTITIONING: Table = (
     RANDOM_NUMBERS,
     Pass("rewrite", rewrite_joint, verify_rewriting, rewriting_text, passes=REWRITES),
     PLACES_OF_MAXIMA,
+    Pass("classification", classify, verify_rewriting, rewriting_text),
+    Pass("recomputation beside calls", recompute_beside, verify_rewriting, rewriting_text),
     Pass(
         "cut", cut, "torch's partitioner, which takes it, asserts that nothing is missing", cut_text
     ),

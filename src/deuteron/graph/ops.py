@@ -69,10 +69,6 @@ def is_mutating(node: fx.Node) -> bool:
 COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
 
 
-def is_collective(node: fx.Node) -> bool:
-    return is_overload(node) and node.target.namespace in COLLECTIVES
-
-
 # Calls that are kept although nothing reads them, beyond those whose schema says so.
 EFFECTS = frozenset(
     (

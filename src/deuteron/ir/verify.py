@@ -26,7 +26,7 @@ Invariants by name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from deuteron.base.errors import VerifyError
@@ -325,8 +325,3 @@ class _State:
                 self.indices((*o.shape, *o.strides, o.offset))
             elif isinstance(o.value, Index):
                 self.indices((o.value,))
-
-
-def overwriters(p: Program) -> Mapping[str, str]:
-    """Target -> the definition that overwrites it."""
-    return {d.target: d.name for d in p.defs if isinstance(d, Compute) and d.target is not None}

@@ -93,13 +93,6 @@ def pointwise(
     return make(ctx, ctx.shape_of(fake), element)
 
 
-def _simple(name: str) -> Callable[..., Value]:
-    def lower(ctx: LowerContext, *args: Any, **kwargs: Any) -> Value:
-        return pointwise(ctx, args, lambda *xs: op(name, *xs))
-
-    return lower
-
-
 # aten name -> scalar op, result computed in the compute dtype of the result
 UNARY_OPERATORS = [
     "neg",
