@@ -189,6 +189,12 @@ def test_short_runs_of_memory_are_not_pipelined(
     assert any(c.num_stages > 1 for c in made.configs) == stages
 
 
+def test_columns_that_lie_side_by_side_are_pipelined() -> None:
+    """A tile spans many columns, so that each row of it is a long run of memory."""
+    (kernel,) = scheduled(lambda x: x.softmax(0), torch.randn(8192, 4096), device="H200").kernels
+    assert generate(kernel, spec_of("H200")).configs[0].num_stages > 1
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "width"), [(2048, 768, 256), (65536, 768, 64), (2048, 100, 64)]
 )

@@ -175,10 +175,9 @@ def steady_block(loops: Loops, r: Sequence[Axis]) -> int:
 MIN_RUN_BYTES = 128
 
 
-def uneven(loops: Loops) -> bool:
+def uneven(loops: Loops, axes_at_hand: Sequence[Axis]) -> bool:
     """Whether what most is read of has lines that start at no multiple of 16 bytes, or comes in
-    short runs of memory (of a row; those of a split's rows lie side by side)."""
-    axes_at_hand = loops.reduced if loops.row_split is None else (*loops.parallel, *loops.reduced)
+    short runs of memory, walked by a tile that spans `axes_at_hand`."""
     axes = (*loops.parallel, *loops.reduced)
     for a in loops.accesses:
         inner = [x for x in axes if stride(a.address, x) == 1]

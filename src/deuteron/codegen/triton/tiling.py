@@ -141,7 +141,10 @@ def choose(
     tiling = _choose(loops, replace(spec, cores=1) if tail_warps else spec, cooperative)
     if tail_warps and tiling.kind == "rows" and tiling.persistent and not loops.group_axes:
         tiling = replace(tiling, candidates=(_tail_tile(tiling, tail_warps, row_loads(loops)),))
-    if tiling.misaligned is None and tiling.has_loops and uneven(loops):
+    first = tiling.candidates[0]  # the rows of a split lie side by side, as do those of a tile
+    wide = [a for n, axes in tiling.dims for a in axes if n == "r" or first.of(n) > 1]
+    spanned = wide if loops.row_split is None else (*loops.parallel, *loops.reduced)
+    if tiling.misaligned is None and tiling.has_loops and uneven(loops, spanned):
         # Elements that come one by one are better read than copied to shared memory.
         best = sorted(tiling.candidates, key=lambda b: b.stages > 1)
         plain = dict.fromkeys(replace(b, stages=1) for b in best)
