@@ -501,7 +501,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise build_cpp.NoCompiler("no C++ compiler was found", hint="install one")
 
     monkeypatch.setattr(build_cpp, "compiler", none)
-    monkeypatch.setattr(pipeline, "_WARNED", set())
+    pipeline.warn_once.cache_clear()
     x = R(4, 6, requires_grad=True)
 
     def f(x: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
-from deuteron.runtime.guard import TimedForm, listening
+from deuteron.base.observing import observed_by
 from deuteron.schedule.kernel import Kernel
+from deuteron.tools.observe import Observations, Part
 from dev.bench.cases import Case, Work
 from dev.bench.suites import SUITES, select_cases
 
@@ -51,13 +52,13 @@ class Row:
         return not 1 / OFF <= self.factor <= OFF
 
 
-def rows_of(program: str, forms: Sequence[TimedForm]) -> list[Row]:
+def rows_of(program: str, parts: Sequence[Part]) -> list[Row]:
     """The kernels that ran for at least `LEAST_US`."""
     return [
         Row(program, s.name, round(s.predicted_us, 2), round(us, 2), s.bytes, s.flops)
-        for f in forms
-        for k, s in enumerate(f.steps)
-        if isinstance(s, Kernel) and (us := f.clock.us.get(k, 0.0)) >= LEAST_US
+        for p in parts
+        for k, s in enumerate(p.loaded.schedule.steps)
+        if isinstance(s, Kernel) and (us := p.us.get(k, 0.0)) >= LEAST_US
     ]
 
 
@@ -65,17 +66,16 @@ def measure(case: Case, device: str) -> list[Row]:
     """Compiles and runs a case."""
     torch._dynamo.reset()
     work = Work(case, device, 0)
-    with listening() as forms:
-        options = {"keep_graphs": False}
-        call = torch.compile(work.function, backend="deuteron", options=options)
-        for k in range(WARM + CALLS):
-            if k == WARM:
-                for f in forms:
-                    f.clock.us.clear()
+    seen = Observations()
+    with observed_by(seen):
+        call = torch.compile(work.function, backend="deuteron")
+        for k in range(1 + WARM + CALLS):
+            seen.policy.on = k > 0
+            if k == 1 + WARM:
+                for _, part in seen.parts:
+                    part.us.clear()
             work.step(call, 0)
-            for f in forms:
-                f.clock.settle()
-    return rows_of(f"{case.suite} {case.name}", forms)
+    return rows_of(f"{case.suite} {case.name}", [part for _, part in seen.parts])
 
 
 def share_off(rows: Sequence[Row]) -> float:

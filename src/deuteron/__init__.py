@@ -4,12 +4,15 @@ backend="deuteron")``."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deuteron.base.errors import DeuteronError
 from deuteron.base.package import VERSION
 
-__all__ = ["DeuteronError", "compile", "explain"]
+if TYPE_CHECKING:
+    from deuteron.tools.explain import Explanation, explain
+
+__all__ = ["DeuteronError", "Explanation", "compile", "explain"]
 __version__ = VERSION
 
 
@@ -44,8 +47,12 @@ def compile(
 
 
 def __getattr__(name: str) -> Any:
-    if name == "explain":  # imported when asked for: it brings the report and its dependencies
-        from deuteron.tools.explain import explain
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deuteron.tools import explain  # imported when asked for: it brings torch
 
-        return explain
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(explain, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from deuteron.base.garbage import collector_paused
 from deuteron.base.memo import MEMO
+from deuteron.base.observing import Watcher, observers
 from deuteron.base.options import Options
 from deuteron.base.passes import Context, run_stages
 from deuteron.base.record import Record
@@ -73,6 +74,7 @@ class Session:
     options: Options
     runner: Runner
     collectors: tuple[list[Record], ...]
+    watchers: tuple[Watcher, ...] = ()
     joint: Record = field(default_factory=Record)
     number: int = field(default_factory=itertools.count().__next__)  # in this process
     graphs: CompiledGraphs = field(default_factory=CompiledGraphs)
@@ -106,7 +108,7 @@ class Session:
         record.add("graph", phase=phase, nodes=len(gm.graph.nodes))
         for collector in self.collectors:
             collector.append(record)
-        context = Context(self.options, record, phase, next_number())
+        context = Context(self.options, record, phase, next_number(), watchers=self.watchers)
         part = self.staged("prepare", Part(gm, inputs=inputs), context)
         metadata = aot_metadata()
         if metadata is not None and phase == "forward":
@@ -195,8 +197,10 @@ def deuteron_backend(
     runner: Runner = compile_graph,
 ) -> Callable[..., Any]:
     """Dynamo's entry point; raises `OptionError` for a mode or option that does not exist."""
-    session = Session(Options.make(mode, options), runner, _COLLECTORS.get())
-    key = graph_cache.entry_key(gm, example_inputs, session.options, session.joint)
+    asked = Options.make(mode, options)
+    watchers = tuple(o(gm, example_inputs) for o in observers(asked.report))
+    session = Session(asked, runner, _COLLECTORS.get(), watchers)
+    key = not watchers and graph_cache.entry_key(gm, example_inputs, asked, session.joint)
     if not key or runner is not compile_graph:
         return compiled(gm, example_inputs, session)
     cache = Cache.open(session.options)

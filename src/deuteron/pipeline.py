@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
 from torch._functorch.aot_autograd import make_boxed_func
 
 from deuteron import stages
@@ -31,8 +31,7 @@ from deuteron.graph.rewrite import REWRITES
 from deuteron.guarding import guarded
 from deuteron.lower.passes import LOWERING
 from deuteron.memory.planning import PLANNING
-from deuteron.runtime import build_cpp, guard
-from deuteron.runtime.guard import Clock
+from deuteron.runtime import build_cpp
 from deuteron.runtime.launch import Call
 from deuteron.schedule import SCHEDULING
 from deuteron.stages import Loaded, Rewritten
@@ -115,12 +114,10 @@ STAGES: Table = (*CAPTURE_STAGES, *GRAPH_STAGES)
 def compile_graph(part: Part, context: Context) -> Call:
     """Compiles one ATen graph. Raises `DeuteronError` where it cannot; without a C++ compiler the
     graph runs as traced."""
-    forms = guard.listener()
-    clock = None if forms is None else Clock(on_gpu(part.gm))
     try:
-        loaded = compiled("rewrite", "guard", part, replace(context, clock=clock))
-        if forms is not None and clock is not None:
-            forms.append(guard.TimedForm(loaded.call, loaded.schedule.steps, clock))
+        loaded: Loaded = compiled("rewrite", "guard", part, context)
+        for watcher in context.watchers:
+            loaded = replace(loaded, call=watcher.compiled(loaded, context))
         return loaded.call
     except build_cpp.NoCompiler as e:
         warn_once(str(e))
@@ -147,19 +144,9 @@ def compiled(first: str, last: str, artifact: Any, context: Context) -> Any:
         raise internal_error(e) from e
 
 
-def on_gpu(gm: fx.GraphModule) -> bool:
-    """Whether it has tensors on one."""
-    values = (n.meta.get("val") for n in gm.graph.nodes)
-    return any(isinstance(t, torch.Tensor) and t.device.type == "cuda" for t in values)
-
-
-_WARNED: set[str] = set()
-
-
+@cache
 def warn_once(text: str) -> None:
-    if text not in _WARNED:
-        _WARNED.add(text)
-        warnings.warn(text, stacklevel=2)
+    warnings.warn(text, stacklevel=2)
 
 
 __all__ = ["GRAPH_STAGES", "STAGES", "compile_graph", "compiled"]

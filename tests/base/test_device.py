@@ -72,7 +72,6 @@ def test_cpu() -> None:
     if capability in ("AVX2", "AVX512"):
         assert spec.vector_bits == {"AVX2": 256, "AVX512": 512}[capability]
     assert spec.l1 >= 1 << 14 and spec.l2 >= spec.l1 and spec.memory > 1 << 28
-    assert 1 < spec.ridge < 1000
     json.dumps(spec.to_dict())
 
 

@@ -31,7 +31,14 @@ from deuteron.ir.index import Value as Loaded
 from deuteron.ir.program import Input, Output, Program
 from deuteron.ir.reference import run_program
 from deuteron.ir.verify import verify_program
-from deuteron.lower.core import LOWERINGS, Declined, LowerContext, Value, supported
+from deuteron.lower.core import (
+    LOWERINGS,
+    Declined,
+    LowerContext,
+    Value,
+    supported,
+    whole_tensor,
+)
 from deuteron.lower.symfloats import number_value
 
 # Lowered directly although torch knows a decomposition, whose indices would come from memory.
@@ -179,7 +186,7 @@ def output(ctx: LowerContext, r: Any) -> Output:
     v = ctx.env[r]
     if isinstance(v, Index):
         return Output(None, value=v)
-    name = ctx.materialize(v)
+    name = whole_tensor(v) or ctx.define(v).expr.attr[0]
     if ctx.layouts[name].shape != v.shape:  # the first part of a tensor
         name = ctx.define(v).expr.attr[0]
     layout = ctx.layouts[name]

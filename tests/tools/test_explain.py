@@ -1,51 +1,138 @@
-"""`deuteron.explain`: collects what compilation recorded, and leaves nothing behind."""
+"""`deuteron.explain`: names what users can name, counts breaks once, leaves nothing behind."""
 
 from __future__ import annotations
 
-import functools
 import json
-from typing import Any
+import linecache
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deuteron.backend import deuteron_backend, run_as_traced
-from deuteron.tools import explain as module
+import deuteron
 from deuteron.tools.explain import explain
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that records one kernel and one library call per graph and runs ATen."""
-
-    def runner(part: Any, context: Any) -> Any:
-        record = context.record
-        origins = [{"node": "exp", "op": "aten.exp", "line": "user.py:3: x.exp()"}]
-        record.add("kernel", name="cpp_poi_fused_exp_0", ops=["aten.exp", "aten.exp"],
-                   origins=origins, bytes=2048, flops=1e6, predicted_us=3.25)  # fmt: skip
-        record.add("library", op="aten.mm", reason="large", origins=origins)
-        record.add("decision", subject="fuse", accepted=False, reason="iteration spaces differ",
-                   detail="[i, j] and [j]", first="a", second="b", bytes=4096, us=1.5)  # fmt: skip
-        return run_as_traced(part.gm)
-
-    backend = functools.partial(deuteron_backend, runner=runner)
-    monkeypatch.setattr(module, "deuteron_backend", backend)
+HERE = Path(__file__).name
 
 
-def test_text_and_json() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    report = explain(model, torch.randn(3, 4))
-    text = str(report)
-    for word in ("forward:", "backward:", "kernel cpp_poi_fused_exp_0: 2.05 kB, 1 MFLOP",
-                 "predicted 3.2 us", "aten.exp x2", "from user.py:3: x.exp()",
-                 "library aten.mm: large", "fuse: 1 refused",
-                 "a + b: iteration spaces differ ([i, j] and [j]) [4.1 kB, 1.50 us]"):  # fmt: skip
-        assert word in text, word
-    data = json.loads(report.to_json())
-    phases = [e["phase"] for g in data["graphs"] for e in g if e["kind"] == "graph"]
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def explained() -> deuteron.Explanation:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return explain(Model(), torch.randn(48, 32), measure=True)
+
+
+def test_the_text_is_short_and_sorted(explained: deuteron.Explanation) -> None:
+    lines = str(explained).splitlines()
+    assert lines[0] == explained.headline and "→ " in lines[0] and "least" in lines[0]
+    for word in ("measured", "predicted", "a call", "eager"):
+        assert word in explained.headline
+    assert len(lines) < 30 and "layers.*.up" in str(explained)
+    times = [s["us"] for s in explained.steps]
+    assert times == sorted(times, reverse=True) and all(t > 0 for t in times)
+    assert repr(explained) == str(explained)
+
+
+def test_every_step_names_its_module_and_line(explained: deuteron.Explanation) -> None:
+    """The user's innermost line, not the call of the model in the tool."""
+    for part in explained.data["parts"]:
+        for s in part["steps"]:
+            places = [part["places"][k] for k in s["places"]]
+            assert places, s["name"]
+            for p in places:
+                if p["file"]:
+                    assert Path(p["file"]).name == HERE
+                    assert linecache.getline(p["file"], p["line"]).strip() == p["code"]
+        modules = {p["module"] for p in part["places"]}
+        assert {"layers.0.norm", "layers.1.up", "layers.1.down"} <= modules
+    assert "tools/" not in str(explained).replace("tests/tools/", "")
+
+
+def test_modules_of_torch_alone_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+    text = explain(model, torch.randn(3, 4)).full()
+    assert "0 (Linear)" in text and "2 (LayerNorm)" in text and "explain.py" not in text
+
+
+def test_why_in_a_sentence(explained: deuteron.Explanation) -> None:
+    library = explained.why("layers.0.norm", "layers.0.up")
+    assert "because layers.0.up is the library call aten.addmm" in library
+    assert "share the kernel" in explained.why("layers.1", "softmax")
+    refused = explained.why("layers.0.norm", "layers.1.norm")
+    assert "share no kernel" in refused and "cycle" in refused
+    line = next(p["line"] for p in explained.data["parts"][0]["places"] if "softmax" in p["code"])
+    assert "share the kernel" in explained.why(f"{HERE}:{line}", "layers.1")
+    with pytest.raises(ValueError, match="near: layers"):
+        explained.why("layer.0.norm", "layers.0.up")
+
+
+def test_json_has_a_schema_with_a_version(explained: deuteron.Explanation) -> None:
+    data = json.loads(explained.to_json())
+    assert (data["schema"], data["version"]) == ("deuteron.report", 1)
+    phases = [p["phase"] for p in data["parts"]]
     assert phases == ["forward", "backward"]
-    assert len(report.kernels) == len(report.library_calls) == 2
+    totals = data["totals"]
+    assert totals["kernels"] == len(explained.kernels)
+    assert totals["bytes"] >= totals["least_bytes"] > 0
+    assert sum(totals["refusals"].values()) == len(explained.refusals)
+    for part in data["parts"]:
+        for s in part["steps"]:
+            assert not s["source"] or s["source"] in data["sources"]
+            assert set(s["reads"]) | set(s["writes"]) <= part["tensors"].keys()
+
+
+def test_inputs_have_the_names_of_parameters(explained: deuteron.Explanation) -> None:
+    labels = {t["label"] for p in explained.data["parts"] for t in p["tensors"].values()}
+    assert {"layers.0.up.weight", "layers.1.norm.bias", "argument 0"} <= labels
+    assert "gradient of result 0" in labels
+
+
+def test_recomputed_operations_are_marked(explained: deuteron.Explanation) -> None:
+    forward, backward = explained.data["parts"]
+    assert not forward["recomputed"] and backward["recomputed"]
+    again = {o["op"] for s in backward["steps"] for o in s["ops"] if o["again"]}
+    assert "gelu" in again
+
+
+def test_bytes_and_flops_of_library_calls(explained: deuteron.Explanation) -> None:
+    part = explained.data["parts"][0]
+    up = next(s for s in part["steps"] if s["name"] == "aten.addmm.default")
+    assert up["flops"] == 2 * 48 * 32 * 64
+    assert up["bytes"] == 4 * (48 * 32 + 32 * 64 + 64 + 48 * 64)
+    assert [c["who"] for c in up["product"]["candidates"] if c["chosen"]] == ["library"]
+
+
+def test_notebooks_show_html(explained: deuteron.Explanation) -> None:
+    text = explained._repr_html_()
+    assert text.startswith("<details") and "→" in text and "<b>" in text
+
+
+def test_it_is_visible() -> None:
+    assert {"explain", "Explanation", "compile"} <= set(dir(deuteron))
+    assert "headline" in dir(deuteron.Explanation)
+    assert deuteron.explain.__doc__ and "measure" in deuteron.explain.__doc__
 
 
 def test_leaves_nothing_behind() -> None:
@@ -54,10 +141,22 @@ def test_leaves_nothing_behind() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    explain(model, torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
+    explain(model, torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), measure=True)
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_it_runs_once_unless_it_measures() -> None:
+    calls = []
+
+    def f(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        calls.append(1)
+        return x.sin()
+
+    explain(f, torch.ones(3))
+    assert len(calls) == 1
 
 
 def test_mutated_argument_is_put_back() -> None:
@@ -67,6 +166,24 @@ def test_mutated_argument_is_put_back() -> None:
     x = torch.zeros(3)
     explain(f, x)
     assert torch.equal(x, torch.zeros(3))
+
+
+def test_timed_steps_compute_the_same() -> None:
+    """A part with a clock around each step gives what it gives without."""
+    from deuteron.base.observing import observed_by
+    from deuteron.tools.observe import Observations
+
+    seen = Observations()
+    model, x = Model(), torch.randn(16, 32)
+    with observed_by(seen):
+        compiled = torch.compile(model, backend="deuteron")
+        once = compiled(x)
+        seen.policy.on = True
+        again = compiled(x)
+    assert torch.equal(once, again)
+    torch.testing.assert_close(once, model(x))
+    ((_, part),) = seen.parts
+    assert set(part.us) == set(range(len(part.loaded.schedule.steps)))
 
 
 def test_backward_on_request() -> None:
@@ -81,15 +198,27 @@ def test_backward_on_request() -> None:
         explain(f, torch.ones(2), backward=True)
 
 
-def test_graph_breaks_are_told() -> None:
-    def f(x: Tensor) -> Tensor:
+def test_graph_breaks_are_told_once_with_file_and_line() -> None:
+    def f(x: Tensor, *, scale: float = 2.0) -> Tensor:
         y = x.sin()
-        torch._dynamo.graph_break()
-        return y.cos()
+        print("break")
+        return y * scale
 
     report = explain(f, torch.ones(2))
+    (told,) = report.breaks
+    assert told["code"] == 'print("break")' and Path(told["file"]).name == HERE
+    assert linecache.getline(told["file"], told["line"]).strip() == told["code"]
+    assert "print" in told["explanation"] and told["count"] == 1 and told["hint"]
+    assert f"{HERE}:{told['line']}: " in str(report)
     assert len(report.graphs) == 2
-    assert report.breaks and "graph break: " in str(report)
+
+
+def test_a_break_before_any_operation() -> None:
+    def f(x: Tensor, *, scale: float = 2.0) -> Tensor:
+        print("break")
+        return x * scale
+
+    assert len(explain(f, torch.ones(2)).breaks) == 1
 
 
 def test_a_compiled_module_is_explained_again() -> None:
@@ -98,9 +227,14 @@ def test_a_compiled_module_is_explained_again() -> None:
     assert len(explain(model, torch.ones(2, 3)).graphs) == 2
 
 
-def test_a_graph_break_is_told_once() -> None:
-    def f(x: Tensor, *, scale: float = 2.0) -> Tensor:
-        print("break")
-        return x * scale
+def test_a_graph_that_falls_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deuteron import backend
 
-    assert len(explain(f, torch.ones(2)).breaks) == 1
+    def broken(*args: object) -> object:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(backend, "compile_graph", broken)
+    monkeypatch.setattr(backend.deuteron_backend, "__kwdefaults__",
+                        {**backend.deuteron_backend.__kwdefaults__, "runner": broken})  # fmt: skip
+    report = explain(lambda x: x.sin(), torch.ones(3), options={"fallback": "aten"})
+    assert "broken on purpose" in str(report) and report.fallbacks

@@ -85,11 +85,6 @@ class DeviceSpec:
         """Time of `flops` operations on a unit; a fused multiply-add counts two."""
         return flops / (self.peak(unit) * 1e3)
 
-    @property
-    def ridge(self) -> float:
-        """f32 FLOPs per byte at which memory and vector units take equally long."""
-        return self.peak("f32") / self.bandwidth_gbps
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in the Record."""
         out = {f: getattr(self, f) for f in self.__dataclass_fields__}

@@ -60,6 +60,10 @@ class Options:
     debug_dir: str | None = _option(
         None, "Folder that receives what each pass makes of each graph, as text."
     )
+    report: str | None = _option(
+        None,
+        "HTML file that receives a report of what was compiled, when the program ends, with JSON.",
+    )
     cache_dir: str | None = _option(
         None, "Folder of built kernels; default: the user's cache folder / deuteron."
     )

@@ -22,6 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from deuteron.base.device import DeviceSpec, device_spec_for
 from deuteron.base.errors import DeuteronError
+from deuteron.base.observing import Watcher
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 
@@ -66,6 +67,7 @@ class Context:
     contraction  who multiplies two matrices; None: `lower.contractions` decides
     unfused      nodes of the graph that share no kernel (`runtime.guard`)
     clock        called around each step of the emitted module
+    watchers     who is shown what the stages made (`base.observing`)
     path         the names of the passes around the one that runs, the stage first
     place        the folder, in the debug folder, of the passes inside the one that runs
     log          of the stage that runs; None where somebody runs its passes by themselves
@@ -80,6 +82,7 @@ class Context:
     contraction: Callable[..., str | None] | None = None
     unfused: frozenset[str] = frozenset()
     clock: StepClock | None = None
+    watchers: tuple[Watcher, ...] = ()
     path: tuple[str, ...] = ()
     place: str = ""
     log: StageLog | None = None

@@ -9,7 +9,9 @@ dicts), in the order in which the stages wrote them. Passes only add; nobody edi
                 runs; before the entry of its stage
     decision    subject ("fuse", "inline", "save", ...), accepted, reason (class), detail, first,
                 second, bytes, us. Of a rewrite that failed: subject "rewrite", first its name,
-                second the node at which it was, detail the error and its place in the code
+                second the node at which it was, detail the error and its place in the code. Of a
+                matrix product: subject "product", accepted where it is generated, generated_us and
+                library_us what both were predicted to take
     kernel      name, target, ops, origins, bytes, flops, predicted_us, source
     library     op, reason, origins
     fallback    what, reason

@@ -22,20 +22,19 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
     p, spec = described(ctx, a, b), figures(ctx)
     ours, theirs = generated_us(p, spec), library_us(p, spec)
     text = f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us"
-    if ours > (1 + MIN_CALL_GAIN) * theirs:
-        return text
+    loops = ours <= (1 + MIN_CALL_GAIN) * theirs
     ctx.record.add(
         "decision",
         subject="product",
-        accepted=True,
-        reason="generated",
+        accepted=loops,
+        reason="generated" if loops else "library",
         detail=text,
         first=ctx.node.name if ctx.node is not None else "",
-        second="",
-        bytes=0,
         us=round(theirs - ours, 3),
+        generated_us=ours,
+        library_us=theirs,
     )
-    return "generated"
+    return "generated" if loops else text
 
 
 def described(ctx: LowerContext, a: Value, b: Value) -> Product:

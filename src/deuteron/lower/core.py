@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from deuteron.base.device import DeviceSpec
+from deuteron.base.package import FOLDER
 from deuteron.base.record import Record
 from deuteron.base.text import one_line
 from deuteron.ir import expr as E
@@ -319,15 +320,6 @@ class LowerContext:
             table[n] = E.load(name, tuple(a.index for a in axes), inner.dtype)
         return E.rewrite(root, lambda m, a: None, None, table) if table else root
 
-    def materialize(
-        self, value: Value, name_hint: str | None = None, layout: Layout | None = None
-    ) -> str:
-        """The name of a tensor in memory that holds exactly `value` (the same shape, in order)."""
-        name = whole_tensor(value)
-        if name is not None and (layout is None or self.layouts[name].strides == layout.strides):
-            return name
-        return self.define(value, layout, name_hint).expr.attr[0]
-
     def scatter(
         self,
         base: Value,
@@ -483,11 +475,11 @@ def source_line(node: fx.Node) -> str:
 
 @lru_cache(maxsize=1024)  # a line of the user's makes many nodes
 def _source_line(trace: str) -> str:
-    frames = list(TRACEBACK_FRAME.finditer(trace))
-    if not frames:
-        return ""
-    file, number, code = frames[-1].groups()
-    return one_line(f"{file}:{number}: {(code or '').strip()}")
+    for m in reversed(list(TRACEBACK_FRAME.finditer(trace))):
+        file, number, code = m.groups()
+        if not file.startswith(f"{FOLDER}/"):  # where `explain` calls the model
+            return one_line(f"{file}:{number}: {(code or '').strip()}")
+    return ""
 
 
 def supported(fake: Any) -> bool:

@@ -50,7 +50,7 @@ ENTRY_SUFFIX = ".graph"
 # Options whose meaning is what happens while a graph is compiled, or in its first call.
 WATCHING_OPTIONS = ("debug_dir", "verify", "autotune", "check_accesses", "guard")
 # Options that decide nothing about what a graph becomes.
-IRRELEVANT_OPTIONS = ("cache_dir", "cache", "workers", "build_timeout")
+IRRELEVANT_OPTIONS = ("cache_dir", "cache", "workers", "build_timeout", "report")
 # Of a Record: times, and what who loads a graph decides anew.
 TRANSIENT_KINDS = ("stage", "pass")
 REDECIDED_SUBJECTS = ("bypass", "cudagraph", "graph cache")

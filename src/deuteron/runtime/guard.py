@@ -12,9 +12,7 @@ at once. With changing sizes the first call's decide.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -81,25 +79,6 @@ class TimedForm:
     call: Call
     steps: tuple[Step, ...]
     clock: Clock
-
-
-# Who wants a clock around each step of what is compiled: `listening`.
-_LISTENERS: ContextVar[list[TimedForm] | None] = ContextVar("deuteron_clocks", default=None)
-
-
-@contextmanager
-def listening() -> Iterator[list[TimedForm]]:
-    """Graphs that are compiled meanwhile have clocks; yields the list that receives them."""
-    forms: list[TimedForm] = []
-    token = _LISTENERS.set(forms)
-    try:
-        yield forms
-    finally:
-        _LISTENERS.reset(token)
-
-
-def listener() -> list[TimedForm] | None:
-    return _LISTENERS.get()
 
 
 def nodes_of(step: Step) -> frozenset[str]:
@@ -269,4 +248,4 @@ def remembered(key: str, options: Options) -> frozenset[str] | None:
     return None if path is None else frozenset(json.loads(path.read_text()).get("unfused", ()))
 
 
-__all__ = ["Clock", "TimedForm", "Guard", "effects", "key", "listener", "listening", "remembered"]
+__all__ = ["Clock", "TimedForm", "Guard", "effects", "key", "remembered"]

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import graph_break_reasons
 from torch.utils._pytree import tree_leaves
 
 from deuteron.base.device import device_spec
 from deuteron.tools.bench_errors import Judge, State, Values, afterwards
-from deuteron.tools.explain import graph_breaks
 from deuteron.tools.measuring import (
     distinct,
     error_line,
@@ -35,6 +35,7 @@ from deuteron.tools.measuring import (
     synchronize,
     warm_up,
 )
+from deuteron.tools.report_data import breaks_of
 from deuteron.tools.target import Target, UsageError, target_of
 
 MARK = "@deuteron-bench "
@@ -105,10 +106,10 @@ class Contender:
         """The first call, on the state before any; also what it leaves in what it writes to."""
         state.restore()
         torch.manual_seed(0)
-        with graph_breaks() as breaks:
-            values = self.values()
-            synchronize(self.device)
-        self.facts["breaks"] = len(breaks)
+        before = len(graph_break_reasons)
+        values = self.values()
+        synchronize(self.device)
+        self.facts["breaks"] = len(breaks_of(graph_break_reasons[before:]))
         return values | {afterwards(k): t.detach().clone() for k, t in state.changed().items()}
 
 

@@ -58,9 +58,11 @@ def explain(
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the inputs: cpu or cuda.")] = "cpu",
     backward: Annotated[bool, typer.Option(help="Compile and explain the backward too.")] = False,
+    measure: Annotated[bool, typer.Option(help="Time every kernel, and eager beside it.")] = False,
+    full: Annotated[bool, typer.Option(help="Every kernel and every decision.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compile a function of a file and print its kernels and every decision.
+    """Compile a function of a file and print its kernels, sorted by time, and what was not fused.
 
     Its arguments are the --input options; without them, what the file's inputs() returns (a tensor
     or a tuple); without that, the function is called with none. A module made by FUNCTION (a class
@@ -74,12 +76,14 @@ def explain(
     except UsageError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        report = deuteron.explain(named.function, *named.args, backward=backward)
+        told = deuteron.explain(
+            named.function, *named.args, backward=backward or None, measure=measure, name=target
+        )
     except Exception:
         if (failure := named.eager_failure()) is not None:
             raise typer.BadParameter(failure) from None
         raise
-    print(report.to_json() if json else report)
+    print(told.to_json() if json else told.full() if full else told)
 
 
 @app.command()

@@ -1,15 +1,15 @@
 """`deuteron.explain(fn, *args)`: compiles a call and tells what was decided, as text and as data.
 
-In: a function or module and its arguments. Out: an `Explanation`, a view of the Records that the
-compilation of the forward and the backward wrote. The call leaves nothing behind: gradients go to
-no `.grad`, buffers and the random state are as before.
+In: a function or module and its arguments. Out: an `Explanation`. The call leaves nothing behind:
+gradients go to no `.grad`, buffers and the random state are as before.
 """
 
 from __future__ import annotations
 
+import html
 import json
+import statistics
 import types
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,19 +17,61 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import utils as dynamo
 from torch.utils._pytree import tree_leaves
 
 from deuteron.backend import collecting, deuteron_backend
+from deuteron.base.observing import observed_by
 from deuteron.base.record import Record
-from deuteron.tools.measuring import distinct
+from deuteron.tools import explain_text
+from deuteron.tools.measuring import distinct, interleaved, peak_bytes
+from deuteron.tools.observe import Observations
+from deuteron.tools.report_data import (
+    GraphBreak,
+    Report,
+    breaks_of,
+    frames_of,
+    report_data,
+)
+from deuteron.tools.why import why
+
+# Calls whose steps are timed, and seconds that whole calls are timed for.
+TIMED_CALLS, SECONDS = 10, 1.0
 
 
-@dataclass
+@dataclass(repr=False)
 class Explanation:
-    """What was compiled, in the order in which it was compiled."""
+    """What was compiled and why so.
 
+    ``print(explanation)`` is short and sorted by time; `full` has every kernel and decision; `why`
+    answers a question; `data` is everything as plain values (`tools.report_data.Report`), `to_json`
+    the same as text. `graphs` are the compiler's own Records.
+    """
+
+    data: Report
     graphs: list[Record] = field(default_factory=list)
-    breaks: list[str] = field(default_factory=list)
+
+    # -- what is in it --------------------------------------------------------------------------
+    @property
+    def headline(self) -> str:
+        """Operations, kernels, bytes and time in one line."""
+        return self.data["headline"]
+
+    @property
+    def breaks(self) -> list[GraphBreak]:
+        """Where Dynamo broke the graph, each place once, with file and line."""
+        return self.data["breaks"]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Kernels and library calls of all parts, the longest first."""
+        steps = [s for p in self.data["parts"] for s in p["steps"] if s["kind"] != "view"]
+        return sorted(steps, key=lambda s: -s["us"])
+
+    @property
+    def refusals(self) -> list[dict[str, Any]]:
+        """Pairs of operations that share no kernel although they share a tensor."""
+        return [r for p in self.data["parts"] for r in p["refusals"]]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """All entries of a kind (see `base.record`), of all graphs."""
@@ -37,124 +79,53 @@ class Explanation:
 
     @property
     def kernels(self) -> list[dict[str, Any]]:
+        """Entries "kernel" of the Records, in order of execution."""
         return self.of("kernel")
 
     @property
     def library_calls(self) -> list[dict[str, Any]]:
+        """Entries "library" of the Records: operators that are called, and why."""
         return self.of("library")
 
     @property
     def fallbacks(self) -> list[dict[str, Any]]:
+        """Entries "fallback" of the Records: graphs that run through ATen, and why."""
         return self.of("fallback")
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
+        """Entries "decision" of the Records: everything that a pass accepted or refused."""
         return self.of("decision")
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"graphs": [r.entries for r in self.graphs], "graph_breaks": self.breaks}
+    # -- as text and data -----------------------------------------------------------------------
+    def why(self, first: str, second: str) -> str:
+        """Why two things share a kernel, or do not, in a sentence. A thing is a module's path
+        ("layers.0.norm"), an operation ("softmax"), a line ("model.py:12") or a kernel's name."""
+        return why(self.data, first, second)
+
+    def full(self) -> str:
+        """Every kernel, library call and decision."""
+        return explain_text.full(self.data)
+
+    def to_dict(self) -> Report:
+        """`data`."""
+        return self.data
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, default=str)
+        """`data` as JSON: ``{"schema": "deuteron.report", "version": 1, ...}``."""
+        return json.dumps(self.data, indent=1, default=str)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.graphs)} graphs compiled, {len(self.breaks)} graph breaks"]
-        lines += [f"  graph break: {reason}" for reason in self.breaks]
-        for record in self.graphs:
-            lines += ["", *graph_lines(record)]
-        return "\n".join(lines)
+        return explain_text.short(self.data)
 
+    __repr__ = __str__
 
-# -------------------------------------------------------------------------------------- text
-
-
-def amount(value: float, unit: str) -> str:
-    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def graph_lines(record: Record) -> Iterator[str]:
-    about = next(iter(record.of("graph")), {})
-    kernels, library = record.of("kernel"), record.of("library")
-    predicted = sum(k.get("predicted_us", 0.0) for k in kernels)
-    moved = sum(k.get("bytes", 0) for k in kernels)
-    yield (
-        f"{about.get('phase', 'graph')}: {about.get('nodes', '?')} nodes -> {len(kernels)} kernels "
-        f"({amount(moved, 'B')}, predicted {predicted:.1f} us), {len(library)} library calls"
-    )
-    for kernel in kernels:
-        yield from kernel_lines(kernel)
-    yield from library_lines(library)
-    yield from decision_lines(record.of("decision"))
-    for entry in record.of("unordered"):
-        yield f"  may differ from run to run: {entry['what']}: {entry['reason']}"
-        for line in lines_of(entry):
-            yield f"    from {line}"
-    for entry in record.of("fallback"):
-        yield f"  fallback: {entry.get('what', '')}: {entry.get('reason', '')}"
-
-
-def kernel_lines(kernel: Mapping[str, Any]) -> Iterator[str]:
-    size, work = amount(kernel.get("bytes", 0), "B"), amount(kernel.get("flops", 0), "FLOP")
-    predicted = kernel.get("predicted_us", 0.0)
-    yield f"  kernel {kernel['name']}: {size}, {work}, predicted {predicted:.1f} us"
-    ops = Counter(map(str, kernel.get("ops", ())))
-    if ops:
-        yield "    " + ", ".join(f"{op} x{n}" if n > 1 else op for op, n in ops.items())
-    for line in lines_of(kernel):
-        yield f"    from {line}"
-
-
-def lines_of(entry: Mapping[str, Any]) -> list[str]:
-    """The user's source lines, each once."""
-    lines = []
-    for origin in entry.get("origins", ()):
-        line = origin.get("line", "") if isinstance(origin, Mapping) else str(origin)
-        if line and line not in lines:
-            lines.append(line)
-    return lines
-
-
-def library_lines(library: list[dict[str, Any]]) -> Iterator[str]:
-    """Calls of one op for one reason as one line."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for entry in library:
-        groups[str(entry.get("op", "")), str(entry.get("reason", ""))] += lines_of(entry)
-    counts = Counter((str(e.get("op", "")), str(e.get("reason", ""))) for e in library)
-    for (op, reason), lines in groups.items():
-        times = f" x{counts[op, reason]}" if counts[op, reason] > 1 else ""
-        yield f"  library {op}{times}: {reason}"
-        for line in dict.fromkeys(lines):
-            yield f"    from {line}"
-
-
-def decision_lines(decisions: list[dict[str, Any]]) -> Iterator[str]:
-    """By subject; what was accepted, then what was refused and why."""
-    subjects = dict.fromkeys(str(d.get("subject", "")) for d in decisions)
-    for subject in subjects:
-        for accepted in (True, False):
-            matching = [
-                d
-                for d in decisions
-                if d.get("subject") == subject and bool(d.get("accepted")) is accepted
-            ]
-            if not matching:
-                continue
-            yield f"  {subject}: {len(matching)} {'accepted' if accepted else 'refused'}"
-            for d in matching:
-                yield f"    {decision_line(d)}"
-
-
-def decision_line(d: Mapping[str, Any]) -> str:
-    pair = " + ".join(str(d[k]) for k in ("first", "second") if d.get(k))
-    text = f"{pair}: {d.get('reason', '')}"
-    if d.get("detail"):
-        text += f" ({d['detail']})"
-    stake = [amount(d["bytes"], "B")] if d.get("bytes") else []
-    stake += [f"{d['us']:.2f} us"] if d.get("us") else []
-    return text + (f" [{', '.join(stake)}]" if stake else "")
+    def _repr_html_(self) -> str:
+        """What notebooks show: the headline, and the text behind a fold."""
+        return (
+            f"<details open><summary><b>{html.escape(self.headline)}</b></summary>"
+            f"<pre>{html.escape(explain_text.body(self.data))}</pre></details>"
+        )
 
 
 # ----------------------------------------------------------------------------------- running
@@ -166,32 +137,79 @@ def explain(
     backward: bool | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    measure: bool = False,
+    name: str = "",
+    progress: Callable[[str], None] = lambda what: None,
     **kwargs: Any,
 ) -> Explanation:
-    """Compiles ``fn(*args, **kwargs)`` anew and runs it once.
+    """Compiles ``fn(*args, **kwargs)`` anew, runs it once and tells what was compiled, and why so.
 
-    `backward`: compile the backward too; None: when some output requires grad. A compiled module
-    is explained by what it was compiled from.
+    `backward`: compile the backward too; None: when some output requires grad. `measure`: run it
+    some ten times more, and eager beside it, and tell the times of every kernel. A compiled module
+    is explained by what it was compiled from. `name`: what the report calls it; `progress` is told
+    what is being done.
     """
     fn = getattr(fn, "_orig_mod", fn)
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
-    with collecting() as graphs, graph_breaks() as breaks, unchanged(fn, args, kwargs):
-        # A code object of its own: nothing that was compiled before is found or displaced.
-        call = torch.compile(
-            distinct(fn, "explained"), backend=deuteron_backend, dynamic=dynamic, options=options
-        )
-        out = call(*args, **kwargs)
-        roots = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        leaves = [t for t in inputs_of(fn, args, kwargs) if t.requires_grad and t.is_leaf]
-        if backward and not (roots and leaves):
-            raise ValueError(
-                "there is no backward: no output depends on a tensor that requires grad"
+    seen = Observations()
+    begun = len(dynamo.get_compilation_metrics()), len(dynamo.graph_break_reasons)
+    times: dict[str, Any] = {}
+    with unchanged(fn, args, kwargs):
+        with collecting() as graphs, observed_by(seen):
+            # A code object of its own: nothing that was compiled before is found or displaced.
+            compiled = torch.compile(
+                distinct(fn, "explained"),
+                backend=deuteron_backend,
+                dynamic=dynamic,
+                options=dict(options) if options else None,
             )
-        if roots and leaves and backward is not False:
-            torch.autograd.grad(
-                roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True
-            )
-    return Explanation(graphs, breaks)
+            progress("compiling")
+            run(compiled, fn, args, kwargs, backward)
+        if measure:
+            progress("timing each kernel")
+            seen.policy.on = True
+            for _ in range(TIMED_CALLS):
+                run(compiled, fn, args, kwargs, backward)
+            seen.policy.on = False
+            progress("timing calls")
+            times = timed(compiled, fn, args, kwargs, backward)
+    title = name or getattr(fn, "__name__", type(fn).__name__)
+    frames = frames_of(dynamo.get_compilation_metrics()[begun[0] :], title)
+    breaks = breaks_of(dynamo.graph_break_reasons[begun[1] :])
+    progress("writing down")
+    return Explanation(report_data(seen, graphs, title, breaks, frames, **times), graphs)
+
+
+def run(call: Any, fn: Any, args: Any, kwargs: Any, backward: bool | None) -> Any:
+    """One call, with its backward where there is one (or was asked for: else `ValueError`)."""
+    out = call(*args, **kwargs)
+    roots = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+    leaves = [t for t in inputs_of(fn, args, kwargs) if t.requires_grad and t.is_leaf]
+    if backward and not (roots and leaves):
+        raise ValueError("there is no backward: no output depends on a tensor that requires grad")
+    if roots and leaves and backward is not False:
+        grads = [torch.ones_like(t) for t in roots]
+        return out, torch.autograd.grad(roots, leaves, grads, allow_unused=True)
+    return out
+
+
+def timed(compiled: Any, fn: Any, args: Any, kwargs: Any, backward: bool | None) -> dict[str, Any]:
+    """Whole calls: ours and eager's, in turn; the most memory of ours."""
+    on_gpu = any(t.is_cuda for t in inputs_of(fn, args, kwargs))
+    device = "cuda" if on_gpu else "cpu"
+
+    def ours() -> Any:
+        return run(compiled, fn, args, kwargs, backward)
+
+    def eager() -> Any:
+        return run(fn, fn, args, kwargs, backward)
+
+    medians = [statistics.median(t) * 1e6 for t in interleaved([ours, eager], SECONDS, device)]
+    return {
+        "call_us": medians[0],
+        "eager_us": medians[1],
+        "peak_bytes": peak_bytes(ours, device),
+    }
 
 
 def inputs_of(fn: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -231,15 +249,4 @@ def unchanged(fn: Any, args: Any, kwargs: Any) -> Iterator[None]:
                 t.detach().copy_(value)
 
 
-@contextmanager
-def graph_breaks() -> Iterator[list[str]]:
-    """Collects the reasons of the graph breaks that happen inside."""
-    from torch._dynamo.utils import counters
-
-    before = Counter(counters["graph_break"])
-    breaks: list[str] = []
-    yield breaks
-    for reason, times in counters["graph_break"].items():
-        # Dynamo goes on with hints and its own context.
-        short = " ".join(str(reason).split(" Hint:")[0].split("\n  Hint:")[0].split())
-        breaks += [short] * (times - before[reason])
+__all__ = ["Explanation", "explain", "inputs_of", "run", "unchanged"]

@@ -1,0 +1,48 @@
+"""Who looks at graphs while they are compiled: `explain`, reports, measurements of the cost model.
+
+An observer is called with each graph that Dynamo hands over, and gives a watcher of it. A watcher
+is shown what the stages made of each part (forward, backward, inference), with its `Context`, and
+gives what shall be called in its stead: what it was shown, or something that does the same and
+measures. An observed graph is compiled anew: the graph cache, which keeps no artifacts, is left
+aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+
+class Watcher(Protocol):
+    """Of one graph of Dynamo's."""
+
+    def compiled(self, loaded: Any, context: Any) -> Callable[[list[Any]], Sequence[Any]]:
+        """What is to be called: ``loaded.call`` or another callable of the same kind."""
+
+
+Observer = Callable[[Any, Sequence[Any]], Watcher]  # (Dynamo's graph, example inputs)
+
+_OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("deuteron_observers", default=())
+# Makes the observer of the option `report` from the file that it names. The package gives it: it is
+# of a later layer, and imported only where somebody wants a report.
+REPORTERS: list[Callable[[str], Observer]] = []
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Shows it the graphs whose forward compiles inside the block, and their backwards."""
+    token = _OBSERVERS.set((*_OBSERVERS.get(), observer))
+    try:
+        yield
+    finally:
+        _OBSERVERS.reset(token)
+
+
+def observers(report: str | None) -> tuple[Observer, ...]:
+    """Those of this moment; with that of a report, where one is asked for."""
+    return (*_OBSERVERS.get(), *(make(report) for make in REPORTERS if report is not None))
+
+
+__all__ = ["REPORTERS", "Observer", "Watcher", "observed_by", "observers"]

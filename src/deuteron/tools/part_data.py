@@ -1,0 +1,386 @@
+"""One compiled part (a forward, a backward, an inference graph) as plain values for reports.
+
+In: a `tools.observe.Part`. Out: a dictionary of numbers, strings, lists and dictionaries; the keys
+are those of `tools.report_data`. Times are microseconds, sizes bytes, at hinted sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from deuteron.base.device import DeviceSpec
+from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.ir.printer import layout_text
+from deuteron.ir.program import Extern, Input, Layout, ViewArg
+from deuteron.schedule.kernel import Kernel, Step
+from deuteron.schedule.printer import call_lines, kernel_lines
+from deuteron.tools.names import Place, op_name, place_of
+from deuteron.tools.observe import Captured, Part
+
+Data = dict[str, Any]
+NAMES = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?![\w(])")
+# Decisions with lists of their own, or that say nothing to a user.
+SHOWN_ELSEWHERE = ("fuse", "inline", "save", "recompute", "product", "graph cache")
+FX_UNITS = {"f64": "f64", "bf16": "bf16", "f16": "f16", "i8": "int8"}
+
+
+class PartData:
+    """Builds the dictionary: `data`."""
+
+    def __init__(self, graph: Captured, part: Part, number: int, sources: dict[str, str]) -> None:
+        self.graph, self.part, self.sources = graph, part, sources
+        self.id = f"{part.phase}{number}"
+        self.loaded = part.loaded
+        self.nodes: dict[str, fx.Node] = {n.name: n for n in self.loaded.graph.graph.nodes}
+        self.places: dict[Place, int] = {}
+        self.layouts = self.loaded.schedule.layouts | self.loaded.program.layouts()
+        self.node_of = self._node_of()
+        self.chosen = {  # products that somebody had to choose for
+            d["first"]: d for d in part.record.of("decision") if d["subject"] == "product"
+        }
+
+    def _node_of(self) -> dict[str, str]:
+        """Tensor -> the node that it comes from."""
+        known = {}
+        for d in self.loaded.program.defs:
+            names = d.names if isinstance(d, Extern) else (d.name,)
+            for o in getattr(d, "origins", ())[-1:]:
+                known.update({n: o.node for n in names if n})
+        return known
+
+    # -- names ------------------------------------------------------------------------------------
+    def place(self, node: str) -> int:
+        """The number of a node's place; -1 where nothing is known of it."""
+        n = self.nodes.get(node)
+        where = place_of(n) if n is not None else Place()
+        if where == Place():
+            return -1
+        return self.places.setdefault(where, len(self.places))
+
+    def input_name(self, position: int, fallback: str) -> str:
+        """What the user calls an input of the part."""
+        nodes = [n for n in self.nodes.values() if n.op == "placeholder"]
+        node = nodes[position] if position < len(nodes) else None
+        desc = node.meta.get("desc") if node is not None else None
+        kind = type(desc).__name__
+        target, idx = getattr(desc, "target", None), getattr(desc, "idx", None)
+        if isinstance(target, str):
+            return target
+        if kind == "PlainAOTInput" and idx is not None and idx < len(self.graph.inputs):
+            return self.graph.inputs[idx]
+        if kind == "TangentAOTInput":
+            of = getattr(getattr(desc, "output", None), "idx", 0)
+            return f"gradient of result {of}"
+        return self.label(node.name) if node is not None and kind == "NoneType" else fallback
+
+    def label(self, name: str) -> str:
+        """A tensor or node as the user may know it: "layers.0.norm: rsqrt"."""
+        n = self.nodes.get(self.node_of.get(name, name))
+        if n is None:
+            return name
+        where = place_of(n)
+        op = op_name(n.target) if n.op == "call_function" else n.name
+        if op == "getitem" and isinstance(n.args[0], fx.Node):
+            op = op_name(n.args[0].target)
+        place = where.module or where.where()
+        return f"{place}: {op}" if place else op
+
+    # -- the whole --------------------------------------------------------------------------------
+    def data(self) -> Data:
+        record = self.part.record
+        steps = [self.step(k, s) for k, s in enumerate(self.loaded.schedule.steps)]
+        refused = [
+            self.refusal(d)
+            for d in record.of("decision")
+            if d["subject"] == "fuse" and not d["accepted"]
+        ]
+        calls = [n for n in self.nodes.values() if n.op == "call_function"]
+        operations = sum(op_name(n.target) != "getitem" for n in calls)
+        tensors = self.tensors(steps)
+        return {
+            "id": self.id,
+            "graph": self.graph.number,
+            "phase": self.part.phase,
+            "operations": operations,
+            "recomputed": sum(self.is_recomputed(n) for n in calls),
+            "steps": steps,
+            "tensors": tensors,
+            "memory": self.memory(tensors, len(steps)),
+            "refusals": refused,
+            "saved": [self.decided(d) for d in decisions(record, "save")],
+            "again": [self.decided(d) for d in decisions(record, "recompute")],
+            "decisions": [self.decided(d) for d in record.of("decision")
+                          if d["subject"] not in SHOWN_ELSEWHERE],
+            "merges": sum(d["accepted"] for d in decisions(record, "fuse")),
+            "unordered": [dict(e) for e in record.of("unordered")],
+            "fallbacks": [dict(e) for e in record.of("fallback")],
+            "stages": [[e["name"], e["seconds"]] for e in record.of("stage")],
+            "passes": [[e["stage"], e["name"], e["seconds"]] for e in record.of("pass")],
+            "first_call_s": self.part.first_call_s,
+            "places": [place_data(p) for p in self.places],
+            **self.totals(steps),
+        }  # fmt: skip
+
+    def totals(self, steps: list[Data]) -> Data:
+        """Sums over the steps. `least_bytes`: what the part must move at least, its inputs that
+        are read and its results, each once."""
+        touched = {n for s in steps for n in s["reads"]}
+        least = sum(
+            d.layout.nbytes_hint
+            for d in self.loaded.program.defs
+            if isinstance(d, Input) and d.name in touched
+        )
+        made = {o.tensor for o in self.loaded.program.outputs if o.tensor is not None}
+        least += sum(self.layouts[n].nbytes_hint for n in made if n in self.layouts)
+        out: Data = {"least_bytes": least}
+        for name in ("bytes", "flops", "limit_us", "predicted_us"):
+            out[name] = sum(s[name] for s in steps)
+        timed = [s["measured_us"] for s in steps if s["measured_us"] is not None]
+        out["measured_us"] = sum(timed) if timed else None
+        kinds = Counter(s["kind"] for s in steps)
+        return out | {"kernels": kinds["kernel"], "library_calls": kinds["library"]}
+
+    def is_recomputed(self, n: fx.Node) -> bool:
+        """Whether the backward does again what the forward has done."""
+        tag = n.meta.get("partitioner_tag")
+        return self.part.phase == "backward" and tag == "is_forward" and n.op == "call_function"
+
+    # -- steps ------------------------------------------------------------------------------------
+    def step(self, k: int, s: Step) -> Data:
+        common: Data = self.kernel(s) if isinstance(s, Kernel) else self.call(s)
+        ops: list[Data] = [
+            {"node": o.node, "op": op_name(o.op), "place": self.place(o.node),
+             "again": o.node in self.nodes and self.is_recomputed(self.nodes[o.node])}
+            for o in s.origins
+        ]  # fmt: skip
+        spec = self.part.context.spec(common["device"])
+        memory = spec.memory_us(common["bytes"])
+        compute = spec.compute_us(common["flops"], common["unit"])
+        measured = self.part.us.get(k)
+        time: float = measured if measured is not None else common["predicted_us"]
+        limit = max(memory, compute)
+        return {
+            "id": f"{self.id}.{k}",
+            **common,
+            "ops": ops,
+            "places": list(dict.fromkeys(o["place"] for o in ops if o["place"] >= 0)),
+            "limit_us": limit,
+            "limit": "memory" if memory >= compute else "compute",
+            "measured_us": measured,
+            "us": time,
+            "lost_us": max(0.0, time - limit),
+            "share": min(1.0, limit / time) if time > 0 else 1.0,
+        }
+
+    def kernel(self, k: Kernel) -> Data:
+        code = self.loaded.kernels[k.name]
+        self.sources.setdefault(code.name, code.source)
+        reads, writes = [n for n, _ in k.reads], [n for n, _ in k.writes]
+        dtypes = {lay.dtype for _, lay in k.reads}
+        contraction = k.name.startswith("con_") and k.device != "cpu"
+        unit = next((u for d, u in FX_UNITS.items() if contraction and d in dtypes), "f32")
+        configs: list[str] = []
+        if isinstance(code, TritonKernel):
+            for c in code.configs:
+                blocks = ", ".join(f"{n} {v}" for n, v in c.constexprs)
+                configs.append(f"{blocks}; {c.num_warps} warps, {c.num_stages} stages".strip("; "))
+        return {
+            "kind": "kernel",
+            "name": ("cpp_" if k.device == "cpu" else "triton_") + k.name,
+            "device": k.device,
+            "bytes": k.bytes,
+            "flops": k.flops,
+            "unit": unit,
+            "predicted_us": k.predicted_us,
+            "reads": reads,
+            "writes": writes,
+            "nest": "\n".join(kernel_lines(k, self.layouts)[1:]),
+            "source": code.name,
+            "language": "Triton" if isinstance(code, TritonKernel) else "C++",
+            "configs": configs,
+            "reason": "",
+            "product": next((product_data(self.chosen[o.node]) for o in k.origins
+                             if o.node in self.chosen), None),
+        }  # fmt: skip
+
+    def call(self, e: Extern) -> Data:
+        results = [n for n in e.names if n]
+        reads = list(dict.fromkeys(views_in((e.args, tuple(v for _, v in e.kwargs)))))
+        device = self.layouts[results[0] if results else reads[0]].device if results or reads else (
+            "cpu"
+        )  # fmt: skip
+        is_view = any(e.aliases) and not e.mutates
+        node = self.nodes.get(e.origins[0].node) if e.origins else None
+        moved = 0 if is_view else sum(self.bytes(n) for n in (*reads, *results, *e.mutates))
+        flops = 0 if is_view or node is None else flops_of(node)
+        lay = self.layouts.get(results[0]) if results else None
+        unit = FX_UNITS.get(lay.dtype, "f32") if lay is not None else "f32"
+        spec: DeviceSpec = self.part.context.spec(device)
+        chosen = self.chosen.get(e.origins[0].node) if e.origins else None
+        roofline = max(spec.memory_us(moved), spec.compute_us(flops, unit)) + spec.launch_us
+        predicted = chosen["library_us"] if chosen else roofline
+        return {
+            "kind": "view" if is_view else "library",
+            "name": e.op,
+            "device": device,
+            "bytes": moved,
+            "flops": flops,
+            "unit": unit,
+            "predicted_us": 0.0 if is_view else predicted,
+            "reads": reads,
+            "writes": results + [n for n in e.mutates if n not in results],
+            "nest": "\n".join(call_lines(e)),
+            "source": "",
+            "language": "",
+            "configs": [],
+            "reason": e.reason,
+            "product": product_data(chosen) if chosen else None,
+        }
+
+    def bytes(self, name: str) -> int:
+        lay = self.layouts.get(name)
+        return lay.nbytes_hint if lay is not None else 0
+
+    # -- tensors and memory -----------------------------------------------------------------------
+    def tensors(self, steps: list[Data]) -> dict[str, Data]:
+        """What lies in memory: names, bytes, from which step to which."""
+        program = self.loaded.program
+        out: dict[str, Data] = {}
+        for d in program.defs:
+            if isinstance(d, Input):
+                label = self.input_name(d.position, d.name)
+                out[d.name] = tensor_data(d.layout, label, "input", 0, len(steps) - 1)
+        results = {o.tensor for o in program.outputs if o.tensor is not None}
+        placed = {e["name"]: e for e in self.part.record.of("buffer")}
+        root = self.loaded.plan.home
+        for k, s in enumerate(steps):
+            for n in (*s["writes"], *s["reads"]):
+                if n in out:
+                    out[n]["last"] = max(out[n]["last"], k)
+                elif n in self.layouts:
+                    kind = "result" if n in results else "between"
+                    out[n] = tensor_data(self.layouts[n], self.label(n), kind, k, k)
+                    home = root.get(n, n)
+                    if home != n:
+                        out[n]["in"] = home
+        for n, t in out.items():
+            if t["kind"] == "result":
+                t["last"] = max(len(steps) - 1, 0)
+            if n in placed:
+                t["place"] = placed[n]["place"]
+        return out
+
+    def memory(self, tensors: Mapping[str, Data], steps: int) -> Data:
+        """Bytes that live during each step, beside the inputs; and what lives at the peak."""
+        mine = {n: t for n, t in tensors.items() if t["kind"] != "input" and "in" not in t}
+        live = [0] * steps
+        for t in mine.values():
+            for k in range(t["first"], min(t["last"], steps - 1) + 1):
+                live[k] += t["bytes"]
+        peak = max(range(steps), key=lambda k: live[k]) if steps else 0
+        at_peak = [n for n, t in mine.items() if t["first"] <= peak <= t["last"]]
+        return {
+            "live": live,
+            "inputs": sum(t["bytes"] for t in tensors.values() if t["kind"] == "input"),
+            "peak_step": peak,
+            "peak": live[peak] if steps else 0,
+            "at_peak": sorted(at_peak, key=lambda n: -mine[n]["bytes"]),
+        }
+
+    # -- decisions --------------------------------------------------------------------------------
+    def refusal(self, d: Mapping[str, Any]) -> Data:
+        first, second = str(d["first"]), str(d["second"])
+        return {
+            "first": first, "second": second,
+            "first_label": self.label(first), "second_label": self.label(second),
+            "first_node": self.node_of.get(first, first),
+            "second_node": self.node_of.get(second, second),
+            "reason": d["reason"], "detail": self.worded(str(d["detail"])),
+            "bytes": d["bytes"], "us": d["us"],
+        }  # fmt: skip
+
+    def worded(self, detail: str) -> str:
+        """A detail with labels for the names of tensors."""
+        return NAMES.sub(lambda m: self.label(m[0]) if m[0] in self.node_of else m[0], detail)
+
+    def decided(self, d: Mapping[str, Any]) -> Data:
+        """A decision, with the user's words for what it is about."""
+        plain = {k: v for k, v in d.items() if k != "kind"}
+        first = str(d.get("first", ""))
+        return plain | {"label": self.label(first) if first else ""}
+
+
+# --------------------------------------------------------------------------------------- helpers
+def decisions(record: Any, subject: str) -> list[Data]:
+    return [d for d in record.of("decision") if d["subject"] == subject]
+
+
+def product_data(d: Mapping[str, Any]) -> Data:
+    """Who could multiply, with the estimate of each."""
+    return {
+        "shape": str(d["detail"]).partition(":")[0],
+        "candidates": [
+            {"who": "generated loops", "us": d["generated_us"], "chosen": bool(d["accepted"])},
+            {"who": "library", "us": d["library_us"], "chosen": not d["accepted"]},
+        ],
+    }
+
+
+def tensor_data(lay: Layout, label: str, kind: str, first: int, last: int) -> Data:
+    return {
+        "label": label,
+        "layout": layout_text(lay),
+        "bytes": lay.nbytes_hint,
+        "kind": kind,
+        "first": first,
+        "last": last,
+    }
+
+
+def place_data(p: Place) -> Data:
+    return {"module": p.module, "class": p.kind, "file": p.file, "line": p.line, "code": p.code}
+
+
+def views_in(x: Any) -> Iterable[str]:
+    """The tensors among a call's arguments."""
+    if isinstance(x, ViewArg):
+        yield x.tensor
+    elif isinstance(x, (tuple, list)):
+        for y in x:
+            yield from views_in(y)
+
+
+def sizes(x: Any) -> Any:
+    """Shapes of plain numbers in the stead of tensors."""
+    if isinstance(x, torch.Tensor):
+        return torch.Size([n if isinstance(n, int) else (n.node.hint or 1) for n in x.shape])
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(sizes, x))
+    return x
+
+
+def flops_of(node: fx.Node) -> float:
+    """Of a library call, as torch's own counter has them; 0 for operators that it does not know."""
+    packet = getattr(node.target, "_overloadpacket", None)
+    if packet is torch.ops.aten._addmm_activation:
+        packet = torch.ops.aten.addmm
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: sizes(n.meta.get("val")))
+    if packet is torch.ops.aten.addmm:
+        kwargs = {}
+    try:
+        return float(count(*args, **kwargs, out_val=sizes(node.meta.get("val"))))
+    except (TypeError, AssertionError, ValueError, IndexError):  # its formula is for other forms
+        return 0
+
+
+__all__ = ["PartData"]
