@@ -203,6 +203,15 @@ def test_results_that_are_made_like_their_input(name: str) -> None:
         assert got.stride() == LIKE[name](x).stride(), (x.shape, x.stride())
 
 
+@pytest.mark.parametrize("shape", [(0, 6), (5, 0), (0, 1), (2, 0, 6)])
+def test_nothing_that_is_turned_keeps_its_strides(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    for y in (x[:, ::2], x.transpose(0, 1), x):
+        for f in (lambda x: x.flip(0), lambda x: x.flip((0, 1)), lambda x: x.rot90()):
+            got = traced(f, [y]).graph.output_node().args[0].meta["val"]
+            assert got.stride() == f(y).stride(), (y.shape, y.stride())
+
+
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros": torch.zeros_like,
     "number": lambda x: x + 1,

@@ -121,6 +121,40 @@ def test_indices(name: str) -> None:
     refused(INDICES, name, IndexError if name == "mask of bools" else IndexOutOfRange)
 
 
+# Numbers that eager converts to the dtype of the tensor.
+NUMBERS: dict[str, Callable[[torch.Tensor, float], Any]] = {
+    "clamp": lambda x, n: x.clamp(0, n),
+    "clip below": lambda x, n: x.clip(max=n),
+    "clamp in place": lambda x, n: x.clone().clamp_(-1, n),
+    "hardtanh": lambda x, n: F.hardtanh(x, 1, n),
+    "threshold": lambda x, n: F.threshold(x, n, 2),
+    "masked_fill": lambda x, n: x.masked_fill(x > 3, n),
+    "index_fill": lambda x, n: x.index_fill(0, tensor([0]), n),
+    "scatter": lambda x, n: x.scatter(0, tensor([0]), n),
+    "pad": lambda x, n: F.pad(x, (1, 1), value=n),
+    "fill": lambda x, n: x.clone().fill_(n),
+    "full": lambda x, n: x + torch.full((3,), n, dtype=x.dtype),
+    "full_like": torch.full_like,
+    "new_full": lambda x, n: x.new_full((2,), n),
+    "addcmul": lambda x, n: torch.addcmul(x, x, x, value=n),
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_numbers_that_do_not_fit(name: str, dtype: torch.dtype) -> None:
+    f, x, most = NUMBERS[name], tensor([1, 100, 7]).to(dtype), torch.iinfo(dtype).max
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(f, backend="deuteron")(x, most), f(x, most))
+    for n in (most + 1, 3 * most):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="without overflow"):
+            f(x, n)
+        with pytest.raises(Exception, match="without overflow"):
+            torch.compile(f, backend="deuteron", dynamic=False)(x, n)
+
+
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_divisions(name: str) -> None:
     refused(DIVISIONS, name, DivisionByZero)

@@ -183,6 +183,11 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
     for name in refusals.SAME_DTYPE_OPERANDS:
         for target in ops.resolved((name,)):
             decompositions[target] = refusals.as_eager_refuses(target, decompositions.get(target))
+    for name in refusals.CONVERTED_NUMBERS:
+        for target in ops.resolved((name,)):
+            decompositions[target] = refusals.numbers_as_eager_refuses(
+                target, decompositions.get(target)
+            )
     return decompositions
 
 

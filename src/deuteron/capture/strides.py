@@ -338,9 +338,16 @@ def made_like(target: Any, rule: Rule | None = None) -> Rule:
     return wrapped
 
 
+def flip(x: Tensor, dims: Sequence[int]) -> Any:
+    """Of nothing, eager keeps the strides, with holes, too."""
+    if any(isinstance(n, int) and n == 0 for n in x.shape):
+        return x.new_empty_strided(x.shape, x.stride())
+    return made_like(aten.flip.default)(x, dims)
+
+
 LIKE_FIRST_NAMES = """
 full_like.default zeros_like.default ones_like.default empty_like.default rand_like.default
-randn_like.default randint_like.default randint_like.low_dtype flip.default sort.default sort.stable
+randn_like.default randint_like.default randint_like.low_dtype sort.default sort.stable
 nan_to_num.default index_fill.int_Scalar index_fill.int_Tensor hardtanh.default deg2rad.default
 rad2deg.default huber_loss.default binary_cross_entropy.default
 """
@@ -351,6 +358,7 @@ SCATTERS = ("as_strided_scatter", "diagonal_scatter", "select_scatter", "slice_s
 RULES: dict[str, Rule] = {
     "aten.view.default": view_as_in_eager(aten.view.default, viewed_steps),
     "aten.expand.default": view_as_in_eager(aten.expand.default, expanded_steps),
+    "aten.flip.default": flip,
     "aten.ldexp.Tensor": ldexp,
     "aten.pow.Scalar": power_of_number,
     "aten.normal.Tensor_Tensor": normal,
