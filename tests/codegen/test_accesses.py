@@ -175,6 +175,16 @@ def test_users_indices_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
         g(R(8), torch.tensor([3, 9]))
 
 
+# What reads no memory at the very position that the program gives: a slice, a pattern, numbers.
+FOLDED = (
+    lambda x, i: x[:4][i] * 2,
+    lambda x, i: x.roll(1, 0)[:4][i] + 1,
+    lambda x, i: torch.arange(4)[i] * 2,
+    lambda x, i: torch.zeros(4)[i] + 1,
+    lambda x, i: torch.eye(4)[i],
+)
+
+
 # -- Triton ----------------------------------------------------------------------------------------
 
 
@@ -186,6 +196,13 @@ def process() -> None:
         x = R(24, 20)
         g = torch.compile(f, backend=tools.interpreted, options=OPTIONS)
         torch.testing.assert_close(g(x), f(x), rtol=1e-4, atol=1e-4)
+    for f in FOLDED:
+        torch._dynamo.reset()
+        x, inside = R(8), torch.tensor([0, 3, -1])
+        g = torch.compile(f, backend=tools.interpreted)
+        torch.testing.assert_close(g(x, inside), f(x, inside))
+        with pytest.raises(IndexOutOfRange):
+            g(x, torch.tensor([0, 4, 1]))
     real = tools.generate
     for loads in (True, False):
         for f in (lambda x: x.sin() + 1, lambda x: torch.softmax(x, 1), lambda x: x.sum(0)):

@@ -52,6 +52,42 @@ INDICES: Rows = {
         lambda x, i: F.multi_margin_loss(x, i),
         tensor([0, 1, 2, 0, 1, 2]), tensor([0, 1, 2, 0, 3, 2])),
 }  # fmt: skip
+# Reads that fold away, or that are at other places of memory than the position says.
+FOLDED: Rows = {
+    "positions": (lambda x, i: torch.arange(5)[i] * 2, tensor([0, -5]), tensor([0, 5])),
+    "a difference of positions": (
+        lambda x, i: torch.arange(5)[i] - torch.arange(5)[i], tensor([0, -5]), tensor([0, -6])),
+    "a place that positions tell": (
+        lambda x, i: x[torch.arange(5)[i] // 5], tensor([0, 4]), tensor([0, 5])),
+    "ones": (lambda x, i: torch.full((5, 2), 2.0)[i] + x[:2, :2], tensor([0, 4]), tensor([0, 5])),
+    "zeros": (lambda x, i: torch.zeros(5, 3).index_select(1, i), tensor([0, 2]), tensor([0, 3])),
+    "zeros in zeros": (
+        lambda x, i: torch.zeros(9)[torch.arange(5)[i]], tensor([0, 4]), tensor([0, 5])),
+    "a pattern": (lambda x, i: torch.eye(5)[i].tril(), tensor([0, -5]), tensor([0, -6])),
+    "expanded": (lambda x, i: x[:1].expand(5, 3)[i], tensor([4]), tensor([5])),
+    "one element": (lambda x, i: x[:1, :1].take(i) + 1, tensor([0, -1]), tensor([0, 1])),
+    "put in one element": (
+        lambda x, i: torch.zeros(1, 1).put(i, x[0, :2]), tensor([0, 0]), tensor([0, 1])),
+    "a row of ones": (lambda x, i: F.embedding(i, torch.ones(5, 3)), tensor([4]), tensor([-1])),
+    "bytes": (
+        lambda x, i: torch.zeros(300)[torch.zeros(5, dtype=torch.uint8)[i].long()],
+        tensor([0, 4]), tensor([0, 5])),
+    "a slice": (lambda x, i: x[:4][i] * 2, tensor([0, -4]), tensor([0, 4])),
+    "a slice's row": (lambda x, i: F.embedding(i, x[:4]), tensor([0, 3]), tensor([0, 4])),
+    "a slice's elements": (
+        lambda x, i: x[:4].gather(0, i), tensor([[0, 3]]), tensor([[0, 4]])),
+    "some of a block": (lambda x, i: x[:2, :2].take(i), tensor([0, 3]), tensor([0, 4])),
+    "reshaped": (lambda x, i: x[:4].reshape(3, 4)[i, 1], tensor([0, 2]), tensor([0, 3])),
+    "rolled": (lambda x, i: x[:4].roll(1, 0)[i], tensor([0, 3]), tensor([0, 4])),
+    "repeated": (lambda x, i: x[:2].repeat(2, 1)[i], tensor([0, 3]), tensor([0, 4])),
+    "joined": (lambda x, i: torch.cat([x[:2], x[2:4]])[i], tensor([0, 3]), tensor([0, 4])),
+    "padded before": (
+        lambda x, i: F.pad(x[:2], (0, 0, 1, 1))[i], tensor([0, -4]), tensor([0, -5])),
+    "padded after": (
+        lambda x, i: F.pad(x[:4][i], (0, 0, 1, 1)), tensor([0, 3]), tensor([0, 4])),
+    "written into its reader": (
+        lambda x, i: (x[:4] * 0 + 1)[i].sum(), tensor([0, 3]), tensor([0, 4])),
+}  # fmt: skip
 DIVISIONS: Rows = {
     "quotient": (lambda x, i: WHOLE // i * 2, tensor([1, -3, 2]), tensor([1, 0, 2])),
     "remainder": (lambda x, i: WHOLE % i + 1, tensor([1, -3, 2]), tensor([1, 0, 2])),
@@ -119,6 +155,27 @@ def refused(rows: Rows, name: str, kind: type[BaseException]) -> None:
 @pytest.mark.parametrize("name", INDICES)
 def test_indices(name: str) -> None:
     refused(INDICES, name, IndexError if name == "mask of bools" else IndexOutOfRange)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_indices_of_what_folds_away(name: str) -> None:
+    refused(FOLDED, name, IndexOutOfRange)
+
+
+def test_gradients_of_what_folds_away() -> None:
+    """Values and gradients are eager's, with positions in range."""
+
+    def f(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        rows = x[:4][i] * torch.arange(5)[i][:, None] + F.embedding(i, x[:1].expand(4, 3))
+        return (rows * x.roll(1, 0)[:4][i]).sum()
+
+    torch._dynamo.reset()
+    i = tensor([0, 3, 3, 1])
+    ours, eager = (torch.linspace(-1, 2, 18).view(6, 3).requires_grad_() for _ in range(2))
+    torch.testing.assert_close(torch.compile(f, backend="deuteron")(ours, i), f(eager, i))
+    for g, x in ((torch.compile(f, backend="deuteron"), ours), (f, eager)):
+        g(x, i).backward()
+    torch.testing.assert_close(ours.grad, eager.grad)
 
 
 # Numbers that eager converts to the dtype of the tensor.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from deuteron.ir.elements import is_loaded
 from deuteron.ir.expr import Expr, cast, index_value, literal, load, op, rebuild
 from deuteron.ir.index import (
     Atom,
@@ -101,11 +102,6 @@ def with_checks(
         else:
             stmts.append(replace(s, body=visit(s.body)))
     return replace(nest, stmts=tuple(stmts))
-
-
-def is_loaded(index: Index) -> bool:
-    """Whether the index is made of loaded values."""
-    return any(a.rank == 3 for a in index.atoms())
 
 
 def _indices(nest: Nest) -> list[Index]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deuteron.ir import elements
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, as_position, cast, checked, index_value, literal, op
 from deuteron.ir.index import (
@@ -64,7 +65,10 @@ def masked(mask: Expr, value: Expr, fill: Any = 0) -> Expr:
     if mask.op == "literal":
         return value if mask.attr else other
     if value.op == "load" and not value.args and other.op == "literal":
-        return E.load(value.attr[0], value.attr[1], value.dtype, mask, other.attr)
+        at = value.attr[1]
+        if elements.holds(value) == elements.CHECKS:  # made only where the mask holds
+            at = E.with_mask(value, mask).attr[1]
+        return E.load(value.attr[0], at, value.dtype, mask, other.attr)
     return op("where", mask, E.with_mask(value, mask), other)
 
 
@@ -104,6 +108,11 @@ def loaded(position: Expr, extent: Index | None = None, end: Index | None = None
     shifted = op("add", position, index_value(extent))
     negative = op("lt", position, literal(0, "i64"))
     return as_position(op("where", negative, shifted, position))
+
+
+def read(ctx: LowerContext, x: Value, at: Sequence[Index]) -> Expr:
+    """The element of x at positions that may be loaded; those stay checked, whatever x is."""
+    return elements.element(x.axes, x.expr, at, ctx.layouts)
 
 
 # -- reshapes --------------------------------------------------------------------------------------
@@ -194,6 +203,7 @@ __all__ = [
     "loaded",
     "masked",
     "nothing",
+    "read",
     "reshaped",
     "unflatten",
     "within",

@@ -27,6 +27,7 @@ from deuteron.lower.access import (
     loaded,
     masked,
     nothing,
+    read,
     unflatten,
     wrap,
     wrap_dim,
@@ -107,7 +108,11 @@ def index(
     ctx: LowerContext, x: Value, indices: Sequence[Value | None], unsafe: bool = False
 ) -> Value:
     places = Places(ctx, x, indices, unsafe)
-    return make(ctx, ctx.shape_of(ctx.fake()), lambda idx: x.at(places.at(idx)))
+
+    def element(idx: tuple[Index, ...]) -> Expr:
+        return x.at(places.at(idx)) if unsafe else read(ctx, x, places.at(idx))
+
+    return make(ctx, ctx.shape_of(ctx.fake()), element)
 
 
 @lowering("aten._unsafe_index.Tensor")
@@ -199,7 +204,7 @@ def embedding(ctx: LowerContext, weight: Value, indices: Value, *args: Any, **kw
     shape = [*indices.shape, weight.shape[1]]
 
     def element(idx: tuple[Index, ...]) -> Expr:
-        return weight.at([loaded(indices.at(idx[:-1]), end=weight.shape[0]), idx[-1]])
+        return read(ctx, weight, [loaded(indices.at(idx[:-1]), end=weight.shape[0]), idx[-1]])
 
     return make(ctx, shape, element)
 
@@ -213,7 +218,7 @@ def index_select(ctx: LowerContext, x: Value, dim: int, indices: Value) -> Value
     def element(idx: tuple[Index, ...]) -> Expr:
         at = list(idx) or [const(0)]
         at[dim] = loaded(indices.at([at[dim]]), end=x.shape[dim])
-        return x.at(at)
+        return read(ctx, x, at)
 
     return make(ctx, shape, element)
 
@@ -236,18 +241,27 @@ def gather(ctx: LowerContext, x: Value, dim: int, indices: Value, **kwargs: Any)
     def element(idx: tuple[Index, ...]) -> Expr:
         at = list(idx) if rank else [const(0)] * x.rank
         at[dim] = loaded(indices.at(idx), end=x.shape[dim])
-        return x.at(at)
+        return read(ctx, x, at)
 
     return make(ctx, indices.shape, element)
+
+
+def element_place(position: Expr, x: Value) -> tuple[Index, ...]:
+    """Where the element of x is that a tensor names by its row-major position. Of a single element
+    the position is kept as well: it is to be checked."""
+    i = loaded(position, product(x.shape))
+    place = unflatten(i, x.shape)
+    return (i, *place[1:]) if place and product(x.shape).value == 1 else place
 
 
 @lowering("aten.take")
 def take(ctx: LowerContext, x: Value, indices: Value) -> Value:
     def element(idx: tuple[Index, ...]) -> Expr:
-        return x.at(unflatten(loaded(indices.at(idx), product(x.shape)), x.shape))
+        return read(ctx, x, element_place(indices.at(idx), x))
 
     if any(n.value == 0 for n in x.shape):
         raise ctx.decline("elements of an empty tensor are taken")
+    x = at_least_1d(ctx, x)
     return make(ctx, indices.shape, element)
 
 
@@ -261,7 +275,7 @@ def put(
         return ctx.define(x)
     axes = ctx.axes(indices.shape)
     idx = tuple(a.index for a in axes)
-    place = unflatten(loaded(indices.at(idx), product(x.shape)), x.shape)
+    place = element_place(indices.at(idx), x)
     position = flatten(idx, indices.shape)
     body = source.at(unflatten(position, source.shape) if source.rank else ())
     return scatter_into(ctx, x, axes, place, body, "sum" if accumulate else None)

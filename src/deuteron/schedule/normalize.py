@@ -19,9 +19,10 @@ from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.record import Record
+from deuteron.ir import elements
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Value, const, hint, product
+from deuteron.ir.index import Axis, const, hint, product
 from deuteron.ir.onehot import single_term
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of, tensors_read
@@ -123,7 +124,7 @@ class Inliner:
             if total + more > MAX_INLINED_CODE or not self.worth(p, n, c):
                 continue
             total += more
-            table[n] = element(p, n)
+            table[n] = element(p, n, self.layouts)
         new = written_into(c, table, [self.computes[n.attr[0]] for n in table])
         self.size[new.body] = min(total, self.size.get(new.body, total))
         return new
@@ -137,7 +138,7 @@ class Inliner:
         for n in body.loads():
             p = self.computes.get(n.attr[0])
             if axis in n.axes() and p is not None and _aligned(n, c) and self.repeatable(p):
-                table[n] = element(p, n)
+                table[n] = element(p, n, self.layouts)
         term = single_term(body.substitute({}, table) if table else body, axis)
         if term is None or self.code(term) > MAX_INLINED_CODE:
             return None
@@ -239,15 +240,15 @@ def written_into(c: Compute, table: Mapping[Expr, Expr], producers: Iterable[Com
     return replace(c, body=body, mask=mask, index=index, origins=tuple(origins))
 
 
-def inlined(c: Compute, producer: Compute) -> Compute:
+def inlined(c: Compute, producer: Compute, layouts: Mapping[str, Layout]) -> Compute:
     """`c` computing the producer's elements itself, wherever it reads them."""
     loads = {n for root in roots(c) for n in root.walk() if n.op == "load"}
-    table = {n: element(producer, n) for n in loads if n.attr[0] == producer.name}
+    table = {n: element(producer, n, layouts) for n in loads if n.attr[0] == producer.name}
     return written_into(c, table, [producer])
 
 
 def _gathers(load: Expr) -> bool:
-    return any(isinstance(a, Value) for i in load.attr[1] for a in i.atoms())
+    return any(map(elements.is_loaded, load.attr[1]))
 
 
 def _inner(c: Compute) -> tuple[Axis, ...]:
@@ -274,11 +275,10 @@ def _shifted(load: Expr, c: Compute) -> bool:
     return len(used) == len(set(used)) and loops <= set(used)
 
 
-def element(p: Compute, load: Expr) -> Expr:
+def element(p: Compute, load: Expr, layouts: Mapping[str, Layout]) -> Expr:
     """The producer's body at the place where it is read."""
     _, index, fill = load.attr
-    table: Map = {a: i for a, i in zip(p.axes, index, strict=True) if i is not a.index}
-    value = p.body.substitute(table) if table else p.body
+    value = elements.element(p.axes, p.body, index, layouts)
     if not load.args:
         return value
     mask = load.args[0]

@@ -100,7 +100,7 @@ def written_out(fusion: Fusion, group: Group, m: Member) -> Compute | None:
         inner = [r.tensor for r in reads_of(c) if _is_point(group, r.tensor)]
         if not inner:
             break
-        c = inlined(c, group.names[inner[-1]].compute)
+        c = inlined(c, group.names[inner[-1]].compute, fusion.layouts)
     else:
         return None
     memory = {fusion.owner.get(r.tensor, r.tensor) for r in reads_of(c)}
@@ -117,7 +117,7 @@ def _is_point(group: Group, name: str) -> bool:
 def computing(fusion: Fusion, reader: Group, producer: Compute) -> Group | None:
     """`reader` with its members computing what they read of `producer`."""
     members = tuple(
-        replace(m, compute=inlined(m.compute, producer))
+        replace(m, compute=inlined(m.compute, producer, fusion.layouts))
         if any(r.tensor == producer.name for r in m.reads)
         else m
         for m in reader.members

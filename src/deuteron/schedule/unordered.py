@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from deuteron.ir.elements import is_loaded
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Index, Value
 from deuteron.ir.operations import FLOATS
 from deuteron.ir.program import Extern, Origin
 from deuteron.schedule.kernel import Kernel, Schedule, Store
@@ -69,10 +69,6 @@ def reasons(kernel: Kernel) -> Iterator[str]:
         elif s.accumulate is None and not s.unique and any(map(is_loaded, s.index)):
             if not is_constant(s.value):
                 yield UNORDERED_WRITE
-
-
-def is_loaded(index: Index) -> bool:
-    return any(isinstance(a, Value) for a in index.atoms())
 
 
 def is_constant(value: Expr) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from deuteron.base.text import one_line, plain_name
-from deuteron.codegen.checks import as_arithmetic, is_loaded
+from deuteron.codegen.checks import as_arithmetic
 from deuteron.codegen.precision import (
     at_least_one,
     erf_of_one_plus,
@@ -29,6 +29,7 @@ from deuteron.codegen.triton.peephole import divided_by_reciprocal, has_safe_rec
 from deuteron.codegen.triton.scope import NONE, Dim, Dims, Scope
 from deuteron.codegen.triton.state import Limits, TileState
 from deuteron.ir import expr as E
+from deuteron.ir.elements import is_loaded
 from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, const, is_nonneg, product
 
