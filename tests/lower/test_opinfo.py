@@ -42,7 +42,6 @@ REASONS = (
     "size of the result",
     "or to nothing",
     "embedding_renorm",
-    "with holes or overlaps",  # nothing that is turned keeps its strides
 )
 SAMPLES = 6
 
