@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import deuteron  # noqa: F401
 from deuteron.base import products
 from deuteron.base.device import DeviceSpec, device_spec, named_gpu
 from deuteron.base.passes import Context
@@ -33,7 +34,7 @@ def product(m: int, k: int, n: int, dtype: str = "f32", **more: Any) -> Product:
 
 
 def test_one_row_is_generated_and_many_are_called() -> None:
-    w = torch.randn(900, 700)
+    w = torch.randn(700, 900).t()
     p, record = lowered(lambda x, w: torch.relu(x @ w), torch.randn(1, 900), w)
     assert not calls(p)
     (d,) = [d for d in record.of("decision") if d["subject"] == "product"]
@@ -43,12 +44,61 @@ def test_one_row_is_generated_and_many_are_called() -> None:
     assert "130x900 by 900x700: generated" in call.reason and "the library" in call.reason
 
 
+@pytest.mark.parametrize("f", [
+    lambda w, v, b: w.mv(v),
+    lambda w, v, b: torch.addmv(b, w, v, beta=0.5, alpha=2),
+    lambda w, v, b: torch.relu(w.mv(v)) + b,
+])  # fmt: skip
+def test_vectors_are_columns(f: Any) -> None:
+    """A matrix that is contiguous along the sum is walked by loops; down its columns the library is
+    faster. Halves are walked by loops."""
+    v, b = torch.randn(900), torch.randn(2000)
+    p, record = lowered(f, torch.randn(2000, 900), v, b)
+    assert not calls(p)
+    (d,) = [d for d in record.of("decision") if d["subject"] == "product"]
+    assert "2000x900 by 900x1: generated" in d["detail"]
+    p, _ = lowered(f, torch.randn(900, 2000).t(), v, b)
+    (call,) = calls(p)
+    assert "2000x900 by 900x1: generated" in call.reason and "the library" in call.reason
+    p, _ = lowered(f, torch.randn(900, 2000).t().bfloat16(), v.bfloat16(), b.bfloat16())
+    assert not calls(p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(5, 7), (0, 4), (4, 0), (1, 513), (301, 1), (1200, 700)])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_vectors_as_eager(dtype: torch.dtype, shape: tuple[int, int], transposed: bool) -> None:
+    """Values, strides and gradients."""
+
+    def f(w: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = torch.addmv(b, w, v, beta=2, alpha=3)
+        return w.mv(v) + 1, total, total.dot(b), w[:, ::2].mv(v[::2]), b.vdot(b)
+
+    torch._dynamo.reset()
+    m, k = shape
+    w = torch.randint(-3, 4, (k, m) if transposed else (m, k)).to(dtype)
+    args = (
+        w.t() if transposed else w,
+        torch.randint(-3, 4, (k,)).to(dtype),
+        torch.ones(m, dtype=dtype),
+    )
+    results = []
+    for g in (f, torch.compile(f, backend="deuteron")):
+        xs = [x.detach().clone().requires_grad_(dtype.is_floating_point) for x in args]
+        outs = g(*xs)
+        if dtype.is_floating_point:
+            sum(o.sum() for o in outs[:4]).backward()
+        results.append([*outs, *(x.grad for x in xs)])
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, check_stride=True, rtol=1.6e-2, atol=1e-5)
+
+
 def test_figures_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the library twice as fast, it would multiply."""
     slow = {k: tuple(tuple(r / 40 for r in side) for side in v) for k, v in
             products.GENERATED_RATES.items()}  # fmt: skip
     monkeypatch.setattr(products, "GENERATED_RATES", slow)
-    p, _ = lowered(lambda x, w: torch.relu(x @ w), torch.randn(1, 900), torch.randn(900, 700))
+    p, _ = lowered(lambda x, w: torch.relu(x @ w), torch.randn(1, 900), torch.randn(700, 900).t())
     assert len(calls(p)) == 1
 
 

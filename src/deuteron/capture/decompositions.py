@@ -39,8 +39,9 @@ NOT_DECOMPOSED: tuple[str, ...] = (
     # Torch's rule returns the attention matrix where the backward expects log-sum-exp: wrong
     # gradients.
     "aten._scaled_dot_product_flash_attention_for_cpu",
-    # Contractions with an addend are one library call.
+    # Products are loops or library calls, by the figures of both; with an addend they are one call.
     "aten.baddbmm",
+    *("aten.mv", "aten.dot"),
     # One scalar function each in the lowering: decomposed they would round more often than eager
     # in half types.
     "aten.addcmul",
@@ -98,7 +99,6 @@ ALSO_DECOMPOSED: tuple[str, ...] = (
     "aten.round.decimals",
     "aten.lcm",
     "aten.conj_physical",
-    "aten.addmv",
     # Index arithmetic and gathers.
     "aten.upsample_bicubic2d",
     "aten.upsample_bilinear2d",

@@ -14,6 +14,7 @@ from deuteron.lower.core import LowerContext, Value
 
 # Whose figures stand for a GPU where none is known.
 DEFAULT_GPU = "H100"
+PRODUCTS = tuple(f"aten.{n}." for n in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv"))
 MIN_CALL_GAIN = 0.02  # by what share a call must be faster, which nothing can be fused with
 
 
@@ -62,7 +63,7 @@ def surrounded(ctx: LowerContext) -> bool:
 
 
 def _multiplies(target: str) -> bool:
-    return target.startswith(("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"))
+    return target.startswith(PRODUCTS)
 
 
 def figures(ctx: LowerContext) -> DeviceSpec:

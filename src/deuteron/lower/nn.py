@@ -261,24 +261,66 @@ def matmul(ctx: LowerContext, a: Value, b: Value) -> Value:
     return make(ctx, ctx.shape_of(ctx.fake()), lambda idx: cast(element(idx), a.dtype))
 
 
+def column(ctx: LowerContext, v: Value) -> Value:
+    """A vector as a matrix of one column."""
+    (i,), (j,) = v.axes, ctx.axes([const(1)])
+    return Value((i, j), v.expr)
+
+
+def row(ctx: LowerContext, v: Value) -> Value:
+    """A vector as a matrix of one row."""
+    (i,), (j,) = v.axes, ctx.axes([const(1)])
+    return Value((j, i), v.expr)
+
+
+@lowering("aten.mv.default")
+def matrix_vector(ctx: LowerContext, a: Value, v: Value) -> Value:
+    element = product_sum(ctx, a, column(ctx, v))
+    return make(ctx, a.shape[:1], lambda idx: cast(element([*idx, const(0)]), a.dtype))
+
+
+@lowering("aten.dot.default")
+def dot(ctx: LowerContext, a: Value, b: Value) -> Value:
+    element = product_sum(ctx, row(ctx, a), column(ctx, b))
+    return make(ctx, [], lambda idx: cast(element([const(0), const(0)]), a.dtype))
+
+
+@lowering("aten.addmv.default")
+def addmv(
+    ctx: LowerContext, bias: Value, a: Value, v: Value, *, beta: Any = 1, alpha: Any = 1
+) -> Value:
+    element = product_sum(ctx, a, column(ctx, v))
+    return with_addend(ctx, bias, lambda idx: element([*idx, const(0)]), a.dtype, beta, alpha)
+
+
 @lowering("aten.addmm.default", "aten.baddbmm.default")
 def addmm(
     ctx: LowerContext, bias: Value, a: Value, b: Value, *, beta: Any = 1, alpha: Any = 1
 ) -> Value:
-    """``beta * bias + alpha * (a @ b)``; with a beta of 0 the bias is not read."""
-    element = product_sum(ctx, a, b)
-    wide = compute_dtype(a.dtype)
+    return with_addend(ctx, bias, product_sum(ctx, a, b), a.dtype, beta, alpha)
+
+
+def with_addend(
+    ctx: LowerContext,
+    bias: Value,
+    element: Callable[[Sequence[Index]], Expr],
+    dtype: str,
+    beta: Any,
+    alpha: Any,
+) -> Value:
+    """``beta * bias + alpha * product``; with a beta of 0 the bias is not read."""
+    wide = compute_dtype(dtype)
 
     def out(idx: tuple[Index, ...]) -> Expr:
         total = element(idx)
         if alpha != 1:
             total = op("mul", total, scalar(alpha, wide))
         if beta == 0:
-            return cast(total, a.dtype)
+            return cast(total, dtype)
         first = cast(broadcast(bias, idx), wide)
         if beta != 1:
             first = op("mul", first, scalar(beta, wide))
-        return cast(op("add", first, total), a.dtype)
+        return cast(op("add", first, total), dtype)
 
     return make(ctx, ctx.shape_of(ctx.fake()), out)
 

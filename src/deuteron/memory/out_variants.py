@@ -18,7 +18,7 @@ from deuteron.ir.reference_ops import TO_TORCH
 
 _PRODUCTS = {
     f"aten.{n}.default": f"torch.{n}"
-    for n in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation")
+    for n in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "_addmm_activation")
 }
 
 
