@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deuteron.base.errors import DeuteronError
+from deuteron.base.observing import REPORTERS
 from deuteron.base.package import VERSION
 
 if TYPE_CHECKING:
     from deuteron.tools.explain import Explanation, explain
+    from deuteron.tools.report import report
 
-__all__ = ["DeuteronError", "Explanation", "compile", "explain"]
+__all__ = ["DeuteronError", "Explanation", "compile", "explain", "report"]
 __version__ = VERSION
 
 
@@ -47,12 +49,15 @@ def compile(
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in (*__all__, "reporter"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from deuteron.tools import explain  # imported when asked for: it brings torch
+    from deuteron.tools import report  # imported when asked for: it brings torch
 
-    return getattr(explain, name)
+    return getattr(report, name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+REPORTERS.append(lambda path: __getattr__("reporter")(path))

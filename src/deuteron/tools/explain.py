@@ -9,10 +9,10 @@ from __future__ import annotations
 import html
 import json
 import statistics
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,10 +33,12 @@ from deuteron.tools.report_data import (
     frames_of,
     report_data,
 )
+from deuteron.tools.target import owners
 from deuteron.tools.why import why
 
-# Calls whose steps are timed, and seconds that whole calls are timed for.
-TIMED_CALLS, SECONDS = 10, 1.0
+# Calls whose steps are timed, at least and at most, while this many seconds are not over; and
+# rounds of whole calls at least, for about as long.
+LEAST_CALLS, MOST_CALLS, SECONDS, LEAST_ROUNDS = 2, 12, 1.0, 1
 
 
 @dataclass(repr=False)
@@ -115,6 +117,12 @@ class Explanation:
         """`data` as JSON: ``{"schema": "deuteron.report", "version": 1, ...}``."""
         return json.dumps(self.data, indent=1, default=str)
 
+    def save(self, path: str) -> None:
+        """Writes the report as one HTML file, and beside it the same as JSON."""
+        from deuteron.tools.report import write
+
+        write(self.data, path)
+
     def __str__(self) -> str:
         return explain_text.short(self.data)
 
@@ -168,8 +176,10 @@ def explain(
         if measure:
             progress("timing each kernel")
             seen.policy.on = True
-            for _ in range(TIMED_CALLS):
-                run(compiled, fn, args, kwargs, backward)
+            begin = perf_counter()
+            for k in range(MOST_CALLS):
+                if k < LEAST_CALLS or perf_counter() - begin < SECONDS:
+                    run(compiled, fn, args, kwargs, backward)
             seen.policy.on = False
             progress("timing calls")
             times = timed(compiled, fn, args, kwargs, backward)
@@ -204,7 +214,8 @@ def timed(compiled: Any, fn: Any, args: Any, kwargs: Any, backward: bool | None)
     def eager() -> Any:
         return run(fn, fn, args, kwargs, backward)
 
-    medians = [statistics.median(t) * 1e6 for t in interleaved([ours, eager], SECONDS, device)]
+    times = interleaved([ours, eager], SECONDS, device, LEAST_ROUNDS)
+    medians = [statistics.median(t) * 1e6 for t in times]
     return {
         "call_us": medians[0],
         "eager_us": medians[1],
@@ -213,31 +224,18 @@ def timed(compiled: Any, fn: Any, args: Any, kwargs: Any, backward: bool | None)
 
 
 def inputs_of(fn: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors that the call can reach: arguments, and the parameters of modules."""
+    """Tensors that the call can reach: arguments, and what the function names outside of itself."""
     inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    owners = [fn, getattr(fn, "__self__", None)]
-    owners += [c.cell_contents for c in getattr(fn, "__closure__", None) or () if has_value(c)]
-    for owner in owners:
-        if isinstance(owner, nn.Module):
-            inputs += owner.parameters()
-        elif isinstance(owner, Tensor):
-            inputs.append(owner)
+    for owner in owners(fn).values():
+        inputs += owner.parameters() if isinstance(owner, nn.Module) else [owner]
     return list({id(t): t for t in inputs}.values())
-
-
-def has_value(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - an empty cell raises
-    except ValueError:
-        return False
-    return True
 
 
 @contextmanager
 def unchanged(fn: Any, args: Any, kwargs: Any) -> Iterator[None]:
     """Puts back buffers, the values of arguments, and the random state."""
-    owners = [fn, getattr(fn, "__self__", None)]
-    buffers = [b for o in owners if isinstance(o, nn.Module) for b in o.buffers()]
+    modules = [o for o in owners(fn).values() if isinstance(o, nn.Module)]
+    buffers = [b for m in modules for b in m.buffers()]
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)] + buffers
     copies = [(t, t._version, t.detach().clone()) for t in tensors]
     devices = list({t.device for t in tensors if t.is_cuda})

@@ -1,6 +1,6 @@
 """A report as text: short (sorted by time, equal steps of several layers in one row) and full.
 
-In: a `tools.report_data.Report`. Out: text of lines.
+In: a report (`tools.report_data`). Out: text of lines.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from deuteron.tools.advice import advice
 from deuteron.tools.names import together
-from deuteron.tools.report_data import Report, amount, counted, time_text
+from deuteron.tools.words import amount, counted, time_text
 
-ROWS = 12  # of a part, in the short text
+ROWS, LINES = 12, 3  # of a part, and of a row, in the short text
 Data = Mapping[str, Any]
 
 
@@ -37,12 +37,12 @@ class Row:
         return min(1.0, sum(s["limit_us"] for s in self.steps) / self.us) if self.us else 1.0
 
 
-def short(report: Report) -> str:
+def short(report: Data) -> str:
     """A few lines: the headline, breaks, the rows that take longest, what was not fused."""
     return "\n".join([report["headline"], body(report)])
 
 
-def body(report: Report) -> str:
+def body(report: Data) -> str:
     """The same without the headline."""
     lines: list[str] = [*break_lines(report)]
     for p in report["parts"]:
@@ -59,7 +59,7 @@ def body(report: Report) -> str:
     return "\n".join(lines)
 
 
-def break_lines(report: Report) -> Iterator[str]:
+def break_lines(report: Data) -> Iterator[str]:
     for b in report["breaks"]:
         times = f" ({b['count']} times)" if b["count"] > 1 else ""
         where = f"{b['file']}:{b['line']}: {b['code']}: " if b["file"] else ""
@@ -81,7 +81,8 @@ def part_lines(part: Data) -> Iterator[str]:
     for row in rows[:ROWS]:
         times = f"×{len(row.steps)}" if len(row.steps) > 1 else ""
         where = together(dict.fromkeys(row.modules))
-        beside = "  ".join(w for w in (where, ", ".join(row.lines)) if w)
+        more = ", ..." if len(row.lines) > LINES else ""
+        beside = "  ".join(w for w in (where, ", ".join(row.lines[:LINES]) + more) if w)
         yield (
             f"  {time_text(row.us):>8} {row.share:>4.0%} of limit {times:>4}  {row.kind} {row.what}"
             + (f"  [{beside}]" if beside else "")
@@ -133,7 +134,7 @@ def where(place: Data) -> str:
 
 
 # ------------------------------------------------------------------------------------------ full
-def full(report: Report) -> str:
+def full(report: Data) -> str:
     """Everything, in order of execution."""
     lines: list[str] = [report["headline"], *break_lines(report)]
     for p in report["parts"]:

@@ -112,18 +112,18 @@ def seconds_per_call(call: Callable[[], Any], calls: int, device: str) -> float:
 
 
 def interleaved(
-    calls: Sequence[Callable[[], Any]], seconds: float, device: str
+    calls: Sequence[Callable[[], Any]], seconds: float, device: str, least: int = LEAST_ROUNDS
 ) -> list[list[float]]:
     """Per function its seconds per call, one number a round. A round times all functions, in
     another order each, so that a change in the machine's speed meets all of them. Rounds begin for
-    about `seconds`."""
+    about `seconds`, at least so many."""
     guesses = [seconds_per_call(c, 1, device) for c in calls]
     batches = [max(1, round(BATCH_S[device] / max(g, 1e-7))) for g in guesses]
     times: list[list[float]] = [[] for _ in calls]
     begin, order = time.perf_counter(), random.Random(0)
     with collector_off():
         for done in range(MOST_ROUNDS):
-            if done >= LEAST_ROUNDS and time.perf_counter() - begin > seconds:
+            if done >= least and time.perf_counter() - begin > seconds:
                 break
             for k in order.sample(range(len(calls)), len(calls)):
                 times[k].append(seconds_per_call(calls[k], batches[k], device))

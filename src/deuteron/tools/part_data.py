@@ -17,10 +17,12 @@ from torch.utils.flop_counter import flop_registry
 
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.printer import layout_text
 from deuteron.ir.program import Extern, Input, Layout, ViewArg
 from deuteron.schedule.kernel import Kernel, Step
 from deuteron.schedule.printer import call_lines, kernel_lines
+from deuteron.schedule.profit import elements
 from deuteron.tools.names import Place, op_name, place_of
 from deuteron.tools.observe import Captured, Part
 
@@ -131,14 +133,10 @@ class PartData:
     def totals(self, steps: list[Data]) -> Data:
         """Sums over the steps. `least_bytes`: what the part must move at least, its inputs that
         are read and its results, each once."""
-        touched = {n for s in steps for n in s["reads"]}
-        least = sum(
-            d.layout.nbytes_hint
-            for d in self.loaded.program.defs
-            if isinstance(d, Input) and d.name in touched
-        )
+        given = {d.name for d in self.loaded.program.defs if isinstance(d, Input)}
         made = {o.tensor for o in self.loaded.program.outputs if o.tensor is not None}
-        least += sum(self.layouts[n].nbytes_hint for n in made if n in self.layouts)
+        least = sum(self.touched(n) for n in given)
+        least += sum(self.bytes(n) for n in made - given)
         out: Data = {"least_bytes": least}
         for name in ("bytes", "flops", "limit_us", "predicted_us"):
             out[name] = sum(s[name] for s in steps)
@@ -146,6 +144,19 @@ class PartData:
         out["measured_us"] = sum(timed) if timed else None
         kinds = Counter(s["kind"] for s in steps)
         return out | {"kernels": kinds["kernel"], "library_calls": kinds["library"]}
+
+    def touched(self, name: str) -> int:
+        """Bytes of a tensor that somebody reads: all, or as many as the loops have points."""
+        most, found = self.bytes(name), 0
+        each = ITEMSIZE[self.layouts[name].dtype]
+        for s in self.loaded.schedule.steps:
+            if isinstance(s, Extern):
+                found += most if name in views_in((s.args, tuple(v for _, v in s.kwargs))) else 0
+            elif name in dict(s.reads):
+                loads = [n for nest in s.nests for e in nest.exprs() for n in e.loads()]
+                read = [each * elements(n.attr[1]) for n in loads if n.attr[0] == name]
+                found += sum(read) if read else most  # a place that is loaded
+        return min(most, found)
 
     def is_recomputed(self, n: fx.Node) -> bool:
         """Whether the backward does again what the forward has done."""

@@ -20,8 +20,10 @@ from deuteron.base.device import device_spec
 from deuteron.base.package import FOLDER, VERSION
 from deuteron.base.record import Record
 from deuteron.base.text import one_line
+from deuteron.tools.findings import findings
 from deuteron.tools.observe import Observations, short_reason
 from deuteron.tools.part_data import PartData
+from deuteron.tools.words import amount, counted, time_text
 
 SCHEMA, SCHEMA_VERSION = "deuteron.report", 1
 
@@ -86,6 +88,7 @@ class Report(TypedDict):
     breaks: list[GraphBreak]
     frames: list[Frame]
     fallbacks: list[dict[str, Any]]
+    findings: list[dict[str, Any]]
 
 
 def report_data(
@@ -120,19 +123,22 @@ def report_data(
         "refusals": dict(Counter(r["reason"] for p in parts for r in p["refusals"]).most_common()),
     }
     names = {s["device"] for p in parts for s in p["steps"]} or {"cpu"}
+    spec = seen.parts[0][1].context.spec if seen.parts else device_spec
+    devices = {n: spec(n).to_dict() for n in sorted(names)}
     return {
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
         "title": title,
         "headline": headline(totals),
         "versions": versions(),
-        "devices": {n: device_spec(n).to_dict() for n in sorted(names)},
+        "devices": devices,
         "totals": totals,
         "parts": parts,
         "sources": sources,
         "breaks": breaks,
         "frames": frames,
         "fallbacks": [dict(e) for r in records for e in r.of("fallback")],
+        "findings": findings(parts, devices),
     }
 
 
@@ -150,26 +156,6 @@ def versions() -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------- words
-def amount(value: float, unit: str) -> str:
-    """``1.05 MB``: three digits and a prefix."""
-    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def time_text(us: float) -> str:
-    """Microseconds as people read them."""
-    for scale, unit in ((1e6, "s"), (1e3, "ms")):
-        if us >= scale:
-            return f"{us / scale:.3g} {unit}"
-    return f"{us:.3g} us" if us >= 0.1 or not us else f"{us * 1e3:.3g} ns"
-
-
-def counted(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
 def headline(t: Totals) -> str:
     """``36 operations → 4 kernels + 3 library calls; 1 MB moved, least 0.9 MB; ...``."""
     text = (
@@ -234,12 +220,9 @@ __all__ = [
     "GraphBreak",
     "Report",
     "Totals",
-    "amount",
     "breaks_of",
-    "counted",
     "frames_of",
     "headline",
     "report_data",
-    "time_text",
     "versions",
 ]

@@ -1,6 +1,6 @@
 """Why two things of the user's share a kernel, or do not: one sentence from a report.
 
-In: a `tools.report_data.Report` and two words: a module's path, an operation, ``file.py:12``, a
+In: a report (`tools.report_data`) and two words: a module's path, an operation, ``file.py:12``, a
 kernel. Out: a sentence. Raises `ValueError` with the nearest names where a word names nothing.
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deuteron.tools.advice import advice
-from deuteron.tools.report_data import Report, amount
+from deuteron.tools.words import amount
 
 Data = Mapping[str, Any]
 
 
-def why(report: Report, first: str, second: str) -> str:
+def why(report: Data, first: str, second: str) -> str:
     """Of the parts that have both, the first; of several pairs, the one with most at stake."""
     answers: list[str] = []
     for word in (first, second):
@@ -119,7 +119,7 @@ def refused_text(phase: str, first: str, second: str, r: Data) -> str:
     )
 
 
-def unknown(report: Report, word: str) -> str:
+def unknown(report: Data, word: str) -> str:
     names: dict[str, None] = {}
     for p in report["parts"]:
         for place in p["places"]:

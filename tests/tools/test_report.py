@@ -1,0 +1,183 @@
+"""The report: one offline file, the same as JSON, of one call, of a whole program, with a
+difference; opened in a real browser."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deuteron
+from deuteron.base.errors import OptionError
+from deuteron.tools.report import ReportError, load, write
+from tests.tools.browser import dom, needs_browser, screenshot
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.down(F.gelu(self.up(self.norm(x))))  # </script><img src=x onerror=alert(1)>
+        return y.softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch._dynamo.reset()
+    path = tmp_path_factory.mktemp("report") / "r.html"
+    torch.manual_seed(0)
+    deuteron.report(Mlp(), torch.randn(48, 32), path=path, name=f"a model {HOSTILE}")
+    return path
+
+
+def test_one_file_without_anything_from_elsewhere(made: Path) -> None:
+    text = made.read_text()
+    links = re.findall(r"https?://[^\"' )]+", text)
+    assert set(links) <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", text)
+    assert "default-src 'none'" in text
+    for section in ("Where the time goes", "Not fused", "Matrix products", "Memory", "Roofline"):
+        assert section in text
+
+
+def test_strings_are_escaped(made: Path) -> None:
+    """Names and source lines of the user's are text wherever they stand."""
+    text = made.read_text()
+    assert HOSTILE not in text
+    assert "&lt;/script&gt;" in text and "\\u003c/script\\u003e" in text
+
+
+def test_json_is_what_the_page_holds(made: Path) -> None:
+    held = re.search(r'id="data">(.*?)</script>', made.read_text(), re.DOTALL)
+    assert held is not None
+    assert json.loads(held[1]) == load(made) == load(made.with_suffix(".json"))
+
+
+def test_times_are_measured_and_said_so(made: Path) -> None:
+    data = load(made)
+    assert all(s["measured_us"] > 0 for p in data["parts"] for s in p["steps"])
+    assert "are <b>measured</b>" in made.read_text()
+    told = deuteron.explain(Mlp(), torch.randn(48, 32))
+    told.save(str(made.with_name("predicted.html")))
+    assert "are <b>predicted</b>" in made.with_name("predicted.html").read_text()
+
+
+def test_findings_are_sorted_and_have_reasons(made: Path) -> None:
+    found = load(made)["findings"]
+    assert [f["lost_us"] for f in found] == sorted((f["lost_us"] for f in found), reverse=True)
+    ids = {s["id"] for p in load(made)["parts"] for s in p["steps"]}
+    assert all(f["why"] and set(f["steps"]) <= ids for f in found) and len(found) >= 3
+
+
+def test_memory_is_that_of_the_steps(made: Path) -> None:
+    for part in load(made)["parts"]:
+        m = part["memory"]
+        assert max(m["live"]) == m["peak"] == m["live"][m["peak_step"]]
+        assert m["peak"] == sum(part["tensors"][n]["bytes"] for n in m["at_peak"])
+
+
+def test_difference_of_two(made: Path, tmp_path: Path) -> None:
+    unfused = tmp_path / "unfused.html"
+    deuteron.report(
+        Mlp(), torch.randn(48, 32), path=unfused, options={"fusion": False}, measure=False,
+        against=made,
+    )  # fmt: skip
+    text = unfused.read_text()
+    assert "Against a model" in text and "kernels " in text and "<h3>New</h3>" in text
+    before, now = load(made)["totals"], load(unfused)["totals"]
+    assert now["kernels"] > before["kernels"]
+    assert f"kernels {before['kernels']} → {now['kernels']}" in text
+
+
+def test_wrong_files_are_told(made: Path, tmp_path: Path) -> None:
+    data: Any = load(made)
+    with pytest.raises(ReportError, match="no name of an HTML file"):
+        write(data, tmp_path / "r.txt")
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ReportError, match="not a report"):
+        load(tmp_path / "x.json")
+    (tmp_path / "old.json").write_text(json.dumps({**data, "version": 0}))
+    with pytest.raises(ReportError, match="version 0"):
+        load(tmp_path / "old.json")
+    with pytest.raises(ReportError, match="cannot be written"):
+        write(data, made / "below" / "r.html")
+    with pytest.raises(OptionError):
+        deuteron.compile(Mlp(), options={"report": 3})
+
+
+PROGRAM = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+compiled = torch.compile(model, backend="deuteron")
+for _ in range(12):
+    compiled(torch.randn(8, 16)).sum().backward()
+compiled(torch.randn(9, 16))
+"""
+
+
+def test_of_a_whole_program(tmp_path: Path) -> None:
+    """DEUTERON_REPORT: forward and backward, with times of some calls; recompilations."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    path = tmp_path / "out" / "train.html"
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "DEUTERON_REPORT": str(path)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and f"the report is {path}" in done.stderr, done.stderr
+    data = load(path)
+    assert data["title"] == "train.py"
+    assert [p["phase"] for p in data["parts"]][:3] == ["forward", "backward", "forward"]
+    assert all(s["measured_us"] > 0 for p in data["parts"][:2] for s in p["steps"])
+    (again,) = [f["recompiled"] for f in data["frames"] if f["recompiled"]]
+    assert "expected 8, actual 9" in again
+
+
+@needs_browser
+def test_in_a_browser(made: Path, tmp_path: Path) -> None:
+    """The script runs, draws all rows, opens a step that is linked to; both themes."""
+    steps = [s for p in load(made)["parts"] for s in p["steps"] if s["kind"] != "view"]
+    page = dom(made, f"#step={steps[1]['id']}")
+    assert "data-ready=" in page and page.count('class="row') == len(steps)
+    assert 'aria-expanded="true"' in page and "Operations in order" in page
+    assert HOSTILE not in page.partition('id="data"')[0] and "onerror=alert(1)&gt;" in page
+    from PIL import Image
+
+    shades = []
+    for dark in (False, True):
+        file = tmp_path / f"{dark}.png"
+        screenshot(made, file, dark=dark)
+        shades.append(Image.open(file).convert("L").resize((1, 1)).getpixel((0, 0)))
+    assert shades[0] > 200 > 60 > shades[1]
+
+
+@needs_browser
+def test_two_thousand_kernels_open_fast(made: Path, tmp_path: Path) -> None:
+    data: Any = load(made)
+    part = data["parts"][0]
+    steps = part["steps"]
+    while len(part["steps"]) < 2000:
+        more = copy.deepcopy(steps)
+        for s in more:
+            s["id"] = f"{part['id']}.{len(part['steps'])}"
+            part["steps"].append(s)
+    part["memory"]["live"] = [1000] * len(part["steps"])
+    path, _ = write(data, tmp_path / "many.html")
+    page = dom(path)
+    ready = re.search(r'data-ready="(\d+)"', page)
+    assert ready is not None and page.count('class="row') > 2000
+    assert int(ready[1]) < 3000, "ms; alone on a machine about 300"
