@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import deuteron
 from deuteron.base.errors import OptionError
-from deuteron.tools.report import ReportError, load, write
+from deuteron.tools.report_file import ReportError, load, write
 from tests.tools.browser import dom, needs_browser, screenshot
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

@@ -119,7 +119,7 @@ class Explanation:
 
     def save(self, path: str) -> None:
         """Writes the report as one HTML file, and beside it the same as JSON."""
-        from deuteron.tools.report import write
+        from deuteron.tools.report_file import write
 
         write(self.data, path)
 

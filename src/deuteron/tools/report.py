@@ -11,7 +11,6 @@ In: what `tools.explain` or an observer has seen. Out: files.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -21,25 +20,14 @@ from typing import Any
 import torch
 from torch._dynamo import utils as dynamo
 
-from deuteron.base.errors import DeuteronError
 from deuteron.base.observing import Observer
 from deuteron.tools.explain import Explanation, explain
 from deuteron.tools.observe import Observations, Policy
-from deuteron.tools.report_data import (
-    SCHEMA,
-    SCHEMA_VERSION,
-    Report,
-    breaks_of,
-    frames_of,
-    report_data,
-)
+from deuteron.tools.report_data import breaks_of, frames_of, report_data
+from deuteron.tools.report_file import ReportError, load, write
 
 # Of a program that runs by itself: the calls of each graph whose steps are timed.
 TIMED_CALLS = Policy(first=4, last=9)
-
-
-class ReportError(DeuteronError):
-    """A report cannot be written, or a file is none."""
 
 
 def report(
@@ -66,44 +54,6 @@ def report(
     )  # fmt: skip
     write(told.data, path, other)
     return told
-
-
-def write(
-    data: Report, path: str | os.PathLike[str], against: Mapping[str, Any] | None = None
-) -> tuple[Path, Path]:
-    """The HTML file and its JSON file."""
-    from deuteron.tools.report_page import page
-
-    html = Path(path).expanduser()
-    other = html.with_suffix(".json")
-    if html.suffix not in (".html", ".htm"):
-        raise ReportError(f"{html} is no name of an HTML file", hint="let it end in .html")
-    try:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(page(data, other.name, against), encoding="utf-8")
-        other.write_text(json.dumps(data, default=str), encoding="utf-8")
-    except OSError as e:
-        raise ReportError(
-            f"the report cannot be written: {e}", hint="name another folder"
-        ) from None
-    return html, other
-
-
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The data of a report's JSON file (or of the file beside its HTML)."""
-    file = Path(path).with_suffix(".json")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ReportError(f"{file} is not a report: {e}") from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ReportError(f"{file} is not a report of Deuteron's")
-    if data["version"] != SCHEMA_VERSION:
-        raise ReportError(
-            f"{file} has version {data['version']} of the schema, this is {SCHEMA_VERSION}",
-            hint="make it again with this Deuteron",
-        )
-    return data
 
 
 # ----------------------------------------------------------------------------- of whole programs
@@ -142,4 +92,4 @@ def finish(path: str) -> None:
     print(f"deuteron: the report is {html}", file=sys.stderr)
 
 
-__all__ = ["Explanation", "ReportError", "explain", "finish", "load", "report", "reporter", "write"]
+__all__ = ["Explanation", "explain", "finish", "report", "reporter"]
