@@ -32,7 +32,7 @@ LAYERS = [
     {"guarding"},
     {"pipeline"},
     {"backend"},
-    {"tools", "__init__"},
+    {"tools", "__init__", "__main__"},
 ]
 LEVEL = {name: k for k, names in enumerate(LAYERS) for name in names}
 MAX_FILE_LINES = 600

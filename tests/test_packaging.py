@@ -47,7 +47,9 @@ def test_only_the_package_is_installed(wheel: list[str]) -> None:
 
 
 def test_all_of_the_package_is_installed(wheel: list[str]) -> None:
-    files = {p for p in SOURCE.rglob("*") if p.suffix in (".py", ".h", ".typed", ".html", ".css", ".js")}
+    files = {
+        p for p in SOURCE.rglob("*") if p.suffix in (".py", ".h", ".typed", ".html", ".css", ".js")
+    }
     expected = {f"deuteron/{p.relative_to(SOURCE).as_posix()}" for p in files}
     assert "deuteron/py.typed" in expected and any(n.endswith(".h") for n in expected)
     assert {n for n in wheel if ".dist-info/" not in n} == expected

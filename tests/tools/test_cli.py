@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import deuteron
 from deuteron.base.device import demand
 from deuteron.base.errors import DeuteronError
 from deuteron.tools.cli import app, main
@@ -47,10 +51,121 @@ def test_usage_errors_have_exit_status_2(tmp_path: Path) -> None:
         assert runner.invoke(app, words).exit_code == 2, words
     (tmp_path / "g.py").write_text("def boom(x):\n    raise ValueError('mine')\n")
     raising = runner.invoke(app, ["explain", f"{tmp_path}/g.py:boom", "--input", "float32[8]"])
-    said = " ".join(raising.output.replace("│", " ").split())
-    assert raising.exit_code == 2 and "fails without a compiler" in said
+    assert raising.exit_code == 2 and "fails without a compiler" in raising.output
     not_cold = ["bench", "seeds", "--repeats", "2"]
     assert runner.invoke(developers.app, not_cold).exit_code == 2
+
+
+# A file's text, what is asked of it, what is said; no traceback, exit status 2.
+MISTAKES = {
+    "syntax": ("def f(x:\n", "f", "/m.py:1: SyntaxError: "),
+    "import": ("import torch\nimport no_such_module\n", "f", "m.py:2: ModuleNotFoundError"),
+    "runs": ("import sys\nsys.exit(3)\n", "f", "ends the program when it is imported"),
+    "raises": ("def f(x):\n    raise ValueError('mine')\n", "f", "fails without a compiler"),
+    "inputs": ("def f(x):\n    return x\ndef inputs():\n    return 1 / 0\n", "f",
+               "m.py:4: inputs() fails: ZeroDivisionError"),
+    "class": ("class F:\n    def __init__(self):\n        raise OSError('no weights')\n", "F",
+              "m.py:3: F fails: OSError: no weights"),
+    "absent": ("def f(x):\n    return x\n", "g", "has no function 'g'; it has f"),
+    "arguments": ("def f(x, y):\n    return x\n", "f", "does not take 1 arguments"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["explain", "report"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_in_a_sentence(mistake: str, command: str, tmp_path: Path) -> None:
+    text, name, said = MISTAKES[mistake]
+    (tmp_path / "m.py").write_text(text)
+    words = [command, f"{tmp_path}/m.py:{name}"]
+    if mistake not in ("inputs", "class"):
+        words += ["--input", "float32[8]"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and said in done.output, done.output
+    assert "Traceback" not in done.output and done.output.startswith("deuteron: ")
+
+
+def test_a_builtin_function_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("from torch import relu\n")
+    done = CliRunner().invoke(app, ["explain", f"{tmp_path}/m.py:relu", "--input", "float32[8]"])
+    assert done.exit_code == 0 and "1 kernel" in done.output, done.output
+
+
+def test_report_and_why(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "from torch import nn\n"
+        "def Model():\n    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())\n"
+    )
+    words = [f"{tmp_path}/m.py:Model", "--input", "float32[96,64]"]
+    out = tmp_path / "out.html"
+    done = CliRunner().invoke(app, ["report", *words, "--out", str(out), "--device", "cpu"])
+    assert done.exit_code == 0 and "out.html" in done.output and "measured" in done.output
+    assert out.is_file() and out.with_suffix(".json").is_file()
+    why = CliRunner().invoke(app, ["explain", *words, "--why", "0", "1"])
+    assert "1 is the library call" in why.output
+    wrong = CliRunner().invoke(app, ["explain", *words, "--why", "0", "7"])
+    assert wrong.exit_code == 2 and "names no module" in wrong.output
+
+
+def test_version_and_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deuteron", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"deuteron {deuteron.__version__}\n"
+
+
+def test_what_is_missing_is_named_with_its_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def needs(name: str) -> Any:
+        def command() -> None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        return command
+
+    with pytest.raises(SystemExit) as ended:
+        main(needs("transformers.models"))
+    assert ended.value.code == 1
+    assert "hint: pip install 'deuteron[demo]'" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        main(needs("of_the_users"))
+
+
+def test_errors_of_ours_are_found_in_what_dynamo_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        try:
+            raise DeuteronError("no device", hint="take another")
+        except DeuteronError as inner:
+            raise RuntimeError("backend='deuteron' raised") from inner
+
+    with pytest.raises(SystemExit):
+        main(command)
+    assert capsys.readouterr().err == "deuteron: no device\n  hint: take another\n"
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    """Only the command gets the signal; its process goes too, and nothing is printed of it."""
+    (tmp_path / "m.py").write_text(
+        "import os, pathlib, time, torch\n"
+        "def f(x):\n"
+        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(300)\n    return x\n"
+    )
+    words = [sys.executable, "-m", "deuteron", "bench", f"{tmp_path}/m.py:f"]
+    with subprocess.Popen(
+        [*words, "--input", "float32[8]", "--device", "cpu"],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        file = tmp_path / "pid"
+        until = time.monotonic() + 120
+        while not (file.is_file() and file.read_text()) and time.monotonic() < until:
+            time.sleep(0.1)
+        worker = int(file.read_text())
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in out + err, out + err
+    time.sleep(0.5)
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
 
 
 def test_dtypes_beyond_the_usual(tmp_path: Path) -> None:

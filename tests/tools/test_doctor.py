@@ -9,13 +9,15 @@ import pytest
 
 from deuteron.base.device import device_spec_for
 from deuteron.base.options import Options
-from deuteron.tools.doctor import cache_summary, clear_cache, doctor
+from deuteron.tools import calibration
+from deuteron.tools.calibration import CalibrationError
+from deuteron.tools.doctor import cache_summary, clear_cache, doctor, examine
 
 
 def test_calibration_is_read_back(tmp_path: Path) -> None:
     options = Options(cache_dir=str(tmp_path))
     (tmp_path / "devices.json").write_text(json.dumps({"cpu:another:1": {"launch_us": 1}}))
-    report = doctor(True, options)
+    report = doctor(True, options, force=True)
     assert {c["status"] for c in report["checks"]} <= {"ok", "warning"}
     written = json.loads(Path(report["calibration"]).read_text())
     assert "cpu:another:1" in written and len(written) == 1 + len(report["devices"])
@@ -23,7 +25,52 @@ def test_calibration_is_read_back(tmp_path: Path) -> None:
         spec = device_spec_for(device["device"], options)
         assert spec.source == "measured" and spec.to_dict().items() <= device.items()
         assert spec.bandwidth_gbps > 1 and spec.peak("f32") > 1 and 0 < spec.launch_us < 1000
-    assert [p.name for p in tmp_path.iterdir()] == ["devices.json"]
+    (mine,) = (entry for name, entry in written.items() if name != "cpu:another:1")
+    assert {"copy", "f32", "launch"} <= mine["spread"].keys()
+    assert {p.name for p in tmp_path.iterdir()} == {"devices.json", "devices.before.json"}
+    doctor(False, options, undo=True)
+    before = json.loads((tmp_path / "devices.json").read_text())
+    assert before == {"cpu:another:1": {"launch_us": 1}}
+    with pytest.raises(CalibrationError, match="no calibration to undo"):
+        doctor(False, options, undo=True)
+
+
+def test_the_first_calibration_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"bandwidth_gbps": 10.0, "gflops": {"f32": 100.0}, "launch_us": 1.0}
+    monkeypatch.setattr(calibration, "_measure_cpu", lambda device, meter: entry)
+    file = calibration.calibrate(["cpu"], tmp_path / "devices.json", force=True)
+    assert file.is_file()
+    calibration.undo(file)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_busy_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
+    with pytest.raises(CalibrationError, match="busy: 99.0 processes"):
+        calibration.calibrate(["cpu"], tmp_path / "devices.json")
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(calibration, "gpu_use", lambda: [0, 80])
+    with pytest.raises(CalibrationError, match="GPU 1 is busy: 80 %"):
+        calibration.calibrate(["cpu"], tmp_path / "devices.json")
+
+    def unsteady(device: object, meter: calibration.Meter) -> dict[str, float]:
+        times = iter([9.0, 1.0, 2.0, 2.0])
+        meter.best("copy", lambda: next(times), 3)
+        return {}
+
+    monkeypatch.setattr(calibration, "gpu_use", list)
+    monkeypatch.setattr(calibration, "_measure_cpu", unsteady)
+    with pytest.raises(CalibrationError, match="copy by 100%"):
+        calibration.calibrate(["cpu"], tmp_path / "devices.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_has_all_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert examine(as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    named = {"deuteron", "torch", "python", "triton", "g++", "driver", "jinja2"}
+    assert named <= found["versions"].keys()
+    assert found["versions"]["torch"].startswith("2.") and found["checks"] and found["devices"]
 
 
 def test_problems_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

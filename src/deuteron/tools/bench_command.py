@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import IO, Any
 
-import torch
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -27,7 +26,7 @@ from deuteron.base.device import demand
 from deuteron.base.options import MODES, environment
 from deuteron.tools.bench_worker import MARK, Request
 from deuteron.tools.measuring import fresh_caches
-from deuteron.tools.target import UsageError, parsed, tensor
+from deuteron.tools.target import UsageError, chosen_device, parsed, tensor
 
 Row = dict[str, Any]
 OURS, OTHERS = "deuteron", ("eager", "inductor")
@@ -51,8 +50,7 @@ def request_of(
         tensor(s, "meta")
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device {device!r} is not one of auto, cpu, cuda")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(device)
     demand(device)
     names = tuple(others.split(","))
     for n in names:
@@ -143,7 +141,11 @@ def worker(
         assert process.stdin is not None
         process.stdin.write(json.dumps(asdict(request)))
         process.stdin.close()
-        yield process
+        try:
+            yield process
+        except BaseException:  # stopped: nothing goes on
+            process.kill()
+            raise
 
 
 # --------------------------------------------------------------------------------------- words

@@ -7,6 +7,7 @@ its own with empty caches (`demo_worker`); this one only shows what they report.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import statistics
@@ -81,6 +82,7 @@ def run_program(
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert process.stdout is not None
         stage = ""
+        atexit.register(process.kill)  # where the demo is stopped
         for line in process.stdout:
             if not line.startswith(MESSAGE_PREFIX):
                 log.write(line)
@@ -94,6 +96,7 @@ def run_program(
                 progress.update(task, description=f"{stage}  loss: {losses}")
             result.update(message.get("result", {}))
         code = process.wait()
+        atexit.unregister(process.kill)
     if code or not result["rows"]:
         tail = [t for t in log_path.read_text().splitlines() if t.strip()][-1:]
         result["error"] = f"exit status {code}: {' '.join(tail)} (see {log_path})"

@@ -1,14 +1,12 @@
 """What Deuteron finds on this machine, what is missing, and what to do about it; calibration.
 
 In: nothing but the machine (and the cache folder of the options). Out: a dictionary of checks and
-devices (`doctor`), tables of it and an exit status (`examine`). With `calibrate`, each device's
-copy bandwidth, matrix-product rates and launch cost are measured and written to the JSON file that
-`base.device.device_spec_for` reads. Calibrate an idle machine: the figures are minima of times.
+devices (`doctor`), tables of it and an exit status (`examine`). With `calibrate`, devices are
+measured (`tools.calibration`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -16,10 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,20 +23,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deuteron.base.device import CALIBRATION_FILE, device_spec, device_spec_for, key
+from deuteron.base.device import CALIBRATION_FILE, device_spec, device_spec_for
 from deuteron.base.options import Options
-from deuteron.codegen.cpp.prelude import CXX_FLAGS, prelude
+from deuteron.base.package import VERSION
+from deuteron.codegen.cpp.prelude import prelude
 from deuteron.runtime.cache import Cache
+from deuteron.tools import calibration
+from deuteron.tools.calibration import build
 
 TESTED_TORCH = ((2, 11), (2, 13))  # oldest and newest that the tests run on
 OLDEST_PYTHON = (3, 10)
-GPU_UNITS = ("f32", "tf32", "bf16", "f16", "int8")
-TORCH_DTYPES = {
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -54,32 +45,85 @@ class Check:
     hint: str = ""
 
 
-def doctor(calibrate: bool = False, options: Options | None = None) -> dict[str, Any]:
-    """Plain values: `checks` (see `Check`), `devices` (`DeviceSpec.to_dict`), `calibration`.
+def doctor(
+    calibrate: bool = False, options: Options | None = None, force: bool = False, undo: bool = False
+) -> dict[str, Any]:
+    """Plain values: `checks` (see `Check`), `devices` (`DeviceSpec.to_dict`), `versions`,
+    `calibration`.
 
-    `calibration` is the path of the file that was written, None without `calibrate`.
+    `calibration` is the path of the file that was written, None without `calibrate`. `undo` puts
+    back what was there before the last calibration. Raises `CalibrationError` on a busy machine,
+    without `force`.
     """
     options = options or Options.make()
     folder = options.cache_folder()
-    checks = [_python(), _torch(), _triton(), _compiler(), _cache(folder), *_gpus()]
     names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    written = _calibrate(names, folder / CALIBRATION_FILE) if calibrate else None
+    file = folder / CALIBRATION_FILE
+    if undo:
+        calibration.undo(file)
+    written = calibration.calibrate(names, file, force) if calibrate else None
+    checks = [_python(), _torch(), _triton(), _compiler(), _cache(folder), *_gpus()]
     return {
         "checks": [asdict(c) for c in checks],
         "devices": [{"device": n, **device_spec_for(n, options).to_dict()} for n in names],
+        "versions": versions(),
         "calibration": str(written) if written else None,
     }
 
 
-def examine(calibrate: bool = False) -> int:
+def examine(
+    calibrate: bool = False, force: bool = False, undo: bool = False, as_json: bool = False
+) -> int:
     """Prints what `doctor` finds; 1 where something is missing, else 0."""
-    report = doctor(calibrate)
+    with Console(stderr=True).status("measuring" if calibrate else "looking"):
+        report = doctor(calibrate, None, force, undo)
+    missing = int(any(c["status"] == "missing" for c in report["checks"]))
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return missing
     console = Console()
     console.print(_checks_table(report["checks"]))
     console.print(_devices_table(report["devices"]))
     if report["calibration"]:
-        console.print(f"Measured figures are in {report['calibration']}")
-    return int(any(c["status"] == "missing" for c in report["checks"]))
+        console.print(
+            f"Measured figures, with their spread, are in {report['calibration']}; "
+            "`deuteron doctor --undo` goes back.",
+            soft_wrap=True,
+        )
+    return missing
+
+
+PACKAGES = ("torch", "triton", "filelock", "jinja2", "rich", "typer", "numpy", "sympy", "networkx",
+            "transformers")  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Of all that takes part; "" for what is not installed."""
+    found = {"deuteron": VERSION, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    found |= {"cuda": torch.version.cuda or "", "driver": _driver(), "g++": _gcc_version()}
+    return found | {"system": platform.platform()}
+
+
+def _driver() -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return (done.stdout.splitlines() or [""])[0].strip()
+
+
+def _gcc_version() -> str:
+    path = shutil.which("g++")
+    if path is None:
+        return ""
+    asked = [path, "-dumpfullversion"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def cache_summary(folder: Path) -> str:
@@ -128,31 +172,14 @@ def _compiler() -> Check:
     path = shutil.which("g++")
     if path is None:
         return Check("C++ compiler", "missing", "no g++", "install g++ (Debian: apt install g++)")
-    version = subprocess.run(
-        [path, "-dumpfullversion"], capture_output=True, text=True, check=False
-    )
     start = perf_counter()
-    _, error = _build(path, prelude(["d_exp"]) + 'extern "C" f32 f(f32 x) { return d_exp(x); }\n')
+    _, error = build(path, prelude(["d_exp"]) + 'extern "C" f32 f(f32 x) { return d_exp(x); }\n')
     if error:
         return Check(
             "C++ compiler", "missing", error[:200], "g++ 11 or newer with OpenMP is needed"
         )
-    text = f"g++ {version.stdout.strip()}, a small unit in {perf_counter() - start:.2f} s"
+    text = f"g++ {_gcc_version()}, a small unit in {perf_counter() - start:.2f} s"
     return Check("C++ compiler", "ok", text)
-
-
-def _build(compiler: str, text: str) -> tuple[ctypes.CDLL | None, str]:
-    """(the loaded library, "") or (None, the compiler's message)."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "unit.cpp"), Path(folder, "unit.so")
-        source.write_text(text, encoding="utf-8")
-        command = [compiler, *CXX_FLAGS, "-march=native", "-shared", "-fPIC", str(source)]
-        done = subprocess.run(
-            [*command, "-o", str(library)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            return None, done.stderr.strip() or f"exit status {done.returncode}"
-        return ctypes.CDLL(str(library)), ""
 
 
 def _cache(folder: Path) -> Check:
@@ -191,148 +218,6 @@ def _gpus() -> list[Check]:
             )
         )
     return out
-
-
-# ------------------------------------------------------------------------------------ calibration
-
-
-def _calibrate(names: list[str], path: Path) -> Path:
-    """Measures the devices and replaces their entries in the file; other devices' entries stay."""
-    content: dict[str, Any] = {}
-    if path.is_file():
-        content = json.loads(path.read_text(encoding="utf-8"))
-    for name in names:
-        measure = _measure_cpu if name == "cpu" else _measure_gpu
-        content[key(device_spec(name))] = measure(torch.device(name))
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
-    ) as file:
-        json.dump(content, file, indent=1)
-    os.replace(file.name, path)
-    return path
-
-
-def _best(run: Callable[[], float], repeat: int = 5) -> float:
-    """The smallest of several times (us), after one that warms up."""
-    run()
-    return min(run() for _ in range(repeat))
-
-
-def _figures(
-    copy_bytes: int, copy_us: float, rates: dict[str, float], **launches: float
-) -> dict[str, Any]:
-    """An entry of the file."""
-    return {
-        "bandwidth_gbps": round(2 * copy_bytes / copy_us / 1e3, 1),
-        "gflops": {unit: round(rate, 1) for unit, rate in rates.items()},
-        **{name: round(us, 2) for name, us in launches.items()},
-        "torch": torch.__version__,
-    }
-
-
-def _measure_cpu(device: torch.device) -> dict[str, Any]:
-    """Copies between warm buffers of eight times the last cache (64 MB at least, 1 GB at most)."""
-    spec = device_spec(device)
-    size = min(max(8 * max(spec.l2, spec.l3), 64 << 20), 1 << 30)
-    source = torch.ones(size // 4)
-    target = torch.empty_like(source)
-
-    def timed(call: Callable[[], Any]) -> float:
-        start = perf_counter()
-        call()
-        return (perf_counter() - start) * 1e6
-
-    copy = _best(lambda: timed(lambda: target.copy_(source)))
-    rates = {}
-    for unit in ("f32", "f64", "bf16"):
-        n = 1024 if unit == "f64" else 1536
-        a = torch.ones(n, n, dtype=TORCH_DTYPES[unit])
-        product = partial(torch.matmul, a, a)
-        rates[unit] = 2 * n**3 / _best(partial(timed, product), 3) / 1e3
-    region = _region_us()
-    return _figures(size, copy, rates, launch_us=region, graph_launch_us=region)
-
-
-def _region_us() -> float:
-    """The cost of a call that begins and ends a parallel region, in us."""
-    compiler = shutil.which("g++")
-    assert compiler is not None, "calibration needs g++"
-    text = """extern "C" void region(double *out, int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (int i = 0; i < threads; ++i) out[i * 16] += 1;
-}
-"""
-    library, error = _build(compiler, text)
-    assert library is not None, error
-    threads = torch.get_num_threads()
-    out = (ctypes.c_double * (16 * threads))()
-
-    def run() -> float:
-        start = perf_counter()
-        for _ in range(1000):
-            library.region(out, threads)
-        return (perf_counter() - start) * 1e3
-
-    return _best(run)
-
-
-def _measure_gpu(device: torch.device) -> dict[str, Any]:
-    """Copies 1 GiB (an eighth of the memory on small devices), products of 4096 or 8192.
-
-    Not f64: its products run on tensor cores where there are some, its vector code does not.
-    """
-    spec = device_spec(device)
-    with torch.cuda.device(device):
-        size = min(1 << 30, spec.memory // 8)
-        source = torch.ones(size // 4, device=device)
-        target = torch.empty_like(source)
-        copy = _best(lambda: _gpu_us(lambda: target.copy_(source)))
-        rates = {unit: _gpu_rate(unit, device) for unit in GPU_UNITS if spec.has(unit)}
-        return _figures(size, copy, rates, graph_launch_us=_graph_launch_us(device))
-
-
-def _gpu_us(call: Callable[[], Any], times: int = 5) -> float:
-    """Mean device time of a call, of several in a row."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / times
-
-
-def _gpu_rate(unit: str, device: torch.device) -> float:
-    """GFLOP/s of a square matrix product."""
-    n = 8192 if unit in ("bf16", "f16", "int8") else 4096
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if unit == "tf32" else "highest")
-    try:
-        if unit == "int8":
-            a = torch.randint(-8, 8, (n, n), device=device, dtype=torch.int8)
-            b = a.t().contiguous().t()
-            return 2 * n**3 / _best(lambda: _gpu_us(lambda: torch._int_mm(a, b))) / 1e3
-        x = torch.randn(n, n, device=device).to(TORCH_DTYPES["f32" if unit == "tf32" else unit])
-        return 2 * n**3 / _best(lambda: _gpu_us(lambda: x @ x)) / 1e3
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _graph_launch_us(device: torch.device, kernels: int = 500) -> float:
-    """Time per kernel of many in a graph that do next to nothing, each after the other.
-
-    One by one, eager's own work per operation would hide what a launch costs: not measured here.
-    """
-    x = torch.zeros(32, device=device)
-    graph = torch.cuda.CUDAGraph()
-    x.add_(1)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for _ in range(kernels):
-            x.add_(1)
-    return _best(lambda: _gpu_us(graph.replay)) / kernels
 
 
 # ----------------------------------------------------------------------------------------- tables

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,24 +87,27 @@ def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) ->
     """
     demand(device)
     function, module = load(words)
+    file = words.rpartition(":")[0]
     # What the file has compiled is taken as it was written.
     function = getattr(function, "_orig_mod", function)
     function = getattr(function, "_torchdynamo_orig_callable", function)
     if shapes:
         args: tuple[Any, ...] = tuple(tensor(s, device) for s in shapes)
     elif callable(getattr(module, "inputs", None)):
-        made = module.inputs()
+        made = called(module.inputs, file, "inputs()")
         args = tuple(made) if isinstance(made, (tuple, list)) else (made,)
         args = tree_map(lambda x: moved(x, device) if isinstance(x, Tensor) else x, args)
     else:
         args = ()
-    if inspect.isclass(function) or (args and not inspect.signature(function).parameters):
-        function = function()
+    if inspect.isclass(function) or (args and (s := signature(function)) and not s.parameters):
+        function = called(function, file, words.rpartition(":")[2])
     for owner in owners(function).values():
         if isinstance(owner, nn.Module):
             owner.to(device)
+    parameters = signature(function)
     try:
-        inspect.signature(function).bind(*args)
+        if parameters is not None:
+            parameters.bind(*args)
     except TypeError as error:
         raise UsageError(
             f"{words} does not take {len(args)} arguments ({error}); give one --input each, as "
@@ -136,12 +140,51 @@ def load(words: str) -> tuple[Any, Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and torch look a class's module up there
     sys.path.insert(0, str(path.resolve().parent))  # as `python FILE` would
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 - the user's
+        raise UsageError(f"{place(error, file)}: {error_line(error)}") from None
+    except SystemExit:
+        raise UsageError(
+            f"{file} ends the program when it is imported: put what runs it behind "
+            '`if __name__ == "__main__":`'
+        ) from None
     function = getattr(module, name, None)
     if not callable(function):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise UsageError(f"{file} has no function {name!r}; it has {', '.join(names) or 'none'}")
     return function, module
+
+
+def place(error: BaseException, file: str) -> str:
+    """Where in the user's file an error comes from: ``model.py:12``."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename or file}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f"{file}:{frames[-1].lineno}" if frames else file
+
+
+def called(function: Callable[[], Any], file: str, name: str) -> Any:
+    """What a function of the user's file gives."""
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 - the user's
+        raise UsageError(f"{place(error, file)}: {name} fails: {error_line(error)}") from None
+
+
+def chosen_device(device: str) -> str:
+    """cpu or cuda (cuda:1, ...), where "auto" is a GPU if there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def signature(function: Any) -> inspect.Signature | None:
+    """None where it says none (builtin functions)."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 def tensor(text: str, device: str) -> Tensor:
@@ -151,9 +194,12 @@ def tensor(text: str, device: str) -> Tensor:
     if match is None or not isinstance(dtype, torch.dtype):
         raise UsageError(f"--input {text!r} is not of the form float32[8,128]")
     shape = [int(n) for n in match[2].split(",") if n.strip()]
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, device=device).to(dtype)
-    return torch.randint(0, 2, shape, device=device).to(dtype)
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, device=device).to(dtype)
+        return torch.randint(0, 2, shape, device=device).to(dtype)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UsageError(f"--input {text!r} cannot be made: {error_line(error)}") from None
 
 
 def moved(t: Tensor, device: str) -> Tensor:
