@@ -193,6 +193,9 @@ NUMBERS: dict[str, Callable[[torch.Tensor, float], Any]] = {
     "full": lambda x, n: x + torch.full((3,), n, dtype=x.dtype),
     "full_like": torch.full_like,
     "new_full": lambda x, n: x.new_full((2,), n),
+    "where": lambda x, n: torch.where(x > 3, x, n),
+    "where it does not hold": lambda x, n: torch.where(x > 3, n, x),
+    "scalar_tensor": lambda x, n: x + torch.scalar_tensor(n, dtype=x.dtype),
     "addcmul": lambda x, n: torch.addcmul(x, x, x, value=n),
     "alpha": lambda x, n: torch.add(x, x, alpha=n),
 }

@@ -76,6 +76,7 @@ FILLS: dict[str, tuple[int | str, ...]] = {
     "aten.full.default": (1,),
     "aten.full_like.default": (1,),
     "aten.new_full.default": (2,),
+    "aten.scalar_tensor.default": (0,),  # numbers of `where`
 }
 CONVERTED_NUMBERS: dict[str, tuple[int | str, ...]] = {
     "aten.clamp.default": (1, 2, "min", "max"),
