@@ -18,7 +18,7 @@ from deuteron.tools.words import amount, time_text
 Data = Mapping[str, Any]
 # Shares of the device's limit: from here on a step is at it; below, something else holds it up.
 AT_LIMIT, FAR = 0.8, 0.4
-# A prediction this many times off is told.
+# A step that takes this many times what was predicted is told.
 OFF = 2.0
 MOST = 10
 
@@ -70,12 +70,10 @@ def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
             "mode='reduce-overhead' on a GPU, help."
         )
     elif s["kind"] == "library":
-        yield (
-            f"The library reaches {row.share:.0%} of the {s['limit']} limit"
-            + (f" on {s['product']['shape']}" if s["product"] else "")
-            + (": other sizes (multiples of 64) or a smaller dtype help."
-               if s["limit"] == "compute" else ".")
-        )  # fmt: skip
+        shape = f" on {s['product']['shape']}" if s["product"] else ""
+        help_ = s["product"] and s["limit"] == "compute"
+        advised = ": sizes that are multiples of 64, or a smaller dtype, help" if help_ else ""
+        yield f"The library reaches {row.share:.0%} of the {s['limit']} limit{shape}{advised}."
     elif row.share < FAR:
         yield (
             f"It reaches {row.share:.0%} of the {s['limit']} limit: {amount(s['bytes'], 'B')} and "
@@ -87,7 +85,7 @@ def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
     measured = [x for x in row.steps if x["measured_us"] is not None]
     if measured:
         predicted = sum(x["predicted_us"] for x in measured) / len(measured)
-        if predicted and not 1 / OFF <= each / predicted <= OFF:
+        if predicted and each / predicted > OFF:
             yield (
                 f"The cost model expected {time_text(predicted)}: it takes "
                 f"{each / predicted:.1f} times that."

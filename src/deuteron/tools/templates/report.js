@@ -35,7 +35,7 @@ for (const [k, part] of data.parts.entries()) {
     const places = s.places.map((n) => part.places[n]);
     const counts = new Map();
     for (const o of s.ops) if (o.op !== "getitem") counts.set(o.op, (counts.get(o.op) || 0) + 1);
-    const what = s.kind === "kernel" ? [...counts].map(([o, n]) => (n > 1 ? o + " ×" + n : o)).join(", ") : s.name;
+    const what = s.kind === "kernel" ? [...counts].map(([o, n]) => (n > 1 ? o + " ×" + n : o)).join(", ") : s.name.replace("aten.", "").replace(".default", "");
     const where = places.map(place).join(", ");
     const words = [where, what, s.name, ...places.map((p) => p.code + " " + p.file)].join(" ").toLowerCase();
     steps.push({ ...s, step: s, part, partNumber: k, where, what, words });
@@ -99,7 +99,11 @@ function detail(s) {
     amount(s.bytes, "B") + ", " + amount(s.flops, "FLOP") + ", " + digits(s.flops / Math.max(s.bytes, 1)) + " FLOP per byte",
   ];
   if (s.reason) facts.push("a library call because: " + s.reason);
-  for (const c of s.configs) facts.push("tiling: " + c);
+  s.configs.forEach((c, k) => facts.push((k === (s.hardware.config || 0) ? "tiling: " : "another tiling: ") + c));
+  const h = s.hardware;
+  if (h.threads) facts.push(h.registers + " registers of a thread, " + h.spilled_bytes + " B spilled, " +
+    amount(h.shared_bytes, "B") + " shared; " + h.programs + " programs of " + h.threads + " threads, " +
+    h.programs_per_core + " at a time on a multiprocessor: " + h.waves + " waves" + (h.tensor_cores ? "; tensor cores" : ""));
   right.append(list("Figures", facts));
   right.append(el("h4", {}, "Loops"), el("pre", {}, s.nest));
   if (s.source && data.sources[s.source])
