@@ -1,4 +1,4 @@
-# make demo | make test | make test-all | make setup: each works alone from a fresh clone.
+# make demo | make test | make test-all | make docs | make setup: each works alone from a fresh clone.
 # Needs python3 (3.10 to 3.13, with venv), make and g++. Paths are relative, so that a checkout in a
 # folder with spaces in its name works.
 
@@ -9,7 +9,7 @@ WORKERS ?= 2
 # torch and others are stricter where CI is set; a run on one's own machine shall see what CI sees.
 export CI ?= true
 
-.PHONY: setup demo test test-all lint types clean
+.PHONY: setup demo test test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -39,6 +39,10 @@ test: lint types
 
 test-all: lint types
 	$(PY) -m pytest -q -n $(WORKERS) --dist loadgroup -o faulthandler_timeout=2400
+
+# The documentation site, in build/site; it fetches nothing when it is read.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,7 +36,8 @@ for (const [k, part] of data.parts.entries()) {
     const counts = new Map();
     for (const o of s.ops) if (o.op !== "getitem") counts.set(o.op, (counts.get(o.op) || 0) + 1);
     const what = s.kind === "kernel" ? [...counts].map(([o, n]) => (n > 1 ? o + " ×" + n : o)).join(", ") : s.name.replace("aten.", "").replace(".default", "");
-    const where = places.map(place).join(", ");
+    const where = [...new Set(places.map((p) => p.module || place(p)))].concat(
+      [...new Set(places.filter((p) => p.module && p.file).map((p) => base(p.file) + ":" + p.line))]).join(", ");
     const words = [where, what, s.name, ...places.map((p) => p.code + " " + p.file)].join(" ").toLowerCase();
     steps.push({ ...s, step: s, part, partNumber: k, where, what, words });
   }
@@ -52,7 +53,7 @@ function rowOf(s) {
   const row = el("tr", { class: "row", tabindex: "0", "data-id": s.id, "aria-expanded": "false" });
   const number = (text) => el("td", { class: "n" }, text);
   row.append(
-    el("td", {}, el("span", { class: "dot " + s.kind, title: s.kind }), s.where || "—"),
+    el("td", { title: s.where }, el("div", { class: "clamp" }, el("span", { class: "dot " + s.kind, title: s.kind }), s.where || "—")),
     el("td", { title: s.what }, s.what), el("td", { class: "mono", title: s.name }, s.name),
     number(amount(s.bytes, "B")), number(amount(s.flops, "")), number(us(s.limit_us)),
     number(us(s.us) + (s.measured_us === null ? " *" : "")),
