@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deuteron.base.errors import DeuteronError
-from deuteron.base.observing import REPORTERS
+from deuteron.base.observing import MAKERS
 from deuteron.base.package import VERSION
 
 if TYPE_CHECKING:
@@ -38,18 +38,14 @@ def compile(
     from deuteron.base.options import Options
 
     Options.make(mode, options)
-    chosen = {**(options or {}), **({"mode": mode} if mode is not None else {})}
+    given = {**(options or {}), **({"mode": mode} if mode is not None else {})}
     return torch.compile(
-        model,
-        backend=deuteron_backend,
-        options=chosen or None,
-        dynamic=dynamic,
-        fullgraph=fullgraph,
+        model, backend=deuteron_backend, options=given or None, dynamic=dynamic, fullgraph=fullgraph
     )
 
 
 def __getattr__(name: str) -> Any:
-    if name not in (*__all__, "reporter"):
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from deuteron.tools import report  # imported when asked for: it brings torch
 
@@ -60,4 +56,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-REPORTERS.append(lambda path: __getattr__("reporter")(path))
+def _observers(report: str | None) -> Any:
+    from deuteron.tools.wanted import observers_wanted
+
+    return observers_wanted(report)
+
+
+MAKERS.append(_observers)

@@ -25,9 +25,9 @@ class Watcher(Protocol):
 Observer = Callable[[Any, Sequence[Any]], Watcher]  # (Dynamo's graph, example inputs)
 
 _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("deuteron_observers", default=())
-# Makes the observer of the option `report` from the file that it names. The package gives it: it is
-# of a later layer, and imported only where somebody wants a report.
-REPORTERS: list[Callable[[str], Observer]] = []
+# Give the observers that options and torch's logs ask for; from the file that the option `report`
+# names. The package puts them here: they are of a later layer.
+MAKERS: list[Callable[[str | None], tuple[Observer, ...]]] = []
 
 
 @contextmanager
@@ -41,8 +41,8 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def observers(report: str | None) -> tuple[Observer, ...]:
-    """Those of this moment; with that of a report, where one is asked for."""
-    return (*_OBSERVERS.get(), *(make(report) for make in REPORTERS if report is not None))
+    """Those of this moment, and those that are asked for."""
+    return (*_OBSERVERS.get(), *(o for make in MAKERS for o in make(report)))
 
 
-__all__ = ["REPORTERS", "Observer", "Watcher", "observed_by", "observers"]
+__all__ = ["MAKERS", "Observer", "Watcher", "observed_by", "observers"]

@@ -16,26 +16,32 @@ from typing import Any
 
 import torch
 
-from deuteron.base.passes import Context
+from deuteron.base.passes import Context, StepClock
 from deuteron.base.record import Record
 from deuteron.runtime.artifact import next_number
 from deuteron.runtime.guard import Clock, recording
+from deuteron.schedule.kernel import Kernel
 from deuteron.stages import Loaded
 from deuteron.tools.names import source_name
+
+Call = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass
 class Part:
-    """A compiled forward, backward or inference graph. `us`: least microseconds of each step by its
-    number, empty where nothing was measured."""
+    """A compiled forward, backward or inference graph. `id`: "forward0", in the order in which they
+    were compiled. `us`: least microseconds of each step by its number, empty where nothing was
+    measured."""
 
+    id: str
     phase: str
     loaded: Loaded
     context: Context
     clock: Clock
     calls: int = 0
     first_call_s: float = 0.0
-    clocked: Callable[[list[Any]], Sequence[Any]] | None = None
+    clocked: Call | None = None
+    labelled: Call | None = None
 
     @property
     def record(self) -> Record:
@@ -45,18 +51,44 @@ class Part:
     def us(self) -> dict[int, float]:
         return self.clock.us
 
-    def with_clock(self) -> Callable[[list[Any]], Sequence[Any]]:
-        """The part with a clock around each step: its last two stages once more."""
+    def with_clock(self) -> Call:
+        """The part with a clock around each step."""
+        if self.clocked is None:
+            self.clocked = self.around_steps(self.clock)
+        return self.clocked
+
+    def with_labels(self) -> Call:
+        """The part whose steps have names in torch.profiler, Perfetto and (by `emit_nvtx`) Nsight:
+        those of a report, "forward0.3 red_fused_softmax_3"."""
+        if self.labelled is None:
+            self.labelled = self.around_steps(Labels(self))
+        return self.labelled
+
+    def around_steps(self, clock: StepClock) -> Call:
+        """The part's last two stages once more, with something called around each step."""
         from deuteron import pipeline
 
-        if self.clocked is None:
-            quiet = replace(self.context.options, cudagraphs=False, debug_dir=None, verify=False)
-            context = replace(
-                self.context, options=quiet, record=Record(), number=next_number(),
-                clock=self.clock, watchers=(), path=(), place="", log=None,
-            )  # fmt: skip
-            self.clocked = pipeline.compiled("emit", "load", self.loaded, context).call
-        return self.clocked
+        quiet = replace(self.context.options, cudagraphs=False, debug_dir=None, verify=False)
+        context = replace(
+            self.context, options=quiet, record=Record(), number=next_number(), clock=clock,
+            watchers=(), path=(), place="", log=None,
+        )  # fmt: skip
+        call: Call = pipeline.compiled("emit", "load", self.loaded, context).call
+        return call
+
+
+class Labels:
+    """A clock that takes no times: a range of the profiler around each step."""
+
+    def __init__(self, part: Part) -> None:
+        steps = part.loaded.schedule.steps
+        names = [s.name if isinstance(s, Kernel) else s.op for s in steps]
+        self.names = [f"{part.id}.{k} {name}" for k, name in enumerate(names)]
+
+    def start(self, step: int) -> Callable[[], None]:
+        span = torch.profiler.record_function(self.names[step])
+        span.__enter__()
+        return lambda: span.__exit__(None, None, None)
 
 
 @dataclass
@@ -68,11 +100,13 @@ class Captured:
     inputs: list[str]
     ended: Any
     policy: Policy
+    seen: Observations
     parts: list[Part] = field(default_factory=list)
 
     def compiled(self, loaded: Any, context: Any) -> Callable[[list[Any]], Sequence[Any]]:
         on_gpu = any(k.device != "cpu" for k in loaded.steps) or on_cuda(context, loaded)
-        part = Part(context.phase, loaded, context, Clock(on_gpu))
+        number = len(self.seen.parts)
+        part = Part(f"{context.phase}{number}", context.phase, loaded, context, Clock(on_gpu))
         self.parts.append(part)
         policy = self.policy
 
@@ -82,6 +116,8 @@ class Captured:
                 out = part.with_clock()(args)
                 part.clock.settle()
                 return out
+            if torch.autograd._profiler_enabled():
+                return part.with_labels()(args)
             start = perf_counter()
             out = loaded.call(args)
             if part.calls == 1:
@@ -124,13 +160,15 @@ class Observations:
             if n.op == "placeholder"
         ]
         ended = getattr(gm, "compile_subgraph_reason", None)
-        graph = Captured(len(self.graphs), names, ended, self.policy)
+        graph = Captured(len(self.graphs), names, ended, self.policy, self)
         self.graphs.append(graph)
         return graph
 
     @property
     def parts(self) -> list[tuple[Captured, Part]]:
-        return [(g, p) for g in self.graphs for p in g.parts]
+        """In the order in which they were compiled."""
+        found = [(g, p) for g in self.graphs for p in g.parts]
+        return sorted(found, key=lambda gp: gp[1].context.number)
 
 
 def short_reason(text: str) -> tuple[str, str, str]:

@@ -41,9 +41,9 @@ FX_UNITS = {"f64": "f64", "bf16": "bf16", "f16": "f16", "i8": "int8"}
 class PartData:
     """Builds the dictionary: `data`."""
 
-    def __init__(self, graph: Captured, part: Part, number: int, sources: dict[str, str]) -> None:
+    def __init__(self, graph: Captured, part: Part, sources: dict[str, str]) -> None:
         self.graph, self.part, self.sources = graph, part, sources
-        self.id = f"{part.phase}{number}"
+        self.id = part.id
         self.loaded = part.loaded
         self.nodes: dict[str, fx.Node] = {n.name: n for n in self.loaded.graph.graph.nodes}
         self.places: dict[Place, int] = {}

@@ -103,7 +103,7 @@ def report_data(
 ) -> Report:
     """All that is known of what was compiled."""
     sources: dict[str, str] = {}
-    parts = [PartData(g, p, k, sources).data() for k, (g, p) in enumerate(seen.parts)]
+    parts = [PartData(g, p, sources).data() for g, p in seen.parts]
     totals: Totals = {
         "operations": sum(p["operations"] for p in parts),
         "kernels": sum(p["kernels"] for p in parts),
