@@ -1,7 +1,8 @@
 """The documentation is true: every snippet of the users' pages runs, the site builds.
 
 A page's ```python blocks run one after the other in one process; one with a title is a file that is
-written beside; lines of ```sh blocks that begin with `deuteron` run, too. ```text is not run.
+written beside; lines of ```sh blocks that begin with `deuteron` or `torchrun` run, too. ```text is
+not run. A block that imports a package of the extra `ecosystem` is left out where there is none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ DOCS = ROOT / "docs"
 PAGES = [p for p in sorted(DOCS.glob("*.md")) if "```python" in p.read_text() and p.stem in (
     "index", "tutorial", "guides", "ecosystem"
 )]  # fmt: skip
+COMMANDS = {"deuteron": "deuteron", "torchrun": "torch.distributed.run"}
+NEEDS = re.compile(r"^(?:from|import) (accelerate|peft|pytorch_lightning|torchao)", re.MULTILINE)
 BLOCK = re.compile(r'^```(python|sh)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 
@@ -34,10 +38,10 @@ def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
         if title:
             (tmp_path / title).write_text(text)
         elif language == "python":
-            program.append(text)
+            program += [text] if all(map(find_spec, NEEDS.findall(text))) else []
         else:
-            lines = (line.partition("  #")[0] for line in text.splitlines())
-            commands += [shlex.split(x)[1:] for x in lines if x.startswith("deuteron ")]
+            lines = (shlex.split(line.partition("  #")[0]) for line in text.splitlines())
+            commands += [[COMMANDS[first], *rest] for first, *rest in lines]
 
     def run(*words: str) -> None:
         done = subprocess.run(
@@ -47,7 +51,7 @@ def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
 
     for words in commands:
-        run("-m", "deuteron", *words)
+        run("-m", *words)
     (tmp_path / "page.py").write_text("\n".join(program))
     run("page.py")
 
