@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.capture import decompositions, fourier, pointwise, refusals, results, strides
+from deuteron.capture import decompositions, fourier, numbers, pointwise, refusals, results, strides
 from deuteron.graph import ops
 from tests.capture.helpers import Traced, fresh, tensors
 
@@ -222,7 +222,7 @@ def test_tables_name_what_exists():
         *results.RULES,
     }
     own |= {*refusals.SAME_DTYPE_OPERANDS}  # rules that only look at dtypes
-    own |= {*refusals.CONVERTED_NUMBERS}  # and at numbers
+    own |= {*numbers.CONVERTED, *numbers.RULES}  # and at numbers
     for name in own:
         assert list(ops.resolved((name,))), name
     for name in decompositions.NOT_DECOMPOSED:

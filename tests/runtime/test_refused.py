@@ -183,7 +183,7 @@ NUMBERS: dict[str, Callable[[torch.Tensor, float], Any]] = {
     "clamp": lambda x, n: x.clamp(0, n),
     "clip below": lambda x, n: x.clip(max=n),
     "clamp in place": lambda x, n: x.clone().clamp_(-1, n),
-    "hardtanh": lambda x, n: F.hardtanh(x, 1, n),
+    "hardtanh": lambda x, n: F.hardtanh(x, min(1, n), n),
     "threshold": lambda x, n: F.threshold(x, n, 2),
     "masked_fill": lambda x, n: x.masked_fill(x > 3, n),
     "index_fill": lambda x, n: x.index_fill(0, tensor([0]), n),
@@ -198,7 +198,20 @@ NUMBERS: dict[str, Callable[[torch.Tensor, float], Any]] = {
     "scalar_tensor": lambda x, n: x + torch.scalar_tensor(n, dtype=x.dtype),
     "addcmul": lambda x, n: torch.addcmul(x, x, x, value=n),
     "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "alpha of a difference": lambda x, n: torch.sub(x, x, alpha=-n),
+    "alpha of a turned difference": lambda x, n: torch.rsub(x, x, alpha=-n),
+    "alpha of a product": lambda x, n: torch.addmm(x[None], x[None, :1], x[None], alpha=n),
+    "beta of products": lambda x, n: torch.baddbmm(
+        x[None, None], x[None, None, :1], x[None, None], beta=n
+    ),
+    "alpha of a vector": lambda x, n: torch.addmv(x, x[:, None], x[:1], alpha=n),
+    "alpha of an outer product": lambda x, n: torch.addr(x[:, None], x, x[:1], alpha=n),
+    "addcmul in place": lambda x, n: x.clone().addcmul_(x, x, value=n),
+    "scatter_add": lambda x, n: x.scatter(0, tensor([0]), n, reduce="add"),
+    "linspace": lambda x, n: torch.linspace(0, n, 3, dtype=x.dtype),
 }
+# Of numbers with fractions, and negative ones of a dtype without a sign.
+FRACTIONS = ("masked_fill", "pad", "fill", "addcmul", "addcmul in place", "linspace", "where")
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -213,6 +226,37 @@ def test_numbers_that_do_not_fit(name: str, dtype: torch.dtype) -> None:
             f(x, n)
         with pytest.raises(Exception, match="without overflow"):
             torch.compile(f, backend="deuteron", dynamic=False)(x, n)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_numbers_that_are_converted(name: str, dtype: torch.dtype) -> None:
+    f, x = NUMBERS[name], tensor([1, 100, 7]).to(dtype)
+    for n in (-1, -torch.iinfo(dtype).max, -torch.iinfo(dtype).max - 1, 2.5, -2.5):
+        if isinstance(n, float) and name not in FRACTIONS:
+            continue
+        torch._dynamo.reset()
+        g = torch.compile(f, backend="deuteron", dynamic=False)
+        try:
+            expected = f(x, n)
+        except RuntimeError:
+            with pytest.raises(Exception, match=r"without overflow|negative limits"):
+                g(x, n)
+        else:
+            torch.testing.assert_close(g(x, n), expected)
+
+
+def test_what_takes_away_fills_nothing() -> None:
+    torch._dynamo.reset()
+    f = lambda x: F.pad(x, (0, -1), value=300)  # noqa: E731
+    x = torch.arange(4, dtype=torch.uint8)
+    torch.testing.assert_close(torch.compile(f, backend="deuteron")(x), f(x))
+
+
+def test_leaky_relu_of_integers() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="not implemented for 'Long'"):
+        torch.compile(lambda x: F.leaky_relu(x, 2), backend="deuteron")(torch.arange(4))
 
 
 @pytest.mark.parametrize("name", DIVISIONS)

@@ -28,7 +28,16 @@ from torch._decomp import _core_aten_decompositions_post_autograd, get_decomposi
 from torch._guards import detect_fake_mode
 
 from deuteron.base.record import Record
-from deuteron.capture import attention, fourier, pointwise, refusals, results, sampling, strides
+from deuteron.capture import (
+    attention,
+    fourier,
+    numbers,
+    pointwise,
+    refusals,
+    results,
+    sampling,
+    strides,
+)
 from deuteron.graph import ops, transaction
 from deuteron.graph.edit import outside_of_modes
 
@@ -176,18 +185,16 @@ def table(eager_random: bool = False) -> dict[Any, Rule]:
         for target in ops.resolved((name,)):
             if target in decompositions:
                 decompositions[target] = wrapper(decompositions[target])
-    last = (strides.RULES, fourier.RULES, results.RULES, attention.RULES)
+    last = (strides.RULES, numbers.RULES, fourier.RULES, results.RULES, attention.RULES)
     for name, rule in (row for table in last for row in table.items()):
         for target in ops.resolved((name,)):
             decompositions[target] = rule
     for name in refusals.SAME_DTYPE_OPERANDS:
         for target in ops.resolved((name,)):
             decompositions[target] = refusals.as_eager_refuses(target, decompositions.get(target))
-    for name in refusals.CONVERTED_NUMBERS:
+    for name in numbers.CONVERTED:
         for target in ops.resolved((name,)):
-            decompositions[target] = refusals.numbers_as_eager_refuses(
-                target, decompositions.get(target)
-            )
+            decompositions[target] = numbers.as_eager_converts(target, decompositions.get(target))
     return decompositions
 
 
@@ -260,25 +267,6 @@ def permuted(rule: Rule) -> Rule:
     return wrapped
 
 
-def linspace(rule: Rule) -> Rule:
-    """Eager's ends and steps of whole numbers: the ends are cut first. Torch's rule cuts only the
-    results."""
-
-    @wraps(rule)
-    def wrapped(start: Any, end: Any, steps: int, *, dtype: Any = None, **kwargs: Any) -> Any:
-        if dtype is None or dtype.is_floating_point or dtype.is_complex or not steps > 1:
-            return rule(start, end, steps, dtype=dtype, **kwargs)
-        ends = [x.to(dtype) if isinstance(x, Tensor) else int(x) for x in (start, end)]
-        place = torch.arange(steps, dtype=torch.int64, **kwargs)
-        wide = torch.float64 if place.device.type == "cpu" else torch.float32
-        first, last = (torch.as_tensor(x, device=place.device).to(wide) for x in ends)
-        step = (last - first) / (steps - 1)
-        rising, falling = first + step * place, last - step * (steps - 1 - place)
-        return torch.where(place < steps // 2, rising, falling).to(dtype)
-
-    return wrapped
-
-
 CPU_MEMORY = strides.on_cpu(strides.in_memory_format)
 NORMED = strides.on_cpu(partial(strides.in_memory_format, format_of=strides.filled_format))
 
@@ -308,7 +296,7 @@ WRAPPERS: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten.smooth_l1_loss_backward.default": (pointwise.nan_stays,),
     "aten.t.default": (permuted,),
     "aten.transpose.int": (permuted,),
-    "aten.linspace": (linspace,),
+    "aten.linspace": (numbers.linspace,),
     "aten.max_unpool2d.default": (CPU_MEMORY,),
     "aten._adaptive_avg_pool2d.default": (sampling.from_zero, strides.in_memory_format),
 }

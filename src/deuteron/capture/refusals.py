@@ -34,6 +34,7 @@ PRODUCT_OPERANDS: dict[str, tuple[int, ...]] = {
     "aten.baddbmm.default": (0, 1, 2),
     "aten.convolution.default": (0, 1, 2),
     "aten._prelu_kernel.default": (0, 1),
+    "aten.leaky_relu.default": (0,),
     "aten.linalg_cross.default": (0, 1),
     "aten.binary_cross_entropy.default": (0, 1, 2),
     "aten.nll_loss_forward.default": (0, 2),
@@ -64,31 +65,6 @@ SAME_DTYPE_OPERANDS = PRODUCT_OPERANDS | OTHER_OPERANDS
 REQUIRED_LENGTHS = {
     "aten.linalg_cross.default": 3
 }  # of each dimension, where one element says nothing
-# Operator -> where its numbers are that eager converts to the dtype of the first tensor, or to the
-# one that is asked for: one too large for it is an error, not another number. Those that fill take
-# numbers with fractions as well; with the others these promote.
-FILLS: dict[str, tuple[int | str, ...]] = {
-    "aten.masked_fill.Scalar": (2,),
-    "aten.index_fill.int_Scalar": (3,),
-    "aten.scatter.value": (3,),
-    "aten.constant_pad_nd.default": (2,),
-    "aten.fill.Scalar": (1,),
-    "aten.full.default": (1,),
-    "aten.full_like.default": (1,),
-    "aten.new_full.default": (2,),
-    "aten.scalar_tensor.default": (0,),  # numbers of `where`
-}
-CONVERTED_NUMBERS: dict[str, tuple[int | str, ...]] = {
-    "aten.clamp.default": (1, 2, "min", "max"),
-    "aten.clamp_min.default": (1,),
-    "aten.clamp_max.default": (1,),
-    "aten.hardtanh.default": (1, 2, "min_val", "max_val"),
-    "aten.threshold.default": (1, 2),
-    **FILLS,
-    "aten.addcmul.default": ("value",),
-    "aten.add.Tensor": ("alpha",),
-    "aten.sub.Tensor": ("alpha",),
-}
 # Methods whose results torch's own rules cast to what they are written to, whatever they are.
 IN_PLACE_METHODS = ("mul_", "addcmul_", "addcdiv_", "__imul__")
 
@@ -111,32 +87,6 @@ def as_eager_refuses(target: Any, rule: Rule | None) -> Rule:
         return NotImplemented if rule is None else rule(*args, **kwargs)
 
     return wrapped if rule is None else wraps(rule)(wrapped)
-
-
-def numbers_as_eager_refuses(target: Any, rule: Rule | None) -> Rule:
-    """`rule`, behind a check that raises what eager raises where a number does not fit."""
-    places = CONVERTED_NUMBERS[str(target)]
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        first: Tensor | None = next((a for a in args if isinstance(a, Tensor)), None)
-        dtype = kwargs.get("dtype") or (first.dtype if first is not None else None)
-        whole = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
-        if whole and dtype is not torch.bool:
-            given: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
-            kinds = (int, float) if str(target) in FILLS else (int,)  # others promote
-            numbers = [given[p] for p in places if type(given.get(p)) in kinds]
-            if any(not fits(n, dtype) for n in numbers):
-                raise Refused(f"value cannot be converted to type {dtype} without overflow")
-        return NotImplemented if rule is None else rule(*args, **kwargs)
-
-    return wrapped if rule is None else wraps(rule)(wrapped)
-
-
-def fits(number: float, dtype: torch.dtype) -> bool:
-    """Whether eager converts a number to a dtype of whole numbers: to those without a sign also
-    what is negative and not too large."""
-    limits = torch.iinfo(dtype)
-    return (limits.min if limits.min else -limits.max) <= number <= limits.max
 
 
 def raise_as_eager(target: Any, args: Any, kwargs: Any) -> None:
