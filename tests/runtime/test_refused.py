@@ -253,10 +253,58 @@ def test_what_takes_away_fills_nothing() -> None:
     torch.testing.assert_close(torch.compile(f, backend="deuteron")(x), f(x))
 
 
-def test_leaky_relu_of_integers() -> None:
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="not implemented for 'Long'"):
-        torch.compile(lambda x: F.leaky_relu(x, 2), backend="deuteron")(torch.arange(4))
+# What eager computes of floating numbers only, and the dtypes of which it says so.
+LONG, TRUTH = torch.int64, torch.bool
+REFUSED = r"not implemented|Boolean inputs|cast to|making fake tensor call"  # the last by Dynamo
+FLOATING: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[torch.dtype, ...]]] = {
+    **{
+        n: (getattr(F, n), (LONG, torch.uint8))
+        for n in (
+            *("celu", "elu", "hardswish", "hardsigmoid", "softplus", "hardshrink", "softshrink"),
+            *("mish", "logsigmoid", "glu", "leaky_relu"),
+        )
+    },
+    "relu": (F.relu, (TRUTH,)),
+    "threshold": (lambda x: F.threshold(x, 1, 2), (TRUTH,)),
+    "softmax": (lambda x: x.softmax(-1), (LONG, torch.uint8)),
+    "log_softmax": (lambda x: x.log_softmax(1), (LONG, torch.uint8)),
+    "logaddexp": (lambda x: torch.logaddexp(x, x), (LONG,)),
+    "addcmul": (lambda x: torch.addcmul(x, x, x), (TRUTH,)),
+    "unfold": (lambda x: F.unfold(x, 2), (LONG,)),
+    "avg_pool": (lambda x: F.avg_pool2d(x, 2), (TRUTH,)),
+    "max_pool": (lambda x: F.max_pool2d(x, 2), (TRUTH,)),
+    "adaptive_max_pool": (lambda x: F.adaptive_max_pool2d(x, 2), (LONG, TRUTH)),
+    "adaptive_avg_pool": (lambda x: F.adaptive_avg_pool2d(x, 2), (LONG,)),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), (LONG, TRUTH)),
+    "bilinear": (lambda x: F.interpolate(x, size=(3, 5), mode="bilinear"), (LONG,)),
+    "grid_sample": (
+        lambda x: F.grid_sample(x, torch.zeros(2, 2, 2, 2).to(x.dtype), align_corners=True),
+        (LONG, torch.uint8),
+    ),
+    "smooth_l1": (lambda x: F.smooth_l1_loss(x, x + 1), (LONG, torch.uint8)),
+    "huber": (lambda x: F.huber_loss(x, x + 1), (LONG,)),
+    "soft_margin": (lambda x: F.soft_margin_loss(x, x), (LONG,)),
+}
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_what_is_computed_of_floating_numbers_only(name: str) -> None:
+    """Of other dtypes eager's values, or its error."""
+    f, refused_dtypes = FLOATING[name]
+    x = torch.arange(60).view(2, 5, 2, 3).repeat(1, 1, 2, 2) % 3
+    for dtype in (torch.float32, torch.uint8, LONG, TRUTH):
+        torch._dynamo.reset()
+        compiled, given = torch.compile(f, backend="deuteron"), x.to(dtype)
+        try:
+            expected = f(given)
+        except RuntimeError as e:
+            assert dtype != torch.float32, e
+            with pytest.raises(Exception, match=REFUSED):
+                compiled(given)
+        else:
+            assert dtype not in refused_dtypes
+            if (name, dtype) != ("bilinear", torch.uint8):  # eager has other weights
+                torch.testing.assert_close(compiled(given), expected)
 
 
 @pytest.mark.parametrize("name", DIVISIONS)

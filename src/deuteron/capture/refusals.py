@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from deuteron.graph.edit import outside_of_modes
+from deuteron.graph.ops import resolved
 
 Rule = Callable[..., Any]
 
@@ -34,13 +36,25 @@ PRODUCT_OPERANDS: dict[str, tuple[int, ...]] = {
     "aten.baddbmm.default": (0, 1, 2),
     "aten.convolution.default": (0, 1, 2),
     "aten._prelu_kernel.default": (0, 1),
-    "aten.leaky_relu.default": (0,),
     "aten.linalg_cross.default": (0, 1),
     "aten.binary_cross_entropy.default": (0, 1, 2),
     "aten.nll_loss_forward.default": (0, 2),
     "aten.lerp.Scalar": (0, 1),
     "aten.lerp.Tensor": (0, 1, 2),
 }
+# What eager computes of floating numbers only, some of it also of whole numbers but truth values.
+FLOATING = """
+relu elu celu selu hardswish hardsigmoid softplus hardshrink softshrink mish log_sigmoid_forward glu
+leaky_relu threshold _softmax _log_softmax logaddexp logaddexp2 addcmul im2col col2im
+avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d
+adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
+upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+upsample_trilinear3d upsample_bicubic2d grid_sampler_2d grid_sampler_3d
+smooth_l1_loss huber_loss soft_margin_loss
+"""
+for _target in resolved(f"aten.{name}" for name in FLOATING.split()):
+    PRODUCT_OPERANDS.setdefault(str(_target), (0,))
 OTHER_OPERANDS: dict[str, tuple[int, ...]] = {
     "aten.native_layer_norm.default": (0, 2, 3),
     "aten.native_group_norm.default": (0, 1, 2),
@@ -62,11 +76,16 @@ OTHER_OPERANDS: dict[str, tuple[int, ...]] = {
 # Truth values are refused with any other operand, numbers too.
 DIFFERENCES = ("aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Tensor", "aten.rsub.Scalar")
 SAME_DTYPE_OPERANDS = PRODUCT_OPERANDS | OTHER_OPERANDS
-REQUIRED_LENGTHS = {
-    "aten.linalg_cross.default": 3
-}  # of each dimension, where one element says nothing
+REQUIRED_LENGTHS = {  # of each dimension, where one element says nothing
+    "aten.linalg_cross.default": 3,
+    "aten.glu.default": 2,
+    "aten.grid_sampler_2d.default": 2,
+    "aten.grid_sampler_3d.default": 3,
+}
 # Methods whose results torch's own rules cast to what they are written to, whatever they are.
 IN_PLACE_METHODS = ("mul_", "addcmul_", "addcdiv_", "__imul__")
+# Functions of floating numbers that torch takes apart before its operators are traced.
+FLOATING_FUNCTIONS = (functional.interpolate, functional.hardshrink)
 
 
 class Refused(RuntimeError):
@@ -115,17 +134,23 @@ def raise_as_eager(target: Any, args: Any, kwargs: Any) -> None:
                 raise Refused(str(e)) from None
 
 
-def check_in_place(gm: fx.GraphModule) -> None:
-    """Raises what eager raises of the dtypes of products that are written in place, in a graph of
-    Dynamo's."""
+def check_functions(gm: fx.GraphModule) -> None:
+    """Raises what eager raises of the dtypes of products that are written in place, and of what is
+    `FLOATING_FUNCTIONS`, in a graph of Dynamo's."""
     for n in gm.graph.nodes:
+        floating = n.target in FLOATING_FUNCTIONS
         if n.op == "call_method" and n.target in IN_PLACE_METHODS:
             target = getattr(Tensor, n.target)
-        elif n.target is operator.imul:
+        elif n.target is operator.imul or floating:
             target = n.target
         else:
             continue
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: a.meta.get("example_value"))
+        if floating:
+            given = [x for x in (*args, kwargs.get("input")) if isinstance(x, Tensor)]
+            if not any(x.is_floating_point() for x in given):
+                raise_as_eager(target, args, kwargs)
+            continue
         into = args[0]
         others = [x for x in args[1:] if isinstance(x, (Tensor, float, torch.SymFloat))]
         if isinstance(into, Tensor) and not into.dtype.is_complex and others:
@@ -135,8 +160,8 @@ def check_in_place(gm: fx.GraphModule) -> None:
 
 def of_dtypes(message: str) -> bool:
     words = ["dtype", "scalar type", "not implemented for", "same type", "cast to the desired"]
-    words += ["Subtraction", "Integer division", "but expected"]
+    words += ["Subtraction", "Integer division", "but expected", "Boolean inputs"]
     return any(w in message for w in words)
 
 
-__all__ = ["SAME_DTYPE_OPERANDS", "Refused", "as_eager_refuses", "check_in_place"]
+__all__ = ["SAME_DTYPE_OPERANDS", "Refused", "as_eager_refuses", "check_functions"]

@@ -22,7 +22,7 @@ from deuteron.capture import decompositions
 from deuteron.capture.aliased_outputs import views_of_inputs
 from deuteron.capture.attention import inline_attention
 from deuteron.capture.joint import PARTITIONING, partition, parts_text, verify_parts
-from deuteron.capture.refusals import check_in_place
+from deuteron.capture.refusals import check_functions
 from deuteron.graph.rewrite import RANDOM_NUMBERS, Rewriting, rewriting_text, verify_rewriting
 from deuteron.graph.strides import as_saved
 from deuteron.graph.verify import graph_text, verify_graph
@@ -45,8 +45,8 @@ class Traceable(Captured):
 
 
 def refuse_in_place(captured: Captured, context: Context) -> Captured:
-    """What eager refuses of products that are written in place is refused."""
-    check_in_place(captured.gm)
+    """What eager refuses of dtypes, where no operator is traced that shows them, is refused."""
+    check_functions(captured.gm)
     return captured
 
 
