@@ -94,7 +94,7 @@ class PartData:
             return name
         where = place_of(n)
         op = op_name(n.target) if n.op == "call_function" else n.name
-        if op == "getitem" and isinstance(n.args[0], fx.Node):
+        if n.op == "call_function" and op == "getitem" and isinstance(n.args[0], fx.Node):
             op = op_name(n.args[0].target)
         place = where.module or where.where()
         return f"{place}: {op}" if place else op

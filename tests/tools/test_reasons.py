@@ -1,0 +1,45 @@
+"""The script that tries the reasons of explanations finds them true, and a false one false."""
+
+from __future__ import annotations
+
+import torch
+
+from deuteron.tools.explain import explain
+from deuteron.tools.models import Gpt
+from dev.check.reasons import dependencies, holds, product_holds
+
+
+def test_reasons_of_a_small_model() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    told = explain(Gpt(97, 32, 2, 2, 32), torch.randint(2, 97, (2, 16)))
+    tried = []
+    for part in told.data["parts"]:
+        graph = dependencies(part)
+        assert graph.number_of_nodes() == len(part["steps"])
+        tried += [holds(part, graph, r) for r in part["refusals"]]
+    assert tried.count(True) >= 4 and False not in tried
+
+
+def test_a_false_reason_is_found() -> None:
+    """Two independent kernels: nothing makes a cycle."""
+    part = {
+        "steps": [
+            {"reads": ["x"], "writes": ["a"], "ops": [{"node": "a"}], "nest": "", "device": "cpu"},
+            {"reads": ["x"], "writes": ["b"], "ops": [{"node": "b"}], "nest": "", "device": "cpu"},
+        ],
+        "tensors": {},
+    }
+    graph = dependencies(part)
+    claim = {"first": "a", "second": "b", "first_node": "a", "second_node": "b", "detail": ""}
+    assert holds(part, graph, {**claim, "reason": "cycle"}) is False
+    assert holds(part, graph, {**claim, "reason": "device"}) is False
+    assert holds(part, graph, {**claim, "reason": "scatter"}) is False
+    spaces = {**claim, "reason": "iteration spaces differ"}
+    assert holds(part, graph, {**spaces, "detail": "[32x2 | 64] and [64 | 2]: nothing"}) is True
+    assert holds(part, graph, {**spaces, "detail": "[4x8 | 64] and [32 | 64]: nothing"}) is None
+
+
+def test_a_large_product_is_the_librarys() -> None:
+    assert product_holds("256x256 by 256x256", generated=False)
+    assert not product_holds("256x256 by 256x256", generated=True)
