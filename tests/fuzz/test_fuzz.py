@@ -197,6 +197,14 @@ def test_the_oracle_sees_the_signs_of_zeros() -> None:
     oracle, got = seen_by(lambda x: torch.maximum(x, -x), zeros)
     assert differences(changed(got, torch.neg), oracle) == []
 
+    def norm(x: Tensor) -> Tensor:  # its formula happens to give either
+        y, mean, rstd = torch.native_layer_norm(x, [50], None, None, 1e-5)
+        backward = torch.ops.aten.native_layer_norm_backward
+        return backward(y * 0, x, [50], mean, rstd, None, None, [True, False, False])[0]
+
+    oracle, got = seen_by(norm, x)
+    assert differences(changed(got, torch.neg), oracle) == []
+
 
 def test_where_float64_has_no_number() -> None:
     """Eager's number is the measure there, to units in the last place."""

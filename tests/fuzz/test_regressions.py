@@ -220,6 +220,16 @@ REGRESSIONS: dict[str, Case] = {
         (lambda: [f(3, 40), f(1)], lambda: [f(5, 70), f(2)]),
         DYNAMIC,
     ),
+    # in a set of lanes that is cut off at its one lane, a value of that lane depends on no lane
+    "a value of a single lane": Case(
+        "v = x.norm(p=1, dim=1)\n"
+        "v = torch.minimum(v, v)\n"
+        "d = torch.diag_embed(v)\n"
+        "d = torch.slice_scatter(d, d.narrow(-1, 0, 1), -1, 0, 1)\n"
+        "return v / (torch.logaddexp(d, x).abs() + 0.5)",
+        (lambda: [f(3, 3, grad=True)],),
+        BACKWARD,
+    ),
     # a size of several terms that torch had guarded to be 1
     "a broadcast part": Case(
         "return torch.where(x, y.chunk(2, 2)[-1], y), y + y[..., 2:]",

@@ -245,10 +245,12 @@ class Columns(PassWriter):
             if isinstance(a, Write) and isinstance(b, Write) and a in self.store_cells and b != a
         }
         self.store_cells |= stores
-        with em.inside(index_set.axis, self.v) as scope:
+        lanes = frozenset((index_set.axis, self.v))
+        with em.inside(*lanes) as scope:
             for old, new in moved.items():
                 text = em.lookup(old) if old is not new else None
-                if text is not None:
+                # In a single lane the same for all; who needs it stands before the loop.
+                if text is not None and em.deps(new) & lanes:
                     scope.texts[new] = text
             yield
         for store in stores:
