@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from deuteron.ir import expr as E
 from deuteron.ir import operations, reference, reference_ops
 from deuteron.ir.expr import literal, op
 from deuteron.ir.index import Axis, Sym, Value, atom, const
-from deuteron.ir.program import Compute, Input, Output, Program
+from deuteron.ir.program import Check, Compute, Input, Output, Program
 from deuteron.ir.reference import run_program
 from deuteron.ir.verify import verify_program
 from deuteron.schedule.kernel import Nest, Reduce, Scan, Store
@@ -25,6 +26,17 @@ def test_softmax(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(rows, 8)
     (y,) = run_program(softmax(), [x])
     torch.testing.assert_close(y, x.softmax(-1))
+
+
+def test_numbers_that_are_computed_and_asserted() -> None:
+    """Of sizes; floats stay floats."""
+    p = softmax()
+    rows = p.sizes[0][0].name
+    share = (Sym("share", low=-(2**62)), ("expr", f"2.0 / {rows}", 0))
+    p = replace(p, sizes=(*p.sizes, share), checks=(Check(f"{rows} <= 3", "too many"),))  # type: ignore[arg-type]
+    assert reference.Execution(p, [torch.randn(3, 8)]).sizes["share"] == 2 / 3
+    with pytest.raises(RuntimeError, match="too many"):
+        run_program(p, [torch.randn(4, 8)])
 
 
 def test_everything() -> None:

@@ -335,11 +335,17 @@ def input_sizes(p: Program, inputs: Sequence[Any]) -> dict[str, int]:
     return out
 
 
-def computed_sizes(p: Program, known: dict[str, int]) -> None:
-    """Adds the sizes that are computed from known ones."""
+def computed_sizes(p: Program, known: dict[str, Any]) -> None:
+    """Adds the sizes, and other numbers, that are computed from known ones. Raises what the program
+    asserts of them and does not hold."""
+    modules = {"math": math, "torch": torch}
     for sym, (kind, where, _) in p.sizes:
         if kind == "expr" and names_in(str(where)) <= known.keys():
-            known[sym.name] = int(eval(str(where), {"math": math, "torch": torch}, known))
+            number = eval(str(where), modules, known)
+            known[sym.name] = number if isinstance(number, float) else int(number)
+    for c in p.checks:
+        if names_in(c.condition) <= known.keys() and not eval(c.condition, modules, known):
+            raise RuntimeError(c.message)
 
 
 class Execution:
@@ -400,6 +406,7 @@ class Execution:
                 if not isinstance(number, float):  # a number that is returned may be one
                     number = int(number)
                 self.sizes[sym.name] = number
+        computed_sizes(self.program, self.sizes)
         for k, name in enumerate(d.names):
             if name is None:
                 continue
