@@ -103,6 +103,24 @@ def test_difference_of_two(made: Path, tmp_path: Path) -> None:
     assert f"kernels {before['kernels']} → {now['kernels']}" in text
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"guard": "measure"}, {"verify": True}, {"mode": "max-autotune"}, {"eager_random": True}],
+    ids=str,
+)
+def test_with_other_options(options: dict[str, Any], tmp_path: Path) -> None:
+    """Their decisions are in the page, whatever fields these have."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.LayerNorm(8))
+    told = deuteron.report(model, torch.randn(4, 8), options=options, path=tmp_path / "o.html")
+    assert told.kernels and "other decisions" in (tmp_path / "o.html").read_text()
+
+
+def test_where_nothing_is_compiled(tmp_path: Path) -> None:
+    told = deuteron.report(lambda x: x, torch.randn(3), path=tmp_path / "none.html")
+    assert "nothing was compiled" in str(told) and "nothing was compiled" in told.headline
+    assert "nothing was compiled" in (tmp_path / "none.html").read_text()
+
+
 def test_wrong_files_are_told(made: Path, tmp_path: Path) -> None:
     data: Any = load(made)
     with pytest.raises(ReportError, match="no name of an HTML file"):

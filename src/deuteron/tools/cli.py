@@ -156,8 +156,9 @@ def report(
 
     FUNCTION and its arguments are found as by `deuteron explain`.
     """
-    from deuteron.tools.report_file import load, write
+    from deuteron.tools.report_file import html_path, load, write
 
+    html_path(out)
     before = load(against) if against is not None else None
     told = explained(target, shape, device, backward, measure)
     html, data = write(told.data, out, before)

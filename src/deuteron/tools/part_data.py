@@ -337,8 +337,9 @@ class PartData:
     def decided(self, d: Mapping[str, Any]) -> Data:
         """A decision, with the user's words for what it is about."""
         plain = {k: v for k, v in d.items() if k != "kind"}
+        usual = {"first": "", "second": "", "reason": "", "detail": "", "bytes": 0, "us": 0.0}
         first = str(d.get("first", ""))
-        return plain | {"label": self.label(first) if first else ""}
+        return usual | plain | {"label": self.label(first) if first else ""}
 
 
 # --------------------------------------------------------------------------------------- helpers

@@ -24,7 +24,7 @@ from deuteron.base.observing import Observer
 from deuteron.tools.explain import Explanation, explain
 from deuteron.tools.observe import Observations, Policy
 from deuteron.tools.report_data import breaks_of, frames_of, report_data
-from deuteron.tools.report_file import ReportError, load, write
+from deuteron.tools.report_file import ReportError, html_path, load, write
 
 # Of a program that runs by itself: the calls of each graph whose steps are timed.
 TIMED_CALLS = Policy(first=4, last=9)
@@ -47,6 +47,7 @@ def report(
     The rest is as for `deuteron.explain`. `against`: the JSON file of another report, with which
     this one is compared.
     """
+    html_path(path)  # before anything takes long
     other = load(against) if against is not None else None
     told = explain(
         fn, *args, backward=backward, dynamic=dynamic, options=options, measure=measure, name=name,
@@ -63,10 +64,7 @@ _REPORTERS: dict[str, Observations] = {}
 def reporter(path: str) -> Observer:
     """The observer of the option `report`: it writes the file when the program ends."""
     if path not in _REPORTERS:
-        if Path(path).suffix not in (".html", ".htm"):
-            raise ReportError(
-                f"option report={path!r} names no HTML file", hint="let it end in .html"
-            )
+        html_path(path)
         _REPORTERS[path] = Observations(TIMED_CALLS)
         atexit.register(finish, path)
     return _REPORTERS[path]

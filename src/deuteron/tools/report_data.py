@@ -26,6 +26,10 @@ from deuteron.tools.part_data import PartData
 from deuteron.tools.words import amount, counted, time_text
 
 SCHEMA, SCHEMA_VERSION = "deuteron.report", 1
+NOTHING = (
+    "nothing was compiled: torch.compile found no operations, or left them to Python "
+    "(TORCH_LOGS=graph_breaks says why)"
+)
 
 
 class GraphBreak(TypedDict):
@@ -129,7 +133,7 @@ def report_data(
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
         "title": title,
-        "headline": headline(totals),
+        "headline": headline(totals) if parts else NOTHING,
         "versions": versions(),
         "devices": devices,
         "totals": totals,

@@ -19,16 +19,22 @@ class ReportError(DeuteronError):
     """A report cannot be written, or a file is none."""
 
 
+def html_path(path: str | os.PathLike[str]) -> Path:
+    """The path, if it names an HTML file."""
+    html = Path(path).expanduser()
+    if html.suffix not in (".html", ".htm"):
+        raise ReportError(f"{html} is no name of an HTML file", hint="let it end in .html")
+    return html
+
+
 def write(
     data: Report, path: str | os.PathLike[str], against: Mapping[str, Any] | None = None
 ) -> tuple[Path, Path]:
     """The HTML file and its JSON file."""
     from deuteron.tools.report_page import page
 
-    html = Path(path).expanduser()
+    html = html_path(path)
     other = html.with_suffix(".json")
-    if html.suffix not in (".html", ".htm"):
-        raise ReportError(f"{html} is no name of an HTML file", hint="let it end in .html")
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(page(data, other.name, against), encoding="utf-8")
@@ -57,4 +63,4 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-__all__ = ["ReportError", "load", "write"]
+__all__ = ["ReportError", "html_path", "load", "write"]
