@@ -12,8 +12,13 @@ from deuteron.base.errors import VerifyError
 from deuteron.ir import expr as E
 from deuteron.ir.expr import literal, op
 from deuteron.ir.index import Axis, const
+from deuteron.ir.nest import Nest as ContractionNest
+from deuteron.ir.nest import Reduce as ContractionReduce
+from deuteron.ir.nest import Statement as ContractionStatement
+from deuteron.ir.nest import Store as ContractionStore
 from deuteron.ir.program import Compute, Extern, Input, Layout, Program, ViewArg
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Schedule, Step, Stmt, Store
+from deuteron.schedule.tiling import Dim, Tiling
 from deuteron.schedule.verify import verify_schedule
 from tests.ir.samples import at, fused_softmax, lay, read, softmax, whole
 
@@ -26,7 +31,7 @@ reduction = Reduce("r", "sum", x)
 row = Store("s", at(i), read("r", i), "row")
 LAYOUTS: dict[str, Layout] = {
     "x": SQUARE, "y": SQUARE, "s": ROW, "c": lay(8), "part": lay(4, 4), "new": SQUARE,
-    "h": lay(8, 4, dtype="f16"),
+    "h": lay(8, 4, dtype="f16"), "pp": lay(8, 8),
 }  # fmt: skip
 CALL = Extern(
     ("c",),
@@ -80,6 +85,30 @@ def schedule(*steps: Step) -> Schedule:
     return Schedule(steps, {"new": "x"}, LAYOUTS)
 
 
+# A kernel with a product: its nest has two results and a store.
+k = Axis("k", 4)
+product = ContractionReduce("r", "sum", (k,), op("mul", read("x", i, k), read("x", p, k)))
+TILED = Tiling(tuple(Dim(a.name, (a,), "whole", 8) for a in (i, p, k)), 4, 1)
+
+
+def contraction(
+    *statements: ContractionStatement, axes: tuple[Axis, ...] = (i, p, k), tiling: Tiling = TILED
+) -> Kernel:
+    wanted = ContractionNest(axes, statements)
+    reads, writes = wanted.tensors()
+    fields: dict[str, Any] = {
+        "reads": tuple((t, LAYOUTS.get(t, ROW)) for t in reads),
+        "writes": tuple((t, LAYOUTS.get(t, ROW)) for t in writes),
+    }
+    return Kernel("c", (), origins=(), device="cpu", bytes=0, flops=0.0, predicted_us=0.0,
+                  contraction=(wanted, tiling), **fields)  # fmt: skip
+
+
+def contracted(*statements: ContractionStatement, **kwargs: Any) -> Schedule:
+    return schedule(kernel(nest(reduction, point, row)), CALL, contraction(*statements, **kwargs))
+
+
+used = ContractionStore("pp", at(i, p), read("r", i, p))
 FIRST = kernel(nest(reduction, point, row))
 LAST = kernel(nest(in_place))
 partial = Reduce("part", "sum", x, partial=True)
@@ -177,6 +206,17 @@ BROKEN: dict[str, tuple[str, Callable[[], Schedule]]] = {
     "mask is a number": ("dtypes", lambda: only(reduction, row, replace(point, mask=x))),
     "part without a nest": ("nests", lambda: schedule(
         kernel(nest(reduction, row, point), barriers=(1,)), CALL, LAST)),
+    "axes that are not tiled": ("tiling", lambda: contracted(
+        product, used, tiling=replace(TILED, dims=TILED.dims[:2]))),
+    "product over no axis of the nest": ("axes", lambda: contracted(
+        product, replace(used, value=read("x", q, q)))),
+    "result read where it does not live": ("locals", lambda: contracted(
+        product, replace(used, value=read("r", p, i)))),
+    "result before its statement": ("locals", lambda: contracted(used, product)),
+    "product stored in another dtype": ("dtypes", lambda: contracted(
+        product, ContractionStore("h", at(i, k), read("r", i, p)))),
+    "product stored in one place": ("once", lambda: contracted(
+        product, ContractionStore("s", at(i), read("r", i, p)))),
     "unknown scan": ("kinds", lambda: only(Scan("r", "any", x), point, row)),
     "position along two loops": ("levels", lambda: only(
         Reduce("r", "argmax", x), point, parallel=(), reduced=(i, j))),
@@ -205,6 +245,10 @@ def test_good_schedules_pass() -> None:
     verify_schedule(grouped(replace(row, level="group")), PROGRAM, strict=True)
     row_split = schedule(kernel(nest(reduction, partial, row, point, row_split=(i, 4))), CALL, LAST)
     verify_schedule(row_split, PROGRAM)
+
+
+def test_good_products_pass() -> None:
+    verify_schedule(schedule(FIRST, CALL, contraction(product, used), LAST), PROGRAM)
 
 
 def test_indices_of_registers_mean_nothing() -> None:

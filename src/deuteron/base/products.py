@@ -35,6 +35,8 @@ GENERATED_RATES: dict[str, tuple[Rates, Rates]] = {
 ACROSS_BANDWIDTH = 0.7
 # Products up to this many multiplications are loops of a short kernel whatever their shape.
 SMALL_PRODUCT, SMALL_PRODUCT_RATE = 32**3, 10.0
+# GPUs whose tensor cores multiply bf16, and the least side of what they multiply at once.
+TENSOR_CORES_SINCE, MIN_TENSOR_CORE_SIDE = (8, 0), 16
 # A library call's own time, through ATen and with its result's tensor (8 x 8 alone: 1.2 us).
 CALL_US, KERNEL_US = 2.5, 0.3
 # Bytes per ns of one core where a product fits into half of the third cache (the same EPYC).
@@ -124,4 +126,12 @@ def generated_us(p: Product, spec: DeviceSpec) -> float:
     return spec.launch_us + max(memory_us(p, spec), computed)
 
 
-__all__ = ["GENERATED_RATES", "LIBRARY_RATES", "Product", "generated_us", "library_us"]
+__all__ = [
+    "GENERATED_RATES",
+    "LIBRARY_RATES",
+    "MIN_TENSOR_CORE_SIDE",
+    "TENSOR_CORES_SINCE",
+    "Product",
+    "generated_us",
+    "library_us",
+]

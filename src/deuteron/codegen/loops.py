@@ -29,8 +29,8 @@ from deuteron.ir.index import (
     const,
     divide_exact,
     hint,
-    is_nonneg,
     product,
+    split_points,
     substitute,
 )
 from deuteron.ir.operations import ITEMSIZE
@@ -305,7 +305,7 @@ def _split(loops: Loops) -> Loops:
                 for i in all_indices(loops)
                 for a in i.atoms()
                 if isinstance(a, (Div, Mod))
-                for c in _split_points(a)
+                for c in split_points(a)
                 if c[0] in axes and c[0] not in _fixed(loops)
             ),
             None,
@@ -324,24 +324,6 @@ def _split(loops: Loops) -> Loops:
         groups = map(put, (loops.parallel, loops.reduced, loops.group_axes))
         loops = rearranged(loops, {axis: outer.index * size + inner.index}, *groups)
     return loops
-
-
-def _split_points(a: Div | Mod) -> list[tuple[Axis, Index, Index]]:
-    """(axis, size of its inner part, extent of its outer part) that would simplify a div or mod."""
-    out = []
-    for axis in sorted(a.num.axes()):
-        c = a.num.coefficient(axis)
-        if c is None or c.value == 0 or a.den.axes():
-            continue
-        size = divide_exact(a.den, c)
-        if size is not None and not is_nonneg(size):  # the axis is walked backwards
-            size = -size
-        if size is None or size.value == 1 or not is_nonneg(size):
-            continue
-        outer = divide_exact(axis.extent, size)
-        if outer is not None and outer.value != 1:
-            out.append((axis, size, outer))
-    return out
 
 
 def _merge(loops: Loops) -> Loops:

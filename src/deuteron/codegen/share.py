@@ -11,8 +11,11 @@ from typing import Any
 
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value
+from deuteron.ir.nest import Nest as ContractionNest
+from deuteron.ir.nest import Store as ContractionStore
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Store
+from deuteron.schedule.tiling import Tiling
 
 
 def tensors_of(kernel: Kernel) -> tuple[str, ...]:
@@ -40,6 +43,8 @@ class _Structure:
         writes = tuple(self.tensors[n] for n, _ in kernel.writes)
         layouts = tuple(self.layout(lay) for lay in self.layouts.values())
         nests = tuple(self.nest(n) for n in kernel.nests)
+        if kernel.contraction is not None:
+            nests += (self.contraction(*kernel.contraction),)
         over = frozenset(self.tensors[n] for n in kernel.overwrites)
         self.key: Hashable = (
             *(kernel.device, kernel.barriers, kernel.reverse, kernel.retain_in_l2, over),
@@ -69,6 +74,18 @@ class _Structure:
                 what = (s.partial, s.grouped) if isinstance(s, Reduce) else None
                 stmts.append((type(s).__name__, s.kind, what, name, self.expr(s.body)))
         return axes, row_split, tuple(stmts)
+
+    def contraction(self, nest: ContractionNest, tiling: Tiling) -> Hashable:
+        self.locals = {n: k for k, n in enumerate(nest.reductions())}
+        dims = [(self.list(d.axes), d.name, d.mode, d.block) for d in tiling.dims]
+        stmts: list[Hashable] = []
+        for s in nest.statements:
+            if isinstance(s, ContractionStore):
+                at = tuple(self.index(i) for i in s.index)
+                stmts.append(("store", self.tensors[s.tensor], at, self.expr(s.value)))
+            else:
+                stmts.append((s.kind, self.list(s.over), s.operands, self.expr(s.body)))
+        return tuple(dims), tiling.num_warps, tiling.num_stages, tuple(stmts)
 
     def list(self, axes: tuple[Axis, ...]) -> Hashable:
         return tuple(self.axis(a) for a in axes)

@@ -432,6 +432,24 @@ def in_range(index: Index, extent: IndexLike) -> bool:
     return is_nonneg(index) and is_nonneg(as_index(extent) - 1 - index)
 
 
+def split_points(a: Div | Mod) -> list[tuple[Axis, Index, Index]]:
+    """(axis, size of its inner part, extent of its outer part) that would simplify a div or mod."""
+    out = []
+    for axis in sorted(a.num.axes()):
+        c = a.num.coefficient(axis)
+        if c is None or c.value == 0 or a.den.axes():
+            continue
+        size = divide_exact(a.den, c)
+        if size is not None and not is_nonneg(size):  # the axis is walked backwards
+            size = -size
+        if size is None or size.value == 1 or not is_nonneg(size):
+            continue
+        outer = divide_exact(axis.extent, size)
+        if outer is not None and outer.value != 1:
+            out.append((axis, size, outer))
+    return out
+
+
 Index.simplified_sum = staticmethod(_recombine)
 Index.floordiv = staticmethod(floordiv)
 Index.mod = staticmethod(mod)

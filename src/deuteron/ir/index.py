@@ -28,6 +28,7 @@ from deuteron.ir.division import (
     maximum,
     minimum,
     mod,
+    split_points,
     substitute,
 )
 from deuteron.ir.evaluate import evaluate, hint
@@ -77,5 +78,6 @@ __all__ = [
     "minimum",
     "mod",
     "product",
+    "split_points",
     "substitute",
 ]

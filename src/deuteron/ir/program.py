@@ -142,6 +142,8 @@ class Extern:
     impure: bool = (
         False  # keeps its place relative to other impure calls (random state, collectives, effects)
     )
+    # Of a product of matrices: the same result as computations, the last of which has its name.
+    product: tuple[Compute, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,11 @@ class Declined(Exception):
         self.reason = reason
 
 
+class LibraryMultiplies(Declined):
+    """A product of matrices is a library call; the schedule may still generate it, with what
+    surrounds it."""
+
+
 @dataclass(frozen=True)
 class Value:
     """A tensor as an expression over one fresh axis per dimension."""

@@ -50,6 +50,7 @@ from deuteron.lower.core import (
     LOWERINGS,
     TORCH_DTYPES,
     Declined,
+    LibraryMultiplies,
     LowerContext,
     Opaque,
     Value,
@@ -69,6 +70,7 @@ from deuteron.lower.held import (
     terms,
 )
 from deuteron.lower.pointwise import WITH_NUMBERS, broadcast, converted, scalar
+from deuteron.lower.products import keep_product
 from deuteron.lower.quantized import quantized
 from deuteron.lower.symfloats import element, in_memory, number_value
 
@@ -267,12 +269,14 @@ class Driver:
             reason = f"{name} is not generated"
         if reason is None and f is not None:
             mark = len(ctx.defs)
-            given = self.numbers_as_tensors(node, args)
             try:
-                return self.lowered(node, f, self.moved(node, given), kwargs, val)
+                given = self.moved(node, self.numbers_as_tensors(node, args))
+                return self.lowered(node, f, given, kwargs, val)
             except (Declined, E.WrongDtype) as d:
                 del ctx.defs[mark:]
                 reason = str(d)  # of a wrong dtype: eager's call says what it says in eager
+                if isinstance(d, LibraryMultiplies):
+                    return keep_product(ctx, f, (node, args, kwargs, reason), given)
         assert reason is not None
         if name == "aten.copy_.default":
             reason = f"copy into an input: {reason}"

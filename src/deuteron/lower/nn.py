@@ -17,7 +17,7 @@ from deuteron.ir.index import Index, const, hint, product
 from deuteron.ir.operations import FLOATS, REDUCTIONS
 from deuteron.lower.access import compare, loaded, masked, wrap_dim
 from deuteron.lower.calls import emit
-from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
+from deuteron.lower.core import TORCH_DTYPES, LibraryMultiplies, LowerContext, Value, lowering, make
 from deuteron.lower.pointwise import broadcast, compute_dtype, gelu, pointwise, relu, scalar
 from deuteron.lower.pooling import reduction_of, small_axes
 from deuteron.lower.positions import exact as exact_index
@@ -227,7 +227,7 @@ def product_sum(ctx: LowerContext, a: Value, b: Value) -> Callable[[Sequence[Ind
     """``sum_k a[..., m, k] * b[..., k, n]`` in the compute dtype."""
     reason = ctx.choose_contraction(ctx, a, b)
     if reason != "generated":
-        raise ctx.decline(reason or "the library multiplies matrices faster")
+        raise LibraryMultiplies(reason or "the library multiplies matrices faster")
     wide = compute_dtype(a.dtype)
     axes, (k,) = small_axes(ctx, [a.shape[-1]])
     single = a.shape[-1].value == 1

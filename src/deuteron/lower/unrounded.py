@@ -30,7 +30,7 @@ from dataclasses import replace
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.operations import FLOATS, HALF, INTS
-from deuteron.ir.program import Compute, Program, tensors_read
+from deuteron.ir.program import Compute, Extern, Program, tensors_read
 
 # Operations whose result jumps where a float argument crosses a number.
 ORDER_COMPARISONS = ("lt", "le", "gt", "ge")
@@ -47,6 +47,8 @@ VALUE_MOVES = ("cast", "where", "neg", "abs")
 def unrounded(program: Program) -> Program:
     """The program with f32 readings of unrounded halves, but where a rounding is kept."""
     computes = {d.name: d for d in program.computes()}
+    for d in program.defs:  # products may be generated
+        computes.update({c.name: c for c in d.product} if isinstance(d, Extern) else {})
     rounded_names = compared(program, computes)
     stored = {n for n in program.layouts() if n not in computes} | rounded_names
     stored |= deciding(computes)

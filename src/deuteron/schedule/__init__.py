@@ -15,13 +15,13 @@ from deuteron.ir.printer import print_program
 from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of
 from deuteron.ir.verify import verify_program
 from deuteron.schedule.build import build, needed_outside
+from deuteron.schedule.contract import Contracted, Contraction, OrderedStep
 from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
-from deuteron.schedule.group import Group
-from deuteron.schedule.horizontal import HorizontalFusion, Launch
+from deuteron.schedule.horizontal import Call, HorizontalFusion, Launch
 from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.normalize import canonical, is_unfused, normalize
-from deuteron.schedule.printer import call_lines, group_lines, print_schedule
+from deuteron.schedule.printer import call_lines, contraction_lines, group_lines, print_schedule
 from deuteron.schedule.recompute import recompute
 from deuteron.schedule.reindex import reindex
 from deuteron.schedule.split import split_groups
@@ -53,14 +53,14 @@ class Grouped(Normalized):
 class Ordered(Grouped):
     """Groups with microseconds, and library calls, in the order in which they run."""
 
-    steps: tuple[tuple[Group, float] | Extern, ...]
+    steps: tuple[OrderedStep, ...]
 
 
 @dataclass(frozen=True)
 class HorizontallyFused(Ordered):
     """The same, with several groups in one launch."""
 
-    launches: tuple[Launch | Extern, ...]
+    launches: tuple[Launch | Call, ...]
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,20 @@ def ordered(before: Grouped, context: Context) -> Ordered:
     return extended(Ordered, before, steps=steps)
 
 
+def contracted(before: Ordered, context: Context) -> Ordered:
+    """Products in one kernel with what surrounds them, where that is faster than the library."""
+    steps, exact = before.steps, context.options.precision == "eager"
+    if context.options.fusion and not exact:  # in blocks halves are rounded at another scale
+        outside = needed_outside(before.program)
+        unfused = before.fusion.unfused | context.unfused
+        given = (before.layouts, before.owner, outside, before.specs, context.record, unfused)
+        steps = Contraction([s for s in steps if not isinstance(s, Contracted)], *given).run()
+        for step in steps:
+            if isinstance(step, Contracted):
+                before.layouts.update((c.name, c.layout) for c in step.computes)
+    return replace(before, steps=steps)
+
+
 def fused_horizontally(before: Ordered, context: Context) -> HorizontallyFused:
     """Short kernels in one launch."""
     layouts = before.layouts
@@ -142,7 +156,7 @@ def fused_horizontally(before: Ordered, context: Context) -> HorizontallyFused:
         fusion = HorizontalFusion(layouts, before.owner, before.specs, context.record)
         launches = fusion.run(before.steps)
     else:
-        launches = [s if isinstance(s, Extern) else Launch.of(*s, layouts) for s in before.steps]
+        launches = [s if isinstance(s, Call) else Launch.of(*s, layouts) for s in before.steps]
     return extended(HorizontallyFused, before, launches=tuple(launches))
 
 
@@ -194,11 +208,17 @@ def grouped_text(grouped: Grouped) -> str:
     return "\n".join(lines)
 
 
+def step_lines(step: Call) -> list[str]:
+    if isinstance(step, Extern):
+        return call_lines(step)
+    return [f"one kernel, {step.estimate.us:.2f} us:", *contraction_lines(step.nest, step.tiling)]
+
+
 def ordered_text(ordered: Ordered) -> str:
     lines: list[str] = []
     for step in ordered.steps:
-        if isinstance(step, Extern):
-            lines += call_lines(step)
+        if isinstance(step, Call):
+            lines += step_lines(step)
         else:
             lines.append(f"{', '.join(m.name for m in step[0].members)}: {step[1]:.2f} us")
     return "\n".join(lines)
@@ -207,8 +227,8 @@ def ordered_text(ordered: Ordered) -> str:
 def launches_text(fused: HorizontallyFused) -> str:
     lines: list[str] = []
     for step in fused.launches:
-        if isinstance(step, Extern):
-            lines += call_lines(step)
+        if isinstance(step, Call):
+            lines += step_lines(step)
             continue
         lines.append(f"launch on {step.device}, {step.us:.2f} us:")
         for k, group in enumerate(step.groups):
@@ -234,6 +254,7 @@ SCHEDULING: Table = (
     Pass("split", split_few_rows, verify_grouped, grouped_text),
     Pass("recompute", recomputed, verify_grouped, grouped_text),
     Pass("order", ordered, KERNELS_TELL, ordered_text),
+    Pass("contract", contracted, KERNELS_TELL, ordered_text),
     Pass("horizontal", fused_horizontally, KERNELS_TELL, launches_text),
     Pass("build", built, verify_built, built_text),
     Pass("traversal", directed, verify_built, built_text),

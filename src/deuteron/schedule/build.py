@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.expr import Expr
 from deuteron.ir.program import (
+    Compute,
     Extern,
     Layout,
     Origin,
@@ -19,8 +20,9 @@ from deuteron.ir.program import (
     memory_of,
     tensors_read,
 )
+from deuteron.schedule.contract import Contracted
 from deuteron.schedule.group import Group, Member
-from deuteron.schedule.horizontal import Launch
+from deuteron.schedule.horizontal import Call, Launch
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Step, Store
 from deuteron.schedule.profit import Cost, cost
 
@@ -43,10 +45,13 @@ class Namer:
         kind = "poi"
         if any(m.kind in ("reduction", "column", "scan") for m in members):
             kind = "con" if any(_contracts(m) for m in members) else "red"
-        words: dict[str, None] = {}
-        for m in members:
-            for o in m.compute.origins:
-                words[_word(o.op)] = None
+        return self.made(kind, [m.compute for m in members])
+
+    def contraction(self, computes: Sequence[Compute]) -> str:
+        return self.made("con", computes)
+
+    def made(self, kind: str, computes: Iterable[Compute]) -> str:
+        words = dict.fromkeys(_word(o.op) for c in computes for o in c.origins)
         text = "_".join(w for w in words if w) or "fused"
         if len(text) > MAX_NAME_LENGTH:
             text = text[:MAX_NAME_LENGTH].rsplit("_", 1)[0]
@@ -152,13 +157,34 @@ def kernel(
     )
 
 
-def readers(steps: Sequence[Launch | Extern]) -> dict[str, set[int]]:
+def contracted(step: Contracted, layouts: dict[str, Layout], name: str) -> Kernel:
+    """The kernel of products with what surrounds them."""
+    reads, writes = step.nest.tensors()
+    return Kernel(
+        name=name,
+        nests=(),
+        reads=tuple((n, layouts[n]) for n in reads),
+        writes=tuple((n, layouts[n]) for n in writes),
+        origins=tuple(dict.fromkeys(o for c in step.computes for o in c.origins)),
+        device=step.device,
+        bytes=round(step.estimate.bytes),
+        flops=step.estimate.flops,
+        predicted_us=step.estimate.us,
+        contraction=(step.nest, step.tiling),
+    )
+
+
+def readers(steps: Sequence[Launch | Call]) -> dict[str, set[int]]:
     """Who reads each tensor: groups are counted one by one, calls after them."""
     out: dict[str, set[int]] = {}
     k = 0
     for step in steps:
-        if isinstance(step, Extern):
-            for n in (*tensors_read(step), *step.mutates):
+        if not isinstance(step, Launch):
+            if isinstance(step, Extern):
+                names = [*tensors_read(step), *step.mutates]
+            else:
+                names = [*step.nest.tensors()[0]]
+            for n in names:
                 out.setdefault(n, set()).add(k)
             k += 1
             continue
@@ -170,7 +196,7 @@ def readers(steps: Sequence[Launch | Extern]) -> dict[str, set[int]]:
 
 
 def build(
-    steps: Sequence[Launch | Extern],
+    steps: Sequence[Launch | Call],
     program: Program,
     layouts: dict[str, Layout],
     specs: dict[str, DeviceSpec],
@@ -181,6 +207,9 @@ def build(
     for step in steps:
         if isinstance(step, Extern):
             out.append(step)
+            continue
+        if isinstance(step, Contracted):
+            out.append(contracted(step, layouts, namer.contraction(step.computes)))
             continue
         made = {m.name for g in step.groups for m in g.members if m.kind != "column"}
         stored = {n for n in made if n in outside or read.get(n)}

@@ -17,6 +17,7 @@ from deuteron.base.record import Record
 from deuteron.ir.index import hint
 from deuteron.ir.program import Extern, Layout
 from deuteron.schedule import profit
+from deuteron.schedule.contract import Contracted, OrderedStep
 from deuteron.schedule.cooperative import MIN_COOPERATIVE_ROW
 from deuteron.schedule.group import Group
 
@@ -37,6 +38,9 @@ MAX_DELAY, MAX_LENGTH_RATIO = 6, 4.0
 # How much longer arithmetic takes than memory where it decides. H200, us: ranks of 32768 places in
 # blocks of 1024, and sums of columns: 5.4 and 6.1, in one kernel 29.8.
 COMPUTE_BOUND_RATIO = 4.0
+
+
+Call = Extern | Contracted  # what runs alone
 
 
 @dataclass
@@ -91,10 +95,10 @@ class HorizontalFusion:
         theirs = self.memory(made([second]))
         return bool(written & self.memory(second.inputs) or (read | written) & theirs)
 
-    def run(self, steps: Sequence[tuple[Group, float] | Extern]) -> list[Launch | Extern]:
-        out: list[Launch | Extern] = []
+    def run(self, steps: Sequence[OrderedStep]) -> list[Launch | Call]:
+        out: list[Launch | Call] = []
         for step in steps:
-            if isinstance(step, Extern):
+            if isinstance(step, Call):
                 out.append(step)
                 continue
             group, us = step
@@ -104,16 +108,16 @@ class HorizontalFusion:
             out.append(Launch.of(group, us, self.layouts))
         return self.with_delayed(out)
 
-    def with_delayed(self, launches: Sequence[Launch | Extern]) -> list[Launch | Extern]:
+    def with_delayed(self, launches: Sequence[Launch | Call]) -> list[Launch | Call]:
         """The same, with short launches in later ones, where none between
         needs them."""
         out = list(launches)
         for at in reversed(range(len(out))):
             k = out[at]
-            if isinstance(k, Extern) or k.barriers:
+            if isinstance(k, Call) or k.barriers:
                 continue
             for later in out[at + 1 : at + 1 + MAX_DELAY]:
-                if isinstance(later, Extern) or any(self.needs(later.groups, g) for g in k.groups):
+                if isinstance(later, Call) or any(self.needs(later.groups, g) for g in k.groups):
                     break
                 if self.may_wait(k, later):
                     self.note(k.groups[-1], later.groups[0], "independent and short", k.device)
@@ -201,4 +205,4 @@ def short(spec: DeviceSpec) -> float:
     return CPU_SHORT_US if spec.kind == "cpu" else SHORT_LAUNCHES * spec.launch_us
 
 
-__all__ = ["HorizontalFusion", "Launch"]
+__all__ = ["Call", "HorizontalFusion", "Launch"]

@@ -33,7 +33,9 @@ from dataclasses import dataclass
 
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index
+from deuteron.ir.nest import Nest as ContractionNest
 from deuteron.ir.program import Extern, Layout, Origin
+from deuteron.schedule.tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class Kernel:
     overwrites: frozenset[str] = frozenset()
     reverse: bool = False  # programs go from the last to the first: see `schedule.traversal`
     retain_in_l2: bool = False  # what it reads is to stay in the L2: likewise
+    # Then it has no other nests: statements with products (`ir.nest`), and how they are tiled.
+    contraction: tuple[ContractionNest, Tiling] | None = None
 
     def nests_between_barriers(self) -> tuple[tuple[Nest, ...], ...]:
         """Nests between barriers."""

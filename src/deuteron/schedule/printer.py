@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Value
+from deuteron.ir.nest import Nest as ContractionNest
+from deuteron.ir.nest import Store as ContractionStore
 from deuteron.ir.printer import (
     Expressions,
     call_text,
@@ -30,6 +32,7 @@ from deuteron.ir.printer import (
 from deuteron.ir.program import Extern, Layout
 from deuteron.schedule.group import Group
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Schedule, Stmt, Store
+from deuteron.schedule.tiling import Tiling
 
 
 def print_schedule(schedule: Schedule) -> str:
@@ -61,11 +64,28 @@ def kernel_lines(k: Kernel, layouts: Mapping[str, Layout] | None = None) -> list
     out = [f"kernel {k.name} on {k.device}{', in reverse' * k.reverse}: {cost}"]
     for what, listed in (("reads", k.reads), ("writes", k.writes)):
         out += [f"    {what} {name}: {layout_text(layout)}" for name, layout in listed]
+    if k.contraction is not None:
+        out += contraction_lines(*k.contraction)
     known = {**(layouts or {}), **dict(k.reads), **dict(k.writes)}
     for i, nest in enumerate(k.nests):
         if i in k.barriers:
             out.append("    barrier")
         out += [f"    {line}" for line in nest_lines(nest, known)]
+    return out
+
+
+def contraction_lines(nest: ContractionNest, tiling: Tiling) -> list[str]:
+    """One nest of products: its axes and tiling, then its statements in order."""
+    out = [f"    for {_loops(nest.axes)}: {tiling}"]
+    for s in nest.statements:
+        if isinstance(s, ContractionStore):
+            place = ", ".join(map(index_text, s.index)) or "()"
+            out.append(f"        {name_text(s.tensor)}[{place}] = {s.value!r}")
+        else:
+            axes = ", ".join(repr(a) for a in s.over)
+            lives = ", ".join(repr(a) for a in nest.lives(s))
+            kind = f"{s.kind} of {s.operands}" if s.operands else s.kind
+            out.append(f"        {name_text(s.name)}[{lives}] = {kind}[{axes}]({s.body!r})")
     return out
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deuteron.ir.index import Axis, evaluate
+from deuteron.ir.nest import run_nest as contracted
 from deuteron.ir.reference import Evaluator, Range, blocks, bound_axes, longest, points, write
 from deuteron.ir.reference_ops import reduce, scan
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Store
@@ -23,6 +24,10 @@ Pending = tuple[str, list[Tensor], Tensor, str | None, Tensor | None]
 def run_kernel(kernel: Kernel, tensors: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
     """Executes `kernel`. `tensors` has each tensor that it reads or writes, in its logical
     shape."""
+    if kernel.contraction is not None:
+        stored = list(contracted(kernel.contraction[0], tensors, sizes, kernel.device))
+        for name, at, value in stored:
+            write(name, tensors[name], at, value, None, None)
     for part in kernel.nests_between_barriers():
         results: list[Pending] = []
         for nest in part:

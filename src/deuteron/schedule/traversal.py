@@ -35,6 +35,7 @@ def with_traversal(
         if isinstance(step, Kernel):
             spec, touched = specs[step.device], [n for n, _ in (*step.reads, *step.writes)]
             walks = not any(n.row_split is not None for n in step.nests)  # else splits, all at once
+            walks &= step.contraction is None
             if spec.kind == "cuda" and walks and step.bytes > spec.l2:
                 step = replace(step, reverse=_backwards(step, last, moved, layouts, spec))
             if not calls and retains_in_l2(step, spec):

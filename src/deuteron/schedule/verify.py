@@ -23,6 +23,8 @@ from collections.abc import Iterable, Mapping
 
 from deuteron.ir.expr import Expr, own_indices
 from deuteron.ir.index import Axis, Value
+from deuteron.ir.nest import Reduce as ContractionReduce
+from deuteron.ir.nest import roots as contraction_roots
 from deuteron.ir.operations import REDUCTIONS, SCANS
 from deuteron.ir.program import Compute, Constant, Extern, Input, Layout, Program
 from deuteron.ir.verify import ACCUMULATES, error, label, views
@@ -151,7 +153,7 @@ class _State:
         calls = [d for d in self.program.defs if isinstance(d, Extern)]
         for d in calls:
             n = sum(c is d or c == d for c in self.calls)
-            if n != 1:
+            if n != 1 and not (n == 0 and d.product):  # a kernel has the product
                 raise Fault("once", f"the call {label(d)} is executed {n} times")
         wanted = [d.names for d in calls if d.impure]
         if [c.names for c in self.calls if c.impure] != wanted:
@@ -166,6 +168,9 @@ class _State:
         reads: set[str] = set()
         writes: set[str] = set()
         inside: set[str] = set()
+        if k.contraction is not None:
+            self.contraction(k)
+            return
         for part in k.nests_between_barriers():
             if not part:
                 raise Fault("nests", f"a part of {k.name} between barriers has no nest")
@@ -181,6 +186,46 @@ class _State:
                 inside.add(name)
             writes |= set().union(*(w for _, w in touched))
         self.interface(k, reads, writes)
+
+    def contraction(self, k: Kernel) -> None:
+        """Each result is defined before it is read and read where it lives; every axis is tiled
+        once; a store has one point of its value's axes."""
+        assert k.contraction is not None
+        nest, tiling = k.contraction
+        tiled = sorted(a for d in tiling.dims for a in d.axes)
+        if tiled != sorted(nest.axes):
+            raise Fault("tiling", f"the axes {list(nest.axes)} are tiled as {tiled}")
+        lives: dict[str, tuple[Axis, ...]] = {}
+        for s in nest.statements:
+            for e in contraction_roots(s):
+                outside = e.axes() - set(nest.axes)
+                if outside:
+                    raise Fault("axes", f"{sorted(outside)} are no axes of the nest")
+                for n in loads_of(e):
+                    name, index, _ = n.attr
+                    if name in lives:
+                        if index != tuple(a.index for a in lives[name]):
+                            raise Fault("locals", f"{name} lives on {lives[name]}, read at {index}")
+                    elif name in nest.reductions():
+                        raise Fault("locals", f"{name} is used, which comes later")
+                    else:
+                        check_load(n, self.layout(name), self.strict)
+            if isinstance(s, ContractionReduce):
+                lives[s.name] = nest.lives(s)
+                continue
+            layout = self.layout(s.tensor)
+            if s.value.dtype != layout.dtype:
+                raise Fault("dtypes", f"{s.value.dtype} is stored to {s.tensor}: {layout.dtype}")
+            lost = s.value.axes().difference(*map(index_axes, s.index))
+            if lost:
+                raise Fault("once", f"{s.tensor} is stored in the same place along {sorted(lost)}")
+            check_position(f"store to {s.tensor}", s.index, layout, None, self.strict)
+        reads, writes = nest.tensors()
+        for name in reads:
+            self.readable(name)
+        for name in writes:
+            self.define(name)
+        self.interface(k, set(reads), set(writes))
 
     def independent(self, reads: list[set[str]], writes: list[set[str]]) -> None:
         owner: dict[str, tuple[int, str]] = {}

@@ -1,0 +1,440 @@
+"""A nest and a tiling become tile code: where each value is computed, in which loops, with which
+masks and accumulators.
+
+In: an `ir.nest.Nest`, a `schedule.tile.Tiling`, layouts. Out: a list of `codegen.tile_code.Code`.
+
+A value stands in the innermost of the loops that it needs. Reductions over a loop's dimension are
+made when they are first asked for, all at once that can run in one pass (`schedule.online`): a
+reduction that needs another one over the same dimension runs with it where a rule says how its
+partial result follows the other's, else in a later pass. A reduction inside a loop (scores) is made
+where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
+from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, Index, product
+from deuteron.ir.nest import Nest, Reduce, Store
+from deuteron.ir.operations import REDUCTIONS
+from deuteron.ir.program import Layout
+from deuteron.schedule import online
+from deuteron.schedule.masks import bounds
+from deuteron.schedule.tile import passes
+from deuteron.schedule.tiling import Dim, Tiling
+
+
+@dataclass
+class Scope:
+    """A loop's body, or the whole program: what is known there."""
+
+    dim: str | None
+    code: list[Code] = field(default_factory=list)
+    values: dict[Any, Value] = field(default_factory=dict)
+    results: dict[str, Value] = field(default_factory=dict)  # of reductions
+
+
+def lower_nest(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout]) -> list[Code]:
+    lowering = Lowering(nest, tiling, layouts)
+    for s in nest.stores():
+        lowering.store(s)
+    return lowering.scopes[0].code
+
+
+class Lowering:
+    def __init__(self, nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout]) -> None:
+        self.nest, self.tiling, self.layouts = nest, tiling, layouts
+        self.statements = nest.reductions()
+        self.dims = {d.name: d for d in tiling.dims}
+        self.dim_of = {a: d for d in tiling.dims for a in d.axes}
+        self.scopes = [Scope(None)]
+        self.stored: set[int] = set()
+        self.depths: dict[str, int] = {}  # of values
+        self.count = 0
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def fresh(self, dims: Sequence[str], dtype: str, stem: str = "t") -> Value:
+        self.count += 1
+        ordered = tuple(d for d in self.dims if d in dims)
+        return Value(f"{stem}{self.count}", ordered, dtype)
+
+    def let(
+        self,
+        depth: int,
+        kind: str,
+        dims: Sequence[str],
+        dtype: str,
+        args: Sequence[Value] = (),
+        attr: Any = None,
+    ) -> Value:
+        value = self.fresh(dims, dtype)
+        self.depths[value.name] = depth
+        self.scopes[depth].code.append(Let(value, kind, tuple(args), attr))
+        return value
+
+    def together(self, *values: Value) -> int:
+        """The innermost depth of the values."""
+        return max(self.depths.get(v.name, 0) for v in values)
+
+    def spanned(self, axes: Sequence[Axis] | frozenset[Axis]) -> set[str]:
+        """The dimensions that a value on these axes spans: those of which a program has a block."""
+        found = (self.dim_of[a] for a in axes)
+        return {d.name for d in found if d.block > 1}
+
+    def depth_of(self, axes: Sequence[Axis] | frozenset[Axis]) -> int:
+        """The innermost open loop that a value on these axes needs."""
+        needed = {self.dim_of[a].name for a in axes}
+        return max((k for k, s in enumerate(self.scopes) if s.dim in needed), default=0)
+
+    def value(self, root: Expr) -> Value:
+        """The value of an expression, computed in the outermost scope where it can be."""
+        for n in root.walk():
+            if self._known(n) is None:
+                self._compute(n)
+        found = self._known(root)
+        assert found is not None
+        return found
+
+    def _known(self, n: Expr) -> Value | None:
+        for s in reversed(self.scopes):
+            if n in s.values:
+                return s.values[n]
+            if n.op == "load" and n.attr[0] in s.results:
+                return s.results[n.attr[0]]
+        return None
+
+    def known_at(self, name: str) -> int | None:
+        """The depth at which a reduction's result is known."""
+        return next((k for k, s in enumerate(self.scopes) if name in s.results), None)
+
+    def _depth(self, n: Expr) -> int:
+        known = [self.known_at(m.attr[0]) or 0 for m in n.loads()]
+        return max([self.depth_of(n.axes()), *known])
+
+    def _compute(self, n: Expr) -> None:
+        if n.op == "load" and n.attr[0] in self.statements:
+            s, inner = self.statements[n.attr[0]], self.scopes
+            self.scopes = inner[: self.depth_of(self.nest.lives(s)) + 1]  # it stands before loops
+            self.reduce(s)
+            self.scopes = inner
+            return
+        args = [self.value(a) for a in n.args]
+        depth = self._depth(n)
+        dims: set[str] = set().union(*(a.dims for a in args))
+        match n.op:
+            case "literal":
+                made = self.let(depth, "literal", (), n.dtype, attr=n.attr)
+            case "index":
+                made = self.index(n.attr, n.dtype)
+            case "load":
+                made = self.load(n, args)
+            case "cast":
+                made = self.let(depth, "cast", args[0].dims, n.dtype, args, n.args[0].dtype)
+            case _:
+                made = self.let(depth, "op", tuple(dims), n.dtype, args, n.op)
+        self.scopes[depth].values[n] = made
+
+    def index(self, index: Index, dtype: str = "i32") -> Value:
+        """The number that an index is at each place of its tile."""
+        depth = self.depth_of(index.axes())
+        key = (index, dtype)
+        known = self.scopes[depth].values.get(key)
+        if known is None:
+            axes = sorted(index.axes())
+            args = [self.axis(a) for a in axes]
+            dims = set().union(*(a.dims for a in args)) if args else set()
+            known = self.let(
+                depth, "index", tuple(dims), dtype, args, (index, dict(zip(axes, args)))
+            )
+            self.scopes[depth].values[key] = known
+        return known
+
+    def axis(self, a: Axis) -> Value:
+        depth = self.depth_of((a,))
+        known = self.scopes[depth].values.get(a)
+        if known is None:
+            dim = self.dim_of[a]
+            at = dim.axes.index(a)
+            below = product(x.extent for x in dim.axes[at + 1 :])
+            dims = (dim.name,) if dim.block > 1 else ()
+            attr = (dim.name, below, a.extent if at else None)
+            known = self.scopes[depth].values[a] = self.let(depth, "place", dims, "i32", (), attr)
+        return known
+
+    def load(self, n: Expr, args: Sequence[Value]) -> Value:
+        name, index, fill = n.attr
+        address = self.index(self.layouts[name].address(index))
+        axes = frozenset().union(*(i.axes() for i in index))
+        mask = self.bounds(self.spanned(axes) | set(args[0].dims if args else ()))
+        if args:
+            mask = args[0] if mask is None else self._both(args[0], mask)
+        depth = self._depth(n)
+        dims = set(address.dims) | set(mask.dims if mask is not None else ())
+        given = (address, mask) if mask is not None else (address,)
+        return self.let(depth, "load", tuple(dims), n.dtype, given, (name, fill or 0))
+
+    def _both(self, a: Value, b: Value) -> Value:
+        dims = tuple({*a.dims, *b.dims})
+        return self.let(self.together(a, b), "op", dims, "bool", (a, b), "logical_and")
+
+    def bounds(self, dims: set[str]) -> Value | None:
+        """Where the places of these dimensions exist; None where all do."""
+        mask: Value | None = None
+        for d in self.dims.values():
+            if d.name not in dims or not d.ragged:
+                continue
+            depth = next((k for k, s in enumerate(self.scopes) if s.dim == d.name), 0)
+            own = self.scopes[depth].values.get(("bounds", d.name))
+            if own is None:
+                own = self.let(depth, "inside", (d.name,), "bool", (), (d.name, d.extent))
+                self.scopes[depth].values["bounds", d.name] = own
+            mask = own if mask is None else self._both(mask, own)
+        return mask
+
+    def masked(self, value: Value, neutral: Any, over: Sequence[Axis]) -> Value:
+        """`value` with `neutral` where a place of `over` does not exist."""
+        dims = {self.dim_of[a].name for a in over}
+        mask = self.bounds(dims & set(value.dims))
+        if mask is None:
+            return value
+        depth = self.together(value, mask)
+        fill = self.let(depth, "literal", (), value.dtype, attr=neutral)
+        both = tuple({*value.dims, *mask.dims})
+        return self.let(depth, "op", both, value.dtype, (mask, value, fill), "where")
+
+    # -- reductions --------------------------------------------------------------------------------
+
+    def loops_of(self, s: Reduce | Store) -> list[Dim]:
+        """Loops that the statement needs and that are not open, outermost first."""
+        opened = {x.dim for x in self.scopes}
+        body = s.body if isinstance(s, Reduce) else s.value
+        axes = set(body.axes()) | set(s.over if isinstance(s, Reduce) else ())
+        if isinstance(s, Store):
+            axes |= set().union(*(i.axes() for i in s.index))
+        return [
+            d
+            for d in self.dims.values()
+            if d.mode == "loop" and d.name not in opened and axes & set(d.axes)
+        ]
+
+    def store(self, s: Store) -> None:
+        loops = self.loops_of(s)
+        if loops:
+            self.loop(loops[0], s)
+        if id(s) in self.stored:
+            return
+        self.stored.add(id(s))
+        self.write(s)
+
+    def write(self, s: Store) -> None:
+        value = self.value(s.value)
+        address = self.index(self.layouts[s.tensor].address(s.index))
+        axes = frozenset().union(*(i.axes() for i in s.index)) | s.value.axes()
+        mask = self.bounds(self.spanned(axes))
+        depth = self.depth_of(axes)
+        depth = max(depth, self._depth(s.value))
+        self.scopes[depth].code.append(Write(s.tensor, address, value, mask))
+
+    def reduce(self, s: Reduce) -> None:
+        loops = self.loops_of(s)
+        if loops:
+            self.loop(loops[0], s)
+            return
+        self.scopes[-1].results[s.name] = self.whole(s, s.body)
+
+    def whole(self, s: Reduce, body: Expr, before: Value | None = None) -> Value:
+        """The reduction over all that the program has of its axes at once; added to `before`."""
+        product_of = replace(s, body=body)
+        c = self.nest.contraction(product_of) if s.operands else None
+        if c is not None:
+            dims = [self.spanned(x) for x in (c.m, c.n, c.over)]
+            if all(len(x) == 1 for x in dims):
+                return self.dot(s, c.a, c.b, dims, before)
+        depth = len(self.scopes) - 1
+        value = self.value(body)
+        over = tuple(d for d in self.dims if d in self.spanned(s.over))
+        value = self.masked(value, REDUCTIONS[s.kind].identity(body.dtype), s.over)
+        left = tuple(d for d in value.dims if d not in over)
+        if set(over) <= set(value.dims):
+            value = self.let(depth, "reduce", left, value.dtype, (value,), (s.kind, over))
+        if before is None:
+            return value
+        step = REDUCTIONS[s.kind].scalar_op
+        return self.let(depth, "op", before.dims, before.dtype, (before, value), step)
+
+    def dot(
+        self, s: Reduce, a: Expr, b: Expr, dims: Sequence[set[str]], before: Value | None
+    ) -> Value:
+        (m,), (n,), (k,) = dims
+        depth = len(self.scopes) - 1
+        left, right = self.factor(s, a, (m, k)), self.factor(s, b, (k, n))
+        if before is None:
+            before = self.let(depth, "full", (m, n), "f32", attr=0.0)
+        out = self.fresh((m, n), "f32")
+        self.depths[out.name] = depth
+        self.scopes[depth].code.append(Let(out, "dot", (left, right, before), (m, k, n)))
+        return out
+
+    def factor(self, s: Reduce, e: Expr, dims: tuple[str, str]) -> Value:
+        """One factor of a contraction in the dtype of its operands, 0 where it does not exist."""
+        assert s.operands is not None
+        narrow = E.cast(e, s.operands)
+        value = self.value(narrow)
+        if narrow.op != "load":
+            value = self.masked(value, 0, s.over)
+        if set(value.dims) != set(dims):
+            depth = self.together(value)
+            value = self.let(depth, "spread", dims, value.dtype, (value,))
+        return value
+
+    # -- loops -------------------------------------------------------------------------------------
+
+    def loop(self, dim: Dim, wanted: Reduce | Store) -> None:
+        """Opens a loop over a dimension for all that can run with `wanted`."""
+        chain, of = passes(self.nest, dim.axes)
+        number = of[label(wanted)]
+        statements = (s for s in self.nest.statements if of.get(label(s)) == number)
+        group = [s for s in statements if self.pending(s, dim)]
+        reductions = [s for s in group if isinstance(s, Reduce)]
+        depth = len(self.scopes) - 1
+        states = {s.name: self.state(s, depth) for s in reductions}
+        loop = Loop(dim.name, *self.limits(dim, group))
+        self.scopes.append(Scope(dim.name, loop.body))
+        current = dict(states)
+        for s in reductions:
+            rule = chain.rules.get(s.name)
+            if isinstance(rule, online.Rescaled):
+                new = self.rescaled(s, rule, states, current)
+            else:
+                new = self.whole(s, s.body, states[s.name])
+            current[s.name] = new
+            loop.carried.append((states[s.name], new))
+        for w in group:
+            if isinstance(w, Store):
+                self.stored.add(id(w))
+                self.write(w)
+        self.scopes.pop()
+        self.scopes[depth].code.append(loop)
+        for s in reductions:
+            self.scopes[depth].results[s.name] = states[s.name]
+        for s in reductions:
+            rule = chain.rules.get(s.name)
+            if isinstance(rule, online.Rescaled):
+                self.scopes[depth].results[s.name] = self.finished(s, rule)
+
+    def limits(
+        self, dim: Dim, group: Sequence[Reduce | Store]
+    ) -> tuple[Value | None, Value | None]:
+        """From where to where a loop must go: outside its reductions get nothing."""
+        start: Value | None = None
+        stop: Value | None = None
+        reductions = [s for s in group if isinstance(s, Reduce)]
+        if len(dim.axes) != 1 or len(reductions) < len(group):
+            return start, stop
+        for bound in bounds(reductions, dim.axes[0]):
+            edge = self.edge(bound.index, bound.upper)
+            if edge is None:
+                continue
+            if bound.upper:
+                stop = edge if stop is None else self.chosen("minimum", stop, edge)
+            else:
+                start = edge if start is None else self.chosen("maximum", start, edge)
+        return start, stop
+
+    def chosen(self, name: str, a: Value, b: Value) -> Value:
+        return self.let(self.together(a, b), "op", (), a.dtype, (a, b), name)
+
+    def edge(self, index: Index, largest: bool) -> Value | None:
+        """The largest or least value of an index over what a program has of its axes."""
+        values: dict[Axis, Value] = {}
+        depth = 0
+        for a in sorted(index.axes()):
+            step, dim = index.coefficient(a), self.dim_of[a]
+            if step is None or step.value is None or len(dim.axes) != 1:
+                return None
+            own = self.depth_of((a,))
+            if dim.mode == "loop" and all(s.dim != dim.name for s in self.scopes):
+                return None
+            depth = max(depth, own)
+            last = largest is (step.value > 0)
+            values[a] = self.let(own, "edge", (), "i32", (), (dim.name, last))
+        return self.let(depth, "index", (), "i32", tuple(values.values()), (index, values))
+
+    def pending(self, s: Reduce | Store, dim: Dim) -> bool:
+        if id(s) in self.stored or isinstance(s, Reduce) and self.known_at(s.name) is not None:
+            return False
+        loops = self.loops_of(s)
+        if not loops or loops[0] is not dim:
+            return False
+        return isinstance(s, Store) or bool(set(s.over) & set(dim.axes))
+
+    def state(self, s: Reduce, depth: int) -> Value:
+        """The accumulator of a reduction before its loop."""
+        dims = self.spanned(self.nest.lives(s))
+        neutral = REDUCTIONS[s.kind].identity(s.body.dtype)
+        value = self.fresh(tuple(dims), s.body.dtype, "acc")
+        self.depths[value.name] = depth + 1  # it changes in the loop
+        self.scopes[depth].code.append(Let(value, "full", (), neutral))
+        return value
+
+    def rescaled(
+        self,
+        s: Reduce,
+        rule: online.Rescaled,
+        before: Mapping[str, Value],
+        now: Mapping[str, Value],
+    ) -> Value:
+        """One block of ``sum f(exp(c (b - r)))``: what was summed is moved to the new maximum."""
+        old, new = self.given(before[rule.maximum]), self.given(now[rule.maximum])
+        was, shift = online.local_shift(rule, old), online.local_shift(rule, new)
+        weight = online.power_of(rule, E.op("sub", was, shift))
+        one = E.literal(1, weight.dtype)
+        low = E.literal(float("-inf"), old.dtype)
+        weight = E.op("where", E.op("eq", old, low), one, binary(weight))  # nothing was summed
+        depth = len(self.scopes) - 1
+        state, factor = before[s.name], self.value(weight)
+        moved = self.let(depth, "op", state.dims, state.dtype, (state, factor), "mul")
+        return self.whole(s, binary(online.local_body(rule, s.body, shift)), moved)
+
+    def finished(self, s: Reduce, rule: online.Rescaled) -> Value:
+        """Where no element was above minus infinity, the sum is r - r."""
+        top = self.given(self.scopes[-1].results[rule.maximum])
+        total = self.given(self.scopes[-1].results[s.name])
+        nothing = E.cast(E.op("sub", rule.shift, rule.shift), total.dtype)
+        low = E.literal(float("-inf"), top.dtype)
+        return self.value(E.op("where", E.op("eq", top, low), nothing, total))
+
+    def given(self, value: Value) -> Expr:
+        """An expression that stands for a value."""
+        name = f".{value.name}"
+        self.scopes[-1].results[name] = value
+        return E.load(name, (), value.dtype)
+
+
+def label(s: Reduce | Store) -> str:
+    return s.name if isinstance(s, Reduce) else s.tensor
+
+
+LOG2_E = 1.4426950408889634
+
+
+def binary(root: Expr) -> Expr:
+    """Exponentials of differences by powers of two, which the machine has: of what is computed for
+    a maximum one multiplication and subtraction at once."""
+
+    def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if n.op != "exp" or n.dtype != "f32" or args[0].op != "sub":
+            return None
+        factor = E.literal(LOG2_E, "f32")
+        return E.op("exp2", E.op("sub", *(E.op("mul", a, factor) for a in args[0].args)))
+
+    return E.rewrite(root, rule)
+
+
+__all__ = ["lower_nest"]

@@ -1,0 +1,221 @@
+"""Tile code as Triton text.
+
+In: what `codegen.lowering` made, the tiling, names of pointers. Out: lines of a function's body. It
+chooses nothing: blocks, warps and stages are the tiling's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
+from deuteron.codegen.triton import scalars
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, is_nonneg
+from deuteron.ir.operations import FLOATS, REDUCTIONS
+from deuteron.schedule.tiling import Tiling
+
+# In few instructions, where a contraction's rounded factors decide the error.
+FAST = {f: f"{f}_fast" for f in ("exp", "exp2", "sigmoid", "tanh")}
+# Neighbouring blocks of the last dimension but one, that programs take one after the other, so
+# that they share what they read by the L2.
+RASTER = 8
+
+
+class Printer:
+    def __init__(self, tiling: Tiling, pointers: Mapping[str, str], index_type: str) -> None:
+        self.tiling, self.pointers, self.index_type = tiling, pointers, index_type
+        self.dims = {d.name: d for d in tiling.dims}
+        self.lines: list[str] = []
+        self.indent = ""
+
+    def print(self, code: Sequence[Code]) -> list[str]:
+        self.programs()
+        self.block(code)
+        return self.lines
+
+    def add(self, text: str) -> None:
+        self.lines.append(self.indent + text)
+
+    def programs(self) -> None:
+        """Which blocks a program has: of the two inner dimensions in narrow columns."""
+        grid = [d for d in self.tiling.dims if d.mode == "grid"]
+        tiled = [d for d in grid if d.block > 1]
+        self.add("rest = pid")
+        if len(tiled) == 2:
+            rows, columns = tiled
+            each = f"{RASTER} * {columns.count}"
+            total = rows.count * columns.count
+            self.add(f"inside = rest % {total}")
+            self.add(f"rest = rest // {total}")
+            self.add(f"first = inside // ({each}) * {RASTER}")
+            self.add(f"high = tl.minimum({rows.count} - first, {RASTER})")
+            self.add(f"{rows.name}_at = (first + inside % ({each}) % high) * {rows.block}")
+            self.add(f"{columns.name}_at = inside % ({each}) // high * {columns.block}")
+        else:
+            for d in tiled:
+                self.add(f"{d.name}_at = rest % {d.count} * {d.block}")
+                self.add(f"rest = rest // {d.count}")
+        for d in reversed([d for d in grid if d.block == 1]):
+            self.add(f"{d.name}_at = rest % {d.count}")
+            self.add(f"rest = rest // {d.count}")
+        for d in self.tiling.dims:
+            if d.mode == "whole":
+                self.add(f"{d.name}_at = 0")
+            if d.mode != "loop":
+                self.places(d.name)
+
+    def places(self, name: str) -> None:
+        d = self.dims[name]
+        lanes = f" + tl.arange(0, {d.block})" if d.block > 1 else ""
+        self.add(f"{name} = ({name}_at{lanes}).to({self.index_type})")
+
+    def block(self, code: Sequence[Code]) -> None:
+        for c in code:
+            if isinstance(c, Let):
+                self.add(f"{c.value.name} = {self.let(c)}")
+            elif isinstance(c, Write):
+                dims = tuple(d for d in self.dims if d in {*c.address.dims, *c.value.dims})
+                pointer = f"{self.pointers[c.tensor]} + {self.full(c.address, dims)}"
+                mask = f", {self.spread(c.mask, dims)}" if c.mask is not None else ""
+                self.add(f"tl.store({pointer}, {self.spread(c.value, dims)}{mask})")
+            else:
+                self.loop(c)
+
+    def loop(self, loop: Loop) -> None:
+        d = self.dims[loop.dim]
+        start, stop = "0", str(d.extent)
+        if loop.start is not None:
+            start = f"tl.maximum({loop.start.name}, 0) // {d.block} * {d.block}"
+        if loop.stop is not None:
+            stop = f"tl.minimum({loop.stop.name}, {d.extent})"
+        span = f"{start}, {stop}, {d.block}"
+        self.add(f"for {d.name}_at in tl.range({span}, num_stages=STAGES):")
+        before, self.indent = self.indent, self.indent + "    "
+        self.places(d.name)
+        self.block(loop.body)
+        for variable, following in loop.carried:
+            self.add(f"{variable.name} = {following.name}")
+        self.indent = before
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def spread(self, v: Value, dims: Sequence[str]) -> str:
+        """The text of a value that broadcasts against one over `dims`."""
+        if not v.dims or tuple(v.dims) == tuple(dims):
+            return v.name
+        return f"{v.name}[{', '.join(':' if d in v.dims else 'None' for d in dims)}]"
+
+    def full(self, v: Value, dims: Sequence[str]) -> str:
+        """The same with all elements, in parentheses."""
+        if tuple(v.dims) == tuple(dims):
+            return f"({v.name})"
+        return f"({self.spread(v, dims)} + tl.zeros({self.shape(dims)}, {self.index_type}))"
+
+    def shape(self, dims: Sequence[str]) -> str:
+        return f"[{', '.join(str(self.dims[d].block) for d in dims)}]"
+
+    def let(self, c: Let) -> str:
+        dims = c.value.dims
+        args = [self.spread(a, dims) for a in c.args]
+        match c.kind:
+            case "place":
+                name, below, extent = c.attr
+                text = name if below.value == 1 else f"{name} // {below.value}"
+                return text if extent is None else f"({text}) % {extent.value}"
+            case "edge":
+                name, last = c.attr
+                d = self.dims[name]
+                end = f"tl.minimum({name}_at + {d.block}, {d.extent}) - 1"
+                return end if last else f"{name}_at"
+            case "inside":
+                name, extent = c.attr
+                return f"{name} < {extent}"
+            case "index":
+                return self.index(c, args)
+            case "load":
+                return self.load(c)
+            case "literal":
+                return scalars.literal(c.attr, c.value.dtype, typed=True)
+            case "full":
+                number = scalars.literal(c.attr, c.value.dtype)
+                return (
+                    f"tl.full({self.shape(dims)}, {number}, {scalars.TRITON_TYPES[c.value.dtype]})"
+                )
+            case "cast":
+                return scalars.convert(args[0], c.attr, c.value.dtype)
+            case "spread":
+                return f"tl.broadcast_to({args[0]}, {self.shape(dims)})"
+            case "reduce":
+                return self.reduce(c)
+            case "dot":
+                return self.dot(c)
+        assert c.kind == "op", c.kind
+        operand = c.args[-1].dtype
+        if operand == "f32" and c.attr in FAST:
+            return f"libm.{FAST[c.attr]}({', '.join(args)})"
+        return scalars.operation(c.attr, c.value.dtype, args, operand)
+
+    def index(self, c: Let, args: Sequence[str]) -> str:
+        index, values = c.attr
+        names = dict(zip(values, args, strict=True))
+        text = self.sum(index, names)
+        if c.value.dtype == "i64":
+            return f"({text}).to(tl.int64)" if args else f"tl.full([], {text}, tl.int64)"
+        return text
+
+    def sum(self, index: Index, names: Mapping[Axis, str]) -> str:
+        terms = []
+        for m, k in index.terms:
+            factors = [self.atom(a, names) for a in m]
+            terms.append(" * ".join([*factors, *([str(k)] if k != 1 or not factors else [])]))
+        return " + ".join(terms) or "0"
+
+    def atom(self, a: object, names: Mapping[Axis, str]) -> str:
+        if isinstance(a, Axis):
+            return names[a]
+        if isinstance(a, MinMax):
+            return f"tl.{a.kind}imum({self.sum(a.a, names)}, {self.sum(a.b, names)})"
+        assert isinstance(a, (Div, Mod)), a
+        num, den = f"({self.sum(a.num, names)})", f"({self.sum(a.den, names)})"
+        if is_nonneg(a.num):
+            return f"({num} {'//' if isinstance(a, Div) else '%'} {den})"
+        return f"libm.index_{'div' if isinstance(a, Div) else 'mod'}({num}, {den})"
+
+    def load(self, c: Let) -> str:
+        name, fill = c.attr
+        dims = c.value.dims
+        pointer = f"{self.pointers[name]} + {self.full(c.args[0], dims)}"
+        if len(c.args) == 1:
+            return f"tl.load({pointer})"
+        other = scalars.literal(fill, "i8" if c.value.dtype == "bool" else c.value.dtype)
+        return f"tl.load({pointer}, {self.spread(c.args[1], dims)}, other={other})"
+
+    def reduce(self, c: Let) -> str:
+        kind, over = c.attr
+        text, dims = c.args[0].name, list(c.args[0].dims)
+        step = REDUCTIONS[kind].scalar_op
+        assert step is not None, kind
+        for d in over:
+            axis = dims.index(d)
+            dims.remove(d)
+            if kind == "sum":
+                text = f"tl.sum({text}, {axis})"
+            elif kind == "max" and c.value.dtype in FLOATS:
+                text = f"tl.reduce({text}, {axis}, libm.max_combine)"
+            elif kind == "min" and c.value.dtype in FLOATS:
+                text = f"tl.reduce({text}, {axis}, libm.min_combine)"
+            else:
+                text = f"libm.reduce_{kind}({text}, {axis}).reshape({self.shape(dims)})"
+        return text
+
+    def dot(self, c: Let) -> str:
+        m, k, n = c.attr
+        a, b, total = c.args
+        left = a.name if a.dims == (m, k) else f"tl.trans({a.name})"
+        right = b.name if b.dims == (k, n) else f"tl.trans({b.name})"
+        if total.dims == (m, n):
+            return f"tl.dot({left}, {right}, {total.name})"
+        return f"tl.trans(tl.dot({left}, {right}, tl.trans({total.name})))"
+
+
+__all__ = ["Printer"]

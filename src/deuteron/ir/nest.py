@@ -1,0 +1,146 @@
+"""Nests: statements over axes. What contractions, and reductions inside one another, are made of.
+
+    Nest(axes, statements)
+      Reduce(name, kind, over, body)   `over`: a set of axes. The value lives on axes(body) - over
+      Store(tensor, index, value)      once per point of axes(index) and axes(value)
+
+    axes(load from memory) = the axes in its index;  axes(load of a result) = where that lives
+
+No statement has a level: where a value lives follows from what it reads. A load of a result names
+the axes on which it lives, in the order of the nest, so that a nest reads like a program:
+
+    s[i, j] = sum[d](q[i, d] * k[j, d])
+    m[i] = max[j](s[i, j])
+    l[i] = sum[j](exp(s[i, j] - m[i]))
+    o[i, e] = sum[j](exp(s[i, j] - m[i]) * v[j, e])
+    out[i, e] = o[i, e] / l[i]
+
+A contraction is a predicate (`contraction`): a sum of a product of two factors, each with an axis
+that the other lacks. `operands` is the dtype to which its factors are rounded before they are
+multiplied, where the traced program says so: tensor cores take them in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, Index
+from deuteron.ir.reference import Evaluator, bound_axes, points
+from deuteron.ir.reference_ops import TO_TORCH, reduce
+
+
+@dataclass(frozen=True)
+class Reduce:
+    name: str
+    kind: str  # a key of ir.operations.REDUCTIONS
+    over: tuple[Axis, ...]
+    body: Expr
+    operands: str | None = None  # of a contraction: the dtype of its factors
+
+
+@dataclass(frozen=True)
+class Store:
+    tensor: str
+    index: tuple[Index, ...]
+    value: Expr
+
+
+Statement = Reduce | Store
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """``sum over `over` of a * b``: axes that only a has (m), only b (n), both (`batch`)."""
+
+    a: Expr
+    b: Expr
+    m: tuple[Axis, ...]
+    n: tuple[Axis, ...]
+    batch: tuple[Axis, ...]
+    over: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Nest:
+    axes: tuple[Axis, ...]
+    statements: tuple[Statement, ...]
+
+    def reductions(self) -> dict[str, Reduce]:
+        return {s.name: s for s in self.statements if isinstance(s, Reduce)}
+
+    def stores(self) -> tuple[Store, ...]:
+        return tuple(s for s in self.statements if isinstance(s, Store))
+
+    def axes_of(self, e: Expr) -> tuple[Axis, ...]:
+        """Where a value lives, in the order of the nest."""
+        used = e.axes()
+        return tuple(a for a in self.axes if a in used)
+
+    def lives(self, s: Statement) -> tuple[Axis, ...]:
+        if isinstance(s, Reduce):
+            return tuple(a for a in self.axes_of(s.body) if a not in s.over)
+        used = s.value.axes().union(*(i.axes() for i in s.index))
+        return tuple(a for a in self.axes if a in used)
+
+    def contraction(self, s: Reduce) -> Contraction | None:
+        """A reduction as a contraction; None where it is none."""
+        if s.kind != "sum" or s.body.op != "mul":
+            return None
+        a, b = s.body.args
+        left, right = set(self.axes_of(a)), set(self.axes_of(b))
+        if not set(s.over) <= left & right:
+            return None
+        m = tuple(x for x in self.axes if x in left - right)
+        n = tuple(x for x in self.axes if x in right - left)
+        both = tuple(x for x in self.axes if x in (left & right) - set(s.over))
+        return Contraction(a, b, m, n, both, s.over) if m and n else None
+
+    def tensors(self) -> tuple[dict[str, None], dict[str, None]]:
+        """Tensors in memory that the nest reads and writes."""
+        results = self.reductions()
+        reads: dict[str, None] = {}
+        for s in self.statements:
+            for n in roots(s):
+                reads.update((x.attr[0], None) for x in n.loads() if x.attr[0] not in results)
+        return reads, {s.tensor: None for s in self.stores()}
+
+
+def roots(s: Statement) -> tuple[Expr, ...]:
+    return (s.body,) if isinstance(s, Reduce) else (s.value,)
+
+
+# -- what it means ---------------------------------------------------------------------------------
+
+
+def run_nest(
+    nest: Nest, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], device: str
+) -> Iterator[tuple[str, list[Tensor], Tensor]]:
+    """The reference executor: tensor, positions and values of every store, in whole tensors."""
+    axes = (*nest.axes, *bound_axes(e for s in nest.statements for e in roots(s)))
+    evaluator = Evaluator(axes, sizes, tensors, device)
+    for s in nest.statements:
+        if isinstance(s, Store):
+            value, at, _ = points(evaluator, nest.lives(s), s.value, s.index, None)
+            yield s.tensor, at, value
+            continue
+        body = _rounded(s, evaluator)
+        full = evaluator.spread(body, s.over)
+        dims = [evaluator.dims[a] for a in s.over]
+        evaluator.locals[s.name] = reduce(s.kind, full, dims, s.body.dtype)
+
+
+def _rounded(s: Reduce, evaluator: Evaluator) -> Tensor:
+    """The body's value, of factors in the dtype that the statement says."""
+    if s.operands is None:
+        return evaluator.value(s.body)
+    kind = TO_TORCH[s.operands]
+    a, b = (evaluator.value(x).to(kind).to(torch.float64) for x in s.body.args)
+    return a * b
+
+
+__all__ = ["Contraction", "Nest", "Reduce", "Statement", "Store", "roots", "run_nest"]

@@ -1,0 +1,324 @@
+"""One nest of several computations: "do not materialise T", with all that makes and reads it.
+
+In: computations by name, and those whose results others need (sinks). Out: a `Nest` that computes
+them from what is in memory, or a `Refusal`. It starts from the last sink and pulls: a load of a
+pointwise computation is its body at that place, a load of a reduction is a statement, shared by all
+who read it at one place. So a guest may bring axes that the nest does not have, and a reduction
+inside another's body becomes a statement of its own.
+
+Axes are unified by tensors only: a reduction that reads ``x[a, r]`` where the nest reads
+``x[a, j]``, and r is its own, runs over j. An axis that some index divides is cut in two.
+
+Then *hoist*: what a sum's body is multiplied with or divided by, and does not depend on the summed
+axes, leaves it: ``sum c f = c sum f``, through the rounding of a contraction's factor, too (that
+factor is then rounded without c: errors of the same size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from deuteron.ir import expr as E
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Atom, Axis, Div, Index, Mod, Value, atom, split_points, substitute
+from deuteron.ir.nest import Nest, Reduce, Statement, Store
+from deuteron.ir.operations import HALF
+from deuteron.ir.program import Compute
+from deuteron.schedule.legality import Refusal
+
+Place = tuple[Index, ...]
+
+
+class NoNest(Exception):
+    """What is in the way, for the Record."""
+
+
+def closure(computes: Mapping[str, Compute], sinks: Sequence[str]) -> Nest | Refusal:
+    """The nest that stores `sinks`; `computes` in order of execution, makers before readers."""
+    try:
+        nest = _Closure(computes).build(sinks)
+    except NoNest as why:
+        return Refusal("no nest", str(why))
+    return _hoisted(_cut(nest))
+
+
+class _Closure:
+    def __init__(self, computes: Mapping[str, Compute]) -> None:
+        self.computes = computes
+        self.statements: list[Statement] = []
+        self.results: dict[tuple[str, Place], Expr] = {}
+        self.places: dict[str, list[Place]] = {}  # of computations that are read
+        self.along: dict[tuple[str, int, Place], Axis] = {}  # (tensor, dimension, the others)
+        self.axes: list[Axis] = []
+        for c in computes.values():
+            if c.target is not None or c.index is not None or c.body.op == "scan":
+                raise NoNest(f"{c.name} writes at places of its own")
+
+    def build(self, sinks: Sequence[str]) -> Nest:
+        order = list(self.computes)
+        for name in sorted(sinks, key=order.index, reverse=True):
+            c = self.computes[name]
+            place = self.place_of(c)
+            value = self.value(c, place)
+            self.statements.append(Store(name, place, value))
+        return Nest(tuple(self.axes), tuple(self.statements))
+
+    def place_of(self, c: Compute) -> Place:
+        """Where a sink is stored: at axes of its own, or those at which it is read already."""
+        known = self.places.get(c.name)
+        if known:
+            place = known[0]
+            axes = [i.axes() for i in place if i.value is None]
+            if len(known) > 1 or any(len(a) != 1 for a in axes):
+                raise NoNest(f"{c.name} is read at several places")
+            return place
+        if not self.axes:
+            return tuple(atom(self.fresh(a)) for a in c.axes)
+        table: dict[Axis, Index] = {}
+        for load in c.body.loads():
+            for place in self.places.get(load.attr[0], ())[:1]:
+                for mine, theirs in zip(load.attr[1], place, strict=True):
+                    for a in mine.axes():
+                        if mine is atom(a):
+                            table.setdefault(a, theirs)
+        if not all(a in table for a in c.axes):
+            raise NoNest(f"{c.name} shares no axes with the others")
+        return tuple(table[a] for a in c.axes)
+
+    def fresh(self, axis: Axis) -> Axis:
+        new = Axis(f"n{len(self.axes)}", axis.extent)
+        self.axes.append(new)
+        return new
+
+    def value(self, c: Compute, place: Place) -> Expr:
+        """A computation's element at a place of the nest."""
+        known = self.results.get((c.name, place))
+        if known is None:
+            table: dict[Atom, Index] = dict(zip(c.axes, place, strict=True))
+            made = self.reduction if c.body.op == "reduce" else self.expr
+            known = self.results[c.name, place] = made(c.name, c.body, table)
+        return known
+
+    def reduction(self, name: str, root: Expr, table: dict[Atom, Index]) -> Expr:
+        kind, axes = root.attr
+        (body,) = root.args
+        over = []
+        for a in axes:
+            axis = self.unified(a, body, table) or self.fresh(a)
+            table[a] = atom(axis)
+            over.append(axis)
+        if len(set(over)) < len(over):
+            raise NoNest(f"{name} reduces one axis twice")
+        self.note(body, table)
+        value = self.expr(name, body, table)
+        operands = factors_dtype(body) if kind == "sum" else None
+        if operands is not None:  # the statement says how they are rounded
+            value = E.op("mul", *(_exact(x) for x in value.args))
+        known = [s for s in self.statements if isinstance(s, Reduce) and s.name == name]
+        if known:
+            raise NoNest(f"{name} would be computed at two places")
+        s = Reduce(name, kind, tuple(over), value, operands)
+        self.statements.append(s)
+        lives = tuple(a for a in self.axes if a in value.axes() and a not in over)
+        return E.load(name, tuple(atom(a) for a in lives), root.dtype)
+
+    def unified(self, axis: Axis, body: Expr, table: dict[Atom, Index]) -> Axis | None:
+        """The axis of the nest along which what `body` reads along `axis` is read already."""
+        probe = atom(Axis("probe", axis.extent))
+        todo: list[tuple[Expr, dict[Atom, Index]]] = [(body, {**table, axis: probe})]
+        while todo:
+            root, at = todo.pop()
+            for load in root.loads():
+                name, index, _ = load.attr
+                place = tuple(substitute(i, at) for i in index)
+                for d, i in enumerate(place):
+                    found = self.along.get((name, d, _blanked(place, d))) if i is probe else None
+                    if found is not None and found.extent is axis.extent:
+                        return found
+                c = self.computes.get(name)
+                if c is not None and c.body.op != "reduce":
+                    todo.append((c.body, dict(zip(c.axes, place, strict=True))))
+        return None
+
+    def note(self, root: Expr, table: dict[Atom, Index]) -> None:
+        """Remembers along which axes tensors are read."""
+        for load in root.loads():
+            name, index, _ = load.attr
+            place = tuple(substitute(i, table) for i in index)
+            for d, i in enumerate(place):
+                (a,) = i.axes() if len(i.axes()) == 1 else (None,)
+                if a is not None and i is atom(a):
+                    self.along.setdefault((name, d, _blanked(place, d)), a)
+
+    def expr(self, name: str, root: Expr, table: dict[Atom, Index]) -> Expr:
+        self.note(root, table)
+        done: dict[Expr, Expr] = {}
+        for node in root.walk():
+            args = tuple(done[a] for a in node.args)
+            if node.op in ("reduce", "scan", "random", "check"):
+                raise NoNest(f"{name} has a {node.op} inside")
+            if any(isinstance(a, Value) for i in E.own_indices(node) for a in i.atoms()):
+                raise NoNest(f"{name} reads at places that are loaded")
+            new = E.rebuild(node, args, table, done)
+            if node.op == new.op == "load" and new.attr[0] in self.computes:
+                new = self.local(new)
+            elif node.op == new.op == "cast" and new.attr is not None:
+                new = E.cast(new.args[0], new.dtype)  # what is in memory is rounded
+            done[node] = new
+        return done[root]
+
+    def local(self, load: Expr) -> Expr:
+        name, place, fill = load.attr
+        places = self.places.setdefault(name, [])
+        if place not in places:
+            places.append(place)
+        value = self.value(self.computes[name], place)
+        return (
+            E.op("where", load.args[0], value, E.literal(fill, value.dtype)) if load.args else value
+        )
+
+
+def _blanked(place: Place, d: int) -> Place:
+    return (*place[:d], *place[d + 1 :], Index({}))
+
+
+def factors_dtype(body: Expr) -> str | None:
+    """The half type of both factors of a product that is summed in f32."""
+    if body.op != "mul" or not all(x.op == "cast" and x.dtype == "f32" for x in body.args):
+        return None
+    kinds = {x.args[0].dtype for x in body.args}
+    return kinds.pop() if len(kinds) == 1 and kinds <= set(HALF) else None
+
+
+def _exact(x: Expr) -> Expr:
+    """The f32 number that a widened factor was rounded from."""
+    return E.unrounded(x.args[0]) if x.op == "cast" and x.args[0].op == "cast" else x
+
+
+# -- axes ------------------------------------------------------------------------------------------
+
+
+def _cut(nest: Nest) -> Nest:
+    """No index divides an axis by what divides its extent; results are read where they live."""
+    for count in range(12):
+        indices = [i for s in nest.statements for i in _indices(s)]
+        point = next(
+            (
+                p
+                for i in indices
+                for a in i.atoms()
+                if isinstance(a, (Div, Mod))
+                for p in split_points(a)
+                if p[0] in nest.axes
+            ),
+            None,
+        )
+        if point is None:
+            break
+        axis, size, outer_extent = point
+        outer, inner = (
+            Axis(f"{axis.name}o{count}", outer_extent),
+            Axis(f"{axis.name}i{count}", size),
+        )
+        pair = (outer, inner)
+        table: dict[Atom, Index] = {axis: atom(outer) * size + atom(inner)}
+        axes = tuple(x for a in nest.axes for x in (pair if a == axis else (a,)))
+        nest = Nest(axes, tuple(_moved(s, table, axis, pair) for s in nest.statements))
+    return settled(nest)
+
+
+def _indices(s: Statement) -> Sequence[Index]:
+    return s.body.indices() if isinstance(s, Reduce) else (*s.value.indices(), *s.index)
+
+
+def _moved(
+    s: Statement, table: dict[Atom, Index], axis: Axis, pair: tuple[Axis, Axis]
+) -> Statement:
+    if isinstance(s, Store):
+        return Store(
+            s.tensor, tuple(substitute(i, table) for i in s.index), s.value.substitute(table)
+        )
+    over = tuple(x for a in s.over for x in (pair if a == axis else (a,)))
+    return replace(s, over=over, body=s.body.substitute(table))
+
+
+def settled(nest: Nest) -> Nest:
+    """Statements in order, each result read at the axes on which it lives; what nobody reads and
+    axes that nobody uses are gone."""
+    lives: dict[str, tuple[Axis, ...]] = {}
+    out: list[Statement] = []
+    for s in nest.statements:
+        body = s.body if isinstance(s, Reduce) else s.value
+        table = {
+            n: E.load(n.attr[0], tuple(atom(a) for a in lives[n.attr[0]]), n.dtype)
+            for n in body.loads()
+            if n.attr[0] in lives
+        }
+        body = body.substitute({}, table)
+        s = replace(s, body=body) if isinstance(s, Reduce) else replace(s, value=body)
+        out.append(s)
+        if isinstance(s, Reduce):
+            lives[s.name] = nest.lives(s)
+    needed: set[str] = set()
+    kept: list[Statement] = []
+    for s in reversed(out):
+        if isinstance(s, Store) or s.name in needed:
+            kept.append(s)
+            body = s.value if isinstance(s, Store) else s.body
+            needed.update(n.attr[0] for n in body.loads())
+    kept = [
+        replace(s, operands=None)
+        if isinstance(s, Reduce) and s.operands and nest.contraction(s) is None
+        else s
+        for s in kept
+    ]
+    used = {a for s in kept for i in _indices(s) for a in i.axes()}
+    used.update(a for s in kept if isinstance(s, Reduce) for a in s.over)
+    return Nest(tuple(a for a in nest.axes if a in used), tuple(reversed(kept)))
+
+
+# -- hoist -----------------------------------------------------------------------------------------
+
+
+def _hoisted(nest: Nest) -> Nest:
+    """``sum c f = c sum f``."""
+    values: dict[Expr, Expr] = {}  # a result's load -> the hoisted factor times it
+    out: list[Statement] = []
+    for s in nest.statements:
+        body = s.body if isinstance(s, Reduce) else s.value
+        body = body.substitute({}, {n: values[n] for n in body.loads() if n in values})
+        if isinstance(s, Store):
+            out.append(replace(s, value=body))
+            continue
+        before = E.load(s.name, tuple(atom(a) for a in nest.lives(s)), body.dtype)
+        inner, outer = (body, []) if s.kind != "sum" else factored(body, frozenset(s.over))
+        if outer:
+            body = inner
+            load = E.load(
+                s.name, tuple(atom(a) for a in nest.axes_of(inner) if a not in s.over), body.dtype
+            )
+            for how, c in reversed(outer):
+                load = E.op(how, load, c)
+            values[before] = load
+        out.append(replace(s, body=body))
+    return settled(Nest(nest.axes, tuple(out)))
+
+
+def factored(e: Expr, over: frozenset[Axis]) -> tuple[Expr, list[tuple[str, Expr]]]:
+    """(f, factors): `e` is f, multiplied with and divided by what does not depend on `over`."""
+    if e.op == "div" and not e.args[1].axes() & over:
+        inner, outer = factored(e.args[0], over)
+        return inner, [("div", e.args[1]), *outer]
+    if e.op == "mul":
+        for x, c in (e.args, e.args[::-1]):
+            if not c.axes() & over and x.axes() & over:
+                inner, outer = factored(x, over)
+                return inner, [("mul", c), *outer]
+        (a, left), (b, right) = (factored(x, over) for x in e.args)
+        if left or right:
+            return E.op("mul", a, b), [*left, *right]
+    return e, []
+
+
+__all__ = ["closure", "factored", "settled"]

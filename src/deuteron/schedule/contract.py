@@ -1,0 +1,281 @@
+"""Products of matrices in one kernel with what surrounds them, where that is faster.
+
+In: groups and library calls in execution order. Out: the same, with runs of them as one
+`Contracted` step: whole alternatives are compared, the library calls and the kernels beside them
+with the best tiling of one nest (`closure`, `tile`). What was taken and what was not is in the
+Record, with the times of both.
+
+A region begins with a product and grows: by the groups that read its result, by the product that
+reads theirs, by its readers (attention, which never stores its scores), and by a group that only
+makes an operand (a norm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.products import TENSOR_CORES_SINCE
+from deuteron.base.record import Record
+from deuteron.ir.nest import Nest
+from deuteron.ir.operations import HALF
+from deuteron.ir.program import Compute, Extern, Layout, tensors_read
+from deuteron.schedule.closure import closure
+from deuteron.schedule.group import Group
+from deuteron.schedule.legality import Refusal
+from deuteron.schedule.profit import launch_us
+from deuteron.schedule.tile import Estimate, candidates, library_us
+from deuteron.schedule.tiling import Tiling
+
+# How much shorter a kernel must be predicted than the library's calls and the kernels beside them:
+# predictions of small products are off by so much.
+MIN_GAIN = 0.15
+# Computations of one nest at most; steps between which a region's may stand.
+MAX_COMPUTES, MAX_DISTANCE = 64, 32
+
+
+@dataclass(frozen=True)
+class Contracted:
+    """One kernel with products: its computations, its nest, and how that is tiled."""
+
+    computes: tuple[Compute, ...]
+    nest: Nest
+    tiling: Tiling
+    estimate: Estimate
+    device: str
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One kernel for the steps of a region, and the microseconds that it saves."""
+
+    region: frozenset[int]
+    us: float
+    text: str
+    step: Contracted
+
+
+def _saves_more(a: Offer | None, b: Offer | None) -> bool:
+    return a is not None and (b is None or a.us > b.us)
+
+
+Step = tuple[Group, float] | Extern
+OrderedStep = Step | Contracted
+
+
+class Contraction:
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        layouts: dict[str, Layout],
+        owner: Mapping[str, str],
+        outside: set[str],
+        specs: Mapping[str, DeviceSpec],
+        record: Record,
+        unfused: AbstractSet[str] = frozenset(),
+    ) -> None:
+        self.unfused = unfused
+        self.steps, self.layouts, self.owner = list(steps), layouts, owner
+        self.outside, self.specs, self.record = outside, specs, record
+        self.judged: set[frozenset[int]] = set()
+        self.made: list[set[str]] = [names_made(s) for s in steps]
+        self.read: list[set[str]] = [names_read(s) for s in steps]
+        self.home = {n: k for k, names in enumerate(self.made) for n in names}
+        self.readers: dict[str, list[int]] = {}
+        for k, names in enumerate(self.read):
+            for n in names:
+                self.readers.setdefault(n, []).append(k)
+
+    def run(self) -> tuple[OrderedStep, ...]:
+        taken: dict[int, Contracted] = {}  # last step of a region -> what runs there
+        gone: set[int] = set()
+        for k, step in enumerate(self.steps):
+            if k in gone or not self.is_product(step):
+                continue
+            best: Offer | None = None
+            for region in dict.fromkeys(self.regions(k)):
+                if gone & region or region in self.judged:
+                    continue
+                self.judged.add(region)
+                found = self.offer(region)
+                worse, best = (best, found) if _saves_more(found, best) else (found, best)
+                if worse is not None:
+                    self.note(worse.region, False, "another saves more", worse.text, worse.us)
+            if best is not None:
+                self.note(best.region, True, "saves memory traffic", best.text, best.us)
+                gone |= best.region
+                taken[max(best.region)] = best.step
+        out: list[OrderedStep] = []
+        for k, step in enumerate(self.steps):
+            if k in taken:
+                out.append(taken[k])
+            elif k not in gone:
+                out.append(step)
+        return tuple(out)
+
+    def is_product(self, step: Step) -> bool:
+        """Whether tensor cores multiply it."""
+        if not isinstance(step, Extern) or not step.product:
+            return False
+        layout = self.layouts[step.product[-1].name]
+        spec = self.specs[layout.device]
+        sizes = [a.extent.value for c in step.product for a in c.axes]
+        known = all(n is not None and n > 0 for n in sizes)
+        cores = spec.capability is not None and spec.capability >= TENSOR_CORES_SINCE
+        return cores and layout.dtype in HALF and known
+
+    # -- regions -----------------------------------------------------------------------------------
+
+    def regions(self, k: int) -> Iterator[frozenset[int]]:
+        """Runs of steps around a product, each alone and with what only makes its operands."""
+        region, last = frozenset((k,)), None
+        while region != last and len(region) <= MAX_DISTANCE:
+            last = region
+            region = region | self.next_groups(region)
+            yield from (region, self.with_makers(region))
+            region = region | self.next_products(region)
+            yield from (region, self.with_makers(region))
+
+    def with_makers(self, region: frozenset[int]) -> frozenset[int]:
+        """With the steps that only make what the region reads."""
+        while True:
+            makers = {self.home[n] for k in region for n in self.read[k] if n in self.home}
+            makers = {m for m in makers - region if set(self.readers_of(m)) <= region}
+            makers = {m for m in makers if self.is_group(m) or self.is_product(self.steps[m])}
+            if not makers:
+                return region
+            region = region | makers
+
+    def is_group(self, k: int) -> bool:
+        return isinstance(self.steps[k], tuple)
+
+    def readers_of(self, k: int) -> list[int]:
+        return [r for n in self.made[k] for r in self.readers.get(n, ())]
+
+    def next_groups(self, region: frozenset[int]) -> frozenset[int]:
+        found = {r for k in region for r in self.readers_of(k)} - region
+        return frozenset(r for r in found if self.is_group(r))
+
+    def next_products(self, region: frozenset[int]) -> frozenset[int]:
+        found = {r for k in region for r in self.readers_of(k)} - region
+        return frozenset(r for r in found if self.is_product(self.steps[r]))
+
+    # -- whether one may be had, and pays ----------------------------------------------------------
+
+    def offer(self, region: frozenset[int]) -> Offer | None:
+        """One kernel for the region, where it may be had and pays."""
+        if region == {min(region)}:
+            return None
+        computes = self.computes(region)
+        if computes is None or len(computes) > MAX_COMPUTES or self.blocked(region):
+            return None
+        if self.unfused & computes.keys():
+            self.refuse(region, Refusal("kept unfused", "measured: see the decisions of the guard"))
+            return None
+        sinks = [
+            n
+            for n in computes
+            if n in self.outside or any(r not in region for r in self.readers.get(n, ()))
+        ]
+        nest = closure(computes, sinks)
+        if isinstance(nest, Refusal):
+            self.refuse(region, nest)
+            return None
+        loops = {a for s in nest.reductions().values() for a in s.over}
+        inside = [s.tensor for s in nest.stores() if loops & set(nest.lives(s))]
+        if inside:
+            why = f"{inside[0]} is needed, which would be stored block by block"
+            self.refuse(region, Refusal("needed elsewhere", why))
+            return None
+        device = self.layouts[sinks[-1]].device
+        spec = self.specs[device]
+        layouts = {**self.layouts, **{n: c.layout for n, c in computes.items()}}
+        found = candidates(nest, layouts, spec)
+        if not found:
+            self.refuse(region, Refusal("no tiling", "no block of it fits on chip"))
+            return None
+        tiling, estimate = found[0]
+        before = sum(self.us(self.steps[k]) for k in region) + launch_us(spec) * (len(region) - 1)
+        text = f"{estimate.us:.1f} us in one kernel ({tiling}), {before:.1f} us apart"
+        if estimate.us > (1 - MIN_GAIN) * before:
+            self.refuse(region, Refusal("no gain", text))
+            return None
+        step = Contracted(tuple(computes.values()), nest, tiling, estimate, device)
+        return Offer(region, before - estimate.us, text, step)
+
+    def us(self, step: Step) -> float:
+        if isinstance(step, tuple):
+            return step[1]
+        computes = {c.name: c for c in step.product}
+        layouts = {**self.layouts, **{n: c.layout for n, c in computes.items()}}
+        name = step.product[-1].name
+        nest = closure(computes, [name])
+        assert isinstance(nest, Nest), nest
+        return library_us(nest, layouts, self.specs[layouts[name].device])
+
+    def computes(self, region: frozenset[int]) -> dict[str, Compute] | None:
+        out: dict[str, Compute] = {}
+        for k in sorted(region):
+            step = self.steps[k]
+            if isinstance(step, Extern):
+                out.update((c.name, c) for c in step.product)
+                continue
+            group = step[0]
+            if group.row_split is not None or group.partials or group.targets:
+                return None
+            out.update((m.name, m.compute) for m in group.members)
+        return out
+
+    def blocked(self, region: frozenset[int]) -> bool:
+        """Whether a step between the region's needs one of them, or overwrites what they read."""
+        first, last = min(region), max(region)
+        made = set().union(*(self.made[k] for k in region))
+        read = {self.owner.get(n, n) for k in region for n in self.read[k]}
+        for k in range(first, last):
+            if k in region:
+                continue
+            if made & self.read[k] or read & self.overwritten(self.steps[k]):
+                return True
+        return False
+
+    def overwritten(self, step: Step) -> set[str]:
+        if isinstance(step, Extern):
+            return {self.owner.get(n, n) for n in step.mutates}
+        targets = [m.name for m in step[0].members if m.compute.target is not None]
+        return {self.owner.get(n, n) for n in targets}
+
+    def refuse(self, region: frozenset[int], why: Refusal) -> None:
+        self.note(region, False, why.reason, why.detail, 0.0)
+
+    def note(
+        self, region: frozenset[int], taken: bool, reason: str, detail: str, us: float
+    ) -> None:
+        names = [sorted(self.made[k])[-1] for k in sorted(region)]
+        self.record.add(
+            "decision",
+            subject="contract",
+            accepted=taken,
+            reason=reason,
+            detail=detail,
+            first=names[0],
+            second=names[-1],
+            bytes=0,
+            us=round(us, 3),
+        )
+
+
+def names_made(step: Step) -> set[str]:
+    if isinstance(step, Extern):
+        return {n for n in step.names if n}
+    return {m.name for m in step[0].members} | set(step[0].partials.values())
+
+
+def names_read(step: Step) -> set[str]:
+    if isinstance(step, Extern):
+        return {*tensors_read(step), *step.mutates}
+    return set(step[0].inputs)
+
+
+__all__ = ["Contracted", "Contraction", "OrderedStep"]

@@ -1,0 +1,141 @@
+"""Where statements of a nest contribute nothing: masks as intervals.
+
+In: a nest, an axis that reductions run over. Out: `Bound`s, outside of which no block of the axis
+contributes: the loop is cut there. They follow from comparisons of positions: an element is minus
+infinity in a maximum, or 0 in a sum, where such a comparison holds (a causal mask, a window). The
+exponential of minus infinity is 0, whatever it is subtracted from that is finite; products with it
+count as 0, also with what is not finite: what a mask hides is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deuteron.ir.expr import Expr
+from deuteron.ir.index import Axis, Index, atom, const, evaluate, substitute
+from deuteron.ir.nest import Reduce
+
+Positive = tuple[Index, bool]  # an index that is above 0, or (False) at least 0
+OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Along `axis` nothing contributes from the largest `index` of a block of the other axes on
+    (`upper`), or before the least one."""
+
+    axis: Axis
+    index: Index
+    upper: bool
+
+
+def bounds(reductions: Sequence[Reduce], axis: Axis) -> tuple[Bound, ...]:
+    """What cuts a loop over `axis` in which all of `reductions` run."""
+    common: dict[Positive, None] | None = None
+    for s in reductions:
+        own = dict.fromkeys(_neutral(s))
+        common = own if common is None else {p: None for p in common if p in own}
+    out = []
+    for index, strict in common or ():
+        step = index.coefficient(axis)
+        if step is None or step.value not in (1, -1):
+            continue
+        rest = index - atom(axis) * step
+        if step.value == 1:  # axis > -rest
+            out.append(Bound(axis, const(1 if strict else 0) - rest, True))
+        else:  # axis < rest
+            out.append(Bound(axis, rest + const(0 if strict else 1), False))
+    return tuple(out)
+
+
+def _neutral(s: Reduce) -> list[Positive]:
+    if s.kind == "max":
+        return _low(s.body)
+    return _zero(s.body) if s.kind == "sum" else []
+
+
+def _low(e: Expr) -> list[Positive]:
+    """Where it is minus infinity."""
+    match e.op:
+        case "where":
+            return _chosen(e, float("-inf"), _low)
+        case "add":
+            return [*_low(e.args[0]), *_low(e.args[1])]
+        case "sub" | "cast":
+            return _low(e.args[0])
+        case "mul":
+            for x, c in (e.args, e.args[::-1]):
+                if c.op == "literal" and c.attr > 0:
+                    return _low(x)
+    return []
+
+
+def _zero(e: Expr) -> list[Positive]:
+    match e.op:
+        case "where":
+            return _chosen(e, 0, _zero)
+        case "exp" | "exp2":
+            return _low(e.args[0])
+        case "mul":
+            return [*_zero(e.args[0]), *_zero(e.args[1])]
+        case "div" | "cast":
+            return _zero(e.args[0])
+    return []
+
+
+def _chosen(e: Expr, value: float, inside: Callable[[Expr], list[Positive]]) -> list[Positive]:
+    condition, a, b = e.args
+    if a.op == "literal" and a.attr == value:
+        return [*_any(condition, True), *inside(b)]
+    if b.op == "literal" and b.attr == value:
+        return [*_any(condition, False), *inside(a)]
+    return []
+
+
+def _any(e: Expr, holds: bool) -> list[Positive]:
+    """Comparisons of positions each of which makes `e` true (or false, where not `holds`)."""
+    match e.op:
+        case "logical_not":
+            return _any(e.args[0], not holds)
+        case "logical_or" | "logical_and":
+            if (e.op == "logical_or") is holds:
+                return [*_any(e.args[0], holds), *_any(e.args[1], holds)]
+            return []
+        case "lt" | "le" | "gt" | "ge":
+            sides = [_position(x) for x in e.args]
+            name = e.op if holds else OPPOSITE[e.op]
+            a, b = sides if name in ("lt", "le") else sides[::-1]
+            if a is None or b is None:
+                return []
+            return [(b - a, name in ("lt", "gt"))]
+    return []
+
+
+def _position(e: Expr) -> Index | None:
+    if e.op == "index":
+        return e.attr
+    return const(int(e.attr)) if e.op == "literal" and e.dtype == "i64" else None
+
+
+def visited(bound: Sequence[Bound], extent: int, other: int, block: int) -> float:
+    """The share of the axis that a loop walks, on average over blocks of the one other axis that
+    the bounds depend on."""
+    total, blocks = 0, range(0, max(1, other), block)
+    for first in blocks:
+        ends = (first, min(first + block, other) - 1)
+        start, stop = 0, extent
+        for b in bound:
+            values = [
+                evaluate(substitute(b.index, {a: const(x) for a in b.index.axes()}), {})
+                for x in ends
+            ]
+            if b.upper:
+                stop = min(stop, max(values))
+            else:
+                start = max(start, min(values))
+        total += max(0, stop - start)
+    return total / (extent * len(blocks))
+
+
+__all__ = ["Bound", "bounds", "visited"]

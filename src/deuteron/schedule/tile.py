@@ -1,0 +1,392 @@
+"""Tilings of nests with contractions: candidates, and what each is estimated to take.
+
+In: an `ir.nest.Nest`, the layouts of its tensors, a device. Out: `Tiling`s with their time, the
+best first. A printer chooses nothing: it gets a nest and one of these.
+
+An axis on which some contraction does not live, though it is parallel, is whole where its programs
+would compute that contraction again (the columns of what attention weights).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.products import MIN_TENSOR_CORE_SIDE
+from deuteron.ir.expr import flops
+from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.nest import Contraction, Nest, Reduce, Store, roots
+from deuteron.ir.operations import ITEMSIZE
+from deuteron.ir.program import Layout
+from deuteron.schedule.kernel import Reduce as RowReduce
+from deuteron.schedule.masks import bounds, visited
+from deuteron.schedule.online import Chain, Rescaled
+from deuteron.schedule.tiling import Dim, Tiling
+
+MIN_SIDE = MIN_TENSOR_CORE_SIDE
+MAX_WHOLE = 256  # the longest dimension that is held whole
+# (m, n, k) blocks of products, warps, pipeline stages, and what of the tensor cores' rate
+# (`DeviceSpec`) they reach: H100, 8192 x 4096 by 4096 x 4096 of bf16: 378, 478, 467, 710, 677, 905,
+# 1502, 1436, 2290, 2781 us. The library: 341 us.
+PRODUCT_BLOCKS = (
+    ((128, 256, 64), 8, 3, 1.02),
+    ((128, 128, 64), 8, 3, 0.79),
+    ((128, 128, 64), 4, 3, 0.8),
+    ((128, 64, 64), 4, 4, 0.52),
+    ((64, 128, 64), 4, 4, 0.54),
+    ((64, 64, 64), 4, 4, 0.4),
+    ((64, 32, 128), 4, 4, 0.24),
+    ((32, 64, 128), 4, 4, 0.25),
+    ((16, 64, 128), 4, 5, 0.16),
+    ((16, 32, 256), 4, 4, 0.13),
+)
+LIBRARY_EFFICIENCY = 1.05
+# (rows, keys) blocks where a second product reads the first's result. H100, 64 heads of 4096 x 128,
+# us: 1148, 1317, 1157, -, 1317, 1617, 1235, 1320, 1418, 3054, 4122.
+CHAIN_BLOCKS = (
+    ((128, 128), 8, 3, 1.04),
+    ((128, 128), 8, 2, 0.82),
+    ((128, 64), 8, 3, 1.04),
+    ((128, 64), 4, 3, 0.6),
+    ((128, 32), 4, 3, 0.61),
+    ((64, 128), 4, 2, 0.5),
+    ((64, 64), 4, 3, 0.68),
+    ((64, 64), 4, 2, 0.62),
+    ((64, 32), 4, 3, 0.57),
+    ((32, 64), 4, 3, 0.25),
+    ((16, 64), 4, 3, 0.18),
+)
+# What of the bandwidth a multiprocessor can use when others idle, as a multiple of its share.
+ONE_CORE_BANDWIDTH = 1.6
+# A block of a loop takes at least so long, us: H100, 256 x 4096 by 4096 x 4096, 64 blocks: 33.
+LOOP_US = 0.5
+# What a program takes besides: its first blocks are on their way, its results are stored. H100, two
+# models' products of K = 512 to 1024 with GELU, 128 x 256 columns: 1.5 of the time without it.
+PROGRAM_US = 2.5
+# Of arithmetic and products, what the shorter one adds where several programs share a
+# multiprocessor. Registers of a thread beside those that hold tiles.
+OVERLAP_SHARE, OTHER_REGISTERS = 0.3, 40
+MAX_SHARED = 227 << 10  # of one program
+REGISTER_SHARE = 0.75  # of a program's registers that accumulators may take
+
+
+@dataclass(frozen=True)
+class Estimate:
+    us: float
+    bytes: float
+    flops: float
+
+
+def contractions(nest: Nest) -> dict[str, Contraction]:
+    found = {s.name: nest.contraction(s) for s in nest.reductions().values() if s.operands}
+    return {n: c for n, c in found.items() if c is not None}
+
+
+# -- dimensions ------------------------------------------------------------------------------------
+
+
+def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]] | str:
+    """The groups of axes with one role each ("batch", "grid", "whole", "loop" or "inner"), in the
+    order in which values have them; or what is in the way."""
+    products = contractions(nest)
+    reduced = {a for s in nest.reductions().values() for a in s.over}
+    signatures: dict[tuple[object, ...], list[Axis]] = {}
+    for a in nest.axes:
+        if any(a.extent.value is None for a in nest.axes):
+            return "sizes are known at run time only"
+        roles: list[object] = [
+            "over"
+            if a in c.over
+            else "m"
+            if a in c.m
+            else "n"
+            if a in c.n
+            else "batch" * (a in c.batch)
+            for c in products.values()
+        ]
+        roles += [a in s.over for s in nest.reductions().values()]
+        signatures.setdefault(tuple(roles), []).append(a)
+    out: list[tuple[tuple[Axis, ...], str]] = []
+    for roles_of, axes in signatures.items():
+        roles_here = roles_of[: len(products)]
+        lacking = any(a not in nest.lives(nest.reductions()[n]) for n in products for a in axes)
+        inside = [n for n, c in products.items() if set(c.over) & set(axes)]
+        if set(axes) & reduced:
+            nested = any(set(nest.lives(nest.reductions()[n])) & reduced for n in inside)
+            role = "inner" if nested else "loop"
+        elif not {"m", "n"} & set(roles_here):
+            role = "batch"
+        else:
+            role = "whole" if lacking else "grid"
+        out.append((tuple(axes), role))
+    return _in_order(out, products)
+
+
+def _in_order(
+    dims: list[tuple[tuple[Axis, ...], str]], products: Mapping[str, Contraction]
+) -> list[tuple[tuple[Axis, ...], str]]:
+    """Batches first, then so that m stands before k and k before n, as far as can be."""
+
+    def place(axes: tuple[Axis, ...], side: tuple[Axis, ...]) -> bool:
+        return bool(set(axes) & set(side))
+
+    order = [d for d in dims if d[1] == "batch"]
+    left = [d for d in dims if d[1] != "batch"]
+    while left:
+        free = [
+            d
+            for d in left
+            if not any(
+                (place(d[0], c.n) and (place(e[0], c.m) or place(e[0], c.over)))
+                or (place(d[0], c.over) and place(e[0], c.m))
+                for c in products.values()
+                for e in left
+                if e is not d
+            )
+        ]
+        chosen = (free or left)[0]
+        order.append(chosen)
+        left.remove(chosen)
+    return order
+
+
+# -- candidates ------------------------------------------------------------------------------------
+
+
+def candidates(
+    nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec
+) -> list[tuple[Tiling, Estimate]]:
+    """Feasible tilings, the best estimate first."""
+    groups = dimensions(nest)
+    if isinstance(groups, str):
+        return []
+    tilings = dict.fromkeys(t for t in _tilings(nest, groups) if feasible(nest, t, spec))
+    scored = [(t, estimate(nest, t, layouts, spec)) for t in tilings]
+    return sorted(scored, key=lambda x: x[1].us)
+
+
+def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iterator[Tiling]:
+    products = contractions(nest)
+    roles = dict(groups)
+    extent = {axes: hint(product(a.extent for a in axes)) for axes in roles}
+    if any(role in ("whole", "inner") and extent[axes] > MAX_WHOLE for axes, role in groups):
+        return
+    chained = any(role in ("whole", "inner") for role in roles.values())
+    tables = CHAIN_BLOCKS if chained else PRODUCT_BLOCKS
+    first = next(iter(products.values()))
+    for blocks, warps, stages, efficiency in tables:
+        dims = []
+        for k, (axes, role) in enumerate(groups):
+            if role == "batch":
+                block, mode = 1, "grid"
+            elif role in ("whole", "inner"):
+                block, mode = max(MIN_SIDE, _power(extent[axes])), "whole"
+            else:
+                side = (
+                    0
+                    if set(axes) & set(first.m)
+                    else 1
+                    if chained or set(axes) & set(first.n)
+                    else 2
+                )
+                block = min(blocks[side], max(MIN_SIDE, _power(extent[axes])))
+                mode = role
+            dims.append(Dim("bijklmnopqrstuvw"[k] if k < 16 else f"d{k}", axes, mode, block))
+        yield Tiling(tuple(dims), warps, stages, efficiency)
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tile_of(nest: Nest, tiling: Tiling, axes: Sequence[Axis]) -> int:
+    """Elements of a value that lives on `axes`, of one program at a time."""
+    return math.prod(d.block for d in tiling.dims if set(d.axes) & set(axes))
+
+
+def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
+    """Whether accumulators fit into registers, and operands on their way into shared memory."""
+    held = 0
+    for s in nest.reductions().values():
+        held += 4 * tile_of(nest, tiling, nest.lives(s))
+    if held > REGISTER_SHARE * 32 * tiling.num_warps * 255 * 4:
+        return False
+    return shared_bytes(nest, tiling) <= min(MAX_SHARED, spec.shared)
+
+
+def shared_bytes(nest: Nest, tiling: Tiling) -> int:
+    """Of the operands of contractions that come from memory: those in a loop in each stage."""
+    total = 0
+    seen: set[object] = set()
+    for name, c in contractions(nest).items():
+        operands = nest.reductions()[name].operands or "f32"
+        for side in (c.a, c.b):
+            axes = nest.axes_of(side)
+            loops = any(tiling.dim_of(a).mode == "loop" for a in axes)
+            loads = tuple(n.attr[0] for n in side.loads() if n.attr[0] not in nest.reductions())
+            if (loads, axes) in seen or not loads:
+                continue
+            seen.add((loads, axes))
+            total += (
+                tile_of(nest, tiling, axes)
+                * ITEMSIZE[operands]
+                * (tiling.num_stages if loops else 1)
+            )
+    return total
+
+
+# -- estimate --------------------------------------------------------------------------------------
+
+
+def estimate(
+    nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: DeviceSpec
+) -> Estimate:
+    """For each access the bytes of its tile times the trips of every grid and loop dimension, what
+    the cache keeps taken off; FLOPs by unit; partial waves."""
+    programs = tiling.programs()
+    tensor, vector, kind = 0.0, 0.0, "bf16"
+    products = contractions(nest)
+    shares = _shares(nest, tiling)
+    for s in nest.statements:
+        axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
+        share = shares.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
+        points = _points(tiling, axes) * share
+        if isinstance(s, Reduce) and s.name in products:
+            tensor += 2.0 * points
+            kind = s.operands or kind
+            for side in s.body.args:
+                vector += flops(side) * _points(tiling, set(nest.axes_of(side))) * share
+        else:
+            vector += sum(flops(e) for e in roots(s)) * points
+    moved = unique = 0.0
+    results = nest.reductions()
+    seen: set[tuple[str, object]] = set()
+    for s in nest.statements:
+        for e in roots(s):
+            for n in e.loads():
+                name, index, _ = n.attr
+                if name in results or (name, index) in seen:
+                    continue
+                seen.add((name, index))
+                used = {a for i in index for a in i.axes()}
+                size = ITEMSIZE[layouts[name].dtype]
+                once = math.prod(hint(a.extent) for a in used) * size
+                unique += once
+                moved += once * math.prod(
+                    d.count for d in tiling.dims if d.mode == "grid" and not used & set(d.axes)
+                )
+    for store in nest.stores():
+        size = layouts[store.tensor].nbytes_hint
+        unique, moved = unique + size, moved + size
+    # Programs that run together share what they read by the L2: a wave is about square.
+    wave = max(1.0, math.sqrt(min(programs, spec.cores)))
+    traffic = max(unique, moved / wave)
+    held = spec.compute_us(tensor, kind) / tiling.efficiency, spec.compute_us(vector, "f32")
+    together = programs_together(nest, tiling, spec)
+    compute = sum(held) if together < 2 else max(held) + OVERLAP_SHARE * min(held)
+    slots = spec.cores * together
+    waves = math.ceil(programs / slots) * slots / programs if programs > slots else 1.0
+    if programs < spec.cores:
+        waves = spec.cores / programs
+    few = max(1.0, spec.cores / (programs * ONE_CORE_BANDWIDTH))
+    trips = sum(d.count for d in tiling.dims if d.mode == "loop")
+    turns = math.ceil(programs / slots)
+    compute = compute * waves + PROGRAM_US * turns
+    us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
+    return Estimate(us, traffic, tensor + vector)
+
+
+def programs_together(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> int:
+    """Programs that a multiprocessor runs at once."""
+    tiles = sum(tile_of(nest, tiling, nest.lives(s)) for s in nest.reductions().values())
+    threads = 32 * tiling.num_warps
+    registers = 4 * threads * (tiles // threads + OTHER_REGISTERS)
+    shared = shared_bytes(nest, tiling) + 1024
+    return max(1, min(spec.registers // registers, spec.shared // shared, 16 // tiling.num_warps))
+
+
+def _shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
+    """For reductions in a loop that a mask cuts the share of it that is walked; for what is inside
+    such loops, too, times the passes in which it is made."""
+    out: dict[str, float] = {}
+    for d in tiling.dims:
+        if d.mode != "loop" or len(d.axes) != 1:
+            continue
+        over = [s for s in nest.reductions().values() if d.axes[0] in s.over]
+        cut = bounds(over, d.axes[0])
+        others = {a for b in cut for a in b.index.axes()}
+        if not cut or len(others) != 1:
+            continue
+        (other,) = others
+        rows = tiling.dim_of(other)
+        share = visited(cut, d.extent, rows.extent, rows.block) if rows.axes == (other,) else 1.0
+        inside = [s.name for s in nest.reductions().values() if d.axes[0] in nest.axes_of(s.body)]
+        out.update(dict.fromkeys(inside, share))
+    for d in tiling.dims:
+        if d.mode == "loop":
+            _, of = passes(nest, d.axes)
+            count = 1 + max(of[s.name] for s in nest.reductions().values() if s.name in of)
+            for s in nest.reductions().values():
+                if set(nest.lives(s)) & set(d.axes):  # made anew in each pass
+                    out[s.name] = out.get(s.name, 1.0) * count
+    return out
+
+
+def passes(nest: Nest, axes: Sequence[Axis]) -> tuple[Chain, dict[str, int]]:
+    """In which pass over `axes` each reduction over them and each store runs; results that live on
+    them are made where they are used. The chain has the rules by which reductions share one."""
+    inside = set(axes)
+    chain = Chain(lambda e: not e.axes() & inside)
+    of: dict[str, int] = {}
+    for s in nest.statements:
+        if isinstance(s, Store):
+            of[s.tensor] = chain.need(s.value)
+        elif not set(s.over) & inside:
+            chain.ready[s.name] = chain.need(s.body)
+        else:
+            of[s.name] = chain.add(RowReduce(s.name, s.kind, s.body))
+            rule = chain.rules.get(s.name)
+            if rule is not None and not isinstance(rule, Rescaled):  # a rule that is not used here
+                del chain.rules[s.name]
+                of[s.name] += 1
+                chain.ready[s.name] += 1
+    return chain, of
+
+
+def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
+    """A call of the library for the one product of a nest: what it must compute or move."""
+    work, kind = 0.0, "bf16"
+    for name in contractions(nest):
+        s = nest.reductions()[name]
+        work += 2.0 * math.prod(hint(a.extent) for a in nest.axes_of(s.body))
+        kind = s.operands or kind
+    reads, writes = nest.tensors()
+    moved = sum(layouts[n].nbytes_hint for n in (*reads, *writes))
+    compute = spec.compute_us(work, kind) / LIBRARY_EFFICIENCY
+    return spec.launch_us + max(compute + PROGRAM_US, spec.memory_us(moved))
+
+
+def _points(tiling: Tiling, axes: set[Axis]) -> float:
+    """Points at which programs compute what lives on `axes`: padded, and once more for each block
+    of the grid's dimensions that it lacks."""
+    total = 1.0
+    for d in tiling.dims:
+        if d.mode == "grid":
+            total *= d.count * (d.block if axes & set(d.axes) else 1)
+        elif axes & set(d.axes):
+            total *= d.count * d.block
+    return total
+
+
+__all__ = [
+    "Estimate",
+    "candidates",
+    "contractions",
+    "dimensions",
+    "estimate",
+    "feasible",
+    "library_us",
+    "passes",
+]

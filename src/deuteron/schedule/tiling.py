@@ -1,0 +1,61 @@
+"""Tilings: how programs and loops walk the axes of a nest with products.
+
+    Tiling    every axis is in one dimension, an ordered group of axes that is walked as one:
+              grid    a program has `block` neighbouring places of it (1: a scalar)
+              loop    a program walks it in blocks
+              whole   a program has all of it at once, in a block that is a power of two
+
+`schedule.tile` lists and estimates them; a printer gets one and chooses nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from deuteron.ir.index import Axis, hint, product
+
+
+@dataclass(frozen=True)
+class Dim:
+    name: str
+    axes: tuple[Axis, ...]
+    mode: str  # "grid" | "loop" | "whole"
+    block: int
+
+    @property
+    def extent(self) -> int:
+        return hint(product(a.extent for a in self.axes))
+
+    @property
+    def count(self) -> int:
+        """Blocks."""
+        return -(-self.extent // self.block)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last block has places that do not exist."""
+        return self.extent % self.block != 0
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """`dims` in the order in which values have them: for each contraction m, k, n."""
+
+    dims: tuple[Dim, ...]
+    num_warps: int
+    num_stages: int
+    efficiency: float = 1.0  # the share of the tensor cores' rate that such blocks reach
+
+    def dim_of(self, axis: Axis) -> Dim:
+        return next(d for d in self.dims if axis in d.axes)
+
+    def programs(self) -> int:
+        return math.prod(d.count for d in self.dims if d.mode == "grid")
+
+    def __str__(self) -> str:
+        parts = [f"{d.name} {d.mode} {d.block}" for d in self.dims]
+        return f"{', '.join(parts)}; {self.num_warps} warps, {self.num_stages} stages"
+
+
+__all__ = ["Dim", "Tiling"]

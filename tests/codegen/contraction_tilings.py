@@ -1,0 +1,104 @@
+"""Kernels with products under many tilings, run by Triton's interpreter: one line of JSON for each.
+
+    TRITON_INTERPRET=1 python tests/codegen/contraction_tilings.py SEED COUNT [PROGRAM]
+
+Each of `tests.schedule.contraction_programs` is scheduled for an H100; its nest is then lowered
+with COUNT tilings drawn from all feasible ones with blocks of 16 to 64, and with the one that was
+chosen. `error` is the distance to the reference executor's results, in shares of their norm;
+`repeats`: whether a second run gives the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from deuteron.base.device import named_gpu
+from deuteron.codegen.triton.generate import generate
+from deuteron.ir.program import Constant, Input
+from deuteron.ir.reference import allocate
+from deuteron.schedule.kernel import Kernel
+from deuteron.schedule.reference import run_kernel
+from deuteron.schedule.tile import feasible
+from deuteron.schedule.tiling import Tiling
+from dev.check import interpret
+from tests.schedule.contraction_programs import PROGRAMS, inputs
+from tests.schedule.planning import Plan, planned
+
+BLOCKS = (16, 32, 64)
+
+
+def drawn(kernel: Kernel, draw: random.Random, count: int) -> Iterator[Tiling]:
+    """The chosen tiling, and others of the same dimensions."""
+    assert kernel.contraction is not None
+    nest, tiling = kernel.contraction
+    yield tiling
+    spec = named_gpu("H100")
+    assert spec is not None
+    while count:
+        dims = tuple(
+            d if d.block == 1 or d.mode == "whole" else replace(d, block=draw.choice(BLOCKS))
+            for d in tiling.dims
+        )
+        other = replace(tiling, dims=dims, num_stages=draw.choice((1, 2, 3)))
+        if feasible(nest, other, spec):
+            count -= 1
+            yield other
+
+
+def memory(plan: Plan) -> dict[str, Tensor]:
+    (program,) = plan.programs
+    found: dict[str, Tensor] = {}
+    for d in program.defs:
+        if isinstance(d, Input):
+            found[d.name] = plan.inputs[d.position]
+        elif isinstance(d, Constant):
+            found[d.name] = program.constants[d.name]
+    return found
+
+
+def results(kernel: Kernel, given: dict[str, Tensor], runs: bool) -> dict[str, Tensor]:
+    """What the kernel writes: interpreted, or (not `runs`) by the reference executor."""
+    tensors = dict(given)
+    for name, layout in kernel.writes:
+        tensors[name] = interpret.unset(allocate(layout, {}))
+    if runs:
+        code = generate(kernel, interpret.gpu())
+        interpret.launch(code, interpret.loaded(code), tensors, {})
+    else:
+        run_kernel(kernel, tensors, {})
+    return {name: tensors[name] for name, _ in kernel.writes}
+
+
+def main(seed: int, count: int, only: str = "") -> None:
+    interpret.gpu()
+    for name in sorted(PROGRAMS):
+        if only and name != only:
+            continue
+        with torch.no_grad():
+            plan = planned(PROGRAMS[name], *inputs(name), run=False)
+        (kernel,) = plan.kernels
+        given = memory(plan)
+        wanted = results(kernel, given, runs=False)
+        assert kernel.contraction is not None
+        nest, _ = kernel.contraction
+        for tiling in drawn(kernel, random.Random(f"{seed} {name}"), count):
+            tiled = replace(kernel, contraction=(nest, tiling))
+            got, again = (results(tiled, given, runs=True) for _ in range(2))
+            error = max(
+                float((got[n].double() - w.double()).norm() / w.double().norm())
+                for n, w in wanted.items()
+            )
+            repeats = all(torch.equal(got[n], again[n]) for n in wanted)
+            row = {"case": name, "tiling": str(tiling), "error": error, "repeats": repeats}
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,47 @@
+"""Kernels with products: values under the interpreter for many tilings, builds for a GPU that is
+absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from deuteron.base.device import named_gpu
+from deuteron.base.options import Options
+from deuteron.codegen.triton.generate import generate
+from deuteron.runtime.build_triton import build
+from tests.codegen.cubins import instructions, resources
+from tests.interpreting import reported
+from tests.schedule.contraction_programs import PROGRAMS, causal
+from tests.schedule.planning import planned
+
+SCRIPT = Path(__file__).with_name("contraction_tilings.py")
+# A block's maximum is another one than the row's: halves are rounded at another scale.
+TOLERANCE = 4e-3
+
+
+@pytest.mark.xdist_group("contractions")
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_every_tiling_computes_the_nest(name: str) -> None:
+    rows = [r for r in reported(SCRIPT, "0", "2") if r["case"] == name]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["error"] <= TOLERANCE and row["repeats"], row
+
+
+def test_attention_is_built_without_a_gpu(tmp_path: Path) -> None:
+    heads = [torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16) for _ in range(3)]
+    with torch.no_grad():
+        (kernel,) = planned(causal, *heads, run=False).kernels
+    spec = named_gpu("H100")
+    assert spec is not None
+    code = generate(kernel, spec)
+    options = Options.make(options={"cache_dir": str(tmp_path)})
+    binary = build(code, code.configs[0], 90, options)
+    _, local = resources(binary.code, tmp_path)
+    assert local == 0, "nothing is spilled"
+    assert any("HGMMA" in x for x in instructions(binary.code, tmp_path)), "tensor cores multiply"

@@ -1,0 +1,108 @@
+"""Programs through all stages up to the schedule, for a GPU by name; run by the reference executor.
+
+Unlike `tests.schedule.tools` it begins at Dynamo, so that products are library calls as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from deuteron.backend import deuteron_backend
+from deuteron.base.device import named_gpu
+from deuteron.base.passes import Context
+from deuteron.base.record import Record
+from deuteron.capture.stages import Part
+from deuteron.ir.program import Constant, Extern, Input, Program
+from deuteron.ir.reference import Execution, allocate
+from deuteron.pipeline import compiled
+from deuteron.schedule.kernel import Kernel, Schedule
+from deuteron.schedule.reference import run_kernel
+
+
+@dataclass
+class Plan:
+    programs: list[Program] = field(default_factory=list)
+    schedules: list[Schedule] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)  # of the last graph, in its order
+    results: Any = None
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return [s for p in self.schedules for s in p.steps if isinstance(s, Kernel)]
+
+    @property
+    def contractions(self) -> list[Kernel]:
+        return [k for k in self.kernels if k.contraction is not None]
+
+    @property
+    def calls(self) -> list[Extern]:
+        return [s for p in self.schedules for s in p.steps if isinstance(s, Extern)]
+
+    def decisions(self, accepted: bool) -> list[dict[str, Any]]:
+        found = [d for r in self.records for d in r.of("decision") if d["subject"] == "contract"]
+        return [d for d in found if d["accepted"] is accepted]
+
+
+def planned(
+    f: Callable[..., Any], *args: Any, device: str = "H100", run: bool = True, **options: Any
+) -> Plan:
+    """What becomes of `f`; `run`: also its results, by the reference executor."""
+    plan = Plan()
+    torch._dynamo.reset()
+    backend = partial(deuteron_backend, runner=partial(_scheduled, plan, device, run))
+    plan.results = torch.compile(f, backend=backend, options=options)(*args)
+    return plan
+
+
+def _scheduled(plan: Plan, device: str, run: bool, part: Part, context: Context) -> Any:
+    spec = named_gpu(device)
+    assert spec is not None
+    context = replace(context, like=spec.kind, specs=lambda _: spec)
+    made = compiled("rewrite", "schedule", part, context)
+    program, schedule = made.program, made.schedule
+    plan.programs.append(program)
+    plan.schedules.append(schedule)
+    plan.records.append(context.record)
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        inputs = list(args)
+        args.clear()
+        plan.inputs = list(inputs)
+        with torch.no_grad():
+            return executed(program, schedule, inputs, run)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def executed(program: Program, schedule: Schedule, inputs: Sequence[Any], run: bool) -> list[Any]:
+    """One call: library calls by ATen, kernels by the reference executor."""
+    execution = Execution(program, inputs)
+    for d in program.defs:
+        if isinstance(d, (Input, Constant)):
+            execution.define(d)
+    for step in schedule.steps:
+        if isinstance(step, Kernel):
+            for name, layout in step.writes:
+                if name in schedule.aliases:
+                    execution.tensors[name] = execution.tensors[schedule.aliases[name]]
+                elif name not in execution.tensors:
+                    execution.tensors[name] = allocate(layout, execution.sizes)
+            if run:
+                run_kernel(step, execution.tensors, execution.sizes)
+        elif run:
+            execution.define(step)
+        else:
+            for name, layout in zip(step.names, step.layouts, strict=True):
+                if name and layout:
+                    execution.tensors[name] = allocate(layout, execution.sizes)
+    return [execution.output(o) for o in program.outputs]
+
+
+__all__ = ["Plan", "planned"]

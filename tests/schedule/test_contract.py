@@ -1,0 +1,138 @@
+"""Products in one kernel with what surrounds them: which nests come out, what they compute, and why
+others do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deuteron.ir.index import Axis, Index, const
+from deuteron.ir.nest import Nest, Reduce
+from deuteron.schedule.masks import Bound, bounds
+from tests.schedule.contraction_programs import CHAINS, PROGRAMS, inputs
+from tests.schedule.planning import planned
+
+RELATIVE = 2.0  # times eager's error, as everywhere
+FLOOR = 2e-3
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_one_kernel_is_right(name: str) -> None:
+    f, args = PROGRAMS[name], inputs(name)
+    with torch.no_grad():
+        plan = planned(f, *args)
+    assert len(plan.contractions) == len(plan.kernels) == 1 and not plan.calls, plan.schedules
+    wide = [a.double() if a.is_floating_point() else a for a in args]
+    wanted, eager = f(*wide), f(*args)
+    assert relative(plan.results, wanted) <= max(RELATIVE * relative(eager, wanted), FLOOR)
+
+
+@pytest.mark.parametrize("name", sorted(CHAINS))
+def test_scores_are_not_stored(name: str) -> None:
+    with torch.no_grad():
+        plan = planned(PROGRAMS[name], *inputs(name), run=False)
+    (kernel,) = plan.kernels
+    assert all(layout.numel.value <= 2 * 3 * 70 * 70 for _, layout in kernel.writes)
+    (taken,) = plan.decisions(True)
+    assert "us in one kernel" in taken["detail"] and "us apart" in taken["detail"]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = torch.softmax(q @ k.transpose(-1, -2), -1)
+    return weights @ v, weights
+
+
+def gelu_of_large(x: Tensor, w: Tensor) -> Tensor:
+    return F.gelu(x @ w)
+
+
+def normed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cumsum(x @ w, 1)
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    return torch.relu(y) + torch.relu(y.flip(0))
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
+    "weights are wanted": (attended, [(2, 3, 70, 32)] * 3, "needed elsewhere"),
+    "the library is faster": (gelu_of_large, [(4096, 8192), (8192, 512)], "no gain"),
+    "a scan": (normed, [(70, 64), (64, 48)], "no nest"),
+    "two places": (twice, [(70, 64), (64, 48)], "no nest"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refusals_say_why(name: str) -> None:
+    f, shapes, reason = REFUSED[name]
+    args = [torch.randn(*s, dtype=torch.bfloat16) for s in shapes]
+    with torch.no_grad():
+        plan = planned(f, *args, run=False)
+    reasons = {d["reason"]: d["detail"] for d in plan.decisions(False)}
+    assert reason in reasons and reasons[reason], plan.decisions(False)
+    if reason == "no gain":
+        assert "us in one kernel" in reasons[reason] and "us apart" in reasons[reason]
+
+
+def test_wide_and_unknown_sizes_are_the_librarys() -> None:
+    x, w = torch.randn(70, 64), torch.randn(64, 48)
+    with torch.no_grad():
+        assert not planned(lambda x, w: torch.relu(x @ w), x, w, run=False).contractions
+        halves = [a.to(torch.bfloat16) for a in (x, w)]
+        assert planned(lambda x, w: torch.relu(x @ w), *halves, run=False).contractions
+        old = planned(lambda x, w: torch.relu(x @ w), *halves, run=False, device="V100")
+        assert not old.contractions  # its tensor cores have no bf16
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+def bounds_of(name: str) -> tuple[tuple[Bound, ...], Nest]:
+    with torch.no_grad():
+        plan = planned(PROGRAMS[name], *inputs(name), run=False)
+    assert plan.contractions[0].contraction is not None
+    nest, tiling = plan.contractions[0].contraction
+    (loop,) = [d for d in tiling.dims if d.mode == "loop"]
+    over = [s for s in nest.reductions().values() if loop.axes[0] in s.over]
+    return bounds(over, loop.axes[0]), nest
+
+
+def value_at(index: Index, place: int) -> int | None:
+    from deuteron.ir.index import substitute
+
+    return substitute(index, {a: const(place) for a in index.axes()}).value
+
+
+def test_a_causal_mask_is_a_bound() -> None:
+    (bound,), _ = bounds_of("causal")
+    assert bound.upper and value_at(bound.index, 10) == 11
+
+
+def test_a_window_is_two_bounds() -> None:
+    found, _ = bounds_of("window")
+    assert {b.upper for b in found} == {True, False}
+    (low,) = [b for b in found if not b.upper]
+    assert value_at(low.index, 30) == 30 - 16 + 1
+
+
+def test_a_bias_is_no_bound() -> None:
+    assert bounds_of("bias")[0] == ()
+
+
+def test_reductions_without_the_mask_are_not_cut() -> None:
+    (bound,), nest = bounds_of("causal")
+    body = next(s for s in nest.reductions().values() if s.kind == "max").body
+    free = Reduce("free", "max", (bound.axis,), body.args[2] if body.op == "where" else body)
+    assert bounds([free], bound.axis) == () and isinstance(bound.axis, Axis)
+    assert math.isfinite(float(bound.axis.extent.value or 0))
