@@ -12,6 +12,7 @@ makes an operand (a norm).
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ from deuteron.schedule.tiling import Tiling
 # How much shorter a kernel must be predicted than the library's calls and the kernels beside them:
 # predictions of small products are off by so much.
 MIN_GAIN = 0.15
-# Computations of one nest at most; steps between which a region's may stand.
-MAX_COMPUTES, MAX_DISTANCE = 64, 32
+# Computations of one nest at most; steps of a region; products in a chain, each of which reads the
+# one before.
+MAX_COMPUTES, MAX_STEPS, CHAINED = 64, 12, 2
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class Contraction:
         self.made: list[set[str]] = [names_made(s) for s in steps]
         self.read: list[set[str]] = [names_read(s) for s in steps]
         self.home = {n: k for k, names in enumerate(self.made) for n in names}
+        self.us = [self.time(s) for s in steps]
+        self.products = [
+            isinstance(s, Extern) and us is not None for s, us in zip(steps, self.us, strict=True)
+        ]
         self.readers: dict[str, list[int]] = {}
         for k, names in enumerate(self.read):
             for n in names:
@@ -91,8 +97,8 @@ class Contraction:
     def run(self) -> tuple[OrderedStep, ...]:
         taken: dict[int, Contracted] = {}  # last step of a region -> what runs there
         gone: set[int] = set()
-        for k, step in enumerate(self.steps):
-            if k in gone or not self.is_product(step):
+        for k in range(len(self.steps)):
+            if k in gone or not self.products[k]:
                 continue
             best: Offer | None = None
             for region in dict.fromkeys(self.regions(k)):
@@ -130,29 +136,27 @@ class Contraction:
 
     def regions(self, k: int) -> Iterator[frozenset[int]]:
         """Runs of steps around a product, each alone and with what only makes its operands."""
-        region, last = frozenset((k,)), None
-        while region != last and len(region) <= MAX_DISTANCE:
-            last = region
-            region = region | self.next_groups(region)
-            yield from (region, self.with_makers(region))
-            region = region | self.next_products(region)
-            yield from (region, self.with_makers(region))
+        region = frozenset((k,))
+        for _ in range(CHAINED):
+            for grow in (self.next_groups, self.next_products):
+                region = region | grow(region)
+                if len(region) > MAX_STEPS:
+                    return
+                yield from (region, self.with_makers(region))
 
     def with_makers(self, region: frozenset[int]) -> frozenset[int]:
-        """With the steps that only make what the region reads."""
-        while True:
+        """With the steps that only make what the region reads, and those that only make theirs."""
+        for _ in range(2):
             makers = {self.home[n] for k in region for n in self.read[k] if n in self.home}
-            makers = {m for m in makers - region if set(self.readers_of(m)) <= region}
-            makers = {m for m in makers if self.is_group(m) or self.is_product(self.steps[m])}
-            if not makers:
-                return region
-            region = region | makers
+            makers = {m for m in makers - region if self.is_group(m) or self.products[m]}
+            region = region | {m for m in makers if self.readers_of(m) <= region}
+        return region
 
     def is_group(self, k: int) -> bool:
         return isinstance(self.steps[k], tuple)
 
-    def readers_of(self, k: int) -> list[int]:
-        return [r for n in self.made[k] for r in self.readers.get(n, ())]
+    def readers_of(self, k: int) -> set[int]:
+        return {r for n in self.made[k] for r in self.readers.get(n, ())}
 
     def next_groups(self, region: frozenset[int]) -> frozenset[int]:
         found = {r for k in region for r in self.readers_of(k)} - region
@@ -160,7 +164,7 @@ class Contraction:
 
     def next_products(self, region: frozenset[int]) -> frozenset[int]:
         found = {r for k in region for r in self.readers_of(k)} - region
-        return frozenset(r for r in found if self.is_product(self.steps[r]))
+        return frozenset(r for r in found if self.products[r])
 
     # -- whether one may be had, and pays ----------------------------------------------------------
 
@@ -170,6 +174,17 @@ class Contraction:
             return None
         computes = self.computes(region)
         if computes is None or len(computes) > MAX_COMPUTES or self.blocked(region):
+            return None
+        device, *others = {c.layout.device for c in computes.values()}
+        if others:
+            return None
+        spec = self.specs[device]
+        before = sum(self.us[k] or 0.0 for k in region) + launch_us(spec) * (len(region) - 1)
+        beside = sum(self.us[k] or 0.0 for k in region if not self.products[k])
+        most = beside + launch_us(spec) * (len(region) - 1)
+        if most < MIN_GAIN * before:
+            why = f"at least {before - most:.1f} us in one kernel, {before:.1f} us apart"
+            self.refuse(region, Refusal("no gain", why))
             return None
         if self.unfused & computes.keys():
             self.refuse(region, Refusal("kept unfused", "measured: see the decisions of the guard"))
@@ -189,15 +204,12 @@ class Contraction:
             why = f"{inside[0]} is needed, which would be stored block by block"
             self.refuse(region, Refusal("needed elsewhere", why))
             return None
-        device = self.layouts[sinks[-1]].device
-        spec = self.specs[device]
-        layouts = {**self.layouts, **{n: c.layout for n, c in computes.items()}}
+        layouts = ChainMap({n: c.layout for n, c in computes.items()}, self.layouts)
         found = candidates(nest, layouts, spec)
         if not found:
             self.refuse(region, Refusal("no tiling", "no block of it fits on chip"))
             return None
         tiling, estimate = found[0]
-        before = sum(self.us(self.steps[k]) for k in region) + launch_us(spec) * (len(region) - 1)
         text = f"{estimate.us:.1f} us in one kernel ({tiling}), {before:.1f} us apart"
         if estimate.us > (1 - MIN_GAIN) * before:
             self.refuse(region, Refusal("no gain", text))
@@ -205,15 +217,20 @@ class Contraction:
         step = Contracted(tuple(computes.values()), nest, tiling, estimate, device)
         return Offer(region, before - estimate.us, text, step)
 
-    def us(self, step: Step) -> float:
+    def time(self, step: Step) -> float | None:
+        """Microseconds of a step; None of a call that is no product, or whose product is no
+        nest."""
         if isinstance(step, tuple):
             return step[1]
-        computes = {c.name: c for c in step.product}
-        layouts = {**self.layouts, **{n: c.layout for n, c in computes.items()}}
-        name = step.product[-1].name
-        nest = closure(computes, [name])
-        assert isinstance(nest, Nest), nest
-        return library_us(nest, layouts, self.specs[layouts[name].device])
+        if not self.is_product(step):
+            return None
+        product = step.product
+        computes = {c.name: c for c in product}
+        nest = closure(computes, [product[-1].name])
+        if isinstance(nest, Refusal):
+            return None
+        layouts = ChainMap({n: c.layout for n, c in computes.items()}, self.layouts)
+        return library_us(nest, layouts, self.specs[product[-1].layout.device])
 
     def computes(self, region: frozenset[int]) -> dict[str, Compute] | None:
         out: dict[str, Compute] = {}
