@@ -23,7 +23,6 @@ from deuteron.graph.edit import Editor
 from deuteron.graph.rewrite import PLACES_OF_MAXIMA, RANDOM_NUMBERS, REWRITES, Tried, rewrite
 from deuteron.graph.rules import RULES_OF, Row
 from deuteron.graph.transaction import Snapshot
-from deuteron.tools.explain import Explanation
 
 pytestmark = pytest.mark.failing_rewrites
 aten = torch.ops.aten
@@ -104,7 +103,7 @@ def test_each_is_undone(row: Pass[Any, Any], monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, table, rows)
     records = trained()
     assert named(records) == {row.name}
-    assert "it failed and was undone" in str(Explanation(records))
+    assert any("it failed and was undone" in str(r.entries) for r in records)
 
 
 @pytest.mark.parametrize("name", ["recompute_beside_calls", "recompute_late"])

@@ -273,7 +273,8 @@ def planned(name: str) -> Scheduled:
                 patch.setattr(nn, "accumulated_in", lambda ctx, dtype: dtype)  # as on a GPU
             # Sums of what is stored, rounded, as the program says.
             precision = "eager" if "by place" in name else "float32"
-            return scheduled(f, *args, device="H200", check=False, precision=precision)
+            asked = {"products": "generated", "precision": precision}
+            return scheduled(f, *args, device="H200", check=False, **asked)
     slow = replace(spec_of("H200"), bandwidth_gbps=0.5, l2=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tools, "spec_of", lambda device: slow)

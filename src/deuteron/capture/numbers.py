@@ -95,7 +95,7 @@ def linspace(rule: Rule) -> Rule:
             return rule(start, end, steps, dtype=dtype, **kwargs)
         ends = [x.to(dtype) if isinstance(x, Tensor) else int(x) for x in (start, end)]
         if dtype == torch.uint8:  # -1 is 255
-            ends = [x % 256 for x in ends]
+            ends = [x if isinstance(x, Tensor) else x % 256 for x in ends]
         place = torch.arange(steps, dtype=torch.int64, **kwargs)
         wide = torch.float64 if place.device.type == "cpu" else torch.float32
         first, last = (torch.as_tensor(x, device=place.device).to(wide) for x in ends)

@@ -65,6 +65,20 @@ REFUSALS: dict[str, Advice] = {
         "groups of a row are reduced, and a program cannot hold such a row on chip",
         "Shorter rows or larger groups fit.",
     ),
+    "no nest": Advice(
+        "a product of matrices and what surrounds it cannot be written as one nest of loops",
+        "The detail names what is in the way: a scan, random numbers, positions that are loaded, "
+        "or a result that is read at two places.",
+    ),
+    "no tiling": Advice(
+        "one kernel of the products and what surrounds them would need more than fits on chip",
+        "Heads of at most 256 columns fit; sizes must be fixed.",
+    ),
+    "needed elsewhere": Advice(
+        "what lies between two products (attention's weights, say) is a result, or is saved for "
+        "the backward, so that it must be stored in any case",
+        "Do not return it; run inference under torch.no_grad().",
+    ),
     "kept unfused": Advice(
         "it was measured: apart they are faster (option guard='measure')",
         "Nothing to change.",

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from deuteron.backend import collecting, deuteron_backend
 from deuteron.base.observing import observed_by
 from deuteron.base.record import Record
+from deuteron.base.text import one_line
 from deuteron.tools import explain_text
 from deuteron.tools.measuring import distinct, interleaved, peak_bytes
 from deuteron.tools.observe import Observations
@@ -39,6 +40,11 @@ from deuteron.tools.why import why
 # Calls whose steps are timed, at least and at most, while this many seconds are not over; and
 # rounds of whole calls at least, for about as long.
 LEAST_CALLS, MOST_CALLS, SECONDS, LEAST_ROUNDS = 2, 12, 1.0, 1
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: names of files and modules may hold anything."""
+    return "\n".join(one_line(line, len(line)) for line in text.split("\n"))
 
 
 @dataclass(repr=False)
@@ -107,7 +113,7 @@ class Explanation:
 
     def full(self) -> str:
         """Every kernel, library call and decision."""
-        return explain_text.full(self.data)
+        return printable(explain_text.full(self.data))
 
     def to_dict(self) -> Report:
         """`data`."""
@@ -124,7 +130,7 @@ class Explanation:
         write(self.data, path)
 
     def __str__(self) -> str:
-        return explain_text.short(self.data)
+        return printable(explain_text.short(self.data))
 
     __repr__ = __str__
 
