@@ -304,7 +304,10 @@ class Lowering:
         reductions = [s for s in group if isinstance(s, Reduce)]
         depth = len(self.scopes) - 1
         states = {s.name: self.state(s, depth) for s in reductions}
-        loop = Loop(dim.name, *self.limits(dim, group))
+        # A sum that is not moved with its maximum may need what hides in a row without elements.
+        alone = [s for s in reductions if s.kind == "sum" and s.name not in chain.rules]
+        late = any(n.attr[0] in of for s in alone for n in s.body.loads())
+        loop = Loop(dim.name, *((None, None) if late else self.limits(dim, group)))
         self.scopes.append(Scope(dim.name, loop.body))
         current = dict(states)
         for s in reductions:

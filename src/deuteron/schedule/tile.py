@@ -68,7 +68,7 @@ PROGRAM_US = 2.5
 # Of arithmetic and products, what the shorter one adds where several programs share a
 # multiprocessor. Registers of a thread beside those that hold tiles.
 OVERLAP_SHARE, OTHER_REGISTERS = 0.3, 40
-MAX_SHARED = 227 << 10  # of one program
+RESERVED_SHARED = 1 << 10  # bytes that CUDA keeps of each program
 REGISTER_SHARE = 0.75  # of a program's registers that accumulators may take
 
 
@@ -213,7 +213,7 @@ def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
         held += 4 * tile_of(nest, tiling, nest.lives(s))
     if held > REGISTER_SHARE * 32 * tiling.num_warps * 255 * 4:
         return False
-    return shared_bytes(nest, tiling) <= min(MAX_SHARED, spec.shared)
+    return shared_bytes(nest, tiling) + RESERVED_SHARED <= spec.shared
 
 
 def shared_bytes(nest: Nest, tiling: Tiling) -> int:
@@ -303,7 +303,7 @@ def programs_together(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> int:
     tiles = sum(tile_of(nest, tiling, nest.lives(s)) for s in nest.reductions().values())
     threads = 32 * tiling.num_warps
     registers = 4 * threads * (tiles // threads + OTHER_REGISTERS)
-    shared = shared_bytes(nest, tiling) + 1024
+    shared = shared_bytes(nest, tiling) + RESERVED_SHARED
     return max(1, min(spec.registers // registers, spec.shared // shared, 16 // tiling.num_warps))
 
 
