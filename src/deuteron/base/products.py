@@ -46,6 +46,13 @@ CACHE_BYTES_PER_NS = 70.0
 GPU_GENERATED_SHARE, GPU_LIBRARY_SHARE = 0.05, 0.5
 
 
+def share_kernels(dtype: str, spec: DeviceSpec) -> bool:
+    """Whether products of this dtype may be in one kernel with what surrounds them: those that
+    tensor cores multiply. `schedule.contract` decides where they are."""
+    cores = spec.capability is not None and spec.capability >= TENSOR_CORES_SINCE
+    return cores and dtype in ("bf16", "f16")
+
+
 @dataclass(frozen=True)
 class Product:
     """``a[batch, m, k] @ b[batch, k, n]`` at hinted sizes.
@@ -130,8 +137,8 @@ __all__ = [
     "GENERATED_RATES",
     "LIBRARY_RATES",
     "MIN_TENSOR_CORE_SIDE",
-    "TENSOR_CORES_SINCE",
     "Product",
     "generated_us",
     "library_us",
+    "share_kernels",
 ]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from deuteron.base.device import DeviceSpec, device_spec, named_gpu
 from deuteron.base.products import (
     MIN_TENSOR_CORE_SIDE,
-    TENSOR_CORES_SINCE,
     Product,
     generated_us,
     library_us,
+    share_kernels,
 )
 from deuteron.ir.index import hint, product
-from deuteron.ir.operations import HALF, ITEMSIZE
+from deuteron.ir.operations import ITEMSIZE
 from deuteron.lower.core import LowerContext, Value
 
 # Whose figures stand for a GPU where none is known.
@@ -29,7 +29,7 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
     p, spec = described(ctx, a, b), figures(ctx)
     ours, theirs = generated_us(p, spec), library_us(p, spec)
     text = f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us"
-    if multiplied_by_tensor_cores(a.dtype, spec) and min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE:
+    if share_kernels(a.dtype, spec) and min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE:
         return f"{p}: the library {theirs:.1f} us, unless the schedule finds one kernel for it"
     loops = ours <= (1 + MIN_CALL_GAIN) * theirs
     ctx.record.add(
@@ -44,11 +44,6 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
         library_us=theirs,
     )
     return "generated" if loops else text
-
-
-def multiplied_by_tensor_cores(dtype: str, spec: DeviceSpec) -> bool:
-    """Whether the schedule decides: see `schedule.contract`."""
-    return dtype in HALF and spec.capability is not None and spec.capability >= TENSOR_CORES_SINCE
 
 
 def described(ctx: LowerContext, a: Value, b: Value) -> Product:

@@ -18,10 +18,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
-from deuteron.base.products import TENSOR_CORES_SINCE
+from deuteron.base.products import share_kernels
 from deuteron.base.record import Record
 from deuteron.ir.nest import Nest
-from deuteron.ir.operations import HALF
 from deuteron.ir.program import Compute, Extern, Layout, tensors_read
 from deuteron.schedule.closure import closure
 from deuteron.schedule.group import Group
@@ -122,15 +121,14 @@ class Contraction:
         return tuple(out)
 
     def is_product(self, step: Step) -> bool:
-        """Whether tensor cores multiply it."""
+        """Whether it is a product that may share a kernel."""
         if not isinstance(step, Extern) or not step.product:
             return False
         layout = self.layouts[step.product[-1].name]
         spec = self.specs[layout.device]
         sizes = [a.extent.value for c in step.product for a in c.axes]
         known = all(n is not None and n > 0 for n in sizes)
-        cores = spec.capability is not None and spec.capability >= TENSOR_CORES_SINCE
-        return cores and layout.dtype in HALF and known
+        return known and share_kernels(layout.dtype, spec)
 
     # -- regions -----------------------------------------------------------------------------------
 
