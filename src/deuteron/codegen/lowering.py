@@ -29,6 +29,16 @@ from deuteron.schedule.tile import passes
 from deuteron.schedule.tiling import Dim, Tiling
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """What a target's tiles are. `whole`: they have all places of their blocks, of which those that
+    do not exist are masked; else loops end where the places do. `powers`: exponentials of
+    differences are powers of two (`binary`)."""
+
+    whole: bool
+    powers: bool
+
+
 @dataclass
 class Scope:
     """A loop's body, or the whole program: what is known there."""
@@ -39,16 +49,20 @@ class Scope:
     results: dict[str, Value] = field(default_factory=dict)  # of reductions
 
 
-def lower_nest(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout]) -> list[Code]:
-    lowering = Lowering(nest, tiling, layouts)
+def lower_nest(
+    nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], tiles: Tiles
+) -> list[Code]:
+    lowering = Lowering(nest, tiling, layouts, tiles)
     for s in nest.stores():
         lowering.store(s)
     return lowering.scopes[0].code
 
 
 class Lowering:
-    def __init__(self, nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout]) -> None:
-        self.nest, self.tiling, self.layouts = nest, tiling, layouts
+    def __init__(
+        self, nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], tiles: Tiles
+    ) -> None:
+        self.nest, self.tiling, self.layouts, self.tiles = nest, tiling, layouts, tiles
         self.statements = nest.reductions()
         self.dims = {d.name: d for d in tiling.dims}
         self.dim_of = {a: d for d in tiling.dims for a in d.axes}
@@ -187,7 +201,7 @@ class Lowering:
         """Where the places of these dimensions exist; None where all do."""
         mask: Value | None = None
         for d in self.dims.values():
-            if d.name not in dims or not d.ragged:
+            if d.name not in dims or not d.ragged or not self.tiles.whole:
                 continue
             depth = next((k for k, s in enumerate(self.scopes) if s.dim == d.name), 0)
             own = self.scopes[depth].values.get(("bounds", d.name))
@@ -399,11 +413,14 @@ class Lowering:
         weight = online.power_of(rule, E.op("sub", was, shift))
         one = E.literal(1, weight.dtype)
         low = E.literal(float("-inf"), old.dtype)
-        weight = E.op("where", E.op("eq", old, low), one, binary(weight))  # nothing was summed
+        weight = E.op("where", E.op("eq", old, low), one, self.power(weight))  # nothing was summed
         depth = len(self.scopes) - 1
         state, factor = before[s.name], self.value(weight)
         moved = self.let(depth, "op", state.dims, state.dtype, (state, factor), "mul")
-        return self.whole(s, binary(online.local_body(rule, s.body, shift)), moved)
+        return self.whole(s, self.power(online.local_body(rule, s.body, shift)), moved)
+
+    def power(self, root: Expr) -> Expr:
+        return binary(root) if self.tiles.powers else root
 
     def finished(self, s: Reduce, rule: online.Rescaled) -> Value:
         """Where no element was above minus infinity, the sum is r - r."""
@@ -440,4 +457,4 @@ def binary(root: Expr) -> Expr:
     return E.rewrite(root, rule)
 
 
-__all__ = ["lower_nest"]
+__all__ = ["Tiles", "lower_nest"]

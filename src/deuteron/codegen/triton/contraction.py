@@ -6,7 +6,7 @@ In: a `Kernel` whose nest and tiling the schedule chose. Out: a `TritonKernel` o
 from __future__ import annotations
 
 from deuteron.base.text import plain_name
-from deuteron.codegen.lowering import lower_nest
+from deuteron.codegen.lowering import Tiles, lower_nest
 from deuteron.codegen.triton.kernel import Config, TritonKernel
 from deuteron.codegen.triton.scalars import POINTER_TYPES
 from deuteron.codegen.triton.sizes import MAX_INT32_INDEX
@@ -23,7 +23,7 @@ def contraction_kernel(kernel: Kernel) -> TritonKernel:
     pointers = {n: f"p{k}_{plain_name(n)}" for k, n in enumerate(layouts)}
     ends = [lay.extent() + lay.offset for lay in layouts.values()]
     wide = any(e.value is None or e.value > MAX_INT32_INDEX for e in ends)
-    code = lower_nest(nest, tiling, layouts)
+    code = lower_nest(nest, tiling, layouts, Tiles(whole=True, powers=True))
     body = Printer(tiling, pointers, "tl.int64" if wide else "tl.int32").print(code)
     name = f"triton_{kernel.name}"
     lines = [
