@@ -14,6 +14,9 @@ from torch import Tensor
 
 from deuteron.ir.index import Axis, Index, const
 from deuteron.ir.nest import Nest, Reduce
+from deuteron.schedule import contract
+from deuteron.schedule.closure import closure
+from deuteron.schedule.legality import Refusal
 from deuteron.schedule.masks import Bound, bounds
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, inputs
 from tests.schedule.planning import planned
@@ -93,6 +96,38 @@ def test_wide_and_unknown_sizes_are_the_librarys() -> None:
         assert planned(lambda x, w: torch.relu(x @ w), *halves, run=False).contractions
         old = planned(lambda x, w: torch.relu(x @ w), *halves, run=False, device="V100")
         assert not old.contractions  # its tensor cores have no bf16
+
+
+def closures_of_layers(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How often regions of so many alike layers were made one nest, and how many kernels became."""
+    made = 0
+
+    def counted(*given: Any) -> Nest | Refusal:
+        nonlocal made
+        made += 1
+        return closure(*given)
+
+    def layers(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        for _ in range(count):
+            x = x + F.gelu(F.rms_norm(x, x.shape[-1:]) @ w) @ u
+        return x
+
+    args = [torch.randn(*s, dtype=torch.bfloat16) for s in [(70, 64), (64, 160), (160, 64)]]
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(contract, "closure", counted)
+        plan = planned(layers, *args)
+    wide = [a.double() for a in args]
+    assert relative(plan.results, layers(*wide)) <= max(
+        RELATIVE * relative(layers(*args), layers(*wide)), FLOOR
+    )
+    return made, len(plan.contractions)
+
+
+def test_alike_layers_are_reckoned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, kernels_of_few = closures_of_layers(3, monkeypatch)
+    many, kernels_of_many = closures_of_layers(8, monkeypatch)
+    assert kernels_of_many - kernels_of_few >= 5
+    assert 0 < many <= few + 2
 
 
 # -- masks -----------------------------------------------------------------------------------------

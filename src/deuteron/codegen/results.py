@@ -13,7 +13,6 @@ what is handed on whole to library calls (quantized and sparse tensors, states o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch
 from deuteron.codegen.text import dtype_text, sizes_text
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Extern, Layout, Output, Program, ViewArg
+from deuteron.ir.verify import views
 from deuteron.schedule.kernel import Schedule
 
 KNOWN_NAMESPACES = ("aten.", "prims.", "deuteron.")
@@ -82,14 +82,6 @@ def is_fixed(d: Extern) -> bool:
     return not quantized and not VARYING_RESULTS.intersection(
         getattr(operator, "tags", VARYING_RESULTS)
     )
-
-
-def views(x: object) -> Iterator[ViewArg]:
-    if isinstance(x, ViewArg):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for y in x:
-            yield from views(y)
 
 
 def is_whole_tensor(v: ViewArg | Output, lay: Layout) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value
 from deuteron.ir.nest import Nest as ContractionNest
-from deuteron.ir.nest import Store as ContractionStore
 from deuteron.ir.program import Layout
+from deuteron.schedule.alike import restored
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Store
 from deuteron.schedule.tiling import Tiling
 
@@ -76,16 +76,10 @@ class _Structure:
         return axes, row_split, tuple(stmts)
 
     def contraction(self, nest: ContractionNest, tiling: Tiling) -> Hashable:
-        self.locals = {n: k for k, n in enumerate(nest.reductions())}
-        dims = [(self.list(d.axes), d.name, d.mode, d.block) for d in tiling.dims]
-        stmts: list[Hashable] = []
-        for s in nest.statements:
-            if isinstance(s, ContractionStore):
-                at = tuple(self.index(i) for i in s.index)
-                stmts.append(("store", self.tensors[s.tensor], at, self.expr(s.value)))
-            else:
-                stmts.append((s.kind, self.list(s.over), s.operands, self.expr(s.body)))
-        return tuple(dims), tiling.num_warps, tiling.num_stages, tuple(stmts)
+        """A nest's axes are canonical: it is its own structure, but for names."""
+        results = {n: f"%{k}" for k, n in enumerate(nest.reductions())}
+        names = results | {n: f"%%{k}" for n, k in self.tensors.items()}
+        return restored(nest, names.__getitem__), tiling
 
     def list(self, axes: tuple[Axis, ...]) -> Hashable:
         return tuple(self.axis(a) for a in axes)

@@ -12,16 +12,18 @@ makes an operand (a norm).
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from deuteron.base.device import DeviceSpec
+from deuteron.base.memo import MEMO
 from deuteron.base.products import share_kernels
 from deuteron.base.record import Record
 from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Extern, Layout, tensors_read
+from deuteron.schedule.alike import Naming, numbered, restored, restored_text
 from deuteron.schedule.closure import closure
 from deuteron.schedule.group import Group
 from deuteron.schedule.legality import Refusal
@@ -35,6 +37,9 @@ MIN_GAIN = 0.15
 # Computations of one nest at most; steps of a region; products in a chain, each of which reads the
 # one before.
 MAX_COMPUTES, MAX_STEPS, CHAINED = 64, 12, 2
+Computes = Mapping[str, Compute]
+T = TypeVar("T")
+_RECKONED: dict[Hashable, Any] = MEMO.answers()  # of alike regions, of whatever layer
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,30 @@ class Offer:
 
 def _saves_more(a: Offer | None, b: Offer | None) -> bool:
     return a is not None and (b is None or a.us > b.us)
+
+
+def tiled(
+    computes: Computes, sinks: Sequence[str], layouts: Mapping[str, Layout], spec: DeviceSpec
+) -> tuple[Nest, Tiling, Estimate] | Refusal:
+    """One nest that stores `sinks`, with the best of its tilings."""
+    nest = closure(computes, sinks)
+    if isinstance(nest, Refusal):
+        return nest
+    loops = {a for s in nest.reductions().values() for a in s.over}
+    inside = [s.tensor for s in nest.stores() if loops & set(nest.lives(s))]
+    if inside:
+        why = f"{inside[0]} is needed, which would be stored block by block"
+        return Refusal("needed elsewhere", why)
+    found = candidates(nest, layouts, spec)
+    return (nest, *found[0]) if found else Refusal("no tiling", "no block of it fits on chip")
+
+
+def called(
+    computes: Computes, sinks: Sequence[str], layouts: Mapping[str, Layout], spec: DeviceSpec
+) -> float | None:
+    """Microseconds of the library's call for one product; None where that is no nest."""
+    nest = closure(computes, sinks)
+    return None if isinstance(nest, Refusal) else library_us(nest, layouts, spec)
 
 
 Step = tuple[Group, float] | Extern
@@ -192,27 +221,17 @@ class Contraction:
             for n in computes
             if n in self.outside or any(r not in region for r in self.readers.get(n, ()))
         ]
-        nest = closure(computes, sinks)
-        if isinstance(nest, Refusal):
-            self.refuse(region, nest)
+        found, naming = self.reckon(tiled, computes, sinks, spec)
+        if isinstance(found, Refusal):
+            self.refuse(region, replace(found, detail=restored_text(found.detail, naming)))
             return None
-        loops = {a for s in nest.reductions().values() for a in s.over}
-        inside = [s.tensor for s in nest.stores() if loops & set(nest.lives(s))]
-        if inside:
-            why = f"{inside[0]} is needed, which would be stored block by block"
-            self.refuse(region, Refusal("needed elsewhere", why))
-            return None
-        layouts = ChainMap({n: c.layout for n, c in computes.items()}, self.layouts)
-        found = candidates(nest, layouts, spec)
-        if not found:
-            self.refuse(region, Refusal("no tiling", "no block of it fits on chip"))
-            return None
-        tiling, estimate = found[0]
+        nest, tiling, estimate = found
         text = f"{estimate.us:.1f} us in one kernel ({tiling}), {before:.1f} us apart"
         if estimate.us > (1 - MIN_GAIN) * before:
             self.refuse(region, Refusal("no gain", text))
             return None
-        step = Contracted(tuple(computes.values()), nest, tiling, estimate, device)
+        made = tuple(computes.values())
+        step = Contracted(made, restored(nest, naming), tiling, estimate, device)
         return Offer(region, before - estimate.us, text, step)
 
     def time(self, step: Step) -> float | None:
@@ -224,11 +243,27 @@ class Contraction:
             return None
         product = step.product
         computes = {c.name: c for c in product}
-        nest = closure(computes, [product[-1].name])
-        if isinstance(nest, Refusal):
-            return None
-        layouts = ChainMap({n: c.layout for n, c in computes.items()}, self.layouts)
-        return library_us(nest, layouts, self.specs[product[-1].layout.device])
+        spec = self.specs[product[-1].layout.device]
+        return self.reckon(called, computes, [product[-1].name], spec)[0]
+
+    def reckon(
+        self,
+        how: Callable[[Computes, Sequence[str], Mapping[str, Layout], DeviceSpec], T],
+        computes: Computes,
+        sinks: Sequence[str],
+        spec: DeviceSpec,
+    ) -> tuple[T, Naming]:
+        """What `how` says of alike computations, and the names here of what it names."""
+        alike, numbers = numbered(computes.values())
+        names = {number: n for n, number in numbers.items()}
+        layouts = {
+            k: computes[n].layout if n in computes else self.layouts[n] for k, n in names.items()
+        }
+        inner = [numbers[n] for n in sinks]
+        key = (how, alike, tuple(inner), tuple(layouts.items()), spec)
+        if key not in _RECKONED:
+            _RECKONED[key] = how({c.name: c for c in alike}, inner, layouts, spec)
+        return _RECKONED[key], names.__getitem__
 
     def computes(self, region: frozenset[int]) -> dict[str, Compute] | None:
         out: dict[str, Compute] = {}

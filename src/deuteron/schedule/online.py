@@ -36,7 +36,7 @@ of the row is exp(inf - inf): the sum is r - r, no number, as eager's is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deuteron.ir import expr as E
@@ -289,12 +289,6 @@ def _product(a: Expr, b: Expr) -> Expr:
     return E.op("mul", a, b)
 
 
-def reduction_value(f: Reduce) -> Expr:
-    """The expression by which others refer to a reduction's result, without its indices."""
-    dtype = "i64" if f.kind.startswith("arg") else f.body.dtype
-    return Expr("load", dtype, (), (f.name, (), None))
-
-
 def scaled(e: Expr) -> tuple[Expr, float]:
     """(inner, constant): ``e = inner * constant``."""
     scale = 1.0
@@ -427,12 +421,6 @@ def recenter(total: Expr, n: Expr, far: Sequence[Expr], rest: Sequence[Expr]) ->
     return E.op("add", total, E.op("add", cross, E.op("mul", n, E.op("mul", dx, dy))))
 
 
-def passes_of(parts: Iterable[object], row_level: RowLevel, merging: bool = True) -> int:
-    """How many passes over the reduced axes the reductions of a nest take."""
-    chain = Chain(row_level, merging)
-    return max((chain.add(p) + 1 for p in parts if isinstance(p, (Reduce, Scan))), default=0)
-
-
 __all__ = [
     "Centered",
     "Chain",
@@ -443,9 +431,7 @@ __all__ = [
     "linear",
     "local_body",
     "local_shift",
-    "passes_of",
     "power_of",
     "recenter",
-    "reduction_value",
     "rescale",
 ]

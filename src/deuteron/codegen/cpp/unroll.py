@@ -8,7 +8,6 @@ heads or channels.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 from deuteron.codegen.cpp.index_sets import index_between_cuts
@@ -20,9 +19,10 @@ from deuteron.codegen.loops import (
     Write,
     stride,
 )
+from deuteron.codegen.unrolled import Element, points_of, position_of
 from deuteron.ir.expr import Expr, cast, index_value, op
-from deuteron.ir.index import Atom, Axis, Index, const, hint, product
-from deuteron.ir.operations import FLOATS, REDUCTIONS, extreme
+from deuteron.ir.index import Axis, const, hint, product
+from deuteron.ir.operations import REDUCTIONS, extreme
 from deuteron.schedule.kernel import Reduce, Scan
 
 MAX_ROW_ELEMENTS = 32  # elements of a row; more are better off in a loop
@@ -61,15 +61,11 @@ def _has_small_strides(loops: Loops, axis: Axis) -> bool:
 
 def unroll(loops: Loops) -> Loops:
     """Writes out all reduced axes."""
-    ranges = [range(hint(a.extent)) for a in loops.reduced]
-    tables: list[dict[Atom, Index]] = [
-        {a: const(i) for a, i in zip(loops.reduced, at, strict=True)}
-        for at in itertools.product(*ranges)
-    ]
+    tables = points_of(loops.reduced)
     values: dict[str, Expr] = {}
     statements: list[Statement] = []
     for p in loops.statements:
-        movers = [_Unroller(t, values) for t in tables]
+        movers = [Element(t, values) for t in tables]
         if isinstance(p, Reduce):
             terms = [m.expr(p.body) for m in movers]
             at = [cast(index_value(t[loops.reduced[0]]), "i32") for t in tables]
@@ -86,20 +82,9 @@ def _reduce(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
         name = REDUCTIONS[kind].scalar_op
         assert name is not None
         return _tree(name, terms) if kind == "sum" else _chain(name, terms)
-    # The first place of the extreme, which is NaN where any value is: each is compared by itself.
     name = REDUCTIONS[extreme(kind)].scalar_op
     assert name is not None
-    best = _chain(name, terms)
-    floats, last_nan = terms[0].dtype in FLOATS, kind == "argmax_last_nan"
-    position = at[-1]
-    for term, i in zip(reversed(terms[:-1]), reversed(at[:-1]), strict=True):
-        here = op("eq", term, best)
-        if floats and not last_nan:
-            here = op("logical_or", here, op("isnan", term))
-        position = op("where", here, i, position)
-    for term, i in zip(terms, at, strict=True) if floats and last_nan else ():
-        position = op("where", op("isnan", term), i, position)
-    return cast(position, "i64")
+    return cast(position_of(kind, _chain(name, terms), terms, at), "i64")
 
 
 def _chain(name: str, terms: list[Expr]) -> Expr:
@@ -115,19 +100,6 @@ def _tree(name: str, terms: list[Expr]) -> Expr:
         pairs = [op(name, a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
         terms = pairs + terms[len(terms) // 2 * 2 :]
     return terms[0]
-
-
-class _Unroller(Rewriter):
-    """Fixes the reduced axes and puts reductions' values where their results are read."""
-
-    def __init__(self, table: dict[Atom, Index], values: dict[str, Expr]) -> None:
-        super().__init__(table)
-        self.values = values
-
-    def _node(self, node: Expr) -> Expr:
-        if node.op == "load" and node.attr[0] in self.values:
-            return self.values[node.attr[0]]
-        return super()._node(node)
 
 
 def interleaved_axis(loops: Loops) -> Axis | None:

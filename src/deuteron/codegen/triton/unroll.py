@@ -12,22 +12,22 @@ and
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.codegen.loops import Loops, Rewriter, Statement, Write, stride
+from deuteron.codegen.unrolled import Element, points_of, position_of
 from deuteron.ir.dynamic_bounds import end_of
 from deuteron.ir.expr import Expr, index_value, literal, op
-from deuteron.ir.index import Atom, Axis, Index, const, hint
-from deuteron.ir.operations import FLOATS, REDUCTIONS, extreme
+from deuteron.ir.index import Axis, hint
+from deuteron.ir.operations import REDUCTIONS, extreme
 from deuteron.schedule.kernel import Reduce
 
 MAX_UNROLLED = 32
 MAX_NODES = 600  # of the text; compile time
 
 
-def points_of(axes: Sequence[Axis]) -> int | None:
+def count_of(axes: Sequence[Axis]) -> int | None:
     """The number of points of static axes."""
     total = 1
     for a in axes:
@@ -48,7 +48,7 @@ def _worth(loops: Loops) -> bool:
         return False
     if not all(isinstance(p, (Reduce, Write)) for p in loops.statements):
         return False
-    points = points_of(loops.reduced)
+    points = count_of(loops.reduced)
     if points is None or not 1 < points <= MAX_UNROLLED:
         return False
     nodes = len({n for r in loops.roots() for n in r.walk()})
@@ -68,32 +68,12 @@ def _close_together(loops: Loops, axis: Axis) -> bool:
     return not rows
 
 
-class _Element(Rewriter):
-    """Everything at one point of axes that disappear; results of reductions are their values."""
-
-    def __init__(self, table: dict[Atom, Index], values: dict[str, Expr]) -> None:
-        super().__init__(table)
-        self.values = values
-
-    def _node(self, node: Expr) -> Expr:
-        if node.op == "load" and node.attr[0] in self.values:
-            return self.values[node.attr[0]]
-        return super()._node(node)
-
-
-def _tables(axes: Sequence[Axis]) -> list[dict[Atom, Index]]:
-    ranges = [range(hint(a.extent)) for a in axes]
-    return [
-        {a: const(i) for a, i in zip(axes, at, strict=True)} for at in itertools.product(*ranges)
-    ]
-
-
 def _unrolled(loops: Loops) -> Loops:
-    tables = _tables(loops.reduced)
+    tables = points_of(loops.reduced)
     values: dict[str, Expr] = {}
     statements: list[Statement] = []
     for p in loops.statements:
-        elements = [_Element(t, values) for t in tables]
+        elements = [Element(t, values) for t in tables]
         if isinstance(p, Reduce):
             at = [index_value(t[loops.reduced[0]]) for t in tables]
             values[p.name] = tree(p.kind, [e.expr(p.body) for e in elements], at)
@@ -112,10 +92,10 @@ class _Inner(Rewriter):
         # chunks, us: 378 written out (1768 bytes of registers spilled), 7.5 as a loop.
         if node.op == "reduce" and end_of(node) is None:
             kind, axes = node.attr
-            points = points_of(axes)
+            points = count_of(axes)
             body = self.done[node.args[0]]
             if points is not None and 0 < points <= MAX_UNROLLED:
-                tables = _tables(axes)
+                tables = points_of(axes)
                 at = [index_value(t[axes[0]]) for t in tables]
                 return tree(kind, [Rewriter(t).expr(body) for t in tables], at)
         return super()._node(node)
@@ -131,7 +111,7 @@ def _inner(loops: Loops) -> Loops:
 def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     """The reduction of `terms`, whose positions are `at`."""
     if kind.startswith("arg"):
-        return _position(kind, terms, at)
+        return position_of(kind, tree(extreme(kind), terms, at), terms, at)
     name = REDUCTIONS[kind].scalar_op
     assert name is not None
     neutral = literal(REDUCTIONS[kind].identity(terms[0].dtype), terms[0].dtype)
@@ -140,20 +120,3 @@ def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
         pairs = [op(name, a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
         terms = pairs + (terms[-1:] if len(terms) % 2 else [])
     return terms[0]
-
-
-def _position(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
-    """The position of the first extreme term; the first NaN where there is one, which then is the
-    extreme: of the terms that equal it, or are NaN, the first. Or the last NaN, where the kind says
-    so: no term equals that."""
-    best = tree(extreme(kind), terms, at)
-    floats, last_nan = terms[0].dtype in FLOATS, kind == "argmax_last_nan"
-    position = at[-1]
-    for term, i in zip(terms[-2::-1], at[-2::-1], strict=True):
-        is_best = op("eq", term, best)
-        if floats and not last_nan:
-            is_best = op("logical_or", is_best, op("isnan", term))
-        position = op("where", is_best, i, position)
-    for term, i in zip(terms, at, strict=True) if floats and last_nan else ():
-        position = op("where", op("isnan", term), i, position)
-    return position
