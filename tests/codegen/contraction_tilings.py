@@ -1,6 +1,6 @@
 """Kernels with products under many tilings, run by Triton's interpreter: one line of JSON for each.
 
-    TRITON_INTERPRET=1 python tests/codegen/contraction_tilings.py SEED COUNT [PROGRAM]
+    TRITON_INTERPRET=1 python tests/codegen/contraction_tilings.py SEED COUNT DTYPE [PROGRAM]
 
 Each of `tests.schedule.contraction_programs` is scheduled for an H100; its nest is then lowered
 with COUNT tilings drawn from all feasible ones with blocks of 16 to 64, and with the one that was
@@ -76,13 +76,15 @@ def results(kernel: Kernel, given: dict[str, Tensor], runs: bool) -> dict[str, T
     return {name: tensors[name] for name, _ in kernel.writes}
 
 
-def main(seed: int, count: int, only: str = "") -> None:
+def main(seed: int, count: int, dtype: str, only: str = "") -> None:
     interpret.gpu()
     for name in sorted(PROGRAMS):
         if only and name != only:
             continue
         with torch.no_grad():
-            plan = planned(PROGRAMS[name], *inputs(name), run=False)
+            plan = planned(PROGRAMS[name], *inputs(name, getattr(torch, dtype)), run=False)
+        if plan.calls:
+            continue
         (kernel,) = plan.kernels
         given = memory(plan)
         wanted = results(kernel, given, runs=False)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from deuteron.base.device import DeviceSpec
 
 # Multiplications per ns of one core (EPYC with AVX-512, 512 x 1536 in the caches, torch 2.13), by
@@ -47,10 +49,19 @@ GPU_GENERATED_SHARE, GPU_LIBRARY_SHARE = 0.05, 0.5
 
 
 def share_kernels(dtype: str, spec: DeviceSpec) -> bool:
-    """Whether products of this dtype may be in one kernel with what surrounds them: those that
-    tensor cores multiply. `schedule.contract` decides where they are."""
+    """Whether products of this dtype may be in one kernel with what surrounds them: those of
+    devices whose tensor cores multiply them, or tf32. `schedule.contract` decides where they
+    are."""
     cores = spec.capability is not None and spec.capability >= TENSOR_CORES_SINCE
-    return cores and dtype in ("bf16", "f16")
+    return cores and dtype in ("bf16", "f16", "f32")
+
+
+def tf32() -> bool:
+    """Whether the user lets products of f32 on a GPU round their operands; Dynamo guards it."""
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if precision is None:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    return bool(precision("cuda", "matmul") == "tf32")
 
 
 @dataclass(frozen=True)
@@ -141,4 +152,5 @@ __all__ = [
     "generated_us",
     "library_us",
     "share_kernels",
+    "tf32",
 ]

@@ -292,13 +292,14 @@ class Lowering:
             before = self.let(depth, "full", (m, n), "f32", attr=0.0)
         out = self.fresh((m, n), "f32")
         self.depths[out.name] = depth
-        self.scopes[depth].code.append(Let(out, "dot", (left, right, before), (m, k, n)))
+        self.scopes[depth].code.append(
+            Let(out, "dot", (left, right, before), (m, k, n, s.operands))
+        )
         return out
 
     def factor(self, s: Reduce, e: Expr, dims: tuple[str, str]) -> Value:
         """One factor of a contraction in the dtype of its operands, 0 where it does not exist."""
-        assert s.operands is not None
-        narrow = E.cast(e, s.operands)
+        narrow = E.cast(e, s.factors)
         value = self.value(narrow)
         if narrow.op != "load":
             value = self.masked(value, 0, s.over)

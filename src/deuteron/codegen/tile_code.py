@@ -14,7 +14,8 @@ given over the dimensions of their result. A target prints this and chooses noth
         inside   args (), attr (dimension, extent): where places of a dimension exist
         spread   args (x,): x over all of the value's dimensions
         reduce   args (x,), attr (kind, dimensions): those of x that the value lacks
-        dot      args (a, b, accumulator), attr precision of f32 factors: a[m, k] b[k, n]
+        dot      args (a, b, accumulator), attr (m, k, n, operands): a[m, k] b[k, n], whose
+                 factors are of this dtype, or f32 that are rounded to "tf32"
         edge     args (), attr (dimension, whether the last): the first or last place of its block
     Loop(dim, start, stop, carried, body)
         over the blocks of a dimension, of those with places from `start` to before `stop` (None:

@@ -17,7 +17,8 @@ the axes on which it lives, in the order of the nest, so that a nest reads like 
 
 A contraction is a predicate (`contraction`): a sum of a product of two factors, each with an axis
 that the other lacks. `operands` is the dtype to which its factors are rounded before they are
-multiplied, where the traced program says so: tensor cores take them in it.
+multiplied, where the traced program says so: tensor cores take them in it. Factors of f32 are
+"tf32" where the user allows it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ class Reduce:
     kind: str  # a key of ir.operations.REDUCTIONS
     over: tuple[Axis, ...]
     body: Expr
-    operands: str | None = None  # of a contraction: the dtype of its factors
+    operands: str | None = None  # of a contraction: the dtype of its factors, or "tf32"
+
+    @property
+    def factors(self) -> str:
+        """The dtype of the factors as they are kept."""
+        return "f32" if self.operands in (None, "tf32") else str(self.operands)
 
 
 @dataclass(frozen=True)
@@ -131,14 +137,15 @@ def run_nest(
         body = _rounded(s, evaluator)
         full = evaluator.spread(body, s.over)
         dims = [evaluator.dims[a] for a in s.over]
-        evaluator.locals[s.name] = reduce(s.kind, full, dims, s.body.dtype)
+        value = reduce(s.kind, full, dims, s.body.dtype)
+        evaluator.locals[s.name] = value.to(TO_TORCH[s.body.dtype])
 
 
 def _rounded(s: Reduce, evaluator: Evaluator) -> Tensor:
     """The body's value, of factors in the dtype that the statement says."""
     if s.operands is None:
         return evaluator.value(s.body)
-    kind = TO_TORCH[s.operands]
+    kind = TO_TORCH[s.factors]
     a, b = (evaluator.value(x).to(kind).to(torch.float64) for x in s.body.args)
     return a * b
 

@@ -16,6 +16,7 @@ import torch
 
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
+from deuteron.base.products import tf32
 from deuteron.codegen.products import Product, Side
 from deuteron.runtime import build_cpp
 
@@ -157,14 +158,6 @@ def _function(options: Options) -> Any:
 _WORKSPACES: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream, size
 _PRODUCTS: dict[tuple[Product, int, bool], Multiply | None] = {}
 MAX_PRODUCTS = 4096
-
-
-def tf32() -> bool:
-    """Whether the user lets products of f32 round their operands; Dynamo guards it."""
-    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if precision is None:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    return bool(precision("cuda", "matmul") == "tf32")
 
 
 def multiply(product: Product, device: str, options: Options) -> Multiply | None:

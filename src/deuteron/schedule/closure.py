@@ -34,29 +34,34 @@ class NoNest(Exception):
     """What is in the way, for the Record."""
 
 
-def closure(computes: Mapping[str, Compute], sinks: Sequence[str]) -> Nest | Refusal:
-    """The nest that stores `sinks`; `computes` in order of execution, makers before readers."""
+def closure(
+    computes: Mapping[str, Compute], sinks: Sequence[str], wide: str = "f32"
+) -> Nest | Refusal:
+    """The nest that stores `sinks`; `computes` in order of execution, makers before readers.
+    `wide`: how factors of f32 are multiplied ("f32" | "tf32")."""
     try:
-        nest = _Closure(computes).build(sinks)
+        nest = _Closure(computes, wide).build(sinks)
     except NoNest as why:
         return Refusal("no nest", str(why))
     return _hoisted(_cut(nest))
 
 
 class _Closure:
-    def __init__(self, computes: Mapping[str, Compute]) -> None:
-        self.computes = computes
+    def __init__(self, computes: Mapping[str, Compute], wide: str) -> None:
+        self.computes, self.wide = computes, wide
         self.statements: list[Statement] = []
         self.results: dict[tuple[str, Place], Expr] = {}
         self.places: dict[str, list[Place]] = {}  # of computations that are read
         self.along: dict[tuple[str, int, Place], Axis] = {}  # (tensor, dimension, the others)
         self.axes: list[Axis] = []
+        self.sinks: Sequence[str] = ()
         for c in computes.values():
             if c.target is not None or c.index is not None or c.body.op == "scan":
                 raise NoNest(f"{c.name} writes at places of its own")
 
     def build(self, sinks: Sequence[str]) -> Nest:
         order = list(self.computes)
+        self.sinks = sinks
         for name in sorted(sinks, key=order.index, reverse=True):
             c = self.computes[name]
             place = self.place_of(c)
@@ -113,8 +118,11 @@ class _Closure:
         self.note(body, table)
         value = self.expr(name, body, table)
         operands = factors_dtype(body) if kind == "sum" else None
-        if operands is not None:  # the statement says how they are rounded
+        if operands == "f32":
+            operands = self.wide
+        elif operands is not None:  # the statement says how they are rounded
             value = E.op("mul", *(_exact(x) for x in value.args))
+        name = f"{name}_sum" if name in self.sinks else name  # a store has another name
         known = [s for s in self.statements if isinstance(s, Reduce) and s.name == name]
         if known:
             raise NoNest(f"{name} would be computed at two places")
@@ -184,11 +192,11 @@ def _blanked(place: Place, d: int) -> Place:
 
 
 def factors_dtype(body: Expr) -> str | None:
-    """The half type of both factors of a product that is summed in f32."""
-    if body.op != "mul" or not all(x.op == "cast" and x.dtype == "f32" for x in body.args):
+    """The type of both factors of a product that is summed in f32: a half type, or f32 itself."""
+    if body.op != "mul" or body.dtype != "f32":
         return None
-    kinds = {x.args[0].dtype for x in body.args}
-    return kinds.pop() if len(kinds) == 1 and kinds <= set(HALF) else None
+    kinds = {x.args[0].dtype if x.op == "cast" else "f32" for x in body.args}
+    return kinds.pop() if len(kinds) == 1 and kinds <= set(HALF) else "f32"
 
 
 def _exact(x: Expr) -> Expr:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.memo import MEMO
-from deuteron.base.products import share_kernels
+from deuteron.base.products import share_kernels, tf32
 from deuteron.base.record import Record
 from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Extern, Layout, tensors_read
@@ -68,12 +68,9 @@ def _saves_more(a: Offer | None, b: Offer | None) -> bool:
 
 
 def tiled(
-    computes: Computes, sinks: Sequence[str], layouts: Mapping[str, Layout], spec: DeviceSpec
+    nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec
 ) -> tuple[Nest, Tiling, Estimate] | Refusal:
-    """One nest that stores `sinks`, with the best of its tilings."""
-    nest = closure(computes, sinks)
-    if isinstance(nest, Refusal):
-        return nest
+    """A nest with the best of its tilings."""
     loops = {a for s in nest.reductions().values() for a in s.over}
     inside = [s.tensor for s in nest.stores() if loops & set(nest.lives(s))]
     if inside:
@@ -81,14 +78,6 @@ def tiled(
         return Refusal("needed elsewhere", why)
     found = candidates(nest, layouts, spec)
     return (nest, *found[0]) if found else Refusal("no tiling", "no block of it fits on chip")
-
-
-def called(
-    computes: Computes, sinks: Sequence[str], layouts: Mapping[str, Layout], spec: DeviceSpec
-) -> float | None:
-    """Microseconds of the library's call for one product; None where that is no nest."""
-    nest = closure(computes, sinks)
-    return None if isinstance(nest, Refusal) else library_us(nest, layouts, spec)
 
 
 Step = tuple[Group, float] | Extern
@@ -109,6 +98,7 @@ class Contraction:
         self.unfused = unfused
         self.steps, self.layouts, self.owner = list(steps), layouts, owner
         self.outside, self.specs, self.record = outside, specs, record
+        self.wide = "tf32" if tf32() else "f32"
         self.judged: set[frozenset[int]] = set()
         self.made: list[set[str]] = [names_made(s) for s in steps]
         self.read: list[set[str]] = [names_read(s) for s in steps]
@@ -244,25 +234,28 @@ class Contraction:
         product = step.product
         computes = {c.name: c for c in product}
         spec = self.specs[product[-1].layout.device]
-        return self.reckon(called, computes, [product[-1].name], spec)[0]
+        found = self.reckon(library_us, computes, [product[-1].name], spec)[0]
+        return None if isinstance(found, Refusal) else found
 
     def reckon(
         self,
-        how: Callable[[Computes, Sequence[str], Mapping[str, Layout], DeviceSpec], T],
+        how: Callable[[Nest, Mapping[str, Layout], DeviceSpec], T],
         computes: Computes,
         sinks: Sequence[str],
         spec: DeviceSpec,
-    ) -> tuple[T, Naming]:
-        """What `how` says of alike computations, and the names here of what it names."""
+    ) -> tuple[T | Refusal, Naming]:
+        """What `how` says of the nest of alike computations; the names here of what it names."""
         alike, numbers = numbered(computes.values())
         names = {number: n for n, number in numbers.items()}
         layouts = {
             k: computes[n].layout if n in computes else self.layouts[n] for k, n in names.items()
         }
         inner = [numbers[n] for n in sinks]
-        key = (how, alike, tuple(inner), tuple(layouts.items()), spec)
+        key = (how, alike, tuple(inner), tuple(layouts.items()), spec, self.wide)
         if key not in _RECKONED:
-            _RECKONED[key] = how({c.name: c for c in alike}, inner, layouts, spec)
+            nest = closure({c.name: c for c in alike}, inner, self.wide)
+            found = nest if isinstance(nest, Refusal) else how(nest, layouts, spec)
+            _RECKONED[key] = found
         return _RECKONED[key], names.__getitem__
 
     def computes(self, region: frozenset[int]) -> dict[str, Compute] | None:

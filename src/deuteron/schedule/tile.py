@@ -9,16 +9,19 @@ would compute that contraction again (the columns of what attention weights).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MIN_TENSOR_CORE_SIDE
 from deuteron.ir.expr import flops
 from deuteron.ir.index import Axis, hint, product
 from deuteron.ir.nest import Contraction, Nest, Reduce, Store, roots
-from deuteron.ir.operations import ITEMSIZE
+from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Reduce as RowReduce
 from deuteron.schedule.masks import bounds, visited
@@ -27,37 +30,10 @@ from deuteron.schedule.tiling import Dim, Tiling
 
 MIN_SIDE = MIN_TENSOR_CORE_SIDE
 MAX_WHOLE = 256  # the longest dimension that is held whole
-# (m, n, k) blocks of products, warps, pipeline stages, and what of the tensor cores' rate
-# (`DeviceSpec`) they reach: H100, 8192 x 4096 by 4096 x 4096 of bf16: 378, 478, 467, 710, 677, 905,
-# 1502, 1436, 2290, 2781 us. The library: 341 us.
-PRODUCT_BLOCKS = (
-    ((128, 256, 64), 8, 3, 1.02),
-    ((128, 128, 64), 8, 3, 0.79),
-    ((128, 128, 64), 4, 3, 0.8),
-    ((128, 64, 64), 4, 4, 0.52),
-    ((64, 128, 64), 4, 4, 0.54),
-    ((64, 64, 64), 4, 4, 0.4),
-    ((64, 32, 128), 4, 4, 0.24),
-    ((32, 64, 128), 4, 4, 0.25),
-    ((16, 64, 128), 4, 5, 0.16),
-    ((16, 32, 256), 4, 4, 0.13),
-)
-LIBRARY_EFFICIENCY = 1.05
-# (rows, keys) blocks where a second product reads the first's result. H100, 64 heads of 4096 x 128,
-# us: 1148, 1317, 1157, -, 1317, 1617, 1235, 1320, 1418, 3054, 4122.
-CHAIN_BLOCKS = (
-    ((128, 128), 8, 3, 1.04),
-    ((128, 128), 8, 2, 0.82),
-    ((128, 64), 8, 3, 1.04),
-    ((128, 64), 4, 3, 0.6),
-    ((128, 32), 4, 3, 0.61),
-    ((64, 128), 4, 2, 0.5),
-    ((64, 64), 4, 3, 0.68),
-    ((64, 64), 4, 2, 0.62),
-    ((64, 32), 4, 3, 0.57),
-    ((32, 64), 4, 3, 0.25),
-    ((16, 64), 4, 3, 0.18),
-)
+# Measured figures: by unit the blocks of products (m, n, k), and of products of which a second one
+# reads the first's result (rows, keys), with warps, pipeline stages and what of the unit's rate
+# (`DeviceSpec`) they reach; what of it the library reaches.
+FIGURES = json.loads(Path(__file__).with_name("tilings.json").read_text(encoding="utf-8"))
 # What of the bandwidth a multiprocessor can use when others idle, as a multiple of its share.
 ONE_CORE_BANDWIDTH = 1.6
 # A block of a loop takes at least so long, us: H100, 256 x 4096 by 4096 x 4096, 64 blocks: 33.
@@ -82,6 +58,16 @@ class Estimate:
 def contractions(nest: Nest) -> dict[str, Contraction]:
     found = {s.name: nest.contraction(s) for s in nest.reductions().values() if s.operands}
     return {n: c for n, c in found.items() if c is not None}
+
+
+def unit(nest: Nest) -> str:
+    """What multiplies: the slowest of the units that its products need (`DeviceSpec.peak`)."""
+    kinds = {nest.reductions()[n].operands for n in contractions(nest)}
+    return next(k for k in ("f32", "tf32", "f16", "bf16") if k in kinds)
+
+
+def figures(table: str, kind: str) -> Any:
+    return FIGURES[table]["half" if kind in HALF else kind]
 
 
 # -- dimensions ------------------------------------------------------------------------------------
@@ -174,9 +160,9 @@ def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iter
     if any(role in ("whole", "inner") and extent[axes] > MAX_WHOLE for axes, role in groups):
         return
     chained = any(role in ("whole", "inner") for role in roles.values())
-    tables = CHAIN_BLOCKS if chained else PRODUCT_BLOCKS
     first = next(iter(products.values()))
-    for blocks, warps, stages, efficiency in tables:
+    table = figures("chains" if chained else "products", unit(nest))
+    for blocks, warps, stages, efficiency in table:
         dims = []
         for k, (axes, role) in enumerate(groups):
             if role == "batch":
@@ -221,7 +207,7 @@ def shared_bytes(nest: Nest, tiling: Tiling) -> int:
     total = 0
     seen: set[object] = set()
     for name, c in contractions(nest).items():
-        operands = nest.reductions()[name].operands or "f32"
+        operands = nest.reductions()[name].factors
         for side in (c.a, c.b):
             axes = nest.axes_of(side)
             loops = any(tiling.dim_of(a).mode == "loop" for a in axes)
@@ -246,7 +232,7 @@ def estimate(
     """For each access the bytes of its tile times the trips of every grid and loop dimension, what
     the cache keeps taken off; FLOPs by unit; partial waves."""
     programs = tiling.programs()
-    tensor, vector, kind = 0.0, 0.0, "bf16"
+    tensor, vector, kind = 0.0, 0.0, unit(nest)
     products = contractions(nest)
     shares = _shares(nest, tiling)
     for s in nest.statements:
@@ -255,7 +241,6 @@ def estimate(
         points = _points(tiling, axes) * share
         if isinstance(s, Reduce) and s.name in products:
             tensor += 2.0 * points
-            kind = s.operands or kind
             for side in s.body.args:
                 vector += flops(side) * _points(tiling, set(nest.axes_of(side))) * share
         else:
@@ -357,14 +342,13 @@ def passes(nest: Nest, axes: Sequence[Axis]) -> tuple[Chain, dict[str, int]]:
 
 def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
     """A call of the library for the one product of a nest: what it must compute or move."""
-    work, kind = 0.0, "bf16"
+    work, kind = 0.0, unit(nest)
     for name in contractions(nest):
         s = nest.reductions()[name]
         work += 2.0 * math.prod(hint(a.extent) for a in nest.axes_of(s.body))
-        kind = s.operands or kind
     reads, writes = nest.tensors()
     moved = sum(layouts[n].nbytes_hint for n in (*reads, *writes))
-    compute = spec.compute_us(work, kind) / LIBRARY_EFFICIENCY
+    compute = spec.compute_us(work, kind) / figures("library", kind)
     return spec.launch_us + max(compute + PROGRAM_US, spec.memory_us(moved))
 
 

@@ -16,13 +16,17 @@ from deuteron.schedule.tiling import Tiling
 
 # In few instructions, where a contraction's rounded factors decide the error.
 FAST = {f: f"{f}_fast" for f in ("exp", "exp2", "sigmoid", "tanh")}
+PRECISIONS = {"f32": ', input_precision="ieee"', "tf32": ', input_precision="tf32"'}
 # Neighbouring blocks of the last dimension but one, that programs take one after the other, so
 # that they share what they read by the L2.
 RASTER = 8
 
 
 class Printer:
-    def __init__(self, tiling: Tiling, pointers: Mapping[str, str], index_type: str) -> None:
+    def __init__(
+        self, tiling: Tiling, pointers: Mapping[str, str], index_type: str, fast: bool
+    ) -> None:
+        self.fast = fast
         self.tiling, self.pointers, self.index_type = tiling, pointers, index_type
         self.dims = {d.name: d for d in tiling.dims}
         self.lines: list[str] = []
@@ -151,7 +155,7 @@ class Printer:
                 return self.dot(c)
         assert c.kind == "op", c.kind
         operand = c.args[-1].dtype
-        if operand == "f32" and c.attr in FAST:
+        if self.fast and operand == "f32" and c.attr in FAST:
             return f"libm.{FAST[c.attr]}({', '.join(args)})"
         return scalars.operation(c.attr, c.value.dtype, args, operand)
 
@@ -209,13 +213,14 @@ class Printer:
         return text
 
     def dot(self, c: Let) -> str:
-        m, k, n = c.attr
+        m, k, n, operands = c.attr
+        how = PRECISIONS.get(operands, "")
         a, b, total = c.args
         left = a.name if a.dims == (m, k) else f"tl.trans({a.name})"
         right = b.name if b.dims == (k, n) else f"tl.trans({b.name})"
         if total.dims == (m, n):
-            return f"tl.dot({left}, {right}, {total.name})"
-        return f"tl.trans(tl.dot({left}, {right}, tl.trans({total.name})))"
+            return f"tl.dot({left}, {right}, {total.name}{how})"
+        return f"tl.trans(tl.dot({left}, {right}, tl.trans({total.name}){how}))"
 
 
 __all__ = ["Printer"]
