@@ -1,4 +1,5 @@
-"""Programs through all stages up to the schedule, for a GPU by name; run by the reference executor.
+"""Programs through all stages up to the schedule, for a GPU by name or the CPU; run by the
+reference executor.
 
 Unlike `tests.schedule.tools` it begins at Dynamo, so that products are library calls as ever.
 """
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from deuteron.backend import deuteron_backend
-from deuteron.base.device import named_gpu
+from deuteron.base.device import device_spec, named_gpu
 from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.capture.stages import Part
@@ -61,7 +62,7 @@ def planned(
 
 
 def _scheduled(plan: Plan, device: str, run: bool, part: Part, context: Context) -> Any:
-    spec = named_gpu(device)
+    spec = device_spec("cpu") if device == "cpu" else named_gpu(device)
     assert spec is not None
     context = replace(context, like=spec.kind, specs=lambda _: spec)
     made = compiled("rewrite", "schedule", part, context)

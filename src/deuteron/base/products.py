@@ -49,9 +49,11 @@ GPU_GENERATED_SHARE, GPU_LIBRARY_SHARE = 0.05, 0.5
 
 
 def share_kernels(dtype: str, spec: DeviceSpec) -> bool:
-    """Whether products of this dtype may be in one kernel with what surrounds them: those of
-    devices whose tensor cores multiply them, or tf32. `schedule.contract` decides where they
-    are."""
+    """Whether products of this dtype may be in one kernel with what surrounds them: f32 on a CPU;
+    those of devices whose tensor cores multiply them, or tf32. `schedule.contract` decides where
+    they are."""
+    if spec.kind == "cpu":
+        return dtype == "f32"
     cores = spec.capability is not None and spec.capability >= TENSOR_CORES_SINCE
     return cores and dtype in ("bf16", "f16", "f32")
 

@@ -29,7 +29,8 @@ def choose_contraction(ctx: LowerContext, a: Value, b: Value) -> str:
     p, spec = described(ctx, a, b), figures(ctx)
     ours, theirs = generated_us(p, spec), library_us(p, spec)
     text = f"{p}: generated {ours:.1f} us, the library {theirs:.1f} us"
-    if share_kernels(a.dtype, spec) and min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE:
+    blocks = spec.kind != "cpu" and min(p.m, p.k, p.n) >= MIN_TENSOR_CORE_SIDE
+    if blocks and share_kernels(a.dtype, spec):
         return f"{p}: the library {theirs:.1f} us, unless the schedule finds one kernel for it"
     loops = ours <= (1 + MIN_CALL_GAIN) * theirs
     ctx.record.add(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 from deuteron.base.device import DeviceSpec
@@ -23,12 +24,13 @@ from deuteron.base.products import share_kernels, tf32
 from deuteron.base.record import Record
 from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Extern, Layout, tensors_read
+from deuteron.schedule import cache_tile, tile
 from deuteron.schedule.alike import Naming, numbered, restored, restored_text
 from deuteron.schedule.closure import closure
 from deuteron.schedule.group import Group
 from deuteron.schedule.legality import Refusal
 from deuteron.schedule.profit import launch_us
-from deuteron.schedule.tile import Estimate, candidates, library_us
+from deuteron.schedule.tile import Estimate
 from deuteron.schedule.tiling import Tiling
 
 # How much shorter a kernel must be predicted than the library's calls and the kernels beside them:
@@ -67,6 +69,11 @@ def _saves_more(a: Offer | None, b: Offer | None) -> bool:
     return a is not None and (b is None or a.us > b.us)
 
 
+def tilings(spec: DeviceSpec) -> ModuleType:
+    """Who knows tilings for a device: by whether it has memory that programs share."""
+    return tile if spec.shared else cache_tile
+
+
 def tiled(
     nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec
 ) -> tuple[Nest, Tiling, Estimate] | Refusal:
@@ -76,7 +83,7 @@ def tiled(
     if inside:
         why = f"{inside[0]} is needed, which would be stored block by block"
         return Refusal("needed elsewhere", why)
-    found = candidates(nest, layouts, spec)
+    found = tilings(spec).candidates(nest, layouts, spec)
     return (nest, *found[0]) if found else Refusal("no tiling", "no block of it fits on chip")
 
 
@@ -199,7 +206,8 @@ class Contraction:
         before = sum(self.us[k] or 0.0 for k in region) + launch_us(spec) * (len(region) - 1)
         beside = sum(self.us[k] or 0.0 for k in region if not self.products[k])
         most = beside + launch_us(spec) * (len(region) - 1)
-        if most < MIN_GAIN * before:
+        chained = sum(self.products[k] for k in region) > 1  # masks may hide much of them
+        if most < MIN_GAIN * before and not chained:
             why = f"at least {before - most:.1f} us in one kernel, {before:.1f} us apart"
             self.refuse(region, Refusal("no gain", why))
             return None
@@ -234,7 +242,7 @@ class Contraction:
         product = step.product
         computes = {c.name: c for c in product}
         spec = self.specs[product[-1].layout.device]
-        found = self.reckon(library_us, computes, [product[-1].name], spec)[0]
+        found = self.reckon(tilings(spec).library_us, computes, [product[-1].name], spec)[0]
         return None if isinstance(found, Refusal) else found
 
     def reckon(
@@ -251,9 +259,10 @@ class Contraction:
             k: computes[n].layout if n in computes else self.layouts[n] for k, n in names.items()
         }
         inner = [numbers[n] for n in sinks]
-        key = (how, alike, tuple(inner), tuple(layouts.items()), spec, self.wide)
+        wide = self.wide if spec.shared else "f32"
+        key = (how, alike, tuple(inner), tuple(layouts.items()), spec, wide)
         if key not in _RECKONED:
-            nest = closure({c.name: c for c in alike}, inner, self.wide)
+            nest = closure({c.name: c for c in alike}, inner, wide)
             found = nest if isinstance(nest, Refusal) else how(nest, layouts, spec)
             _RECKONED[key] = found
         return _RECKONED[key], names.__getitem__

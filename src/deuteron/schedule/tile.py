@@ -28,6 +28,7 @@ from deuteron.schedule.masks import bounds, visited
 from deuteron.schedule.online import Chain, Rescaled
 from deuteron.schedule.tiling import Dim, Tiling
 
+NAMES = "bijklmnopqrstuvw"  # of dimensions
 MIN_SIDE = MIN_TENSOR_CORE_SIDE
 MAX_WHOLE = 256  # the longest dimension that is held whole
 # Measured figures: by unit the blocks of products (m, n, k), and of products of which a second one
@@ -179,7 +180,7 @@ def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iter
                 )
                 block = min(blocks[side], max(MIN_SIDE, _power(extent[axes])))
                 mode = role
-            dims.append(Dim("bijklmnopqrstuvw"[k] if k < 16 else f"d{k}", axes, mode, block))
+            dims.append(Dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
         yield Tiling(tuple(dims), warps, stages, efficiency)
 
 
@@ -234,17 +235,17 @@ def estimate(
     programs = tiling.programs()
     tensor, vector, kind = 0.0, 0.0, unit(nest)
     products = contractions(nest)
-    shares = _shares(nest, tiling)
+    cut = shares(nest, tiling)
     for s in nest.statements:
         axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
-        share = shares.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
-        points = _points(tiling, axes) * share
+        share = cut.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
+        places = points(tiling, axes) * share
         if isinstance(s, Reduce) and s.name in products:
-            tensor += 2.0 * points
+            tensor += 2.0 * places
             for side in s.body.args:
-                vector += flops(side) * _points(tiling, set(nest.axes_of(side))) * share
+                vector += flops(side) * points(tiling, set(nest.axes_of(side))) * share
         else:
-            vector += sum(flops(e) for e in roots(s)) * points
+            vector += sum(flops(e) for e in roots(s)) * places
     moved = unique = 0.0
     results = nest.reductions()
     seen: set[tuple[str, object]] = set()
@@ -292,7 +293,7 @@ def programs_together(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> int:
     return max(1, min(spec.registers // registers, spec.shared // shared, 16 // tiling.num_warps))
 
 
-def _shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
+def shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
     """For reductions in a loop that a mask cuts the share of it that is walked; for what is inside
     such loops, too, times the passes in which it is made."""
     out: dict[str, float] = {}
@@ -352,7 +353,7 @@ def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> f
     return spec.launch_us + max(compute + PROGRAM_US, spec.memory_us(moved))
 
 
-def _points(tiling: Tiling, axes: set[Axis]) -> float:
+def points(tiling: Tiling, axes: set[Axis]) -> float:
     """Points at which programs compute what lives on `axes`: padded, and once more for each block
     of the grid's dimensions that it lacks."""
     total = 1.0
@@ -373,4 +374,6 @@ __all__ = [
     "feasible",
     "library_us",
     "passes",
+    "points",
+    "shares",
 ]

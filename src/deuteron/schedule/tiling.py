@@ -43,7 +43,7 @@ class Tiling:
     """`dims` in the order in which values have them: for each contraction m, k, n."""
 
     dims: tuple[Dim, ...]
-    num_warps: int
+    num_warps: int  # 0: a program is a thread
     num_stages: int
     efficiency: float = 1.0  # the share of the tensor cores' rate that such blocks reach
 
@@ -55,7 +55,8 @@ class Tiling:
 
     def __str__(self) -> str:
         parts = [f"{d.name} {d.mode} {d.block}" for d in self.dims]
-        return f"{', '.join(parts)}; {self.num_warps} warps, {self.num_stages} stages"
+        launch = f"; {self.num_warps} warps, {self.num_stages} stages" if self.num_warps else ""
+        return ", ".join(parts) + launch
 
 
 __all__ = ["Dim", "Tiling"]

@@ -33,8 +33,10 @@ from deuteron.codegen.cpp.nontemporal import nontemporal_tensors
 from deuteron.codegen.cpp.points import write_points
 from deuteron.codegen.cpp.row_nests import write_row_split, write_rows
 from deuteron.codegen.cpp.support import helpers, support
+from deuteron.codegen.cpp.tile_text import Printer
 from deuteron.codegen.cpp.unroll import unroll, worth_unrolling
 from deuteron.codegen.loops import Loops, Write, prepare, unique_nodes
+from deuteron.codegen.lowering import Tiles, lower_nest
 from deuteron.codegen.precision import erf_of_one_plus, inexact
 from deuteron.codegen.verify import loops_text, verify_loops
 from deuteron.ir.expr import Expr, children, index_value
@@ -205,6 +207,8 @@ def make_loops(task: Checked, context: Context) -> Looped:
 def share_among_threads(task: Looped, context: Context) -> Threaded:
     """Threads share what takes longer than to wake them."""
     estimate = sum(estimated_us(n) for n in task.loops)
+    if task.kernel.contraction is not None:
+        estimate = task.kernel.predicted_us * task.machine.threads
     fixed = not _symbols(task.kernel)
     enough = estimate > _least_us(task.machine) or not fixed
     return extended(Threaded, task, threaded=task.machine.threads > 1 and enough, fixed=fixed)
@@ -256,6 +260,10 @@ def write_nests(task: Cut, context: Context) -> Written:
             inside = ["int bad = 0;", *inside, "if (bad) cpp_index_error = bad;"]
             checks = True
         body += ["{", *("  " + s for s in inside), "}"]
+    if task.kernel.contraction is not None:
+        nest, tiling = task.kernel.contraction
+        code = lower_nest(nest, tiling, task.layouts, Tiles(whole=False, powers=False))
+        body = Printer(tiling, pointers, used, not task.accesses).print(code, task.threaded)
     return extended(
         Written,
         task,

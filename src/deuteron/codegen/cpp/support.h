@@ -123,6 +123,68 @@ template <int n, class T> D_FN f64 d_lanes_flush(T* a) {
   return d_lanes_sum<n>(b);
 }
 
+//@ d_dot
+// c[r][v] += sum of a[r][k] b[k][v] (`first`: nothing is there yet): c has rows of whole registers,
+// cm apart, b rows bk apart; a's elements are am apart along r, ak along k. n is rounded up to whole
+// registers. Blocks of the result are in registers (Cascade Lake, 64 x 64 x 64: 135 GFLOP/s a core).
+#if defined(__AVX512F__) && !defined(__clang__)
+D_FN d_v_f32 d_v_fma(d_v_f32 a, d_v_f32 b, d_v_f32 c) { return (d_v_f32)__builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4); }
+constexpr int d_dot_rows = 6, d_dot_vectors = 4;
+#elif defined(__FMA__) && !defined(__clang__)
+D_FN d_v_f32 d_v_fma(d_v_f32 a, d_v_f32 b, d_v_f32 c) { return __builtin_ia32_vfmaddps256(a, b, c); }
+constexpr int d_dot_rows = 6, d_dot_vectors = 2;
+#else
+D_FN d_v_f32 d_v_fma(d_v_f32 a, d_v_f32 b, d_v_f32 c) { return a * b + c; }
+constexpr int d_dot_rows = 4, d_dot_vectors = 2;
+#endif
+template <bool first, int R, int V>
+static __attribute__((noinline)) void d_dot_block(f32* c, i64 cm, const f32* a, i64 am, i64 ak, const f32* b, i64 bk, i64 k) {
+  constexpr int N = D_BYTES / 4;
+  d_v_f32 t[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) t[r][v] = first ? d_v_f32{} : d_load<d_v_f32>(c + r * cm + v * N);
+  const f32 *low = a, *high = a + (R / 2) * am;
+  for (; k > 0; --k, low += ak, high += ak, b += bk) {
+    d_v_f32 x[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) x[v] = d_load<d_v_f32>(b + v * N);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      d_v_f32 y = (r < R / 2 ? low[r * am] : high[(r - R / 2) * am]) - d_v_f32{};
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) t[r][v] = d_v_fma(x[v], y, t[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) d_store(c + r * cm + v * N, t[r][v]);
+}
+template <bool first, int V>
+D_FN void d_dot_rows_of(f32* c, i64 cm, const f32* a, i64 am, i64 ak, const f32* b, i64 bk, i64 m, i64 k) {
+  constexpr int R = d_dot_rows;
+  i64 r = 0;
+  for (; r + R <= m; r += R) d_dot_block<first, R, V>(c + r * cm, cm, a + r * am, am, ak, b, bk, k);
+  for (; r + 4 <= m; r += 4) d_dot_block<first, 4, V>(c + r * cm, cm, a + r * am, am, ak, b, bk, k);
+  for (; r < m; ++r) d_dot_block<first, 1, V>(c + r * cm, cm, a + r * am, am, ak, b, bk, k);
+}
+template <bool first>
+static void d_dot(f32* c, i64 cm, const f32* a, i64 am, i64 ak, const f32* b, i64 bk, i64 m, i64 n, i64 k) {
+  constexpr int N = D_BYTES / 4, V = d_dot_vectors;
+  i64 v = 0;
+  for (; v + (V - 1) * N < n; v += V * N) d_dot_rows_of<first, V>(c + v, cm, a, am, ak, b + v, bk, m, k);
+  for (; v < n; v += N) d_dot_rows_of<first, 1>(c + v, cm, a, am, ak, b + v, bk, m, k);
+}
+
+//@ d_pad
+// Zeros behind the first n elements of rows, up to whole registers.
+template <class T> D_FN void d_pad(T* a, i64 step, i64 rows, i64 n) {
+  for (i64 r = 0; r < rows; ++r)
+    for (i64 c = n; c % 16; ++c) a[r * step + c] = 0;
+}
+
 //@ d_scan
 // Running sums (products) of 16 doubles in their place, from `carry` on, which goes on. Each is the
 // carry and what came since then: the next block waits for one addition. A number is made a vector by

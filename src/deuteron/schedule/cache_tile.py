@@ -1,0 +1,181 @@
+"""Tilings of nests with contractions where tiles lie in caches: candidates, and what each is
+estimated to take. Like `schedule.tile`, which asks here for machines without shared memory.
+
+A thread takes one program after the other. The last dimension of a value is contiguous, in vector
+registers: dimensions are ordered so that of each contraction m and k stand before n. Which side is
+n: one that lies in memory along it, else one that is turned outside of loops (of ``q k``, q).
+
+Dots take a tile of the result in registers, whatever the blocks: those decide how often what is in
+a cache is read, and what fits there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from deuteron.base.device import DeviceSpec
+from deuteron.base.products import Product
+from deuteron.base.products import library_us as product_us
+from deuteron.ir.expr import Expr, flops
+from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.nest import Nest, Reduce, roots
+from deuteron.ir.operations import ITEMSIZE
+from deuteron.ir.program import Layout
+from deuteron.schedule import tile
+from deuteron.schedule.tiling import Dim, Tiling
+
+Group = tuple[tuple[Axis, ...], str]  # axes with one role
+# (m, n, k) blocks of products, and what of the f32 rate (`DeviceSpec`) they reach.
+PRODUCT_BLOCKS = (((64, 64, 256), 0.6), ((128, 128, 128), 0.6), ((32, 64, 256), 0.6))
+# (rows, keys) blocks where a second product reads the first's result.
+CHAIN_BLOCKS = (((64, 64), 1.3), ((64, 128), 1.3), ((128, 64), 1.3), ((32, 64), 1.2))
+# Of the f32 rate what exponentials and the like reach, which wait for one another: one core of an
+# EPYC with AVX-512, 16 K of them 3.4 us (12 FLOPs each).
+VECTOR_EFFICIENCY = 0.55
+TILE_SHARE = 0.5  # of the second cache, that tiles may take
+LANES = 16  # rows of tiles are this many elements, or a multiple
+
+
+def candidates(
+    nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec
+) -> list[tuple[Tiling, tile.Estimate]]:
+    """Feasible tilings, the best estimate first."""
+    groups = tile.dimensions(nest)
+    if isinstance(groups, str):
+        return []
+    ordered = in_order(nest, groups, layouts)
+    if ordered is None:
+        return []
+    tilings = dict.fromkeys(t for t in _tilings(nest, ordered) if feasible(nest, t, spec))
+    scored = [(t, estimate(nest, t, layouts, spec)) for t in tilings]
+    return sorted(scored, key=lambda x: x[1].us)
+
+
+def in_order(
+    nest: Nest, groups: Sequence[Group], layouts: Mapping[str, Layout]
+) -> list[Group] | None:
+    """Batches first; then so that m and k stand before n. None where no order does."""
+    of = {a: axes for axes, _ in groups for a in axes}
+    loops = {a for axes, role in groups if role == "loop" for a in axes}
+    before: set[tuple[tuple[Axis, ...], tuple[Axis, ...]]] = set()
+    for c in tile.contractions(nest).values():
+        sides = [(c.n, c.b, c.m), (c.m, c.a, c.n)]
+        sides.sort(key=lambda s: _turned(nest, s[1], s[0], loops, layouts))
+        for last, _, other in sides:
+            new = before | {(of[x], of[last[0]]) for x in (*other[:1], *c.over[:1])}
+            if _sorted(groups, new) is not None:
+                before = new
+                break
+        else:
+            return None
+    return _sorted(groups, before)
+
+
+def _turned(
+    nest: Nest, factor: Expr, last: Sequence[Axis], loops: set[Axis], layouts: Mapping[str, Layout]
+) -> int:
+    """How dear a factor is as the one that lies along `last`."""
+    along = False
+    if factor.op == "load" and factor.attr[0] in layouts and len(last) == 1:
+        step = layouts[factor.attr[0]].address(factor.attr[1]).coefficient(last[0])
+        along = step is not None and step.value == 1
+    return 0 if along else 1 + bool(loops & set(nest.axes_of(factor)))
+
+
+def _sorted(
+    groups: Sequence[Group], before: set[tuple[tuple[Axis, ...], tuple[Axis, ...]]]
+) -> list[Group] | None:
+    order = [g for g in groups if g[1] == "batch"]
+    left = [g for g in groups if g[1] != "batch"]
+    while left:
+        free = [g for g in left if not any((e[0], g[0]) in before for e in left)]
+        if not free:
+            return None
+        order.append(free[0])
+        left.remove(free[0])
+    return order
+
+
+def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
+    roles = dict(groups)
+    extent = {axes: hint(product(a.extent for a in axes)) for axes in roles}
+    whole = [axes for axes, role in groups if role in ("whole", "inner")]
+    if any(extent[axes] > tile.MAX_WHOLE for axes in whole):
+        return
+    first = next(iter(tile.contractions(nest).values()))
+    for blocks, efficiency in CHAIN_BLOCKS if whole else PRODUCT_BLOCKS:
+        dims = []
+        for k, (axes, role) in enumerate(groups):
+            mode = {"batch": "grid", "inner": "whole"}.get(role, role)
+            if role in ("grid", "loop"):
+                inside = 1 if whole or set(axes) & set(first.n) else 2
+                side = 0 if set(axes) & set(first.m) else inside
+                block = min(blocks[side], extent[axes])
+            else:
+                block = extent[axes] if mode == "whole" else 1
+            dims.append(Dim(tile.NAMES[k] if k < len(tile.NAMES) else f"d{k}", axes, mode, block))
+        yield Tiling(tuple(dims), 0, 0, efficiency)
+
+
+def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
+    """Whether tiles fit into the second cache: results, and factors that are turned."""
+    sides = [set(nest.axes_of(x)) for c in tile.contractions(nest).values() for x in (c.a, c.b)]
+    held = [set(nest.lives(s)) for s in nest.reductions().values()] + sides
+    size = sum(4 * _tile(tiling, axes) for axes in held)
+    return size <= TILE_SHARE * spec.l2
+
+
+def _tile(tiling: Tiling, axes: set[Axis]) -> int:
+    return math.prod(d.block for d in tiling.dims if axes & set(d.axes))
+
+
+def estimate(
+    nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: DeviceSpec
+) -> tile.Estimate:
+    """FLOPs of dots and of the rest, one after the other, by as many threads as have programs;
+    or what must be moved, each tensor once: the rest comes from caches."""
+    products = tile.contractions(nest)
+    shares = tile.shares(nest, tiling)
+    dots = vector = 0.0
+    for s in nest.statements:
+        axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
+        share = shares.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
+        points = tile.points(tiling, axes) * share
+        if isinstance(s, Reduce) and s.name in products:
+            dots += 2.0 * points
+            for side in s.body.args:
+                vector += flops(side) * tile.points(tiling, set(nest.axes_of(side))) * share
+        else:
+            vector += sum(flops(e) + 1 for e in roots(s)) * points
+    reads, writes = nest.tensors()
+    moved = float(sum(_bytes(layouts[n]) for n in (*reads, *writes)))
+    compute = spec.compute_us(dots) / tiling.efficiency
+    compute += spec.compute_us(vector) / VECTOR_EFFICIENCY
+    programs = tiling.programs()
+    compute *= math.ceil(programs / spec.cores) * spec.cores / programs
+    us = spec.launch_us + max(spec.memory_us(moved), compute)
+    return tile.Estimate(us, moved, dots + vector)
+
+
+def _bytes(layout: Layout) -> int:
+    return layout.nbytes_hint
+
+
+def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float | None:
+    """A call of the library for the one product of a nest; None where a factor is a vector."""
+    products = tile.contractions(nest)
+    if not products:
+        return None
+    ((name, c),) = products.items()
+    batch, m, k, n = (hint(product(a.extent for a in x)) for x in (c.batch, c.m, c.over, c.n))
+    larger, along = (c.b, c.over[-1]) if n >= m else (c.a, c.over[-1])
+    step = None
+    if larger.op == "load" and larger.attr[0] in layouts:
+        step = layouts[larger.attr[0]].address(larger.attr[1]).coefficient(along)
+    dtype = nest.reductions()[name].body.dtype
+    p = Product(batch, m, k, n, dtype, ITEMSIZE[dtype], step is not None and step.value == 1, False)
+    return product_us(p, spec)
+
+
+__all__ = ["candidates", "estimate", "feasible", "in_order", "library_us"]

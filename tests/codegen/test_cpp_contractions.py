@@ -1,0 +1,180 @@
+"""Kernels with products as C++: values of programs as users write them, under many tilings, at odd
+sizes, of strided and shared inputs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deuteron.ir.program import Constant, Input
+from deuteron.ir.reference import allocate
+from deuteron.schedule import contract
+from deuteron.schedule.kernel import Kernel
+from deuteron.schedule.reference import run_kernel
+from tests.codegen.cpp_tools import Runner
+from tests.schedule.contraction_programs import PROGRAMS, ahead, causal, inputs, plain, scores
+from tests.schedule.planning import Plan, planned
+
+RELATIVE, FLOOR = 2.0, 1e-6  # times eager's error; of the norm
+BLOCKS = (3, 8, 16, 24, 48, 64)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest kernels with products whether they pay or not."""
+
+    def larger(a: Any, b: Any) -> bool:
+        return a is not None and (b is None or len(a.region) >= len(b.region))
+
+    monkeypatch.setattr(contract, "MIN_GAIN", -1e9)
+    monkeypatch.setattr(contract, "_saves_more", larger)
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def memory(plan: Plan) -> dict[str, Tensor]:
+    (program,) = plan.programs
+    found: dict[str, Tensor] = {}
+    for d in program.defs:
+        if isinstance(d, Input):
+            found[d.name] = plan.inputs[d.position]
+        elif isinstance(d, Constant):
+            found[d.name] = program.constants[d.name]
+    return found
+
+
+def results(kernel: Kernel, given: dict[str, Tensor], runs: bool) -> dict[str, Tensor]:
+    """What the kernel writes: as C++, or by the reference executor."""
+    tensors = {**given, **{n: allocate(layout, {}) for n, layout in kernel.writes}}
+    if runs:
+        Runner(kernel)(tensors)
+    else:
+        run_kernel(kernel, tensors, {})
+    return {n: tensors[n] for n, _ in kernel.writes}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_every_tiling_computes_the_nest(name: str) -> None:
+    with torch.no_grad():
+        plan = planned(PROGRAMS[name], *inputs(name, torch.float32), device="cpu", run=False)
+    (kernel,) = plan.contractions
+    assert kernel.contraction is not None and len(plan.kernels) == 1
+    nest, tiling = kernel.contraction
+    given, draw = memory(plan), random.Random(name)
+    wanted = results(kernel, given, runs=False)
+    for k in range(3):
+        dims = tuple(
+            d
+            if d.block == 1 or d.mode == "whole" or not k
+            else replace(d, block=draw.choice(BLOCKS))
+            for d in tiling.dims
+        )
+        tiled = replace(kernel, contraction=(nest, replace(tiling, dims=dims)))
+        got, again = (results(tiled, given, runs=True) for _ in range(2))
+        for n, w in wanted.items():
+            assert relative(got[n], w) < 1e-5, dims
+            assert torch.equal(got[n], again[n])
+
+
+# -- as users call it ------------------------------------------------------------------------------
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return causal(q, k, v)
+
+
+def hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last keys are hidden, and all of them from the first queries."""
+    s = scores(q, k)
+    rows, columns = (torch.arange(n) for n in s.shape[-2:])
+    hide = (columns[None, :] > s.shape[-1] - 5) | (rows[:, None] < 3)
+    return torch.softmax(s.masked_fill(hide, float("-inf")), -1) @ v
+
+
+def transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    rows, columns = (torch.arange(n) for n in s.shape[-2:])
+    slopes = torch.exp2(-torch.arange(1, q.shape[1] + 1).float())
+    s = s + slopes[:, None, None] * (columns[None, :] - rows[:, None])
+    return torch.softmax(s.masked_fill(ahead(s), float("-inf")), -1) @ v
+
+
+def logarithm_too(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    s = scores(q, k)
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+
+def heads(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator) for s in shapes]
+
+
+CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+    "odd": (causal, heads(*[(1, 2, 131, 40)] * 3)),
+    "one block": (causal, heads(*[(1, 2, 64, 64)] * 3)),
+    "other lengths": (plain, heads((2, 3, 77, 32), (2, 3, 150, 32), (2, 3, 150, 48))),
+    "grouped heads": (grouped, heads((1, 4, 130, 32), (1, 2, 130, 32), (1, 2, 130, 32))),
+    "hidden rows": (hidden, heads(*[(1, 2, 100, 32)] * 3)),
+    "transposed": (transposed, heads(*[(2, 130, 3, 32)] * 3)),
+    "alibi": (alibi, heads(*[(1, 3, 100, 32)] * 3)),
+    "logarithm of sums": (logarithm_too, heads(*[(1, 3, 100, 32)] * 3)),
+    "one query": (plain, heads((1, 3, 1, 32), (1, 3, 90, 32), (1, 3, 90, 32))),
+    "one key": (causal, heads(*[(1, 3, 1, 32)] * 3)),
+    "nothing": (causal, heads(*[(0, 3, 70, 32)] * 3)),
+    "strided": (causal, [x[:, :, ::2, :32] for x in heads(*[(1, 2, 260, 48)] * 3)]),
+    "wide rows": (plain, heads(*[(1, 2, 200, 200)] * 3)),
+}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_attention_is_right(name: str) -> None:
+    f, args = CASES[name]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(f, backend="deuteron", fullgraph=True)(*args)
+        wanted, eager = f(*(a.double() for a in args)), f(*args)
+    for g, w, e in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, wanted, eager))):
+        assert g.shape == w.shape and g.stride() == e.stride()
+        assert torch.equal(g.isnan(), w.isnan())
+        g, w, e = (x.nan_to_num() for x in (g, w, e))
+        if w.numel():
+            assert relative(g, w) <= max(RELATIVE * relative(e, w), FLOOR)
+
+
+def test_the_estimate_decides() -> None:
+    with torch.no_grad():
+        taken = planned(causal, *heads(*[(1, 8, 1024, 64)] * 3), device="cpu", run=False)
+        w, b = torch.randn(4096, 1024), torch.randn(4096)
+        other = planned(
+            lambda x: F.gelu(F.linear(x, w, b)), torch.randn(2048, 1024), device="cpu", run=False
+        )
+    (kernel,) = taken.kernels
+    assert not taken.calls and all(lay.numel.value == 8 << 16 for _, lay in kernel.writes)
+    assert not other.contractions and len(other.calls) == 1
+    assert any(
+        d["reason"] == "no gain" and "us apart" in d["detail"] for d in other.decisions(False)
+    )
+
+
+def test_accesses_are_checked() -> None:
+    args = heads(*[(1, 8, 256, 64)] * 3)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        f = torch.compile(causal, backend="deuteron", options={"check_accesses": True})
+        assert relative(f(*args), causal(*(a.double() for a in args))) < 1e-5
