@@ -36,6 +36,7 @@ from deuteron.runtime.support import AccessError, IndexOutOfRange
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule.kernel import Kernel, Schedule
 from dev.check.concurrent import together
+from dev.check.quick import quicken
 
 INTERPRETED_GPU = "H200"
 
@@ -51,6 +52,7 @@ def gpu() -> DeviceSpec:
         )
     from triton.runtime import interpreter
 
+    quicken()
     interpreter.InterpreterBuilder.create_splat = splat
     interpreter.InterpreterBuilder.create_fma = fused
     interpreter.InterpreterBuilder.create_dot = multiplied
@@ -139,6 +141,7 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 def loaded(kernel: TritonKernel) -> Callable[..., Any]:
     """The function of a kernel, to be launched as ``f[grid](...)``."""
+    quicken()
     path = Path(tempfile.mkdtemp(dir=folder().name)) / f"{kernel.name}.py"
     path.write_text(kernel.source, encoding="utf-8")
     return getattr(module(path), kernel.name)

@@ -28,6 +28,7 @@ from deuteron.ir.index import evaluate
 from deuteron.lower import nn
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
+from dev.check.quick import quicken
 from tests.schedule import tools
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
@@ -118,6 +119,7 @@ def planned(name: str) -> tuple[Scheduled, list[TritonKernel]]:
 
 def run(name: str, folder: Path) -> list[torch.Tensor]:
     """The program's outputs."""
+    quicken()
     plan, kernels = planned(name)
     args = PROGRAMS[name][1]
     flags = torch.zeros(1 << 14, dtype=torch.int64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,16 @@ SCRIPT = Path(__file__).with_name("misaligned_programs.py")
 def test_values(name: str) -> None:
     entries = [entry for entry in reported(SCRIPT) if entry["case"][0] == name]
     assert len(entries) >= 8
+    check(entries)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_of_every_length(name: str) -> None:
+    check(reported(SCRIPT, "--every", name))
+
+
+def check(entries: list[dict[str, Any]]) -> None:
     for entry in entries:
         assert "failure" not in entry, (entry["case"], entry["failure"])
         assert entry["error"] <= 1, entry
