@@ -28,6 +28,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from deuteron.base.device import DeviceSpec
 from deuteron.base.garbage import collector_paused
 from deuteron.base.memo import MEMO
 from deuteron.base.observing import Watcher, observers
@@ -73,6 +74,7 @@ class Session:
 
     options: Options
     runner: Runner
+    specs: Callable[[str], DeviceSpec] | None
     collectors: tuple[list[Record], ...]
     watchers: tuple[Watcher, ...] = ()
     joint: Record = field(default_factory=Record)
@@ -82,7 +84,8 @@ class Session:
 
     def staged(self, name: str, artifact: Any, context: Context | None = None) -> Any:
         """What one of the first stages gives; without a context, of the whole graph."""
-        context = context or Context(self.options, self.joint, "captured", self.number)
+        given = (self.options, self.joint, "captured", self.number, self.specs)
+        context = context or Context(*given)
         number = next(k for k, s in enumerate(CAPTURE_STAGES, 1) if s.name == name)
         return run_stages(CAPTURE_STAGES[number - 1 : number], artifact, context, number)
 
@@ -195,11 +198,13 @@ def deuteron_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     runner: Runner = compile_graph,
+    specs: Callable[[str], DeviceSpec] | None = None,
 ) -> Callable[..., Any]:
-    """Dynamo's entry point; raises `OptionError` for a mode or option that does not exist."""
+    """Dynamo's entry point; raises `OptionError` for a mode or option that does not exist. `specs`:
+    a device's figures; None: those of this machine's."""
     asked = Options.make(mode, options)
     watchers = tuple(o(gm, example_inputs) for o in observers(asked.report))
-    session = Session(asked, runner, _COLLECTORS.get(), watchers)
+    session = Session(asked, runner, specs, _COLLECTORS.get(), watchers)
     key = not watchers and graph_cache.entry_key(gm, example_inputs, asked, session.joint)
     if not key or runner is not compile_graph:
         return compiled(gm, example_inputs, session)
@@ -231,7 +236,7 @@ class Late:
             mode = FakeTensorMode(shape_env=ShapeEnv())
             with torch._guards.tracing(torch._guards.TracingContext(mode)):
                 fakes = [mode.from_tensor(x, static_shapes=True) for x in args]
-                self.made = compiled(self.gm, fakes, Session(self.options, compile_graph, ()))
+                self.made = compiled(self.gm, fakes, Session(self.options, compile_graph, None, ()))
         return self.made(*args)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deuteron.backend import deuteron_backend
-from deuteron.base.device import device_spec, named_gpu
+from deuteron.base.device import DeviceSpec, device_spec, named_gpu
 from deuteron.base.passes import Context
 from deuteron.base.record import Record
 from deuteron.capture.stages import Part
@@ -56,14 +56,15 @@ def planned(
     """What becomes of `f`; `run`: also its results, by the reference executor."""
     plan = Plan()
     torch._dynamo.reset()
-    backend = partial(deuteron_backend, runner=partial(_scheduled, plan, device, run))
+    spec = device_spec("cpu") if device == "cpu" else named_gpu(device)
+    assert spec is not None
+    runner = partial(_scheduled, plan, spec, run)
+    backend = partial(deuteron_backend, runner=runner, specs=lambda _: spec)
     plan.results = torch.compile(f, backend=backend, options=options)(*args)
     return plan
 
 
-def _scheduled(plan: Plan, device: str, run: bool, part: Part, context: Context) -> Any:
-    spec = device_spec("cpu") if device == "cpu" else named_gpu(device)
-    assert spec is not None
+def _scheduled(plan: Plan, spec: DeviceSpec, run: bool, part: Part, context: Context) -> Any:
     context = replace(context, like=spec.kind, specs=lambda _: spec)
     made = compiled("rewrite", "schedule", part, context)
     program, schedule = made.program, made.schedule

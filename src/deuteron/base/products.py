@@ -48,6 +48,11 @@ CACHE_BYTES_PER_NS = 70.0
 GPU_GENERATED_SHARE, GPU_LIBRARY_SHARE = 0.05, 0.5
 
 
+# The longest axis that a program holds whole: a product that sums over no more may be computed
+# block by block inside the loop of another (attention's scores).
+MAX_WHOLE = 256
+
+
 def share_kernels(dtype: str, spec: DeviceSpec) -> bool:
     """Whether products of this dtype may be in one kernel with what surrounds them: f32 on a CPU;
     those of devices whose tensor cores multiply them, or tf32. `schedule.contract` decides where
@@ -149,6 +154,7 @@ def generated_us(p: Product, spec: DeviceSpec) -> float:
 __all__ = [
     "GENERATED_RATES",
     "LIBRARY_RATES",
+    "MAX_WHOLE",
     "MIN_TENSOR_CORE_SIDE",
     "Product",
     "generated_us",

@@ -98,7 +98,7 @@ def classify(joint: Joint, context: Context) -> Classified:
         if (mark := getattr(P, f"force_save_{what}", None)) is not None:
             mark(gm)
     info = P.classify_nodes(gm, list(joint.static), joint.num_fwd_outputs)
-    costs = costs_of(gm, info, context.options) if info.required_bw_nodes else None
+    costs = costs_of(gm, info, context) if info.required_bw_nodes else None
     return extended(Classified, joint, gm=gm, info=info, costs=costs, again=again)
 
 
@@ -114,7 +114,7 @@ def recompute_beside(joint: Classified, context: Context) -> Classified:
     )
     if rewritten is None or rewritten:
         info = P.classify_nodes(gm, list(joint.static), joint.num_fwd_outputs)
-        return replace(joint, info=info, costs=costs_of(gm, info, context.options))
+        return replace(joint, info=info, costs=costs_of(gm, info, context))
     return joint
 
 
@@ -140,6 +140,9 @@ def divide(joint: Cut, context: Context) -> Parts:
         return Parts(forward, backward, None)
     draws = random_calls(gm.graph) if context.options.eager_random else []
     order = {n.name: k for k, n in enumerate(gm.graph.nodes)}
+    if joint.costs is not None:
+        for n in joint.saved:
+            n.meta[ops.UNCOMPARED_META] = not joint.costs.compared(n)
     forward, backward = extract(gm, joint.saved, count, joint.info)
     replay_random(forward.graph, backward.graph, draws, order)
     if joint.again:

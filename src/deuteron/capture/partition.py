@@ -15,14 +15,17 @@ Costs are bytes of memory traffic, or what takes as long (`Costs`): what a libra
 also written, and what it is computed from read, where nobody else reads that then. What may not be
 recomputed (library calls, random draws, effects, collectives, sums on which a maximum depends)
 costs an infinite amount; what must be (tags of torch.utils.checkpoint) is forced to the backward's
-side. Of equal cuts the one nearest to the backward is taken: fewest operations repeated.
+side. A product of matrices whose result is larger than what it multiplies (attention's scores) is
+computed again at the rate of the units that multiply, where `schedule.contract` may have it in one
+kernel with what surrounds it: then none of what is computed from it goes through memory. Of equal
+cuts the one nearest to the backward is taken: fewest operations repeated.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +35,17 @@ from torch._functorch import partitioners as P
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
+from deuteron.base.device import DeviceSpec, device_spec
 from deuteron.base.errors import DeuteronError
 from deuteron.base.options import Options
+from deuteron.base.passes import Context
+from deuteron.base.products import MAX_WHOLE, share_kernels
 from deuteron.base.record import Record
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.capture.hints import Hints
 from deuteron.graph import ops
 from deuteron.graph.edit import Editor
+from deuteron.ir.reference_ops import TO_TORCH
 
 aten = torch.ops.aten
 
@@ -50,6 +57,9 @@ SAVED_BYTE_COST = 2.0
 # core 50 GFLOP/s at 6 GB/s. Only their order of magnitude matters.
 FLOPS_PER_BYTE = {"cuda": 14.0, "cpu": 8.0}
 SIMPLE_FLOPS, TRANSCENDENTAL_FLOPS, PHILOX_FLOPS = 1.0, 16.0, 40.0
+
+DTYPES = {v: k for k, v in TO_TORCH.items()}
+PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
 
 SAVE_TAGS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 RECOMPUTE_TAGS = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -72,7 +82,11 @@ class Costs:
     hints: Hints = field(default_factory=Hints)
     depth: dict[fx.Node, int] = field(default_factory=dict)
     outputs: frozenset[fx.Node] = frozenset()
+    spec: Callable[[str], DeviceSpec] = device_spec
     exact: set[fx.Node] = field(init=False)  # needed bit for bit, so not recomputed
+    # Products that may be computed block by block beside their readers; what is computed of them.
+    scores: set[fx.Node] = field(default_factory=set)
+    scored: set[fx.Node] = field(default_factory=set)
     _uses: dict[fx.Node, tuple[bool, bool]] = field(default_factory=dict)
     # Library calls of the backward, each a bit, and for every node those that come before it.
     _calls: dict[fx.Node, int] = field(default_factory=dict)
@@ -93,13 +107,21 @@ class Costs:
             for p in n.all_input_nodes:
                 before |= self._before.get(p, 0) | self._calls.get(p, 0)
             self._before[n] = before
+        for n in next(iter(self.depth)).graph.nodes if self.depth else ():
+            if self.shares(n) and self.expands(n):
+                self.scores.add(n)
+            elif not (ops.is_generated(n) and any(p in self.scored for p in n.all_input_nodes)):
+                continue
+            self.scored.add(n)
 
     def forward(self, n: fx.Node) -> bool:
         return n in self.depth
 
     def materialized(self, n: fx.Node) -> bool:
         """Does the forward write `n` to memory even if it is not saved?"""
-        if n.op == "placeholder" or n in self.outputs or not ops.is_generated(n):
+        if n.op == "placeholder" or n in self.outputs:
+            return True
+        if not ops.is_generated(n) and n not in self.scores:
             return True
         if n.target is operator.getitem and not ops.is_generated(n.args[0]):
             return True
@@ -109,7 +131,9 @@ class Costs:
             if ops.is_view(u):
                 if self.materialized(u):
                     return True
-            elif not ops.is_generated(u) or self.depth[u] > self.depth[n]:
+            elif not self.in_blocks(u) and (
+                not ops.is_generated(u) or self.depth[u] > self.depth[n]
+            ):
                 return True
         return False
 
@@ -127,7 +151,7 @@ class Costs:
                 generated, library = generated or g, library or l
             elif u in self.depth:
                 continue
-            elif ops.is_generated(u):
+            elif ops.is_generated(u) or self.in_blocks(u):
                 generated = True
             else:
                 library = True
@@ -208,7 +232,11 @@ class Costs:
             return 0
         if ops.is_symbolic(n):
             return INFINITE if _reads_data(n) and isinstance(n.meta["val"], torch.SymInt) else 0
-        if must_save(n) or not ops.is_generated(n):
+        if must_save(n):
+            return INFINITE
+        if ops.packet(n.target) in PRODUCTS:
+            return self.multiply_again(n)
+        if not ops.is_generated(n):
             return INFINITE
         if ops.is_view(n) or n.target is operator.getitem:
             return 0
@@ -235,6 +263,52 @@ class Costs:
         if self.backward_uses(n)[1]:
             cost += size + self.reread_bytes(n)  # a library call wants it in memory
         return int(4 * cost) + 1
+
+    def in_blocks(self, n: fx.Node) -> bool:
+        """Whether it is a product that may be computed block by block beside its readers, or one
+        that may read such blocks."""
+        return n in self.scores or (
+            self.shares(n) and any(p in self.scored for p in n.all_input_nodes)
+        )
+
+    def shares(self, n: fx.Node) -> bool:
+        """Whether it is a product that may be in one kernel with what surrounds it."""
+        if ops.packet(n.target) not in PRODUCTS or self.options.precision == "eager":
+            return False
+        val = n.meta["val"]
+        return share_kernels(DTYPES.get(val.dtype, ""), self.spec(str(val.device)))
+
+    def expands(self, n: fx.Node) -> bool:
+        """Whether a product's result is larger than its operands, and its sum short."""
+        size, *sizes = (self.hints.bytes(p.meta["val"]) for p in (n, *n.all_input_nodes))
+        return size > sum(sizes) and self.inner(n) <= MAX_WHOLE
+
+    def inner(self, n: fx.Node) -> int:
+        """How many products a product of matrices sums for each element."""
+        return self.hints.size(n.all_input_nodes[-1].meta["val"].shape[-2])
+
+    def multiply_again(self, n: fx.Node) -> int:
+        """The cost of a product's second computation, block by block in kernels of the backward."""
+        if not self.options.recompute or n not in self.scores or self.compared(n):
+            return INFINITE
+        val, spec = n.meta["val"], self.spec(str(n.meta["val"].device))
+        us = spec.compute_us(2.0 * self.hints.numel(val) * self.inner(n), DTYPES[val.dtype])
+        return int(4 * us * spec.bandwidth_gbps * 1e3) + 1
+
+    def compared(self, n: fx.Node) -> bool:
+        """Whether the backward looks for equal elements in what is computed from `n`: the gradient
+        of a maximum, which another kernel's rounding would lose."""
+        todo, seen = [n], {n}
+        while todo:
+            for u in todo.pop().users:
+                if u in seen or u.op == "output":
+                    continue
+                if ops.packet(u.target) == "aten.eq" and u in self._before:
+                    return True
+                seen.add(u)
+                if u in self.depth and ops.is_generated(u):
+                    todo.append(u)
+        return False
 
 
 def _reads_data(n: fx.Node) -> bool:
@@ -269,9 +343,10 @@ def rounded_before_selections(forward: Sequence[fx.Node]) -> set[fx.Node]:
     return selected_from
 
 
-def costs_of(joint: fx.GraphModule, info: Any, options: Options) -> Costs:
+def costs_of(joint: fx.GraphModule, info: Any, context: Context) -> Costs:
     results = next(iter(reversed(joint.graph.nodes))).all_input_nodes
-    return Costs(info, options, outputs=frozenset(n for n in results if n in info.fw_order))
+    outputs = frozenset(n for n in results if n in info.fw_order)
+    return Costs(info, context.options, outputs=outputs, spec=context.spec)
 
 
 def recompute_beside_calls(joint: fx.GraphModule, costs: Costs) -> bool:

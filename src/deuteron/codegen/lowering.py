@@ -225,17 +225,17 @@ class Lowering:
     # -- reductions --------------------------------------------------------------------------------
 
     def loops_of(self, s: Reduce | Store) -> list[Dim]:
-        """Loops that the statement needs and that are not open, outermost first."""
+        """Loops that the statement needs and that are not open, outermost first: those on which it
+        lives, then those over which it reduces."""
         opened = {x.dim for x in self.scopes}
-        body = s.body if isinstance(s, Reduce) else s.value
-        axes = set(body.axes()) | set(s.over if isinstance(s, Reduce) else ())
-        if isinstance(s, Store):
-            axes |= set().union(*(i.axes() for i in s.index))
-        return [
+        lives = set(self.nest.lives(s))
+        axes = lives | set(s.over if isinstance(s, Reduce) else ())
+        found = [
             d
             for d in self.dims.values()
             if d.mode == "loop" and d.name not in opened and axes & set(d.axes)
         ]
+        return sorted(found, key=lambda d: not lives & set(d.axes))
 
     def store(self, s: Store) -> None:
         loops = self.loops_of(s)
@@ -313,15 +313,16 @@ class Lowering:
     def loop(self, dim: Dim, wanted: Reduce | Store) -> None:
         """Opens a loop over a dimension for all that can run with `wanted`."""
         chain, of = passes(self.nest, dim.axes)
-        number = of[label(wanted)]
-        statements = (s for s in self.nest.statements if of.get(label(s)) == number)
+        number = of[wanted]
+        statements = (s for s in self.nest.statements if of.get(s) == number)
         group = [s for s in statements if self.pending(s, dim)]
         reductions = [s for s in group if isinstance(s, Reduce)]
         depth = len(self.scopes) - 1
         states = {s.name: self.state(s, depth) for s in reductions}
         # A sum that is not moved with its maximum may need what hides in a row without elements.
         alone = [s for s in reductions if s.kind == "sum" and s.name not in chain.rules]
-        late = any(n.attr[0] in of for s in alone for n in s.body.loads())
+        over = {s.name for s in of if isinstance(s, Reduce)}
+        late = any(n.attr[0] in over for s in alone for n in s.body.loads())
         loop = Loop(dim.name, *((None, None) if late else self.limits(dim, group)))
         self.scopes.append(Scope(dim.name, loop.body))
         current = dict(states)
@@ -390,6 +391,9 @@ class Lowering:
         loops = self.loops_of(s)
         if not loops or loops[0] is not dim:
             return False
+        lives = {self.dim_of[a].name for a in self.nest.lives(s)}
+        if any(x.dim not in lives for x in self.scopes[1:]):  # it belongs outside of this loop
+            return False
         return isinstance(s, Store) or bool(set(s.over) & set(dim.axes))
 
     def state(self, s: Reduce, depth: int) -> Value:
@@ -436,10 +440,6 @@ class Lowering:
         name = f".{value.name}"
         self.scopes[-1].results[name] = value
         return E.load(name, (), value.dtype)
-
-
-def label(s: Reduce | Store) -> str:
-    return s.name if isinstance(s, Reduce) else s.tensor
 
 
 LOG2_E = 1.4426950408889634

@@ -191,6 +191,10 @@ def placed(node: fx.Node) -> list[fx.Node]:
 CALLER_RESULTS_META = "deuteron_results"
 
 
+# Of a result that is saved for a backward which looks for no equal elements in it.
+UNCOMPARED_META = "deuteron_uncompared"
+
+
 def results_of(output: fx.Node) -> tuple[list[Any], list[Any]]:
     """What a graph returns: with the strides that were traced, and with any."""
     results: Any = output.args[0]

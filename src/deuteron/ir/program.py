@@ -218,6 +218,8 @@ class Program:
     # Tensor -> the node of the traced graph whose value it is, for the self-check.
     nodes: dict[str, str] = field(default_factory=dict, compare=False)
     checks: tuple[Check, ...] = ()
+    # Results in which nobody looks for equal elements (a maximum that the backward subtracts).
+    uncompared: frozenset[str] = field(default_factory=frozenset, compare=False)
 
     def computes(self) -> tuple[Compute, ...]:
         return tuple(d for d in self.defs if isinstance(d, Compute))

@@ -58,6 +58,7 @@ def live(p: Program) -> Program:
         p.num_inputs,
         p.nodes,
         p.checks,
+        p.uncompared,
     )
 
 

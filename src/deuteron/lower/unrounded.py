@@ -15,7 +15,8 @@ A rounding is kept where more than the last digits of a result depend on it:
                Comparisons with 0 ask for the sign, which a rounding only changes to 0.
     equality   Two tensors that are compared for being equal, the operand of which a position of an
                extreme element is found, and that of a maximum which leaves the graph (its gradient
-               goes to where the operand equals it): they, and all from which they are computed, are
+               goes to where the operand equals it; not one of which the partition knows that the
+               backward does not compare it): they, and all from which they are computed, are
                rounded as eager does, for all readers. Then each kernel that computes such a tensor
                anew, in the backward too, has the same bits.
 
@@ -73,7 +74,7 @@ def widening(n: Expr) -> bool:
 # -- what is compared for being equal --------------------------------------------------------------
 def compared(program: Program, computes: dict[str, Compute]) -> set[str]:
     """Computations that are rounded as in eager: those on which an equality depends."""
-    leaving = {o.tensor for o in program.outputs if o.tensor is not None}
+    leaving = {o.tensor for o in program.outputs if o.tensor is not None} - program.uncompared
     todo = [load.attr[0] for seed in seeds(computes, leaving) for load in seed.loads()]
     names: set[str] = set()
     while todo:

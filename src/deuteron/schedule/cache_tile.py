@@ -103,11 +103,14 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
     whole = [axes for axes, role in groups if role in ("whole", "inner")]
     if any(extent[axes] > tile.MAX_WHOLE for axes in whole):
         return
-    first = next(iter(tile.contractions(nest).values()))
+    products = tile.contractions(nest)
+    if not products:
+        return
+    first = next(iter(products.values()))
     for blocks, efficiency in CHAIN_BLOCKS if whole else PRODUCT_BLOCKS:
         dims = []
         for k, (axes, role) in enumerate(groups):
-            mode = {"batch": "grid", "inner": "whole"}.get(role, role)
+            mode = {"batch": "grid", "inner": "whole", "turns": "loop"}.get(role, role)
             if role in ("grid", "loop"):
                 inside = 1 if whole or set(axes) & set(first.n) else 2
                 side = 0 if set(axes) & set(first.m) else inside

@@ -81,15 +81,24 @@ class _Closure:
         if not self.axes:
             return tuple(atom(self.fresh(a)) for a in c.axes)
         table: dict[Axis, Index] = {}
-        for load in c.body.loads():
-            for place in self.places.get(load.attr[0], ())[:1]:
-                for mine, theirs in zip(load.attr[1], place, strict=True):
-                    for a in mine.axes():
-                        if mine is atom(a):
-                            table.setdefault(a, theirs)
-        if not all(a in table for a in c.axes):
+        todo: list[tuple[Expr, dict[Atom, Index]]] = [(c.body, {})]
+        while todo:
+            root, at = todo.pop()
+            for load in root.loads():
+                name, index, _ = load.attr
+                here = tuple(substitute(i, at) for i in index)
+                for place in self.places.get(name, ())[:1]:
+                    for mine, theirs in zip(here, place, strict=True):
+                        for a in c.axes:
+                            equal = None if a in table else _solved(mine, theirs, a)
+                            if equal is not None:
+                                table[a] = equal
+                maker = self.computes.get(name)
+                if maker is not None:
+                    todo.append((maker.body, dict(zip(maker.axes, here, strict=True))))
+        if not table:
             raise NoNest(f"{c.name} shares no axes with the others")
-        return tuple(table[a] for a in c.axes)
+        return tuple(table[a] if a in table else atom(self.fresh(a)) for a in c.axes)
 
     def fresh(self, axis: Axis) -> Axis:
         new = Axis(f"n{len(self.axes)}", axis.extent)
@@ -150,10 +159,12 @@ class _Closure:
         return None
 
     def note(self, root: Expr, table: dict[Atom, Index]) -> None:
-        """Remembers along which axes tensors are read."""
+        """Remembers where, and along which axes, tensors are read."""
         for load in root.loads():
             name, index, _ = load.attr
             place = tuple(substitute(i, table) for i in index)
+            if name not in self.computes and place not in self.places.setdefault(name, []):
+                self.places[name].append(place)
             for d, i in enumerate(place):
                 (a,) = i.axes() if len(i.axes()) == 1 else (None,)
                 if a is not None and i is atom(a):
@@ -185,6 +196,17 @@ class _Closure:
         return (
             E.op("where", load.args[0], value, E.literal(fill, value.dtype)) if load.args else value
         )
+
+
+def _solved(mine: Index, theirs: Index, a: Axis) -> Index | None:
+    """What `a` must be for the two to be equal, where that can be read off: of ``a // 4``, too."""
+    if mine is atom(a):
+        return theirs
+    if mine.axes() == {a} and len(theirs.axes()) == 1:
+        (other,) = theirs.axes()
+        if a.extent is other.extent and substitute(mine, {a: atom(other)}) is theirs:
+            return atom(other)
+    return None
 
 
 def _blanked(place: Place, d: int) -> Place:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, TypeVar
 
 from deuteron.base.device import DeviceSpec
@@ -24,9 +23,9 @@ from deuteron.base.products import share_kernels, tf32
 from deuteron.base.record import Record
 from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Extern, Layout, tensors_read
-from deuteron.schedule import cache_tile, tile
 from deuteron.schedule.alike import Naming, numbered, restored, restored_text
 from deuteron.schedule.closure import closure
+from deuteron.schedule.cover import cover, predicted_us, tilings
 from deuteron.schedule.group import Group
 from deuteron.schedule.legality import Refusal
 from deuteron.schedule.profit import launch_us
@@ -57,34 +56,28 @@ class Contracted:
 
 @dataclass(frozen=True)
 class Offer:
-    """One kernel for the steps of a region, and the microseconds that it saves."""
+    """Kernels for the steps of a region, and the microseconds that they save."""
 
     region: frozenset[int]
     us: float
     text: str
-    step: Contracted
+    steps: tuple[Contracted, ...]
 
 
 def _saves_more(a: Offer | None, b: Offer | None) -> bool:
     return a is not None and (b is None or a.us > b.us)
 
 
-def tilings(spec: DeviceSpec) -> ModuleType:
-    """Who knows tilings for a device: by whether it has memory that programs share."""
-    return tile if spec.shared else cache_tile
-
-
-def tiled(
-    nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec
-) -> tuple[Nest, Tiling, Estimate] | Refusal:
-    """A nest with the best of its tilings."""
-    loops = {a for s in nest.reductions().values() for a in s.over}
-    inside = [s.tensor for s in nest.stores() if loops & set(nest.lives(s))]
-    if inside:
-        why = f"{inside[0]} is needed, which would be stored block by block"
-        return Refusal("needed elsewhere", why)
-    found = tilings(spec).candidates(nest, layouts, spec)
-    return (nest, *found[0]) if found else Refusal("no tiling", "no block of it fits on chip")
+def called(
+    computes: Computes,
+    sinks: Sequence[str],
+    layouts: Mapping[str, Layout],
+    spec: DeviceSpec,
+    wide: str,
+) -> float | None:
+    """Microseconds of the library's call for one product; None where that is no nest."""
+    nest = closure(computes, sinks, wide)
+    return None if isinstance(nest, Refusal) else tilings(spec).library_us(nest, layouts, spec)
 
 
 Step = tuple[Group, float] | Extern
@@ -120,7 +113,7 @@ class Contraction:
                 self.readers.setdefault(n, []).append(k)
 
     def run(self) -> tuple[OrderedStep, ...]:
-        taken: dict[int, Contracted] = {}  # last step of a region -> what runs there
+        taken: dict[int, tuple[Contracted, ...]] = {}  # last step of a region -> what runs there
         gone: set[int] = set()
         for k in range(len(self.steps)):
             if k in gone or not self.products[k]:
@@ -137,11 +130,11 @@ class Contraction:
             if best is not None:
                 self.note(best.region, True, "saves memory traffic", best.text, best.us)
                 gone |= best.region
-                taken[max(best.region)] = best.step
+                taken[max(best.region)] = best.steps
         out: list[OrderedStep] = []
         for k, step in enumerate(self.steps):
             if k in taken:
-                out.append(taken[k])
+                out += taken[k]
             elif k not in gone:
                 out.append(step)
         return tuple(out)
@@ -219,18 +212,28 @@ class Contraction:
             for n in computes
             if n in self.outside or any(r not in region for r in self.readers.get(n, ()))
         ]
-        found, naming = self.reckon(tiled, computes, sinks, spec)
+        found, naming = self.reckon(cover, computes, sinks, spec)
         if isinstance(found, Refusal):
             self.refuse(region, replace(found, detail=restored_text(found.detail, naming)))
             return None
-        nest, tiling, estimate = found
-        text = f"{estimate.us:.1f} us in one kernel ({tiling}), {before:.1f} us apart"
-        if estimate.us > (1 - MIN_GAIN) * before:
+        us = predicted_us(found)
+        kernels = "one kernel" if len(found) == 1 else f"{len(found)} kernels"
+        tilings = "; ".join(str(k.tiling) for k in found)
+        text = f"{us:.1f} us in {kernels} ({tilings}), {before:.1f} us apart"
+        if us > (1 - MIN_GAIN) * before:
             self.refuse(region, Refusal("no gain", text))
             return None
-        made = tuple(computes.values())
-        step = Contracted(made, restored(nest, naming), tiling, estimate, device)
-        return Offer(region, before - estimate.us, text, step)
+        made = (
+            Contracted(
+                tuple(computes[naming(n)] for n in k.computes),
+                restored(k.nest, naming),
+                k.tiling,
+                k.estimate,
+                device,
+            )
+            for k in found
+        )
+        return Offer(region, before - us, text, tuple(made))
 
     def time(self, step: Step) -> float | None:
         """Microseconds of a step; None of a call that is no product, or whose product is no
@@ -242,17 +245,16 @@ class Contraction:
         product = step.product
         computes = {c.name: c for c in product}
         spec = self.specs[product[-1].layout.device]
-        found = self.reckon(tilings(spec).library_us, computes, [product[-1].name], spec)[0]
-        return None if isinstance(found, Refusal) else found
+        return self.reckon(called, computes, [product[-1].name], spec)[0]
 
     def reckon(
         self,
-        how: Callable[[Nest, Mapping[str, Layout], DeviceSpec], T],
+        how: Callable[[Computes, Sequence[str], Mapping[str, Layout], DeviceSpec, str], T],
         computes: Computes,
         sinks: Sequence[str],
         spec: DeviceSpec,
-    ) -> tuple[T | Refusal, Naming]:
-        """What `how` says of the nest of alike computations; the names here of what it names."""
+    ) -> tuple[T, Naming]:
+        """What `how` says of alike computations; the names here of what it names."""
         alike, numbers = numbered(computes.values())
         names = {number: n for n, number in numbers.items()}
         layouts = {
@@ -262,9 +264,7 @@ class Contraction:
         wide = self.wide if spec.shared else "f32"
         key = (how, alike, tuple(inner), tuple(layouts.items()), spec, wide)
         if key not in _RECKONED:
-            nest = closure({c.name: c for c in alike}, inner, wide)
-            found = nest if isinstance(nest, Refusal) else how(nest, layouts, spec)
-            _RECKONED[key] = found
+            _RECKONED[key] = how({c.name: c for c in alike}, inner, layouts, spec, wide)
         return _RECKONED[key], names.__getitem__
 
     def computes(self, region: frozenset[int]) -> dict[str, Compute] | None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from deuteron.base.device import DeviceSpec
-from deuteron.base.products import MIN_TENSOR_CORE_SIDE
+from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
 from deuteron.ir.expr import flops
 from deuteron.ir.index import Axis, hint, product
-from deuteron.ir.nest import Contraction, Nest, Reduce, Store, roots
+from deuteron.ir.nest import Contraction, Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Reduce as RowReduce
@@ -30,7 +30,6 @@ from deuteron.schedule.tiling import Dim, Tiling
 
 NAMES = "bijklmnopqrstuvw"  # of dimensions
 MIN_SIDE = MIN_TENSOR_CORE_SIDE
-MAX_WHOLE = 256  # the longest dimension that is held whole
 # Measured figures: by unit the blocks of products (m, n, k), and of products of which a second one
 # reads the first's result (rows, keys), with warps, pipeline stages and what of the unit's rate
 # (`DeviceSpec`) they reach; what of it the library reaches.
@@ -75,8 +74,8 @@ def figures(table: str, kind: str) -> Any:
 
 
 def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]] | str:
-    """The groups of axes with one role each ("batch", "grid", "whole", "loop" or "inner"), in the
-    order in which values have them; or what is in the way."""
+    """The groups of axes with one role each ("batch", "turns", "grid", "whole", "loop" or "inner"),
+    in the order in which values have them; or what is in the way."""
     products = contractions(nest)
     reduced = {a for s in nest.reductions().values() for a in s.over}
     signatures: dict[tuple[object, ...], list[Axis]] = {}
@@ -100,8 +99,10 @@ def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]] | str:
         roles_here = roles_of[: len(products)]
         lacking = any(a not in nest.lives(nest.reductions()[n]) for n in products for a in axes)
         inside = [n for n, c in products.items() if set(c.over) & set(axes)]
-        if set(axes) & reduced:
-            nested = any(set(nest.lives(nest.reductions()[n])) & reduced for n in inside)
+        if set(axes) & reduced and "batch" in roles_here:
+            role = "turns"
+        elif set(axes) & reduced:
+            nested = any(_nested(nest, nest.reductions()[n]) for n in inside)
             role = "inner" if nested else "loop"
         elif not {"m", "n"} & set(roles_here):
             role = "batch"
@@ -109,6 +110,13 @@ def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]] | str:
             role = "whole" if lacking else "grid"
         out.append((tuple(axes), role))
     return _in_order(out, products)
+
+
+def _nested(nest: Nest, s: Reduce) -> bool:
+    """Whether a reduction stands in the body of another, over an axis on which it lives."""
+    lives = set(nest.lives(s))
+    others = (r for r in nest.reductions().values() if lives & set(r.over))
+    return any(n.attr[0] == s.name for r in others for n in r.body.loads())
 
 
 def _in_order(
@@ -158,7 +166,8 @@ def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iter
     products = contractions(nest)
     roles = dict(groups)
     extent = {axes: hint(product(a.extent for a in axes)) for axes in roles}
-    if any(role in ("whole", "inner") and extent[axes] > MAX_WHOLE for axes, role in groups):
+    whole = (axes for axes, role in groups if role in ("whole", "inner"))
+    if not products or any(extent[axes] > MAX_WHOLE for axes in whole):
         return
     chained = any(role in ("whole", "inner") for role in roles.values())
     first = next(iter(products.values()))
@@ -168,6 +177,8 @@ def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iter
         for k, (axes, role) in enumerate(groups):
             if role == "batch":
                 block, mode = 1, "grid"
+            elif role == "turns":  # a sum over a batch: one after the other
+                block, mode = 1, "loop"
             elif role in ("whole", "inner"):
                 block, mode = max(MIN_SIDE, _power(extent[axes])), "whole"
             else:
@@ -179,7 +190,7 @@ def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iter
                     else 2
                 )
                 block = min(blocks[side], max(MIN_SIDE, _power(extent[axes])))
-                mode = role
+                mode = "whole" if role == "loop" and chained and extent[axes] <= block else role
             dims.append(Dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
         yield Tiling(tuple(dims), warps, stages, efficiency)
 
@@ -195,12 +206,23 @@ def tile_of(nest: Nest, tiling: Tiling, axes: Sequence[Axis]) -> int:
 
 def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
     """Whether accumulators fit into registers, and operands on their way into shared memory."""
+    if _crossed(nest, tiling):
+        return False
     held = 0
     for s in nest.reductions().values():
         held += 4 * tile_of(nest, tiling, nest.lives(s))
     if held > REGISTER_SHARE * 32 * tiling.num_warps * 255 * 4:
         return False
     return shared_bytes(nest, tiling) + RESERVED_SHARED <= spec.shared
+
+
+def _crossed(nest: Nest, tiling: Tiling) -> bool:
+    """Whether of two loops one reduction wants this inside, another that."""
+    pairs = set()
+    for s in nest.reductions().values():
+        lives, over = ({tiling.dim_of(a) for a in axes} for axes in (nest.lives(s), s.over))
+        pairs |= {(a.name, b.name) for a in lives for b in over if a.mode == b.mode == "loop"}
+    return any((b, a) in pairs for a, b in pairs)
 
 
 def shared_bytes(nest: Nest, tiling: Tiling) -> int:
@@ -313,30 +335,35 @@ def shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
     for d in tiling.dims:
         if d.mode == "loop":
             _, of = passes(nest, d.axes)
-            count = 1 + max(of[s.name] for s in nest.reductions().values() if s.name in of)
+            last = [
+                s
+                for s in nest.statements
+                if s in of and (isinstance(s, Reduce) or set(nest.lives(s)) & set(d.axes))
+            ]
+            count = 1 + max(of[s] for s in last)
             for s in nest.reductions().values():
                 if set(nest.lives(s)) & set(d.axes):  # made anew in each pass
                     out[s.name] = out.get(s.name, 1.0) * count
     return out
 
 
-def passes(nest: Nest, axes: Sequence[Axis]) -> tuple[Chain, dict[str, int]]:
+def passes(nest: Nest, axes: Sequence[Axis]) -> tuple[Chain, dict[Statement, int]]:
     """In which pass over `axes` each reduction over them and each store runs; results that live on
     them are made where they are used. The chain has the rules by which reductions share one."""
     inside = set(axes)
     chain = Chain(lambda e: not e.axes() & inside)
-    of: dict[str, int] = {}
+    of: dict[Statement, int] = {}
     for s in nest.statements:
         if isinstance(s, Store):
-            of[s.tensor] = chain.need(s.value)
+            of[s] = chain.need(s.value)
         elif not set(s.over) & inside:
             chain.ready[s.name] = chain.need(s.body)
         else:
-            of[s.name] = chain.add(RowReduce(s.name, s.kind, s.body))
+            of[s] = chain.add(RowReduce(s.name, s.kind, s.body))
             rule = chain.rules.get(s.name)
             if rule is not None and not isinstance(rule, Rescaled):  # a rule that is not used here
                 del chain.rules[s.name]
-                of[s.name] += 1
+                of[s] += 1
                 chain.ready[s.name] += 1
     return chain, of
 

@@ -70,8 +70,10 @@ class Printer:
 
     def places(self, name: str) -> None:
         d = self.dims[name]
-        lanes = f" + tl.arange(0, {d.block})" if d.block > 1 else ""
-        self.add(f"{name} = ({name}_at{lanes}).to({self.index_type})")
+        if d.block == 1:
+            self.add(f"{name} = tl.full([], {name}_at, {self.index_type})")
+        else:
+            self.add(f"{name} = ({name}_at + tl.arange(0, {d.block})).to({self.index_type})")
 
     def block(self, code: Sequence[Code]) -> None:
         for c in code:

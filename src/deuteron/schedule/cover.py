@@ -1,0 +1,150 @@
+"""The kernels that compute what a region around products stores.
+
+In: computations in order of execution, the names of those that others need (sinks), layouts, a
+device. Out: for each kernel its nest, the best of its tilings and what that is estimated to take;
+or a `Refusal`. Each kernel computes what it needs from what is in memory: what several need
+(the scores of an attention's backward) each of them computes. Where one would reduce over what it
+has blocks of, an earlier one stores that reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from deuteron.base.device import DeviceSpec
+from deuteron.ir.nest import Nest
+from deuteron.ir.program import Compute, Layout
+from deuteron.schedule import cache_tile, tile
+from deuteron.schedule.closure import closure
+from deuteron.schedule.legality import Refusal
+from deuteron.schedule.tile import Estimate
+from deuteron.schedule.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A kernel: the names of its computations, their nest, how that is tiled."""
+
+    computes: tuple[str, ...]
+    nest: Nest
+    tiling: Tiling
+    estimate: Estimate
+
+
+Kernels = tuple[Tiled, ...]
+
+
+def tilings(spec: DeviceSpec) -> ModuleType:
+    """Who knows tilings for a device: by whether it has memory that programs share."""
+    return tile if spec.shared else cache_tile
+
+
+def cover(
+    computes: Mapping[str, Compute],
+    sinks: Sequence[str],
+    layouts: Mapping[str, Layout],
+    spec: DeviceSpec,
+    wide: str,
+) -> Kernels | Refusal:
+    """The fastest kernels that store `sinks`, in order of execution; `wide`: see `closure`."""
+    return _Cover(computes, layouts, spec, wide).kernels(sinks)
+
+
+def predicted_us(kernels: Sequence[Tiled]) -> float:
+    return sum(k.estimate.us for k in kernels)
+
+
+class _Cover:
+    def __init__(
+        self,
+        computes: Mapping[str, Compute],
+        layouts: Mapping[str, Layout],
+        spec: DeviceSpec,
+        wide: str,
+    ) -> None:
+        self.computes, self.layouts, self.spec, self.wide = computes, layouts, spec, wide
+        self.order = list(computes)
+
+    def kernels(self, sinks: Sequence[str]) -> Kernels | Refusal:
+        """In execution order. Where several are needed, and one of them would reduce over what it
+        has blocks of, an earlier one stores that reduction."""
+        one = self.kernel(sinks, ())
+        tried: list[Kernels | Refusal] = [one if isinstance(one, Refusal) else (one,)]
+        if len(sinks) > 1:
+            tried.append(self.divided(sinks))
+            needed = self.needed(sinks, ())
+            rows = [n for n, c in needed.items() if reduces_rows(c) and n not in sinks]
+            if rows:
+                tried.append(self.used(self.divided([*rows, *sinks]), sinks))
+        made = [t for t in tried if not isinstance(t, Refusal)]
+        return min(made, key=predicted_us) if made else tried[0]
+
+    def used(self, made: Kernels | Refusal, sinks: Sequence[str]) -> Kernels | Refusal:
+        """The same, and nothing stored that nobody reads."""
+        if isinstance(made, Refusal):
+            return made
+        wanted = {*sinks, *(n for k in made for n in k.nest.tensors()[0])}
+        stored = {n for k in made for n in k.nest.tensors()[1]}
+        if stored <= wanted:
+            return made
+        return self.divided([n for n in self.order if n in stored & wanted])
+
+    def divided(self, goals: Sequence[str]) -> Kernels | Refusal:
+        """Each goal in the first kernel that can have it and gains by it."""
+        parts: list[list[str]] = []
+        made: list[Tiled] = []
+        for goal in sorted(goals, key=self.order.index):
+            before = [n for part in parts for n in part]
+            alone = self.kernel([goal], before)
+            for k, part in enumerate(parts):
+                memory = [n for p in parts[:k] for n in p]
+                both = self.kernel([*part, goal], memory)
+                if isinstance(both, Refusal):
+                    continue
+                if isinstance(alone, Refusal) or both.estimate.us <= (
+                    made[k].estimate.us + alone.estimate.us
+                ):
+                    part.append(goal)
+                    made[k] = both
+                    break
+            else:
+                if isinstance(alone, Refusal):
+                    return alone
+                parts.append([goal])
+                made.append(alone)
+        return tuple(made)
+
+    def kernel(self, sinks: Sequence[str], memory: Sequence[str]) -> Tiled | Refusal:
+        """One kernel that stores `sinks`, where `memory` has been stored before."""
+        computes = self.needed(sinks, memory)
+        nest = closure(computes, sinks, self.wide)
+        if isinstance(nest, Refusal):
+            return nest
+        found = tilings(self.spec).candidates(nest, self.layouts, self.spec)
+        if not found:
+            return Refusal("no tiling", "no block of it fits on chip")
+        tiling, estimate = found[0]
+        return Tiled(tuple(computes), nest, tiling, estimate)
+
+    def needed(self, sinks: Sequence[str], memory: Sequence[str]) -> dict[str, Compute]:
+        """What the sinks are computed from, in execution order."""
+        needed = set(sinks)
+        for name in reversed(self.order):
+            if name in needed:
+                loads = self.computes[name].body.loads()
+                needed.update(n.attr[0] for n in loads if n.attr[0] not in memory)
+        return {n: c for n, c in self.computes.items() if n in needed}
+
+
+def reduces_rows(c: Compute) -> bool:
+    """Whether it is a reduction, and no product of matrices."""
+    if c.body.op != "reduce":
+        return False
+    body = c.body.args[0]
+    sides = [x.axes() for x in body.args] if body.op == "mul" else []
+    return not (sides and sides[0] - sides[1] and sides[1] - sides[0])
+
+
+__all__ = ["Kernels", "Tiled", "cover", "predicted_us", "tilings"]
