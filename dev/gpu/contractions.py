@@ -1,17 +1,19 @@
 """Products with what surrounds them on a GPU: times beside eager and Inductor, errors, memory.
 
-    python -m dev.gpu.contractions [NAME...]
+    python -m dev.gpu.contractions [--train] [NAME...]
 
 Prints a line for each case: microseconds of a call (median by CUDA events, the three in one
 process), errors against float64 of a part of the batch (root of summed squares, relative), MiB that
-a call allocates.
+a call allocates. With --train calls are a forward and the backward of a random gradient, and the
+error is the largest of the result's and the gradients'.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -110,40 +112,60 @@ def timed(f: Callable[[], Any]) -> float:
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted).norm() / wanted.norm())
+    return float((got.detach().double() - wanted).norm() / wanted.norm())
 
 
-def measured(name: str, case: Case) -> str:
+def trained(f: Callable[..., Tensor], grad: Tensor, args: list[Tensor]) -> list[Tensor]:
+    """The result, and the gradients of all arguments."""
+    out = f(*args)
+    return [out, *torch.autograd.grad(out, args, grad.to(out.dtype)[: len(out)])]
+
+
+def measured(name: str, case: Case, train: bool) -> str:
     args = made(case)
     torch._dynamo.reset()
-    ours = torch.compile(case.f, backend="deuteron")
-    theirs = torch.compile(case.f, backend="inductor")
-    results = {"deuteron": ours(*args), "eager": case.f(*args)}
+    fs = [torch.compile(case.f, backend=b) for b in ("deuteron", "inductor")]
+    ours, theirs, eager = *fs, case.f
     own = case.batched if case.batched > 1 else 0  # of one sample, where samples are independent
     few = [(a[:1] if k < own else a).double() for k, a in enumerate(args)]
-    wanted = case.f(*few)
-    errors = {n: error(r[: len(wanted)], wanted) for n, r in results.items()}
-    del results, wanted, few
+    if train:
+        args, few = ([a.requires_grad_() for a in x] for x in (args, few))
+        grad = torch.randn_like(case.f(*args))
+        ours, theirs, eager = (partial(trained, f, grad) for f in (*fs, case.f))
+        results = [ours(args), eager(args), trained(case.f, grad, few)]
+    else:
+        ours, theirs, eager = (lambda x, f=f: [f(*x)] for f in (*fs, case.f))
+        results = [ours(args), eager(args), [case.f(*few)]]
+    compared = 1 + case.batched if own else 1 + len(args)
+    errors = [
+        max(error(r[: len(w)], w) for r, w in list(zip(got, results[2], strict=True))[:compared])
+        for got in results[:2]
+    ]
+    del results, few
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    ours(*args)
+    ours(args)
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    theirs(*args)
-    us = [timed(partial(f, *args)) for f in (ours, case.f, theirs)]
+    theirs(args)
+    us = [timed(partial(f, args)) for f in (ours, eager, theirs)]
     return (
         f"{name:18s} deuteron {us[0]:9.1f} us, eager {us[1]:9.1f}, inductor {us[2]:9.1f}; "
-        f"error {errors['deuteron']:.1e}, eager's {errors['eager']:.1e}; {peak:.0f} MiB"
+        f"error {errors[0]:.1e}, eager's {errors[1]:.1e}; {peak:.0f} MiB"
     )
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=", ".join(CASES))
+    parser.add_argument("--train", action="store_true")
+    asked = parser.parse_args()
     print(torch.cuda.get_device_name())
-    with torch.no_grad():
-        for name in names or CASES:
-            print(measured(name, CASES[name]), flush=True)
+    with nullcontext() if asked.train else torch.no_grad():
+        for name in asked.names or CASES:
+            print(measured(name, CASES[name], asked.train), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
