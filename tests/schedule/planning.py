@@ -26,11 +26,30 @@ from deuteron.schedule.reference import run_kernel
 
 
 @dataclass
+class Call:
+    """A call of a graph: its inputs, in their order."""
+
+    program: Program
+    schedule: Schedule
+    inputs: list[Any]
+
+    def memory(self) -> dict[str, Any]:
+        """Tensors that are there before anything runs."""
+        found: dict[str, Any] = {}
+        for d in self.program.defs:
+            if isinstance(d, Input):
+                found[d.name] = self.inputs[d.position]
+            elif isinstance(d, Constant):
+                found[d.name] = self.program.constants[d.name]
+        return found
+
+
+@dataclass
 class Plan:
     programs: list[Program] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    inputs: list[Any] = field(default_factory=list)  # of the last graph, in its order
+    calls_made: list[Call] = field(default_factory=list)
     results: Any = None
 
     @property
@@ -64,6 +83,25 @@ def planned(
     return plan
 
 
+def trained(f: Callable[..., Any], *args: Any, run: bool = True, **options: Any) -> Plan:
+    """What becomes of `f` and its gradients; `results`: of the forward, then the gradients of the
+    arguments, which are leaves from now on."""
+    for a in args:
+        a.requires_grad_()
+    plan = planned(f, *args, run=run, **options)
+    grads = gradients(plan.results, args)
+    plan.results = [plan.results, *grads]
+    return plan
+
+
+def gradients(results: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Of all arguments, for the same random gradient of the result each time."""
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    generator = torch.Generator().manual_seed(7)
+    given = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in results]
+    return torch.autograd.grad(results, args, given)
+
+
 def _scheduled(plan: Plan, spec: DeviceSpec, run: bool, part: Part, context: Context) -> Any:
     context = replace(context, like=spec.kind, specs=lambda _: spec)
     made = compiled("rewrite", "schedule", part, context)
@@ -75,7 +113,7 @@ def _scheduled(plan: Plan, spec: DeviceSpec, run: bool, part: Part, context: Con
     def call(args: list[Any]) -> Sequence[Any]:
         inputs = list(args)
         args.clear()
-        plan.inputs = list(inputs)
+        plan.calls_made.append(Call(program, schedule, list(inputs)))
         with torch.no_grad():
             return executed(program, schedule, inputs, run)
 
@@ -107,4 +145,4 @@ def executed(program: Program, schedule: Schedule, inputs: Sequence[Any], run: b
     return [execution.output(o) for o in program.outputs]
 
 
-__all__ = ["Plan", "planned"]
+__all__ = ["Call", "Plan", "gradients", "planned", "trained"]

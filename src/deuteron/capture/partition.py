@@ -303,7 +303,7 @@ class Costs:
             for u in todo.pop().users:
                 if u in seen or u.op == "output":
                     continue
-                if ops.packet(u.target) == "aten.eq" and u in self._before:
+                if ops.packet(u.target) == "aten.eq" and (u in self._before or in_backward(u)):
                     return True
                 seen.add(u)
                 if u in self.depth and ops.is_generated(u):

@@ -18,10 +18,11 @@ from typing import Any
 
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
 from deuteron.ir import expr as E
+from deuteron.ir.division import bound as end_of
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, product
+from deuteron.ir.index import Axis, Index, const, product
 from deuteron.ir.nest import Nest, Reduce, Store
-from deuteron.ir.operations import REDUCTIONS
+from deuteron.ir.operations import COMPARISONS, REDUCTIONS
 from deuteron.ir.program import Layout
 from deuteron.schedule import online
 from deuteron.schedule.masks import bounds
@@ -33,10 +34,12 @@ from deuteron.schedule.tiling import Dim, Tiling
 class Tiles:
     """What a target's tiles are. `whole`: they have all places of their blocks, of which those that
     do not exist are masked; else loops end where the places do. `powers`: exponentials of
-    differences are powers of two (`binary`)."""
+    differences are powers of two (`binary`). `reciprocals`: a tile divided by a smaller one is
+    multiplied with its reciprocal."""
 
     whole: bool
     powers: bool
+    reciprocals: bool
 
 
 @dataclass
@@ -138,7 +141,11 @@ class Lowering:
             self.reduce(s)
             self.scopes = inner
             return
-        args = [self.value(a) for a in n.args]
+        places = [position(a) for a in n.args] if n.op in COMPARISONS else [None]
+        if None in places:
+            args = [self.value(a) for a in n.args]
+        else:  # 64 bits would be several instructions
+            args = [self.index(p) for p in places if p is not None]
         depth = self._depth(n)
         dims: set[str] = set().union(*(a.dims for a in args))
         match n.op:
@@ -150,9 +157,22 @@ class Lowering:
                 made = self.load(n, args)
             case "cast":
                 made = self.let(depth, "cast", args[0].dims, n.dtype, args, n.args[0].dtype)
+            case "div" if self.tiles.reciprocals and n.dtype == "f32" and set(args[1].dims) < dims:
+                factors = (args[0], self.reciprocal(args[1]))
+                made = self.let(depth, "op", tuple(dims), n.dtype, factors, "mul")
             case _:
                 made = self.let(depth, "op", tuple(dims), n.dtype, args, n.op)
         self.scopes[depth].values[n] = made
+
+    def reciprocal(self, x: Value) -> Value:
+        """1 / x, once for all that is divided by it."""
+        depth = self.together(x)
+        known = self.scopes[depth].values.get(("reciprocal", x.name))
+        if known is None:
+            one = self.let(depth, "literal", (), x.dtype, attr=1.0)
+            known = self.let(depth, "op", x.dims, x.dtype, (one, x), "div")
+            self.scopes[depth].values["reciprocal", x.name] = known
+        return known
 
     def index(self, index: Index, dtype: str = "i32") -> Value:
         """The number that an index is at each place of its tile."""
@@ -319,11 +339,7 @@ class Lowering:
         reductions = [s for s in group if isinstance(s, Reduce)]
         depth = len(self.scopes) - 1
         states = {s.name: self.state(s, depth) for s in reductions}
-        # A sum that is not moved with its maximum may need what hides in a row without elements.
-        alone = [s for s in reductions if s.kind == "sum" and s.name not in chain.rules]
-        over = {s.name for s in of if isinstance(s, Reduce)}
-        late = any(n.attr[0] in over for s in alone for n in s.body.loads())
-        loop = Loop(dim.name, *((None, None) if late else self.limits(dim, group)))
+        loop = Loop(dim.name, *self.limits(dim, group, chain))
         self.scopes.append(Scope(dim.name, loop.body))
         current = dict(states)
         for s in reductions:
@@ -348,7 +364,7 @@ class Lowering:
                 self.scopes[depth].results[s.name] = self.finished(s, rule)
 
     def limits(
-        self, dim: Dim, group: Sequence[Reduce | Store]
+        self, dim: Dim, group: Sequence[Reduce | Store], chain: online.Chain
     ) -> tuple[Value | None, Value | None]:
         """From where to where a loop must go: outside its reductions get nothing."""
         start: Value | None = None
@@ -356,7 +372,8 @@ class Lowering:
         reductions = [s for s in group if isinstance(s, Reduce)]
         if len(dim.axes) != 1 or len(reductions) < len(group):
             return start, stop
-        for bound in bounds(reductions, dim.axes[0]):
+        results, moved = chain.reductions.keys(), chain.rules.keys()
+        for bound in bounds(reductions, dim.axes[0], results, moved):
             edge = self.edge(bound.index, bound.upper)
             if edge is None:
                 continue
@@ -442,6 +459,19 @@ class Lowering:
         return E.load(name, (), value.dtype)
 
 
+def position(e: Expr) -> Index | None:
+    """What a number is that is known to fit into 32 bits, of positions."""
+    if e.op not in ("index", "literal") or e.dtype not in ("i32", "i64"):
+        return None
+    index: Index = e.attr if e.op == "index" else const(int(e.attr))
+    for upper in (False, True):
+        end = end_of(index, upper)
+        if end is None or end.value is None or abs(end.value) > INT32_MAX:
+            return None
+    return index
+
+
+INT32_MAX = 2**31 - 1
 LOG2_E = 1.4426950408889634
 
 

@@ -10,7 +10,9 @@ count as 0, also with what is not finite: what a mask hides is not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, atom, const, evaluate, substitute
@@ -30,11 +32,18 @@ class Bound:
     upper: bool
 
 
-def bounds(reductions: Sequence[Reduce], axis: Axis) -> tuple[Bound, ...]:
-    """What cuts a loop over `axis` in which all of `reductions` run."""
+def bounds(
+    reductions: Sequence[Reduce],
+    axis: Axis,
+    results: AbstractSet[str] = frozenset(),
+    moved: AbstractSet[str] = frozenset(),
+) -> tuple[Bound, ...]:
+    """What cuts a loop over `axis` in which all of `reductions` run. `results` over the whole axis
+    may be minus infinity in a row without elements: an exponential of a difference from one is
+    0 only in sums that are `moved` with their maximum."""
     common: dict[Positive, None] | None = None
     for s in reductions:
-        own = dict.fromkeys(_neutral(s))
+        own = dict.fromkeys(_neutral(s, frozenset() if s.name in moved else results))
         common = own if common is None else {p: None for p in common if p in own}
     out = []
     for index, strict in common or ():
@@ -49,10 +58,10 @@ def bounds(reductions: Sequence[Reduce], axis: Axis) -> tuple[Bound, ...]:
     return tuple(out)
 
 
-def _neutral(s: Reduce) -> list[Positive]:
+def _neutral(s: Reduce, unknown: AbstractSet[str]) -> list[Positive]:
     if s.kind == "max":
         return _low(s.body)
-    return _zero(s.body) if s.kind == "sum" else []
+    return _zero(s.body, unknown) if s.kind == "sum" else []
 
 
 def _low(e: Expr) -> list[Positive]:
@@ -71,16 +80,18 @@ def _low(e: Expr) -> list[Positive]:
     return []
 
 
-def _zero(e: Expr) -> list[Positive]:
+def _zero(e: Expr, unknown: AbstractSet[str]) -> list[Positive]:
+    """Where it is 0, whatever the `unknown` results are."""
     match e.op:
         case "where":
-            return _chosen(e, 0, _zero)
+            return _chosen(e, 0, partial(_zero, unknown=unknown))
         case "exp" | "exp2":
-            return _low(e.args[0])
+            far = any(n.attr[0] in unknown for n in e.args[0].loads())
+            return [] if far else _low(e.args[0])
         case "mul":
-            return [*_zero(e.args[0]), *_zero(e.args[1])]
+            return [*_zero(e.args[0], unknown), *_zero(e.args[1], unknown)]
         case "div" | "cast":
-            return _zero(e.args[0])
+            return _zero(e.args[0], unknown)
     return []
 
 

@@ -317,34 +317,38 @@ def programs_together(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> int:
 
 def shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
     """For reductions in a loop that a mask cuts the share of it that is walked; for what is inside
-    such loops, too, times the passes in which it is made."""
+    such loops the sum over the passes in which it is made."""
     out: dict[str, float] = {}
     for d in tiling.dims:
-        if d.mode != "loop" or len(d.axes) != 1:
+        if d.mode != "loop":
             continue
-        over = [s for s in nest.reductions().values() if d.axes[0] in s.over]
-        cut = bounds(over, d.axes[0])
-        others = {a for b in cut for a in b.index.axes()}
-        if not cut or len(others) != 1:
-            continue
-        (other,) = others
-        rows = tiling.dim_of(other)
-        share = visited(cut, d.extent, rows.extent, rows.block) if rows.axes == (other,) else 1.0
-        inside = [s.name for s in nest.reductions().values() if d.axes[0] in nest.axes_of(s.body)]
-        out.update(dict.fromkeys(inside, share))
-    for d in tiling.dims:
-        if d.mode == "loop":
-            _, of = passes(nest, d.axes)
-            last = [
-                s
-                for s in nest.statements
-                if s in of and (isinstance(s, Reduce) or set(nest.lives(s)) & set(d.axes))
-            ]
-            count = 1 + max(of[s] for s in last)
-            for s in nest.reductions().values():
-                if set(nest.lives(s)) & set(d.axes):  # made anew in each pass
-                    out[s.name] = out.get(s.name, 1.0) * count
+        chain, of = passes(nest, d.axes)
+        inside = [s for s in nest.statements if set(nest.lives(s)) & set(d.axes)]
+        ends: dict[int, list[Statement]] = {}
+        for s in nest.statements:
+            if s in of and (isinstance(s, Reduce) or s in inside):
+                ends.setdefault(of[s], []).append(s)
+        shares = {k: _walked(nest, tiling, d, group, chain) for k, group in ends.items()}
+        for k, group in ends.items():
+            out.update({s.name: shares[k] for s in group if isinstance(s, Reduce)})
+        for s in inside:
+            if isinstance(s, Reduce):
+                out[s.name] = out.get(s.name, 1.0) * sum(shares.values())
     return out
+
+
+def _walked(nest: Nest, tiling: Tiling, d: Dim, group: Sequence[Statement], chain: Chain) -> float:
+    """The share of a loop that one pass walks."""
+    reductions = [s for s in group if isinstance(s, Reduce)]
+    if len(d.axes) != 1 or len(reductions) < len(group):
+        return 1.0
+    cut = bounds(reductions, d.axes[0], chain.reductions.keys(), chain.rules.keys())
+    others = {a for b in cut for a in b.index.axes()}
+    if len(others) != 1:
+        return 1.0
+    (other,) = others
+    rows = tiling.dim_of(other)
+    return visited(cut, d.extent, rows.extent, rows.block) if rows.axes == (other,) else 1.0
 
 
 def passes(nest: Nest, axes: Sequence[Axis]) -> tuple[Chain, dict[Statement, int]]:

@@ -74,11 +74,6 @@ REFUSALS: dict[str, Advice] = {
         "one kernel of the products and what surrounds them would need more than fits on chip",
         "Heads of at most 256 columns fit; sizes must be fixed.",
     ),
-    "needed elsewhere": Advice(
-        "what lies between two products (attention's weights, say) is a result, or is saved for "
-        "the backward, so that it must be stored in any case",
-        "Do not return it; run inference under torch.no_grad().",
-    ),
     "kept unfused": Advice(
         "it was measured: apart they are faster (option guard='measure')",
         "Nothing to change.",

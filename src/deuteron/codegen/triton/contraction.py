@@ -23,8 +23,8 @@ def contraction_kernel(kernel: Kernel) -> TritonKernel:
     pointers = {n: f"p{k}_{plain_name(n)}" for k, n in enumerate(layouts)}
     ends = [lay.extent() + lay.offset for lay in layouts.values()]
     wide = any(e.value is None or e.value > MAX_INT32_INDEX for e in ends)
-    code = lower_nest(nest, tiling, layouts, Tiles(whole=True, powers=True))
     fast = all(s.operands != "f32" for s in nest.reductions().values())
+    code = lower_nest(nest, tiling, layouts, Tiles(whole=True, powers=True, reciprocals=fast))
     body = Printer(tiling, pointers, "tl.int64" if wide else "tl.int32", fast).print(code)
     name = f"triton_{kernel.name}"
     lines = [

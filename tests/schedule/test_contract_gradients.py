@@ -1,0 +1,89 @@
+"""Gradients of products in kernels with what surrounds them: attention's scores are computed again,
+and are never in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.schedule.contraction_programs import CHAINS, PROGRAMS, B, H, S, inputs
+from tests.schedule.planning import Plan, gradients, planned, trained
+
+RELATIVE, FLOOR = 2.0, 2e-3  # times eager's error, as everywhere
+SCORES = B * H * S * S
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    return float((got.detach().double() - wanted).norm() / wanted.norm())
+
+
+def check(plan: Plan, f: object, args: list[Tensor]) -> None:
+    """Results and gradients are as exact as eager's."""
+    assert callable(f)
+    wide = [a.detach().double().requires_grad_() for a in args]
+    own = [a.detach().clone().requires_grad_() for a in args]
+    wanted, eager = ([r, *gradients(r, x)] for x in (wide, own) for r in (f(*x),))
+    for got, e, w in zip(plan.results, eager, wanted, strict=True):
+        assert relative(got, w) <= max(RELATIVE * relative(e, w), FLOOR)
+
+
+def written(plan: Plan) -> list[int]:
+    """The elements of what kernels and calls write."""
+    sizes = [lay.numel.value for k in plan.kernels for _, lay in k.writes]
+    sizes += [lay.numel.value for c in plan.calls for lay in c.layouts if lay is not None]
+    return [n for n in sizes if n is not None]
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_gradients_are_right(name: str) -> None:
+    args = inputs(name)
+    plan = trained(PROGRAMS[name], *args)
+    check(plan, PROGRAMS[name], args)
+    if name in CHAINS:
+        assert not plan.calls and len(plan.contractions) == len(plan.kernels) <= 4
+        assert all(n < SCORES for n in written(plan)), written(plan)
+
+
+def weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    p = torch.softmax(q @ k.transpose(-1, -2), -1)
+    return p @ v, p
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The gradient passes through the maximum, which the backward looks for."""
+    s = q @ k.transpose(-1, -2)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def test_weights_that_are_wanted_are_stored_by_the_kernel() -> None:
+    args = inputs("plain")
+    with torch.no_grad():
+        plan = planned(weights, *args)
+    assert len(plan.schedules[0].steps) == 1 and SCORES in written(plan)
+    wide = [a.double() for a in args]
+    for got, eager, wanted in zip(plan.results, weights(*args), weights(*wide), strict=True):
+        assert relative(got, wanted) <= max(RELATIVE * relative(eager, wanted), FLOOR)
+
+
+@pytest.mark.parametrize("f", [weights, by_hand])
+def test_scores_that_must_be_kept(f: object) -> None:
+    assert callable(f)
+    args = inputs("plain")
+    plan = trained(f, *args)
+    own = [a.detach().clone().requires_grad_() for a in args]
+    wide = [a.detach().double().requires_grad_() for a in args]
+    got = plan.results[1:]
+    for g, e, w in zip(got, gradients(f(*own), own), gradients(f(*wide), wide), strict=True):
+        assert relative(g, w) <= max(RELATIVE * relative(e, w), FLOOR)
+    if f is by_hand:
+        saved = [d for r in plan.records for d in r.of("decision") if d["subject"] == "save"]
+        assert any(d["bytes"] >= 2 * SCORES for d in saved), saved
+
+
+def test_without_recomputation_weights_are_saved() -> None:
+    args = inputs("plain")
+    plan = trained(PROGRAMS["plain"], *args, recompute=False)
+    check(plan, PROGRAMS["plain"], args)
+    assert SCORES in written(plan)
