@@ -126,7 +126,7 @@ def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
     sides = [set(nest.axes_of(x)) for c in tile.contractions(nest).values() for x in (c.a, c.b)]
     held = [set(nest.lives(s)) for s in nest.reductions().values()] + sides
     size = sum(4 * _tile(tiling, axes) for axes in held)
-    return size <= TILE_SHARE * spec.l2
+    return size <= TILE_SHARE * spec.l2 and not tile.crossed(nest, tiling)
 
 
 def _tile(tiling: Tiling, axes: set[Axis]) -> int:

@@ -206,7 +206,7 @@ def tile_of(nest: Nest, tiling: Tiling, axes: Sequence[Axis]) -> int:
 
 def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
     """Whether accumulators fit into registers, and operands on their way into shared memory."""
-    if _crossed(nest, tiling):
+    if crossed(nest, tiling):
         return False
     held = 0
     for s in nest.reductions().values():
@@ -216,7 +216,7 @@ def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
     return shared_bytes(nest, tiling) + RESERVED_SHARED <= spec.shared
 
 
-def _crossed(nest: Nest, tiling: Tiling) -> bool:
+def crossed(nest: Nest, tiling: Tiling) -> bool:
     """Whether of two loops one reduction wants this inside, another that."""
     pairs = set()
     for s in nest.reductions().values():
@@ -400,6 +400,7 @@ __all__ = [
     "Estimate",
     "candidates",
     "contractions",
+    "crossed",
     "dimensions",
     "estimate",
     "feasible",

@@ -262,7 +262,7 @@ def write_nests(task: Cut, context: Context) -> Written:
         body += ["{", *("  " + s for s in inside), "}"]
     if task.kernel.contraction is not None:
         nest, tiling = task.kernel.contraction
-        code = lower_nest(nest, tiling, task.layouts, Tiles(whole=False, powers=False))
+        code = lower_nest(nest, tiling, task.layouts, Tiles(whole=False, powers=False, reciprocals=False))
         body = Printer(tiling, pointers, used, not task.accesses).print(code, task.threaded)
     return extended(
         Written,
