@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.ir.program import Constant, Input
 from deuteron.ir.reference import allocate
 from deuteron.schedule import contract
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.reference import run_kernel
 from tests.codegen.cpp_tools import Runner
 from tests.schedule.contraction_programs import PROGRAMS, ahead, causal, inputs, plain, scores
-from tests.schedule.planning import Plan, planned
+from tests.schedule.planning import planned
 
 RELATIVE, FLOOR = 2.0, 1e-6  # times eager's error; of the norm
 BLOCKS = (3, 8, 16, 24, 48, 64)
@@ -41,17 +40,6 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def memory(plan: Plan) -> dict[str, Tensor]:
-    (program,) = plan.programs
-    found: dict[str, Tensor] = {}
-    for d in program.defs:
-        if isinstance(d, Input):
-            found[d.name] = plan.inputs[d.position]
-        elif isinstance(d, Constant):
-            found[d.name] = program.constants[d.name]
-    return found
-
-
 def results(kernel: Kernel, given: dict[str, Tensor], runs: bool) -> dict[str, Tensor]:
     """What the kernel writes: as C++, or by the reference executor."""
     tensors = {**given, **{n: allocate(layout, {}) for n, layout in kernel.writes}}
@@ -70,7 +58,7 @@ def test_every_tiling_computes_the_nest(name: str) -> None:
     (kernel,) = plan.contractions
     assert kernel.contraction is not None and len(plan.kernels) == 1
     nest, tiling = kernel.contraction
-    given, draw = memory(plan), random.Random(name)
+    given, draw = plan.calls_made[0].memory(), random.Random(name)
     wanted = results(kernel, given, runs=False)
     for k in range(3):
         dims = tuple(

@@ -92,7 +92,6 @@ class Driver:
         self.returned: dict[str, Any] = {}  # tensor -> the storage that it was returned as
         self.givers: dict[Output, Any] = {}  # result -> the first node that gave it
         self.exposed: set[Any] = set()  # storages that are one tensor in memory, as traced
-        self.compared: set[str] = set()  # results in which somebody may look for equal elements
         self.nodes: dict[str, str] = {}  # see `Program.nodes`
 
     def run(self) -> Program:
@@ -131,7 +130,6 @@ class Driver:
             self.position,
             self.nodes,
             assertions.checks(ctx, {s.name for s in self.sizes} | called),
-            frozenset(o.tensor for o in self.outputs if o.tensor) - self.compared,
         )
 
     def unsupported(self, node: fx.Node, reason: str) -> UnsupportedOp:
@@ -157,9 +155,6 @@ class Driver:
             results = node.args[0]
             for r in results if isinstance(results, (tuple, list)) else [results]:
                 self.outputs.append(self.distinct(r, self.output(r)))
-                name = self.outputs[-1].tensor
-                if name is not None and not r.meta.get(ops.UNCOMPARED_META):
-                    self.compared.add(name)
         else:
             raise self.unsupported(node, f"FX nodes of kind {node.op!r}")
 

@@ -5,9 +5,13 @@ In: an ATen graph, as `graph.rewrite` leaves it. Out: a `Program`.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 from torch import fx
 
 from deuteron.base.passes import Context, Pass, Table, run_passes
+from deuteron.graph import ops
 from deuteron.ir.printer import print_program
 from deuteron.ir.program import Compute, Constant, Extern, Input, Program, tensors_read
 from deuteron.ir.verify import verify_program
@@ -17,7 +21,15 @@ from deuteron.lower.unrounded import unrounded
 
 def lower_nodes(gm: fx.GraphModule, context: Context) -> Program:
     """Every node becomes loops, a library call, or a view of something."""
-    return Driver(gm, context).run()
+    program = Driver(gm, context).run()
+    results = itertools.chain(*ops.results_of(gm.graph.output_node()))
+    compared = {
+        o.tensor
+        for o, r in zip(program.outputs, results, strict=True)
+        if not (isinstance(r, fx.Node) and r.meta.get(ops.UNCOMPARED_META))
+    }
+    names = {o.tensor for o in program.outputs if o.tensor is not None}
+    return replace(program, uncompared=frozenset(names - compared))
 
 
 def drop_dead(program: Program, context: Context) -> Program:

@@ -262,7 +262,8 @@ def write_nests(task: Cut, context: Context) -> Written:
         body += ["{", *("  " + s for s in inside), "}"]
     if task.kernel.contraction is not None:
         nest, tiling = task.kernel.contraction
-        code = lower_nest(nest, tiling, task.layouts, Tiles(whole=False, powers=False, reciprocals=False))
+        tiles = Tiles(whole=False, powers=False, reciprocals=False)
+        code = lower_nest(nest, tiling, task.layouts, tiles)
         body = Printer(tiling, pointers, used, not task.accesses).print(code, task.threaded)
     return extended(
         Written,
