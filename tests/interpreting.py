@@ -28,9 +28,18 @@ def interpret(*command: str | Path, timeout: float = 800) -> str:
     return done.stdout
 
 
-@lru_cache(maxsize=4)
 def reported(script: Path, *arguments: str) -> list[dict[str, Any]]:
     """The lines of JSON that a script prints. The tests of one report are of one ``xdist_group``,
-    so that only one worker runs the script."""
-    lines = interpret(script, *arguments).splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    so that only one worker runs the script, and it does so once, also where the script fails."""
+    printed = _printed(script, *arguments)
+    if isinstance(printed, Exception):
+        raise printed
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+@lru_cache(maxsize=4)
+def _printed(script: Path, *arguments: str) -> str | Exception:
+    try:
+        return interpret(script, *arguments)
+    except (AssertionError, subprocess.TimeoutExpired) as e:
+        return e

@@ -84,8 +84,14 @@ def same(f: Callable[..., Tensor], *args: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 47, 64])
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+SIZES = (1, 31, 32, 33, 47, 64)
+LONG = [pytest.param(n, "bicubic", marks=pytest.mark.slow) for n in (31, 47, 64)]
+
+
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [*product(SIZES, ["nearest", "bilinear"]), *product((1, 32, 33), ["bicubic"]), *LONG],
+)
 def test_upsampling(size: int, mode: str) -> None:
     x = torch.randn(2, 3, 5, size, generator=torch.Generator().manual_seed(size))
     for scale in (2, 3):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deuteron.backend import deuteron_backend
 from deuteron.base.device import DeviceSpec, device_spec, named_gpu
@@ -50,6 +51,7 @@ class Plan:
     schedules: list[Schedule] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     calls_made: list[Call] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # of the last call, by name
     results: Any = None
 
     @property
@@ -115,13 +117,15 @@ def _scheduled(plan: Plan, spec: DeviceSpec, run: bool, part: Part, context: Con
         args.clear()
         plan.calls_made.append(Call(program, schedule, list(inputs)))
         with torch.no_grad():
-            return executed(program, schedule, inputs, run)
+            execution = executed(program, schedule, inputs, run)
+            plan.tensors = execution.tensors
+            return [execution.output(o) for o in program.outputs]
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
-def executed(program: Program, schedule: Schedule, inputs: Sequence[Any], run: bool) -> list[Any]:
+def executed(program: Program, schedule: Schedule, inputs: Sequence[Any], run: bool) -> Execution:
     """One call: library calls by ATen, kernels by the reference executor."""
     execution = Execution(program, inputs)
     for d in program.defs:
@@ -142,7 +146,7 @@ def executed(program: Program, schedule: Schedule, inputs: Sequence[Any], run: b
             for name, layout in zip(step.names, step.layouts, strict=True):
                 if name and layout:
                     execution.tensors[name] = allocate(layout, execution.sizes)
-    return [execution.output(o) for o in program.outputs]
+    return execution
 
 
 __all__ = ["Call", "Plan", "gradients", "planned", "trained"]

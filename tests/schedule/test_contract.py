@@ -11,13 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from deuteron.ir import nest
 from deuteron.ir.index import Axis, Index, const
 from deuteron.ir.nest import Nest, Reduce
 from deuteron.schedule import contract, cover
 from deuteron.schedule.closure import closure
 from deuteron.schedule.legality import Refusal
 from deuteron.schedule.masks import Bound, bounds
+from deuteron.schedule.reference import run_kernel
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, inputs
 from tests.schedule.planning import planned
 
@@ -142,6 +145,37 @@ def test_alike_layers_are_reckoned_once(monkeypatch: pytest.MonkeyPatch) -> None
     many, kernels_of_many = closures_of_layers(8, monkeypatch)
     assert kernels_of_many - kernels_of_few >= 3
     assert 0 < many <= few + 2
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not out._is_view():
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", ["causal", "transposed", "mlp", "rms_linear"])
+def test_values_are_made_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference executor needs no memory for all scores, and gives the same results."""
+    with torch.no_grad():
+        plan = planned(PROGRAMS[name], *inputs(name))
+    (kernel,) = plan.contractions
+    tensors = plan.tensors
+    whole = {n: tensors[n].clone() for n, _ in kernel.writes}
+    monkeypatch.setattr(nest, "BLOCK_POINTS", 1 << 10)
+    for n, _ in kernel.writes:
+        tensors[n].fill_(torch.nan)
+    with Largest() as largest:
+        run_kernel(kernel, tensors, {})
+    stored = max(t.numel() for t in whole.values())
+    assert largest.elements <= max(stored, 8 << 10)
+    for n, wanted in whole.items():
+        assert relative(tensors[n], wanted.double()) <= FLOOR
 
 
 # -- masks -----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ multiplied, where the traced program says so: tensor cores take them in it. Fact
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -30,8 +31,8 @@ import torch
 from torch import Tensor
 
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index
-from deuteron.ir.reference import Evaluator, bound_axes, points
+from deuteron.ir.index import Axis, Index, evaluate
+from deuteron.ir.reference import BLOCK_POINTS, Evaluator, blocks, bound_axes, points
 from deuteron.ir.reference_ops import TO_TORCH, reduce
 
 
@@ -126,28 +127,47 @@ def roots(s: Statement) -> tuple[Expr, ...]:
 def run_nest(
     nest: Nest, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], device: str
 ) -> Iterator[tuple[str, list[Tensor], Tensor]]:
-    """The reference executor: tensor, positions and values of every store, in whole tensors."""
+    """The reference executor: tensor, positions and values of every store, in blocks of the axes
+    that nothing reduces, so that no value has much more than `BLOCK_POINTS` elements. What does not
+    live on these axes is computed, and stored, by each block anew."""
     axes = (*nest.axes, *bound_axes(e for s in nest.statements for e in roots(s)))
-    evaluator = Evaluator(axes, sizes, tensors, device)
+    reduced = [a for s in nest.reductions().values() for a in s.over]
+    count = {a: evaluate(a.extent, sizes) for a in axes}
+    widest = max(math.prod(count[a] for a in space) for space in _spaces(nest))
+    limit = BLOCK_POINTS * max(1, math.prod(count.values())) // max(1, widest)
+    free = [a for a in nest.axes if a not in reduced]
+    for ranges in blocks(free, axes[len(nest.axes) :] + tuple(reduced), sizes, {}, limit):
+        evaluator = Evaluator(axes, sizes, tensors, device, ranges)
+        for s in nest.statements:
+            if isinstance(s, Store):
+                value, at, _ = points(evaluator, nest.lives(s), s.value, s.index, None)
+                yield s.tensor, at, value
+            else:
+                evaluator.locals[s.name] = _reduced(s, evaluator)
+
+
+def _spaces(nest: Nest) -> Iterator[tuple[Axis, ...]]:
+    """Axes of the tensors that the executor makes."""
     for s in nest.statements:
-        if isinstance(s, Store):
-            value, at, _ = points(evaluator, nest.lives(s), s.value, s.index, None)
-            yield s.tensor, at, value
-            continue
-        body = _rounded(s, evaluator)
-        full = evaluator.spread(body, s.over)
-        dims = [evaluator.dims[a] for a in s.over]
-        value = reduce(s.kind, full, dims, s.body.dtype)
-        evaluator.locals[s.name] = value.to(TO_TORCH[s.body.dtype])
+        (root,) = roots(s)
+        product = isinstance(s, Reduce) and s.operands is not None
+        yield nest.lives(s)
+        yield from map(nest.axes_of, root.args if product else (root,))
 
 
-def _rounded(s: Reduce, evaluator: Evaluator) -> Tensor:
-    """The body's value, of factors in the dtype that the statement says."""
+def _reduced(s: Reduce, evaluator: Evaluator) -> Tensor:
+    """A result; of a contraction, of factors in the dtype that the statement says."""
+    dims = [evaluator.dims[a] for a in s.over]
     if s.operands is None:
-        return evaluator.value(s.body)
-    kind = TO_TORCH[s.factors]
+        full = evaluator.spread(evaluator.value(s.body), s.over)
+        return reduce(s.kind, full, dims, s.body.dtype)
+    kind = TO_TORCH[s.operands]
     a, b = (evaluator.value(x).to(kind).to(torch.float64) for x in s.body.args)
-    return a * b
+    every = list(range(a.dim()))
+    total = torch.einsum(a, every, b, every, [d for d in every if d not in dims])
+    for d in sorted(dims):
+        total = total.unsqueeze(d)
+    return total.to(TO_TORCH[s.body.dtype])
 
 
 __all__ = ["Contraction", "Nest", "Reduce", "Statement", "Store", "roots", "run_nest"]
