@@ -27,6 +27,7 @@ from deuteron.schedule.profit import elements
 from deuteron.tools.gpu_facts import gpu_facts
 from deuteron.tools.names import Place, op_name, place_of
 from deuteron.tools.observe import Captured, Part
+from deuteron.tools.tile_data import tile_data
 
 Data = dict[str, Any]
 NAMES = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?![\w(])")
@@ -226,6 +227,7 @@ class PartData:
             "language": "Triton" if isinstance(code, TritonKernel) else "C++",
             "configs": configs,
             "hardware": facts,
+            "tiles": tile_data(k, self.layouts, self.part.context.spec(k.device)),
             "reason": "",
             "product": next((product_data(self.chosen[o.node]) for o in k.origins
                              if o.node in self.chosen), None),
@@ -264,6 +266,7 @@ class PartData:
             "language": "",
             "configs": [],
             "hardware": {},
+            "tiles": None,
             "reason": e.reason,
             "product": product_data(chosen) if chosen else None,
         }

@@ -54,6 +54,7 @@ def page(data: Mapping[str, Any], json_name: str, against: Data | None = None) -
         cards=cards(data),
         refusals=refusals(data),
         products=products(data),
+        tiled=tiled(data),
         attention=attention(data),
         host=host_us(data),
         stage_names=names,
@@ -154,7 +155,6 @@ def attention(data: Data) -> list[dict[str, Any]]:
     """Steps that are attention: library calls by name, kernels that multiply and exponentiate."""
     rows = []
     for p in data["parts"]:
-        saved = ", ".join(d["label"] or d["first"] for d in p["saved"])
         for s in p["steps"]:
             ops = {o["op"] for o in s["ops"]}
             call = s["kind"] == "library" and any(w in s["name"] for w in ATTENTION_CALLS)
@@ -165,9 +165,18 @@ def attention(data: Data) -> list[dict[str, Any]]:
                     "One kernel: scores, softmax and the product with the values; scores are in no "
                     f"memory. Tiling: {'; '.join(s['configs'][:1]) or 'loops of the CPU'}."
                 )  # fmt: skip
+                near = {*s["reads"], *s["writes"], *(o["node"] for o in s["ops"])}
+                saved = [d["label"] or d["first"] for d in p["saved"] if d["first"] in near]
                 rows.append({**s, "where": where(p, s), "note": note, "what": s["name"],
-                             "saved": saved if p["phase"] == "forward" else ""})  # fmt: skip
+                             "saved": ", ".join(saved)})  # fmt: skip
     return rows
+
+
+def tiled(data: Data) -> list[dict[str, Any]]:
+    """Kernels with products, those that take longest first."""
+    steps = [(p, s) for p in data["parts"] for s in p["steps"] if s["tiles"]]
+    rows = [{**s, "part": p["id"], "where": where(p, s)} for p, s in steps]
+    return sorted(rows, key=lambda s: -s["us"])[:100]
 
 
 def host_us(data: Data) -> float:

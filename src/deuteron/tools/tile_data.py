@@ -1,0 +1,87 @@
+"""A kernel with products as plain values for reports: its tiling, those it was chosen from, and
+what its masks leave out.
+
+In: a kernel of the schedule. Out: a dictionary of numbers, strings, lists and dictionaries; times
+are microseconds, predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deuteron.base.device import DeviceSpec
+from deuteron.ir.index import Index, const, evaluate, substitute
+from deuteron.ir.nest import Nest
+from deuteron.ir.program import Layout
+from deuteron.schedule.cover import tilings
+from deuteron.schedule.kernel import Kernel
+from deuteron.schedule.masks import Bound, bounds
+from deuteron.schedule.tiling import Dim, Tiling
+
+Data = dict[str, Any]
+
+
+def tile_data(kernel: Kernel, layouts: Mapping[str, Layout], spec: DeviceSpec) -> Data | None:
+    """None for a kernel without products. `candidates`: the best first; `loops`: see
+    `tile_classes`."""
+    if kernel.contraction is None:
+        return None
+    nest, tiling = kernel.contraction
+    found = tilings(spec).candidates(nest, layouts, spec)
+    return {
+        "tiling": str(tiling),
+        "candidates": [
+            {"tiling": str(t), "us": e.us, "bytes": e.bytes, "chosen": t == tiling}
+            for t, e in found
+        ],
+        "loops": [tile_classes(nest, tiling, d) for d in tiling.dims if d.mode == "loop"],
+    }
+
+
+def tile_classes(nest: Nest, tiling: Tiling, loop: Dim) -> Data:
+    """The tiles of a loop's blocks and of the blocks of the rows that its masks depend on: `full`
+    ones, in which no element is masked, `partial` ones, and those that are `skipped`. A loop that
+    no mask cuts has full tiles only, of one block of rows."""
+    over = [s for s in nest.reductions().values() if set(s.over) & set(loop.axes)]
+    cut: Sequence[Bound] = bounds(over, loop.axes[0]) if len(loop.axes) == 1 else ()
+    others = {a for b in cut for a in b.index.axes()}
+    rows = tiling.dim_of(next(iter(others))) if len(others) == 1 else None
+    counts = {"full": loop.count, "partial": 0, "skipped": 0}
+    if rows is not None and rows.axes == tuple(others):
+        counts = dict.fromkeys(counts, 0)
+        for first in range(0, rows.extent, rows.block):
+            last = min(first + rows.block, rows.extent) - 1
+            for name, count in _classes(cut, loop, (first, last)).items():
+                counts[name] += count
+    return {
+        "dimension": loop.name,
+        "extent": loop.extent,
+        "block": loop.block,
+        "rows": rows.block if rows is not None else None,
+        **counts,
+    }
+
+
+def _classes(cut: Sequence[Bound], loop: Dim, rows: tuple[int, int]) -> dict[str, int]:
+    """Blocks of the loop, beside the rows from the first to the last. Bounds are linear: a block's
+    largest and least are those of these two."""
+    low_any = low_all = 0
+    high_any = high_all = loop.extent
+    for b in cut:
+        least, most = sorted(_value(b.index, x) for x in rows)
+        if b.upper:
+            high_any, high_all = min(high_any, most), min(high_all, least)
+        else:
+            low_any, low_all = max(low_any, least), max(low_all, most)
+    walked = -(-max(high_any, 0) // loop.block) - low_any // loop.block
+    end = loop.count if high_all >= loop.extent else max(high_all, 0) // loop.block
+    walked, full = max(0, walked), max(0, end - -(-low_all // loop.block))
+    return {"full": full, "partial": walked - full, "skipped": loop.count - walked}
+
+
+def _value(index: Index, row: int) -> int:
+    return evaluate(substitute(index, {a: const(row) for a in index.axes()}), {})
+
+
+__all__ = ["tile_classes", "tile_data"]
