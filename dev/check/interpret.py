@@ -220,6 +220,18 @@ def of_64_bits(number: int) -> Any:
     return tl.tensor(TensorHandle(numpy.array([number], dtype=numpy.int64), tl.int64), tl.int64)
 
 
+def boxes(kernel: TritonKernel, tensors: Sequence[Tensor]) -> list[Any]:
+    """What describes the boxes of a kernel."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    out = []
+    for b in kernel.boxes:
+        t = tensors[b.tensor]
+        start = t.as_strided((1,), (1,), b.offset // t.itemsize)
+        out.append(TensorDescriptor(start, list(b.extents), list(b.strides), list(b.block)))
+    return out
+
+
 def asserting(wanted: bool) -> None:
     """Whether the interpreter heeds assertions in kernels, which it usually skips."""
     from triton.runtime import interpreter
@@ -249,9 +261,10 @@ def launch(
         elif kind == "size":
             assert isinstance(what, Sym)
             given.append(of_64_bits(sizes[what.name]) if wide else sizes[what.name])
-        else:
+        elif kind != "box":
             given.append(counter if kind == "counter" else flags)
     aligned = all(t.data_ptr() % 16 == 0 for t in given if isinstance(t, Tensor))
+    given += boxes(kernel, given) if aligned else []
     constants = kernel.constants(config, wide, aligned)
     asserting(kernel.debug)
     try:

@@ -47,8 +47,15 @@ def drawn(kernel: Kernel, draw: random.Random, count: int) -> Iterator[Tiling]:
             d if d.block == 1 or d.mode == "whole" else replace(d, block=draw.choice(BLOCKS))
             for d in tiling.dims
         )
-        other = replace(tiling, dims=dims, num_stages=draw.choice((1, 2, 3)))
-        if feasible(nest, other, spec):
+        other = replace(
+            tiling,
+            dims=dims,
+            num_stages=draw.choice((1, 2, 3)),
+            fetches=draw.choice((False, True)),
+            puts=draw.choice((False, True)),
+            persistent=draw.choice((0, 3)),
+        )
+        if feasible(nest, replace(other, fetches=False), {}, spec):
             count -= 1
             yield other
 

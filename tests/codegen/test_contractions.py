@@ -14,6 +14,8 @@ from deuteron.base.device import named_gpu
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import generate
 from deuteron.runtime.build_triton import build
+from deuteron.schedule.tile import dimensions, feasible, listed
+from dev.measure.tilings import kernel_of, product_case
 from tests.codegen.contraction_tilings import WIDE
 from tests.codegen.cubins import instructions, resources
 from tests.interpreting import reported
@@ -30,7 +32,9 @@ TOLERANCE = {"bfloat16": 4e-3, "float32": 2e-6}
     "name,dtype", [*((n, "bfloat16") for n in sorted(PROGRAMS)), *((n, "float32") for n in WIDE)]
 )
 def test_every_tiling_computes_the_nest(name: str, dtype: str) -> None:
-    rows = [r for r in reported(SCRIPT, "0", "1", dtype) if r["case"] == name]
+    every = reported(SCRIPT, "0", "1", dtype)
+    rows = [r for r in every if r["case"] == name]
+    assert all(any(how in r["tiling"] for r in every) for how in ("fetches", "puts", "persistent"))
     both = name in CHAINS and dtype == "bfloat16"
     assert len(rows) >= (4 if both else 2), "of the forward and the backward"
     for row in rows:
@@ -49,3 +53,22 @@ def test_attention_is_built_without_a_gpu(tmp_path: Path) -> None:
     _, local = resources(binary.code, tmp_path)
     assert local == 0, "nothing is spilled"
     assert any("HGMMA" in x for x in instructions(binary.code, tmp_path)), "tensor cores multiply"
+
+
+def test_boxes_are_copied_and_what_is_not_aligned_is_loaded(tmp_path: Path) -> None:
+    case = product_case("half", turned=True)
+    groups, spec = dimensions(case.nest), named_gpu("H100")
+    assert spec is not None and not isinstance(groups, str)
+    row = [[128, 256, 64], 8, 3, [1.0, 1.0], "fetches puts persistent"]
+    (tiling,) = listed(case.nest, groups, case.layouts, spec, [row])
+    assert feasible(case.nest, tiling, case.layouts, spec)
+    code = kernel_of(case, tiling, "linear")
+    options = Options.make(options={"cache_dir": str(tmp_path)})
+    assert code.grid(code.configs[0], {}) == spec.cores and len(code.boxes) == 3
+    for aligned in (True, False):
+        binary = build(code, code.configs[0], 90, options, aligned)
+        found = {x.partition(".")[0] for x in instructions(binary.code, tmp_path)}
+        assert len(binary.boxes) == 3 * aligned
+        assert ("UTMALDG" in found) is ("UTMASTG" in found) is aligned and "HGMMA" in found
+        _, local = resources(binary.code, tmp_path)
+        assert local == 0 or not aligned, "nothing is spilled"

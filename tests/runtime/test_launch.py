@@ -19,13 +19,15 @@ from deuteron.base.errors import BuildError
 from deuteron.base.options import Options
 from deuteron.base.record import Record
 from deuteron.codegen.products import Product, Side
-from deuteron.codegen.triton.generate import Config, TritonKernel
+from deuteron.codegen.triton.generate import Box, Config, TritonKernel
 from deuteron.ir.index import Sym, const
 from deuteron.ir.program import Layout
 from deuteron.runtime import build_cpp, graph_nodes, launch_blas, launch_cuda, launch_graph, tune
+from deuteron.runtime.build_triton import Binary
 from deuteron.runtime.graph_nodes import Node, Place, Use
 from deuteron.runtime.launch_blas import Multiply
 from deuteron.runtime.launch_cuda import Launcher, LaunchError, LoadedKernel
+from deuteron.runtime.launch_function import box_rows
 from deuteron.runtime.launch_graph import Replay
 from deuteron.runtime.tune import TunedLauncher, TunedProduct
 from deuteron.schedule.kernel import Kernel
@@ -44,6 +46,16 @@ int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
                    unsigned bz, unsigned shared, void* stream, void** params, void** extra) {
   if (int r = answer()) return r;
   note((long long)f, gx, *(long long*)params[0], *(int*)params[1]);
+  return 0;
+}
+// What a box is encoded from shows in the words that the kernel gets, as its second argument.
+int cuTensorMapEncodeTiled(void* map, int kind, unsigned rank, void* at,
+                           const unsigned long long* extents, const unsigned long long* pitches,
+                           const unsigned* block, const unsigned* steps, int interleave,
+                           int swizzle, int l2, int fill) {
+  if ((long long)map % 64 || steps[0] != 1 || interleave || fill) return 1;
+  note(9, (long long)at, kind * 100 + rank * 10 + swizzle, extents[0] * 1000 + pitches[0]);
+  *(int*)map = block[0] * 100 + block[rank - 1];
   return 0;
 }
 struct attribute { int id, none; unsigned value[16]; };
@@ -175,6 +187,31 @@ def test_addresses_that_are_not_aligned(driver: Driver) -> None:
     q, _ = sequence([kernel(1), kernel(2), kernel(3)], [[0, 1], [1, 2], [0, 1]])
     q(7, addresses(1600, 3200, 4804), (200,))
     assert [what for what, *_ in driver.log] == [101, 200, 301]
+
+
+def test_boxes(driver: Driver) -> None:
+    box = Box(0, 64, (96, 40), (48, 1), (16, 32))
+    boxed = replace(
+        kernel(1),
+        args=(("tensor", "x"), ("box", "")),
+        params=("x_ptr", "b0_x"),
+        types=("*bf16", "tensordesc<bf16[16, 32]>"),
+        aligned=("x_ptr",),
+        boxes=(box,),
+        grid_source="3",
+    )
+    assert boxed.signature()["b0_x"].startswith("tensordesc")
+    assert boxed.signature(aligned=False)["b0_x"] == "constexpr"
+    assert boxed.constants(boxed.configs[0], aligned=False)["b0_x"] is None
+    q, variants = sequence([boxed], [[1]])
+    binary = Binary("k1", b"", 4, 0, ((3, 2, 9, 16, 32),))
+    rows = box_rows(boxed, binary)
+    found = variants[0].get
+    variants[0].get = lambda *given: replace(found(*given), boxes=rows)
+    q(7, addresses(0, 1600), (8,))
+    assert driver.log == [(9, 1664, 923, 40096), (101, 3, 1600, 3216)]
+    q(7, addresses(0, 1608), (8,))  # not aligned: a kernel without boxes
+    assert [what for what, *_ in driver.log] == [100]
 
 
 def zeros_of(

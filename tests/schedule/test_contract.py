@@ -34,12 +34,14 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
-def test_one_kernel_is_right(name: str, dtype: torch.dtype) -> None:
+def test_one_kernel_is_right(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     f, args = PROGRAMS[name], inputs(name, dtype)
     with torch.no_grad():
         plan = planned(f, *args)
-    assert len(plan.contractions) == len(plan.kernels) == 1, plan.schedules
-    assert not plan.calls or (name, dtype) == ("mlp", torch.float32), plan.schedules
+    assert len(plan.contractions) == len(plan.kernels) == 1 and not plan.calls, plan.schedules
     wide = [a.double() if a.is_floating_point() else a for a in args]
     wanted, eager = f(*wide), f(*args)
     floor = FLOOR if dtype == torch.bfloat16 else 1e-7

@@ -77,6 +77,11 @@ class DeviceSpec:
         """Whether the device has the unit."""
         return dict(self.gflops).get(unit, 0.0) > 0.0
 
+    @property
+    def copies_boxes(self) -> bool:
+        """Whether it has an engine that copies blocks of tensors (TMA)."""
+        return self.capability is not None and self.capability >= (9, 0)
+
     def memory_us(self, size: float) -> float:
         """Time to move `size` bytes (reads and writes together) from or to memory."""
         return size / (self.bandwidth_gbps * 1e3)

@@ -18,7 +18,7 @@ from deuteron.codegen.cpp.kernels import CppKernel, translation_unit
 from deuteron.codegen.launch_groups import OPENMP_DECLARATIONS, Launches, LaunchGroup
 from deuteron.codegen.products import Product
 from deuteron.codegen.text import dtype_text, long_string, wrapped
-from deuteron.codegen.triton.generate import Config, TritonKernel
+from deuteron.codegen.triton.generate import Box, Config, TritonKernel
 from deuteron.ir.index import Sym, hint
 from deuteron.ir.program import Input, Program
 
@@ -161,7 +161,7 @@ def standalone_main(
     triton = {n: k for n, k in kernels.items() if isinstance(k, TritonKernel)}
     yield 'if __name__ == "__main__":'
     if triton:
-        yield "    from deuteron.codegen.triton.generate import Config, TritonKernel"
+        yield "    from deuteron.codegen.triton.generate import Box, Config, TritonKernel"
         yield "    from deuteron.ir.index import Sym"
     if body.products:
         yield "    from deuteron.codegen.products import Product, Side"
@@ -256,6 +256,7 @@ def triton_kernel(known: dict[str, Any], source: str) -> TritonKernel:
         (kind, w if isinstance(w, str) else Sym(*w)) for kind, w in known["args"]
     )
     values["configs"] = tuple(Config(*frozen(c)) for c in known["configs"])
+    values["boxes"] = tuple(Box(*b) for b in values["boxes"])
     return TritonKernel(source=source, **values)
 
 

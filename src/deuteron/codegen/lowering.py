@@ -25,8 +25,9 @@ from deuteron.ir.nest import Nest, Reduce, Store
 from deuteron.ir.operations import COMPARISONS, REDUCTIONS
 from deuteron.ir.program import Layout
 from deuteron.schedule import online
+from deuteron.schedule.boxes import Box, box_of
 from deuteron.schedule.masks import bounds
-from deuteron.schedule.tile import passes
+from deuteron.schedule.tile import contractions, passes
 from deuteron.schedule.tiling import Dim, Tiling
 
 
@@ -70,6 +71,8 @@ class Lowering:
         self.dims = {d.name: d for d in tiling.dims}
         self.dim_of = {a: d for d in tiling.dims for a in d.axes}
         self.scopes = [Scope(None)]
+        sides = [e for c in contractions(nest).values() for e in (c.a, c.b)]
+        self.fetched = {n for e in sides for n in e.loads()} if tiling.fetches else set()
         self.stored: set[int] = set()
         self.depths: dict[str, int] = {}  # of values
         self.count = 0
@@ -203,6 +206,10 @@ class Lowering:
 
     def load(self, n: Expr, args: Sequence[Value]) -> Value:
         name, index, fill = n.attr
+        box = None if args or n not in self.fetched else self.box(name, index)
+        if box is not None:
+            at, attr = self.corner(box), (name, box)
+            return self.let(self._depth(n), "fetch", box.dims, n.dtype, at, attr)
         address = self.index(self.layouts[name].address(index))
         axes = frozenset().union(*(i.axes() for i in index))
         mask = self.bounds(self.spanned(axes) | set(args[0].dims if args else ()))
@@ -212,6 +219,18 @@ class Lowering:
         dims = set(address.dims) | set(mask.dims if mask is not None else ())
         given = (address, mask) if mask is not None else (address,)
         return self.let(depth, "load", tuple(dims), n.dtype, given, (name, fill or 0))
+
+    def box(self, name: str, index: Sequence[Index]) -> Box | None:
+        return box_of(self.tiling, self.layouts[name], tuple(index))
+
+    def corner(self, box: Box) -> tuple[Value, ...]:
+        """The first place along each of its dimensions of what a program has of a box."""
+
+        def first(name: str) -> Value:
+            depth = next((k for k, s in enumerate(self.scopes) if s.dim == name), 0)
+            return self.let(depth, "edge", (), "i32", (), (name, False))
+
+        return tuple(first(d) if a is None else self.axis(a) for d, a in box.places)
 
     def _both(self, a: Value, b: Value) -> Value:
         dims = tuple({*a.dims, *b.dims})
@@ -268,11 +287,14 @@ class Lowering:
 
     def write(self, s: Store) -> None:
         value = self.value(s.value)
-        address = self.index(self.layouts[s.tensor].address(s.index))
         axes = frozenset().union(*(i.axes() for i in s.index)) | s.value.axes()
+        depth = max(self.depth_of(axes), self._depth(s.value))
+        box = self.box(s.tensor, s.index) if self.tiling.puts else None
+        if box is not None:
+            self.let(depth, "put", (), "", (value, *self.corner(box)), (s.tensor, box))
+            return
+        address = self.index(self.layouts[s.tensor].address(s.index))
         mask = self.bounds(self.spanned(axes))
-        depth = self.depth_of(axes)
-        depth = max(depth, self._depth(s.value))
         self.scopes[depth].code.append(Write(s.tensor, address, value, mask))
 
     def reduce(self, s: Reduce) -> None:

@@ -7,6 +7,10 @@ given over the dimensions of their result. A target prints this and chooses noth
         place    args (), attr (dimension, below, extent): the value of an axis
         index    args the axes' values, attr (Index, {axis: value}): a number of an index
         load     args (address[, mask]), attr (tensor, fill)
+        fetch    args (first place along each of its dimensions), attr (tensor, `Box`): what is
+                 there, 0 outside of the tensor
+        put      args (x, first place along each of its dimensions), attr (tensor, `Box`): stores x
+                 there; what lies outside of the tensor is left out
         op       args of a scalar operation, attr its name
         cast     args (x,), attr the source's dtype
         literal  attr the number

@@ -161,7 +161,7 @@ def _reduced(s: Reduce, evaluator: Evaluator) -> Tensor:
     if s.operands is None:
         full = evaluator.spread(evaluator.value(s.body), s.over)
         return reduce(s.kind, full, dims, s.body.dtype)
-    kind = TO_TORCH[s.operands]
+    kind = TO_TORCH[s.factors]
     a, b = (evaluator.value(x).to(kind).to(torch.float64) for x in s.body.args)
     every = list(range(a.dim()))
     total = torch.einsum(a, every, b, every, [d for d in every if d not in dims])

@@ -17,7 +17,7 @@ import shlex
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -54,6 +54,10 @@ MAX_SHARED_BYTES = {
 }
 
 
+# Kinds of elements that Triton's compiler numbers otherwise than the driver (its launcher's table).
+BOX_KINDS = {8: 10, 9: 8, 10: 9}
+
+
 class NoTriton(DeuteronError):
     """Triton is not installed."""
 
@@ -65,12 +69,14 @@ class TooLarge(BuildError):
 @dataclass(frozen=True)
 class Binary:
     """A kernel for one kind of GPU. `num_warps` may not be what was asked for (see `_compile`).
-    `shared` is bytes of shared memory."""
+    `shared` is bytes of shared memory. `boxes`: for each of the kernel's how the copy engine lays
+    out a block in shared memory: a swizzle, bytes of an element, its kind, elements at once."""
 
     name: str
     code: bytes
     num_warps: int
     shared: int
+    boxes: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Job:
     name: str
     source: str
     signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, int | None], ...]
     divisible: tuple[int, ...]
     num_warps: int
     num_stages: int
@@ -100,7 +106,7 @@ def job_of(kernel: TritonKernel, config: Config, capability: int, aligned: bool,
     return Job(
         kernel.name,
         kernel.source,
-        tuple(kernel.signature(wide).items()),
+        tuple(kernel.signature(wide, aligned).items()),
         tuple(kernel.constants(config, wide, aligned).items()),
         tuple(kernel.params.index(p) for p in kernel.aligned) if aligned else (),
         config.num_warps,
@@ -265,6 +271,11 @@ def _compile(
         "name": done.metadata.name,
         "num_warps": done.metadata.num_warps,
         "shared": done.metadata.shared,
+        "boxes": [
+            [b["swizzle"], b["elem_size"], BOX_KINDS.get(b["elem_type"], b["elem_type"])]
+            + list(b["block_size"])
+            for b in getattr(done.metadata, "tensordesc_meta", None) or ()
+        ],
     }
     return done.asm["cubin"], about
 
@@ -273,7 +284,7 @@ def _source(job: Job, path: Path, stages: int) -> Any:
     """The kernel's text for Triton, with a pipeline of so many stages."""
     from triton.compiler import ASTSource
 
-    constants = dict(job.constants)
+    constants: dict[str, Any] = dict(job.constants)
     if "STAGES" in constants:
         constants["STAGES"] = min(constants["STAGES"], max(1, stages))
     return ASTSource(

@@ -29,99 +29,10 @@ from deuteron.codegen.triton.tiling import MAX_EXCHANGED
 from deuteron.ir.index import Sym
 from deuteron.runtime import build_cpp
 from deuteron.runtime.build_triton import Binary, TooLarge, build, submit
+from deuteron.runtime.launch_function import SOURCE, Attribute, Configuration, Table, box_rows
+from deuteron.runtime.launch_function import Kernel as KernelRow
 from deuteron.runtime.workers import Task
 from deuteron.schedule.cooperative import PROGRAMS_AT_ONCE, programs_at_once
-
-SOURCE = """
-typedef int (*launch_t)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                        unsigned, void*, void**, void**);
-// CUlaunchAttribute and CUlaunchConfig.
-struct attribute { int id, none; unsigned value[16]; };
-struct configuration {
-  unsigned grid[3], block[3], shared; void* stream; attribute* attributes; unsigned count;
-};
-typedef int (*launch_ex_t)(const configuration*, void*, void**, void**);
-// `cooperative`: programs that run at the same time: 0 any, 1 all, more: so many, as a cluster.
-struct kernel {
-  void* function;
-  unsigned grid, block, shared;
-  int count, aligned, cooperative;
-  const int* args;
-};
-
-struct sequence {
-  launch_t launch; launch_ex_t launch_ex; const kernel* kernels; long long* sizes;
-};
-
-// Launches kernels `from` to `to` (excluded). 0, or minus the number (from 1) of a kernel whose
-// addresses are not aligned, before anything of it or after it ran, or 1000 * its number + CUDA's
-// error.
-extern "C" int deuteron_launch(const sequence* q, int from, int to, void** p, void* stream) {
-  void* none = 0;
-  for (int i = from; i < to; ++i) {
-    const kernel* k = q->kernels + i;
-    if (!k->grid) continue;
-    void** params = (void**)__builtin_alloca(sizeof(void*) * (k->count + 2));
-    unsigned long long low = 0;
-    for (int j = 0; j < k->count; ++j) {
-      int a = k->args[j];
-      if (a >= 0) { params[j] = p + a; low |= (unsigned long long)p[a]; }
-      else params[j] = q->sizes + (-a - 1);
-    }
-    if (k->aligned && (low & 15)) return -(i + 1);
-    params[k->count] = params[k->count + 1] = &none;
-    int rc;
-    if (k->cooperative) {
-      attribute one = {k->cooperative == 1 ? 2 : 4, 0, {1, 1, 1}};  // all, cluster dimensions
-      if (k->cooperative > 1) one.value[0] = k->cooperative;
-      configuration c = {{k->grid, 1, 1}, {k->block, 1, 1}, k->shared, stream, &one, 1};
-      rc = q->launch_ex(&c, k->function, params, 0);
-    } else {
-      rc = q->launch(k->function, k->grid, 1, 1, k->block, 1, 1, k->shared, stream, params, 0);
-    }
-    if (rc) return 1000 * (i + 1) + rc;
-  }
-  return 0;
-}
-"""
-
-
-class _Kernel(ctypes.Structure):
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        ("grid", ctypes.c_uint),
-        ("block", ctypes.c_uint),
-        ("shared", ctypes.c_uint),
-        ("count", ctypes.c_int),
-        ("aligned", ctypes.c_int),
-        ("cooperative", ctypes.c_int),
-        ("args", ctypes.POINTER(ctypes.c_int)),
-    ]
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("none", ctypes.c_int), ("value", ctypes.c_uint * 16)]
-
-
-class _Configuration(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
-class _Sequence(ctypes.Structure):
-    _fields_ = [
-        ("launch", ctypes.c_void_p),
-        ("launch_ex", ctypes.c_void_p),
-        ("kernels", ctypes.POINTER(_Kernel)),
-        ("sizes", ctypes.POINTER(ctypes.c_longlong)),
-    ]
-
 
 NO_CONTEXT = 201
 # Streams of a device for which there is memory at once: for counters; for flags, of so many each,
@@ -149,16 +60,15 @@ def prepare(options: Options) -> None:
 
 
 @cache
-def _launcher(options: Options) -> tuple[Any, int, int]:
-    """The C function, and the addresses of the driver's two."""
+def _launcher(options: Options) -> tuple[Any, list[int | None]]:
+    """The C function, and the addresses of the driver's that it calls."""
     lib = build_cpp.build(SOURCE, COMPILER_FLAGS, options)
     driver = _driver()
-    address = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
-    launch_ex = ctypes.cast(driver.cuLaunchKernelEx, ctypes.c_void_p).value
-    assert address is not None and launch_ex is not None
+    called = (driver.cuLaunchKernel, driver.cuLaunchKernelEx, driver.cuTensorMapEncodeTiled)
+    addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in called]
     function = lib.deuteron_launch
     function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]
-    return function, address, launch_ex
+    return function, addresses
 
 
 @cache
@@ -178,6 +88,7 @@ class LoadedKernel:
     block: int
     shared: int
     resident: int = 0  # programs that a device runs at once; 0 where nobody asked
+    boxes: Any = None
 
 
 @dataclass
@@ -258,6 +169,7 @@ class KernelVariants:
             _ok(driver.cuFuncSetAttribute(function, 8, shared), "setting up", binary.name)
         assert function.value is not None
         loaded = LoadedKernel(function.value, 32 * binary.num_warps, shared)
+        loaded.boxes = box_rows(self.kernel, binary) if binary.boxes else None
         if self.kernel.programs_per_row > 1:
             loaded.resident = self.resident(function, loaded, binary.name)
         return loaded
@@ -275,10 +187,10 @@ class KernelVariants:
             return min(PROGRAMS_AT_ONCE, count.value) * cores
         if programs > PORTABLE_CLUSTER:  # 14: more programs of a cluster than every device has
             _ok(driver.cuFuncSetAttribute(function, 14, 1), "setting up", name)
-        dims = _Attribute(4, 0, (programs, 1, 1))
+        dims = Attribute(4, 0, (programs, 1, 1))
         one = (ctypes.c_uint * 3)(loaded.block, 1, 1)
         grid = (ctypes.c_uint * 3)(programs * cores, 1, 1)
-        asked = _Configuration(grid, one, loaded.shared, None, ctypes.pointer(dims), 1)
+        asked = Configuration(grid, one, loaded.shared, None, ctypes.pointer(dims), 1)
         rc = driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(asked))
         _ok(rc, "asking about", name)
         most = programs_at_once(loaded.block // 32, True) * cores
@@ -424,6 +336,8 @@ class Launcher:
             for kind, what in k.args:
                 if kind == "tensor":
                     codes.append(next(left))
+                elif kind == "box":
+                    codes.append(numbers[k.boxes[len(codes) - len(k.args)].tensor])
                 elif kind == "size":
                     codes.append(-self.names.index(_name(what)) - 1)
                 else:  # the addresses of the counter and of the flags follow the sizes
@@ -467,7 +381,7 @@ class Launcher:
     def prepare(self, stream: int, sizes: tuple[int, ...]) -> LaunchTable:
         """The launch table for sizes."""
         env = dict(zip(self.names, sizes, strict=True))
-        table = (_Kernel * self.n)()
+        table = (KernelRow * self.n)()
         for k in range(self.n):
             self.fill_row(table[k], k, env, self.sizes_aligned(k, env))
         numbers = (ctypes.c_longlong * (len(sizes) + 2))(
@@ -477,8 +391,8 @@ class Launcher:
         return prepared
 
     def launch_table(self, table: Any, numbers: Any) -> LaunchTable:
-        launch, driver, launch_ex = _launcher(self.options)
-        whole = _Sequence(driver, launch_ex, table, numbers)
+        launch, called = _launcher(self.options)
+        whole = Table(*called, table, numbers)
         return LaunchTable(launch, ctypes.addressof(whole), whole, table, numbers)
 
     def sizes_aligned(self, k: int, env: dict[str, int]) -> bool:
@@ -510,7 +424,9 @@ class Launcher:
                     f"{kernel.name} needs {kernel.programs_per_row} programs at once; the device "
                     f"runs {loaded.resident}"
                 )
-        row.count, row.aligned = len(kernel.args), int(aligned)
+        row.aligned, row.boxed = int(aligned), len(kernel.boxes) * aligned
+        row.count = len(kernel.args) - len(kernel.boxes) + row.boxed
+        row.boxes = ctypes.cast(loaded.boxes, ctypes.c_void_p)
         row.args = ctypes.cast(self.arrays[k], ctypes.POINTER(ctypes.c_int))
 
     def config(self, k: int, env: dict[str, int]) -> int:
@@ -527,7 +443,7 @@ class Launcher:
         end: int | None = None,
     ) -> None:
         """Goes on, up to kernel `end`, with the variant for addresses that are not aligned."""
-        own = (_Kernel * self.n)()
+        own = (KernelRow * self.n)()
         ctypes.memmove(own, prepared.table, ctypes.sizeof(own))
         env = dict(zip(self.names, sizes, strict=True))
         other = self.launch_table(own, prepared.numbers)

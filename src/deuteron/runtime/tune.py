@@ -33,8 +33,8 @@ from deuteron.runtime.launch_cuda import (
     LaunchError,
     LaunchTable,
     _driver,
-    _Kernel,
 )
+from deuteron.runtime.launch_function import Kernel as KernelRow
 from deuteron.schedule.kernel import Kernel
 
 # Rounds in which all candidates are timed; microseconds of launches in each; most launches.
@@ -87,7 +87,7 @@ class TunedLauncher(Launcher):
         open_ = [k for k in range(self.n) if not self.known(k, env)]
         if not open_ or self.recording():
             return self.prepare(stream, sizes)
-        table = (_Kernel * self.n)()
+        table = (KernelRow * self.n)()
         numbers = (ctypes.c_longlong * (len(sizes) + 2))(
             *sizes, *self.stream_addresses(stream, sizes)
         )
@@ -142,11 +142,11 @@ class TunedLauncher(Launcher):
             self.note(k, 0, [], "no memory for a copy of what it overwrites")
             return
         aligned = self.sizes_aligned(k, env) and all(a % 16 == 0 for a in self.tensors(k, given))
-        one = (_Kernel * self.n)()
+        one = (KernelRow * self.n)()
         launcher = self.launch_table(one, prepared.numbers)
         ready: dict[int, Any] = {}
         for c in range(len(kernel.configs)):
-            row = _Kernel()
+            row = KernelRow()
             try:
                 self.fill_row(row, k, env, aligned, c)
                 one[k] = row

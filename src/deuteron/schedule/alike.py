@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 
 from deuteron.base.memo import MEMO
 from deuteron.ir import expr as E
@@ -54,9 +53,7 @@ def renamed(root: Expr, naming: Naming) -> Expr:
     return done[root]
 
 
-def restored(nest: Nest, numbers: Naming) -> Nest:
-    naming = partial(restored_text, naming=numbers)  # a sum may be called after what is stored
-
+def restored(nest: Nest, naming: Naming) -> Nest:
     def under_name(s: Statement) -> Statement:
         if isinstance(s, Reduce):
             return replace(s, name=naming(s.name), body=renamed(s.body, naming))

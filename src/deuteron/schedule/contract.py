@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from deuteron.base.device import DeviceSpec
@@ -265,7 +266,8 @@ class Contraction:
         key = (how, alike, tuple(inner), tuple(layouts.items()), spec, wide)
         if key not in _RECKONED:
             _RECKONED[key] = how({c.name: c for c in alike}, inner, layouts, spec, wide)
-        return _RECKONED[key], names.__getitem__
+        # A sum may be called after what is stored.
+        return _RECKONED[key], partial(restored_text, naming=names.__getitem__)
 
     def computes(self, region: frozenset[int]) -> dict[str, Compute] | None:
         out: dict[str, Compute] = {}

@@ -18,11 +18,12 @@ from typing import Any
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
-from deuteron.ir.expr import flops
-from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.expr import Expr, flops
+from deuteron.ir.index import Axis, Index, hint, product
 from deuteron.ir.nest import Contraction, Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
+from deuteron.schedule.boxes import box_of
 from deuteron.schedule.kernel import Reduce as RowReduce
 from deuteron.schedule.masks import bounds, visited
 from deuteron.schedule.online import Chain, Rescaled
@@ -30,14 +31,16 @@ from deuteron.schedule.tiling import Dim, Tiling
 
 NAMES = "bijklmnopqrstuvw"  # of dimensions
 MIN_SIDE = MIN_TENSOR_CORE_SIDE
-# Measured figures: by unit the blocks of products (m, n, k), and of products of which a second one
-# reads the first's result (rows, keys), with warps, pipeline stages and what of the unit's rate
-# (`DeviceSpec`) they reach; what of it the library reaches.
+# Measured figures (``python -m dev.measure.tilings``): by unit the blocks of products (m, n, k) and
+# of products of which a second one reads the first's result (rows, keys), with warps, pipeline
+# stages, what of the unit's rate (`DeviceSpec`) products reach in each of two `orders`, so that the
+# estimate is what was measured, and how blocks are moved; what of the rate the library reaches.
 FIGURES = json.loads(Path(__file__).with_name("tilings.json").read_text(encoding="utf-8"))
 # What of the bandwidth a multiprocessor can use when others idle, as a multiple of its share.
 ONE_CORE_BANDWIDTH = 1.6
-# A block of a loop takes at least so long, us: H100, 256 x 4096 by 4096 x 4096, 64 blocks: 33.
-LOOP_US = 0.5
+# A block of a loop takes at least so long, us, where a multiprocessor has one program: H100, 8192 x
+# 4096 by 4096 x 4096 in blocks of 64 x 64 x 128: 0.45, of 128 x 128 x 64: 0.41.
+LOOP_US = 0.4
 # What a program takes besides: its first blocks are on their way, its results are stored. H100, two
 # models' products of K = 512 to 1024 with GELU, 128 x 256 columns: 1.5 of the time without it.
 PROGRAM_US = 2.5
@@ -157,12 +160,20 @@ def candidates(
     groups = dimensions(nest)
     if isinstance(groups, str):
         return []
-    tilings = dict.fromkeys(t for t in _tilings(nest, groups) if feasible(nest, t, spec))
+    every = dict.fromkeys(listed(nest, groups, layouts, spec))
+    tilings = [t for t in every if feasible(nest, t, layouts, spec)]
     scored = [(t, estimate(nest, t, layouts, spec)) for t in tilings]
     return sorted(scored, key=lambda x: x[1].us)
 
 
-def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iterator[Tiling]:
+def listed(
+    nest: Nest,
+    groups: Sequence[tuple[tuple[Axis, ...], str]],
+    layouts: Mapping[str, Layout],
+    spec: DeviceSpec,
+    table: Sequence[Any] | None = None,
+) -> Iterator[Tiling]:
+    """Tilings by the rows of a table: `FIGURES` has the usual one."""
     products = contractions(nest)
     roles = dict(groups)
     extent = {axes: hint(product(a.extent for a in axes)) for axes in roles}
@@ -171,8 +182,9 @@ def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iter
         return
     chained = any(role in ("whole", "inner") for role in roles.values())
     first = next(iter(products.values()))
-    table = figures("chains" if chained else "products", unit(nest))
-    for blocks, warps, stages, efficiency in table:
+    table = table or figures("chains" if chained else "products", unit(nest))
+    at = orders(nest, layouts)
+    for blocks, warps, stages, reached, how in table:
         dims = []
         for k, (axes, role) in enumerate(groups):
             if role == "batch":
@@ -192,7 +204,23 @@ def _tilings(nest: Nest, groups: Sequence[tuple[tuple[Axis, ...], str]]) -> Iter
                 block = min(blocks[side], max(MIN_SIDE, _power(extent[axes])))
                 mode = "whole" if role == "loop" and chained and extent[axes] <= block else role
             dims.append(Dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
-        yield Tiling(tuple(dims), warps, stages, efficiency)
+        programs = spec.cores if "persistent" in how else 0
+        ways = ("fetches" in how, "puts" in how, programs)
+        yield Tiling(tuple(dims), warps, stages, min(reached[k] for k in at), *ways)
+
+
+def orders(nest: Nest, layouts: Mapping[str, Layout]) -> set[int]:
+    """Of the orders of memory with which tilings were measured, those that its products have, or
+    are between: 0 where the second factors are contiguous along n, 1 where they are along k."""
+
+    def along(side: Expr, axes: Sequence[Axis]) -> bool:
+        loads = [n.attr for n in side.loads() if n.attr[0] not in results]
+        steps = (layouts[name].address(at).coefficient(a) for name, at, _ in loads for a in axes)
+        return any(s is not None and s.value == 1 for s in steps)
+
+    every, results = contractions(nest).values(), nest.reductions()
+    found = {int(along(c.b, c.over)) for c in every}
+    return {0, 1} if any(along(c.a, c.m) for c in every) else found
 
 
 def _power(n: int) -> int:
@@ -204,9 +232,11 @@ def tile_of(nest: Nest, tiling: Tiling, axes: Sequence[Axis]) -> int:
     return math.prod(d.block for d in tiling.dims if set(d.axes) & set(axes))
 
 
-def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
-    """Whether accumulators fit into registers, and operands on their way into shared memory."""
-    if crossed(nest, tiling):
+def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
+    """Whether accumulators fit into registers, and operands on their way into shared memory; and
+    the copy engine can bring them, if it is to."""
+    fetched = not tiling.fetches or (spec.copies_boxes and all_boxes(nest, tiling, layouts))
+    if crossed(nest, tiling) or not fetched:
         return False
     held = 0
     for s in nest.reductions().values():
@@ -225,9 +255,25 @@ def crossed(nest: Nest, tiling: Tiling) -> bool:
     return any((b, a) in pairs for a, b in pairs)
 
 
+def all_boxes(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout]) -> bool:
+    """Whether all blocks of factors come from memory as boxes."""
+    sides = [e for c in contractions(nest).values() for e in (c.a, c.b)]
+    results = nest.reductions()
+    loads = {n.attr[:2] for e in sides for n in e.loads() if n.attr[0] not in results}
+
+    def is_block(index: Sequence[Index]) -> bool:
+        axes = {a for i in index for a in i.axes()}
+        return sum(d.block > 1 for d in tiling.dims if axes & set(d.axes)) > 1
+
+    return all(box_of(tiling, layouts[n], at) is not None for n, at in loads if is_block(at))
+
+
 def shared_bytes(nest: Nest, tiling: Tiling) -> int:
-    """Of the operands of contractions that come from memory: those in a loop in each stage."""
+    """Of the operands of contractions that come from memory: those in a loop in each stage; of
+    results on their way there, while a next block's operands come."""
     total = 0
+    if tiling.puts and tiling.persistent:
+        total = sum(4 * tile_of(nest, tiling, nest.lives(s)) for s in nest.stores()) // 2
     seen: set[object] = set()
     for name, c in contractions(nest).items():
         operands = nest.reductions()[name].factors
@@ -404,6 +450,7 @@ __all__ = [
     "dimensions",
     "estimate",
     "feasible",
+    "listed",
     "library_us",
     "passes",
     "points",

@@ -46,6 +46,9 @@ class Tiling:
     num_warps: int  # 0: a program is a thread
     num_stages: int
     efficiency: float = 1.0  # the share of the tensor cores' rate that such blocks reach
+    fetches: bool = False  # factors of contractions come as boxes (`boxes.box_of`), where they can
+    puts: bool = False  # results go as boxes
+    persistent: int = 0  # programs at most, which then walk the blocks of the grid; 0: one for each
 
     def dim_of(self, axis: Axis) -> Dim:
         return next(d for d in self.dims if axis in d.axes)
@@ -53,9 +56,15 @@ class Tiling:
     def programs(self) -> int:
         return math.prod(d.count for d in self.dims if d.mode == "grid")
 
+    def grid(self) -> int:
+        """Programs that are launched."""
+        return min(self.programs(), self.persistent or self.programs())
+
     def __str__(self) -> str:
         parts = [f"{d.name} {d.mode} {d.block}" for d in self.dims]
         launch = f"; {self.num_warps} warps, {self.num_stages} stages" if self.num_warps else ""
+        launch += ", fetches" * self.fetches + ", puts" * self.puts
+        launch += f", {self.persistent} persistent" if self.persistent else ""
         return ", ".join(parts) + launch
 
 

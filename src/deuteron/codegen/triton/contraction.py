@@ -1,18 +1,26 @@
 """The Triton kernel of a nest with products.
 
 In: a `Kernel` whose nest and tiling the schedule chose. Out: a `TritonKernel` of one configuration.
+Where the copy engine moves boxes, the kernel has another body for addresses that it cannot take.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from deuteron.base.text import plain_name
 from deuteron.codegen.lowering import Tiles, lower_nest
-from deuteron.codegen.triton.kernel import Config, TritonKernel
+from deuteron.codegen.triton.kernel import ALIGNED_CONSTEXPR, Box, Config, TritonKernel
 from deuteron.codegen.triton.scalars import POINTER_TYPES
 from deuteron.codegen.triton.sizes import MAX_INT32_INDEX
 from deuteron.codegen.triton.source import MODULE_HEADER, comments_of
 from deuteron.codegen.triton.tiles import Printer
+from deuteron.ir.nest import Nest
+from deuteron.ir.operations import ITEMSIZE
+from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Kernel
+from deuteron.schedule.tiling import Tiling
 
 
 def contraction_kernel(kernel: Kernel) -> TritonKernel:
@@ -21,11 +29,10 @@ def contraction_kernel(kernel: Kernel) -> TritonKernel:
     nest, tiling = kernel.contraction
     layouts = dict(kernel.reads) | dict(kernel.writes)
     pointers = {n: f"p{k}_{plain_name(n)}" for k, n in enumerate(layouts)}
-    ends = [lay.extent() + lay.offset for lay in layouts.values()]
-    wide = any(e.value is None or e.value > MAX_INT32_INDEX for e in ends)
-    fast = all(s.operands != "f32" for s in nest.reductions().values())
-    code = lower_nest(nest, tiling, layouts, Tiles(whole=True, powers=True, reciprocals=fast))
-    body = Printer(tiling, pointers, "tl.int64" if wide else "tl.int32", fast).print(code)
+    body, boxes = printed(nest, tiling, layouts, pointers)
+    if boxes:
+        plain, _ = printed(nest, replace(tiling, fetches=False, puts=False), layouts, pointers)
+        body = [f"if {ALIGNED_CONSTEXPR}:", *indented(body), "else:", *indented(plain)]
     name = f"triton_{kernel.name}"
     lines = [
         *comments_of(kernel, layouts, pointers),
@@ -33,27 +40,56 @@ def contraction_kernel(kernel: Kernel) -> TritonKernel:
         "pid = tl.program_id(0)",
         *body,
     ]
-    params = ", ".join([*pointers.values(), "STAGES: tl.constexpr"])
+    flags = ("STAGES", *((ALIGNED_CONSTEXPR,) if boxes else ()))
+    params = (*pointers.values(), *boxes)
     text = [
         MODULE_HEADER,
         "@triton.jit",
-        f"def {name}({params}):",
-        *(f"    {x}" for x in lines),
+        f"def {name}({', '.join([*params, *(f'{f}: tl.constexpr' for f in flags)])}):",
+        *indented(lines),
         "",
     ]
-    config = Config((("STAGES", tiling.num_stages),), tiling.num_warps, tiling.num_stages)
+    types = [POINTER_TYPES[lay.dtype] for lay in layouts.values()]
+    names = list(layouts)
     return TritonKernel(
         name=name,
         source="\n".join(text),
-        args=tuple(("tensor", n) for n in layouts),
-        params=tuple(pointers.values()),
-        types=tuple(POINTER_TYPES[lay.dtype] for lay in layouts.values()),
-        constexprs=("STAGES",),
-        configs=(config,),
-        grid_source=str(tiling.programs()),
+        args=(*(("tensor", n) for n in names), *(("box", "") for _ in boxes)),
+        params=params,
+        types=(
+            *types,
+            *(f"tensordesc<{types[b.tensor][1:]}{list(b.block)}>" for b in boxes.values()),
+        ),
+        constexprs=flags,
+        configs=(Config((("STAGES", tiling.num_stages),), tiling.num_warps, tiling.num_stages),),
+        grid_source=str(tiling.grid()),
         aligned=tuple(pointers.values()),
         fp_fusion=True,
+        boxes=tuple(boxes.values()),
     )
+
+
+def printed(
+    nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], pointers: Mapping[str, str]
+) -> tuple[list[str], dict[str, Box]]:
+    """The lines of the function's body; the boxes that it wants, by parameter."""
+    ends = [lay.extent() + lay.offset for lay in layouts.values()]
+    wide = any(e.value is None or e.value > MAX_INT32_INDEX for e in ends)
+    fast = all(s.operands != "f32" for s in nest.reductions().values())
+    code = lower_nest(nest, tiling, layouts, Tiles(whole=True, powers=True, reciprocals=fast))
+    printer = Printer(tiling, pointers, "tl.int64" if wide else "tl.int32", fast)
+    lines, names = printer.print(code), list(layouts)
+    boxes = {
+        param: Box(
+            names.index(n), b.offset * ITEMSIZE[layouts[n].dtype], b.extents, b.strides, b.block
+        )
+        for (n, b), param in printer.boxes.items()
+    }
+    return lines, boxes
+
+
+def indented(lines: list[str]) -> list[str]:
+    return [f"    {x}" for x in lines]
 
 
 __all__ = ["contraction_kernel"]

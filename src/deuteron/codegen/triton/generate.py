@@ -24,7 +24,7 @@ from deuteron.codegen.triton.alignment_classes import split_by_alignment
 from deuteron.codegen.triton.contraction import contraction_kernel
 from deuteron.codegen.triton.cooperative import FLAGS_PARAM
 from deuteron.codegen.triton.emit import size_name
-from deuteron.codegen.triton.kernel import ALIGNED_CONSTEXPR, Config, TritonKernel
+from deuteron.codegen.triton.kernel import ALIGNED_CONSTEXPR, Box, Config, TritonKernel
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.point_tiles import TileConfig
 from deuteron.codegen.triton.predicated_loads import predicate_loads
@@ -396,4 +396,4 @@ def _configs(
     return tuple(dict.fromkeys(out))
 
 
-__all__ = ["Config", "TritonKernel", "generate", "python_text"]
+__all__ = ["Box", "Config", "TritonKernel", "generate", "python_text"]

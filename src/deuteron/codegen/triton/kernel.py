@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deuteron.ir.index import Sym
 
@@ -25,13 +26,26 @@ class Config:
     registers: int = 0  # of a thread at most; 0: the compiler's choice
 
 
+class Box(NamedTuple):
+    """A tensor as the copy engine takes it: the tensor's number among the kernel's, bytes from its
+    address, and for each dimension, the last one contiguous, elements, elements from one place to
+    the next, and elements of a block."""
+
+    tensor: int
+    offset: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class TritonKernel:
     """A kernel's source and launch description.
 
     args         ("tensor", name), ("size", Sym), ("counter", "") or ("flags", ""), in the order of
                  `params`, their names in the function; the counter is an int32 that is 0 before and
-                 after a launch; for the flags see `codegen.triton.exchange`
+                 after a launch; for the flags see `codegen.triton.exchange`. Last ("box", "") for
+                 each of `boxes`, which the variant for addresses that are not aligned has not
     types        Triton types of `params` ("*fp32", "i32"); sizes are "i64" with 64-bit indices
     aligned      params that may be declared divisible by 16 (pointers in bytes): all pointers, and
                  sizes whose hint is. Who launches checks it, and builds without the attribute where
@@ -67,21 +81,27 @@ class TritonKernel:
     programs_per_row: int = 1
     cluster: bool = False
     fp_fusion: bool = False  # eager rounds after each multiplication, and so does the kernel
+    boxes: tuple[Box, ...] = ()
 
-    def signature(self, wide: bool = False) -> dict[str, str]:
+    def signature(self, wide: bool = False, aligned: bool = True) -> dict[str, str]:
         """Parameter -> Triton type, constexprs included; `wide` for sizes that make 32-bit indices
         overflow.
         """
         types = ["i64" if wide and t == "i32" else t for t in self.types]
+        if self.boxes and not aligned:
+            types[-len(self.boxes) :] = ["constexpr"] * len(self.boxes)
         return dict(zip(self.params, types, strict=True)) | dict.fromkeys(
             self.constexprs, "constexpr"
         )
 
-    def constants(self, config: Config, wide: bool = False, aligned: bool = True) -> dict[str, int]:
+    def constants(
+        self, config: Config, wide: bool = False, aligned: bool = True
+    ) -> dict[str, int | None]:
         """Constexpr -> value; `aligned`: whether all `aligned` params are multiples of 16."""
         flags = {"INDEX_BITS": 64 if wide else 32, ALIGNED_CONSTEXPR: int(aligned)}
         own = {n: value for n, value in flags.items() if n in self.constexprs}
-        return dict(config.constexprs) | own
+        absent = self.params[len(self.params) - len(self.boxes) :] if not aligned else ()
+        return dict(config.constexprs) | own | dict.fromkeys(absent)
 
     def grid(self, config: Config, sizes: Mapping[str, int]) -> int:
         """Number of programs for these sizes (by symbol name)."""
@@ -105,4 +125,4 @@ def _evaluated(source: str, config: Config, sizes: Mapping[str, int]) -> int:
     return int(eval(source, {"min": min, "max": max}, names))
 
 
-__all__ = ["ALIGNED_CONSTEXPR", "Config", "TritonKernel"]
+__all__ = ["ALIGNED_CONSTEXPR", "Box", "Config", "TritonKernel"]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from deuteron.base.text import plain_name
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
 from deuteron.codegen.triton import scalars
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, is_nonneg
 from deuteron.ir.operations import FLOATS, REDUCTIONS
+from deuteron.schedule.boxes import Box
 from deuteron.schedule.tiling import Tiling
 
 # In few instructions, where a contraction's rounded factors decide the error.
@@ -26,7 +28,8 @@ class Printer:
     def __init__(
         self, tiling: Tiling, pointers: Mapping[str, str], index_type: str, fast: bool
     ) -> None:
-        self.fast = fast
+        self.fast, self.wide = fast, index_type == "tl.int64"
+        self.boxes: dict[tuple[str, Box], str] = {}  # tensors that the copy engine moves
         self.tiling, self.pointers, self.index_type = tiling, pointers, index_type
         self.dims = {d.name: d for d in tiling.dims}
         self.lines: list[str] = []
@@ -44,13 +47,17 @@ class Printer:
         """Which blocks a program has: of the two inner dimensions in narrow columns."""
         grid = [d for d in self.tiling.dims if d.mode == "grid"]
         tiled = [d for d in grid if d.block > 1]
-        self.add("rest = pid")
+        total = self.tiling.programs()
+        if self.tiling.persistent:
+            self.add(f"for tile in tl.range(pid, {total}, {self.tiling.grid()}, flatten=True):")
+            self.indent += "    "
+        self.add(f"rest = {'tile' if self.tiling.persistent else 'pid'}")
         if len(tiled) == 2:
             rows, columns = tiled
             each = f"{RASTER} * {columns.count}"
-            total = rows.count * columns.count
-            self.add(f"inside = rest % {total}")
-            self.add(f"rest = rest // {total}")
+            both = rows.count * columns.count
+            self.add(f"inside = rest % {both}")
+            self.add(f"rest = rest // {both}")
             self.add(f"first = inside // ({each}) * {RASTER}")
             self.add(f"high = tl.minimum({rows.count} - first, {RASTER})")
             self.add(f"{rows.name}_at = (first + inside % ({each}) % high) * {rows.block}")
@@ -77,7 +84,9 @@ class Printer:
 
     def block(self, code: Sequence[Code]) -> None:
         for c in code:
-            if isinstance(c, Let):
+            if isinstance(c, Let) and c.kind == "put":
+                self.put(c)
+            elif isinstance(c, Let):
                 self.add(f"{c.value.name} = {self.let(c)}")
             elif isinstance(c, Write):
                 dims = tuple(d for d in self.dims if d in {*c.address.dims, *c.value.dims})
@@ -86,6 +95,39 @@ class Printer:
                 self.add(f"tl.store({pointer}, {self.spread(c.value, dims)}{mask})")
             else:
                 self.loop(c)
+
+    def put(self, c: Let) -> None:
+        (name, box), (given, *corner) = c.attr, c.args
+        value = self.spread(given, dims := self.in_order(box.dims))
+        if len(given.dims) < len(dims):
+            value = f"tl.broadcast_to({value}, {self.shape(dims)})"
+        text = self.turned(value, dims, box.dims)
+        if len(box.dims) < len(box.block):
+            text = f"tl.reshape({text}, {list(box.block)})"
+        self.add(f"{self.boxed(name, box)}.store({self.corner(corner)}, {text})")
+
+    def fetch(self, c: Let) -> str:
+        name, box = c.attr
+        text = f"{self.boxed(name, box)}.load({self.corner(c.args)})"
+        if len(box.dims) < len(box.block):
+            text += f".reshape({self.shape(box.dims)})"
+        return self.turned(text, box.dims, c.value.dims)
+
+    def boxed(self, tensor: str, box: Box) -> str:
+        """The name of what describes a box."""
+        return self.boxes.setdefault((tensor, box), f"b{len(self.boxes)}_{plain_name(tensor)}")
+
+    def corner(self, at: Sequence[Value]) -> str:
+        wide = ".to(tl.int32)" if self.wide else ""
+        return f"[{', '.join(v.name + wide for v in at)}]"
+
+    def in_order(self, dims: Sequence[str]) -> tuple[str, ...]:
+        return tuple(d for d in self.dims if d in dims)
+
+    def turned(self, text: str, dims: Sequence[str], wanted: Sequence[str]) -> str:
+        """The text of a tile over `dims` as one over the same in another order."""
+        order = [list(dims).index(d) for d in wanted]
+        return text if order == sorted(order) else f"tl.permute({text}, {order})"
 
     def loop(self, loop: Loop) -> None:
         d = self.dims[loop.dim]
@@ -140,6 +182,8 @@ class Printer:
                 return self.index(c, args)
             case "load":
                 return self.load(c)
+            case "fetch":
+                return self.fetch(c)
             case "literal":
                 return scalars.literal(c.attr, c.value.dtype, typed=True)
             case "full":
