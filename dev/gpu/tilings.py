@@ -11,22 +11,22 @@ one's time over the best measured. Tensors are drawn from (0.5, 1.5).
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import ctypes
 import random
-import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from deuteron.base.device import device_spec
-from deuteron.codegen.triton.generate import generate
+from deuteron.base.errors import DeuteronError
+from deuteron.base.options import Options
+from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.reference import allocate
+from deuteron.runtime.build_triton import submit
+from deuteron.runtime.launch_cuda import Launcher
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.tile import candidates
 from dev.gpu.contractions import CASES, timed
@@ -66,34 +66,21 @@ def memory(kernel: Kernel) -> dict[str, Tensor]:
     return out
 
 
-def compiled(kernel: Kernel) -> str:
-    """Builds a kernel into Triton's cache; why not, where it cannot."""
-    try:
-        return run(kernel, False)
-    except Exception as e:  # noqa: BLE001 - out of resources: a tiling that should not be offered
-        return f"{type(e).__name__}: {e}"[:60]
+def code_of(kernel: Kernel, number: int) -> TritonKernel:
+    """Its code, which begins to be built."""
+    code = generate(replace(kernel, name=f"{kernel.name}_{number}"), device_spec("cuda"))
+    major, minor = torch.cuda.get_device_capability()
+    submit(code, code.configs[0], 10 * major + minor, Options.make())
+    return code
 
 
-def run(kernel: Kernel, time: bool = True) -> Any:
-    """Microseconds of a kernel, or (not `time`) "" once it is built."""
+def run(kernel: Kernel, code: TritonKernel) -> float:
+    """Microseconds of a kernel."""
     tensors = memory(kernel)
-    code = generate(kernel, device_spec("cuda"))
-    config = code.configs[0]
-    given = [tensors[str(what)] for _, what in code.args]
-    constants: dict[str, Any] = dict(config.constexprs)
-    constants |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{code.name}.py"
-        path.write_text(code.source)
-        spec = importlib.util.spec_from_file_location(code.name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        function, grid = getattr(module, code.name), (code.grid(config, {}),)
-        if not time:
-            function.warmup(*given, grid=grid, **constants)
-            return ""
-        return timed(lambda: function[grid](*given, **constants))
+    given = [tensors[str(what)].data_ptr() for kind, what in code.args if kind == "tensor"]
+    launcher = Launcher([code], [range(len(given))], [], "cuda:0", Options.make())
+    pointers = (ctypes.c_void_p * len(given))(*given)
+    return timed(partial(launcher, torch.cuda.current_stream().cuda_stream, pointers))
 
 
 def rank(a: list[float], b: list[float]) -> float:
@@ -110,16 +97,17 @@ def main() -> None:
     print(torch.cuda.get_device_name())
     found = [(n, k) for n in asked.names or CASES for k in kernels(n, asked.train)]
     every = [list(tilings(k, asked.count)) for _, k in found]
-    with ProcessPoolExecutor(14, get_context("spawn")) as pool:
-        built = list(pool.map(compiled, (k for ks in every for k, _ in ks)))
-    messages = iter(built)
-    for (name, kernel), ks in zip(found, every, strict=True):
+    codes = [[code_of(k, n) for n, (k, _) in enumerate(ks)] for ks in every]
+    for (name, kernel), ks, made in zip(found, every, codes, strict=True):
         print(f"{name}: {', '.join(n for n, _ in kernel.writes)}")
         rows = []
-        for tiled, us in ks:
-            why = next(messages)
+        for (tiled, us), code in zip(ks, made, strict=True):
             assert tiled.contraction is not None
-            took = float("nan") if why else run(tiled)
+            took, why = float("nan"), ""
+            try:
+                took = run(tiled, code)
+            except DeuteronError as e:  # out of resources: a tiling that should not be offered
+                why = e.message[:60]
             rows.append((us, took))
             print(f"  {us:9.1f} {took:9.1f}  {tiled.contraction[1]} {why}", flush=True)
         good = [r for r in rows if r[1] == r[1]]

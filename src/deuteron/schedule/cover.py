@@ -124,7 +124,8 @@ class _Cover:
             return nest
         found = tilings(self.spec).candidates(nest, self.layouts, self.spec)
         if not found:
-            return Refusal("no tiling", "no block of it fits on chip")
+            why = "no block fits on chip, or rows of a factor begin between multiples of 4 bytes"
+            return Refusal("no tiling", why)
         tiling, estimate = found[0]
         return Tiled(tuple(computes), nest, tiling, estimate)
 

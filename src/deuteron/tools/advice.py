@@ -71,8 +71,9 @@ REFUSALS: dict[str, Advice] = {
         "or a result that is read at two places.",
     ),
     "no tiling": Advice(
-        "one kernel of the products and what surrounds them would need more than fits on chip",
-        "Heads of at most 256 columns fit; sizes must be fixed.",
+        "one kernel of the products and what surrounds them would need more than fits on chip, or "
+        "would read rows at odd places",
+        "Heads of at most 256 columns fit; sizes must be fixed, rows of whole 4 bytes.",
     ),
     "kept unfused": Advice(
         "it was measured: apart they are faster (option guard='measure')",

@@ -201,6 +201,8 @@ class Printer:
                 return self.dot(c)
         assert c.kind == "op", c.kind
         operand = c.args[-1].dtype
+        if self.fast and operand == "f32" and c.attr == "div":
+            return f"({args[0]} / {args[1]})"  # within 2 in the last place
         if self.fast and operand == "f32" and c.attr in FAST:
             return f"libm.{FAST[c.attr]}({', '.join(args)})"
         return scalars.operation(c.attr, c.value.dtype, args, operand)
