@@ -167,7 +167,7 @@ def test_dropout_gradient(counted: Counted) -> None:
 PRIMES = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31]
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt", "bert", pytest.param("llama", marks=pytest.mark.slow)])
 def test_shapes_do_not_recompile(name: str, counted: Counted) -> None:
     """After the second distinct shape, twenty more (primes, both dimensions) compile nothing."""
     case = BY_NAME[name]

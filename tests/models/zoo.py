@@ -309,7 +309,7 @@ def squared(out: Tensor, target: Tensor) -> Tensor:
 
 
 class LstmLoop(nn.Module):
-    """An LSTM cell written out and unrolled over the 16 steps of its input."""
+    """An LSTM cell written out and unrolled over the steps of its input."""
 
     def __init__(self, large: bool) -> None:
         super().__init__()
@@ -329,7 +329,8 @@ class LstmLoop(nn.Module):
 
 
 def lstm_inputs(large: bool, batch: int | None, length: int | None) -> Inputs:
-    return (torch.randn(batch or (256 if large else 5), 16, 512 if large else 24),)
+    rows, steps, width = (256, 16, 512) if large else (5, 6, 24)
+    return (torch.randn(batch or rows, steps, width),)
 
 
 # -------------------------------------------------------------------------- mixture of experts

@@ -171,6 +171,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
 def test_dtypes_beyond_the_usual(tmp_path: Path) -> None:
     runner, state = CliRunner(), tmp_path / "state.jsonl"
     words = ["coverage", "--ops", "^bitwise_not$", "--parts", "forward", "--state", str(state)]
+    words += ["--jobs", "1"]
     assert runner.invoke(developers.app, [*words, "--dtypes", "int16,uint8"]).exit_code == 0
     rows = [json.loads(line) for line in state.read_text().splitlines()]
     assert {r["dtype"] for r in rows if r["right"]} == {"int16", "uint8"}
