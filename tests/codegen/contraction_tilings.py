@@ -32,7 +32,7 @@ from tests.schedule.contraction_programs import PROGRAMS, inputs
 from tests.schedule.planning import Call, trained
 
 BLOCKS = (16, 32, 64)
-WIDE = ("bias", "causal", "linear_gelu")  # in float32, too
+WIDE = ("bias", "causal", "gated")  # in float32, too
 
 
 def drawn(kernel: Kernel, draw: random.Random, count: int) -> Iterator[Tiling]:
