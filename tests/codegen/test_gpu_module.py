@@ -31,6 +31,7 @@ from deuteron.memory.plan import span
 from deuteron.pipeline import compiled
 from deuteron.runtime import build_cpp
 from deuteron.runtime.launch import load
+from deuteron.schedule import contract
 from deuteron.schedule.kernel import Kernel, Schedule
 from deuteron.schedule.reference import run_kernel
 from deuteron.stages import Emitted
@@ -169,6 +170,8 @@ class Pretended:
 
 def builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither Triton's kernels nor what launches them."""
+    # Products stay calls: what the CPU's figures make of them is no kernel of a GPU.
+    monkeypatch.setattr(contract, "share_kernels", lambda *_: False)
     monkeypatch.setattr(stages, "KernelVariants", lambda *_: None)
     monkeypatch.setattr(build_cpp, "compiler", lambda *_: ("", ""))
 

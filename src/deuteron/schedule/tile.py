@@ -19,7 +19,7 @@ from typing import Any
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
 from deuteron.ir.expr import Expr, flops
-from deuteron.ir.index import Axis, Index, hint, product
+from deuteron.ir.index import Axis, Index, Sym, hint, product
 from deuteron.ir.nest import Contraction, Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
@@ -161,7 +161,11 @@ def candidates(
 ) -> list[tuple[Tiling, Estimate]]:
     """Feasible tilings, the best estimate first."""
     groups = dimensions(nest)
-    if isinstance(groups, str) or narrow(nest, layouts):
+    own = [layouts[n] for side in nest.tensors() for n in side]
+    numbers = [n for lay in own for n in (*lay.strides, lay.offset)]
+    numbers += [i for s in nest.statements for e in roots(s) for i in e.indices()]
+    fixed = not any(isinstance(a, Sym) for n in numbers for a in n.atoms())
+    if isinstance(groups, str) or not fixed or narrow(nest, layouts):
         return []
     every = dict.fromkeys(listed(nest, groups, layouts, spec))
     tilings = [t for t in every if feasible(nest, t, layouts, spec)]
