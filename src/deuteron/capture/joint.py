@@ -32,6 +32,7 @@ from deuteron.capture.replay import replayed
 from deuteron.graph import ops
 from deuteron.graph.rewrite import (
     PLACES_OF_MAXIMA,
+    PULL_OUT,
     RANDOM_NUMBERS,
     REWRITES,
     Rewriting,
@@ -186,6 +187,7 @@ def parts_text(parts: Parts) -> str:
 PARTITIONING: Table = (
     RANDOM_NUMBERS,
     Pass("rewrite", rewrite_joint, verify_rewriting, rewriting_text, passes=REWRITES),
+    PULL_OUT,
     PLACES_OF_MAXIMA,
     Pass("classification", classify, verify_rewriting, rewriting_text),
     Pass("recomputation beside calls", recompute_beside, verify_rewriting, rewriting_text),

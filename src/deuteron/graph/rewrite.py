@@ -33,6 +33,7 @@ from deuteron.graph.einsum import multiply_matrices
 from deuteron.graph.epilogues import join_activations
 from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
+from deuteron.graph.pull_out import pull_out
 from deuteron.graph.rules import RULES_OF, Row, same_numbers
 from deuteron.graph.transaction import Rewrite, Snapshot, attempt
 from deuteron.graph.verify import graph_text, verify_graph
@@ -191,6 +192,9 @@ RANDOM_NUMBERS = tried(
     lambda graph, context: (
         context.phase in ("captured", "inference") and not context.options.eager_random
     ),
+)
+PULL_OUT = tried(
+    "pull out", pull_out, lambda graph, context: context.options.precision == "float32"
 )
 PLACES_OF_MAXIMA = tried("places of maxima", keep_places, lambda *_: True)
 
