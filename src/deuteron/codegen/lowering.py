@@ -328,6 +328,9 @@ class Lowering:
         self, s: Reduce, a: Expr, b: Expr, dims: Sequence[set[str]], before: Value | None
     ) -> Value:
         (m,), (n,), (k,) = dims
+        order = list(self.dims)
+        if order.index(n) < order.index(m):  # the result as values have its dimensions
+            (m, a), (n, b) = (n, b), (m, a)
         depth = len(self.scopes) - 1
         left, right = self.factor(s, a, (m, k)), self.factor(s, b, (k, n))
         if before is None:

@@ -37,6 +37,9 @@ from deuteron.schedule.tiling import Tiling
 # H100, 60 products (``python -m dev.gpu.epilogues``): those predicted 0.10 to 0.15 shorter were
 # 0.04 and 0.08, those predicted more 0.02 to 0.54.
 MIN_GAIN = 0.1
+# What a byte of memory that others could use counts, beside writing and reading it, in bytes of
+# traffic; as `capture.partition` counts what is saved.
+MEMORY_COST = 2.0
 # Computations of one nest at most; steps of a region; products in a chain, each of which reads the
 # one before.
 MAX_COMPUTES, MAX_STEPS, CHAINED = 64, 12, 2
@@ -58,16 +61,18 @@ class Contracted:
 
 @dataclass(frozen=True)
 class Offer:
-    """Kernels for the steps of a region, and the microseconds that they save."""
+    """Kernels for the steps of a region, and the microseconds that they save; `left`: what beyond
+    its traffic the memory counts that only the region needs."""
 
     region: frozenset[int]
     us: float
+    left: float
     text: str
     steps: tuple[Contracted, ...]
 
 
 def _saves_more(a: Offer | None, b: Offer | None) -> bool:
-    return a is not None and (b is None or a.us > b.us)
+    return a is not None and (b is None or a.us - a.left > b.us - b.left)
 
 
 def called(
@@ -161,13 +166,16 @@ class Contraction:
                 region = region | grow(region)
                 if len(region) > MAX_STEPS:
                     return
-                yield from (region, self.with_makers(region))
+                yield from (region, self.with_makers(region, 1, False), self.with_makers(region))
 
-    def with_makers(self, region: frozenset[int]) -> frozenset[int]:
-        """With the steps that only make what the region reads, and those that only make theirs."""
-        for _ in range(2):
+    def with_makers(
+        self, region: frozenset[int], steps: int = 2, groups: bool = True
+    ) -> frozenset[int]:
+        """With the steps that only make what the region reads, and those that only make theirs;
+        of products only where not `groups`."""
+        for _ in range(steps):
             makers = {self.home[n] for k in region for n in self.read[k] if n in self.home}
-            makers = {m for m in makers - region if self.is_group(m) or self.products[m]}
+            makers = {m for m in makers - region if groups and self.is_group(m) or self.products[m]}
             region = region | {m for m in makers if self.readers_of(m) <= region}
         return region
 
@@ -235,7 +243,16 @@ class Contraction:
             )
             for k in found
         )
-        return Offer(region, before - us, text, tuple(made))
+        return Offer(region, before - us, self.left(region, spec), text, tuple(made))
+
+    def left(self, region: frozenset[int], spec: DeviceSpec) -> float:
+        """Microseconds for products outside of a region that only it reads, and could have."""
+        read = {n for k in region for n in self.read[k] if n in self.home}
+        names = {n for n in read if self.home[n] not in region}
+        alone = {n for n in names if self.products[self.home[n]] and n not in self.outside}
+        alone = {n for n in alone if set(self.readers[n]) <= region}
+        size = sum(self.layouts[n].nbytes_hint for n in alone)
+        return MEMORY_COST * spec.memory_us(size)
 
     def time(self, step: Step) -> float | None:
         """Microseconds of a step; None of a call that is no product, or whose product is no

@@ -95,26 +95,29 @@ class _Cover:
         """Each goal in the first kernel that can have it and gains by it."""
         parts: list[list[str]] = []
         made: list[Tiled] = []
+        alone: Tiled | Refusal = Refusal("no nest", "nothing is stored")
+        waiting: list[str] = []  # what has no kernel without a later goal
         for goal in sorted(goals, key=self.order.index):
-            before = [n for part in parts for n in part]
-            alone = self.kernel([goal], before)
+            new = [*waiting, goal]
+            alone = self.kernel(new, [n for part in parts for n in part])
             for k, part in enumerate(parts):
                 memory = [n for p in parts[:k] for n in p]
-                both = self.kernel([*part, goal], memory)
+                both = self.kernel([*part, *new], memory)
                 if isinstance(both, Refusal):
                     continue
                 if isinstance(alone, Refusal) or both.estimate.us <= (
                     made[k].estimate.us + alone.estimate.us
                 ):
-                    part.append(goal)
+                    part += new
                     made[k] = both
+                    waiting = []
                     break
             else:
-                if isinstance(alone, Refusal):
-                    return alone
-                parts.append([goal])
-                made.append(alone)
-        return tuple(made)
+                waiting = new if isinstance(alone, Refusal) else []
+                if isinstance(alone, Tiled):
+                    parts.append(new)
+                    made.append(alone)
+        return alone if waiting and isinstance(alone, Refusal) else tuple(made)
 
     def kernel(self, sinks: Sequence[str], memory: Sequence[str]) -> Tiled | Refusal:
         """One kernel that stores `sinks`, where `memory` has been stored before."""
