@@ -1,10 +1,10 @@
 """What tilings of products reach of a GPU's units: the figures of `schedule/tilings.json`.
 
-    python -m dev.measure.tilings [--table FILE] [--units half,tf32,f32] [--write]
+    python -m dev.measure.tilings [--table FILE] [--units half,tf32,f32] [--kinds KINDS] [--write]
 
 Each row of the table is a kernel of one product (bias and ReLU behind it, with weights in both
-orders of memory), or of one attention, built and timed on this machine's GPU: the median of some
-launches, by CUDA events. Prints the rows with what they reach of the unit's rate in both orders,
+orders of memory), of one attention, or of its gradients, built and timed on this machine's GPU: the
+median of some launches, by CUDA events. Prints the rows with what they reach of the unit's rate in both orders,
 and what the library reaches; --write puts that into the table.
 """
 
@@ -44,7 +44,7 @@ TABLE = Path(tile.__file__).with_name("tilings.json")
 UNITS = {"half": "bf16", "tf32": "tf32", "f32": "f32"}
 TORCH = {"bf16": torch.bfloat16, "f32": torch.float32}
 M, K, N = 8192, 4096, 4096
-WHAT = "products of 8192 x 4096 by 4096 x 4096, chains of 64 heads of 4096 x 128 (f32: 64)"
+WHAT = "products of 8192 x 4096 by 4096 x 4096, chains and gradients of 64 heads of 4096 x 128"
 HEADS, LENGTH, WIDTH = 64, 4096, {"half": 128, "tf32": 64, "f32": 64}
 
 
@@ -122,7 +122,53 @@ def chain_case(unit: str, turned: bool) -> Case:
     return Case(nest, layouts, 4.0 * HEADS * LENGTH**2 * d_, attention, attention)
 
 
-CASES = {"products": product_case, "chains": chain_case}
+def gradient_case(unit: str, turned: bool, of_keys: bool) -> Case:
+    """Of an attention's queries; or of its keys and values together, which live on the same axes:
+    their sum is stored."""
+    operands, d_ = UNITS[unit], WIDTH[unit]
+    dtype = "bf16" if unit == "half" else "f32"
+    h, j, i, d = axes(h=HEADS, j=LENGTH, i=LENGTH, d=d_)
+
+    def load(name: str, *at: Axis) -> Expr:
+        return E.cast(E.load(name, tuple(map(atom, at)), dtype), "f32")
+
+    def result(name: str, *at: Axis) -> Expr:
+        return E.load(name, tuple(map(atom, at)), "f32")
+
+    def summed(name: str, axis: Axis, a: Expr, b: Expr) -> Reduce:
+        return Reduce(name, "sum", (axis,), E.op("mul", a, b), operands)
+
+    scale = E.literal(d_**-0.5, "f32")
+    scores = E.op("mul", result("s", h, j, i), scale)
+    p = E.op("exp", E.op("sub", scores, result("m", h, i)))
+    ds = E.op("mul", p, E.op("sub", result("dp", h, j, i), result("r", h, i)))
+    q, k, v, g = (load(n, h, a, d) for n, a in zip("qkvg", (i, j, j, i), strict=True))
+    inner = (summed("s", d, q, k), summed("dp", d, g, v))
+    if of_keys:
+        outer: tuple[Reduce, ...] = (summed("dv", i, p, g), summed("dk", i, ds, q))
+        at, value = (h, j, d), E.op("add", result("dk", h, j, d), result("dv", h, j, d))
+    else:
+        outer, at, value = (summed("dq", j, ds, k),), (h, i, d), result("dq", h, i, d)
+    store = Store("y", tuple(map(atom, at)), E.cast(value, dtype))
+    nest = Nest((h, j, i, d), (*inner, *outer, store))
+    layouts = {n: layout(HEADS, LENGTH, d_, dtype=dtype) for n in "qkvg"}
+    layouts |= {n: layout(HEADS, LENGTH, dtype="f32") for n in "mr"}
+    layouts["y"] = layout(HEADS, LENGTH, d_, dtype=dtype)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, g: Tensor, m: Tensor, r: Tensor) -> Tensor:
+        p = torch.exp((q @ k.mT).float() * d_**-0.5 - m[..., None])
+        ds = (p * ((g @ v.mT).float() - r[..., None])).to(q.dtype)
+        return p.to(q.dtype).mT @ g + ds.mT @ q if of_keys else ds @ k
+
+    return Case(nest, layouts, 8.0 * HEADS * LENGTH**2 * d_, eager, eager)
+
+
+CASES = {
+    "products": product_case,
+    "chains": chain_case,
+    "wide chains": partial(gradient_case, of_keys=False),
+    "gradients": partial(gradient_case, of_keys=True),
+}
 
 
 def kernel_of(case: Case, tiling: tile.Tiling, name: str) -> TritonKernel:
@@ -201,7 +247,7 @@ def rows_of(
         listed = list(tile.listed(case.nest, groups, case.layouts, spec, usual))
         fit = [tile.feasible(case.nest, t, case.layouts, spec) for t in listed]
         made = {
-            k: kernel_of(case, t, f"{kind}_{unit}_{k}{'t' * turned}")
+            k: kernel_of(case, t, f"{kind.replace(' ', '_')}_{unit}_{k}{'t' * turned}")
             for k, t in enumerate(listed)
             if fit[k]
         }
@@ -237,12 +283,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--units", default="half,tf32,f32")
+    parser.add_argument("--kinds", default=",".join(CASES))
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     table: dict[str, Any] = json.loads(arguments.table.read_text(encoding="utf-8"))
     spec, options = device_spec("cuda"), Options.make()
     for unit in arguments.units.split(","):
-        for kind in CASES:
+        for kind in (k for k in arguments.kinds.split(",") if unit in table[k]):
             rows, library = rows_of(kind, unit, table[kind][unit], spec, options)
             table[kind][unit] = rows
             table["about"] = f"{spec.name}, {date.today()}: {WHAT}"

@@ -49,7 +49,7 @@ LOOP_US = 0.4
 PROGRAM_US = 2.5
 # What bringing an element of memory into registers takes, in FLOPs: H100, gradients of 64 heads of
 # 4096 x 128, sums of rows of two such tensors in the loop over rows 2420 us, before it 1790.
-LOAD_FLOPS = 8
+LOAD_FLOPS = 16
 # Of arithmetic and products, what the shorter one adds where several programs share a
 # multiprocessor. Registers of a thread beside those that hold tiles.
 OVERLAP_SHARE, OTHER_REGISTERS = 0.3, 40
@@ -76,7 +76,9 @@ def unit(nest: Nest) -> str:
 
 
 def figures(table: str, kind: str) -> Any:
-    return FIGURES[table]["half" if kind in HALF else kind]
+    """The rows of a table for a unit; what is not measured is as chains are."""
+    unit = "half" if kind in HALF else kind
+    return FIGURES[table].get(unit) or FIGURES["chains"][unit]
 
 
 # -- dimensions ------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def listed(
         return
     chained = any(role in ("whole", "inner") for role in roles.values())
     first = next(iter(products.values()))
-    table = table or figures("chains" if chained else "products", unit(nest))
+    table = table or figures(kind_of(nest, chained), unit(nest))
     at = orders(nest, layouts)
     for blocks, warps, stages, reached, how in table:
         dims = []
@@ -213,19 +215,26 @@ def listed(
             elif role in ("whole", "inner"):
                 block, mode = max(MIN_SIDE, _power(extent[axes])), "whole"
             else:
-                side = (
-                    0
-                    if set(axes) & set(first.m)
-                    else 1
-                    if chained or set(axes) & set(first.n)
-                    else 2
-                )
+                sides = (set(axes) & set(first.m), set(axes) & set(first.n), True)
+                side = int(role == "loop") if chained else list(map(bool, sides)).index(True)
                 block = min(blocks[side], max(MIN_SIDE, _power(extent[axes])))
                 mode = "whole" if role == "loop" and chained and extent[axes] <= block else role
             dims.append(Dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
         programs = spec.cores if "persistent" in how else 0
         ways = ("fetches" in how, "puts" in how, programs)
         yield Tiling(tuple(dims), warps, stages, min(reached[k] for k in at), *ways)
+
+
+def kind_of(nest: Nest, chained: bool) -> str:
+    """The table of a nest: of products; of a product that reads another one's result, or those of
+    several; of several products that do, each of which has its sums in registers."""
+    if not chained:
+        return "products"
+    products = [nest.reductions()[n] for n in contractions(nest)]
+    inner = sum(_nested(nest, s) for s in products)
+    if len(products) - inner > 1:
+        return "gradients"
+    return "chains" if inner < 2 else "wide chains"
 
 
 def orders(nest: Nest, layouts: Mapping[str, Layout]) -> set[int]:
@@ -316,21 +325,17 @@ def shared_bytes(nest: Nest, tiling: Tiling) -> int:
     total = 0
     if tiling.puts and tiling.persistent:
         total = sum(4 * tile_of(nest, tiling, nest.lives(s)) for s in nest.stores()) // 2
-    seen: set[object] = set()
+    seen: set[Expr] = set()
     for name, c in contractions(nest).items():
         operands = nest.reductions()[name].factors
-        for side in (c.a, c.b):
-            axes = nest.axes_of(side)
-            loops = any(tiling.dim_of(a).mode == "loop" for a in axes)
-            loads = tuple(n.attr[0] for n in side.loads() if n.attr[0] not in nest.reductions())
-            if (loads, axes) in seen or not loads:
+        for load in (n for side in (c.a, c.b) for n in side.loads()):
+            if load.attr[0] in nest.reductions() or load in seen:
                 continue
-            seen.add((loads, axes))
-            total += (
-                tile_of(nest, tiling, axes)
-                * ITEMSIZE[operands]
-                * (tiling.num_stages if loops else 1)
-            )
+            seen.add(load)
+            axes = nest.axes_of(load)
+            loops = any(tiling.dim_of(a).mode == "loop" for a in axes)
+            size = tile_of(nest, tiling, axes) * ITEMSIZE[operands]
+            total += size * (tiling.num_stages if loops else 1)
     return total
 
 
