@@ -4,8 +4,8 @@
 
 Each row of the table is a kernel of one product (bias and ReLU behind it, with weights in both
 orders of memory), of one attention, or of its gradients, built and timed on this machine's GPU: the
-median of some launches, by CUDA events. Prints the rows with what they reach of the unit's rate in both orders,
-and what the library reaches; --write puts that into the table.
+median of some launches, by CUDA events. Prints the rows with what they reach of the unit's rate in
+both orders, and what the library reaches; --write puts that into the table.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def gradient_case(unit: str, turned: bool, of_keys: bool) -> Case:
     return Case(nest, layouts, 8.0 * HEADS * LENGTH**2 * d_, eager, eager)
 
 
-CASES = {
+CASES: dict[str, Callable[[str, bool], Case]] = {
     "products": product_case,
     "chains": chain_case,
     "wide chains": partial(gradient_case, of_keys=False),
