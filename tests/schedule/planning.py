@@ -143,9 +143,9 @@ def executed(program: Program, schedule: Schedule, inputs: Sequence[Any], run: b
         elif run:
             execution.define(step)
         else:
-            for name, layout in zip(step.names, step.layouts, strict=True):
-                if name and layout:
-                    execution.tensors[name] = allocate(layout, execution.sizes)
+            for result, made in zip(step.names, step.layouts, strict=True):
+                if result and made:
+                    execution.tensors[result] = allocate(made, execution.sizes)
     return execution
 
 
