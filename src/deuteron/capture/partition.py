@@ -306,7 +306,8 @@ class Costs:
                 if ops.packet(u.target) == "aten.eq" and (u in self._before or in_backward(u)):
                     return True
                 seen.add(u)
-                if u in self.depth and ops.is_generated(u):
+                moved = ops.is_view(u) or ops.packet(u.target) == "aten._to_copy"
+                if moved or u in self.depth and ops.is_generated(u):
                     todo.append(u)
         return False
 

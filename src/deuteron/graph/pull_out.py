@@ -101,7 +101,7 @@ def pull_out(gm: fx.GraphModule, record: Record) -> int:
         (source,) = n.all_input_nodes
         if not isinstance(source.meta.get("val"), torch.Tensor) or source.meta["val"].dim() < 2:
             continue
-        if list(n.args[1]) not in ([-1], [source.meta["val"].dim() - 1]):
+        if list(n.args[1] or ()) not in ([-1], [source.meta["val"].dim() - 1]):
             continue
         found = pulled(source, order, order[n])
         if found is None:

@@ -88,6 +88,8 @@ class _Closure:
                 name, index, _ = load.attr
                 here = tuple(substitute(i, at) for i in index)
                 for place in self.places.get(name, ())[:1]:
+                    if len(place) != len(here):  # a tensor as another view
+                        continue
                     for mine, theirs in zip(here, place, strict=True):
                         for a in c.axes:
                             equal = None if a in table else _solved(mine, theirs, a)

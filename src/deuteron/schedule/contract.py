@@ -101,7 +101,9 @@ class Contraction:
         specs: Mapping[str, DeviceSpec],
         record: Record,
         unfused: AbstractSet[str] = frozenset(),
+        training: bool = False,
     ) -> None:
+        self.training = training
         self.unfused = unfused
         self.steps, self.layouts, self.owner = list(steps), layouts, owner
         self.outside, self.specs, self.record = outside, specs, record
@@ -154,6 +156,8 @@ class Contraction:
         spec = self.specs[layout.device]
         sizes = [a.extent.value for c in step.product for a in c.axes]
         known = all(n is not None and n > 0 for n in sizes)
+        if self.training and spec.kind == "cpu":  # its gradients have no tilings yet
+            return False
         return known and share_kernels(layout.dtype, spec)
 
     # -- regions -----------------------------------------------------------------------------------

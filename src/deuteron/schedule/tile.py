@@ -294,10 +294,12 @@ def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: De
 
 
 def crossed(nest: Nest, tiling: Tiling) -> bool:
-    """Whether of two loops one reduction wants this inside, another that."""
+    """Whether of two loops one reduction wants this inside, another that; or one wants both."""
     pairs = set()
     for s in nest.reductions().values():
         lives, over = ({tiling.dim_of(a) for a in axes} for axes in (nest.lives(s), s.over))
+        if sum(d.mode == "loop" for d in over) > 1:  # loops are opened one by one
+            return True
         pairs |= {(a.name, b.name) for a in lives for b in over if a.mode == b.mode == "loop"}
     return any((b, a) in pairs for a, b in pairs)
 
