@@ -41,7 +41,8 @@ def test_gradients_are_right(name: str) -> None:
     plan = trained(PROGRAMS[name], *args)
     check(plan, PROGRAMS[name], args)
     if name in CHAINS:
-        assert not plan.calls and len(plan.contractions) == len(plan.kernels) <= 4
+        assert not plan.calls and len(plan.kernels) <= 4  # one may be for sums of rows
+        assert len(plan.kernels) - len(plan.contractions) <= 1
         assert all(n < SCORES for n in written(plan)), written(plan)
 
 
