@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deuteron.base.device import device_spec
 from deuteron.ir.reference import allocate
 from deuteron.schedule import contract
+from deuteron.schedule.cache_tile import feasible
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.reference import run_kernel
 from tests.codegen.cpp_tools import Runner
@@ -60,18 +62,36 @@ def test_every_tiling_computes_the_nest(name: str) -> None:
     nest, tiling = kernel.contraction
     given, draw = plan.calls_made[0].memory(), random.Random(name)
     wanted = results(kernel, given, runs=False)
-    for k in range(3):
-        dims = tuple(
+    for k in range(4):
+        dims = [
             d
             if d.block == 1 or d.mode == "whole" or not k
             else replace(d, block=draw.choice(BLOCKS))
             for d in tiling.dims
-        )
-        tiled = replace(kernel, contraction=(nest, replace(tiling, dims=dims)))
+        ]
+        if k == 3:  # vectors along other dimensions
+            draw.shuffle(dims)
+        tiled = replace(kernel, contraction=(nest, replace(tiling, dims=tuple(dims))))
         got, again = (results(tiled, given, runs=True) for _ in range(2))
         for n, w in wanted.items():
             assert relative(got[n], w) < 1e-5, dims
             assert torch.equal(got[n], again[n])
+
+
+@pytest.mark.usefixtures("always")
+def test_batches_may_be_in_tiles() -> None:
+    with torch.no_grad():
+        plan = planned(plain, *inputs("plain", torch.float32), device="cpu", run=False)
+    (kernel,) = plan.contractions
+    assert kernel.contraction is not None
+    nest, tiling = kernel.contraction
+    first, *others = tiling.dims
+    whole = replace(tiling, dims=(replace(first, mode="whole", block=first.extent), *others))
+    given = plan.calls_made[0].memory()
+    wanted = results(kernel, given, runs=False)
+    got = results(replace(kernel, contraction=(nest, whole)), given, runs=True)
+    assert first.extent > 1 and all(relative(got[n], w) < 1e-5 for n, w in wanted.items())
+    assert not feasible(nest, whole, device_spec("cpu")), "they are no dots"
 
 
 # -- as users call it ------------------------------------------------------------------------------
@@ -107,6 +127,11 @@ def logarithm_too(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
 
 
+def unweighted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A product reads the other's result itself."""
+    return q @ k.transpose(-1, -2) @ v
+
+
 def heads(*shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(s, generator=generator) for s in shapes]
@@ -121,6 +146,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "transposed": (transposed, heads(*[(2, 130, 3, 32)] * 3)),
     "alibi": (alibi, heads(*[(1, 3, 100, 32)] * 3)),
     "logarithm of sums": (logarithm_too, heads(*[(1, 3, 100, 32)] * 3)),
+    "no softmax": (unweighted, heads(*[(2, 3, 70, 32)] * 3)),
     "one query": (plain, heads((1, 3, 1, 32), (1, 3, 90, 32), (1, 3, 90, 32))),
     "one key": (causal, heads(*[(1, 3, 1, 32)] * 3)),
     "nothing": (causal, heads(*[(0, 3, 70, 32)] * 3)),

@@ -310,7 +310,7 @@ class Lowering:
         c = self.nest.contraction(product_of) if s.operands else None
         if c is not None:
             dims = [self.spanned(x) for x in (c.m, c.n, c.over)]
-            if all(len(x) == 1 for x in dims):
+            if all(len(x) == 1 for x in dims) and not self.spanned(c.batch):
                 return self.dot(s, c.a, c.b, dims, before)
         depth = len(self.scopes) - 1
         value = self.value(body)

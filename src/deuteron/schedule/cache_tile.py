@@ -34,7 +34,6 @@ CHAIN_BLOCKS = (((64, 64), 1.3), ((64, 128), 1.3), ((128, 64), 1.3), ((32, 64), 
 # EPYC with AVX-512, 16 K of them 3.4 us (12 FLOPs each).
 VECTOR_EFFICIENCY = 0.55
 TILE_SHARE = 0.5  # of the second cache, that tiles may take
-LANES = 16  # rows of tiles are this many elements, or a multiple
 
 
 def candidates(
@@ -76,11 +75,16 @@ def _turned(
     nest: Nest, factor: Expr, last: Sequence[Axis], loops: set[Axis], layouts: Mapping[str, Layout]
 ) -> int:
     """How dear a factor is as the one that lies along `last`."""
-    along = False
-    if factor.op == "load" and factor.attr[0] in layouts and len(last) == 1:
-        step = layouts[factor.attr[0]].address(factor.attr[1]).coefficient(last[0])
-        along = step is not None and step.value == 1
+    along = len(last) == 1 and _lies_along(nest, factor, last[0], layouts)
     return 0 if along else 1 + bool(loops & set(nest.axes_of(factor)))
+
+
+def _lies_along(nest: Nest, e: Expr, axis: Axis, layouts: Mapping[str, Layout]) -> bool:
+    """Whether it is in memory (not a result of the nest), contiguous along the axis."""
+    if e.op != "load" or e.attr[0] in nest.reductions():
+        return False
+    step = layouts[e.attr[0]].address(e.attr[1]).coefficient(axis)
+    return step is not None and step.value == 1
 
 
 def _sorted(
@@ -122,7 +126,13 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
 
 
 def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
-    """Whether tiles fit into the second cache: results, and factors that are turned."""
+    """Whether tiles fit into the second cache (results, and factors that are turned), and products
+    are dots: of tiles with two dimensions, one of which is summed."""
+    for c in tile.contractions(nest).values():
+        dims = ({tiling.dim_of(a) for a in x} for x in (c.m, c.n, c.over, c.batch))
+        *spans, batch = (sum(d.block > 1 for d in x) for x in dims)
+        if max(spans) > 1 or batch:
+            return False
     sides = [set(nest.axes_of(x)) for c in tile.contractions(nest).values() for x in (c.a, c.b)]
     held = [set(nest.lives(s)) for s in nest.reductions().values()] + sides
     size = sum(4 * _tile(tiling, axes) for axes in held)
@@ -152,17 +162,13 @@ def estimate(
         else:
             vector += sum(flops(e) + 1 for e in roots(s)) * points
     reads, writes = nest.tensors()
-    moved = float(sum(_bytes(layouts[n]) for n in (*reads, *writes)))
+    moved = float(sum(layouts[n].nbytes_hint for n in (*reads, *writes)))
     compute = spec.compute_us(dots) / tiling.efficiency
     compute += spec.compute_us(vector) / VECTOR_EFFICIENCY
     programs = tiling.programs()
     compute *= math.ceil(programs / spec.cores) * spec.cores / programs
     us = spec.launch_us + max(spec.memory_us(moved), compute)
     return tile.Estimate(us, moved, dots + vector)
-
-
-def _bytes(layout: Layout) -> int:
-    return layout.nbytes_hint
 
 
 def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float | None:
@@ -172,13 +178,9 @@ def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> f
         return None
     ((name, c),) = products.items()
     batch, m, k, n = (hint(product(a.extent for a in x)) for x in (c.batch, c.m, c.over, c.n))
-    larger, along = (c.b, c.over[-1]) if n >= m else (c.a, c.over[-1])
-    step = None
-    if larger.op == "load" and larger.attr[0] in layouts:
-        step = layouts[larger.attr[0]].address(larger.attr[1]).coefficient(along)
+    along = _lies_along(nest, c.b if n >= m else c.a, c.over[-1], layouts)
     dtype = nest.reductions()[name].body.dtype
-    p = Product(batch, m, k, n, dtype, ITEMSIZE[dtype], step is not None and step.value == 1, False)
-    return product_us(p, spec)
+    return product_us(Product(batch, m, k, n, dtype, ITEMSIZE[dtype], along, False), spec)
 
 
 __all__ = ["candidates", "estimate", "feasible", "in_order", "library_us"]

@@ -276,7 +276,7 @@ class Printer:
             register = f"{v.name}_r"
             before.append(f"{scalars.REGISTER_TYPES[v.dtype]} {register} = {neutral};")
             behind.append(f"{total} = {combine(kind, v.dtype, total, register, self.used)};")
-            clauses += [f"reduction({REASSOCIATED[kind]}:{register})"] * (kind in REASSOCIATED)
+            clauses += [f"reduction({x}:{register})" for k, x in REASSOCIATED.items() if k == kind]
             total = register
         self.body.append(f"{total} = {combine(kind, v.dtype, total, value, self.used)};")
 
