@@ -20,7 +20,14 @@ from deuteron.capture import decompositions, joint, stages
 from deuteron.graph import rewrite as rewriting
 from deuteron.graph import strides
 from deuteron.graph.edit import Editor
-from deuteron.graph.rewrite import PLACES_OF_MAXIMA, RANDOM_NUMBERS, REWRITES, Tried, rewrite
+from deuteron.graph.rewrite import (
+    PLACES_OF_MAXIMA,
+    PULL_OUT,
+    RANDOM_NUMBERS,
+    REWRITES,
+    Tried,
+    rewrite,
+)
 from deuteron.graph.rules import RULES_OF, Row
 from deuteron.graph.transaction import Snapshot
 
@@ -91,7 +98,7 @@ def trained(options: dict[str, Any] | None = None) -> list[Record]:
     return records
 
 
-TRIED = [*REWRITES, RANDOM_NUMBERS, PLACES_OF_MAXIMA]
+TRIED = [*REWRITES, RANDOM_NUMBERS, PLACES_OF_MAXIMA, PULL_OUT]
 
 
 @pytest.mark.parametrize("row", TRIED, ids=[row.name for row in TRIED])

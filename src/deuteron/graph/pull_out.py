@@ -9,16 +9,20 @@ times their gradients is that of the result times its gradient, and the backward
 no pass over the scores of its own.
 
 Products are compared as sets of factors, through conversions, reshapes and numbers, so that what
-stands between (dropout's mask and its scale) is on both sides.
+stands between (dropout's mask and its scale) is on both sides. Sizes that may change are equal only
+where that is known: no guard is added.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deuteron.base.record import Record
 from deuteron.graph import ops
@@ -75,7 +79,11 @@ def moved_from(n: fx.Node) -> fx.Node:
 
 
 def same_shape(a: fx.Node, b: fx.Node) -> bool:
-    return bool(shape(a) == shape(b))
+    return same_sizes(shape(a), shape(b))
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
 
 
 def same_rows(a: fx.Node, b: fx.Node) -> bool:
@@ -83,7 +91,8 @@ def same_rows(a: fx.Node, b: fx.Node) -> bool:
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     floats = x.is_floating_point() and y.is_floating_point()
-    return bool(floats and x.shape[-2:] == y.shape[-2:] and x.numel() == y.numel())
+    whole = statically_known_true(x.numel() == y.numel())
+    return floats and whole and same_sizes(x.shape[-2:], y.shape[-2:])
 
 
 def shape(n: fx.Node) -> torch.Size:
@@ -102,6 +111,8 @@ def pull_out(gm: fx.GraphModule, record: Record) -> int:
         if not isinstance(source.meta.get("val"), torch.Tensor) or source.meta["val"].dim() < 2:
             continue
         if list(n.args[1] or ()) not in ([-1], [source.meta["val"].dim() - 1]):
+            continue
+        if not all(type(size) is int for size in shape(n)):
             continue
         found = pulled(source, order, order[n])
         if found is None:
@@ -134,7 +145,7 @@ def pulled(
     if whole is None:
         return None
     for x in whole.nodes:
-        if not multiplies(x) or shape(x)[-1] <= shape(x.args[0])[-1]:
+        if not multiplies(x) or not statically_known_true(shape(x)[-1] > shape(x.args[0])[-1]):
             continue
         a, b = x.args
         rest = whole.nodes - Counter([x])
