@@ -88,3 +88,18 @@ def test_without_recomputation_weights_are_saved() -> None:
     plan = trained(PROGRAMS["plain"], *args, recompute=False)
     check(plan, PROGRAMS["plain"], args)
     assert SCORES in written(plan)
+
+
+def with_maximum(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The caller has the maximum, too, and may look for it among the scores."""
+    s = (q @ k.transpose(-1, -2)).to(torch.float32)
+    top = s.detach().amax(-1, keepdim=True)
+    e = torch.exp(s - top)
+    return (e / e.sum(-1, keepdim=True)).to(q.dtype) @ v, top
+
+
+def test_what_the_caller_may_compare_is_rounded_as_in_eager() -> None:
+    for f, free in ((PROGRAMS["plain"], True), (with_maximum, False)):
+        args = [a.requires_grad_() for a in inputs("plain")]
+        plan = planned(f, *args, run=False)
+        assert any(n.startswith("amax") for n in plan.programs[0].uncompared) is free

@@ -143,7 +143,8 @@ def divide(joint: Cut, context: Context) -> Parts:
     order = {n.name: k for k, n in enumerate(gm.graph.nodes)}
     if joint.costs is not None:
         for n in joint.saved:
-            n.meta[ops.UNCOMPARED_META] = not joint.costs.compared(n)
+            own = n in joint.costs.outputs  # the caller may compare it
+            n.meta[ops.UNCOMPARED_META] = not own and not joint.costs.compared(n)
     forward, backward = extract(gm, joint.saved, count, joint.info)
     replay_random(forward.graph, backward.graph, draws, order)
     if joint.again:
