@@ -53,12 +53,12 @@ GPU_GENERATED_SHARE, GPU_LIBRARY_SHARE = 0.05, 0.5
 MAX_WHOLE = 256
 
 
-def share_kernels(dtype: str, spec: DeviceSpec) -> bool:
-    """Whether products of this dtype may be in one kernel with what surrounds them: f32 on a CPU;
-    those of devices whose tensor cores multiply them, or tf32. `schedule.contract` decides where
-    they are."""
+def share_kernels(dtype: str, spec: DeviceSpec, training: bool = False) -> bool:
+    """Whether products of this dtype may be in one kernel with what surrounds them: f32 on a CPU,
+    but in `training` (gradients have no tilings there yet); those of devices whose tensor cores
+    multiply them, or tf32. `schedule.contract` decides where they are."""
     if spec.kind == "cpu":
-        return dtype == "f32"
+        return dtype == "f32" and not training
     cores = spec.capability is not None and spec.capability >= TENSOR_CORES_SINCE
     return cores and dtype in ("bf16", "f16", "f32")
 

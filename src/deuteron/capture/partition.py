@@ -276,7 +276,7 @@ class Costs:
         if ops.packet(n.target) not in PRODUCTS or self.options.precision == "eager":
             return False
         val = n.meta["val"]
-        return share_kernels(DTYPES.get(val.dtype, ""), self.spec(str(val.device)))
+        return share_kernels(DTYPES.get(val.dtype, ""), self.spec(str(val.device)), True)
 
     def expands(self, n: fx.Node) -> bool:
         """Whether a product's result is larger than its operands, and its sum short."""

@@ -156,9 +156,7 @@ class Contraction:
         spec = self.specs[layout.device]
         sizes = [a.extent.value for c in step.product for a in c.axes]
         known = all(n is not None and n > 0 for n in sizes)
-        if self.training and spec.kind == "cpu":  # its gradients have no tilings yet
-            return False
-        return known and share_kernels(layout.dtype, spec)
+        return known and share_kernels(layout.dtype, spec, self.training)
 
     # -- regions -----------------------------------------------------------------------------------
 
