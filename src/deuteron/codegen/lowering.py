@@ -36,7 +36,7 @@ class Tiles:
     """What a target's tiles are. `whole`: they have all places of their blocks, of which those that
     do not exist are masked; else loops end where the places do. `powers`: exponentials of
     differences are powers of two (`binary`). `reciprocals`: a tile divided by a smaller one is
-    multiplied with its reciprocal."""
+    multiplied with its reciprocal, which is infinite of divisors up to 2^-128."""
 
     whole: bool
     powers: bool

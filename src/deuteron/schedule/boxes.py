@@ -1,4 +1,5 @@
-"""Boxes: blocks of a tensor in memory that a GPU's copy engine moves (TMA; `DeviceSpec.boxes`).
+"""Boxes: blocks of a tensor in memory that a GPU's copy engine moves (TMA;
+`DeviceSpec.copies_boxes`).
 
 In: where a nest reads or writes a tensor, and a tiling. Out: the `Box` that programs fetch or put,
 or None where the engine cannot. It wants addresses of 16 bytes along all dimensions but the last,

@@ -47,8 +47,9 @@ LOOP_US = 0.4
 # What a program takes besides: its first blocks are on their way, its results are stored. H100, two
 # models' products of K = 512 to 1024 with GELU, 128 x 256 columns: 1.5 of the time without it.
 PROGRAM_US = 2.5
-# What bringing an element of memory into registers takes, in FLOPs: H100, gradients of 64 heads of
-# 4096 x 128, sums of rows of two such tensors in the loop over rows 2420 us, before it 1790.
+# What bringing an element of memory into registers takes, in FLOPs: an assumption, which decides
+# only between summing rows in a loop and before it; not measured by itself. The figures of chains
+# with several inner products were measured with it.
 LOAD_FLOPS = 16
 # Of arithmetic and products, what the shorter one adds where several programs share a
 # multiprocessor. Registers of a thread beside those that hold tiles.
@@ -428,12 +429,12 @@ def shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
         for s in nest.statements:
             if s in of and (isinstance(s, Reduce) or s in inside):
                 ends.setdefault(of[s], []).append(s)
-        shares = {k: _walked(nest, tiling, d, group, chain) for k, group in ends.items()}
+        walked = {k: _walked(nest, tiling, d, group, chain) for k, group in ends.items()}
         for k, group in ends.items():
-            out.update({s.name: shares[k] for s in group if isinstance(s, Reduce)})
+            out.update({s.name: walked[k] for s in group if isinstance(s, Reduce)})
         for s in inside:
             if isinstance(s, Reduce):
-                out[s.name] = out.get(s.name, 1.0) * sum(shares.values())
+                out[s.name] = out.get(s.name, 1.0) * sum(walked.values())
     return out
 
 
