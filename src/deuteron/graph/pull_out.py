@@ -49,7 +49,7 @@ def factors(root: fx.Node) -> Factors | None:
     while todo:
         n = moved_from(todo.pop())
         name = ops.packet(n.target) if n.op == "call_function" else ""
-        if name == "aten.mul" and all(same_shape(a, n) for a in n.all_input_nodes):
+        if name == "aten.mul" and all(same_sizes(shape(a), shape(n)) for a in n.all_input_nodes):
             tensors = [a for a in n.args if isinstance(a, fx.Node)]
             numbers = [a for a in n.args if isinstance(a, (int, float))]
             if len(tensors) + len(numbers) != len(n.args):
@@ -76,10 +76,6 @@ def moved_from(n: fx.Node) -> fx.Node:
             break
         n = source
     return n
-
-
-def same_shape(a: fx.Node, b: fx.Node) -> bool:
-    return same_sizes(shape(a), shape(b))
 
 
 def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:

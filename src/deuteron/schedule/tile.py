@@ -148,11 +148,6 @@ def _in_order(
             liked |= {(x, y) for x in c.m for y in (*c.over, *c.n)}
             liked |= {(x, y) for x in c.over for y in c.n}
 
-    def stands_behind(
-        d: tuple[Axis, ...], e: tuple[Axis, ...], pairs: set[tuple[Axis, Axis]]
-    ) -> bool:
-        return any((x, y) in pairs for x in e for y in d)
-
     order = [d for d in dims if d[1] == "batch"]
     left = [d for d in dims if d[1] != "batch"]
     while left:
@@ -161,7 +156,7 @@ def _in_order(
             free = [
                 d
                 for d in free
-                if not any(stands_behind(d[0], e[0], pairs) for e in left if e is not d)
+                if not any((x, y) in pairs for e in left if e is not d for x in e[0] for y in d[0])
             ] or free
         order.append(free[0])
         left.remove(free[0])
