@@ -26,8 +26,7 @@ from deuteron.ir.operations import COMPARISONS, REDUCTIONS
 from deuteron.ir.program import Layout
 from deuteron.schedule import online
 from deuteron.schedule.boxes import Box, box_of
-from deuteron.schedule.masks import bounds
-from deuteron.schedule.tile import contractions, passes
+from deuteron.schedule.tile import contractions, cut_off, passes
 from deuteron.schedule.tiling import Dim, Tiling
 
 
@@ -394,11 +393,7 @@ class Lowering:
         """From where to where a loop must go: outside its reductions get nothing."""
         start: Value | None = None
         stop: Value | None = None
-        reductions = [s for s in group if isinstance(s, Reduce)]
-        if len(dim.axes) != 1 or len(reductions) < len(group):
-            return start, stop
-        results, moved = chain.reductions.keys(), chain.rules.keys()
-        for bound in bounds(reductions, dim.axes[0], results, moved):
+        for bound in cut_off(dim, group, chain):
             edge = self.edge(bound.index, bound.upper)
             if edge is None:
                 continue

@@ -25,7 +25,7 @@ from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.boxes import box_of
 from deuteron.schedule.kernel import Reduce as RowReduce
-from deuteron.schedule.masks import bounds, visited
+from deuteron.schedule.masks import Bound, bounds, visited
 from deuteron.schedule.online import Chain, Rescaled
 from deuteron.schedule.tiling import Dim, Tiling
 
@@ -435,16 +435,21 @@ def shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
 
 def _walked(nest: Nest, tiling: Tiling, d: Dim, group: Sequence[Statement], chain: Chain) -> float:
     """The share of a loop that one pass walks."""
-    reductions = [s for s in group if isinstance(s, Reduce)]
-    if len(d.axes) != 1 or len(reductions) < len(group):
-        return 1.0
-    cut = bounds(reductions, d.axes[0], chain.reductions.keys(), chain.rules.keys())
+    cut = cut_off(d, group, chain)
     others = {a for b in cut for a in b.index.axes()}
     if len(others) != 1:
         return 1.0
     (other,) = others
     rows = tiling.dim_of(other)
     return visited(cut, d.extent, rows.extent, rows.block) if rows.axes == (other,) else 1.0
+
+
+def cut_off(d: Dim, group: Sequence[Statement], chain: Chain) -> tuple[Bound, ...]:
+    """What masks cut off a loop in which these statements run: nothing where one stores."""
+    reductions = [s for s in group if isinstance(s, Reduce)]
+    if len(d.axes) != 1 or len(reductions) < len(group):
+        return ()
+    return bounds(reductions, d.axes[0], chain.reductions.keys(), chain.rules.keys())
 
 
 def passes(nest: Nest, axes: Sequence[Axis]) -> tuple[Chain, dict[Statement, int]]:
@@ -504,6 +509,7 @@ __all__ = [
     "candidates",
     "contractions",
     "crossed",
+    "cut_off",
     "dimensions",
     "estimate",
     "feasible",

@@ -12,11 +12,12 @@ from typing import Any
 
 from deuteron.base.device import DeviceSpec
 from deuteron.ir.index import Index, const, evaluate, substitute
-from deuteron.ir.nest import Nest
+from deuteron.ir.nest import Nest, Reduce
 from deuteron.ir.program import Layout
 from deuteron.schedule.cover import tilings
 from deuteron.schedule.kernel import Kernel
-from deuteron.schedule.masks import Bound, bounds
+from deuteron.schedule.masks import Bound
+from deuteron.schedule.tile import cut_off, passes
 from deuteron.schedule.tiling import Dim, Tiling
 
 Data = dict[str, Any]
@@ -42,9 +43,11 @@ def tile_data(kernel: Kernel, layouts: Mapping[str, Layout], spec: DeviceSpec) -
 def tile_classes(nest: Nest, tiling: Tiling, loop: Dim) -> Data:
     """The tiles of a loop's blocks and of the blocks of the rows that its masks depend on: `full`
     ones, in which no element is masked, `partial` ones, and those that are `skipped`. A loop that
-    no mask cuts has full tiles only, of one block of rows."""
-    over = [s for s in nest.reductions().values() if set(s.over) & set(loop.axes)]
-    cut: Sequence[Bound] = bounds(over, loop.axes[0]) if len(loop.axes) == 1 else ()
+    no mask cuts has full tiles only, of one block of rows; of several passes what all of them
+    skip."""
+    chain, of = passes(nest, loop.axes)
+    inside = [s for s in of if isinstance(s, Reduce) or set(nest.lives(s)) & set(loop.axes)]
+    cut = cut_off(loop, inside, chain)
     others = {a for b in cut for a in b.index.axes()}
     rows = tiling.dim_of(next(iter(others))) if len(others) == 1 else None
     counts = {"full": loop.count, "partial": 0, "skipped": 0}
