@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "deuteron"
 NOT_INSTALLED = {"dev", "tests", "examples"}
+SUFFIXES = {".py", ".h", ".typed", ".html", ".css", ".js", ".json"}
 IMPORT_S = 0.1  # `import deuteron` after `import torch`
 RUNS = 7
 
@@ -47,9 +48,7 @@ def test_only_the_package_is_installed(wheel: list[str]) -> None:
 
 
 def test_all_of_the_package_is_installed(wheel: list[str]) -> None:
-    files = {
-        p for p in SOURCE.rglob("*") if p.suffix in (".py", ".h", ".typed", ".html", ".css", ".js")
-    }
+    files = {p for p in SOURCE.rglob("*") if p.suffix in SUFFIXES}
     expected = {f"deuteron/{p.relative_to(SOURCE).as_posix()}" for p in files}
     assert "deuteron/py.typed" in expected and any(n.endswith(".h") for n in expected)
     assert {n for n in wheel if ".dist-info/" not in n} == expected
