@@ -28,11 +28,11 @@ from deuteron.schedule.reference import run_kernel
 from deuteron.schedule.tile import feasible
 from deuteron.schedule.tiling import Tiling
 from dev.check import interpret
-from tests.schedule.contraction_programs import PROGRAMS, inputs
+from tests.schedule.contraction_programs import PROGRAMS, RANDOM, inputs
 from tests.schedule.planning import Call, trained
 
 BLOCKS = (16, 32, 64)
-WIDE = ("bias", "causal", "gated")  # in float32, too
+WIDE = ("bias", "causal", "dropped", "gated")  # in float32, too
 
 
 def drawn(kernel: Kernel, draw: random.Random, count: int) -> Iterator[Tiling]:
@@ -105,12 +105,12 @@ def rows(name: str, call: Call, draw: random.Random, count: int) -> Iterator[dic
 
 def main(seed: int, count: int, dtype: str, only: str = "") -> None:
     interpret.gpu()
-    for name in sorted(PROGRAMS):
+    for name, program in sorted((PROGRAMS | RANDOM).items()):
         if only and name != only:
             continue
         if dtype == "float32" and name not in WIDE:
             continue
-        plan = trained(PROGRAMS[name], *inputs(name, getattr(torch, dtype)))
+        plan = trained(program, *inputs(name, getattr(torch, dtype)))
         for number, call in enumerate(plan.calls_made):
             with torch.no_grad():
                 for row in rows(name, call, random.Random(f"{seed} {name} {number}"), count):

@@ -19,7 +19,7 @@ from dev.measure.tilings import kernel_of, product_case
 from tests.codegen.contraction_tilings import WIDE
 from tests.codegen.cubins import instructions, resources
 from tests.interpreting import reported
-from tests.schedule.contraction_programs import CHAINS, PROGRAMS, causal
+from tests.schedule.contraction_programs import CHAINS, PROGRAMS, RANDOM, causal
 from tests.schedule.planning import planned
 
 SCRIPT = Path(__file__).with_name("contraction_tilings.py")
@@ -29,14 +29,15 @@ TOLERANCE = {"bfloat16": 4e-3, "float32": 2e-6}
 
 @pytest.mark.xdist_group("contractions")
 @pytest.mark.parametrize(
-    "name,dtype", [*((n, "bfloat16") for n in sorted(PROGRAMS)), *((n, "float32") for n in WIDE)]
+    "name,dtype",
+    [*((n, "bfloat16") for n in sorted(PROGRAMS | RANDOM)), *((n, "float32") for n in WIDE)],
 )
 def test_every_tiling_computes_the_nest(name: str, dtype: str) -> None:
     every = reported(SCRIPT, "0", "1", dtype)
     rows = [r for r in every if r["case"] == name]
     ways = ("fetches", "puts", "persistent") if dtype == "bfloat16" else ()
     assert all(any(how in r["tiling"] for r in every) for how in ways)
-    both = name in CHAINS and dtype == "bfloat16"
+    both = name in (*CHAINS, *RANDOM) and dtype == "bfloat16"
     assert len(rows) >= (4 if both else 2), "of the forward and the backward"
     for row in rows:
         assert row["error"] <= TOLERANCE[dtype] and row["repeats"], row

@@ -20,7 +20,15 @@ from deuteron.schedule.cache_tile import feasible
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.reference import run_kernel
 from tests.codegen.cpp_tools import Runner
-from tests.schedule.contraction_programs import PROGRAMS, ahead, causal, inputs, plain, scores
+from tests.schedule.contraction_programs import (
+    PROGRAMS,
+    RANDOM,
+    ahead,
+    causal,
+    inputs,
+    plain,
+    scores,
+)
 from tests.schedule.planning import planned
 
 RELATIVE, FLOOR = 2.0, 1e-6  # times eager's error; of the norm
@@ -53,14 +61,14 @@ def results(kernel: Kernel, given: dict[str, Tensor], runs: bool) -> dict[str, T
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("name", sorted(PROGRAMS))
+@pytest.mark.parametrize("name", sorted(PROGRAMS | RANDOM))
 def test_every_tiling_computes_the_nest(name: str) -> None:
     with torch.no_grad():
-        plan = planned(PROGRAMS[name], *inputs(name, torch.float32), device="cpu", run=False)
+        plan = planned((PROGRAMS | RANDOM)[name], *inputs(name, torch.float32), device="cpu")
     (kernel,) = plan.contractions
     assert kernel.contraction is not None and len(plan.kernels) == 1
     nest, tiling = kernel.contraction
-    given, draw = plan.calls_made[0].memory(), random.Random(name)
+    given, draw = plan.tensors, random.Random(name)
     wanted = results(kernel, given, runs=False)
     for k in range(4):
         dims = [

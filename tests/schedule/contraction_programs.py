@@ -72,6 +72,15 @@ def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.sigmoid(scores(q, k)) @ v
 
 
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.dropout(torch.softmax(scores(q, k), -1), 0.5, True) @ v
+
+
+def dropped_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    return F.dropout(torch.softmax(s.masked_fill(ahead(s), float("-inf")), -1), 0.1, True) @ v
+
+
 def linear_gelu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.gelu(F.linear(x, w, b))
 
@@ -112,14 +121,17 @@ SHAPES: dict[Callable[..., Tensor], list[tuple[int, ...]]] = {
     rms_linear: [(S, 96), (96,), (96, 130)],
     gated: [(S, 96), (96, 130), (96, 130)],
 }
-PROGRAMS = {f.__name__: f for f in SHAPES}
-CHAINS = [f.__name__ for f, shapes in SHAPES.items() if shapes[0] in ((B, H, S, D), (B, S, H, D))]
+# Whose numbers are not eager's; rows of the second begin at multiples of 4 elements.
+RANDOM: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (dropped, dropped_causal)}
+SHAPES |= {dropped: HEADS, dropped_causal: [(B, H, S + 2, D)] * 3}
+PROGRAMS = {f.__name__: f for f in SHAPES if f.__name__ not in RANDOM}
+CHAINS = [n for n, f in PROGRAMS.items() if SHAPES[f][0] in ((B, H, S, D), (B, S, H, D))]
 
 
 def inputs(name: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(len(name))
-    shapes = SHAPES[PROGRAMS[name]]
+    shapes = SHAPES[(PROGRAMS | RANDOM)[name]]
     return [torch.randn(*s, generator=generator).to(dtype) for s in shapes]
 
 
-__all__ = ["CHAINS", "PROGRAMS", "inputs"]
+__all__ = ["CHAINS", "PROGRAMS", "RANDOM", "inputs"]

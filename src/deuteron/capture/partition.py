@@ -253,7 +253,7 @@ class Costs:
         if name in ops.SCATTERS:
             return int(4 * 2 * size) + 1
         first = val[0] if isinstance(val, (tuple, list)) else val
-        per_byte = FLOPS_PER_BYTE.get(first.device.type, FLOPS_PER_BYTE["cpu"])
+        per_byte = FLOPS_PER_BYTE["cuda" if self.spec(str(first.device)).shared else "cpu"]
         flops = SIMPLE_FLOPS
         if name in ops.TRANSCENDENTAL:
             flops = TRANSCENDENTAL_FLOPS

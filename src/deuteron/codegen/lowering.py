@@ -12,15 +12,15 @@ where it is asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
 from deuteron.ir import expr as E
-from deuteron.ir.division import bound as end_of
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, const, product
+from deuteron.ir.index import Axis, Index, atom, const, fits_int, product
 from deuteron.ir.nest import Nest, Reduce, Store
 from deuteron.ir.operations import COMPARISONS, REDUCTIONS
 from deuteron.ir.program import Layout
@@ -35,11 +35,13 @@ class Tiles:
     """What a target's tiles are. `whole`: they have all places of their blocks, of which those that
     do not exist are masked; else loops end where the places do. `powers`: exponentials of
     differences are powers of two (`binary`). `reciprocals`: a tile divided by a smaller one is
-    multiplied with its reciprocal, which is infinite of divisors up to 2^-128."""
+    multiplied with its reciprocal, which is infinite of divisors up to 2^-128. `quarters`: random
+    numbers of four neighbours are drawn at once."""
 
     whole: bool
     powers: bool
     reciprocals: bool
+    quarters: bool
 
 
 @dataclass
@@ -55,10 +57,29 @@ class Scope:
 def lower_nest(
     nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], tiles: Tiles
 ) -> list[Code]:
+    if tiles.quarters:
+        nest = Nest(nest.axes, tuple(map(_compared_whole, nest.statements)))
     lowering = Lowering(nest, tiling, layouts, tiles)
     for s in nest.stores():
         lowering.store(s)
     return lowering.scopes[0].code
+
+
+def _compared_whole(s: Reduce | Store) -> Reduce | Store:
+    """Random numbers that are only compared with one stay whole: they are multiples of 2^-24."""
+
+    def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if n.op != "lt" or args[0].op != "random" or args[1].op != "literal":
+            return None
+        (dist, stream, element), limit = args[0].attr, args[1].attr
+        if (dist, args[0].dtype) != ("rand", "f32") or not 0 < limit < 1:
+            return None
+        end = f"rand<{math.ceil(limit * 2**24)}"
+        return E.random(end, args[0].args[0], stream, element, "bool")
+
+    if isinstance(s, Store):
+        return replace(s, value=E.rewrite(s.value, rule))
+    return replace(s, body=E.rewrite(s.body, rule))
 
 
 class Lowering:
@@ -159,6 +180,8 @@ class Lowering:
                 made = self.load(n, args)
             case "cast":
                 made = self.let(depth, "cast", args[0].dims, n.dtype, args, n.args[0].dtype)
+            case "random":
+                made = self.random(n, args[0])
             case "div" if self.tiles.reciprocals and n.dtype == "f32" and set(args[1].dims) < dims:
                 factors = (args[0], self.reciprocal(args[1]))
                 made = self.let(depth, "op", tuple(dims), n.dtype, factors, "mul")
@@ -218,6 +241,28 @@ class Lowering:
         dims = set(address.dims) | set(mask.dims if mask is not None else ())
         given = (address, mask) if mask is not None else (address,)
         return self.let(depth, "load", tuple(dims), n.dtype, given, (name, fill or 0))
+
+    def random(self, n: Expr, seed: Value) -> Value:
+        """Numbers of elements: whatever the tiling, each has its own (`graph.random_ops`)."""
+        dist, stream, element = n.attr
+        along = self.quartered(element) if dist.partition("<")[0] == "rand" else None
+        dims: tuple[str, ...] = ()
+        if along is not None and n.dtype != "f64":
+            element, dims = (element - atom(along.axes[0])) // 4, (along.name,)
+        place, depth = self.index(element, "i64"), self._depth(n)
+        attr = (dist, stream, *(dims or (None,)))
+        return self.let(depth, "random", (*place.dims, *dims), n.dtype, (seed, place), attr)
+
+    def quartered(self, element: Index) -> Dim | None:
+        """The dimension along which four neighbours, from a multiple of 4 on, share a counter."""
+        if not self.tiles.quarters or len(self.spanned(element.axes())) > 2:
+            return None
+        for dim in self.dims.values():
+            rest = element - atom(dim.axes[0])
+            whole = dim.block % 4 == 0 and (rest % 4).value == 0
+            if whole and len(dim.axes) == 1 and dim.axes[0] not in rest.axes():
+                return dim
+        return None
 
     def box(self, name: str, index: Sequence[Index]) -> Box | None:
         return box_of(self.tiling, self.layouts[name], tuple(index))
@@ -484,14 +529,9 @@ def position(e: Expr) -> Index | None:
     if e.op not in ("index", "literal") or e.dtype not in ("i32", "i64"):
         return None
     index: Index = e.attr if e.op == "index" else const(int(e.attr))
-    for upper in (False, True):
-        end = end_of(index, upper)
-        if end is None or end.value is None or abs(end.value) > INT32_MAX:
-            return None
-    return index
+    return index if fits_int(index) else None
 
 
-INT32_MAX = 2**31 - 1
 LOG2_E = 1.4426950408889634
 
 

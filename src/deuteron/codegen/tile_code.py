@@ -14,6 +14,9 @@ given over the dimensions of their result. A target prints this and chooses noth
         op       args of a scalar operation, attr its name
         cast     args (x,), attr the source's dtype
         literal  attr the number
+        random   args (seed, element), attr (distribution, stream, dimension or None): numbers of
+                 elements, as `ir.expr.random`; with a dimension, which the element lacks, those of
+                 4 * element and its neighbours along it. "rand<n": whether below n * 2^-24
         full     attr the number: a tile of it
         inside   args (), attr (dimension, extent): where places of a dimension exist
         spread   args (x,): x over all of the value's dimensions

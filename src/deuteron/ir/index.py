@@ -49,7 +49,7 @@ from deuteron.ir.polynomial import (
     divide_exact,
     product,
 )
-from deuteron.ir.ranges import determined, fits
+from deuteron.ir.ranges import determined, fits, fits_int
 
 __all__ = [
     "Atom",
@@ -70,6 +70,7 @@ __all__ = [
     "divide_exact",
     "evaluate",
     "fits",
+    "fits_int",
     "floordiv",
     "hint",
     "in_range",

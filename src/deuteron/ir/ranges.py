@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deuteron.base.memo import MEMO
-from deuteron.ir.division import atom_bound, is_nonneg
+from deuteron.ir.division import atom_bound, bound, is_nonneg
 from deuteron.ir.evaluate import hint
 from deuteron.ir.polynomial import (
     Atom,
@@ -34,6 +34,19 @@ def fits(index: Index) -> bool:
     known = [t for t in terms if t is not None]
     low, high = sum(min(a, 0) for a, _ in known), sum(max(b, 0) for _, b in known)
     return len(known) == len(terms) and low > -(2**63) and high < 2**63
+
+
+def fits_int(index: Index) -> bool:
+    """Whether the value is proven to fit a 32-bit int (vector lanes of floats stay as wide)."""
+    low, high = bound(index, False), bound(index, True)
+    return (
+        low is not None
+        and high is not None
+        and low.value is not None
+        and high.value is not None
+        and low.value > -(2**31)
+        and high.value < 2**31
+    )
 
 
 def interval(index: Index) -> tuple[int, int] | None:

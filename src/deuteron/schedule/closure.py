@@ -177,7 +177,7 @@ class _Closure:
         done: dict[Expr, Expr] = {}
         for node in root.walk():
             args = tuple(done[a] for a in node.args)
-            if node.op in ("reduce", "scan", "random", "check"):
+            if node.op in ("reduce", "scan", "check"):
                 raise NoNest(f"{name} has a {node.op} inside")
             if any(isinstance(a, Value) for i in E.own_indices(node) for a in i.atoms()):
                 raise NoNest(f"{name} reads at places that are loaded")

@@ -24,7 +24,7 @@ from deuteron.codegen.cpp.reductions import Accumulator
 from deuteron.codegen.precision import log1p_of_unit, not_negative
 from deuteron.ir.divisors import is_divisor
 from deuteron.ir.expr import Expr, children
-from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, bound, hint, is_nonneg
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, fits_int, hint, is_nonneg
 from deuteron.ir.operations import COMPARISONS, FLOATS, INTS
 
 NO_AXES: frozenset[Axis] = frozenset()
@@ -538,16 +538,3 @@ def alias_name(pointer: str, number: int) -> str:
 
 def size_name(symbol: Sym) -> str:
     return f"s_{plain_name(symbol.name)}"
-
-
-def fits_int(index: Index) -> bool:
-    """Whether the value is proven to fit a 32-bit int (vector lanes of floats stay as wide)."""
-    low, high = bound(index, False), bound(index, True)
-    return (
-        low is not None
-        and high is not None
-        and low.value is not None
-        and high.value is not None
-        and low.value > -(2**31)
-        and high.value < 2**31
-    )

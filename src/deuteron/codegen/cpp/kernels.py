@@ -26,7 +26,7 @@ from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of, vector_axis
 from deuteron.codegen.cpp.bounds import BOUNDS_ERROR, checked_pointer
 from deuteron.codegen.cpp.columns import write_columns
-from deuteron.codegen.cpp.emit import Emitter, alias_name, fits_int, size_name
+from deuteron.codegen.cpp.emit import Emitter, alias_name, size_name
 from deuteron.codegen.cpp.environment import Env, Machine, size
 from deuteron.codegen.cpp.joined import split_index_sets
 from deuteron.codegen.cpp.nontemporal import nontemporal_tensors
@@ -40,7 +40,7 @@ from deuteron.codegen.lowering import Tiles, lower_nest
 from deuteron.codegen.precision import erf_of_one_plus, inexact
 from deuteron.codegen.verify import loops_text, verify_loops
 from deuteron.ir.expr import Expr, children, index_value
-from deuteron.ir.index import Sym
+from deuteron.ir.index import Sym, fits_int
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan
 from deuteron.schedule.printer import kernel_lines
@@ -262,7 +262,7 @@ def write_nests(task: Cut, context: Context) -> Written:
         body += ["{", *("  " + s for s in inside), "}"]
     if task.kernel.contraction is not None:
         nest, tiling = task.kernel.contraction
-        tiles = Tiles(whole=False, powers=False, reciprocals=False)
+        tiles = Tiles(whole=False, powers=False, reciprocals=False, quarters=False)
         code = lower_nest(nest, tiling, task.layouts, tiles)
         body = Printer(tiling, pointers, used, not task.accesses).print(code, task.threaded)
     return extended(

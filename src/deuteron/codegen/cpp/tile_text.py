@@ -19,10 +19,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from deuteron.codegen.cpp import scalars
-from deuteron.codegen.cpp.emit import fits_int
 from deuteron.codegen.cpp.reductions import combine
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
-from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, is_nonneg
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, fits_int, is_nonneg
 from deuteron.ir.operations import INTS, REDUCTIONS
 from deuteron.schedule.tiling import Dim, Tiling
 
@@ -488,6 +487,11 @@ class Printer:
                 text = scalars.from_memory(f"{self.pointers[name]}[{args[0]}]", dtype, self.used)
                 other = scalars.literal(fill, dtype)
                 return text if len(args) == 1 else f"({args[1]} ? {text} : {other})"
+            case "random":
+                dist, stream, _ = c.attr
+                name = f"d_{dist}64" if dtype == "f64" else f"d_{dist}"
+                self.used.add(name)
+                return f"{name}({args[0]}, {stream}, {args[1]})"
             case "cast":
                 return scalars.convert(args[0], c.attr, dtype, self.used)
             case "spread":

@@ -76,7 +76,9 @@ def printed(
     ends = [lay.extent() + lay.offset for lay in layouts.values()]
     wide = any(e.value is None or e.value > MAX_INT32_INDEX for e in ends)
     fast = all(s.operands != "f32" for s in nest.reductions().values())
-    code = lower_nest(nest, tiling, layouts, Tiles(whole=True, powers=True, reciprocals=fast))
+    code = lower_nest(
+        nest, tiling, layouts, Tiles(whole=True, powers=True, reciprocals=fast, quarters=True)
+    )
     printer = Printer(tiling, pointers, "tl.int64" if wide else "tl.int32", fast)
     lines, names = printer.print(code), list(layouts)
     boxes = {

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from deuteron.base.text import plain_name
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
 from deuteron.codegen.triton import scalars
-from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, is_nonneg
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, fits_int, is_nonneg
 from deuteron.ir.operations import FLOATS, REDUCTIONS
 from deuteron.schedule.boxes import Box
 from deuteron.schedule.tiling import Tiling
@@ -191,6 +191,8 @@ class Printer:
                 return (
                     f"tl.full({self.shape(dims)}, {number}, {scalars.TRITON_TYPES[c.value.dtype]})"
                 )
+            case "random":
+                return self.random(c)
             case "cast":
                 return scalars.convert(args[0], c.attr, c.value.dtype)
             case "spread":
@@ -209,6 +211,8 @@ class Printer:
 
     def index(self, c: Let, args: Sequence[str]) -> str:
         index, values = c.attr
+        if c.value.dtype == "i64" and not fits_int(index):
+            args = [f"{a}.to(tl.int64)" for a in args]
         names = dict(zip(values, args, strict=True))
         text = self.sum(index, names)
         if c.value.dtype == "i64":
@@ -241,6 +245,23 @@ class Printer:
             return f"tl.load({pointer})"
         other = scalars.literal(fill, "i8" if c.value.dtype == "bool" else c.value.dtype)
         return f"tl.load({pointer}, {self.spread(c.args[1], dims)}, other={other})"
+
+    def random(self, c: Let) -> str:
+        (dist, stream, along), (seed, element) = c.attr, c.args
+        dist, _, end = dist.partition("<")
+        if along is not None:
+            rows = tuple(d for d in c.value.dims if d != along)
+            at = self.spread(element, (*rows, along))
+            block, rank = self.dims[along].block, len(c.value.dims)
+            place = f"{seed.name}, {stream}, {at}, {along}_at, {block}, {rank}"
+            text = f"libm.rand_below({place}, {end})" if end else f"libm.rand_lanes({place})"
+            return self.turned(text, (*rows, along), c.value.dims)
+        at = self.spread(element, c.value.dims)
+        wide = "64" if c.value.dtype == "f64" else ""
+        if (dist, wide) == ("rand", ""):
+            at = f"{at} // 4, {at} % 4"
+        less = f" < {int(end) / 2**24}" if end else ""
+        return f"libm.{dist}{wide}({seed.name}, {stream}, {at}){less}"
 
     def reduce(self, c: Let) -> str:
         kind, over = c.attr
