@@ -3,6 +3,7 @@ sizes, of strided and shared inputs."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from deuteron.schedule.cache_tile import feasible
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.reference import run_kernel
 from tests.codegen.cpp_tools import Runner
+from tests.schedule import contraction_programs
 from tests.schedule.contraction_programs import (
     PROGRAMS,
     RANDOM,
@@ -100,6 +102,41 @@ def test_batches_may_be_in_tiles() -> None:
     got = results(replace(kernel, contraction=(nest, whole)), given, runs=True)
     assert first.extent > 1 and all(relative(got[n], w) < 1e-5 for n, w in wanted.items())
     assert not feasible(nest, whole, device_spec("cpu")), "they are no dots"
+
+
+@pytest.mark.usefixtures("always")
+def test_of_two_loaded_numbers_the_difference_counts() -> None:
+    """Both are far, and near to one another."""
+    q, k, v = inputs("plain", torch.float32)
+    first, last = torch.tensor([2**40, 0]), torch.tensor([2**40 + 5, 9])
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = scores(q, k)
+        rows = torch.arange(s.shape[-2])[:, None] + first[:, None, None, None]
+        return (
+            torch.softmax(torch.where(rows <= last[:, None, None, None], s, float("-inf")), -1) @ v
+        )
+
+    with torch.no_grad():
+        got, wanted = torch.compile(f, backend="deuteron")(q, k, v), f(q, k, v)
+    assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("length", [29, 1, 70, 2**62, 0, -(2**62)])
+def test_loops_end_where_loaded_lengths_say(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies behind is not read; without a key, rows are eager's."""
+    q, k, v = inputs("lengths", torch.float32)
+    lengths = torch.tensor([length, 70])
+    monkeypatch.setattr(contraction_programs, "LENGTHS", lengths)
+    with torch.no_grad():
+        plan = planned(PROGRAMS["lengths"], q, k, v, device="cpu", run=False)
+        (kernel,) = plan.contractions
+        wanted = PROGRAMS["lengths"](q, k, v)
+    if length > 0:
+        k[0, :, length:], v[0, :, length:] = math.nan, math.nan
+    (got,) = results(kernel, plan.calls_made[0].memory(), runs=True).values()
+    assert torch.allclose(got.view_as(wanted), wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 # -- as users call it ------------------------------------------------------------------------------

@@ -72,6 +72,37 @@ def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.sigmoid(scores(q, k)) @ v
 
 
+DOCUMENTS = torch.tensor([7] * 20 + [3] * 9 + [4] * 41)
+LENGTHS = torch.tensor([2**40, 29])  # more than there are, too
+STARTS = torch.tensor([-3] * 20 + [20] * 9 + [29] * 41, dtype=torch.int32)
+
+MASK = torch.arange(S) % 7 < torch.tensor([[7], [3]])
+
+
+def documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    apart = DOCUMENTS[:, None] != DOCUMENTS[None, :]
+    return torch.softmax(s.masked_fill(apart | ahead(s), float("-inf")), -1) @ v
+
+
+def lengths(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    inside = torch.arange(s.shape[-1]) < LENGTHS[:, None, None, None]
+    return torch.softmax(torch.where(inside, s, float("-inf")), -1) @ v
+
+
+def starts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The first key of each query is loaded."""
+    s = scores(q, k)
+    before = torch.arange(s.shape[-1], dtype=torch.int32) < STARTS[:, None]
+    return torch.softmax(s.masked_fill(before | ahead(s), float("-inf")), -1) @ v
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A mask of keys; its rows begin at odd bytes."""
+    return torch.softmax(scores(q, k).masked_fill(~MASK[:, None, None], float("-inf")), -1) @ v
+
+
 def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(torch.softmax(scores(q, k), -1), 0.5, True) @ v
 
@@ -114,6 +145,10 @@ SHAPES: dict[Callable[..., Tensor], list[tuple[int, ...]]] = {
     shared_heads: HEADS,
     transposed: [(B, S, H, D)] * 3,
     sigmoid: HEADS,
+    documents: HEADS,
+    lengths: HEADS,
+    starts: HEADS,
+    padded: HEADS,
     standardized: HEADS,
     mlp: [(S, 40), (40,), (160, 40), (160,), (40, 160), (40,)],
     linear_gelu: [(S, 96), (130, 96), (130,)],

@@ -213,6 +213,16 @@ def test_a_window_is_two_bounds() -> None:
     assert value_at(low.index, 30) == 30 - 16 + 1
 
 
+def test_a_length_that_is_loaded_is_a_bound() -> None:
+    (bound,), _ = bounds_of("lengths")
+    assert bound.upper and bound.loaded
+    found, _ = bounds_of("starts")
+    assert [(b.upper, b.loaded) for b in sorted(found, key=lambda b: b.upper)] == [
+        (False, True),
+        (True, False),
+    ]
+
+
 def test_a_bias_is_no_bound() -> None:
     assert bounds_of("bias")[0] == ()
 

@@ -20,7 +20,8 @@ from typing import Any
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, atom, const, fits_int, product
+from deuteron.ir.index import Axis, Index, atom, const, fits_int, product, substitute
+from deuteron.ir.index import Value as Loaded
 from deuteron.ir.nest import Nest, Reduce, Store
 from deuteron.ir.operations import COMPARISONS, REDUCTIONS
 from deuteron.ir.program import Layout
@@ -454,18 +455,48 @@ class Lowering:
     def edge(self, index: Index, largest: bool) -> Value | None:
         """The largest or least value of an index over what a program has of its axes."""
         values: dict[Axis, Value] = {}
-        depth = 0
-        for a in sorted(index.axes()):
-            step, dim = index.coefficient(a), self.dim_of[a]
-            if step is None or step.value is None or len(dim.axes) != 1:
+        loaded = {a for m, _ in index.terms for a in m if isinstance(a, Loaded)}
+        stands = {a: Axis(f"loaded{k}", const(1)) for k, a in enumerate(sorted(loaded, key=str))}
+        rest = substitute(index, {a: atom(x) for a, x in stands.items()})
+        for a in sorted(rest.axes()):
+            step = rest.coefficient(a)
+            if (
+                step is None or step.value is None or len(loaded) > 1
+            ):  # their difference may be near
                 return None
-            own = self.depth_of((a,))
-            if dim.mode == "loop" and all(s.dim != dim.name for s in self.scopes):
-                return None
-            depth = max(depth, own)
             last = largest is (step.value > 0)
-            values[a] = self.let(own, "edge", (), "i32", (), (dim.name, last))
-        return self.let(depth, "index", (), "i32", tuple(values.values()), (index, values))
+            source = next((v for v, x in stands.items() if x is a), None)
+            found = self.last(a, last) if source is None else self.farthest(source.expr, last)
+            if found is None:
+                return None
+            values[a] = found
+        dtype = "i64" if loaded else "i32"
+        depth = self.together(*values.values()) if values else 0
+        return self.let(depth, "index", (), dtype, tuple(values.values()), (rest, values))
+
+    def last(self, a: Axis, largest: bool) -> Value | None:
+        """An axis' largest or least value in what a program has of it; None where it has all."""
+        dim = self.dim_of[a]
+        if len(dim.axes) != 1 or not self.at_hand(dim):
+            return None
+        return self.let(self.depth_of((a,)), "edge", (), "i32", (), (dim.name, largest))
+
+    def at_hand(self, dim: Dim) -> bool:
+        return dim.mode != "loop" or any(s.dim == dim.name for s in self.scopes)
+
+    def farthest(self, e: Expr, largest: bool) -> Value | None:
+        """The largest or least of numbers in memory, as far as positions go."""
+        inside = any(n.attr[0] in self.statements for n in e.loads())
+        if inside or not all(self.at_hand(self.dim_of[a]) for a in e.axes()):
+            return None
+        for name, limit in (("maximum", -FAR), ("minimum", FAR)):
+            e = E.op(name, e, E.literal(limit, "i64"))
+        value, kind = self.value(e), "max" if largest else "min"
+        if value.dims:
+            value = self.masked(value, REDUCTIONS[kind].identity(value.dtype), sorted(e.axes()))
+            how = (kind, value.dims)
+            value = self.let(self.together(value), "reduce", (), value.dtype, (value,), how)
+        return value
 
     def pending(self, s: Reduce | Store, dim: Dim) -> bool:
         if id(s) in self.stored or isinstance(s, Reduce) and self.known_at(s.name) is not None:
@@ -532,6 +563,7 @@ def position(e: Expr) -> Index | None:
     return index if fits_int(index) else None
 
 
+FAR = 2**31  # beyond all positions; times one of them it fits into 64 bits
 LOG2_E = 1.4426950408889634
 
 

@@ -2,7 +2,8 @@
 
 In: a nest, an axis that reductions run over. Out: `Bound`s, outside of which no block of the axis
 contributes: the loop is cut there. They follow from comparisons of positions: an element is minus
-infinity in a maximum, or 0 in a sum, where such a comparison holds (a causal mask, a window). The
+infinity in a maximum, or 0 in a sum, where such a comparison holds (a causal mask, a window; a
+number of keys that is loaded: where the loop ends is then arithmetic at run time). The
 exponential of minus infinity is 0, whatever it is subtracted from that is finite; products with it
 count as 0, also with what is not finite: what a mask hides is not read.
 """
@@ -14,11 +15,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 
-from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, atom, const, evaluate, substitute
+from deuteron.ir.expr import Expr, as_position
+from deuteron.ir.index import Axis, Index, Value, atom, const, evaluate, fits_int, substitute
 from deuteron.ir.nest import Reduce
 
 Positive = tuple[Index, bool]  # an index that is above 0, or (False) at least 0
+UNKNOWN = ("reduce", "scan", "random")
 OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
 
@@ -30,6 +32,11 @@ class Bound:
     axis: Axis
     index: Index
     upper: bool
+
+    @property
+    def loaded(self) -> bool:
+        """Whether tensors say where it is."""
+        return any(isinstance(a, Value) for a in self.index.atoms())
 
 
 def bounds(
@@ -48,13 +55,16 @@ def bounds(
     out = []
     for index, strict in common or ():
         step = index.coefficient(axis)
-        if step is None or step.value not in (1, -1):
+        if step is None or step.value not in (1, 0, -1):
             continue
         rest = index - atom(axis) * step
+        end = const(1 if strict else 0) - rest
         if step.value == 1:  # axis > -rest
-            out.append(Bound(axis, const(1 if strict else 0) - rest, True))
-        else:  # axis < rest
-            out.append(Bound(axis, rest + const(0 if strict else 1), False))
+            out.append(Bound(axis, end, True))
+        elif step.value == -1:  # axis < rest
+            out.append(Bound(axis, const(1) - end, False))
+        elif (bound := Bound(axis, axis.extent * end, True)).loaded:  # all of the axis, or nothing
+            out.append(bound)
     return tuple(out)
 
 
@@ -124,9 +134,10 @@ def _any(e: Expr, holds: bool) -> list[Positive]:
 
 
 def _position(e: Expr) -> Index | None:
-    if e.op == "index":
-        return e.attr
-    return const(int(e.attr)) if e.op == "literal" and e.dtype == "i64" else None
+    if e.op == "cast" and e.dtype == "i32" and e.args[0].op == "index" and fits_int(e.args[0].attr):
+        (e,) = e.args
+    whole = e.dtype == "i64" or e.dtype == "i32" and e.op != "literal"
+    return as_position(e) if whole and all(n.op not in UNKNOWN for n in e.walk()) else None
 
 
 def visited(bound: Sequence[Bound], extent: int, other: int, block: int) -> float:

@@ -251,7 +251,10 @@ def narrow(nest: Nest, layouts: Mapping[str, Layout]) -> bool:
     """Whether rows of some factor begin between multiples of `COPIED` bytes."""
     results = nest.reductions()
     sides = [e for c in contractions(nest).values() for e in (c.a, c.b)]
-    for name, at, _ in {n.attr for e in sides for n in e.loads() if n.attr[0] not in results}:
+    loads = [list(e.loads()) for e in sides]  # what is made of a result is in registers
+    for name, at, _ in {
+        n.attr for x in loads for n in x if not {m.attr[0] for m in x} & results.keys()
+    }:
         layout = layouts[name]
         address = layout.address(at)
         steps = [layout.offset, *(address.coefficient(a) for a in address.axes())]
@@ -435,7 +438,7 @@ def shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
 
 def _walked(nest: Nest, tiling: Tiling, d: Dim, group: Sequence[Statement], chain: Chain) -> float:
     """The share of a loop that one pass walks."""
-    cut = cut_off(d, group, chain)
+    cut = [b for b in cut_off(d, group, chain) if not b.loaded]
     others = {a for b in cut for a in b.index.axes()}
     if len(others) != 1:
         return 1.0

@@ -44,10 +44,10 @@ def tile_classes(nest: Nest, tiling: Tiling, loop: Dim) -> Data:
     """The tiles of a loop's blocks and of the blocks of the rows that its masks depend on: `full`
     ones, in which no element is masked, `partial` ones, and those that are `skipped`. A loop that
     no mask cuts has full tiles only, of one block of rows; of several passes what all of them
-    skip."""
+    skip. What loaded numbers cut off is known at run time only, and not counted."""
     chain, of = passes(nest, loop.axes)
     inside = [s for s in of if isinstance(s, Reduce) or set(nest.lives(s)) & set(loop.axes)]
-    cut = cut_off(loop, inside, chain)
+    cut = [b for b in cut_off(loop, inside, chain) if not b.loaded]
     others = {a for b in cut for a in b.index.axes()}
     rows = tiling.dim_of(next(iter(others))) if len(others) == 1 else None
     counts = {"full": loop.count, "partial": 0, "skipped": 0}

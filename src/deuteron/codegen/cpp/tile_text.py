@@ -142,6 +142,7 @@ class Printer:
         if loop.start is not None:
             low = self.text(loop.start)
             start = f"({low} > 0 ? (int)({low}) / {d.block} * {d.block} : 0)"
+            start = f"({low} < {d.extent} ? {start} : {d.extent})"
         if loop.stop is not None:
             high, stop = self.text(loop.stop), f"{d.name}_stop"
             self.add(f"const int {stop} = {high} < {d.extent} ? (int)({high}) : {d.extent};")

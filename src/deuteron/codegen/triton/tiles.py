@@ -14,7 +14,7 @@ from deuteron.codegen.triton import scalars
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, fits_int, is_nonneg
 from deuteron.ir.operations import FLOATS, REDUCTIONS
 from deuteron.schedule.boxes import Box
-from deuteron.schedule.tiling import Tiling
+from deuteron.schedule.tiling import Dim, Tiling
 
 # In few instructions, where a contraction's rounded factors decide the error.
 FAST = {f: f"{f}_fast" for f in ("exp", "exp2", "sigmoid", "tanh")}
@@ -133,9 +133,9 @@ class Printer:
         d = self.dims[loop.dim]
         start, stop = "0", str(d.extent)
         if loop.start is not None:
-            start = f"tl.maximum({loop.start.name}, 0) // {d.block} * {d.block}"
+            start = f"{self.place(loop.start, d)} // {d.block} * {d.block}"
         if loop.stop is not None:
-            stop = f"tl.minimum({loop.stop.name}, {d.extent})"
+            stop = self.place(loop.stop, d)
         span = f"{start}, {stop}, {d.block}"
         self.add(f"for {d.name}_at in tl.range({span}, num_stages=STAGES):")
         before, self.indent = self.indent, self.indent + "    "
@@ -144,6 +144,11 @@ class Printer:
         for variable, following in loop.carried:
             self.add(f"{variable.name} = {following.name}")
         self.indent = before
+
+    def place(self, v: Value, d: Dim) -> str:
+        """A place of a dimension, or the one behind the last; also of numbers that are loaded."""
+        text = f"tl.minimum(tl.maximum({v.name}, 0), {d.extent})"
+        return f"{text}.to(tl.int32)" if v.dtype == "i64" else text
 
     # -- values ------------------------------------------------------------------------------------
 
