@@ -40,9 +40,10 @@ MAX_FUNCTION_LINES = 80
 # Lines of code of the compiler (all packages but `tools`; the C++ that kernels include), without
 # comments, docstrings, blank lines and imports. It may only fall: who makes the compiler smaller
 # writes the new number here. (It rose from 36,065 when nests with products came, which the two
-# generators of points and rows are to move to, to 38,603 when these came to C++, and to 39,357 with
-# gradients of attention, the copy engine, dropout and loaded bounds in them.)
-COMPILER_LINES = 39_357
+# generators of points and rows are to move to, to 38,603 when these came to C++, to 39,357 with
+# gradients of attention, the copy engine, dropout and loaded bounds in them, and to 40,100 with
+# losses in chunks of rows.)
+COMPILER_LINES = 40_100
 SLACK = 100
 
 

@@ -25,13 +25,16 @@ from deuteron.base.errors import DeuteronError
 from deuteron.base.garbage import collector_paused
 from deuteron.base.memo import MEMO
 from deuteron.base.passes import Context, Pass, Table, internal_error, run_stages
+from deuteron.base.record import Record
 from deuteron.capture.stages import CAPTURE_STAGES, Part
 from deuteron.codegen.emission import EMITTING
+from deuteron.graph.repeat import repeats
 from deuteron.graph.rewrite import REWRITES
 from deuteron.guarding import guarded
 from deuteron.lower.passes import LOWERING
 from deuteron.memory.planning import PLANNING
 from deuteron.runtime import build_cpp
+from deuteron.runtime.artifact import next_number
 from deuteron.runtime.launch import Call
 from deuteron.schedule import SCHEDULING
 from deuteron.stages import Loaded, Rewritten
@@ -114,6 +117,8 @@ STAGES: Table = (*CAPTURE_STAGES, *GRAPH_STAGES)
 def compile_graph(part: Part, context: Context) -> Call:
     """Compiles one ATen graph. Raises `DeuteronError` where it cannot; without a C++ compiler the
     graph runs as traced."""
+    for step in repeats(part.gm.graph):
+        step.compile(lambda gm, inputs: compile_graph(Part(gm, inputs=inputs), inner(context)))
     try:
         loaded: Loaded = compiled("rewrite", "guard", part, context)
         for watcher in context.watchers:
@@ -124,6 +129,11 @@ def compile_graph(part: Part, context: Context) -> Call:
         context.record.add("fallback", what=f"{context.phase} graph", reason=e.message)
         part.gm.recompile()
         return make_boxed_func(part.gm.forward)
+
+
+def inner(context: Context) -> Context:
+    """For a graph that another one repeats."""
+    return replace(context, record=Record(), phase="chunk", number=next_number())
 
 
 def recompiled(rewritten: Rewritten, context: Context) -> Loaded:

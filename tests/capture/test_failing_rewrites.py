@@ -68,8 +68,8 @@ def spoiled(gm: fx.GraphModule) -> None:
 def failing(plain: Callable[..., Any]) -> Callable[..., Any]:
     """What does its work, spoils the graph, and raises."""
 
-    def apply(gm: fx.GraphModule, *args: Any) -> Any:
-        plain(gm, *args)
+    def apply(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        plain(gm, *args, **kwargs)
         spoiled(gm)
         raise ZeroDivisionError("planted")
 

@@ -81,6 +81,13 @@ class Options:
     recompute: bool = _option(
         True, "Recompute cheap values in the backward pass instead of saving them."
     )
+    chunk_mib: int = _option(
+        256,
+        "MiB from which on the result of a product, and what is computed of it, is made in chunks "
+        "of rows (a loss on a linear layer keeps no logits), each of at most so many; 0: whole.",
+        low=0,
+        codegen=True,
+    )
     eager_random: bool = _option(
         False,
         "Draw random numbers as eager does (same numbers for the same seed), at "

@@ -60,7 +60,8 @@ class StageLog:
 class Context:
     """What every pass may ask, beside its artifact.
 
-    phase        "captured" (what Dynamo captured), "forward", "backward" or "inference"
+    phase        "captured" (what Dynamo captured), "forward", "backward", "inference" or
+                 "chunk" (steps that one of these repeats)
     number       of the graph in this process
     specs        the figures of a device; None: those of this machine's
     like         the kind of device that the program is for, where that is not its tensors'

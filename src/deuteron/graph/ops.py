@@ -126,9 +126,8 @@ def is_pure_callable(target: Any) -> bool:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return str(target.name() if callable(target.name) else target.name) in PURE_HIGHER_ORDER
     module = getattr(target, "__module__", "") or ""
-    return module in ("_operator", "operator", "math", "builtins", "torch") or module.startswith(
-        "torch.fx."
-    )
+    pure = ("_operator", "operator", "math", "builtins", "torch", "deuteron.graph.repeat")
+    return module in pure or module.startswith("torch.fx.")
 
 
 def is_symbolic(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from deuteron.base.passes import Context, Pass, Table, run_passes
 from deuteron.base.record import Record
 from deuteron.graph import ops, random, transaction
 from deuteron.graph.aliasing import Aliasing
+from deuteron.graph.chunks import in_chunks
 from deuteron.graph.convolutions import rewrite_convolutions
 from deuteron.graph.cse import merge_common
 from deuteron.graph.devices import move_constructors
@@ -53,17 +55,20 @@ class Rewriting:
 @dataclass(frozen=True)
 class Tried:
     """A rewrite as the function of a pass: `apply` changes a graph in place and returns how much; 0
-    leaves it as it was. It runs where `wanted`, and is undone where it fails."""
+    leaves it as it was. It runs where `wanted`, and is undone where it fails. `asks`: whether
+    `apply` is given the options, too."""
 
     name: str
-    apply: Callable[[fx.GraphModule, Record], Any]
+    apply: Callable[..., Any]
     wanted: Callable[[Rewriting, Context], bool]
+    asks: bool = False
 
     def __call__(self, graph: Rewriting, context: Context) -> Rewriting:
         if not self.wanted(graph, context):
             return graph
         before = graph.snapshot or Snapshot(graph.gm)
-        amount = attempt(graph.gm, context.record, Rewrite(self.name, self.apply), before)
+        apply = partial(self.apply, options=context.options) if self.asks else self.apply
+        amount = attempt(graph.gm, context.record, Rewrite(self.name, apply), before)
         changed = {**graph.changed, self.name: amount}
         return replace(graph, changed=changed, snapshot=None if amount else before)
 
@@ -93,10 +98,11 @@ def drop_dead(gm: fx.GraphModule, record: Record) -> int:
 
 def tried(
     name: str,
-    apply: Callable[[fx.GraphModule, Record], Any],
+    apply: Callable[..., Any],
     wanted: Callable[[Rewriting, Context], bool],
+    asks: bool = False,
 ) -> Pass[Rewriting, Rewriting]:
-    return Pass(name, Tried(name, apply, wanted), verify_rewriting, rewriting_text)
+    return Pass(name, Tried(name, apply, wanted, asks), verify_rewriting, rewriting_text)
 
 
 def memory_is_known(graph: Rewriting, context: Context) -> bool:
@@ -168,6 +174,11 @@ def alike(old: fx.Node, new: fx.Node) -> bool:
     )
 
 
+def chunks_wanted(graph: Rewriting, context: Context) -> bool:
+    """Of a joint graph, or where there is none."""
+    return context.options.chunk_mib > 0 and context.phase in ("captured", "inference")
+
+
 # -- the table -------------------------------------------------------------------------------------
 # What every graph takes.
 REWRITES: Table = (
@@ -184,6 +195,7 @@ REWRITES: Table = (
     tried("epilogues", join_activations, memory_is_known),
     tried("common subexpressions of calls", merge, calls_changed),
     tried("dead code of calls", drop_dead, calls_changed),
+    tried("chunks", in_chunks, chunks_wanted, asks=True),
 )
 # What joint graphs and those of inference take beside it (`capture.stages`).
 RANDOM_NUMBERS = tried(

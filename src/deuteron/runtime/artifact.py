@@ -24,6 +24,7 @@ from deuteron.codegen.cpp.kernels import KERNEL_CXX_FLAGS
 from deuteron.codegen.launch_groups import Launches
 from deuteron.codegen.products import Product, Side
 from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.graph.repeat import Repeat, Result
 from deuteron.runtime import build_cpp
 from deuteron.runtime.cuda_graphs import with_cuda_graphs
 from deuteron.runtime.launch import Call
@@ -57,6 +58,11 @@ class Artifact:
         """Why this has no text; empty if it has."""
         size = 0
         for name, value in self.emitted.objects.items():
+            if isinstance(value, Repeat):
+                inner = [a.why_not_stored() if a else "a chunk" for a in value.artifacts.values()]
+                if any(inner):
+                    return next(filter(None, inner))
+                continue
             if type(value) is not torch.Tensor or value.layout != torch.strided:
                 return f"{name} is a {type(value).__name__}"
             size += value.untyped_storage().nbytes()
@@ -66,6 +72,8 @@ class Artifact:
         """`path`: what tracebacks call the module. Its code is this Python's."""
         e = self.emitted
         code = marshal.dumps(compile(e.text, path, "exec"))
+        repeated = [(n, x) for n, x in e.objects.items() if isinstance(x, Repeat)]
+        steps = {n: _repeat_to_json(x, path) for n, x in repeated}
         return {
             "phase": self.phase,
             "text": e.text,
@@ -74,7 +82,8 @@ class Artifact:
             "launch_groups": e.launch_groups,
             "sequences": [asdict(q) for q in e.sequences],
             "products": {n: [asdict(p), device] for n, (p, device) in e.products.items()},
-            "constants": {n: _tensor_to_json(t) for n, t in e.objects.items()},
+            "constants": {n: _tensor_to_json(t) for n, t in e.objects.items() if n not in steps},
+            "steps": steps,
             "triton": {n: [triton_fields(k), k.source] for n, k in self.triton.items()},
             "recordable": self.recordable and asdict(self.recordable),
         }
@@ -86,7 +95,8 @@ class Artifact:
             known["unit"],
             tuple(known["launch_groups"]),
             tuple(Launches(**_frozen(q)) for q in known["sequences"]),
-            {n: _tensor_from_json(t) for n, t in known["constants"].items()},
+            {n: _tensor_from_json(t) for n, t in known["constants"].items()}
+            | {n: _repeat_from_json(x) for n, x in known["steps"].items()},
             {n: (_product(p), device) for n, (p, device) in known["products"].items()},
         )
         triton = {n: triton_kernel(about, text) for n, (about, text) in known["triton"].items()}
@@ -121,6 +131,11 @@ class Artifact:
         for name, (product, device) in e.products.items():
             if name not in given:
                 given[name] = multiply(product, device, options)
+        for step in e.objects.values():
+            if isinstance(step, Repeat):
+                for count, artifact in step.artifacts.items():
+                    if count not in step.compiled:
+                        step.compiled[count] = artifact.load(options, record, path)
         code = self.code or compile(e.text, path, "exec")
         call = load_module(e, library, given, code)
         if around is not None:
@@ -128,6 +143,30 @@ class Artifact:
         if self.recordable is not None:
             call = with_cuda_graphs(call, self.recordable, e, self.phase, options, record)
         return call
+
+
+def _repeat_to_json(step: Repeat, path: str) -> dict[str, Any]:
+    results = [
+        [r.kind, list(r.shape), str(r.dtype).removeprefix("torch."), str(r.device)]
+        for r in step.results
+    ]
+    return {
+        "rows": step.rows,
+        "chunk": step.chunk,
+        "along": list(step.along),
+        "results": results,
+        "bodies": {str(count): a.to_json(path) for count, a in step.artifacts.items()},
+    }
+
+
+def _repeat_from_json(known: Mapping[str, Any]) -> Repeat:
+    results = tuple(
+        Result(kind, tuple(shape), getattr(torch, dtype), torch.device(device))
+        for kind, shape, dtype, device in known["results"]
+    )
+    step = Repeat(known["rows"], known["chunk"], tuple(known["along"]), results, {})
+    step.artifacts.update({int(n): Artifact.from_json(a) for n, a in known["bodies"].items()})
+    return step
 
 
 def _frozen(known: Mapping[str, Any]) -> dict[str, Any]:

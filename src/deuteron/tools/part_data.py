@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.triton.generate import TritonKernel
+from deuteron.graph.repeat import Repeat
 from deuteron.ir.index import atom, hint
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.printer import layout_text
@@ -396,8 +397,12 @@ def sizes(x: Any) -> Any:
 
 def flops_of(node: fx.Node) -> float:
     """Of a library call, as torch's own counter has them; 0 for operators that it does not know."""
+    if isinstance(node.target, Repeat):
+        repeated = node.target
+        body = repeated.bodies[repeated.chunk].graph.nodes
+        return sum(map(flops_of, body)) * repeated.rows / repeated.chunk
     packet = getattr(node.target, "_overloadpacket", None)
-    if packet is torch.ops.aten._addmm_activation:
+    if packet in (torch.ops.aten._addmm_activation, torch.ops.aten.addmm_):
         packet = torch.ops.aten.addmm
     count = flop_registry.get(packet)
     if count is None:

@@ -108,16 +108,18 @@ def report_data(
     """All that is known of what was compiled."""
     sources: dict[str, str] = {}
     parts = [PartData(g, p, sources).data() for g, p in seen.parts]
+    # what a part repeats is counted there
+    once = [p for p in parts if p["phase"] != "chunk"]
     totals: Totals = {
         "operations": sum(p["operations"] for p in parts),
         "kernels": sum(p["kernels"] for p in parts),
         "library_calls": sum(p["library_calls"] for p in parts),
-        "bytes": sum(p["bytes"] for p in parts),
-        "least_bytes": sum(p["least_bytes"] for p in parts),
-        "flops": sum(p["flops"] for p in parts),
-        "limit_us": sum(p["limit_us"] for p in parts),
-        "predicted_us": sum(p["predicted_us"] for p in parts),
-        "measured_us": summed(p["measured_us"] for p in parts),
+        "bytes": sum(p["bytes"] for p in once),
+        "least_bytes": sum(p["least_bytes"] for p in once),
+        "flops": sum(p["flops"] for p in once),
+        "limit_us": sum(p["limit_us"] for p in once),
+        "predicted_us": sum(p["predicted_us"] for p in once),
+        "measured_us": summed(p["measured_us"] for p in once),
         "call_us": call_us,
         "eager_us": eager_us,
         "peak_bytes": peak_bytes,
