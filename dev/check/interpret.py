@@ -57,7 +57,6 @@ def gpu() -> DeviceSpec:
     interpreter.InterpreterBuilder.create_fma = fused
     interpreter.InterpreterBuilder.create_dot = multiplied
     interpreter.ReduceOps.sum = summed
-    interpreter.ReduceOps.generic_reduce = halved
     interpreter._convert_float = partial(converted, interpreter._convert_float)
     spec = named_gpu(INTERPRETED_GPU)
     assert spec is not None
@@ -98,28 +97,6 @@ def summed(self: Any, block: Any) -> Any:
     start = data.dtype.type(-0.0)
     out = numpy.sum(data, axis=self.axis, keepdims=self.keep_dims, initial=start)
     return self.to_tensor(out, block.dtype)
-
-
-def halved(self: Any, blocks: Any) -> Any:
-    """A reduction by halves, as lanes do it. Triton's own combines numbers pair by pair."""
-    axis = self.axis
-    parts = [b.handle.data if axis is not None else b.handle.data.ravel() for b in blocks]
-    at, kinds = axis or 0, [b.dtype for b in blocks]
-    while (count := parts[0].shape[at]) > 1:
-        half = count // 2
-        sides = [numpy.split(p, [half, 2 * half], at) for p in parts]
-        low, high = ([self.to_tensor(x[k], d) for x, d in zip(sides, kinds)] for k in (0, 1))
-        both = self.combine_fn.fn(*low, *high)
-        both = both if isinstance(both, tuple) else (both,)
-        parts = [
-            numpy.concatenate([b.handle.data, x[2]], at) for b, x in zip(both, sides, strict=True)
-        ]
-    if axis is None:
-        shape = (1,) * len(blocks[0].shape) if self.keep_dims else ()
-        parts = [p.reshape(shape) for p in parts]
-    elif not self.keep_dims:
-        parts = [p.squeeze(axis) for p in parts]
-    return [self.to_tensor(p, d) for p, d in zip(parts, kinds, strict=True)]
 
 
 def converted(others: Callable[..., Any], given: Any, kind: Any, to: Any, mode: Any) -> Any:

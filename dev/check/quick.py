@@ -5,6 +5,8 @@ the process runs. A value's result is the same as before:
 
 * the language is replaced once for a launch, not once more for each call of a device function;
 * types of blocks, shapes of values and numpy's dtypes are made once for each.
+
+Reductions and scans by a function combine halves of a block, as lanes do.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import math
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+
+import numpy
 
 
 @cache
@@ -27,6 +31,8 @@ def quicken() -> None:
     interpreter._get_np_dtype = _numpy_dtypes(interpreter._get_np_dtype)
     core.block_type.__init__ = _block_types(core, core.block_type.__init__)
     core.tensor.__init__ = _values(core)
+    interpreter.ReduceOps.generic_reduce = halved
+    interpreter.ScanOps.generic_scan = doubled
 
 
 def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +85,46 @@ def _values(core: Any) -> Any:
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
     return init
+
+
+def halved(self: Any, blocks: Any) -> Any:
+    """A reduction by halves, as lanes do it. Triton's own combines numbers pair by pair."""
+    axis = self.axis
+    parts = [b.handle.data if axis is not None else b.handle.data.ravel() for b in blocks]
+    at, kinds = axis or 0, [b.dtype for b in blocks]
+    while (count := parts[0].shape[at]) > 1:
+        half = count // 2
+        sides = [numpy.split(p, [half, 2 * half], at) for p in parts]
+        low, high = ([self.to_tensor(x[k], d) for x, d in zip(sides, kinds)] for k in (0, 1))
+        both = self.combine_fn.fn(*low, *high)
+        both = both if isinstance(both, tuple) else (both,)
+        parts = [
+            numpy.concatenate([b.handle.data, x[2]], at) for b, x in zip(both, sides, strict=True)
+        ]
+    if axis is None:
+        shape = (1,) * len(blocks[0].shape) if self.keep_dims else ()
+        parts = [p.reshape(shape) for p in parts]
+    elif not self.keep_dims:
+        parts = [p.squeeze(axis) for p in parts]
+    return [self.to_tensor(p, d) for p, d in zip(parts, kinds, strict=True)]
+
+
+def doubled(self: Any, blocks: Any) -> list[Any]:
+    """A scan by steps of 1, 2, 4, ... elements, as lanes do it. Triton's own combines numbers pair
+    by pair."""
+    kinds, parts = [b.dtype for b in blocks], [b.handle.data for b in blocks]
+    count, step = parts[0].shape[self.axis], 1
+    places = numpy.arange(count).reshape(
+        [-1 if k == self.axis else 1 for k in range(parts[0].ndim)]
+    )
+    while step < count:
+        before = [numpy.roll(p, step, self.axis) for p in parts]
+        sides = [[self.to_tensor(x, d) for x, d in zip(p, kinds)] for p in (before, parts)]
+        both = self.combine_fn.fn(*sides[0], *sides[1])
+        both = both if isinstance(both, tuple) else (both,)
+        parts = [numpy.where(places < step, p, b.handle.data) for p, b in zip(parts, both)]
+        step *= 2
+    return [self.to_tensor(p, d) for p, d in zip(parts, kinds)]
 
 
 __all__ = ["quicken"]
