@@ -103,6 +103,13 @@ def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores(q, k).masked_fill(~MASK[:, None, None], float("-inf")), -1) @ v
 
 
+def nobody_sees(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows that see no key are 0."""
+    s = scores(q, k)
+    s = s.masked_fill(ahead(s) | (torch.arange(s.shape[-2]) < 5)[:, None], float("-inf"))
+    return torch.where((s == float("-inf")).all(-1, True), 0, torch.softmax(s, -1)) @ v
+
+
 def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(torch.softmax(scores(q, k), -1), 0.5, True) @ v
 
@@ -149,6 +156,7 @@ SHAPES: dict[Callable[..., Tensor], list[tuple[int, ...]]] = {
     lengths: HEADS,
     starts: HEADS,
     padded: HEADS,
+    nobody_sees: HEADS,
     standardized: HEADS,
     mlp: [(S, 40), (40,), (160, 40), (160,), (40, 160), (40,)],
     linear_gelu: [(S, 96), (130, 96), (130,)],

@@ -206,6 +206,12 @@ def test_a_causal_mask_is_a_bound() -> None:
     assert bound.upper and value_at(bound.index, 10) == 11
 
 
+def test_whether_a_row_sees_anything_is_cut_as_the_row_is() -> None:
+    (bound,), nest = bounds_of("nobody_sees")
+    assert bound.upper and value_at(bound.index, 10) == 11
+    assert {s.kind for s in nest.reductions().values()} == {"max", "sum", "any"}
+
+
 def test_a_window_is_two_bounds() -> None:
     found, _ = bounds_of("window")
     assert {b.upper for b in found} == {True, False}

@@ -126,7 +126,7 @@ class _Closure:
             over.append(axis)
         if len(set(over)) < len(over):
             raise NoNest(f"{name} reduces one axis twice")
-        self.note(body, table)
+        self.note(body, table, deep=True)
         value = self.expr(name, body, table)
         operands = factors_dtype(body) if kind == "sum" else None
         if operands == "f32":
@@ -160,8 +160,10 @@ class _Closure:
                     todo.append((c.body, dict(zip(c.axes, place, strict=True))))
         return None
 
-    def note(self, root: Expr, table: dict[Atom, Index]) -> None:
-        """Remembers where, and along which axes, tensors are read."""
+    def note(self, root: Expr, table: dict[Atom, Index], deep: bool = False) -> None:
+        """Remembers where, and along which axes, tensors are read; `deep`: those, too, of which
+        pointwise computations are made, so that reductions among what is read run along the same
+        axes, whichever comes first."""
         for load in root.loads():
             name, index, _ = load.attr
             place = tuple(substitute(i, table) for i in index)
@@ -171,6 +173,9 @@ class _Closure:
                 (a,) = i.axes() if len(i.axes()) == 1 else (None,)
                 if a is not None and i is atom(a):
                     self.along.setdefault((name, d, _blanked(place, d)), a)
+            c = self.computes.get(name) if deep else None
+            if c is not None and c.body.op != "reduce":
+                self.note(c.body, dict(zip(c.axes, place, strict=True)), deep)
 
     def expr(self, name: str, root: Expr, table: dict[Atom, Index]) -> Expr:
         self.note(root, table)
@@ -331,14 +336,27 @@ def _hoisted(nest: Nest) -> Nest:
                 s.name, tuple(atom(a) for a in nest.axes_of(inner) if a not in s.over), body.dtype
             )
             for how, c in reversed(outer):
-                load = E.op(how, load, c)
+                load = with_factor(how, load, c)
             values[before] = load
         out.append(replace(s, body=body))
     return settled(Nest(nest.axes, tuple(out)))
 
 
+def with_factor(how: str, x: Expr, c: Expr) -> Expr:
+    zero = E.literal(0, x.dtype)
+    if how == "zero where":
+        return E.op("where", c, zero, x)
+    return E.op("where", c, x, zero) if how == "zero but where" else E.op(how, x, c)
+
+
 def factored(e: Expr, over: frozenset[Axis]) -> tuple[Expr, list[tuple[str, Expr]]]:
-    """(f, factors): `e` is f, multiplied with and divided by what does not depend on `over`."""
+    """(f, factors): `e` is f, multiplied with, divided by or made 0 by what does not depend on
+    `over`."""
+    if e.op == "where" and not e.args[0].axes() & over:
+        for x, other, how in ((*e.args[1:], "zero but where"), (*e.args[:0:-1], "zero where")):
+            if other.op == "literal" and other.attr == 0:
+                inner, outer = factored(x, over)
+                return inner, [(how, e.args[0]), *outer]
     if e.op == "div" and not e.args[1].axes() & over:
         inner, outer = factored(e.args[0], over)
         return inner, [("div", e.args[1]), *outer]

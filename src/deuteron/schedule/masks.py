@@ -2,7 +2,7 @@
 
 In: a nest, an axis that reductions run over. Out: `Bound`s, outside of which no block of the axis
 contributes: the loop is cut there. They follow from comparisons of positions: an element is minus
-infinity in a maximum, or 0 in a sum, where such a comparison holds (a causal mask, a window; a
+infinity in a maximum, 0 in a sum, or false in an `any`, where such a comparison holds (a causal mask, a window; a
 number of keys that is loaded: where the loop ends is then arithmetic at run time). The
 exponential of minus infinity is 0, whatever it is subtracted from that is finite; products with it
 count as 0, also with what is not finite: what a mask hides is not read.
@@ -71,6 +71,8 @@ def bounds(
 def _neutral(s: Reduce, unknown: AbstractSet[str]) -> list[Positive]:
     if s.kind == "max":
         return _low(s.body)
+    if s.kind in ("any", "all"):
+        return _any(s.body, s.kind == "all")
     return _zero(s.body, unknown) if s.kind == "sum" else []
 
 
@@ -123,6 +125,10 @@ def _any(e: Expr, holds: bool) -> list[Positive]:
             if (e.op == "logical_or") is holds:
                 return [*_any(e.args[0], holds), *_any(e.args[1], holds)]
             return []
+        case "eq" | "ne":
+            for x, c in (e.args, e.args[::-1]):
+                if c.op == "literal" and c.attr == float("-inf") and (e.op == "eq") is holds:
+                    return _low(x)
         case "lt" | "le" | "gt" | "ge":
             sides = [_position(x) for x in e.args]
             name = e.op if holds else OPPOSITE[e.op]
