@@ -73,6 +73,19 @@ def results(kernel: Kernel, given: dict[str, Tensor], runs: bool) -> dict[str, T
     return {name: tensors[name] for name, _ in kernel.writes}
 
 
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Of the numbers; infinite where others are not the same."""
+    a, b = got.double(), wanted.double()
+    finite = b.isfinite()
+    if not same(a.where(~finite, 0), b.where(~finite, 0)):
+        return float("inf")
+    return float((a - b)[finite].norm() / b[finite].norm()) if finite.any() else 0.0
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
 def rows(name: str, call: Call, draw: random.Random, count: int) -> Iterator[dict[str, Any]]:
     """A graph's kernels with products, after those before them."""
     execution = Execution(call.program, call.inputs)
@@ -89,16 +102,13 @@ def rows(name: str, call: Call, draw: random.Random, count: int) -> Iterator[dic
                 tiled = replace(step, contraction=(nest, tiling))
                 got = results(tiled, tensors, runs=True)
                 again = got if k else results(tiled, tensors, runs=True)
-                error = max(
-                    float((got[n].double() - w.double()).norm() / w.double().norm())
-                    for n, w in wanted.items()
-                )
+                error = max(relative(got[n], w) for n, w in wanted.items())
                 yield {
                     "case": name,
                     "kernel": step.name,
                     "tiling": str(tiling),
                     "error": error,
-                    "repeats": all(torch.equal(got[n], again[n]) for n in wanted),
+                    "repeats": all(same(got[n], again[n]) for n in wanted),
                 }
         tensors.update(wanted)
 
