@@ -353,10 +353,11 @@ def factored(e: Expr, over: frozenset[Axis]) -> tuple[Expr, list[tuple[str, Expr
     """(f, factors): `e` is f, multiplied with, divided by or made 0 by what does not depend on
     `over`."""
     if e.op == "where" and not e.args[0].axes() & over:
-        for x, other, how in ((*e.args[1:], "zero but where"), (*e.args[:0:-1], "zero where")):
+        condition, a, b = e.args
+        for x, other, how in ((a, b, "zero but where"), (b, a, "zero where")):
             if other.op == "literal" and other.attr == 0:
                 inner, outer = factored(x, over)
-                return inner, [(how, e.args[0]), *outer]
+                return inner, [(how, condition), *outer]
     if e.op == "div" and not e.args[1].axes() & over:
         inner, outer = factored(e.args[0], over)
         return inner, [("div", e.args[1]), *outer]

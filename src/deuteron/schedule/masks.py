@@ -2,8 +2,9 @@
 
 In: a nest, an axis that reductions run over. Out: `Bound`s, outside of which no block of the axis
 contributes: the loop is cut there. They follow from comparisons of positions: an element is minus
-infinity in a maximum, 0 in a sum, or false in an `any`, where such a comparison holds (a causal mask, a window; a
-number of keys that is loaded: where the loop ends is then arithmetic at run time). The
+infinity in a maximum, 0 in a sum, or false in an `any`, where such a comparison holds (a causal
+mask, a window; a number of keys that is loaded: where the loop ends is then arithmetic at run
+time). The
 exponential of minus infinity is 0, whatever it is subtracted from that is finite; products with it
 count as 0, also with what is not finite: what a mask hides is not read.
 """
