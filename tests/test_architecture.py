@@ -43,7 +43,7 @@ MAX_FUNCTION_LINES = 80
 # generators of points and rows are to move to, to 38,603 when these came to C++, to 39,357 with
 # gradients of attention, the copy engine, dropout and loaded bounds in them, and to 40,100 with
 # losses in chunks of rows.)
-COMPILER_LINES = 40_100
+COMPILER_LINES = 40_044
 SLACK = 100
 
 

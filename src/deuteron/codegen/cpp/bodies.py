@@ -65,9 +65,9 @@ class PassBody:
         loops = env.loops
         for p in loops.statements:
             if isinstance(p, Reduce):
-                env.em.result_axes[p.name] = frozenset((*loops.parallel, ROW_SCOPE))
+                env.em.result_deps[p.name] = frozenset((*loops.parallel, ROW_SCOPE))
             elif isinstance(p, Scan):
-                env.em.result_axes[p.name] = frozenset((*loops.parallel, *loops.reduced, ROW_SCOPE))
+                env.em.result_deps[p.name] = frozenset((*loops.parallel, *loops.reduced, ROW_SCOPE))
         self.env, self.v, self.outer = env, v, list(outer)
         self.plan = plan(loops, env.em.deps, cache, full, merging)
         self.buffers: dict[Expr, str] = {}

@@ -2,32 +2,27 @@
 can be computed.
 
 In: expressions with linear addresses (`loops.Loops`). Out: lines of C++ in a chain of `Scope`s,
-one per loop level.
-
-A scope provides axes (its loop variables). A node depends on axes; it is written into the first
-scope, from outside, whose axes and those of the scopes around it cover its own. Because the
-header of an inner loop is appended to its parent only when the inner loop is complete, what is
-hoisted stands before the loop. Addresses are hoisted in the same way, by terms.
+one per loop level (`codegen.placing`). Addresses are hoisted in the same way, by terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import frexp, prod
 
 from deuteron.base.text import plain_name
+from deuteron.codegen import placing
 from deuteron.codegen.cpp import scalars
 from deuteron.codegen.cpp.axes import flops_of
 from deuteron.codegen.cpp.reductions import Accumulator
+from deuteron.codegen.placing import Placing
 from deuteron.codegen.precision import log1p_of_unit, not_negative
 from deuteron.ir.divisors import is_divisor
 from deuteron.ir.expr import Expr, children
 from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, Value, fits_int, hint, is_nonneg
 from deuteron.ir.operations import COMPARISONS, FLOATS, INTS
 
-NO_AXES: frozenset[Axis] = frozenset()
 ROUNDING_OPS = ("round", "floor", "ceil", "trunc")
 BELOW_I64 = ("i32", "i16", "i8", "u8")
 # Operations that gain nothing by `D_DENSE`: choices (max-pooling takes 1.12 of the time with it),
@@ -37,22 +32,17 @@ NOT_DENSE = COMPARISONS | {"where", "maximum", "minimum", "fmax", "fmin", "erf"}
 MIN_DIVISIONS = 256  # divisions by the same number, for which it pays to compute its reciprocal
 
 
-class Scope:
-    """One loop level: its lines so far, the axes known in it, and the values that it holds."""
+class Scope(placing.Scope[Axis]):
+    """One loop level, which gives the axes that are loop variables in it."""
 
-    __slots__ = ("axes", "checked", "divisors", "flops", "lines", "sums", "texts")
+    __slots__ = ("checked", "divisors", "flops", "sums")
 
-    def __init__(self, axes: frozenset[Axis]) -> None:
-        self.axes = axes  # cumulative: those of the scopes around it too
-        self.lines: list[str] = []
+    def __init__(self, given: frozenset[Axis]) -> None:
+        super().__init__(given)
         self.checked = False  # whether its lines report indices that are out of range
-        self.texts: dict[Expr, str] = {}
         self.sums: dict[Index, str] = {}
         self.divisors: dict[Expr, str] = {}  # what `d_div_by` needs of them
         self.flops = 0.0  # of one iteration, without those of the scopes inside
-
-    def add(self, *lines: str) -> None:
-        self.lines.extend(lines)
 
     def loop(self, head: str, body: Iterable[str]) -> None:
         """Appends ``head { body }``."""
@@ -61,18 +51,18 @@ class Scope:
         self.lines.append("}")
 
 
-class Emitter:
+class Emitter(Placing[Axis, Scope]):
     """The state of writing one nest: the chain of scopes, C names, and the prelude functions used
     so far.
     """
 
-    def __init__(self, tensors: Mapping[str, str], used: set[str], names: Iterator[int]) -> None:
+    kind = Scope
+
+    def __init__(self, tensors: Mapping[str, str], used: set[str], numbers: Iterator[int]) -> None:
+        super().__init__(numbers)
         self.tensors = tensors  # tensor -> C pointer name
         self.used = used
-        self.numbers = names
-        self.chain: list[Scope] = [Scope(NO_AXES)]
         self.axis_text: dict[Axis, str] = {}
-        self.result_axes: dict[str, frozenset[Axis]] = {}  # on what the nest's own results depend
         self.checked = False  # whether anything reports to `bad`
         self.dearest = 0.0  # most FLOPs of a scope, as far as order matters for them
         self.wide = False  # whether positions along the loops may need 64 bits
@@ -88,7 +78,6 @@ class Emitter:
         self.buffered: dict[
             Expr, str
         ] = {}  # values of an earlier pass -> their row buffers' elements
-        self._deps: dict[Expr, frozenset[Axis]] = {}
 
     def carry_over(self, moved: Mapping[Expr, Expr]) -> None:
         """What is known of nodes is known of those that stand for them where a loop is cut, unless
@@ -104,22 +93,6 @@ class Emitter:
         for bodies in self.maxima.values():
             bodies |= images(bodies)
 
-    def fresh(self, stem: str) -> str:
-        return f"{stem}{next(self.numbers)}"
-
-    @property
-    def scope(self) -> Scope:
-        return self.chain[-1]
-
-    @contextmanager
-    def inside(self, *axes: Axis) -> Iterator[Scope]:
-        """A scope in which `axes` are loop variables. The caller places its lines."""
-        scope = Scope(self.scope.axes | frozenset(axes))
-        self.chain.append(scope)
-        yield scope
-        popped = self.chain.pop()
-        assert popped is scope
-
     def name_axis(self, axis: Axis, text: str | None = None) -> str:
         """Gives an axis its C text; a new variable name unless `text` is given."""
         if text is None:
@@ -128,88 +101,21 @@ class Emitter:
         self.axis_text[axis] = text
         return text
 
-    # -- dependence ------------------------------------------------------------------------------
-    # ------------------
+    # -- values ------------------------------------------------------------------------------------
 
-    def deps(self, root: Expr) -> frozenset[Axis]:
-        """The axes on which the value depends; results of the nest depend on what they live on."""
-        known = self._deps.get(root)
-        if known is not None:
-            return known
-        for node in root.walk(self._deps.__contains__):
-            if node in self._deps:
-                continue
-            out: frozenset[Axis] = NO_AXES
-            if node.op == "load" and node.attr[0] in self.result_axes:
-                out = self.result_axes[node.attr[0]]
-            else:
-                if node.op == "load":
-                    out = out.union(*(self.index_deps(i) for i in node.attr[1]))
-                elif node.op == "index":
-                    out = self.index_deps(node.attr)
-                elif node.op == "random":
-                    out = self.index_deps(node.attr[2])
-                for a in node.args:
-                    out |= self._deps[a]
-                if node.op == "reduce":
-                    out -= frozenset(node.attr[1])
-            self._deps[node] = out
-        return self._deps[root]
+    def bound_dep(self, axis: Axis) -> Axis:
+        return axis
 
-    def index_deps(self, index: Index) -> frozenset[Axis]:
-        out: set[Axis] = set()
-        todo = [a for m, _ in index.terms for a in m]
-        while todo:
-            a = todo.pop()
-            if isinstance(a, Axis):
-                out.add(a)
-            elif isinstance(a, Value):
-                out |= self.deps(a.expr)
-            elif isinstance(a, (Div, Mod)):
-                todo.extend(x for i in (a.num, a.den) for m, _ in i.terms for x in m)
-            elif isinstance(a, MinMax):
-                todo.extend(x for i in (a.a, a.b) for m, _ in i.terms for x in m)
-        return frozenset(out)
+    def add_deps_of_axis(self, axis: Axis, out: set[Axis]) -> None:
+        out.add(axis)
 
-    def level(self, deps: frozenset[Axis]) -> int:
-        for k, scope in enumerate(self.chain):
-            if deps <= scope.axes:
-                return k
-        raise AssertionError(f"no loop provides {sorted(a.name for a in deps - self.scope.axes)}")
+    def literal(self, node: Expr) -> str:
+        return scalars.literal(node.attr, node.dtype)
 
-    # -- values ----------------------------------------------------------------------------------
-    # ------------------
+    def needed(self, node: Expr) -> Sequence[Expr]:
+        return () if node in self.buffered or node.op == "reduce" else children(node)
 
-    def lookup(self, node: Expr) -> str | None:
-        if node.op == "literal":
-            return scalars.literal(node.attr, node.dtype)
-        for scope in reversed(self.chain):
-            known = scope.texts.get(node)
-            if known is not None:
-                return known
-        return None
-
-    def value(self, root: Expr) -> str:
-        """The C text of a value; whatever it needs is written first."""
-        known = self.lookup(root)
-        if known is not None:
-            return known
-        stack: list[tuple[Expr, bool]] = [(root, False)]
-        while stack:
-            node, ready = stack.pop()
-            if self.lookup(node) is not None:
-                continue
-            if ready:
-                self._define(node)
-                continue
-            stack.append((node, True))
-            if node not in self.buffered and node.op != "reduce":
-                stack.extend((a, False) for a in reversed(children(node)))
-        text = self.lookup(root)
-        assert text is not None
-        return text
-
-    def _define(self, node: Expr) -> None:
+    def define(self, node: Expr) -> None:
         at = self.level(self.deps(node))
         scope = self.chain[at]
         if node.op == "check":
@@ -358,7 +264,7 @@ class Emitter:
             return None  # a multiplication
         home = next((k for k, scope in enumerate(self.chain) if b in scope.texts), 0)
         home = max(home, self.level(self.deps(b)))  # a text may hold a lane of a loop inside
-        inner = self.deps(node) - self.chain[home].axes
+        inner = self.deps(node) - self.chain[home].given
         if home >= at or prod(hint(x.extent) for x in inner) < MIN_DIVISIONS:
             return None
         scope, text = self.chain[home], self.value(b)

@@ -79,9 +79,9 @@ class OnlineReductions:
         for f in self.first:
             for tag in ("block", "old", "new", "row"):
                 own = row if tag == "row" else row | {BLOCK_SCOPE}
-                em.result_axes[f"{f.name} {tag}"] = own
+                em.result_deps[f"{f.name} {tag}"] = own
         for (name, side), _ in self.sums.items():
-            em.result_axes[f"{name} mean {side}"] = row | {BLOCK_SCOPE}
+            em.result_deps[f"{name} mean {side}"] = row | {BLOCK_SCOPE}
 
     def _sum(self, f: Reduce, side: str, e: Expr) -> str:
         for other in self.first:

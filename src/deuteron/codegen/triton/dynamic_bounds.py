@@ -121,7 +121,7 @@ def write_reduction(em: TileState, node: Expr, start: str | None = None) -> str:
     for a in axes:
         text = em.fresh("k")
         heads.append(f"for {text} in range(0, {em.index(a.extent)})")
-        em.chain.append(Scope(em.scope.dims | {bound_name(a)}))
+        em.chain.append(Scope(em.scope.given | {bound_name(a)}))
         em.scope.axes[a] = text
     em.scope.add(f"{name} = {scalars.reduction_step(kind, dtype, name, em.value(body))}")
     for head in reversed(heads):
@@ -137,7 +137,7 @@ def _write_dynamic_bounds(em: TileState, reduction: Expr, end: Expr, name: str) 
     text, last, first, k = em.value(end), em.fresh("end"), em.fresh("k"), em.fresh("k")
     longest = f"tl.max({text})" if em.deps(end) else text
     outer.add(f"{last} = tl.minimum({longest}, {em.index(axis.extent)}).to({em.index_type})")
-    em.chain.append(Scope(outer.dims | {bound_name(axis)}))
+    em.chain.append(Scope(outer.given | {bound_name(axis)}))
     em.scope.axes[axis] = k
     more = "" if em.terms == 1 else " + term"
     em.scope.add(f"{k} = tl.full([], 0, {em.index_type}) + {first}{more}")

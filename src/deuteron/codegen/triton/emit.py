@@ -6,9 +6,7 @@ chain of `Scope`s.
 
 A tile has one to three dimensions (`Dim`); each flattens a group of axes. A value depends on some
 of the dimensions and has extent 1 along the others, so that broadcasting does the rest; one that
-depends on none is a scalar. A scope provides dimensions: a node is written into the first scope,
-from outside, that has all that it depends on. What is hoisted out of a loop stands before it,
-because the loop is appended to the scope around it when it is complete.
+depends on none is a scalar. A scope gives dimensions (`codegen.placing`).
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ class Emitter(TileState):
             self.scope.add(f"{stem}index = {start}{lanes}{wide}")
             if dim.masked:
                 self.scope.add(f"{stem}mask = {stem}index < {stem}numel")
-        self.scope.dims |= {name}
+        self.scope.given |= {name}
         self.starts[name] = offset
         if len(dim.axes) == 1:
             self.scope.axes[dim.axes[0]] = f"{stem}index"
@@ -91,7 +89,7 @@ class Emitter(TileState):
             wide.limits = self.limits
             wide.chain[0].lines = self.scope.lines
             for d in others:
-                wide.scope.dims |= {d.name}
+                wide.scope.given |= {d.name}
                 if len(d.axes) == 1:
                     wide.scope.axes[d.axes[0]] = f"{d.name}index"
             if old.masked:
@@ -100,33 +98,15 @@ class Emitter(TileState):
             self._wide[unrolled_axis, along] = wide
         return self._wide[unrolled_axis, along]
 
-    # -- dependence --------------------------------------------------------------------------------
-
     # -- values ------------------------------------------------------------------------------------
 
-    def value(self, root: Expr) -> str:
-        """The text of a value; whatever it needs is written first."""
-        stack: list[tuple[Expr, bool]] = [(root, False)]
-        while stack:
-            node, ready = stack.pop()
-            if self.lookup(node) is not None:
-                continue
-            if ready:
-                self._define(node)
-                continue
-            stack.append((node, True))
-            if node.op == "reduce":  # its body is written inside its loop
-                continue
-            if continues(self, node):
-                stack.append((node.args[0], False))
-                continue
-            stack.extend((a, False) for a in reversed(children(node)))
-        text = self.lookup(root)
-        assert text is not None
-        return text
+    def needed(self, node: Expr) -> Sequence[Expr]:
+        if node.op == "reduce":  # its body is written inside its loop
+            return ()
+        return (node.args[0],) if continues(self, node) else children(node)
 
-    def _define(self, node: Expr) -> None:
-        if node.op == "load" and node.attr[0] in self.result_dims:
+    def define(self, node: Expr) -> None:
+        if node.op == "load" and node.attr[0] in self.result_deps:
             raise AssertionError(f"result {node.attr[0]!r} is used before it is computed")
         scope = self.chain[self.level(self.deps(node))]
         if node.op == "reduce":

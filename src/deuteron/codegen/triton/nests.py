@@ -251,9 +251,9 @@ def write_scan(loops: Loops, tiling: Tiling, em: Emitter) -> None:
 def declare_results(loops: Loops, em: Emitter) -> None:
     for p in loops.statements:
         if isinstance(p, Reduce):
-            em.result_dims[p.name] = em.whole - R if p.grouped else X
+            em.result_deps[p.name] = em.whole - R if p.grouped else X
         elif isinstance(p, Scan):
-            em.result_dims[p.name] = FULL
+            em.result_deps[p.name] = FULL
 
 
 def hints(em: Emitter, passes: list[RowPass]) -> None:
@@ -305,7 +305,7 @@ def write_cooperative_rows(
     outer, stages = em.scope, f"num_stages={em.stages}"
     with em.inside() as loop:
         em.enter(em.dims["x"], "xoffset")
-        if "r" not in loop.dims:
+        if "r" not in loop.given:
             em.enter(em.dims["r"], "roffset")  # else what only depends on it stays in registers
         hints(em, [single(loops)])
         cooperative.reduce_all()
@@ -326,12 +326,12 @@ def rest_outside_pipeline(
     its way while reductions are exchanged, where there are registers for it."""
     loop, outer = em.scope, em.chain[-2]
     with em.inside() as rest:
-        kept, loop.dims = loop.dims, outer.dims
+        kept, loop.given = loop.given, outer.given
         if sum(ITEMSIZE[n.dtype] for n in same) * cooperative.each <= MAX_PRELOADED_BYTES:
             for n in same:
                 em.value(n)
         rest_of_row(loops, em, cooperative, columns)
-        loop.dims = kept
+        loop.given = kept
     loop.block("if xoffset < xnumel", rest.lines)
 
 
@@ -485,7 +485,7 @@ def write_row_split(loops: Loops, tiling: Tiling, em: Emitter) -> None:
         cooperative.begin()
         em.bound.add(SPLIT)  # what depends on it stays in the loop over splits
         with em.inside() as scope:
-            scope.dims |= {bound_name(SPLIT)}
+            scope.given |= {bound_name(SPLIT)}
             walk_split(loops, tiling, em, cooperative)
         em.scope.block(
             f"for split in tl.range({cooperative.first}, {count}, row_groups)", scope.lines

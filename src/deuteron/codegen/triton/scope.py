@@ -1,15 +1,11 @@
-"""Dimensions of a tile, and loop levels: where an `emit.Emitter` writes its lines.
-
-A scope provides dimensions; a value is written into the outermost scope that has all that it
-depends on.
-"""
+"""Dimensions of a tile, and loop levels: where an `emit.Emitter` writes its lines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deuteron.ir.expr import Expr
+from deuteron.codegen import placing
 from deuteron.ir.index import Axis, Index, product
 
 Dims = frozenset[str]
@@ -47,20 +43,15 @@ class Dim:
         return "" if rank == 1 else f"[{', '.join(each)}]"
 
 
-class Scope:
-    """One loop level: its lines, the dimensions known in it, and the values that it holds."""
+class Scope(placing.Scope[str]):
+    """One loop level, which gives the dimensions that are known in it."""
 
-    __slots__ = ("axes", "dims", "lines", "sums", "texts")
+    __slots__ = ("axes", "sums")
 
-    def __init__(self, dims: Dims) -> None:
-        self.dims = dims  # cumulative: those of the scopes around it too
-        self.lines: list[str] = []
-        self.texts: dict[Expr, str] = {}
+    def __init__(self, given: Dims) -> None:
+        super().__init__(given)
         self.sums: dict[object, str] = {}
         self.axes: dict[Axis, str] = {}
-
-    def add(self, *lines: str) -> None:
-        self.lines.extend(lines)
 
     def block(self, head: str, lines: Sequence[str]) -> None:
         """Appends ``head:`` and the lines under it."""
