@@ -1,10 +1,14 @@
-"""FlexAttention as plain code: the higher-order operator becomes what it means.
+"""Attention as plain code: operators become what they mean.
 
-In: Dynamo's graph, in which ``flex_attention`` is one operator with two graphs of the user's
-(`score_mod` of a score and its place, `mask_mod` of a place). Out: the same graph, in which it is a
-function of torch's operators: AOTAutograd traces and differentiates that as it does the code around
-it, so scores are changed, masked and normalised in generated kernels, and gradients of what the
-user's functions captured are ordinary ones.
+``scaled_dot_product_attention`` with a mask that the graph computes (`plain_masked_attention`):
+where products may share a kernel, the mask is then never in memory. With a mask of the caller's,
+or none, the library is called.
+
+FlexAttention. In: Dynamo's graph, in which ``flex_attention`` is one operator with two graphs of
+the user's (`score_mod` of a score and its place, `mask_mod` of a place). Out: the same graph, in
+which it is a function of torch's operators: AOTAutograd traces and differentiates that as it does
+the code around it, so scores are changed, masked and normalised in generated kernels, and gradients
+of what the user's functions captured are ordinary ones.
 
 The meaning is eager's (`torch._higher_order_ops.flex_attention.math_attention`): scores in f32 at
 least, a row without any unmasked element gives 0, and `mask_mod` decides alone; the blocks of a
@@ -23,13 +27,19 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
+from deuteron.base.passes import Context
+from deuteron.base.products import MAX_WHOLE, share_kernels
 from deuteron.base.record import Record
 from deuteron.capture.hints import Hints
 from deuteron.graph import ops
+from deuteron.ir.operations import HALF
+from deuteron.ir.reference_ops import TO_TORCH
 
 FLEX_ATTENTION = "flex_attention"
+DTYPES = {v: k for k, v in TO_TORCH.items()}
 # In-dims of the user's functions for (batch, head, query, key), innermost `vmap` first.
 VMAP_IN_DIMS = tuple(tuple(0 if d == k else None for d in range(4)) for k in reversed(range(4)))
 
@@ -61,7 +71,7 @@ def plain_attention(
         empty = highest == -math.inf
         finite = torch.where(empty.unsqueeze(-1), 0.0, scores)
         total = torch.where(empty, -math.inf, torch.logsumexp(finite, -1))
-        return like_query(result, query), total / math.log(2), highest / math.log(2)
+        return in_order_of(result, query.stride()), total / math.log(2), highest / math.log(2)
 
 
 def attended(
@@ -115,14 +125,63 @@ def autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def like_query(result: Tensor, query: Tensor) -> Tensor:
-    """The result in the order of the query's dimensions in memory, elements of a row beside each
-    other: what follows was traced for these strides."""
-    steps = query.stride()
-    order = [*sorted(range(3), key=lambda d: steps[d], reverse=True), 3]
-    if order == [0, 1, 2, 3]:
+def in_order_of(result: Tensor, steps: Sequence[Any]) -> Tensor:
+    """The result with dimensions in memory as those of these strides, elements of a row beside each
+    other: what follows was traced so."""
+    last = result.dim() - 1
+    order = [*sorted(range(last), key=lambda d: steps[d], reverse=True), last]
+    if order == sorted(order):
         return result.contiguous()
-    return result.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+    return result.permute(order).contiguous().permute([order.index(d) for d in range(last + 1)])
+
+
+def plain_masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    steps: tuple[int, ...],
+) -> Tensor:
+    """query[..., H, M, E], key[..., K, N, E], value[..., K, N, V]; H = K, or a multiple where
+    `enable_gqa`. The result[..., H, M, V] has dimensions in memory as these `steps` say."""
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value, attn_mask = (autocast(x, dtype) for x in (query, key, value, attn_mask))
+    with torch.autocast(kind, enabled=False):
+        if enable_gqa:
+            key, value = (
+                x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value)
+            )
+        wide = torch.float32 if DTYPES[query.dtype] in HALF else query.dtype
+        scores = (query @ key.transpose(-2, -1)).to(wide)
+        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if attn_mask.dtype == torch.bool:
+            scores = torch.where(attn_mask, scores, -math.inf)
+        else:
+            scores = scores + attn_mask
+        weights = torch._safe_softmax(scores, -1)
+        if dropout_p:
+            weights = F.dropout(weights, dropout_p, True)
+        return in_order_of(weights.to(query.dtype) @ value, steps)
+
+
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Rows without anything above minus infinity give 0: sums beside a number of each row, as in
+    the softmax of other rows."""
+    x = x if dtype is None else x.to(dtype)
+    if not x.dim() or x.shape[dim] == 0:
+        return NotImplemented
+    wide = x.float() if DTYPES.get(x.dtype) in HALF else x
+    top = wide.amax(dim, keepdim=True)
+    nothing = top == -math.inf
+    powers = torch.exp(wide - torch.where(nothing, 0.0, top))
+    return (powers / torch.where(nothing, 1.0, powers.sum(dim, keepdim=True))).to(x.dtype)
 
 
 def added(shape: Sequence[Any], indices: Sequence[Tensor], values: Tensor) -> Tensor:
@@ -131,7 +190,10 @@ def added(shape: Sequence[Any], indices: Sequence[Tensor], values: Tensor) -> Te
     return torch.ops.aten.index_put.default(zeros, list(indices), values, True)
 
 
-RULES: dict[str, Callable[..., Any]] = {"flex_lib.zeros_and_scatter.default": added}
+RULES: dict[str, Callable[..., Any]] = {
+    "flex_lib.zeros_and_scatter.default": added,
+    "aten._safe_softmax.default": safe_softmax,
+}
 
 # ------------------------------------------------------------------------------------- the rewrite
 
@@ -156,6 +218,62 @@ def inline_attention(gm: fx.GraphModule, record: Record) -> None:
                 node.target = plain_attention
         if calls:
             inner.recompile()
+
+
+def inline_masked_attention(gm: fx.GraphModule, context: Context) -> None:
+    """The same of ``scaled_dot_product_attention`` with a mask."""
+    for inner in graphs(gm):
+        for node in inner.graph.nodes:
+            if node.target is not F.scaled_dot_product_attention:
+                continue
+            reason = why_library(inner, node, context)
+            context.record.add(
+                "decision",
+                subject="attention",
+                accepted=not reason,
+                first=node.name,
+                second="scaled_dot_product_attention",
+                reason="plain code" if not reason else "library",
+                detail=reason,
+                bytes=scores_bytes(node),
+            )
+            if not reason:
+                node.target = plain_masked_attention
+                node.kwargs = {**node.kwargs, "steps": node.meta["example_value"].stride()}
+                inner.recompile()
+
+
+def why_library(gm: fx.GraphModule, node: fx.Node, context: Context) -> str:
+    """Why attention is the library's. Empty if it need not be."""
+    call = inspect.signature(plain_masked_attention).bind_partial(*node.args, **node.kwargs)
+    mask = call.arguments.get("attn_mask")
+    if not isinstance(mask, fx.Node):
+        return "without a mask it has all that a kernel could leave out; not estimated"
+    held = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+    memory = {_memory(n) for n in held if isinstance(_traced_value(n), Tensor)}
+    if _memory(mask) in memory:
+        return "its mask is in memory"
+    values = [n.meta["example_value"] for n in (*node.all_input_nodes, node)]
+    if any(not isinstance(n, int) for v in values for n in v.shape):
+        return "sizes are known at run time only"
+    query, *_, result = values
+    kept = torch.is_grad_enabled() and result.requires_grad
+    options, spec = context.options, context.spec(str(query.device))
+    if options.precision == "eager" or kept and not options.recompute:
+        return "options say that scores are kept"
+    if not share_kernels(DTYPES.get(query.dtype, ""), spec, kept):
+        return f"products of {query.dtype} share no kernels on this device"
+    if max(query.shape[-1], result.shape[-1]) > MAX_WHOLE:
+        return f"heads are wider than {MAX_WHOLE}"
+    return ""
+
+
+def _traced_value(n: fx.Node) -> Any:
+    return n.meta.get("example_value")
+
+
+def _memory(n: fx.Node) -> int:
+    return _traced_value(n).untyped_storage()._cdata
 
 
 def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
@@ -220,4 +338,4 @@ def scores_bytes(node: fx.Node) -> int:
     return total
 
 
-__all__ = ["RULES", "inline_attention", "plain_attention"]
+__all__ = ["RULES", "inline_attention", "inline_masked_attention", "plain_attention"]

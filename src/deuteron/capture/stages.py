@@ -20,7 +20,7 @@ from torch import fx
 from deuteron.base.passes import Context, Pass, Table, extended, run_passes
 from deuteron.capture import decompositions
 from deuteron.capture.aliased_outputs import views_of_inputs
-from deuteron.capture.attention import inline_attention
+from deuteron.capture.attention import inline_attention, inline_masked_attention
 from deuteron.capture.joint import PARTITIONING, partition, parts_text, verify_parts
 from deuteron.capture.refusals import check_functions
 from deuteron.graph.rewrite import RANDOM_NUMBERS, Rewriting, rewriting_text, verify_rewriting
@@ -51,8 +51,9 @@ def refuse_in_place(captured: Captured, context: Context) -> Captured:
 
 
 def write_attention_out(captured: Captured, context: Context) -> Captured:
-    """FlexAttention becomes torch's operators."""
+    """FlexAttention, and attention whose mask is computed, becomes torch's operators."""
     inline_attention(captured.gm, context.record)
+    inline_masked_attention(captured.gm, context)
     return captured
 
 

@@ -50,9 +50,10 @@ class _Closure:
     def __init__(self, computes: Mapping[str, Compute], wide: str) -> None:
         self.computes, self.wide = computes, wide
         self.statements: list[Statement] = []
-        self.results: dict[tuple[str, Place], Expr] = {}
+        self.results: dict[tuple[str, Place, Expr | None], Expr] = {}
+        self.where: Expr | None = None  # the places there are of what is being read
         self.places: dict[str, list[Place]] = {}  # of computations that are read
-        self.along: dict[tuple[str, int, Place], Axis] = {}  # (tensor, dimension, the others)
+        self.along: dict[tuple[str, int, Place], list[Axis]] = {}  # (tensor, dimension, the others)
         self.axes: list[Axis] = []
         self.sinks: Sequence[str] = ()
         for c in computes.values():
@@ -109,11 +110,12 @@ class _Closure:
 
     def value(self, c: Compute, place: Place) -> Expr:
         """A computation's element at a place of the nest."""
-        known = self.results.get((c.name, place))
+        key = (c.name, place, self.where)
+        known = self.results.get(key)
         if known is None:
             table: dict[Atom, Index] = dict(zip(c.axes, place, strict=True))
             made = self.reduction if c.body.op == "reduce" else self.expr
-            known = self.results[c.name, place] = made(c.name, c.body, table)
+            known = self.results[key] = made(c.name, c.body, table)
         return known
 
     def reduction(self, name: str, root: Expr, table: dict[Atom, Index]) -> Expr:
@@ -143,8 +145,12 @@ class _Closure:
         return E.load(name, tuple(atom(a) for a in lives), root.dtype)
 
     def unified(self, axis: Axis, body: Expr, table: dict[Atom, Index]) -> Axis | None:
-        """The axis of the nest along which what `body` reads along `axis` is read already."""
-        probe = atom(Axis("probe", axis.extent))
+        """The axis of the nest along which what `body` reads along `axis` is read already; another
+        one than those of its place, of which it is only at one point."""
+        probe, here = (
+            atom(Axis("probe", axis.extent)),
+            {a for i in table.values() for a in i.axes()},
+        )
         todo: list[tuple[Expr, dict[Atom, Index]]] = [(body, {**table, axis: probe})]
         while todo:
             root, at = todo.pop()
@@ -152,9 +158,10 @@ class _Closure:
                 name, index, _ = load.attr
                 place = tuple(substitute(i, at) for i in index)
                 for d, i in enumerate(place):
-                    found = self.along.get((name, d, _blanked(place, d))) if i is probe else None
-                    if found is not None and found.extent is axis.extent:
-                        return found
+                    known = self.along.get((name, d, _blanked(place, d)), ()) if i is probe else ()
+                    for found in known:
+                        if found.extent is axis.extent and found not in here:
+                            return found
                 c = self.computes.get(name)
                 if c is not None and c.body.op != "reduce":
                     todo.append((c.body, dict(zip(c.axes, place, strict=True))))
@@ -172,7 +179,8 @@ class _Closure:
             for d, i in enumerate(place):
                 (a,) = i.axes() if len(i.axes()) == 1 else (None,)
                 if a is not None and i is atom(a):
-                    self.along.setdefault((name, d, _blanked(place, d)), a)
+                    known = self.along.setdefault((name, d, _blanked(place, d)), [])
+                    known += [] if a in known else [a]
             c = self.computes.get(name) if deep else None
             if c is not None and c.body.op != "reduce":
                 self.note(c.body, dict(zip(c.axes, place, strict=True)), deep)
@@ -189,6 +197,8 @@ class _Closure:
             new = E.rebuild(node, args, table, done)
             if node.op == new.op == "load" and new.attr[0] in self.computes:
                 new = self.local(new)
+            elif node.op == new.op == "load" and self.where is not None:
+                new = E.with_mask(new, self.where)
             elif node.op == new.op == "cast" and new.attr is not None:
                 new = E.cast(new.args[0], new.dtype)  # what is in memory is rounded
             done[node] = new
@@ -199,10 +209,13 @@ class _Closure:
         places = self.places.setdefault(name, [])
         if place not in places:
             places.append(place)
+        if not load.args:
+            return self.value(self.computes[name], place)
+        outer, (mask,) = self.where, load.args
+        self.where = mask if outer is None else E.op("logical_and", outer, mask)
         value = self.value(self.computes[name], place)
-        return (
-            E.op("where", load.args[0], value, E.literal(fill, value.dtype)) if load.args else value
-        )
+        self.where = outer
+        return E.op("where", mask, value, E.literal(fill, value.dtype))
 
 
 def _solved(mine: Index, theirs: Index, a: Axis) -> Index | None:
