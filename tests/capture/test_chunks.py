@@ -60,6 +60,16 @@ def tied(x: Any, w: Any, t: Any) -> Any:
     return mean(torch.tanh(F.embedding(t.clamp(0), w)) + x, w, t)
 
 
+def sorted_rows(x: Any, w: Any, t: Any) -> Any:
+    logits = F.pad(F.linear(x, w).float(), (0, 3), value=-5.0)
+    return (logits.sort(1).values[:, -3:].sum(1) - logits[:, 0]).mean()
+
+
+def a_network(x: Any, w: Any, t: Any) -> Any:
+    hidden = F.silu(x @ w.t()) * (x @ w.flip(0).t())
+    return (hidden @ w).square().mean()
+
+
 def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(*shape) * 0.3
 
@@ -82,6 +92,8 @@ def cases() -> dict[str, Case]:
         "classes": (weighted_classes, [x, w, t, torch.rand(CLASSES)]),
         "rows": (weighted_rows, [x, w, t, torch.rand(ROWS)]),
         "tied": (tied, [x, w, t]),
+        "sorted": (sorted_rows, [x, w, t]),
+        "network": (a_network, [x, w, t]),
     }
 
 
@@ -177,7 +189,24 @@ def shuffled_rows(x: Any, w: Any, t: Any) -> Any:
     return F.cross_entropy(F.linear(x, w).roll(1, 0), t)
 
 
+def shifted_rows(x: Any, w: Any, t: Any) -> Any:
+    logits = F.linear(x, w).view(3, 100, -1)[:, :-1]
+    return F.cross_entropy(logits.reshape(-1, CLASSES), t.view(3, 100)[:, 1:].reshape(-1))
+
+
+def padded_rows(x: Any, w: Any, t: Any) -> Any:
+    return F.cross_entropy(F.pad(F.linear(x, w), (0, 0, 1, 0))[:-1], t)
+
+
+def both_ways(x: Any, w: Any, t: Any) -> Any:
+    logits = F.linear(x, w)
+    return F.cross_entropy(logits, t) + logits.logsumexp(0).mean()
+
+
 REFUSED = {
+    "shifted": (shifted_rows, torch.float32, "works along the rows"),
+    "padded": (padded_rows, torch.float32, "pads rows"),
+    "both ways": (both_ways, torch.float32, "over all rows"),
     "rows": (one_loss_per_row, torch.float32, "is more than a number"),
     "logits": (logits_too, torch.float32, "is a result of the graph"),
     "columns": (normalised_over_rows, torch.float32, "rows"),

@@ -42,14 +42,16 @@ LINEAR = frozenset(
     for name in (
         "neg", "_to_copy", "clone", "alias", "detach", "expand", "permute", "unsqueeze", "squeeze",
         "slice", "select", "sum", "mean", "view", "_unsafe_view", "reshape", "cumsum", "flip",
-        "constant_pad_nd",
     )
 )  # fmt: skip
 
 
 def in_chunks(gm: fx.GraphModule, record: Record, options: Options) -> int:
     """Replaces regions that keep more than `chunk_mib` between products; their number."""
-    budget, eager = options.chunk_mib << 20, options.precision == "eager"
+    budget, eager = (
+        (options.chunk_mib << 20) >> int(__import__("os").environ.get("XX", "0")),
+        options.precision == "eager",
+    )
     count = 0
     tried: set[str] = set()
     while True:
@@ -122,9 +124,10 @@ class Region:
                 if u.op == "output":
                     raise Mixed(f"{n} is a result of the graph")
                 if u not in self.nodes:
-                    self.nodes.add(u)
-                    if self.wide(u) and ops.packet(u.target) not in PRODUCTS:
-                        todo.append(u)
+                    parts = [] if isinstance(u.meta["val"], torch.Tensor) else list(u.users)
+                    self.nodes |= {u, *parts}
+                    if ops.packet(u.target) not in PRODUCTS:
+                        todo += [m for m in (u, *parts) if self.wide(m)]
             if ops.packet(n.target) in PRODUCTS:
                 continue
             for a in n.all_input_nodes:
@@ -332,6 +335,8 @@ def is_linear(n: fx.Node, linear: set[fx.Node]) -> bool:
     dependent_args = [a for a in args if isinstance(a, fx.Node) and a in linear]
     if name in LINEAR or name in VIEWS:
         return True
+    if name == "aten.constant_pad_nd":
+        return len(args) < 3 or args[2] == 0
     if name in FACTORS:
         return len(dependent_args) == 1
     if name == "aten.div":

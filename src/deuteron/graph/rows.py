@@ -34,7 +34,7 @@ ALONG = frozenset(
         "amax", "amin", "sum", "mean", "prod", "any", "all", "argmax", "argmin", "max", "min",
         "var", "std", "var_mean", "logsumexp", "cumsum", "gather", "scatter", "scatter_add",
         "_softmax", "_log_softmax", "unsqueeze", "squeeze", "slice", "select", "topk", "sort",
-        "cat", "constant_pad_nd", "flip", "select_scatter", "slice_scatter",
+        "cat", "flip", "select_scatter", "slice_scatter",
     )
 )  # fmt: skip
 SUMS = ("aten.sum", "aten.mean")
@@ -172,6 +172,8 @@ class RowGraph:
             self.aligned(node)
         elif name in ALONG:
             self.along(node)
+        elif name == "aten.constant_pad_nd" and node.args[0] in self.lies:
+            self.pad(node)
         else:
             raise Mixed(f"{node.target} may mix rows")
 
@@ -246,6 +248,13 @@ class RowGraph:
             self.keep(node, lies, self.made[source], moved)
         else:
             raise Mixed(f"{node} moves rows between other dimensions")
+
+    def pad(self, node: fx.Node) -> None:
+        source, pad, *value = node.args
+        lies = self.lies[source]  # type: ignore[index]
+        if lies.last or len(pad) // 2 > node.meta["val"].dim() - lies.lead:  # type: ignore[arg-type]
+            raise Mixed(f"{node} pads rows")
+        self.keep(node, lies, self.made[source], pad, *value)  # type: ignore[index]
 
     def along(self, node: fx.Node) -> None:
         """Operators along dimensions that they name; sums over all rows among them."""
