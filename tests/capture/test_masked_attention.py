@@ -156,6 +156,13 @@ def test_sizes_that_are_known_at_run_time_are_the_librarys() -> None:
     torch.testing.assert_close(got, documents(*args))
 
 
+@pytest.mark.parametrize("shape", [(S, D), (H, S, D), (B, H, 0, D), (B, H, S, 0)])
+def test_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    f = lambda x: F.scaled_dot_product_attention(x, x, x, causal(x, x))  # noqa: E731
+    torch.testing.assert_close(torch.compile(f, backend="deuteron")(x), f(x))
+
+
 @pytest.mark.parametrize("f", [*PROGRAMS, given, without])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_as_eager_on_a_cpu(f: Any, autocast: bool) -> None:

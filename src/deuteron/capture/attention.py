@@ -250,12 +250,12 @@ def why_library(gm: fx.GraphModule, node: fx.Node, context: Context) -> str:
     if not isinstance(mask, fx.Node):
         return "without a mask it has all that a kernel could leave out; not estimated"
     held = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
-    memory = {_memory(n) for n in held if isinstance(_traced_value(n), Tensor)}
-    if _memory(mask) in memory:
+    memory = {ops.storage(_tensor(n)) for n in held} - {None}
+    if ops.storage(_tensor(mask)) in memory:
         return "its mask is in memory"
     values = [n.meta["example_value"] for n in (*node.all_input_nodes, node)]
-    if any(not isinstance(n, int) for v in values for n in v.shape):
-        return "sizes are known at run time only"
+    if any(not isinstance(n, int) or not n for v in values for n in v.shape):
+        return "sizes are 0, or known at run time only"
     query, *_, result = values
     kept = torch.is_grad_enabled() and result.requires_grad
     options, spec = context.options, context.spec(str(query.device))
@@ -268,12 +268,9 @@ def why_library(gm: fx.GraphModule, node: fx.Node, context: Context) -> str:
     return ""
 
 
-def _traced_value(n: fx.Node) -> Any:
-    return n.meta.get("example_value")
-
-
-def _memory(n: fx.Node) -> int:
-    return _traced_value(n).untyped_storage()._cdata
+def _tensor(n: fx.Node) -> Tensor | None:
+    value = n.meta.get("example_value")
+    return value if isinstance(value, Tensor) else None
 
 
 def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
@@ -333,7 +330,7 @@ def scores_bytes(node: fx.Node) -> int:
     if len(shapes) != 2:
         return 0
     hints, total = Hints(), 4
-    for n in (*shapes[0][:3], shapes[1][2]):
+    for n in (*shapes[0][:-1], shapes[1][-2]):
         total *= hints.size(n)
     return total
 
