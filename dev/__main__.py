@@ -86,7 +86,10 @@ def fuzz(
     lines: Annotated[int, typer.Option(help="Of a program, at most.")] = 40,
     backend: Annotated[str, typer.Option(help="The backend that is tested.")] = "deuteron",
     kind: Annotated[
-        str, typer.Option(help="mixed, networks, vectors, assertions, checkpoints, or all.")
+        str,
+        typer.Option(
+            help="mixed, networks, vectors, assertions, checkpoints, attention, losses, or all."
+        ),
     ] = "all",
     out: Annotated[Path, typer.Option(help="Folder for failing programs.")] = Path("out/fuzz"),
     cut: Annotated[bool, typer.Option(help="Cut failing programs down.")] = True,

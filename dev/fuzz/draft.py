@@ -82,15 +82,15 @@ class Draft:
         assert isinstance(tensor, Tensor)
         return tensor
 
-    def add(self, text: str) -> str:
-        """One more variable; raises `Refused`."""
+    def add(self, text: str, finite: bool = True) -> str:
+        """One more variable; raises `Refused`. Not `finite`: it may be infinite or large."""
         state = torch.random.get_rng_state()
         try:
             made = eval(text, self.env)
         except Exception:  # noqa: BLE001 - eager refuses it, so it is no part of a program
             torch.random.set_rng_state(state)
             raise Refused from None
-        if isinstance(made, Tensor) and not bounded(made):
+        if finite and isinstance(made, Tensor) and not bounded(made):
             torch.random.set_rng_state(state)
             raise Refused
         name = f"v{len(self.lines)}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from dev.check.test_cases import Failure, How, Straight
 from dev.fuzz.assertions import assertions, judge
+from dev.fuzz.attention import always, attention, chunked, losses
 from dev.fuzz.checkpoints import checkpoints
 from dev.fuzz.convolutions import network
 from dev.fuzz.programs import program
@@ -45,6 +46,8 @@ KINDS = {
     "vectors": Kind(1.5, of_seed(vectors)),
     "assertions": Kind(1, of_seed(assertions), judge, sets=True),
     "checkpoints": Kind(1, of_seed(checkpoints)),
+    "attention": Kind(1.5, of_seed(attention), always),
+    "losses": Kind(0.5, of_seed(losses), chunked),
 }
 
 

@@ -11,12 +11,14 @@ import torch
 from dev.check.oracle import copies
 from dev.check.test_cases import How, Line
 from dev.fuzz.assertions import INPUT_SETS, assertions, judge, outcomes
+from dev.fuzz.attention import attention, losses
 from dev.fuzz.checkpoints import checkpoints
 from dev.fuzz.draft import Drawn
 from dev.fuzz.kinds import KINDS, kind_of
 from dev.fuzz.vectors import vectors
 
 ONE_KIND = {"vectors": vectors, "assertions": assertions, "checkpoints": checkpoints}
+ONE_KIND |= {"attention": attention, "losses": losses}
 
 
 @pytest.mark.parametrize("name", ONE_KIND)
@@ -73,6 +75,10 @@ def test_a_backend_that_does_not_check_is_wrong() -> None:
     assert judge(counted().straight(), How(backend="eager")) is None
 
 
-def test_products_of_one_row_are_right() -> None:
-    for seed in (0, 3):
-        assert KINDS["vectors"].judge(vectors(seed).straight(), How(vectors(seed).backward)) is None
+@pytest.mark.parametrize(
+    "name,seeds", [("vectors", (0, 3)), ("attention", (1, 5)), ("losses", (1,))]
+)
+def test_products_are_right(name: str, seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
+        p = ONE_KIND[name](seed)
+        assert KINDS[name].judge(p.straight(), How(p.backward)) is None

@@ -72,6 +72,14 @@ def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.sigmoid(scores(q, k)) @ v
 
 
+def sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    """A column is joined and dropped again."""
+    s = scores(q, k)
+    s = s.masked_fill(ahead(s), float("-inf"))
+    column = sink[:, None, None].expand(s.shape[0], -1, s.shape[2], 1)
+    return torch.softmax(torch.cat([s, column], -1), -1)[..., :-1] @ v
+
+
 DOCUMENTS = torch.tensor([7] * 20 + [3] * 9 + [4] * 41)
 LENGTHS = torch.tensor([2**40, 29])  # more than there are, too
 STARTS = torch.tensor([-3] * 20 + [20] * 9 + [29] * 41, dtype=torch.int32)
@@ -148,6 +156,7 @@ SHAPES: dict[Callable[..., Tensor], list[tuple[int, ...]]] = {
     window: HEADS,
     soft_cap: HEADS,
     bias: [*HEADS, (H, S, S)],
+    sinks: [*HEADS, (H,)],
     in_f32: HEADS,
     shared_heads: HEADS,
     transposed: [(B, S, H, D)] * 3,

@@ -6,6 +6,9 @@ pointwise computation is its body at that place, a load of a reduction is a stat
 who read it at one place. So a guest may bring axes that the nest does not have, and a reduction
 inside another's body becomes a statement of its own.
 
+A reduction along what was joined (an attention's sink beside its scores) is that of the parts: each
+is read where it is only.
+
 Axes are unified by tensors only: a reduction that reads ``x[a, r]`` where the nest reads
 ``x[a, j]``, and r is its own, runs over j. An axis that some index divides is cut in two.
 
@@ -16,14 +19,27 @@ factor is then rounded without c: errors of the same size).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Atom, Axis, Div, Index, Mod, Value, atom, split_points, substitute
+from deuteron.ir.index import (
+    Atom,
+    Axis,
+    Div,
+    Index,
+    Mod,
+    Value,
+    atom,
+    bound,
+    const,
+    split_points,
+    substitute,
+)
 from deuteron.ir.nest import Nest, Reduce, Statement, Store
-from deuteron.ir.operations import HALF
+from deuteron.ir.operations import HALF, REDUCTIONS
 from deuteron.ir.program import Compute
 from deuteron.schedule.legality import Refusal
 
@@ -75,9 +91,14 @@ class _Closure:
         known = self.places.get(c.name)
         if known:
             place = known[0]
-            axes = [i.axes() for i in place if i.value is None]
-            if len(known) > 1 or any(len(a) != 1 for a in axes):
+            if len(known) > 1:
                 raise NoNest(f"{c.name} is read at several places")
+            digits = [a for i in place for m, _ in i.terms for a in m]
+            axes = {a for i in place for a in i.axes()}
+            points, places = (prod(a.extent.value or 0 for a in x) for x in (axes, c.axes))
+            whole = all(_is_whole(i, a.extent) for i, a in zip(place, c.axes, strict=True))
+            if not whole or points != places or len(set(digits)) < len(digits):
+                raise NoNest(f"{c.name} is not read in its whole")
             return place
         if not self.axes:
             return tuple(atom(self.fresh(a)) for a in c.axes)
@@ -121,6 +142,10 @@ class _Closure:
     def reduction(self, name: str, root: Expr, table: dict[Atom, Index]) -> Expr:
         kind, axes = root.attr
         (body,) = root.args
+        for a in axes:
+            end = self.joint(a, body, table)
+            if end is not None:
+                return self.joined(name, root, table, a, end)
         over = []
         for a in axes:
             axis = self.unified(a, body, table) or self.fresh(a)
@@ -144,6 +169,56 @@ class _Closure:
         lives = tuple(a for a in self.axes if a in value.axes() and a not in over)
         return E.load(name, tuple(atom(a) for a in lives), root.dtype)
 
+    def joint(self, axis: Axis, body: Expr, table: dict[Atom, Index]) -> Index | None:
+        """Where along `axis` a computation that `body` reads begins or ends."""
+        probe = atom(Axis("probe", axis.extent))
+        for _, _, mask in self.within(body, {**table, axis: probe}):
+            for n in mask.walk() if mask is not None else ():
+                if n.op in ("lt", "ge") and all(x.op in ("index", "literal") for x in n.args):
+                    here, end = (E.as_position(x) for x in n.args)
+                    point = probe - here + end
+                    if point.value is not None and 0 < point.value < (axis.extent.value or 0):
+                        return point
+        return None
+
+    def within(
+        self, body: Expr, table: dict[Atom, Index]
+    ) -> Iterator[tuple[str, Place, Expr | None]]:
+        """What `body` reads, itself or through the region's pointwise computations: tensor, place,
+        and, of a computation, where it is read only."""
+        todo: list[tuple[Expr, dict[Atom, Index]]] = [(body, table)]
+        while todo:
+            root, at = todo.pop()
+            for load in root.loads():
+                name, index, _ = load.attr
+                place = tuple(substitute(i, at) for i in index)
+                c = self.computes.get(name)
+                mask = load.args[0].substitute(at) if load.args and c is not None else None
+                yield name, place, mask
+                if c is not None and c.body.op != "reduce":
+                    todo.append((c.body, dict(zip(c.axes, place, strict=True))))
+
+    def joined(
+        self, name: str, root: Expr, table: dict[Atom, Index], axis: Axis, end: Index
+    ) -> Expr:
+        """A reduction as that of the places before `end` and of those from there on."""
+        kind, axes = root.attr
+        scalar = REDUCTIONS[kind].scalar_op
+        if scalar is None:
+            raise NoNest(f"{name} looks for a position in what is joined")
+        parts = []
+        for k, (start, count) in enumerate(((const(0), end), (end, axis.extent - end))):
+            part = Axis(f"{axis.name}p{k}", count)
+            others = tuple(part if a == axis else a for a in axes if a != axis or count.value != 1)
+            at: dict[Atom, Index] = {axis: start if count.value == 1 else start + atom(part)}
+            (body,) = (a.substitute(at) for a in root.args)
+            if others:
+                body = E.reduce(kind, others, body)
+                parts.append(self.reduction(f"{name}_part{k}", body, dict(table)))
+            else:
+                parts.append(self.expr(name, body, table))
+        return E.op(scalar, *parts)
+
     def unified(self, axis: Axis, body: Expr, table: dict[Atom, Index]) -> Axis | None:
         """The axis of the nest along which what `body` reads along `axis` is read already; another
         one than those of its place, of which it is only at one point."""
@@ -151,20 +226,12 @@ class _Closure:
             atom(Axis("probe", axis.extent)),
             {a for i in table.values() for a in i.axes()},
         )
-        todo: list[tuple[Expr, dict[Atom, Index]]] = [(body, {**table, axis: probe})]
-        while todo:
-            root, at = todo.pop()
-            for load in root.loads():
-                name, index, _ = load.attr
-                place = tuple(substitute(i, at) for i in index)
-                for d, i in enumerate(place):
-                    known = self.along.get((name, d, _blanked(place, d)), ()) if i is probe else ()
-                    for found in known:
-                        if found.extent is axis.extent and found not in here:
-                            return found
-                c = self.computes.get(name)
-                if c is not None and c.body.op != "reduce":
-                    todo.append((c.body, dict(zip(c.axes, place, strict=True))))
+        for name, place, _ in self.within(body, {**table, axis: probe}):
+            for d, i in enumerate(place):
+                known = self.along.get((name, d, _blanked(place, d)), ()) if i is probe else ()
+                for found in known:
+                    if found.extent is axis.extent and found not in here:
+                        return found
         return None
 
     def note(self, root: Expr, table: dict[Atom, Index], deep: bool = False) -> None:
@@ -219,14 +286,28 @@ class _Closure:
 
 
 def _solved(mine: Index, theirs: Index, a: Axis) -> Index | None:
-    """What `a` must be for the two to be equal, where that can be read off: of ``a // 4``, too."""
+    """What `a` must be for the two to be equal, where that can be read off: of ``a // 4``, too; and
+    None where that is not all of `a`, as in a part of what was joined."""
     if mine is atom(a):
-        return theirs
+        return theirs if _is_whole(theirs, a.extent) else None
     if mine.axes() == {a} and len(theirs.axes()) == 1:
         (other,) = theirs.axes()
         if a.extent is other.extent and substitute(mine, {a: atom(other)}) is theirs:
             return atom(other)
     return None
+
+
+def _is_whole(index: Index, extent: Index) -> bool:
+    """Whether it takes each value below `extent`: digits of a mixed radix, all of them."""
+    total = const(1)
+    for atoms, factor in sorted(index.terms, key=lambda term: term[1]):
+        if len(atoms) != 1 or factor != total.value:
+            return False
+        low, high = (bound(atom(atoms[0]), upper) for upper in (False, True))
+        if low is not const(0) or high is None:
+            return False
+        total = total * (high + 1)
+    return total is extent
 
 
 def _blanked(place: Place, d: int) -> Place:

@@ -1,0 +1,188 @@
+"""Attention in many forms of plain code: kernels and memory of a plan, values and gradients on the
+CPU and interpreted, and what must stay the same when code or inputs are changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.codegen.attention_values import problems
+from tests.interpreting import reported
+from tests.schedule.attention_variants import VARIANTS
+from tests.schedule.planning import Plan, planned, trained
+
+SCRIPT = Path(__file__).parents[1] / "codegen" / "attention_values.py"
+QUICK = ("causal_mask", "grouped", "sinks", "t5")  # the others take minutes
+IN_A_PROCESS = 8
+
+
+def some(quick: tuple[str, ...] = QUICK) -> list[object]:
+    """All variants, of which most are slow."""
+    return [
+        pytest.param(n, marks=[] if n in quick else [pytest.mark.slow]) for n in sorted(VARIANTS)
+    ]
+
+
+def of_queries_and_keys(plan: Plan, points: int) -> list[str]:
+    """What kernels and calls write that has so many elements."""
+    written = [(n, lay) for k in plan.kernels for n, lay in k.writes]
+    written += [x for c in plan.calls for x in zip(c.names, c.layouts, strict=True) if x[1]]
+    return [n for n, lay in written if (lay.numel.value or 0) >= points]
+
+
+@pytest.mark.parametrize("name", some())
+def test_kernels_and_memory(name: str) -> None:
+    v, length, heads = VARIANTS[name], 1024, 4
+    args = v.inputs(length, torch.bfloat16, heads=heads, width=64, empty=True)
+    floats = [a for a in args if a.is_floating_point()]
+    ints = args[len(floats) :]
+    plan = trained(lambda *x: v.f(*x, *ints), *floats, run=False, device="H200")
+    steps = [len(s.steps) for s in plan.schedules]
+    assert len(steps) == 2 and all(n <= m for n, m in zip(steps, v.steps, strict=True)), steps
+    square = of_queries_and_keys(plan, 2 * heads * length * v.keys(length))
+    assert bool(square) is v.square, square
+    reasons = [f"{d['reason']}: {d['detail']}" for d in plan.decisions(False)]
+    assert any(v.why in r for r in reasons) or not v.why, reasons
+
+
+@pytest.mark.parametrize("name", some())
+def test_values_on_the_cpu(name: str) -> None:
+    assert problems(name, 37, torch.float32, "deuteron") == []
+
+
+NAMES = sorted(VARIANTS)
+CHUNKS = [QUICK, *(tuple(NAMES[k : k + IN_A_PROCESS]) for k in range(0, len(NAMES), IN_A_PROCESS))]
+
+
+@pytest.mark.parametrize(
+    "names", [CHUNKS[0], *(pytest.param(c, marks=pytest.mark.slow) for c in CHUNKS[1:])]
+)
+def test_values_interpreted(names: tuple[str, ...]) -> None:
+    rows = reported(SCRIPT, *names)
+    assert {r["name"]: r["problems"] for r in rows} == {n: [] for n in names}
+
+
+# -- the same, written otherwise -------------------------------------------------------------------
+
+
+def softmax(s: Tensor) -> Tensor:
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def hidden(s: Tensor) -> Tensor:
+    i, j = (torch.arange(n) for n in s.shape[-2:])
+    return s.masked_fill(i[:, None] < j, float("-inf"))
+
+
+def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(hidden(q @ k.mT * 0.125), -1) @ v
+
+
+def times_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT * 0.125
+    return torch.softmax(hidden(s * (1 + 0 * q[..., :1])), -1) @ v
+
+
+def other_base(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = hidden(q @ k.mT * (0.125 * 1.4426950408889634))
+    e = torch.exp2(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = hidden((k @ q.mT).mT * 0.125)
+    return (v.mT @ torch.softmax(s.mT, -2)).mT
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(hidden(q @ k.mT * 0.125)) @ v
+
+
+def escaping(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    s = hidden(q @ k.mT * 0.125)
+    return torch.softmax(s, -1) @ v, torch.cumsum(s.exp(), -1)
+
+
+def sorted_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each weight needs all scores of the row, in their order."""
+    s = q @ k.mT * 0.125
+    return torch.cumsum(torch.softmax(s, -1), -1) @ v
+
+
+def plan_of(f: object, length: int = 512, width: int = 64) -> Plan:
+    assert callable(f)
+    args = [torch.zeros(1, 4, length, width, dtype=torch.bfloat16) for _ in range(3)]
+    with torch.no_grad():
+        return planned(f, *args, run=False, device="H200")
+
+
+@pytest.mark.parametrize("f", [written, times_one, other_base, turned, by_hand])
+def test_other_words_have_the_same_kernels(f: object) -> None:
+    for length, width in ((512, 64), (128, 128)):  # as many keys as a head is wide, too
+        plan = plan_of(f, length, width)
+        assert len(plan.contractions) == len(plan.kernels) == 1 and not plan.calls
+        assert of_queries_and_keys(plan, 4 * length * length) == (
+            [] if length > width else [plan.kernels[0].writes[0][0]]
+        )
+
+
+@pytest.mark.parametrize("f", [escaping, sorted_scores])
+def test_what_does_not_separate_is_refused(f: object) -> None:
+    plan = plan_of(f)
+    assert of_queries_and_keys(plan, 4 * 512 * 512)
+    assert any(d["reason"] == "no nest" for d in plan.decisions(False)), plan.decisions(False)
+
+
+# -- metamorphic -----------------------------------------------------------------------------------
+
+
+def heads() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, 2, 70, 32, generator=generator) for _ in range(3)]
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    s = q @ k.mT * 0.125
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1, keepdim=True)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return torch.softmax((q @ k.mT * 0.125).masked_fill(~mask, float("-inf")), -1) @ v
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels with products whether they pay or not."""
+    from deuteron.schedule import contract
+
+    monkeypatch.setattr(contract, "MIN_GAIN", -1e9)
+
+
+@pytest.mark.usefixtures("always")
+def test_what_must_not_change() -> None:
+    torch._dynamo.reset()
+    q, k, v = heads()
+    with torch.no_grad():
+        causal = torch.compile(written, backend="deuteron")
+        before, later = causal(q, k, v), [k.clone(), v.clone()]
+        for x in later:
+            x[:, :, 41:] = torch.randn_like(x[:, :, 41:])
+        after = causal(q, *later)
+        assert torch.equal(before[:, :, :41], after[:, :, :41]), "later keys change earlier rows"
+        assert not torch.equal(before[:, :, 41:], after[:, :, 41:])
+
+        both = torch.compile(merged, backend="deuteron")
+        whole, total = both(q, k, v)
+        order = torch.randperm(70, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(both(q, k[:, :, order], v[:, :, order])[0], whole)
+        parts = [both(q, k[:, :, part], v[:, :, part]) for part in (slice(0, 30), slice(30, 70))]
+        shares = [torch.exp(lse - total) for _, lse in parts]
+        torch.testing.assert_close(sum(w * o for w, (o, _) in zip(shares, parts)), whole)
+
+        everywhere = torch.compile(masked, backend="deuteron")
+        got = everywhere(q, k, v, torch.ones(70, 70, dtype=torch.bool))
+        torch.testing.assert_close(got, whole)
