@@ -107,7 +107,7 @@ def scaled_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax((q * q.shape[-1] ** -0.5) @ k.mT, -1) @ v
 
 
-@variant("h")
+@variant("h", steps=(1, 8), square=True, why="computed at two places")
 def learned_scale(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * torch.sigmoid(scale)[:, None, None] * 0.4, -1) @ v
 
@@ -123,12 +123,12 @@ def bias(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
     return torch.softmax(scores(q, k) + b, -1) @ v
 
 
-@variant("b one one t")
+@variant("b one one t", steps=(1, 7), square=True, why="computed at two places")
 def bias_of_keys(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
     return torch.softmax(scores(q, k) + b, -1) @ v
 
 
-@variant("n h")
+@variant("n h", steps=(1, 7), square=True, why="another saves more")
 def t5(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     s = q @ k.mT
     i, j = places(s)
@@ -136,7 +136,9 @@ def t5(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return torch.softmax(s + table[bucket].permute(2, 0, 1), -1) @ v
 
 
-@variant("n h", ints=(("s t", "n"),))
+@variant(
+    "n h", ints=(("s t", "n"),), steps=(3, 10), square=True, why="reads at places that are loaded"
+)
 def swin(q: Tensor, k: Tensor, v: Tensor, table: Tensor, index: Tensor) -> Tensor:
     n, m = index.shape
     b = table[index.view(-1)].view(n, m, -1).permute(2, 0, 1).contiguous()
@@ -151,7 +153,7 @@ def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(causal(s + slopes[:, None, None] * (j - i)), -1).to(v.dtype) @ v
 
 
-@variant("h")
+@variant("h", steps=(1, 6), square=True, why="another saves more")
 def learned_slopes(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
     s = scores(q, k)
     i, j = places(s)
@@ -237,7 +239,7 @@ def lengths(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
     return torch.softmax(s.masked_fill(outside, INF), -1) @ v
 
 
-@variant(ints=(("b t", "n"),))
+@variant(ints=(("b t", "n"),), steps=(2, 3))
 def padded(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
     """As BERT's: 1 minus the mask, times the least number, is added."""
     mask = (tokens > 4).to(q.dtype)[:, None, None, :]
@@ -251,7 +253,7 @@ def mask_of_data(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
     return torch.softmax(s.masked_fill(numbers < 9, -1e4), -1) @ v
 
 
-@variant()
+@variant(square=True, why="another saves more")
 def hidden_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
     i, _ = places(s)
@@ -324,31 +326,31 @@ def decaying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (s * d).to(v.dtype) @ v
 
 
-@variant()
+@variant(steps=(2, 2))
 def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Slots compete for each key."""
     return torch.softmax(scores(q, k), -2) @ v
 
 
-@variant()
+@variant(steps=(2, 4), square=True, why="another saves more")
 def over_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores(q, k), 1) @ v
 
 
-@variant("h")
+@variant("h", steps=(1, 4), square=True, why="another saves more")
 def sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     s = causal(scores(q, k))
     column = sink[None, :, None, None].expand(s.shape[0], -1, s.shape[2], 1)
     return torch.softmax(torch.cat([s, column], -1), -1)[..., :-1] @ v
 
 
-@variant("b h s d", "b h t d", "h")
+@variant("b h s d", "b h t d", "h", steps=(1, 10), square=True, why="computed at two places")
 def differential(q: Tensor, k: Tensor, v: Tensor, p: Tensor, r: Tensor, share: Tensor) -> Tensor:
     first, second = (torch.softmax(causal(scores(*x)), -1) for x in ((q, k), (p, r)))
     return (first - share[:, None, None] * second) @ v
 
 
-@variant(random=True)
+@variant(random=True, steps=(2, 3))
 def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(torch.softmax(causal(scores(q, k)), -1), 0.1, True) @ v
 
@@ -383,13 +385,13 @@ def residual(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
 SHARED = ("b h s d", "b g t d", "b g t d")
 
 
-@variant(shapes=SHARED)
+@variant(shapes=SHARED, steps=(1, 4))
 def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return torch.softmax(causal(scores(q, k)), -1) @ v
 
 
-@variant(shapes=SHARED)
+@variant(shapes=SHARED, steps=(1, 4))
 def expanded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     b, g, n, _ = k.shape
     r = q.shape[1] // g
@@ -454,7 +456,7 @@ def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhst,bhtd->bshd", torch.softmax(s, -1), v)
 
 
-@variant("s d", "s d")
+@variant("s d", "s d", steps=(2, 5))
 def rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     def turn(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -463,7 +465,7 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     return torch.softmax(causal(scores(turn(q), turn(k))), -1) @ v
 
 
-@variant("d", "d")
+@variant("d", "d", steps=(2, 5))
 def normed(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     q, k = F.rms_norm(q, q.shape[-1:], a), F.rms_norm(k, k.shape[-1:], b)
     return torch.softmax(causal(scores(q, k)), -1) @ v
@@ -486,12 +488,12 @@ def sdpa_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=b)
 
 
-@variant("h s t")
+@variant("h s t", steps=(5, 9), square=True)
 def sdpa_given(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=b[None])
 
 
-@variant(shapes=SHARED)
+@variant(shapes=SHARED, steps=(1, 4))
 def sdpa_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     i, j = (torch.arange(x.shape[-2]) for x in (q, k))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=i[:, None] >= j, enable_gqa=True)
