@@ -36,7 +36,7 @@ from deuteron.runtime.support import AccessError, IndexOutOfRange
 from deuteron.runtime.verify import Watcher
 from deuteron.schedule.kernel import Kernel, Schedule
 from dev.check.concurrent import together
-from dev.check.quick import quicken
+from dev.check.quick import by_halves, quicken
 
 INTERPRETED_GPU = "H200"
 
@@ -53,6 +53,7 @@ def gpu() -> DeviceSpec:
     from triton.runtime import interpreter
 
     quicken()
+    by_halves()
     interpreter.InterpreterBuilder.create_splat = splat
     interpreter.InterpreterBuilder.create_fma = fused
     interpreter.InterpreterBuilder.create_dot = multiplied

@@ -28,7 +28,7 @@ from deuteron.ir.index import evaluate
 from deuteron.lower import nn
 from deuteron.lower.core import TO_TORCH
 from deuteron.runtime.build_triton import module
-from dev.check.quick import quicken
+from dev.check.quick import by_halves, quicken
 from tests.schedule import tools
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
@@ -120,6 +120,7 @@ def planned(name: str) -> tuple[Scheduled, list[TritonKernel]]:
 def run(name: str, folder: Path) -> list[torch.Tensor]:
     """The program's outputs."""
     quicken()
+    by_halves()
     plan, kernels = planned(name)
     args = PROGRAMS[name][1]
     flags = torch.zeros(1 << 14, dtype=torch.int64)

@@ -27,7 +27,7 @@ from deuteron.ir.expr import Expr, cast, index_value, literal, load, op
 from deuteron.ir.index import Axis, Index, IndexLike, Sym, as_index, atom, evaluate
 from deuteron.ir.program import Layout, contiguous, contiguous_strides
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Scan, Store
-from dev.check.quick import quicken
+from dev.check.quick import by_halves, quicken
 
 SPEC = named_gpu("H200")
 TORCH = {"bool": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16,
@@ -1070,6 +1070,7 @@ def fuzz(low: int, high: int, folder: Path) -> None:
 
 def main(names: Sequence[str]) -> None:
     quicken()
+    by_halves()
     if names and names[0] == "--fuzz":
         with tempfile.TemporaryDirectory() as folder:
             fuzz(int(names[1]), int(names[2]), Path(folder))

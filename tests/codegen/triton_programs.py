@@ -32,7 +32,7 @@ from deuteron.runtime.build_triton import module
 from deuteron.schedule import cooperative, split
 from dev.check.concurrent import together
 from dev.check.interpret import readable
-from dev.check.quick import quicken
+from dev.check.quick import by_halves, quicken
 from tests.schedule import tools
 from tests.schedule.test_fusion import COUNTS
 from tests.schedule.test_reindex import placed
@@ -687,6 +687,7 @@ def short_blocks(config: Config) -> Config:
 def run(plan: Scheduled, args: list[Any], folder: Path, name: str) -> list[torch.Tensor]:
     """The program's outputs, its kernels interpreted."""
     quicken()
+    by_halves()
     flags = torch.zeros(4096, dtype=torch.int64)
     sizes = sizes_of(plan, args)
     memory = plan.given(args)
