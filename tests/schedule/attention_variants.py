@@ -109,7 +109,7 @@ def scaled_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @variant("h", steps=(1, 8), square=True, why="computed at two places")
 def learned_scale(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
-    return torch.softmax(q @ k.mT * torch.sigmoid(scale)[:, None, None] * 0.4, -1) @ v
+    return torch.softmax(q @ k.mT * torch.exp(scale)[:, None, None] * 0.2, -1) @ v
 
 
 @variant()
