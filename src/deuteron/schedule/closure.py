@@ -97,7 +97,8 @@ class _Closure:
             axes = {a for i in place for a in i.axes()}
             points, places = (prod(a.extent.value or 0 for a in x) for x in (axes, c.axes))
             whole = all(_is_whole(i, a.extent) for i, a in zip(place, c.axes, strict=True))
-            if not whole or points != places or len(set(digits)) < len(digits):
+            free = points == places or len(digits) == len(axes)  # no digit tells of another
+            if not whole or not free or len(set(digits)) < len(digits):
                 raise NoNest(f"{c.name} is not read in its whole")
             return place
         if not self.axes:
