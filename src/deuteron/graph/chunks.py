@@ -26,7 +26,7 @@ from deuteron.base.record import Record
 from deuteron.graph import ops
 from deuteron.graph.edit import Editor
 from deuteron.graph.repeat import Repeat, Result, row_counts
-from deuteron.graph.rows import PRODUCTS, VIEWS, Lies, Mixed, RowGraph, is_number
+from deuteron.graph.rows import PRODUCTS, VIEWS, Lies, Mixed, RowGraph, is_number, positions
 
 aten = torch.ops.aten
 # Of a power of two rows, where there are as many: blocks of products are full.
@@ -228,7 +228,7 @@ class Region:
         """The graphs of chunks of at most `most` rows, by their numbers of rows."""
         replaced = {self.incoming: 1.0} if self.incoming is not None else {}
         scatters = [n for n in inside if ops.packet(n.target) in SCATTERS]
-        checked = {n.args[2].meta["val"].shape for n in scatters}  # type: ignore[union-attr]
+        checked = {positions(n.args[2]) for n in scatters}  # type: ignore[arg-type]
         graphs: dict[int, RowGraph] = {}
         kinds: list[Result] = []
         for count in row_counts(self.rows, chunk_of(self.rows, most)):

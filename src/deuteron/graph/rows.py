@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from deuteron.graph import ops
 from deuteron.graph.edit import Editor
@@ -40,6 +41,11 @@ ALONG = frozenset(
 SUMS = ("aten.sum", "aten.mean")
 
 
+# The sizes of a tensor of positions, and the tensors that its elements are of, or numbers.
+Positions = tuple[tuple[int, ...], frozenset[fx.Node]]
+CHOOSING = ("aten.where", "aten.unsqueeze", "aten.squeeze", "aten.scalar_tensor", "aten.full")
+
+
 class Mixed(Exception):
     """Why rows cannot be computed by themselves."""
 
@@ -54,8 +60,8 @@ class Lies:
 
 class RowGraph:
     """The graph for `count` of `rows` rows. `inputs`: what it takes, in order: a node and how its
-    rows lie, None where it is whole; `replaced`: nodes that are numbers; `scattered`: sizes of the
-    positions that the graph also writes to."""
+    rows lie, None where it is whole; `replaced`: nodes that are numbers; `scattered`: the
+    positions that the graph also writes to, and so checks."""
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class RowGraph:
         rows: int,
         count: int,
         replaced: dict[fx.Node, float],
-        scattered: Collection[tuple[int, ...]] = (),
+        scattered: Collection[Positions] = (),
     ) -> None:
         self.rows, self.count, self.replaced, self.scattered = rows, count, replaced, scattered
         self.mode = Editor(gm).mode
@@ -108,12 +114,8 @@ class RowGraph:
 
     def is_whole(self, node: fx.Node) -> bool:
         """Whether what reads no rows has none either: numbers, what is the same for every row."""
-        if ops.packet(node.target) in PRODUCTS:
-            return False
-        try:
-            return is_number(node) or not self.leading(node.meta["val"].shape)
-        except Mixed:
-            return True
+        product = ops.packet(node.target) in PRODUCTS
+        return not product and (is_number(node) or not self.leading(node.meta["val"].shape))
 
     def number_or_whole(self, node: fx.Node) -> fx.Node:
         return self.made[node] if node in self.made else self.given(node, None)
@@ -180,52 +182,30 @@ class RowGraph:
     def keep(self, node: fx.Node, lies: Lies, *args: Any, **kwargs: Any) -> None:
         self.made[node] = self.editor.call(node.target, *args, like=node, **kwargs)
         self.lies[node] = lies
-        val = node.meta["val"]
-        for whole, mine in zip(
-            val if isinstance(val, (list, tuple)) else [val],
-            self.made[node].meta["val"]
-            if isinstance(val, (list, tuple))
-            else [self.made[node].meta["val"]],
-        ):
-            kept = (
-                (*whole.shape[:-1], self.count)
-                if lies.last
-                else (self.count, *whole.shape[lies.lead :])
-            )
-            if tuple(mine.shape) != tuple(kept):
+        made = tree_leaves(self.made[node].meta["val"])
+        for whole, mine in zip(tree_leaves(node.meta["val"]), made, strict=True):
+            start, end = (whole.shape[:-1], ()) if lies.last else ((), whole.shape[lies.lead :])
+            if tuple(mine.shape) != (*start, self.count, *end):
                 raise Mixed(f"{node} has no rows of its own")
 
     def leading(self, shape: Sequence[int]) -> int:
-        """How many dimensions, the first, are all rows together."""
-        for lead in range(1, len(shape) + 1):
-            if math.prod(shape[:lead]) == self.rows:
-                return lead
-        raise Mixed(f"no first dimensions of {list(shape)} are the {self.rows} rows")
-
-    def lead_of(self, node: fx.Node) -> int:
-        """How many dimensions of the result are rows: those of what it reads, if anything."""
-        dims = node.meta["val"].dim()
-        known = [self.lies[a] for a in node.all_input_nodes if a in self.lies]
-        if not known:
-            return self.leading(node.meta["val"].shape)
-        source = next(a for a in node.all_input_nodes if a in self.lies)
-        if known[0].last or source.meta["val"].dim() != dims:
-            raise Mixed(f"the rows of {source} lie otherwise than those of {node}")
-        return known[0].lead
+        """How many dimensions, the first, are all rows together; 0 where none are."""
+        leads = (n for n in range(1, len(shape) + 1) if math.prod(shape[:n]) == self.rows)
+        return next(leads, 0)
 
     def aligned(self, node: fx.Node) -> None:
-        if all(self.lies[a].last for a in node.all_input_nodes if a in self.lies) and any(
-            a in self.lies for a in node.all_input_nodes
-        ):
+        known = [self.lies[a] for a in node.all_input_nodes if a in self.lies]
+        if known and all(lies.last for lies in known):
             (source, *more) = node.all_input_nodes
             if more or ops.packet(node.target) == "aten.expand":
                 raise Mixed(f"{node} joins transposed rows with others")
             self.keep(node, self.lies[source], self.made[source], *node.args[1:], **node.kwargs)
             return
-        dims, lead = node.meta["val"].dim(), self.lead_of(node)
+        shape = node.meta["val"].shape
+        dims, lead = len(shape), known[0].lead if known else self.leading(shape)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self.read(a, dims, lead))
         if ops.packet(node.target) == "aten.expand":
-            args = (args[0], [self.count, *node.meta["val"].shape[lead:]])
+            args = (args[0], [self.count, *shape[lead:]])
         self.keep(node, Lies(lead), *args, **kwargs)
 
     def view(self, node: fx.Node) -> None:
@@ -260,13 +240,13 @@ class RowGraph:
         """Operators along dimensions that they name; sums over all rows among them."""
         first = node.args[0]
         source: fx.Node = first[0] if isinstance(first, (list, tuple)) else first  # type: ignore
-        val, known = (
-            source.meta["val"],
-            [self.lies[a] for a in node.all_input_nodes if a in self.lies],
-        )
+        val = source.meta["val"]
+        known = [self.lies[a] for a in node.all_input_nodes if a in self.lies]
         if any(lies.last for lies in known):
             raise Mixed(f"{node} works along dimensions of transposed rows")
         lead = known[0].lead if known else self.leading(val.shape)
+        if not lead:
+            raise Mixed(f"{node} has no rows of its own")
         schema = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
         given = dict(zip(schema, node.args)) | dict(node.kwargs)
         named = next((k for k in ("dim", "dims") if k in schema), None)
@@ -308,8 +288,9 @@ class RowGraph:
 
     def is_checked(self, node: fx.Node) -> bool:
         """Whether one element of each row is read whose position a scatter checks."""
-        shape = node.meta["val"].shape
-        return shape[-1] == 1 and node.args[1] in (-1, len(shape) - 1) and shape in self.scattered
+        shape, at = node.meta["val"].shape, node.args[2]
+        last = shape[-1] == 1 and node.args[1] in (-1, len(shape) - 1)
+        return last and positions(at) in self.scattered  # type: ignore[arg-type]
 
     def select(self, node: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
         """One element of each row as a sum over it: then nothing reads a row at another place than
@@ -389,6 +370,19 @@ class RowGraph:
         return kinds
 
 
+def positions(n: fx.Node) -> Positions:
+    found: set[fx.Node] = set()
+    todo = [n]
+    while todo:
+        a = todo.pop()
+        name = ops.packet(a.target) if a.op == "call_function" else ""
+        if name in CHOOSING or name in VIEWS:
+            todo += a.all_input_nodes[1:] if name == "aten.where" else a.all_input_nodes
+        else:
+            found.add(a)
+    return tuple(n.meta["val"].shape), frozenset(found)
+
+
 def is_elementwise(n: fx.Node) -> bool:
     """Each element of the result from those at the same place, and nothing else."""
     if not ops.is_overload(n) or ops.is_random(n) or ops.is_mutating(n):
@@ -409,4 +403,4 @@ def row_major(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
-__all__ = ["PRODUCTS", "Lies", "Mixed", "RowGraph", "is_number"]
+__all__ = ["PRODUCTS", "Lies", "Mixed", "RowGraph", "is_number", "positions"]
