@@ -78,11 +78,12 @@ def test_a_row_with_groups_stays_in_registers(length: int, tmp_path: Path) -> No
         assert binary.shared <= 1024, "no more than a row's reductions and scales"
 
 
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("name", EVERY)
-def test_builds_ahead_of_time(name: str, tmp_path: Path) -> None:
+def test_builds_ahead_of_time(name: str, capability: int, tmp_path: Path) -> None:
     options = Options.make(options={"cache_dir": str(tmp_path)})
-    for kernel in kernels(planned(name), name):
-        built(kernel, 90, options)
+    for kernel in kernels(planned(name), name, "A100" if capability < 90 else "H200"):
+        built(kernel, capability, options)
 
 
 def test_builds_for_an_older_gpu(tmp_path: Path) -> None:

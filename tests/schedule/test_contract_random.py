@@ -9,9 +9,9 @@ from torch import Tensor
 
 from deuteron.graph.random_ops import RAND
 from tests.schedule.contraction_programs import RANDOM, B, H, S, ahead, inputs, scores
-from tests.schedule.planning import Plan, gradients, planned, trained
+from tests.schedule.planning import Plan, planned, trained
+from tests.schedule.test_contract_gradients import check
 
-RELATIVE, FLOOR = 2.0, 2e-3  # times eager's error, as everywhere
 KEPT = {"dropped": 0.5, "dropped_causal": 0.9}
 
 
@@ -42,10 +42,6 @@ def explicit(name: str, mask: Tensor) -> object:
     return f
 
 
-def relative(got: Tensor, wanted: Tensor) -> float:
-    return float((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
-
-
 @pytest.mark.parametrize("name", sorted(RANDOM))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_are_those_of_the_mask(name: str, dtype: torch.dtype) -> None:
@@ -54,13 +50,7 @@ def test_gradients_are_those_of_the_mask(name: str, dtype: torch.dtype) -> None:
     assert [c.op for c in plan.calls] == ["deuteron.seed.default"]
     assert len(plan.contractions) <= 3 and len(plan.kernels) <= 4  # one may be for sums of rows
     assert all(n < B * H * S * S for n in written(plan)), written(plan)
-    f = explicit(name, drawn(name, plan))
-    assert callable(f)
-    wide = [a.detach().double().requires_grad_() for a in args]
-    own = [a.detach().clone().requires_grad_() for a in args]
-    wanted, eager = ([r, *gradients(r, x)] for x in (wide, own) for r in (f(*x),))
-    for got, e, w in zip(plan.results, eager, wanted, strict=True):
-        assert relative(got, w) <= max(RELATIVE * relative(e, w), FLOOR)
+    check(plan, explicit(name, drawn(name, plan)), args)
 
 
 @pytest.mark.parametrize("name", sorted(RANDOM))
