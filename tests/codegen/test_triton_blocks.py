@@ -77,7 +77,9 @@ def test_long_kernels_have_no_tails() -> None:
     """Their loops would share its registers; the next launch is hidden behind them."""
     x = torch.empty(64, 64, 112, 112, dtype=torch.bfloat16)
     y = x.to(memory_format=torch.channels_last)
-    plan = scheduled(lambda x, y: ((x * y).sum((0, 2, 3)), x.sum((0, 2, 3))), y, y, device="H200")
+    plan = scheduled(
+        lambda x, y: ((x * y).sum((0, 2, 3)), x.sum((0, 2, 3))), y, y, device="H200", check=False
+    )
     assert len(plan.kernels) > 1 and not any(k.barriers for k in plan.kernels)
 
 
