@@ -25,6 +25,7 @@ from deuteron.graph.rewrite import (
     PULL_OUT,
     RANDOM_NUMBERS,
     REWRITES,
+    VANISHING,
     Tried,
     rewrite,
 )
@@ -98,7 +99,7 @@ def trained(options: dict[str, Any] | None = None) -> list[Record]:
     return records
 
 
-TRIED = [*REWRITES, RANDOM_NUMBERS, PLACES_OF_MAXIMA, PULL_OUT]
+TRIED = [*REWRITES, RANDOM_NUMBERS, PLACES_OF_MAXIMA, VANISHING, PULL_OUT]
 
 
 @pytest.mark.parametrize("row", TRIED, ids=[row.name for row in TRIED])

@@ -349,6 +349,22 @@ def sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     return torch.softmax(torch.cat([s, column], -1), -1)[..., :-1] @ v
 
 
+@variant("h")
+def shifted_sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    """Below the maximum, which has a gradient: none."""
+    s = causal(scores(q, k))
+    s = torch.cat([s, sink[None, :, None, None].expand(s.shape[0], -1, s.shape[2], 1)], -1)
+    s = s - s.max(-1, keepdim=True).values
+    return torch.softmax(s, -1, dtype=s.dtype)[..., :-1] @ v
+
+
+@variant()
+def maximum_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True) @ v
+
+
 @variant("b h s d", "b h t d", "h", steps=(1, 10), square=True, why="computed at two places")
 def differential(q: Tensor, k: Tensor, v: Tensor, p: Tensor, r: Tensor, share: Tensor) -> Tensor:
     first, second = (torch.softmax(causal(scores(*x)), -1) for x in ((q, k), (p, r)))

@@ -35,6 +35,7 @@ from deuteron.graph.rewrite import (
     PULL_OUT,
     RANDOM_NUMBERS,
     REWRITES,
+    VANISHING,
     Rewriting,
     rewrite,
     rewriting_text,
@@ -188,6 +189,7 @@ def parts_text(parts: Parts) -> str:
 PARTITIONING: Table = (
     RANDOM_NUMBERS,
     Pass("rewrite", rewrite_joint, verify_rewriting, rewriting_text, passes=REWRITES),
+    VANISHING,
     PULL_OUT,
     PLACES_OF_MAXIMA,
     Pass("classification", classify, verify_rewriting, rewriting_text),

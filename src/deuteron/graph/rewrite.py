@@ -38,6 +38,7 @@ from deuteron.graph.padding import pad_products
 from deuteron.graph.pull_out import pull_out
 from deuteron.graph.rules import RULES_OF, Row, same_numbers
 from deuteron.graph.transaction import Rewrite, Snapshot, attempt
+from deuteron.graph.vanishing import drop_vanishing
 from deuteron.graph.verify import graph_text, verify_graph
 from deuteron.graph.windows import keep_places
 
@@ -205,9 +206,14 @@ RANDOM_NUMBERS = tried(
         context.phase in ("captured", "inference") and not context.options.eager_random
     ),
 )
-PULL_OUT = tried(
-    "pull out", pull_out, lambda graph, context: context.options.precision == "float32"
-)
+
+
+def not_as_eager(graph: Rewriting, context: Context) -> bool:
+    return context.options.precision == "float32"
+
+
+VANISHING = tried("gradients that vanish", drop_vanishing, not_as_eager)
+PULL_OUT = tried("pull out", pull_out, not_as_eager)
 PLACES_OF_MAXIMA = tried("places of maxima", keep_places, lambda *_: True)
 
 
