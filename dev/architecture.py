@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -100,15 +101,25 @@ def document(artifacts: dict[str, str]) -> str:
             return kernel_only(artifacts[name])
         return artifacts[name].strip()
 
-    return re.sub(r"\{\{([\w/.]+)\}\}", fill, TEMPLATE.read_text())
+    return filled(TEMPLATE, fill)
+
+
+def filled(template: Path, fill: Callable[[re.Match[str]], str]) -> str:
+    """A document: its template, with something made in the place of each {{name}}."""
+    return re.sub(r"\{\{([\w/.]+)\}\}", fill, template.read_text())
+
+
+def write(document: Path, text: str) -> None:
+    """Writes a document; with --check, exits with 1 where that would change it."""
+    if "--check" in sys.argv[1:]:
+        sys.exit(document.read_text() != text)
+    document.write_text(text)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         text = document(artifacts(Path(folder)))
-    if "--check" in sys.argv[1:]:
-        sys.exit(DOCUMENT.read_text() != text)
-    DOCUMENT.write_text(text)
+    write(DOCUMENT, text)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from dev import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [p for p in sorted(DOCS.glob("*.md")) if "```python" in p.read_text() and p.stem in (
-    "index", "tutorial", "guides", "ecosystem"
+    "index", "tutorial", "guides", "ecosystem", "attention"
 )]  # fmt: skip
 COMMANDS = {"deuteron": "deuteron", "torchrun": "torch.distributed.run"}
 NEEDS = re.compile(r"^(?:from|import) (accelerate|peft|pytorch_lightning|torchao)", re.MULTILINE)
@@ -54,6 +54,13 @@ def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
         run("-m", *words)
     (tmp_path / "page.py").write_text("\n".join(program))
     run("page.py")
+
+
+def test_the_derivation_of_attention_is_todays() -> None:
+    pytest.importorskip("triton", reason="the page shows a kernel's text in Triton")
+    command = [sys.executable, "-m", "dev.attention", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, "run `python -m dev.attention`\n" + done.stderr[-2000:]
 
 
 def test_pages_that_are_made() -> None:

@@ -73,7 +73,9 @@ class _Closure:
         self.axes: list[Axis] = []
         self.sinks: Sequence[str] = ()
         for c in computes.values():
-            if c.target is not None or c.index is not None or c.body.op == "scan":
+            if c.body.op == "scan":
+                raise NoNest(f"{c.name} is a scan: its places depend on one another in order")
+            if c.target is not None or c.index is not None:
                 raise NoNest(f"{c.name} writes at places of its own")
 
     def build(self, sinks: Sequence[str]) -> Nest:

@@ -15,12 +15,13 @@ are those of `ir.printer`; registers (reductions and scans of the nest) appear b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Value
 from deuteron.ir.nest import Nest as ContractionNest
 from deuteron.ir.nest import Store as ContractionStore
+from deuteron.ir.nest import roots
 from deuteron.ir.printer import (
     Expressions,
     call_text,
@@ -76,17 +77,24 @@ def kernel_lines(k: Kernel, layouts: Mapping[str, Layout] | None = None) -> list
 
 def contraction_lines(nest: ContractionNest, tiling: Tiling) -> list[str]:
     """One nest of products: its axes and tiling, then its statements in order."""
-    out = [f"    for {_loops(nest.axes)}: {tiling}"]
+    return [f"    for {_loops(nest.axes)}: {tiling}", *(f"        {s}" for s in statements(nest))]
+
+
+def statements(nest: ContractionNest) -> Iterator[str]:
+    """The statements of a nest of products, each after what it shares with others."""
+    bodies = [e for s in nest.statements for e in roots(s)]
+    ex = Expressions({n.attr[0]: n.dtype for e in bodies for n in e.loads()}, bodies)
     for s in nest.statements:
+        shown = len(ex.lines)
+        (value,) = ex.print(roots(s))
+        yield from ex.lines[shown:]
         if isinstance(s, ContractionStore):
             place = ", ".join(map(index_text, s.index)) or "()"
-            out.append(f"        {name_text(s.tensor)}[{place}] = {s.value!r}")
+            yield f"{name_text(s.tensor)}[{place}] = {value}"
         else:
-            axes = ", ".join(repr(a) for a in s.over)
-            lives = ", ".join(repr(a) for a in nest.lives(s))
+            axes, lives = (", ".join(map(repr, found)) for found in (s.over, nest.lives(s)))
             kind = f"{s.kind} of {s.operands}" if s.operands else s.kind
-            out.append(f"        {name_text(s.name)}[{lives}] = {kind}[{axes}]({s.body!r})")
-    return out
+            yield f"{name_text(s.name)}[{lives}] = {kind}[{axes}]({value})"
 
 
 def nest_lines(nest: Nest, layouts: Mapping[str, Layout]) -> list[str]:
@@ -145,4 +153,11 @@ def _store(s: Store, nest: Nest, ex: Expressions) -> str:
     )
 
 
-__all__ = ["call_lines", "group_lines", "kernel_lines", "nest_lines", "print_schedule"]
+__all__ = [
+    "call_lines",
+    "group_lines",
+    "kernel_lines",
+    "nest_lines",
+    "print_schedule",
+    "statements",
+]
