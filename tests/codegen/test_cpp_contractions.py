@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.base.device import device_spec
-from deuteron.ir.reference import allocate
+from deuteron.capture.cut import INFINITE
+from deuteron.capture.partition import Costs
+from deuteron.ir.reference import Execution, allocate
 from deuteron.schedule import contract
 from deuteron.schedule.cache_tile import feasible
 from deuteron.schedule.kernel import Kernel
@@ -23,15 +25,19 @@ from deuteron.schedule.reference import run_kernel
 from tests.codegen.cpp_tools import Runner
 from tests.schedule import contraction_programs
 from tests.schedule.contraction_programs import (
+    CHAINS,
     PROGRAMS,
     RANDOM,
+    B,
+    H,
+    S,
     ahead,
     causal,
     inputs,
     plain,
     scores,
 )
-from tests.schedule.planning import planned
+from tests.schedule.planning import gradients, planned, trained
 
 RELATIVE, FLOOR = 2.0, 1e-6  # times eager's error; of the norm
 BLOCKS = (3, 8, 16, 24, 48, 64)
@@ -48,8 +54,18 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "_saves_more", larger)
 
 
+@pytest.fixture
+def again(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And scores are computed again in the backward, however small they are."""
+    cost = Costs.multiply_again
+    monkeypatch.setattr(
+        Costs, "multiply_again", lambda self, n: 1 if cost(self, n) < INFINITE else INFINITE
+    )
+
+
 def relative(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+    got, wanted = got.detach().double(), wanted.detach().double()
+    return float((got - wanted).norm() / wanted.norm())
 
 
 def results(kernel: Kernel, given: dict[str, Tensor], runs: bool) -> dict[str, Tensor]:
@@ -86,6 +102,41 @@ def test_every_tiling_computes_the_nest(name: str) -> None:
         for n, w in wanted.items():
             assert relative(got[n], w) < 1e-5, dims
             assert torch.equal(got[n], again[n])
+
+
+@pytest.mark.usefixtures("again")
+@pytest.mark.parametrize("name", sorted(CHAINS))
+def test_every_tiling_computes_the_gradients(name: str) -> None:
+    args = inputs(name, torch.float32)
+    plan, draw = trained(PROGRAMS[name], *args, device="cpu"), random.Random(name)
+    assert not plan.calls and len(plan.contractions) >= 3
+    sizes = [lay.numel.value for k in plan.kernels for _, lay in k.writes]
+    assert all(n is not None and n < S * S * B * H for n in sizes), "scores are not stored"
+    for call in plan.calls_made:
+        memory = Execution(call.program, call.inputs).tensors | call.memory()
+        for step in call.schedule.steps:
+            assert isinstance(step, Kernel)
+            with torch.no_grad():
+                wanted = results(step, memory, runs=False)
+                for tiled in (step, drawn(step, draw)) if step.contraction else ():
+                    got, again = (results(tiled, memory, runs=True) for _ in range(2))
+                    for n, w in wanted.items():
+                        # Sums of gradients behind a softmax are 0 but for rounding.
+                        far = float((got[n] - w).norm())
+                        assert far < 1e-5 * float(w.norm()) + 1e-6 * w.numel() ** 0.5, (n, tiled)
+                        assert torch.equal(got[n], again[n])
+            memory.update(wanted)
+
+
+def drawn(kernel: Kernel, draw: random.Random) -> Kernel:
+    """The same in other blocks."""
+    assert kernel.contraction is not None
+    nest, tiling = kernel.contraction
+    dims = tuple(
+        d if d.block == 1 or d.mode == "whole" else replace(d, block=draw.choice(BLOCKS))
+        for d in tiling.dims
+    )
+    return replace(kernel, contraction=(nest, replace(tiling, dims=dims)))
 
 
 @pytest.mark.usefixtures("always")
@@ -214,6 +265,64 @@ def test_attention_is_right(name: str) -> None:
         g, w, e = (x.nan_to_num() for x in (g, w, e))
         if w.numel():
             assert relative(g, w) <= max(RELATIVE * relative(e, w), FLOOR)
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = 5 * torch.tanh(scores(q, k) / 5)
+    return torch.softmax(s.masked_fill(ahead(s), float("-inf")), -1) @ v
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k)
+    i = torch.arange(s.shape[-1])
+    behind = i[:, None] - i[None, :] >= 24
+    return torch.softmax(s.masked_fill(ahead(s) | behind, float("-inf")), -1) @ v
+
+
+def with_bias(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    return torch.softmax(scores(q, k) + b, -1) @ v
+
+
+TRAINED: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+    **{n: CASES[n] for n in CASES if n not in ("hidden rows", "logarithm of sums")},
+    "soft cap": (capped, heads(*[(1, 2, 130, 32)] * 3)),
+    "window": (windowed, heads(*[(1, 2, 150, 32)] * 3)),
+    "bias": (with_bias, heads((2, 3, 77, 32), (2, 3, 90, 32), (2, 3, 90, 32), (3, 77, 90))),
+    "16 heads on 4": (grouped, heads((1, 16, 100, 32), (1, 4, 100, 32), (1, 4, 100, 32))),
+}
+
+
+@pytest.mark.usefixtures("again")
+@pytest.mark.parametrize("name", sorted(TRAINED))
+def test_gradients_are_right(name: str) -> None:
+    f, args = TRAINED[name]
+    torch._dynamo.reset()
+    made = torch.compile(f, backend="deuteron", fullgraph=True)
+    found = []
+    for how, dtype in ((made, torch.float32), (f, torch.float32), (f, torch.float64)):
+        own = [a.detach().to(dtype).requires_grad_() for a in args]
+        result = how(*own)
+        found.append([result, *gradients(result, own)])
+    for got, eager, wanted in zip(*found, strict=True):
+        assert got.shape == wanted.shape
+        if wanted.numel() and float(wanted.detach().norm()):
+            assert relative(got, wanted) <= max(RELATIVE * relative(eager, wanted), FLOOR)
+
+
+def test_training_holds_no_scores() -> None:
+    args, every = heads(*[(1, 8, 1024, 64)] * 3), 8 << 20
+    plan = trained(causal, *args, device="cpu", run=False)
+    assert not plan.calls and len(plan.contractions) == 3
+    assert all(lay.numel.value < every for k in plan.kernels for _, lay in k.writes)
+    saved = [d for r in plan.records for d in r.of("decision") if d["subject"] == "save"]
+    assert all(d["bytes"] < every for d in saved)
+
+
+def test_scores_that_stay_in_the_cache_are_kept() -> None:
+    plan = trained(causal, *heads(*[(8, 12, 128, 64)] * 3), device="cpu", run=False)
+    assert not plan.contractions and len(plan.calls) == 6
+    refused = [d["detail"] for d in plan.decisions(False) if d["reason"] == "no gain"]
+    assert all("us apart" in text and "kernel" in text for text in refused)
 
 
 def test_the_estimate_decides() -> None:

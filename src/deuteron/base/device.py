@@ -86,6 +86,11 @@ class DeviceSpec:
         """Time to move `size` bytes (reads and writes together) from or to memory."""
         return size / (self.bandwidth_gbps * 1e3)
 
+    def keeps(self, size: int) -> bool:
+        """Whether a CPU's last cache has `size` bytes still when they are read again: half of it,
+        beside what is read and written meanwhile."""
+        return size <= self.l3 // 2
+
     def compute_us(self, flops: float, unit: str = "f32") -> float:
         """Time of `flops` operations on a unit; a fused multiply-add counts two."""
         return flops / (self.peak(unit) * 1e3)

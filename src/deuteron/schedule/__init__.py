@@ -141,10 +141,9 @@ def contracted(before: Ordered, context: Context) -> Ordered:
     if context.options.fusion and not exact:  # in blocks halves are rounded at another scale
         outside = needed_outside(before.program)
         unfused = before.fusion.unfused | context.unfused
-        training = context.phase in ("forward", "backward")
         given = (before.layouts, before.owner, outside, before.specs, context.record, unfused)
         left = [s for s in steps if not isinstance(s, Contracted)]
-        steps = Contraction(left, *given, training).run()
+        steps = Contraction(left, *given).run()
         for step in steps:
             if isinstance(step, Contracted):
                 before.layouts.update((c.name, c.layout) for c in step.computes)

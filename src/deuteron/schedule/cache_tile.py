@@ -146,8 +146,8 @@ def _tile(tiling: Tiling, axes: set[Axis]) -> int:
 def estimate(
     nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: DeviceSpec
 ) -> tile.Estimate:
-    """FLOPs of dots and of the rest, one after the other, by as many threads as have programs;
-    or what must be moved, each tensor once: the rest comes from caches."""
+    """FLOPs of dots and of the rest, one after the other, by as many threads as have programs; and
+    what must be moved, each tensor once: the rest comes from caches."""
     products = tile.contractions(nest)
     shares = tile.shares(nest, tiling)
     dots = vector = 0.0
@@ -167,7 +167,7 @@ def estimate(
     compute += spec.compute_us(vector) / VECTOR_EFFICIENCY
     programs = tiling.programs()
     compute *= math.ceil(programs / spec.cores) * spec.cores / programs
-    us = spec.launch_us + max(spec.memory_us(moved), compute)
+    us = spec.launch_us + spec.memory_us(moved) + compute
     return tile.Estimate(us, moved, dots + vector)
 
 

@@ -101,9 +101,7 @@ class Contraction:
         specs: Mapping[str, DeviceSpec],
         record: Record,
         unfused: AbstractSet[str] = frozenset(),
-        training: bool = False,
     ) -> None:
-        self.training = training
         self.unfused = unfused
         self.steps, self.layouts, self.owner = list(steps), layouts, owner
         self.outside, self.specs, self.record = outside, specs, record
@@ -156,7 +154,7 @@ class Contraction:
         spec = self.specs[layout.device]
         sizes = [a.extent.value for c in step.product for a in c.axes]
         known = all(n is not None and n > 0 for n in sizes)
-        return known and share_kernels(layout.dtype, spec, self.training)
+        return known and share_kernels(layout.dtype, spec)
 
     # -- regions -----------------------------------------------------------------------------------
 
@@ -232,6 +230,7 @@ class Contraction:
         kernels = "one kernel" if len(found) == 1 else f"{len(found)} kernels"
         tilings = "; ".join(str(k.tiling) for k in found)
         text = f"{us:.1f} us in {kernels} ({tilings}), {before:.1f} us apart"
+        before += self.between(region, sinks, spec) if chained else 0.0
         if us > (1 - MIN_GAIN) * before:
             self.refuse(region, Refusal("no gain", text))
             return None
@@ -246,6 +245,14 @@ class Contraction:
             for k in found
         )
         return Offer(region, before - us, self.left(region, spec), text, tuple(made))
+
+    def between(self, region: frozenset[int], sinks: Sequence[str], spec: DeviceSpec) -> float:
+        """Microseconds for what the steps of a region store for one another, and one kernel does
+        not: what a cache keeps apart."""
+        read = {n for k in region for n in self.read[k]}
+        names = {n for k in region for n in self.made[k]} & read - set(sinks)
+        size = sum(self.layouts[n].nbytes_hint for n in names)
+        return 0.0 if spec.keeps(size) else MEMORY_COST * spec.memory_us(size)
 
     def left(self, region: frozenset[int], spec: DeviceSpec) -> float:
         """Microseconds for products outside of a region that only it reads, and could have."""
