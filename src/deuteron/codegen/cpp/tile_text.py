@@ -144,7 +144,7 @@ class Printer:
             start = f"({low} > 0 ? (int)({low}) / {d.block} * {d.block} : 0)"
             start = f"({low} < {d.extent} ? {start} : {d.extent})"
         if loop.stop is not None:
-            high, stop = self.text(loop.stop), f"{d.name}_stop"
+            high, stop = self.text(loop.stop), f"{d.name}_stop{self.number[id(loop)]}"
             self.add(f"const int {stop} = {high} < {d.extent} ? (int)({high}) : {d.extent};")
         at = f"{d.name}_at"
         self.add(f"for (int {at} = {start}; {at} < {stop}; {at} += {d.block}) {{")
