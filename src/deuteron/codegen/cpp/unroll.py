@@ -15,15 +15,14 @@ from deuteron.codegen.loops import (
     CrossRowReduce,
     Loops,
     Rewriter,
-    Statement,
     Write,
     stride,
 )
-from deuteron.codegen.unrolled import Element, points_of, position_of
-from deuteron.ir.expr import Expr, cast, index_value, op
+from deuteron.codegen.unrolled import pairwise, position_of, unrolled
+from deuteron.ir.expr import Expr, cast, op
 from deuteron.ir.index import Axis, const, hint, product
 from deuteron.ir.operations import REDUCTIONS, extreme
-from deuteron.schedule.kernel import Reduce, Scan
+from deuteron.schedule.kernel import Scan
 
 MAX_ROW_ELEMENTS = 32  # elements of a row; more are better off in a loop
 # Of rows whose elements are stored: g++ 12 makes a group of the stores, with as many vectors as the
@@ -61,29 +60,17 @@ def _has_small_strides(loops: Loops, axis: Axis) -> bool:
 
 def unroll(loops: Loops) -> Loops:
     """Writes out all reduced axes."""
-    tables = points_of(loops.reduced)
-    values: dict[str, Expr] = {}
-    statements: list[Statement] = []
-    for p in loops.statements:
-        movers = [Element(t, values) for t in tables]
-        if isinstance(p, Reduce):
-            terms = [m.expr(p.body) for m in movers]
-            at = [cast(index_value(t[loops.reduced[0]]), "i32") for t in tables]
-            values[p.name] = _reduce(p.kind, terms, at)
-        elif isinstance(p, Write):
-            statements.extend(
-                m.statement(p) for m in (movers if p.level == "point" else movers[:1])
-            )
-    return replace(loops, reduced=(), statements=tuple(statements), results=frozenset())
+    return unrolled(loops, _reduce)
 
 
 def _reduce(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     if not kind.startswith("arg"):
         name = REDUCTIONS[kind].scalar_op
         assert name is not None
-        return _tree(name, terms) if kind == "sum" else _chain(name, terms)
+        return pairwise(name, terms) if kind == "sum" else _chain(name, terms)
     name = REDUCTIONS[extreme(kind)].scalar_op
     assert name is not None
+    at = [cast(i, "i32") for i in at]
     return cast(position_of(kind, _chain(name, terms), terms, at), "i64")
 
 
@@ -92,14 +79,6 @@ def _chain(name: str, terms: list[Expr]) -> Expr:
     for t in terms[1:]:
         out = op(name, out, t)
     return out
-
-
-def _tree(name: str, terms: list[Expr]) -> Expr:
-    """Pairs, so that a sum's error grows with the logarithm of its length."""
-    while len(terms) > 1:
-        pairs = [op(name, a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = pairs + terms[len(terms) // 2 * 2 :]
-    return terms[0]
 
 
 def interleaved_axis(loops: Loops) -> Axis | None:

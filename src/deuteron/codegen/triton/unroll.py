@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deuteron.codegen.loops import Loops, Rewriter, Statement, Write, stride
-from deuteron.codegen.unrolled import Element, points_of, position_of
+from deuteron.codegen.loops import Loops, Rewriter, Write, stride
+from deuteron.codegen.unrolled import pairwise, points_of, position_of, unrolled
 from deuteron.ir.dynamic_bounds import end_of
-from deuteron.ir.expr import Expr, index_value, literal, op
+from deuteron.ir.expr import Expr, index_value, literal
 from deuteron.ir.index import Axis, hint
 from deuteron.ir.operations import REDUCTIONS, extreme
 from deuteron.schedule.kernel import Reduce
@@ -40,7 +40,7 @@ def count_of(axes: Sequence[Axis]) -> int | None:
 def unroll_short_reductions(loops: Loops) -> Loops:
     """The nest without short reductions."""
     loops = _inner(loops)
-    return _unrolled(loops) if _worth(loops) else loops
+    return unrolled(loops, tree) if _worth(loops) else loops
 
 
 def _worth(loops: Loops) -> bool:
@@ -66,23 +66,6 @@ def _close_together(loops: Loops, axis: Axis) -> bool:
     (r,) = loops.reduced
     rows = [a for s, a in steps if stride(a.address, r) == 1 and s == hint(r.extent)]
     return not rows
-
-
-def _unrolled(loops: Loops) -> Loops:
-    tables = points_of(loops.reduced)
-    values: dict[str, Expr] = {}
-    statements: list[Statement] = []
-    for p in loops.statements:
-        elements = [Element(t, values) for t in tables]
-        if isinstance(p, Reduce):
-            at = [index_value(t[loops.reduced[0]]) for t in tables]
-            values[p.name] = tree(p.kind, [e.expr(p.body) for e in elements], at)
-        else:
-            assert isinstance(p, Write)
-            statements.extend(
-                e.statement(p) for e in (elements if p.level == "point" else elements[:1])
-            )
-    return replace(loops, reduced=(), statements=tuple(statements), results=frozenset())
 
 
 class _Inner(Rewriter):
@@ -116,7 +99,4 @@ def tree(kind: str, terms: list[Expr], at: list[Expr]) -> Expr:
     assert name is not None
     neutral = literal(REDUCTIONS[kind].identity(terms[0].dtype), terms[0].dtype)
     terms = [t for t in terms if t is not neutral] or [neutral]  # elements that do not exist
-    while len(terms) > 1:
-        pairs = [op(name, a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = pairs + (terms[-1:] if len(terms) % 2 else [])
-    return terms[0]
+    return pairwise(name, terms)
