@@ -78,10 +78,9 @@ def test_indices_count() -> None:
 def test_blocks_of_a_model_share_their_kernels() -> None:
     """And each launch has its own arguments."""
     net = nn.Sequential(
-        *[nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))] * 1,
         *[
             nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-            for _ in range(3)
+            for _ in range(6)
         ],
     )
     for p in net.parameters():

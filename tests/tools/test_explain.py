@@ -15,12 +15,17 @@ import deuteron
 from deuteron.tools.explain import explain
 
 HERE = Path(__file__).name
+WIDTH = 256  # whose products are the library's: they share no kernel with what surrounds them
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 512),
+            nn.Linear(512, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -41,7 +46,7 @@ class Model(nn.Module):
 def explained() -> deuteron.Explanation:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return explain(Model(), torch.randn(48, 32), measure=True)
+    return explain(Model(), torch.randn(48, WIDTH), measure=True)
 
 
 def test_the_text_is_short_and_sorted(explained: deuteron.Explanation) -> None:
@@ -119,8 +124,8 @@ def test_recomputed_operations_are_marked(explained: deuteron.Explanation) -> No
 def test_bytes_and_flops_of_library_calls(explained: deuteron.Explanation) -> None:
     part = explained.data["parts"][0]
     up = next(s for s in part["steps"] if s["name"] == "aten.addmm.default")
-    assert up["flops"] == 2 * 48 * 32 * 64
-    assert up["bytes"] == 4 * (48 * 32 + 32 * 64 + 64 + 48 * 64)
+    assert up["flops"] == 2 * 48 * WIDTH * 512
+    assert up["bytes"] == 4 * (48 * WIDTH + WIDTH * 512 + 512 + 48 * 512)
     assert [c["who"] for c in up["product"]["candidates"] if c["chosen"]] == ["library"]
 
 
@@ -174,7 +179,7 @@ def test_timed_steps_compute_the_same() -> None:
     from deuteron.tools.observe import Observations
 
     seen = Observations()
-    model, x = Model(), torch.randn(16, 32)
+    model, x = Model(), torch.randn(16, WIDTH)
     with observed_by(seen):
         compiled = torch.compile(model, backend="deuteron")
         once = compiled(x)
