@@ -242,7 +242,6 @@ def rows_of(
     for turned in (False, True) if kind == "products" else (False,):
         case = CASES[kind](unit, turned)
         groups = tile.dimensions(case.nest)
-        assert not isinstance(groups, str)
         usual = [[*row[:3], [1.0, 1.0], row[4]] for row in rows]
         listed = list(tile.listed(case.nest, groups, case.layouts, spec, usual))
         fit = [tile.feasible(case.nest, t, case.layouts, spec) for t in listed]

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from deuteron.schedule import contract
 from tests.schedule.attention_variants import VARIANTS
@@ -36,38 +37,53 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-def problems(name: str, length: int, dtype: torch.dtype, backend: Any) -> list[str]:
-    """What is less exact than twice eager's error; kernels with products pay or not."""
+def problems(name: str, lengths: Sequence[int], dtype: torch.dtype, backend: Any) -> list[str]:
+    """What is less exact than twice eager's error; kernels with products pay or not. Of several
+    lengths one graph for all."""
     v = VARIANTS[name]
-    args = v.inputs(length, dtype)
     torch._dynamo.reset()
+    counters.clear()
     options = {"eager_random": True} if v.random else {}
     compiled = torch.compile(v.f, backend=backend, fullgraph=True, options=options)
-    with mock.patch.object(contract, "MIN_GAIN", -1e9):
-        got = everything(compiled, args)
-    eager = everything(v.f, args)
-    wide = [a.double() if a.is_floating_point() else a for a in args]
     out = []
-    for k, (g, e, w) in enumerate(zip(got, eager, everything(v.f, wide), strict=True)):
-        if (g.shape, g.dtype, g.stride()) != (e.shape, e.dtype, e.stride()):
-            out.append(f"result {k}: {g.dtype} {g.shape} {g.stride()}, not {e.shape} {e.stride()}")
-            continue
-        if not torch.equal(g.isnan(), e.isnan()):
-            out.append(f"result {k}: no numbers elsewhere than eager's")
-        g, e, w = (x.nan_to_num() for x in (g, e, w))
-        off, allowed = relative(g, w), max(RELATIVE * relative(e, w), FLOOR[dtype])
-        if not off <= allowed:
-            out.append(f"result {k}: off by {off:.1e}, allowed {allowed:.1e}")
-    return out
+    for length in lengths:
+        args, longer = (v.inputs(n, dtype) for n in (length, length + 1))
+
+        def marked(*own: Tensor, longer: Sequence[Tensor] = longer) -> Any:
+            for x, other in zip(own, longer, strict=True) if len(lengths) > 1 else ():
+                for d in (d for d in range(x.dim()) if x.shape[d] != other.shape[d]):
+                    torch._dynamo.maybe_mark_dynamic(x, d)
+            return compiled(*own)
+
+        with mock.patch.object(contract, "MIN_GAIN", -1e9):
+            got = everything(marked, args)
+        eager = everything(v.f, args)
+        wide = [a.double() if a.is_floating_point() else a for a in args]
+        rows = zip(got, eager, everything(v.f, wide), strict=True)
+        found = (wrong(*row, dtype) for row in rows)
+        out += [f"length {length}, result {k}: {text}" for k, text in enumerate(found) if text]
+    graphs = counters["stats"]["unique_graphs"]
+    return out if graphs == 1 else [*out, f"{graphs} graphs"]
 
 
-def main(names: Sequence[str]) -> None:
+def wrong(got: Tensor, eager: Tensor, wide: Tensor, dtype: torch.dtype) -> str:
+    if (got.shape, got.dtype, got.stride()) != (eager.shape, eager.dtype, eager.stride()):
+        return f"{got.dtype} {got.shape} {got.stride()}, not {eager.shape} {eager.stride()}"
+    if not torch.equal(got.isnan(), eager.isnan()):
+        return "no numbers elsewhere than eager's"
+    got, eager, wide = (x.nan_to_num() for x in (got, eager, wide))
+    off, allowed = relative(got, wide), max(RELATIVE * relative(eager, wide), FLOOR[dtype])
+    return "" if off <= allowed else f"off by {off:.1e}, allowed {allowed:.1e}"
+
+
+def main(lengths: str, *names: str) -> None:
     from dev.check import interpret
 
+    numbers = [int(n) for n in lengths.split(",")]
     for name in names:
-        found = problems(name, 19, torch.bfloat16, interpret.interpreted)
+        found = problems(name, numbers, torch.bfloat16, interpret.interpreted)
         print(json.dumps({"name": name, "problems": found}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

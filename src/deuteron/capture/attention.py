@@ -34,6 +34,7 @@ from deuteron.base.passes import Context
 from deuteron.base.products import MAX_WHOLE, share_kernels
 from deuteron.base.record import Record
 from deuteron.capture.hints import Hints
+from deuteron.capture.pointwise import memory_order
 from deuteron.graph import ops
 from deuteron.ir.operations import HALF
 from deuteron.ir.reference_ops import TO_TORCH
@@ -71,7 +72,7 @@ def plain_attention(
         empty = highest == -math.inf
         finite = torch.where(empty.unsqueeze(-1), 0.0, scores)
         total = torch.where(empty, -math.inf, torch.logsumexp(finite, -1))
-        return in_order_of(result, query.stride()), total / math.log(2), highest / math.log(2)
+        return in_order_of(result, memory_order(query.shape, [query.stride()])), total / math.log(2), highest / math.log(2)
 
 
 def attended(
@@ -125,11 +126,11 @@ def autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def in_order_of(result: Tensor, steps: Sequence[Any]) -> Tensor:
-    """The result with dimensions in memory as those of these strides, elements of a row beside each
-    other: what follows was traced so."""
+def in_order_of(result: Tensor, fastest: Sequence[int]) -> Tensor:
+    """The result with dimensions in memory in this order, from the fastest on, but elements of a
+    row beside each other: what follows was traced so."""
     last = result.dim() - 1
-    order = [*sorted(range(last), key=lambda d: steps[d], reverse=True), last]
+    order = [*(d for d in reversed(fastest) if d != last), last]
     if order == sorted(order):
         return result.contiguous()
     return result.permute(order).contiguous().permute([order.index(d) for d in range(last + 1)])
@@ -145,10 +146,10 @@ def plain_masked_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    steps: tuple[int, ...],
+    fastest: tuple[int, ...],
 ) -> Tensor:
     """query[..., H, M, E], key[..., K, N, E], value[..., K, N, V]; H = K, or a multiple where
-    `enable_gqa`. The result[..., H, M, V] has dimensions in memory as these `steps` say."""
+    `enable_gqa`. The result[..., H, M, V] has dimensions in memory in this order, see `in_order_of`."""
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -168,7 +169,7 @@ def plain_masked_attention(
         weights = torch._safe_softmax(scores, -1)
         if dropout_p:
             weights = F.dropout(weights, dropout_p, True)
-        return in_order_of(weights.to(query.dtype) @ value, steps)
+        return in_order_of(weights.to(query.dtype) @ value, fastest)
 
 
 def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
@@ -239,7 +240,9 @@ def inline_masked_attention(gm: fx.GraphModule, context: Context) -> None:
             )
             if not reason:
                 node.target = plain_masked_attention
-                node.kwargs = {**node.kwargs, "steps": node.meta["example_value"].stride()}
+                result = node.meta["example_value"]
+                order = tuple(memory_order(result.shape, [result.stride()]))
+                node.kwargs = {**node.kwargs, "fastest": order}
                 inner.recompile()
 
 
@@ -254,8 +257,8 @@ def why_library(gm: fx.GraphModule, node: fx.Node, context: Context) -> str:
     if ops.storage(_tensor(mask)) in memory:
         return "its mask is in memory"
     values = [n.meta["example_value"] for n in (*node.all_input_nodes, node)]
-    if any(not isinstance(n, int) or not n for v in values for n in v.shape):
-        return "sizes are 0, or known at run time only"
+    if any(type(n) is int and not n for v in values for n in v.shape):
+        return "it has no elements"
     query, *_, result = values
     kept = torch.is_grad_enabled() and result.requires_grad
     options, spec = context.options, context.spec(str(query.device))
@@ -265,8 +268,9 @@ def why_library(gm: fx.GraphModule, node: fx.Node, context: Context) -> str:
         return "gradients on CPUs are not estimated beside the library's"
     if not share_kernels(DTYPES.get(query.dtype, ""), spec):
         return f"products of {query.dtype} share no kernels on this device"
-    if max(query.shape[-1], result.shape[-1]) > MAX_WHOLE:
-        return f"heads are wider than {MAX_WHOLE}"
+    widths = (query.shape[-1], result.shape[-1])
+    if any(type(n) is not int or n > MAX_WHOLE for n in widths):
+        return f"heads are wider than {MAX_WHOLE}, or how wide is known at run time only"
     return ""
 
 

@@ -290,7 +290,7 @@ class Lowering:
             depth = next((k for k, s in enumerate(self.scopes) if s.dim == d.name), 0)
             own = self.scopes[depth].values.get(("bounds", d.name))
             if own is None:
-                own = self.let(depth, "inside", (d.name,), "bool", (), (d.name, d.extent))
+                own = self.let(depth, "inside", (d.name,), "bool", (), d.name)
                 self.scopes[depth].values["bounds", d.name] = own
             mask = own if mask is None else self._both(mask, own)
         return mask
@@ -323,12 +323,11 @@ class Lowering:
 
     def store(self, s: Store) -> None:
         loops = self.loops_of(s)
-        if loops:
+        if loops and id(s) not in self.stored:
             self.loop(loops[0], s)
-        if id(s) in self.stored:
-            return
-        self.stored.add(id(s))
-        self.write(s)
+        if id(s) not in self.stored:
+            self.stored.add(id(s))
+            self.write(s)
 
     def write(self, s: Store) -> None:
         value = self.value(s.value)
@@ -556,11 +555,12 @@ class Lowering:
 
 
 def position(e: Expr) -> Index | None:
-    """What a number is that is known to fit into 32 bits, of positions."""
+    """What a number is, of positions, that is known to fit into 32 bits, or into as many as a call
+    takes for its sizes."""
     if e.op not in ("index", "literal") or e.dtype not in ("i32", "i64"):
         return None
     index: Index = e.attr if e.op == "index" else const(int(e.attr))
-    return index if fits_int(index) else None
+    return index if fits_int(index) or index.syms() else None
 
 
 FAR = 2**31  # beyond all positions; times one of them it fits into 64 bits

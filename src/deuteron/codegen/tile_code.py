@@ -18,7 +18,7 @@ given over the dimensions of their result. A target prints this and chooses noth
                  elements, as `ir.expr.random`; with a dimension, which the element lacks, those of
                  4 * element and its neighbours along it. "rand<n": whether below n * 2^-24
         full     attr the number: a tile of it
-        inside   args (), attr (dimension, extent): where places of a dimension exist
+        inside   args (), attr the dimension: where its places exist
         spread   args (x,): x over all of the value's dimensions
         reduce   args (x,), attr (kind, dimensions): those of x that the value lacks
         dot      args (a, b, accumulator), attr (m, k, n, operands): a[m, k] b[k, n], whose

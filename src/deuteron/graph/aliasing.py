@@ -8,6 +8,7 @@ traced program reads a copy made before the input is written.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -40,10 +41,9 @@ def overlaps(t: torch.Tensor | None) -> bool:
     steps = [s if type(s) is int else s.node.expr for s, _ in pairs]
     if any(s != 0 and s in steps[:k] for k, s in enumerate(steps)):
         return True
-    for k, (_, n) in enumerate(pairs):  # windows: their elements, and their starts
-        if type(n) is int and any(
-            0 < (times(s, steps[k]) or 0) < n for j, s in enumerate(steps) if j != k
-        ):
+    for (a, (_, n)), (b, (_, m)) in itertools.permutations(zip(steps, pairs), 2):
+        ratio = times(b, a) if type(n) is int else None  # windows: their elements, and their starts
+        if ratio and 0 < ratio.p < n and (type(m) is not int or ratio.q < m):
             return True
     reach = 1
     known = [(s, n) for s, n in pairs if type(s) is int and s]

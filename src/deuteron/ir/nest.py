@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, evaluate
+from deuteron.ir.index import Axis, Index, Sym, evaluate
 from deuteron.ir.reference import BLOCK_POINTS, Evaluator, blocks, bound_axes, points
 from deuteron.ir.reference_ops import TO_TORCH, reduce
 
@@ -106,6 +106,14 @@ class Nest:
         n = tuple(x for x in self.axes if x in right - left)
         both = tuple(x for x in self.axes if x in (left & right) - set(s.over))
         return Contraction(a, b, m, n, both, s.over) if m and n else None
+
+    def syms(self) -> set[Sym]:
+        """The sizes that are known at run time only."""
+        found = [a.extent for a in self.axes]
+        for s in self.statements:
+            found += [i for e in roots(s) for i in e.indices()]
+            found += s.index if isinstance(s, Store) else ()
+        return {s for i in found for s in i.syms()}
 
     def tensors(self) -> tuple[dict[str, None], dict[str, None]]:
         """Tensors in memory that the nest reads and writes."""

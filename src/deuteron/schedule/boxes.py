@@ -39,11 +39,13 @@ class Box:
 
 
 def box_of(tiling: Tiling, layout: Layout, index: tuple[Index, ...]) -> Box | None:
-    """The box at which programs access a tensor; None where it is none."""
+    """The box at which programs access a tensor; None where it is none, or known in a call only."""
     steps = _steps(layout.address(index))
     size = ITEMSIZE[layout.dtype]
     if steps is None or layout.dtype not in BOX_DTYPES:
         return None
+    if any(a.extent.value is None for d in tiling.dims for a in d.axes if a in steps):
+        return None  # it is described before a call
     offset = steps.pop(None, 0)
     rows: list[tuple[tuple[str, Axis | None], int, int, int]] = []
     for d in tiling.dims:
@@ -53,7 +55,7 @@ def box_of(tiling: Tiling, layout: Layout, index: tuple[Index, ...]) -> Box | No
         elif used:
             stride = steps[used[-1]]
             for k, a in enumerate(d.axes):  # together they go like one
-                step = stride * hint(product(x.extent for x in d.axes[k + 1 :]))
+                step = (stride * product(x.extent for x in d.axes[k + 1 :])).value
                 if a.extent.value != 1 and steps.get(a) != step:
                     return None
             rows.append(((d.name, None), d.extent, stride, d.block))

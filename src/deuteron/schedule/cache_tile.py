@@ -40,10 +40,7 @@ def candidates(
     nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec
 ) -> list[tuple[Tiling, tile.Estimate]]:
     """Feasible tilings, the best estimate first."""
-    groups = tile.dimensions(nest)
-    if isinstance(groups, str):
-        return []
-    ordered = in_order(nest, groups, layouts)
+    ordered = in_order(nest, tile.dimensions(nest), layouts)
     if ordered is None:
         return []
     tilings = dict.fromkeys(t for t in _tilings(nest, ordered) if feasible(nest, t, spec))
@@ -103,7 +100,7 @@ def _sorted(
 
 def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
     roles = dict(groups)
-    extent = {axes: hint(product(a.extent for a in axes)) for axes in roles}
+    extent = {axes: tile.known(axes) for axes in roles}
     whole = [axes for axes, role in groups if role in ("whole", "inner")]
     if any(extent[axes] > tile.MAX_WHOLE for axes in whole):
         return
@@ -118,9 +115,9 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
             if role in ("grid", "loop"):
                 inside = 1 if whole or set(axes) & set(first.n) else 2
                 side = 0 if set(axes) & set(first.m) else inside
-                block = min(blocks[side], extent[axes])
+                block = int(min(blocks[side], extent[axes]))
             else:
-                block = extent[axes] if mode == "whole" else 1
+                block = int(extent[axes]) if mode == "whole" else 1
             dims.append(Dim(tile.NAMES[k] if k < len(tile.NAMES) else f"d{k}", axes, mode, block))
         yield Tiling(tuple(dims), 0, 0, efficiency)
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
@@ -35,6 +34,8 @@ from deuteron.ir.index import (
     atom,
     bound,
     const,
+    is_nonneg,
+    product,
     split_points,
     substitute,
 )
@@ -97,9 +98,9 @@ class _Closure:
                 raise NoNest(f"{c.name} is read at several places")
             digits = [a for i in place for m, _ in i.terms for a in m]
             axes = {a for i in place for a in i.axes()}
-            points, places = (prod(a.extent.value or 0 for a in x) for x in (axes, c.axes))
+            points, places = (product(a.extent for a in sorted(x)) for x in (axes, c.axes))
             whole = all(_is_whole(i, a.extent) for i, a in zip(place, c.axes, strict=True))
-            free = points == places or len(digits) == len(axes)  # no digit tells of another
+            free = points is places or len(digits) == len(axes)  # no digit tells of another
             if not whole or not free or len(set(digits)) < len(digits):
                 raise NoNest(f"{c.name} is not read in its whole")
             return place
@@ -180,7 +181,8 @@ class _Closure:
                 if n.op in ("lt", "ge") and all(x.op in ("index", "literal") for x in n.args):
                     here, end = (E.as_position(x) for x in n.args)
                     point = probe - here + end
-                    if point.value is not None and 0 < point.value < (axis.extent.value or 0):
+                    inside = not point.axes() and is_nonneg(point - 1)
+                    if inside and is_nonneg(axis.extent - point - 1):
                         return point
         return None
 

@@ -152,9 +152,8 @@ class Contraction:
             return False
         layout = self.layouts[step.product[-1].name]
         spec = self.specs[layout.device]
-        sizes = [a.extent.value for c in step.product for a in c.axes]
-        known = all(n is not None and n > 0 for n in sizes)
-        return known and share_kernels(layout.dtype, spec)
+        empty = any(a.extent.value == 0 for c in step.product for a in c.axes)
+        return not empty and share_kernels(layout.dtype, spec)
 
     # -- regions -----------------------------------------------------------------------------------
 

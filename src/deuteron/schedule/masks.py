@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from deuteron.ir.expr import Expr, as_position
-from deuteron.ir.index import Axis, Index, Value, atom, const, evaluate, fits_int, substitute
+from deuteron.ir.index import Axis, Index, Value, atom, const, fits_int, hint, substitute
 from deuteron.ir.nest import Reduce
 
 Positive = tuple[Index, bool]  # an index that is above 0, or (False) at least 0
@@ -156,8 +156,7 @@ def visited(bound: Sequence[Bound], extent: int, other: int, block: int) -> floa
         start, stop = 0, extent
         for b in bound:
             values = [
-                evaluate(substitute(b.index, {a: const(x) for a in b.index.axes()}), {})
-                for x in ends
+                hint(substitute(b.index, {a: const(x) for a in b.index.axes()})) for x in ends
             ]
             if b.upper:
                 stop = min(stop, max(values))

@@ -19,7 +19,7 @@ from typing import Any
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
 from deuteron.ir.expr import Expr, flops
-from deuteron.ir.index import Axis, Index, Sym, hint, product
+from deuteron.ir.index import Axis, Index, hint, product
 from deuteron.ir.nest import Contraction, Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
@@ -85,15 +85,13 @@ def figures(table: str, kind: str) -> Any:
 # -- dimensions ------------------------------------------------------------------------------------
 
 
-def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]] | str:
+def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]]:
     """The groups of axes with one role each ("batch", "turns", "grid", "whole", "loop" or "inner"),
-    in the order in which values have them; or what is in the way."""
+    in the order in which values have them."""
     products = contractions(nest)
     reduced = {a for s in nest.reductions().values() for a in s.over}
     signatures: dict[tuple[object, ...], list[Axis]] = {}
     for a in nest.axes:
-        if any(a.extent.value is None for a in nest.axes):
-            return "sizes are known at run time only"
         roles: list[object] = [
             "over"
             if a in c.over
@@ -170,14 +168,9 @@ def candidates(
     nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec
 ) -> list[tuple[Tiling, Estimate]]:
     """Feasible tilings, the best estimate first."""
-    groups = dimensions(nest)
-    own = [layouts[n] for side in nest.tensors() for n in side]
-    numbers = [n for lay in own for n in (*lay.strides, lay.offset)]
-    numbers += [i for s in nest.statements for e in roots(s) for i in e.indices()]
-    fixed = not any(isinstance(a, Sym) for n in numbers for a in n.atoms())
-    if isinstance(groups, str) or not fixed or narrow(nest, layouts):
+    if narrow(nest, layouts):
         return []
-    every = dict.fromkeys(listed(nest, groups, layouts, spec))
+    every = dict.fromkeys(listed(nest, dimensions(nest), layouts, spec))
     tilings = [t for t in every if feasible(nest, t, layouts, spec)]
     scored = [(t, estimate(nest, t, layouts, spec)) for t in tilings]
     return sorted(scored, key=lambda x: x[1].us)
@@ -193,7 +186,7 @@ def listed(
     """Tilings by the rows of a table: `FIGURES` has the usual one."""
     products = contractions(nest)
     roles = dict(groups)
-    extent = {axes: hint(product(a.extent for a in axes)) for axes in roles}
+    extent = {axes: known(axes) for axes in roles}
     whole = (axes for axes, role in groups if role in ("whole", "inner"))
     if not products or any(extent[axes] > MAX_WHOLE for axes in whole):
         return
@@ -209,16 +202,24 @@ def listed(
             elif role == "turns":  # a sum over a batch: one after the other
                 block, mode = 1, "loop"
             elif role in ("whole", "inner"):
-                block, mode = max(MIN_SIDE, _power(extent[axes])), "whole"
+                block, mode = max(MIN_SIDE, _power(int(extent[axes]))), "whole"
             else:
                 sides = (set(axes) & set(first.m), set(axes) & set(first.n), True)
                 side = int(role == "loop") if chained else list(map(bool, sides)).index(True)
-                block = min(blocks[side], max(MIN_SIDE, _power(extent[axes])))
+                block = blocks[side]
+                if extent[axes] < block:
+                    block = max(MIN_SIDE, _power(int(extent[axes])))
                 mode = "whole" if role == "loop" and chained and extent[axes] <= block else role
             dims.append(Dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
         programs = spec.cores if "persistent" in how else 0
         ways = ("fetches" in how, "puts" in how, programs)
         yield Tiling(tuple(dims), warps, stages, min(reached[k] for k in at), *ways)
+
+
+def known(axes: Sequence[Axis]) -> float:
+    """Places of a group of axes; without end where they are known at run time only."""
+    places = product(a.extent for a in axes).value
+    return math.inf if places is None else places
 
 
 def kind_of(nest: Nest, chained: bool) -> str:
@@ -258,8 +259,8 @@ def narrow(nest: Nest, layouts: Mapping[str, Layout]) -> bool:
         layout = layouts[name]
         address = layout.address(at)
         steps = [layout.offset, *(address.coefficient(a) for a in address.axes())]
-        known = [s.value for s in steps if s is not None and s.value is not None]
-        if any(n != 1 and n * ITEMSIZE[layout.dtype] % COPIED for n in known):
+        size = ITEMSIZE[layout.dtype]
+        if any(s is not None and s.value != 1 and (s * size % COPIED).value != 0 for s in steps):
             return True
     return False
 
@@ -516,6 +517,7 @@ __all__ = [
     "dimensions",
     "estimate",
     "feasible",
+    "known",
     "listed",
     "library_us",
     "passes",

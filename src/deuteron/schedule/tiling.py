@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from deuteron.ir.index import Axis, hint, product
+from deuteron.ir.index import Axis, Index, hint, product
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,14 @@ class Dim:
     block: int
 
     @property
+    def size(self) -> Index:
+        """Places; how many may be known at run time only."""
+        return product(a.extent for a in self.axes)
+
+    @property
     def extent(self) -> int:
-        return hint(product(a.extent for a in self.axes))
+        """Places, as far as estimates go."""
+        return hint(self.size)
 
     @property
     def count(self) -> int:
@@ -34,8 +40,8 @@ class Dim:
 
     @property
     def ragged(self) -> bool:
-        """Whether the last block has places that do not exist."""
-        return self.extent % self.block != 0
+        """Whether the last block may have places that do not exist."""
+        return (self.size % self.block).value != 0
 
 
 @dataclass(frozen=True)

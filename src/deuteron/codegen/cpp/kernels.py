@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deuteron.base.device import DeviceSpec
@@ -306,7 +306,7 @@ def write_function(task: Written, context: Context) -> CppKernel:
     lines += [] if accesses else taken
     lines += ["  " + s for s in task.shared]
     if task.threaded:
-        guard = "" if task.fixed else f" if({_work_text(task.loops, task.machine, task.numbers)})"
+        guard = "" if task.fixed else f" if({_work_text(task)})"
         lines += [f"  #pragma omp parallel{guard}", "  {", *("    " + s for s in task.body), "  }"]
     else:
         lines += ["  " + s for s in task.body]
@@ -481,19 +481,24 @@ def _least_us(machine: Machine) -> float:
     return PARALLEL_US + PARALLEL_US_PER_THREAD * machine.threads
 
 
-def _work_text(nests: Sequence[Loops], machine: Machine, numbers: Iterable[int]) -> str:
+def _work_text(task: Threaded) -> str:
     """C text: whether the work at the actual sizes pays for threads."""
-    em = Emitter({}, set(), iter(numbers))
-    parts = []
-    for n in nests:
-        axes = (*n.parallel, *n.reduced)
+    em = Emitter({}, set(), itertools.count())
+    work = []
+    if task.kernel.contraction is not None:
+        axes = task.kernel.contraction[0].axes
+        work.append((axes, task.kernel.predicted_us * task.machine.threads / max(1, size(axes))))
+    for n in task.loops:
         each = (
             sum(a.itemsize for a in n.accesses) / CORE_BYTES_PER_US
             + flops_of(n.nodes) / CORE_FLOPS_PER_US
         )
+        work.append(((*n.parallel, *n.reduced), each))
+    parts = []
+    for axes, each in work:
         total = "*".join(f"(double)({em._sum(a.extent)})" for a in axes) or "1.0"
         parts.append(f"{total}*{each:.3g}")
-    return f"{' + '.join(parts)} > {_least_us(machine)}"
+    return f"{' + '.join(parts)} > {_least_us(task.machine)}"
 
 
 def _symbols(kernel: Kernel) -> tuple[Sym, ...]:
@@ -501,6 +506,8 @@ def _symbols(kernel: Kernel) -> tuple[Sym, ...]:
     for _, lay in (*kernel.reads, *kernel.writes):
         for i in (*lay.shape, *lay.strides, lay.offset):
             symbols |= i.syms()
+    if kernel.contraction is not None:
+        symbols |= kernel.contraction[0].syms()
     for nest in kernel.nests:
         for a in (*nest.parallel, *nest.reduced):
             symbols |= a.extent.syms()

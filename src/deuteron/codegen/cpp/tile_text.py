@@ -19,9 +19,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from deuteron.codegen.cpp import scalars
+from deuteron.codegen.cpp.emit import size_name
 from deuteron.codegen.cpp.reductions import combine
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
-from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, fits_int, is_nonneg
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, fits_int, is_nonneg
 from deuteron.ir.operations import INTS, REDUCTIONS
 from deuteron.schedule.tiling import Dim, Tiling
 
@@ -63,7 +64,7 @@ class Printer:
         self.programs()
         self.block(code)
         share = ["#pragma omp for schedule(dynamic) nowait"] if threaded else []
-        head = f"for (long long pid = 0; pid < {self.tiling.programs()}; ++pid) {{"
+        head = f"for (long long pid = 0; pid < {self.program_count()}; ++pid) {{"
         return [*share, head, *("  " + a for a in self.arrays), *self.lines, "}"]
 
     def add(self, text: str) -> None:
@@ -122,30 +123,46 @@ class Printer:
         self.add("long long rest = pid;")
         for d in reversed(self.tiling.dims):
             if d.mode == "grid":
-                self.add(f"const int {d.name}_at = (int)(rest % {d.count}) * {d.block};")
-                self.add(f"rest /= {d.count};")
-                self.limit(d, str(d.extent))
+                self.add(f"const int {d.name}_at = (int)(rest % {self.count(d)}) * {d.block};")
+                self.add(f"rest /= {self.count(d)};")
+                self.limit(d, self.number_of(d.size))
             elif d.mode == "whole":
-                self.add(f"constexpr int {d.name}_at = 0, {d.name}_n = {d.extent};")
+                self.add(f"constexpr int {d.name}_at = 0, {d.name}_n = {self.number_of(d.size)};")
+
+    def number_of(self, n: Index) -> str:
+        return str(n.value) if n.value is not None else f"({self.sum(n, {})})"
+
+    def count(self, d: Dim) -> str:
+        """The text of how many blocks a dimension has."""
+        if d.size.value is not None:
+            return str(d.count)
+        size = self.number_of(d.size)
+        return size if d.block == 1 else f"(({size} + {d.block - 1}) / {d.block})"
+
+    def program_count(self) -> str:
+        grid = [d for d in self.tiling.dims if d.mode == "grid"]
+        if all(d.size.value is not None for d in grid):
+            return str(self.tiling.programs())
+        return " * ".join(self.count(d) for d in grid)
 
     def limit(self, d: Dim, stop: str) -> None:
         """How many places a block has."""
-        if stop == str(d.extent) and not d.ragged:
+        if stop == self.number_of(d.size) and not d.ragged:
             self.add(f"constexpr int {d.name}_n = {d.block};")
             return
-        left = f"{stop} - {d.name}_at"
+        left = f"(int)({stop} - {d.name}_at)"
         self.add(f"const int {d.name}_n = {left} < {d.block} ? {left} : {d.block};")
 
     def loop(self, loop: Loop) -> None:
         d = self.dims[loop.dim]
-        start, stop = "0", str(d.extent)
+        start, stop = "0", (end := self.number_of(d.size))
         if loop.start is not None:
             low = self.text(loop.start)
             start = f"({low} > 0 ? (int)({low}) / {d.block} * {d.block} : 0)"
-            start = f"({low} < {d.extent} ? {start} : {d.extent})"
+            start = f"(int)({low} < {end} ? {start} : {end})"
         if loop.stop is not None:
             high, stop = self.text(loop.stop), f"{d.name}_stop{self.number[id(loop)]}"
-            self.add(f"const int {stop} = {high} < {d.extent} ? (int)({high}) : {d.extent};")
+            self.add(f"const int {stop} = (int)({high} < {end} ? {high} : {end});")
         at = f"{d.name}_at"
         self.add(f"for (int {at} = {start}; {at} < {stop}; {at} += {d.block}) {{")
         before, self.indent = (self.indent, self.here), self.indent + "  "
@@ -471,8 +488,8 @@ class Printer:
                 name, below, extent = c.attr
                 block = self.dims[name].block > 1 and name not in self.first
                 text = f"({name}_at + {name})" if block else f"{name}_at"
-                text = text if below.value == 1 else f"({text} / {below.value})"
-                return text if extent is None else f"({text} % {extent.value})"
+                text = text if below.value == 1 else f"({text} / {self.number_of(below)})"
+                return text if extent is None else f"({text} % {self.number_of(extent)})"
             case "edge":
                 name, last = c.attr
                 return f"({name}_at + {name}_n - 1)" if last else f"{name}_at"
@@ -511,6 +528,8 @@ class Printer:
     def atom(self, a: object, names: Mapping[Axis, str]) -> str:
         if isinstance(a, Axis):
             return names[a]
+        if isinstance(a, Sym):
+            return size_name(a)
         if isinstance(a, MinMax):
             x, y = f"({self.sum(a.a, names)})", f"({self.sum(a.b, names)})"
             return f"({x} {'<' if a.kind == 'min' else '>'} {y} ? {x} : {y})"

@@ -11,10 +11,17 @@ from dataclasses import replace
 
 from deuteron.base.text import plain_name
 from deuteron.codegen.lowering import Tiles, lower_nest
+from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.kernel import ALIGNED_CONSTEXPR, Box, Config, TritonKernel
 from deuteron.codegen.triton.scalars import POINTER_TYPES
-from deuteron.codegen.triton.sizes import MAX_INT32_INDEX
-from deuteron.codegen.triton.source import MODULE_HEADER, comments_of
+from deuteron.codegen.triton.sizes import (
+    aligned_sizes,
+    blocks_text,
+    contraction_indices,
+    index_width,
+    symbols_of,
+)
+from deuteron.codegen.triton.source import INDEX_CHOICE, MODULE_HEADER, comments_of
 from deuteron.codegen.triton.tiles import Printer
 from deuteron.ir.nest import Nest
 from deuteron.ir.operations import ITEMSIZE
@@ -29,19 +36,26 @@ def contraction_kernel(kernel: Kernel) -> TritonKernel:
     nest, tiling = kernel.contraction
     layouts = dict(kernel.reads) | dict(kernel.writes)
     pointers = {n: f"p{k}_{plain_name(n)}" for k, n in enumerate(layouts)}
-    body, boxes = printed(nest, tiling, layouts, pointers)
+    indices = contraction_indices(nest, tiling, layouts)
+    symbols = symbols_of(indices, layouts)
+    static, wide_source, wide = index_width(indices, layouts)
+    index_type = ("tl.int64" if wide else "tl.int32") if static else "INDEX"
+    body, boxes = printed(nest, tiling, layouts, pointers, index_type)
     if boxes:
-        plain, _ = printed(nest, replace(tiling, fetches=False, puts=False), layouts, pointers)
+        unboxed = replace(tiling, fetches=False, puts=False)
+        plain, _ = printed(nest, unboxed, layouts, pointers, index_type)
         body = [f"if {ALIGNED_CONSTEXPR}:", *indented(body), "else:", *indented(plain)]
     name = f"triton_{kernel.name}"
     lines = [
         *comments_of(kernel, layouts, pointers),
         f"# {tiling}",
+        *([] if static else [INDEX_CHOICE]),
         "pid = tl.program_id(0)",
         *body,
     ]
-    flags = ("STAGES", *((ALIGNED_CONSTEXPR,) if boxes else ()))
-    params = (*pointers.values(), *boxes)
+    flags = ("STAGES", *(() if static else ("INDEX_BITS",)))
+    flags += (ALIGNED_CONSTEXPR,) if boxes else ()
+    params = (*pointers.values(), *map(size_name, symbols), *boxes)
     text = [
         MODULE_HEADER,
         "@triton.jit",
@@ -54,32 +68,49 @@ def contraction_kernel(kernel: Kernel) -> TritonKernel:
     return TritonKernel(
         name=name,
         source="\n".join(text),
-        args=(*(("tensor", n) for n in names), *(("box", "") for _ in boxes)),
+        args=(
+            *(("tensor", n) for n in names),
+            *(("size", s) for s in symbols),
+            *(("box", "") for _ in boxes),
+        ),
         params=params,
         types=(
             *types,
+            *("i64" if static and wide else "i32" for _ in symbols),
             *(f"tensordesc<{types[b.tensor][1:]}{list(b.block)}>" for b in boxes.values()),
         ),
         constexprs=flags,
         configs=(Config((("STAGES", tiling.num_stages),), tiling.num_warps, tiling.num_stages),),
-        grid_source=str(tiling.grid()),
-        aligned=tuple(pointers.values()),
+        grid_source=grid_text(tiling),
+        aligned=(*pointers.values(), *aligned_sizes(symbols)),
+        wide_source=wide_source,
         fp_fusion=True,
         boxes=tuple(boxes.values()),
     )
 
 
+def grid_text(tiling: Tiling) -> str:
+    """Python text of the number of programs."""
+    dims = [d for d in tiling.dims if d.mode == "grid"]
+    if all(d.size.value is not None for d in dims):
+        return str(tiling.grid())
+    total = " * ".join(blocks_text(d.size, str(d.block)) for d in dims)
+    return f"min({total}, {tiling.persistent})" if tiling.persistent else total
+
+
 def printed(
-    nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], pointers: Mapping[str, str]
+    nest: Nest,
+    tiling: Tiling,
+    layouts: Mapping[str, Layout],
+    pointers: Mapping[str, str],
+    index_type: str,
 ) -> tuple[list[str], dict[str, Box]]:
     """The lines of the function's body; the boxes that it wants, by parameter."""
-    ends = [lay.extent() + lay.offset for lay in layouts.values()]
-    wide = any(e.value is None or e.value > MAX_INT32_INDEX for e in ends)
     fast = all(s.operands != "f32" for s in nest.reductions().values())
     code = lower_nest(
         nest, tiling, layouts, Tiles(whole=True, powers=True, reciprocals=fast, quarters=True)
     )
-    printer = Printer(tiling, pointers, "tl.int64" if wide else "tl.int32", fast)
+    printer = Printer(tiling, pointers, index_type, fast)
     lines, names = printer.print(code), list(layouts)
     boxes = {
         param: Box(

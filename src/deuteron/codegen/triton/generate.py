@@ -31,13 +31,15 @@ from deuteron.codegen.triton.predicated_loads import predicate_loads
 from deuteron.codegen.triton.scalars import POINTER_TYPES
 from deuteron.codegen.triton.scanning import scan_tiling
 from deuteron.codegen.triton.sizes import (
+    aligned_sizes,
+    all_indices,
     flag_count,
     grids_text,
     index_width,
     python_text,
     symbols_of,
 )
-from deuteron.codegen.triton.source import COUNTER_PARAM, first_nests, function_text
+from deuteron.codegen.triton.source import COUNTER_PARAM, INDEX_CHOICE, first_nests, function_text
 from deuteron.codegen.triton.tiling import Tiling, choose, cross_row_reductions, most_stages
 from deuteron.codegen.triton.unroll import unroll_short_reductions
 from deuteron.codegen.triton.unroll_and_jam import unroll_and_jam
@@ -166,8 +168,9 @@ def choose_tiling(task: Looped, context: Context) -> Tiled:
 
 def measure_indices(task: Tiled, context: Context) -> Measured:
     """Which sizes the kernel takes; whether 32 bits hold its indices."""
-    symbols = symbols_of(task.loops, task.layouts)
-    static, wide_source, wide = index_width(task.loops, task.layouts)
+    indices = all_indices(task.loops)
+    symbols = symbols_of(indices, task.layouts)
+    static, wide_source, wide = index_width(indices, task.layouts)
     return extended(
         Measured, task, symbols=symbols, static=static, wide_source=wide_source, wide=wide
     )
@@ -192,8 +195,7 @@ def write_nests(task: Measured, context: Context) -> Written:
     ]
     bodies = [lines for lines, _ in written]
     if not task.static:
-        choice = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
-        bodies = [[choice, *b] for b in bodies]
+        bodies = [[INDEX_CHOICE, *b] for b in bodies]
     asserts = any(asserts for _, asserts in written)
     return extended(Written, task, pointers=pointers, bodies=tuple(bodies), asserts=asserts)
 
@@ -233,7 +235,7 @@ def write_function(task: Written, context: Context) -> TritonKernel:
         grid_source=grids_text(tilings, blocks, task.loops, first_nests(kernel)),
         aligned=(
             *pointers.values(),
-            *(size_name(s) for s in symbols if s.hint and s.hint % 16 == 0),
+            *aligned_sizes(symbols),
         ),
         wide_source=task.wide_source,
         debug=task.asserts,

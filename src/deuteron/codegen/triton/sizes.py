@@ -6,14 +6,19 @@ constexprs, which who launches evaluates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from deuteron.codegen.loops import SPLIT, Loops
+from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.scanning import flag_count_text
 from deuteron.codegen.triton.tiling import Tiling
-from deuteron.ir.expr import own_indices
+from deuteron.ir.expr import Expr, own_indices
 from deuteron.ir.index import Div, Index, MinMax, Mod, Sym, atom, bound, is_nonneg, product
+from deuteron.ir.nest import Nest as ContractionNest
+from deuteron.ir.nest import Store as ContractionStore
+from deuteron.ir.nest import roots as contraction_roots
 from deuteron.ir.program import Layout
+from deuteron.schedule.tiling import Tiling as ContractionTiling
 
 # An index may pass the end of its tensor by a block before its mask is applied.
 MAX_INT32_INDEX = 2**31 - 2**20
@@ -24,15 +29,38 @@ def all_indices(nests: Iterable[Loops]) -> list[Index]:
     those divide, compare and choose from. (Sums may wrap around and come back, these may not.)"""
     indices: dict[Index, None] = {}
     for n in nests:
-        for root in n.roots():
-            for node in root.walk():
-                indices.update(dict.fromkeys(own_indices(node)))
-                if node.op == "check":
-                    indices[node.attr] = None
+        indices.update(dict.fromkeys(indices_of(n.roots())))
         indices.update(dict.fromkeys(n.addresses()))
         indices.update(dict.fromkeys(a.extent for a in (*n.parallel, *n.reduced)))
         indices[product(a.extent for a in n.parallel)] = None
         indices[product(a.extent for a in n.reduced)] = None
+    return with_parts(indices)
+
+
+def contraction_indices(
+    nest: ContractionNest, tiling: ContractionTiling, layouts: Mapping[str, Layout]
+) -> list[Index]:
+    """The same of a kernel with products."""
+    indices = dict.fromkeys(indices_of(e for s in nest.statements for e in contraction_roots(s)))
+    for s in nest.statements:
+        places = [(s.tensor, s.index)] if isinstance(s, ContractionStore) else []
+        places += [n.attr[:2] for e in contraction_roots(s) for n in e.loads()]
+        indices.update((layouts[n].address(at), None) for n, at in places if n in layouts)
+    for d in tiling.dims:
+        indices.update(dict.fromkeys((d.size, *(a.extent for a in d.axes))))
+    return with_parts(indices)
+
+
+def indices_of(roots: Iterable[Expr]) -> Iterator[Index]:
+    for root in roots:
+        for node in root.walk():
+            yield from own_indices(node)
+            if node.op == "check":
+                yield node.attr
+
+
+def with_parts(indices: dict[Index, None]) -> list[Index]:
+    """With what they divide, compare and choose from."""
     for i in list(indices):
         for a in i.atoms():
             if isinstance(a, (Div, Mod)):
@@ -42,10 +70,10 @@ def all_indices(nests: Iterable[Loops]) -> list[Index]:
     return list(indices)
 
 
-def symbols_of(nests: Iterable[Loops], layouts: Mapping[str, Layout]) -> tuple[Sym, ...]:
+def symbols_of(indices: Iterable[Index], layouts: Mapping[str, Layout]) -> tuple[Sym, ...]:
     """The sizes that indices depend on, and those that tell how wide indices are."""
     symbols: set[Sym] = set()
-    for i in all_indices(nests):
+    for i in indices:
         symbols |= i.syms()
     for lay in layouts.values():
         symbols |= (lay.extent() + lay.offset).syms()
@@ -53,15 +81,14 @@ def symbols_of(nests: Iterable[Loops], layouts: Mapping[str, Layout]) -> tuple[S
 
 
 def index_width(
-    nests: Sequence[Loops], layouts: Mapping[str, Layout]
+    indices: Iterable[Index], layouts: Mapping[str, Layout]
 ) -> tuple[bool, str | None, bool]:
     """(whether the sizes are known, Python test for 64-bit indices where not, whether they are
-    needed where known).
-    """
+    needed where known), of a kernel that computes these indices."""
     ends: dict[Index, None] = {}
     for lay in layouts.values():
         ends[lay.extent() + lay.offset] = None
-    for i in all_indices(nests):
+    for i in indices:
         if SPLIT in i.axes():  # within the tensor of partial results, which is a layout
             continue
         top, low = bound(i, True), bound(i, False)
@@ -79,6 +106,11 @@ def index_width(
         return True, None, False
     tests = sorted({f"{python_text(e)} > {MAX_INT32_INDEX}" for e in unknown})
     return False, " or ".join(tests), False
+
+
+def aligned_sizes(symbols: Iterable[Sym]) -> Iterator[str]:
+    """Sizes that may be declared multiples of 16: those whose hint is."""
+    return (size_name(s) for s in symbols if s.hint and s.hint % 16 == 0)
 
 
 def python_text(index: Index, name: Callable[[Sym], str] = lambda s: s.name) -> str:
@@ -151,6 +183,9 @@ def grid_text(tiling: Tiling, blocks: Mapping[str, str], nest: Loops) -> str:
 
 __all__ = [
     "MAX_INT32_INDEX",
+    "aligned_sizes",
+    "all_indices",
+    "contraction_indices",
     "flag_count",
     "grids_text",
     "index_width",

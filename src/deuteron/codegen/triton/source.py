@@ -18,6 +18,8 @@ from deuteron.schedule.kernel import Kernel
 # Counts the programs that are done, in kernels with barriers.
 COUNTER_PARAM = "counter_ptr"
 
+# Where sizes that a call has decide which type holds the indices.
+INDEX_CHOICE = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
 MODULE_HEADER = """import triton
 import triton.language as tl
 
@@ -104,18 +106,18 @@ def _programs(tiling: Tiling, blocks: Mapping[str, str], kernel: Kernel, i: int)
     counts = {d: product(a.extent for a in axes) for d, axes in tiling.dims}
 
     def cut(d: str) -> str:
-        return f"tl.cdiv({_size_text(counts[d])}, {blocks[d]})"
+        return f"tl.cdiv({size_text(counts[d])}, {blocks[d]})"
 
     if tiling.kind == "points":
         rows = (
-            [_size_text(product(a.extent for a in tiling.program_axes))]
+            [size_text(product(a.extent for a in tiling.program_axes))]
             if tiling.program_axes
             else []
         )
         text = " * ".join([*rows, *(cut(d) for d in blocks)])
         return text if tiling.serial_blocks == 1 else f"tl.cdiv({text}, {tiling.serial_blocks})"
     if tiling.kind == "scan":
-        return f"{_size_text(counts['x'])} * {cut('r')}"
+        return f"{size_text(counts['x'])} * {cut('r')}"
     if tiling.kind == "rows":
         return cut("x")
     row_split = kernel.nests[i].row_split
@@ -123,7 +125,7 @@ def _programs(tiling: Tiling, blocks: Mapping[str, str], kernel: Kernel, i: int)
     return f"{row_split[1]} * {cut('r')}" if tiling.tiled else str(row_split[1])
 
 
-def _size_text(index: Index) -> str:
+def size_text(index: Index) -> str:
     text = python_text(index, size_name)
     return text.strip("()") if text.strip("()").isdigit() else text
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from deuteron.base.text import plain_name
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
 from deuteron.codegen.triton import scalars
-from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, fits_int, is_nonneg
+from deuteron.codegen.triton.emit import size_name
+from deuteron.codegen.triton.source import size_text
+from deuteron.ir.index import Axis, Div, Index, MinMax, Mod, Sym, fits_int, is_nonneg
 from deuteron.ir.operations import FLOATS, REDUCTIONS
 from deuteron.schedule.boxes import Box
 from deuteron.schedule.tiling import Dim, Tiling
@@ -28,7 +30,7 @@ class Printer:
     def __init__(
         self, tiling: Tiling, pointers: Mapping[str, str], index_type: str, fast: bool
     ) -> None:
-        self.fast, self.wide = fast, index_type == "tl.int64"
+        self.fast, self.wide = fast, index_type != "tl.int32"
         self.boxes: dict[tuple[str, Box], str] = {}  # tensors that the copy engine moves
         self.tiling, self.pointers, self.index_type = tiling, pointers, index_type
         self.dims = {d.name: d for d in tiling.dims}
@@ -47,33 +49,41 @@ class Printer:
         """Which blocks a program has: of the two inner dimensions in narrow columns."""
         grid = [d for d in self.tiling.dims if d.mode == "grid"]
         tiled = [d for d in grid if d.block > 1]
-        total = self.tiling.programs()
         if self.tiling.persistent:
-            self.add(f"for tile in tl.range(pid, {total}, {self.tiling.grid()}, flatten=True):")
+            total = " * ".join(self.count(d) for d in grid)
+            fixed = all(d.size.value is not None for d in grid)
+            step = self.tiling.grid() if fixed else "tl.num_programs(0)"
+            self.add(f"for tile in tl.range(pid, {total}, {step}, flatten=True):")
             self.indent += "    "
         self.add(f"rest = {'tile' if self.tiling.persistent else 'pid'}")
         if len(tiled) == 2:
             rows, columns = tiled
-            each = f"{RASTER} * {columns.count}"
-            both = rows.count * columns.count
-            self.add(f"inside = rest % {both}")
-            self.add(f"rest = rest // {both}")
+            each, both = (f"{n} * {self.count(columns)}" for n in (RASTER, self.count(rows)))
+            self.add(f"inside = rest % ({both})")
+            self.add(f"rest = rest // ({both})")
             self.add(f"first = inside // ({each}) * {RASTER}")
-            self.add(f"high = tl.minimum({rows.count} - first, {RASTER})")
+            self.add(f"high = tl.minimum({self.count(rows)} - first, {RASTER})")
             self.add(f"{rows.name}_at = (first + inside % ({each}) % high) * {rows.block}")
             self.add(f"{columns.name}_at = inside % ({each}) // high * {columns.block}")
         else:
             for d in tiled:
-                self.add(f"{d.name}_at = rest % {d.count} * {d.block}")
-                self.add(f"rest = rest // {d.count}")
+                self.add(f"{d.name}_at = rest % {self.count(d)} * {d.block}")
+                self.add(f"rest = rest // {self.count(d)}")
         for d in reversed([d for d in grid if d.block == 1]):
-            self.add(f"{d.name}_at = rest % {d.count}")
-            self.add(f"rest = rest // {d.count}")
+            self.add(f"{d.name}_at = rest % {self.count(d)}")
+            self.add(f"rest = rest // {self.count(d)}")
         for d in self.tiling.dims:
             if d.mode == "whole":
                 self.add(f"{d.name}_at = 0")
             if d.mode != "loop":
                 self.places(d.name)
+
+    def count(self, d: Dim) -> str:
+        """The text of how many blocks a dimension has."""
+        if d.size.value is not None:
+            return str(d.count)
+        text = size_text(d.size)
+        return text if d.block == 1 else f"tl.cdiv({text}, {d.block})"
 
     def places(self, name: str) -> None:
         d = self.dims[name]
@@ -131,7 +141,7 @@ class Printer:
 
     def loop(self, loop: Loop) -> None:
         d = self.dims[loop.dim]
-        start, stop = "0", str(d.extent)
+        start, stop = "0", size_text(d.size)
         if loop.start is not None:
             start = f"{self.place(loop.start, d)} // {d.block} * {d.block}"
         if loop.stop is not None:
@@ -147,7 +157,7 @@ class Printer:
 
     def place(self, v: Value, d: Dim) -> str:
         """A place of a dimension, or the one behind the last; also of numbers that are loaded."""
-        text = f"tl.minimum(tl.maximum({v.name}, 0), {d.extent})"
+        text = f"tl.minimum(tl.maximum({v.name}, 0), {size_text(d.size)})"
         return f"{text}.to(tl.int32)" if v.dtype == "i64" else text
 
     # -- values ------------------------------------------------------------------------------------
@@ -173,16 +183,15 @@ class Printer:
         match c.kind:
             case "place":
                 name, below, extent = c.attr
-                text = name if below.value == 1 else f"{name} // {below.value}"
-                return text if extent is None else f"({text}) % {extent.value}"
+                text = name if below.value == 1 else f"{name} // {size_text(below)}"
+                return text if extent is None else f"({text}) % {size_text(extent)}"
             case "edge":
                 name, last = c.attr
                 d = self.dims[name]
-                end = f"tl.minimum({name}_at + {d.block}, {d.extent}) - 1"
+                end = f"tl.minimum({name}_at + {d.block}, {size_text(d.size)}) - 1"
                 return end if last else f"{name}_at"
             case "inside":
-                name, extent = c.attr
-                return f"{name} < {extent}"
+                return f"{c.attr} < {size_text(self.dims[c.attr].size)}"
             case "index":
                 return self.index(c, args)
             case "load":
@@ -234,6 +243,8 @@ class Printer:
     def atom(self, a: object, names: Mapping[Axis, str]) -> str:
         if isinstance(a, Axis):
             return names[a]
+        if isinstance(a, Sym):
+            return size_name(a)
         if isinstance(a, MinMax):
             return f"tl.{a.kind}imum({self.sum(a.a, names)}, {self.sum(a.b, names)})"
         assert isinstance(a, (Div, Mod)), a
