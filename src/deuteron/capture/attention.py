@@ -72,7 +72,11 @@ def plain_attention(
         empty = highest == -math.inf
         finite = torch.where(empty.unsqueeze(-1), 0.0, scores)
         total = torch.where(empty, -math.inf, torch.logsumexp(finite, -1))
-        return in_order_of(result, memory_order(query.shape, [query.stride()])), total / math.log(2), highest / math.log(2)
+        return (
+            in_order_of(result, memory_order(query.shape, [query.stride()])),
+            total / math.log(2),
+            highest / math.log(2),
+        )
 
 
 def attended(
@@ -149,7 +153,8 @@ def plain_masked_attention(
     fastest: tuple[int, ...],
 ) -> Tensor:
     """query[..., H, M, E], key[..., K, N, E], value[..., K, N, V]; H = K, or a multiple where
-    `enable_gqa`. The result[..., H, M, V] has dimensions in memory in this order, see `in_order_of`."""
+    `enable_gqa`. The result[..., H, M, V] has dimensions in memory in an order, see
+    `in_order_of`."""
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
