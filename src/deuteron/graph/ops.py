@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from deuteron.ir.operations import DEAR_OPS
+
 
 @cache
 def resolve(name: str) -> Any:
@@ -229,43 +231,7 @@ def storage(val: torch.Tensor | None) -> Any:
 # -- what an operator costs, per element of its result, in vector FLOPs ----------------------------
 TRANSCENDENTAL = frozenset(
     "aten." + n
-    for n in [
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erf",
-        "erfc",
-        "erfinv",
-        "sigmoid",
-        "gelu",
-        "silu",
-        "mish",
-        "softplus",
-        "pow",
-        "atan2",
-        "lgamma",
-        "digamma",
-        "logaddexp",
-        "elu",
-        "selu",
-        "celu",
-    ]
+    for n in (*DEAR_OPS, *["gelu", "silu", "mish", "softplus", "logaddexp", "elu", "selu", "celu"])
 )
 REDUCTIONS = frozenset(
     "aten." + n

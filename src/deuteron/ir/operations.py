@@ -49,6 +49,8 @@ _OPS: tuple[tuple[int, float, str], ...] = (
 SCALAR_OPS = {name: (arity, cost) for arity, cost, names in _OPS for name in names.split()}
 
 
+# Those that are functions of a library, or some twenty instructions.
+DEAR_OPS = frozenset(n for n, (_, cost) in SCALAR_OPS.items() if cost >= 12)
 # Operations that integers do not have.
 FLOATS_ONLY = frozenset(
     {n for n, (arity, cost) in SCALAR_OPS.items() if arity == 1 and cost > 1}

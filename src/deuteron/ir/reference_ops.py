@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from deuteron.ir.operations import REDUCTIONS
+from deuteron.ir.operations import REDUCTIONS, SCALAR_OPS
 
 TO_TORCH: dict[str, torch.dtype] = {
     "bool": torch.bool,
@@ -46,45 +46,13 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     )
 
 
-_SAME_NAME = (
-    *("neg", "abs", "sign", "floor", "ceil", "trunc", "round", "reciprocal", "sqrt", "rsqrt"),
-    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "sigmoid", "where"),
-    *(
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asinh",
-        "acosh",
-        "atanh",
-    ),
-    *(
-        "erf",
-        "erfc",
-        "erfinv",
-        "lgamma",
-        "digamma",
-        "add",
-        "mul",
-        "maximum",
-        "minimum",
-        "fmax",
-        "fmin",
-    ),
-    *("lt", "le", "gt", "ge", "eq", "ne", "isnan", "isinf", "signbit", "copysign", "nextafter"),
-    *("logical_and", "logical_or", "logical_xor", "logical_not", "atan2", "hypot", "ldexp"),
-    *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
-)
+_SPECIAL = ("i0", "i0e", "i1", "i1e", "ndtri")
+_OTHERS = {"sub", "div", "floordiv", "truncdiv", "fmod", "remainder", "lshift", "rshift", "fma"}
 
 
 _TABLE: dict[str, Callable[..., Tensor]] = {
-    **{name: getattr(torch, name) for name in _SAME_NAME},
-    **{name: getattr(torch.special, name) for name in ("i0", "i0e", "i1", "i1e", "ndtri")},
+    **{name: getattr(torch, name) for name in SCALAR_OPS.keys() - _OTHERS - {*_SPECIAL}},
+    **{name: getattr(torch.special, name) for name in _SPECIAL},
     "sub": lambda a, b: torch.logical_xor(a, b) if a.dtype == torch.bool else a - b,
     "div": torch.true_divide,
     "floordiv": lambda a, b: divided("floordiv", a, b),

@@ -21,7 +21,7 @@ from deuteron.ir import expr as E
 from deuteron.ir.divisors import nonzero
 from deuteron.ir.expr import Expr, cast, literal, op
 from deuteron.ir.index import Index, const
-from deuteron.ir.operations import FLOAT8, FLOATS, HALF, INTS
+from deuteron.ir.operations import FLOAT8, FLOATS, HALF, INTS, SCALAR_OPS
 from deuteron.lower.core import TORCH_DTYPES, LowerContext, Value, lowering, make
 
 
@@ -94,42 +94,18 @@ def pointwise(
 
 
 # aten name -> scalar op, result computed in the compute dtype of the result
-UNARY_OPERATORS = [
-    "neg",
-    "abs",
-    "floor",
-    "ceil",
-    "trunc",
-    "sqrt",
-    "rsqrt",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asinh",
-    "acosh",
-    "atanh",
-    "erf",
-    "erfc",
-    "erfinv",
-    "sigmoid",
-    "lgamma",
-    "digamma",
-    "reciprocal",
-    "bitwise_not",
-]
+SPECIAL_FUNCTIONS = {
+    "special_i0e": "i0e",
+    "special_i1": "i1",
+    "special_i1e": "i1e",
+    "special_ndtri": "ndtri",
+    "i0": "i0",
+}
+UNARY_OPERATORS = sorted(
+    {n for n, (arity, _) in SCALAR_OPS.items() if arity == 1}
+    - {"logical_not", "isnan", "isinf", "signbit", "sign", "round"}  # of other dtypes
+    - {*SPECIAL_FUNCTIONS.values()}  # of other names
+)
 BINARY_OPERATORS = [
     "maximum",
     "minimum",
@@ -145,13 +121,6 @@ BINARY_OPERATORS = [
     "bitwise_or",
     "bitwise_xor",
 ]
-SPECIAL_FUNCTIONS = {
-    "special_i0e": "i0e",
-    "special_i1": "i1",
-    "special_i1e": "i1e",
-    "special_ndtri": "ndtri",
-    "i0": "i0",
-}
 BOOL_FORM = {
     "maximum": "logical_or",
     "minimum": "logical_and",

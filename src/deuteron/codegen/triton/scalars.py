@@ -13,7 +13,7 @@ import struct
 from typing import Any
 
 from deuteron.ir.float8 import float8_bits
-from deuteron.ir.operations import FLOAT8, FLOATS, HALF, INTS, ITEMSIZE
+from deuteron.ir.operations import DEAR_OPS, FLOAT8, FLOATS, HALF, INTS, ITEMSIZE
 
 TRITON_TYPES = {
     "bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32",
@@ -38,58 +38,19 @@ BOOLEAN_OPS = {**INFIX_OPS, "add": "|", "mul": "&", "maximum": "|", "minimum": "
            "fmin": "&", "sub": "!="}  # fmt: skip
 # Operations whose result on a half type is one of its values without a rounding.
 EXACT_IN_HALF = frozenset(("abs", "where", "maximum", "minimum", "neg"))
-LIBM_FUNCTIONS = frozenset(
+LIBM_FUNCTIONS = DEAR_OPS.union(
     [
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erf",
-        "erfc",
-        "erfinv",
-        "lgamma",
-        "digamma",
-        "i0",
-        "i0e",
-        "i1",
-        "i1e",
-        "ndtri",
-        "rsqrt",
-        "trunc",
-        "sigmoid",
-        "pow",
-        "atan2",
-        "nextafter",
-        "hypot",
-        "copysign",
-        "ldexp",
+        "div",
+        "floordiv",
         "fmod",
         "remainder",
-        "floordiv",
-        "div",
         "sqrt",
+        "rsqrt",
+        "trunc",
         "sign",
         "signbit",
-        "maximum",
-        "minimum",
-        "fmax",
-        "fmin",
-    ]
+        "copysign",
+    ],
 )
 
 
