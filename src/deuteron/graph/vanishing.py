@@ -46,7 +46,7 @@ def drop_vanishing(gm: fx.GraphModule, record: Record) -> int:
         row = same(n.args[0])
         row = same(row.args[0]) if name(row) == "aten.neg" else row
         ends = list(added(n, row))
-        if not ends or Sums().of(n):
+        if not ends or Sums().reduced(n, 0):
             continue
         for u, whole in ends:
             Editor(gm).replace(u, whole)
@@ -70,10 +70,12 @@ def keeps_dims(n: fx.Node) -> bool:
 
 
 def same(n: Any) -> Any:
-    """The node whose numbers these are, but for rounding and repetition."""
+    """The node whose numbers these are, but for repetition, and for rounding of what is no sum: what
+    is divided by a rounded sum does not add up to 1."""
     while name(n) in SAME and n.meta["val"].is_floating_point():
         (source,) = n.all_input_nodes
-        if not source.meta["val"].is_floating_point():
+        kind = source.meta["val"].dtype
+        if not kind.is_floating_point or name(source) == "aten.sum" and n.meta["val"].dtype != kind:
             break
         n = source
     return n
@@ -125,11 +127,9 @@ class Sums:
     def expanded(self, n: fx.Node, depth: int) -> Polynomial | None:
         """None where it is no sum of products."""
         kind = name(n)
-        if kind == "aten.sum" and keeps_dims(n):
-            shape = n.args[0].meta["val"].shape
-            dims = tuple(sorted(d % len(shape) - len(shape) for d in n.args[1]))
-            size = prod(shape[d] for d in dims)
-            return summed(total(m, dims, size, c) for m, c in self.of(n.args[0], depth).items())
+        if kind == "aten.sum":
+            exact = keeps_dims(n) and n.meta["val"].dtype in (torch.float32, torch.float64)
+            return self.reduced(n, depth) if exact else None
         if kind == "aten.neg":
             return times(self.of(n.args[0], depth), {ONE: -1.0})
         if kind not in ("aten.add", "aten.sub", "aten.mul", "aten.div"):
@@ -146,6 +146,13 @@ class Sums:
             return times(a, {frozenset((f, -k) for f, k in m): 1 / c}) if c else None
         sign = 1.0 if kind == "aten.add" else -1.0
         return summed([*a.items(), *((m, sign * c) for m, c in b.items())])
+
+    def reduced(self, n: fx.Node, depth: int) -> Polynomial:
+        """A sum, before it is rounded."""
+        shape = n.args[0].meta["val"].shape  # type: ignore[union-attr]
+        dims = tuple(sorted(d % len(shape) - len(shape) for d in n.args[1]))  # type: ignore
+        size = prod(shape[d] for d in dims)
+        return summed(total(m, dims, size, c) for m, c in self.of(n.args[0], depth).items())
 
 
 def summed(terms: Iterable[tuple[Monomial, float]]) -> Polynomial:
