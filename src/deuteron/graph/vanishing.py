@@ -70,8 +70,8 @@ def keeps_dims(n: fx.Node) -> bool:
 
 
 def same(n: Any) -> Any:
-    """The node whose numbers these are, but for repetition, and for rounding of what is no sum: what
-    is divided by a rounded sum does not add up to 1."""
+    """The node whose numbers these are, but for repetition, and for rounding of other things than
+    sums: what is divided by a rounded sum does not add up to 1."""
     while name(n) in SAME and n.meta["val"].is_floating_point():
         (source,) = n.all_input_nodes
         kind = source.meta["val"].dtype
