@@ -50,6 +50,7 @@ class Plan:
     programs: list[Program] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    made: list[tuple[Any, Context]] = field(default_factory=list)  # artifacts of the last stage
     calls_made: list[Call] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)  # of the last call, by name
     results: Any = None
@@ -111,6 +112,7 @@ def _scheduled(plan: Plan, spec: DeviceSpec, run: bool, part: Part, context: Con
     plan.programs.append(program)
     plan.schedules.append(schedule)
     plan.records.append(context.record)
+    plan.made.append((made, context))
 
     def call(args: list[Any]) -> Sequence[Any]:
         inputs = list(args)

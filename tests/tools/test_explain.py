@@ -95,7 +95,7 @@ def test_why_in_a_sentence(explained: deuteron.Explanation) -> None:
 
 def test_json_has_a_schema_with_a_version(explained: deuteron.Explanation) -> None:
     data = json.loads(explained.to_json())
-    assert (data["schema"], data["version"]) == ("deuteron.report", 1)
+    assert (data["schema"], data["version"]) == ("deuteron.report", 2)
     phases = [p["phase"] for p in data["parts"]]
     assert phases == ["forward", "backward"]
     totals = data["totals"]

@@ -112,7 +112,7 @@ def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]]:
         if set(axes) & reduced and "batch" in roles_here:
             role = "turns"
         elif set(axes) & reduced:
-            nested = any(_nested(nest, nest.reductions()[n]) for n in inside)
+            nested = any(is_nested(nest, nest.reductions()[n]) for n in inside)
             role = "inner" if nested else "loop"
         elif not {"m", "n"} & set(roles_here):
             role = "batch"
@@ -122,7 +122,7 @@ def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]]:
     return _in_order(out, products)
 
 
-def _nested(nest: Nest, s: Reduce) -> bool:
+def is_nested(nest: Nest, s: Reduce) -> bool:
     """Whether a reduction stands in the body of another, over an axis on which it lives."""
     lives = set(nest.lives(s))
     others = (r for r in nest.reductions().values() if lives & set(r.over))
@@ -228,7 +228,7 @@ def kind_of(nest: Nest, chained: bool) -> str:
     if not chained:
         return "products"
     products = [nest.reductions()[n] for n in contractions(nest)]
-    inner = sum(_nested(nest, s) for s in products)
+    inner = sum(is_nested(nest, s) for s in products)
     if len(products) - inner > 1:
         return "gradients"
     return "chains" if inner < 2 else "wide chains"
@@ -520,6 +520,7 @@ __all__ = [
     "known",
     "listed",
     "library_us",
+    "is_nested",
     "passes",
     "points",
     "shares",

@@ -54,7 +54,7 @@ def body(report: Data) -> str:
         classes = ", ".join(f"{reason} {n}" for reason, n in refused.items())
         lines += ["", f"not fused: {counted(sum(refused.values()), 'pair')} ({classes})"]
         example = next(r for p in report["parts"] for r in p["refusals"])
-        a, b = (example[k].partition(":")[0] for k in ("first_label", "second_label"))
+        a, b = (example[k].rpartition(": ")[0] for k in ("first_label", "second_label"))
         lines.append(f'  explanation.why("{a}", "{b}") tells of one; explanation.full() has all')
     return "\n".join(lines)
 
@@ -76,6 +76,7 @@ def part_lines(part: Data) -> Iterator[str]:
         f"{part['phase']}: {counted(part['operations'], 'operation')} → "
         f"{counted(part['kernels'], 'kernel')} + {counted(part['library_calls'], 'library call')}, "
         f"{amount(part['bytes'], 'B')}, {time_of(part)}"
+        + (f"; {part['times']} times a call" if part["times"] > 1 else "")
     )
     rows = rows_of(part)
     for row in rows[:ROWS]:
@@ -87,6 +88,7 @@ def part_lines(part: Data) -> Iterator[str]:
             f"  {time_text(row.us):>8} {row.share:>4.0%} of limit {times:>4}  {row.kind} {row.what}"
             + (f"  [{beside}]" if beside else "")
         )
+        yield from (f"{'':29}{note}" for note in row.steps[0]["notes"] if note[0] != " ")
     if len(rows) > ROWS:
         rest = sum(r.us for r in rows[ROWS:])
         yield f"  {time_text(rest):>8} in {len(rows) - ROWS} more rows: explanation.full()"
@@ -176,6 +178,7 @@ def step_lines(part: Data, s: Data) -> Iterator[str]:
         yield f"    {op_text(s, 99)}"
     if s["reason"]:
         yield f"    {s['reason']}"
+    yield from (f"    {note}" for note in s["notes"])
     for k in s["places"]:
         p = part["places"][k]
         module = f"{p['module']} ({p['class']}) " if p["module"] else ""

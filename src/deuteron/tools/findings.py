@@ -24,33 +24,34 @@ MOST = 10
 
 
 def findings(parts: Sequence[Data], devices: Mapping[str, Data]) -> list[dict[str, Any]]:
-    """At most `MOST`."""
+    """At most `MOST`. What a step repeats counts as often as it runs; that step has its time."""
     rows = [(p, r) for p in parts for r in rows_of(p)]
-    total = sum(r.us for _, r in rows) or 1.0
-    rows.sort(key=lambda pr: -lost(pr[1]))
+    total = sum(r.us for p, r in rows if p["phase"] != "chunk") or 1.0
+    rows.sort(key=lambda pr: -lost(*pr))
     return [
         {
             "title": title(p, r),
             "part": p["id"],
             "steps": [s["id"] for s in r.steps],
-            "us": r.us,
-            "lost_us": lost(r),
-            "of_total": r.us / total,
+            "us": r.us * p["times"],
+            "lost_us": lost(p, r),
+            "of_total": r.us * p["times"] / total,
             "share": r.share,
             "why": list(reasons(p, r, devices)),
         }
         for p, r in rows[:MOST]
-        if lost(r) > 0
+        if lost(p, r) > 0
     ]
 
 
-def lost(row: Row) -> float:
-    return sum(s["lost_us"] for s in row.steps)
+def lost(part: Data, row: Row) -> float:
+    return float(part["times"] * sum(s["lost_us"] for s in row.steps))
 
 
 def title(part: Data, row: Row) -> str:
     where = together(dict.fromkeys(row.modules)) or ", ".join(row.lines)
-    times = f" ×{len(row.steps)}" if len(row.steps) > 1 else ""
+    count = len(row.steps) * part["times"]
+    times = f" ×{count}" if count > 1 else ""
     return f"{row.what}{times} — {where or 'the program'} ({part['phase']})"
 
 

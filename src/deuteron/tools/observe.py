@@ -125,6 +125,7 @@ class Captured:
             return out
 
         call._boxed_call = True  # type: ignore[attr-defined]
+        call.part = part  # type: ignore[attr-defined]  # found there by a step that repeats it
         return call
 
 

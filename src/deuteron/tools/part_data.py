@@ -25,6 +25,7 @@ from deuteron.ir.program import Extern, Input, Layout, ViewArg
 from deuteron.schedule.kernel import Kernel, Step
 from deuteron.schedule.printer import call_lines, kernel_lines
 from deuteron.schedule.profit import elements
+from deuteron.tools.chains import live
 from deuteron.tools.gpu_facts import gpu_facts
 from deuteron.tools.names import Place, op_name, place_of
 from deuteron.tools.observe import Captured, Part
@@ -77,7 +78,13 @@ class PartData:
         """What the user calls an input of the part."""
         nodes = [n for n in self.nodes.values() if n.op == "placeholder"]
         node = nodes[position] if position < len(nodes) else None
-        desc = node.meta.get("desc") if node is not None else None
+        known = self.described(node.meta.get("desc")) if node is not None else None
+        if known is None and node is not None and node.meta.get("desc") is None:
+            return self.label(node.name)
+        return known or fallback
+
+    def described(self, desc: Any) -> str | None:
+        """What the user calls what AOTAutograd describes so; None where that is not known."""
         kind = type(desc).__name__
         target, idx = getattr(desc, "target", None), getattr(desc, "idx", None)
         if isinstance(target, str):
@@ -87,7 +94,21 @@ class PartData:
         if kind == "TangentAOTInput":
             of = getattr(getattr(desc, "output", None), "idx", 0)
             return f"gradient of result {of}"
-        return self.label(node.name) if node is not None and kind == "NoneType" else fallback
+        if kind == "GradAOTOutput":
+            of = self.described(desc.grad_of)
+            return of and f"gradient of {of}"
+        return None
+
+    def gradients(self) -> dict[str, str]:
+        """The tensors that are gradients of what the user has given, by name."""
+        (node,) = (n for n in self.nodes.values() if n.op == "output")
+        descs = node.meta.get("desc") or ()
+        found = {
+            o.tensor: self.described(d)
+            for o, d in zip(self.loaded.program.outputs, descs)
+            if o.tensor is not None and type(d).__name__ == "GradAOTOutput"
+        }
+        return {n: text for n, text in found.items() if text}
 
     def label(self, name: str) -> str:
         """A tensor or node as the user may know it: "layers.0.norm: rsqrt"."""
@@ -121,7 +142,9 @@ class PartData:
             "recomputed": sum(self.is_recomputed(n) for n in calls),
             "steps": steps,
             "tensors": tensors,
-            "memory": self.memory(tensors, len(steps)),
+            "memory": live(tensors, [0] * len(steps)) | {
+                "inputs": sum(t["bytes"] for t in tensors.values() if t["kind"] == "input")
+            },
             "refusals": refused,
             "saved": [self.decided(d) for d in decisions(record, "save")],
             "again": [self.decided(d) for d in decisions(record, "recompute")],
@@ -229,6 +252,7 @@ class PartData:
             "configs": configs,
             "hardware": facts,
             "tiles": tile_data(k, self.layouts, self.part.context.spec(k.device)),
+            "chunks": None,
             "reason": "",
             "product": next((product_data(self.chosen[o.node]) for o in k.origins
                              if o.node in self.chosen), None),
@@ -244,6 +268,7 @@ class PartData:
         node = self.nodes.get(e.origins[0].node) if e.origins else None
         moved = 0 if is_view else sum(self.bytes(n) for n in (*reads, *results, *e.mutates))
         flops = 0 if is_view or node is None else flops_of(node)
+        repeated = node.target if node and isinstance(node.target, Repeat) else None
         lay = self.layouts.get(results[0]) if results else None
         unit = FX_UNITS.get(lay.dtype, "f32") if lay is not None else "f32"
         spec: DeviceSpec = self.part.context.spec(device)
@@ -268,7 +293,8 @@ class PartData:
             "configs": [],
             "hardware": {},
             "tiles": None,
-            "reason": e.reason,
+            "chunks": chunks(repeated) if repeated else None,
+            "reason": "its rows run in chunks (option chunk_mib)" if repeated else e.reason,
             "product": product_data(chosen) if chosen else None,
         }
 
@@ -286,6 +312,7 @@ class PartData:
                 label = self.input_name(d.position, d.name)
                 out[d.name] = tensor_data(d.layout, label, "input", 0, len(steps) - 1)
         results = {o.tensor for o in program.outputs if o.tensor is not None}
+        gradients = self.gradients()
         placed = {e["name"]: e for e in self.part.record.of("buffer")}
         root = self.loaded.plan.home
         for k, s in enumerate(steps):
@@ -294,7 +321,9 @@ class PartData:
                     out[n]["last"] = max(out[n]["last"], k)
                 elif n in self.layouts:
                     kind = "result" if n in results else "between"
-                    out[n] = tensor_data(self.layouts[n], self.label(n), kind, k, k)
+                    out[n] = tensor_data(
+                        self.layouts[n], gradients.get(n) or self.label(n), kind, k, k
+                    )
                     home = root.get(n, n)
                     if home != n:
                         out[n]["in"] = home
@@ -304,23 +333,6 @@ class PartData:
             if n in placed:
                 t["place"] = placed[n]["place"]
         return out
-
-    def memory(self, tensors: Mapping[str, Data], steps: int) -> Data:
-        """Bytes that live during each step, beside the inputs; and what lives at the peak."""
-        mine = {n: t for n, t in tensors.items() if t["kind"] != "input" and "in" not in t}
-        live = [0] * steps
-        for t in mine.values():
-            for k in range(t["first"], min(t["last"], steps - 1) + 1):
-                live[k] += t["bytes"]
-        peak = max(range(steps), key=lambda k: live[k]) if steps else 0
-        at_peak = [n for n, t in mine.items() if t["first"] <= peak <= t["last"]]
-        return {
-            "live": live,
-            "inputs": sum(t["bytes"] for t in tensors.values() if t["kind"] == "input"),
-            "peak_step": peak,
-            "peak": live[peak] if steps else 0,
-            "at_peak": sorted(at_peak, key=lambda n: -mine[n]["bytes"]),
-        }
 
     # -- decisions --------------------------------------------------------------------------------
     def refusal(self, d: Mapping[str, Any]) -> Data:
@@ -359,6 +371,22 @@ def product_data(d: Mapping[str, Any]) -> Data:
             {"who": "generated loops", "us": d["generated_us"], "chosen": bool(d["accepted"])},
             {"who": "library", "us": d["library_us"], "chosen": not d["accepted"]},
         ],
+    }
+
+
+def chunks(repeat: Repeat) -> Data:
+    """The rows of a step that runs in chunks, and its bodies: the part of each, and how often it
+    runs in a call."""
+    whole = repeat.rows // repeat.chunk
+    bodies = (
+        (getattr(call, "part", None), whole if size == repeat.chunk else 1)
+        for size, call in repeat.compiled.items()
+    )
+    return {
+        "rows": repeat.rows,
+        "chunk": repeat.chunk,
+        "count": repeat.chunks,
+        "bodies": [{"part": part.id, "times": n} for part, n in bodies if part is not None],
     }
 
 

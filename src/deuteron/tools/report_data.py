@@ -20,12 +20,13 @@ from deuteron.base.device import device_spec
 from deuteron.base.package import FOLDER, VERSION
 from deuteron.base.record import Record
 from deuteron.base.text import one_line
+from deuteron.tools.chains import relate
 from deuteron.tools.findings import findings
 from deuteron.tools.observe import Observations, short_reason
 from deuteron.tools.part_data import PartData
 from deuteron.tools.words import amount, counted, time_text
 
-SCHEMA, SCHEMA_VERSION = "deuteron.report", 1
+SCHEMA, SCHEMA_VERSION = "deuteron.report", 2
 NOTHING = (
     "nothing was compiled: torch.compile found no operations, or left them to Python "
     "(TORCH_LOGS=graph_breaks says why)"
@@ -108,6 +109,7 @@ def report_data(
     """All that is known of what was compiled."""
     sources: dict[str, str] = {}
     parts = [PartData(g, p, sources).data() for g, p in seen.parts]
+    relate(parts)
     # what a part repeats is counted there
     once = [p for p in parts if p["phase"] != "chunk"]
     totals: Totals = {

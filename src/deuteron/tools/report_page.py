@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from deuteron.tools.advice import advice
+from deuteron.tools.chains import is_chain
 from deuteron.tools.report_diff import difference
 from deuteron.tools.words import amount, time_text
 
@@ -152,23 +153,23 @@ def products(data: Data) -> list[dict[str, Any]]:
 
 
 def attention(data: Data) -> list[dict[str, Any]]:
-    """Steps that are attention: library calls by name, kernels that multiply and exponentiate."""
+    """Steps that are attention (library calls by name, kernels that multiply what they have
+    multiplied), and those that run in chunks of rows."""
     rows = []
     for p in data["parts"]:
         for s in p["steps"]:
-            ops = {o["op"] for o in s["ops"]}
             call = s["kind"] == "library" and any(w in s["name"] for w in ATTENTION_CALLS)
-            own = s["name"].partition("_")[2].startswith("con_") and "exp" in ops
-            if call or own:
+            if not (call or s["chunks"] or is_chain(s)):
+                continue
+            note = f"A library call: {s['reason']}."
+            if s["chunks"]:
+                note = "What lies between its products is in memory for one chunk at a time."
+            elif not call:
                 note = (
-                    f"A library call: {s['reason']}." if call else
-                    "One kernel: scores, softmax and the product with the values; scores are in no "
-                    f"memory. Tiling: {'; '.join(s['configs'][:1]) or 'loops of the CPU'}."
-                )  # fmt: skip
-                near = {*s["reads"], *s["writes"], *(o["node"] for o in s["ops"])}
-                saved = [d["label"] or d["first"] for d in p["saved"] if d["first"] in near]
-                rows.append({**s, "where": where(p, s), "note": note, "what": s["name"],
-                             "saved": ", ".join(saved)})  # fmt: skip
+                    "One kernel: what lies between its products is in no memory. Tiling: "
+                    f"{'; '.join(s['configs'][:1]) or s['tiles']['tiling']}."
+                )
+            rows.append({**s, "where": where(p, s), "note": note, "what": s["name"]})
     return rows
 
 

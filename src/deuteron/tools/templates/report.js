@@ -72,7 +72,8 @@ function fill() {
   const body = document.createDocumentFragment();
   for (const s of shown) body.append(rowOf(s));
   $("table").tBodies[0].replaceChildren(body);
-  const total = shown.reduce((t, s) => t + s.us, 0);
+  // What a step repeats is in its time.
+  const total = shown.reduce((t, s) => t + (!part && s.part.phase === "chunk" ? 0 : s.us), 0);
   const predicted = shown.some((s) => s.measured_us === null) ? "; * predicted" : "";
   $("count").textContent = shown.length + " of " + steps.length + ", " + us(total) + predicted;
   here = -1;
@@ -99,6 +100,7 @@ function detail(s) {
     "limit " + us(s.limit_us) + " (" + s.limit + "), predicted " + us(s.predicted_us) + (s.measured_us === null ? "" : ", measured " + us(s.measured_us)),
     amount(s.bytes, "B") + ", " + amount(s.flops, "FLOP") + ", " + digits(s.flops / Math.max(s.bytes, 1)) + " FLOP per byte",
   ];
+  s.notes.forEach((n) => facts.push(n));
   if (s.reason) facts.push("a library call because: " + s.reason);
   s.configs.forEach((c, k) => facts.push((k === (s.hardware.config || 0) ? "tiling: " : "another tiling: ") + c));
   const h = s.hardware;
