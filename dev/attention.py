@@ -296,7 +296,7 @@ def artifacts() -> dict[str, str]:
             plain[f.__name__.replace("_", " ")] = planned(
                 f, *(h.detach() for h in heads), run=False
             )
-    on_cpu = compiled(attention, [torch.randn(4, 512, 64) for _ in range(3)])
+    on_cpu = compiled(attention, [torch.randn(4, 2048, 64) for _ in range(3)])
     rows = [torch.randn(n, 64, requires_grad=True) for n in (2048, 8192)]
     chunks = compiled(loss, [*rows, torch.randint(0, 8192, (2048,))], chunk_mib=16)
     (note,) = re.findall(r'"(2048 rows in [^"]*)"', chunks["captured/record.json"])

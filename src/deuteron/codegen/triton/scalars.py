@@ -50,6 +50,10 @@ LIBM_FUNCTIONS = DEAR_OPS.union(
         "sign",
         "signbit",
         "copysign",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
     ],
 )
 
