@@ -153,3 +153,30 @@ def test_chunks_are_told(tmp_path: Path) -> None:
     words = f"1000 rows in {c['count']} chunks of {c['chunk']}, by "
     assert words in str(told) and words in told.full() and words in path.read_text()
     assert "option chunk_mib" in told.full()
+
+
+def test_collectives_tell_what_waits_for_them(tmp_path: Path) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available():
+        pytest.skip("torch without distributed")
+    from torch.distributed._functional_collectives import all_reduce
+
+    def reduced(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = all_reduce(x, "sum", dist.group.WORLD)
+        return total + 1, y.relu()
+
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        given = torch.randn(4096), torch.randn(64, 64)
+        for measure in (True, False):
+            told = deuteron.report(reduced, *given, path=tmp_path / "r.html", measure=measure)
+            (part,) = told.data["parts"]
+            (step,) = [s for s in part["steps"] if s["collective"]]
+            (wait,) = [s for s in part["steps"] if s["id"] == step["collective"]["wait"]]
+            assert wait["bytes"] == 0 and wait["predicted_us"] == 0
+            assert step["collective"]["exposed_us"] == wait["measured_us"]
+            said = "exposed (measured)" if measure else "exposed time not known"
+            assert said in told.full() and said in (tmp_path / "r.html").read_text()
+    finally:
+        dist.destroy_process_group()

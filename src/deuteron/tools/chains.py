@@ -14,20 +14,31 @@ from deuteron.tools.words import amount, counted, time_text
 Data = dict[str, Any]
 
 
+# Who ends what a collective has begun.
+WAIT = "_c10d_functional.wait_tensor.default"
+
+
 def relate(parts: Sequence[Data]) -> None:
     """Adds to each step the tensors of its results that are saved for the backward (`saved`), the
     backward's steps that read them (`backward`, ids), and `notes`; to parts how often a call runs
     them (`times`), and what lies in memory inside a step that repeats others."""
     by_id = {p["id"]: p for p in parts}
+    for p in parts:
+        for s, made in zip(p["steps"], collectives(p["steps"]), strict=True):
+            s["collective"] = made
     steps = {s["id"]: (p, s) for p in parts for s in p["steps"]}
     for p in parts:
         p["times"] = 1
+    order = {i: k for k, i in enumerate(steps)}
+    kept = {p["id"]: {d["first"] for d in p["saved"] if p["phase"] == "forward"} for p in parts}
+    readers: dict[tuple[int, str], list[str]] = {}  # of tensors, in the backward of a graph
     for p, s in steps.values():
-        kept = {d["first"] for d in p["saved"]} if p["phase"] == "forward" else set()
-        later = [q for q in parts if (q["graph"], q["phase"]) == (p["graph"], "backward")]
-        s["saved"] = [n for n in s["writes"] if n in kept]
-        readers = (r for q in later for r in q["steps"] if set(r["reads"]) & set(s["saved"]))
-        s["backward"] = [r["id"] for r in readers]
+        for n in s["reads"] if p["phase"] == "backward" else ():
+            readers.setdefault((p["graph"], n), []).append(s["id"])
+    for p, s in steps.values():
+        s["saved"] = [n for n in s["writes"] if n in kept[p["id"]]]
+        found = (i for n in s["saved"] for i in readers.get((p["graph"], n), ()))
+        s["backward"] = sorted(set(found), key=order.__getitem__)
         for body in s["chunks"]["bodies"] if s["chunks"] else ():
             by_id[body["part"]]["times"] = body["times"]
     for p in parts:
@@ -37,8 +48,34 @@ def relate(parts: Sequence[Data]) -> None:
         for s in p["steps"]:
             s["notes"] = [
                 *chunk_lines(s, by_id),
+                *collective_lines(s),
                 *(chain_lines(p, s, steps) if is_chain(s) else ()),
             ]
+
+
+def collectives(steps: Sequence[Data]) -> Iterator[Data | None]:
+    """For each step that begins a collective: which step waits for it (`wait`, an id), how many run
+    meanwhile (`beside`), and how long that one waits: on a CPU its measured time (`exposed_us`).
+    With a clock around each step nothing overlaps on a GPU, and a network's speed is not known
+    before: None."""
+    waits = {n: (k, s) for k, s in enumerate(steps) if s["name"] == WAIT for n in s["reads"]}
+    for k, s in enumerate(steps):
+        begins = s["name"].startswith("_c10d_functional.") and s["name"] != WAIT
+        found = next((waits[n] for n in s["writes"] if n in waits), None) if begins else None
+        if found is None:
+            yield None
+        else:
+            us = found[1]["measured_us"] if s["device"] == "cpu" else None
+            yield {"wait": found[1]["id"], "beside": found[0] - k - 1, "exposed_us": us}
+
+
+def collective_lines(step: Data) -> Iterator[str]:
+    if (c := step["collective"]) is not None:
+        beside = f"{counted(c['beside'], 'step')} meanwhile"
+        exposed = "exposed time not known"
+        if c["exposed_us"] is not None:
+            exposed = f"{time_text(c['exposed_us'])} exposed (measured)"
+        yield f"a collective: {c['wait']} waits for it, {beside}, {exposed}"
 
 
 def buffers(step: Data, by_id: Mapping[str, Data]) -> int:

@@ -25,7 +25,7 @@ from deuteron.ir.program import Extern, Input, Layout, ViewArg
 from deuteron.schedule.kernel import Kernel, Step
 from deuteron.schedule.printer import call_lines, kernel_lines
 from deuteron.schedule.profit import elements
-from deuteron.tools.chains import live
+from deuteron.tools.chains import WAIT, live
 from deuteron.tools.gpu_facts import gpu_facts
 from deuteron.tools.names import Place, op_name, place_of
 from deuteron.tools.observe import Captured, Part
@@ -266,7 +266,8 @@ class PartData:
         )  # fmt: skip
         is_view = any(e.aliases) and not e.mutates
         node = self.nodes.get(e.origins[0].node) if e.origins else None
-        moved = 0 if is_view else sum(self.bytes(n) for n in (*reads, *results, *e.mutates))
+        idle = is_view or e.op == WAIT
+        moved = 0 if idle else sum(self.bytes(n) for n in (*reads, *results, *e.mutates))
         flops = 0 if is_view or node is None else flops_of(node)
         repeated = node.target if node and isinstance(node.target, Repeat) else None
         lay = self.layouts.get(results[0]) if results else None
@@ -284,7 +285,7 @@ class PartData:
             "bytes": moved,
             "flops": flops,
             "unit": unit,
-            "predicted_us": 0.0 if is_view else predicted,
+            "predicted_us": 0.0 if idle else predicted,
             "reads": reads,
             "writes": results + [n for n in e.mutates if n not in results],
             "nest": "\n".join(call_lines(e)),
