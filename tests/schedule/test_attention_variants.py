@@ -4,12 +4,16 @@ CPU and interpreted, and what must stay the same when code or inputs are changed
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from deuteron.ir.index import hint
+from deuteron.schedule import contract
 from tests.codegen.attention_values import problems
 from tests.interpreting import reported
 from tests.schedule.attention_variants import VARIANTS
@@ -230,3 +234,29 @@ def test_what_must_not_change() -> None:
         everywhere = torch.compile(masked, backend="deuteron")
         got = everywhere(q, k, v, torch.ones(70, 70, dtype=torch.bool))
         torch.testing.assert_close(got, whole)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_one_graph_for_any_length_one_place_included(dropout: float) -> None:
+    """Of queries and keys, whose numbers nothing is known of; with a scaler of gradients."""
+
+    def f(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        p = torch.softmax(hidden(q @ k.mT * 0.125), -1)
+        return (F.dropout(p, dropout) @ v).sum(-1) * scale
+
+    torch._dynamo.reset()
+    counters.clear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    compiled = torch.compile(f, backend="deuteron", fullgraph=True, options={"eager_random": True})
+    for queries, keys in ((127, 127), (128, 301), (1, 127), (513, 64), (1, 1)):
+        args = [torch.randn(1, 2, n, 16, requires_grad=True) for n in (queries, keys, keys)]
+        for x in args if queries == 127 else ():
+            torch._dynamo.decorators.mark_unbacked(x, 2)
+        found = []
+        with mock.patch.object(contract, "MIN_GAIN", -1e9):
+            for each in (compiled, f):
+                torch.manual_seed(3)
+                out = each(*args, torch.tensor(0.5))
+                found.append([out, *torch.autograd.grad(scaler.scale(out.sum()), args)])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
+    assert counters["stats"]["unique_graphs"] == 1
