@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -79,7 +80,12 @@ def gemma2(attention: str) -> nn.Module:
 def gpt_oss(attention: str) -> nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    own = {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128}
+    own = {
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+    }
     return GptOssForCausalLM(GptOssConfig(**SIZES, **KEYS, **own, attn_implementation=attention))
 
 
@@ -111,13 +117,21 @@ CASES = [
 ]
 
 
+def loss_of(model: nn.Module) -> Callable[..., Tensor]:
+    """Of tokens and labels; without a cache of keys and values."""
+    more = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
+
+    def loss(**given: Tensor) -> Tensor:
+        result: Tensor = model(**given, **more).loss
+        return result
+
+    return loss
+
+
 def plan_of(name: str, attention: str, dtype: torch.dtype, train: bool) -> Plan:
     torch.manual_seed(0)
     model = MODELS[name].build(attention).to(dtype).train(train)
-    inputs = MODELS[name].inputs(LENGTH, OTHER)
-
-    def loss(**given: Tensor) -> Tensor:
-        return model(**given, use_cache=False).loss if name[:4] != "bert" else model(**given).loss
+    inputs, loss = MODELS[name].inputs(LENGTH, OTHER), loss_of(model)
 
     if not train:
         with torch.no_grad():

@@ -25,8 +25,8 @@ class Variant:
     """`shapes`: of the inputs, letters are sizes: s the length of queries, t of keys. `ints`:
     inputs of whole numbers below a size, after these. `steps`: at most so many kernels and calls of
     the library forward and backward, of which one is for sums of rows; `square`: whether what is of
-    all queries times keys is in memory; `why`: a reason in the Record where that is so, or there
-    are more."""
+    all queries times keys, for each batch and head, is in memory; `why`: a reason in the Record
+    where that is so, or there are more."""
 
     f: Callable[..., Results]
     shapes: tuple[str, ...]
@@ -107,12 +107,12 @@ def scaled_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax((q * q.shape[-1] ** -0.5) @ k.mT, -1) @ v
 
 
-@variant("h", steps=(1, 2))
+@variant("h")
 def bounded_scale(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * torch.sigmoid(scale)[:, None, None] * 0.4, -1) @ v
 
 
-@variant("h", steps=(1, 2))
+@variant("h")
 def learned_scale(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * torch.exp(scale)[:, None, None] * 0.2, -1) @ v
 
@@ -133,12 +133,23 @@ def bias_of_keys(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
     return torch.softmax(scores(q, k) + b, -1) @ v
 
 
-@variant("n h", steps=(1, 7), square=True, why="another saves more")
+@variant("n h", steps=(1, 6))
 def t5(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     s = q @ k.mT
     i, j = places(s)
     bucket = (j - i).clamp(-16, 16) + 16
     return torch.softmax(s + table[bucket].permute(2, 0, 1), -1) @ v
+
+
+@variant("n h", steps=(2, 6))
+def t5_buckets(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Far keys share buckets, by the logarithm of their distance."""
+    s = q @ k.mT
+    i, j = places(s)
+    distance = (j - i).abs()
+    far = 8 + (torch.log(distance.float() / 8) / math.log(16) * 8).to(torch.long)
+    bucket = (j > i).to(torch.long) * 16 + torch.where(distance < 8, distance, far.clamp(max=15))
+    return torch.softmax(s + F.embedding(bucket, table).permute(2, 0, 1), -1) @ v
 
 
 @variant(
@@ -158,7 +169,7 @@ def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(causal(s + slopes[:, None, None] * (j - i)), -1).to(v.dtype) @ v
 
 
-@variant("h", steps=(1, 6), square=True, why="another saves more")
+@variant("h", steps=(1, 4))
 def learned_slopes(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
     s = scores(q, k)
     i, j = places(s)
@@ -358,8 +369,9 @@ def shifted_sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     return torch.softmax(s, -1, dtype=s.dtype)[..., :-1] @ v
 
 
-@variant()
+@variant(square=True)
 def maximum_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sums in bfloat16 are rounded: the gradient of the maximum makes up for that, and stays."""
     s = scores(q, k)
     e = torch.exp(s - s.amax(-1, keepdim=True))
     return e / e.sum(-1, keepdim=True) @ v

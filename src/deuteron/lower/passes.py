@@ -15,6 +15,7 @@ from deuteron.graph import ops
 from deuteron.ir.printer import print_program
 from deuteron.ir.program import Compute, Constant, Extern, Input, Program, tensors_read
 from deuteron.ir.verify import verify_program
+from deuteron.lower.diagonals import with_lines
 from deuteron.lower.graph import Driver
 from deuteron.lower.unrounded import unrounded
 
@@ -35,6 +36,12 @@ def lower_nodes(gm: fx.GraphModule, context: Context) -> Program:
 def drop_dead(program: Program, context: Context) -> Program:
     """Definitions that nobody needs go."""
     return live(program)
+
+
+def read_along_lines(program: Program, context: Context) -> Program:
+    """What a difference of two positions decides is computed once for each; then nobody needs what
+    it was computed from."""
+    return live(with_lines(program))
 
 
 def keep_unrounded(program: Program, context: Context) -> Program:
@@ -77,6 +84,7 @@ def live(p: Program) -> Program:
 LOWERING: Table = (
     Pass("nodes", lower_nodes, verify_program, print_program),
     Pass("dead definitions", drop_dead, verify_program, print_program),
+    Pass("diagonals", read_along_lines, verify_program, print_program),
     Pass("roundings", keep_unrounded, verify_program, print_program),
 )
 

@@ -107,6 +107,8 @@ class Contraction:
         self.outside, self.specs, self.record = outside, specs, record
         self.wide = "tf32" if tf32() else "f32"
         self.judged: set[frozenset[int]] = set()
+        self.order = list(range(len(steps)))
+        self.whole: dict[int, tuple[int, ...]] = {}  # a step of a kernel -> all of that
         self.made: list[set[str]] = [names_made(s) for s in steps]
         self.read: list[set[str]] = [names_read(s) for s in steps]
         self.home = {n: k for k, names in enumerate(self.made) for n in names}
@@ -138,13 +140,22 @@ class Contraction:
                 self.note(best.region, True, "saves memory traffic", best.text, best.us)
                 gone |= best.region
                 taken[max(best.region)] = best.steps
+                self.move(best.region)
         out: list[OrderedStep] = []
-        for k, step in enumerate(self.steps):
+        for k in self.order:
             if k in taken:
                 out += taken[k]
             elif k not in gone:
-                out.append(step)
+                out.append(self.steps[k])
         return tuple(out)
+
+    def move(self, region: frozenset[int]) -> None:
+        """The region's steps follow one another, and what needs them follows."""
+        late = self.behind(region) or []
+        end = max(self.order.index(k) for k in region) + 1
+        before = [k for k in self.order[:end] if k not in region and k not in late]
+        self.order = [*before, *sorted(region), *late, *self.order[end:]]
+        self.whole.update(dict.fromkeys(region, tuple(sorted(region))))
 
     def is_product(self, step: Step) -> bool:
         """Whether it is a product that may share a kernel."""
@@ -174,19 +185,23 @@ class Contraction:
         of products only where not `groups`."""
         for _ in range(steps):
             makers = {self.home[n] for k in region for n in self.read[k] if n in self.home}
-            makers = {m for m in makers - region if groups and self.is_group(m) or self.products[m]}
+            makers = {m for m in makers - region if groups and self.joins(m) or self.products[m]}
             region = region | {m for m in makers if self.readers_of(m) <= region}
         return region
 
-    def is_group(self, k: int) -> bool:
-        return isinstance(self.steps[k], tuple)
+    def joins(self, k: int) -> bool:
+        """Whether it is a group of which a nest may compute all."""
+        step = self.steps[k]
+        if not isinstance(step, tuple):
+            return False
+        return step[0].row_split is None and not step[0].partials and not step[0].targets
 
     def readers_of(self, k: int) -> set[int]:
         return {r for n in self.made[k] for r in self.readers.get(n, ())}
 
     def next_groups(self, region: frozenset[int]) -> frozenset[int]:
         found = {r for k in region for r in self.readers_of(k)} - region
-        return frozenset(r for r in found if self.is_group(r))
+        return frozenset(r for r in found if self.joins(r))
 
     def next_products(self, region: frozenset[int]) -> frozenset[int]:
         found = {r for k in region for r in self.readers_of(k)} - region
@@ -199,7 +214,7 @@ class Contraction:
         if region == {min(region)}:
             return None
         computes = self.computes(region)
-        if computes is None or len(computes) > MAX_COMPUTES or self.blocked(region):
+        if len(computes) > MAX_COMPUTES or self.behind(region) is None:
             return None
         device, *others = {c.layout.device for c in computes.values()}
         if others:
@@ -295,30 +310,39 @@ class Contraction:
         # A sum may be called after what is stored.
         return _RECKONED[key], partial(restored_text, naming=names.__getitem__)
 
-    def computes(self, region: frozenset[int]) -> dict[str, Compute] | None:
+    def computes(self, region: frozenset[int]) -> dict[str, Compute]:
         out: dict[str, Compute] = {}
         for k in sorted(region):
             step = self.steps[k]
             if isinstance(step, Extern):
                 out.update((c.name, c) for c in step.product)
-                continue
-            group = step[0]
-            if group.row_split is not None or group.partials or group.targets:
-                return None
-            out.update((m.name, m.compute) for m in group.members)
+            else:
+                out.update((m.name, m.compute) for m in step[0].members)
         return out
 
-    def blocked(self, region: frozenset[int]) -> bool:
-        """Whether a step between the region's needs one of them, or overwrites what they read."""
-        first, last = min(region), max(region)
+    def behind(self, region: frozenset[int]) -> list[int] | None:
+        """The steps between the region's that have to follow it, as they need what it makes; None
+        where it needs one of them, or where another overwrites what it reads."""
+        places = [self.order.index(k) for k in region]
         made = set().union(*(self.made[k] for k in region))
         read = {self.owner.get(n, n) for k in region for n in self.read[k]}
-        for k in range(first, last):
-            if k in region:
+        late: list[int] = []
+        late_read: set[str] = set()
+        late_made: set[str] = set()
+        for k in self.order[min(places) : max(places)]:
+            if k in region or k in late:
                 continue
-            if made & self.read[k] or read & self.overwritten(self.steps[k]):
-                return True
-        return False
+            steps = self.whole.get(k, (k,))
+            reads = set().union(*(self.read[m] for m in steps))
+            writes = set().union(*(self.overwritten(self.steps[m]) for m in steps))
+            ordered = is_impure(self.steps[k]) and any(is_impure(self.steps[m]) for m in late)
+            if (made | late_made) & reads or writes & late_read or ordered:
+                late += steps
+                late_read |= {self.owner.get(n, n) for n in reads}
+                late_made = late_made.union(*(self.made[m] for m in steps))
+            elif writes & read:
+                return None
+        return None if any(late_made & self.read[k] for k in region) else late
 
     def overwritten(self, step: Step) -> set[str]:
         if isinstance(step, Extern):
@@ -350,6 +374,10 @@ def names_made(step: Step) -> set[str]:
     if isinstance(step, Extern):
         return {n for n in step.names if n}
     return {m.name for m in step[0].members} | set(step[0].partials.values())
+
+
+def is_impure(step: Step) -> bool:
+    return isinstance(step, Extern) and step.impure
 
 
 def names_read(step: Step) -> set[str]:

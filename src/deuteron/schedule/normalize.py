@@ -169,6 +169,8 @@ class Inliner:
         """Whether the reader should compute the element itself."""
         if not self.repeatable(p) or is_unfused(p, self.unfused) or is_unfused(c, self.unfused):
             return False
+        if gathers_again(load, p):
+            return False
         reads = reads_of(p)
         lay = self.layouts[p.name]
         points = hint(product(a.extent for a in (*c.axes, *_inner(c))))
@@ -251,6 +253,15 @@ def _gathers(load: Expr) -> bool:
     return any(map(elements.is_loaded, load.attr[1]))
 
 
+def gathers_again(load: Expr, p: Compute) -> bool:
+    """Whether many places along several loops, as along diagonals, read one element, which is read
+    at a loaded place: nests of products read no such place, but what is stored of them."""
+    return any(map(_gathers, p.body.loads())) and any(
+        len(i.axes()) > 1 and hint(product(a.extent for a in i.axes())) > hint(d.extent)
+        for i, d in zip(load.attr[1], p.axes, strict=True)
+    )
+
+
 def _inner(c: Compute) -> tuple[Axis, ...]:
     return bound_axes(c) if c.body.op == "reduce" else ()
 
@@ -321,4 +332,4 @@ def normalize(
     return dict(reversed(live.items()))
 
 
-__all__ = ["canonical", "inlined", "is_unfused", "normalize"]
+__all__ = ["canonical", "gathers_again", "inlined", "is_unfused", "normalize"]

@@ -16,7 +16,7 @@ from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.group import Group, Member, reads_of
 from deuteron.schedule.legality import consistent
-from deuteron.schedule.normalize import inlined
+from deuteron.schedule.normalize import gathers_again, inlined
 
 # At most this much arithmetic per element, producers included.
 MAX_FLOPS = 64.0
@@ -116,6 +116,9 @@ def _is_point(group: Group, name: str) -> bool:
 
 def computing(fusion: Fusion, reader: Group, producer: Compute) -> Group | None:
     """`reader` with its members computing what they read of `producer`."""
+    loads = [n for m in reader.members for n in m.compute.body.loads()]
+    if any(n.attr[0] == producer.name and gathers_again(n, producer) for n in loads):
+        return None
     members = tuple(
         replace(m, compute=inlined(m.compute, producer, fusion.layouts))
         if any(r.tensor == producer.name for r in m.reads)
