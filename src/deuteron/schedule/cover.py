@@ -127,8 +127,8 @@ class _Cover:
             return nest
         found = tilings(self.spec).candidates(nest, self.layouts, self.spec)
         if not found:
-            why = "no block fits on chip, or rows of a factor begin between multiples of 4 bytes"
-            return Refusal("no tiling", why)
+            why = f"no block fits on chip, a width is over {tile.MAX_WHOLE} or not fixed, "
+            return Refusal("no tiling", why + "or rows begin between multiples of 4 bytes")
         tiling, estimate = found[0]
         return Tiled(tuple(computes), nest, tiling, estimate)
 

@@ -73,7 +73,7 @@ REFUSALS: dict[str, Advice] = {
     "no tiling": Advice(
         "one kernel of the products and what surrounds them would need more than fits on chip, or "
         "would read rows at odd places",
-        "Heads of at most 256 columns fit; sizes must be fixed, rows of whole 4 bytes.",
+        "Heads of at most 256 columns fit, if that number is fixed, and rows of whole 4 bytes.",
     ),
     "kept unfused": Advice(
         "it was measured: apart they are faster (option guard='measure')",
