@@ -56,13 +56,17 @@ class Variant:
             return [sizes[x] for x in text.split()]
 
         if empty:
-            floats = [torch.zeros(shape(x), dtype=dtype) for x in self.shapes]
+            floats = [torch.zeros(shape(x), dtype=dtype, device="cpu") for x in self.shapes]
         else:
-            floats = [torch.randn(shape(x), generator=generator).to(dtype) for x in self.shapes]
+            floats = [
+                torch.randn(shape(x), generator=generator, device="cpu").to(dtype)
+                for x in self.shapes
+            ]
         ints = [
-            torch.randint(0, sizes[most], shape(x), generator=generator) for x, most in self.ints
+            torch.randint(0, sizes[most], shape(x), generator=generator, device="cpu")
+            for x, most in self.ints
         ]
-        return [*floats, *ints]
+        return [x.to(torch.get_default_device()) for x in (*floats, *ints)]
 
 
 HEADS = ("b h s d", "b h t d", "b h t d")
