@@ -273,7 +273,7 @@ def mask_of_data(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
     return torch.softmax(s.masked_fill(numbers < 9, -1e4), -1) @ v
 
 
-@variant(square=True, why="another saves more")
+@variant(square=True, why="cheaper than recomputing")
 def hidden_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
     i, _ = places(s)
@@ -352,7 +352,7 @@ def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores(q, k), -2) @ v
 
 
-@variant(steps=(2, 4), square=True, why="another saves more")
+@variant(steps=(2, 4), square=True, why="computed at two places")
 def over_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores(q, k), 1) @ v
 

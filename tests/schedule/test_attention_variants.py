@@ -67,7 +67,8 @@ def test_kernels_and_memory(name: str) -> None:
     assert len(steps) == 2 and all(n <= m for n, m in zip(steps, v.steps, strict=True)), steps
     square = of_queries_and_keys(plan, 2 * HEADS * LENGTH * v.keys(LENGTH))
     assert bool(square) is v.square, square
-    reasons = [f"{d['reason']}: {d['detail']}" for d in plan.decisions(False)]
+    saved = [d for d in plan.records[0].of("decision") if d["subject"] == "save"]
+    reasons = [f"{d['reason']}: {d['detail']}" for d in (*plan.decisions(False), *saved)]
     assert any(v.why in r for r in reasons) or not v.why, reasons
 
 

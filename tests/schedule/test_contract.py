@@ -4,6 +4,7 @@ others do not."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from deuteron.schedule.legality import Refusal
 from deuteron.schedule.masks import Bound, bounds
 from deuteron.schedule.reference import run_kernel
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, inputs
-from tests.schedule.planning import planned
+from tests.schedule.planning import planned, trained
 
 RELATIVE = 2.0  # times eager's error, as everywhere
 FLOOR = 2e-3
@@ -89,6 +90,37 @@ def test_refusals_say_why(name: str) -> None:
     assert reason in reasons and reasons[reason], plan.decisions(False)
     if reason == "no gain":
         assert "us in one kernel" in reasons[reason] and "us apart" in reasons[reason]
+
+
+BEATEN = re.compile(
+    r"([\d.]+) us saved less ([\d.]+) for memory that only it reads; (\w+) to (\w+): "
+    r"([\d.]+) less ([\d.]+); .* us apart.*"
+)
+
+
+def test_what_is_beaten_names_the_kernel_that_is_there_and_both_figures() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = (q @ k.mT).masked_fill(torch.ones(512, 512, dtype=torch.bool).triu(1), -torch.inf)
+        return s.softmax(-1) @ v
+
+    plan = trained(
+        attention, *(torch.randn(2, 4, 512, 64, dtype=torch.bfloat16) for _ in "qkv"), run=False
+    )
+    seen = set()
+    for record in plan.records:
+        decisions = [d for d in record.of("decision") if d["subject"] == "contract"]
+        taken = {(d["first"], d["second"]): d["us"] for d in decisions if d["accepted"]}
+        for d in decisions:
+            if d["reason"] not in ("another saves more", "leaves more in memory"):
+                continue
+            seen.add(d["reason"])
+            match = BEATEN.fullmatch(d["detail"])
+            assert match, d["detail"]
+            saved, left, other, other_left = map(float, match.group(1, 2, 5, 6))
+            assert abs(saved - d["us"]) < 0.1 and abs(taken[match.group(3, 4)] - other) < 0.1
+            assert saved - left <= other - other_left + 0.2  # as rounded
+            assert (d["reason"] == "another saves more") is (d["us"] <= taken[match.group(3, 4)])
+    assert "another saves more" in seen
 
 
 def test_factors_of_f32_are_rounded_where_the_user_allows_it() -> None:

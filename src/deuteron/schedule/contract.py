@@ -62,7 +62,7 @@ class Contracted:
 @dataclass(frozen=True)
 class Offer:
     """Kernels for the steps of a region, and the microseconds that they save; `left`: what beyond
-    its traffic the memory counts that only the region needs."""
+    its traffic the memory counts that the region reads, and another could do without."""
 
     region: frozenset[int]
     us: float
@@ -70,9 +70,12 @@ class Offer:
     text: str
     steps: tuple[Contracted, ...]
 
-
-def _saves_more(a: Offer | None, b: Offer | None) -> bool:
-    return a is not None and (b is None or a.us - a.left > b.us - b.left)
+    def beaten(self, by: Offer, what: str) -> Refusal:
+        """Why `by`, which is `what`, was taken: the figures that decided."""
+        why = f"{self.us:.1f} us saved less {self.left:.1f} for memory that only it reads; {what}: "
+        why += f"{by.us:.1f} less {by.left:.1f}; {self.text}"
+        more = self.us > by.us
+        return Refusal("leaves more in memory", why) if more else Refusal("another saves more", why)
 
 
 def called(
@@ -127,16 +130,19 @@ class Contraction:
         for k in range(len(self.steps)):
             if k in gone or not self.products[k]:
                 continue
-            best: Offer | None = None
-            for region in dict.fromkeys(self.regions(k)):
-                if gone & region or region in self.judged:
-                    continue
+            offers: list[Offer] = []
+            for region in (r for r in dict.fromkeys(self.regions(k)) if r not in self.judged):
                 self.judged.add(region)
-                found = self.offer(region)
-                worse, best = (best, found) if _saves_more(found, best) else (found, best)
-                if worse is not None:
-                    self.note(worse.region, False, "another saves more", worse.text, worse.us)
-            if best is not None:
+                if other := gone & region:
+                    what = " to ".join(self.ends(other))
+                    self.refuse(region, Refusal("in another kernel", f"{what} is in one already"))
+                elif found := self.offer(region):
+                    offers.append(found)
+            if offers:
+                best = max(offers, key=lambda o: o.us - o.left)
+                what = " to ".join(self.ends(best.region))
+                for worse in (o for o in offers if o is not best):
+                    self.refuse(worse.region, worse.beaten(best, what), worse.us)
                 self.note(best.region, True, "saves memory traffic", best.text, best.us)
                 gone |= best.region
                 taken[max(best.region)] = best.steps
@@ -231,11 +237,8 @@ class Contraction:
         if self.unfused & computes.keys():
             self.refuse(region, Refusal("kept unfused", "measured: see the decisions of the guard"))
             return None
-        sinks = [
-            n
-            for n in computes
-            if n in self.outside or any(r not in region for r in self.readers.get(n, ()))
-        ]
+        needed = {n for n in computes if not region.issuperset(self.readers.get(n, ()))}
+        sinks = [n for n in computes if n in self.outside | needed]
         found, naming = self.reckon(cover, computes, sinks, spec)
         if isinstance(found, Refusal):
             self.refuse(region, replace(found, detail=restored_text(found.detail, naming)))
@@ -244,7 +247,9 @@ class Contraction:
         kernels = "one kernel" if len(found) == 1 else f"{len(found)} kernels"
         tilings = "; ".join(str(k.tiling) for k in found)
         text = f"{us:.1f} us in {kernels} ({tilings}), {before:.1f} us apart"
-        before += self.between(region, sinks, spec) if chained else 0.0
+        if chained and (memory := self.between(region, sinks, spec)):
+            text += f", and {memory:.1f} us for what lies in memory between"
+            before += memory
         if us > (1 - MIN_GAIN) * before:
             self.refuse(region, Refusal("no gain", text))
             return None
@@ -350,24 +355,21 @@ class Contraction:
         targets = [m.name for m in step[0].members if m.compute.target is not None]
         return {self.owner.get(n, n) for n in targets}
 
-    def refuse(self, region: frozenset[int], why: Refusal) -> None:
-        self.note(region, False, why.reason, why.detail, 0.0)
+    def refuse(self, region: frozenset[int], why: Refusal, us: float = 0.0) -> None:
+        self.note(region, False, why.reason, why.detail, us)
+
+    def ends(self, region: AbstractSet[int]) -> tuple[str, str]:
+        """The last tensors that the first and the last of its steps make."""
+        return max(self.made[min(region)]), max(self.made[max(region)])
 
     def note(
         self, region: frozenset[int], taken: bool, reason: str, detail: str, us: float
     ) -> None:
-        names = [sorted(self.made[k])[-1] for k in sorted(region)]
+        first, second = self.ends(region)
         self.record.add(
-            "decision",
-            subject="contract",
-            accepted=taken,
-            reason=reason,
-            detail=detail,
-            first=names[0],
-            second=names[-1],
-            bytes=0,
-            us=round(us, 3),
-        )
+            "decision", subject="contract", accepted=taken, reason=reason, detail=detail,
+            first=first, second=second, bytes=0, us=round(us, 3),
+        )  # fmt: skip
 
 
 def names_made(step: Step) -> set[str]:

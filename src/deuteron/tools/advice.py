@@ -1,8 +1,8 @@
 """Classes of reasons in words: why two groups of operations share no kernel, and what in the
 user's code would change that.
 
-A row per class that `schedule.legality`, `schedule.columns`, `schedule.grouped` and `schedule.fuse`
-refuse with; ``tests/tools/test_advice.py`` holds the table against their source.
+A row per class that the modules of `schedule` refuse with; ``tests/tools/test_advice.py`` holds the
+table against their source.
 """
 
 from __future__ import annotations
@@ -74,6 +74,19 @@ REFUSALS: dict[str, Advice] = {
         "one kernel of the products and what surrounds them would need more than fits on chip, or "
         "would read rows at odd places",
         "Heads of at most 256 columns fit, if that number is fixed, and rows of whole 4 bytes.",
+    ),
+    "another saves more": Advice(
+        "a kernel with more of what surrounds the same product, or with less, saves more",
+        "Nothing to change: the product is in that kernel.",
+    ),
+    "leaves more in memory": Advice(
+        "it reads what a larger kernel would not store; with that memory counted, that one saves "
+        "more",
+        "Nothing to change: the product is in that kernel.",
+    ),
+    "in another kernel": Advice(
+        "a part of it is in a kernel already, with an earlier product",
+        "Nothing to change: what a kernel has is not computed again in another one.",
     ),
     "kept unfused": Advice(
         "it was measured: apart they are faster (option guard='measure')",

@@ -356,7 +356,8 @@ class PartData:
         plain = {k: v for k, v in d.items() if k != "kind"}
         usual = {"first": "", "second": "", "reason": "", "detail": "", "bytes": 0, "us": 0.0}
         first = str(d.get("first", ""))
-        return usual | plain | {"label": self.label(first) if first else ""}
+        detail = self.worded(str(d.get("detail", "")))
+        return usual | plain | {"label": self.label(first) if first else "", "detail": detail}
 
 
 # --------------------------------------------------------------------------------------- helpers
