@@ -2,19 +2,24 @@
 
     python -m dev.check.reasons                # 200 refusals, 50 choices of who multiplies
 
-In: models of transformers and of `tools.models`, explained. Out: a row per class of reasons, with
-how many hold; exit status 1 where one does not.
+In: twelve small models of transformers and of `tools.models`, forward and backward, explained on
+the CPU. Out: a row per class of reasons, with how many hold; exit status 1 where one does not, or
+where fewer could be tried.
 
     cycle      there is a way from one kernel to the other, or back, through a third step
     iteration spaces differ
-               the loops of the two have other numbers of points (where they have the same, and
-               nothing relates them: not tried)
+               no loops of the one have as many points as loops of the other that it could be
+               computed in: all of them, or its rows (where some have: not tried)
+    index maps differ
+               there is a point at which the two maps name different elements
+    rows against columns
+               the reduced loops of one have as many points as rows of the other
     scatter    one of the two stores at places that are loaded, or combines with what is there
     device     the two run on different devices
     product    the product alone, built as loops and as a library call and timed both ways: who was
                chosen is at most `SLACK` slower
 
-Other classes are counted and not tried: `tests/schedule/test_legality.py` has some of each.
+Other classes are counted and not tried: `tests/schedule/test_refusals.py` has some of each.
 """
 
 from __future__ import annotations
@@ -43,37 +48,52 @@ REFUSALS, PRODUCTS = 200, 50
 SLACK = 0.25
 SPACE = re.compile(r"\[([\dx]+(?: \| [\dx]+)?)\]")
 SHAPE = re.compile(r"(?:(\d+) of )?(\d+)x(\d+) by (\d+)x(\d+)")
+MAPS = re.compile(r"made at \[(.*)\] and read by .* at \[(.*)\]")
+LOOPS = re.compile(r"^ +(?:for ([^;:]*)|once)(?:; over ([^;:]*))?", re.M)
+IDS = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
 
 
 def models() -> Iterator[tuple[str, torch.nn.Module, dict[str, Any]]]:
-    from transformers import (
-        BertConfig,
-        BertModel,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        T5Config,
-        T5ForConditionalGeneration,
-        ViTConfig,
-        ViTModel,
-    )
+    """Twelve families in small, each of a width of its own, and what they are called with."""
+    import transformers as t
+
+    def of(kind: str, config: str, **sizes: Any) -> torch.nn.Module:
+        return getattr(t, kind)(getattr(t, config)(**sizes))
+
+    def usual(width: int, heads: int = 4, **more: Any) -> dict[str, Any]:
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2}
+        return IDS | sizes | {"num_attention_heads": heads} | more
 
     ids = torch.randint(2, 97, (4, 32))
-    small = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text, labelled = {"input_ids": ids}, {"input_ids": ids, "labels": ids}
+    image = {"pixel_values": torch.randn(4, 3, 32, 32)}
+    squares = {"image_size": 32, "patch_size": 8}
     yield "Gpt", Gpt(97, 64, 4, 3, 64), {"ids": ids}
-    gpt2 = GPT2Config(vocab_size=97, n_layer=3, n_head=4, n_embd=64, bos_token_id=1, eos_token_id=1)
-    yield "GPT-2", GPT2LMHeadModel(gpt2), {"input_ids": ids, "labels": ids}
-    bert = BertConfig(hidden_size=64, intermediate_size=128, **small)
-    yield "BERT", BertModel(bert), {"input_ids": ids}
-    llama = LlamaConfig(hidden_size=64, intermediate_size=128, num_key_value_heads=2, **small)
-    yield "Llama", LlamaForCausalLM(llama), {"input_ids": ids, "labels": ids}
-    vit = ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-                    num_attention_heads=4, image_size=32, patch_size=8)  # fmt: skip
-    yield "ViT", ViTModel(vit), {"pixel_values": torch.randn(4, 3, 32, 32)}
-    t5 = T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
-                  decoder_start_token_id=0)  # fmt: skip
-    yield "T5", T5ForConditionalGeneration(t5), {"input_ids": ids, "labels": ids}
+    gpt2 = {"n_layer": 2, "n_head": 4, "n_embd": 64}
+    yield "GPT-2", of("GPT2LMHeadModel", "GPT2Config", **IDS, **gpt2), labelled
+    yield "BERT", of("BertModel", "BertConfig", **usual(96)), text
+    yield (
+        "Llama",
+        of("LlamaForCausalLM", "LlamaConfig", **usual(48, num_key_value_heads=2)),
+        labelled,
+    )
+    yield "ViT", of("ViTModel", "ViTConfig", **usual(80), **squares), image
+    t5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    t5 |= {"decoder_start_token_id": 0}
+    yield "T5", of("T5ForConditionalGeneration", "T5Config", vocab_size=97, **t5), labelled
+    neox = usual(112, rotary_pct=0.5)
+    yield "GPT-NeoX", of("GPTNeoXForCausalLM", "GPTNeoXConfig", **neox), labelled
+    opt = {"hidden_size": 40, "ffn_dim": 72, "num_hidden_layers": 2, "num_attention_heads": 2}
+    opt |= {"word_embed_proj_dim": 40, "max_position_embeddings": 64}
+    yield "OPT", of("OPTForCausalLM", "OPTConfig", **IDS, **opt), labelled
+    distil = {"dim": 72, "hidden_dim": 200, "n_layers": 2, "n_heads": 4, "vocab_size": 97}
+    yield "DistilBERT", of("DistilBertModel", "DistilBertConfig", **distil), text
+    qwen = usual(128, num_key_value_heads=2, head_dim=32)
+    yield "Qwen3", of("Qwen3ForCausalLM", "Qwen3Config", **qwen), labelled
+    bloom = {"hidden_size": 56, "n_layer": 2, "n_head": 2}
+    yield "Bloom", of("BloomForCausalLM", "BloomConfig", **IDS, **bloom), labelled
+    dino = usual(32, mlp_ratio=3)
+    yield "DINOv2", of("Dinov2Model", "Dinov2Config", **dino, **squares), image
 
 
 def steps_of(part: Data, tensor: str, node: str) -> set[int]:
@@ -114,15 +134,74 @@ def holds(part: Data, graph: Any, r: Data) -> bool | None:
     if r["reason"] == "device":
         return len({part["steps"][k]["device"] for k in a | b}) > 1
     if r["reason"] == "iteration spaces differ":
-        extents = [loops(text) for text in SPACE.findall(r["detail"])]
-        return True if len(extents) == 2 and extents[0] != extents[1] else None
+        spaces = [loops(text) for text in SPACE.findall(r["detail"])]
+        return True if len(spaces) == 2 and not one_in_other(*spaces) else None
+    if r["reason"] == "index maps differ":
+        return maps_differ(r["detail"])
+    if r["reason"] == "rows against columns" and not a & b:
+        one, two = ([x for k in ks for x in nests(part["steps"][k])] for ks in (a, b))
+        return any(against(x, y) or against(y, x) for x in one for y in two)
     return None
 
 
-def loops(space: str) -> list[int]:
-    """``32x8 | 64`` -> [256, 64]: points of the parallel and of the reduced loops."""
-    parts = [re.findall(r"\d+", part) for part in space.split("|")]
-    return [math.prod(map(int, part)) for part in parts]
+Loops = tuple[list[int], list[int]]  # extents of the parallel loops, of the reduced ones
+
+
+def loops(space: str) -> Loops:
+    """``32x8 | 64`` -> ([32, 8], [64]), without loops of one point."""
+    rows, _, reduced = space.partition(" | ")
+    one, two = ([int(n) for n in part.split("x") if n not in ("", "1")] for part in (rows, reduced))
+    return one, two
+
+
+def one_in_other(one: Loops, two: Loops) -> bool:
+    """Whether there are as many points as one nest needs, as far as numbers tell."""
+    (rows, reduced), (others, other_reduced) = one, two
+    if reduced and other_reduced:
+        return math.prod(rows) == math.prod(others) and math.prod(reduced) == math.prod(
+            other_reduced
+        )
+    if reduced or other_reduced:
+        base, guest = (one, others) if reduced else (two, rows)
+        return math.prod(guest) in (math.prod(base[0]), math.prod(base[0] + base[1]))
+    return math.prod(rows) in products(others) or math.prod(others) in products(rows)
+
+
+def products(extents: list[int]) -> set[int]:
+    """Of all that may be chosen among them."""
+    found = {1}
+    for n in extents:
+        found |= {n * m for m in found}
+    return found
+
+
+def nests(step: Data) -> list[Loops]:
+    """The loops of a kernel, as printed."""
+    found = []
+    for m in LOOPS.finditer(step["nest"]):
+        rows, reduced = ([int(n) for n in re.findall(r"< (\d+)", g or "")] for g in m.groups())
+        found.append((rows, reduced))
+    return found
+
+
+def against(one: Loops, two: Loops) -> bool:
+    """Whether `one` reduces as many points as rows of `two` have."""
+    return bool(one[1]) and math.prod(one[1]) in products(two[0])
+
+
+def maps_differ(detail: str) -> bool | None:
+    """Whether both maps name other elements at one of some points; None where places are loaded."""
+    match = MAPS.search(detail)
+    if match is None or "val(" in detail:
+        return None
+    code = [compile(f"[{text}]", "map", "eval") for text in match.groups()]
+    names = sorted(set(re.findall(r"[A-Za-z_]\w*", " ".join(match.groups()))))
+    for seed in range(50):
+        point = {n: random.Random(f"{seed} {n}").randrange(2 + seed) for n in names}
+        one, two = (eval(c, {}, point) for c in code)
+        if one != two:
+            return True
+    return False
 
 
 def product_holds(shape: str, generated: bool, dtype: torch.dtype = torch.float32) -> bool:
@@ -148,9 +227,8 @@ def product_holds(shape: str, generated: bool, dtype: torch.dtype = torch.float3
     return mine <= (1 + SLACK) * other
 
 
-def main() -> int:
-    torch.manual_seed(0)
-    choose = random.Random(0)
+def gathered() -> tuple[list[tuple[str, Data, Any, Data]], dict[tuple[str, bool], str]]:
+    """All refusals, with model, part and dependencies; all products, by who was chosen."""
     refusals: list[tuple[str, Data, Any, Data]] = []
     products: dict[tuple[str, bool], str] = {}
     for name, model, given in models():
@@ -165,27 +243,44 @@ def main() -> int:
                         c["chosen"] and c["who"] != "library" for c in s["product"]["candidates"]
                     )
                     products.setdefault((s["product"]["shape"], chosen), name)
+    return refusals, products
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    choose = random.Random(0)
+    refusals, choices = gathered()
     tried: Counter[str] = Counter()
     false: Counter[str] = Counter()
     left: Counter[str] = Counter()
-    for name, of, graph, r in choose.sample(refusals, min(REFUSALS, len(refusals))):
+    of_models: set[str] = set()
+    for name, of, graph, r in choose.sample(refusals, len(refusals)):
+        if tried.total() == REFUSALS:
+            break
         verdict = holds(of, graph, r)
         if verdict is None:
             left[r["reason"]] += 1
             continue
+        of_models.add(name)
         tried[r["reason"]] += 1
         if not verdict:
             false[r["reason"]] += 1
             print(f"not true, {name} {of['id']}: {r['first']} + {r['second']}: {r['detail']}")
-    for shape, chosen in choose.sample(sorted(products), min(PRODUCTS, len(products))):
+    enough = tried.total() == REFUSALS and len(choices) >= PRODUCTS
+    print(f"{tried.total()} of {len(refusals)} refusals tried, of {len(of_models)} models")
+    some = choose.sample(sorted(choices), min(PRODUCTS, len(choices)))
+    for shape, chosen in some:
         tried["product"] += 1
         if not product_holds(shape, chosen):
             false["product"] += 1
             print(f"not true: {shape} {'generated' if chosen else 'by the library'}")
+    loops = sum(chosen for _, chosen in some)
+    print(f"{len(some)} of {len(choices)} products, {loops} as loops, of "
+          f"{len({choices[x] for x in some})} models")  # fmt: skip
     for reason in sorted(tried | left):
         known = f"{tried[reason] - false[reason]} of {tried[reason]} true"
         print(f"{reason}: {known}" + (f", {left[reason]} not tried" if left[reason] else ""))
-    return int(bool(false))
+    return int(bool(false) or not enough)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deuteron.ir.index import Axis, Index, const, evaluate
+from deuteron.ir.index import Axis, Index, const, evaluate, floordiv, mod
 from deuteron.schedule.space import Equation, Map, Space, flat, one_to_one, solve
 
 
@@ -62,3 +63,23 @@ def test_one_to_one_maps_are() -> None:
 
     check()
     assert all(answers.values()), answers
+
+
+def test_who_reads_a_whole_tensor_is_found_in_digits_of_our_loops() -> None:
+    """Heads and batches in one loop here, in two there, as gradients of attention read them."""
+    a, b, r = (Axis(f"p{k}", n) for k, n in enumerate((6, 5, 4)))
+    theirs = [Axis(f"q{k}", n) for k, n in enumerate((2, 3, 5, 4))]
+    head, width = const(3), const(12)
+    ours_at = const(60) * floordiv(a.index, head) + width * b.index
+    ours_at = ours_at + const(4) * mod(a.index, head) + r.index
+    x, h, s, d = (q.index for q in theirs)
+    theirs_at = const(60) * x + width * s + const(4) * h + d
+    whole = Equation("x", ours_at, theirs_at, False, const(120))
+    table = solve([whole], Space((a, b), (r,)), theirs)
+    assert table.keys() == {*theirs}
+    for at in points((a, b, r)):
+        there = {q.name: evaluate(table[q], at) for q in theirs}
+        assert evaluate(theirs_at, there) == evaluate(ours_at, at)
+    assert one_to_one(theirs, table) and is_one_to_one((a, b, r), theirs, table)
+    more = replace(whole, count=const(240))  # they read a half: ours may read what they do not
+    assert not solve([more], Space((a, b), (r,)), theirs)

@@ -199,7 +199,7 @@ def _from_dense(e: Equation, ours: Space, theirs: Sequence[Axis]) -> Map:
     if mine is not None:
         if product(a.extent for a, _ in mine) is not total:
             return {}
-    elif not e.exact or total is not e.count:
+    elif total is not e.count:
         return {}
     out: Map = {}
     for k, (a, w) in enumerate(digits):
