@@ -21,7 +21,7 @@ from deuteron.base.errors import DeuteronError
 from deuteron.tools.cli import app, main
 from deuteron.tools.demo import verdict
 from deuteron.tools.demo_programs import PROGRAMS, sentences
-from deuteron.tools.target import UsageError, load, tensor
+from deuteron.tools.target import Target, UsageError, load, target_of, tensor
 from dev import __main__ as developers
 
 
@@ -232,6 +232,44 @@ def test_load_and_inputs(tmp_path: Path) -> None:
     assert tensor("bfloat16[]", "cpu").shape == ()
     with pytest.raises(UsageError, match="it has double"):
         load(f"{tmp_path}/f.py:single")
+
+
+NAMED = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def forward(self, ids, mask=None, scale=1.0, *, labels=None, **more):
+        return ids * scale + (0 if labels is None else labels) + (0 if mask is None else mask)
+
+
+def one(batch):
+    return batch["ids"] * 2
+
+
+def inputs():
+    return {RETURNED}
+"""
+
+
+def test_inputs_by_name(tmp_path: Path) -> None:
+    """As a model of transformers is called; a dictionary of other keys is one argument."""
+
+    def target(name: str, returned: str) -> Target:
+        (tmp_path / "n.py").write_text(NAMED.replace("RETURNED", returned))
+        return target_of(f"{tmp_path}/n.py:{name}", [], "cpu", False)
+
+    found = target("Model", "'ids': torch.ones(2), 'scale': 3.0")
+    assert torch.equal(found.function(*found.args), torch.full((2,), 3.0))
+    assert found.args[1:] == (None, 3.0)
+    assert target("Model", "'ids': torch.ones(2)").args[0].shape == (2,)
+    (batch,) = target("one", "'ids': torch.ones(2)").args
+    assert torch.equal(batch["ids"], torch.ones(2))
+    with pytest.raises(UsageError, match="labels, which can be given by keyword only"):
+        target("Model", "'ids': torch.ones(2), 'labels': torch.ones(2)")
+    with pytest.raises(UsageError, match="inputs\\(\\) returns scale: missing a required argument"):
+        target("Model", "'scale': 3.0")
 
 
 def row(backend: str, **facts: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 import deuteron
 from deuteron.base.errors import OptionError
+from deuteron.tools.explain_text import rows_of
+from deuteron.tools.findings import reasons
 from deuteron.tools.report_file import ReportError, load, write
 from tests.tools.browser import dom, needs_browser, screenshot
 
@@ -81,6 +83,33 @@ def test_findings_are_sorted_and_have_reasons(made: Path) -> None:
     assert [f["lost_us"] for f in found] == sorted((f["lost_us"] for f in found), reverse=True)
     ids = {s["id"] for p in load(made)["parts"] for s in p["steps"]}
     assert all(f["why"] and set(f["steps"]) <= ids for f in found) and len(found) >= 3
+
+
+@pytest.mark.parametrize(("width", "advice"), [(512, False), (500, True)])
+def test_only_odd_sizes_are_advised_against(width: int, advice: bool) -> None:
+    torch._dynamo.reset()
+    told = deuteron.explain(torch.matmul, torch.randn(512, width), torch.randn(width, 512))
+    part = told.data["parts"][0]
+    (step,) = part["steps"]
+    assert step["kind"] == "library" and step["limit"] == "compute"
+    (row,) = rows_of({**part, "steps": [{**step, "us": 3 * step["limit_us"]}]})
+    why = " ".join(reasons(part, row, told.data["devices"]))
+    assert "a smaller dtype" in why and ("multiples of 64" in why) is advice
+
+
+def test_operations_of_attention_on_a_cpu_are_counted() -> None:
+    """Two products of 2 x 128 x 128 x 32 forward, five backward."""
+    q, k, v = (torch.randn(1, 2, 128, 32, requires_grad=True) for _ in "qkv")
+    torch._dynamo.reset()
+    told = deuteron.explain(torch.nn.functional.scaled_dot_product_attention, q, k, v)
+    flops = {
+        p["phase"]: s["flops"]
+        for p in told.data["parts"]
+        for s in p["steps"]
+        if "flash_attention_for_cpu" in s["name"]
+    }
+    each = 2 * 2 * 128 * 128 * 32
+    assert flops == {"forward": 2 * each, "backward": 5 * each}
 
 
 def test_memory_is_that_of_the_steps(made: Path) -> None:

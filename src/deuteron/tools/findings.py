@@ -7,6 +7,7 @@ sentences that follow from figures of the report.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,8 +73,9 @@ def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
         )
     elif s["kind"] == "library":
         shape = f" on {s['product']['shape']}" if s["product"] else ""
-        help_ = s["product"] and s["limit"] == "compute"
-        advised = ": sizes that are multiples of 64, or a smaller dtype, help" if help_ else ""
+        advised = ": a smaller dtype helps" if s["product"] and s["limit"] == "compute" else ""
+        if advised and any(int(n) % 64 for n in re.findall(r"\d+", s["product"]["shape"])):
+            advised = ": sizes that are multiples of 64, or a smaller dtype, help"
         yield f"The library reaches {row.share:.0%} of the {s['limit']} limit{shape}{advised}."
     elif row.share < FAR:
         yield (

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +82,7 @@ def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) ->
     """``FILE:FUNCTION`` and the --input options -> the function and its arguments on `device`.
 
     Without --input the arguments are what the file's inputs() returns; without that there are none.
+    A dictionary whose keys are parameters of the function goes to these.
     A class, or a function without parameters where there are arguments, makes what is meant. Where
     a backward is asked for and nothing requires a gradient, all floating arguments do.
     """
@@ -91,16 +92,16 @@ def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) ->
     # What the file has compiled is taken as it was written.
     function = getattr(function, "_orig_mod", function)
     function = getattr(function, "_torchdynamo_orig_callable", function)
+    made: Any = ()
     if shapes:
-        args: tuple[Any, ...] = tuple(tensor(s, device) for s in shapes)
+        made = tuple(tensor(s, device) for s in shapes)
     elif callable(getattr(module, "inputs", None)):
         made = called(module.inputs, file, "inputs()")
-        args = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-        args = tree_map(lambda x: moved(x, device) if isinstance(x, Tensor) else x, args)
-    else:
-        args = ()
-    if inspect.isclass(function) or (args and (s := signature(function)) and not s.parameters):
+    given = not isinstance(made, tuple) or made
+    if inspect.isclass(function) or (given and (s := signature(function)) and not s.parameters):
         function = called(function, file, words.rpartition(":")[2])
+    args = positional(function, made)
+    args = tree_map(lambda x: moved(x, device) if isinstance(x, Tensor) else x, args)
     for owner in owners(function).values():
         if isinstance(owner, nn.Module):
             owner.to(device)
@@ -118,6 +119,28 @@ def target_of(words: str, shapes: Sequence[str], device: str, backward: bool) ->
         args = tuple(tree_map(differentiable, a) for a in args)
         target = Target(words, function, args)
     return target
+
+
+def positional(function: Any, made: Any) -> tuple[Any, ...]:
+    """What inputs() returns, as arguments in their order: several, by name, or one."""
+    if isinstance(made, (tuple, list)):
+        return tuple(made)
+    known = signature(getattr(function, "forward", function))
+    names = list(known.parameters) if known is not None else []
+    if known is None or not isinstance(made, Mapping) or not made or not made.keys() <= {*names}:
+        return (made,)
+    try:
+        bound = known.bind(**made)
+    except TypeError as error:
+        raise UsageError(f"inputs() returns {', '.join(made)}: {error}") from None
+    bound.apply_defaults()
+    if not made.keys().isdisjoint(bound.kwargs):
+        alone = ", ".join(k for k in made if k in bound.kwargs)
+        raise UsageError(
+            f"inputs() returns {alone}, which can be given by keyword only: write a function of "
+            "positional parameters around it"
+        )
+    return bound.args[: max(map(names.index, made)) + 1]
 
 
 def parsed(words: str) -> tuple[Path, str]:
