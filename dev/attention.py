@@ -167,7 +167,7 @@ def rules(nest: Nest, tiling: Tiling) -> str:
 def bounds(nest: Nest, tiling: Tiling) -> str:
     (loop,) = [d for d in tiling.dims if d.mode == "loop"]
     chain, of = passes(nest, loop.axes)
-    cut = cut_off(loop, [s for s in of if isinstance(s, Reduce)], chain)
+    cut, _ = cut_off(nest, loop, [s for s in of if isinstance(s, Reduce)], chain)
     lines = (f"{b.axis!r} {'<' if b.upper else '>='} {b.index!r}" for b in cut)
     return named("\n".join(lines), nest)
 

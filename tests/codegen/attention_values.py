@@ -55,7 +55,7 @@ def problems(name: str, lengths: Sequence[int], dtype: torch.dtype, backend: Any
                     torch._dynamo.maybe_mark_dynamic(x, d)
             return compiled(*own)
 
-        with mock.patch.object(contract, "MIN_GAIN", -1e9):
+        with mock.patch.multiple(contract, MIN_GAIN=-1e9, TABLE_SHARE=1e9):
             got = everything(marked, args)
         eager = everything(v.f, args)
         wide = [a.double() if a.is_floating_point() else a for a in args]

@@ -252,6 +252,37 @@ def documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     return torch.softmax(s.masked_fill(apart, INF), -1) @ v
 
 
+@variant(ints=(("b s", "n"),), steps=(2, 4))
+def ended_documents(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
+    """Packed in rows, each of which ends with a token."""
+    s, doc = scores(q, k), (tokens < 2).cumsum(-1)
+    i, j = places(s)
+    seen = (doc[:, None, :, None] == doc[:, None, None, :]) & (i >= j)
+    return torch.softmax(torch.where(seen, s, INF), -1) @ v
+
+
+@variant(ints=(("b s", "n"),))
+def padded_segments(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
+    """What is padding attends to nothing."""
+    segment = numbers // 11 - 1
+    rows, columns = segment[:, None, :, None], segment[:, None, None, :]
+    return torch.softmax(scores(q, k).masked_fill((rows != columns) | (rows < 0), INF), -1) @ v
+
+
+@variant(ints=(("s", "n"),))
+def ranked(q: Tensor, k: Tensor, v: Tensor, ranks: Tensor) -> Tensor:
+    hidden = ~(ranks[:, None] >= ranks[None, :])
+    return torch.softmax(scores(q, k).masked_fill(hidden, INF), -1) @ v
+
+
+@variant(ints=(("n n", "n"),))
+def table_of_blocks(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
+    s = scores(q, k)
+    i, j = places(s)
+    allowed = (numbers > 20)[i // 16, j // 16] | (i == j)
+    return torch.softmax(s.masked_fill(~allowed, INF), -1) @ v
+
+
 @variant(ints=(("b", "t"),))
 def lengths(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
     s = scores(q, k)

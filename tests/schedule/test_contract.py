@@ -20,7 +20,7 @@ from deuteron.ir.nest import Nest, Reduce
 from deuteron.schedule import contract, cover
 from deuteron.schedule.closure import closure
 from deuteron.schedule.legality import Refusal
-from deuteron.schedule.masks import Bound, bounds
+from deuteron.schedule.masks import Bound, bounds, neutral
 from deuteron.schedule.reference import run_kernel
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, inputs
 from tests.schedule.planning import planned, trained
@@ -224,7 +224,7 @@ def bounds_of(name: str) -> tuple[tuple[Bound, ...], Nest]:
     nest, tiling = plan.contractions[0].contraction
     (loop,) = [d for d in tiling.dims if d.mode == "loop"]
     over = [s for s in nest.reductions().values() if loop.axes[0] in s.over]
-    return bounds(over, loop.axes[0]), nest
+    return bounds(neutral(over, set(), set()), loop.axes[0]), nest
 
 
 def value_at(index: Index, place: int) -> int | None:
@@ -269,5 +269,5 @@ def test_reductions_without_the_mask_are_not_cut() -> None:
     (bound,), nest = bounds_of("causal")
     body = next(s for s in nest.reductions().values() if s.kind == "max").body
     free = Reduce("free", "max", (bound.axis,), body.args[2] if body.op == "where" else body)
-    assert bounds([free], bound.axis) == () and isinstance(bound.axis, Axis)
+    assert bounds(neutral([free], set(), set()), bound.axis) == () and isinstance(bound.axis, Axis)
     assert math.isfinite(float(bound.axis.extent.value or 0))

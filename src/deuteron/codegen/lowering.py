@@ -59,7 +59,7 @@ def lower_nest(
     nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], tiles: Tiles
 ) -> list[Code]:
     if tiles.quarters:
-        nest = Nest(nest.axes, tuple(map(_compared_whole, nest.statements)))
+        nest = replace(nest, statements=tuple(map(_compared_whole, nest.statements)))
     lowering = Lowering(nest, tiling, layouts, tiles)
     for s in nest.stores():
         lowering.store(s)
@@ -438,7 +438,7 @@ class Lowering:
         """From where to where a loop must go: outside its reductions get nothing."""
         start: Value | None = None
         stop: Value | None = None
-        for bound in cut_off(dim, group, chain):
+        for bound in cut_off(self.nest, dim, group, chain)[0]:
             edge = self.edge(bound.index, bound.upper)
             if edge is None:
                 continue
@@ -449,7 +449,8 @@ class Lowering:
         return start, stop
 
     def chosen(self, name: str, a: Value, b: Value) -> Value:
-        return self.let(self.together(a, b), "op", (), a.dtype, (a, b), name)
+        wide = max(a.dtype, b.dtype)  # "i64" where one is loaded
+        return self.let(self.together(a, b), "op", (), wide, (a, b), name)
 
     def edge(self, index: Index, largest: bool) -> Value | None:
         """The largest or least value of an index over what a program has of its axes."""

@@ -1,8 +1,9 @@
 """Nests: statements over axes. What contractions, and reductions inside one another, are made of.
 
-    Nest(axes, statements)
+    Nest(axes, statements, cuts)
       Reduce(name, kind, over, body)   `over`: a set of axes. The value lives on axes(body) - over
       Store(tensor, index, value)      once per point of axes(index) and axes(value)
+      Cut(axis, hidden, end, upper)    means nothing: what need not be walked
 
     axes(load from memory) = the axes in its index;  axes(load of a result) = where that lives
 
@@ -73,9 +74,21 @@ class Contraction:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Reductions that get nothing where `hidden` holds get nothing along `axis` from `end` on
+    (`upper`), or before it: a load from memory (i64)."""
+
+    axis: Axis
+    hidden: Expr
+    end: Expr
+    upper: bool
+
+
+@dataclass(frozen=True)
 class Nest:
     axes: tuple[Axis, ...]
     statements: tuple[Statement, ...]
+    cuts: tuple[Cut, ...] = ()
 
     def reductions(self) -> dict[str, Reduce]:
         return {s.name: s for s in self.statements if isinstance(s, Reduce)}
@@ -122,6 +135,7 @@ class Nest:
         for s in self.statements:
             for n in roots(s):
                 reads.update((x.attr[0], None) for x in n.loads() if x.attr[0] not in results)
+        reads.update((c.end.attr[0], None) for c in self.cuts)
         return reads, {s.tensor: None for s in self.stores()}
 
 
@@ -178,4 +192,4 @@ def _reduced(s: Reduce, evaluator: Evaluator) -> Tensor:
     return total.to(TO_TORCH[s.body.dtype])
 
 
-__all__ = ["Contraction", "Nest", "Reduce", "Statement", "Store", "roots", "run_nest"]
+__all__ = ["Contraction", "Cut", "Nest", "Reduce", "Statement", "Store", "roots", "run_nest"]

@@ -15,7 +15,7 @@ from deuteron.base.memo import MEMO
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis
-from deuteron.ir.nest import Nest, Reduce, Statement
+from deuteron.ir.nest import Cut, Nest, Reduce, Statement
 from deuteron.ir.program import Compute
 from deuteron.schedule.normalize import canonical
 
@@ -59,7 +59,11 @@ def restored(nest: Nest, naming: Naming) -> Nest:
             return replace(s, name=naming(s.name), body=renamed(s.body, naming))
         return replace(s, tensor=naming(s.tensor), value=renamed(s.value, naming))
 
-    return Nest(nest.axes, tuple(under_name(s) for s in nest.statements))
+    def under_names(c: Cut) -> Cut:
+        return replace(c, hidden=renamed(c.hidden, naming), end=renamed(c.end, naming))
+
+    statements, cuts = map(under_name, nest.statements), map(under_names, nest.cuts)
+    return Nest(nest.axes, tuple(statements), tuple(cuts))
 
 
 def restored_text(text: str, naming: Naming) -> str:

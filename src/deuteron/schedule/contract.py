@@ -27,10 +27,11 @@ from deuteron.ir.program import Compute, Extern, Layout, tensors_read
 from deuteron.schedule.alike import Naming, numbered, restored, restored_text
 from deuteron.schedule.closure import closure
 from deuteron.schedule.cover import cover, predicted_us, tilings
-from deuteron.schedule.group import Group
-from deuteron.schedule.legality import Refusal
-from deuteron.schedule.profit import launch_us
-from deuteron.schedule.tile import Estimate
+from deuteron.schedule.data_masks import tabled
+from deuteron.schedule.group import Group, group_of_one
+from deuteron.schedule.legality import Refusal, fits
+from deuteron.schedule.profit import cost, launch_us
+from deuteron.schedule.tile import DATA_SHARE, Estimate
 from deuteron.schedule.tiling import Tiling
 
 # How much shorter a kernel must be predicted than the library's calls and the kernels beside them.
@@ -40,6 +41,9 @@ MIN_GAIN = 0.1
 # What a byte of memory that others could use counts, beside writing and reading it, in bytes of
 # traffic; as `capture.partition` counts what is saved.
 MEMORY_COST = 2.0
+# Of a kernel's time, what tables of what data hides of it (`data_masks`) may take: how much they
+# save is known at run time only, an assumption.
+TABLE_SHARE = 0.1
 # Computations of one nest at most; steps of a region; products in a chain, each of which reads the
 # one before.
 MAX_COMPUTES, MAX_STEPS, CHAINED = 64, 12, 2
@@ -125,7 +129,7 @@ class Contraction:
                 self.readers.setdefault(n, []).append(k)
 
     def run(self) -> tuple[OrderedStep, ...]:
-        taken: dict[int, tuple[Contracted, ...]] = {}  # last step of a region -> what runs there
+        taken: dict[int, tuple[OrderedStep, ...]] = {}  # last step of a region -> what runs there
         gone: set[int] = set()
         for k in range(len(self.steps)):
             if k in gone or not self.products[k]:
@@ -143,9 +147,13 @@ class Contraction:
                 what = " to ".join(self.ends(best.region))
                 for worse in (o for o in offers if o is not best):
                     self.refuse(worse.region, worse.beaten(best, what), worse.us)
-                self.note(best.region, True, "saves memory traffic", best.text, best.us)
+                steps = [x for s in best.steps for x in self.with_tables(s)]
+                cuts = [c for s in steps if isinstance(s, Contracted) for c in s.nest.cuts]
+                data = ", ".join(sorted({n.attr[0] for c in cuts for n in c.hidden.loads()}))
+                told = f"; {data} may hide tiles, {1 - DATA_SHARE:.0%} assumed" * bool(cuts)
+                self.note(best.region, True, "saves memory traffic", best.text + told, best.us)
                 gone |= best.region
-                taken[max(best.region)] = best.steps
+                taken[max(best.region)] = tuple(steps)
                 self.move(best.region)
         out: list[OrderedStep] = []
         for k in self.order:
@@ -162,6 +170,25 @@ class Contraction:
         before = [k for k in self.order[:end] if k not in region and k not in late]
         self.order = [*before, *sorted(region), *late, *self.order[end:]]
         self.whole.update(dict.fromkeys(region, tuple(sorted(region))))
+
+    def with_tables(self, step: Contracted) -> Iterator[OrderedStep]:
+        """A kernel, after those of its tables where data masks it and they take little of its
+        time."""
+        spec = self.specs[step.device]
+        masks = [c for c in step.computes if c.layout.dtype == "bool"] or step.computes
+        origins = dict.fromkeys(o for c in masks for o in c.origins)
+        nest, computes = tabled(step.nest, step.tiling, step.device, tuple(origins))
+        layouts = self.layouts | {c.name: c.layout for c in computes}
+        groups: list[Group] = []
+        for new in map(group_of_one, computes):
+            both = fits(groups[-1], new, layouts, self.owner, spec) if groups else None
+            groups[-1:] = [both] if isinstance(both, Group) else [*groups[-1:], new]
+        each = [cost(g, layouts, list(g.names), spec).us for g in groups]
+        if sum(us + launch_us(spec) for us in each) <= TABLE_SHARE * step.estimate.us:
+            self.layouts.update((c.name, c.layout) for c in computes)
+            yield from zip(groups, each, strict=True)
+            step = replace(step, nest=nest)
+        yield step
 
     def is_product(self, step: Step) -> bool:
         """Whether it is a product that may share a kernel."""

@@ -4,25 +4,28 @@ In: a nest, an axis that reductions run over. Out: `Bound`s, outside of which no
 contributes: the loop is cut there. They follow from comparisons of positions: an element is minus
 infinity in a maximum, 0 in a sum, or false in an `any`, where such a comparison holds (a causal
 mask, a window; a number of keys that is loaded: where the loop ends is then arithmetic at run
-time). The
-exponential of minus infinity is 0, whatever it is subtracted from that is finite; products with it
-count as 0, also with what is not finite: what a mask hides is not read.
+time). Where other comparisons hold, of numbers in memory (`hidden`), tables say
+(`data_masks`). The exponential of minus infinity is 0, whatever it is subtracted from that is
+finite; products with it count as 0, also with what is not finite: what a mask hides is not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 
+from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, as_position
 from deuteron.ir.index import Axis, Index, Value, atom, const, fits_int, hint, substitute
 from deuteron.ir.nest import Reduce
 
 Positive = tuple[Index, bool]  # an index that is above 0, or (False) at least 0
+Condition = Positive | tuple[Expr, bool]  # or what holds, or (False) does not
 UNKNOWN = ("reduce", "scan", "random")
-OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,22 @@ class Bound:
         return any(isinstance(a, Value) for a in self.index.atoms())
 
 
-def bounds(
-    reductions: Sequence[Reduce],
-    axis: Axis,
-    results: AbstractSet[str] = frozenset(),
-    moved: AbstractSet[str] = frozenset(),
-) -> tuple[Bound, ...]:
-    """What cuts a loop over `axis` in which all of `reductions` run. `results` over the whole axis
-    may be minus infinity in a row without elements: an exponential of a difference from one is
-    0 only in sums that are `moved` with their maximum."""
-    common: dict[Positive, None] | None = None
-    for s in reductions:
-        own = dict.fromkeys(_neutral(s, frozenset() if s.name in moved else results))
-        common = own if common is None else {p: None for p in common if p in own}
+def neutral(
+    reductions: Sequence[Reduce], results: AbstractSet[str], moved: AbstractSet[str]
+) -> dict[Condition, None]:
+    """Conditions of which each makes all of the reductions get nothing. `results` over the whole
+    axis may be minus infinity in a row without elements: an exponential of a difference from one
+    is 0 only in sums that are `moved` with their maximum."""
+    every = [dict.fromkeys(_neutral(s, results, s.name in moved)) for s in reductions]
+    return {c: None for c in every[0] if all(c in x for x in every)} if every else {}
+
+
+def bounds(conditions: Iterable[Condition], axis: Axis) -> tuple[Bound, ...]:
+    """What cuts a loop over `axis` in which no more is made than what is `neutral`."""
     out = []
-    for index, strict in common or ():
-        step = index.coefficient(axis)
-        if step is None or step.value not in (1, 0, -1):
+    for index, strict in conditions:
+        step = index.coefficient(axis) if isinstance(index, Index) else None
+        if isinstance(index, Expr) or step is None or step.value not in (1, 0, -1):
             continue
         rest = index - atom(axis) * step
         end = const(1 if strict else 0) - rest
@@ -69,15 +71,26 @@ def bounds(
     return tuple(out)
 
 
-def _neutral(s: Reduce, unknown: AbstractSet[str]) -> list[Positive]:
+def hidden(conditions: Iterable[Condition], made: AbstractSet[str]) -> Expr | None:
+    """Where numbers in memory say that nothing is got; those that are `made` are not there."""
+    found = [
+        e if holds else E.op("logical_not", e)
+        for e, holds in conditions
+        if isinstance(e, Expr) and e.loads() and not made & {n.attr[0] for n in e.loads()}
+    ]
+    found = [e for e in found if e.op != "logical_and" or e.args[0] not in found]
+    return functools.reduce(partial(E.op, "logical_or"), found) if found else None
+
+
+def _neutral(s: Reduce, results: AbstractSet[str], moved: bool) -> list[Condition]:
     if s.kind == "max":
         return _low(s.body)
     if s.kind in ("any", "all"):
         return _any(s.body, s.kind == "all")
-    return _zero(s.body, unknown) if s.kind == "sum" else []
+    return _zero(s.body, results, moved) if s.kind == "sum" else []
 
 
-def _low(e: Expr) -> list[Positive]:
+def _low(e: Expr) -> list[Condition]:
     """Where it is minus infinity."""
     match e.op:
         case "where":
@@ -93,22 +106,27 @@ def _low(e: Expr) -> list[Positive]:
     return []
 
 
-def _zero(e: Expr, unknown: AbstractSet[str]) -> list[Positive]:
-    """Where it is 0, whatever the `unknown` results are."""
+def _zero(e: Expr, results: AbstractSet[str], moved: bool) -> list[Condition]:
+    """Where it is 0, whatever the results are, or as they are where it is moved with them."""
+    zero = partial(_zero, results=results, moved=moved)
     match e.op:
         case "where":
-            return _chosen(e, 0, partial(_zero, unknown=unknown))
+            return _chosen(e, 0, zero)
         case "exp" | "exp2":
-            far = any(n.attr[0] in unknown for n in e.args[0].loads())
-            return [] if far else _low(e.args[0])
+            if any(n.attr[0] in results for n in e.args[0].loads()):
+                return _low(e.args[0]) if moved else []
+            return [_where(c, e.args[0]) for c in _low(e.args[0])]
         case "mul":
-            return [*_zero(e.args[0], unknown), *_zero(e.args[1], unknown)]
+            return [*zero(e.args[0]), *zero(e.args[1])]
+        case "add" | "sub":
+            other = zero(e.args[1])
+            return [c for c in zero(e.args[0]) if c in other]
         case "div" | "cast":
-            return _zero(e.args[0], unknown)
+            return zero(e.args[0])
     return []
 
 
-def _chosen(e: Expr, value: float, inside: Callable[[Expr], list[Positive]]) -> list[Positive]:
+def _chosen(e: Expr, value: float, inside: Callable[[Expr], list[Condition]]) -> list[Condition]:
     condition, a, b = e.args
     if a.op == "literal" and a.attr == value:
         return [*_any(condition, True), *inside(b)]
@@ -117,15 +135,25 @@ def _chosen(e: Expr, value: float, inside: Callable[[Expr], list[Positive]]) -> 
     return []
 
 
-def _any(e: Expr, holds: bool) -> list[Positive]:
-    """Comparisons of positions each of which makes `e` true (or false, where not `holds`)."""
+def _where(c: Condition, e: Expr) -> Condition:
+    """A condition on data, where what is in memory and subtracted in `e` is not infinite, too: a
+    row without elements has no numbers."""
+    while e.op == "cast":
+        (e,) = e.args
+    if not isinstance(c[0], Expr) or e.op != "sub" or not e.args[1].loads():
+        return c
+    own = c[0] if c[1] else E.op("logical_not", c[0])
+    return E.op("logical_and", own, E.op("gt", e.args[1], E.literal(float("-inf"), e.dtype))), True
+
+
+def _any(e: Expr, holds: bool) -> list[Condition]:
+    """Comparisons each of which makes `e` true (or false, where not `holds`)."""
     match e.op:
         case "logical_not":
             return _any(e.args[0], not holds)
         case "logical_or" | "logical_and":
             if (e.op == "logical_or") is holds:
                 return [*_any(e.args[0], holds), *_any(e.args[1], holds)]
-            return []
         case "eq" | "ne":
             for x, c in (e.args, e.args[::-1]):
                 if c.op == "literal" and c.attr == float("-inf") and (e.op == "eq") is holds:
@@ -134,10 +162,10 @@ def _any(e: Expr, holds: bool) -> list[Positive]:
             sides = [_position(x) for x in e.args]
             name = e.op if holds else OPPOSITE[e.op]
             a, b = sides if name in ("lt", "le") else sides[::-1]
-            if a is None or b is None:
-                return []
-            return [(b - a, name in ("lt", "gt"))]
-    return []
+            placed = any(x.axes() and not x.loads() for x in e.args)  # a position, or its limit
+            if a is not None and b is not None and (placed or not e.loads()):
+                return [(b - a, name in ("lt", "gt"))]
+    return [(e, holds)] if all(n.op not in UNKNOWN for n in e.walk()) else []
 
 
 def _position(e: Expr) -> Index | None:
@@ -166,4 +194,4 @@ def visited(bound: Sequence[Bound], extent: int, other: int, block: int) -> floa
     return total / (extent * len(blocks))
 
 
-__all__ = ["Bound", "bounds", "visited"]
+__all__ = ["OPPOSITE", "Bound", "bounds", "hidden", "neutral", "visited"]

@@ -83,7 +83,10 @@ def contraction_lines(nest: ContractionNest, tiling: Tiling) -> list[str]:
 def statements(nest: ContractionNest) -> Iterator[str]:
     """The statements of a nest of products, each after what it shares with others."""
     bodies = [e for s in nest.statements for e in roots(s)]
+    bodies += [c.end for c in nest.cuts]
     ex = Expressions({n.attr[0]: n.dtype for e in bodies for n in e.loads()}, bodies)
+    for c, text in zip(nest.cuts, ex.print([c.end for c in nest.cuts]), strict=True):
+        yield f"{c.axis!r} {'<' if c.upper else '>='} {text}"
     for s in nest.statements:
         shown = len(ex.lines)
         (value,) = ex.print(roots(s))

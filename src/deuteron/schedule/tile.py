@@ -18,14 +18,14 @@ from typing import Any
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
-from deuteron.ir.expr import Expr, flops
+from deuteron.ir.expr import Expr, as_position, flops
 from deuteron.ir.index import Axis, Index, hint, product
 from deuteron.ir.nest import Contraction, Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.boxes import box_of
 from deuteron.schedule.kernel import Reduce as RowReduce
-from deuteron.schedule.masks import Bound, bounds, visited
+from deuteron.schedule.masks import Bound, bounds, hidden, neutral, visited
 from deuteron.schedule.online import Chain, Rescaled
 from deuteron.schedule.tiling import Dim, Tiling
 
@@ -55,6 +55,9 @@ LOAD_FLOPS = 16
 # multiprocessor. Registers of a thread beside those that hold tiles.
 OVERLAP_SHARE, OTHER_REGISTERS = 0.3, 40
 RESERVED_SHARED = 1 << 10  # bytes that CUDA keeps of each program
+# What numbers in memory leave of a loop that they mask: an assumption, as only a call knows. By it
+# a kernel that can leave tiles out is better than one that cannot.
+DATA_SHARE = 0.5
 REGISTER_SHARE = 0.78  # of a program's registers that accumulators may take
 
 
@@ -399,7 +402,8 @@ def estimate(
     if programs < spec.cores:
         waves = spec.cores / programs
     few = max(1.0, spec.cores / (programs * ONE_CORE_BANDWIDTH))
-    trips = sum(d.count for d in tiling.dims if d.mode == "loop")
+    trips = min(1.0, max(cut.values(), default=1.0))
+    trips *= sum(d.count for d in tiling.dims if d.mode == "loop")
     turns = math.ceil(programs / slots)
     compute = compute * waves + PROGRAM_US * turns
     us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
@@ -422,38 +426,52 @@ def shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
     for d in tiling.dims:
         if d.mode != "loop":
             continue
-        chain, of = passes(nest, d.axes)
-        inside = [s for s in nest.statements if set(nest.lives(s)) & set(d.axes)]
-        ends: dict[int, list[Statement]] = {}
-        for s in nest.statements:
-            if s in of and (isinstance(s, Reduce) or s in inside):
-                ends.setdefault(of[s], []).append(s)
+        chain, ends = turns(nest, d)
         walked = {k: _walked(nest, tiling, d, group, chain) for k, group in ends.items()}
         for k, group in ends.items():
             out.update({s.name: walked[k] for s in group if isinstance(s, Reduce)})
-        for s in inside:
-            if isinstance(s, Reduce):
+        for s in nest.statements:
+            if isinstance(s, Reduce) and set(nest.lives(s)) & set(d.axes):
                 out[s.name] = out.get(s.name, 1.0) * sum(walked.values())
     return out
 
 
+def turns(nest: Nest, d: Dim) -> tuple[Chain, dict[int, list[Statement]]]:
+    """The statements of each pass over a loop."""
+    chain, of = passes(nest, d.axes)
+    ends: dict[int, list[Statement]] = {}
+    for s in nest.statements:
+        if s in of and (isinstance(s, Reduce) or set(nest.lives(s)) & set(d.axes)):
+            ends.setdefault(of[s], []).append(s)
+    return chain, ends
+
+
 def _walked(nest: Nest, tiling: Tiling, d: Dim, group: Sequence[Statement], chain: Chain) -> float:
     """The share of a loop that one pass walks."""
-    cut = [b for b in cut_off(d, group, chain) if not b.loaded]
+    every, where = cut_off(nest, d, group, chain)
+    wide = {a for x in tiling.dims if x is not d and x.block > 1 for a in x.axes}
+    reads = [n.axes() for n in where.loads()] if where is not None else []
+    known = all(not wide & axes or not axes & set(d.axes) for axes in reads)  # by blocks
+    left = DATA_SHARE if reads and known else 1.0
+    cut = [b for b in every if not b.loaded]
     others = {a for b in cut for a in b.index.axes()}
-    if len(others) != 1:
-        return 1.0
-    (other,) = others
-    rows = tiling.dim_of(other)
-    return visited(cut, d.extent, rows.extent, rows.block) if rows.axes == (other,) else 1.0
+    rows = next((x for x in tiling.dims if len(others) == 1 and x.axes == tuple(others)), None)
+    return left if rows is None else left * visited(cut, d.extent, rows.extent, rows.block)
 
 
-def cut_off(d: Dim, group: Sequence[Statement], chain: Chain) -> tuple[Bound, ...]:
-    """What masks cut off a loop in which these statements run: nothing where one stores."""
+def cut_off(
+    nest: Nest, d: Dim, group: Sequence[Statement], chain: Chain
+) -> tuple[tuple[Bound, ...], Expr | None]:
+    """What masks cut off a loop in which these statements run: nothing where one stores; and where
+    numbers in memory say that none of them gets anything."""
     reductions = [s for s in group if isinstance(s, Reduce)]
     if len(d.axes) != 1 or len(reductions) < len(group):
-        return ()
-    return bounds(reductions, d.axes[0], chain.reductions.keys(), chain.rules.keys())
+        return (), None
+    found = neutral(reductions, chain.reductions.keys(), chain.rules.keys())
+    where = hidden(found, nest.reductions().keys())
+    tables = [c for c in nest.cuts if c.axis in d.axes and c.hidden is where]
+    cut = (Bound(c.axis, as_position(c.end), c.upper) for c in tables)
+    return (*bounds(found, d.axes[0]), *cut), where
 
 
 def passes(nest: Nest, axes: Sequence[Axis]) -> tuple[Chain, dict[Statement, int]]:
@@ -524,4 +542,5 @@ __all__ = [
     "passes",
     "points",
     "shares",
+    "turns",
 ]

@@ -220,6 +220,8 @@ class _State:
             if lost:
                 raise Fault("once", f"{s.tensor} is stored in the same place along {sorted(lost)}")
             check_position(f"store to {s.tensor}", s.index, layout, None, self.strict)
+        for c in nest.cuts:
+            check_load(c.end, self.layout(c.end.attr[0]), self.strict)
         reads, writes = nest.tensors()
         for name in reads:
             self.readable(name)

@@ -61,7 +61,7 @@ def tile_classes(nest: Nest, tiling: Tiling, loop: Dim) -> Data:
     known at run time only (None), and at least `skipped` are."""
     chain, of = passes(nest, loop.axes)
     inside = [s for s in of if isinstance(s, Reduce) or set(nest.lives(s)) & set(loop.axes)]
-    every = cut_off(loop, inside, chain)
+    every, _ = cut_off(nest, loop, inside, chain)
     cut = [b for b in every if not b.loaded]
     others = {a for b in cut for a in b.index.axes()}
     rows = tiling.dim_of(next(iter(others))) if len(others) == 1 else None

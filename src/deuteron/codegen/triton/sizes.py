@@ -41,11 +41,12 @@ def contraction_indices(
     nest: ContractionNest, tiling: ContractionTiling, layouts: Mapping[str, Layout]
 ) -> list[Index]:
     """The same of a kernel with products."""
-    indices = dict.fromkeys(indices_of(e for s in nest.statements for e in contraction_roots(s)))
-    for s in nest.statements:
-        places = [(s.tensor, s.index)] if isinstance(s, ContractionStore) else []
-        places += [n.attr[:2] for e in contraction_roots(s) for n in e.loads()]
-        indices.update((layouts[n].address(at), None) for n, at in places if n in layouts)
+    roots = [e for s in nest.statements for e in contraction_roots(s)]
+    roots += [c.end for c in nest.cuts]
+    places = [n.attr[:2] for e in roots for n in e.loads()]
+    places += [(s.tensor, s.index) for s in nest.statements if isinstance(s, ContractionStore)]
+    indices = dict.fromkeys(indices_of(roots))
+    indices.update((layouts[n].address(at), None) for n, at in places if n in layouts)
     for d in tiling.dims:
         indices.update(dict.fromkeys((d.size, *(a.extent for a in d.axes))))
     return with_parts(indices)
