@@ -57,7 +57,7 @@ OVERLAP_SHARE, OTHER_REGISTERS = 0.3, 40
 RESERVED_SHARED = 1 << 10  # bytes that CUDA keeps of each program
 # What numbers in memory leave of a loop that they mask: an assumption, as only a call knows. By it
 # a kernel that can leave tiles out is better than one that cannot.
-DATA_SHARE = 0.5
+DATA_SHARE = 0.75
 REGISTER_SHARE = 0.78  # of a program's registers that accumulators may take
 
 
@@ -402,8 +402,7 @@ def estimate(
     if programs < spec.cores:
         waves = spec.cores / programs
     few = max(1.0, spec.cores / (programs * ONE_CORE_BANDWIDTH))
-    trips = min(1.0, max(cut.values(), default=1.0))
-    trips *= sum(d.count for d in tiling.dims if d.mode == "loop")
+    trips = sum(d.count for d in tiling.dims if d.mode == "loop")
     turns = math.ceil(programs / slots)
     compute = compute * waves + PROGRAM_US * turns
     us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
