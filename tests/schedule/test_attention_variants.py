@@ -26,9 +26,10 @@ HEADS, LENGTH = 4, 1024
 # Of lengths known at run time only there are more steps, or scores in memory: sums over all scores
 # are split for the GPU in parts whose lengths are not whole, and read the scores at two places;
 # a maximum's gradient (`graph.vanishing`) and what is read once for each distance
-# (`lower.diagonals`) are told of fixed lengths only; a step is a kernel of its own.
+# (`lower.diagonals`) are told of fixed lengths only; a step is a kernel of its own; whether places
+# are in a table of blocks is checked.
 SUMS_OF_SCORES = ("bounded_scale", "learned_scale", "normed")
-OF_FIXED_LENGTHS = ("maximum_by_hand", "shifted_sinks", "t5_buckets")
+OF_FIXED_LENGTHS = ("maximum_by_hand", "shifted_sinks", "t5_buckets", "table_of_blocks")
 ONE_STEP_MORE = ("hidden_rows", "sdpa_given")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deuteron.ir.nest import Cut
 from deuteron.schedule import contract
+from deuteron.tools.tile_data import tile_classes
 from tests.codegen.attention_values import problems
 from tests.interpreting import reported
 from tests.schedule.attention_variants import INF, VARIANTS, documents, places, scores
@@ -92,6 +93,10 @@ def test_each_loop_of_long_rows_is_cut(
     one = [x[:1].clone() for x in given]
     plan = trained(lambda *x: documents(*x, numbers), *one, run=False, device=device)
     assert len(plan.contractions) == 3 and [len(c) for c in cuts_of(plan)] == [2, 2, 2]
+    for nest, tiling in (k.contraction for k in plan.contractions if k.contraction):
+        (found,) = [tile_classes(nest, tiling, d) for d in tiling.dims if d.mode == "loop"]
+        read = {n.attr[0] for n in nest.cuts[0].hidden.loads()}
+        assert set(found["loaded"]) == read and found["full"] is None and found["skipped"] > 0
     told = [d["detail"] for d in plan.decisions(True)]
     assert len(told) == 2 and all(x.endswith("may hide tiles, 25% assumed") for x in told)
 

@@ -72,7 +72,10 @@ def tile_classes(nest: Nest, tiling: Tiling, loop: Dim) -> Data:
             last = min(first + rows.block, rows.extent) - 1
             for name, count in _classes(cut, loop, (first, last)).items():
                 counts[name] += count
-    total, loaded = sum(counts.values()), sorted({n for b in every for n in loaded_by(b)})
+    masks = {c.end.attr[0]: {n.attr[0] for n in c.hidden.loads()} for c in nest.cuts}
+    names = {n for b in every for n in loaded_by(b)}
+    total = sum(counts.values())
+    loaded = sorted(set[str]().union(*(masks.get(n, {n}) for n in names)))
     unknown = dict.fromkeys(("full", "partial")) if loaded else {}
     return {
         "dimension": loop.name,
