@@ -98,7 +98,7 @@ def test_each_loop_of_long_rows_is_cut(
         read = {n.attr[0] for n in nest.cuts[0].hidden.loads()}
         assert set(found["loaded"]) == read and found["full"] is None and found["skipped"] > 0
     told = [d["detail"] for d in plan.decisions(True)]
-    assert len(told) == 2 and all(x.endswith("may hide tiles, 25% assumed") for x in told)
+    assert len(told) == 2 and all(x.endswith("may hide tiles, 10% assumed") for x in told)
 
 
 def test_short_rows_are_not_worth_tables() -> None:

@@ -57,7 +57,7 @@ OVERLAP_SHARE, OTHER_REGISTERS = 0.3, 40
 RESERVED_SHARED = 1 << 10  # bytes that CUDA keeps of each program
 # What numbers in memory leave of a loop that they mask: an assumption, as only a call knows. By it
 # a kernel that can leave tiles out is better than one that cannot.
-DATA_SHARE = 0.75
+DATA_SHARE = 0.9
 REGISTER_SHARE = 0.78  # of a program's registers that accumulators may take
 
 
