@@ -5,7 +5,7 @@
 A line for each row: milliseconds of a call (medians by CUDA events; all contenders of a row in one
 process, nothing else on the GPU meanwhile), our time over the best peer's, what is wanted, MiB that
 a call of ours allocates at its peak (results included), errors over eager's (root of summed
-squares, against float64 of two heads of one sample; of losses against float32). Rows are compiled
+squares, against float64 of one sample; of losses against float32). Rows are compiled
 by processes side by side and timed one after the other. Peers: `eager` and `inductor` run the same
 plain code; `flex` is FlexAttention with the same score and mask (compiled by Inductor, its block
 mask outside of the timed call where the mask is fixed); `cudnn`, `flash`, `sdpa` are the library's.
@@ -271,13 +271,12 @@ ROWS = {
 
 
 def exact(args: list[Tensor]) -> list[Tensor]:
-    """Two heads of one sample, in float64; of a loss everything, in float32."""
-    shared = args[0].shape[1] // args[1].shape[1]
+    """One sample, in float64; of a loss everything, in float32."""
     out = []
-    for k, a in enumerate(args):
+    for a in args:
         x = a.detach()
         if x.dim() == 4:
-            x = x[:1, : (2 * shared if k == 0 else 2)]
+            x = x[:1]
         wide = torch.float64 if args[0].dim() == 4 else torch.float32
         x = x.to(wide) if x.is_floating_point() else x
         out.append(x.requires_grad_(a.requires_grad))
@@ -285,12 +284,12 @@ def exact(args: list[Tensor]) -> list[Tensor]:
 
 
 def relative(got: list[Tensor], eager: list[Tensor], wide: list[Tensor]) -> float:
-    """The largest error over eager's, of what is there of all heads."""
+    """The largest error over eager's, of what one sample decides."""
     worst = 0.0
     for g, e, w in zip(got, eager, wide, strict=True):
         if w.dim() in (0, 2) and wide[0].dim() == 4:
-            continue  # of all heads
-        g, e = (x.detach()[: w.shape[0], : w.shape[1]] if w.dim() == 4 else x for x in (g, e))
+            continue  # of all samples
+        g, e = (x.detach()[: len(w)] if w.dim() == 4 else x for x in (g, e))
         worst = max(worst, float((g.to(w.dtype) - w).norm() / (e.to(w.dtype) - w).norm()))
     return worst
 
@@ -310,7 +309,7 @@ def prepared(row: Row) -> tuple[dict[str, Callable[[], Any]], float, float, floa
                 return [g(*given)]
         out = g(*given)
         leaves = [a for a in given if a.requires_grad]
-        up = grad if grad.dim() == 0 else grad[: out.shape[0], : out.shape[1]]
+        up = grad if grad.dim() == 0 else grad[: len(out)]
         return [out, *torch.autograd.grad(out, leaves, up.to(out.dtype))]
 
     start = time.perf_counter()

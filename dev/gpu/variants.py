@@ -20,10 +20,9 @@ from tests.schedule.attention_variants import VARIANTS
 
 
 def tried(name: str, lengths: list[int]) -> tuple[str, list[str]]:
-    torch.set_default_device("cuda")
     torch.set_num_threads(1)
     try:
-        return name, problems(name, lengths, torch.bfloat16, "deuteron")
+        return name, problems(name, lengths, torch.bfloat16, "deuteron", "cuda")
     except Exception as e:
         return name, [f"{type(e).__name__}: {str(e)[:300]}"]
 

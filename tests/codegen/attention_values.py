@@ -37,7 +37,9 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
-def problems(name: str, lengths: Sequence[int], dtype: torch.dtype, backend: Any) -> list[str]:
+def problems(
+    name: str, lengths: Sequence[int], dtype: torch.dtype, backend: Any, device: str = "cpu"
+) -> list[str]:
     """What is less exact than twice eager's error; kernels with products pay or not. Of several
     lengths one graph for all."""
     v = VARIANTS[name]
@@ -47,7 +49,8 @@ def problems(name: str, lengths: Sequence[int], dtype: torch.dtype, backend: Any
     compiled = torch.compile(v.f, backend=backend, fullgraph=True, options=options)
     out = []
     for length in lengths:
-        args, longer = (v.inputs(n, dtype) for n in (length, length + 1))
+        sizes = (length, length + 1)
+        args, longer = ([x.to(device) for x in v.inputs(n, dtype)] for n in sizes)
 
         def marked(*own: Tensor, longer: Sequence[Tensor] = longer) -> Any:
             for x, other in zip(own, longer, strict=True) if len(lengths) > 1 else ():

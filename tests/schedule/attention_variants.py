@@ -56,17 +56,13 @@ class Variant:
             return [sizes[x] for x in text.split()]
 
         if empty:
-            floats = [torch.zeros(shape(x), dtype=dtype, device="cpu") for x in self.shapes]
+            floats = [torch.zeros(shape(x), dtype=dtype) for x in self.shapes]
         else:
-            floats = [
-                torch.randn(shape(x), generator=generator, device="cpu").to(dtype)
-                for x in self.shapes
-            ]
+            floats = [torch.randn(shape(x), generator=generator).to(dtype) for x in self.shapes]
         ints = [
-            torch.randint(0, sizes[most], shape(x), generator=generator, device="cpu")
-            for x, most in self.ints
+            torch.randint(0, sizes[most], shape(x), generator=generator) for x, most in self.ints
         ]
-        return [x.to(torch.get_default_device()) for x in (*floats, *ints)]
+        return [*floats, *ints]
 
 
 HEADS = ("b h s d", "b h t d", "b h t d")
@@ -90,7 +86,8 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 def places(s: Tensor) -> tuple[Tensor, Tensor]:
     """Of queries and keys; the last query is at the last key."""
     n, m = s.shape[-2:]
-    return torch.arange(m - n, m)[:, None], torch.arange(m)[None, :]
+    keys = torch.arange(m, device=s.device)
+    return keys[m - n :, None], keys[None, :]
 
 
 def causal(s: Tensor) -> Tensor:
@@ -169,11 +166,11 @@ def swin(q: Tensor, k: Tensor, v: Tensor, table: Tensor, index: Tensor) -> Tenso
 def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
     i, j = places(s)
-    slopes = torch.exp2(-torch.arange(1, q.shape[1] + 1).float())
+    slopes = torch.exp2(-torch.arange(1, q.shape[1] + 1, device=q.device).float())
     return torch.softmax(causal(s + slopes[:, None, None] * (j - i)), -1).to(v.dtype) @ v
 
 
-@variant("h", steps=(1, 4))
+@variant("h", steps=(1, 5))
 def learned_slopes(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
     s = scores(q, k)
     i, j = places(s)
@@ -191,14 +188,15 @@ def causal_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @variant()
 def triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
-    mask = torch.tril(torch.ones(s.shape[-2:], dtype=torch.bool))
+    mask = torch.tril(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device))
     return torch.softmax(torch.where(mask, s, torch.finfo(s.dtype).min), -1) @ v
 
 
 @variant()
 def added_triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = scores(q, k)
-    mask = torch.full(s.shape[-2:], torch.finfo(s.dtype).min, dtype=s.dtype).triu(1)
+    least = torch.finfo(s.dtype).min
+    mask = torch.full(s.shape[-2:], least, dtype=s.dtype, device=s.device).triu(1)
     return torch.softmax(s + mask, -1) @ v
 
 
@@ -286,7 +284,7 @@ def table_of_blocks(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
 @variant(ints=(("b", "t"),))
 def lengths(q: Tensor, k: Tensor, v: Tensor, length: Tensor) -> Tensor:
     s = scores(q, k)
-    outside = torch.arange(s.shape[-1]) > length[:, None, None, None]
+    outside = torch.arange(s.shape[-1], device=s.device) > length[:, None, None, None]
     return torch.softmax(s.masked_fill(outside, INF), -1) @ v
 
 
@@ -372,7 +370,7 @@ def decaying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Retention."""
     s = scores(q, k)
     i, j = places(s)
-    gamma = 1 - torch.exp2(-5.0 - torch.arange(q.shape[1]))
+    gamma = 1 - torch.exp2(-5.0 - torch.arange(q.shape[1], device=q.device))
     d = torch.where(i >= j, gamma[:, None, None] ** (i - j).clamp(min=0), 0.0)
     return (s * d).to(v.dtype) @ v
 
@@ -393,6 +391,17 @@ def sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     s = causal(scores(q, k))
     column = sink[None, :, None, None].expand(s.shape[0], -1, s.shape[2], 1)
     return torch.softmax(torch.cat([s, column], -1), -1)[..., :-1] @ v
+
+
+@variant("h", shapes=("b h s d", "b g t d", "b g t d"), steps=(1, 7))
+def shared_sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    """In a window, with heads of keys that several heads of queries share."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = causal(scores(q, k))
+    i, j = places(s)
+    s = s.masked_fill(i - j >= 9, INF)
+    s = torch.cat([s, sink[None, :, None, None].expand(s.shape[0], -1, s.shape[2], 1)], -1)
+    return torch.softmax(s, -1)[..., :-1] @ v
 
 
 @variant("h")
@@ -495,8 +504,8 @@ def fewer_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def cached(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> Tensor:
     """Keys up to a position that is loaded."""
     s = scores(q, k)
-    i = torch.arange(s.shape[-2])[:, None] + start
-    return torch.softmax(s.masked_fill(i < torch.arange(s.shape[-1]), INF), -1) @ v
+    i, j = (torch.arange(n, device=s.device) for n in s.shape[-2:])
+    return torch.softmax(s.masked_fill(i[:, None] + start < j, INF), -1) @ v
 
 
 @variant(shapes=("b s h d", "b t h d", "b t h d"))
@@ -544,14 +553,14 @@ def normed(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 @variant()
 def sdpa_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i, j = (torch.arange(x.shape[-2]) for x in (q, k))
+    i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
     mask = (i[:, None] >= j) & (i[:, None] - j < 9)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 @variant()
 def sdpa_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i, j = (torch.arange(x.shape[-2]) for x in (q, k))
+    i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
     b = -(i[:, None] - j).abs().to(q.dtype) * 0.1
     return F.scaled_dot_product_attention(q, k, v, attn_mask=b)
 
@@ -563,7 +572,7 @@ def sdpa_given(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
 
 @variant(shapes=SHARED, steps=(1, 4))
 def sdpa_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i, j = (torch.arange(x.shape[-2]) for x in (q, k))
+    i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=i[:, None] >= j, enable_gqa=True)
 
 

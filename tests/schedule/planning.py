@@ -101,7 +101,7 @@ def gradients(results: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Of all arguments, for the same random gradient of the result each time."""
     results = results if isinstance(results, (tuple, list)) else (results,)
     generator = torch.Generator().manual_seed(7)
-    given = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in results]
+    given = [torch.randn(r.shape, generator=generator).to(r) for r in results]
     return torch.autograd.grad(results, args, given)
 
 

@@ -357,12 +357,16 @@ class Lowering:
             if all(len(x) == 1 for x in dims) and not self.spanned(c.batch):
                 return self.dot(s, c.a, c.b, dims, before)
         depth = len(self.scopes) - 1
+        scale, body = scaled(body) if s.kind == "max" and self.tiles.powers else (1.0, body)
         value = self.value(body)
         over = tuple(d for d in self.dims if d in self.spanned(s.over))
         value = self.masked(value, REDUCTIONS[s.kind].identity(body.dtype), s.over)
         left = tuple(d for d in value.dims if d not in over)
         if set(over) <= set(value.dims):
             value = self.let(depth, "reduce", left, value.dtype, (value,), (s.kind, over))
+        if scale != 1.0:
+            factor = self.let(depth, "literal", (), value.dtype, attr=scale)
+            value = self.let(depth, "op", value.dims, value.dtype, (value, factor), "mul")
         if before is None:
             return value
         step = REDUCTIONS[s.kind].scalar_op
@@ -575,10 +579,28 @@ def binary(root: Expr) -> Expr:
     def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if n.op != "exp" or n.dtype != "f32" or args[0].op != "sub":
             return None
-        factor = E.literal(LOG2_E, "f32")
-        return E.op("exp2", E.op("sub", *(E.op("mul", a, factor) for a in args[0].args)))
+        parts = (scaled(a) for a in args[0].args)
+        return E.op(
+            "exp2", E.op("sub", *(E.op("mul", a, E.literal(c * LOG2_E, "f32")) for c, a in parts))
+        )
 
     return E.rewrite(root, rule)
+
+
+def scaled(e: Expr) -> tuple[float, Expr]:
+    """(c, x) with c x = e and a number c above 0: the maximum of e is c times that of x, exactly.
+    What a mask hides is minus infinity, of x as of e."""
+    if e.op == "mul" and e.dtype == "f32":
+        for x, c in (e.args, e.args[::-1]):
+            if c.op == "literal" and 0 < c.attr < math.inf:
+                return c.attr, x
+    if e.op == "where":
+        for k, low in ((1, e.args[1]), (2, e.args[2])):
+            if low.op == "literal" and low.attr == -math.inf:
+                factor, x = scaled(e.args[3 - k])
+                sides = (low, x) if k == 1 else (x, low)
+                return factor, E.op("where", e.args[0], *sides)
+    return 1.0, e
 
 
 __all__ = ["Tiles", "lower_nest"]

@@ -209,7 +209,22 @@ class Contraction:
                 region = region | grow(region)
                 if len(region) > MAX_STEPS:
                     return
-                yield from (region, self.with_makers(region, 1, False), self.with_makers(region))
+                found = (region, self.with_makers(region, 1, False), self.with_makers(region))
+                yield from (*found, *map(self.without_sums, found))
+
+    def without_sums(self, region: frozenset[int]) -> frozenset[int]:
+        """Without the groups that sum products which are ready (heads' gradients, of keys that they
+        share), and that nothing else of the region needs."""
+
+        def sums(k: int) -> bool:
+            step = self.steps[k]
+            if self.products[k] or not isinstance(step, tuple) or self.readers_of(k) & region:
+                return False
+            makers = {self.home[n] for n in self.read[k] if n in self.home} & region
+            reduced = any(m.compute.body.op == "reduce" for m in step[0].members)
+            return reduced and bool(makers) and all(self.products[m] for m in makers)
+
+        return region - {k for k in region if sums(k)}
 
     def with_makers(
         self, region: frozenset[int], steps: int = 2, groups: bool = True

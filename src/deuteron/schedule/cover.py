@@ -66,10 +66,20 @@ class _Cover:
     ) -> None:
         self.computes, self.layouts, self.spec, self.wide = computes, layouts, spec, wide
         self.order = list(computes)
+        self.rows = False  # whether kernels without products are taken
 
     def kernels(self, sinks: Sequence[str]) -> Kernels | Refusal:
         """In execution order. Where several are needed, and one of them would reduce over what it
-        has blocks of, an earlier one stores that reduction."""
+        has blocks of, an earlier one stores that reduction. What is made of such rows only may have
+        a kernel without products."""
+        made = self.found(sinks)
+        self.rows = True
+        other = self.found(sinks) if len(sinks) > 1 else made
+        if isinstance(made, Refusal) or isinstance(other, Refusal):
+            return other if isinstance(made, Refusal) else made
+        return min(made, other, key=predicted_us)
+
+    def found(self, sinks: Sequence[str]) -> Kernels | Refusal:
         one = self.kernel(sinks, ())
         tried: list[Kernels | Refusal] = [one if isinstance(one, Refusal) else (one,)]
         if len(sinks) > 1:
@@ -125,7 +135,8 @@ class _Cover:
         nest = closure(computes, sinks, self.wide)
         if isinstance(nest, Refusal):
             return nest
-        found = tilings(self.spec).candidates(nest, self.layouts, self.spec)
+        offered = self.rows or tile.contractions(nest)
+        found = offered and tilings(self.spec).candidates(nest, self.layouts, self.spec)
         if not found:
             why = f"no block fits on chip, a width is over {tile.MAX_WHOLE} or not fixed, "
             return Refusal("no tiling", why + "or rows begin between multiples of 4 bytes")

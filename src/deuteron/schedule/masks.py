@@ -25,6 +25,7 @@ from deuteron.ir.nest import Reduce
 Positive = tuple[Index, bool]  # an index that is above 0, or (False) at least 0
 Condition = Positive | tuple[Expr, bool]  # or what holds, or (False) does not
 UNKNOWN = ("reduce", "scan", "random")
+SAMPLES = 64  # of the blocks of a grid, for an average
 OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 
 
@@ -176,9 +177,10 @@ def _position(e: Expr) -> Index | None:
 
 
 def visited(bound: Sequence[Bound], extent: int, other: int, block: int) -> float:
-    """The share of the axis that a loop walks, on average over blocks of the one other axis that
-    the bounds depend on."""
+    """The share of the axis that a loop walks, on average over (some) blocks of the one other axis
+    that the bounds depend on."""
     total, blocks = 0, range(0, max(1, other), block)
+    blocks = blocks[:: -(-len(blocks) // SAMPLES)]
     for first in blocks:
         ends = (first, min(first + block, other) - 1)
         start, stop = 0, extent

@@ -58,7 +58,11 @@ RESERVED_SHARED = 1 << 10  # bytes that CUDA keeps of each program
 # What numbers in memory leave of a loop that they mask: an assumption, as only a call knows. By it
 # a kernel that can leave tiles out is better than one that cannot.
 DATA_SHARE = 0.9
+ROW_BLOCK = 1024  # elements that four warps have of a row, 16 bytes of f32 a thread at once
 REGISTER_SHARE = 0.78  # of a program's registers that accumulators may take
+
+
+Group = tuple[tuple[Axis, ...], str]  # axes and their role
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def contractions(nest: Nest) -> dict[str, Contraction]:
 def unit(nest: Nest) -> str:
     """What multiplies: the slowest of the units that its products need (`DeviceSpec.peak`)."""
     kinds = {nest.reductions()[n].operands for n in contractions(nest)}
-    return next(k for k in ("f32", "tf32", "f16", "bf16") if k in kinds)
+    return next((k for k in ("f32", "tf32", "f16", "bf16") if k in kinds), "f32")
 
 
 def figures(table: str, kind: str) -> Any:
@@ -88,7 +92,7 @@ def figures(table: str, kind: str) -> Any:
 # -- dimensions ------------------------------------------------------------------------------------
 
 
-def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]]:
+def dimensions(nest: Nest) -> list[Group]:
     """The groups of axes with one role each ("batch", "turns", "grid", "whole", "loop" or "inner"),
     in the order in which values have them."""
     products = contractions(nest)
@@ -107,7 +111,7 @@ def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]]:
         ]
         roles += [a in s.over for s in nest.reductions().values()]
         signatures.setdefault(tuple(roles), []).append(a)
-    out: list[tuple[tuple[Axis, ...], str]] = []
+    out: list[Group] = []
     for roles_of, axes in signatures.items():
         roles_here = roles_of[: len(products)]
         lacking = any(a not in nest.lives(nest.reductions()[n]) for n in products for a in axes)
@@ -125,6 +129,22 @@ def dimensions(nest: Nest) -> list[tuple[tuple[Axis, ...], str]]:
     return _in_order(out, products)
 
 
+def apart(nest: Nest, groups: Sequence[Group]) -> list[Group]:
+    """The groups where each place of axes that some factor lacks, as keys lack the heads that share
+    them, has a program of its own: it reads that factor again, but masks can cut its loop."""
+    found = contractions(nest).values()
+    batches, first, rest = {a for c in found for a in c.batch}, [], []
+    for axes, role in groups:
+        longest = max(axes, key=lambda a: hint(a.extent))
+        if role != "grid" or axes == (longest,) and longest not in batches:
+            rest.append((axes, role))
+            continue
+        kept = () if longest in batches else (longest,)
+        first += [((a,), "batch") for a in axes if a not in kept]
+        rest += [(kept, role)] if kept else []
+    return [*first, *rest]
+
+
 def is_nested(nest: Nest, s: Reduce) -> bool:
     """Whether a reduction stands in the body of another, over an axis on which it lives."""
     lives = set(nest.lives(s))
@@ -132,9 +152,7 @@ def is_nested(nest: Nest, s: Reduce) -> bool:
     return any(n.attr[0] == s.name for r in others for n in r.body.loads())
 
 
-def _in_order(
-    dims: list[tuple[tuple[Axis, ...], str]], products: Mapping[str, Contraction]
-) -> list[tuple[tuple[Axis, ...], str]]:
+def _in_order(dims: list[Group], products: Mapping[str, Contraction]) -> list[Group]:
     """Batches first. Then so that what is computed and multiplied is the left factor, in the order
     in which it is made (registers hold it; the right one is read from shared memory), as far as can
     be; then so that m stands before k and k before n."""
@@ -173,7 +191,9 @@ def candidates(
     """Feasible tilings, the best estimate first."""
     if narrow(nest, layouts):
         return []
-    every = dict.fromkeys(listed(nest, dimensions(nest), layouts, spec))
+    groups = dimensions(nest)
+    ways = dict.fromkeys((tuple(groups), tuple(apart(nest, groups))))
+    every = dict.fromkeys(t for way in ways for t in listed(nest, way, layouts, spec))
     tilings = [t for t in every if feasible(nest, t, layouts, spec)]
     scored = [(t, estimate(nest, t, layouts, spec)) for t in tilings]
     return sorted(scored, key=lambda x: x[1].us)
@@ -181,7 +201,7 @@ def candidates(
 
 def listed(
     nest: Nest,
-    groups: Sequence[tuple[tuple[Axis, ...], str]],
+    groups: Sequence[Group],
     layouts: Mapping[str, Layout],
     spec: DeviceSpec,
     table: Sequence[Any] | None = None,
@@ -191,7 +211,12 @@ def listed(
     roles = dict(groups)
     extent = {axes: known(axes) for axes in roles}
     whole = (axes for axes, role in groups if role in ("whole", "inner"))
-    if not products or any(extent[axes] > MAX_WHOLE for axes in whole):
+    if any(extent[axes] > MAX_WHOLE for axes in whole):
+        return
+    if not products:  # what is made of rows that a kernel with products stored
+        sizes = [(1, "grid") if role == "batch" else (ROW_BLOCK, "loop") for role in roles.values()]
+        named = zip(NAMES, roles, sizes)
+        yield Tiling(tuple(Dim(n, axes, mode, block) for n, axes, (block, mode) in named), 4, 1)
         return
     chained = any(role in ("whole", "inner") for role in roles.values())
     first = next(iter(products.values()))
@@ -402,7 +427,13 @@ def estimate(
     if programs < spec.cores:
         waves = spec.cores / programs
     few = max(1.0, spec.cores / (programs * ONE_CORE_BANDWIDTH))
-    trips = sum(d.count for d in tiling.dims if d.mode == "loop")
+    trips = 0.0
+    for d in (d for d in tiling.dims if d.mode == "loop"):
+        inside = [s for s in results.values() if set(s.over) & set(d.axes)]
+        lives = {a for s in inside for a in nest.lives(s)}
+        outer = (x.count for x in tiling.dims if x.mode == "loop" and lives & set(x.axes))
+        share = max((cut.get(s.name, 1.0) for s in inside), default=1.0)
+        trips += d.count * share * math.prod(outer)
     turns = math.ceil(programs / slots)
     compute = compute * waves + PROGRAM_US * turns
     us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
