@@ -393,7 +393,7 @@ def sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     return torch.softmax(torch.cat([s, column], -1), -1)[..., :-1] @ v
 
 
-@variant("h", shapes=("b h s d", "b g t d", "b g t d"), steps=(1, 7))
+@variant("h", shapes=("b h s d", "b g t d", "b g t d"), steps=(1, 4))
 def shared_sinks(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     """In a window, with heads of keys that several heads of queries share."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
