@@ -1,7 +1,7 @@
 """Values and gradients of variants of attention, compiled, against float64.
 
 A module for tests of the CPU target; as a script (in a process of Triton's interpreter) it prints
-what is wrong with the variants that it is given."""
+what is wrong with the variants that it is given, in bfloat16, or as "name:f32"."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def main(lengths: str, *names: str) -> None:
 
     numbers = [int(n) for n in lengths.split(",")]
     for name in names:
-        found = problems(name, numbers, torch.bfloat16, interpret.interpreted)
+        plain, _, wide = name.partition(":")
+        dtype = torch.float32 if wide else torch.bfloat16
+        found = problems(plain, numbers, dtype, interpret.interpreted)
         print(json.dumps({"name": name, "problems": found}), flush=True)
 
 

@@ -310,6 +310,31 @@ def hidden_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights.nan_to_num(0.0) @ v
 
 
+@variant()
+def least_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of the first keys, more than a block, nothing is seen but by a dtype's least number; of the
+    last queries nothing at all."""
+    s = scores(q, k).float()
+    i, j = places(s)
+    unseen = (j < s.shape[-1] - 9) | (i > s.shape[-2] - 5)
+    return torch.softmax(torch.where(unseen, torch.finfo(s.dtype).min, s), -1).to(v.dtype) @ v
+
+
+@variant(shapes=("one one d s", "one s one d", "one one s d"), steps=(1, 2))
+def largest_weights(q: Tensor, k: Tensor, v: Tensor) -> Results:
+    """A maximum of weights, whose gradient looks for the weight that it is."""
+    s = (q.mT.unsqueeze(-2) * k.transpose(1, 2).unsqueeze(-3)).sum(-1) * 0.25
+    p = torch.log_softmax(causal(s.float()), -1).exp()
+    return p.to(v.dtype) @ v, p.amax(-1)
+
+
+@variant(shapes=("one s m", "m m", "one h t d", "one h t d"), steps=(1, 4))
+def projected_queries(x: Tensor, w: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = F.linear(x, w).unflatten(-1, k.shape[1::2]).transpose(1, 2)
+    e = torch.exp(causal(scores(q, k)) - 2)
+    return e / (1 + e.sum(-1, keepdim=True)) @ v
+
+
 # -- what is done to scores, and in place of a softmax ---------------------------------------------
 
 

@@ -113,6 +113,17 @@ def test_values_interpreted(names: tuple[str, ...], lengths: str) -> None:
     assert {r["name"]: r["problems"] for r in rows} == {n: [] for n in names}
 
 
+@pytest.mark.parametrize(
+    ("length", "names"),
+    [("79", ["least_numbers"]), ("31", ["largest_weights", "projected_queries:f32"])],
+)
+def test_numbers_that_are_none(length: str, names: list[str]) -> None:
+    """Found by the fuzzer on a GPU: blocks of least numbers, weights that are looked for, places
+    that do not exist of a factor that is a result."""
+    rows = reported(SCRIPT, length, *names)
+    assert {r["name"]: r["problems"] for r in rows} == {n: [] for n in names}
+
+
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="gradients of scales and slopes in bfloat16, see LESS_EXACT")
 @pytest.mark.parametrize("name", LESS_EXACT)

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners as P
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deuteron.base.device import DeviceSpec, device_spec
@@ -43,6 +42,7 @@ from deuteron.base.products import MAX_WHOLE, share_kernels
 from deuteron.base.record import Record
 from deuteron.capture.cut import INFINITE, Network, NoCut
 from deuteron.capture.hints import Hints
+from deuteron.capture.selections import rounded_before_selections
 from deuteron.graph import ops
 from deuteron.graph.edit import Editor
 from deuteron.ir.reference_ops import TO_TORCH
@@ -97,7 +97,7 @@ class Costs:
     _before: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.exact = rounded_before_selections(self.info.fw_order)
+        self.exact = rounded_before_selections(self.info.fw_order, must_recompute)
         for n in self.info.fw_order:  # in graph order
             base = max((self.depth.get(p, 0) for p in n.all_input_nodes), default=0)
             self.depth[n] = base if n.op != "call_function" or ops.is_generated(n) else base + 1
@@ -117,6 +117,14 @@ class Costs:
             elif not (ops.is_generated(n) and any(p in self.scored for p in n.all_input_nodes)):
                 continue
             self.scored.add(n)
+        summed: set[fx.Node] = set(self.exact | self.scores)
+        for n in self.info.fw_order:
+            if n in summed or not any(p in summed for p in n.all_input_nodes):
+                continue
+            summed.add(n)
+            # Kernels with products have exponentials of their own: another one's are not equal.
+            if ops.is_generated(n) and self.compared(n, itself=True):
+                self.exact.add(n)
 
     def forward(self, n: fx.Node) -> bool:
         return n in self.depth
@@ -301,9 +309,9 @@ class Costs:
         us = spec.compute_us(2.0 * self.hints.numel(val) * self.inner(n), DTYPES[val.dtype])
         return int(4 * us * spec.bandwidth_gbps * 1e3) + 1
 
-    def compared(self, n: fx.Node) -> bool:
-        """Whether the backward looks for equal elements in what is computed from `n`: the gradient
-        of a maximum, which another kernel's rounding would lose."""
+    def compared(self, n: fx.Node, itself: bool = False) -> bool:
+        """Whether the backward looks for equal elements in what is computed from `n` (or in that
+        alone): the gradient of a maximum, which another kernel's rounding would lose."""
         todo, seen = [n], {n}
         while todo:
             for u in todo.pop().users:
@@ -313,7 +321,7 @@ class Costs:
                     return True
                 seen.add(u)
                 moved = ops.is_view(u) or ops.packet(u.target) == "aten._to_copy"
-                if moved or u in self.depth and ops.is_generated(u):
+                if moved or not itself and u in self.depth and ops.is_generated(u):
                     todo.append(u)
         return False
 
@@ -328,26 +336,6 @@ def _reads_data(n: fx.Node) -> bool:
             or torch.Tag.dynamic_output_shape in n.target.tags
         )
     )
-
-
-def rounded_before_selections(forward: Sequence[fx.Node]) -> set[fx.Node]:
-    """Reductions of floats on which the result of a selection (a maximum, ...) depends. They are
-    saved, not recomputed: another kernel may round them otherwise, and then no element of the
-    recomputed operand equals the forward's maximum. Its gradient, divided by the number of
-    elements that equal it, would be NaN."""
-    selected_from: set[fx.Node] = set()
-    above: set[fx.Node] = set()
-    for n in reversed(forward):
-        if ops.packet(n.target) in ops.SELECTIONS and not must_recompute(n):
-            above.update(n.all_input_nodes)
-        if n not in above or not ops.is_generated(n):
-            continue  # never computed again, nor is what it reads for its sake
-        above.update(n.all_input_nodes)
-        made = [v for v in tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)]
-        rounded = any(v.is_floating_point() or v.is_complex() for v in made)
-        if rounded and ops.is_reduction(n) and ops.packet(n.target) not in ops.SELECTIONS:
-            selected_from.update((n, *(u for u in n.users if u.target is operator.getitem)))
-    return selected_from
 
 
 def costs_of(joint: fx.GraphModule, info: Any, context: Context) -> Costs:

@@ -90,6 +90,7 @@ class Lowering:
     ) -> None:
         self.nest, self.tiling, self.layouts, self.tiles = nest, tiling, layouts, tiles
         self.statements = nest.reductions()
+        self.products = contractions(nest).keys()
         self.dims = {d.name: d for d in tiling.dims}
         self.dim_of = {a: d for d in tiling.dims for a in d.axes}
         self.scopes = [Scope(None)]
@@ -395,7 +396,7 @@ class Lowering:
         """One factor of a contraction in the dtype of its operands, 0 where it does not exist."""
         narrow = E.cast(e, s.factors)
         value = self.value(narrow)
-        if narrow.op != "load":
+        if narrow.op != "load" or narrow.attr[0] in self.statements:
             value = self.masked(value, 0, s.over)
         if set(value.dims) != set(dims):
             depth = self.together(value)
@@ -543,7 +544,7 @@ class Lowering:
         return self.whole(s, self.power(online.local_body(rule, s.body, shift)), moved)
 
     def power(self, root: Expr) -> Expr:
-        return binary(root) if self.tiles.powers else root
+        return binary(root, self.products) if self.tiles.powers else root
 
     def finished(self, s: Reduce, rule: online.Rescaled) -> Value:
         """Where no element was above minus infinity, the sum is r - r."""

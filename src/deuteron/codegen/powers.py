@@ -6,26 +6,42 @@ In: expressions of an online softmax. Out: the same in fewer operations an eleme
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 
+FAR = 1e37
 LOG2_E = 1.4426950408889634
 
 
-def binary(root: Expr) -> Expr:
-    """Exponentials of differences by powers of two, which the machine has: of what is computed for
-    a maximum one multiplication and subtraction at once."""
+def binary(root: Expr, products: AbstractSet[str]) -> Expr:
+    """Exponentials of differences by powers of two, which the machine has: of what is made of
+    `products` one multiplication and subtraction at once. Numbers from memory may be a dtype's
+    least ones, which times log2(e) are infinite: they are subtracted first."""
 
     def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if n.op != "exp" or n.dtype != "f32" or args[0].op != "sub":
             return None
+        if not _moderate(args[0].args[0], products):
+            return E.op("exp2", E.op("mul", args[0], E.literal(LOG2_E, "f32")))
         parts = (scaled(a) for a in args[0].args)
         return E.op(
             "exp2", E.op("sub", *(E.op("mul", a, E.literal(c * LOG2_E, "f32")) for c, a in parts))
         )
 
     return E.rewrite(root, rule)
+
+
+def _moderate(e: Expr, products: AbstractSet[str]) -> bool:
+    """Whether it is made of products and numbers far from the end of the range (or minus
+    infinity)."""
+    if e.op == "load":
+        return e.attr[0] in products
+    if e.op == "literal":
+        return e.attr == -math.inf or abs(e.attr) < FAR
+    values = e.args[1:] if e.op == "where" else e.args
+    return all(_moderate(a, products) for a in values)
 
 
 def scaled(e: Expr) -> tuple[float, Expr]:
