@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 INF = float("-inf")
-Results = Tensor | tuple[Tensor, ...]
+Results: TypeAlias = "Tensor | tuple[Tensor, ...]"
 VARIANTS: dict[str, Variant] = {}
 
 

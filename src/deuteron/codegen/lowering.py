@@ -122,8 +122,8 @@ class Lowering:
         return value
 
     def together(self, *values: Value) -> int:
-        """The innermost depth of the values."""
-        return max(self.depths.get(v.name, 0) for v in values)
+        """The innermost depth of the values; sums are made when their loop is closed."""
+        return min(max(self.depths.get(v.name, 0) for v in values), len(self.scopes) - 1)
 
     def spanned(self, axes: Sequence[Axis] | frozenset[Axis]) -> set[str]:
         """The dimensions that a value on these axes spans: those of which a program has a block."""
