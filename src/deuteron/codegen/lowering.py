@@ -361,10 +361,10 @@ class Lowering:
         depth = len(self.scopes) - 1
         scale, body = scaled(body) if s.kind == "max" and self.tiles.powers else (1.0, body)
         value = self.value(body)
-        over = tuple(d for d in self.dims if d in self.spanned(s.over))
+        over = tuple(d for d in self.dims if d in self.spanned(s.over) & set(value.dims))
         value = self.masked(value, REDUCTIONS[s.kind].identity(body.dtype), s.over)
         left = tuple(d for d in value.dims if d not in over)
-        if set(over) <= set(value.dims):
+        if over:
             value = self.let(depth, "reduce", left, value.dtype, (value,), (s.kind, over))
         if scale != 1.0:
             factor = self.let(depth, "literal", (), value.dtype, attr=scale)
