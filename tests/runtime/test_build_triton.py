@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from deuteron.base.errors import BuildError
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import Config, TritonKernel, generate
-from deuteron.runtime import build_triton, ptx
+from deuteron.runtime import build_triton
 from deuteron.runtime.build_triton import Binary, build, submit
 from tests.schedule.tools import scheduled, spec_of
 
@@ -251,38 +251,6 @@ def test_no_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(build_triton.NoTriton, match="not installed"):
         submit(kernel(), CONFIG, 90, options(tmp_path))
     build_triton.version.cache_clear()
-
-
-def test_packed_additions_are_written_apart() -> None:
-    """ptxas 12.8 loses their constants for sm_90."""
-    line = "\tadd.s16x2 \t%r45, %r37, %r44;"
-    text = ptx.without_packed_adds(f"\tmov.b32 %r44, 16711935;\n{line}\n\tret;")
-    assert "16x2" not in text and text.count("add.s16") == 2
-    assert "{%al, %ah}, %r37" in text and "{%bl, %bh}, %r44" in text
-    assert "mov.b32 %r45, {%al, %ah}" in text
-    assert ptx.without_packed_adds("\tadd.s16 \t%rs1, %rs2, 3;") == "\tadd.s16 \t%rs1, %rs2, 3;"
-
-
-def test_small_indices_build_without_packed_additions(tmp_path: Path) -> None:
-    """Rolled matrices, whose places below 256 LLVM computes in pairs of 16 bits."""
-
-    def rolled(x: torch.Tensor) -> torch.Tensor:  # by positions that are computed
-        rows, columns = (torch.arange(6) - 1) % 6, (torch.arange(5) - 2) % 5
-        return x.index_select(0, rows).index_select(1, columns)
-
-    program = scheduled(
-        lambda *xs: [rolled(x) * 2 for x in xs],
-        *(torch.ones(6, 5) for _ in range(4)),
-        device="H200",
-    )
-    made = generate(program.kernels[0], spec_of("H200"))
-    seen: list[str] = []
-    before = ptx.without_packed_adds
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ptx, "without_packed_adds", lambda t: (seen.append(t), before(t))[1])
-        job = build_triton.job_of(made, made.configs[0], 90, aligned=False, wide=False)
-        build_triton.built(job, options(tmp_path))
-    assert any("add.s16x2" in t for t in seen)
 
 
 def test_too_much_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ class Job:
     capability: int
 
     def key(self) -> str:
-        return key_of(repr(self), version(), library_text(), ptx.SEPARATE_ADDS)
+        return key_of(repr(self), version(), library_text())
 
 
 def job_of(kernel: TritonKernel, config: Config, capability: int, aligned: bool, wide: bool) -> Job:
@@ -135,7 +135,7 @@ def version() -> str:
 
 @cache
 def library_text() -> str:
-    """The source of the functions that kernels import."""
+    """The source of the functions that kernels import, and of what is done to their PTX."""
     folder = package.FOLDER
     names = (
         "libm",
@@ -147,7 +147,7 @@ def library_text() -> str:
         "rotated_loads",
         "philox",
     )
-    files = [*(f"codegen/triton/{name}.py" for name in names), "base/cluster.py"]
+    files = [*(f"codegen/triton/{name}.py" for name in names), "base/cluster.py", "runtime/ptx.py"]
     return "".join((folder / name).read_text() for name in files)
 
 

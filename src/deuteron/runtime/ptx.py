@@ -1,9 +1,16 @@
 """What is changed in PTX before NVIDIA's assembler sees it.
 
-In and out: the text of a PTX module. For sm_90, ptxas 12.8 (of Triton 3.6) loses the constant in
-``add.s16x2 d, a, imm``: it emits ``VIADD.16x2 d, a, 0x0``. LLVM makes such additions where it
-proves indices to be below 256 (``(x % 6) - 1`` of small ``x``). They are written as two
-additions of 16 bits.
+In and out: the text of a PTX module.
+
+For sm_90, ptxas 12.8 (of Triton 3.6) loses the constant in ``add.s16x2 d, a, imm``: it emits
+``VIADD.16x2 d, a, 0x0``. LLVM makes such additions where it proves indices to be below 256
+(``(x % 6) - 1`` of small ``x``). They are written as two additions of 16 bits.
+
+Tensor cores read their left factor while the program goes on, where that is in registers, too;
+nobody may write these before a wait says that the product is done. Triton 3.6 leaves some products
+of a loop's pass running into the next one, which writes its own left factors to the same registers
+(a norm of rows before its product: wrong rows on an H200, other ones in each call). A wait goes
+before the first of these writes; the assembler then keeps the registers of products that run.
 """
 
 from __future__ import annotations
@@ -17,6 +24,10 @@ SEPARATE_ADDS = (
     "\t{ .reg .b16 %al, %ah, %bl, %bh; mov.b32 {%al, %ah}, \\2; mov.b32 {%bl, %bh}, \\3; "
     "add.s16 %al, %al, %bl; add.s16 %ah, %ah, %bh; mov.b32 \\1, {%al, %ah}; }"
 )
+DEFINED = re.compile(r"\s*(?:@!?%\w+\s+)?[\w.:]+\s+(\{[^{}]*\}|%\w+)")
+PRODUCT = re.compile(r"\s*wgmma\.mma_async\S*\s+\{[^{}]*\},\s*\{([^{}]*)\}")
+WAIT = re.compile(r"\s*wgmma\.wait_group\S*\s+(\d+);")
+BLOCK_ENDS = re.compile(r"\$L__BB|.*\bbra\S*\s+\$L__BB")
 
 
 def without_packed_adds(text: str) -> str:
@@ -24,12 +35,53 @@ def without_packed_adds(text: str) -> str:
     return PACKED_ADD.sub(SEPARATE_ADDS, text)
 
 
+def with_waits(text: str) -> str:
+    """The module with a wait before writes to registers that a running product may read."""
+    lines = text.split("\n")
+    read = running(lines)
+    if not read:
+        return text
+    out: list[str] = []
+    waited = False  # in this block
+    for line in lines:
+        if BLOCK_ENDS.match(line):
+            waited = False
+        elif not waited and (defined := DEFINED.match(line)) and read & registers(defined[1]):
+            out.append("\twgmma.wait_group.sync.aligned 0;")
+            waited = True
+        out.append(line)
+    return "\n".join(out)
+
+
+def running(lines: list[str]) -> set[str]:
+    """The registers of left factors whose products may run when their block ends."""
+    found: set[str] = set()
+    block: set[str] = set()
+    for line in lines:
+        if product := PRODUCT.match(line):
+            block |= registers(product[1])
+        elif (wait := WAIT.match(line)) and wait[1] == "0":
+            block.clear()
+        elif BLOCK_ENDS.match(line):
+            found |= block
+            block = set()
+    return found
+
+
+def registers(operand: str) -> set[str]:
+    return set(re.findall(r"%\w+", operand))
+
+
 def fix_ptx_stage(
     backend: Any, stages: dict[str, Callable[..., Any]], options: Any, language: Any, arch: Any
 ) -> None:
     """Triton's hook on its table of stages (``knobs.runtime.add_stages_inspection_hook``)."""
     make = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: without_packed_adds(make(source, metadata))
+    stages["ptx"] = lambda source, metadata: fixed(make(source, metadata))
 
 
-__all__ = ["fix_ptx_stage", "without_packed_adds"]
+def fixed(text: str) -> str:
+    return with_waits(without_packed_adds(text))
+
+
+__all__ = ["fix_ptx_stage", "fixed", "with_waits", "without_packed_adds"]
