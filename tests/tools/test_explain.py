@@ -93,6 +93,30 @@ def test_why_in_a_sentence(explained: deuteron.Explanation) -> None:
         explained.why("layer.0.norm", "layers.0.up")
 
 
+class Noting(nn.Module):
+    """Its first call changes what its guards look at, as BERT's does with its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: str | None = None
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = "regression"
+        return self.norm(x).sin()
+
+
+def test_what_the_second_call_compiles_is_what_is_timed() -> None:
+    """The first call's graphs are told in the frames alone; kernels are counted once."""
+    told = explain(Noting(), torch.randn(4, 8), measure=True)
+    forward, backward = told.data["parts"]
+    assert (forward["phase"], backward["phase"]) == ("forward", "backward")
+    assert all(s["measured_us"] > 0 for p in (forward, backward) for s in p["steps"])
+    assert told.data["totals"]["recompilations"] == 1 and "kind" in str(told)
+    assert len(told.kernels) == told.data["totals"]["kernels"] == len(told.steps)
+
+
 def test_json_has_a_schema_with_a_version(explained: deuteron.Explanation) -> None:
     data = json.loads(explained.to_json())
     assert (data["schema"], data["version"]) == ("deuteron.report", 2)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deuteron
+from deuteron.base.device import named_gpu
 from deuteron.base.errors import OptionError
 from deuteron.tools.explain_text import rows_of
 from deuteron.tools.findings import reasons
@@ -85,16 +86,25 @@ def test_findings_are_sorted_and_have_reasons(made: Path) -> None:
     assert all(f["why"] and set(f["steps"]) <= ids for f in found) and len(found) >= 3
 
 
-@pytest.mark.parametrize(("width", "advice"), [(512, False), (500, True)])
-def test_only_odd_sizes_are_advised_against(width: int, advice: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "width", "advised"),
+    [("cpu", 500, ""), ("cuda:0", 512, "dtype"), ("cuda:0", 500, "64, dtype")],
+)
+def test_advice_about_products_is_the_devices(device: str, width: int, advised: str) -> None:
+    """Smaller numbers help where the device multiplies them faster, multiples of 64 on a GPU."""
     torch._dynamo.reset()
     told = deuteron.explain(torch.matmul, torch.randn(512, width), torch.randn(width, 512))
     part = told.data["parts"][0]
     (step,) = part["steps"]
     assert step["kind"] == "library" and step["limit"] == "compute"
-    (row,) = rows_of({**part, "steps": [{**step, "us": 3 * step["limit_us"]}]})
-    why = " ".join(reasons(part, row, told.data["devices"]))
-    assert "a smaller dtype" in why and ("multiples of 64" in why) is advice
+    h100 = named_gpu("H100")
+    assert h100 is not None
+    devices = {**told.data["devices"], "cuda:0": h100.to_dict()}
+    slow = {**step, "us": 3 * step["limit_us"], "device": device}
+    (row,) = rows_of({**part, "steps": [slow]})
+    why = " ".join(reasons(part, row, devices))
+    words = {"64": "multiples of 64", "dtype": "a smaller dtype"}
+    assert ", ".join(k for k, w in words.items() if w in why) == advised, why
 
 
 def test_operations_of_attention_on_a_cpu_are_counted() -> None:

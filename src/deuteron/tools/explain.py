@@ -40,6 +40,8 @@ from deuteron.tools.why import why
 # Calls whose steps are timed, at least and at most, while this many seconds are not over; and
 # rounds of whole calls at least, for about as long.
 LEAST_CALLS, MOST_CALLS, SECONDS, LEAST_ROUNDS = 2, 12, 1.0, 1
+# Times that a call is compiled again before it is timed.
+MOST_VERSIONS = 3
 
 
 def printable(text: str) -> str:
@@ -179,6 +181,8 @@ def explain(
             )
             progress("compiling")
             run(compiled, fn, args, kwargs, backward)
+            if measure:
+                graphs = settled(lambda: run(compiled, fn, args, kwargs, backward), seen, graphs)
         if measure:
             progress("timing each kernel")
             seen.policy.on = True
@@ -194,6 +198,24 @@ def explain(
     breaks = breaks_of(dynamo.graph_break_reasons[begun[1] :])
     progress("writing down")
     return Explanation(report_data(seen, graphs, title, breaks, frames, **times), graphs)
+
+
+def settled(call: Callable[[], Any], seen: Observations, graphs: list[Record]) -> list[Record]:
+    """Calls until nothing more is compiled: a call may change what its own guards look at (a model
+    that notes in its configuration what it was given). Graphs that later calls do not use are
+    dropped, with their Records; why they were compiled again stays in the frames."""
+    for _ in range(MOST_VERSIONS):
+        known = len(seen.graphs)
+        before = {id(p): p.calls for _, p in seen.parts}
+        call()
+        if len(seen.graphs) == known:
+            break
+    gone: set[int] = set()
+    for g in list(seen.graphs):
+        if all(p.calls == before.get(id(p), 0) for p in g.parts):
+            seen.graphs = [x for x in seen.graphs if x is not g]
+            gone |= {id(p.record) for p in g.parts}
+    return [r for r in graphs if id(r) not in gone]
 
 
 def run(call: Any, fn: Any, args: Any, kwargs: Any, backward: bool | None) -> Any:

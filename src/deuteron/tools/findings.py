@@ -17,11 +17,13 @@ from deuteron.tools.names import together
 from deuteron.tools.words import amount, time_text
 
 Data = Mapping[str, Any]
-# Shares of the device's limit: from here on a step is at it; below, something else holds it up.
-AT_LIMIT, FAR = 0.8, 0.4
+# Share of the device's limit from which on a step is at it.
+AT_LIMIT = 0.8
 # A step that takes this many times what was predicted is told.
 OFF = 2.0
-MOST = 10
+# A refused merge is a reason where it would save this part of a step's bytes.
+NOTICED = 0.05
+MOST = 100
 
 
 def findings(parts: Sequence[Data], devices: Mapping[str, Data]) -> list[dict[str, Any]]:
@@ -52,63 +54,90 @@ def lost(part: Data, row: Row) -> float:
 def title(part: Data, row: Row) -> str:
     where = together(dict.fromkeys(row.modules)) or ", ".join(row.lines)
     count = len(row.steps) * part["times"]
-    times = f" ×{count}" if count > 1 else ""
-    return f"{row.what}{times} — {where or 'the program'} ({part['phase']})"
+    times = f", {count} times" if count > 1 else ""
+    return f"{row.what} — {where or 'the program'} ({part['phase']}{times})"
 
 
 def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
     s = row.steps[0]
     device = devices[s["device"]]
-    limit = sum(x["limit_us"] for x in row.steps) / len(row.steps)
-    each = row.us / len(row.steps)
-    start = device["launch_us"]
+    us, limit = mean(row, "us"), mean(row, "limit_us")
+    it = "Each" if len(row.steps) > 1 else "It"
+    start, reached = device["launch_us"], f"{row.share:.0%} of the {s['limit']} limit"
     if row.share >= AT_LIMIT:
         less = "bytes" if s["limit"] == "memory" else "operations"
-        yield f"It is at {row.share:.0%} of the device's limit: only fewer {less} make it faster."
+        yield f"{it} is at {reached}: only fewer {less} make it faster."
     elif limit < start:
+        larger = "Larger batches" + (
+            ", or mode='reduce-overhead', help." if on_gpu(s) else " help."
+        )
         yield (
-            f"It is too small for the device: {time_text(limit)} of work in a step of "
-            f"{time_text(each)}, where starting one costs {time_text(start)}. Larger batches, or "
-            "mode='reduce-overhead' on a GPU, help."
+            f"{it} is too small for the device: {time_text(limit)} of work in a step of "
+            f"{time_text(us)}, where starting one costs {time_text(start)}. {larger}"
         )
     elif s["kind"] == "library":
         shape = f" on {s['product']['shape']}" if s["product"] else ""
-        advised = ": a smaller dtype helps" if s["product"] and s["limit"] == "compute" else ""
-        if advised and any(int(n) % 64 for n in re.findall(r"\d+", s["product"]["shape"])):
-            advised = ": sizes that are multiples of 64, or a smaller dtype, help"
-        yield f"The library reaches {row.share:.0%} of the {s['limit']} limit{shape}{advised}."
-    elif row.share < FAR:
-        yield (
-            f"It reaches {row.share:.0%} of the {s['limit']} limit: {amount(s['bytes'], 'B')} and "
-            f"{amount(s['flops'], 'FLOP')} would take {time_text(limit)}, it takes "
-            f"{time_text(each)}."
-        )
+        yield f"The library reaches {reached}{shape}{', '.join(smaller(s, device))}."
     else:
-        yield f"It reaches {row.share:.0%} of the {s['limit']} limit."
-    measured = [x for x in row.steps if x["measured_us"] is not None]
-    if measured:
-        predicted = sum(x["predicted_us"] for x in measured) / len(measured)
-        if predicted and each / predicted > OFF:
-            yield (
-                f"The cost model expected {time_text(predicted)}: it takes "
-                f"{each / predicted:.1f} times that."
-            )
+        yield (
+            f"{it} reaches {reached}: {amount(s['bytes'], 'B')} and {amount(s['flops'], 'FLOP')} "
+            f"would take {time_text(limit)}, it takes {time_text(us)}."
+        )
+    yield from mispredicted(row)
     again = sorted({o["op"] for x in row.steps for o in x["ops"] if o["again"]})
     if again:
         yield f"It computes again what the forward had: {', '.join(again[:6])}."
     yield from refused(part, row)
 
 
+def mean(row: Row, figure: str) -> float:
+    return float(sum(s[figure] for s in row.steps)) / len(row.steps)
+
+
+def on_gpu(s: Data) -> bool:
+    return bool(s["device"] != "cpu")
+
+
+def smaller(s: Data, device: Data) -> Iterator[str]:
+    """What makes a library's product faster: units of smaller numbers where the device has faster
+    ones (a CPU without them multiplies bfloat16 at a quarter of the speed of float32: Xeon at
+    2.5 GHz, 27 and 115 GFLOP/s), whole tiles of tensor cores on a GPU (a CPU takes 512 x 256 by
+    256 x 5000 as fast as by 256 x 5056: 113 and 119)."""
+    if not s["product"] or s["limit"] != "compute":
+        return
+    sizes = re.findall(r"\d+", s["product"]["shape"].rpartition(" of ")[2])
+    if on_gpu(s) and any(int(n) % 64 for n in sizes):
+        yield "; sizes that are multiples of 64 help"
+    speed = device["gflops"]
+    if max(speed.values()) > speed.get(s["unit"], 0.0):
+        yield "; a smaller dtype helps"
+
+
+def mispredicted(row: Row) -> Iterator[str]:
+    """Where measured steps take much longer than predicted: by how much, what of the kernel makes
+    its prediction uncertain, and the option that measures."""
+    s, us, predicted = row.steps[0], mean(row, "us"), mean(row, "predicted_us")
+    if s["measured_us"] is None or not predicted or us <= OFF * predicted:
+        return
+    yield f"That is {us / predicted:.1f} times the {time_text(predicted)} that were predicted."
+    if s["uncertain"]:
+        yield (
+            f"Its prediction was uncertain ({s['uncertain']}): options={{'guard': 'measure'}} "
+            "times it beside its operations apart and keeps what is faster."
+        )
+
+
 def refused(part: Data, row: Row) -> Iterator[str]:
-    """The merge of these steps that was refused with most at stake."""
+    """The merge of these steps that was refused with most at stake, where that is a part of what
+    a step moves that somebody would notice."""
     nodes = {o["node"] for s in row.steps for o in s["ops"]}
     near = [r for r in part["refusals"] if r["first_node"] in nodes or r["second_node"] in nodes]
-    for r in sorted(near, key=lambda r: -r["bytes"])[:1]:
-        if r["bytes"]:
-            yield (
-                f"Not fused: {r['first_label']} with {r['second_label']} ({r['reason']}: "
-                f"{advice(r['reason']).meaning}); {amount(r['bytes'], 'B')} at stake."
-            )
+    most = max(near, key=lambda r: r["bytes"], default=None)
+    if most and most["bytes"] > NOTICED * row.steps[0]["bytes"]:
+        yield (
+            f"Not fused: {most['first_label']} with {most['second_label']} ({most['reason']}: "
+            f"{advice(most['reason']).meaning}); {amount(most['bytes'], 'B')} at stake."
+        )
 
 
 __all__ = ["findings"]

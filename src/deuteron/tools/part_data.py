@@ -25,6 +25,7 @@ from deuteron.ir.program import Extern, Input, Layout, ViewArg
 from deuteron.schedule.kernel import Kernel, Step
 from deuteron.schedule.printer import call_lines, kernel_lines
 from deuteron.schedule.profit import elements
+from deuteron.schedule.uncertain import uncertain
 from deuteron.tools.chains import WAIT, live
 from deuteron.tools.gpu_facts import gpu_facts
 from deuteron.tools.names import Place, op_name, place_of
@@ -265,6 +266,7 @@ class PartData:
             "tiles": tile_data(k, self.layouts, self.part.context.spec(k.device)),
             "chunks": None,
             "reason": "",
+            "uncertain": uncertain(k, self.part.context.spec(k.device)),
             "product": next((product_data(self.chosen[o.node]) for o in k.origins
                              if o.node in self.chosen), None),
         }  # fmt: skip
@@ -306,6 +308,7 @@ class PartData:
             "hardware": {},
             "tiles": None,
             "chunks": chunks(repeated) if repeated else None,
+            "uncertain": "",
             "reason": "its rows run in chunks (option chunk_mib)" if repeated else e.reason,
             "product": product_data(chosen) if chosen else None,
         }

@@ -78,8 +78,9 @@ def sums(before: Data, now: Data) -> str:
     a, b = before["totals"], now["totals"]
 
     def time(t: Data) -> str:
-        us = t["measured_us"] if t["measured_us"] is not None else t["predicted_us"]
-        return time_text(us)
+        if t["measured_us"] is None:
+            return f"{time_text(t['predicted_us'])} predicted"
+        return f"{time_text(t['measured_us'])} measured"
 
     parts = [
         f"kernels {a['kernels']} → {b['kernels']}",

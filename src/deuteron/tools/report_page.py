@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ SECTIONS = (
     ("plots", "Graph and plots"),
     ("dynamo", "Compilation"),
 )
+# Where a device's figures are from (`base.device`).
+SOURCES = {
+    "system": "estimated: `deuteron doctor --calibrate` measures them",
+    "measured": "measured by `deuteron doctor --calibrate`",
+}
+# Steps, each timed at its best, together at most take this many times a call.
+EVEN = 1.1
 # Operations that only attention has side by side.
 ATTENTION_CALLS = ("attention", "flash", "sdpa")
 Data = Mapping[str, Any]
@@ -61,6 +69,9 @@ def page(data: Mapping[str, Any], json_name: str, against: Data | None = None) -
         stage_names=names,
         stages=[(p["id"], [dict(p["stages"]).get(s) for s in names]) for p in data["parts"]],
         launches=any(s["configs"] for p in data["parts"] for s in p["steps"]),
+        sources=SOURCES,
+        disturbed=(data["totals"]["measured_us"] or 0.0)
+        > EVEN * (data["totals"]["call_us"] or inf),
         measured=data["totals"]["measured_us"] is not None,
         difference=changed,
         css=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
@@ -85,31 +96,43 @@ def cards(data: Data) -> list[dict[str, Any]]:
     steps = t["measured_us"] if t["measured_us"] is not None else t["predicted_us"]
     kind = "measured" if t["measured_us"] is not None else "predicted"
     made = [
-        card("kernels", str(t["kernels"]), f"and {t['library_calls']} library calls"),
-        card("moved", amount(t["bytes"], "B"), f"least possible {amount(t['least_bytes'], 'B')}"),
-        card("time of the steps", time_text(steps), f"{kind}; limit {time_text(t['limit_us'])}"),
+        card("kernels", str(t["kernels"]), f"and {t['library_calls']} library calls", "steps"),
+        card(
+            "moved",
+            amount(t["bytes"], "B"),
+            f"least possible {amount(t['least_bytes'], 'B')}",
+            "steps",
+        ),
+        card(
+            "time of the steps",
+            time_text(steps),
+            f"{kind}; limit {time_text(t['limit_us'])}",
+            "findings",
+        ),
     ]
     if t["call_us"] is not None:
         times = f"{t['eager_us'] / t['call_us']:.2f} times as fast as eager"
-        made.append(card("a call", time_text(t["call_us"]), times, t["eager_us"] < t["call_us"]))
+        made.append(
+            card("a call", time_text(t["call_us"]), times, "plots", t["eager_us"] < t["call_us"])
+        )
     if t["peak_bytes"] is not None:
-        made.append(card("peak memory", amount(t["peak_bytes"], "B"), "measured"))
+        made.append(card("peak memory", amount(t["peak_bytes"], "B"), "measured", "memory"))
     else:
         peak = max((p["memory"]["peak"] for p in data["parts"]), default=0)
-        made.append(card("peak memory", amount(peak, "B"), "planned, largest part"))
+        made.append(card("peak memory", amount(peak, "B"), "planned, largest part", "memory"))
     refused = t["refusals"]
     top = ", ".join(f"{k} {n}" for k, n in list(refused.items())[:2])
     made += [
-        card("compile", f"{t['compile_s']:.1f} s", f"{len(data['frames'])} functions"),
-        card("not fused", str(sum(refused.values())), top or "nothing"),
-        card("graph breaks", str(t["graph_breaks"]), "", t["graph_breaks"] > 0),
-        card("recompilations", str(t["recompilations"]), "", t["recompilations"] > 0),
+        card("compile", f"{t['compile_s']:.1f} s", f"{len(data['frames'])} functions", "dynamo"),
+        card("not fused", str(sum(refused.values())), top or "nothing", "refusals"),
+        card("graph breaks", str(t["graph_breaks"]), "", "dynamo", t["graph_breaks"] > 0),
+        card("recompilations", str(t["recompilations"]), "", "dynamo", t["recompilations"] > 0),
     ]
     return made
 
 
-def card(name: str, value: str, note: str, bad: bool = False) -> dict[str, Any]:
-    return {"name": name, "value": value, "note": note, "bad": bad}
+def card(name: str, value: str, note: str, section: str, bad: bool = False) -> dict[str, Any]:
+    return {"name": name, "value": value, "note": note, "section": section, "bad": bad}
 
 
 def refusals(data: Data) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ for (const [k, part] of data.parts.entries()) {
   }
 }
 const byId = new Map(steps.map((s) => [s.id, s]));
+const why = new Map(data.findings.flatMap((f) => f.steps.map((id) => [id, f.why])));
 let order = { key: "lost_us", down: true }, shown = [], here = -1;
 
 function bar(share) {
@@ -85,6 +86,7 @@ function list(title, items) {
 }
 function detail(s) {
   const left = el("div"), right = el("div");
+  if (why.has(s.id)) left.append(list("Why time is lost", why.get(s.id)));
   left.append(list("From", s.places.map((k) => {
     const p = s.part.places[k];
     return [p.module && p.module + " (" + p.class + ")", p.file && p.file + ":" + p.line + "  " + p.code].filter(Boolean).join(" — ");
