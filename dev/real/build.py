@@ -102,7 +102,7 @@ def attempt(rung: str, make: Make, device: str, train: bool, reasons: list[str])
         module, ladder = make()
         if sum(p.numel() for p in module.parameters()) > CAPS_OF_DEVICE[device].parameters:
             raise Unfit("too many parameters")
-        module = without_draws(module.train(train).to(device, torch.float32))
+        module = with_statistics(without_draws(module.train(train)).to(device, torch.float32))
     except Exception as error:  # noqa: BLE001 - the next rung
         reasons.append(f"{rung}: {error_line(error)}")
         return None
@@ -126,6 +126,19 @@ def without_draws(module: nn.Module) -> nn.Module:
         for name in ("p", "drop_prob", "layerdrop", "drop_path", "dropout", "attention_dropout"):
             if isinstance(getattr(m, name, None), float) and "norm" not in type(m).__name__.lower():
                 setattr(m, name, 0.0)
+    return module
+
+
+def with_statistics(module: nn.Module) -> nn.Module:
+    """Batch norms have seen something. With a mean of 0 and a variance of 1 they multiply by
+    1 / sqrt(1 + epsilon): halves stay what they are where a norm rounds, and where it does not, all
+    ties of the sums behind it round to the same side (1 % of HRNet's results; Inductor's, too)."""
+    generator = torch.Generator().manual_seed(5)
+    for m in module.modules():
+        if isinstance(getattr(m, "running_var", None), Tensor):
+            mean, variance = torch.randn(2, *m.running_var.shape, generator=generator)
+            m.running_mean.copy_(0.1 * mean)
+            m.running_var.copy_(1.0 + 0.5 * variance.tanh())
     return module
 
 

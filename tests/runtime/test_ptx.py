@@ -71,12 +71,14 @@ def overwritten(text: str) -> list[str]:
     for label in dict.fromkeys(re.findall(r"^(\$L__BB\w+):", text, re.MULTILINE)):
         start = text.index(f"{label}:")
         end = text.rfind(f"bra \t{label};", start)
-        pending: list[set[str]] = []
+        pending: list[set[str]] = [set()]  # of each group, the open one last
         for line in text[start : max(start, end)].splitlines() * 2:  # and the next pass
             if product := ptx.PRODUCT.match(line):
-                pending.append(ptx.registers(product[1]))
+                pending[-1] |= ptx.registers(product[1])
+            elif "wgmma.commit_group" in line:
+                pending.append(set())
             elif wait := ptx.WAIT.match(line):
-                pending = pending[len(pending) - int(wait[1]) :] if wait[1] != "0" else []
+                pending = pending[-1 - int(wait[1]) :]
             elif defined := ptx.DEFINED.match(line):
                 found += ptx.registers(defined[1]) & {r for p in pending for r in p}
     return found

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from dev.real import run as running
-from dev.real.build import CAPS_OF_DEVICE, Built, build
+from dev.real.build import CAPS_OF_DEVICE, Built, build, with_statistics
 from dev.real.draw import MODEL_HEADS, Candidate, absent, slots, transformers_order
-from dev.real.measure import Checked, Step, errors, settled, slower, wrong
+from dev.real.measure import Checked, Step, as_expected, errors, settled, slower, wrong
 from dev.real.report import summary
 from dev.real.run import Plan, read, run_all
 from dev.real.worker import MESSAGE_PREFIX, Request
@@ -75,6 +75,29 @@ def test_errors_are_judged_by_eagers() -> None:
     got = {"gradient a": torch.ones(4), "gradient b": torch.full((4,), 1e-9)}
     assert not wrong(errors(exact, got), {"gradient a": 0.0, "gradient b": 0.0}, torch.float32)
     assert errors(exact, {"gradient a": torch.ones(4)})["gradient b"] == float("inf")
+
+
+def test_luck_is_no_measure() -> None:
+    """Sums over everything have errors near 0 now and then; a gradient that cancels to nothing has
+    none but rounding."""
+    exact = {f"gradient {k}": torch.ones(1 if k < 8 else 99) for k in range(9)}
+    exact["gradient nothing"] = torch.full((99,), 1e-12)
+    eager = dict.fromkeys(exact, 1e-5) | {"gradient 0": 1e-9, "gradient 8": 1e-9}
+    expected = as_expected(exact, eager)
+
+    def judged(name: str, off: float) -> list[str]:
+        return wrong(dict.fromkeys(exact, 0.0) | {name: off}, expected, torch.float32)
+
+    assert not judged("gradient 0", 1e-5) and judged("gradient 0", 1e-4)
+    assert judged("gradient 8", 1e-5)  # of many elements no luck
+    assert not judged("gradient nothing", 0.9) and judged("gradient nothing", 1.1)
+
+
+def test_batch_norms_have_seen_something() -> None:
+    module = with_statistics(nn.Sequential(nn.BatchNorm2d(64), nn.LayerNorm(4)))
+    norm = module[0]
+    assert norm.running_mean.abs().min() > 0 and norm.running_var.min() >= 0.5
+    assert norm.running_var.max() <= 1.5 and norm.running_var.std() > 0.1
 
 
 def test_the_better_of_the_others_counts() -> None:

@@ -46,6 +46,8 @@ def with_waits(text: str) -> str:
     for line in lines:
         if BLOCK_ENDS.match(line):
             waited = False
+        elif (wait := WAIT.match(line)) and wait[1] == "0":
+            waited = True
         elif not waited and (defined := DEFINED.match(line)) and read & registers(defined[1]):
             out.append("\twgmma.wait_group.sync.aligned 0;")
             waited = True
