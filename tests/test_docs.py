@@ -1,12 +1,14 @@
 """The documentation is true: every snippet of the users' pages runs, the site builds.
 
 A page's ```python blocks run one after the other in one process; one with a title is a file that is
-written beside; lines of ```sh blocks that begin with `deuteron` or `torchrun` run, too. ```text is
-not run. A block that imports a package of the extra `ecosystem` is left out where there is none.
+written beside; lines of ```sh blocks run, too, those of `deuteron` in the blocks' process (how it
+starts is `tests/tools/test_cli.py`'s). ```text is not run. A block that imports a package of the
+extra `ecosystem` is left out where there is none.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -24,7 +26,18 @@ DOCS = ROOT / "docs"
 PAGES = [p for p in sorted(DOCS.glob("*.md")) if "```python" in p.read_text() and p.stem in (
     "index", "tutorial", "guides", "ecosystem", "attention"
 )]  # fmt: skip
-COMMANDS = {"deuteron": "deuteron", "torchrun": "torch.distributed.run"}
+COMMANDS = {"torchrun": ["-m", "torch.distributed.run"], "python": []}
+# Commands as `deuteron` runs them, then the page's blocks.
+DRIVER = """
+import json, runpy, sys
+import torch
+from deuteron.tools.cli import app
+for words in json.loads(sys.argv[1]):
+    torch._dynamo.reset()
+    app(words, standalone_mode=False)
+torch._dynamo.reset()
+runpy.run_path("page.py", run_name="__main__")
+"""
 NEEDS = re.compile(r"^(?:from|import) (accelerate|peft|pytorch_lightning|torchao)", re.MULTILINE)
 BLOCK = re.compile(r'^```(python|sh)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
@@ -33,7 +46,8 @@ BLOCK = re.compile(r'^```(python|sh)(?: title="([^"]+)")?\n(.*?)^```', re.MULTIL
 def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     program: list[str] = []
-    commands: list[list[str]] = []
+    ours: list[list[str]] = []
+    others: list[list[str]] = []
     for language, title, text in BLOCK.findall(page.read_text(encoding="utf-8")):
         if title:
             (tmp_path / title).write_text(text)
@@ -41,7 +55,11 @@ def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
             program += [text] if all(map(find_spec, NEEDS.findall(text))) else []
         else:
             lines = (shlex.split(line.partition("  #")[0]) for line in text.splitlines())
-            commands += [[COMMANDS[first], *rest] for first, *rest in lines]
+            for first, *rest in lines:
+                if first == "deuteron":
+                    ours.append(rest)
+                else:
+                    others.append([*COMMANDS[first], *rest])
 
     def run(*words: str) -> None:
         done = subprocess.run(
@@ -50,10 +68,10 @@ def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
 
-    for words in commands:
-        run("-m", *words)
+    for words in others:
+        run(*words)
     (tmp_path / "page.py").write_text("\n".join(program))
-    run("page.py")
+    run("-c", DRIVER, json.dumps(ours))
 
 
 def test_the_derivation_of_attention_is_todays() -> None:

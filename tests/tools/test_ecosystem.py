@@ -15,7 +15,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return ecosystem.main()
 
 
-@pytest.mark.parametrize("name", ["checkpointing", "tensor parallel", "notebook"])
+@pytest.mark.parametrize("name", ["notebook", "fork"])
 def test_a_row_is_right(name: str) -> None:
     assert ecosystem.tried(name, "cpu").startswith("right (")
 

@@ -4,6 +4,7 @@ difference; opened in a real browser."""
 from __future__ import annotations
 
 import copy
+import html
 import json
 import os
 import re
@@ -21,8 +22,9 @@ import deuteron
 from deuteron.base.device import named_gpu
 from deuteron.base.errors import OptionError
 from deuteron.tools.explain_text import rows_of
-from deuteron.tools.findings import reasons
+from deuteron.tools.findings import findings, reasons
 from deuteron.tools.report_file import ReportError, load, write
+from dev import ROOT
 from tests.tools.browser import dom, needs_browser, screenshot
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -220,6 +222,64 @@ def test_in_a_browser(made: Path, tmp_path: Path) -> None:
         screenshot(made, file, dark=dark)
         shades.append(Image.open(file).convert("L").resize((1, 1)).getpixel((0, 0)))
     assert shades[0] > 200 > 60 > shades[1]
+
+
+def slowed(data: Any) -> dict[str, str]:
+    """Plants three causes in a report, as if they had been measured: step -> what must be said.
+    The most lost first; all other steps are at their limit."""
+    steps = [s for p in data["parts"] for s in p["steps"] if s["kind"] != "view"]
+    library = next(s for s in steps if s["product"] and s["kind"] == "library")
+    far, small = [s for s in steps if s["kind"] == "kernel"][:2]
+    launch = data["devices"]["cpu"]["launch_us"]
+    for s in steps:
+        s.update(us=s["limit_us"], predicted_us=s["limit_us"])
+    library.update(limit_us=5000.0, us=20000.0, predicted_us=20000.0)
+    far.update(limit_us=1000.0, us=9000.0, predicted_us=1000.0, bytes=1 << 30)
+    far["uncertain"] = "many conditions"
+    small.update(limit_us=launch / 4, us=launch, predicted_us=launch)
+    for s in steps:
+        lost = s["us"] - s["limit_us"]
+        s.update(measured_us=s["us"], lost_us=lost, share=s["limit_us"] / s["us"])
+    return {
+        library["id"]: "The library reaches 25% of the ",
+        far["id"]: "That is 9.0 times the 1 ms that were predicted.",
+        small["id"]: "It is too small for the device: ",
+    }
+
+
+@needs_browser
+def test_the_tutorials_steps_find_what_was_planted(made: Path, tmp_path: Path) -> None:
+    """Step 2 of docs/tutorial.md, followed on the page: the boxes
+    and the table's first rows are the planted steps, the most lost first, with their true reason;
+    what the page calls things is what the steps call them."""
+    data: Any = load(made)
+    planted = slowed(data)
+    data["findings"] = findings(data["parts"], data["devices"])
+    path, _ = write(data, tmp_path / "planted.html")
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text()
+    steps = tutorial.partition("## 2. ")[2].partition("## 3. ")[0]
+
+    page = dom(path)
+    assert "Times of steps are measured" in re.sub(r"</?b>", "", page)
+    section = page.partition('id="findings"')[2].partition('id="steps"')[0]
+    assert "<h2>Where the time goes</h2>" in section and "Where the time goes" in steps
+    boxes = re.findall(r"<li>\s*<h3>(.*?)</h3>(.*?)</ul>\s*</li>", section, re.DOTALL)
+    rows = re.findall(r'<tr class="row"[^>]*data-id="([^"]+)"', page)
+    expected = list(planted)
+    assert rows[:3] == expected, "the table is sorted by time lost"
+    assert len(boxes) == 3
+    for step, (title, body) in zip(expected, boxes, strict=True):
+        assert f'data-show="{step}"' in body and "lost of" in body and "(" in title
+        assert planted[step] in html.unescape(body), body
+    assert "was uncertain (many conditions)" in section and "'guard': 'measure'" in html.unescape(
+        section
+    )
+
+    opened = dom(path, f"#step={expected[0]}")
+    row = opened.partition('<tr class="open">')[2]
+    assert "Why time is lost" in row and planted[expected[0]] in html.unescape(row)
+    for name in ("Why time is lost", "Kernels and library calls", "*lost*", "*open*"):
+        assert name in steps and name.strip("*") in opened
 
 
 @needs_browser

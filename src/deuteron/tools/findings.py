@@ -67,7 +67,7 @@ def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
     if row.share >= AT_LIMIT:
         less = "bytes" if s["limit"] == "memory" else "operations"
         yield f"{it} is at {reached}: only fewer {less} make it faster."
-    elif limit < start:
+    elif limit < start and us - limit < 2 * start:
         larger = "Larger batches" + (
             ", or mode='reduce-overhead', help." if on_gpu(s) else " help."
         )
@@ -83,6 +83,8 @@ def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
             f"{it} reaches {reached}: {amount(s['bytes'], 'B')} and {amount(s['flops'], 'FLOP')} "
             f"would take {time_text(limit)}, it takes {time_text(us)}."
         )
+        if limit < start and on_gpu(s):
+            yield "So little work cannot fill the device: larger batches help."
     yield from mispredicted(row)
     again = sorted({o["op"] for x in row.steps for o in x["ops"] if o["again"]})
     if again:
