@@ -107,9 +107,9 @@ def test_products_of_norms_wait_for_their_registers(tmp_path: Path) -> None:
     (kernel,) = plan.contractions
     made = generate(kernel, spec_of("H200"))
     seen: list[str] = []
-    before = ptx.fixed
+    before = ptx.with_waits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ptx, "fixed", lambda t: (seen.append(t), before(t))[1])
+        patch.setattr(ptx, "with_waits", lambda t: (seen.append(t), before(t))[1])
         job = build_triton.job_of(made, made.configs[0], 90, aligned=True, wide=False)
         build_triton.built(job, options(tmp_path))
     assert overwritten(seen[0]) and not overwritten(before(seen[0]))

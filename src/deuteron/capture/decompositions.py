@@ -268,6 +268,7 @@ def permuted(rule: Rule) -> Rule:
 
 
 CPU_MEMORY = strides.on_cpu(strides.in_memory_format)
+IN_ROWS = partial(strides.in_memory_format, format_of=lambda _: torch.contiguous_format)
 NORMED = strides.on_cpu(partial(strides.in_memory_format, format_of=strides.filled_format))
 
 
@@ -285,6 +286,8 @@ WRAPPERS: dict[str, tuple[Callable[[Rule], Rule], ...]] = {
     "aten.nan_to_num.default": (of_reals,),
     "aten.nll_loss_forward.default": (in_f32,),
     "aten.nll_loss2d_forward.default": (in_f32,),
+    "aten.native_layer_norm.default": (IN_ROWS,),
+    "aten.native_group_norm.default": (CPU_MEMORY,),
     "aten.native_batch_norm.default": (NORMED,),
     "aten._native_batch_norm_legit.default": (NORMED,),
     "aten._native_batch_norm_legit_functional.default": (f32_statistics, NORMED),

@@ -122,8 +122,9 @@ def traced_as_it_is(target: Any) -> bool:
 def filled_format(x: Tensor) -> torch.memory_format:
     """Also channels last where `x` lies so, but strides of one element do not say it."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if last is not None and is_fixed(x) and not x.is_contiguous():
-        return last if x.is_contiguous(memory_format=last) else dense_format(x)
+    for usual in (torch.contiguous_format, last) if last is not None and is_fixed(x) else ():
+        if x.is_contiguous(memory_format=usual):
+            return usual
     return dense_format(x)
 
 
@@ -140,7 +141,9 @@ def in_memory_format(
     def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = rule(x, *args, **kwargs)
         first = out[0] if isinstance(out, tuple) else out
-        moved = first.contiguous(memory_format=format_of(x))
+        wanted, dims = format_of(x), [*range(first.dim())][::-1]
+        order = dims if wanted == torch.contiguous_format else [1, *dims[:-2], 0]
+        moved = with_steps(first.contiguous(memory_format=wanted), steps_in(first.shape, order))
         return (moved, *out[1:]) if isinstance(out, tuple) else moved
 
     return wrapped

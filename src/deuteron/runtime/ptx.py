@@ -57,16 +57,14 @@ def with_waits(text: str) -> str:
 
 def running(lines: list[str]) -> set[str]:
     """The registers of left factors whose products may run when their block ends."""
-    found: set[str] = set()
-    block: set[str] = set()
+    found, block = set[str](), set[str]()
     for line in lines:
         if product := PRODUCT.match(line):
             block |= registers(product[1])
         elif (wait := WAIT.match(line)) and wait[1] == "0":
             block.clear()
         elif BLOCK_ENDS.match(line):
-            found |= block
-            block = set()
+            found, block = found | block, set()
     return found
 
 
@@ -79,11 +77,7 @@ def fix_ptx_stage(
 ) -> None:
     """Triton's hook on its table of stages (``knobs.runtime.add_stages_inspection_hook``)."""
     make = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: fixed(make(source, metadata))
+    stages["ptx"] = lambda source, metadata: with_waits(without_packed_adds(make(source, metadata)))
 
 
-def fixed(text: str) -> str:
-    return with_waits(without_packed_adds(text))
-
-
-__all__ = ["fix_ptx_stage", "fixed", "with_waits", "without_packed_adds"]
+__all__ = ["fix_ptx_stage", "with_waits", "without_packed_adds"]
