@@ -18,12 +18,13 @@ FILES = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "__init__.py")
 SAYS = {"first.py": "kernels", "gelu_cuda.py": "CUDA C++ needs"}
 
 
-def run(file: str, **variables: str) -> str:
-    """What an example prints that is started as users do, from another folder."""
+def run(*words: str, **variables: str) -> str:
+    """What an example (or Python, given these arguments) prints that is started as users do, from
+    another folder."""
     usual = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join(p for p in sys.path if p and Path(p) != Path(ROOT))
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / file)],
+        [sys.executable, *(str(EXAMPLES / w) if w in FILES else w for w in words)],
         env={**usual, "PYTHONPATH": path, **variables},
         cwd=EXAMPLES.parent.parent,
         capture_output=True,
@@ -34,15 +35,34 @@ def run(file: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", SAYS)
 def test_an_example_runs_alone_on_the_cpu(file: str) -> None:
-    if file not in SAYS:
-        pytest.importorskip("triton")
     printed = run(file, CUDA_VISIBLE_DEVICES="")
-    assert SAYS.get(file, "interpreter") in printed
-    assert "wrong" not in printed
+    assert SAYS[file] in printed and "wrong" not in printed
     if file == "gelu_cuda.py":  # what Deuteron generates, and its time beside eager's
         assert "#pragma omp" in printed and "TB/s" in printed
+
+
+# Files one after the other, each as a program; what each prints ends with its name.
+IN_TURN = """
+import runpy, sys
+for file in sys.argv[1:]:
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as e:
+        assert not e.code, file
+    print("\\n--- end of", file)
+"""
+
+
+def test_examples_in_triton_run_on_the_cpu() -> None:
+    """In one process: each begins by choosing the interpreter, for all the same."""
+    pytest.importorskip("triton")
+    files = [f for f in FILES if f not in SAYS]
+    printed = run("-c", IN_TURN, *(str(EXAMPLES / f) for f in files), CUDA_VISIBLE_DEVICES="")
+    *told, rest = printed.split("--- end of ")
+    assert len(told) == len(files) == 5 and not rest.partition("\n")[2].strip()
+    assert all("interpreter" in one and "wrong" not in one for one in told)
 
 
 @pytest.mark.gpu

@@ -20,9 +20,10 @@ from deuteron.base import device
 
 SCRIPT = Path(__file__).parent.parent / "dev" / "measure" / "scaling.py"
 # Between these sizes everything that is bounded (members of a kernel, its code) reaches its bound.
-SMALL, LARGE = 400, 1000
-# Calls per node at the large size over those at the small one.
-MAX_GROWTH = 1.2
+SMALL, LARGE = 400, 700
+# Calls per node at the large size over those at the small one. A part that grows with the square of
+# the nodes is found where it is a quarter of the calls at 1,000 nodes.
+MAX_GROWTH = 1.1
 # The shape with the most members of a kernel, where the cores decide how many: most of
 # them on 64.
 FAN = [pytest.param("fan", n, marks=pytest.mark.slow) for n in (1, 4)]
@@ -85,12 +86,9 @@ def test_calls_are_proportional_to_nodes(shape: str, cores: int) -> None:
     assert device.device_spec("cpu").cores == cores
     compiled(scaling.SHAPES[shape], 100)  # what is computed once in a process
     small, large = (compiled(scaling.SHAPES[shape], n) for n in (SMALL, LARGE))
-    assert large.nodes > 2 * small.nodes
+    assert large.nodes > 1.5 * small.nodes
     ratio = (large.calls / large.nodes) / (small.calls / small.nodes)
     print(f"{shape}, {cores} cores: {small.calls / small.nodes:.0f} calls, then {ratio:.2f} times")
     assert ratio <= MAX_GROWTH
-
-
-def test_a_deep_graph_compiles_in_bounded_kernels() -> None:
-    stages = compiled(scaling.SHAPES["chain"], 1600)
-    assert stages.kernels >= 800 * 13 // 1024  # 13 units of code for each sin(x) + 0.5
+    if shape == "chain":  # a deep graph has bounded kernels: 13 units of code for each sin(x) + 0.5
+        assert large.kernels >= LARGE // 2 * 13 // 1024

@@ -73,10 +73,14 @@ MISTAKES = {
 
 @pytest.mark.parametrize("command", ["explain", "report"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_told_in_a_sentence(mistake: str, command: str, tmp_path: Path) -> None:
+def test_mistakes_are_told_in_a_sentence(
+    mistake: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is named by an absolute path, or (report) from its folder."""
     text, name, said = MISTAKES[mistake]
     (tmp_path / "m.py").write_text(text)
-    words = [command, f"{tmp_path}/m.py:{name}"]
+    monkeypatch.chdir(tmp_path)
+    words = [command, f"m.py:{name}" if command == "report" else f"{tmp_path}/m.py:{name}"]
     if mistake not in ("inputs", "class"):
         words += ["--input", "float32[8]"]
     done = CliRunner().invoke(app, words)

@@ -183,7 +183,8 @@ def place(error: BaseException, file: str) -> str:
     """Where in the user's file an error comes from: ``model.py:12``."""
     if isinstance(error, SyntaxError):
         return f"{error.filename or file}:{error.lineno}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    own = str(Path(file).resolve())
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in (file, own)]
     return f"{file}:{frames[-1].lineno}" if frames else file
 
 
