@@ -34,9 +34,9 @@ TODAY = 10_000_000 + 1000 * int(time.strftime("%j"))
 @pytest.mark.parametrize(
     "first, count",
     [
-        pytest.param(FIXED, 12, id="fixed"),
+        pytest.param(FIXED, 6, id="fixed"),
         pytest.param(TODAY, 8, id="of today"),
-        pytest.param(FIXED + 12, 24, id="more", marks=pytest.mark.slow),
+        pytest.param(FIXED + 6, 30, id="more", marks=pytest.mark.slow),
     ],
 )
 def test_random_programs(first: int, count: int, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
     s = row.steps[0]
     device = devices[s["device"]]
     us, limit = mean(row, "us"), mean(row, "limit_us")
-    it = "Each" if len(row.steps) > 1 else "It"
+    it, of = ("Each", f" (mean of {len(row.steps)})") if len(row.steps) > 1 else ("It", "")
     start, reached = device["launch_us"], f"{row.share:.0%} of the {s['limit']} limit"
     if row.share >= AT_LIMIT:
         less = "bytes" if s["limit"] == "memory" else "operations"
@@ -81,7 +81,7 @@ def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
     else:
         yield (
             f"{it} reaches {reached}: {amount(s['bytes'], 'B')} and {amount(s['flops'], 'FLOP')} "
-            f"would take {time_text(limit)}, it takes {time_text(us)}."
+            f"would take {time_text(limit)}, it takes {time_text(us)}{of}."
         )
         if limit < start and on_gpu(s):
             yield "So little work cannot fill the device: larger batches help."
