@@ -13,17 +13,17 @@ where it is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deuteron.codegen.powers import binary, scaled
+from deuteron.codegen.powers import binary, scaled, tails
 from deuteron.codegen.tile_code import Code, Let, Loop, Value, Write
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, atom, const, fits_int, product, substitute
 from deuteron.ir.index import Value as Loaded
-from deuteron.ir.nest import Nest, Reduce, Store
+from deuteron.ir.nest import Nest, Reduce, Statement, Store
 from deuteron.ir.operations import COMPARISONS, REDUCTIONS
 from deuteron.ir.program import Layout
 from deuteron.schedule import online
@@ -37,7 +37,8 @@ class Tiles:
     """What a target's tiles are. `whole`: they have all places of their blocks, of which those that
     do not exist are masked; else loops end where the places do. `powers`: exponentials of
     differences are powers of two (`binary`). `reciprocals`: a tile divided by a smaller one is
-    multiplied with its reciprocal, which is infinite of divisors up to 2^-128. `quarters`: random
+    multiplied with its reciprocal, which is infinite of divisors up to 2^-128, and ``1 + erf(x)``
+    is one function (`tails`). `quarters`: random
     numbers of four neighbours are drawn at once."""
 
     whole: bool
@@ -59,15 +60,22 @@ class Scope:
 def lower_nest(
     nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], tiles: Tiles
 ) -> list[Code]:
-    if tiles.quarters:
-        nest = replace(nest, statements=tuple(map(_compared_whole, nest.statements)))
+    rules = (_compared_whole,) * tiles.quarters + (tails,) * tiles.reciprocals
+    for rule in rules:
+        nest = replace(nest, statements=tuple(_rewritten(s, rule) for s in nest.statements))
     lowering = Lowering(nest, tiling, layouts, tiles)
     for s in nest.stores():
         lowering.store(s)
     return lowering.scopes[0].code
 
 
-def _compared_whole(s: Reduce | Store) -> Reduce | Store:
+def _rewritten(s: Statement, rule: Callable[[Expr], Expr]) -> Statement:
+    if isinstance(s, Store):
+        return replace(s, value=rule(s.value))
+    return replace(s, body=rule(s.body))
+
+
+def _compared_whole(root: Expr) -> Expr:
     """Random numbers that are only compared with one stay whole: they are multiples of 2^-24."""
 
     def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
@@ -79,9 +87,7 @@ def _compared_whole(s: Reduce | Store) -> Reduce | Store:
         end = f"rand<{math.ceil(limit * 2**24)}"
         return E.random(end, args[0].args[0], stream, element, "bool")
 
-    if isinstance(s, Store):
-        return replace(s, value=E.rewrite(s.value, rule))
-    return replace(s, body=E.rewrite(s.body, rule))
+    return E.rewrite(root, rule)
 
 
 class Lowering:

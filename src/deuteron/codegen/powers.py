@@ -1,6 +1,7 @@
-"""Exponentials by powers of two, which the machine has, and positive scales out of maxima.
+"""Exponentials by powers of two, which the machine has, positive scales out of maxima, and GELU's
+``1 + erf(x)``.
 
-In: expressions of an online softmax. Out: the same in fewer operations an element.
+In: expressions of nests with products. Out: the same in fewer operations an element.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Set as AbstractSet
 
+from deuteron.codegen.precision import erf_of_one_plus
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 
@@ -29,6 +31,16 @@ def binary(root: Expr, products: AbstractSet[str]) -> Expr:
         return E.op(
             "exp2", E.op("sub", *(E.op("mul", a, E.literal(c * LOG2_E, "f32")) for c, a in parts))
         )
+
+    return E.rewrite(root, rule)
+
+
+def tails(root: Expr) -> Expr:
+    """``1 + erf(x)``, of GELU, as the one function that it is: erfc(-x)."""
+
+    def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        erf = erf_of_one_plus(E.op(n.op, *args)) if n.op == "add" and n.dtype == "f32" else None
+        return None if erf is None else E.op("erfc", E.op("neg", *erf.args))
 
     return E.rewrite(root, rule)
 
@@ -60,4 +72,4 @@ def scaled(e: Expr) -> tuple[float, Expr]:
     return 1.0, e
 
 
-__all__ = ["binary", "scaled"]
+__all__ = ["binary", "scaled", "tails"]

@@ -18,6 +18,7 @@ from typing import Any
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
+from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr, as_position, flops
 from deuteron.ir.index import Axis, Index, hint, product
 from deuteron.ir.nest import Contraction, Nest, Reduce, Statement, Store, roots
@@ -51,6 +52,10 @@ PROGRAM_US = 2.5
 # only between summing rows in a loop and before it; not measured by itself. The figures of chains
 # with several inner products were measured with it.
 LOAD_FLOPS = 16
+# What of the peak the arithmetic of products' factors and results reaches: an instruction is two
+# FLOPs there, and few warps wait for one another's. In chains' figures it is contained. H200, 18
+# programs with GELU, SiLU and norms before and behind products.
+ARITHMETIC_SHARE = 0.35
 # Of arithmetic and products, what the shorter one adds where several programs share a
 # multiprocessor. Registers of a thread beside those that hold tiles.
 OVERLAP_SHARE, OTHER_REGISTERS = 0.3, 40
@@ -126,7 +131,7 @@ def dimensions(nest: Nest) -> list[Group]:
         else:
             role = "whole" if lacking else "grid"
         out.append((tuple(axes), role))
-    return _in_order(out, products)
+    return _in_order(nest, out)
 
 
 def apart(nest: Nest, groups: Sequence[Group]) -> list[Group]:
@@ -135,7 +140,7 @@ def apart(nest: Nest, groups: Sequence[Group]) -> list[Group]:
     found = contractions(nest).values()
     batches, first, rest = {a for c in found for a in c.batch}, [], []
     for axes, role in groups:
-        longest = max(axes, key=lambda a: hint(a.extent))
+        longest = max(reversed(axes), key=lambda a: hint(a.extent))
         if role != "grid" or axes == (longest,) and longest not in batches:
             rest.append((axes, role))
             continue
@@ -145,6 +150,18 @@ def apart(nest: Nest, groups: Sequence[Group]) -> list[Group]:
     return [*first, *rest]
 
 
+def makers(nest: Nest, name: str) -> list[tuple[Expr, str]]:
+    """The factors of a contraction, and of what each is computed: of "results" of contractions, of
+    "memory", or "" where tensor cores read it as it lies there."""
+    s, products = nest.reductions()[name], contractions(nest)
+    out = []
+    for side in (products[name].a, products[name].b):
+        chained = any(n.attr[0] in products for n in side.loads())
+        plain = E.cast(side, s.factors).op == "load"
+        out.append((side, "results" if chained else "" if plain else "memory"))
+    return out
+
+
 def is_nested(nest: Nest, s: Reduce) -> bool:
     """Whether a reduction stands in the body of another, over an axis on which it lives."""
     lives = set(nest.lives(s))
@@ -152,17 +169,20 @@ def is_nested(nest: Nest, s: Reduce) -> bool:
     return any(n.attr[0] == s.name for r in others for n in r.body.loads())
 
 
-def _in_order(dims: list[Group], products: Mapping[str, Contraction]) -> list[Group]:
-    """Batches first. Then so that what is computed and multiplied is the left factor, in the order
-    in which it is made (registers hold it; the right one is read from shared memory), as far as can
-    be; then so that m stands before k and k before n."""
+def _in_order(nest: Nest, dims: list[Group]) -> list[Group]:
+    """Batches first. Then so that what is made of a product is the left factor of the next one, in
+    the order in which it is made (registers hold it), and what is made of memory the right one
+    (`in_flight`), as far as can be; then so that m stands before k and k before n."""
     needed: set[tuple[Axis, Axis]] = set()
     liked: set[tuple[Axis, Axis]] = set()
-    for c in products.values():
-        made = [not _plain(x) for x in (c.a, c.b)]
+    for name, c in contractions(nest).items():
+        made = [of for _, of in makers(nest, name)]
         sides = [(c.m, c.n), (c.n, c.m)]
-        for own, other in [s for s, computed in zip(sides, made, strict=True) if computed]:
-            needed |= {(x, y) for x in own for y in (*c.over, *other)}
+        for (own, other), of in zip(sides, made, strict=True):
+            if of == "results":
+                needed |= {(x, y) for x in own for y in (*c.over, *other)}
+            elif of == "memory":
+                needed |= {(x, y) for x in (*other, *c.over) for y in own}
         if not any(made):
             liked |= {(x, y) for x in c.m for y in (*c.over, *c.n)}
             liked |= {(x, y) for x in c.over for y in c.n}
@@ -223,7 +243,7 @@ def listed(
     table = table or figures(kind_of(nest, chained), unit(nest))
     at = orders(nest, layouts)
     for blocks, warps, stages, reached, how in table:
-        dims = []
+        dims, left = [], 1.0  # of the blocks that were measured
         for k, (axes, role) in enumerate(groups):
             if role == "batch":
                 block, mode = 1, "grid"
@@ -237,11 +257,13 @@ def listed(
                 block = blocks[side]
                 if extent[axes] < block:
                     block = max(MIN_SIDE, _power(int(extent[axes])))
+                    left *= 1.0 if role == "loop" or chained else block / blocks[side]
                 mode = "whole" if role == "loop" and chained and extent[axes] <= block else role
             dims.append(Dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
         programs = spec.cores if "persistent" in how else 0
         ways = ("fetches" in how, "puts" in how, programs)
-        yield Tiling(tuple(dims), warps, stages, min(reached[k] for k in at), *ways)
+        share = min(reached[k] for k in at) * math.sqrt(left)
+        yield Tiling(tuple(dims), warps, stages, share, *ways)
 
 
 def known(axes: Sequence[Axis]) -> float:
@@ -378,7 +400,7 @@ def estimate(
     """For each access the bytes of its tile times the trips of every grid and loop dimension, what
     the cache keeps taken off; FLOPs by unit; partial waves."""
     programs = tiling.programs()
-    tensor, vector, kind = 0.0, 0.0, unit(nest)
+    tensor, vector, brought, kind = 0.0, 0.0, 0.0, unit(nest)
     products = contractions(nest)
     cut = shares(nest, tiling)
     for s in nest.statements:
@@ -387,15 +409,15 @@ def estimate(
         places = points(tiling, axes) * share
         if isinstance(s, Reduce) and s.name in products:
             tensor += 2.0 * places
-            for side in s.body.args:
-                vector += flops(side) * points(tiling, set(nest.axes_of(side))) * share
+            for side, again in zip(s.body.args, repeated(nest, tiling, s, spec), strict=True):
+                vector += flops(side) * points(tiling, set(nest.axes_of(side))) * share * again
             loaded = [n for side in s.body.args if not _plain(side) for n in side.loads()]
         else:
             vector += sum(flops(e) for e in roots(s)) * places
             loaded = [n for e in roots(s) for n in e.loads()]
         for n in loaded:
             if n.attr[0] not in nest.reductions():
-                vector += LOAD_FLOPS * points(tiling, set(nest.axes_of(n))) * share
+                brought += LOAD_FLOPS * points(tiling, set(nest.axes_of(n))) * share
     moved = unique = 0.0
     results = nest.reductions()
     seen: set[tuple[str, object]] = set()
@@ -419,6 +441,9 @@ def estimate(
     # Programs that run together share what they read by the L2: a wave is about square.
     wave = max(1.0, math.sqrt(min(programs, spec.cores)))
     traffic = max(unique, moved / wave)
+    if not any(is_nested(nest, s) for s in results.values()):
+        vector /= ARITHMETIC_SHARE
+    vector += brought
     held = spec.compute_us(tensor, kind) / tiling.efficiency, spec.compute_us(vector, "f32")
     together = programs_together(nest, tiling, spec)
     compute = sum(held) if together < 2 else max(held) + OVERLAP_SHARE * min(held)
@@ -438,6 +463,30 @@ def estimate(
     compute = compute * waves + PROGRAM_US * turns
     us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
     return Estimate(us, traffic, tensor + vector)
+
+
+def repeated(nest: Nest, tiling: Tiling, s: Reduce, spec: DeviceSpec) -> tuple[float, float]:
+    """How many warps of a program compute an element of each factor of a product: those beside one
+    another want the same rows of the first, or columns of the second, in registers. Tensor cores of
+    Hopper take the second one from shared memory. As Triton 3.6 shares a block among warps."""
+    c = nest.contraction(s)
+    assert c is not None
+    m, n = (tile_of(nest, tiling, axes) for axes in (c.m, c.n))
+    at = {a: k for k, d in enumerate(tiling.dims) for a in d.axes}
+    turned = at[c.n[0]] < at[c.m[0]]  # the second factor's are the rows then
+    m, n = (n, m) if turned else (m, n)
+    if is_nested(nest, s) or any(is_nested(nest, r) for r in nest.reductions().values()):
+        return 1.0, 1.0  # all along the rows
+    wide = spec.copies_boxes and m >= 4 * MIN_SIDE and tiling.num_warps % 4 == 0
+    rows, columns = (4, 1) if wide else (1, 1)
+    while rows * columns < tiling.num_warps:
+        along = m > MIN_SIDE * rows if wide else m // (MIN_SIDE * rows) >= n // (MIN_SIDE * columns)
+        if along and m > MIN_SIDE * rows:
+            rows *= 2
+        else:
+            columns *= 2
+    both = (float(columns), 1.0 if wide else float(rows))
+    return both[::-1] if turned else both
 
 
 def programs_together(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> int:

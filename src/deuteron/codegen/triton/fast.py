@@ -44,6 +44,11 @@ def erf_above_fast(x):
 
 
 @triton.jit
+def erfc_fast(x):
+    return erf_above_fast(-x)
+
+
+@triton.jit
 def erf_above_by(x, decay):
     """The same by ``exp(-x * x)``."""
     return erf_half_by(x, 1.0, decay) * 2.0

@@ -46,6 +46,7 @@ from deuteron.codegen.triton.fast import (  # noqa: F401 - kernels call them by 
     erf_above_fast,
     erf_half_by,
     erf_half_fast,
+    erfc_fast,
     exp2_fast,
     exp_fast,
     f8e4m3_to_f32,

@@ -19,7 +19,7 @@ from deuteron.schedule.boxes import Box
 from deuteron.schedule.tiling import Dim, Tiling
 
 # In few instructions, where a contraction's rounded factors decide the error.
-FAST = {f: f"{f}_fast" for f in ("exp", "exp2", "sigmoid", "tanh")}
+FAST = {f: f"{f}_fast" for f in ("exp", "exp2", "sigmoid", "tanh", "erfc")}
 PRECISIONS = {"f32": ', input_precision="ieee"', "tf32": ', input_precision="tf32"'}
 # Neighbouring blocks of the last dimension but one, that programs take one after the other, so
 # that they share what they read by the L2.
