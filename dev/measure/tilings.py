@@ -38,6 +38,7 @@ from deuteron.ir.program import Layout
 from deuteron.runtime.build_triton import submit
 from deuteron.runtime.launch_cuda import Launcher
 from deuteron.schedule import tile
+from deuteron.schedule.dimensions import dimensions
 from deuteron.schedule.kernel import Kernel
 
 TABLE = Path(tile.__file__).with_name("tilings.json")
@@ -241,7 +242,7 @@ def rows_of(
     library = []
     for turned in (False, True) if kind == "products" else (False,):
         case = CASES[kind](unit, turned)
-        groups = tile.dimensions(case.nest)
+        groups = dimensions(case.nest)
         usual = [[*row[:3], [1.0, 1.0], row[4]] for row in rows]
         listed = list(tile.listed(case.nest, groups, case.layouts, spec, usual))
         fit = [tile.feasible(case.nest, t, case.layouts, spec) for t in listed]

@@ -14,7 +14,8 @@ from deuteron.base.device import named_gpu
 from deuteron.base.options import Options
 from deuteron.codegen.triton.generate import generate
 from deuteron.runtime.build_triton import build
-from deuteron.schedule.tile import dimensions, feasible, listed
+from deuteron.schedule.dimensions import dimensions
+from deuteron.schedule.tile import feasible, listed
 from dev.measure.tilings import kernel_of, product_case
 from tests.codegen.contraction_tilings import WIDE
 from tests.codegen.cubins import instructions, resources

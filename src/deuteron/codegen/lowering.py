@@ -28,7 +28,8 @@ from deuteron.ir.operations import COMPARISONS, REDUCTIONS
 from deuteron.ir.program import Layout
 from deuteron.schedule import online
 from deuteron.schedule.boxes import Box, box_of
-from deuteron.schedule.tile import contractions, cut_off, passes
+from deuteron.schedule.dimensions import contractions
+from deuteron.schedule.tile import cut_off, passes
 from deuteron.schedule.tiling import Dim, Tiling
 
 

@@ -22,8 +22,8 @@ INTS = ("u8", "i8", "i16", "i32", "i64")
 
 
 # Scalar operations: number of arguments, approximate cost in vector FLOPs (cost model only), names.
-# An instruction is two: sm_90, libdevice's erf 28 instructions, as kernels of half types have it and
-# tanh 14, acos 16, pow 117.
+# An instruction is two: on sm_90 erf and tanh are 14 instructions, as kernels of half types have
+# them, libdevice's erf 28, acos 16, pow 117.
 _OPS: tuple[tuple[int, float, str], ...] = (
     (
         1,

@@ -23,6 +23,7 @@ from deuteron.ir.nest import Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule import tile
+from deuteron.schedule.dimensions import contractions, dimensions
 from deuteron.schedule.tiling import Dim, Tiling
 
 Group = tuple[tuple[Axis, ...], str]  # axes with one role
@@ -43,7 +44,7 @@ def candidates(
     nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec
 ) -> list[tuple[Tiling, tile.Estimate]]:
     """Feasible tilings, the best estimate first."""
-    ordered = in_order(nest, tile.dimensions(nest), layouts)
+    ordered = in_order(nest, dimensions(nest), layouts)
     if ordered is None:
         return []
     tilings = dict.fromkeys(t for t in _tilings(nest, ordered) if feasible(nest, t, spec))
@@ -58,7 +59,7 @@ def in_order(
     of = {a: axes for axes, _ in groups for a in axes}
     loops = {a for axes, role in groups if role == "loop" for a in axes}
     before: set[tuple[tuple[Axis, ...], tuple[Axis, ...]]] = set()
-    for c in tile.contractions(nest).values():
+    for c in contractions(nest).values():
         sides = [(c.n, c.b, c.m), (c.m, c.a, c.n)]
         sides.sort(key=lambda s: _turned(nest, s[1], s[0], loops, layouts))
         for last, _, other in sides:
@@ -107,7 +108,7 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
     whole = [axes for axes, role in groups if role in ("whole", "inner")]
     if any(extent[axes] > tile.MAX_WHOLE for axes in whole):
         return
-    products = tile.contractions(nest)
+    products = contractions(nest)
     if not products:
         return
     first = next(iter(products.values()))
@@ -128,12 +129,12 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
 def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
     """Whether tiles fit into the second cache (results, and factors that are turned), and products
     are dots: of tiles with two dimensions, one of which is summed."""
-    for c in tile.contractions(nest).values():
+    for c in contractions(nest).values():
         dims = ({tiling.dim_of(a) for a in x} for x in (c.m, c.n, c.over, c.batch))
         *spans, batch = (sum(d.block > 1 for d in x) for x in dims)
         if max(spans) > 1 or batch:
             return False
-    sides = [set(nest.axes_of(x)) for c in tile.contractions(nest).values() for x in (c.a, c.b)]
+    sides = [set(nest.axes_of(x)) for c in contractions(nest).values() for x in (c.a, c.b)]
     held = [set(nest.lives(s)) for s in nest.reductions().values()] + sides
     size = sum(4 * _tile(tiling, axes) for axes in held)
     return size <= TILE_SHARE * spec.l2 and not tile.crossed(nest, tiling)
@@ -148,7 +149,7 @@ def estimate(
 ) -> tile.Estimate:
     """FLOPs of dots and of the rest, one after the other, by as many threads as have programs; and
     what must be moved, each tensor once: the rest comes from caches."""
-    products = tile.contractions(nest)
+    products = contractions(nest)
     shares = tile.shares(nest, tiling)
     dots = vector = strided = 0.0
     for s in nest.statements:
@@ -188,7 +189,7 @@ def _strided(nest: Nest, s: Statement, tiling: Tiling, layouts: Mapping[str, Lay
 
 def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float | None:
     """A call of the library for the one product of a nest; None where a factor is a vector."""
-    products = tile.contractions(nest)
+    products = contractions(nest)
     if not products:
         return None
     ((name, c),) = products.items()

@@ -18,6 +18,7 @@ from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Layout
 from deuteron.schedule import cache_tile, tile
 from deuteron.schedule.closure import closure
+from deuteron.schedule.dimensions import contractions
 from deuteron.schedule.legality import Refusal
 from deuteron.schedule.tile import Estimate
 from deuteron.schedule.tiling import Tiling
@@ -135,7 +136,7 @@ class _Cover:
         nest = closure(computes, sinks, self.wide)
         if isinstance(nest, Refusal):
             return nest
-        offered = self.rows or tile.contractions(nest)
+        offered = self.rows or contractions(nest)
         found = offered and tilings(self.spec).candidates(nest, self.layouts, self.spec)
         if not found:
             why = f"no block fits on chip, a width is over {tile.MAX_WHOLE} or not fixed, "

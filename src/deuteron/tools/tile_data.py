@@ -15,9 +15,10 @@ from deuteron.ir.index import Index, Value, const, evaluate, substitute
 from deuteron.ir.nest import Nest, Reduce, roots
 from deuteron.ir.program import Layout
 from deuteron.schedule.cover import tilings
+from deuteron.schedule.dimensions import contractions, is_nested
 from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.masks import Bound
-from deuteron.schedule.tile import contractions, cut_off, is_nested, passes
+from deuteron.schedule.tile import cut_off, passes
 from deuteron.schedule.tiling import Dim, Tiling
 
 Data = dict[str, Any]
