@@ -246,3 +246,20 @@ def test_infinite_is_what_a_half_cannot_hold(f: Callable[..., Any]) -> None:
     assert torch.equal(torch.compile(lambda x: f(x * 2), backend="deuteron")(x), f(x * 2))
     whole = torch.arange(5)
     assert torch.equal(torch.compile(f, backend="deuteron")(whole), f(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("power", [4, 9, 16.0])
+def test_whole_powers_are_products(power: float, dtype: torch.dtype) -> None:
+    x = torch.linspace(-1.6, 1.6, 1000).to(dtype)
+    x[:4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
+
+    def f(x: Tensor) -> Tensor:
+        return x**power
+
+    assert "pow(" not in program_of(lambda x: [f(x)], x)
+    torch.testing.assert_close(
+        compiled(f)(x), (x.double() ** power).to(dtype), rtol=0.0, atol=0.0, equal_nan=True
+    )
+    for kept in (x.float(), x.double()):
+        assert "pow(" in program_of(lambda x: [f(x)], kept)
