@@ -96,9 +96,7 @@ def test_what_is_measured_is_chosen(
 
 
 @pytest.mark.parametrize("f", [gelu_before, gelu_behind])
-def test_one_and_an_error_function_are_one_function(
-    f: Callable[..., Tensor], always: None
-) -> None:
+def test_one_and_an_error_function_are_one_function(f: Callable[..., Tensor], always: None) -> None:
     (kernel,) = planned_linear(f, 512, 256, 512)
     text = generate(kernel, h200()).source
     assert "libm.erfc_fast(" in text and "libm.erf(" not in text
