@@ -54,10 +54,9 @@ class Counted(scaling.Stages):  # type: ignore[name-defined]
             self.calls += sum(entry.callcount for entry in profile.getstats())
 
 
-def compiled(make: Callable[[int], Any], nodes: int) -> Counted:
+def compiled(make: Callable[[int], Any], nodes: int, stages: Any) -> Any:
     torch._dynamo.reset()
     f, args = make(nodes)
-    stages = Counted(False)
 
     def backend(gm: Any, inputs: Any) -> Any:
         return deuteron_backend(gm, inputs, runner=stages)
@@ -84,8 +83,9 @@ def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 )
 def test_calls_are_proportional_to_nodes(shape: str, cores: int) -> None:
     assert device.device_spec("cpu").cores == cores
-    compiled(scaling.SHAPES[shape], 100)  # what is computed once in a process
-    small, large = (compiled(scaling.SHAPES[shape], n) for n in (SMALL, LARGE))
+    make = scaling.SHAPES[shape]
+    compiled(make, SMALL // 2, scaling.Stages(False))  # what is computed once in a process
+    small, large = (compiled(make, n, Counted(False)) for n in (SMALL, LARGE))
     assert large.nodes > 1.5 * small.nodes
     ratio = (large.calls / large.nodes) / (small.calls / small.nodes)
     print(f"{shape}, {cores} cores: {small.calls / small.nodes:.0f} calls, then {ratio:.2f} times")
