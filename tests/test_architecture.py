@@ -43,7 +43,7 @@ MAX_FUNCTION_LINES = 80
 # generators of points and rows are to move to, to 38,603 when these came to C++, to 39,357 with
 # gradients of attention, the copy engine, dropout and loaded bounds in them, to 40,174 with
 # losses in chunks of rows, and attention with computed masks.)
-COMPILER_LINES = 40_742
+COMPILER_LINES = 40_796
 SLACK = 100
 
 

@@ -4,6 +4,7 @@ ahead-of-time builds for two generations of GPUs, on a machine without one."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.codegen.triton_programs import (
     EVERY,
     GROUPED,
     GROUPS,
+    behind_sums,
+    chained_sums,
     in_blocks,
     kernels,
     planned,
@@ -57,6 +60,49 @@ def test_groups_are_reduced_beside_rows(name: str) -> None:
     assert nest.group_axes
     (made,) = kernels(planned(name), name)
     assert made.source.count("tl.load(") == len(kernel.reads), "everything is read once"
+
+
+def test_what_waits_for_nothing_leaves_registers(tmp_path: Path) -> None:
+    """Each sum of a chain is stored before the next one is read, and what all rows share is read
+    again; values that are kept would not fit."""
+    shapes = ((4096, 768), *((4096, 768), (768,)) * 12)
+    given = (torch.empty(s).bfloat16() for s in shapes)
+    (kernel, *_) = scheduled(behind_sums, *given, device="H200", check=False).kernels
+    made = generate(kernel, spec_of("H200"))
+    text = made.source
+    assert 0 < text.index("tl.store(") < text.rindex("tl.load(")
+    assert text.index("for xoffset") < text.index("tl.load(")
+    options = Options.make(options={"cache_dir": str(tmp_path)})
+    _, spilled = resources(build(made, made.configs[0], 90, options).code, tmp_path)
+    assert spilled == 0
+
+
+def test_points_of_many_tensors_are_stored_one_by_one(tmp_path: Path) -> None:
+    given = tuple(torch.empty(4096, 768) for _ in range(24))
+    (kernel,) = scheduled(chained_sums, *given, device="H200", check=False).kernels
+    made = generate(kernel, spec_of("H200"))
+    assert made.source.index("tl.store(") < made.source.rindex("tl.load(")
+
+
+def test_splits_keep_their_warps_beside_others() -> None:
+    """A sum of columns that wants 8 warps has smaller blocks beside rows that want fewer."""
+
+    def f(g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dx = g - x * (g * x).mean(-1, keepdim=True)
+        return dx, (g * x).sum(0), y.sum(0)
+
+    for n in (128, 768):
+        rows = [torch.empty(6272, n).bfloat16() for _ in "gx"]
+        plan = scheduled(f, *rows, torch.empty(264, 1024), device="H200", check=False)
+        alone, *others = plan.kernels
+        (split,) = alone.nests
+        (beside,) = (n for k in others for n in k.nests if n.parallel[0].extent.value == 1024)
+        reads, writes = (
+            tuple(t for k in plan.kernels for t in getattr(k, w)) for w in ("reads", "writes")
+        )
+        both = replace(alone, nests=(beside, split), reads=reads, writes=writes)
+        a, b = (generate(k, spec_of("H200")).configs[0].num_warps for k in (alone, both))
+        assert a == b
 
 
 @pytest.mark.parametrize("length", [4096, 8192])

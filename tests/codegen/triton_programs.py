@@ -48,6 +48,23 @@ def spread(*shape: int) -> torch.Tensor:
     return x
 
 
+def behind_sums(g: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+    """A chain of sums that are all stored, and gradients behind it. `given`: for each sum a tensor
+    and the weights of its columns."""
+    y, made = g * 0.5, []
+    for x, w in zip(given[::2], given[1::2]):
+        y = y * w + x
+        made.append(y)
+    return [*made, g - y * (g * y).mean(-1, keepdim=True), (g * y).sum(0)]
+
+
+def chained_sums(*given: torch.Tensor) -> list[torch.Tensor]:
+    made = [given[0]]
+    for x in given[1:]:
+        made.append(made[-1] * 0.5 + x)
+    return made[1:]
+
+
 PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in COUNTS} | {
     "few long rows": (lambda x: x.sum(-1), (torch.randn(4, 30_000),)),
     "tall columns": (lambda x: (x * 2).sum(0), (torch.randn(1024, 40),)),
@@ -120,6 +137,7 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {n: (f, a) for n, f, a, _ in 
         ),
         (torch.randn(3, 37, 40), torch.randn(2, 24, 64).bfloat16()),
     ),
+    "a chain of sums that are stored": (chained_sums, tuple(torch.randn(5, 90) for _ in range(45))),
     "matrix-vector": (lambda a, b: torch.mv(a, b).relu(), (torch.randn(30, 70), torch.randn(70))),
 }
 
@@ -426,7 +444,7 @@ GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "gradients by place": (
         by_place,
-        (torch.randn(3, 84, 70), torch.randn(3, 84, 70), weights(70)),
+        (torch.randn(3, 140, 70), torch.randn(3, 140, 70), weights(70)),
     ),
     "gradients by place, places first": (
         lambda g, x, w: by_place(g.transpose(0, 1), x.transpose(0, 1), w),
@@ -435,6 +453,10 @@ GROUPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 # Splits with many rows each, on a device that has few.
 ROW_SPLITS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "gradients behind a chain of sums": (
+        behind_sums,
+        (torch.randn(30, 600), *(torch.randn(n) for _ in range(12) for n in ((30, 600), (600,)))),
+    ),
     "gradients, two rows at a time": (
         rms_backward,
         (torch.randn(60, 600), torch.randn(600), torch.randn(60, 600)),

@@ -187,6 +187,20 @@ def test_a_row_value_is_not_written_over_another() -> None:
         assert overwritable(kernel, written, read, schedule.layouts) == allowed
 
 
+def test_what_is_stored_before_a_reduction_is_not_written_over_what_that_reads() -> None:
+    def f(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        z = x * 2
+        return z, (z * y).sum(1)
+
+    _, schedule, _ = planned(f, R(8, 64), R(8, 64))
+    (kernel,) = schedule.steps
+    assert isinstance(kernel, Kernel)
+    (written,) = (n for n, lay in kernel.writes if len(lay.shape) == 2)
+    own, other = (n for n, _ in kernel.reads)
+    assert overwritable(kernel, written, own, schedule.layouts)
+    assert not overwritable(kernel, written, other, schedule.layouts)
+
+
 def test_inputs_are_never_overwritten() -> None:
     plan, _, program = planned(lambda x: x + 1, R(8, 8))
     assert not plan.home

@@ -237,6 +237,18 @@ def test_sums_of_places_beside_sums_of_all_rows(axis: int) -> None:
     assert [a.extent.value for a in places.parallel] == [512, 128]
 
 
+def test_rows_of_several_short_axes_are_split_together() -> None:
+    """A norm over the channels of images: no axis has places for all multiprocessors."""
+
+    def f(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return norm_backward(dy.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1), w)
+
+    images = [torch.randn(3, 9, 11, 40).permute(0, 3, 1, 2) for _ in range(2)]
+    plan = scheduled(f, *images, torch.randn(40), device="H200")
+    (split,) = [n for k in plan.kernels for n in k.nests if n.row_split is not None]
+    assert [a.extent.value for a in split.parallel] == [3 * 9 * 11]
+
+
 def test_sums_of_places_alone() -> None:
     def f(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         dx = dy - x * (dy * x).mean(-1, keepdim=True)

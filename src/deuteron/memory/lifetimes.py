@@ -108,8 +108,9 @@ def _writes(s: Stmt, name: str) -> bool:
 
 def _in_place(nest: Nest, written: str, read: str) -> bool:
     """Who generates code runs a statement as soon as the reductions that it uses are known, and
-    statements of one loop in their order, stores last. So the overwriting store comes last when it
-    uses all reductions that other readers of the operand use."""
+    statements of one loop in their order, stores last but those that stand before all reductions.
+    So the overwriting store comes last when it uses all reductions that other readers of the
+    operand use, and the operand has been read where the store stands."""
     stores = [s for s in nest.stmts if _writes(s, written)]
     if len(stores) != 1:
         return False
@@ -120,8 +121,9 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
         return False  # it is little, and all threads of a row need what is read once per row
     waits = _dependences(nest)
     mine = waits[id(store)]
-    seen = False
+    seen = loaded = False
     for s in nest.stmts:
+        loaded |= isinstance(s, Store) and not seen and _reads(s, read)
         if not _reads(s, read):
             seen = seen or s is store
             continue
@@ -132,6 +134,8 @@ def _in_place(nest: Nest, written: str, read: str) -> bool:
         elif isinstance(s, Store):
             if seen or s.level != store.level or not waits[id(s)] <= mine:
                 return False
+        elif seen and not loaded:
+            return False
         elif s.name not in mine and not waits[id(s)] <= mine:
             return False  # it would run in a later pass
     return True

@@ -216,8 +216,9 @@ class Group:
         return Builder(self, shapes).build()
 
     def nest(self, layouts: dict[str, Layout], stored: Iterable[str]) -> Nest:
-        """The nest; `stored` names the members that are needed in memory. What overwrites comes
-        last, behind what reads the old value."""
+        """The nest; `stored` names the members that are needed in memory. What waits for no
+        reduction comes first, so that registers do not keep it; what overwrites comes last, behind
+        what reads the old value."""
         values = self.values(layouts)
         keep = set(stored)
         stmts: list[Stmt] = []
@@ -239,7 +240,8 @@ class Group:
                 where = late if c.target is not None else stmts
                 where.append(self._store(m, values, layouts))
         space = self.space
-        return Nest(space.parallel, space.reduced, (*stmts, *late), self.row_split, self.group_axes)
+        stmts = [*stores_first(stmts, set(space.axes)), *late]
+        return Nest(space.parallel, space.reduced, tuple(stmts), self.row_split, self.group_axes)
 
     def _store(self, m: Member, values: dict[str, Expr], layouts: dict[str, Layout]) -> Store:
         c = m.compute
@@ -251,6 +253,26 @@ class Group:
             mask = builder.expr(c.mask, m.at) if c.mask is not None else None
         scattered = m.kind == "write"
         return Store(m.name, index, value, m.level, c.accumulate, mask, scattered, c.unique)
+
+
+def stores_first(stmts: Sequence[Stmt], axes: set[Axis]) -> list[Stmt]:
+    """What is stored at points and waits for nothing comes first, in an order in which few values
+    are alive: next is what needs the fewest elements that nobody before it has read (of a chain of
+    sums each sum, then what is made of it)."""
+    local = {s.name for s in stmts if not isinstance(s, Store)}
+    left = {
+        s: {n for n in s.value.loads() if axes <= {a for i in n.attr[1] for a in i.axes()}}
+        for s in stmts
+        if isinstance(s, Store) and s.level == "point" and not s.scattered
+        if not local & {n.attr[0] for n in s.value.loads()}
+    }
+    first: list[Stmt] = []
+    seen: set[Expr] = set()
+    while left:
+        one = min(left, key=lambda s: len(left[s] - seen))
+        seen |= left.pop(one)
+        first.append(one)
+    return [*first, *(s for s in stmts if s not in first)]
 
 
 def result_name(m: Member) -> str:

@@ -3,8 +3,8 @@
 In: `Loops`, its `Tiling`, the block sizes that will be used (they decide which masks are needed).
 Out: lines of Triton.
 
-Within a pass all values are computed before the first store: a result may have the memory of an
-operand that dies here.
+Within a pass all values are computed before the first store, but for stores that stand before all
+reductions: a result may have the memory of an operand that dies here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from deuteron.codegen.triton.row_passes import RowPass, plan, single
 from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scanning import scan_block
 from deuteron.codegen.triton.scope import FULL, Dim, Dims, R, X, bound_name
-from deuteron.codegen.triton.stores import stores
+from deuteron.codegen.triton.stores import reads_once, stores
 from deuteron.codegen.triton.tiling import Tiling, cross_row_reductions
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Index, const, product
@@ -102,6 +102,8 @@ def write_nest(
     em.lane_elements, em.strided, em.terms = tiling.lane_elements, tiling.strided, tiling.terms
     em.block = max((b.of("r") for b in tiling.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
+    if tiling.kind == "points" and names.overwrites:  # all are read before
+        tiling = replace(tiling, crowded=False)
     if names.retain_in_l2 and any(
         isinstance(p, Write) and p.level == "point" for p in loops.statements
     ):
@@ -181,7 +183,9 @@ def write_points(loops: Loops, tiling: Tiling, em: Emitter) -> None:
         loads = [n for root in loops.roots() for n in root.walk() if n.op == "load" and n.attr[1]]
         streamed = [n for n in loads if stride(n.attr[1][0], x.axes[-1]) == 1]
         em.policies = dict.fromkeys(streamed, "evict_first")
-    stores(em, [(w, everything) for w in loops.statements if isinstance(w, Write)])
+    writes = [(w, everything) for w in loops.statements if isinstance(w, Write)]
+    for some in [[w] for w in writes] if tiling.crowded and reads_once(loops) else [writes]:
+        stores(em, some)
     if tiling.serial_blocks > 1:
         lines = em.scope.lines[before:]
         del em.scope.lines[before:]
@@ -268,16 +272,15 @@ def hints(em: Emitter, passes: list[RowPass]) -> None:
                     em.policies[n] = "evict_last"
 
 
-def one_pass(
-    loops: Loops,
-    em: Emitter,
-    columns: Columns | None = None,
-) -> None:
+def one_pass(loops: Loops, em: Emitter, columns: Columns | None = None) -> None:
     """Everything of whole rows: the scope has both dimensions."""
-    writes: list[tuple[Write, Dims]] = []
     there = {"row": X, "group": em.whole - R, "point": em.whole}
     bound: set[str] = set()
+    # Stores that come before all reductions are written at once: see `Group.nest`.
+    early = reads_once(loops) and any(not isinstance(p, Write) for p in loops.statements)
+    writes: list[tuple[Write, Dims]] = []
     for k, p in enumerate(loops.statements):
+        early &= isinstance(p, Write)
         if isinstance(p, Reduce):
             if p.name not in bound:
                 pair = paired(p, loops.statements[k + 1 :]) if em.rank == 2 else [p]
@@ -295,6 +298,8 @@ def one_pass(
             columns.update(em, p)
         else:
             writes.append((p, there[p.level]))
+            if early and p.level == "point":
+                stores(em, [writes.pop()])
     stores(em, writes)
 
 
@@ -527,10 +532,12 @@ def walk_split(
         outer.axes[axis] = "split"
         outer.add("low = 0", f"xnumel = {inner}")
     whole = tiling.persistent or tiling.tiled
+    first = "roffset" if tiling.tiled or cooperative is not None else "0"
     reductions = cross_row_reductions(loops)
     columns = Columns(R if in_threads(tiling) else FULL)
     if whole:
-        em.enter(r, "roffset" if tiling.tiled or cooperative is not None else "0")
+        if not tiling.crowded:
+            em.enter(r, first)
         hints(em, [single(loops)])
         for p in reductions:
             columns.declare(em, p)
@@ -541,6 +548,8 @@ def walk_split(
         write_cooperative_rows(loops, em, cooperative, step, columns)
     else:
         with em.inside() as scope:
+            if tiling.crowded:
+                em.enter(r, first)
             em.enter(x, "xoffset")
             if whole:
                 one_pass(loops, em, columns)
@@ -548,6 +557,8 @@ def walk_split(
                 Passes(loops, em).write()
         stages = f", num_stages={em.stages}" if whole else ""
         outer.block(f"for xoffset in tl.range(low, xnumel, {step}{stages})", scope.lines)
+    if tiling.crowded:
+        em.enter(r, first)
     for p in reductions if whole else ():
         columns.store(em, p)
 

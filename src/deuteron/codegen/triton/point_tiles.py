@@ -6,6 +6,7 @@ first. Rows and row splits, whose blocks depend on more, are in `tiling`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,14 @@ class TileConfig:
 
     def of(self, dim: str) -> int:
         return dict(self.sizes)[dim]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(n for _, n in self.sizes)
+
+    @property
+    def per_thread(self) -> int:
+        return self.elements // (32 * self.num_warps)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,9 @@ class Tiling:
     serial_blocks: int = 1  # such values, or blocks of them, that a program takes one after another
     terms: int = 1  # of reductions with dynamic bounds, read at once beside a row's columns
     keeps_shared: bool = False  # whether cooperating programs hold what all rows share in registers
+    # Registers are few: a split does not keep what all rows share, points are stored one tensor
+    # after the other.
+    crowded: bool = False
 
     @property
     def exchanges(self) -> bool:

@@ -5,11 +5,11 @@ In: `Loops` without reductions of rows, and the device. Out: a `Tiling`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
-from deuteron.codegen.loops import Loops, Write, outermost_first, points_visited, stride
+from deuteron.codegen.loops import Access, Loops, Write, outermost_first, points_visited, stride
 from deuteron.codegen.triton.access_statistics import below, power, size, unit_bytes, widest
 from deuteron.codegen.triton.dynamic_bounds import (
     ELEMENTS_PER_THREAD,
@@ -54,23 +54,15 @@ def in_order(loops: Loops, axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def tile_points(loops: Loops, spec: DeviceSpec) -> Tiling:
     order = point_order(loops)
-    if (bounded := dynamic_bounds_tile(loops, order)) is not None:
+    if (bounded := dynamic_bounds_tile(loops, order, spec.cores)) is not None:
         dims, sizes, program_axes = bounded
         most = MAX_REGISTERS if program_axes and widest(loops) <= 4 else 0
-        elements = math.prod(n for _, n in sizes)
-        tile = TileConfig(sizes, warps_for(elements, ELEMENTS_PER_THREAD), registers=most)
-        each = elements // (32 * tile.num_warps)
-        terms, serial_blocks = (
-            in_flight(loops, each, size(program_axes), spec.cores) if program_axes else (1, 1)
-        )
-        return Tiling(
-            "points",
-            dims,
-            (tile,),
-            program_axes=program_axes,
-            terms=terms,
-            serial_blocks=serial_blocks,
-        )
+        tile = TileConfig(sizes, 1, registers=most)
+        tile = replace(tile, num_warps=warps_for(tile.elements, ELEMENTS_PER_THREAD))
+        flight = in_flight(loops, tile.per_thread, size(program_axes), spec.cores)
+        terms, serial_blocks = flight if program_axes else (1, 1)
+        tiling = Tiling("points", dims, (tile,), program_axes=program_axes, terms=terms)
+        return replace(tiling, serial_blocks=serial_blocks)
     other = _second_contiguous(loops, order)
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
@@ -94,15 +86,19 @@ def tile_points(loops: Loops, spec: DeviceSpec) -> Tiling:
         y, x = order[:cut], order[cut:]
         blocks = plane_tiles(size(y), size(x), spec, 2048, GATHERED_PLANE_TILES)
         return Tiling("points", (("y", y), ("x", x)), blocks)
-    full = [a for a in loops.accesses if 2 * points_visited(a.address, order) > size(order)]
+    full = accesses_of_points(loops)
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
+    blocks = line_tiles(size(order), spec, widest(loops), most)
     if order and _single_elements(loops, order[-1]):
         wide = any(isinstance(p, Write) and ITEMSIZE[p.dtype] >= 4 for p in loops.statements)
-        return Tiling(
-            "points", (("x", order),), SINGLE_ELEMENT_TILES[::-1] if wide else SINGLE_ELEMENT_TILES
-        )
-    blocks = line_tiles(size(order), spec, widest(loops), most)
+        blocks = SINGLE_ELEMENT_TILES[::-1] if wide else SINGLE_ELEMENT_TILES
     return Tiling("points", (("x", order),), blocks)
+
+
+def accesses_of_points(loops: Loops) -> list[Access]:
+    """What is read or stored at most points."""
+    axes = (*loops.parallel, *loops.reduced)
+    return [a for a in loops.accesses if 2 * points_visited(a.address, axes) > size(axes)]
 
 
 def _single_elements(loops: Loops, inner: Axis) -> bool:
@@ -213,4 +209,4 @@ def _gathered_column_cut(loops: Loops, order: Sequence[Axis]) -> int | None:
     )
 
 
-__all__ = ["in_order", "point_order", "tile_points"]
+__all__ = ["accesses_of_points", "in_order", "point_order", "tile_points"]

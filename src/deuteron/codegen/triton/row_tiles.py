@@ -89,12 +89,14 @@ def looped_column_tiles(
 
 
 def across_tiles(nx: int, nr: int, spec: DeviceSpec) -> tuple[TileConfig, ...]:
-    """Some tensors are contiguous along x, others along r: 64 bytes and more of each at once. H200,
-    a transposition with sums, bf16: 32 x 128 203 us, 32 x 256 in a pipeline of 3 569 us."""
+    """Some tensors are contiguous along x, others along r: 64 bytes and more of each at once, less
+    along x where there are few columns. H200, us: a transposition with sums, bf16: 32 x 128 203, 32
+    x 256 in a pipeline of 3 569; 1024 columns of 2048, gradients of batch norm and GELU (bf16): 32
+    x 256 38.1, 16 x 512 23.4, 8 x 512 20.0."""
 
     def tile(x: int, elements: int) -> TileConfig:
         x = min(x, power(nx))
-        while x > 32 and nx < x * spec.cores:
+        while x > 8 and nx < x * spec.cores * MIN_BUSY_SHARE:
             x //= 2
         r = min(elements // x, power(nr))
         return TileConfig((("x", x), ("r", r)), warps_for(x * r))

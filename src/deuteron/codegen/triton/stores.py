@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from deuteron.base.errors import UnsupportedOp
-from deuteron.codegen.loops import Write
+from deuteron.codegen.loops import Loops, Write
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.scope import FULL, Dims
 from deuteron.ir.expr import Expr
 from deuteron.ir.operations import ITEMSIZE
+
+
+def reads_once(loops: Loops) -> bool:
+    """Whether no element is read in two ways, of which one could come after what overwrites it."""
+    reads = [n.attr[:2] for n in loops.nodes if n.op == "load" and n.attr[1]]
+    return len(set(reads)) == len(reads)
 
 
 def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:

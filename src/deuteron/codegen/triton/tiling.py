@@ -15,19 +15,12 @@ Every choice here is one of speed: any tiling with any configuration computes th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.scans import EXCHANGED_DTYPES
-from deuteron.codegen.loops import (
-    CrossRowReduce,
-    Loops,
-    Write,
-    outermost_first,
-    points_visited,
-)
+from deuteron.codegen.loops import CrossRowReduce, Loops, Write, outermost_first, points_visited
 from deuteron.codegen.triton.access_statistics import (
     below,
     bytes_along,
@@ -46,13 +39,13 @@ from deuteron.codegen.triton.access_statistics import (
     widest,
 )
 from deuteron.codegen.triton.misaligned import misaligned_rows, rows_of_one_alignment
-from deuteron.codegen.triton.point_tiles import (
-    SINGLE_ELEMENT_TILES,
-    TileConfig,
-    Tiling,
-    warps_for,
+from deuteron.codegen.triton.point_tiles import SINGLE_ELEMENT_TILES, TileConfig, Tiling, warps_for
+from deuteron.codegen.triton.point_tiling import (
+    accesses_of_points,
+    in_order,
+    point_order,
+    tile_points,
 )
-from deuteron.codegen.triton.point_tiling import in_order, point_order, tile_points
 from deuteron.codegen.triton.row_tiles import (
     ROW_LIMIT,
     across_tiles,
@@ -87,6 +80,10 @@ STORED_ROW_FACTOR = 2
 MIN_ROTATED_ROW = 1000
 # Elements of a thread in blocks that follow one another in one program.
 SERIAL_ELEMENTS_PER_THREAD = 32
+# Of a tail, which has nothing to do while it waits. H200, gradients of a norm with their tails, 512
+# columns of 49 partial results, 2 warps, us: 32 elements 14.2 and 13.3, 64 9.8 and 9.1, 128 8.2 and
+# 8.0, 256 8.7.
+TAIL_ELEMENTS_PER_THREAD = 128
 # Where rows are at most so much of their block (1152 of 2048), a thread has its elements in four
 # parts, of which the compiler sees that the last one is behind every row; in blocks of at most so
 # many elements. H200, bf16, backward of modulated layer norm of 1152, us: 154, so 135 to 139, of
@@ -99,12 +96,15 @@ SPARE_BLOCK_SHARE, MAX_SPARE_BLOCK = 0.75, 4096
 # H200, bf16, backward of layer norm, 2^26 elements, with more warps and so, us: rows of 128 151 and
 # 108, 256 117 and 107, 640 136 and 111, 768 117 and 105, 1152 132 and 110; of 1024 51 and 52.
 # Behind an embedding of 768, with pipelines of 3, 4, 6 and 8 rows 50, 44, 40, 41 (four warps 52).
-MAX_ONE_WARP_BLOCK, MAX_ONE_WARP_ROW, MAX_ONE_WARP_VALUES, ONE_WARP_PIPELINE_BYTES = (
-    2048,
-    256,
-    192,
-    36 << 10,
-)
+# 25088 rows of 64 (bf16), of which 7 values are held: 8 rows for a warp 7.2 us, 16 for two 40.
+MAX_ONE_WARP_BLOCK, MAX_ONE_WARP_ROW, MAX_ONE_WARP_VALUES = 2048, 256, 192
+ONE_WARP_PIPELINE_BYTES = 36 << 10
+# Values that a thread of a split holds at most, of rows, of sums of columns and of what all rows
+# share; with more the latter is read with each row again, and a tile has one row. H200, bf16,
+# backward of layer norm, 4096 rows of 768: with 9 values of a row and 2 rows for 128 threads (144)
+# 15.5 us; behind a chain of eight norms, 12 values and 17 shared, limit 40, us: 2 rows for 128
+# threads 76, so 98, one row for 128, so 51, for 256 61, so 78.
+MAX_HELD_VALUES = 160
 # Rows of more elements that are `_narrowed` have as many threads as others.
 MAX_NARROWED_ROW = 8192
 # Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
@@ -161,7 +161,7 @@ def _choose(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     if not reductions and not any(
         isinstance(p, Write) and p.level == "row" and loops.reduced for p in loops.statements
     ):
-        return tile_points(loops, spec)
+        return _sharing_registers(tile_points(loops, spec), len(accesses_of_points(loops)))
     return _rows(loops, spec, cooperative)
 
 
@@ -239,16 +239,8 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         lane_elements = min(16 // widest(loops), least)
     elif not persistent and least >= STRIDED_ELEMENTS_PER_THREAD * 16:
         lane_elements = STRIDED_ELEMENTS_PER_THREAD
-    dims = (("x", x), ("r", r))
-    return Tiling(
-        "rows",
-        dims,
-        candidates,
-        persistent,
-        misaligned,
-        lane_elements,
-        strided=columns and lane_elements > 1,
-    )
+    dims, strided = (("x", x), ("r", r)), columns and lane_elements > 1
+    return Tiling("rows", dims, candidates, persistent, misaligned, lane_elements, strided)
 
 
 def _rotated_rows(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
@@ -291,7 +283,7 @@ def _tail_tile(tiling: Tiling, warps: int, loads: int) -> TileConfig:
     (_, x), (_, r) = tiling.dims
     wide = power(size(r))
     warps = max(warps, warps_for(wide * max(1, loads), SERIAL_ELEMENTS_PER_THREAD))
-    rows = below(SERIAL_ELEMENTS_PER_THREAD * 32 * warps // (wide * max(1, loads)))
+    rows = below(TAIL_ELEMENTS_PER_THREAD * 32 * warps // (wide * max(1, loads)))
     return TileConfig((("x", min(rows, power(size(x)))), ("r", wide)), warps)
 
 
@@ -341,9 +333,13 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[TileCo
 
 def most_stages(loops: Loops, blocks: TileConfig, spec: DeviceSpec) -> int:
     """The deepest pipeline for which there is shared memory: all stages but one have a place for a
-    block of each tensor that is read. An eighth is for what reductions exchange."""
-    block = math.prod(n for _, n in blocks.sizes) * bytes_along(loops)
-    return 1 + spec.shared * 7 // 8 // block
+    block of each tensor that is read. An eighth is for what reductions exchange. All splits of rows
+    run at once: H200, 512 splits of 768 whose rows are read from 27 tensors, with room for four
+    of them on a multiprocessor (2 stages) 51 us, for two (3 stages) 56, without a pipeline 77."""
+    block = blocks.elements * bytes_along(loops)
+    splits = loops.row_split[1] if loops.row_split is not None else 1
+    most = 1 + spec.shared * 7 // 8 // block
+    return min(most, max(2, 1 + spec.shared * 7 // 8 // (block * -(-splits // spec.cores))))
 
 
 # -- cooperative rows
@@ -439,28 +435,24 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
             configs.append(
                 TileConfig((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages)
             )
-        return Tiling("row_split", dims, tuple(dict.fromkeys(configs)), tiled=True)
+        tiling = Tiling("row_split", dims, tuple(dict.fromkeys(configs)), tiled=True)
+        return _sharing_registers(tiling, shared_along(loops))
     known = product(a.extent for a in r).value is not None
     wide = power(nr)
     held = row_loads(loops) + len(cross_row_reductions(loops))
     cluster = can_be_cluster(1, spec) and nr >= MIN_COOPERATIVE_ROW
     misaligned = rows_of_one_alignment(loops, r) if nr >= MIN_ROTATED_ROW and not one else None
     if not known or wide * held > HELD_LIMIT_FACTOR * ROW_LIMIT or cluster:
-        each, even = (
-            elements_per_program(held, nr),
-            misaligned is not None or misaligned_rows(loops, r) is None,
-        )
-        programs = (
-            _cooperating_programs(loops, nr, held, each, True, spec) if cooperative and even else 0
-        )
+        each = elements_per_program(held, nr)
+        if not cooperative or misaligned is None and misaligned_rows(loops, r) is not None:
+            programs = 0
+        else:
+            programs = _cooperating_programs(loops, nr, held, each, True, spec)
         if programs:
             tiling = _cooperative("row_split", x, r, held, each, programs, spec, held == 1)
             tiling = replace(tiling, misaligned=misaligned)
-            return (
-                tiling
-                if cross_row_reductions(loops)
-                else _keeping_shared_values(loops, tiling, held)
-            )
+            partial = cross_row_reductions(loops)
+            return tiling if partial else _keeping_shared_values(loops, tiling, held)
     if not known or wide * held > HELD_LIMIT_FACTOR * ROW_LIMIT:
         block = min(4096, wide)
         lane_elements = min(16 // widest(loops), block)
@@ -473,6 +465,8 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     spare = widest(loops) < 4 and nr <= SPARE_BLOCK_SHARE * wide and wide <= MAX_SPARE_BLOCK
     if widest(loops) < 4 and (wide <= MAX_ONE_WARP_ROW or (spare and wide <= MAX_ONE_WARP_BLOCK)):
         deep = min(power(rows), max(1, 1024 // wide))
+        while deep > 1 and deep * nr * held > 32 * MAX_ONE_WARP_VALUES:
+            deep //= 2
         stages = ONE_WARP_PIPELINE_BYTES // (bytes_along(loops, loops.parallel) * deep * wide)
         if stages >= 3 and deep * nr * held <= 32 * MAX_ONE_WARP_VALUES:
             blocks = (("x", deep), ("r", wide))
@@ -482,9 +476,24 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         blocks = (("x", deep), ("r", wide))
         each = SERIAL_ELEMENTS_PER_THREAD if spare and deep == 1 else 16
         configs.append(TileConfig(blocks, warps_for(max(elements, wide), each), stages))
-    return Tiling(
-        "row_split", dims, tuple(dict.fromkeys(configs)), persistent=True, misaligned=misaligned
-    )
+    configs = [c if c.num_warps == 1 else _with_room(c, held) for c in configs]
+    tiling = Tiling("row_split", dims, tuple(dict.fromkeys(configs)), True, misaligned)
+    return _sharing_registers(tiling, held + shared_along(loops))
+
+
+def _sharing_registers(tiling: Tiling, each: int) -> Tiling:
+    """With a note where a thread has no registers for so many values of each element."""
+    return replace(tiling, crowded=tiling.candidates[0].per_thread * each > MAX_HELD_VALUES)
+
+
+def _with_room(blocks: TileConfig, held: int) -> TileConfig:
+    """With fewer rows at once where a thread has no registers for so many values of each element,
+    then with more threads."""
+    while blocks.per_thread * held > MAX_HELD_VALUES and blocks.num_warps < 16:
+        x, r = blocks.of("x"), blocks.of("r")
+        sizes = (("x", max(1, x // 2)), ("r", r))
+        blocks = replace(blocks, sizes=sizes, num_warps=blocks.num_warps * (2 if x == 1 else 1))
+    return blocks
 
 
 def cross_row_reductions(loops: Loops) -> list[CrossRowReduce]:
