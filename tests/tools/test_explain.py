@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import deuteron
 from deuteron.tools.explain import explain
+from deuteron.tools.measuring import interleaved
 
 HERE = Path(__file__).name
 WIDTH = 256  # whose products are the library's: they share no kernel with what surrounds them
@@ -115,6 +117,20 @@ def test_what_the_second_call_compiles_is_what_is_timed() -> None:
     assert all(s["measured_us"] > 0 for p in (forward, backward) for s in p["steps"])
     assert told.data["totals"]["recompilations"] == 1 and "kind" in str(told)
     assert len(told.kernels) == told.data["totals"]["kernels"] == len(told.steps)
+
+
+def test_long_calls_are_timed_once() -> None:
+    """A report of a slow model waits for no more of them than it needs."""
+    made: list[int] = []
+
+    def slow() -> None:
+        time.sleep(0.02)
+        made.append(1)
+
+    ((one,),) = interleaved([slow], 0.01, "cpu", 0)
+    assert one >= 0.02 and len(made) == 1
+    ((*_,),) = interleaved([slow], 0.01, "cpu", 1)
+    assert len(made) > 2
 
 
 def test_json_has_a_schema_with_a_version(explained: deuteron.Explanation) -> None:
