@@ -168,7 +168,7 @@ def explain(
     fn = getattr(fn, "_orig_mod", fn)
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
     seen = Observations()
-    begun = len(dynamo.get_compilation_metrics()), len(dynamo.graph_break_reasons)
+    begun = dynamo.get_compilation_metrics(), len(dynamo.graph_break_reasons)
     times: dict[str, Any] = {}
     with unchanged(fn, args, kwargs):
         with collecting() as graphs, observed_by(seen):
@@ -194,7 +194,10 @@ def explain(
             progress("timing calls")
             times = timed(compiled, fn, args, kwargs, backward)
     title = name or getattr(fn, "__name__", type(fn).__name__)
-    frames = frames_of(dynamo.get_compilation_metrics()[begun[0] :], title)
+    # Dynamo keeps the last 64.
+    known = {id(m) for m in begun[0]}
+    new = [m for m in dynamo.get_compilation_metrics() if id(m) not in known]
+    frames = frames_of(new, title)
     breaks = breaks_of(dynamo.graph_break_reasons[begun[1] :])
     progress("writing down")
     return Explanation(report_data(seen, graphs, title, breaks, frames, **times), graphs)
