@@ -61,8 +61,7 @@ class Scope:
 def lower_nest(
     nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], tiles: Tiles
 ) -> list[Code]:
-    rules = (_compared_whole,) * tiles.quarters + (tails,) * tiles.reciprocals
-    for rule in rules:
+    for rule in (_compared_whole,) * tiles.quarters + (tails,) * tiles.reciprocals:
         nest = replace(nest, statements=tuple(_rewritten(s, rule) for s in nest.statements))
     lowering = Lowering(nest, tiling, layouts, tiles)
     for s in nest.stores():

@@ -352,11 +352,12 @@ def sharing(tilings: Sequence[Tiling]) -> list[Tiling]:
 
 
 def _cut(tiling: Tiling, blocks: TileConfig, warps: int) -> TileConfig:
-    """At most so many warps: blocks along which a loop goes, else of rows, are as much smaller."""
+    """At most so many warps: loops' or rows' blocks are smaller, but for 4 elements of a thread."""
     if blocks.num_warps <= warps:
         return blocks
     name = "r" if tiling.kind == "rows" and not tiling.persistent else tiling.dims[0][0]
-    small = max(1, blocks.of(name) * warps // blocks.num_warps)
+    kept = max(blocks.elements * warps // blocks.num_warps, min(blocks.elements, 128 * warps))
+    small = max(1, blocks.of(name) * kept // blocks.elements)
     sizes = tuple((d, small if d == name else n) for d, n in blocks.sizes)
     return replace(blocks, sizes=sizes, num_warps=warps)
 
