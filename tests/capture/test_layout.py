@@ -121,6 +121,44 @@ def test_only_weights_larger_than_images() -> None:
     assert channels_last(gm, Record()) == 1
 
 
+@pytest.mark.parametrize(
+    ("kernel", "dilation", "slow"),
+    [((3, 3), 1, False), ((7, 7), 1, False), ((9, 9), 1, True), ((1, 11), 1, True),
+     ((3, 3), 2, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("order", [ROWS, LAST])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_each_channel_by_itself(
+    device: str, order: torch.memory_format, kernel: tuple[int, int], dilation: int, slow: bool
+) -> None:
+    """Where a GPU's library is slow at them, such convolutions read images as they were traced,
+    while those around them are converted; others, and all on a CPU, are as any convolution."""
+    shapes = (40, 1, *kernel), (32, 40, 1, 1), (40, 32, 1, 1)
+    padding = [dilation * (k // 2) for k in kernel]
+    settings = [kernel[0] // 4 + 1] * 2, padding, [dilation] * 2, False, [0, 0], 40
+
+    def step(x: Tensor, own: Tensor, narrow: Tensor, wide: Tensor) -> tuple[Tensor, ...]:
+        x = x.relu()
+        y = F.conv2d(aten.convolution(x, own, None, *settings).relu(), narrow)
+        dy = F.conv2d(y, wide).relu()
+        dx, dw, _ = aten.convolution_backward(dy, x, own, None, *settings, [True, True, False])
+        return F.conv2d(dx.relu(), narrow), dw
+
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(3, 40, 16, 20, device=device, dtype=torch.bfloat16, memory_format=order)
+        weights = [torch.empty(s, device=device, dtype=torch.bfloat16) for s in shapes]
+        gm = make_fx(step)(x, *weights)
+    assert channels_last(gm, Record()) > 0 or device == "cpu"
+    gm.graph.eliminate_dead_code()
+    convolutions = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS]
+    assert len(convolutions) == 5
+    for n in convolutions:
+        count = 2 if n.target is aten.convolution_backward.default else 1
+        by_itself = n.args[count].meta["val"].shape[1] == 1 and device == "cuda"
+        wanted = ROWS if slow and by_itself and order is ROWS else LAST
+        assert all(a.meta["val"].is_contiguous(memory_format=wanted) for a in n.args[:count])
+
+
 def test_training_of_such_a_network() -> None:
     """Values and strides of the gradients, through the compiler."""
     f = network(1, 2)

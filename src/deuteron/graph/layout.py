@@ -9,6 +9,10 @@ the strides that it was traced with.
 On a CPU the library packs a contiguous weight for contiguous images in one step, for others it
 first copies the weight to channels-last order, and copies its gradient back. Where weights are
 larger than images (`heavy`), that costs more than images gain: these stay, or become, contiguous.
+
+On a GPU the order decides who runs a convolution of each channel by itself: torch's own kernels
+contiguous ones, the library channels-last ones. Where the library is slow at these, images stay as
+they were traced (`slow_by_itself`).
 """
 
 from __future__ import annotations
@@ -31,19 +35,20 @@ MIN_CHANNELS = 16
 HEAVY_WEIGHT_BYTES = 1 << 20
 # Input channels with which no weight gradient writes out of bounds (see `_corrupts`).
 SAFE_CHANNELS = 16
+# Windows of a channel by itself for which the library has fast kernels (`slow_by_itself`).
+MAX_OWN_WINDOW = 7
 
 
 def channels_last(gm: fx.GraphModule, record: Record) -> int:
     """Convolutions and what is around them lie channels last, where that pays. Returns the number
     of convolutions whose input changed."""
     convolutions = [n for n in gm.graph.nodes if n.target in CONVOLUTIONS and _plain(n)]
-    light = [n for n in convolutions if not heavy(n)]
+    orders = {n: wanted_order(n) for n in convolutions}
+    light = [n for n, order in orders.items() if order is torch.channels_last]
     if not light or not _worth(light) or any(map(_corrupts, light)):
         return 0
     editor = Editor(gm)
     relayout = Relayout(editor)
-    orders = dict.fromkeys(convolutions, torch.contiguous_format)
-    orders |= dict.fromkeys(light, torch.channels_last)
     count = 0
     for node in list(gm.graph.nodes):
         with at(node):
@@ -83,6 +88,33 @@ def _plain(node: fx.Node) -> bool:
         and (t.device.type == "cpu" or t.itemsize == 2)
         for t in fakes
     )
+
+
+def wanted_order(node: fx.Node) -> torch.memory_format:
+    """The order in which a convolution is to read its images."""
+    if not slow_by_itself(node):
+        return torch.contiguous_format if heavy(node) else torch.channels_last
+    first = int(node.target is aten.convolution_backward.default)
+    operands: Any = node.args[first : first + 2]
+    as_traced = [torch._prims_common.suggest_memory_format(n.meta["val"]) for n in operands]
+    return torch.channels_last if torch.channels_last in as_traced else torch.contiguous_format
+
+
+def slow_by_itself(node: fx.Node) -> bool:
+    """Whether a GPU's library is slower channels-last than torch's own kernels at a convolution of
+    each channel by itself. H200, bf16[32, 256, 56, 56], forward and backward in us: windows of 3,
+    5, 7, 9 contiguous 245 and 782, 442 and 1405, 890 and 2913, 1513 and 4512; channels-last 51 and
+    152, 94 and 277, 178 and 605, 8291 and 6043 (stride 2 and other sizes alike). Of other than
+    square windows without holes nothing is known."""
+    first = int(node.target is aten.convolution_backward.default)
+    operands: Any = node.args[first : first + 2]
+    x, weight = (n.meta["val"] for n in operands)
+    many, _, high, wide = weight.shape
+    dilation: Any = node.args[first + 5]
+    transposed, groups = node.args[first + 6], node.args[first + 8]
+    if x.device.type == "cpu" or transposed or not groups == x.shape[1] > 1:
+        return False
+    return not (many == groups and high == wide <= MAX_OWN_WINDOW and set(dilation) == {1})
 
 
 def heavy(node: fx.Node) -> bool:
