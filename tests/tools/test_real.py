@@ -77,6 +77,31 @@ def test_errors_are_judged_by_eagers() -> None:
     assert errors(exact, {"gradient a": torch.ones(4)})["gradient b"] == float("inf")
 
 
+class Jump(nn.Module):
+    """Where a sum lies at a jump, rounding decides between results far apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((9, 32), 0.125))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return ((input @ self.weight.t()).sign() + 1) * self.weight.sum(1)
+
+
+def test_what_rounding_decides_is_no_measure() -> None:
+    """Results far from eager's are right where a unit in the last place of the parameters brings
+    eager there, and wrong elsewhere."""
+    ones = torch.ones(4, 32)
+    turns = ones.clone()
+    turns[1:, ::2] = -1  # sums of 0
+    for input, right in ((turns, True), (ones, False)):
+        checked = Checked(Built(Jump(), {"input": input}, ""), False)
+        values = Step("eager", checked.built, False).first()[0]
+        assert checked.judge(values)[1] == []
+        values["result 0"][1:] = 0  # below the jump
+        assert (checked.judge(values)[1] == []) is right
+
+
 def test_luck_is_no_measure() -> None:
     """Sums over everything have errors near 0 now and then; a gradient that cancels to nothing has
     none but rounding."""
