@@ -195,6 +195,39 @@ class Largest(TorchDispatchMode):
         return out
 
 
+def fanned_out(x: Tensor, w: Tensor, many: int) -> list[Tensor]:
+    """A product, and as many readers of its scores, each of which is multiplied again."""
+    scores = x @ w
+    return [(scores * k).relu() @ w for k in range(1, many + 1)]
+
+
+@pytest.mark.parametrize(("many", "refused"), [(4, False), (12, True)])
+def test_the_search_for_kernels_is_bounded(
+    many: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No nest is made twice for one region, and regions of very many results are not looked at."""
+    made: list[tuple[int, tuple[str, ...], tuple[str, ...]]] = []
+    searches = 0
+
+    def counted(computes: Any, sinks: Any, *rest: Any) -> Any:
+        made.append((searches, tuple(sinks), tuple(computes)))
+        return closure(computes, sinks, *rest)
+
+    def searched(computes: Any, sinks: Any, *rest: Any) -> Any:
+        nonlocal searches
+        searches += 1
+        assert len(sinks) <= contract.MAX_SINKS
+        return cover.cover(computes, sinks, *rest)
+
+    monkeypatch.setattr(cover, "closure", counted)
+    monkeypatch.setattr(contract, "cover", searched)
+    x, w = torch.randn(2, 48, 64), torch.randn(2, 64, 64)
+    plan = planned(lambda x, w: fanned_out(x, w, many), x, w, device="cpu", run=False)
+    assert len(made) == len(set(made)) and bool(made) is not refused
+    reasons = {d["reason"] for d in plan.decisions(False)}
+    assert ("many results" in reasons) is refused
+
+
 @pytest.mark.parametrize("name", ["causal", "transposed", "mlp", "rms_linear"])
 def test_values_are_made_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference executor needs no memory for all scores, and gives the same results."""

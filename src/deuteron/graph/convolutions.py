@@ -88,17 +88,11 @@ def rewrite_convolutions(gm: fx.GraphModule, record: Record) -> int:
                 relayout.follow(node)
                 continue
         count += 1
+        sizes = " by ".join("x".join(map(str, _shape(t))) for t in (c.x, c.w))
         record.add(
-            "decision",
-            subject="convolution",
-            accepted=True,
-            reason=reason,
-            detail=" by ".join("x".join(map(str, _shape(t))) for t in (c.x, c.w)),
-            first=node.name,
-            second="",
-            bytes=0,
-            us=0.0,
-        )
+            "decision", subject="convolution", accepted=True, reason=reason, detail=sizes,
+            first=node.name, second="", bytes=0, us=0.0,
+        )  # fmt: skip
     relayout.finish()
     if count:
         editor.view_again()  # also of what lies as before

@@ -12,7 +12,7 @@ larger than images (`heavy`), that costs more than images gain: these stay, or b
 
 On a GPU the order decides who runs a convolution of each channel by itself: torch's own kernels
 contiguous ones, the library channels-last ones. Where the library is slow at these, images stay as
-they were traced (`slow_by_itself`).
+they were traced (`wanted_order`).
 """
 
 from __future__ import annotations
@@ -59,16 +59,9 @@ def channels_last(gm: fx.GraphModule, record: Record) -> int:
     relayout.finish()
     if count:
         record.add(
-            "decision",
-            subject="layout",
-            accepted=True,
-            reason="channels last",
-            detail=f"{count} convolutions",
-            first=convolutions[0].name,
-            second="",
-            bytes=0,
-            us=0.0,
-        )
+            "decision", subject="layout", accepted=True, reason="channels last",
+            detail=f"{count} convolutions", first=convolutions[0].name, second="", bytes=0, us=0.0,
+        )  # fmt: skip
     return count
 
 
@@ -90,31 +83,27 @@ def _plain(node: fx.Node) -> bool:
     )
 
 
+def _from_image(node: fx.Node) -> Any:
+    """The arguments of a convolution, or of its backward, from the image on."""
+    return node.args[int(node.target is aten.convolution_backward.default) :]
+
+
 def wanted_order(node: fx.Node) -> torch.memory_format:
-    """The order in which a convolution is to read its images."""
-    if not slow_by_itself(node):
-        return torch.contiguous_format if heavy(node) else torch.channels_last
-    first = int(node.target is aten.convolution_backward.default)
-    operands: Any = node.args[first : first + 2]
-    as_traced = [torch._prims_common.suggest_memory_format(n.meta["val"]) for n in operands]
-    return torch.channels_last if torch.channels_last in as_traced else torch.contiguous_format
-
-
-def slow_by_itself(node: fx.Node) -> bool:
-    """Whether a GPU's library is slower channels-last than torch's own kernels at a convolution of
-    each channel by itself. H200, bf16[32, 256, 56, 56], forward and backward in us: windows of 3,
-    5, 7, 9 contiguous 245 and 782, 442 and 1405, 890 and 2913, 1513 and 4512; channels-last 51 and
-    152, 94 and 277, 178 and 605, 8291 and 6043 (stride 2 and other sizes alike). Of other than
-    square windows without holes nothing is known."""
-    first = int(node.target is aten.convolution_backward.default)
-    operands: Any = node.args[first : first + 2]
-    x, weight = (n.meta["val"] for n in operands)
-    many, _, high, wide = weight.shape
-    dilation: Any = node.args[first + 5]
-    transposed, groups = node.args[first + 6], node.args[first + 8]
-    if x.device.type == "cpu" or transposed or not groups == x.shape[1] > 1:
-        return False
-    return not (many == groups and high == wide <= MAX_OWN_WINDOW and set(dilation) == {1})
+    """The order in which a convolution is to read its images. Each channel by itself: H200,
+    bf16[32, 256, 56, 56], forward and backward in us: windows of 3, 5, 7, 9 contiguous 245 and 782,
+    442 and 1405, 890 and 2913, 1513 and 4512; channels-last 51 and 152, 94 and 277, 178 and 605,
+    8291 and 6043 (stride 2 and other sizes alike). Of other than square windows without holes
+    nothing is known."""
+    x, weight, _, _, _, dilation, transposed, _, groups = _from_image(node)[:9]
+    tensors = x.meta["val"], weight.meta["val"]
+    many, _, high, wide = tensors[1].shape
+    if tensors[0].device.type == "cpu" or transposed or not groups == tensors[0].shape[1] > 1:
+        last = not heavy(node)
+    elif many == groups and high == wide <= MAX_OWN_WINDOW and set(dilation) == {1}:
+        last = True
+    else:
+        last = torch.channels_last in map(torch._prims_common.suggest_memory_format, tensors)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def heavy(node: fx.Node) -> bool:
@@ -124,41 +113,34 @@ def heavy(node: fx.Node) -> bool:
     those 12.9 and 28.8, 14.3 and 45.0. Of 28 x 28, 128 channels 1.21 and 2.34, 1.11 and 2.38; of
     56 x 56, 64 channels 1.47 and 2.55, 1.04 and 2.52. A 1 x 1 window's weight lies alike in both
     orders."""
-    backward = node.target is aten.convolution_backward.default
-    operand: Any = node.args[2 if backward else 1]
-    weight, images = operand.meta["val"], [a.meta["val"] for a in _tensors(node)]
+    weight, images = _from_image(node)[1].meta["val"], [a.meta["val"] for a in _tensors(node)]
     if weight.device.type != "cpu" or not weight.is_contiguous():
         return False
     if weight.is_contiguous(memory_format=torch.channels_last):
         return False
-    images += [] if backward else [node.meta["val"]]
+    images += [node.meta["val"]] * (node.target is aten.convolution.default)
     return weight.nbytes >= HEAVY_WEIGHT_BYTES and weight.numel() > sum(t.numel() for t in images)
 
 
 def _corrupts(node: fx.Node) -> bool:
     """The weight gradient of strided 1x1 convolutions of few channels writes out of bounds on a CPU
     in this order (torch 2.13, eager too: 4 and 8 channels crash, 16 and more do not)."""
-    weight: Any = node.args[2 if node.target is aten.convolution_backward.default else 1]
+    _, weight, _, stride, *_ = _from_image(node)
     _, channels, *kernel = weight.meta["val"].shape
     if weight.meta["val"].device.type != "cpu" or channels >= SAFE_CHANNELS:
         return False
-    stride: Any = node.args[4 if node.target is aten.convolution_backward.default else 3]
     return all(k == 1 for k in kernel) and any(s != 1 for s in stride)
 
 
 def _work(node: fx.Node) -> float:
-    weight: Any = node.args[2 if node.target is aten.convolution_backward.default else 1]
-    x = _tensors(node)[0].meta["val"]
-    return math.prod(weight.meta["val"].shape) * x.shape[2] * x.shape[3]
+    x, weight = (n.meta["val"] for n in _from_image(node)[:2])
+    return math.prod(weight.shape) * x.shape[2] * x.shape[3]
 
 
 def _worth(convolutions: list[fx.Node]) -> bool:
     """Whether most of the work is done on many channels."""
-    total = sum(_work(n) for n in convolutions)
-    wide = sum(
-        _work(n) for n in convolutions if _tensors(n)[0].meta["val"].shape[1] >= MIN_CHANNELS
-    )
-    return wide > 0.5 * total
+    wide = [n for n in convolutions if _tensors(n)[0].meta["val"].shape[1] >= MIN_CHANNELS]
+    return sum(map(_work, wide)) > 0.5 * sum(map(_work, convolutions))
 
 
 def _convert(editor: Editor, relayout: Relayout, node: fx.Node, order: torch.memory_format) -> bool:

@@ -47,6 +47,10 @@ TABLE_SHARE = 0.1
 # Computations of one nest at most; steps of a region; products in a chain, each of which reads the
 # one before.
 MAX_COMPUTES, MAX_STEPS, CHAINED = 64, 12, 2
+# Results of a region at most: the kernels that `cover` tries grow with their square. BridgeTower
+# (f32, two layers, gradients), seconds of one core for all regions: of up to 21 results 93, of
+# which those of up to 10 33; no kernel was taken. Attention's tests take some of up to 10.
+MAX_SINKS = 10
 Computes = Mapping[str, Compute]
 T = TypeVar("T")
 _RECKONED: dict[Hashable, Any] = MEMO.answers()  # of alike regions, of whatever layer
@@ -281,6 +285,9 @@ class Contraction:
             return None
         needed = {n for n in computes if not region.issuperset(self.readers.get(n, ()))}
         sinks = [n for n in computes if n in self.outside | needed]
+        if len(sinks) > MAX_SINKS:
+            self.refuse(region, Refusal("many results", f"{len(sinks)} are stored"))
+            return None
         found, naming = self.reckon(cover, computes, sinks, spec)
         if isinstance(found, Refusal):
             self.refuse(region, replace(found, detail=restored_text(found.detail, naming)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 
 from deuteron.base.device import DeviceSpec
@@ -35,6 +36,8 @@ class Tiled:
 
 
 Kernels = tuple[Tiled, ...]
+REASONS = "no block fits on chip, a width is over {} or not fixed, or rows begin off multiples of 4"
+NO_TILING = Refusal("no tiling", f"{REASONS.format(tile.MAX_WHOLE)} bytes")
 
 
 def tilings(spec: DeviceSpec) -> ModuleType:
@@ -68,6 +71,7 @@ class _Cover:
         self.computes, self.layouts, self.spec, self.wide = computes, layouts, spec, wide
         self.order = list(computes)
         self.rows = False  # whether kernels without products are taken
+        self.tiled = cache(self.best)  # goals are divided several times
 
     def kernels(self, sinks: Sequence[str]) -> Kernels | Refusal:
         """In execution order. Where several are needed, and one of them would reduce over what it
@@ -132,17 +136,18 @@ class _Cover:
 
     def kernel(self, sinks: Sequence[str], memory: Sequence[str]) -> Tiled | Refusal:
         """One kernel that stores `sinks`, where `memory` has been stored before."""
-        computes = self.needed(sinks, memory)
-        nest = closure(computes, sinks, self.wide)
+        made = self.tiled(tuple(sinks), tuple(self.needed(sinks, memory)))
+        if isinstance(made, Refusal) or self.rows or contractions(made.nest):
+            return made
+        return NO_TILING
+
+    def best(self, sinks: Sequence[str], names: tuple[str, ...]) -> Tiled | Refusal:
+        """One kernel that computes `names` and stores `sinks`."""
+        nest = closure({n: self.computes[n] for n in names}, sinks, self.wide)
         if isinstance(nest, Refusal):
             return nest
-        offered = self.rows or contractions(nest)
-        found = offered and tilings(self.spec).candidates(nest, self.layouts, self.spec)
-        if not found:
-            why = f"no block fits on chip, a width is over {tile.MAX_WHOLE} or not fixed, "
-            return Refusal("no tiling", why + "or rows begin between multiples of 4 bytes")
-        tiling, estimate = found[0]
-        return Tiled(tuple(computes), nest, tiling, estimate)
+        found = tilings(self.spec).candidates(nest, self.layouts, self.spec)
+        return Tiled(names, nest, *found[0]) if found else NO_TILING
 
     def needed(self, sinks: Sequence[str], memory: Sequence[str]) -> dict[str, Compute]:
         """What the sinks are computed from, in execution order."""
