@@ -42,8 +42,9 @@ MAX_FUNCTION_LINES = 80
 # writes the new number here. (It rose from 36,065 when nests with products came, which the two
 # generators of points and rows are to move to, to 38,603 when these came to C++, to 39,357 with
 # gradients of attention, the copy engine, dropout and loaded bounds in them, to 40,174 with
-# losses in chunks of rows, and attention with computed masks.)
-COMPILER_LINES = 40_796
+# losses in chunks of rows, and attention with computed masks, to 41,024 with loops of products that
+# programs share: one query, many keys.)
+COMPILER_LINES = 41_024
 SLACK = 100
 
 

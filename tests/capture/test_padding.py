@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 
 from deuteron.backend import collecting
 from deuteron.graph import padding
 from deuteron.runtime.support import HOOKS_SEEN
 
 R = torch.randn
+WORTH = padding._worth
 
 
 @pytest.fixture(autouse=True)
@@ -187,3 +189,17 @@ def test_a_product_that_is_read_transposed_is_computed_transposed() -> None:
         torch.compile(turned, backend="deuteron", fullgraph=True, dynamic=False)(a, b)
     (record,) = records
     assert {e["detail"] for e in record.of("decision") if e["subject"] == "pad"} == {"4x5x7x16"}
+
+
+@pytest.mark.parametrize("rows,worth", [(1, False), (3, True)])
+def test_products_of_one_row_stay(rows: int, worth: bool) -> None:
+    """They are bound by memory: tensor cores gain nothing, and heads that share keys are no rows
+    any more."""
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    node = graph.call_function(torch.ops.aten.bmm.default, (a, b))
+    with FakeTensorMode():
+        a.meta["val"] = torch.empty(256, rows, 128, device="cuda", dtype=torch.bfloat16)
+        b.meta["val"] = torch.empty(256, 128, 8192, device="cuda", dtype=torch.bfloat16)
+        node.meta["val"] = torch.empty(256, rows, 8192, device="cuda", dtype=torch.bfloat16)
+    assert WORTH(node) is worth

@@ -101,7 +101,7 @@ def _worth(node: fx.Node) -> bool:
     least, most = (
         (MIN_BATCHED_FLOPS, BATCHED_FLOPS_PER_BYTE) if many else (MIN_FLOPS, FLOPS_PER_BYTE)
     )
-    if not any(odd) or flops < least:
+    if not any(odd) or flops < least or 1 in (m, n):  # of one row: no tensor cores' work
         return False
     copied = (m * k) * (odd[0] or odd[1]) + (k * n) * (odd[1] or odd[2])
     return flops > most * 2 * count * copied

@@ -6,7 +6,7 @@ in which readers of a result of a half type ask for the f32 number that it was r
 into one kernel; what comes from memory is what was stored. Nothing else in the compiler decides
 this: ``precision="eager"`` leaves the pass out.
 
-A rounding is kept where more than the last digits of a result depend on it:
+A rounding is kept where more than the last digits of a result depend on it, or it is wanted:
 
     jumps      A tensor that is compared, or becomes a whole number, a truth value or an 8-bit
                number, is for all readers what memory would hold. So everyone who decides the same
@@ -19,6 +19,9 @@ A rounding is kept where more than the last digits of a result depend on it:
                backward does not compare it): they, and all from which they are computed, are
                rounded as eager does, for all readers. Then each kernel that computes such a tensor
                anew, in the backward too, has the same bits.
+
+    factors    What is multiplied and summed over an axis that both factors have, where they differ
+               in others, is rounded as tensor cores take it: the product may become one of theirs.
 
 Where a result is rounded, whole powers are products (`multiplied`).
 
@@ -219,10 +222,15 @@ def from_memory(h: Expr, stored: set[str]) -> bool:
 
 
 def rounded(root: Expr) -> Iterator[Expr]:
-    """The conversions to f32 that give the half itself: see `jumps` and `equality` above."""
+    """The conversions to f32 that give the half itself: see above."""
     for operand in equated(root):
         yield from filter(widening, operand.walk())
     yield from decided_by(root)
+    for n in root.walk():
+        if n.op == "reduce" and n.attr[0] == "sum" and n.args[0].op == "mul":
+            a, b = n.args[0].args
+            if widening(a) and widening(b) and a.axes() != b.axes():
+                yield from (a, b)
 
 
 # -- for checks ------------------------------------------------------------------------------------

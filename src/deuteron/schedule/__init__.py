@@ -7,15 +7,18 @@ each of them resumes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.passes import Context, Pass, Table, extended, run_passes
+from deuteron.base.record import Record
 from deuteron.ir.printer import print_program
 from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of
 from deuteron.ir.verify import verify_program
 from deuteron.schedule.build import build, needed_outside
-from deuteron.schedule.contract import Contracted, Contraction, OrderedStep
+from deuteron.schedule.contract import Contracted, Contraction, OrderedStep, PlainStep
 from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.horizontal import Call, HorizontalFusion, Launch
@@ -111,9 +114,18 @@ def reindexed(before: Grouped, context: Context) -> Grouped:
 def split_few_rows(before: Grouped, context: Context) -> Grouped:
     """Reductions with few rows in two steps; many partial results are split again."""
     if context.options.fusion:
-        while split_groups(before.fusion):
+        inside = cache(lambda: multiplied(before, context))
+        while split_groups(before.fusion, inside):
             pass
     return before
+
+
+def multiplied(before: Grouped, context: Context) -> frozenset[str]:
+    """What products would take into one kernel, if it stays as it is: that has parts of its own."""
+    given = replace(context, record=Record()), dict(before.layouts)
+    steps = contraction(before, steps_of(before.fusion), *given)
+    taken = (step.computes for step in steps if isinstance(step, Contracted))
+    return frozenset(c.name for computes in taken for c in computes)
 
 
 def recomputed(before: Grouped, context: Context) -> Grouped:
@@ -125,28 +137,36 @@ def recomputed(before: Grouped, context: Context) -> Grouped:
 
 def ordered(before: Grouped, context: Context) -> Ordered:
     """An order of execution as near to the program's as can be."""
-    fusion = before.fusion
     if context.options.fusion:
-        fusion.report()
-    steps = tuple(
+        before.fusion.report()
+    return extended(Ordered, before, steps=steps_of(before.fusion))
+
+
+def steps_of(fusion: Fusion) -> tuple[PlainStep, ...]:
+    return tuple(
         n.content if isinstance(n.content, Extern) else (n.content, fusion.cost(n).us)
         for n in fusion.dag.order()
     )
-    return extended(Ordered, before, steps=steps)
+
+
+def contraction(
+    before: Grouped, steps: Sequence[PlainStep], context: Context, layouts: dict[str, Layout]
+) -> tuple[OrderedStep, ...]:
+    if not context.options.fusion or context.options.precision == "eager":
+        return tuple(steps)  # in blocks halves are rounded at another scale
+    outside = needed_outside(before.program)
+    unfused = before.fusion.unfused | context.unfused
+    given = (layouts, before.owner, outside, before.specs, context.record, unfused)
+    return Contraction(steps, *given).run()
 
 
 def contracted(before: Ordered, context: Context) -> Ordered:
     """Products in one kernel with what surrounds them, where that is faster than the library."""
-    steps, exact = before.steps, context.options.precision == "eager"
-    if context.options.fusion and not exact:  # in blocks halves are rounded at another scale
-        outside = needed_outside(before.program)
-        unfused = before.fusion.unfused | context.unfused
-        given = (before.layouts, before.owner, outside, before.specs, context.record, unfused)
-        left = [s for s in steps if not isinstance(s, Contracted)]
-        steps = Contraction(left, *given).run()
-        for step in steps:
-            if isinstance(step, Contracted):
-                before.layouts.update((c.name, c.layout) for c in step.computes)
+    left = [s for s in before.steps if not isinstance(s, Contracted)]
+    steps = contraction(before, left, context, before.layouts)
+    for step in steps:
+        if isinstance(step, Contracted):
+            before.layouts.update((c.name, c.layout) for c in step.computes)
     return replace(before, steps=steps)
 
 

@@ -39,7 +39,7 @@ from deuteron.ir.index import (
     split_points,
     substitute,
 )
-from deuteron.ir.nest import Nest, Reduce, Statement, Store
+from deuteron.ir.nest import Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, REDUCTIONS
 from deuteron.ir.program import Compute
 from deuteron.schedule.legality import Refusal
@@ -361,7 +361,43 @@ def _cut(nest: Nest) -> Nest:
         table: dict[Atom, Index] = {axis: atom(outer) * size + atom(inner)}
         axes = tuple(x for a in nest.axes for x in (pair if a == axis else (a,)))
         nest = Nest(axes, tuple(_moved(s, table, axis, pair) for s in nest.statements))
-    return settled(nest)
+    return settled(_rowed(nest))
+
+
+def _rowed(nest: Nest) -> Nest:
+    """Of products that read one another's results those of one row as products: a factor in memory
+    that has no axis for itself (one query of each head) gets an axis of one place."""
+    row = atom(Axis("row", 1))
+    products = {s.name for s in nest.reductions().values() if s.operands}
+    lives: set[str] = set()  # results that have the axis
+    out: list[Statement] = []
+    if not any(n.attr[0] in products for s in products for n in nest.reductions()[s].body.loads()):
+        return nest
+    for s in nest.statements:
+        (root,) = roots(s)
+        read = {n.attr[0] for n in root.loads()} & lives
+        if isinstance(s, Reduce) and s.operands and not read:
+            a, b = sorted(root.args, key=lambda x: len(x.axes()))
+            loads = [n for n in a.loads() if n.attr[0] not in nest.reductions()]
+            if loads and a.axes() < b.axes():
+                name, at, fill = loads[0].attr
+                mask = next(iter(loads[0].args), None)
+                new = {loads[0]: E.load(name, _beside(at, row), loads[0].dtype, mask, fill)}
+                sides = (x.substitute({}, new if x is a else {}) for x in root.args)
+                s = replace(s, body=E.op("mul", *sides))
+                lives.add(s.name)
+        if isinstance(s, Reduce) and read:
+            lives.add(s.name)
+        elif isinstance(s, Store) and read:
+            s = replace(s, index=_beside(s.index, row))
+        out.append(s)
+    return Nest((*nest.axes, *row.axes()), tuple(out)) if lives else nest
+
+
+def _beside(place: Place, row: Index) -> Place:
+    """A place with an axis of one place more."""
+    d = next((d for d, i in enumerate(place) if i.value == 0), len(place) - 1)
+    return (*place[:d], place[d] + row, *place[d + 1 :])
 
 
 def _indices(s: Statement) -> Sequence[Index]:

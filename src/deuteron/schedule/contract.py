@@ -5,9 +5,9 @@ In: groups and library calls in execution order. Out: the same, with runs of the
 with the best tiling of one nest (`closure`, `tile`). What was taken and what was not is in the
 Record, with the times of both.
 
-A region begins with a product and grows: by the groups that read its result, by the product that
-reads theirs, by its readers (attention, which never stores its scores), and by a group that only
-makes an operand (a norm).
+A region begins with a product (what the library multiplies, or a group that does so with one row)
+and grows: by the groups that read its result, by the product that reads theirs, by its readers
+(attention, which never stores its scores), and by a group that only makes an operand (a norm).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deuteron.base.record import Record
 from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Extern, Layout, tensors_read
 from deuteron.schedule.alike import Naming, numbered, restored, restored_text
-from deuteron.schedule.closure import closure
+from deuteron.schedule.closure import closure, factors_dtype
 from deuteron.schedule.cover import cover, predicted_us, tilings
 from deuteron.schedule.data_masks import tabled
 from deuteron.schedule.group import Group, group_of_one
@@ -65,6 +65,7 @@ class Contracted:
     tiling: Tiling
     estimate: Estimate
     device: str
+    made: tuple[tuple[str, Layout], ...] = ()  # tensors that are no computations
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,14 @@ def called(
     return None if isinstance(nest, Refusal) else tilings(spec).library_us(nest, layouts, spec)
 
 
-Step = tuple[Group, float] | Extern
-OrderedStep = Step | Contracted
+PlainStep = tuple[Group, float] | Extern
+OrderedStep = PlainStep | Contracted
 
 
 class Contraction:
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[PlainStep],
         layouts: dict[str, Layout],
         owner: Mapping[str, str],
         outside: set[str],
@@ -127,6 +128,8 @@ class Contraction:
         self.products = [
             isinstance(s, Extern) and us is not None for s, us in zip(steps, self.us, strict=True)
         ]
+        # What the library does not multiply (one row) may be inside of a kernel as products are.
+        self.inner = [x or self.multiplies(s) for x, s in zip(self.products, steps, strict=True)]
         self.readers: dict[str, list[int]] = {}
         for k, names in enumerate(self.read):
             for n in names:
@@ -136,10 +139,12 @@ class Contraction:
         taken: dict[int, tuple[OrderedStep, ...]] = {}  # last step of a region -> what runs there
         gone: set[int] = set()
         for k in range(len(self.steps)):
-            if k in gone or not self.products[k]:
+            if k in gone or not self.inner[k]:
                 continue
             offers: list[Offer] = []
             for region in (r for r in dict.fromkeys(self.regions(k)) if r not in self.judged):
+                if not self.products[k] and sum(self.inner[m] for m in region) < 2:
+                    continue
                 self.judged.add(region)
                 if other := gone & region:
                     what = " to ".join(self.ends(other))
@@ -151,6 +156,7 @@ class Contraction:
                 what = " to ".join(self.ends(best.region))
                 for worse in (o for o in offers if o is not best):
                     self.refuse(worse.region, worse.beaten(best, what), worse.us)
+                self.layouts.update(x for s in best.steps for x in s.made)
                 steps = [x for s in best.steps for x in self.with_tables(s)]
                 cuts = [c for s in steps if isinstance(s, Contracted) for c in s.nest.cuts]
                 data = ", ".join(sorted({n.attr[0] for c in cuts for n in c.hidden.loads()}))
@@ -194,7 +200,7 @@ class Contraction:
             step = replace(step, nest=nest)
         yield step
 
-    def is_product(self, step: Step) -> bool:
+    def is_product(self, step: PlainStep) -> bool:
         """Whether it is a product that may share a kernel."""
         if not isinstance(step, Extern) or not step.product:
             return False
@@ -202,6 +208,21 @@ class Contraction:
         spec = self.specs[layout.device]
         empty = any(a.extent.value == 0 for c in step.product for a in c.axes)
         return not empty and share_kernels(layout.dtype, spec)
+
+    def multiplies(self, step: PlainStep) -> bool:
+        """Whether a group sums products of factors that do not both have all axes, where programs
+        have tiles to share: one may compute all of it."""
+        if not isinstance(step, tuple) or not self.whole_group(step[0]):
+            return False
+        for c in (m.compute for m in step[0].members):
+            sides = c.body.args[0].args if c.body.op == "reduce" else ()
+            kind = factors_dtype(c.body.args[0]) if sides else None
+            spec = self.specs[c.layout.device]
+            if kind and spec.shared and share_kernels(kind, spec):
+                a, b = (x.axes() for x in sides)
+                if a != b and a & b >= set(c.body.attr[1]):
+                    return True
+        return False
 
     # -- regions -----------------------------------------------------------------------------------
 
@@ -244,9 +265,10 @@ class Contraction:
     def joins(self, k: int) -> bool:
         """Whether it is a group of which a nest may compute all."""
         step = self.steps[k]
-        if not isinstance(step, tuple):
-            return False
-        return step[0].row_split is None and not step[0].partials and not step[0].targets
+        return isinstance(step, tuple) and self.whole_group(step[0])
+
+    def whole_group(self, group: Group) -> bool:
+        return group.row_split is None and not group.partials and not group.targets
 
     def readers_of(self, k: int) -> set[int]:
         return {r for n in self.made[k] for r in self.readers.get(n, ())}
@@ -275,7 +297,7 @@ class Contraction:
         before = sum(self.us[k] or 0.0 for k in region) + launch_us(spec) * (len(region) - 1)
         beside = sum(self.us[k] or 0.0 for k in region if not self.products[k])
         most = beside + launch_us(spec) * (len(region) - 1)
-        chained = sum(self.products[k] for k in region) > 1  # masks may hide much of them
+        chained = sum(self.inner[k] for k in region) > 1  # masks may hide much of them
         if most < MIN_GAIN * before and not chained:
             why = f"at least {before - most:.1f} us in one kernel, {before:.1f} us apart"
             self.refuse(region, Refusal("no gain", why))
@@ -309,6 +331,7 @@ class Contraction:
                 k.tiling,
                 k.estimate,
                 device,
+                tuple((naming(n), x) for n, x in k.made),
             )
             for k in found
         )
@@ -331,7 +354,7 @@ class Contraction:
         size = sum(self.layouts[n].nbytes_hint for n in alone)
         return MEMORY_COST * spec.memory_us(size)
 
-    def time(self, step: Step) -> float | None:
+    def time(self, step: PlainStep) -> float | None:
         """Microseconds of a step; None of a call that is no product, or whose product is no
         nest."""
         if isinstance(step, tuple):
@@ -398,7 +421,7 @@ class Contraction:
                 return None
         return None if any(late_made & self.read[k] for k in region) else late
 
-    def overwritten(self, step: Step) -> set[str]:
+    def overwritten(self, step: PlainStep) -> set[str]:
         if isinstance(step, Extern):
             return {self.owner.get(n, n) for n in step.mutates}
         targets = [m.name for m in step[0].members if m.compute.target is not None]
@@ -421,20 +444,20 @@ class Contraction:
         )  # fmt: skip
 
 
-def names_made(step: Step) -> set[str]:
+def names_made(step: PlainStep) -> set[str]:
     if isinstance(step, Extern):
         return {n for n in step.names if n}
     return {m.name for m in step[0].members} | set(step[0].partials.values())
 
 
-def is_impure(step: Step) -> bool:
+def is_impure(step: PlainStep) -> bool:
     return isinstance(step, Extern) and step.impure
 
 
-def names_read(step: Step) -> set[str]:
+def names_read(step: PlainStep) -> set[str]:
     if isinstance(step, Extern):
         return {*tensors_read(step), *step.mutates}
     return set(step[0].inputs)
 
 
-__all__ = ["Contracted", "Contraction", "OrderedStep"]
+__all__ = ["Contracted", "Contraction", "OrderedStep", "PlainStep"]

@@ -21,8 +21,12 @@ from deuteron.schedule import cache_tile, tile
 from deuteron.schedule.closure import closure
 from deuteron.schedule.dimensions import contractions
 from deuteron.schedule.legality import Refusal
+from deuteron.schedule.parts import Parted, parted
 from deuteron.schedule.tile import Estimate
 from deuteron.schedule.tiling import Tiling
+
+# Programs of each multiprocessor that loops in parts may be walked by; places of a part at least.
+PROGRAMS, LEAST = (1, 2, 4), 128
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Tiled:
     nest: Nest
     tiling: Tiling
     estimate: Estimate
+    made: tuple[tuple[str, Layout], ...] = ()  # tensors that are no computations: of parts
 
 
 Kernels = tuple[Tiled, ...]
@@ -82,7 +87,33 @@ class _Cover:
         other = self.found(sinks) if len(sinks) > 1 else made
         if isinstance(made, Refusal) or isinstance(other, Refusal):
             return other if isinstance(made, Refusal) else made
-        return min(made, other, key=predicted_us)
+        return tuple(x for k in min(made, other, key=predicted_us) for x in self.in_parts(k))
+
+    def in_parts(self, k: Tiled) -> Kernels:
+        """A kernel whose grid keeps too little of the device busy: as one of which several programs
+        share a loop, and one that merges their partial results, if these are faster."""
+        few = k.tiling.programs() < self.spec.cores * max(PROGRAMS)
+        loops = [d for d in k.tiling.dims if d.mode == "loop" and len(d.axes) == 1]
+        device = self.layouts[k.nest.stores()[0].tensor].device
+        best: Kernels = (k,)
+        for d in loops if self.spec.shared and few else ():
+            wish = (self.spec.cores * n // k.tiling.programs() for n in PROGRAMS)
+            for count in dict.fromkeys(min(n, d.extent // LEAST) for n in wish):
+                p = parted(k.nest, d.axes[0], count, device) if count > 1 else None
+                if p is not None:
+                    both = self.merged(k, p)
+                    best = min(best, both, key=predicted_us) if both else best
+        return best
+
+    def merged(self, k: Tiled, p: Parted) -> Kernels:
+        """The kernels of a nest in parts; none where one has no tiling."""
+        layouts = {**self.layouts, **p.layouts}
+        found = [tile.candidates(n, layouts, self.spec) for n in (p.partial, p.merger)]
+        if not all(found):
+            return ()
+        made, merged = (f[0] for f in found)
+        partial = Tiled(k.computes, p.partial, *made, tuple(p.layouts.items()))
+        return partial, Tiled(k.computes, p.merger, *merged)
 
     def found(self, sinks: Sequence[str]) -> Kernels | Refusal:
         one = self.kernel(sinks, ())

@@ -13,7 +13,8 @@ only reason. Many partial results are split again.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
@@ -50,9 +51,9 @@ class Split:
     layouts: dict[str, Layout]
 
 
-def split_groups(fusion: Fusion) -> bool:
+def split_groups(fusion: Fusion, inside: Callable[[], AbstractSet[str]] = frozenset) -> bool:
     """Splits every group for which it pays, then lets the new computations fuse; whether there was
-    one."""
+    one. What is `inside` of a kernel with products stays."""
     changed: list[Node] = []
     for node in list(fusion.dag.nodes.values()):
         group = node.content
@@ -85,7 +86,7 @@ def split_groups(fusion: Fusion) -> bool:
         then = first.us + late.us + again + profit.launch_us(spec)
         if beside:
             then -= saved_by_reading_once(parted, first, group, fusion, spec)
-        if then >= now.us:
+        if then >= now.us or inside() & set(group.names):
             continue
         fusion.record.add(
             "decision",

@@ -16,7 +16,7 @@ from typing import Any
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
 from deuteron.ir.expr import Expr, as_position, flops
-from deuteron.ir.index import Axis, Index, hint, product
+from deuteron.ir.index import Axis, Index, const, hint, product
 from deuteron.ir.nest import Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
@@ -60,7 +60,12 @@ RESERVED_SHARED = 1 << 10  # bytes that CUDA keeps of each program
 # What numbers in memory leave of a loop that they mask: an assumption, as only a call knows. By it
 # a kernel that can leave tiles out is better than one that cannot.
 DATA_SHARE = 0.9
+# Rows that a warp group's tensor cores multiply at once, which take turned factors from shared
+# memory; for fewer, turned ones go through registers. H200, one query of 32 heads: see `parts`.
+WARP_GROUP = 64
 ROW_BLOCK = 1024  # elements that four warps have of a row, 16 bytes of f32 a thread at once
+# Columns of rows that such programs have, 512 bytes of f32; elements of those that they have whole.
+COLUMNS, MAX_ROWS = 128, 8192
 REGISTER_SHARE = 0.78  # of a program's registers that accumulators may take
 
 
@@ -93,8 +98,11 @@ def candidates(
     if narrow(nest, layouts):
         return []
     groups = dimensions(nest)
-    ways = dict.fromkeys((tuple(groups), tuple(apart(nest, groups))))
-    every = dict.fromkeys(t for way in ways for t in listed(nest, way, layouts, spec))
+    if contractions(nest):
+        ways = dict.fromkeys((tuple(groups), tuple(apart(nest, groups))))
+        every = dict.fromkeys(t for way in ways for t in listed(nest, way, layouts, spec))
+    else:
+        every = dict.fromkeys((of_rows(nest, groups, layouts),))
     tilings = [t for t in every if feasible(nest, t, layouts, spec)]
     scored = [(t, estimate(nest, t, layouts, spec)) for t in tilings]
     return sorted(scored, key=lambda x: x[1].us)
@@ -114,14 +122,10 @@ def listed(
     whole = (axes for axes, role in groups if role in ("whole", "inner"))
     if any(extent[axes] > MAX_WHOLE for axes in whole):
         return
-    if not products:  # what is made of rows that a kernel with products stored
-        sizes = [(1, "grid") if role == "batch" else (ROW_BLOCK, "loop") for role in roles.values()]
-        named = zip(NAMES, roles, sizes)
-        yield Tiling(tuple(Dim(n, axes, mode, block) for n, axes, (block, mode) in named), 4, 1)
-        return
     chained = any(role in ("whole", "inner") for role in roles.values())
     first = next(iter(products.values()))
-    table = table or figures(kind_of(nest, chained), unit(nest))
+    of = kind_of(nest, chained)
+    table = table or figures(of, unit(nest))
     at = orders(nest, layouts)
     for blocks, warps, stages, reached, how in table:
         dims, left = [], 1.0  # of the blocks that were measured
@@ -141,10 +145,38 @@ def listed(
                     left *= 1.0 if role == "loop" or chained else block / blocks[side]
                 mode = "whole" if role == "loop" and chained and extent[axes] <= block else role
             dims.append(Dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
+        if of == "chains" and all(d.block < WARP_GROUP for d in dims if d.mode == "grid"):
+            dims.sort(key=lambda d: roles[d.axes] == "whole")  # as it is in memory
         programs = spec.cores if "persistent" in how else 0
         ways = ("fetches" in how, "puts" in how, programs)
         share = min(reached[k] for k in at) * math.sqrt(left)
         yield Tiling(tuple(dims), warps, stages, share, *ways)
+
+
+def of_rows(nest: Nest, groups: Sequence[Group], layouts: Mapping[str, Layout]) -> Tiling:
+    """Of what is made of rows, or of parts, that a kernel with products stored: a program has a
+    row, or some of the columns along which these lie in memory."""
+    results = nest.reductions()
+    every = (n.attr[:2] for s in nest.statements for e in roots(s) for n in e.loads())
+    read = [layouts[n].address(at) for n, at in every if n not in results]
+    most = max(read, key=lambda i: hint(product(a.extent for a in i.axes())), default=const(0))
+    along = {a for a in most.axes() if (most.coefficient(a) or most).value == 1}
+    grid: list[tuple[tuple[Axis, ...], str, int]] = []
+    held, columns = list(grid), list(grid)
+    for axes, role in groups:
+        own = tuple(a for a in axes if role == "batch" and a in along)
+        columns += [(own, "grid", min(COLUMNS, _power(hint(own[0].extent))))] if own else []
+        left = tuple(a for a in axes if a not in own)
+        (grid if role == "batch" else held).append((left, "grid", 1))
+    wide = columns[0][2] if columns else 1
+    for k, (axes, _, _) in enumerate(held):
+        places = known(axes) * wide
+        whole = bool(columns) and places <= MAX_ROWS
+        block = _power(int(places)) if whole else ROW_BLOCK
+        held[k] = axes, "whole" if whole else "loop", block // wide
+    sizes = [x for x in (*grid, *held, *columns) if x[0]]
+    named = zip(NAMES, sizes)
+    return Tiling(tuple(Dim(n, axes, mode, block) for n, (axes, mode, block) in named), 4, 1)
 
 
 def known(axes: Sequence[Axis]) -> float:
@@ -341,7 +373,7 @@ def estimate(
         share = max((cut.get(s.name, 1.0) for s in inside), default=1.0)
         trips += d.count * share * math.prod(outer)
     turns = math.ceil(programs / slots)
-    compute = compute * waves + PROGRAM_US * turns
+    compute = compute * waves + PROGRAM_US * turns * (tiling.num_stages > 1)
     us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
     return Estimate(us, traffic, tensor + vector)
 
