@@ -14,8 +14,10 @@ all have published that, and had collected round k before.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from deuteron.base.cluster import EXCHANGE_ROUNDS
-from deuteron.codegen.loops import Loops
+from deuteron.codegen.loops import Loops, Write, roots_of, unique_nodes
 from deuteron.codegen.triton import scalars
 from deuteron.codegen.triton.access_statistics import power
 from deuteron.codegen.triton.emit import Emitter
@@ -35,6 +37,7 @@ from deuteron.codegen.triton.scalars import reduction_step
 from deuteron.codegen.triton.scope import R
 from deuteron.codegen.triton.tiling import Tiling
 from deuteron.ir.expr import Expr
+from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
 
@@ -266,6 +269,20 @@ class CooperativeRows:
         return numbers
 
 
+def may_share_rows(
+    loops: Loops, overwrites: Collection[str], layouts: Mapping[str, Layout]
+) -> bool:
+    """Whether no program needs what another overwrites. What a row has one of, all of its programs
+    read and one stores: only that one may use what lay there (running statistics do)."""
+    kept = [p for p in loops.statements if isinstance(p, Write) and p.level == "row"]
+    lost = {(w.address, layouts[w.tensor].dtype) for w in kept if w.tensor in overwrites}
+    others = (e for p in loops.statements if p not in kept for e in roots_of(p))
+    return not any(
+        n.op == "load" and n.attr[1] and (n.attr[1][0], layouts[n.attr[0]].dtype) in lost
+        for n in unique_nodes(others)
+    )
+
+
 def begin_cooperative(em: Emitter, count: int, reductions: int, cluster: int) -> None:
     """The first thing of a program: its rank in its row group, of so many programs that
     exchange so many reductions in a round, and where its block of a row begins."""
@@ -282,4 +299,4 @@ def begin_cooperative(em: Emitter, count: int, reductions: int, cluster: int) ->
     )
 
 
-__all__ = ["FIRST_FLAG", "FLAGS_PARAM", "CooperativeRows", "begin_cooperative"]
+__all__ = ["FIRST_FLAG", "FLAGS_PARAM", "CooperativeRows", "begin_cooperative", "may_share_rows"]

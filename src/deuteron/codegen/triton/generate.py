@@ -22,7 +22,7 @@ from deuteron.codegen.loops import Loops, prepare
 from deuteron.codegen.triton.access_statistics import power, size
 from deuteron.codegen.triton.alignment_classes import split_by_alignment
 from deuteron.codegen.triton.contraction import contraction_kernel
-from deuteron.codegen.triton.cooperative import FLAGS_PARAM
+from deuteron.codegen.triton.cooperative import FLAGS_PARAM, may_share_rows
 from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.kernel import ALIGNED_CONSTEXPR, Box, Config, TritonKernel
 from deuteron.codegen.triton.nests import Names, write_nest
@@ -153,8 +153,10 @@ def split_classes(task: Looped, context: Context) -> Looped:
 def choose_tiling(task: Looped, context: Context) -> Tiled:
     """How a program's tile covers each nest: shape, warps, stages."""
     nests, spec, first = task.loops, task.spec, first_nests(task.kernel)
+    overwrites, alone = task.kernel.overwrites, first == 1
     tilings = [
-        choose(n, spec, cooperative=first == 1 and k == 0) for k, n in enumerate(nests[:first])
+        choose(n, spec, cooperative=alone and may_share_rows(n, overwrites, task.layouts))
+        for n in nests[:first]
     ]
     if first == 1:
         tilings[0] = scan_tiling(nests[0], spec) or tilings[0]

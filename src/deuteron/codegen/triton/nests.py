@@ -348,7 +348,7 @@ def rest_of_row(loops: Loops, em: Emitter, cooperative: CooperativeRows, columns
             columns.update(em, p)
     cooperative.await_all()
     writes = [p for p in loops.statements if isinstance(p, Write)]
-    stores(em, [(p, X if p.level == "row" else FULL) for p in writes])
+    stores(em, [(p, X if p.level == "row" else FULL) for p in writes], once="rank == 0")
 
 
 class Passes:

@@ -16,8 +16,9 @@ def reads_once(loops: Loops) -> bool:
     return len(set(reads)) == len(reads)
 
 
-def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
-    """Stores at the dimensions given; all values first.
+def stores(em: Emitter, writes: list[tuple[Write, Dims]], once: str = "") -> None:
+    """Stores at the dimensions given; all values first. `once`: a condition that one of the
+    programs that share a row fulfils, which stores what they all have of it.
 
     A row's value is read by every thread that has elements of the row, and stored by one. Where
     the memory that is stored to may be what others still have to read, they meet before.
@@ -35,7 +36,8 @@ def stores(em: Emitter, writes: list[tuple[Write, Dims]]) -> None:
         masks = [em.value(w.mask)] if w.mask is not None else []
         place = em.pointer_text(w.tensor, w.address, dims)
         bounds = em.mask(dims)
-        where = " & ".join([*([bounds] if bounds else []), *masks])
+        alone = [once] if once and "r" not in dims else []
+        where = " & ".join([*([bounds] if bounds else []), *masks, *alone])
         mask = f", {where}" if where else ""
         em.guard("store", w.tensor, w.address, dims, where, em.scope)
         if w.accumulate is None:
