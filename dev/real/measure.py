@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
+from torch._dynamo import config
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 from deuteron.base.record import Record
@@ -106,11 +108,15 @@ class Step:
         return values, took
 
     def settle(self) -> None:
-        """Two more calls, in which what the first one changed (a cache that the model keeps) may
-        make Dynamo compile again: not when its time is taken."""
+        """More calls, two at least, until one compiles nothing: what others changed (a cache that
+        the model keeps) may make Dynamo compile again, up to its limit: not when time is taken."""
         with records(CONTENDERS[self.name]) as collected:
             self()
-            self()
+            for _ in range(config.recompile_limit):
+                graphs = counters["stats"]["unique_graphs"]
+                self()
+                if counters["stats"]["unique_graphs"] == graphs:
+                    break
         self.collected = [*self.collected, *collected]
 
     def timed(self, calls: int) -> float:

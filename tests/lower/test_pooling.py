@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deuteron.ir.index import product
+from tests.schedule.planning import planned
+
 Pool = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]
 LAST, LAST3D = torch.channels_last, torch.channels_last_3d
 
@@ -148,3 +151,19 @@ def test_back_from_positions() -> None:
         return F.max_unpool2d(y, at, 2)
 
     check([(there_and_back, image(2, 3, 8, 6)), (there_and_back, image(3, 4, 4))])
+
+
+def test_windows_longer_than_the_input() -> None:
+    """Of 2560 over 7 where all is to be averaged: the input is walked, not the window."""
+    check(
+        [
+            (lambda x: F.avg_pool2d(x, 2560, ceil_mode=True), image(2, 3, 7, 7)),
+            (lambda x: F.avg_pool2d(x, 12, 3, 6, True), image(2, 3, 7, 9)),
+            (lambda x: F.avg_pool2d(x, 12, 3, 6, True, False), image(2, 3, 7, 9)),
+            (lambda x: F.avg_pool2d(x, (9, 3), (2, 1), (4, 1), True, False), image(2, 3, 5, 5)),
+            (lambda x: F.avg_pool1d(x, 9, 9, ceil_mode=True), image(2, 3, 4)),
+        ]
+    )
+    kernel = planned(lambda x: F.avg_pool2d(x, 2560, ceil_mode=True), image(2, 3, 7, 7)).kernels[0]
+    (reduced,) = {n.reduced for n in kernel.nests}
+    assert product(a.extent for a in reduced).value == 49

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deuteron.ir import expr as E
@@ -50,12 +50,25 @@ class Windows:
     first: Callable[[Index], Index]
     count: Index
     end: Callable[[Index], Index] | None = None  # where sizes differ: the first input beyond o
+    begin: Callable[[Index], Index] | None = None  # where windows begin, if `start` is before that
+
+    def clipped(self) -> Windows:
+        """The same inputs; windows longer than the input are walked along the input. (Some models
+        average everything by a window of some thousand.)"""
+        if self.step.value != 1 or not is_nonneg(self.longest - self.inputs - 1):
+            return self
+        end = self.end or (lambda o: self.start(o) + self.longest)
+        return replace(
+            self, start=lambda o: const(0), longest=self.inputs, end=end, begin=self.start
+        )
 
     def at(self, o: Index, k: Index) -> tuple[Expr, Index]:
         """The k-th input of window o, and whether there is one."""
         i = self.start(o) + k * self.step
-        here = inside(i, 0, self.inputs)
-        return (here if self.end is None else both(here, compare("lt", i, self.end(o)))), i
+        here = [inside(i, 0, self.inputs)]
+        here += [compare("lt", i, self.end(o))] if self.end is not None else []
+        here += [compare("ge", i, self.begin(o))] if self.begin is not None else []
+        return both(*here), i
 
     def first_inside(self, o: Index) -> Index:
         """The first input of window o that is none of padding."""
@@ -301,11 +314,11 @@ def divided(name: str, value: Expr, factors: Iterable[Index]) -> Expr:
 
 
 def mean_pool(ctx: LowerContext, x: Value, windows: Sequence[Windows], divisor: Divisor) -> Value:
-    wide, r = compute_dtype(x.dtype), len(windows)
-    axes, k = small_axes(ctx, extents(windows))
+    wide, r, walked = compute_dtype(x.dtype), len(windows), [w.clipped() for w in windows]
+    axes, k = small_axes(ctx, extents(walked))
 
     def element(idx: tuple[Index, ...]) -> Expr:
-        here, value = read(x, windows, idx, k)
+        here, value = read(x, walked, idx, k)
         total = reduction_of("sum", axes, cast(masked(here, value), wide))
         name = "div" if wide in FLOATS else "truncdiv"
         return cast(divided(name, total, divisor(idx[-r:])), x.dtype)
