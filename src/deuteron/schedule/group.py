@@ -21,7 +21,7 @@ from functools import cached_property
 from deuteron.base.memo import MEMO
 from deuteron.ir import dynamic_bounds
 from deuteron.ir import expr as E
-from deuteron.ir.expr import Expr, flops
+from deuteron.ir.expr import Expr, flops, own_flops
 from deuteron.ir.index import Atom, Axis, Index, Value, atom, const, hint, product, substitute
 from deuteron.ir.program import Compute, Layout, tensors_read
 from deuteron.schedule.kernel import Nest, Reduce, Scan, Stmt, Store
@@ -65,11 +65,17 @@ def bound_axes(c: Compute) -> tuple[Axis, ...]:
 # units) of 832 units 1.1 s (g++ 12), 2.7 s (Triton 3.6 for sm_90); of 1664 units 3.1 and 7.5 s.
 # A kernel of that size computes for longer than it moves data, so that little is lost by a cut.
 MAX_CODE = 1024.0
+FUNCTION_CODE = 12.0  # of a library's function, whatever it computes
+
+
+_CODE: dict[Expr, float] = MEMO.answers()
 
 
 def code_of(body: Expr) -> float:
-    """How much code an expression becomes: its FLOPs and its loads."""
-    return flops(body) + len(body.loads())
+    """How much code an expression becomes: about its FLOPs and its loads."""
+    if body not in _CODE:
+        _CODE[body] = sum(min(own_flops(n), FUNCTION_CODE) for n in body.walk()) + len(body.loads())
+    return _CODE[body]
 
 
 _READS: dict[tuple[Expr, ...], tuple[Read, ...]] = MEMO.answers()
