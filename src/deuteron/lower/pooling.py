@@ -57,10 +57,8 @@ class Windows:
         average everything by a window of some thousand.)"""
         if self.step.value != 1 or not is_nonneg(self.longest - self.inputs - 1):
             return self
-        end = self.end or (lambda o: self.start(o) + self.longest)
-        return replace(
-            self, start=lambda o: const(0), longest=self.inputs, end=end, begin=self.start
-        )
+        end, n = self.end or (lambda o: self.start(o) + self.longest), self.inputs
+        return replace(self, start=lambda o: const(0), longest=n, end=end, begin=self.start)
 
     def at(self, o: Index, k: Index) -> tuple[Expr, Index]:
         """The k-th input of window o, and whether there is one."""
