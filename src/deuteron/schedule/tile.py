@@ -373,7 +373,7 @@ def estimate(
         share = max((cut.get(s.name, 1.0) for s in inside), default=1.0)
         trips += d.count * share * math.prod(outer)
     turns = math.ceil(programs / slots)
-    compute = compute * waves + PROGRAM_US * turns * (tiling.num_stages > 1)
+    compute = compute * waves + PROGRAM_US * turns * (tiling.num_stages > 1 or trips > 0)
     us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
     return Estimate(us, traffic, tensor + vector)
 
