@@ -215,3 +215,9 @@ def test_a_truth_value_is_not_subtracted() -> None:
     for f in (torch.sub, torch.rsub):
         with pytest.raises(RuntimeError, match="bool"):
             torch.compile(f, backend="deuteron")(torch.randn(3), torch.tensor([True, False, True]))
+
+
+def test_sums_of_products_of_numbers() -> None:
+    """Tensors without dimensions have one to sum over all the same."""
+    a, b = torch.randn(()), torch.randn(())
+    agrees(lambda a, b: ((a * b).sum(-1), (a * b).sum(0), F.cosine_similarity(a, b, dim=0)), a, b)

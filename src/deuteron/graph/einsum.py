@@ -83,7 +83,7 @@ def contraction(node: fx.Node) -> Contraction | None:
         return None
     if not all(isinstance(n, int) for t in (whole, a, b) for n in (*t.shape, *t.stride())):
         return None
-    summed = {d % whole.dim() for d in node.args[1]}  # type: ignore[union-attr]
+    summed = {d % max(1, whole.dim()) for d in node.args[1]}  # type: ignore[union-attr]
     kinds: dict[str, list[int]] = {k: [] for k in ("batch", "rows", "columns", "summed")}
     for d, n in enumerate(whole.shape):
         if n == 1:

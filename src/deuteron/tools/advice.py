@@ -75,6 +75,11 @@ REFUSALS: dict[str, Advice] = {
         "would read rows at odd places",
         "Heads of at most 256 columns fit, if that number is fixed, and rows of whole 4 bytes.",
     ),
+    "many results": Advice(
+        "others need more results of the products and what surrounds them than a search for their "
+        "kernels takes",
+        "Nothing to change: smaller parts of it are tried.",
+    ),
     "another saves more": Advice(
         "a kernel with more of what surrounds the same product, or with less, saves more",
         "Nothing to change: the product is in that kernel.",
