@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -50,10 +49,12 @@ def test_one_program_stores_what_a_row_has_one_of() -> None:
         assert sum(name.endswith("new_ptr") for name in alone) >= 2, "running mean and variance"
 
 
-@pytest.mark.parametrize("f", [away_from_the_last])
-def test_what_elements_need_is_not_overwritten_by_another_program(f: Program) -> None:
-    for k in kernels(f):
+def test_what_elements_need_is_not_overwritten_by_another_program() -> None:
+    seen = 0
+    for k in kernels(away_from_the_last):
         reads = re.findall(r"tl\.load\((\w+) \+ \(xindex\)\)", k.source)
         rows = re.findall(r"tl\.store\((\w+) \+ \(xindex\)", k.source)
         if any(f"{name.removesuffix('_ptr')}_new_ptr" in rows for name in reads):
             assert k.programs_per_row == 1
+            seen += 1
+    assert seen, "a kernel reads what it overwrites"

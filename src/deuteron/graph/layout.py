@@ -35,7 +35,7 @@ MIN_CHANNELS = 16
 HEAVY_WEIGHT_BYTES = 1 << 20
 # Input channels with which no weight gradient writes out of bounds (see `_corrupts`).
 SAFE_CHANNELS = 16
-# Windows of a channel by itself for which the library has fast kernels (`slow_by_itself`).
+# Windows of a channel by itself for which the library has fast kernels (`wanted_order`).
 MAX_OWN_WINDOW = 7
 
 

@@ -41,8 +41,11 @@ class Tiled:
 
 
 Kernels = tuple[Tiled, ...]
-REASONS = "no block fits on chip, a width is over {} or not fixed, or rows begin off multiples of 4"
-NO_TILING = Refusal("no tiling", f"{REASONS.format(tile.MAX_WHOLE)} bytes")
+NO_TILING = Refusal(
+    "no tiling",
+    f"no block fits on chip, a width is over {tile.MAX_WHOLE} or not fixed, or rows begin between "
+    "multiples of 4 bytes",
+)
 
 
 def tilings(spec: DeviceSpec) -> ModuleType:

@@ -162,7 +162,7 @@ class Fusion:
         if len(a.content.members) + len(b.content.members) > MAX_MEMBERS:
             return Refusal("too large", f"more than {MAX_MEMBERS} operations in one kernel")
         if a.content.code + b.content.code > MAX_CODE:
-            size = f"{a.content.code:.0f} and {b.content.code:.0f} FLOPs and loads an element"
+            size = f"{a.content.code:.0f} and {b.content.code:.0f} units of code"
             return Refusal("too large", f"{size} would take the compiler too long in one kernel")
         spec = self.spec(a.content)
         merged = fits(a.content, b.content, self.layouts, self.owner, spec)

@@ -124,12 +124,8 @@ class _Parts:
         results, inside = self.nest.reductions(), self.inside
 
         def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
-            if (
-                inside is None
-                or n.op != "load"
-                or n.attr[0] in results
-                or self.axis not in n.axes()
-            ):
+            stored = n.op == "load" and n.attr[0] not in results
+            if inside is None or not stored or self.axis not in n.axes():
                 return None
             return E.with_mask(E.rebuild(n, args, self.at, {}), inside)
 
