@@ -394,3 +394,28 @@ def test_strides_of_results(name: str, dynamic: bool) -> None:
     got = torch.compile(f, backend="deuteron", dynamic=dynamic)(x)
     assert torch.equal(got, want)
     assert got.stride() == want.stride()
+
+
+@torch.library.custom_op("deuteron_tests::strides_of", mutates_args=())
+def strides_of(x: Tensor) -> Tensor:
+    return torch.tensor(x.stride())
+
+
+@strides_of.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.dim(), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_strides_along_one_element(dynamic: bool) -> None:
+    """A library call that looks at strides finds those of dimensions of one element, too: attention
+    refuses a mask of one key whose last stride is not 1 (attention, seed 7510118, on a GPU)."""
+    torch._dynamo.reset()
+
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        cut = x[..., :1]
+        return strides_of(cut.expand(3, 4, 5, 1)), strides_of(cut[:, 0]), strides_of(cut.mT)
+
+    x = torch.randn(3, 1, 1, 8)
+    for got, want in zip(torch.compile(f, backend="deuteron", dynamic=dynamic)(x), f(x)):
+        assert torch.equal(got, want)

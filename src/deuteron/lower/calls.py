@@ -124,11 +124,11 @@ def tensor_argument(ctx: LowerContext, x: Value, fake: Any, exact: bool) -> View
     layout = ctx.dense_layout(fake)
     wanted = ctx.strides_of(fake)
     if view is not None:
-        same = all(
-            a is b or n.value == 1 for a, b, n in zip(view.strides, wanted, x.shape, strict=True)
-        )
-        if same or not exact:
+        if not exact:
             return view
+        pairs = zip(view.strides, wanted, x.shape, strict=True)
+        if all(a is b or n.value == 1 for a, b, n in pairs):
+            return replace(view, strides=wanted)  # attention looks at those of one element, too
     if exact and layout.strides != wanted:
         x, layout = with_strides(x, layout, wanted)
     reads = reads_only(ctx.node)
