@@ -30,9 +30,9 @@ from deuteron.ir.program import Compute, Extern, Layout, Program
 from deuteron.schedule.closure import closure
 from deuteron.schedule.cover import tilings
 from deuteron.schedule.kernel import Kernel
+from deuteron.schedule.loop_passes import cut_off, passes
 from deuteron.schedule.online import Rescaled
 from deuteron.schedule.printer import nest_lines, statements
-from deuteron.schedule.tile import cut_off, passes
 from deuteron.schedule.tiling import Tiling
 from deuteron.tools.tile_data import tile_classes
 from deuteron.tools.words import amount
@@ -167,7 +167,7 @@ def rules(nest: Nest, tiling: Tiling) -> str:
 def bounds(nest: Nest, tiling: Tiling) -> str:
     (loop,) = [d for d in tiling.dims if d.mode == "loop"]
     chain, of = passes(nest, loop.axes)
-    cut, _ = cut_off(nest, loop, [s for s in of if isinstance(s, Reduce)], chain)
+    cut, _ = cut_off(nest, loop.axes, [s for s in of if isinstance(s, Reduce)], chain)
     lines = (f"{b.axis!r} {'<' if b.upper else '>='} {b.index!r}" for b in cut)
     return named("\n".join(lines), nest)
 

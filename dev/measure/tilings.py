@@ -222,9 +222,10 @@ def measured(
 
 def reached(case: Case, tiling: tile.Tiling, us: float, spec: DeviceSpec) -> float:
     """The share of the unit's rate with which the estimate is what was measured."""
+    estimator = tile.Estimator(case.nest, case.layouts, spec)
 
     def estimated(share: float) -> float:
-        return tile.estimate(case.nest, replace(tiling, efficiency=share), case.layouts, spec).us
+        return estimator.of(replace(tiling, efficiency=share)).us
 
     low, high = 0.01, 2.0
     for _ in range(20):

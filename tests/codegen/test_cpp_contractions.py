@@ -234,6 +234,13 @@ def unweighted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2) @ v
 
 
+def balanced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Loops over queries and, behind them, over what rows are normalised by: a store in both."""
+    weights = torch.softmax(scores(q, k), -1)
+    weights = weights / (weights.sum(-2, keepdim=True) + 1e-2)
+    return F.rms_norm(weights @ v, v.shape[-1:])
+
+
 def heads(*shapes: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(s, generator=generator) for s in shapes]
@@ -253,6 +260,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "one key": (causal, heads(*[(1, 3, 1, 32)] * 3)),
     "nothing": (causal, heads(*[(0, 3, 70, 32)] * 3)),
     "strided": (causal, [x[:, :, ::2, :32] for x in heads(*[(1, 2, 260, 48)] * 3)]),
+    "two loops": (balanced, heads(*[(1, 2, 40, 33)] * 3)),
     "wide rows": (plain, heads(*[(1, 2, 200, 200)] * 3)),
 }
 

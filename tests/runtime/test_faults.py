@@ -27,9 +27,10 @@ from deuteron.runtime.cache import Cache
 # A program whose process forks before it computes: a child starts in no time. `check(k)` compiles
 # the k-th program and compares.
 HEAD = """
-import os, signal, sys, time, warnings
+import faulthandler, os, signal, sys, time, warnings
 import torch, torch._dynamo, deuteron
 torch.set_num_threads(1)
+faulthandler.register(signal.SIGUSR1)
 
 def check(k, **options):
     torch._dynamo.reset()
@@ -64,6 +65,8 @@ def ended(pid, seconds=240):
         if reaped:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
+    os.kill(pid, signal.SIGUSR1)  # it prints where it hangs
+    time.sleep(1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return "hung"
@@ -147,7 +150,7 @@ def kills(folder: Path, rounds: int) -> None:
             k += 1
         """,
         folder,
-        timeout=20 + 6 * rounds,
+        timeout=280 + 6 * rounds,  # a child that hangs is found by `ended`, and says where
     )
     good(done)
     for p in (folder / "kernels").glob("??/*.so"):

@@ -132,7 +132,7 @@ def test_factors_of_f32_are_rounded_where_the_user_allows_it() -> None:
             with torch.no_grad():
                 plan = planned(lambda x, w: torch.relu(x @ w), x, w, run=False)
             assert plan.contractions[0].contraction is not None
-            (product,) = plan.contractions[0].contraction[0].reductions().values()
+            (product,) = plan.contractions[0].contraction[0].reductions.values()
             assert product.operands == operands and product.factors == "f32"
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -256,7 +256,7 @@ def bounds_of(name: str) -> tuple[tuple[Bound, ...], Nest]:
     assert plan.contractions[0].contraction is not None
     nest, tiling = plan.contractions[0].contraction
     (loop,) = [d for d in tiling.dims if d.mode == "loop"]
-    over = [s for s in nest.reductions().values() if loop.axes[0] in s.over]
+    over = [s for s in nest.reductions.values() if loop.axes[0] in s.over]
     return bounds(neutral(over, set(), set()), loop.axes[0]), nest
 
 
@@ -274,7 +274,7 @@ def test_a_causal_mask_is_a_bound() -> None:
 def test_whether_a_row_sees_anything_is_cut_as_the_row_is() -> None:
     (bound,), nest = bounds_of("nobody_sees")
     assert bound.upper and value_at(bound.index, 10) == 11
-    assert {s.kind for s in nest.reductions().values()} == {"max", "sum", "any"}
+    assert {s.kind for s in nest.reductions.values()} == {"max", "sum", "any"}
 
 
 def test_a_window_is_two_bounds() -> None:
@@ -300,7 +300,7 @@ def test_a_bias_is_no_bound() -> None:
 
 def test_reductions_without_the_mask_are_not_cut() -> None:
     (bound,), nest = bounds_of("causal")
-    body = next(s for s in nest.reductions().values() if s.kind == "max").body
+    body = next(s for s in nest.reductions.values() if s.kind == "max").body
     free = Reduce("free", "max", (bound.axis,), body.args[2] if body.op == "where" else body)
     assert bounds(neutral([free], set(), set()), bound.axis) == () and isinstance(bound.axis, Axis)
     assert math.isfinite(float(bound.axis.extent.value or 0))

@@ -56,7 +56,7 @@ def test_a_factor_that_is_computed_is_made_by_all_warps_together(always: None) -
     (kernel,) = planned_linear(gelu_before, 512, 256, 128)
     assert kernel.contraction is not None
     nest = kernel.contraction[0]
-    (s,) = nest.reductions().values()
+    (s,) = nest.reductions.values()
     c = nest.contraction(s)
     assert c is not None and (c.a.op, c.b.op) == ("mul", "cast")
     for tiling in tilings(kernel):
@@ -70,7 +70,7 @@ def test_warps_beside_one_another_compute_a_left_factor_again(always: None) -> N
     (kernel,) = planned_linear(gelu_behind, 512, 256, 512)
     assert kernel.contraction is not None
     nest = kernel.contraction[0]
-    (s,) = nest.reductions().values()
+    (s,) = nest.reductions.values()
     found = {}
     for t in tilings(kernel):
         rows, columns = (d.block for d in t.dims if d.mode == "grid")

@@ -28,8 +28,7 @@ from deuteron.ir.operations import COMPARISONS, REDUCTIONS
 from deuteron.ir.program import Layout
 from deuteron.schedule import online
 from deuteron.schedule.boxes import Box, box_of
-from deuteron.schedule.dimensions import contractions
-from deuteron.schedule.tile import cut_off, passes
+from deuteron.schedule.loop_passes import cut_off, passes
 from deuteron.schedule.tiling import Dim, Tiling
 
 
@@ -64,7 +63,7 @@ def lower_nest(
     for rule in (_compared_whole,) * tiles.quarters + (tails,) * tiles.reciprocals:
         nest = replace(nest, statements=tuple(_rewritten(s, rule) for s in nest.statements))
     lowering = Lowering(nest, tiling, layouts, tiles)
-    for s in nest.stores():
+    for s in nest.stores:
         lowering.store(s)
     return lowering.scopes[0].code
 
@@ -95,12 +94,12 @@ class Lowering:
         self, nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], tiles: Tiles
     ) -> None:
         self.nest, self.tiling, self.layouts, self.tiles = nest, tiling, layouts, tiles
-        self.statements = nest.reductions()
-        self.products = contractions(nest).keys()
+        self.statements = nest.reductions
+        self.products = nest.contractions.keys()
         self.dims = {d.name: d for d in tiling.dims}
         self.dim_of = {a: d for d in tiling.dims for a in d.axes}
         self.scopes = [Scope(None)]
-        sides = [e for c in contractions(nest).values() for e in (c.a, c.b)]
+        sides = [e for c in nest.contractions.values() for e in (c.a, c.b)]
         self.fetched = {n for e in sides for n in e.loads()} if tiling.fetches else set()
         self.stored: set[int] = set()
         self.depths: dict[str, int] = {}  # of values
@@ -433,8 +432,7 @@ class Lowering:
             loop.carried.append((states[s.name], new))
         for w in group:
             if isinstance(w, Store):
-                self.stored.add(id(w))
-                self.write(w)
+                self.store(w)
         self.scopes.pop()
         self.scopes[depth].code.append(loop)
         for s in reductions:
@@ -450,7 +448,7 @@ class Lowering:
         """From where to where a loop must go: outside its reductions get nothing."""
         start: Value | None = None
         stop: Value | None = None
-        for bound in cut_off(self.nest, dim, group, chain)[0]:
+        for bound in cut_off(self.nest, dim.axes, group, chain)[0]:
             edge = self.edge(bound.index, bound.upper)
             if edge is None:
                 continue

@@ -77,7 +77,7 @@ class _Structure:
 
     def contraction(self, nest: ContractionNest, tiling: Tiling) -> Hashable:
         """A nest's axes are canonical: it is its own structure, but for names."""
-        results = {n: f"%{k}" for k, n in enumerate(nest.reductions())}
+        results = {n: f"%{k}" for k, n in enumerate(nest.reductions)}
         names = results | {n: f"%%{k}" for n, k in self.tensors.items()}
         return restored(nest, names.__getitem__), tiling
 

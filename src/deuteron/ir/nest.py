@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -90,11 +91,19 @@ class Nest:
     statements: tuple[Statement, ...]
     cuts: tuple[Cut, ...] = ()
 
-    def reductions(self) -> dict[str, Reduce]:
+    @cached_property
+    def reductions(self) -> Mapping[str, Reduce]:
         return {s.name: s for s in self.statements if isinstance(s, Reduce)}
 
+    @cached_property
     def stores(self) -> tuple[Store, ...]:
         return tuple(s for s in self.statements if isinstance(s, Store))
+
+    @cached_property
+    def contractions(self) -> Mapping[str, Contraction]:
+        """Those of its reductions that are, by name."""
+        found = {n: self.contraction(s) for n, s in self.reductions.items() if s.operands}
+        return {n: c for n, c in found.items() if c is not None}
 
     def axes_of(self, e: Expr) -> tuple[Axis, ...]:
         """Where a value lives, in the order of the nest."""
@@ -130,13 +139,13 @@ class Nest:
 
     def tensors(self) -> tuple[dict[str, None], dict[str, None]]:
         """Tensors in memory that the nest reads and writes."""
-        results = self.reductions()
+        results = self.reductions
         reads: dict[str, None] = {}
         for s in self.statements:
             for n in roots(s):
                 reads.update((x.attr[0], None) for x in n.loads() if x.attr[0] not in results)
         reads.update((c.end.attr[0], None) for c in self.cuts)
-        return reads, {s.tensor: None for s in self.stores()}
+        return reads, {s.tensor: None for s in self.stores}
 
 
 def roots(s: Statement) -> tuple[Expr, ...]:
@@ -153,7 +162,7 @@ def run_nest(
     that nothing reduces, so that no value has much more than `BLOCK_POINTS` elements. What does not
     live on these axes is computed, and stored, by each block anew."""
     axes = (*nest.axes, *bound_axes(e for s in nest.statements for e in roots(s)))
-    reduced = [a for s in nest.reductions().values() for a in s.over]
+    reduced = [a for s in nest.reductions.values() for a in s.over]
     count = {a: evaluate(a.extent, sizes) for a in axes}
     widest = max(math.prod(count[a] for a in space) for space in _spaces(nest))
     limit = BLOCK_POINTS * max(1, math.prod(count.values())) // max(1, widest)

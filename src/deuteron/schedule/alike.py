@@ -8,7 +8,7 @@ reckoned once (`contract`). `restored` gives what was found the names of one of 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from deuteron.base.memo import MEMO
@@ -22,6 +22,7 @@ from deuteron.schedule.normalize import canonical
 Naming = Callable[[str], str]
 Points = tuple[tuple[Axis, ...], Expr]
 _CANONICAL: dict[Points, Points] = MEMO.answers()
+_RENAMED: dict[tuple[Expr, tuple[str, ...]], Expr] = MEMO.answers()
 
 
 def numbered(computes: Iterable[Compute]) -> tuple[tuple[Compute, ...], dict[str, str]]:
@@ -43,12 +44,19 @@ def numbered(computes: Iterable[Compute]) -> tuple[tuple[Compute, ...], dict[str
 
 
 def renamed(root: Expr, naming: Naming) -> Expr:
+    loads = root.loads()
+    key = root, tuple(naming(n.attr[0]) for n in loads)
+    if key not in _RENAMED:
+        _RENAMED[key] = _renamed(root, dict(zip(loads, key[1], strict=True)))
+    return _RENAMED[key]
+
+
+def _renamed(root: Expr, names: Mapping[Expr, str]) -> Expr:
     done: dict[Expr, Expr] = {}
     for node in root.walk():
         new = E.rebuild(node, tuple(done[a] for a in node.args), {}, done)
         if new.op == "load":
-            name, *rest = new.attr
-            new = Expr("load", new.dtype, new.args, (naming(name), *rest))
+            new = Expr("load", new.dtype, new.args, (names[node], *new.attr[1:]))
         done[node] = new
     return done[root]
 

@@ -23,7 +23,8 @@ from deuteron.ir.nest import Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule import tile
-from deuteron.schedule.dimensions import contractions, dimensions
+from deuteron.schedule.dimensions import dimensions
+from deuteron.schedule.loop_passes import Shares
 from deuteron.schedule.tiling import Dim, Tiling
 
 Group = tuple[tuple[Axis, ...], str]  # axes with one role
@@ -48,7 +49,8 @@ def candidates(
     if ordered is None:
         return []
     tilings = dict.fromkeys(t for t in _tilings(nest, ordered) if feasible(nest, t, spec))
-    scored = [(t, estimate(nest, t, layouts, spec)) for t in tilings]
+    shares = Shares(nest)
+    scored = [(t, estimate(nest, t, layouts, spec, shares.of(t))) for t in tilings]
     return sorted(scored, key=lambda x: x[1].us)
 
 
@@ -59,7 +61,7 @@ def in_order(
     of = {a: axes for axes, _ in groups for a in axes}
     loops = {a for axes, role in groups if role == "loop" for a in axes}
     before: set[tuple[tuple[Axis, ...], tuple[Axis, ...]]] = set()
-    for c in contractions(nest).values():
+    for c in nest.contractions.values():
         sides = [(c.n, c.b, c.m), (c.m, c.a, c.n)]
         sides.sort(key=lambda s: _turned(nest, s[1], s[0], loops, layouts))
         for last, _, other in sides:
@@ -82,7 +84,7 @@ def _turned(
 
 def _lies_along(nest: Nest, e: Expr, axis: Axis, layouts: Mapping[str, Layout]) -> bool:
     """Whether it is in memory (not a result of the nest), contiguous along the axis."""
-    if e.op != "load" or e.attr[0] in nest.reductions():
+    if e.op != "load" or e.attr[0] in nest.reductions:
         return False
     step = layouts[e.attr[0]].address(e.attr[1]).coefficient(axis)
     return step is not None and step.value == 1
@@ -108,7 +110,7 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
     whole = [axes for axes, role in groups if role in ("whole", "inner")]
     if any(extent[axes] > tile.MAX_WHOLE for axes in whole):
         return
-    products = contractions(nest)
+    products = nest.contractions
     if not products:
         return
     first = next(iter(products.values()))
@@ -129,13 +131,13 @@ def _tilings(nest: Nest, groups: Sequence[Group]) -> Iterator[Tiling]:
 def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
     """Whether tiles fit into the second cache (results, and factors that are turned), and products
     are dots: of tiles with two dimensions, one of which is summed."""
-    for c in contractions(nest).values():
+    for c in nest.contractions.values():
         dims = ({tiling.dim_of(a) for a in x} for x in (c.m, c.n, c.over, c.batch))
         *spans, batch = (sum(d.block > 1 for d in x) for x in dims)
         if max(spans) > 1 or batch:
             return False
-    sides = [set(nest.axes_of(x)) for c in contractions(nest).values() for x in (c.a, c.b)]
-    held = [set(nest.lives(s)) for s in nest.reductions().values()] + sides
+    sides = [set(nest.axes_of(x)) for c in nest.contractions.values() for x in (c.a, c.b)]
+    held = [set(nest.lives(s)) for s in nest.reductions.values()] + sides
     size = sum(4 * _tile(tiling, axes) for axes in held)
     return size <= TILE_SHARE * spec.l2 and not tile.crossed(nest, tiling)
 
@@ -145,12 +147,15 @@ def _tile(tiling: Tiling, axes: set[Axis]) -> int:
 
 
 def estimate(
-    nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: DeviceSpec
+    nest: Nest,
+    tiling: Tiling,
+    layouts: Mapping[str, Layout],
+    spec: DeviceSpec,
+    shares: Mapping[str, float],
 ) -> tile.Estimate:
     """FLOPs of dots and of the rest, one after the other, by as many threads as have programs; and
     what must be moved, each tensor once: the rest comes from caches."""
-    products = contractions(nest)
-    shares = tile.shares(nest, tiling)
+    products = nest.contractions
     dots = vector = strided = 0.0
     for s in nest.statements:
         axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
@@ -175,7 +180,7 @@ def estimate(
 
 def _strided(nest: Nest, s: Statement, tiling: Tiling, layouts: Mapping[str, Layout]) -> int:
     """How many tensors a statement reads or writes along another dimension than they lie."""
-    results = nest.reductions()
+    results = nest.reductions
     places = [n.attr[:2] for e in roots(s) for n in e.loads() if n.attr[0] not in results]
     places += [(s.tensor, s.index)] if isinstance(s, Store) else []
     count = 0
@@ -189,14 +194,14 @@ def _strided(nest: Nest, s: Statement, tiling: Tiling, layouts: Mapping[str, Lay
 
 def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float | None:
     """A call of the library for the one product of a nest; None where a factor is a vector."""
-    products = contractions(nest)
+    products = nest.contractions
     if not products:
         return None
     ((name, c),) = products.items()
     batch, m, k, n = (hint(product(a.extent for a in x)) for x in (c.batch, c.m, c.over, c.n))
     along = _lies_along(nest, c.b if n >= m else c.a, c.over[-1], layouts)
-    dtype = nest.reductions()[name].body.dtype
+    dtype = nest.reductions[name].body.dtype
     return product_us(Product(batch, m, k, n, dtype, ITEMSIZE[dtype], along, False), spec)
 
 
-__all__ = ["candidates", "estimate", "feasible", "in_order", "library_us"]
+__all__ = ["candidates", "feasible", "in_order", "library_us"]

@@ -368,17 +368,17 @@ def _rowed(nest: Nest) -> Nest:
     """Of products that read one another's results those of one row as products: a factor in memory
     that has no axis for itself (one query of each head) gets an axis of one place."""
     row = atom(Axis("row", 1))
-    products = {s.name for s in nest.reductions().values() if s.operands}
+    products = {s.name for s in nest.reductions.values() if s.operands}
     lives: set[str] = set()  # results that have the axis
     out: list[Statement] = []
-    if not any(n.attr[0] in products for s in products for n in nest.reductions()[s].body.loads()):
+    if not any(n.attr[0] in products for s in products for n in nest.reductions[s].body.loads()):
         return nest
     for s in nest.statements:
         (root,) = roots(s)
         read = {n.attr[0] for n in root.loads()} & lives
         if isinstance(s, Reduce) and s.operands and not read:
             a, b = sorted(root.args, key=lambda x: len(x.axes()))
-            loads = [n for n in a.loads() if n.attr[0] not in nest.reductions()]
+            loads = [n for n in a.loads() if n.attr[0] not in nest.reductions]
             if loads and a.axes() < b.axes():
                 name, at, fill = loads[0].attr
                 mask = next(iter(loads[0].args), None)
@@ -409,10 +409,18 @@ def _moved(
 ) -> Statement:
     if isinstance(s, Store):
         return Store(
-            s.tensor, tuple(substitute(i, table) for i in s.index), s.value.substitute(table)
+            s.tensor, tuple(substitute(i, table) for i in s.index), _replaced(s.value, table)
         )
     over = tuple(x for a in s.over for x in (pair if a == axis else (a,)))
-    return replace(s, over=over, body=s.body.substitute(table))
+    return replace(s, over=over, body=_replaced(s.body, table))
+
+
+def _replaced(
+    e: Expr, table: Mapping[Atom, Index], loads: Mapping[Expr, Expr] | None = None
+) -> Expr:
+    """`Expr.substitute`, of which most leaves most as it is."""
+    loads = {n: x for n, x in (loads or {}).items() if n is not x}
+    return e.substitute(table, loads) if loads or not e.axes().isdisjoint(table) else e
 
 
 def settled(nest: Nest) -> Nest:
@@ -427,7 +435,7 @@ def settled(nest: Nest) -> Nest:
             for n in body.loads()
             if n.attr[0] in lives
         }
-        body = body.substitute({}, table)
+        body = _replaced(body, {}, table)
         s = replace(s, body=body) if isinstance(s, Reduce) else replace(s, value=body)
         out.append(s)
         if isinstance(s, Reduce):
@@ -459,7 +467,7 @@ def _hoisted(nest: Nest) -> Nest:
     out: list[Statement] = []
     for s in nest.statements:
         body = s.body if isinstance(s, Reduce) else s.value
-        body = body.substitute({}, {n: values[n] for n in body.loads() if n in values})
+        body = _replaced(body, {}, {n: values[n] for n in body.loads() if n in values})
         if isinstance(s, Store):
             out.append(replace(s, value=body))
             continue

@@ -30,8 +30,9 @@ from deuteron.schedule.cover import cover, predicted_us, tilings
 from deuteron.schedule.data_masks import tabled
 from deuteron.schedule.group import Group, group_of_one
 from deuteron.schedule.legality import Refusal, fits
+from deuteron.schedule.loop_passes import DATA_SHARE
 from deuteron.schedule.profit import cost, launch_us
-from deuteron.schedule.tile import DATA_SHARE, Estimate
+from deuteron.schedule.tile import Estimate
 from deuteron.schedule.tiling import Tiling
 
 # How much shorter a kernel must be predicted than the library's calls and the kernels beside them.

@@ -9,17 +9,18 @@ has blocks of, an earlier one stores that reduction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import ModuleType
 
 from deuteron.base.device import DeviceSpec
+from deuteron.base.memo import MEMO
 from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Layout
 from deuteron.schedule import cache_tile, tile
+from deuteron.schedule.alike import numbered, restored, restored_text
 from deuteron.schedule.closure import closure
-from deuteron.schedule.dimensions import contractions
 from deuteron.schedule.legality import Refusal
 from deuteron.schedule.parts import Parted, parted
 from deuteron.schedule.tile import Estimate
@@ -41,6 +42,7 @@ class Tiled:
 
 
 Kernels = tuple[Tiled, ...]
+_TILED: dict[Hashable, Tiled | Refusal] = MEMO.answers()  # of alike computations
 NO_TILING = Refusal(
     "no tiling",
     f"no block fits on chip, a width is over {tile.MAX_WHOLE} or not fixed, or rows begin between "
@@ -97,7 +99,7 @@ class _Cover:
         share a loop, and one that merges their partial results, if these are faster."""
         few = k.tiling.programs() < self.spec.cores * max(PROGRAMS)
         loops = [d for d in k.tiling.dims if d.mode == "loop" and len(d.axes) == 1]
-        device = self.layouts[k.nest.stores()[0].tensor].device
+        device = self.layouts[k.nest.stores[0].tensor].device
         best: Kernels = (k,)
         for d in loops if self.spec.shared and few else ():
             wish = (self.spec.cores * n // k.tiling.programs() for n in PROGRAMS)
@@ -171,17 +173,24 @@ class _Cover:
     def kernel(self, sinks: Sequence[str], memory: Sequence[str]) -> Tiled | Refusal:
         """One kernel that stores `sinks`, where `memory` has been stored before."""
         made = self.tiled(tuple(sinks), tuple(self.needed(sinks, memory)))
-        if isinstance(made, Refusal) or self.rows or contractions(made.nest):
+        if isinstance(made, Refusal) or self.rows or made.nest.contractions:
             return made
         return NO_TILING
 
     def best(self, sinks: Sequence[str], names: tuple[str, ...]) -> Tiled | Refusal:
-        """One kernel that computes `names` and stores `sinks`."""
-        nest = closure({n: self.computes[n] for n in names}, sinks, self.wide)
-        if isinstance(nest, Refusal):
-            return nest
-        found = tilings(self.spec).candidates(nest, self.layouts, self.spec)
-        return Tiled(names, nest, *found[0]) if found else NO_TILING
+        """One kernel that computes `names` and stores `sinks`; regions share many."""
+        alike, numbers = numbered(self.computes[n] for n in names)
+        layouts = {number: self.layouts[n] for n, number in numbers.items()}
+        inner = tuple(numbers[n] for n in sinks)
+        key = (alike, inner, tuple(layouts.items()), self.spec, self.wide)
+        if key not in _TILED:
+            _TILED[key] = _tiled({c.name: c for c in alike}, inner, layouts, self.spec, self.wide)
+        found = _TILED[key]
+        back = {number: n for n, number in numbers.items()}
+        naming = partial(restored_text, naming=back.__getitem__)
+        if isinstance(found, Refusal):
+            return replace(found, detail=naming(found.detail))
+        return replace(found, computes=names, nest=restored(found.nest, naming))
 
     def needed(self, sinks: Sequence[str], memory: Sequence[str]) -> dict[str, Compute]:
         """What the sinks are computed from, in execution order."""
@@ -191,6 +200,20 @@ class _Cover:
                 loads = self.computes[name].body.loads()
                 needed.update(n.attr[0] for n in loads if n.attr[0] not in memory)
         return {n: c for n, c in self.computes.items() if n in needed}
+
+
+def _tiled(
+    computes: Mapping[str, Compute],
+    sinks: Sequence[str],
+    layouts: Mapping[str, Layout],
+    spec: DeviceSpec,
+    wide: str,
+) -> Tiled | Refusal:
+    nest = closure(computes, sinks, wide)
+    if isinstance(nest, Refusal):
+        return nest
+    found = tilings(spec).candidates(nest, layouts, spec)
+    return Tiled(tuple(computes), nest, *found[0]) if found else NO_TILING
 
 
 def reduces_rows(c: Compute) -> bool:

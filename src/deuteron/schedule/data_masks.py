@@ -23,10 +23,10 @@ from deuteron.ir.index import Axis, atom, const, floordiv, minimum
 from deuteron.ir.nest import Cut, Nest
 from deuteron.ir.operations import COMPARE
 from deuteron.ir.program import Compute, Origin, contiguous
+from deuteron.schedule.loop_passes import cut_off, turns
 from deuteron.schedule.masks import OPPOSITE
 from deuteron.schedule.normalize import canonical
 from deuteron.schedule.space import Map
-from deuteron.schedule.tile import cut_off, turns
 from deuteron.schedule.tiling import Tiling
 
 SWAPPED = {"logical_or": "logical_and", "logical_and": "logical_or"}
@@ -41,13 +41,13 @@ def tabled(
     cuts: list[Cut] = []
     made: list[Compute] = []
     for d in (d for d in tiling.dims if d.mode == "loop" and d.count > 1):
-        chain, passes = turns(nest, d)
-        every = (cut_off(nest, d, group, chain)[1] for group in passes.values())
+        chain, passes = turns(nest, d.axes)
+        every = (cut_off(nest, d.axes, group, chain)[1] for group in passes.values())
         for where in dict.fromkeys(e for e in every if e is not None):
             block = max((tiling.dim_of(a).block for a in where.axes() - set(d.axes)), default=1)
             none, halved = None, block
             while none is None and halved >= min(block, MIN_ROWS):
-                place = f"{nest.stores()[0].tensor}.cut{len(cuts)}", device, origins
+                place = f"{nest.stores[0].tensor}.cut{len(cuts)}", device, origins
                 table = _Table(nest, tiling, d.axes[0], place, halved)
                 none, halved = table.surely(where, True), halved // 2
             if none is not None:

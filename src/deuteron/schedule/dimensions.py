@@ -14,21 +14,16 @@ from collections.abc import Sequence
 from deuteron.ir import expr as E
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, hint
-from deuteron.ir.nest import Contraction, Nest, Reduce
+from deuteron.ir.nest import Nest, Reduce
 
 Group = tuple[tuple[Axis, ...], str]  # axes and their role
-
-
-def contractions(nest: Nest) -> dict[str, Contraction]:
-    found = {s.name: nest.contraction(s) for s in nest.reductions().values() if s.operands}
-    return {n: c for n, c in found.items() if c is not None}
 
 
 def dimensions(nest: Nest) -> list[Group]:
     """The groups of axes with one role each ("batch", "turns", "grid", "whole", "loop" or "inner"),
     in the order in which values have them."""
-    products = contractions(nest)
-    reduced = {a for s in nest.reductions().values() for a in s.over}
+    products = nest.contractions
+    reduced = {a for s in nest.reductions.values() for a in s.over}
     signatures: dict[tuple[object, ...], list[Axis]] = {}
     for a in nest.axes:
         roles: list[object] = [
@@ -41,17 +36,17 @@ def dimensions(nest: Nest) -> list[Group]:
             else "batch" * (a in c.batch)
             for c in products.values()
         ]
-        roles += [a in s.over for s in nest.reductions().values()]
+        roles += [a in s.over for s in nest.reductions.values()]
         signatures.setdefault(tuple(roles), []).append(a)
     out: list[Group] = []
     for roles_of, axes in signatures.items():
         roles_here = roles_of[: len(products)]
-        lacking = any(a not in nest.lives(nest.reductions()[n]) for n in products for a in axes)
+        lacking = any(a not in nest.lives(nest.reductions[n]) for n in products for a in axes)
         inside = [n for n, c in products.items() if set(c.over) & set(axes)]
         if set(axes) & reduced and "batch" in roles_here:
             role = "turns"
         elif set(axes) & reduced:
-            nested = any(is_nested(nest, nest.reductions()[n]) for n in inside)
+            nested = any(is_nested(nest, nest.reductions[n]) for n in inside)
             role = "inner" if nested else "loop"
         elif not {"m", "n"} & set(roles_here):
             role = "batch"
@@ -64,7 +59,7 @@ def dimensions(nest: Nest) -> list[Group]:
 def apart(nest: Nest, groups: Sequence[Group]) -> list[Group]:
     """The groups where each place of axes that some factor lacks, as keys lack the heads that share
     them, has a program of its own: it reads that factor again, but masks can cut its loop."""
-    found = contractions(nest).values()
+    found = nest.contractions.values()
     batches, first, rest = {a for c in found for a in c.batch}, [], []
     for axes, role in groups:
         longest = max(reversed(axes), key=lambda a: hint(a.extent))
@@ -80,7 +75,7 @@ def apart(nest: Nest, groups: Sequence[Group]) -> list[Group]:
 def makers(nest: Nest, name: str) -> list[tuple[Expr, str]]:
     """The factors of a contraction, and of what each is computed: of "results" of contractions, of
     "memory", or "" where tensor cores read it as it lies there."""
-    s, products = nest.reductions()[name], contractions(nest)
+    s, products = nest.reductions[name], nest.contractions
     out = []
     for side in (products[name].a, products[name].b):
         chained = any(n.attr[0] in products for n in side.loads())
@@ -92,7 +87,7 @@ def makers(nest: Nest, name: str) -> list[tuple[Expr, str]]:
 def is_nested(nest: Nest, s: Reduce) -> bool:
     """Whether a reduction stands in the body of another, over an axis on which it lives."""
     lives = set(nest.lives(s))
-    others = (r for r in nest.reductions().values() if lives & set(r.over))
+    others = (r for r in nest.reductions.values() if lives & set(r.over))
     return any(n.attr[0] == s.name for r in others for n in r.body.loads())
 
 
@@ -102,7 +97,7 @@ def _in_order(nest: Nest, dims: list[Group]) -> list[Group]:
     (`in_flight`), as far as can be; then so that m stands before k and k before n."""
     needed: set[tuple[Axis, Axis]] = set()
     liked: set[tuple[Axis, Axis]] = set()
-    for name, c in contractions(nest).items():
+    for name, c in nest.contractions.items():
         made = [of for _, of in makers(nest, name)]
         sides = [(c.m, c.n), (c.n, c.m)]
         for (own, other), of in zip(sides, made, strict=True):
@@ -129,4 +124,4 @@ def _in_order(nest: Nest, dims: list[Group]) -> list[Group]:
     return order
 
 
-__all__ = ["Group", "apart", "contractions", "dimensions", "is_nested", "makers"]
+__all__ = ["Group", "apart", "dimensions", "is_nested", "makers"]

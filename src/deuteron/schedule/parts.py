@@ -22,9 +22,8 @@ from deuteron.ir.nest import Nest, Reduce, Statement, Store
 from deuteron.ir.operations import REDUCTIONS
 from deuteron.ir.program import Layout, contiguous
 from deuteron.schedule.closure import settled
-from deuteron.schedule.dimensions import contractions
+from deuteron.schedule.loop_passes import passes
 from deuteron.schedule.online import Rescaled, bare, local_body, local_shift, rescale
-from deuteron.schedule.tile import passes
 
 PART = 64  # places of which a part has a multiple, where the parts are not equal
 
@@ -41,15 +40,15 @@ class Parted:
 def parted(nest: Nest, axis: Axis, count: int, device: str) -> Parted | None:
     """The nest with `count` parts of a loop over `axis`; None where one pass over that is not
     enough, or what follows it multiplies again."""
-    outer = [s for s in nest.reductions().values() if axis in s.over]
+    outer = [s for s in nest.reductions.values() if axis in s.over]
     _, of = passes(nest, (axis,))
     whole = (s.over == (axis,) and not of[s] and REDUCTIONS[s.kind].scalar_op for s in outer)
-    if not outer or not all(whole) or any(axis in nest.lives(s) for s in nest.stores()):
+    if not outer or not all(whole) or any(axis in nest.lives(s) for s in nest.stores):
         return None
     parts = _Parts(nest, axis, count, device)
     partial, merger = parts.nests()
-    both = {s.name for s in outer} & partial.reductions().keys() & merger.reductions().keys()
-    return None if contractions(merger) or not both else Parted(partial, merger, parts.layouts)
+    both = {s.name for s in outer} & partial.reductions.keys() & merger.reductions.keys()
+    return None if merger.contractions or not both else Parted(partial, merger, parts.layouts)
 
 
 class _Parts:
@@ -92,7 +91,7 @@ class _Parts:
         """Over a part: about its own maximum, where the rule says so."""
         body, rule = s.body, self.chain.rules.get(s.name)
         if isinstance(rule, Rescaled):
-            top = self.nest.reductions()[rule.maximum]
+            top = self.nest.reductions[rule.maximum]
             own = replace(rule, element=self.guarded(rule.element))
             body = local_body(own, body, local_shift(own, self.result(top)))
         if s.kind == "max":
@@ -114,14 +113,14 @@ class _Parts:
     def zeroed(self, factor: Expr) -> Expr:
         """A factor: 0 behind the last place; what is in memory is not read there."""
         plain = bare(factor)
-        stored = plain.op == "load" and plain.attr[0] not in self.nest.reductions()
+        stored = plain.op == "load" and plain.attr[0] not in self.nest.reductions
         if self.inside is None or stored:
             return factor
         return E.op("where", self.inside, factor, E.literal(0, factor.dtype))
 
     def placed(self, root: Expr) -> Expr:
         """At a place of a part; what is behind the last one is not read."""
-        results, inside = self.nest.reductions(), self.inside
+        results, inside = self.nest.reductions, self.inside
 
         def rule(n: Expr, args: tuple[Expr, ...]) -> Expr | None:
             stored = n.op == "load" and n.attr[0] not in results
@@ -150,7 +149,7 @@ class _Parts:
     def merged(self, s: Reduce) -> Reduce:
         rule, body = self.chain.rules.get(s.name), self.partial(s)
         if isinstance(rule, Rescaled):
-            top = self.partial(self.nest.reductions()[rule.maximum])
+            top = self.partial(self.nest.reductions[rule.maximum])
             body = rescale(rule, body, local_shift(rule, top), rule.shift)
         return Reduce(s.name, s.kind, (self.part,), body)
 

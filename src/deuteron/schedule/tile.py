@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
-from deuteron.ir.expr import Expr, as_position, flops
+from deuteron.ir.expr import Expr, flops
 from deuteron.ir.index import Axis, Index, const, hint, product
-from deuteron.ir.nest import Nest, Reduce, Statement, Store, roots
+from deuteron.ir.nest import Nest, Reduce, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.boxes import box_of
-from deuteron.schedule.dimensions import Group, apart, contractions, dimensions, is_nested
-from deuteron.schedule.kernel import Reduce as RowReduce
-from deuteron.schedule.masks import Bound, bounds, hidden, neutral, visited
-from deuteron.schedule.online import Chain, Rescaled
+from deuteron.schedule.dimensions import Group, apart, dimensions, is_nested
+from deuteron.schedule.loop_passes import Shares
 from deuteron.schedule.tiling import Dim, Tiling
 
 NAMES = "bijklmnopqrstuvw"  # of dimensions
@@ -57,9 +56,6 @@ ARITHMETIC_SHARE = 0.35
 # multiprocessor. Registers of a thread beside those that hold tiles.
 OVERLAP_SHARE, OTHER_REGISTERS = 0.3, 40
 RESERVED_SHARED = 1 << 10  # bytes that CUDA keeps of each program
-# What numbers in memory leave of a loop that they mask: an assumption, as only a call knows. By it
-# a kernel that can leave tiles out is better than one that cannot.
-DATA_SHARE = 0.9
 # Rows that a warp group's tensor cores multiply at once, which take turned factors from shared
 # memory; for fewer, turned ones go through registers. H200, one query of 32 heads: see `parts`.
 WARP_GROUP = 64
@@ -78,7 +74,7 @@ class Estimate:
 
 def unit(nest: Nest) -> str:
     """What multiplies: the slowest of the units that its products need (`DeviceSpec.peak`)."""
-    kinds = {nest.reductions()[n].operands for n in contractions(nest)}
+    kinds = {nest.reductions[n].operands for n in nest.contractions}
     return next((k for k in ("f32", "tf32", "f16", "bf16") if k in kinds), "f32")
 
 
@@ -98,13 +94,14 @@ def candidates(
     if narrow(nest, layouts):
         return []
     groups = dimensions(nest)
-    if contractions(nest):
+    if nest.contractions:
         ways = dict.fromkeys((tuple(groups), tuple(apart(nest, groups))))
         every = dict.fromkeys(t for way in ways for t in listed(nest, way, layouts, spec))
     else:
         every = dict.fromkeys((of_rows(nest, groups, layouts),))
     tilings = [t for t in every if feasible(nest, t, layouts, spec)]
-    scored = [(t, estimate(nest, t, layouts, spec)) for t in tilings]
+    estimator = Estimator(nest, layouts, spec)
+    scored = [(t, estimator.of(t)) for t in tilings]
     return sorted(scored, key=lambda x: x[1].us)
 
 
@@ -116,7 +113,7 @@ def listed(
     table: Sequence[Any] | None = None,
 ) -> Iterator[Tiling]:
     """Tilings by the rows of a table: `FIGURES` has the usual one."""
-    products = contractions(nest)
+    products = nest.contractions
     roles = dict(groups)
     extent = {axes: known(axes) for axes in roles}
     whole = (axes for axes, role in groups if role in ("whole", "inner"))
@@ -127,6 +124,7 @@ def listed(
     of = kind_of(nest, chained)
     table = table or figures(of, unit(nest))
     at = orders(nest, layouts)
+    dim = cache(Dim)
     for blocks, warps, stages, reached, how in table:
         dims, left = [], 1.0  # of the blocks that were measured
         for k, (axes, role) in enumerate(groups):
@@ -144,7 +142,7 @@ def listed(
                     block = max(MIN_SIDE, _power(int(extent[axes])))
                     left *= 1.0 if role == "loop" or chained else block / blocks[side]
                 mode = "whole" if role == "loop" and chained and extent[axes] <= block else role
-            dims.append(Dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
+            dims.append(dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
         if of == "chains" and all(d.block < WARP_GROUP for d in dims if d.mode == "grid"):
             dims.sort(key=lambda d: roles[d.axes] == "whole")  # as it is in memory
         programs = spec.cores if "persistent" in how else 0
@@ -156,7 +154,7 @@ def listed(
 def of_rows(nest: Nest, groups: Sequence[Group], layouts: Mapping[str, Layout]) -> Tiling:
     """Of what is made of rows, or of parts, that a kernel with products stored: a program has a
     row, or some of the columns along which these lie in memory."""
-    results = nest.reductions()
+    results = nest.reductions
     every = (n.attr[:2] for s in nest.statements for e in roots(s) for n in e.loads())
     read = [layouts[n].address(at) for n, at in every if n not in results]
     most = max(read, key=lambda i: hint(product(a.extent for a in i.axes())), default=const(0))
@@ -190,7 +188,7 @@ def kind_of(nest: Nest, chained: bool) -> str:
     several; of several products that do, each of which has its sums in registers."""
     if not chained:
         return "products"
-    products = [nest.reductions()[n] for n in contractions(nest)]
+    products = [nest.reductions[n] for n in nest.contractions]
     inner = sum(is_nested(nest, s) for s in products)
     if len(products) - inner > 1:
         return "gradients"
@@ -206,15 +204,15 @@ def orders(nest: Nest, layouts: Mapping[str, Layout]) -> set[int]:
         steps = (layouts[name].address(at).coefficient(a) for name, at, _ in loads for a in axes)
         return any(s is not None and s.value == 1 for s in steps)
 
-    every, results = contractions(nest).values(), nest.reductions()
+    every, results = nest.contractions.values(), nest.reductions
     found = {int(along(c.b, c.over)) for c in every}
     return {0, 1} if any(along(c.a, c.m) for c in every) else found
 
 
 def narrow(nest: Nest, layouts: Mapping[str, Layout]) -> bool:
     """Whether rows of some factor begin between multiples of `COPIED` bytes."""
-    results = nest.reductions()
-    sides = [e for c in contractions(nest).values() for e in (c.a, c.b)]
+    results = nest.reductions
+    sides = [e for c in nest.contractions.values() for e in (c.a, c.b)]
     loads = [list(e.loads()) for e in sides]  # what is made of a result is in registers
     for name, at, _ in {
         n.attr for x in loads for n in x if not {m.attr[0] for m in x} & results.keys()
@@ -234,7 +232,7 @@ def _power(n: int) -> int:
 
 def tile_of(nest: Nest, tiling: Tiling, axes: Sequence[Axis]) -> int:
     """Elements of a value that lives on `axes`, of one program at a time."""
-    return math.prod(d.block for d in tiling.dims if set(d.axes) & set(axes))
+    return math.prod(d.block for d in tiling.dims if not set(axes).isdisjoint(d.axes))
 
 
 def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
@@ -243,13 +241,13 @@ def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: De
     fetched = not tiling.fetches or (spec.copies_boxes and all_boxes(nest, tiling, layouts))
     # H100, 8192 x 4096 by 4096 x 4096 with a residual: 1050 us where programs walk the grid, whose
     # registers hold the residual beside the next block's sums; 370 where each has one block.
-    results = nest.reductions()
-    read = [n.attr for s in nest.stores() for n in s.value.loads() if n.attr[0] not in results]
+    results = nest.reductions
+    read = [n.attr for s in nest.stores for n in s.value.loads() if n.attr[0] not in results]
     crowded = tiling.persistent and any(is_block(tiling, at) for _, at, _ in read)
     if crossed(nest, tiling) or not fetched or crowded:
         return False
     held = 0
-    for s in nest.reductions().values():
+    for s in nest.reductions.values():
         held += 4 * tile_of(nest, tiling, nest.lives(s))
     if held > REGISTER_SHARE * 32 * tiling.num_warps * 255 * 4:
         return False
@@ -259,7 +257,7 @@ def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: De
 def crossed(nest: Nest, tiling: Tiling) -> bool:
     """Whether of two loops one reduction wants this inside, another that; or one wants both."""
     pairs = set()
-    for s in nest.reductions().values():
+    for s in nest.reductions.values():
         lives, over = ({tiling.dim_of(a) for a in axes} for axes in (nest.lives(s), s.over))
         if sum(d.mode == "loop" for d in over) > 1:  # loops are opened one by one
             return True
@@ -269,8 +267,8 @@ def crossed(nest: Nest, tiling: Tiling) -> bool:
 
 def all_boxes(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout]) -> bool:
     """Whether all blocks of factors come from memory as boxes."""
-    sides = [e for c in contractions(nest).values() for e in (c.a, c.b)]
-    results = nest.reductions()
+    sides = [e for c in nest.contractions.values() for e in (c.a, c.b)]
+    results = nest.reductions
     loads = {n.attr[:2] for e in sides for n in e.loads() if n.attr[0] not in results}
 
     return all(
@@ -289,12 +287,12 @@ def shared_bytes(nest: Nest, tiling: Tiling) -> int:
     results on their way there, while a next block's operands come."""
     total = 0
     if tiling.puts and tiling.persistent:
-        total = sum(4 * tile_of(nest, tiling, nest.lives(s)) for s in nest.stores()) // 2
+        total = sum(4 * tile_of(nest, tiling, nest.lives(s)) for s in nest.stores) // 2
     seen: set[Expr] = set()
-    for name, c in contractions(nest).items():
-        operands = nest.reductions()[name].factors
+    for name, c in nest.contractions.items():
+        operands = nest.reductions[name].factors
         for load in (n for side in (c.a, c.b) for n in side.loads()):
-            if load.attr[0] in nest.reductions() or load in seen:
+            if load.attr[0] in nest.reductions or load in seen:
                 continue
             seen.add(load)
             axes = nest.axes_of(load)
@@ -307,89 +305,108 @@ def shared_bytes(nest: Nest, tiling: Tiling) -> int:
 # -- estimate --------------------------------------------------------------------------------------
 
 
-def estimate(
-    nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: DeviceSpec
-) -> Estimate:
-    """For each access the bytes of its tile times the trips of every grid and loop dimension, what
-    the cache keeps taken off; FLOPs by unit; partial waves."""
-    programs = tiling.programs()
-    tensor, vector, brought, kind = 0.0, 0.0, 0.0, unit(nest)
-    products = contractions(nest)
-    cut = shares(nest, tiling)
-    for s in nest.statements:
-        axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
-        share = cut.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
-        places = points(tiling, axes) * share
-        if isinstance(s, Reduce) and s.name in products:
-            tensor += 2.0 * places
-            for side, again in zip(s.body.args, repeated(nest, tiling, s, spec), strict=True):
-                vector += flops(side) * points(tiling, set(nest.axes_of(side))) * share * again
-            loaded = [n for side in s.body.args if not _plain(side) for n in side.loads()]
-        else:
-            vector += sum(flops(e) for e in roots(s)) * places
-            loaded = [n for e in roots(s) for n in e.loads()]
-        for n in loaded:
-            if n.attr[0] not in nest.reductions():
-                brought += LOAD_FLOPS * points(tiling, set(nest.axes_of(n))) * share
-    moved = unique = 0.0
-    results = nest.reductions()
-    seen: set[tuple[str, object]] = set()
-    for s in nest.statements:
-        for e in roots(s):
-            for n in e.loads():
-                name, index, _ = n.attr
-                if name in results or (name, index) in seen:
-                    continue
-                seen.add((name, index))
-                used = {a for i in index for a in i.axes()}
-                size = ITEMSIZE[layouts[name].dtype]
-                once = math.prod(hint(a.extent) for a in used) * size
-                unique += once
-                moved += once * math.prod(
-                    d.count for d in tiling.dims if d.mode == "grid" and not used & set(d.axes)
-                )
-    for store in nest.stores():
-        size = layouts[store.tensor].nbytes_hint
-        unique, moved = unique + size, moved + size
-    # Programs that run together share what they read by the L2: a wave is about square.
-    wave = max(1.0, math.sqrt(min(programs, spec.cores)))
-    traffic = max(unique, moved / wave)
-    if not any(is_nested(nest, s) for s in results.values()):
-        vector /= ARITHMETIC_SHARE
-    vector += brought
-    held = spec.compute_us(tensor, kind) / tiling.efficiency, spec.compute_us(vector, "f32")
-    together = programs_together(nest, tiling, spec)
-    compute = sum(held) if together < 2 else max(held) + OVERLAP_SHARE * min(held)
-    slots = spec.cores * together
-    waves = math.ceil(programs / slots) * slots / programs if programs > slots else 1.0
-    if programs < spec.cores:
-        waves = spec.cores / programs
-    few = max(1.0, spec.cores / (programs * ONE_CORE_BANDWIDTH))
-    trips = 0.0
-    for d in (d for d in tiling.dims if d.mode == "loop"):
-        inside = [s for s in results.values() if set(s.over) & set(d.axes)]
-        lives = {a for s in inside for a in nest.lives(s)}
-        outer = (x.count for x in tiling.dims if x.mode == "loop" and lives & set(x.axes))
-        share = max((cut.get(s.name, 1.0) for s in inside), default=1.0)
-        trips += d.count * share * math.prod(outer)
-    turns = math.ceil(programs / slots)
-    compute = compute * waves + PROGRAM_US * turns * (tiling.num_stages > 1 or trips > 0)
-    us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
-    return Estimate(us, traffic, tensor + vector)
+class Estimator:
+    """What tilings of one nest take: for each access the bytes of its tile times the trips of every
+    grid and loop dimension, what the cache keeps taken off; FLOPs by unit; partial waves. What does
+    not depend on the tiling is reckoned once."""
+
+    def __init__(self, nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> None:
+        self.nest, self.spec = nest, spec
+        self.shares, self.kind = Shares(nest), unit(nest)
+        self.nested = any(is_nested(nest, s) for s in nest.reductions.values())
+        self.reads, self.vectors, self.brought = _reads(nest, layouts), [], []
+        for s in nest.statements:
+            product = isinstance(s, Reduce) and s.name in nest.contractions
+            sides = (*s.body.args,) if isinstance(s, Reduce) and product else roots(s)
+            self.vectors.append([(flops(e), set(nest.axes_of(e))) for e in sides])
+            loads = [n for e in sides if not (product and _plain(e)) for n in e.loads()]
+            self.brought.append(
+                [set(nest.axes_of(n)) for n in loads if n.attr[0] not in nest.reductions]
+            )
+        self.stored = sum(layouts[x.tensor].nbytes_hint for x in nest.stores)
+
+    def of(self, tiling: Tiling) -> Estimate:
+        nest, spec, cut = self.nest, self.spec, self.shares.of(tiling)
+        programs = tiling.programs()
+        tensor, vector, brought = 0.0, 0.0, 0.0
+        for s, sides, loads in zip(nest.statements, self.vectors, self.brought, strict=True):
+            axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
+            share = cut.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
+            places = points(tiling, axes) * share
+            if isinstance(s, Reduce) and s.name in nest.contractions:
+                tensor += 2.0 * places
+                # All warps are along the rows where one product reads another's result.
+                again = (1.0, 1.0) if self.nested else repeated(nest, tiling, s, spec)
+                for (work, where), times in zip(sides, again, strict=True):
+                    vector += work * points(tiling, where) * share * times
+            else:
+                vector += sum(work for work, _ in sides) * places
+            brought += sum(LOAD_FLOPS * points(tiling, where) * share for where in loads)
+        unique = moved = float(self.stored)
+        for used, once in self.reads:
+            unique += once
+            moved += once * math.prod(
+                d.count for d in tiling.dims if d.mode == "grid" and used.isdisjoint(d.axes)
+            )
+        # Programs that run together share what they read by the L2: a wave is about square.
+        wave = max(1.0, math.sqrt(min(programs, spec.cores)))
+        traffic = max(unique, moved / wave)
+        if not self.nested:
+            vector /= ARITHMETIC_SHARE
+        vector += brought
+        held = (
+            spec.compute_us(tensor, self.kind) / tiling.efficiency,
+            spec.compute_us(vector, "f32"),
+        )
+        together = programs_together(nest, tiling, spec)
+        compute = sum(held) if together < 2 else max(held) + OVERLAP_SHARE * min(held)
+        slots = spec.cores * together
+        waves = math.ceil(programs / slots) * slots / programs if programs > slots else 1.0
+        if programs < spec.cores:
+            waves = spec.cores / programs
+        few = max(1.0, spec.cores / (programs * ONE_CORE_BANDWIDTH))
+        trips, turns = self.trips(tiling, cut), math.ceil(programs / slots)
+        compute = compute * waves + PROGRAM_US * turns * (tiling.num_stages > 1 or trips > 0)
+        us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
+        return Estimate(us, traffic, tensor + vector)
+
+    def trips(self, tiling: Tiling, cut: Mapping[str, float]) -> float:
+        """Of a program through loops."""
+        trips, loops = 0.0, [d for d in tiling.dims if d.mode == "loop"]
+        for d in loops:
+            inside = [s for s in self.nest.reductions.values() if set(s.over) & set(d.axes)]
+            lives = {a for s in inside for a in self.nest.lives(s)}
+            outer = (x.count for x in loops if lives & set(x.axes))
+            share = max((cut.get(s.name, 1.0) for s in inside), default=1.0)
+            trips += d.count * share * math.prod(outer)
+        return trips
+
+
+def _reads(nest: Nest, layouts: Mapping[str, Layout]) -> list[tuple[set[Axis], float]]:
+    """Of each place in memory that is read the axes, and the bytes over all of these."""
+    places = {n.attr[:2]: None for s in nest.statements for e in roots(s) for n in e.loads()}
+    found = []
+    for name, index in places:
+        if name not in nest.reductions:
+            used = {a for i in index for a in i.axes()}
+            found.append((used, _places(used) * float(ITEMSIZE[layouts[name].dtype])))
+    return found
+
+
+def _places(axes: Iterable[Axis]) -> int:
+    return math.prod(hint(a.extent) for a in axes)
 
 
 def repeated(nest: Nest, tiling: Tiling, s: Reduce, spec: DeviceSpec) -> tuple[float, float]:
     """How many warps of a program compute an element of each factor of a product: those beside one
     another want the same rows of the first, or columns of the second, in registers. Tensor cores of
-    Hopper take the second one from shared memory. As Triton 3.6 shares a block among warps."""
-    c = nest.contraction(s)
-    assert c is not None
+    Hopper take the second one from shared memory. As Triton 3.6 shares a block among warps
+    where no product reads another's result."""
+    c = nest.contractions[s.name]
     m, n = (tile_of(nest, tiling, axes) for axes in (c.m, c.n))
     at = {a: k for k, d in enumerate(tiling.dims) for a in d.axes}
     turned = at[c.n[0]] < at[c.m[0]]  # the second factor's are the rows then
     m, n = (n, m) if turned else (m, n)
-    if is_nested(nest, s) or any(is_nested(nest, r) for r in nest.reductions().values()):
-        return 1.0, 1.0  # all along the rows
     wide = spec.copies_boxes and m >= 4 * MIN_SIDE and tiling.num_warps % 4 == 0
     rows, columns = (4, 1) if wide else (1, 1)
     while rows * columns < tiling.num_warps:
@@ -404,95 +421,19 @@ def repeated(nest: Nest, tiling: Tiling, s: Reduce, spec: DeviceSpec) -> tuple[f
 
 def programs_together(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> int:
     """Programs that a multiprocessor runs at once."""
-    tiles = sum(tile_of(nest, tiling, nest.lives(s)) for s in nest.reductions().values())
+    tiles = sum(tile_of(nest, tiling, nest.lives(s)) for s in nest.reductions.values())
     threads = 32 * tiling.num_warps
     registers = 4 * threads * (tiles // threads + OTHER_REGISTERS)
     shared = shared_bytes(nest, tiling) + RESERVED_SHARED
     return max(1, min(spec.registers // registers, spec.shared // shared, 16 // tiling.num_warps))
 
 
-def shares(nest: Nest, tiling: Tiling) -> dict[str, float]:
-    """For reductions in a loop that a mask cuts the share of it that is walked; for what is inside
-    such loops the sum over the passes in which it is made."""
-    out: dict[str, float] = {}
-    for d in tiling.dims:
-        if d.mode != "loop":
-            continue
-        chain, ends = turns(nest, d)
-        walked = {k: _walked(nest, tiling, d, group, chain) for k, group in ends.items()}
-        for k, group in ends.items():
-            out.update({s.name: walked[k] for s in group if isinstance(s, Reduce)})
-        for s in nest.statements:
-            if isinstance(s, Reduce) and set(nest.lives(s)) & set(d.axes):
-                out[s.name] = out.get(s.name, 1.0) * sum(walked.values())
-    return out
-
-
-def turns(nest: Nest, d: Dim) -> tuple[Chain, dict[int, list[Statement]]]:
-    """The statements of each pass over a loop."""
-    chain, of = passes(nest, d.axes)
-    ends: dict[int, list[Statement]] = {}
-    for s in nest.statements:
-        if s in of and (isinstance(s, Reduce) or set(nest.lives(s)) & set(d.axes)):
-            ends.setdefault(of[s], []).append(s)
-    return chain, ends
-
-
-def _walked(nest: Nest, tiling: Tiling, d: Dim, group: Sequence[Statement], chain: Chain) -> float:
-    """The share of a loop that one pass walks."""
-    every, where = cut_off(nest, d, group, chain)
-    wide = {a for x in tiling.dims if x is not d and x.block > 1 for a in x.axes}
-    reads = [n.axes() for n in where.loads()] if where is not None else []
-    known = all(not wide & axes or not axes & set(d.axes) for axes in reads)  # by blocks
-    left = DATA_SHARE if reads and known else 1.0
-    cut = [b for b in every if not b.loaded]
-    others = {a for b in cut for a in b.index.axes()}
-    rows = next((x for x in tiling.dims if len(others) == 1 and x.axes == tuple(others)), None)
-    return left if rows is None else left * visited(cut, d.extent, rows.extent, rows.block)
-
-
-def cut_off(
-    nest: Nest, d: Dim, group: Sequence[Statement], chain: Chain
-) -> tuple[tuple[Bound, ...], Expr | None]:
-    """What masks cut off a loop in which these statements run: nothing where one stores; and where
-    numbers in memory say that none of them gets anything."""
-    reductions = [s for s in group if isinstance(s, Reduce)]
-    if len(d.axes) != 1 or len(reductions) < len(group):
-        return (), None
-    found = neutral(reductions, chain.reductions.keys(), chain.rules.keys())
-    where = hidden(found, nest.reductions().keys())
-    tables = [c for c in nest.cuts if c.axis in d.axes and c.hidden is where]
-    cut = (Bound(c.axis, as_position(c.end), c.upper) for c in tables)
-    return (*bounds(found, d.axes[0]), *cut), where
-
-
-def passes(nest: Nest, axes: Sequence[Axis]) -> tuple[Chain, dict[Statement, int]]:
-    """In which pass over `axes` each reduction over them and each store runs; results that live on
-    them are made where they are used. The chain has the rules by which reductions share one."""
-    inside = set(axes)
-    chain = Chain(lambda e: not e.axes() & inside)
-    of: dict[Statement, int] = {}
-    for s in nest.statements:
-        if isinstance(s, Store):
-            of[s] = chain.need(s.value)
-        elif not set(s.over) & inside:
-            chain.ready[s.name] = chain.need(s.body)
-        else:
-            of[s] = chain.add(RowReduce(s.name, s.kind, s.body))
-            rule = chain.rules.get(s.name)
-            if rule is not None and not isinstance(rule, Rescaled):  # a rule that is not used here
-                del chain.rules[s.name]
-                of[s] += 1
-                chain.ready[s.name] += 1
-    return chain, of
-
-
 def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
     """A call of the library for the one product of a nest: what it must compute or move."""
     work, kind = 0.0, unit(nest)
-    for name in contractions(nest):
-        s = nest.reductions()[name]
-        work += 2.0 * math.prod(hint(a.extent) for a in nest.axes_of(s.body))
+    for name in nest.contractions:
+        s = nest.reductions[name]
+        work += 2.0 * _places(nest.axes_of(s.body))
     reads, writes = nest.tensors()
     moved = sum(layouts[n].nbytes_hint for n in (*reads, *writes))
     compute = spec.compute_us(work, kind) / figures("library", kind)
@@ -512,24 +453,20 @@ def points(tiling: Tiling, axes: set[Axis]) -> float:
     total = 1.0
     for d in tiling.dims:
         if d.mode == "grid":
-            total *= d.count * (d.block if axes & set(d.axes) else 1)
-        elif axes & set(d.axes):
+            total *= d.count * (1 if axes.isdisjoint(d.axes) else d.block)
+        elif not axes.isdisjoint(d.axes):
             total *= d.count * d.block
     return total
 
 
 __all__ = [
     "Estimate",
+    "Estimator",
     "candidates",
     "crossed",
-    "cut_off",
-    "estimate",
     "feasible",
     "known",
-    "listed",
     "library_us",
-    "passes",
+    "listed",
     "points",
-    "shares",
-    "turns",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from deuteron.ir.index import Axis, Index, hint, product
 
@@ -23,17 +24,17 @@ class Dim:
     mode: str  # "grid" | "loop" | "whole"
     block: int
 
-    @property
+    @cached_property
     def size(self) -> Index:
         """Places; how many may be known at run time only."""
         return product(a.extent for a in self.axes)
 
-    @property
+    @cached_property
     def extent(self) -> int:
         """Places, as far as estimates go."""
         return hint(self.size)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Blocks."""
         return -(-self.extent // self.block)

@@ -206,7 +206,7 @@ class _State:
                     if name in lives:
                         if index != tuple(a.index for a in lives[name]):
                             raise Fault("locals", f"{name} lives on {lives[name]}, read at {index}")
-                    elif name in nest.reductions():
+                    elif name in nest.reductions:
                         raise Fault("locals", f"{name} is used, which comes later")
                     else:
                         check_load(n, self.layout(name), self.strict)

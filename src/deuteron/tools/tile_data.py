@@ -15,10 +15,10 @@ from deuteron.ir.index import Index, Value, const, evaluate, substitute
 from deuteron.ir.nest import Nest, Reduce, roots
 from deuteron.ir.program import Layout
 from deuteron.schedule.cover import tilings
-from deuteron.schedule.dimensions import contractions, is_nested
+from deuteron.schedule.dimensions import is_nested
 from deuteron.schedule.kernel import Kernel
+from deuteron.schedule.loop_passes import cut_off, passes
 from deuteron.schedule.masks import Bound
-from deuteron.schedule.tile import cut_off, passes
 from deuteron.schedule.tiling import Dim, Tiling
 
 Data = dict[str, Any]
@@ -32,10 +32,10 @@ def tile_data(kernel: Kernel, layouts: Mapping[str, Layout], spec: DeviceSpec) -
         return None
     nest, tiling = kernel.contraction
     found = tilings(spec).candidates(nest, layouts, spec)
-    products = contractions(nest)
+    products = nest.contractions
     return {
         "tiling": str(tiling),
-        "chained": any(is_nested(nest, nest.reductions()[n]) for n in products),
+        "chained": any(is_nested(nest, nest.reductions[n]) for n in products),
         "dims": [
             {
                 "name": d.name,
@@ -62,7 +62,7 @@ def tile_classes(nest: Nest, tiling: Tiling, loop: Dim) -> Data:
     known at run time only (None), and at least `skipped` are."""
     chain, of = passes(nest, loop.axes)
     inside = [s for s in of if isinstance(s, Reduce) or set(nest.lives(s)) & set(loop.axes)]
-    every, _ = cut_off(nest, loop, inside, chain)
+    every, _ = cut_off(nest, loop.axes, inside, chain)
     cut = [b for b in every if not b.loaded]
     others = {a for b in cut for a in b.index.axes()}
     rows = tiling.dim_of(next(iter(others))) if len(others) == 1 else None
@@ -93,7 +93,7 @@ def tile_classes(nest: Nest, tiling: Tiling, loop: Dim) -> Data:
 def along(nest: Nest, d: Dim) -> list[list[Any]]:
     """The tensors in memory that are read along a dimension, with the number of theirs."""
     found: dict[tuple[str, int], None] = {}
-    results = nest.reductions()
+    results = nest.reductions
     for load in (n for s in nest.statements for e in roots(s) for n in e.loads()):
         name, index, _ = load.attr
         if name not in results:

@@ -106,7 +106,7 @@ def printed(
     index_type: str,
 ) -> tuple[list[str], dict[str, Box]]:
     """The lines of the function's body; the boxes that it wants, by parameter."""
-    fast = all(s.operands != "f32" for s in nest.reductions().values())
+    fast = all(s.operands != "f32" for s in nest.reductions.values())
     code = lower_nest(
         nest, tiling, layouts, Tiles(whole=True, powers=True, reciprocals=fast, quarters=True)
     )
