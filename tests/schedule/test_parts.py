@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -141,3 +142,18 @@ def test_what_needs_the_whole_row_again_has_no_parts(name: str) -> None:
         plan = planned(v.f, *v.inputs(150, torch.float32), device="cpu", run=False)
     for nest in (k.contraction[0] for k in plan.contractions if k.contraction):
         assert all(parted(nest, a, 2, "cpu") is None for a in nest.axes)
+
+
+def test_a_number_has_no_place_for_a_row() -> None:
+    """A gradient behind products of one row and one column: a result without axes."""
+
+    def f(x: Tensor, w: Tensor, b: Tensor, scale: Tensor, v: Tensor, c: Tensor) -> Tensor:
+        y = torch.addmm(b, x.reshape(1, -1), w.t()).reshape(-1)
+        return F.linear(F.layer_norm(y, y.shape[-1:], scale, scale), v, c)
+
+    shapes: list[tuple[int, ...]] = [(2,), (2, 2), (2,), (2,), (1, 2), (1,)]
+    args = [torch.randn(s, dtype=torch.bfloat16) for s in shapes]
+    args[3].requires_grad_()
+    plan = planned(f, *args, run=False)
+    plan.results.sum().backward()
+    assert len(plan.schedules) == 2

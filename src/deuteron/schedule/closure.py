@@ -389,6 +389,8 @@ def _rowed(nest: Nest) -> Nest:
         if isinstance(s, Reduce) and read:
             lives.add(s.name)
         elif isinstance(s, Store) and read:
+            if not s.index:
+                return nest  # a number has no place for the axis
             s = replace(s, index=_beside(s.index, row))
         out.append(s)
     return Nest((*nest.axes, *row.axes()), tuple(out)) if lives else nest

@@ -354,10 +354,8 @@ class Estimator:
         if not self.nested:
             vector /= ARITHMETIC_SHARE
         vector += brought
-        held = (
-            spec.compute_us(tensor, self.kind) / tiling.efficiency,
-            spec.compute_us(vector, "f32"),
-        )
+        multiplied = spec.compute_us(tensor, self.kind) / tiling.efficiency
+        held = multiplied, spec.compute_us(vector, "f32")
         together = programs_together(nest, tiling, spec)
         compute = sum(held) if together < 2 else max(held) + OVERLAP_SHARE * min(held)
         slots = spec.cores * together
