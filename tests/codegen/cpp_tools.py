@@ -26,7 +26,7 @@ from deuteron.ir.index import Axis, IndexLike, Sym, as_index
 from deuteron.ir.program import Layout, Origin
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Store
 
-MACHINE = Machine(threads=2, l1_bytes=32 << 10, l2_bytes=1 << 20)
+MACHINE = Machine(threads=2, l2_bytes=1 << 20)
 NAMES = {
     torch.float32: "f32",
     torch.float64: "f64",
@@ -129,7 +129,7 @@ def run(
     return r
 
 
-SERIAL = Machine(threads=1, l1_bytes=32 << 10, l2_bytes=1 << 20)
+SERIAL = Machine(threads=1, l2_bytes=1 << 20)
 
 
 def ax(name: str, n: IndexLike) -> Axis:

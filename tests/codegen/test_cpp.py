@@ -267,7 +267,7 @@ def test_columns_of_added_rows_are_shared(threads: int, columns: int) -> None:
     i, j = ax("i", 300), ax("j", 64)
     place = as_position(ld("at", i, dtype="i64"))
     nest = Nest((i, j), (), (Store("total", (place, j.index), ld("g", i, j), "point", "sum"),))
-    machine = Machine(threads, 32 << 10, 1 << 20)
+    machine = Machine(threads, 1 << 20)
     r = run(nest, {"g": g, "at": at, "total": total}, ["total"], machine, ["g", "at"])
     torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-5)
     if threads > 1:

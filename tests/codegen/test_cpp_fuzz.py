@@ -263,7 +263,7 @@ def test_random_kernels(
         monkeypatch.setattr("deuteron.codegen.cpp.columns.MIN_SPLIT_OPS", 16)
     if nontemporal:
         monkeypatch.setattr("deuteron.codegen.cpp.nontemporal.MIN_ROW_LINES", 0)
-    machine = Machine(threads, 32 << 10, 1 << 20, int(nontemporal))
+    machine = Machine(threads, 1 << 20, int(nontemporal))
     made = [(m, m.kernel()) for m in (Maker(1000 * group + i) for i in range(16))]
     cpps = [write_kernel(Task(k, machine), Context(Options(verify=True))) for _, k in made]
     assert any("d_nontemporal" in c.source for c in cpps) == nontemporal

@@ -88,7 +88,7 @@ def test_empty_and_single(shape: tuple[int, int], dim: int) -> None:
 @pytest.mark.parametrize("shape,dim", [((3, 500_000), 1), ((200_000, 24), 0), ((4096, 512), 0)])
 def test_results_do_not_depend_on_threads(shape: tuple[int, int], dim: int) -> None:
     x, y = torch.randn(shape), torch.empty(shape[1 - dim])
-    r = run(sum_nest(shape, dim), {"x": x, "y": y}, ["y"], Machine(4, 32 << 10, 1 << 20))
+    r = run(sum_nest(shape, dim), {"x": x, "y": y}, ["y"], Machine(4, 1 << 20))
     seen = []
     threads = torch.get_num_threads()
     try:
@@ -493,7 +493,7 @@ def test_short_rows_are_taken_from_several_ranges_in_turn(
         {"y": contiguous(size if stored else size[:-1], name)},
     )
     for l3, expected in ((1 << 14, in_turn), (1 << 20, False)):
-        runner = Runner(k, Machine(2, 4 << 10, 4 << 10, l3))
+        runner = Runner(k, Machine(2, 4 << 10, l3))
         runner({"x": x, "y": y.fill_(7)}, symbols)
         assert torch.equal(y, want)
         assert ("d_interleaved<d_interleaved_ranges>" in runner.cpp.source) == expected, (

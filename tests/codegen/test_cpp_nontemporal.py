@@ -12,7 +12,7 @@ from deuteron.schedule.kernel import Nest, Reduce, Schedule, Store
 from tests.codegen.cpp_tools import NAMES, ax, idx, kernel, layout, ld, lit, ref, run, softmax_nest
 
 CACHE = 4 << 20
-MACHINE = Machine(2, 32 << 10, 1 << 20, CACHE)
+MACHINE = Machine(2, 1 << 20, CACHE)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_what_is_stored_non_temporally(elements: int, again: bool, wanted: bool)
     k = kernel([nest], {"x": layout(x)}, {"y": layout(x)})
     soon = frozenset({"y"} if again else ())
     assert nontemporal_tensors(k, MACHINE, soon) == ({"y"} if wanted else set())
-    assert not nontemporal_tensors(k, Machine(2, 32 << 10, 1 << 20), soon)
+    assert not nontemporal_tensors(k, Machine(2, 1 << 20), soon)
 
 
 @pytest.mark.parametrize("tiles", [True, False])
@@ -39,13 +39,13 @@ def test_a_core_counts_on_a_part_of_a_large_cache(mib: int, tiles: bool) -> None
     a = ax("i", x.numel())
     nest = Nest((a,), (), (Store("y", idx(a), op("neg", ld("x", a)), "point"),))
     k = kernel([nest], {"x": layout(x)}, {"y": layout(x)})
-    machine = Machine(2, 32 << 10, 1 << 20, 260 << 20)
+    machine = Machine(2, 1 << 20, 260 << 20)
     assert nontemporal_tensors(k, machine, frozenset(), tiles) == (
         {"y"} if tiles or mib == 16 else set()
     )
     soon = nontemporal_tensors(k, machine, frozenset("y"), tiles)
     assert soon == ({"y"} if tiles and mib == 16 else set())
-    assert not nontemporal_tensors(k, Machine(64, 32 << 10, 1 << 20, 260 << 20), frozenset(), tiles)
+    assert not nontemporal_tensors(k, Machine(64, 1 << 20, 260 << 20), frozenset(), tiles)
 
 
 def test_what_is_added_to_stays_in_the_cache() -> None:
@@ -66,11 +66,11 @@ def test_what_is_read_is_prefetched(rows: int, n: int) -> None:
         (a, b), (), (Store("y", idx(a, b), op("add", ld("x", a, b), ld("bias", b)), "point"),)
     )
     tensors = {"x": x, "bias": bias, "y": y}
-    r = run(nest, tensors, ["y"], Machine(1, 1 << 10, 72 << 10, 64))
+    r = run(nest, tensors, ["y"], Machine(1, 72 << 10, 64))
     assert "if (!d_short_vectors) __builtin_prefetch(p0_x" in r.cpp.source
     assert ("__builtin_prefetch(p1_bias" in r.cpp.source) is (rows == 1)
     assert torch.equal(y, x + bias)
-    r = run(nest, tensors, ["y"], Machine(1, 1 << 10, 1 << 20, 64))
+    r = run(nest, tensors, ["y"], Machine(1, 1 << 20, 64))
     assert "d_nontemporal_lanes" in r.cpp.source and "__builtin_prefetch" not in r.cpp.source
 
 
@@ -85,7 +85,7 @@ def test_addresses(offset: int, dtype: torch.dtype, n: int) -> None:
     a = ax("i", n)
     value = op("add", ld("x", a, dtype=name), lit(1.0, name))
     nest = Nest((a,), (), (Store("y", idx(a), value, "point"),))
-    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 1 << 20, 64))
+    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 1 << 20, 64))
     assert "d_nontemporal_lanes" in r.cpp.source
     assert torch.equal(y, x + 1)
     assert memory[:offset].eq(7).all() and memory[offset + n :].eq(7).all()
@@ -102,11 +102,11 @@ def test_softmax(shape: tuple[int, int], offset: int) -> None:
     y = memory[offset:].view(shape)
     a, b = ax("i", shape[0]), ax("j", shape[1])
     nest = softmax_nest((b,), a, a, b)
-    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 1 << 20, 64))
+    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 1 << 20, 64))
     assert "d_nontemporal" in r.cpp.source
     torch.testing.assert_close(y, x.softmax(0), rtol=1e-5, atol=1e-6)
     assert memory[:offset].eq(7).all()
-    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 32 << 10, 16 << 10, 64))
+    r = run(nest, {"x": x, "y": y}, ["y"], Machine(2, 16 << 10, 64))
     fetched = "if (!d_short_vectors) __builtin_prefetch(p0_x" in r.cpp.source
     assert fetched is (shape[0] > 100)  # else a core's cache holds what it works on
     torch.testing.assert_close(y, x.softmax(0), rtol=1e-5, atol=1e-6)
@@ -125,7 +125,7 @@ def test_transposed(dtype: torch.dtype, shape: tuple[int, int], offset: int) -> 
     a, b, name = ax("i", shape[0]), ax("j", shape[1]), NAMES[dtype]
     value = op("neg", ld("x", a, b, dtype=name))
     store = Store("y", idx(b, a), value, "point")
-    machine = Machine(2, 32 << 10, 1 << 20, 64)
+    machine = Machine(2, 1 << 20, 64)
     r = run(Nest((a, b), (), (store,)), {"x": x, "y": y}, ["y"], machine)
     assert "d_transpose_nontemporal" in r.cpp.source
     assert torch.equal(y, (-x).t())
@@ -159,7 +159,7 @@ def test_last_of_several_passes(rows: int, n: int, offset: int, costly: bool) ->
         Nest((a,), (b,), parts),
         {"x": x, "y": y, "z": z},
         ["y", "z"],
-        Machine(1, 32 << 10, 1 << 20, 64),
+        Machine(1, 1 << 20, 64),
     )
     assert ("d_nontemporal_last<" in r.cpp.source) is costly
     assert ("d_nontemporal_lanes<" in r.cpp.source) is not costly
@@ -181,7 +181,7 @@ def test_what_rows_prefetch_beside_non_temporal_stores(n: int, costly: bool) -> 
     value = op("exp", each) if costly else each
     parts = (Reduce("f", "max", ld("x", a, b)), Store("y", idx(a, b), value, "point"))
     tensors = {"x": x, "z": z, "y": y}
-    r = run(Nest((a,), (b,), parts), tensors, ["y"], Machine(1, 32 << 10, 1 << 20, 64))
+    r = run(Nest((a,), (b,), parts), tensors, ["y"], Machine(1, 1 << 20, 64))
     first, second = r.cpp.source.split("const float f")[:2]
     wide = "if (!d_short_vectors) __builtin_prefetch(p"
     assert (wide + "0_x" in first) is (n == 50 or not costly)

@@ -18,8 +18,8 @@ from tests.schedule.test_online import RULES, inputs
 from tests.schedule.tools import Scheduled, scheduled
 
 INF = float("inf")
-ONE_CORE = Machine(threads=1, l1_bytes=32 << 10, l2_bytes=1 << 10)
-EIGHT_CORES = Machine(threads=8, l1_bytes=32 << 10, l2_bytes=1 << 10)
+ONE_CORE = Machine(threads=1, l2_bytes=1 << 10)
+EIGHT_CORES = Machine(threads=8, l2_bytes=1 << 10)
 
 
 def run(

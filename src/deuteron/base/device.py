@@ -56,7 +56,6 @@ class DeviceSpec:
     launch_us: float
     graph_launch_us: float
     cores: int
-    max_threads: int
     vector_bits: int
     shared: int
     registers: int
@@ -195,7 +194,6 @@ def _gpu(
         launch_us=GPU_LAUNCH_US,
         graph_launch_us=GPU_GRAPH_LAUNCH_US,
         cores=cores,
-        max_threads=1024,
         vector_bits=128,
         shared=shared * KB,
         registers=256 * KB,
@@ -326,7 +324,6 @@ def _generic_cpu() -> DeviceSpec:
         launch_us=launch,
         graph_launch_us=launch,
         cores=cpu.cores,
-        max_threads=cpu.cores,
         vector_bits=cpu.vector_bits,
         shared=0,
         registers=0,

@@ -50,7 +50,7 @@ def candidates(
         return []
     tilings = dict.fromkeys(t for t in _tilings(nest, ordered) if feasible(nest, t, spec))
     shares = Shares(nest)
-    scored = [(t, estimate(nest, t, layouts, spec, shares.of(t))) for t in tilings]
+    scored = [(t, estimate(nest, t, layouts, spec, shares)) for t in tilings]
     return sorted(scored, key=lambda x: x[1].us)
 
 
@@ -138,28 +138,20 @@ def feasible(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> bool:
             return False
     sides = [set(nest.axes_of(x)) for c in nest.contractions.values() for x in (c.a, c.b)]
     held = [set(nest.lives(s)) for s in nest.reductions.values()] + sides
-    size = sum(4 * _tile(tiling, axes) for axes in held)
+    size = sum(4 * tile.tile_of(tiling, axes) for axes in held)
     return size <= TILE_SHARE * spec.l2 and not tile.crossed(nest, tiling)
 
 
-def _tile(tiling: Tiling, axes: set[Axis]) -> int:
-    return math.prod(d.block for d in tiling.dims if axes & set(d.axes))
-
-
 def estimate(
-    nest: Nest,
-    tiling: Tiling,
-    layouts: Mapping[str, Layout],
-    spec: DeviceSpec,
-    shares: Mapping[str, float],
+    nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: DeviceSpec, shares: Shares
 ) -> tile.Estimate:
     """FLOPs of dots and of the rest, one after the other, by as many threads as have programs; and
     what must be moved, each tensor once: the rest comes from caches."""
-    products = nest.contractions
+    products, cut = nest.contractions, shares.of(tiling)
     dots = vector = strided = 0.0
     for s in nest.statements:
         axes = set(nest.lives(s)) | (set(s.over) if isinstance(s, Reduce) else set())
-        share = shares.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
+        share = cut.get(s.name, 1.0) if isinstance(s, Reduce) else 1.0
         points = tile.points(tiling, axes) * share
         if isinstance(s, Reduce) and s.name in products:
             dots += 2.0 * points

@@ -45,6 +45,7 @@ from deuteron.ir.program import Compute
 from deuteron.schedule.legality import Refusal
 
 Place = tuple[Index, ...]
+Nodes = Mapping[Expr, Expr]
 
 
 class NoNest(Exception):
@@ -417,9 +418,7 @@ def _moved(
     return replace(s, over=over, body=_replaced(s.body, table))
 
 
-def _replaced(
-    e: Expr, table: Mapping[Atom, Index], loads: Mapping[Expr, Expr] | None = None
-) -> Expr:
+def _replaced(e: Expr, table: Mapping[Atom, Index], loads: Nodes | None = None) -> Expr:
     """`Expr.substitute`, of which most leaves most as it is."""
     loads = {n: x for n, x in (loads or {}).items() if n is not x}
     return e.substitute(table, loads) if loads or not e.axes().isdisjoint(table) else e

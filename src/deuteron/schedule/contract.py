@@ -26,7 +26,7 @@ from deuteron.ir.nest import Nest
 from deuteron.ir.program import Compute, Extern, Layout, tensors_read
 from deuteron.schedule.alike import Naming, numbered, restored, restored_text
 from deuteron.schedule.closure import closure, factors_dtype
-from deuteron.schedule.cover import cover, predicted_us, tilings
+from deuteron.schedule.cover import Computes, Layouts, Names, cover, predicted_us, tilings
 from deuteron.schedule.data_masks import tabled
 from deuteron.schedule.group import Group, group_of_one
 from deuteron.schedule.legality import Refusal, fits
@@ -52,7 +52,6 @@ MAX_COMPUTES, MAX_STEPS, CHAINED = 64, 12, 2
 # (f32, two layers, gradients), seconds of one core for all regions: of up to 21 results 93, of
 # which those of up to 10 33; no kernel was taken. Attention's tests take some of up to 10.
 MAX_SINKS = 10
-Computes = Mapping[str, Compute]
 T = TypeVar("T")
 _RECKONED: dict[Hashable, Any] = MEMO.answers()  # of alike regions, of whatever layer
 
@@ -89,11 +88,7 @@ class Offer:
 
 
 def called(
-    computes: Computes,
-    sinks: Sequence[str],
-    layouts: Mapping[str, Layout],
-    spec: DeviceSpec,
-    wide: str,
+    computes: Computes, sinks: Names, layouts: Layouts, spec: DeviceSpec, wide: str
 ) -> float | None:
     """Microseconds of the library's call for one product; None where that is no nest."""
     nest = closure(computes, sinks, wide)
@@ -369,7 +364,7 @@ class Contraction:
 
     def reckon(
         self,
-        how: Callable[[Computes, Sequence[str], Mapping[str, Layout], DeviceSpec, str], T],
+        how: Callable[[Computes, Names, Layouts, DeviceSpec, str], T],
         computes: Computes,
         sinks: Sequence[str],
         spec: DeviceSpec,

@@ -42,6 +42,9 @@ class Tiled:
 
 
 Kernels = tuple[Tiled, ...]
+Computes = Mapping[str, Compute]
+Layouts = Mapping[str, Layout]
+Names = Sequence[str]
 _TILED: dict[Hashable, Tiled | Refusal] = MEMO.answers()  # of alike computations
 NO_TILING = Refusal(
     "no tiling",
@@ -56,11 +59,7 @@ def tilings(spec: DeviceSpec) -> ModuleType:
 
 
 def cover(
-    computes: Mapping[str, Compute],
-    sinks: Sequence[str],
-    layouts: Mapping[str, Layout],
-    spec: DeviceSpec,
-    wide: str,
+    computes: Computes, sinks: Names, layouts: Layouts, spec: DeviceSpec, wide: str
 ) -> Kernels | Refusal:
     """The fastest kernels that store `sinks`, in order of execution; `wide`: see `closure`."""
     return _Cover(computes, layouts, spec, wide).kernels(sinks)
@@ -71,13 +70,7 @@ def predicted_us(kernels: Sequence[Tiled]) -> float:
 
 
 class _Cover:
-    def __init__(
-        self,
-        computes: Mapping[str, Compute],
-        layouts: Mapping[str, Layout],
-        spec: DeviceSpec,
-        wide: str,
-    ) -> None:
+    def __init__(self, computes: Computes, layouts: Layouts, spec: DeviceSpec, wide: str) -> None:
         self.computes, self.layouts, self.spec, self.wide = computes, layouts, spec, wide
         self.order = list(computes)
         self.rows = False  # whether kernels without products are taken
@@ -184,13 +177,20 @@ class _Cover:
         inner = tuple(numbers[n] for n in sinks)
         key = (alike, inner, tuple(layouts.items()), self.spec, self.wide)
         if key not in _TILED:
-            _TILED[key] = _tiled({c.name: c for c in alike}, inner, layouts, self.spec, self.wide)
+            _TILED[key] = self.tiled_alike({c.name: c for c in alike}, inner, layouts)
         found = _TILED[key]
         back = {number: n for n, number in numbers.items()}
         naming = partial(restored_text, naming=back.__getitem__)
         if isinstance(found, Refusal):
             return replace(found, detail=naming(found.detail))
         return replace(found, computes=names, nest=restored(found.nest, naming))
+
+    def tiled_alike(self, computes: Computes, sinks: Names, layouts: Layouts) -> Tiled | Refusal:
+        nest = closure(computes, sinks, self.wide)
+        if isinstance(nest, Refusal):
+            return nest
+        found = tilings(self.spec).candidates(nest, layouts, self.spec)
+        return Tiled(tuple(computes), nest, *found[0]) if found else NO_TILING
 
     def needed(self, sinks: Sequence[str], memory: Sequence[str]) -> dict[str, Compute]:
         """What the sinks are computed from, in execution order."""
@@ -202,20 +202,6 @@ class _Cover:
         return {n: c for n, c in self.computes.items() if n in needed}
 
 
-def _tiled(
-    computes: Mapping[str, Compute],
-    sinks: Sequence[str],
-    layouts: Mapping[str, Layout],
-    spec: DeviceSpec,
-    wide: str,
-) -> Tiled | Refusal:
-    nest = closure(computes, sinks, wide)
-    if isinstance(nest, Refusal):
-        return nest
-    found = tilings(spec).candidates(nest, layouts, spec)
-    return Tiled(tuple(computes), nest, *found[0]) if found else NO_TILING
-
-
 def reduces_rows(c: Compute) -> bool:
     """Whether it is a reduction, and no product of matrices."""
     if c.body.op != "reduce":
@@ -225,4 +211,4 @@ def reduces_rows(c: Compute) -> bool:
     return not (sides and sides[0] - sides[1] and sides[1] - sides[0])
 
 
-__all__ = ["Kernels", "Tiled", "cover", "predicted_us", "tilings"]
+__all__ = ["Computes", "Kernels", "Layouts", "Names", "Tiled", "cover", "predicted_us", "tilings"]

@@ -230,7 +230,7 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tile_of(nest: Nest, tiling: Tiling, axes: Sequence[Axis]) -> int:
+def tile_of(tiling: Tiling, axes: Iterable[Axis]) -> int:
     """Elements of a value that lives on `axes`, of one program at a time."""
     return math.prod(d.block for d in tiling.dims if not set(axes).isdisjoint(d.axes))
 
@@ -248,7 +248,7 @@ def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: De
         return False
     held = 0
     for s in nest.reductions.values():
-        held += 4 * tile_of(nest, tiling, nest.lives(s))
+        held += 4 * tile_of(tiling, nest.lives(s))
     if held > REGISTER_SHARE * 32 * tiling.num_warps * 255 * 4:
         return False
     return shared_bytes(nest, tiling) + RESERVED_SHARED <= spec.shared
@@ -287,7 +287,7 @@ def shared_bytes(nest: Nest, tiling: Tiling) -> int:
     results on their way there, while a next block's operands come."""
     total = 0
     if tiling.puts and tiling.persistent:
-        total = sum(4 * tile_of(nest, tiling, nest.lives(s)) for s in nest.stores) // 2
+        total = sum(4 * tile_of(tiling, nest.lives(s)) for s in nest.stores) // 2
     seen: set[Expr] = set()
     for name, c in nest.contractions.items():
         operands = nest.reductions[name].factors
@@ -297,7 +297,7 @@ def shared_bytes(nest: Nest, tiling: Tiling) -> int:
             seen.add(load)
             axes = nest.axes_of(load)
             loops = any(tiling.dim_of(a).mode == "loop" for a in axes)
-            size = tile_of(nest, tiling, axes) * ITEMSIZE[operands]
+            size = tile_of(tiling, axes) * ITEMSIZE[operands]
             total += size * (tiling.num_stages if loops else 1)
     return total
 
@@ -320,9 +320,8 @@ class Estimator:
             sides = (*s.body.args,) if isinstance(s, Reduce) and product else roots(s)
             self.vectors.append([(flops(e), set(nest.axes_of(e))) for e in sides])
             loads = [n for e in sides if not (product and _plain(e)) for n in e.loads()]
-            self.brought.append(
-                [set(nest.axes_of(n)) for n in loads if n.attr[0] not in nest.reductions]
-            )
+            read = (n for n in loads if n.attr[0] not in nest.reductions)
+            self.brought.append([set(nest.axes_of(n)) for n in read])
         self.stored = sum(layouts[x.tensor].nbytes_hint for x in nest.stores)
 
     def of(self, tiling: Tiling) -> Estimate:
@@ -336,8 +335,8 @@ class Estimator:
             if isinstance(s, Reduce) and s.name in nest.contractions:
                 tensor += 2.0 * places
                 # All warps are along the rows where one product reads another's result.
-                again = (1.0, 1.0) if self.nested else repeated(nest, tiling, s, spec)
-                for (work, where), times in zip(sides, again, strict=True):
+                warps = (1.0, 1.0) if self.nested else repeated(nest, tiling, s, spec)
+                for (work, where), times in zip(sides, warps, strict=True):
                     vector += work * points(tiling, where) * share * times
             else:
                 vector += sum(work for work, _ in sides) * places
@@ -345,15 +344,12 @@ class Estimator:
         unique = moved = float(self.stored)
         for used, once in self.reads:
             unique += once
-            moved += once * math.prod(
-                d.count for d in tiling.dims if d.mode == "grid" and used.isdisjoint(d.axes)
-            )
+            again = (d for d in tiling.dims if d.mode == "grid" and used.isdisjoint(d.axes))
+            moved += once * math.prod(d.count for d in again)
         # Programs that run together share what they read by the L2: a wave is about square.
         wave = max(1.0, math.sqrt(min(programs, spec.cores)))
         traffic = max(unique, moved / wave)
-        if not self.nested:
-            vector /= ARITHMETIC_SHARE
-        vector += brought
+        vector = vector / (1.0 if self.nested else ARITHMETIC_SHARE) + brought
         multiplied = spec.compute_us(tensor, self.kind) / tiling.efficiency
         held = multiplied, spec.compute_us(vector, "f32")
         together = programs_together(nest, tiling, spec)
@@ -383,12 +379,9 @@ class Estimator:
 def _reads(nest: Nest, layouts: Mapping[str, Layout]) -> list[tuple[set[Axis], float]]:
     """Of each place in memory that is read the axes, and the bytes over all of these."""
     places = {n.attr[:2]: None for s in nest.statements for e in roots(s) for n in e.loads()}
-    found = []
-    for name, index in places:
-        if name not in nest.reductions:
-            used = {a for i in index for a in i.axes()}
-            found.append((used, _places(used) * float(ITEMSIZE[layouts[name].dtype])))
-    return found
+    read = (p for p in places if p[0] not in nest.reductions)
+    used = ((name, {a for i in index for a in i.axes()}) for name, index in read)
+    return [(axes, _places(axes) * float(ITEMSIZE[layouts[name].dtype])) for name, axes in used]
 
 
 def _places(axes: Iterable[Axis]) -> int:
@@ -401,7 +394,7 @@ def repeated(nest: Nest, tiling: Tiling, s: Reduce, spec: DeviceSpec) -> tuple[f
     Hopper take the second one from shared memory. As Triton 3.6 shares a block among warps
     where no product reads another's result."""
     c = nest.contractions[s.name]
-    m, n = (tile_of(nest, tiling, axes) for axes in (c.m, c.n))
+    m, n = (tile_of(tiling, axes) for axes in (c.m, c.n))
     at = {a: k for k, d in enumerate(tiling.dims) for a in d.axes}
     turned = at[c.n[0]] < at[c.m[0]]  # the second factor's are the rows then
     m, n = (n, m) if turned else (m, n)
@@ -419,7 +412,7 @@ def repeated(nest: Nest, tiling: Tiling, s: Reduce, spec: DeviceSpec) -> tuple[f
 
 def programs_together(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> int:
     """Programs that a multiprocessor runs at once."""
-    tiles = sum(tile_of(nest, tiling, nest.lives(s)) for s in nest.reductions.values())
+    tiles = sum(tile_of(tiling, nest.lives(s)) for s in nest.reductions.values())
     threads = 32 * tiling.num_warps
     registers = 4 * threads * (tiles // threads + OTHER_REGISTERS)
     shared = shared_bytes(nest, tiling) + RESERVED_SHARED
@@ -457,14 +450,4 @@ def points(tiling: Tiling, axes: set[Axis]) -> float:
     return total
 
 
-__all__ = [
-    "Estimate",
-    "Estimator",
-    "candidates",
-    "crossed",
-    "feasible",
-    "known",
-    "library_us",
-    "listed",
-    "points",
-]
+__all__ = ["Estimate", "candidates", "crossed", "known", "library_us", "points", "tile_of"]

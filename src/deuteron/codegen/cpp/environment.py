@@ -26,7 +26,6 @@ class Machine:
     """What the generator must know of the CPU. Bytes are per core."""
 
     threads: int
-    l1_bytes: int
     l2_bytes: int
     l3_bytes: int = 0  # of all cores; 0 where there is none
 

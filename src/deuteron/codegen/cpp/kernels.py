@@ -391,7 +391,7 @@ def task_of(
     kernel: Kernel, spec: DeviceSpec, options: Options, again: frozenset[str] = frozenset()
 ) -> Task:
     """What is to be written for a CPU, with these options."""
-    machine = Machine(options.threads or spec.cores, spec.l1, spec.l2, spec.l3)
+    machine = Machine(options.threads or spec.cores, spec.l2, spec.l3)
     checked, accesses = options.bounds_check, options.check_accesses
     return Task(kernel, machine, checked, again, accesses, options.precision == "float32")
 

@@ -60,7 +60,6 @@ class Plan:
     passes: list[RowPass]
     row_writes: list[Write]
     row_buffered: dict[Expr, int]  # value -> pass that computes it
-    buffer_bytes: int  # of one row of all of them, at hinted sizes
 
 
 def plan(
@@ -91,10 +90,7 @@ def plan(
                 passes[k].rules[p.name] = chain.rules[p.name]
     _place_writes(loops, placed, passes, deps)
     row_buffered = _choose_row_buffered(loops, passes, ready, deps, cache_bytes, full)
-    size = hint(product(a.extent for a in loops.reduced)) * sum(
-        ITEMSIZE[e.dtype] for e in row_buffered
-    )
-    return Plan(passes, row_writes, row_buffered, size)
+    return Plan(passes, row_writes, row_buffered)
 
 
 def _place_writes(
