@@ -205,3 +205,17 @@ def test_positions_that_were_checked_are_compared_as_ints(tmp_path: Path) -> Non
     torch.testing.assert_close(compiled(x, places), fn(x, places), rtol=0, atol=0)
     [text] = [f.read_text() for f in tmp_path.glob("*/kernels.txt")]
     assert "== (int)t" in text
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 3), (2, 3, 4, 3), (1, 3, 2, 20), (0, 3, 2, 3)])
+def test_rows_side_by_side_keep_what_is_the_same_in_a_part(shape: tuple[int, ...]) -> None:
+    """Of joined tensors each part reads one: what a row buffer has of it is read before the lanes
+    (networks 73022533)."""
+    torch._dynamo.reset()
+
+    def f(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        joined = torch.stack(x.unbind(-1), -1).movedim(1, -1)
+        return F.layer_norm(joined, (3,), w, b).movedim(-1, 1)
+
+    args = [torch.randn(s) for s in (shape, (3,), (3,))]
+    torch.testing.assert_close(torch.compile(f, backend="deuteron")(*args), f(*args))

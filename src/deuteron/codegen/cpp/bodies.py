@@ -32,6 +32,8 @@ from deuteron.ir.index import Atom, Axis, Index, const, substitute
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.kernel import Reduce, Scan
 
+Cells = tuple[str, str]  # elements of a row buffer: of each lane, of one of them
+
 
 @dataclass
 class IndexSet:
@@ -156,20 +158,19 @@ class PassBody:
         )
         return index_set, move.done
 
-    def buffered(self, index_set: IndexSet, lane_linear: str | None = None) -> dict[Expr, str]:
+    def buffered(self, index_set: IndexSet, cells: Cells | None = None) -> dict[Expr, str]:
         """Where the values are that earlier passes left in row buffers, at this point."""
         em = self.env.em
 
         def cell(n: Expr) -> str:
-            if lane_linear is not None:
-                return lane_linear
             deps = em.deps(n)
-            deps = deps | {index_set.axis} if self.v in deps else deps
             # What conditions that are constant here made independent of an axis is the same all
             # along it, and is read outside its loop.
-            same: dict[Atom, Index] = {
-                a: const(0) for a in index_set.linear.axes() if a not in deps
-            }
+            if cells is not None:
+                return cells[not deps & {index_set.axis, self.v}]
+            deps = deps | {index_set.axis} if self.v in deps else deps
+            free = index_set.linear.axes() - deps
+            same: dict[Atom, Index] = dict.fromkeys(free, const(0))
             return em.index(substitute(index_set.linear, same))
 
         return dict(self.staged) | {n: f"{b}[{cell(n)}]" for n, b in index_set.buffered.items()}
@@ -180,11 +181,12 @@ class PassBody:
         accs: dict[str, Accumulator],
         lane: str,
         position: str,
-        lane_linear: str | None = None,
+        cells: Cells | None = None,
     ) -> None:
-        """Everything that one point does, into the current scope."""
+        """Everything that one point does, into the current scope. `cells`: of row buffers that have
+        one for each lane."""
         em = self.env.em
-        em.buffered = self.buffered(index_set, lane_linear)
+        em.buffered = self.buffered(index_set, cells)
         to_buffer = list(index_set.to_buffer)  # of what differs elsewhere, two may be the same here
         only = f"if ({em.guard}) " if em.guard is not None else ""
 
@@ -192,7 +194,7 @@ class PassBody:
             for pair in [x for x in to_buffer if ready(x[0])]:
                 to_buffer.remove(pair)
                 node, row = pair
-                element = lane_linear if lane_linear is not None else em.index(index_set.linear)
+                element = cells[0] if cells is not None else em.index(index_set.linear)
                 em.scope.add(f"{only}{row}[{element}] = {em.value(node)};")
 
         fill_row_buffers(

@@ -177,7 +177,7 @@ class Columns(PassWriter):
 
         def innermost() -> None:
             em.axis_text[self.v] = f"({self.base} + l)"
-            linear = f"({em.index(self.linear)})*{self.width} + l" if self.buffers else None
+            row = f"({em.index(self.linear)})*{self.width} + " if self.buffers else ""
             position = em.axis_text[self.outer[0]] if len(self.outer) == 1 else "0"
             simd = self.v not in self.conflicts
             nontemporal = self.nontemporal_rows(p) if simd else []
@@ -191,8 +191,8 @@ class Columns(PassWriter):
                 em.scope.add(*self.prefetches(p, k))
             em.axis_text[self.v] = f"({self.base} + l)"
             for index_set, moved in cut:
-                with self.lanes_in(p, index_set, moved, simd):
-                    self.body(index_set, accs, "l", position, linear)
+                with self.lanes_in(p, index_set, moved, simd) as first:
+                    self.body(index_set, accs, "l", position, (row + "l", row + first))
             for w, n in names.items():
                 del self.store_cells[w]
                 address = store_address(self.env, w, self.v, self.base)
@@ -227,16 +227,14 @@ class Columns(PassWriter):
     @contextmanager
     def lanes_in(
         self, p: RowPass, index_set: IndexSet, moved: Mapping[Expr, Expr], simd: bool
-    ) -> Iterator[None]:
-        """The loop over the lanes of an index set. What is known of expressions and stores on all
-        lanes is known of what they become there."""
+    ) -> Iterator[str]:
+        """The loop over the lanes of an index set; its first lane, or another where it has none.
+        What is known of expressions and stores on all lanes is known of what they become there."""
         em = self.env.em
         start, end = "0", self.count
         if index_set.axis != self.v:
-            low, high = (
-                self.env.extent(index_set.low),
-                self.env.extent(index_set.low + index_set.count),
-            )
+            ends = index_set.low, index_set.low + index_set.count
+            low, high = map(self.env.extent, ends)
             em.axis_text[index_set.axis] = f"({self.base} + l - {low})"
             start, end = difference(low, self.base), smaller(difference(high, self.base), end)
         stores = {
@@ -252,7 +250,7 @@ class Columns(PassWriter):
                 # In a single lane the same for all; who needs it stands before the loop.
                 if text is not None and em.deps(new) & lanes:
                     scope.texts[new] = text
-            yield
+            yield smaller(start, str(self.width - 1))
         for store in stores:
             del self.store_cells[store]
         if simd:
