@@ -46,7 +46,7 @@ UNITS = {"half": "bf16", "tf32": "tf32", "f32": "f32"}
 TORCH = {"bf16": torch.bfloat16, "f32": torch.float32}
 M, K, N = 8192, 4096, 4096
 WHAT = "products of 8192 x 4096 by 4096 x 4096, chains and gradients of 64 heads of 4096 x 128"
-HEADS, LENGTH, WIDTH = 64, 4096, {"half": 128, "tf32": 64, "f32": 64}
+HEADS, LENGTH, WIDTH = 64, 4096, tile.FIGURES["widths"]
 
 
 @dataclass(frozen=True)

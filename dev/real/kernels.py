@@ -3,6 +3,7 @@
 In: a `Step` that has run, its Records. Out: rows, one for each generated kernel of a step:
 
     name, calls (of a step), us (of a call), limit_us (bytes over the bandwidth of a copy),
+    roofline_us (the same, or its arithmetic at the unit's peak where that takes longer),
     predicted_us, bytes, ops, share (of the device time of a step)
 
 Kernels are matched by name. Where several graphs have kernels of one name, bytes and predictions
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from deuteron.base.device import device_spec
 from deuteron.base.record import Record
 from dev.bench.measure import COPY_BYTES, INPUT_COPIES, device_us
 
@@ -63,6 +65,7 @@ def kernel_rows(
     compiled: list[Record], seen: dict[str, tuple[float, float]], gbps: float
 ) -> list[Row]:
     """Rows of the generated kernels, those that take longest first."""
+    spec = device_spec("cuda")
     entries: dict[str, list[Row]] = defaultdict(list)
     for record in compiled:
         for e in record.of("kernel"):
@@ -74,12 +77,15 @@ def kernel_rows(
         if not calls:
             continue
         moved = sum(e["bytes"] for e in these) / len(these)
+        limit = moved / gbps / 1e3
+        computed = sum(spec.compute_us(e["flops"], e["unit"]) for e in these) / len(these)
         rows.append(
             {
                 "name": name,
                 "calls": calls,
                 "us": round(us / calls, 3),
-                "limit_us": round(moved / gbps / 1e3, 3),
+                "limit_us": round(limit, 3),
+                "roofline_us": round(max(limit, computed), 3),
                 "predicted_us": round(sum(e["predicted_us"] for e in these) / len(these), 3),
                 "bytes": moved,
                 "ops": dict(Counter(o.split(".")[1] for o in these[0]["ops"])),

@@ -248,6 +248,7 @@ def generate_kernels(before: Planned, context: Context) -> Generated:
             origins=[{"node": o.node, "op": o.op, "line": o.line} for o in k.origins],
             bytes=k.bytes,
             flops=k.flops,
+            unit=k.unit,
             predicted_us=k.predicted_us,
             source=code.source,
             same_code_as="" if first is k else f"{prefix}_{first.name}",

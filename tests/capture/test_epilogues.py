@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from deuteron.backend import collecting
+from deuteron.base.record import Record
 from deuteron.codegen.products import ADDMM_ACTIVATION, product_of
 from deuteron.graph import epilogues
+from deuteron.graph.verify import verify_graph
 from deuteron.ir.index import const
 from deuteron.ir.program import Extern, ViewArg, contiguous, contiguous_strides
 from deuteron.runtime import launch_blas
@@ -140,3 +143,22 @@ def test_small_products_are_given_to_cublas_with_their_activation(settings: Any,
     product, operands = matched
     assert product.bias and product.activation == name and operands == [*views[1:], views[0]]
     assert name in launch_blas.WITH_BIAS
+
+
+def linears(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """One whose result a function reads, and one whose result a library call does."""
+    return F.linear(x, w, b).tanh(), F.linear(x, w, b * 2) @ v
+
+
+@pytest.mark.parametrize("dtype,parted", [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_biases_of_f32_are_added_by_readers(dtype: torch.dtype, parted: int) -> None:
+    torch.manual_seed(0)
+    args = [t.to(dtype) for t in (R(9, 12), R(7, 12), R(7, 5), R(7))]
+    gm = make_fx(linears, tracing_mode="fake")(*args)
+    assert epilogues.part_biases(gm, Record()) == parted
+    verify_graph(gm, "biases")
+    gm.recompile()
+    for got, wanted in zip(gm(*args), linears(*args), strict=True):
+        torch.testing.assert_close(got, wanted)
+    for got, wanted in zip(compiled(linears, *args)[0], linears(*args), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2 if parted == 0 else 1e-5)

@@ -72,7 +72,8 @@ def problems(
 def wrong(got: Tensor, eager: Tensor, wide: Tensor, dtype: torch.dtype) -> str:
     if (got.shape, got.dtype, got.stride()) != (eager.shape, eager.dtype, eager.stride()):
         return f"{got.dtype} {got.shape} {got.stride()}, not {eager.shape} {eager.stride()}"
-    if not torch.equal(got.isnan(), eager.isnan()):
+    # Where a CPU multiplies bf16 in tiles (AMX), eager has some in rows that see none, too.
+    if not any(torch.equal(got.isnan(), x.isnan()) for x in (eager, wide)):
         return "no numbers elsewhere than eager's"
     got, eager, wide = (x.nan_to_num() for x in (got, eager, wide))
     off, allowed = relative(got, wide), max(RELATIVE * relative(eager, wide), FLOOR[dtype])

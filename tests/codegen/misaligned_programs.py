@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deuteron.codegen.triton import misaligned, tiling
+from deuteron.codegen.triton import tiling
 from deuteron.codegen.triton.generate import TritonKernel, generate
 from deuteron.ir.program import Constant, Input
 from deuteron.ir.reference import allocate
@@ -119,7 +119,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Made]] = {
 
 
 # How a row is walked: whole, in blocks of a loop, by several programs, by those from whole lines.
-WHOLE, LOOPED, SHARED, LINED = "whole", "looped", "shared", "lined"
+WHOLE, LOOPED, SHARED = "whole", "looped", "shared"
 
 
 @contextmanager
@@ -128,13 +128,10 @@ def walked(how: str) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(tiling, "MIN_ROTATED_ROW", 8)
         if how != WHOLE:
             patch.setattr(tiling, "ROW_LIMIT", 8)
-        if how in (SHARED, LINED):
-            each = 32 if how == SHARED else 64
-            patch.setattr(cooperative, "ELEMENTS_PER_PROGRAM", ((1, each), (4, each)))
+        if how == SHARED:
+            patch.setattr(cooperative, "ELEMENTS_PER_PROGRAM", ((1, 32), (4, 32)))
             patch.setattr(cooperative, "MIN_COOPERATIVE_ROW", 32)
             patch.setattr(tiling, "MIN_COOPERATIVE_ROW", 32)
-        if how == LINED:
-            patch.setattr(misaligned, "MIN_LINE_ALIGNED_ROW", 64)
         yield patch
 
 
@@ -144,7 +141,7 @@ def planned(name: str, n: int, how: str, dynamic: bool) -> tuple[Scheduled, list
     args = list(made(n))
     with walked(how) as patch:
         many = columns.choose_row_split
-        count = 64 if how == LINED else 8  # of several rows each
+        count = 8  # of several rows each
         patch.setattr(columns, "choose_row_split", lambda *a: (many(*a)[0], count))
         return scheduled(f, *args, device="H200", dynamic=dynamic, check=False), args
 
@@ -212,16 +209,13 @@ def check(name: str, n: int, how: str, dynamic: bool) -> float:
 
 
 def cases(every: bool) -> Iterator[tuple[str, int, str, bool]]:
-    lined = (145, 191, 225)  # of 192 and 256 lanes, with and without some to spare
-    for k, name in enumerate(PROGRAMS):
+    for name in PROGRAMS:
         for n in range(1, 41) if name == "softmax" else (1, 9, 23, 39):
             yield name, n, WHOLE, False
         yield name, 127, WHOLE, False
         yield name, 71, LOOPED, False
         yield name, 41, LOOPED, True
         yield name, 73, SHARED, False
-        for n in lined if every else (lined[k % 3],):
-            yield name, n, LINED, False
     yield "softmax", 1001, WHOLE, False
     for k, name in enumerate(("softmax", "layer norm", "loss", "truth values")):
         for n, dynamic in ((1101, False), (1103, True)):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool2d, pad
+from torch.nn.functional import pad
 
 from deuteron.base.device import named_gpu
 from deuteron.base.options import Options
@@ -124,29 +123,6 @@ def test_loops_over_gathered_rows_are_pipelined(tmp_path: Path) -> None:
     binary = build(made, made.configs[0], 90, Options(cache_dir=str(tmp_path)))
     sizes = dict(made.configs[0].constexprs)
     assert binary.shared > 2 * 2 * 2 * sizes["XBLOCK"] * 768  # two of two blocks are on their way
-
-
-@pytest.mark.parametrize(
-    ("device", "rows", "f", "marked"),
-    [
-        ("H200", 32768, lambda x: x.softmax(-1), True),
-        ("H200", 32768, lambda x: x.mul(2).relu(), True),
-        ("H200", 2048, lambda x: x.softmax(-1), False),  # whose result the L2 has for the next
-        ("A100", 32768, lambda x: x.softmax(-1), False),
-        ("H200", 32768, lambda x: x.square().sum(-1), False),
-        ("H200", 32768, lambda x: x.view(-1, 131072).softmax(-1), False),  # shared by programs
-        ("H200", 32768, lambda x: pad(x, (3, 0)).unfold(-1, 4, 1).softmax(-1), False),  # windows
-        ("H200", 32768, lambda x: max_pool2d(x.view(2, 128, 1024, 1024), 3, 2), False),
-        ("H200", 32768, lambda x: x + x.roll(1, -1), True),  # read twice
-    ],
-)
-def test_what_streams_through_stays(
-    device: str, rows: int, f: Callable[[Tensor], Tensor], marked: bool
-) -> None:
-    plan = scheduled(f, torch.empty(rows, 8192, dtype=torch.bfloat16), device=device, check=False)
-    (kernel,) = (generate(k, spec_of(device)) for k in plan.kernels)
-    loads = [line for line in kernel.source.split("\n") if "tl.load(arg0_1_ptr" in line]
-    assert loads and all(("evict_last" in line) == marked for line in loads)
 
 
 @pytest.mark.parametrize("width", [3, 8, 12, 16, 64])

@@ -3,7 +3,6 @@ code needs on a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +116,6 @@ def test_reductions_and_scans_of_them_are_kernels_of_their_own(
     assert len(plan.kernels) > 1
     assert all(generate(k, spec_of("H200")).flag_count({}) for k in scanned)
     assert plan.refused("scanned in blocks")
-
-
-def test_programs_go_from_the_first_block_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where others would go backwards, since the last thing read is still in the cache: who
-    looks back waits for programs that have begun."""
-    monkeypatch.setattr(nn, "accumulated_in", lambda ctx, dtype: "f32")
-    plan = scheduled(lambda x: x.cumsum(-1), torch.empty(64, 1 << 20), device="H200", check=False)
-    (kernel,) = plan.kernels
-    source = generate(replace(kernel, reverse=True), spec_of("H200")).source
-    assert "pid = tl.program_id(0)" in source and "num_programs" not in source
 
 
 def test_which_rows() -> None:

@@ -83,10 +83,17 @@ def test_unrolling_of_several_axes() -> None:
 
 
 def test_each_part_of_a_concatenation_computes_its_own() -> None:
-    x = torch.randn(512, 256)
+    x = torch.randn(2048, 256)
     (k,) = kernels(lambda x, y: torch.cat([x.exp(), y.sin()], -1), x, x)
     assert k.source.count("tl.store(") == 2 and "tl.where" not in k.source
     assert "mask" not in k.source.split("def ")[1]
+
+
+def test_few_points_stay_apart() -> None:
+    """H200: 31360 lanes of 8 points each took 16.6 us, of which memory took 3."""
+    x = torch.randn(256, 256)
+    (k,) = kernels(lambda x, y: torch.cat([x.exp(), y.sin()], -1), x, x)
+    assert k.source.count("tl.store(") == 1
 
 
 def test_plain_axes_stay() -> None:

@@ -78,7 +78,11 @@ def planned(
     """What becomes of `f`; `run`: also its results, by the reference executor."""
     plan = Plan()
     torch._dynamo.reset()
-    spec = device_spec("cpu") if device == "cpu" else named_gpu(device)
+    # What is planned for a CPU does not depend on the one that plans.
+    caches: dict[str, Any] = {"cores": 2, "l1": 32 << 10, "l2": 1 << 20, "l3": 32 << 20}
+    caches["gflops"] = (("f32", 180.0), ("f64", 90.0))
+    cpu = device == "cpu"
+    spec = replace(device_spec("cpu"), **caches) if cpu else named_gpu(device)
     assert spec is not None
     runner = partial(_scheduled, plan, spec, run)
     backend = partial(deuteron_backend, runner=runner, specs=lambda _: spec)

@@ -22,7 +22,7 @@ from tests.schedule.planning import Plan, planned, trained
 SCRIPT = Path(__file__).parents[1] / "codegen" / "attention_values.py"
 QUICK = ("causal_mask", "grouped", "sinks", "t5")  # the others take minutes
 IN_A_PROCESS = 8
-HEADS, LENGTH = 4, 1024
+HEADS, LENGTH = 16, 2048
 # Of lengths known at run time only there are more steps, or scores in memory: sums over all scores
 # are split for the GPU in parts whose lengths are not whole, and read the scores at two places;
 # a maximum's gradient (`graph.vanishing`) and what is read once for each distance

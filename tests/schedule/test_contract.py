@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deuteron.base.device import named_gpu
 from deuteron.ir import nest
 from deuteron.ir.index import Axis, Index, const
 from deuteron.ir.nest import Nest, Reduce
@@ -23,6 +24,7 @@ from deuteron.schedule.closure import closure
 from deuteron.schedule.legality import Refusal
 from deuteron.schedule.masks import Bound, bounds, neutral
 from deuteron.schedule.reference import run_kernel
+from deuteron.schedule.tile import candidates
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, inputs
 from tests.schedule.planning import planned, trained
 
@@ -252,9 +254,12 @@ def test_values_are_made_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -
 def bounds_of(name: str) -> tuple[tuple[Bound, ...], Nest]:
     with torch.no_grad():
         plan = planned(PROGRAMS[name], *inputs(name), run=False)
-    assert plan.contractions[0].contraction is not None
-    nest, tiling = plan.contractions[0].contraction
-    (loop,) = [d for d in tiling.dims if d.mode == "loop"]
+    kernel = plan.contractions[0]
+    spec = named_gpu("H100")
+    assert kernel.contraction is not None and spec is not None
+    nest, _ = kernel.contraction
+    tilings = candidates(nest, dict(kernel.reads) | dict(kernel.writes), spec)
+    loop = next(d for t, _ in tilings for d in t.dims if d.mode == "loop")
     over = [s for s in nest.reductions.values() if loop.axes[0] in s.over]
     return bounds(neutral(over, set(), set()), loop.axes[0]), nest
 

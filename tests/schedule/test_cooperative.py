@@ -35,13 +35,3 @@ def test_partial_results_bound_them() -> None:
     assert aligned_split_count(4096, 14, PARTIAL_RESULT_ROWS) == 56
     assert aligned_split_count(64, 14, PARTIAL_RESULT_ROWS) == 8
     assert aligned_split_count(4096, 14, 100.0) < 56
-
-
-@pytest.mark.parametrize("rows", [1, 11, 64, 4096])
-@pytest.mark.parametrize("most", [1, 28, 43])
-def test_splits_of_several_waves(rows: int, most: int) -> None:
-    count = aligned_split_count(rows, most, waves=5)
-    assert count % ALIGNMENT_CLASSES == 0
-    assert count >= min(rows, 4 * most) and (
-        count < rows + ALIGNMENT_CLASSES or count <= 8 * most + ALIGNMENT_CLASSES
-    )

@@ -47,8 +47,8 @@ class _Structure:
             nests += (self.contraction(*kernel.contraction),)
         over = frozenset(self.tensors[n] for n in kernel.overwrites)
         self.key: Hashable = (
-            *(kernel.device, kernel.barriers, kernel.reverse, kernel.retain_in_l2, over),
-            *(reads, writes, layouts, nests, tuple(self.nodes)),
+            *(kernel.device, kernel.barriers, over, reads, writes, layouts, nests),
+            *self.nodes,
         )
 
     def layout(self, lay: Layout) -> Hashable:

@@ -28,11 +28,12 @@ from deuteron.graph import ops, random, transaction
 from deuteron.graph.aliasing import Aliasing
 from deuteron.graph.chunks import in_chunks
 from deuteron.graph.convolutions import rewrite_convolutions
+from deuteron.graph.copies import keep_order
 from deuteron.graph.cse import merge_common
 from deuteron.graph.devices import move_constructors
 from deuteron.graph.edit import Editor, remove_dead
 from deuteron.graph.einsum import multiply_matrices
-from deuteron.graph.epilogues import join_activations
+from deuteron.graph.epilogues import join_activations, part_biases
 from deuteron.graph.layout import channels_last
 from deuteron.graph.padding import pad_products
 from deuteron.graph.pull_out import pull_out
@@ -111,11 +112,11 @@ def memory_is_known(graph: Rewriting, context: Context) -> bool:
     return graph.changed.get("storage of views") is not None
 
 
-LIBRARY_REWRITES = ("sums of products", "channels last", "convolutions", "padding", "epilogues")
+EARLIER = {"storage of views", "devices of constructors", "rows", "common subexpressions"}
 
 
 def calls_changed(graph: Rewriting, context: Context) -> bool:
-    return any(graph.changed.get(name) for name in LIBRARY_REWRITES)
+    return any(graph.changed[name] for name in graph.changed.keys() - EARLIER - {"dead code"})
 
 
 def apply_rows(gm: fx.GraphModule, record: Record) -> dict[str, int]:
@@ -192,8 +193,10 @@ REWRITES: Table = (
     tried("channels last", channels_last, memory_is_known),
     # in the order that memory has by now
     tried("convolutions", rewrite_convolutions, memory_is_known),
+    tried("order of copies", keep_order, memory_is_known),
     tried("padding", pad_products, memory_is_known),
     tried("epilogues", join_activations, memory_is_known),
+    tried("biases", part_biases, memory_is_known),
     tried("common subexpressions of calls", merge, calls_changed),
     tried("dead code of calls", drop_dead, calls_changed),
     tried("chunks", in_chunks, chunks_wanted, asks=True),

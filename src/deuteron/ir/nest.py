@@ -105,6 +105,12 @@ class Nest:
         found = {n: self.contraction(s) for n, s in self.reductions.items() if s.operands}
         return {n: c for n, c in found.items() if c is not None}
 
+    @cached_property
+    def unit(self) -> str:
+        """What multiplies: the slowest of the units that its products need (`DeviceSpec.peak`)."""
+        kinds = {self.reductions[n].operands for n in self.contractions}
+        return next((k for k in ("f32", "tf32", "f16", "bf16") if k in kinds), "f32")
+
     def axes_of(self, e: Expr) -> tuple[Axis, ...]:
         """Where a value lives, in the order of the nest."""
         used = e.axes()

@@ -28,7 +28,6 @@ from deuteron.schedule.printer import call_lines, contraction_lines, group_lines
 from deuteron.schedule.recompute import recompute
 from deuteron.schedule.reindex import reindex
 from deuteron.schedule.split import split_groups
-from deuteron.schedule.traversal import with_traversal
 from deuteron.schedule.verify import verify_schedule
 from deuteron.schedule.verify_groups import verify_groups
 
@@ -187,12 +186,6 @@ def built(before: HorizontallyFused, context: Context) -> Built:
     return extended(Built, before, schedule=schedule)
 
 
-def directed(before: Built, context: Context) -> Built:
-    """From which end a kernel goes through memory, and what it leaves in the cache."""
-    steps = with_traversal(before.schedule.steps, before.layouts, before.specs)
-    return replace(before, schedule=replace(before.schedule, steps=tuple(steps)))
-
-
 # -- what checks and prints their artifacts --------------------------------------------------------
 
 
@@ -278,7 +271,6 @@ SCHEDULING: Table = (
     Pass("contract", contracted, KERNELS_TELL, ordered_text),
     Pass("horizontal", fused_horizontally, KERNELS_TELL, launches_text),
     Pass("build", built, verify_built, built_text),
-    Pass("traversal", directed, verify_built, built_text),
 )
 
 

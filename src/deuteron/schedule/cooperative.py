@@ -41,9 +41,6 @@ MAX_HELD_VALUES, MAX_PROGRAMS_OF_ONE_VALUE = 96, 24
 # bytes: of that many splits or a multiple each has rows of one kind (see
 # `codegen.triton.misaligned`).
 ALIGNMENT_CLASSES = 8
-# The same for lines of the cache, of 128 bytes. H200, softmax of 4096 rows of 65535, bf16, us: rows
-# from multiples of 16 bytes 348, of 128 bytes 323.
-LINE_ALIGNMENT_CLASSES = 64
 # What a split's partial results of columns cost, in rows: two sums of 4 bytes that are written and
 # read, beside three times 2 bytes of a row.
 PARTIAL_RESULT_ROWS = 2.7
@@ -90,20 +87,17 @@ def programs_per_row(
     return count if pays and fits else 0
 
 
-def aligned_split_count(
-    rows: int, most: int, partial: float = 0.0, waves: int = 1, classes: int = ALIGNMENT_CLASSES
-) -> int:
+def aligned_split_count(rows: int, most: int, partial: float = 0.0) -> int:
     """How many splits, of which about so many run at once, walk so many rows soonest, where each
-    has rows of one of so many alignment classes. `partial`: what one leaves behind, in rows;
-    `waves`: of splits, at least. H200, backward of layer norm, 4096 rows of 65535, bf16, of which
-    14 run at once, us: 8 splits
-    1010, 16 822, 40 620, 56 592, 112 606."""
+    has rows that begin alike. `partial`: what one leaves behind, in rows. H200, backward of layer
+    norm, 4096 rows of 65535, bf16, of which 14 run at once, us: 8 splits 1010, 16 822, 40 620, 56
+    592, 112 606."""
 
     def cost(count: int) -> float:
         return -(-count // most) * -(-rows // count) + partial * count / most
 
-    first = -(-max(1, min(rows, (waves - 1) * most)) // classes) * classes
-    return min(range(first, 8 * most + 1, classes), key=cost, default=first)
+    every = range(ALIGNMENT_CLASSES, 8 * most + 1, ALIGNMENT_CLASSES)
+    return min(every, key=cost, default=ALIGNMENT_CLASSES)
 
 
 def can_be_cluster(programs: int, spec: DeviceSpec) -> bool:

@@ -28,6 +28,8 @@ from deuteron.schedule.tiling import Tiling
 
 # Programs of each multiprocessor that loops in parts may be walked by; places of a part at least.
 PROGRAMS, LEAST = (1, 2, 4), 128
+# What a kernel may take that does the work of two, of these: estimates are no better than that.
+FEWER = 1.15
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class _Cover:
                 both = self.kernel([*part, *new], memory)
                 if isinstance(both, Refusal):
                     continue
-                if isinstance(alone, Refusal) or both.estimate.us <= (
+                if isinstance(alone, Refusal) or both.estimate.us <= FEWER * (
                     made[k].estimate.us + alone.estimate.us
                 ):
                     part += new

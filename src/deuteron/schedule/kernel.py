@@ -126,10 +126,14 @@ class Kernel:
     predicted_us: float
     barriers: tuple[int, ...] = ()
     overwrites: frozenset[str] = frozenset()
-    reverse: bool = False  # programs go from the last to the first: see `schedule.traversal`
-    retain_in_l2: bool = False  # what it reads is to stay in the L2: likewise
     # Then it has no other nests: statements with products (`ir.nest`), and how they are tiled.
     contraction: tuple[ContractionNest, Tiling] | None = None
+
+    @property
+    def unit(self) -> str:
+        """What does most of its arithmetic (`DeviceSpec.peak`)."""
+        nest, _ = self.contraction or (None, None)
+        return nest.unit if nest is not None and self.device != "cpu" else "f32"
 
     def nests_between_barriers(self) -> tuple[tuple[Nest, ...], ...]:
         """Nests between barriers."""

@@ -27,6 +27,7 @@ from deuteron.ir.onehot import single_term
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of, tensors_read
 from deuteron.schedule.group import MAX_CODE, bound_axes, code_of, kind_of, reads_of
+from deuteron.schedule.lanes import picking
 from deuteron.schedule.space import Map
 
 # A producer of at most this many FLOPs an element, reading no more bytes than it writes, is
@@ -171,17 +172,20 @@ class Inliner:
             return False
         if gathers_again(load, p):
             return False
-        reads = reads_of(p)
-        lay = self.layouts[p.name]
+        reads, lay = reads_of(p), self.layouts[p.name]
+        spec = self.specs[lay.device]
         points = hint(product(a.extent for a in (*c.axes, *_inner(c))))
-        if self.specs[lay.device].kind == "cpu" and load.args and _shifted(load, c):
+        if spec.kind == "cpu" and load.args and _shifted(load, c):
             points = min(points, hint(lay.numel))  # loops are cut where masks begin and end
         often = points / max(1, hint(lay.numel))
-        if self.specs[lay.device].kind == "cuda" and c.body.op == "reduce" and self.beside_rows(p):
+        if spec.kind == "cuda" and c.body.op == "reduce" and self.beside_rows(p):
             return False
         if p.name not in self.memory and self.sites[p.name] == 1 and often <= 1.0:
             return True
         work = E.flops(p.body)
+        if spec.kind == "cuda":
+            along = lanes(p, load, c)
+            work += sum(picking(r.index, self.layouts[r.tensor], along) for r in reads)
         moved = sum(ITEMSIZE[self.layouts[r.tensor].dtype] for r in reads)
         if work <= FREE_FLOPS and moved <= ITEMSIZE[p.body.dtype]:
             return True
@@ -191,7 +195,6 @@ class Inliner:
             return work <= SCALAR_FLOPS  # computed once, outside of all loops
         if _aligned(load, c):
             return False  # the same loops: fusion decides
-        spec = self.specs[lay.device]
         more = spec.compute_us(work * (points - hint(lay.numel)))
         if self.sites[p.name] == 1:
             saved = spec.launch_us + spec.memory_us(2 * hint(lay.numel) * ITEMSIZE[lay.dtype])
@@ -272,6 +275,12 @@ def _aligned(load: Expr, c: Compute) -> bool:
     used = [i for i in load.attr[1] if i.value != 0]
     plain = {a.index: k for k, a in enumerate(axes)}
     return not load.args and len(used) == len(set(used)) and all(i in plain for i in used)
+
+
+def lanes(p: Compute, load: Expr, c: Compute) -> frozenset[Axis]:
+    """The loops of `p` along which lanes of its reader `c` go, which are beside one another."""
+    inner = [a for a in (*c.axes, *_inner(c)) if a.extent.value != 1][-1:]
+    return frozenset(a for a, i in zip(p.axes, load.attr[1], strict=True) if i.axes() & set(inner))
 
 
 def _shifted(load: Expr, c: Compute) -> bool:

@@ -62,7 +62,7 @@ def group_lines(group: Group, stored: Iterable[str], layouts: dict[str, Layout])
 def kernel_lines(k: Kernel, layouts: Mapping[str, Layout] | None = None) -> list[str]:
     """One kernel. `layouts`: those of all tensors, where loads may be of others than it lists."""
     cost = f"{k.bytes} bytes, {k.flops:.0f} flops, {k.predicted_us:.1f} us"
-    out = [f"kernel {k.name} on {k.device}{', in reverse' * k.reverse}: {cost}"]
+    out = [f"kernel {k.name} on {k.device}: {cost}"]
     for what, listed in (("reads", k.reads), ("writes", k.writes)):
         out += [f"    {what} {name}: {layout_text(layout)}" for name, layout in listed]
     if k.contraction is not None:

@@ -17,6 +17,7 @@ from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.cooperative import NORM_BACKWARD_VALUES, programs_per_row
 from deuteron.schedule.group import Group, Member
+from deuteron.schedule.lanes import picking
 from deuteron.schedule.split_reductions import one_pass
 from deuteron.schedule.strides import strided_bytes
 
@@ -148,13 +149,21 @@ def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
     return any(r and r <= reduced and not r & own for r in read)
 
 
-def work(group: Group) -> float:
-    """FLOPs of one execution."""
+def work(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
+    """FLOPs of one execution; on a GPU with what lanes wait for lines of their own."""
     space = group.space
     points, rows = space.size(), hint(space.rows)
     each = {"point": points, "row": rows}
     each["group"] = points // hint(product(a.extent for a in group.group_axes))
-    return sum(m.effort * (points if m.kind != "point" else each[m.level]) for m in group.members)
+    total = 0.0
+    for m in group.members:
+        effort = m.effort
+        if spec.kind == "cuda" and m.level == "point":
+            at = {(r.tensor, r.index) for r in m.reads}
+            at |= {(m.name, m.index)} if m.compute.target is not None else set()
+            effort += sum(picking(i, layouts[n], frozenset(space.axes[-1:])) for n, i in at)
+        total += effort * (points if m.kind != "point" else each[m.level])
+    return total
 
 
 def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
@@ -236,11 +245,8 @@ def known_rows(group: Group) -> bool:
 
 def shareable(group: Group, layouts: Mapping[str, Layout]) -> bool:
     """Whether programs may share rows that begin anywhere: elements are so wide that what a warp
-    reads is whole lines, or (of at least 2 bytes) there is one axis of rows, of which each split
-    has those that begin alike (`codegen.triton.alignment_classes`)."""
-    least = min((ITEMSIZE[layouts[n].dtype] for n in group.reads), default=4)
-    rows = [a.extent.value for a in group.space.parallel if a.extent.value != 1]
-    return least >= 4 or (least >= 2 and len(rows) == 1 and rows[0] is not None)
+    reads is whole lines."""
+    return min((ITEMSIZE[layouts[n].dtype] for n in group.reads), default=4) >= 4
 
 
 def side_by_side(group: Group, layouts: Mapping[str, Layout]) -> bool:
@@ -320,7 +326,7 @@ def cost(
         group.reductions and group.row_split is None and not row_stays_on_chip(group, layouts, spec)
     ):
         moved += read_again(group, layouts)
-    done = work(group)
+    done = work(group, layouts, spec)
     share = occupancy(group, layouts, spec)
     us = time_us(moved, done, share, spec)
     if not whole and group.reductions and share < least_occupancy(group, layouts):

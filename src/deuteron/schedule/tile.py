@@ -18,11 +18,12 @@ from deuteron.base.device import DeviceSpec
 from deuteron.base.products import MAX_WHOLE, MIN_TENSOR_CORE_SIDE
 from deuteron.ir.expr import Expr, flops
 from deuteron.ir.index import Axis, Index, const, hint, product
-from deuteron.ir.nest import Nest, Reduce, roots
+from deuteron.ir.nest import Nest, Reduce, Statement, Store, roots
 from deuteron.ir.operations import HALF, ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.boxes import box_of
 from deuteron.schedule.dimensions import Group, apart, dimensions, is_nested
+from deuteron.schedule.lanes import LINE_FLOPS, Steps, most_lines, scattered, steps_of
 from deuteron.schedule.loop_passes import Shares
 from deuteron.schedule.tiling import Dim, Tiling
 
@@ -39,8 +40,10 @@ COPIED = 4
 # What of the bandwidth a multiprocessor can use when others idle, as a multiple of its share.
 ONE_CORE_BANDWIDTH = 1.6
 # A block of a loop takes at least so long, us, where a multiprocessor has one program: H100, 8192 x
-# 4096 by 4096 x 4096 in blocks of 64 x 64 x 128: 0.45, of 128 x 128 x 64: 0.41.
-LOOP_US = 0.4
+# 4096 by 4096 x 4096 in blocks of 64 x 64 x 128: 0.45, of 128 x 128 x 64: 0.41. For each product in
+# it, where one waits for another's result, of which a warp has so many: H200, models' attention of
+# 512 x 64, its gradients, and two layers with GELU, 0.57 to 0.75; 0.3 of it however many.
+LOOP_US, CHAINED_LOOP_US, WARP_RESULTS = 0.4, 0.6, 1024
 # What a program takes besides: its first blocks are on their way, its results are stored. H100, two
 # models' products of K = 512 to 1024 with GELU, 128 x 256 columns: 1.5 of the time without it.
 PROGRAM_US = 2.5
@@ -62,7 +65,17 @@ WARP_GROUP = 64
 ROW_BLOCK = 1024  # elements that four warps have of a row, 16 bytes of f32 a thread at once
 # Columns of rows that such programs have, 512 bytes of f32; elements of those that they have whole.
 COLUMNS, MAX_ROWS = 128, 8192
+# What chains reach of narrower heads than the figures were measured with, as a power of the width's
+# share: H200, f32, windows of 49 by 32 (figures: 64) take 1.3 to 2.1 times as long for each FLOP.
+WIDTH_POWER = 0.7
 REGISTER_SHARE = 0.78  # of a program's registers that accumulators may take
+# Multiplications of a thread in a product on the f32 units, in sums of up to 32 places and longer
+# ones, above which it spills, as Triton 3.6 unrolls it and has all factors at hand; twice as many
+# where a factor comes through registers. sm_90, 16 to 128 rows and columns, 16 to 128 places:
+# beyond that 0.2 to 5.8 KB of a thread's stack, within it none.
+SHORT_SUM, MAX_SHORT, MAX_LONG = 32, 4096, 2048
+# What of a product's time its own results' way to memory took where its rate was measured.
+STORING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -70,12 +83,6 @@ class Estimate:
     us: float
     bytes: float
     flops: float
-
-
-def unit(nest: Nest) -> str:
-    """What multiplies: the slowest of the units that its products need (`DeviceSpec.peak`)."""
-    kinds = {nest.reductions[n].operands for n in nest.contractions}
-    return next((k for k in ("f32", "tf32", "f16", "bf16") if k in kinds), "f32")
 
 
 def figures(table: str, kind: str) -> Any:
@@ -122,11 +129,11 @@ def listed(
     chained = any(role in ("whole", "inner") for role in roles.values())
     first = next(iter(products.values()))
     of = kind_of(nest, chained)
-    table = table or figures(of, unit(nest))
+    table = table or figures(of, nest.unit)
     at = orders(nest, layouts)
     dim = cache(Dim)
     for blocks, warps, stages, reached, how in table:
-        dims, left = [], 1.0  # of the blocks that were measured
+        dims, left, width = [], 1.0, 1.0  # of the blocks that were measured, and their widths
         for k, (axes, role) in enumerate(groups):
             if role == "batch":
                 block, mode = 1, "grid"
@@ -134,6 +141,7 @@ def listed(
                 block, mode = 1, "loop"
             elif role in ("whole", "inner"):
                 block, mode = max(MIN_SIDE, _power(int(extent[axes]))), "whole"
+                width = min(width, block / figures("widths", nest.unit))
             else:
                 sides = (set(axes) & set(first.m), set(axes) & set(first.n), True)
                 side = int(role == "loop") if chained else list(map(bool, sides)).index(True)
@@ -147,7 +155,7 @@ def listed(
             dims.sort(key=lambda d: roles[d.axes] == "whole")  # as it is in memory
         programs = spec.cores if "persistent" in how else 0
         ways = ("fetches" in how, "puts" in how, programs)
-        share = min(reached[k] for k in at) * math.sqrt(left)
+        share = min(reached[k] for k in at) * math.sqrt(left) * width**WIDTH_POWER
         yield Tiling(tuple(dims), warps, stages, share, *ways)
 
 
@@ -249,9 +257,30 @@ def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: De
     held = 0
     for s in nest.reductions.values():
         held += 4 * tile_of(tiling, nest.lives(s))
-    if held > REGISTER_SHARE * 32 * tiling.num_warps * 255 * 4:
+    limit = REGISTER_SHARE * 32 * tiling.num_warps * 255 * 4
+    if held > limit or any(spills(nest, tiling, n, limit - held) for n in nest.contractions):
         return False
     return shared_bytes(nest, tiling) + RESERVED_SHARED <= spec.shared
+
+
+def spills(nest: Nest, tiling: Tiling, name: str, left: float) -> bool:
+    """Whether a product on the f32 units takes more registers than there are: it is unrolled, and
+    all factors come through registers but those that a loop brings on the way. `left`: bytes of
+    them that hold no results."""
+    s, c = nest.reductions[name], nest.contractions[name]
+    if s.operands != "f32":
+        return False
+    passing, through = 0, False
+    for side in (c.a, c.b):
+        axes = nest.axes_of(side)
+        if _plain(side) and any(tiling.dim_of(a).mode == "loop" for a in axes):
+            continue
+        through = True
+        if not any(n.attr[0] in nest.reductions for n in side.loads()):  # else it is a result
+            passing += ITEMSIZE["f32"] * tile_of(tiling, axes)
+    threads, places = 32 * tiling.num_warps, tile_of(tiling, c.over)
+    work = tile_of(tiling, nest.lives(s)) * places * (1 + through) / threads
+    return passing > left or work > (MAX_SHORT if places <= SHORT_SUM else MAX_LONG)
 
 
 def crossed(nest: Nest, tiling: Tiling) -> bool:
@@ -312,9 +341,10 @@ class Estimator:
 
     def __init__(self, nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> None:
         self.nest, self.spec = nest, spec
-        self.shares, self.kind = Shares(nest), unit(nest)
-        self.nested = any(is_nested(nest, s) for s in nest.reductions.values())
+        self.shares, self.kind = Shares(nest), nest.unit
+        self.nested = [s for s in nest.reductions.values() if is_nested(nest, s)]
         self.reads, self.vectors, self.brought = _reads(nest, layouts), [], []
+        self.accesses: list[tuple[str, Steps, set[Axis], int, float]] = []
         for s in nest.statements:
             product = isinstance(s, Reduce) and s.name in nest.contractions
             sides = (*s.body.args,) if isinstance(s, Reduce) and product else roots(s)
@@ -322,6 +352,7 @@ class Estimator:
             loads = [n for e in sides if not (product and _plain(e)) for n in e.loads()]
             read = (n for n in loads if n.attr[0] not in nest.reductions)
             self.brought.append([set(nest.axes_of(n)) for n in read])
+            self.accesses += _accesses(nest, layouts, s)
         self.stored = sum(layouts[x.tensor].nbytes_hint for x in nest.stores)
 
     def of(self, tiling: Tiling) -> Estimate:
@@ -354,14 +385,29 @@ class Estimator:
         held = multiplied, spec.compute_us(vector, "f32")
         together = programs_together(nest, tiling, spec)
         compute = sum(held) if together < 2 else max(held) + OVERLAP_SHARE * min(held)
+        if together < 2 and not tiling.persistent:  # nothing else runs while results are stored
+            loops = {a for d in tiling.dims if d.mode == "loop" for a in d.axes}
+            outside = self.stored + sum(once for used, once in self.reads if not used & loops)
+            compute += max(0.0, spec.memory_us(outside) - STORING_SHARE * multiplied)
+        lines = sum(
+            points(tiling, axes) * cut.get(name, 1.0) * scattered(tiling, steps, size, most)
+            for name, steps, axes, size, most in self.accesses
+        )
         slots = spec.cores * together
         waves = math.ceil(programs / slots) * slots / programs if programs > slots else 1.0
         if programs < spec.cores:
             waves = spec.cores / programs
         few = max(1.0, spec.cores / (programs * ONE_CORE_BANDWIDTH))
         trips, turns = self.trips(tiling, cut), math.ceil(programs / slots)
-        compute = compute * waves + PROGRAM_US * turns * (tiling.num_stages > 1 or trips > 0)
-        us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, LOOP_US * trips * turns)
+        compute = max(compute, spec.compute_us(LINE_FLOPS * lines)) * waves
+        compute += PROGRAM_US * turns * (tiling.num_stages > 1 or trips > 0)
+        looping = LOOP_US * trips * turns
+        if self.nested:
+            made = max(tile_of(tiling, nest.lives(s)) for s in self.nested)
+            block = 0.3 + 0.7 * made / (WARP_RESULTS * tiling.num_warps)
+            block *= CHAINED_LOOP_US * len(nest.contractions)
+            looping = (block * trips + PROGRAM_US) * turns
+        us = spec.launch_us + max(spec.memory_us(traffic) * few, compute, looping)
         return Estimate(us, traffic, tensor + vector)
 
     def trips(self, tiling: Tiling, cut: Mapping[str, float]) -> float:
@@ -382,6 +428,20 @@ def _reads(nest: Nest, layouts: Mapping[str, Layout]) -> list[tuple[set[Axis], f
     read = (p for p in places if p[0] not in nest.reductions)
     used = ((name, {a for i in index for a in i.axes()}) for name, index in read)
     return [(axes, _places(axes) * float(ITEMSIZE[layouts[name].dtype])) for name, axes in used]
+
+
+def _accesses(
+    nest: Nest, layouts: Mapping[str, Layout], s: Statement
+) -> Iterator[tuple[str, Steps, set[Axis], int, float]]:
+    """Where a statement reads and writes memory, and how large an element is."""
+    name = s.name if isinstance(s, Reduce) else ""
+    read = [(n.attr[:2], nest.axes_of(n)) for e in roots(s) for n in e.loads()]
+    written = [((s.tensor, s.index), nest.lives(s))] if isinstance(s, Store) else []
+    for (tensor, at), axes in (*read, *written):
+        if tensor not in nest.reductions:
+            layout = layouts[tensor]
+            size = ITEMSIZE[layout.dtype]
+            yield name, steps_of(layout, at, axes), set(axes), size, most_lines(layout)
 
 
 def _places(axes: Iterable[Axis]) -> int:
@@ -421,7 +481,7 @@ def programs_together(nest: Nest, tiling: Tiling, spec: DeviceSpec) -> int:
 
 def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
     """A call of the library for the one product of a nest: what it must compute or move."""
-    work, kind = 0.0, unit(nest)
+    work, kind = 0.0, nest.unit
     for name in nest.contractions:
         s = nest.reductions[name]
         work += 2.0 * _places(nest.axes_of(s.body))

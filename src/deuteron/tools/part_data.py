@@ -237,9 +237,6 @@ class PartData:
         code = self.loaded.kernels[k.name]
         self.sources.setdefault(code.name, code.source)
         reads, writes = [n for n, _ in k.reads], [n for n, _ in k.writes]
-        dtypes = {lay.dtype for _, lay in k.reads}
-        contraction = k.name.startswith("con_") and k.device != "cpu"
-        unit = next((u for d, u in FX_UNITS.items() if contraction and d in dtypes), "f32")
         configs: list[str] = []
         facts: Data = {}
         if isinstance(code, TritonKernel):
@@ -254,7 +251,7 @@ class PartData:
             "device": k.device,
             "bytes": k.bytes,
             "flops": k.flops,
-            "unit": unit,
+            "unit": k.unit,
             "predicted_us": k.predicted_us,
             "reads": reads,
             "writes": writes,

@@ -6,14 +6,12 @@ In: `Loops`. Out: numbers; sizes that change count as their hints.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from deuteron.codegen.loops import Loops, points_visited, roots_of, stride, unique_nodes
 from deuteron.codegen.triton.misaligned import misaligned_rows
 from deuteron.ir.expr import Expr
 from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
-from deuteron.ir.program import Layout
 
 # Blocks for what is the same in them have at least so many elements.
 MIN_STEADY_BLOCK = 1024
@@ -140,19 +138,6 @@ def read_along(loops: Loops, kinds: type | tuple[type, ...]) -> set[Expr]:
     roots = [root for p in loops.statements if isinstance(p, kinds) for root in roots_of(p)]
     loads = [n for n in unique_nodes(roots) if n.op == "load" and n.attr[1]]
     return {n for n in loads if n.attr[1][0].axes() & set(loops.reduced)}
-
-
-def read_rarely(loops: Loops, layouts: Mapping[str, Layout]) -> frozenset[str]:
-    """Tensors of which elements are read at most twice each. Those of overlapping windows come one
-    by one, from the L1 mostly, and a mark of an eviction policy costs each instruction that reads
-    five others: H200, us with it and without, softmax of windows of 8 (f32) 80 and 75, bilinear
-    interpolation 49.5 and 48."""
-    axes, reads = [*loops.parallel, *loops.reduced], Counter[str]()
-    axes += (axis for n in loops.nodes if n.op == "reduce" for axis in n.attr[1])
-    for a in loops.accesses:
-        if not a.store:
-            reads[a.tensor] += points_visited(a.address, axes)
-    return frozenset(n for n, count in reads.items() if count <= 2 * hint(layouts[n].numel))
 
 
 def steady_block(loops: Loops, r: Sequence[Axis]) -> int:

@@ -271,8 +271,7 @@ class Emitter(TileState):
         text = self.pointer_text(name, address, wanted)
         scope = self.chain[self.level(wanted)]
         self.guard("load", name, address, wanted, where, scope)
-        streams = name in self.retained and dims == self.whole
-        policy = self.policies.get(node, "evict_last" if streams else "")
+        policy = self.policies.get(node, "")
         hint = f', eviction_policy="{policy}"' if policy else ""
         if self.rotation is not None and not masks and self.rotation.covers(self, address):
             return self.rotation.load(self, name, node.dtype, hint)

@@ -20,7 +20,6 @@ from deuteron.base.text import plain_name
 from deuteron.codegen.checks import with_checks
 from deuteron.codegen.loops import Loops, prepare
 from deuteron.codegen.triton.access_statistics import power, size
-from deuteron.codegen.triton.alignment_classes import split_by_alignment
 from deuteron.codegen.triton.contraction import contraction_kernel
 from deuteron.codegen.triton.cooperative import FLAGS_PARAM, may_share_rows
 from deuteron.codegen.triton.emit import size_name
@@ -142,14 +141,6 @@ def with_unrolled_axes(task: Looped, context: Context) -> Looped:
     return replace(task, loops=tuple(unroll_and_jam(n, task.spec) for n in task.loops))
 
 
-def split_classes(task: Looped, context: Context) -> Looped:
-    """Rows that begin between multiples of 16 bytes, by where they begin."""
-    if first_nests(task.kernel) != 1:
-        return task
-    first, *others = task.loops
-    return replace(task, loops=(split_by_alignment(first, task.spec), *others))
-
-
 def choose_tiling(task: Looped, context: Context) -> Tiled:
     """How a program's tile covers each nest: shape, warps, stages."""
     nests, spec, first = task.loops, task.spec, first_nests(task.kernel)
@@ -188,9 +179,8 @@ def write_nests(task: Measured, context: Context) -> Written:
         limits = {n: (lay.extent() + lay.offset, kernel.name) for n, lay in layouts.items()}
     pointers = _pointer_names(layouts)
     common = (pointers, index_type, layouts, "STAGES", float8, limits, kernel.overwrites)
-    retain = kernel.retain_in_l2 and task.tilings[0].programs_per_row == 1
     averages = options.precision == "float32"
-    names = [Names(b, *common, retain, averages) for b in task.blocks]
+    names = [Names(b, *common, averages) for b in task.blocks]
     written = [
         write_nest(n, f, own, itertools.count())
         for n, f, own in zip(task.loops, task.tilings, names, strict=True)
@@ -305,7 +295,6 @@ TRITON: Table = (
     Pass("predicated loads", with_predicated_loads, verify_looped, looped_text),
     Pass("unroll", with_unrolled_reductions, verify_looped, looped_text),
     Pass("unroll and jam", with_unrolled_axes, verify_looped, looped_text),
-    Pass("alignment classes", split_classes, verify_looped, looped_text),
     Pass("tiling", choose_tiling, verify_tiled, tiled_text),
     Pass(
         "index width", measure_indices, "a test of each call's sizes is all it gives", measured_text

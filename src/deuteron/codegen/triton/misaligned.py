@@ -4,10 +4,9 @@ whole vectors of 16 bytes.
 In: the address of a row and the number of elements of a vector (`misaligned_rows`). Out: where
 lanes lie in such a row, and the text of accesses to it.
 
-Lanes begin at the first multiple of 16 bytes in the row, of a long one at the first whole line of
-the cache: H200, 4096 rows of 65535, bf16, softmax 348 us and 323. The elements before it (the
-rotation, a number of elements) come after the row's end, in the last lanes. The row is a ring of
-its length rounded up to whole vectors or lines, and lane l has element (l + rotation) modulo that.
+Lanes begin at the first multiple of 16 bytes in the row. The elements before it (the rotation, a
+number of elements) come after the row's end, in the last lanes. The row is a ring of its length
+rounded up to whole vectors, and lane l has element (l + rotation) modulo that.
 So as many lanes serve as for a row that is aligned, none reads anything but vectors of which some
 element is the row's, and conditions on reading are the same for all of a vector. Elements of
 vectors that belong to neighbouring rows are masked; they are never written. Reductions do not mind
@@ -28,12 +27,9 @@ from dataclasses import dataclass
 from deuteron.codegen.loops import SPLIT, Loops, points_visited, stride
 from deuteron.codegen.triton.scope import FULL, Dim, R
 from deuteron.codegen.triton.state import TileState
-from deuteron.ir.index import Axis, Index, Sym, Value, hint, substitute
+from deuteron.ir.index import Axis, Index, Sym, Value, substitute
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.kernel import Scan
-
-# Bytes of a line of the cache, from which rows of so many elements and more are read.
-LINE_BYTES, MIN_LINE_ALIGNED_ROW = 128, 1024
 
 
 def misaligned_rows(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
@@ -75,14 +71,7 @@ def rows_of_one_alignment(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] 
     step = row.coefficient(axis)
     if tuple(loops.parallel) != (axis,) or step is None or axis in (row - axis.index * step).axes():
         return None
-    return start if same_alignment_class(row, axis, count, vector) else None
-
-
-def same_alignment_class(row: Index, axis: Axis, count: int, elements: int) -> bool:
-    """Whether rows that are `count` apart begin as many elements behind a multiple of
-    `elements`."""
-    step = row.coefficient(axis)
-    return step is not None and all(c * count % elements == 0 for _, c in step.terms)
+    return start if all(c * count % vector == 0 for _, c in step.terms) else None
 
 
 @dataclass(frozen=True)
@@ -90,8 +79,7 @@ class Rotation:
     """`row`: the address of a row; `single`: whether blocks have one row; `first`: the address of a
     split's first row, where all its rows, each `step` behind the one before, have the same
     rotation;
-    `itemsizes`: of the elements of all tensors; `line`: lanes begin at multiples of so many, 0: of
-    `vector`.
+    `itemsizes`: of the elements of all tensors.
     """
 
     row: Index
@@ -100,11 +88,10 @@ class Rotation:
     first: Index | None = None
     step: int = 1
     itemsizes: tuple[int, ...] = ()
-    line: int = 0
 
     def declare(self, em: TileState) -> None:
         """Where lanes begin, and the elements of a vector of those of so many bytes."""
-        sizes = {"": self.line or self.vector} | {str(n): 16 // n for n in self.itemsizes}
+        sizes = {"": self.vector} | {str(n): 16 // n for n in self.itemsizes}
         for name, count in sizes.items():
             em.scope.add(
                 f"VECTOR{name}: tl.constexpr = {count} if ALIGNED else 1",
@@ -241,23 +228,15 @@ class Rotation:
         return name
 
 
-def rotation_of(
-    loops: Loops, start: tuple[Index, int], length: Index, blocks: Sequence[tuple[int, int]]
-) -> Rotation:
-    """The rotation of rows of `length` elements that begin so (`misaligned_rows`), in blocks of so
-    many rows and lanes."""
-    single_row = all(rows == 1 for rows, _ in blocks)
+def rotation_of(loops: Loops, start: tuple[Index, int], single_row: bool) -> Rotation:
+    """The rotation of rows that begin so (`misaligned_rows`); `single_row`: one in each block."""
     sizes = tuple(sorted({a.itemsize for a in loops.accesses}))
     row, vector = start
-    line = LINE_BYTES // 16 * vector
-    if hint(length) < MIN_LINE_ALIGNED_ROW or any(lanes % line for _, lanes in blocks):
-        line = 0
     if loops.row_split is None:
-        return Rotation(row, vector, single_row, itemsizes=sizes, line=line)
+        return Rotation(row, vector, single_row, itemsizes=sizes)
     axis, count = loops.row_split
     first = substitute(row, {axis: SPLIT.index})
-    line *= same_alignment_class(row, axis, count, line or 1)
-    return Rotation(row, vector, single_row, first, count, sizes, line)
+    return Rotation(row, vector, single_row, first, count, sizes)
 
 
 def rounded_up(text: str) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from deuteron.codegen.loops import SPLIT, CrossRowReduce, Loops, Write, stride
 from deuteron.codegen.precision import inexact, packed_bf16, softmax_sums
-from deuteron.codegen.triton.access_statistics import read_rarely
 from deuteron.codegen.triton.columns import (
     Columns,
     clear_columns,
@@ -70,7 +69,6 @@ class Names:
     float8: str = ""  # see `scalars.convert`
     limits: Limits = field(default_factory=dict)  # see `Emitter.guard`
     overwrites: frozenset[str] = frozenset()  # see `schedule.kernel.Kernel`
-    retain_in_l2: bool = False  # see `schedule.traversal.retains_in_l2`
     averages: bool = True  # see `precision.inexact`
 
 
@@ -104,13 +102,9 @@ def write_nest(
     em.limits = names.limits
     if tiling.kind == "points" and names.overwrites:  # all are read before
         tiling = replace(tiling, crowded=False)
-    if names.retain_in_l2 and any(
-        isinstance(p, Write) and p.level == "point" for p in loops.statements
-    ):
-        em.retained = read_rarely(loops, names.layouts)
     if tiling.misaligned is not None:
-        blocks = [(b.of("x"), b.of("r")) for b in tiling.candidates]
-        em.rotation = rotation_of(loops, tiling.misaligned, em.dims["r"].count, blocks)
+        single_row = all(b.of("x") == 1 for b in tiling.candidates)
+        em.rotation = rotation_of(loops, tiling.misaligned, single_row)
     for node in (n for root in loops.roots() for n in root.walk()):
         if node.op == "reduce":
             em.bound.update(node.attr[1])
@@ -437,7 +431,7 @@ class Passes:
         for root in self.passes[k].roots():
             for n in root.walk():
                 if n.op == "load" and n.attr[1] and em.deps(n) & R:
-                    keep = n in later or em.shared(n) or n.attr[0] in em.retained
+                    keep = n in later or em.shared(n)
                     em.policies[n] = "evict_last" if keep else "evict_first"
 
     def declare_carries(self, q: RowPass) -> dict[str, str]:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
-from deuteron.codegen.loops import Loops
-from deuteron.codegen.triton.access_statistics import below, power, size, widest
-from deuteron.ir.index import Axis, Index, hint
+from deuteron.codegen.triton.access_statistics import below, power, size
+from deuteron.ir.index import Axis, Index
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,8 @@ class Tiling:
 SINGLE_ELEMENT_TILES = tuple(TileConfig((("x", n),), w) for n, w in ((256, 8), (128, 4), (256, 4)))
 
 
-# Elements and warps of a tile: of points; of those that share what is found for their column.
-TileSizes = tuple[tuple[int, int], ...]
-PLANE_TILES: TileSizes = ((2048, 4), (1024, 4), (4096, 8))
-GATHERED_PLANE_TILES: TileSizes = ((8192, 8), (4096, 8), (4096, 4))
+# Elements and warps of a tile of points.
+PLANE_TILES = ((2048, 4), (1024, 4), (4096, 8))
 
 
 def warps_for(elements: int, each: int = 16) -> int:
@@ -104,9 +101,7 @@ def line_tiles(count: int, spec: DeviceSpec, itemsize: int, most: int) -> tuple[
     return tuple(out)
 
 
-def plane_tiles(
-    ny: int, nx: int, spec: DeviceSpec, most: int, tiles: TileSizes = PLANE_TILES
-) -> tuple[TileConfig, ...]:
+def plane_tiles(ny: int, nx: int, spec: DeviceSpec, most: int) -> tuple[TileConfig, ...]:
     x = min(power(nx), most)
     count = ny * nx
 
@@ -116,18 +111,12 @@ def plane_tiles(
         y = min(max(1, elements // x), power(ny))
         return TileConfig((("y", y), ("x", min(x, elements))), warps)
 
-    return tuple(dict.fromkeys(plane(*tile) for tile in tiles))
+    return tuple(dict.fromkeys(plane(*tile) for tile in PLANE_TILES))
 
 
-def transposed_tiles(
-    loops: Loops, other: Axis, y: Sequence[Axis], x: Sequence[Axis], spec: DeviceSpec
-) -> tuple[TileConfig, ...]:
-    """`other`: the axis of y along which something is contiguous. Large tiles where there are many,
-    few of which are cut off: H200, us, 16384 x 16384 of bf16: tiles of 64 x 64 275, of 128 x 128
-    262; a copy 257."""
+def transposed_tiles(y: Sequence[Axis], x: Sequence[Axis]) -> tuple[TileConfig, ...]:
+    """Of about as many places along each of `y` and `x`."""
     ny, nx = size(y), size(x)
-    plain = widest(loops) <= 2 and len(loops.accesses) <= 2
-    enough = min(hint(other.extent), nx) >= 1024 and ny * nx >= 4 * 128 * 128 * spec.cores
 
     def tile(edge: int, warps: int) -> TileConfig:
         x = min(edge, power(nx))
@@ -135,4 +124,4 @@ def transposed_tiles(
         x = min(edge * edge // y, power(nx))
         return TileConfig((("y", y), ("x", x)), warps)
 
-    return (tile(128, 8) if plain and enough else tile(64, 8), tile(32, 4))
+    return tile(64, 8), tile(32, 4)

@@ -17,9 +17,7 @@ from deuteron.codegen.triton.dynamic_bounds import (
     dynamic_bounds_tile,
     in_flight,
 )
-from deuteron.codegen.triton.misaligned import misaligned_rows
 from deuteron.codegen.triton.point_tiles import (
-    GATHERED_PLANE_TILES,
     SINGLE_ELEMENT_TILES,
     TileConfig,
     Tiling,
@@ -28,14 +26,11 @@ from deuteron.codegen.triton.point_tiles import (
     transposed_tiles,
     warps_for,
 )
-from deuteron.ir.index import Axis, Value, hint
+from deuteron.ir.index import Axis, hint
 from deuteron.ir.operations import ITEMSIZE
 
 # Points of rows in blocks of a row: so much more of them at most, with what is masked.
 MAX_PADDED_SHARE = 1.1
-# Rows of points that begin between multiples of 16 bytes are walked from the multiple before, if
-# they have at least so many.
-MIN_MISALIGNED_POINTS = 1 << 14
 # With so many axes, finding a point's place costs more than its arithmetic.
 MANY_AXES = 4
 # With more at every point, a thread takes few points.
@@ -67,24 +62,11 @@ def tile_points(loops: Loops, spec: DeviceSpec) -> Tiling:
     if other is not None:
         x: tuple[Axis, ...] = (order[-1],)
         y = tuple(a for a in order[:-1] if a != other) + (other,)
-        return Tiling("points", (("y", y), ("x", x)), transposed_tiles(loops, other, y, x, spec))
+        return Tiling("points", (("y", y), ("x", x)), transposed_tiles(y, x))
     cut = _plane_cut(order) if len(order) >= MANY_AXES else _row_value_cut(loops, order)
-    if cut is not None and stored_points(loops) == 1 and size(order[cut:]) >= MIN_MISALIGNED_POINTS:
-        misaligned = misaligned_rows(loops, order[cut:])
-        if misaligned is not None:
-            # H200, gradient of cross entropy, 50257 classes, bf16, us: 507 and 533.
-            rows = (TileConfig((("x", 1), ("r", 2048)), 4), TileConfig((("x", 1), ("r", 4096)), 8))
-            return Tiling(
-                "rows", (("x", order[:cut]), ("r", order[cut:])), rows, misaligned=misaligned
-            )
     if cut is not None:
         y, x = order[:cut], order[cut:]
         blocks = plane_tiles(size(y), size(x), spec, 512 if len(order) >= MANY_AXES else 2048)
-        return Tiling("points", (("y", y), ("x", x)), blocks)
-    cut = _gathered_column_cut(loops, order)
-    if cut is not None:
-        y, x = order[:cut], order[cut:]
-        blocks = plane_tiles(size(y), size(x), spec, 2048, GATHERED_PLANE_TILES)
         return Tiling("points", (("y", y), ("x", x)), blocks)
     full = accesses_of_points(loops)
     most = 512 if len(full) > MANY_ACCESSES else below(2048 // stored_points(loops))
@@ -148,8 +130,8 @@ def _plane_cut(order: Sequence[Axis]) -> int | None:
 
 def _row_value_cut(loops: Loops, order: Sequence[Axis]) -> int | None:
     """Where to part the axes of points of which rows have values of their own, read once per row
-    then; rows are nearly whole blocks."""
-    if len(order) < 2:
+    then; rows are nearly whole blocks of whole vectors."""
+    if len(order) < 2 or (order[-1].extent.value or 1) % 8:
         return None
     inner, row_values = order[-1], 0
     for a in loops.accesses:
@@ -158,8 +140,6 @@ def _row_value_cut(loops: Loops, order: Sequence[Axis]) -> int | None:
         elif stride(a.address, inner) != 1:
             return None
     n = size((inner,))
-    if (inner.extent.value or 1) % 8 and n < MIN_MISALIGNED_POINTS:
-        return None
     block = min(power(n), 2048)
     return (
         len(order) - 1
@@ -188,25 +168,6 @@ def _second_contiguous(loops: Loops, order: Sequence[Axis]) -> Axis | None:
     best = max(gain, key=lambda a: gain[a])
     worth = gain[best] * 8 > total and hint(best.extent) >= 4 and hint(inner.extent) >= 8
     return best if worth else None
-
-
-def _gathered_column_cut(loops: Loops, order: Sequence[Axis]) -> int | None:
-    """Where to part points of which each column is read from a place of its own, the same in all
-    rows: a program then finds its columns' places once for several rows. H200, 8192 x 480 of pairs
-    of 27 x 27 products: point by point 35 us."""
-    if len(order) < 2:
-        return None
-    inner, n = order[-1], size(order[-1:])
-    placed = any(
-        isinstance(a, Value) and a.expr.axes() == {inner} and len(access.address.axes()) > 1
-        for access in loops.accesses
-        for a in access.address.atoms()
-    )
-    return (
-        len(order) - 1
-        if placed and n >= 32 and power(n) <= min(MAX_PADDED_SHARE * n, 2048)
-        else None
-    )
 
 
 __all__ = ["accesses_of_points", "in_order", "point_order", "tile_points"]

@@ -42,10 +42,7 @@ def function_text(
     signature = ", ".join([*params, *(f"{c}: tl.constexpr" for c in constexprs)])
     notes = comments_of(kernel, layouts, pointers)
     if len(bodies) == 1:
-        pid = "tl.program_id(0)"
-        if kernel.reverse and not tilings[0].exchanges:
-            pid = "tl.num_programs(0) - 1 - tl.program_id(0)"
-        lines += [*_function(name, signature, [*notes, f"pid = {pid}", *bodies[0]])]
+        lines += [*_function(name, signature, [*notes, "pid = tl.program_id(0)", *bodies[0]])]
         return "\n".join([*lines, ""])
     calls, start = [], []
     for i, body in enumerate(bodies):

@@ -47,7 +47,6 @@ class TileState(Placing[str, Scope]):
         self.packed_bf16: frozenset[Expr] = frozenset()  # see `precision`
         self.softmax_sums: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
-        self.retained: frozenset[str] = frozenset()  # what is to stay in the L2 as it streams
         self.bound: set[Axis] = set()  # axes of reductions inside expressions
         self.lane_elements, self.strided, self.terms = 1, False, 1  # see `tiling.Tiling`
         self.block = 0  # the most elements of a block along r, a power of two

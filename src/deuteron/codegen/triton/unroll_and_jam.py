@@ -41,6 +41,9 @@ MAX_WORK_SHARE = 0.8
 # and with its place 72, 65; their mean 55, 44, 45; gradient of an enlarged picture 32, 28, 27.
 WINDOW_COUNTS, MAX_WINDOW_WORK = (8, 4, 2), 1.05
 LANES_PER_CORE = 2048  # of a multiprocessor
+# Of these, how many are left at least: H200, f32, a batch norm and the copies of its heads, 8
+# points of each of 31360 lanes: 16.6 us, of which memory takes 3.
+LANES_LEFT = 1024
 # A part of an axis that is cut has at least so many points.
 MIN_AXIS_PART = 64
 # Instructions, about: an element of 16 bytes, an element alone with its address, a division.
@@ -54,8 +57,10 @@ def unroll_and_jam(loops: Loops, spec: DeviceSpec) -> Loops:
         return loops
     if loops.reduced and any(isinstance(p, Write) and p.level == "row" for p in loops.statements):
         return loops
-    unrolled = 1
-    while (best := _best(loops, candidates(loops, MAX_UNROLLED_POINTS // unrolled))) is not None:
+    unrolled, lanes = 1, size(point_order(loops)) // (LANES_LEFT * spec.cores)
+    while (
+        best := _best(loops, candidates(loops, min(lanes, MAX_UNROLLED_POINTS) // unrolled))
+    ) is not None:
         loops, n = best
         unrolled *= n
     if unrolled == 1 and single_elements(loops, spec):
