@@ -123,3 +123,11 @@ def test_stores_together_are_checked() -> None:
 def test_a_single_point() -> None:
     (k,) = kernels(lambda x: x[0] + x[1], torch.randn(2))
     assert k.source.count("tl.load(") == 2
+
+
+def test_long_functions_are_not_written_out_for_short_numbers() -> None:
+    """A model's snake activation, 8 sines of each lane for one reciprocal: H200, 52 us, of which
+    memory takes 16."""
+    x, alpha = torch.randn(8, 32, 32000), torch.rand(1, 32, 1)
+    (k,) = kernels(lambda x, a: x + (a + 1e-9).reciprocal() * torch.sin(a * x).pow(2), x, alpha)
+    assert k.source.count("libm.sin(") == 1

@@ -121,12 +121,12 @@ def test_the_forward_names_what_is_saved_and_its_backward(tmp_path: Path) -> Non
     made = {backward["tensors"][n]["label"] for s in kernels for n in s["writes"]}
     assert made == {f"gradient of {x}" for x in "qkv"}
     for text in (full(report), short(report)):
-        assert "saved for the backward: " in text and "backward 3: " in text
+        assert "saved for the backward: " in text and "backward 2: " in text
     path = tmp_path / "r.html"
     write(report, path)
     assert load(path) == report
     page = path.read_text()
-    assert "backward 3: " in page and "masked in part" in page and "One kernel:" in page
+    assert "backward 2: " in page and "masked in part" in page and "One kernel:" in page
 
 
 def test_chunks_are_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import deuteron
 from deuteron.base.device import named_gpu
+from deuteron.schedule.tile import candidates
 from deuteron.tools.report_file import load
 from deuteron.tools.tile_data import tile_classes, tile_data
 from tests.schedule.contraction_programs import PROGRAMS, causal, inputs
@@ -28,23 +29,26 @@ MASKS = {
 def test_classes_are_those_of_the_mask(name: str, rows: int, columns: int) -> None:
     with torch.no_grad():
         plan = planned(PROGRAMS[name], *inputs(name), run=False)
-    assert plan.contractions[0].contraction is not None
-    nest, tiling = plan.contractions[0].contraction
+    kernel, spec = plan.contractions[0], named_gpu("H100")
+    assert kernel.contraction is not None and spec is not None
+    nest, _ = kernel.contraction
+    found = candidates(nest, dict(kernel.reads) | dict(kernel.writes), spec)
+    tiling = next(t for t, _ in found if any(d.mode == "loop" for d in t.dims))
     (loop,) = [d for d in tiling.dims if d.mode == "loop"]
     blocks = {"grid": rows, "loop": columns}
     dims = [
         replace(d, block=blocks.get(d.mode, d.block)) if d.block > 1 else d for d in tiling.dims
     ]
     tiling = replace(tiling, dims=tuple(dims))
-    found = tile_classes(nest, tiling, tiling.dim_of(loop.axes[0]))
+    told = tile_classes(nest, tiling, tiling.dim_of(loop.axes[0]))
     tiles = [b for part in MASKS[name].split(rows) for b in part.split(columns, 1)]
     if name == "plain":
-        assert found["rows"] is None and found["full"] == len(MASKS[name].split(columns))
+        assert told["rows"] is None and told["full"] == len(MASKS[name].split(columns))
         return
-    assert found["rows"] == rows and found["block"] == columns
-    assert found["full"] == sum(bool(t.all()) for t in tiles)
-    assert found["skipped"] == sum(not t.any() for t in tiles)
-    assert found["partial"] + found["full"] + found["skipped"] == len(tiles)
+    assert told["rows"] == rows and told["block"] == columns
+    assert told["full"] == sum(bool(t.all()) for t in tiles)
+    assert told["skipped"] == sum(not t.any() for t in tiles)
+    assert told["partial"] + told["full"] + told["skipped"] == len(tiles)
 
 
 def test_the_best_of_all_tilings_was_taken() -> None:

@@ -28,7 +28,7 @@ from deuteron.codegen.loops import (
 )
 from deuteron.codegen.triton.access_statistics import size
 from deuteron.codegen.triton.tiling import point_order, single_elements
-from deuteron.ir.expr import Expr, as_position, own_indices
+from deuteron.ir.expr import Expr, as_position, own_flops, own_indices
 from deuteron.ir.index import Atom, Axis, Div, Index, MinMax, Mod, const, divide_exact, hint
 
 # Points that one lane computes at most, and nodes of the text (registers; compile time).
@@ -158,7 +158,7 @@ def work(loops: Loops) -> float:
         total += VECTOR_COST if step in (0, 1) else SCALAR_COST
     divisions = set()
     for n in nodes(loops):
-        total += n.op not in ("load", "literal", "cast", "index")
+        total += n.op not in ("load", "literal", "cast", "index") and max(1.0, own_flops(n))
         for i in own_indices(n):
             divisions |= {a for a in i.atoms() if isinstance(a, (Div, Mod, MinMax))}
     return total + DIVISION_COST * len(divisions)
