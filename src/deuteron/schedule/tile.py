@@ -109,7 +109,7 @@ def candidates(
     tilings = [t for t in every if feasible(nest, t, layouts, spec)]
     estimator = Estimator(nest, layouts, spec)
     scored = [(t, estimator.of(t)) for t in tilings]
-    return sorted(scored, key=lambda x: x[1].us)
+    return sorted(scored, key=lambda x: (x[1].us, -x[0].efficiency))
 
 
 def listed(
