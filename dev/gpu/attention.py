@@ -5,17 +5,20 @@
 A line for each row: milliseconds of a call (medians by CUDA events; all contenders of a row in one
 process, nothing else on the GPU meanwhile), our time over the best peer's, what is wanted, MiB that
 a call of ours allocates at its peak (results included), errors over eager's (root of summed
-squares, against float64 of one sample; of losses against float32). Rows are compiled
-by processes side by side and timed one after the other. Peers: `eager` and `inductor` run the same
-plain code; `flex` is FlexAttention with the same score and mask (compiled by Inductor, its block
-mask outside of the timed call where the mask is fixed); `cudnn`, `flash`, `sdpa` are the library's.
+squares, against float64 of one sample; of losses against float32). Rows are compiled by processes
+side by side and timed one after the other; what is not ready after three fifths of the seconds is
+left out and says on stderr where it is. Peers: `eager` and `inductor` run the same plain code;
+`flex` is FlexAttention with the same score and mask (compiled by Inductor, its block mask outside
+of the timed call where the mask is fixed); `cudnn`, `flash`, `sdpa` are the library's.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import math
 import multiprocessing
+import queue
 import time
 import traceback
 from collections.abc import Callable
@@ -270,6 +273,9 @@ ROWS = {
 }
 
 
+PREPARING = 0.6  # of the seconds given: until when rows are compiled
+
+
 def exact(args: list[Tensor]) -> list[Tensor]:
     """One sample, in float64; of a loss everything, in float32."""
     out = []
@@ -336,13 +342,15 @@ def prepared(row: Row) -> tuple[dict[str, Callable[[], Any]], float, float, floa
     return ready, off, peak, seconds
 
 
-def work(name: str, gate: Any, turn: Any, told: Any) -> None:
+def work(name: str, patience: float, gate: Any, turn: Any, told: Any) -> None:
     from triton.testing import do_bench
 
     row = ROWS[name]
+    faulthandler.dump_traceback_later(patience)
     try:
         with gate:
             calls, off, peak, seconds = prepared(row)
+        faulthandler.cancel_dump_traceback_later()
         told.put((name, "ready"))
         turn.wait()
         ms = {
@@ -378,18 +386,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--jobs", type=int, default=6, help="processes that compile side by side")
     asked = parser.parse_args()
-    end = time.monotonic() + asked.seconds
+    begin = time.monotonic()
+    end = begin + asked.seconds
     context = multiprocessing.get_context("spawn")
     gate, told = context.Semaphore(asked.jobs), context.Queue()
     names = asked.names or list(ROWS)
     turns = {n: context.Event() for n in names}
-    workers = {n: context.Process(target=work, args=(n, gate, turns[n], told)) for n in names}
+    patience = PREPARING * asked.seconds
+    workers = {
+        n: context.Process(target=work, args=(n, patience - 5, gate, turns[n], told)) for n in names
+    }
     for w in workers.values():
         w.start()
     waiting, ready, results = set(names), [], {}
 
-    def hear() -> None:
-        n, text = told.get(timeout=max(1.0, end - time.monotonic()))
+    def hear(until: float) -> None:
+        """What one of them says next, if there is something within a second."""
+        for n in names:
+            if n not in results and not workers[n].is_alive() and told.empty():
+                told.put((n, f"its process ended: {workers[n].exitcode}"))
+        try:
+            n, text = told.get(timeout=max(0.01, min(1.0, until - time.monotonic())))
+        except queue.Empty:
+            return
         waiting.discard(n)
         if text == "ready":
             ready.append(n)
@@ -397,16 +416,16 @@ def main() -> None:
             results[n] = text
             print(line(n, text), flush=True)
 
-    try:
-        while waiting:
-            hear()
-        for n in sorted(ready, key=names.index):
-            turns[n].set()
-            while n not in results:
-                hear()
-            workers[n].kill()
-    except Exception as e:
-        print(f"ended early: {type(e).__name__}; not ready: {sorted(waiting)}")
+    while waiting and time.monotonic() < begin + patience:
+        hear(begin + patience)
+    for n in sorted(waiting):
+        print(f"{n}: not ready after {patience:.0f} s; left out", flush=True)
+        workers[n].kill()
+    for n in sorted(set(ready) - set(results), key=names.index):
+        turns[n].set()
+        while n not in results and time.monotonic() < end:
+            hear(end)
+        workers[n].kill()
     for w in workers.values():
         w.kill()
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; 4x16x4096x128, bf16")

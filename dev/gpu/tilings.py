@@ -4,8 +4,9 @@
 
 For each kernel of the cases of `dev.gpu.contractions` (with --train: of a forward for a backward,
 and of that backward) a line for the chosen tiling, others of the best estimates and some drawn from
-the rest: estimated and measured microseconds; then how the two rank (Spearman), and the chosen
-one's time over the best measured. Tensors are drawn from (0.5, 1.5).
+the rest: estimated and measured microseconds, and how far its results are from the chosen one's
+(root of summed squares, relative); then how the two rank (Spearman), and the chosen one's time over
+the best measured. Tensors are drawn from (0.5, 1.5).
 """
 
 from __future__ import annotations
@@ -74,13 +75,22 @@ def code_of(kernel: Kernel, number: int) -> TritonKernel:
     return code
 
 
-def run(kernel: Kernel, code: TritonKernel) -> float:
-    """Microseconds of a kernel."""
+def run(kernel: Kernel, code: TritonKernel) -> tuple[float, list[Tensor]]:
+    """Microseconds of a kernel; its results."""
+    torch.manual_seed(0)
     tensors = memory(kernel)
     given = [tensors[str(what)].data_ptr() for kind, what in code.args if kind == "tensor"]
     launcher = Launcher([code], [range(len(given))], [], "cuda:0", Options.make())
     pointers = (ctypes.c_void_p * len(given))(*given)
-    return timed(partial(launcher, torch.cuda.current_stream().cuda_stream, pointers))
+    call = partial(launcher, torch.cuda.current_stream().cuda_stream, pointers)
+    call()
+    torch.cuda.synchronize()
+    results = [tensors[name].clone() for name, _ in kernel.writes]
+    return timed(call), results
+
+
+def apart(got: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(float((g - w).double().norm() / w.double().norm()) for g, w in zip(got, wanted))
 
 
 def rank(a: list[float], b: list[float]) -> float:
@@ -100,16 +110,18 @@ def main() -> None:
     codes = [[code_of(k, n) for n, (k, _) in enumerate(ks)] for ks in every]
     for (name, kernel), ks, made in zip(found, every, codes, strict=True):
         print(f"{name}: {', '.join(n for n, _ in kernel.writes)}")
-        rows = []
+        rows, first = [], list[Tensor]()
         for (tiled, us), code in zip(ks, made, strict=True):
             assert tiled.contraction is not None
-            took, why = float("nan"), ""
+            took, off, why = float("nan"), float("nan"), ""
             try:
-                took = run(tiled, code)
+                took, got = run(tiled, code)
+                first = first or got
+                off = apart(got, first)
             except DeuteronError as e:  # out of resources: a tiling that should not be offered
                 why = e.message[:60]
             rows.append((us, took))
-            print(f"  {us:9.1f} {took:9.1f}  {tiled.contraction[1]} {why}", flush=True)
+            print(f"  {us:9.1f} {took:9.1f} {off:.0e} {tiled.contraction[1]} {why}", flush=True)
         good = [r for r in rows if r[1] == r[1]]
         if len(good) > 2:
             best = min(t for _, t in good)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from deuteron.codegen.triton.generate import generate
 from deuteron.ir.expr import Expr
 from deuteron.ir.nest import Nest
-from deuteron.runtime import build_triton, ptx
+from deuteron.runtime import buffers, build_triton, ptx
 from deuteron.schedule import contract, dimensions
 from tests.runtime.test_build_triton import options
 from tests.schedule.planning import planned
@@ -124,3 +124,84 @@ def test_products_of_norms_wait_for_their_registers(tmp_path: Path) -> None:
         job = build_triton.job_of(made, made.configs[0], 90, aligned=True, wide=False)
         build_triton.built(job, options(tmp_path))
     assert overwritten(seen[0]) and not overwritten(before(seen[0]))
+
+
+PASSES = """
+    %t = ttg.local_alloc : () -> !ttg.memdesc<COUNTx64x128xbf16, #shared, #smem, mutable>
+    %first = ttg.memdesc_index %t[%c0] : A -> B
+    %token = ttg.async_copy_global_to_local %p, %first mask %m : C -> B
+    %r = scf.for %k = %c0 to %n step %c1 iter_args(%acc = %zero) -> (D)  : i32 {
+      %view = ttg.memdesc_index %t[%k] : A -> B
+      %turned = ttg.memdesc_trans %view {order = array<i32: 1, 0>} : B -> E
+      %dot = ttng.warp_group_dot %a, %turned, %acc {isAsync = true} : F * E -> D
+      %next = ttg.memdesc_index %t[%k1] : A -> B
+      %more = ttg.async_copy_global_to_local %q, %next mask %m : C -> B
+      scf.yield %dot : D
+    }
+"""
+
+
+def test_buffers_that_are_filled_while_products_read_them() -> None:
+    """A loop that looks one ahead needs two buffers, or a wait."""
+    alone, beside = PASSES.replace("COUNT", "1"), PASSES.replace("COUNT", "2")
+    assert buffers.overwritten(alone)
+    assert buffers.overwritten(beside), "the product of the pass before runs, too"
+    begun = "%dot = "
+    wait = "      %w = ttng.warp_group_dot_wait %dot {pendings = LEFT : i32} : D\n"
+    lines = {n: [x + "\n" for x in PASSES.replace("COUNT", n).split("\n")] for n in "12"}
+    waited = {
+        (n, left): "".join(x + (wait.replace("LEFT", left) if begun in x else "") for x in lines[n])
+        for n in "12"
+        for left in "01"
+    }
+    assert not buffers.overwritten(waited["1", "0"]) and not buffers.overwritten(waited["2", "1"])
+    assert buffers.overwritten(waited["1", "1"])
+
+
+def late(text: str) -> int:
+    """Copies of a block that begin while its products run, or run in another warp."""
+    found, left = 0, 0  # 1: products may run; 2: one's own are done
+    for line in text.split("\n"):
+        if ptx.BLOCK_ENDS.match(line):
+            left = 0
+        elif "wgmma.commit_group" in line:
+            left = 1
+        elif (wait := ptx.WAIT.match(line)) and wait[1] == "0":
+            left = 2 if left else 0
+        elif line.lstrip().startswith("bar.sync"):
+            left = 1 if left == 1 else 0
+        elif ptx.COPY.match(line):
+            found += left > 0
+    return found
+
+
+SUMMED = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def summed(q, k, out):
+    rows, columns = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+    left = tl.load(q + tl.program_id(0) * 8192 + rows * 128 + columns)
+    acc = tl.full([64, 128], 0.0, tl.float32)
+    for at in tl.range(0, 4096, 64, num_stages=2):
+        t = tl.load(k + (at + rows) * 128 + columns)
+        s = tl.dot(left, tl.trans(t)) * tl.sum(t.to(tl.float32), 1)[None, :]
+        acc = tl.dot(s.to(tl.bfloat16), t, acc)
+    tl.store(out + tl.program_id(0) * 8192 + rows * 128 + columns, acc)
+"""
+
+
+def test_copies_wait_for_products_of_their_buffers(tmp_path: Path) -> None:
+    """Gradients of attention, whose sums over gradients times results were made in the loop of the
+    products: other values in each call on an H200."""
+    types = ("q", "*bf16"), ("k", "*bf16"), ("out", "*fp32")
+    job = build_triton.Job(
+        "summed", SUMMED, types, (), (0, 1, 2), 4, 2, 0, fp_fusion=True, debug=False, capability=90
+    )
+    seen: list[str] = []
+    before = ptx.with_waits_before_copies
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ptx, "with_waits_before_copies", lambda t: (seen.append(t), before(t))[1])
+        build_triton.built(job, options(tmp_path))
+    assert late(seen[0]) and not late(before(seen[0]))

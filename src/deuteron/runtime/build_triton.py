@@ -147,7 +147,8 @@ def library_text() -> str:
         "rotated_loads",
         "philox",
     )
-    files = [*(f"codegen/triton/{name}.py" for name in names), "base/cluster.py", "runtime/ptx.py"]
+    files = [f"codegen/triton/{name}.py" for name in names]
+    files += ["base/cluster.py", "runtime/ptx.py", "runtime/buffers.py"]
     return "".join((folder / name).read_text() for name in files)
 
 

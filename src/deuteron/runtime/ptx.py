@@ -11,6 +11,8 @@ nobody may write these before a wait says that the product is done. Triton 3.6 l
 of a loop's pass running into the next one, which writes its own left factors to the same registers
 (a norm of rows before its product: wrong rows on an H200, other ones in each call). A wait goes
 before the first of these writes; the assembler then keeps the registers of products that run.
+Likewise where a loop fills a buffer again (see `buffers`): there a wait goes before the barrier
+behind which the copy begins.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+
+from deuteron.runtime.buffers import overwritten
 
 PACKED_ADD = re.compile(r"^[ \t]*add\.[su]16x2[ \t]+(%\w+), (%\w+), (%\w+);[ \t]*$", re.MULTILINE)
 SEPARATE_ADDS = (
@@ -28,6 +32,8 @@ DEFINED = re.compile(r"\s*(?:@!?%\w+\s+)?[\w.:]+\s+(\{[^{}]*\}|%\w+)")
 PRODUCT = re.compile(r"\s*wgmma\.mma_async\S*\s+\{[^{}]*\},\s*\{([^{}]*)\}")
 WAIT = re.compile(r"\s*wgmma\.wait_group\S*\s+(\d+);")
 BLOCK_ENDS = re.compile(r"\$L__BB|.*\bbra\S*\s+\$L__BB")
+COPY = re.compile(r"\s*(?:@!?%\w+\s+)?cp\.async\.(?:bulk\.tensor|c[ag])\.")
+BARRIER, WAIT_FOR_ALL = "\tbar.sync \t0;", "\twgmma.wait_group.sync.aligned 0;"
 
 
 def without_packed_adds(text: str) -> str:
@@ -49,8 +55,27 @@ def with_waits(text: str) -> str:
         elif (wait := WAIT.match(line)) and wait[1] == "0":
             waited = True
         elif not waited and (defined := DEFINED.match(line)) and read & registers(defined[1]):
-            out.append("\twgmma.wait_group.sync.aligned 0;")
+            out.append(WAIT_FOR_ALL)
             waited = True
+        out.append(line)
+    return "\n".join(out)
+
+
+def with_waits_before_copies(text: str) -> str:
+    """The module with a wait for all products before a block's first copy behind them."""
+    out: list[str] = []
+    barrier = -1  # the last one since products began; 0 before there is one
+    for line in text.split("\n"):
+        wait = WAIT.match(line)
+        if BLOCK_ENDS.match(line) or (wait and wait[1] == "0"):
+            barrier = -1
+        elif line.lstrip().startswith("wgmma.commit_group"):
+            barrier = 0
+        elif barrier == 0 and line.lstrip().startswith("bar.sync"):
+            barrier = len(out)
+        elif barrier >= 0 and COPY.match(line):
+            out[barrier or len(out) :] = [WAIT_FOR_ALL, *(out[barrier:] if barrier else [BARRIER])]
+            barrier = -1
         out.append(line)
     return "\n".join(out)
 
@@ -76,8 +101,20 @@ def fix_ptx_stage(
     backend: Any, stages: dict[str, Callable[..., Any]], options: Any, language: Any, arch: Any
 ) -> None:
     """Triton's hook on its table of stages (``knobs.runtime.add_stages_inspection_hook``)."""
-    make = stages["ptx"]
-    stages["ptx"] = lambda source, metadata: with_waits(without_packed_adds(make(source, metadata)))
+    pipelined, make = stages["ttgir"], stages["ptx"]
+    filled = False
+
+    def ttgir(source: Any, metadata: Any) -> Any:
+        nonlocal filled
+        made = pipelined(source, metadata)
+        filled = overwritten(str(made))
+        return made
+
+    def ptx(source: Any, metadata: Any) -> str:
+        text = with_waits(without_packed_adds(make(source, metadata)))
+        return with_waits_before_copies(text) if filled else text
+
+    stages["ttgir"], stages["ptx"] = ttgir, ptx
 
 
-__all__ = ["fix_ptx_stage", "with_waits", "without_packed_adds"]
+__all__ = ["fix_ptx_stage", "with_waits", "with_waits_before_copies", "without_packed_adds"]
