@@ -55,10 +55,9 @@ def test_values(act: Callable[[Tensor], Tensor], sizes: tuple[int, ...], dtype: 
         return act(F.linear(x, w, b))
 
     out, joined = compiled(f, x, w, b)
-    single = dtype is torch.float32
-    assert joined == (
-        [] if single and act is tanh_gelu else ["ReLU" if act is torch.relu else "GELU"]
-    )
+    # GELU: of half precision, whose rows begin at multiples of 16 bytes.
+    apart = dtype is torch.float32 or k % 8 or n % 8
+    assert joined == (["ReLU"] if act is torch.relu else [] if apart else ["GELU"])
     exact = f(x.double(), w.double(), b.double())
     eager = f(x, w, b)
     assert out.dtype == dtype and out.stride() == eager.stride()
