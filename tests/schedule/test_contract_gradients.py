@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deuteron.capture import partition
 from tests.schedule.contraction_programs import CHAINS, PROGRAMS, B, H, S, inputs
 from tests.schedule.planning import Plan, gradients, planned, trained
 
@@ -88,6 +89,18 @@ def test_without_recomputation_weights_are_saved() -> None:
     plan = trained(PROGRAMS["plain"], *args, recompute=False)
     check(plan, PROGRAMS["plain"], args)
     assert SCORES in written(plan)
+
+
+def test_scores_of_f32_are_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its f32 units take longer to multiply again than its memory to keep them; tensor cores that
+    round to tf32 do not."""
+    for rounded in (False, True):
+        monkeypatch.setattr(partition, "tf32", lambda rounded=rounded: rounded)
+        args = [a.detach().float() for a in inputs("plain")]
+        plan = trained(PROGRAMS["plain"], *args)
+        check(plan, PROGRAMS["plain"], args)
+        saved = [d for r in plan.records for d in r.of("decision") if d["subject"] == "save"]
+        assert any(d["bytes"] >= 4 * SCORES for d in saved) is not rounded
 
 
 def with_maximum(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
