@@ -55,7 +55,9 @@ def test_gradients_are_those_of_the_mask(
     plan = trained(RANDOM[name], *args)
     assert [c.op for c in plan.calls] == ["deuteron.seed.default"]
     assert len(plan.contractions) <= 3 and len(plan.kernels) <= 4  # one may be for sums of rows
-    assert all(n < B * H * S * S for n in written(plan)), written(plan)
+    # In f32 they are kept.
+    few = all(n < B * H * S * S for n in written(plan))
+    assert few is (dtype is torch.bfloat16), written(plan)
     check(plan, explicit(name, drawn(name, plan)), args)
 
 

@@ -50,6 +50,7 @@ from deuteron.ir.index import (
 from deuteron.ir.operations import (
     COMPARE,
     COMPARISONS,
+    EXACT_OPS,
     FLOAT8,
     FLOATS,
     FLOATS_ONLY,
@@ -78,7 +79,7 @@ def _interning_key(op: str, dtype: str, args: tuple[Expr, ...], attr: Any) -> tu
 class Expr:
     """One node; build it with the functions of this module, never directly."""
 
-    __slots__ = ("_axes", "_children", "_flops", "_indices", "_key", "_loads") + (
+    __slots__ = ("_axes", "_children", "_flops", "_indices", "_issued", "_key", "_loads") + (
         "__weakref__",
         "args",
         "attr",
@@ -98,6 +99,7 @@ class Expr:
     _axes: frozenset[Axis] | None
     _children: tuple[Expr, ...] | None
     _flops: float | None
+    _issued: float | None
     _indices: tuple[Index, ...] | None
     _key: str | None
     _loads: tuple[Expr, ...] | None
@@ -110,7 +112,7 @@ class Expr:
             interned.op, interned.dtype, interned.args, interned.attr = op, dtype, args, attr
             interned.id = next(_COUNT)
             interned._axes = interned._children = interned._flops = None
-            interned._indices = interned._key = interned._loads = None
+            interned._indices = interned._issued = interned._key = interned._loads = None
             interned = cls._interned.setdefault(key, interned)
         return interned
 
@@ -553,8 +555,19 @@ def own_flops(n: Expr) -> float:
     return 30.0 if n.op == "random" else SCALAR_OPS.get(n.op, NO_OP)[1]
 
 
+def issued(root: Expr) -> float:
+    """What one evaluation takes with exact functions, its loads and casts included, as vector
+    FLOPs."""
+    if root._issued is None:
+        root._issued = sum(
+            EXACT_OPS.get(n.op, own_flops(n)) if n.dtype in FLOATS else own_flops(n)
+            for n in root.walk()
+        )
+    return root._issued
+
+
 def flops(root: Expr) -> float:
-    """Approximate vector FLOPs of one evaluation."""
+    """Approximate vector FLOPs of one evaluation, its functions as fast as the device can."""
     if root._flops is None:
         root._flops = sum(map(own_flops, root.walk()))
     return root._flops

@@ -14,14 +14,14 @@ point: what a member reads from another is that expression, and interning shares
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from deuteron.base.memo import MEMO
 from deuteron.ir import dynamic_bounds
 from deuteron.ir import expr as E
-from deuteron.ir.expr import Expr, flops, own_flops
+from deuteron.ir.expr import Expr, flops, issued, own_flops
 from deuteron.ir.index import Atom, Axis, Index, Value, atom, const, hint, product, substitute
 from deuteron.ir.program import Compute, Layout, tensors_read
 from deuteron.schedule.kernel import Nest, Reduce, Scan, Stmt, Store
@@ -129,23 +129,33 @@ class Member:
         if (level, kind) == (self.level, self.kind):
             return self
         new = replace(self, kind=kind, level=level)
-        known = {k: v for k, v in self.__dict__.items() if k in ("index", "reads", "effort")}
+        known = {
+            k: v for k, v in self.__dict__.items() if k in ("index", "reads", "effort", "issued")
+        }
         new.__dict__.update(known)  # the same loops: what was derived from them stays
         return new
 
     @cached_property
     def effort(self) -> float:
         """FLOPs of one evaluation, at one point or row."""
+        return self.each_of(flops)
+
+    @cached_property
+    def issued(self) -> float:
+        """What one evaluation takes on a GPU, as FLOPs."""
+        return self.each_of(issued)
+
+    def each_of(self, of: Callable[[Expr], float]) -> float:
         each, body = 0.0, self.compute.body
         if self.kind in ("reduction", "scan", "column"):
             each, body = 1.0, body.args[0]
         nested = body.axes() - self.at.keys()
         if not nested:
-            return each + flops(body)
+            return each + of(body)
         ends = dynamic_bounds.ends(body)
         inner = hint(product(a.extent for a in nested if a not in ends))
         inner *= max(1, sum(dynamic_bounds.expected(a, ends[a]) for a in nested if a in ends))
-        return each + flops(body) * inner
+        return each + of(body) * inner
 
 
 def group_of_one(c: Compute, position: int = 0) -> Group:

@@ -149,15 +149,18 @@ def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
     return any(r and r <= reduced and not r & own for r in read)
 
 
-def work(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
-    """FLOPs of one execution; on a GPU with what lanes wait for lines of their own."""
+def work(
+    group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec, exact: bool = False
+) -> float:
+    """FLOPs of one execution; on a GPU with what lanes wait for lines of their own. `exact`: what
+    takes as long there as all that is issued."""
     space = group.space
     points, rows = space.size(), hint(space.rows)
     each = {"point": points, "row": rows}
     each["group"] = points // hint(product(a.extent for a in group.group_axes))
     total = 0.0
     for m in group.members:
-        effort = m.effort
+        effort = m.issued if exact and spec.kind == "cuda" else m.effort
         if spec.kind == "cuda" and m.level == "point":
             at = {(r.tensor, r.index) for r in m.reads}
             at |= {(m.name, m.index)} if m.compute.target is not None else set()
@@ -326,12 +329,12 @@ def cost(
         group.reductions and group.row_split is None and not row_stays_on_chip(group, layouts, spec)
     ):
         moved += read_again(group, layouts)
-    done = work(group, layouts, spec)
+    done, issued = (work(group, layouts, spec, exact) for exact in (False, True))
     share = occupancy(group, layouts, spec)
-    us = time_us(moved, done, share, spec)
+    us = time_us(moved, issued, share, spec)
     if not whole and group.reductions and share < least_occupancy(group, layouts):
         again = 0 if not row_stays_on_chip(group, layouts, spec) else read_again(group, layouts)
-        halves = time_us(moved + again, done, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
+        halves = time_us(moved + again, issued, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
         if halves < us and splittable(group, layouts, spec):  # the dearer question last
             return Cost(moved, done, 1.0, halves)
     return Cost(moved, done, share, us)
