@@ -17,6 +17,7 @@ from deuteron.schedule.kernel import Kernel
 from deuteron.schedule.verify import verify_schedule
 from tests.codegen.misaligned_programs import norm_back
 from tests.lower.harness import trace
+from tests.schedule.planning import planned
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
 
@@ -61,3 +62,21 @@ def test_cooperative_rows_have_a_kernel_of_their_own() -> None:
         kernels = scheduled(f, x, y, device="H200", check=False).kernels
         made = [generate(k, spec_of("H200")) for k in kernels]
         assert sorted(k.programs_per_row for k in made) == [1, 16]
+
+
+def test_what_is_tiny_runs_early() -> None:
+    """Numbers that follow from parameters: beside the first kernel that is as short, past a call;
+    what needs the call stays behind it."""
+
+    def f(x: Tensor, w: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
+        y = torch.mm(torch.relu(x), w)
+        scale = (variance + 1e-5).rsqrt()
+        return scale, torch.mm(y, w), y[0].cos()
+
+    args = [torch.randn(512, 2048), torch.randn(2048, 2048), torch.rand(3000)]
+    plan = planned(f, *args, device="H200")
+    [steps] = [s.steps for s in plan.schedules]
+    made = [{n for n, _ in s.writes} if isinstance(s, Kernel) else None for s in steps]
+    assert made == [{"relu", "rsqrt"}, None, None, {"cos"}]
+    for got, wanted in zip(plan.results, f(*args), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-2)
