@@ -4,10 +4,10 @@ eager's.
     python -m dev.gpu.epilogues [--always] [--dtype bfloat16] [--seconds 200]
 
 60 products, of 1 to 16384 rows, odd ones among them, with five epilogues. A line for each: what the
-schedule chose, its estimates, and microseconds of a call (medians of graphs' replays, in one process);
-then the geometric mean of our time over the better of the others, and the worst. --always: one
-kernel for each whatever is estimated, which shows what estimates are worth. --seconds: no more
-cases are begun after that.
+schedule chose, its estimates, and microseconds of a call (medians of graphs' replays, in one
+process); then the geometric mean of our time over the better of the others, and the worst.
+--always: one kernel for each whatever is estimated, which shows what estimates are worth.
+--seconds: no more cases are begun after that.
 """
 
 from __future__ import annotations

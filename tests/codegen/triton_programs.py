@@ -34,8 +34,7 @@ from dev.check.concurrent import together
 from dev.check.interpret import readable
 from dev.check.quick import by_halves, quicken
 from tests.schedule import tools
-from tests.schedule.test_fusion import COUNTS
-from tests.schedule.test_reindex import placed
+from tests.schedule.test_fusion import COUNTS, placed
 from tests.schedule.tools import Scheduled, scheduled, spec_of
 
 torch.manual_seed(0)  # the programs' inputs are the same in every run

@@ -16,7 +16,7 @@ from deuteron.ir.index import product
 from deuteron.schedule.columns import split_registers
 from deuteron.schedule.dag import Node
 from deuteron.schedule.fuse import Fusion, Offer
-from deuteron.schedule.kernel import Reduce
+from deuteron.schedule.kernel import Reduce, Store
 from deuteron.schedule.legality import Refusal
 from tests.schedule.tools import Scheduled, scheduled
 
@@ -382,3 +382,26 @@ def test_statistics_of_a_join_of_two_layouts_are_split(parts: tuple[int, ...]) -
         for nest in k.nests:
             row = product(a.extent for a in nest.reduced)
             assert nest.row_split is not None or (row.value or 1) <= 4 * 40 * 48
+
+
+def placed(d: Tensor) -> Tensor:
+    """Windows of 8 x 8 [B * windows, 64, C] back in an image of 32 x 32, rolled."""
+    a = d.view(-1, 4, 4, 8, 8, d.shape[-1]).permute(0, 1, 3, 2, 4, 5)
+    return a.reshape(-1, 32, 32, d.shape[-1]).roll((4, 4), (1, 2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_permuted_copy_and_its_sum_are_one_nest(device: str) -> None:
+    def f(d: Tensor) -> tuple[Tensor, Tensor]:
+        a = placed(d)
+        return a, a.sum((0, 1, 2))
+
+    plan = scheduled(f, torch.randn(32, 64, 40), device=device)
+    readers = [
+        nest
+        for k in plan.kernels
+        for nest in k.nests
+        if any(n.attr[0] == "arg0_1" for e in nest.exprs() for n in e.loads())
+    ]
+    assert len(readers) == 1
+    assert any(isinstance(s, Store) and s.level == "point" for s in readers[0].stmts)

@@ -83,3 +83,20 @@ def test_who_reads_a_whole_tensor_is_found_in_digits_of_our_loops() -> None:
     assert one_to_one(theirs, table) and is_one_to_one((a, b, r), theirs, table)
     more = replace(whole, count=const(240))  # they read a half: ours may read what they do not
     assert not solve([more], Space((a, b), (r,)), theirs)
+
+
+def test_the_same_but_for_names() -> None:
+    """Loops in another order, at places that no loop is linear in."""
+
+    def rolled(h: Axis, w: Axis, c: Axis) -> Index:
+        return flat(
+            [mod(h.index + 2, 6), mod(w.index + 3, 6), c.index], [h.extent, w.extent, c.extent]
+        )
+
+    ours = [Axis("c", 5), Axis("h", 6), Axis("w", 6)]
+    theirs = [Axis("x", 6), Axis("y", 6), Axis("z", 5)]
+    u, v = rolled(*ours[1:], ours[0]), rolled(*theirs)
+    table = solve([Equation("x", u, v, False, const(180))], Space(tuple(ours)), theirs)
+    assert [table[a] for a in theirs] == [a.index for a in (*ours[1:], ours[0])]
+    other = rolled(ours[2], ours[1], ours[0]) + 1
+    assert not solve([Equation("x", other, v, False, const(180))], Space(tuple(ours)), theirs)

@@ -26,7 +26,6 @@ from deuteron.schedule.kernel import Schedule
 from deuteron.schedule.normalize import canonical, is_unfused, normalize
 from deuteron.schedule.printer import call_lines, contraction_lines, group_lines, print_schedule
 from deuteron.schedule.recompute import recompute
-from deuteron.schedule.reindex import reindex
 from deuteron.schedule.split import split_groups
 from deuteron.schedule.verify import verify_schedule
 from deuteron.schedule.verify_groups import verify_groups
@@ -100,13 +99,6 @@ def fused(before: Grouped, context: Context) -> Grouped:
     """Best-first merges: `legality` says whether, `profit` says how much."""
     if context.options.fusion:
         before.fusion.run()
-    return before
-
-
-def reindexed(before: Grouped, context: Context) -> Grouped:
-    """Reductions over permuted points in the order of memory."""
-    if context.options.fusion:
-        reindex(before.fusion)
     return before
 
 
@@ -264,7 +256,6 @@ SCHEDULING: Table = (
     Pass("normalize", normalized, verify_normalized, normalized_text),
     Pass("dependencies", depending, verify_grouped, grouped_text),
     Pass("fuse", fused, verify_grouped, grouped_text),
-    Pass("reindex", reindexed, verify_grouped, grouped_text),
     Pass("split", split_few_rows, verify_grouped, grouped_text),
     Pass("recompute", recomputed, verify_grouped, grouped_text),
     Pass("order", ordered, KERNELS_TELL, ordered_text),

@@ -258,24 +258,10 @@ def feasible(nest: Nest, tiling: Tiling, layouts: Mapping[str, Layout], spec: De
     held = 0
     for s in nest.reductions.values():
         held += 4 * tile_of(tiling, nest.lives(s))
-        held += computed(nest, tiling, s)
     limit = REGISTER_SHARE * 32 * tiling.num_warps * 255 * 4
     if held > limit or any(spills(nest, tiling, n, limit - held) for n in nest.contractions):
         return False
     return shared_bytes(nest, tiling) + RESERVED_SHARED <= spec.shared
-
-
-def computed(nest: Nest, tiling: Tiling, s: Reduce) -> int:
-    """Bytes of a product's factors that are computed before its loop, and stay in registers: H200,
-    rows of 192 normalised before two layers, 64 rows a program: 560 bytes of a thread's stack, 40
-    us, estimated 20."""
-    c, total = nest.contractions.get(s.name), 0
-    for side in (c.a, c.b) if c is not None else ():
-        axes = nest.axes_of(side)
-        own = not any(n.attr[0] in nest.reductions for n in side.loads())  # else it is a result
-        if own and not _plain(side) and all(tiling.dim_of(a).mode != "loop" for a in axes):
-            total += ITEMSIZE[s.factors] * tile_of(tiling, axes)
-    return total
 
 
 def spills(nest: Nest, tiling: Tiling, name: str, left: float) -> bool:
