@@ -38,8 +38,8 @@ Call = Callable[..., Any]
 @dataclass(frozen=True)
 class Row:
     """`build`: inputs, the plain function, peers by name. `train`: forward and backward. `wanted`:
-    milliseconds, or (with `of`) a share of that peer's, or of the best one's, time. `without`: peers
-    that do not return within half a minute."""
+    milliseconds, or (with `of`) a share of that peer's, or of the best one's, time. `without`:
+    peers that do not return within half a minute."""
 
     build: Callable[[], tuple[list[Tensor], Call, dict[str, Call]]]
     wanted: float
