@@ -138,8 +138,9 @@ class HorizontalFusion:
         """The launch that `k` joins, if it is tiny."""
         spec = self.specs[k.device]
         moved = sum(self.cost(g, spec).bytes for g in k.groups)
-        writes = any(m.compute.target is not None for g in k.groups for m in g.members)
-        if spec.kind == "cpu" or k.barriers or writes or moved > TINY_BYTES:
+        computes = [m.compute for g in k.groups for m in g.members]
+        known = all(c.target is None and c.layout.numel.value is not None for c in computes)
+        if spec.kind == "cpu" or k.barriers or not known or moved > TINY_BYTES:
             return None
         needed = self.memory(n for g in k.groups for n in g.inputs)
         for step in reversed(before):
