@@ -206,8 +206,8 @@ class Fusion:
             us, moved, saved = us + late.us, moved + late.bytes, saved - profit.launch_us(spec)
         saved -= us
         moved = one.bytes + two.bytes - moved
-        few = row_split is not None and merged.space.rows.value is not None
-        if saved > (MIN_SPLIT_GAIN * (one.us + two.us) if few else 0.0):
+        known = row_split is not None and merged.space.rows.value is not None
+        if saved > (MIN_SPLIT_GAIN * (one.us + two.us) if known else 0.0):
             return Offer(saved, moved, merged, row_split)
         share = min(one.occupancy, two.occupancy)
         if both.occupancy < share:
