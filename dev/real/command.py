@@ -30,7 +30,11 @@ def parser() -> argparse.ArgumentParser:
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     p.add_argument("--date", default=today, help="seed of the draw, YYYY-MM-DD; default: today")
     p.add_argument("--models", type=int, default=60, help="how many in all parts (60)")
-    p.add_argument("--part", default="1/1", help="K/N: of N parts the K-th")
+    p.add_argument(
+        "--part",
+        default="1/1",
+        help="K/N: of N parts the K-th; slots in a row, so that settings mix",
+    )
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU when there is one")
     p.add_argument("--package", choices=PACKAGES, help="only of this one")
     p.add_argument("--prepare-workers", type=int, help="at a time; default: 12, on a CPU 1")
@@ -77,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(os.environ.get("OUT", "out/real"))
     name = "only" if asked.only else f"{device}-{asked.date}"
     target = asked.out or folder / f"{name}{f'-{k}of{n}' if n > 1 else ''}.jsonl"
-    numbers = (0,) if asked.only else tuple(range(k - 1, asked.models, n))
+    first, last = ((j * asked.models // n) for j in (k - 1, k))
+    numbers = (0,) if asked.only else tuple(range(first, last))
     if asked.only:
         target.unlink(missing_ok=True)
     batch = asked.prepare_workers or (12 if device == "cuda" else 1)

@@ -40,8 +40,13 @@ def hint(index: IndexLike) -> int:
     if index.value is not None:
         index._hint = index.value
         return index.value
-    env = {s.name: s.hint if s.hint is not None else max(s.low, 128) for s in index.syms()}
+    env = assumed(index)
     for a in index.axes():
         env[a.name] = max(0, hint(a.extent) - 1)
     index._hint = evaluate(index, env, lambda e: 0)
     return index._hint
+
+
+def assumed(index: Index) -> dict[str, int]:
+    """The sizes that the cost model assumes, by name."""
+    return {s.name: s.hint if s.hint is not None else max(s.low, 128) for s in index.syms()}

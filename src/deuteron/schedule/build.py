@@ -24,7 +24,7 @@ from deuteron.schedule.contract import Contracted
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.horizontal import Call, Launch
 from deuteron.schedule.kernel import Kernel, Nest, Reduce, Schedule, Step, Store
-from deuteron.schedule.profit import Cost, cost
+from deuteron.schedule.profit import Cost, cost, kernel_us
 
 MAX_NAME_LENGTH = 72
 
@@ -140,6 +140,7 @@ def kernel(
         writes.update(w)
         nests.append(nest)
         costs.append(cost(g, layouts, keep, spec, whole=True))  # what was split is split
+    cuts = (0, *barriers, len(groups))
     return Kernel(
         name=name,
         nests=tuple(nests),
@@ -149,7 +150,7 @@ def kernel(
         device=device,
         bytes=sum(c.bytes for c in costs),
         flops=sum(c.flops for c in costs),
-        predicted_us=sum(c.us for c in costs),
+        predicted_us=kernel_us([costs[a:b] for a, b in zip(cuts, cuts[1:])], spec),
         barriers=barriers,
         overwrites=frozenset(
             m.name for g in groups for m in g.members if m.compute.target is not None

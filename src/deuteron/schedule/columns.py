@@ -43,7 +43,7 @@ from deuteron.schedule.cooperative import (
 )
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
-from deuteron.schedule.profit import MIN_BUSY_SHARE
+from deuteron.schedule.programs import MIN_BUSY_SHARE
 from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
 
 # Persistent programs per multiprocessor of a GPU: few, since each leaves partial results, but more

@@ -29,7 +29,7 @@ SHORT_LAUNCHES = 4.0
 # and at the end of one that is not short: there the next launch is a microsecond away, while the
 # loops before a tail share its registers. H100, us, gradients of batch norm's channels with their
 # tails and without: 64 x 112 x 112 88 and 82 + 2, 512 x 7 x 7 11 and 8 + 2.
-GPU_TAIL_BYTES, GPU_TAIL_FLOPS = 192 << 10, 1 << 17
+GPU_TAIL_BYTES, GPU_TAIL_FLOPS = 64 << 10, 1 << 17
 LONG_TAIL_BYTES = 16 << 10
 CPU_SHORT_US = 30.0
 # A short kernel waits for another one among so many after it, which takes at most so many times as

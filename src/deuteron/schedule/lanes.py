@@ -63,13 +63,13 @@ _PICKED: dict[tuple[tuple[Index, ...], frozenset[Axis]], bool] = MEMO.answers()
 
 
 def picking(index: tuple[Index, ...], layout: Layout, along: frozenset[Axis]) -> float:
-    """What an element takes, in FLOPs, where lanes along these axes access memory at places of
-    their own that memory says; else nothing."""
+    """Lines that an element takes where lanes along these axes access memory at places of their
+    own that memory says; else none."""
     key = (index, along)
     if key not in _PICKED:
         values = [a for i in index for a in i.atoms() if isinstance(a, Value)]
         _PICKED[key] = any(along & v.expr.axes() for v in values)
-    return LINE_FLOPS * most_lines(layout) if _PICKED[key] else 0.0
+    return most_lines(layout) if _PICKED[key] else 0.0
 
 
 __all__ = ["LINE_FLOPS", "Steps", "most_lines", "picking", "scattered", "steps_of"]

@@ -176,9 +176,9 @@ def _position(e: Expr) -> Index | None:
     return as_position(e) if whole and all(n.op not in UNKNOWN for n in e.walk()) else None
 
 
-def visited(bound: Sequence[Bound], extent: int, other: int, block: int) -> float:
-    """The share of the axis that a loop walks, on average over (some) blocks of the one other axis
-    that the bounds depend on."""
+def visited(bound: Sequence[Bound], extent: int, other: int, block: int, step: int) -> float:
+    """The share of the axis that a loop in blocks of `step` walks, on average over (some) blocks of
+    the one other axis that the bounds depend on."""
     total, blocks = 0, range(0, max(1, other), block)
     blocks = blocks[:: -(-len(blocks) // SAMPLES)]
     for first in blocks:
@@ -192,7 +192,8 @@ def visited(bound: Sequence[Bound], extent: int, other: int, block: int) -> floa
                 stop = min(stop, max(values))
             else:
                 start = max(start, min(values))
-        total += max(0, stop - start)
+        if start < stop:
+            total += min(extent, -(-stop // step) * step) - start // step * step
     return total / (extent * len(blocks))
 
 

@@ -27,7 +27,7 @@ from deuteron.ir.onehot import single_term
 from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Compute, Extern, Layout, Program, memory_of, tensors_read
 from deuteron.schedule.group import MAX_CODE, bound_axes, code_of, kind_of, reads_of
-from deuteron.schedule.lanes import picking
+from deuteron.schedule.lanes import LINE_FLOPS, picking
 from deuteron.schedule.space import Map
 
 # A producer of at most this many FLOPs an element, reading no more bytes than it writes, is
@@ -185,7 +185,8 @@ class Inliner:
         work = E.flops(p.body)
         if spec.kind == "cuda":
             along = lanes(p, load, c)
-            work += sum(picking(r.index, self.layouts[r.tensor], along) for r in reads)
+            lines = sum(picking(r.index, self.layouts[r.tensor], along) for r in reads)
+            work += LINE_FLOPS * lines
         moved = sum(ITEMSIZE[self.layouts[r.tensor].dtype] for r in reads)
         if work <= FREE_FLOPS and moved <= ITEMSIZE[p.body.dtype]:
             return True

@@ -6,7 +6,7 @@ FLOPs, how much of the device its loops can occupy, microseconds. Nothing here d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
@@ -17,18 +17,24 @@ from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.cooperative import NORM_BACKWARD_VALUES, programs_per_row
 from deuteron.schedule.group import Group, Member
-from deuteron.schedule.lanes import picking
+from deuteron.schedule.lanes import LINE_FLOPS
+from deuteron.schedule.programs import (
+    ISSUE_SHARE,
+    START_US,
+    TAIL_US,
+    Walk,
+    picked_lines,
+    together,
+    walk,
+)
 from deuteron.schedule.split_reductions import one_pass
 from deuteron.schedule.strides import strided_bytes
 
 # What of a GPU's bandwidth one multiprocessor can use when the others idle, as a multiple of its
 # share: H200, one program per multiprocessor, copies of 1 to 132 programs.
 ONE_CORE_BANDWIDTH = 1.6
-# A kernel's own time besides moving and computing (its start, its tail); H200, empty kernel between
-# others in a CUDA graph takes 1 us, a small one 2.
-GPU_KERNEL_US = 1.0
-CPU_KERNEL_US = 0.3
-COLUMN_WALK_SHARE = 0.25
+CPU_KERNEL_US = 0.3  # a kernel's own time besides moving and computing (its start, its tail)
+COLUMN_WALK_SHARE = 0.5
 # Bytes that move for one that is stored by itself, and for an element that is read so.
 STORE_BYTES, SECTOR_BYTES = 8, 32
 # Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
@@ -40,19 +46,21 @@ MIN_RUN = 16
 # side by side. H200, bf16, gradient of GELU with its bias, 16384 rows of 2048, of 3072: 95, 153 us
 # in one kernel, 69 and 97 in two; sums of 2048 columns alone 24 and 26.
 MIN_OCCUPANCY, MIN_OCCUPANCY_ASIDE = 0.6, 0.8
-# Columns that one program walks together at most and at least, and the share of the device's cores
-# that programs keep busy at least, to walk more of them.
-MAX_COLUMNS_TOGETHER, MIN_COLUMNS_TOGETHER, MIN_BUSY_SHARE = 64, 16, 0.9
+# The same where programs wait so long, and so much of the time that their units are busy.
+MIN_WAITS_US, MIN_WAIT_SHARE = 5.0, 0.1
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`occupancy`: the share of the device's bandwidth that the loops can use, 0 to 1."""
+    """`occupancy`: the share of the device's bandwidth that the loops can use, 0 to 1. Of `us`, on
+    a GPU, its units are `busy` and its programs wait."""
 
     bytes: int
     flops: float
     occupancy: float
     us: float
+    busy: float = 0.0
+    waits: float = 0.0
 
 
 def bytes_of(layout: Layout) -> int:
@@ -153,7 +161,7 @@ def work(
     group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec, exact: bool = False
 ) -> float:
     """FLOPs of one execution; on a GPU with what lanes wait for lines of their own. `exact`: what
-    takes as long there as all that is issued."""
+    takes as long there as all that is issued, lines apart (`programs`)."""
     space = group.space
     points, rows = space.size(), hint(space.rows)
     each = {"point": points, "row": rows}
@@ -161,10 +169,8 @@ def work(
     total = 0.0
     for m in group.members:
         effort = m.issued if exact and spec.kind == "cuda" else m.effort
-        if spec.kind == "cuda" and m.level == "point":
-            at = {(r.tensor, r.index) for r in m.reads}
-            at |= {(m.name, m.index)} if m.compute.target is not None else set()
-            effort += sum(picking(i, layouts[n], frozenset(space.axes[-1:])) for n, i in at)
+        if spec.kind == "cuda" and m.level == "point" and not exact:
+            effort += LINE_FLOPS * picked_lines(m, layouts, space)
         total += effort * (points if m.kind != "point" else each[m.level])
     return total
 
@@ -190,8 +196,9 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
         # another.
         return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
     if side_by_side(group, layouts):
-        share = min(1.0, max(1, rows // 32) * ONE_CORE_BANDWIDTH / spec.cores)
-        return share * balance(rows // columns_together(rows, spec.cores), spec.cores)
+        programs = walked(group, layouts, (), spec).programs
+        share = min(1.0, programs * ONE_CORE_BANDWIDTH / spec.cores)
+        return share * balance(programs, spec.cores)
     if scanned_in_blocks(group, layouts, spec):
         return bandwidth(rows)
     # Short rows are walked together by one program.
@@ -228,17 +235,15 @@ def balance(programs: int, cores: int) -> float:
     return programs / cores / -(-programs // cores) if programs > cores else 1.0
 
 
-def columns_together(columns: int, cores: int) -> int:
-    """How many columns, side by side in memory, one program walks together."""
-    width = MAX_COLUMNS_TOGETHER
-    while width > MIN_COLUMNS_TOGETHER and columns < width * cores * MIN_BUSY_SHARE:
-        width //= 2
-    return width
-
-
 def least_occupancy(group: Group, layouts: Mapping[str, Layout]) -> float:
     """The share of the device below which the group's reductions are worth a second kernel."""
     return MIN_OCCUPANCY_ASIDE if side_by_side(group, layouts) else MIN_OCCUPANCY
+
+
+def idle(cost: Cost, group: Group, layouts: Mapping[str, Layout]) -> bool:
+    """Whether more programs would keep more of the device busy."""
+    least = least_occupancy(group, layouts)
+    return cost.occupancy < least or cost.waits > max(MIN_WAITS_US, MIN_WAIT_SHARE * cost.busy)
 
 
 def known_rows(group: Group) -> bool:
@@ -331,13 +336,40 @@ def cost(
         moved += read_again(group, layouts)
     done, issued = (work(group, layouts, spec, exact) for exact in (False, True))
     share = occupancy(group, layouts, spec)
-    us = time_us(moved, issued, share, spec)
-    if not whole and group.reductions and share < least_occupancy(group, layouts):
+    us, busy, waits = time_us(moved, issued, share, spec), 0.0, 0.0
+    if spec.kind == "cuda":
+        how = walked(group, layouts, stored, spec)
+        busy, waits = how.busy(spec.memory_us(moved), issued, spec) / max(share, 1e-3), how.waits()
+        us = together(busy, waits, how.waves(spec))
+    found = Cost(moved, done, share, us, busy, waits)
+    if not whole and group.reductions and idle(found, group, layouts):
         again = 0 if not row_stays_on_chip(group, layouts, spec) else read_again(group, layouts)
-        halves = time_us(moved + again, issued, 1.0, spec) + spec.launch_us + GPU_KERNEL_US
+        halves = time_us(moved + again, issued, 1.0, spec) + spec.launch_us + START_US
         if halves < us and splittable(group, layouts, spec):  # the dearer question last
             return Cost(moved, done, 1.0, halves)
-    return Cost(moved, done, share, us)
+    return found
+
+
+def kernel_us(phases: Sequence[Sequence[Cost]], spec: DeviceSpec) -> float:
+    """Microseconds of a kernel of groups between barriers: on a GPU those between two of them run
+    side by side."""
+    if spec.kind == "cpu":
+        return sum(c.us for costs in phases for c in costs)
+    alone = (max(c.us for c in costs) for costs in phases)
+    beside = (together(sum(c.busy for c in p), max(c.waits for c in p)) for p in phases)
+    return sum(map(max, alone, beside)) + TAIL_US * (len(phases) - 1)
+
+
+def walked(
+    group: Group, layouts: Mapping[str, Layout], stored: Iterable[str], spec: DeviceSpec
+) -> Walk:
+    """What a GPU's programs do with a group."""
+    aside = side_by_side(group, layouts)
+    sharing = 1
+    if known_rows(group) and group.reductions and not aside and read_again(group, layouts):
+        alike = shareable(group, layouts)
+        sharing = programs_per_row(hint(group.space.row), 1, spec, same_alignment=alike)
+    return walk(group, layouts, stored, spec, aside, sharing)
 
 
 def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
@@ -403,8 +435,10 @@ def combination_cost(partials: Iterable[Layout], spec: DeviceSpec) -> Cost:
 
 def time_us(moved: float, done: float, share: float, spec: DeviceSpec) -> float:
     """Microseconds of a kernel that moves and computes this much on a share of the device."""
-    fixed = CPU_KERNEL_US if spec.kind == "cpu" else GPU_KERNEL_US
-    return fixed + max(spec.memory_us(moved), spec.compute_us(done)) / max(share, 1e-3)
+    if spec.kind == "cpu":
+        return CPU_KERNEL_US + max(spec.memory_us(moved), spec.compute_us(done)) / max(share, 1e-3)
+    busy = max(spec.memory_us(moved), ISSUE_SHARE * spec.compute_us(done)) / max(share, 1e-3)
+    return together(busy, START_US)
 
 
 def launch_us(spec: DeviceSpec) -> float:

@@ -70,7 +70,7 @@ def split_groups(fusion: Fusion, inside: Callable[[], AbstractSet[str]] = frozen
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
         if not beside and (
-            now.occupancy >= profit.least_occupancy(group, fusion.layouts)
+            not profit.idle(now, group, fusion.layouts)
             or not profit.splittable(group, fusion.layouts, spec)
         ):
             continue
@@ -82,7 +82,7 @@ def split_groups(fusion: Fusion, inside: Callable[[], AbstractSet[str]] = frozen
         keep += [n for n in parted.layouts if n in parted.main.names]
         first = profit.cost(parted.main, layouts, keep, spec, whole=True)
         late = profit.combination_cost(parted.layouts.values(), spec)
-        again = profit.time_us(profit.read_again(group, fusion.layouts), 0.0, 1.0, spec)
+        again = spec.memory_us(profit.read_again(group, fusion.layouts))
         then = first.us + late.us + again + profit.launch_us(spec)
         if beside:
             then -= saved_by_reading_once(parted, first, group, fusion, spec)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.triton.access_statistics import power
 from deuteron.codegen.triton.point_tiles import TileConfig, warps_for
-from deuteron.schedule.profit import MIN_BUSY_SHARE
+from deuteron.schedule.programs import MIN_BUSY_SHARE
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
 # values alive.
