@@ -522,18 +522,25 @@ def random(dist: str, seed: Expr, stream: int, element: Index, dtype: str) -> Ex
     return Expr("random", dtype, (seed,), (dist, stream, element))
 
 
-def with_mask(root: Expr, mask: Expr) -> Expr:
+def with_mask(root: Expr, mask: Expr, unused: bool = False) -> Expr:
     """`root` with every load restricted to where `mask` holds (elsewhere it gives its fill), those
-    inside loaded indices included, and every check."""
+    inside loaded indices included, and every check. `unused`: what comes of it elsewhere. What is
+    computed is then computed of 1 there: divisions by 0 take longer. H200, gradients of three
+    norms, joined, of which one is read at each place: 510 us; memory allows 24."""
     if mask.op == "literal" and mask.attr:
         return root
+    value = root
+    while value.op == "cast":
+        value = value.args[0]
+    one = unused and value.op != "load"
     done: dict[Expr, Expr] = {}
     for node in root.walk():
         new = rebuild(node, tuple(done[a] for a in node.args), {}, done)
         if new.op == "load":
             name, idx, fill = new.attr
             when = op("logical_and", mask, new.args[0]) if new.args else mask
-            new = load(name, idx, new.dtype, when, fill if fill is not None else 0)
+            other = float(one) if new.dtype in FLOATS else 0
+            new = load(name, idx, new.dtype, when, fill if fill is not None else other)
         elif new.op == "check":
             value, *more = new.args
             when = op("logical_and", mask, *more) if more else mask

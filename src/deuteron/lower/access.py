@@ -69,7 +69,7 @@ def masked(mask: Expr, value: Expr, fill: Any = 0) -> Expr:
         if elements.holds(value) == elements.CHECKS:  # made only where the mask holds
             at = E.with_mask(value, mask).attr[1]
         return E.load(value.attr[0], at, value.dtype, mask, other.attr)
-    return op("where", mask, E.with_mask(value, mask), other)
+    return op("where", mask, E.with_mask(value, mask, unused=True), other)
 
 
 # -- positions -------------------------------------------------------------------------------------

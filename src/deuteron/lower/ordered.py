@@ -327,7 +327,7 @@ class Ordered:
         if self.mask is None:
             return body
         mask = self.mask.substitute(table)
-        return op("where", mask, E.with_mask(body, mask), literal(0, body.dtype))
+        return op("where", mask, E.with_mask(body, mask, unused=True), literal(0, body.dtype))
 
     def reduce(self, extent: Index, end: Expr, term: Callable[[Axis], Expr]) -> Expr:
         """The sum of the terms before `end`."""

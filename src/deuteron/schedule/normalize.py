@@ -303,7 +303,8 @@ def element(p: Compute, load: Expr, layouts: Mapping[str, Layout]) -> Expr:
     if not load.args:
         return value
     mask = load.args[0]
-    return E.op("where", mask, E.with_mask(value, mask), E.literal(fill, value.dtype))
+    value = E.with_mask(value, mask, unused=True)
+    return E.op("where", mask, value, E.literal(fill, value.dtype))
 
 
 def normalize(
