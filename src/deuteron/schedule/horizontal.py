@@ -35,9 +35,6 @@ CPU_SHORT_US = 30.0
 # A short kernel waits for another one among so many after it, which takes at most so many times as
 # long: a long one's warps and registers are its own.
 MAX_DELAY, MAX_LENGTH_RATIO = 6, 4.0
-# What moves so few bytes runs as early as it can, beside another one: numbers of channels that
-# follow from a model's parameters. Its results are held the longer.
-TINY_BYTES = 64 << 10
 # How much longer arithmetic takes than memory where it decides. H200, us: ranks of 32768 places in
 # blocks of 1024, and sums of columns: 5.4 and 6.1, in one kernel 29.8.
 COMPUTE_BOUND_RATIO = 4.0
@@ -71,15 +68,6 @@ def made(groups: Iterable[Group]) -> set[str]:
         out.update(m.name for m in g.members)
         out.update(g.partials.values())
     return out
-
-
-def written(step: Launch | Call) -> set[str]:
-    """Tensors that a step makes or changes."""
-    if isinstance(step, Launch):
-        return made(step.groups)
-    if isinstance(step, Contracted):
-        return {c.name for c in step.computes}
-    return {*filter(None, step.names), *step.mutates}
 
 
 def may_be_cooperative(groups: Iterable[Group]) -> bool:
@@ -118,37 +106,7 @@ class HorizontalFusion:
             if isinstance(last, Launch) and self.fuse(last, group, us):
                 continue
             out.append(Launch.of(group, us, self.layouts))
-        return self.with_delayed(self.with_early(out))
-
-    def with_early(self, launches: Sequence[Launch | Call]) -> list[Launch | Call]:
-        """The same, with what is tiny in an earlier launch, the nearest one that is as small or
-        short and comes behind what it needs."""
-        out: list[Launch | Call] = []
-        for k in launches:
-            earlier = self.joined(out, k) if isinstance(k, Launch) else None
-            if earlier is None or not isinstance(k, Launch):
-                out.append(k)
-                continue
-            self.note(earlier.groups[-1], k.groups[0], "independent and short", k.device)
-            earlier.groups += k.groups
-            earlier.us += k.us
-        return out
-
-    def joined(self, before: Sequence[Launch | Call], k: Launch) -> Launch | None:
-        """The launch that `k` joins, if it is tiny."""
-        spec = self.specs[k.device]
-        moved = sum(self.cost(g, spec).bytes for g in k.groups)
-        computes = [m.compute for g in k.groups for m in g.members]
-        known = all(c.target is None and c.layout.numel.value is not None for c in computes)
-        if spec.kind == "cpu" or k.barriers or not known or moved > TINY_BYTES:
-            return None
-        needed = self.memory(n for g in k.groups for n in g.inputs)
-        for step in reversed(before):
-            if needed & self.memory(written(step)):
-                return None
-            if isinstance(step, Launch) and not step.barriers and self.may_wait(step, k):
-                return step
-        return None
+        return self.with_delayed(out)
 
     def with_delayed(self, launches: Sequence[Launch | Call]) -> list[Launch | Call]:
         """The same, with short launches in later ones, where none between

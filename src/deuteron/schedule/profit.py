@@ -35,8 +35,7 @@ from deuteron.schedule.strides import strided_bytes
 ONE_CORE_BANDWIDTH = 1.6
 CPU_KERNEL_US = 0.3  # a kernel's own time besides moving and computing (its start, its tail)
 COLUMN_WALK_SHARE = 0.5
-# Bytes that move for one that is stored by itself, and for an element that is read so.
-STORE_BYTES, SECTOR_BYTES = 8, 32
+SECTOR_BYTES = 32  # that move for an element that is read by itself
 # Bytes that are contiguous along the other dimension, as a share of most, for which a tile has good
 # parts of both. Tensors of fewer elements than a part of the largest do not count.
 ACROSS_RATIO, MIN_PART_OF_LARGEST = 8, 8
@@ -138,25 +137,6 @@ def by_one(i: Index, a: Axis) -> bool:
     return any(r.num.coefficient(a) is const(1) and hint(r.den) >= MIN_RUN for r in runs)
 
 
-def scattered(group: Group, m: Member, layouts: Mapping[str, Layout]) -> bool:
-    """Whether a GPU stores a member at points one by one: it is contiguous along another reduced
-    axis than what is read, and a program's tile has one dimension for both."""
-    if not group.reductions or m.level != "point" or m.kind != "point":
-        return False
-    reduced = set(group.space.reduced)
-    own = inner_axes(m.index, layouts[m.name])
-    if not own or not own <= reduced:
-        return False
-    points = group.space.size()
-    read = [
-        inner_axes(index, layouts[name])
-        for name, indices in group.reads.items()
-        for index in indices
-        if 2 * elements(index) > points
-    ]
-    return any(r and r <= reduced and not r & own for r in read)
-
-
 def work(
     group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec, exact: bool = False
 ) -> float:
@@ -177,35 +157,23 @@ def work(
 
 def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> float:
     """The share of the device that the parallel loops can keep busy."""
-    row = hint(group.space.row)
-    if group.row_split is not None:
-        # Splits that walk down columns read a few bytes of each line of memory at a time.
-        walk = COLUMN_WALK_SHARE if side_by_side(group, layouts) else 1.0
-        programs = (
-            max(1, programs_per_row(row, NORM_BACKWARD_VALUES, spec, same_alignment=True))
-            if group.reductions
-            else 1
-        )
-        return walk * min(1.0, group.row_split[1] * programs * ONE_CORE_BANDWIDTH / spec.cores)
     row_values = group.fixed and any(m.level == "row" for m in group.members)
-    if not group.reductions and (spec.kind == "cpu" or not row_values):
+    split = group.row_split is not None
+    if not group.reductions and not split and (spec.kind == "cpu" or not row_values):
         return 1.0
     rows = hint(group.space.rows)
     if spec.kind == "cpu":
         # Threads share long rows where one reduction stands alone; dependent ones wait for one
         # another.
         return 1.0 if rows >= spec.cores or not chained(group) else rows / spec.cores
-    if side_by_side(group, layouts):
-        programs = walked(group, layouts, (), spec).programs
-        share = min(1.0, programs * ONE_CORE_BANDWIDTH / spec.cores)
-        return share * balance(programs, spec.cores)
-    if scanned_in_blocks(group, layouts, spec):
+    if not split and scanned_in_blocks(group, layouts, spec):
         return bandwidth(rows)
-    # Short rows are walked together by one program.
-    programs = max(1, rows // max(1, 256 // max(1, row)))
-    if known_rows(group) and not group.group_axes and read_again(group, layouts):
-        programs *= max(1, programs_per_row(row, 1, spec, same_alignment=shareable(group, layouts)))
-    return min(1.0, programs * ONE_CORE_BANDWIDTH / spec.cores)
+    programs = walked(group, layouts, (), spec).programs
+    share = min(1.0, programs * ONE_CORE_BANDWIDTH / spec.cores)
+    if not side_by_side(group, layouts):
+        return share
+    # Splits that walk down columns read a few bytes of each line of memory at a time.
+    return share * (COLUMN_WALK_SHARE if split else balance(programs, spec.cores))
 
 
 def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
@@ -318,8 +286,7 @@ def cost(
     moved += strided_bytes(group, layouts, spec, stored)
     points = group.space.size()
     for n in stored:
-        written = bytes_written(group.names[n], layouts[n], points)
-        moved += written * (STORE_BYTES if scattered(group, group.names[n], layouts) else 1)
+        moved += bytes_written(group.names[n], layouts[n], points)
     spilled = (
         group.row_split is not None
         and chained(group)
@@ -364,11 +331,13 @@ def walked(
     group: Group, layouts: Mapping[str, Layout], stored: Iterable[str], spec: DeviceSpec
 ) -> Walk:
     """What a GPU's programs do with a group."""
-    aside = side_by_side(group, layouts)
+    aside, row, held = side_by_side(group, layouts), hint(group.space.row), 1
+    alike = group.row_split is not None or shareable(group, layouts)
     sharing = 1
-    if known_rows(group) and group.reductions and not aside and read_again(group, layouts):
-        alike = shareable(group, layouts)
-        sharing = programs_per_row(hint(group.space.row), 1, spec, same_alignment=alike)
+    if group.row_split is not None:
+        held = NORM_BACKWARD_VALUES
+    if known_rows(group) and (group.row_split or not aside and read_again(group, layouts)):
+        sharing = max(1, programs_per_row(row, held, spec, same_alignment=alike))
     return walk(group, layouts, stored, spec, aside, sharing)
 
 

@@ -78,11 +78,9 @@ def together(busy: float, waits: float, waves: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Block:
-    """Of a program: so many rows, of which it has so many elements at once; `along`: the parallel
-    axis along which the rows are neighbours."""
+    """Of a program: so many rows at once, which are neighbours along a parallel axis."""
 
     x: int
-    r: int
     along: Axis | None
 
 
@@ -96,58 +94,36 @@ def walk(
 ) -> Walk:
     """`aside`: rows lie side by side; `sharing`: programs that share a row."""
     rows, row = hint(group.space.rows), hint(group.space.row)
-    accesses = list(_accesses(group, layouts, stored))
-    along = _neighbours(group, accesses)
-    wide = _power(row)
-    if group.row_split is not None:
-        split = group.row_split[1]
-        inside = any(
-            m.kind in ("reduction", "scan") or m.level == "row" and m.kind == "point"
-            for m in group.members
-        )
-        r = wide if inside else min(MAX_COLUMNS, wide)
+    split, wide, trips, depth = group.row_split, _power(row), 1, _depth(group)
+    x, r = max(1, BLOCK // wide), wide
+    if split is not None:
+        inside = any(m.kind in ("reduction", "scan") or m.level == "row" for m in group.members)
+        r = wide // sharing if inside else min(MAX_COLUMNS, wide)
         x = max(1, 2 * BLOCK // r)
-        programs, trips = split * -(-row // r), -(-rows // (split * x))
-        if not inside:
-            programs = split * -(-row // r)
-    elif not group.reductions:
-        x, r = max(1, BLOCK // wide), wide
-        programs, trips = -(-rows // x), 1
+        trips = -(-rows // (split[1] * x))
     elif aside and row <= MAX_UNROLLED:
-        x, r = max(LANES, min(BLOCK, rows // (2 * spec.cores))), 1
-        programs, trips = -(-rows // x), 1
-    elif aside:
+        x, r, depth = max(LANES, min(BLOCK, rows // (2 * spec.cores))), wide, 0
+    elif aside and group.reductions:
         x = MAX_COLUMNS
         while x > MIN_COLUMNS and rows < x * spec.cores * MIN_BUSY_SHARE:
             x //= 2
         x = min(x, _power(rows))
         r = wide if wide * x <= MAX_BLOCK else COLUMN_BLOCK // x
-        programs, trips = -(-rows // x), -(-row // r)
-    elif wide <= MAX_BLOCK:
-        x, r = max(1, BLOCK // wide), wide
-        while x > 1 and rows < x * 2 * spec.cores:
-            x //= 2
-        programs, trips = -(-rows // x), 1
-    elif sharing > 1:
-        x, r = 1, max(1, wide // sharing)
-        programs, trips = rows * sharing, 1
-    else:
-        x, r = 1, LOOPED_BLOCK
-        programs, trips = rows, -(-row // r)
-    warps = min(MAX_WARPS, max(1, x * r // (32 * THREAD_ELEMENTS)))
-    block = Block(x, r, along)
+    elif wide > MAX_BLOCK:
+        x, r = 1, wide // sharing if sharing > 1 else LOOPED_BLOCK
+    while split is None and not aside and x > 1 and rows < x * 2 * spec.cores:
+        x //= 2
+    blocks = -(-row // r)  # of a row
+    if split is None and sharing == 1:
+        trips, blocks = blocks, 1
+    programs = blocks * (split[1] if split is not None else -(-rows // x))
+    warps = min(MAX_WARPS, max(1, x * min(r, MAX_BLOCK) // (32 * THREAD_ELEMENTS)))
+    accesses = list(_accesses(group, layouts, stored))
+    block = Block(x, _neighbours(group, accesses))
     lines = sum(_lines(found, live, each, group, block) for found, live, each in accesses)
-    points = group.space.size()
-    lines += sum(
-        points * picked_lines(m, layouts, group.space) for m in group.members if m.level == "point"
-    )
-    return Walk(
-        programs,
-        warps,
-        trips,
-        0 if aside and row <= MAX_UNROLLED and group.row_split is None else _depth(group),
-        lines,
-    )
+    points = [m for m in group.members if m.level == "point"]
+    picked = sum(picked_lines(m, layouts, group.space) for m in points)
+    return Walk(programs, warps, trips, depth, lines + picked * group.space.size())
 
 
 def picked_lines(m: Member, layouts: Mapping[str, Layout], space: Space) -> float:
@@ -181,18 +157,17 @@ def runs(index: tuple[Index, ...], layout: Layout) -> tuple[Runs, frozenset[Axis
         live = frozenset(a for i in index for a in i.axes())
         first = assumed(address) | {a.name: 0 for a in live}
         origin = evaluate(address, first, lambda e: 0)
+
+        def gone(a: Axis, k: int) -> int:
+            return evaluate(address, first | {a.name: k}, lambda e: 0) - origin
+
         for a in live:
-            by, n = 0, 1
             linear = address.coefficient(a) if a in direct else None
             if linear is not None and not linear.axes():
                 by, n = hint(linear), hint(a.extent)
             else:
-                at = [evaluate(address, first | {a.name: k}, lambda e: 0) - origin for k in (1, 2)]
-                by, n = at[0], 2
-                while (
-                    n < hint(a.extent)
-                    and evaluate(address, first | {a.name: n}, lambda e: 0) - origin == n * by
-                ):
+                by, n = gone(a, 1), 2
+                while n < hint(a.extent) and gone(a, n) == n * by:
                     n *= 2
             found[a] = abs(by), n
         _RUNS[key] = found, live

@@ -1,8 +1,8 @@
-"""Bytes of the cache lines and sectors that a loop order touches beyond those that it uses.
+"""Bytes of a CPU's cache lines that a loop order touches beyond those that it uses.
 
 In: a `Group` (its reads are index maps over its loops) and the device. Out: bytes. `profit.cost`
 counts each element that is read once; a walk along another axis than the contiguous one moves a
-line (CPU) or a sector (GPU) for each, unless the cache keeps it until the neighbour's turn.
+line for each, unless the cache keeps it until the neighbour's turn.
 Loops over points alone are tiled by the generators and cost nothing more.
 """
 
@@ -17,8 +17,7 @@ from deuteron.ir.operations import ITEMSIZE
 from deuteron.ir.program import Layout
 from deuteron.schedule.group import Group
 
-# Bytes of a line of a CPU's caches; of a sector, which is what a GPU's memory moves at least.
-LINE_BYTES, SECTOR_BYTES = 64, 32
+LINE_BYTES = 64  # of a CPU's caches
 # Bytes that an element costs that lies in a line which the cache still holds: nothing is moved, but
 # lanes take elements one by one. EPYC with AVX-512, x @ W.T of one row, 3000 x 900 f32, W walked
 # down its columns: 2.4 ms instead of 0.9.
@@ -54,9 +53,9 @@ def strided_bytes(
     spec: DeviceSpec,
     stored: Iterable[str] = (),
 ) -> int:
-    """Bytes that the group touches beyond the elements that it reads and stores (on a CPU, of the
-    members `stored`)."""
-    if not group.reductions or spec.kind == "cuda" and group.row_split is None:
+    """Bytes that the group touches on a CPU beyond the elements that it reads and stores, of the
+    members `stored`; on a GPU lines count (`programs`)."""
+    if not group.reductions or spec.kind == "cuda":
         return 0
     accesses = [
         (strides, ITEMSIZE[layouts[name].dtype])
@@ -64,16 +63,13 @@ def strided_bytes(
         for index in indices
         if (strides := steps(index, layouts[name])) is not None and len(strides) > 1
     ]
-    if spec.kind == "cpu":  # a line is read and written
-        accesses += [
-            (strides, ITEMSIZE[layouts[n].dtype])
-            for n in dict.fromkeys(stored)
-            if group.names[n].level == "point" and group.names[n].kind == "point"
-            if (strides := steps(group.names[n].index, layouts[n])) is not None and len(strides) > 1
-        ]
+    accesses += [  # a line is read and written
+        (strides, ITEMSIZE[layouts[n].dtype])
+        for n in dict.fromkeys(stored)
+        if group.names[n].level == "point" and group.names[n].kind == "point"
+        if (strides := steps(group.names[n].index, layouts[n])) is not None and len(strides) > 1
+    ]
     axes = group.space.reduced if group.row_split is not None else group.space.axes
-    if spec.kind == "cuda":  # a program has the row at once, in whatever order
-        return sum(_beyond(s, axes, item, group, spec) for s, item in accesses)
     inner = {a for s, _ in accesses for a, by in s.items() if abs(by) == 1}
     walks = [a for a in axes if a in inner] or list(axes[-1:])
     return min(
@@ -86,14 +82,13 @@ def _beyond(
     s: dict[Axis, int], walk: Sequence[Axis], item: int, group: Group, spec: DeviceSpec
 ) -> int:
     """Bytes of one access beyond its elements, if the loops `walk` are the innermost."""
-    unit = LINE_BYTES if spec.kind == "cpu" else SECTOR_BYTES
     by = min((abs(s[a]) for a in walk if s.get(a)), default=0) * item
     if by <= max(item, 8):  # the same element, the next one, the next but one of 4 bytes
         return 0
-    touched = min(unit, by)
-    if any(0 < abs(step) * item < unit for a, step in s.items() if a not in walk):
+    touched = min(LINE_BYTES, by)
+    if any(0 < abs(step) * item < LINE_BYTES for a, step in s.items() if a not in walk):
         lines = hint(group.space.row)
-        if spec.kind == "cpu" and walk[0] in group.space.parallel:
+        if walk[0] in group.space.parallel:
             lines = min(COLUMN_LANES, hint(walk[0].extent))
         if lines <= cached_lines(by, spec):
             touched = min(touched, CACHED_LINE_COST)
@@ -103,8 +98,6 @@ def _beyond(
 def cached_lines(by: int, spec: DeviceSpec) -> int:
     """Lines that stay in a core's cache, of which each is `by` bytes from the one before: a set of
     the cache takes few of those that are a power of two apart."""
-    if spec.kind == "cuda":
-        return spec.l1 // 2 // SECTOR_BYTES
     return spec.l2 // 2 // max(LINE_BYTES, by & -by)
 
 
