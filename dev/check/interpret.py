@@ -230,7 +230,6 @@ def launch(
     if grid == 0:
         return
     wide = kernel.is_wide(sizes)
-    counter = torch.zeros(1, dtype=torch.int32)
     flags = torch.zeros(max(FLAGS_PER_STREAM, kernel.flag_count(sizes)), dtype=torch.int64)
     given: list[Any] = []
     for kind, what in kernel.args:
@@ -240,7 +239,7 @@ def launch(
             assert isinstance(what, Sym)
             given.append(of_64_bits(sizes[what.name]) if wide else sizes[what.name])
         elif kind != "box":
-            given.append(counter if kind == "counter" else flags)
+            given.append(flags)
     aligned = all(t.data_ptr() % 16 == 0 for t in given if isinstance(t, Tensor))
     given += boxes(kernel, given) if aligned else []
     constants = kernel.constants(config, wide, aligned)
@@ -257,7 +256,6 @@ def launch(
         if "index out of range" in str(e) or isinstance(e.__cause__, AssertionError):
             raise IndexOutOfRange("index out of range") from e
         raise
-    assert int(counter) == 0, f"{kernel.name} left its counter at {int(counter)}"
 
 
 def interpreted(gm: fx.GraphModule, example_inputs: Sequence[Any], **asked: Any) -> Any:

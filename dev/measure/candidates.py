@@ -148,8 +148,6 @@ def measure(k: TritonKernel, kernel: Any, configs: list[Config], path: str) -> d
     for kind, what in k.args:
         if kind == "tensor":
             args.append(tensors[str(what)])
-        elif kind == "counter":
-            args.append(torch.zeros(1, dtype=torch.int32, device="cuda"))
     out = {}
     for c in configs:
         try:

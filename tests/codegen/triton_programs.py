@@ -721,7 +721,6 @@ def run(plan: Scheduled, args: list[Any], folder: Path, name: str) -> list[torch
                 memory[written] = torch.empty_strided(shape, strides, dtype=TO_TORCH[lay.dtype])
         path = folder / f"{t.name}.py"
         path.write_text(t.source)
-        counter = torch.zeros(1, dtype=torch.int32)
         given: list[Any] = []
         for kind, what in t.args:
             if kind == "tensor":
@@ -730,14 +729,13 @@ def run(plan: Scheduled, args: list[Any], folder: Path, name: str) -> list[torch
                 assert isinstance(what, Sym)
                 given.append(sizes[what.name])
             else:
-                given.append(counter if kind == "counter" else flags)
+                given.append(flags)
         config = short_blocks(t.configs[0]) if name in LOOPED | UNORDERED | SCANS else t.configs[0]
         aligned = all(x.data_ptr() % 16 == 0 for x in given if isinstance(x, torch.Tensor))
         constants = t.constants(config, t.is_wide(sizes), aligned)
         kernel, grid = getattr(module(path), t.name), t.grid(config, sizes)
         if t.programs_per_row == 1:
             kernel[(grid,)](*given, **constants)
-            assert int(counter) == 0
             continue
         # Few row groups, so that each walks over several rows; the next launch finds the last one's
         # flags.

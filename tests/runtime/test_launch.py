@@ -225,20 +225,20 @@ def zeros_of(
     return launch_cuda.StreamMemory(torch.device("cpu"), dtype, each, streams)
 
 
-def test_each_stream_counts_for_itself(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = zeros_of(monkeypatch, torch.int32, 1, 8)
-    monkeypatch.setattr(launch_cuda, "_counters", lambda device: zeros)
-    with_counter = replace(
-        kernel(1), args=(("tensor", "x"), ("size", Sym("n")), ("counter", "")), types=("*fp32",) * 3
+def test_each_stream_has_flags_of_its_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = zeros_of(monkeypatch, torch.int64, 1, 8)
+    monkeypatch.setattr(launch_cuda, "_flags", lambda device, each: zeros)
+    with_flags = replace(
+        kernel(1), args=(("tensor", "x"), ("size", Sym("n")), ("flags", "")), types=("*fp32",) * 3
     )
-    q, _ = sequence([with_counter], [[0]])
-    other, _ = sequence([with_counter], [[0]])
+    q, _ = sequence([with_flags], [[0]])
+    other, _ = sequence([with_flags], [[0]])
     for stream in (7, 8, 7):
         q(stream, addresses(16), (64,))
         other(stream, addresses(16), (64,))
     assert zeros.taken == {7: 0, 8: 1}
     at = [q.prepared[s, (64,)].numbers[1] for s in (7, 8)]
-    assert at == [zeros.pools[0].data_ptr(), zeros.pools[0].data_ptr() + 4]
+    assert at == [zeros.pools[0].data_ptr(), zeros.pools[0].data_ptr() + 8]
 
 
 def test_cooperating_programs_run_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_cooperating_programs_run_at_once(driver: Driver, monkeypatch: pytest.Mo
     q(7, addresses(16), (2,))
     q(8, addresses(16), (64,))  # 20 at once: six whole groups
     assert driver.log == [(-101, 6, 16, 2), (201, 1, 16, 2), (-101, 18, 16, 64), (201, 1, 16, 64)]
-    at = [q.prepared[s, (n,)].numbers[2] for s, n in ((7, 2), (8, 64))]
+    at = [q.prepared[s, (n,)].numbers[1] for s, n in ((7, 2), (8, 64))]
     assert at[1] - at[0] == 8 * launch_cuda.FLAGS_PER_STREAM
     near, _ = sequence([replace(shared, cluster=True)], [[0]])
     near(7, addresses(16), (64,))  # clusters of three
@@ -598,7 +598,7 @@ def test_the_stand_in_has_what_the_replay_has(driver: Driver) -> None:
     assert {n for n in vars(fake) if n != "cuda" and n != "current"} <= {*vars(r), "launch"}
 
 
-def test_counters_are_real_while_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_real_while_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTAutograd compiles under a mode in which new tensors have no memory."""
     with FakeTensorMode():
         zeros = zeros_of(monkeypatch, torch.int32, 1, 8)

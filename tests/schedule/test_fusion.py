@@ -101,8 +101,9 @@ def test_no_merge_saves_more_than_is_reckoned_at_most(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name,f,args,most", COUNTS, ids=[c[0] for c in COUNTS])
 def test_counts(name: str, f: Any, args: tuple[Any, ...], most: int, device: str) -> None:
+    """On a GPU partial results are combined in a kernel of its own."""
     plan = scheduled(f, *args, device=device)
-    assert len(plan.kernels) <= most
+    assert len(plan.kernels) <= most + (device != "cpu") * len(plan.accepted("split"))
 
 
 @pytest.mark.parametrize("name,f,args,most", COUNTS[:8], ids=[c[0] for c in COUNTS[:8]])
@@ -135,7 +136,7 @@ def test_a_loss_is_summed_where_its_statistics_are_known(device: str) -> None:
     reductions."""
     x, y = (torch.randn(1024, 4096) for _ in "xy")
     plan = scheduled(divergence, x, y, device=device, check=False)
-    assert plan.accepted("split") and len(plan.kernels) == 1
+    assert plan.accepted("split") and len(plan.kernels) == 1 + (device != "cpu")
 
 
 def test_rows_are_read_once_on_a_cpu() -> None:
@@ -165,7 +166,7 @@ def test_a_total_of_normalised_rows_reads_them_once(device: str, rows: int, widt
     long = rows > 1 << 14
     plan = scheduled(normalised_total, x(rows, width), x(width), device=device, check=not long)
     readers = [k.name for k in plan.kernels if "arg0_1" in dict(k.reads)]
-    assert len(readers) == 1 and len(plan.kernels) <= 2
+    assert len(readers) == 1 and len(plan.kernels) <= 2 + (long and device != "cpu")
     again = any(n.endswith(".part2") for k in plan.kernels for n, _ in k.writes)
     assert again == long
 
@@ -359,9 +360,9 @@ def test_what_is_taken_from_a_row_is_computed_beside_its_reductions() -> None:
         return F.cross_entropy(x, t)
 
     x, t = torch.empty(1 << 17, 64), torch.empty(1 << 17, dtype=torch.int64)
-    first, second = scheduled(loss, x, t, device="H200", check=False).kernels
+    first, *others = scheduled(loss, x, t, device="H200", check=False).kernels
     assert {"arg0_1", "arg1_1"} <= {n for n, _ in first.reads}
-    assert "arg0_1" not in {n for n, _ in second.reads}
+    assert others and not any("arg0_1" in dict(k.reads) for k in others)
 
 
 @pytest.mark.parametrize("parts", [(24, 24), (16, 40, 8)])

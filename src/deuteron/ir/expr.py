@@ -11,9 +11,8 @@ An `Expr` is frozen and interned; equality is identity. `op` says what it is:
               the same kernel has it, else x (see `unrounded`)
     reduce    attr = (kind, axes); args = (body,): reduces body over the axes (see `REDUCTIONS`)
     scan      attr = (kind, axis); args = (body,): inclusive scan along the axis
-    random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10 with the
-              element as counter (f32 "rand": element // 4, word element % 4); "rand" on [0, 1),
-              "randn", "rand_bits" (i64), as graph.random_ops
+    random    attr = (distribution, stream, element index); args = (seed,): Philox-4x32-10, counted
+              by element (f32 "rand" on [0, 1): by four), "randn", "rand_bits" (i64)
     check     attr = extent; args = (x,) or (x, mask): x (i64), which must be at least 0 and below
               the extent where the mask holds: generated code reports where not
     otherwise a scalar operation of `SCALAR_OPS` with its arguments
@@ -523,28 +522,22 @@ def random(dist: str, seed: Expr, stream: int, element: Index, dtype: str) -> Ex
 
 
 def with_mask(root: Expr, mask: Expr, unused: bool = False) -> Expr:
-    """`root` with every load restricted to where `mask` holds (elsewhere it gives its fill), those
-    inside loaded indices included, and every check. `unused`: what comes of it elsewhere. What is
-    computed is then computed of 1 there: divisions by 0 take longer. H200, gradients of three
-    norms, joined, of which one is read at each place: 510 us; memory allows 24."""
+    """`root` with every check and load (also inside indices) only where `mask` holds; elsewhere a
+    load gives its fill, or if what comes of it is `unused` 1: 0 takes longer to divide by."""
     if mask.op == "literal" and mask.attr:
         return root
-    value = root
-    while value.op == "cast":
-        value = value.args[0]
-    one = unused and value.op != "load"
+    one = unused and (root.args[0] if root.op == "cast" else root).op != "load"
     done: dict[Expr, Expr] = {}
     for node in root.walk():
         new = rebuild(node, tuple(done[a] for a in node.args), {}, done)
         if new.op == "load":
             name, idx, fill = new.attr
             when = op("logical_and", mask, new.args[0]) if new.args else mask
-            other = float(one) if new.dtype in FLOATS else 0
-            new = load(name, idx, new.dtype, when, fill if fill is not None else other)
+            other = int(one and new.dtype in FLOATS) if fill is None else fill
+            new = load(name, idx, new.dtype, when, other)
         elif new.op == "check":
-            value, *more = new.args
-            when = op("logical_and", mask, *more) if more else mask
-            new = Expr("check", "i64", (value, when), new.attr)
+            when = op("logical_and", mask, *new.args[1:]) if new.args[1:] else mask
+            new = Expr("check", "i64", (new.args[0], when), new.attr)
         done[node] = new
     return done[root]
 

@@ -35,9 +35,9 @@ from deuteron.runtime.workers import Task
 from deuteron.schedule.cooperative import PROGRAMS_AT_ONCE, programs_at_once
 
 NO_CONTEXT = 201
-# Streams of a device for which there is memory at once: for counters; for flags, of so many each,
-# and for more flags each of fewer streams.
-COUNTER_STREAMS, FLAG_STREAMS, FLAGS_PER_STREAM, MIN_FLAG_STREAMS = 4096, 128, 1 << 14, 4
+# Streams of a device for which there is memory for flags at once, of so many each, and for more
+# flags each of fewer streams.
+FLAG_STREAMS, FLAGS_PER_STREAM, MIN_FLAG_STREAMS = 128, 1 << 14, 4
 OUT_OF_MEMORY = 2
 PORTABLE_CLUSTER = 8
 
@@ -258,7 +258,7 @@ class StreamMemory:
         """Memory for more streams. While AOTAutograd compiles, tensors would be fake."""
         if torch.cuda.is_current_stream_capturing():
             raise LaunchError(
-                "kernels whose programs count or wait for one another need memory of their stream, "
+                "kernels whose programs wait for one another need memory of their stream, "
                 "which cannot be had while it is recorded",
                 hint="call the program on the stream once before it is recorded",
             )
@@ -275,11 +275,6 @@ class StreamMemory:
                 self.grow()
             self.taken[stream] = number
             return self.pools[pool].data_ptr() + slot * self.shape[1] * self.dtype.itemsize
-
-
-@cache
-def _counters(device: torch.device) -> StreamMemory:
-    return StreamMemory(device, torch.int32, 1, COUNTER_STREAMS)
 
 
 @cache
@@ -323,10 +318,7 @@ class Launcher:
         self.options = options
         self.device = at
         self.prepared: dict[Any, LaunchTable] = {}
-        self.counts = any(kind == "counter" for k in kernels for kind, _ in k.args)
         self.exchanges = any(kind == "flags" for k in kernels for kind, _ in k.args)
-        if self.counts:
-            _counters(at)
         if self.exchanges:
             _flags(at, FLAGS_PER_STREAM) if self.names else self.flags({})
         self.arrays: list[Any] = []
@@ -340,8 +332,8 @@ class Launcher:
                     codes.append(numbers[k.boxes[len(codes) - len(k.args)].tensor])
                 elif kind == "size":
                     codes.append(-self.names.index(_name(what)) - 1)
-                else:  # the addresses of the counter and of the flags follow the sizes
-                    codes.append(-len(self.names) - (1 if kind == "counter" else 2))
+                else:  # the address of the flags follows the sizes
+                    codes.append(-len(self.names) - 1)
             self.arrays.append((ctypes.c_int * max(1, len(codes)))(*codes))
         self.n = len(self.kernels)
 
@@ -371,12 +363,10 @@ class Launcher:
         most = max(FLAGS_PER_STREAM, *(k.flag_count(env) for k in self.kernels))
         return _flags(self.device, 1 << (most - 1).bit_length())
 
-    def stream_addresses(self, stream: int, sizes: tuple[int, ...]) -> tuple[int, int]:
-        """Addresses that belong to a stream: of a zero that its kernels count their programs with,
-        and of their programs' flags."""
+    def flags_address(self, stream: int, sizes: tuple[int, ...]) -> int:
+        """The address of the flags of its kernels' programs on a stream."""
         env = dict(zip(self.names, sizes, strict=True))
-        counter = _counters(self.device).address(stream) if self.counts else 0
-        return counter, self.flags(env).address(stream) if self.exchanges else 0
+        return self.flags(env).address(stream) if self.exchanges else 0
 
     def prepare(self, stream: int, sizes: tuple[int, ...]) -> LaunchTable:
         """The launch table for sizes."""
@@ -384,9 +374,8 @@ class Launcher:
         table = (KernelRow * self.n)()
         for k in range(self.n):
             self.fill_row(table[k], k, env, self.sizes_aligned(k, env))
-        numbers = (ctypes.c_longlong * (len(sizes) + 2))(
-            *sizes, *self.stream_addresses(stream, sizes)
-        )
+        flags = self.flags_address(stream, sizes)
+        numbers = (ctypes.c_longlong * (len(sizes) + 1))(*sizes, flags)
         prepared = self.prepared[stream, sizes] = self.launch_table(table, numbers)
         return prepared
 

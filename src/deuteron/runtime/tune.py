@@ -88,9 +88,8 @@ class TunedLauncher(Launcher):
         if not open_ or self.recording():
             return self.prepare(stream, sizes)
         table = (KernelRow * self.n)()
-        numbers = (ctypes.c_longlong * (len(sizes) + 2))(
-            *sizes, *self.stream_addresses(stream, sizes)
-        )
+        flags = self.flags_address(stream, sizes)
+        numbers = (ctypes.c_longlong * (len(sizes) + 1))(*sizes, flags)
         prepared = self.launch_table(table, numbers)
         for k in range(self.n):
             if k in open_ and not self.known(k, env):

@@ -140,7 +140,6 @@ def kernel(
         writes.update(w)
         nests.append(nest)
         costs.append(cost(g, layouts, keep, spec, whole=True))  # what was split is split
-    cuts = (0, *barriers, len(groups))
     return Kernel(
         name=name,
         nests=tuple(nests),
@@ -150,7 +149,7 @@ def kernel(
         device=device,
         bytes=sum(c.bytes for c in costs),
         flops=sum(c.flops for c in costs),
-        predicted_us=kernel_us([costs[a:b] for a, b in zip(cuts, cuts[1:])], spec),
+        predicted_us=kernel_us(costs, spec),
         barriers=barriers,
         overwrites=frozenset(
             m.name for g in groups for m in g.members if m.compute.target is not None

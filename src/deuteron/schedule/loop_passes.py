@@ -77,9 +77,7 @@ def _walked(tiling: Tiling, d: Dim, every: Sequence[Bound], where: Expr | None) 
     cut = [b for b in every if not b.loaded]
     others = {a for b in cut for a in b.index.axes()}
     rows = next((x for x in tiling.dims if len(others) == 1 and x.axes == tuple(others)), None)
-    share = 1.0
-    if rows is not None:
-        share = visited(cut, d.extent, rows.extent, rows.block, d.block)
+    share = 1.0 if rows is None else visited(cut, d.extent, rows.extent, rows.block, d.block)
     if len(cut) < len(every):  # beyond both ends of a range about half a block
         read = {a for axes in reads for a in axes}
         blocks = d.block + sum(x.block for x in wide if read & set(x.axes))

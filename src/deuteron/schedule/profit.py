@@ -18,15 +18,7 @@ from deuteron.ir.program import Layout
 from deuteron.schedule.cooperative import NORM_BACKWARD_VALUES, programs_per_row
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.lanes import LINE_FLOPS
-from deuteron.schedule.programs import (
-    ISSUE_SHARE,
-    START_US,
-    TAIL_US,
-    Walk,
-    picked_lines,
-    together,
-    walk,
-)
+from deuteron.schedule.programs import Walk, picked_lines, together, walk
 from deuteron.schedule.split_reductions import one_pass
 from deuteron.schedule.strides import strided_bytes
 
@@ -172,8 +164,12 @@ def occupancy(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> 
     share = min(1.0, programs * ONE_CORE_BANDWIDTH / spec.cores)
     if not side_by_side(group, layouts):
         return share
-    # Splits that walk down columns read a few bytes of each line of memory at a time.
-    return share * (COLUMN_WALK_SHARE if split else balance(programs, spec.cores))
+    # Splits that walk down columns read a few bytes of each line of memory at a time. Programs that
+    # are more than the cores take turns. H200, bf16, 16384 rows and a store at every point: 6144
+    # columns in 192 programs 233 us, 4096 in 128 117 us.
+    turns = -(-programs // spec.cores)
+    even = programs / (spec.cores * turns) if turns > 1 else 1.0
+    return share * (COLUMN_WALK_SHARE if split else even)
 
 
 def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:
@@ -196,21 +192,9 @@ def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceS
     return in_blocks(hint(group.space.rows), hint(group.space.row), spec)
 
 
-def balance(programs: int, cores: int) -> float:
-    """The share of their time that cores work, if programs are more than they and take equally
-    long. H200, bf16, 16384 rows and a store at every point: 6144 columns in 192 programs 233 us,
-    4096 in 128 117 us."""
-    return programs / cores / -(-programs // cores) if programs > cores else 1.0
-
-
-def least_occupancy(group: Group, layouts: Mapping[str, Layout]) -> float:
-    """The share of the device below which the group's reductions are worth a second kernel."""
-    return MIN_OCCUPANCY_ASIDE if side_by_side(group, layouts) else MIN_OCCUPANCY
-
-
 def idle(cost: Cost, group: Group, layouts: Mapping[str, Layout]) -> bool:
     """Whether more programs would keep more of the device busy."""
-    least = least_occupancy(group, layouts)
+    least = MIN_OCCUPANCY_ASIDE if side_by_side(group, layouts) else MIN_OCCUPANCY
     return cost.occupancy < least or cost.waits > max(MIN_WAITS_US, MIN_WAIT_SHARE * cost.busy)
 
 
@@ -303,40 +287,38 @@ def cost(
         moved += read_again(group, layouts)
     done, issued = (work(group, layouts, spec, exact) for exact in (False, True))
     share = occupancy(group, layouts, spec)
-    us, busy, waits = time_us(moved, issued, share, spec), 0.0, 0.0
+    found = Cost(moved, done, share, time_us(moved, issued, share, spec))
     if spec.kind == "cuda":
         how = walked(group, layouts, stored, spec)
         busy, waits = how.busy(spec.memory_us(moved), issued, spec) / max(share, 1e-3), how.waits()
         us = together(busy, waits, how.waves(spec))
-    found = Cost(moved, done, share, us, busy, waits)
+        found = Cost(moved, done, share, us, busy, waits)
     if not whole and group.reductions and idle(found, group, layouts):
         again = 0 if not row_stays_on_chip(group, layouts, spec) else read_again(group, layouts)
-        halves = time_us(moved + again, issued, 1.0, spec) + spec.launch_us + START_US
-        if halves < us and splittable(group, layouts, spec):  # the dearer question last
+        halves = (
+            time_us(moved + again, issued, 1.0, spec) + spec.launch_us + time_us(0, 0, 1.0, spec)
+        )
+        if halves < found.us and splittable(group, layouts, spec):  # the dearer question last
             return Cost(moved, done, 1.0, halves)
     return found
 
 
-def kernel_us(phases: Sequence[Sequence[Cost]], spec: DeviceSpec) -> float:
-    """Microseconds of a kernel of groups between barriers: on a GPU those between two of them run
-    side by side."""
+def kernel_us(costs: Sequence[Cost], spec: DeviceSpec) -> float:
+    """Microseconds of a kernel of several groups: on a GPU they run side by side."""
     if spec.kind == "cpu":
-        return sum(c.us for costs in phases for c in costs)
-    alone = (max(c.us for c in costs) for costs in phases)
-    beside = (together(sum(c.busy for c in p), max(c.waits for c in p)) for p in phases)
-    return sum(map(max, alone, beside)) + TAIL_US * (len(phases) - 1)
+        return sum(c.us for c in costs)
+    beside = together(sum(c.busy for c in costs), max(c.waits for c in costs))
+    return max(beside, *(c.us for c in costs))
 
 
 def walked(
     group: Group, layouts: Mapping[str, Layout], stored: Iterable[str], spec: DeviceSpec
 ) -> Walk:
     """What a GPU's programs do with a group."""
-    aside, row, held = side_by_side(group, layouts), hint(group.space.row), 1
-    alike = group.row_split is not None or shareable(group, layouts)
-    sharing = 1
-    if group.row_split is not None:
-        held = NORM_BACKWARD_VALUES
-    if known_rows(group) and (group.row_split or not aside and read_again(group, layouts)):
+    aside, split, sharing = side_by_side(group, layouts), group.row_split is not None, 1
+    if known_rows(group) and (split or not aside and read_again(group, layouts)):
+        row, held = hint(group.space.row), NORM_BACKWARD_VALUES if split else 1
+        alike = split or shareable(group, layouts)
         sharing = max(1, programs_per_row(row, held, spec, same_alignment=alike))
     return walk(group, layouts, stored, spec, aside, sharing)
 
@@ -406,8 +388,8 @@ def time_us(moved: float, done: float, share: float, spec: DeviceSpec) -> float:
     """Microseconds of a kernel that moves and computes this much on a share of the device."""
     if spec.kind == "cpu":
         return CPU_KERNEL_US + max(spec.memory_us(moved), spec.compute_us(done)) / max(share, 1e-3)
-    busy = max(spec.memory_us(moved), ISSUE_SHARE * spec.compute_us(done)) / max(share, 1e-3)
-    return together(busy, START_US)
+    one = Walk(1, 1, 1, 0, 0.0)
+    return together(one.busy(spec.memory_us(moved), done, spec) / max(share, 1e-3), one.waits())
 
 
 def launch_us(spec: DeviceSpec) -> float:

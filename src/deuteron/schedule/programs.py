@@ -33,10 +33,10 @@ MIN_BUSY_SHARE = 0.9
 # Warps of a multiprocessor that run at once, as registers allow.
 WARPS_AT_ONCE = 64
 # What a program waits, us: for its first elements and its end, for each reduction with each of its
-# warps, in each turn of its loop; what a tail takes beside its own waits. What exact arithmetic
-# takes of the time of its FLOPs, clocks that a line takes. H200, 629 kernels of 24 timm and
+# warps, in each turn of its loop. What exact arithmetic takes of the time of its FLOPs, clocks that
+# a line takes. H200, 629 kernels of 24 timm and
 # transformers models drawn by date: median error of those of 10 us and more 0.11 (0.23 without).
-START_US, WARP_US, TRIP_US, TAIL_US = 0.7, 0.14, 0.6, 2.2
+START_US, WARP_US, TRIP_US = 0.7, 0.14, 0.6
 ISSUE_SHARE, LINE_CLOCKS = 0.55, 1.4
 
 
@@ -76,14 +76,6 @@ def together(busy: float, waits: float, waves: float = 1.0) -> float:
     return max(busy, waits * waves) + min(busy, waits)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Of a program: so many rows at once, which are neighbours along a parallel axis."""
-
-    x: int
-    along: Axis | None
-
-
 def walk(
     group: Group,
     layouts: Mapping[str, Layout],
@@ -94,7 +86,7 @@ def walk(
 ) -> Walk:
     """`aside`: rows lie side by side; `sharing`: programs that share a row."""
     rows, row = hint(group.space.rows), hint(group.space.row)
-    split, wide, trips, depth = group.row_split, _power(row), 1, _depth(group)
+    split, wide, trips, depth = group.row_split, power(row), 1, _depth(group)
     x, r = max(1, BLOCK // wide), wide
     if split is not None:
         inside = any(m.kind in ("reduction", "scan") or m.level == "row" for m in group.members)
@@ -107,7 +99,7 @@ def walk(
         x = MAX_COLUMNS
         while x > MIN_COLUMNS and rows < x * spec.cores * MIN_BUSY_SHARE:
             x //= 2
-        x = min(x, _power(rows))
+        x = min(x, power(rows))
         r = wide if wide * x <= MAX_BLOCK else COLUMN_BLOCK // x
     elif wide > MAX_BLOCK:
         x, r = 1, wide // sharing if sharing > 1 else LOOPED_BLOCK
@@ -119,11 +111,13 @@ def walk(
     programs = blocks * (split[1] if split is not None else -(-rows // x))
     warps = min(MAX_WARPS, max(1, x * min(r, MAX_BLOCK) // (32 * THREAD_ELEMENTS)))
     accesses = list(_accesses(group, layouts, stored))
-    block = Block(x, _neighbours(group, accesses))
-    lines = sum(_lines(found, live, each, group, block) for found, live, each in accesses)
-    points = [m for m in group.members if m.level == "point"]
-    picked = sum(picked_lines(m, layouts, group.space) for m in points)
-    return Walk(programs, warps, trips, depth, lines + picked * group.space.size())
+    along = _neighbours(group, accesses)
+    lines = sum(_lines(*access, group, x, along) for access in accesses)
+    size = group.space.size()
+    lines += sum(
+        size * picked_lines(m, layouts, group.space) for m in group.members if m.level == "point"
+    )
+    return Walk(programs, warps, trips, depth, lines)
 
 
 def picked_lines(m: Member, layouts: Mapping[str, Layout], space: Space) -> float:
@@ -141,10 +135,8 @@ def _accesses(
     for name, indices in group.reads.items():
         for index in indices:
             yield (*runs(index, layouts[name]), ITEMSIZE[layouts[name].dtype])
-    for name in stored:
-        m = group.names.get(name)
-        if m is not None:
-            yield (*runs(m.index, layouts[name]), ITEMSIZE[layouts[name].dtype])
+    for m in (group.names[n] for n in stored if n in group.names):
+        yield (*runs(m.index, layouts[m.name]), ITEMSIZE[layouts[m.name].dtype])
 
 
 def runs(index: tuple[Index, ...], layout: Layout) -> tuple[Runs, frozenset[Axis]]:
@@ -179,23 +171,21 @@ def _neighbours(group: Group, accesses: Iterable[tuple[Runs, frozenset[Axis], in
     size = dict.fromkeys(group.space.parallel, 0)
     for found, live, each in accesses:
         for a in size.keys() & live:
-            if found[a][0] == 1:
-                size[a] += hint(product(b.extent for b in live)) * each
+            size[a] += hint(product(b.extent for b in live)) * each * (found[a][0] == 1)
     return max(group.space.parallel, key=lambda a: (size[a], hint(a.extent) > 1), default=None)
 
 
-def _lines(found: Runs, live: frozenset[Axis], each: int, group: Group, block: Block) -> float:
-    """Lines that all programs ask for in one access."""
-    reduced = set(group.space.reduced)
+def _lines(
+    found: Runs, live: frozenset[Axis], each: int, group: Group, x: int, along: Axis | None
+) -> float:
+    """Lines that all programs ask for in one access, which have `x` rows side by side `along` an
+    axis."""
     rows = hint(group.space.rows)
-    count = hint(product(a.extent for a in live & reduced))
-    count *= rows if block.along in live else -(-rows // block.x)
+    count = hint(product(a.extent for a in live & set(group.space.reduced)))
+    count *= rows if along in live else -(-rows // x)
+    held = {along: x} | dict.fromkeys(group.space.reduced if group.reductions else live, 1 << 62)
     together = 1.0
-    for by, n in sorted(
-        (by, min(n, block.x) if a == block.along else n)
-        for a, (by, n) in found.items()
-        if (a in reduced or a == block.along or not group.reductions)
-    ):
+    for by, n in sorted((by, min(n, held[a])) for a, (by, n) in found.items() if a in held):
         if by * each >= LINE_BYTES:
             break
         together *= max(1.0, min(n, LINE_BYTES / (max(by, 1) * each)))
@@ -211,8 +201,9 @@ def _depth(group: Group) -> int:
     return max(depth.values(), default=0)
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
+    """The power of two that is not below `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
-__all__ = ["Walk", "walk"]
+__all__ = ["Walk", "power", "walk"]

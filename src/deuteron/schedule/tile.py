@@ -25,6 +25,7 @@ from deuteron.schedule.boxes import box_of
 from deuteron.schedule.dimensions import Group, apart, dimensions, is_nested
 from deuteron.schedule.lanes import LINE_FLOPS, Steps, most_lines, scattered, steps_of
 from deuteron.schedule.loop_passes import Shares
+from deuteron.schedule.programs import power
 from deuteron.schedule.tiling import Dim, Tiling
 
 NAMES = "bijklmnopqrstuvw"  # of dimensions
@@ -75,8 +76,6 @@ REGISTER_SHARE = 0.78  # of a program's registers that accumulators may take
 # where a factor comes through registers. sm_90, 16 to 128 rows and columns, 16 to 128 places:
 # beyond that 0.2 to 5.8 KB of a thread's stack, within it none.
 SHORT_SUM, MAX_SHORT, MAX_LONG = 32, 4096, 2048
-# What of a product's time its own results' way to memory took where its rate was measured.
-STORING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,14 @@ def listed(
             elif role == "turns":  # a sum over a batch: one after the other
                 block, mode = 1, "loop"
             elif role in ("whole", "inner"):
-                block, mode = max(MIN_SIDE, _power(int(extent[axes]))), "whole"
+                block, mode = max(MIN_SIDE, power(int(extent[axes]))), "whole"
                 width = min(width, block / figures("widths", nest.unit))
             else:
                 sides = (set(axes) & set(first.m), set(axes) & set(first.n), True)
                 side = int(role == "loop") if chained else list(map(bool, sides)).index(True)
                 block = blocks[side]
                 if extent[axes] < block:
-                    block = max(MIN_SIDE, _power(int(extent[axes])))
+                    block = max(MIN_SIDE, power(int(extent[axes])))
                     left *= 1.0 if role == "loop" or chained else block / blocks[side]
                 mode = "whole" if role == "loop" and chained and extent[axes] <= block else role
             dims.append(dim(NAMES[k] if k < len(NAMES) else f"d{k}", axes, mode, block))
@@ -172,14 +171,14 @@ def of_rows(nest: Nest, groups: Sequence[Group], layouts: Mapping[str, Layout]) 
     held, columns = list(grid), list(grid)
     for axes, role in groups:
         own = tuple(a for a in axes if role == "batch" and a in along)
-        columns += [(own, "grid", min(COLUMNS, _power(hint(own[0].extent))))] if own else []
+        columns += [(own, "grid", min(COLUMNS, power(hint(own[0].extent))))] if own else []
         left = tuple(a for a in axes if a not in own)
         (grid if role == "batch" else held).append((left, "grid", 1))
     wide = columns[0][2] if columns else 1
     for k, (axes, _, _) in enumerate(held):
         places = known(axes) * wide
         whole = bool(columns) and places <= MAX_ROWS
-        block = _power(int(places)) if whole else ROW_BLOCK
+        block = power(int(places)) if whole else ROW_BLOCK
         held[k] = axes, "whole" if whole else "loop", block // wide
     sizes = [x for x in (*grid, *held, *columns) if x[0]]
     named = zip(NAMES, sizes)
@@ -233,10 +232,6 @@ def narrow(nest: Nest, layouts: Mapping[str, Layout]) -> bool:
         if any(s is not None and s.value != 1 and (s * size % COPIED).value != 0 for s in steps):
             return True
     return False
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def tile_of(tiling: Tiling, axes: Iterable[Axis]) -> int:
@@ -386,10 +381,6 @@ class Estimator:
         held = multiplied, spec.compute_us(vector, "f32")
         together = programs_together(nest, tiling, spec)
         compute = sum(held) if together < 2 else max(held) + OVERLAP_SHARE * min(held)
-        if together < 2 and not tiling.persistent:  # nothing else runs while results are stored
-            loops = {a for d in tiling.dims if d.mode == "loop" for a in d.axes}
-            outside = self.stored + sum(once for used, once in self.reads if not used & loops)
-            compute += max(0.0, spec.memory_us(outside) - STORING_SHARE * multiplied)
         lines = sum(
             points(tiling, axes) * cut.get(name, 1.0) * scattered(tiling, steps, size, most)
             for name, steps, axes, size, most in self.accesses

@@ -17,11 +17,6 @@ from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
 MIN_STEADY_BLOCK = 1024
 
 
-def power(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def below(n: int) -> int:
     """The largest power of two that is at most `n` (at least 1)."""
     return 1 << (max(1, n).bit_length() - 1)

@@ -19,7 +19,6 @@ from collections.abc import Collection, Mapping
 from deuteron.base.cluster import EXCHANGE_ROUNDS
 from deuteron.codegen.loops import Loops, Write, roots_of, unique_nodes
 from deuteron.codegen.triton import scalars
-from deuteron.codegen.triton.access_statistics import power
 from deuteron.codegen.triton.emit import Emitter
 from deuteron.codegen.triton.reductions import (
     bind,
@@ -40,6 +39,7 @@ from deuteron.ir.expr import Expr
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.online import Chain, Products, Rescaled, Rule
+from deuteron.schedule.programs import power
 
 # Flags of a launch: the number of programs that are done, the last tag used, then each row group's.
 FIRST_FLAG = 16

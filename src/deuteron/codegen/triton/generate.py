@@ -19,7 +19,7 @@ from deuteron.base.passes import Context, Pass, Table, extended, run_passes
 from deuteron.base.text import plain_name
 from deuteron.codegen.checks import with_checks
 from deuteron.codegen.loops import Loops, prepare
-from deuteron.codegen.triton.access_statistics import power, size
+from deuteron.codegen.triton.access_statistics import size
 from deuteron.codegen.triton.contraction import contraction_kernel
 from deuteron.codegen.triton.cooperative import FLAGS_PARAM, may_share_rows
 from deuteron.codegen.triton.emit import size_name
@@ -38,7 +38,7 @@ from deuteron.codegen.triton.sizes import (
     python_text,
     symbols_of,
 )
-from deuteron.codegen.triton.source import COUNTER_PARAM, INDEX_CHOICE, first_nests, function_text
+from deuteron.codegen.triton.source import INDEX_CHOICE, function_text
 from deuteron.codegen.triton.tiling import Tiling, choose, cross_row_reductions, most_stages
 from deuteron.codegen.triton.unroll import unroll_short_reductions
 from deuteron.codegen.triton.unroll_and_jam import unroll_and_jam
@@ -50,6 +50,7 @@ from deuteron.ir.verify_expr import Fault
 from deuteron.schedule.columns import split_registers
 from deuteron.schedule.kernel import Kernel, Nest
 from deuteron.schedule.printer import kernel_lines
+from deuteron.schedule.programs import power
 
 # -- artifacts -------------------------------------------------------------------------------------
 
@@ -143,18 +144,15 @@ def with_unrolled_axes(task: Looped, context: Context) -> Looped:
 
 def choose_tiling(task: Looped, context: Context) -> Tiled:
     """How a program's tile covers each nest: shape, warps, stages."""
-    nests, spec, first = task.loops, task.spec, first_nests(task.kernel)
-    overwrites, alone = task.kernel.overwrites, first == 1
+    nests, spec = task.loops, task.spec
+    overwrites, alone = task.kernel.overwrites, len(nests) == 1
     tilings = [
         choose(n, spec, cooperative=alone and may_share_rows(n, overwrites, task.layouts))
-        for n in nests[:first]
+        for n in nests
     ]
-    if first == 1:
+    if alone:
         tilings[0] = scan_tiling(nests[0], spec) or tilings[0]
     tilings = sharing(tilings)
-    # The one program that runs a tail has large tiles: there is no device to occupy.
-    warps = max(f.candidates[0].num_warps for f in tilings)
-    tilings += [choose(n, spec, tail_warps=warps) for n in nests[first:]]
     blocks = [_block_names(f, i if len(tilings) > 1 else None) for i, f in enumerate(tilings)]
     return extended(Tiled, task, tilings=tuple(tilings), blocks=tuple(blocks))
 
@@ -200,8 +198,8 @@ def write_function(task: Written, context: Context) -> TritonKernel:
     flags += [ALIGNED_CONSTEXPR] * any(f.misaligned is not None for f in tilings)
     stages = ["STAGES"] if any(f.has_loops for f in tilings) else []
     params = [*pointers.values(), *(size_name(s) for s in symbols)]
-    waits, counter = tilings[0].exchanges, bool(kernel.barriers)
-    params += [COUNTER_PARAM] * counter + [FLAGS_PARAM] * waits
+    waits = tilings[0].exchanges
+    params += [FLAGS_PARAM] * waits
     constexprs = [v for b in blocks for v in b.values()] + stages + flags
     sizes = "i64" if task.static and task.wide else "i32"
     return TritonKernel(
@@ -212,19 +210,17 @@ def write_function(task: Written, context: Context) -> TritonKernel:
         args=(
             *(("tensor", n) for n in layouts),
             *(("size", s) for s in symbols),
-            *([("counter", "")] * counter),
             *([("flags", "")] * waits),
         ),
         params=tuple(params),
         types=(
             *(POINTER_TYPES[lay.dtype] for lay in layouts.values()),
             *(sizes for _ in symbols),
-            *(["*i32"] * counter),
             *(["*i64"] * waits),
         ),
         constexprs=tuple(constexprs),
         configs=_configs(tilings, blocks, task.loops, task.spec),
-        grid_source=grids_text(tilings, blocks, task.loops, first_nests(kernel)),
+        grid_source=grids_text(tilings, blocks, task.loops),
         aligned=(*pointers.values(), *aligned_sizes(symbols)),
         wide_source=task.wide_source,
         debug=task.asserts,

@@ -42,10 +42,10 @@ class Box(NamedTuple):
 class TritonKernel:
     """A kernel's source and launch description.
 
-    args         ("tensor", name), ("size", Sym), ("counter", "") or ("flags", ""), in the order of
-                 `params`, their names in the function; the counter is an int32 that is 0 before and
-                 after a launch; for the flags see `codegen.triton.exchange`. Last ("box", "") for
-                 each of `boxes`, which the variant for addresses that are not aligned has not
+    args         ("tensor", name), ("size", Sym) or ("flags", ""), in the order of `params`, their
+                 names in the function; for the flags see `codegen.triton.exchange`. Last ("box",
+                 "") for each of `boxes`, which the variant for addresses that are not aligned has
+                 not
     types        Triton types of `params` ("*fp32", "i32"); sizes are "i64" with 64-bit indices
     aligned      params that may be declared divisible by 16 (pointers in bytes): all pointers, and
                  sizes whose hint is. Who launches checks it, and builds without the attribute where

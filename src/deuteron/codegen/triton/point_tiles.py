@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deuteron.base.device import DeviceSpec
-from deuteron.codegen.triton.access_statistics import below, power, size
+from deuteron.codegen.triton.access_statistics import below, size
 from deuteron.ir.index import Axis, Index
+from deuteron.schedule.programs import power
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.codegen.loops import Access, Loops, Write, outermost_first, points_visited, stride
-from deuteron.codegen.triton.access_statistics import below, power, size, unit_bytes, widest
+from deuteron.codegen.triton.access_statistics import below, size, unit_bytes, widest
 from deuteron.codegen.triton.dynamic_bounds import (
     ELEMENTS_PER_THREAD,
     MAX_REGISTERS,
@@ -28,6 +28,7 @@ from deuteron.codegen.triton.point_tiles import (
 )
 from deuteron.ir.index import Axis, hint
 from deuteron.ir.operations import ITEMSIZE
+from deuteron.schedule.programs import power
 
 # Points of rows in blocks of a row: so much more of them at most, with what is masked.
 MAX_PADDED_SHARE = 1.1

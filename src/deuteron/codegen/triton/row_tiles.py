@@ -8,9 +8,8 @@ heuristic choice first.
 from __future__ import annotations
 
 from deuteron.base.device import DeviceSpec
-from deuteron.codegen.triton.access_statistics import power
 from deuteron.codegen.triton.point_tiles import TileConfig, warps_for
-from deuteron.schedule.programs import MIN_BUSY_SHARE
+from deuteron.schedule.programs import MIN_BUSY_SHARE, power
 
 # Elements of a tile in registers: 16384 elements are 32 each for 512 threads, with two to four such
 # values alive.

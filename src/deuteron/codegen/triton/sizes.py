@@ -141,13 +141,9 @@ def grids_text(
     tilings: Sequence[Tiling],
     blocks: Sequence[Mapping[str, str]],
     nests: Sequence[Loops],
-    main: int,
 ) -> str:
-    """Programs of the nests that run first. Where others follow there is always one, which runs
-    them: the first ones may have nothing to do."""
-    first = list(zip(tilings, blocks, nests, strict=True))[:main]
-    text = " + ".join(grid_text(f, b, n) for f, b, n in first)
-    return text if main == len(nests) else f"max(1, {text})"
+    """Programs of all nests."""
+    return " + ".join(grid_text(f, b, n) for f, b, n in zip(tilings, blocks, nests, strict=True))
 
 
 def flag_count(tiling: Tiling, blocks: Mapping[str, str], nest: Loops) -> str | None:

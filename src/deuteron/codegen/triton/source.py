@@ -15,9 +15,6 @@ from deuteron.ir.index import Index, product
 from deuteron.ir.program import Layout
 from deuteron.schedule.kernel import Kernel
 
-# Counts the programs that are done, in kernels with barriers.
-COUNTER_PARAM = "counter_ptr"
-
 # Where sizes that a call has decide which type holds the indices.
 INDEX_CHOICE = "INDEX: tl.constexpr = tl.int64 if INDEX_BITS == 64 else tl.int32"
 MODULE_HEADER = """import triton
@@ -52,46 +49,16 @@ def function_text(
     main = [*notes, "pid = tl.program_id(0)"]
     for i, (tiling, names) in enumerate(zip(tilings, blocks, strict=True)):
         main.append(f"blocks{i} = {_programs(tiling, names, kernel, i)}")
-    side_by_side = calls[: first_nests(kernel)]
-    for i, call in enumerate(side_by_side):
+    for i, call in enumerate(calls):
         before = " + ".join(start[:i])
-        last = i == len(side_by_side) - 1
+        last = i == len(calls) - 1
         head = "if" if i == 0 else "elif"
         first = f"pid - ({before})" if before else "pid"
-        if len(side_by_side) == 1:
-            text = call.replace("PID", "pid")
-            guarded = tilings[0].kind == "scan"  # without rows there is no block to enter
-            main += ["if pid < blocks0:", f"    {text}"] if guarded else [text]
-            break
         main += [
             "else:" if last else f"{head} pid < {' + '.join(start[: i + 1])}:",
             "    " + call.replace("PID", first),
         ]
-    main += _tail(kernel, calls)
     return "\n".join([*lines, *_function(name, signature, main), ""])
-
-
-def first_nests(kernel: Kernel) -> int:
-    """The number of nests before the first barrier."""
-    return kernel.barriers[0] if kernel.barriers else len(kernel.nests)
-
-
-def _tail(kernel: Kernel, calls: Sequence[str]) -> list[str]:
-    """What the program that finishes last does: all programs of the nests behind barriers, one
-    after the other. The counter is 0 before and after the kernel."""
-    if not kernel.barriers:
-        return []
-    out = [
-        "tl.debug_barrier()",
-        f'ticket = tl.atomic_add({COUNTER_PARAM}, 1, sem="acq_rel", scope="gpu")',
-        "if ticket == tl.num_programs(0) - 1:",
-        f"    tl.store({COUNTER_PARAM}, 0)",
-    ]
-    for i in range(kernel.barriers[0], len(calls)):
-        if i in kernel.barriers[1:]:
-            out.append("    tl.debug_barrier()")
-        out += [f"    for p{i} in range(blocks{i}):", "        " + calls[i].replace("PID", f"p{i}")]
-    return out
 
 
 def _call(i: int, name: str, args: list[str]) -> str:
@@ -149,4 +116,4 @@ def comments_of(
     return out
 
 
-__all__ = ["COUNTER_PARAM", "first_nests", "function_text"]
+__all__ = ["INDEX_CHOICE", "function_text"]

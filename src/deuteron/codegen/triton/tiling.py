@@ -26,7 +26,6 @@ from deuteron.codegen.triton.access_statistics import (
     bytes_along,
     loads_along,
     looked_up,
-    power,
     read_along,
     row_loads,
     shared_along,
@@ -67,6 +66,7 @@ from deuteron.schedule.cooperative import (
 )
 from deuteron.schedule.kernel import Reduce, Scan
 from deuteron.schedule.profit import ACROSS_RATIO
+from deuteron.schedule.programs import power
 
 # Twice as many where the row is needed a second time, for a store. H200, 32768 columns, time over a
 # copy's, looped and whole: layer norm 1.58 and 1.06 (f32), 1.29 and 1.23 (bf16), softmax 1.48 and
@@ -80,10 +80,6 @@ STORED_ROW_FACTOR = 2
 MIN_ROTATED_ROW = 1000
 # Elements of a thread in blocks that follow one another in one program.
 SERIAL_ELEMENTS_PER_THREAD = 32
-# Of a tail, which has nothing to do while it waits. H200, gradients of a norm with their tails, 512
-# columns of 49 partial results, 2 warps, us: 32 elements 14.2 and 13.3, 64 9.8 and 9.1, 128 8.2 and
-# 8.0, 256 8.7.
-TAIL_ELEMENTS_PER_THREAD = 128
 # Where rows are at most so much of their block (1152 of 2048), a thread has its elements in four
 # parts, of which the compiler sees that the last one is behind every row; in blocks of at most so
 # many elements. H200, bf16, backward of modulated layer norm of 1152, us: 154, so 135 to 139, of
@@ -132,15 +128,9 @@ MAX_TILE_COLUMNS = 256
 Axes = tuple[Axis, ...]
 
 
-def choose(
-    loops: Loops, spec: DeviceSpec, cooperative: bool = False, tail_warps: int = 0
-) -> Tiling:
-    """The tiling of a nest; `cooperative`: whether programs may wait for one another; `tail_warps`:
-    the warps of the one program that walks the nest at the end of a kernel, 0 where there are
-    many."""
-    tiling = _choose(loops, replace(spec, cores=1) if tail_warps else spec, cooperative)
-    if tail_warps and tiling.kind == "rows" and tiling.persistent and not loops.group_axes:
-        tiling = replace(tiling, candidates=(_tail_tile(tiling, tail_warps, row_loads(loops)),))
+def choose(loops: Loops, spec: DeviceSpec, cooperative: bool = False) -> Tiling:
+    """The tiling of a nest; `cooperative`: whether programs may wait for one another."""
+    tiling = _choose(loops, spec, cooperative)
     first = tiling.candidates[0]  # the rows of a split lie side by side, as do those of a tile
     wide = [a for n, axes in tiling.dims for a in axes if n == "r" or first.of(n) > 1]
     spanned = wide if loops.row_split is None else (*loops.parallel, *loops.reduced)
@@ -274,17 +264,6 @@ def _grouped(loops: Loops, spec: DeviceSpec) -> Tiling:
     return Tiling(
         "rows", (("x", x), ("p", p), ("r", r)), tuple(dict.fromkeys(configs)), persistent=True
     )
-
-
-def _tail_tile(tiling: Tiling, warps: int, loads: int) -> TileConfig:
-    """Of what one program does after all others: its blocks come one behind the other, each after
-    the memory's latency, so that they are as large as registers allow. Longer rows than those have
-    more warps."""
-    (_, x), (_, r) = tiling.dims
-    wide = power(size(r))
-    warps = max(warps, warps_for(wide * max(1, loads), SERIAL_ELEMENTS_PER_THREAD))
-    rows = below(TAIL_ELEMENTS_PER_THREAD * 32 * warps // (wide * max(1, loads)))
-    return TileConfig((("x", min(rows, power(size(x)))), ("r", wide)), warps)
 
 
 def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[TileConfig, ...]:
@@ -489,8 +468,7 @@ def _pipelined(loops: Loops, blocks: TileConfig, rows: int, at_once: int, spec: 
     """Whether blocks are better on their way to shared memory while others are summed: there are
     several, and room for those of so many programs. H200, 48 kernels of 8 models, us: 1428 with
     pipelines of 2, 1168 without; three joined gradients of norms (36 bytes a point) 382 and 174."""
-    room = at_once * blocks.elements * bytes_along(loops) <= spec.shared
-    return rows > blocks.of("x") and room
+    return rows > blocks.of("x") and at_once * blocks.elements * bytes_along(loops) <= spec.shared
 
 
 def _sharing_registers(tiling: Tiling, each: int) -> Tiling:
