@@ -105,9 +105,8 @@ class Nest:
 class Kernel:
     """One launch. More than one nest: side by side, where no nest reads what another writes.
 
-    `barriers` are positions in `nests` before which all earlier nests are complete, in all threads
-    and programs; what they wrote may then be read. On a GPU the nests after a barrier are small:
-    the program that finishes last runs them.
+    `barriers` (on CPUs) are positions in `nests` before which all earlier nests are complete, in
+    all threads; what they wrote may then be read.
 
     `reads` and `writes` are tensors in memory with their layouts (a tensor both read and written is
     in both); `overwrites` are those of `writes` that live in another tensor's memory;
