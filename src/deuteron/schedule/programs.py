@@ -87,15 +87,15 @@ def walk(
     """`aside`: rows lie side by side; `sharing`: programs that share a row."""
     rows, row = hint(group.space.rows), hint(group.space.row)
     split, wide, trips, depth = group.row_split, power(row), 1, _depth(group)
+    inside = any(m.kind in ("reduction", "scan") or m.level == "row" for m in group.members)
     x, r = max(1, BLOCK // wide), wide
     if split is not None:
-        inside = any(m.kind in ("reduction", "scan") or m.level == "row" for m in group.members)
         r = wide // sharing if inside else min(MAX_COLUMNS, wide)
         x = max(1, 2 * BLOCK // r)
         trips = -(-rows // (split[1] * x))
     elif aside and row <= MAX_UNROLLED:
         x, r, depth = max(LANES, min(BLOCK, rows // (2 * spec.cores))), wide, 0
-    elif aside and group.reductions:
+    elif aside and inside:
         x = MAX_COLUMNS
         while x > MIN_COLUMNS and rows < x * spec.cores * MIN_BUSY_SHARE:
             x //= 2
