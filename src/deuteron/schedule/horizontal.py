@@ -104,16 +104,15 @@ class HorizontalFusion:
             return False
         spec = self.specs[device]
         depends = self.needs(k.since_barrier(), group)
-        if depends and not self.may_follow(k, group, us, spec):
+        writes = any(m.kind == "write" for g in (*k.groups, group) for m in g.members)
+        if depends and (writes or spec.kind != "cpu" or us > CPU_SHORT_US):
             return False
-        if not depends and min(us, k.us) > short(spec):
+        alike = self.computes(k.groups[-1], spec) == self.computes(group, spec)
+        if not depends and (min(us, k.us) > short(spec) or not alike):
             return False
         if not depends and spec.kind == "cuda" and may_be_cooperative([*k.groups, group]):
             return False
-        if not depends and self.computes(k.groups[-1], spec) != self.computes(group, spec):
-            return False
-        if depends:
-            k.barriers.append(len(k.groups))
+        k.barriers += [len(k.groups)] * depends
         reason = "a barrier costs less than a launch" if depends else "independent and short"
         self.note(k.groups[-1], group, reason, device)
         k.groups.append(group)
@@ -132,12 +131,6 @@ class HorizontalFusion:
             bytes=0,
             us=round(profit.launch_us(self.specs[device]), 3),
         )
-
-    def may_follow(self, k: Launch, group: Group, us: float, spec: DeviceSpec) -> bool:
-        """Whether `group` may run behind a barrier in the same kernel: on a CPU."""
-        if any(m.kind == "write" for g in (*k.groups, group) for m in g.members):
-            return False
-        return spec.kind == "cpu" and us <= CPU_SHORT_US
 
     def computes(self, group: Group, spec: DeviceSpec) -> bool:
         """Whether it takes the time of its arithmetic: beside others, with their warps and

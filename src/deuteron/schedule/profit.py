@@ -316,11 +316,12 @@ def walked(
 ) -> Walk:
     """What a GPU's programs do with a group."""
     aside, split, sharing = side_by_side(group, layouts), group.row_split is not None, 1
-    if known_rows(group) and (split or not aside and read_again(group, layouts)):
+    again = not split and bool(read_again(group, layouts))
+    if known_rows(group) and (split or not aside and again):
         row, held = hint(group.space.row), NORM_BACKWARD_VALUES if split else 1
         alike = split or shareable(group, layouts)
         sharing = max(1, programs_per_row(row, held, spec, same_alignment=alike))
-    return walk(group, layouts, stored, spec, aside, sharing)
+    return walk(group, layouts, stored, spec, aside, again, sharing)
 
 
 def splittable(group: Group, layouts: Mapping[str, Layout], spec: DeviceSpec) -> bool:

@@ -82,12 +82,18 @@ def walk(
     stored: Iterable[str],
     spec: DeviceSpec,
     aside: bool,
+    again: bool,
     sharing: int,
 ) -> Walk:
-    """`aside`: rows lie side by side; `sharing`: programs that share a row."""
+    """`aside`: rows lie side by side; `again`: rows that do not stay on chip are read twice;
+    `sharing`: programs that share a row."""
     rows, row = hint(group.space.rows), hint(group.space.row)
     split, wide, trips, depth = group.row_split, power(row), 1, _depth(group)
     inside = any(m.kind in ("reduction", "scan") or m.level == "row" for m in group.members)
+    accesses = list(_accesses(group, layouts, stored))
+    size, reads = group.space.size(), sum(map(len, group.reads.values()))
+    loads = sum(2 * places(live) > size for _, live, _ in accesses[:reads])
+    most = MAX_BLOCK // (1 if loads <= 2 else 2 if loads <= 4 else 4)
     x, r = max(1, BLOCK // wide), wide
     if split is not None:
         r = wide // sharing if inside else min(MAX_COLUMNS, wide)
@@ -100,8 +106,8 @@ def walk(
         while x > MIN_COLUMNS and rows < x * spec.cores * MIN_BUSY_SHARE:
             x //= 2
         x = min(x, power(rows))
-        r = wide if wide * x <= MAX_BLOCK else COLUMN_BLOCK // x
-    elif wide > MAX_BLOCK:
+        r = wide if wide * MIN_COLUMNS * (1 if again else 4) <= most else COLUMN_BLOCK // x
+    elif wide > most:
         x, r = 1, wide // sharing if sharing > 1 else LOOPED_BLOCK
     while split is None and not aside and x > 1 and rows < x * 2 * spec.cores:
         x //= 2
@@ -110,14 +116,13 @@ def walk(
         trips, blocks = blocks, 1
     programs = blocks * (split[1] if split is not None else -(-rows // x))
     warps = min(MAX_WARPS, max(1, x * min(r, MAX_BLOCK) // (32 * THREAD_ELEMENTS)))
-    accesses = list(_accesses(group, layouts, stored))
     along = _neighbours(group, accesses)
     lines = sum(_lines(*access, group, x, along) for access in accesses)
-    size = group.space.size()
+    passes = 1 + (again and trips > 1)
     lines += sum(
         size * picked_lines(m, layouts, group.space) for m in group.members if m.level == "point"
     )
-    return Walk(programs, warps, trips, depth, lines)
+    return Walk(programs, warps, passes * trips, depth, passes * lines)
 
 
 def picked_lines(m: Member, layouts: Mapping[str, Layout], space: Space) -> float:
@@ -171,7 +176,7 @@ def _neighbours(group: Group, accesses: Iterable[tuple[Runs, frozenset[Axis], in
     size = dict.fromkeys(group.space.parallel, 0)
     for found, live, each in accesses:
         for a in size.keys() & live:
-            size[a] += hint(product(b.extent for b in live)) * each * (found[a][0] == 1)
+            size[a] += places(live) * each * (found[a][0] == 1)
     return max(group.space.parallel, key=lambda a: (size[a], hint(a.extent) > 1), default=None)
 
 
@@ -181,7 +186,7 @@ def _lines(
     """Lines that all programs ask for in one access, which have `x` rows side by side `along` an
     axis."""
     rows = hint(group.space.rows)
-    count = hint(product(a.extent for a in live & set(group.space.reduced)))
+    count = places(live & set(group.space.reduced))
     count *= rows if along in live else -(-rows // x)
     held = {along: x} | dict.fromkeys(group.space.reduced if group.reductions else live, 1 << 62)
     together = 1.0
@@ -201,9 +206,14 @@ def _depth(group: Group) -> int:
     return max(depth.values(), default=0)
 
 
+def places(axes: Iterable[Axis]) -> int:
+    """Points of loops together, at hinted sizes."""
+    return hint(product(a.extent for a in axes))
+
+
 def power(n: int) -> int:
     """The power of two that is not below `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
-__all__ = ["Walk", "power", "walk"]
+__all__ = ["Walk", "places", "power", "walk"]

@@ -25,7 +25,7 @@ from deuteron.schedule.boxes import box_of
 from deuteron.schedule.dimensions import Group, apart, dimensions, is_nested
 from deuteron.schedule.lanes import LINE_FLOPS, Steps, most_lines, scattered, steps_of
 from deuteron.schedule.loop_passes import Shares
-from deuteron.schedule.programs import power
+from deuteron.schedule.programs import places, power
 from deuteron.schedule.tiling import Dim, Tiling
 
 NAMES = "bijklmnopqrstuvw"  # of dimensions
@@ -416,10 +416,10 @@ class Estimator:
 
 def _reads(nest: Nest, layouts: Mapping[str, Layout]) -> list[tuple[set[Axis], float]]:
     """Of each place in memory that is read the axes, and the bytes over all of these."""
-    places = {n.attr[:2]: None for s in nest.statements for e in roots(s) for n in e.loads()}
-    read = (p for p in places if p[0] not in nest.reductions)
+    every = {n.attr[:2]: None for s in nest.statements for e in roots(s) for n in e.loads()}
+    read = (p for p in every if p[0] not in nest.reductions)
     used = ((name, {a for i in index for a in i.axes()}) for name, index in read)
-    return [(axes, _places(axes) * float(ITEMSIZE[layouts[name].dtype])) for name, axes in used]
+    return [(axes, places(axes) * float(ITEMSIZE[layouts[name].dtype])) for name, axes in used]
 
 
 def _accesses(
@@ -434,10 +434,6 @@ def _accesses(
             layout = layouts[tensor]
             size = ITEMSIZE[layout.dtype]
             yield name, steps_of(layout, at, axes), set(axes), size, most_lines(layout)
-
-
-def _places(axes: Iterable[Axis]) -> int:
-    return math.prod(hint(a.extent) for a in axes)
 
 
 def repeated(nest: Nest, tiling: Tiling, s: Reduce, spec: DeviceSpec) -> tuple[float, float]:
@@ -476,7 +472,7 @@ def library_us(nest: Nest, layouts: Mapping[str, Layout], spec: DeviceSpec) -> f
     work, kind = 0.0, nest.unit
     for name in nest.contractions:
         s = nest.reductions[name]
-        work += 2.0 * _places(nest.axes_of(s.body))
+        work += 2.0 * places(nest.axes_of(s.body))
     reads, writes = nest.tensors()
     moved = sum(layouts[n].nbytes_hint for n in (*reads, *writes))
     compute = spec.compute_us(work, kind) / figures("library", kind)
