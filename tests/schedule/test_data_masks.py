@@ -145,6 +145,7 @@ def test_cut_loops_are_built_without_a_gpu(tmp_path: Path) -> None:
         binary = build(code, code.configs[0], 90, options, True)
         _, local = resources(binary.code, tmp_path)
         # Of the kernel of the gradients of keys and values, which has all 255 registers, one; of
-        # the forward, whose 8 warps compute 128 rows, eight.
+        # the forward, whose 8 warps compute 128 rows, eight. H200, 8 documents: 214 us so, 161 in
+        # blocks of 64 x 64, which the estimate takes for 1 % slower.
         most = {2: 8, 3: 32}.get(len(kernel.writes), 0)
         assert local <= most, f"{kernel.name}: {local} bytes are spilled"
