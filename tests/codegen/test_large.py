@@ -203,8 +203,9 @@ def test_views_far_apart(f: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_large_tensors(tmp_path: Path) -> None:
-    n = 2**31 + 64
-    for k in kernels(many, whole(n)):
+    large = [k for k in kernels(many, whole(2**31 + 64)) if "arg0_1" in k.source]
+    assert large  # beside what combines partial results
+    for k in large:
         assert set(offsets(k, False, tmp_path)) == {"i64"}, k.source
         assert 0 < k.grid(k.configs[0], {}) <= MOST_PROGRAMS
 
@@ -233,7 +234,7 @@ def test_grids(shape: tuple[int, ...]) -> None:
         fake = torch.empty(shape, dtype=torch.int8)
     for k in kernels_of_fake(f, fake):
         assert 0 < k.grid(k.configs[0], {}) <= MOST_PROGRAMS, k.source
-        assert "tl.int64" in k.source or max(shape) < 2**31
+        assert "tl.int64" in k.source or "part_ptr" in k.source or max(shape) < 2**31
 
 
 def kernels_of_fake(f: Callable[..., Any], fake: Tensor) -> list[TritonKernel]:

@@ -14,12 +14,10 @@ from deuteron.base.device import named_gpu
 from deuteron.base.options import Options
 from deuteron.base.passes import Context
 from deuteron.codegen.triton.generate import generate
-from deuteron.ir.expr import op
 from deuteron.lower.passes import lower
 from deuteron.runtime.build_triton import build
 from deuteron.schedule import schedule
 from deuteron.schedule.kernel import Kernel
-from tests.codegen import triton_cases as cases
 from tests.codegen.misaligned_programs import gradients, norm_back
 from tests.lower.harness import trace
 from tests.schedule.tools import scheduled, spec_of
@@ -40,36 +38,6 @@ def test_of_points_that_are_stored_several_times(copies: int) -> None:
     for kernel in kernels:
         for config in generate(kernel, spec).configs:
             assert all(n & (n - 1) == 0 for _, n in config.constexprs), config
-
-
-@pytest.mark.parametrize("more", range(6))
-def test_who_goes_on_alone_takes_large_blocks(more: int) -> None:
-    """They come one behind the other: of 64 x 256 partial sums there is one, not sixteen; where
-    `more` is read beside them, fewer at once."""
-    d, p, r = (cases.axis(n, extent) for n, extent in (("d", 64), ("p", 256), ("r", 4096)))
-    layouts = {n: cases.lay(*s) for n, s in (("x", (64, 256, 4096)), ("part", (64, 256)))}
-    layouts["total"] = cases.lay(64)
-    sums = (
-        cases.Reduce("part.r", "sum", cases.at("x", d, p, r)),
-        cases.store("part", (d, p), cases.local("part.r", d, p), level="row"),
-    )
-    others = [f"other{k}" for k in range(more)]
-    layouts |= dict.fromkeys(others, layouts["part"])
-    body = cases.at("part", d, p)
-    for name in others:
-        body = op("mul", body, cases.at(name, d, p))
-    totals = (
-        cases.Reduce("total.r", "sum", body),
-        cases.store("total", (d,), cases.local("total.r", d), level="row"),
-    )
-    nests = (cases.Nest((d, p), (r,), sums), cases.Nest((d,), (p,), totals))
-    reads = tuple((n, layouts[n]) for n in ("x", "part", *others))
-    writes = tuple((n, layouts[n]) for n in ("part", "total"))
-    kernel = Kernel("red", nests, reads, writes, (), "cuda", 0, 0, 0, barriers=(1,))
-    for config in generate(kernel, spec_of("H200")).configs:
-        sizes = dict(config.constexprs)
-        rows = min(64, 1 << ((128 // (more + 1)).bit_length() - 1))
-        assert (sizes["XBLOCK_1"], sizes["RBLOCK_1"]) == (rows, 256)
 
 
 def test_long_kernels_have_no_tails() -> None:

@@ -114,8 +114,8 @@ def test_blocks_are_counted_where_there_are_more_places() -> None:
 def test_places_are_checked_once() -> None:
     """Not in every comparison, where numbers of 64 bits are not narrower than positions."""
     f = lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 2**20, -1, False)  # noqa: E731
-    assert ordered.packed_dtype(8192, 2**20) == "i64"
-    _, plan = planned(f, torch.empty(8192, 16).bfloat16(), torch.zeros(8192).long())
+    assert ordered.packed_dtype(1 << 15, 2**20) == "i64"
+    _, plan = planned(f, torch.empty(1 << 15, 16).bfloat16(), torch.zeros(1 << 15).long())
     nests = [nest for k in kernels(plan) for nest in k.nests]
     roots = [root for nest in nests for root in nest.exprs()]
     reductions = [n for root in roots for n in root.walk() if n.op == "reduce"]

@@ -34,7 +34,7 @@ def test_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_rows_are_read_once(name: str) -> None:
-    plan, (kernel,) = planned(name)
+    plan, (kernel, *_) = planned(name)  # what needs the results of all is behind it
     assert kernel.flag_count({}) and kernel.programs_per_row == 1
     for tensor, _ in plan.kernels[0].reads:
         assert kernel.source.count(f"tl.load({tensor}_ptr") <= 1

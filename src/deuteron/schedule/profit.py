@@ -192,10 +192,9 @@ def scanned_in_blocks(group: Group, layouts: Mapping[str, Layout], spec: DeviceS
     return in_blocks(hint(group.space.rows), hint(group.space.row), spec)
 
 
-def idle(cost: Cost, group: Group, layouts: Mapping[str, Layout]) -> bool:
-    """Whether more programs would keep more of the device busy."""
-    least = MIN_OCCUPANCY_ASIDE if side_by_side(group, layouts) else MIN_OCCUPANCY
-    return cost.occupancy < least or cost.waits > max(MIN_WAITS_US, MIN_WAIT_SHARE * cost.busy)
+def least_occupancy(group: Group, layouts: Mapping[str, Layout]) -> float:
+    """The share of the device below which the group's reductions are worth a second kernel."""
+    return MIN_OCCUPANCY_ASIDE if side_by_side(group, layouts) else MIN_OCCUPANCY
 
 
 def known_rows(group: Group) -> bool:
@@ -293,7 +292,7 @@ def cost(
         busy, waits = how.busy(spec.memory_us(moved), issued, spec) / max(share, 1e-3), how.waits()
         us = together(busy, waits, how.waves(spec))
         found = Cost(moved, done, share, us, busy, waits)
-    if not whole and group.reductions and idle(found, group, layouts):
+    if not whole and group.reductions and share < least_occupancy(group, layouts):
         again = 0 if not row_stays_on_chip(group, layouts, spec) else read_again(group, layouts)
         halves = (
             time_us(moved + again, issued, 1.0, spec) + spec.launch_us + time_us(0, 0, 1.0, spec)

@@ -94,9 +94,9 @@ def walk(
     size, reads = group.space.size(), sum(map(len, group.reads.values()))
     loads = sum(2 * places(live) > size for _, live, _ in accesses[:reads])
     most = MAX_BLOCK // (1 if loads <= 2 else 2 if loads <= 4 else 4)
-    x, r = max(1, BLOCK // wide), wide
+    x, r = max(1, BLOCK // wide), max(1, wide // sharing)
     if split is not None:
-        r = wide // sharing if inside else min(MAX_COLUMNS, wide)
+        r = r if inside else min(MAX_COLUMNS, wide)
         x = max(1, 2 * BLOCK // r)
         trips = -(-rows // (split[1] * x))
     elif aside and row <= MAX_UNROLLED:
@@ -107,8 +107,8 @@ def walk(
             x //= 2
         x = min(x, power(rows))
         r = wide if wide * MIN_COLUMNS * (1 if again else 4) <= most else COLUMN_BLOCK // x
-    elif wide > most:
-        x, r = 1, wide // sharing if sharing > 1 else LOOPED_BLOCK
+    elif sharing == 1 and wide > most:
+        x, r = 1, LOOPED_BLOCK * (1 + (rows < 2 * spec.cores))
     while split is None and not aside and x > 1 and rows < x * 2 * spec.cores:
         x //= 2
     blocks = -(-row // r)  # of a row

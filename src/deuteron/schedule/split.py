@@ -70,7 +70,8 @@ def split_groups(fusion: Fusion, inside: Callable[[], AbstractSet[str]] = frozen
         keep = fusion.stored(group, {node.id})
         now = profit.cost(group, fusion.layouts, keep, spec, whole=True)
         if not beside and (
-            not profit.idle(now, group, fusion.layouts)
+            now.occupancy >= profit.least_occupancy(group, fusion.layouts)
+            and now.waits <= max(profit.MIN_WAITS_US, profit.MIN_WAIT_SHARE * now.busy)
             or not profit.splittable(group, fusion.layouts, spec)
         ):
             continue
