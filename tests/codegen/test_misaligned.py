@@ -73,6 +73,7 @@ def accesses(t: TritonKernel, folder: Path, aligned: bool = True) -> Counter[str
         ("softmax of columns", 1001, LOOPED),
         ("softmax to f32", 1001, LOOPED),
         ("layer norm", 1001, LOOPED),
+        ("gradients of layer norm", 129, WHOLE),
         ("gradients of layer norm", 65535, WHOLE),
     ],
 )

@@ -40,16 +40,6 @@ def test_of_points_that_are_stored_several_times(copies: int) -> None:
             assert all(n & (n - 1) == 0 for _, n in config.constexprs), config
 
 
-def test_long_kernels_have_no_tails() -> None:
-    """Their loops would share its registers; the next launch is hidden behind them."""
-    x = torch.empty(64, 64, 112, 112, dtype=torch.bfloat16)
-    y = x.to(memory_format=torch.channels_last)
-    plan = scheduled(
-        lambda x, y: ((x * y).sum((0, 2, 3)), x.sum((0, 2, 3))), y, y, device="H200", check=False
-    )
-    assert len(plan.kernels) > 1 and not any(k.barriers for k in plan.kernels)
-
-
 @pytest.mark.parametrize("rows", [64, 1024])
 def test_pipelines_have_room(rows: int, tmp_path: Path) -> None:
     """Three stages of what six tensors of float64 give take 384 KB; a program gets 227 KB."""

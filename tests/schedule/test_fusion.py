@@ -101,9 +101,9 @@ def test_no_merge_saves_more_than_is_reckoned_at_most(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name,f,args,most", COUNTS, ids=[c[0] for c in COUNTS])
 def test_counts(name: str, f: Any, args: tuple[Any, ...], most: int, device: str) -> None:
-    """On a GPU what needs the results of all programs has a kernel of its own."""
+    """On a GPU a mean over everything, behind its rows' statistics, has a kernel of its own."""
     plan = scheduled(f, *args, device=device)
-    assert len(plan.kernels) <= most + (device != "cpu")
+    assert len(plan.kernels) <= most + (device != "cpu" and name == "cross-entropy")
 
 
 @pytest.mark.parametrize("name,f,args,most", COUNTS[:8], ids=[c[0] for c in COUNTS[:8]])

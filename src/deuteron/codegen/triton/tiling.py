@@ -466,8 +466,8 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
 
 def _pipelined(loops: Loops, blocks: TileConfig, rows: int, at_once: int, spec: DeviceSpec) -> bool:
     """Whether blocks are better on their way to shared memory while others are summed: there are
-    several, and room for those of so many programs. H200, 48 kernels of 8 models, us: 1428 with
-    pipelines of 2, 1168 without; three joined gradients of norms (36 bytes a point) 382 and 174."""
+    several, and room for those of so many programs. H200, 30 kernels of 8 models, us: 964 with
+    pipelines of 2, 735 so; three joined gradients of norms (36 bytes a point) 382 and 174."""
     return rows > blocks.of("x") and at_once * blocks.elements * bytes_along(loops) <= spec.shared
 
 
