@@ -75,8 +75,14 @@ def twice(x: Tensor, w: Tensor) -> Tensor:
     return torch.relu(y) + torch.relu(y.flip(0))
 
 
+def routed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    p = (x @ w).softmax(-1)
+    return p, p.argmax(-1)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "the library is faster": (gelu_of_large, [(4096, 8192), (8192, 512)], "no gain"),
+    "positions": (routed, [(70, 64), (64, 64)], "no nest"),
     "a scan": (normed, [(70, 64), (64, 48)], "no nest"),
     "rows at odd places": (gelu_of_large, [(512, 333), (333, 512)], "no tiling"),
     "two places": (twice, [(70, 64), (64, 48)], "no nest"),

@@ -79,6 +79,9 @@ class _Closure:
                 raise NoNest(f"{c.name} is a scan: its places depend on one another in order")
             if c.target is not None or c.index is not None:
                 raise NoNest(f"{c.name} writes at places of its own")
+            kinds = {n.attr[0] for n in c.body.walk() if n.op == "reduce"}
+            if any(REDUCTIONS[kind].scalar_op is None for kind in kinds):
+                raise NoNest(f"{c.name} keeps positions, which reductions of tiles lose")
 
     def build(self, sinks: Sequence[str]) -> Nest:
         order = list(self.computes)
