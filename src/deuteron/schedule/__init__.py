@@ -23,6 +23,7 @@ from deuteron.schedule.dag import Dag
 from deuteron.schedule.fuse import Fusion
 from deuteron.schedule.horizontal import Call, HorizontalFusion, Launch
 from deuteron.schedule.kernel import Schedule
+from deuteron.schedule.layouts import lie_alike, without_copies
 from deuteron.schedule.normalize import canonical, is_unfused, normalize
 from deuteron.schedule.printer import call_lines, contraction_lines, group_lines, print_schedule
 from deuteron.schedule.recompute import recompute
@@ -82,6 +83,16 @@ def normalized(program: Program, context: Context) -> Normalized:
     else:
         computes = {d.name: canonical(d) for d in program.computes()}
     return Normalized(program, layouts, memory_of(program), specs, computes)
+
+
+def lying_alike(before: Normalized, context: Context) -> Normalized:
+    """Orders in memory for what only kernels read; what has a copy that lies alike is that copy."""
+    if not context.options.fusion:
+        return before
+    program, computes = before.program, before.computes
+    layouts = before.layouts | lie_alike(program, computes, before.layouts, context.record)
+    program, computes = without_copies(program, computes, layouts)
+    return replace(before, program=program, layouts=layouts, computes=computes)
 
 
 def depending(before: Normalized, context: Context) -> Grouped:
@@ -254,6 +265,7 @@ def built_text(built: Built) -> str:
 KERNELS_TELL = 'its order is checked in the kernels that "build" makes'
 SCHEDULING: Table = (
     Pass("normalize", normalized, verify_normalized, normalized_text),
+    Pass("layouts", lying_alike, verify_normalized, normalized_text),
     Pass("dependencies", depending, verify_grouped, grouped_text),
     Pass("fuse", fused, verify_grouped, grouped_text),
     Pass("split", split_few_rows, verify_grouped, grouped_text),
