@@ -51,6 +51,8 @@ from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
 # programs: rows of 1024 (bf16) 102, 91, 94 us, of 256 191, 200, 184 us, of 768 (f32) 256, 250,
 # 255 us; of 4096 no difference.
 PROGRAMS_PER_CORE = 2
+# Rows of a split: partial results are written and read, an eighth of what the rows are.
+MIN_SPLIT_ROWS = 8
 MAX_PROGRAMS_PER_CORE = 8
 # With 5 to 7 programs of 128 threads per multiprocessor, a thread gets fewer than `MIN_REGISTERS`.
 # H100, backward of layer norm, rows of 768 (f32), whose two sums are reduced at once: 5 programs,
@@ -71,8 +73,9 @@ MIN_REGISTERS = 128
 # SiLU with its channel sums, 1.2 million rows of 24 (bf16), 2 splits: 121 us; memory allows 41.
 TILE_COLUMNS = 64
 MAX_TILE_PROGRAMS_PER_CORE = 16
-# Elements of a tile of such a program; a split has several tiles.
-TILE_ELEMENTS = 2048
+# Elements of a tile of such a program; a split has several tiles. H200, 19 kernels of 5 models, us:
+# tiles of 2048 elements for two warps, in pipelines of 2 where there is room, 1785; of 1024 1385.
+TILE_ELEMENTS = 1024
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def choose_row_split(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[
         else PROGRAMS_PER_CORE
     )
     if not reductions:
-        tiles = hint(space.rows) * min(row, TILE_COLUMNS) // (4 * TILE_ELEMENTS * spec.cores)
+        tiles = hint(space.rows) * min(row, TILE_COLUMNS) // (8 * TILE_ELEMENTS * spec.cores)
         each = max(
             PROGRAMS_PER_CORE,
             min(tiles, MAX_TILE_PROGRAMS_PER_CORE // -(-max(1, row) // TILE_COLUMNS)),
@@ -112,6 +115,7 @@ def choose_row_split(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[
     if programs > 1 and elements_per_program(NORM_BACKWARD_VALUES, row) == MAX_ELEMENTS_PER_PROGRAM:
         each = 1  # a multiprocessor has registers for one of its programs
     most = spec.cores if spec.kind == "cpu" else each * cores_at_once(programs, spec) // programs
+    most = min(most, max(spec.cores, hint(space.rows) // MIN_SPLIT_ROWS))
     if spec.kind == "cuda" and row % ALIGNMENT_CLASSES and most > ALIGNMENT_CLASSES:
         most = aligned_split_count(hint(axis.extent), most, PARTIAL_RESULT_ROWS)
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
@@ -275,16 +279,17 @@ def _split_by_group(
 def _one_axis(
     space: Space, row_split: tuple[Axis, int], reductions: bool, spec: DeviceSpec
 ) -> tuple[Space, tuple[Axis, int], Map]:
-    """The same loops, or all rows in one where the longest axis has fewer places than the device
-    cores, since what is summed up by place cannot be beside them then; the loops of before as
-    indices over the new ones. H200, backward of layer norm, us: 8 x 56 x 56 rows of 128 (f32), in
-    56 splits 87, 128 splits of all rows 29, 264 and more 20; bf16, 8 x 14 x 14 rows of 320 42 and
-    4.0, 32 x 56 x 56 rows of 96 507 and 38."""
+    """The same loops, where the first one is split and has enough places, or all rows in one, so
+    that rows of a split lie one after the other; the loops of before as indices over the new ones.
+    What is summed up by place cannot be beside them then. H200, backward of layer norm, us:
+    8 x 56 x 56 rows of 128 (f32), in 56 splits 87, 128 splits of all rows 29, 264 and more 20;
+    bf16, 8 x 14 x 14 rows of 320 42 and 4.0, 32 x 56 x 56 rows of 96 507 and 38."""
     whole = Axis("rows", space.rows)
     same: Map = {a: a.index for a in space.axes}
     joined = Space((whole,), space.reduced)
     most = choose_row_split(joined, reductions, spec)
-    if space.rows.value is None or row_split[1] >= min(most[1], spec.cores) * MIN_BUSY_SHARE:
+    enough = row_split[1] >= min(most[1], spec.cores) * MIN_BUSY_SHARE
+    if space.rows.value is None or enough and row_split[0] is space.parallel[0]:
         return space, row_split, same
     return joined, most, same | places(space.parallel, whole.index)
 

@@ -92,7 +92,8 @@ SPARE_BLOCK_SHARE, MAX_SPARE_BLOCK = 0.75, 4096
 # H200, bf16, backward of layer norm, 2^26 elements, with more warps and so, us: rows of 128 151 and
 # 108, 256 117 and 107, 640 136 and 111, 768 117 and 105, 1152 132 and 110; of 1024 51 and 52.
 # Behind an embedding of 768, with pipelines of 3, 4, 6 and 8 rows 50, 44, 40, 41 (four warps 52).
-# 25088 rows of 64 (bf16), of which 7 values are held: 8 rows for a warp 7.2 us, 16 for two 40.
+# 25088 rows of 64 (bf16), of which 7 values are held: 8 rows for a warp 7.2 us, 16 for two 40; of
+# 64 (f32) 12 and 51, 12 and 46, 16 and 48 (which spill), of 128 (f32) 7.8 and 12.8, 7.1 and 11.0.
 MAX_ONE_WARP_BLOCK, MAX_ONE_WARP_ROW, MAX_ONE_WARP_VALUES = 2048, 256, 192
 ONE_WARP_PIPELINE_BYTES = 36 << 10
 # Values that a thread of a split holds at most, of rows, of sums of columns and of what all rows
@@ -408,15 +409,12 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
             and count * -(-nr // first) > 8 * spec.cores
         ):
             first *= 2
-        for width, stages in ((first, 2), (2 * first, 2), (first, 1)):
+        for tall, width, stages in ((1, first, 1), (1, first, 2), (2, first, 1), (1, 2 * first, 1)):
             wide = min(width, power(nr))
-            deep = min(power(rows), max(1, TILE_ELEMENTS // wide))
+            deep = min(power(rows), max(1, tall * TILE_ELEMENTS // wide))
             configs.append(
-                TileConfig((("x", deep), ("r", wide)), warps_for(wide * deep, 32), stages)
+                TileConfig((("x", deep), ("r", wide)), warps_for(wide * deep, 16), stages)
             )
-        at_once = -(-count * -(-nr // configs[0].of("r")) // spec.cores)
-        if not _pipelined(loops, configs[0], rows, at_once, spec):
-            configs.insert(0, configs.pop())
         tiling = Tiling("row_split", dims, tuple(dict.fromkeys(configs)), tiled=True)
         return _sharing_registers(tiling, shared_along(loops))
     known = product(a.extent for a in r).value is not None
@@ -445,14 +443,15 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     configs = []
     few = 2048 if wide >= 1024 else 1024
     spare = widest(loops) < 4 and nr <= SPARE_BLOCK_SHARE * wide and wide <= MAX_SPARE_BLOCK
-    if widest(loops) < 4 and (wide <= MAX_ONE_WARP_ROW or (spare and wide <= MAX_ONE_WARP_BLOCK)):
+    if wide <= MAX_ONE_WARP_ROW or spare and wide <= MAX_ONE_WARP_BLOCK:
         deep = min(power(rows), max(1, 1024 // wide))
         while deep > 1 and deep * nr * held > 32 * MAX_ONE_WARP_VALUES:
             deep //= 2
         stages = ONE_WARP_PIPELINE_BYTES // (bytes_along(loops, loops.parallel) * deep * wide)
-        if stages >= 3 and deep * nr * held <= 32 * MAX_ONE_WARP_VALUES:
+        if stages >= 2 and deep * nr * held <= 32 * MAX_ONE_WARP_VALUES:
             blocks = (("x", deep), ("r", wide))
-            configs += [TileConfig(blocks, 1, max(4, min(6, stages))), TileConfig(blocks, 1, 3)]
+            most = max(4, min(6, stages)) if stages >= 3 else 2
+            configs += [TileConfig(blocks, 1, most), TileConfig(blocks, 1, min(3, stages))]
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1))[: 4 - len(configs)]:
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
@@ -462,13 +461,6 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     configs = [c if c.num_warps == 1 else _with_room(c, held) for c in configs]
     tiling = Tiling("row_split", dims, tuple(dict.fromkeys(configs)), True, misaligned)
     return _sharing_registers(tiling, held + shared_along(loops))
-
-
-def _pipelined(loops: Loops, blocks: TileConfig, rows: int, at_once: int, spec: DeviceSpec) -> bool:
-    """Whether blocks are better on their way to shared memory while others are summed: there are
-    several, and room for those of so many programs. H200, 30 kernels of 8 models, us: 964 with
-    pipelines of 2, 735 so; three joined gradients of norms (36 bytes a point) 382 and 174."""
-    return rows > blocks.of("x") and at_once * blocks.elements * bytes_along(loops) <= spec.shared
 
 
 def _sharing_registers(tiling: Tiling, each: int) -> Tiling:
