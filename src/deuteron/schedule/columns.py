@@ -43,6 +43,7 @@ from deuteron.schedule.cooperative import (
 )
 from deuteron.schedule.group import Group, Member
 from deuteron.schedule.legality import Refusal, consistent
+from deuteron.schedule.profit import inner_axes
 from deuteron.schedule.programs import MIN_BUSY_SHARE
 from deuteron.schedule.space import Map, Space, dense, flat, image, one_to_one
 
@@ -164,8 +165,9 @@ def columns(
         return stages
     row_split = base.row_split or choose_row_split(space, bool(base.reductions), spec)
     if base.row_split is None:
+        beside = _beside(base, False, layouts) or _beside(guest, True, layouts)
         cut = (
-            _one_axis(space, row_split, bool(base.reductions), spec)
+            _one_axis(space, row_split, bool(base.reductions), beside, spec)
             if groups.value == 1
             else _split_by_group(base, [a for a in space.parallel if a not in rows], spec)
         )
@@ -277,21 +279,36 @@ def _split_by_group(
 
 
 def _one_axis(
-    space: Space, row_split: tuple[Axis, int], reductions: bool, spec: DeviceSpec
+    space: Space, row_split: tuple[Axis, int], reductions: bool, beside: bool, spec: DeviceSpec
 ) -> tuple[Space, tuple[Axis, int], Map]:
-    """The same loops, where the first one is split and has enough places, or all rows in one, so
-    that rows of a split lie one after the other; the loops of before as indices over the new ones.
-    What is summed up by place cannot be beside them then. H200, backward of layer norm, us:
-    8 x 56 x 56 rows of 128 (f32), in 56 splits 87, 128 splits of all rows 29, 264 and more 20;
-    bf16, 8 x 14 x 14 rows of 320 42 and 4.0, 32 x 56 x 56 rows of 96 507 and 38."""
+    """The same loops, or all rows in one where the longest axis has fewer places than the device
+    cores, or where rows lie `beside` one another, so that a split has neighbours; the loops of
+    before as indices over the new ones. What is summed up by place cannot be beside them then.
+    H200, backward of layer norm, us: 8 x 56 x 56 rows of 128 (f32), in 56 splits 87, 128 splits of
+    all rows 29, 264 and more 20; bf16, 8 x 14 x 14 rows of 320 42 and 4.0, 32 x 56 x 56 rows of 96
+    507 and 38. Images of 8 x 3136 x 64 (f32), a norm of their channels: 94 split by place, 47 so.
+    """
     whole = Axis("rows", space.rows)
     same: Map = {a: a.index for a in space.axes}
     joined = Space((whole,), space.reduced)
     most = choose_row_split(joined, reductions, spec)
     enough = row_split[1] >= min(most[1], spec.cores) * MIN_BUSY_SHARE
-    if space.rows.value is None or enough and row_split[0] is space.parallel[0]:
+    first = row_split[0] is space.parallel[0]
+    if space.rows.value is None or enough and (first or not beside):
         return space, row_split, same
     return joined, most, same | places(space.parallel, whole.index)
+
+
+def _beside(group: Group, turned: bool, layouts: Mapping[str, Layout]) -> bool:
+    """Whether rows lie beside one another in a tensor that has all of them; `turned`: the rows are
+    what the group reduces."""
+    at = [(n, i) for n, indices in group.reads.items() for i in indices]
+    at += [(m.name, m.index) for m in group.members if m.level == "point"]
+    both = set(group.space.parallel), set(group.space.reduced)
+    rows, row = both[::-1] if turned else both
+    return any(
+        inner_axes(i, layouts[n]) & rows and row & {a for d in i for a in d.axes()} for n, i in at
+    )
 
 
 def _combine(
