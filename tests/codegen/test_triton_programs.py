@@ -167,14 +167,6 @@ def test_what_is_the_same_in_a_block_is_read_once() -> None:
     assert kernel.programs_per_row == 16
 
 
-@pytest.mark.parametrize("name", ["shared: rms norm", "shared: rms norm, weights read again"])
-def test_what_all_rows_share_is_read_once_where_registers_have_room(name: str) -> None:
-    (kernel,) = kernels(planned(name), name)
-    before, loop = kernel.source.split("for xoffset")
-    weights = "tl.load(arg1_1_ptr"
-    assert (before.count(weights), loop.count(weights)) == ((0, 1) if "again" in name else (1, 0))
-
-
 def test_clusters_load_before_they_meet(tmp_path: Path) -> None:
     """What comes first, and last, does not wait until what was written before is seen by others."""
     f = lambda x, w, b: F.layer_norm(x, (131072,), w, b)  # noqa: E731

@@ -549,7 +549,6 @@ SHARED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (ROWS,),
     ),
     "shared: rms norm": (rms, (ROWS, torch.randn(200))),
-    "shared: rms norm, weights read again": (rms, (ROWS, torch.randn(200))),
     "shared: rms norm of odd rows": (rms, (torch.randn(7, 801), torch.randn(801))),
     "shared: gradients of rms norm": (
         rms_backward,
@@ -667,8 +666,6 @@ def sharing(name: str) -> Iterator[None]:
             patch.setattr(tiling, "MIN_COOPERATIVE_ROW", 128)
             patch.setattr(access_statistics, "MIN_STEADY_BLOCK", 64)
             patch.setattr(tiling, "ROW_LIMIT", 64)
-        if name.endswith("weights read again"):
-            patch.setattr(tiling, "MAX_KEPT_VALUES", 0)
         yield
 
 

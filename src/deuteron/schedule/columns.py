@@ -288,13 +288,12 @@ def _one_axis(
     all rows 29, 264 and more 20; bf16, 8 x 14 x 14 rows of 320 42 and 4.0, 32 x 56 x 56 rows of 96
     507 and 38. Images of 8 x 3136 x 64 (f32), a norm of their channels: 94 split by place, 47 so.
     """
-    whole = Axis("rows", space.rows)
+    whole, (axis, count) = Axis("rows", space.rows), row_split
     same: Map = {a: a.index for a in space.axes}
     joined = Space((whole,), space.reduced)
     most = choose_row_split(joined, reductions, spec)
-    enough = row_split[1] >= min(most[1], spec.cores) * MIN_BUSY_SHARE
-    first = row_split[0] is space.parallel[0]
-    if space.rows.value is None or enough and (first or not beside):
+    enough = count >= min(most[1], spec.cores) * MIN_BUSY_SHARE
+    if space.rows.value is None or enough and not (beside and axis is not space.parallel[0]):
         return space, row_split, same
     return joined, most, same | places(space.parallel, whole.index)
 

@@ -52,11 +52,6 @@ CLUSTER_CORE_EIGHTHS = 7
 # With so many values in a thread it needs not more than so many registers. H200, rows of 131072 in
 # 16 programs, bf16, us, any number and 80: layer norm 395 and 353, RMS norm 318 and 278.
 MAX_LIMITED_VALUES, MIN_LIMITED_REGISTERS = 32, 80
-# Values of a row and of what all rows share (weights) that a thread holds from row to row, and its
-# registers then: what a multiprocessor reads from the L2 takes longer than what comes from memory.
-# H200, layer norm, rows of 131072, bf16, us: with weights read for each row 355, with weights in
-# registers of 2 programs of 8 warps 276, of 16 warps, which spill, 366.
-MAX_KEPT_VALUES, KEPT_REGISTERS = 96, 128
 
 
 def elements_per_program(held: int, row: int) -> int:

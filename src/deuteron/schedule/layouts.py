@@ -62,22 +62,18 @@ def lie_alike(
     }
     now = dict(layouts)
     for _ in range(SWEEPS):
-        before = {n: now[n] for n in traced}
         for name, order in traced.items():
             votes = {order: 0}
             for c in places[name]:
                 count(name, c, now, votes)
             best = max(votes, key=lambda o: (votes[o], o == order))
-            if best != order_of(now[name]):
-                now[name] = in_order(layouts[name], best)
-        if before == {n: now[n] for n in traced}:
-            break
-    moved = {n: now[n] for n in traced if order_of(now[n]) != traced[n]}
+            now[name] = layouts[name] if best == order else in_order(layouts[name], best)
+    moved = {n: now[n] for n in traced if now[n] is not layouts[n]}
     for n, layout in moved.items():
-        strides = ", ".join(map(str, layout.strides))
         record.add(
             "decision", subject="layout", accepted=True, reason="as what it is computed with",
-            detail=f"strides {strides}", first=n, second="", bytes=layout.nbytes_hint, us=0.0,
+            detail=f"strides {', '.join(map(str, layout.strides))}", first=n, second="",
+            bytes=layout.nbytes_hint, us=0.0,
         )  # fmt: skip
     return moved
 
@@ -91,9 +87,8 @@ def without_copies(
     for c in computes.values():
         e, plain = c.body, c.target is None and c.index is None and c.name not in free
         if plain and e.op == "load" and not e.args and e.attr[1] == c.store_index:
-            source = e.attr[0]
-            if source in free and layouts[source] == layouts[c.name]:
-                name.setdefault(source, c.name)
+            if e.attr[0] in free and layouts[e.attr[0]] == layouts[c.name]:
+                name.setdefault(e.attr[0], c.name)
     copies = set(name.values())
 
     def made(c: Compute) -> Compute:
@@ -116,14 +111,12 @@ def count(name: str, c: Compute, layouts: Mapping[str, Layout], votes: dict[Orde
     would have it lie."""
     at: list[tuple[str, Place]] = [(r.tensor, r.index) for r in reads_of(c)]
     if c.target is None and c.index is None:
-        stored = c.axes[: len(layouts[c.name].shape)]
-        at.append((c.name, tuple(a.index for a in stored)))
+        at.append((c.name, c.store_index))
     for own in {place for n, place in at if n == name}:
         for other, place in at:
-            if other != name:
-                order = seen(own, layouts[name], layouts[other].address(place))
-                if order is not None:
-                    votes[order] = votes.get(order, 0) + layouts[other].nbytes_hint
+            order = seen(own, layouts[name], layouts[other].address(place))
+            if other != name and order is not None:
+                votes[order] = votes.get(order, 0) + layouts[other].nbytes_hint
 
 
 def seen(place: Place, layout: Layout, address: Index) -> Order | None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from deuteron.codegen.loops import Loops, points_visited, roots_of, stride, unique_nodes
 from deuteron.codegen.triton.misaligned import misaligned_rows
 from deuteron.ir.expr import Expr
-from deuteron.ir.index import Axis, Index, Sym, Value, hint, product
+from deuteron.ir.index import Axis, Index, Sym, hint, product
 
 # Blocks for what is the same in them have at least so many elements.
 MIN_STEADY_BLOCK = 1024
@@ -67,16 +67,6 @@ def loads_along(loops: Loops) -> int:
     """Distinct values that are read for every element of a row, also those of all rows."""
     loads = {a for a in loops.accesses if not a.store and a.address.axes() & set(loops.reduced)}
     return len(loads)
-
-
-def looked_up(loops: Loops, r: Sequence[Axis]) -> bool:
-    """Whether rows are read from where a tensor says."""
-    return any(
-        not a.store
-        and not a.address.axes().isdisjoint(r)
-        and any(isinstance(v, Value) and v.expr.axes().isdisjoint(r) for v in a.address.atoms())
-        for a in loops.accesses
-    )
 
 
 def shared_along(loops: Loops) -> int:

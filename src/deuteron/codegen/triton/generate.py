@@ -26,7 +26,6 @@ from deuteron.codegen.triton.emit import size_name
 from deuteron.codegen.triton.kernel import ALIGNED_CONSTEXPR, Box, Config, TritonKernel
 from deuteron.codegen.triton.nests import Names, write_nest
 from deuteron.codegen.triton.point_tiles import TileConfig
-from deuteron.codegen.triton.predicated_loads import predicate_loads
 from deuteron.codegen.triton.scalars import POINTER_TYPES
 from deuteron.codegen.triton.scanning import scan_tiling
 from deuteron.codegen.triton.sizes import (
@@ -125,11 +124,6 @@ def make_loops(task: Checked, context: Context) -> Looped:
     """Linear addresses and canonical axes."""
     layouts = task.layouts
     return extended(Looped, task, loops=tuple(prepare(n, layouts) for n in task.nests))
-
-
-def with_predicated_loads(task: Looped, context: Context) -> Looped:
-    """What a comparison of positions does not choose is not read."""
-    return replace(task, loops=tuple(map(predicate_loads, task.loops)))
 
 
 def with_unrolled_reductions(task: Looped, context: Context) -> Looped:
@@ -288,7 +282,6 @@ def source_text(code: TritonKernel) -> str:
 TRITON: Table = (
     Pass("index checks", check_indices, "the loops that are made of it are verified", checked_text),
     Pass("loops", make_loops, verify_looped, looped_text),
-    Pass("predicated loads", with_predicated_loads, verify_looped, looped_text),
     Pass("unroll", with_unrolled_reductions, verify_looped, looped_text),
     Pass("unroll and jam", with_unrolled_axes, verify_looped, looped_text),
     Pass("tiling", choose_tiling, verify_tiled, tiled_text),

@@ -97,7 +97,7 @@ def write_nest(
     """
     em = Emitter(dims_of(loops, tiling, names), names.pointers, numbers, names.index_type)
     em.stages, em.float8 = names.stages, names.float8
-    em.lane_elements, em.strided, em.terms = tiling.lane_elements, tiling.strided, tiling.terms
+    em.lane_elements, em.terms = tiling.lane_elements, tiling.terms
     em.block = max((b.of("r") for b in tiling.candidates if "r" in dict(b.sizes)), default=0)
     em.limits = names.limits
     if tiling.kind == "points" and names.overwrites:  # all are read before
@@ -218,14 +218,12 @@ def stores_behind_barriers(
 
 def write_rows(loops: Loops, tiling: Tiling, em: Emitter) -> None:
     header(em)
-    x, r = em.dims["x"], em.dims["r"]
+    x = em.dims["x"]
     if tiling.programs_per_row > 1:
         cooperative = CooperativeRows(tiling, em, loops)
         cooperative.begin()
         step = f"row_groups * {x.block}"
         em.scope.add(f"xfirst = {cooperative.first} * {x.block}")
-        if tiling.keeps_shared:
-            em.enter(r, "roffset")
         write_cooperative_rows(loops, em, cooperative, step, Columns(FULL))
         cooperative.end(f"tl.cdiv(xnumel, {step})")
         return

@@ -49,14 +49,12 @@ class Tiling:
     persistent: bool = False
     misaligned: tuple[Index, int] | None = None  # address, vector: see `misaligned`
     lane_elements: int = 1  # of a row, which dependent reductions take together
-    strided: bool = False  # whether those are no neighbours: threads are side by side along x
     tiled: bool = False  # a row split without row reductions: blocks of r are programs of their own
     programs_per_row: int = 1  # cooperating: each holds a block of the row
     cluster: bool = False  # whether the programs of a row reach one another's shared memory
     program_axes: tuple[Axis, ...] = ()  # axes of which a program has one value at a time
     serial_blocks: int = 1  # such values, or blocks of them, that a program takes one after another
     terms: int = 1  # of reductions with dynamic bounds, read at once beside a row's columns
-    keeps_shared: bool = False  # whether cooperating programs hold what all rows share in registers
     # Registers are few: a split does not keep what all rows share, points are stored one tensor
     # after the other.
     crowded: bool = False

@@ -6,8 +6,7 @@ row, and the lanes are combined once after the loop (so a sum of n elements roun
 log(lanes) times, like eager's). Masked elements never enter: an update is selected by the mask.
 
 A maximum with sums that are rescaled with it takes `group` elements at a time, which one thread has
-(neighbours, or, where that is `strided`, elements as far apart as a block has lanes): one
-exponential moves the sums to the new maximum, and each element costs one more.
+(neighbours): one exponential moves the sums to the new maximum, and each element costs one more.
 """
 
 from __future__ import annotations
@@ -174,16 +173,10 @@ class Accumulators:
         x, r = (self.em.dims[d].block for d in ("x", "r"))
         return f"[{x}, {r} // {self.em.lane_elements}]"
 
-    @property
-    def along(self) -> int:
-        """The dimension of what a lane takes, in `groups`."""
-        return 1 if self.em.strided else 2
-
     def groups(self, text: str, have: frozenset[str], dtype: str) -> str:
         """A value of the tile by lanes and the elements that each takes."""
         x, r = (self.em.dims[d].block for d in ("x", "r"))
-        own = (f"{r} // {self.em.lane_elements}", f"{self.em.lane_elements}")
-        shape = f"[{x}, {', '.join(own[::-1] if self.em.strided else own)}]"
+        shape = f"[{x}, {r} // {self.em.lane_elements}, {self.em.lane_elements}]"
         return f"tl.reshape({full(self.em, text, have, dtype)}, {shape})"
 
     def update(self, f: Reduce) -> None:
@@ -199,7 +192,7 @@ class Accumulators:
             if f.name in self.before:
                 self.before[f.name] = em.fresh("before")
                 em.scope.add(f"{self.before[f.name]} = {name}")
-            em.scope.add(f"{name} = {name} * {e} + tl.sum({terms}, {self.along})")
+            em.scope.add(f"{name} = {name} * {e} + tl.sum({terms}, 2)")
         elif isinstance(rule, Moment):
             for top in rule.slopes:
                 self._moment(rule, top, self.moments[f.name, top])
@@ -231,12 +224,11 @@ class Accumulators:
             value = f"tl.where({mask}, {value}, {identity('max', dtype)})"
         items, new, safe = em.fresh("items"), em.fresh("top"), em.fresh("safe")
         below, fell = em.fresh("below"), em.fresh("fell")
-        each = "[:, None, :]" if em.strided else "[:, :, None]"
         em.scope.add(
             f"{items} = {self.groups(value, FULL, dtype)}",
-            f"{new} = libm.maximum({name}, tl.reduce({items}, {self.along}, libm.max_combine))",
+            f"{new} = libm.maximum({name}, tl.reduce({items}, 2, libm.max_combine))",
             f"{safe} = tl.where({new} == {identity('max', dtype)}, 0.0, {new})",
-            f"{below} = {items} - {safe}{each}",
+            f"{below} = {items} - {safe}[:, :, None]",
             f"{fell} = {name} - {safe}",
             f"{name} = {new}",
         )
@@ -253,7 +245,7 @@ class Accumulators:
             terms = f"tl.where({self.groups(mask, R, 'bool')}, {terms}, 0.0)"
         fell = f"tl.where({fell} == {identity('max', total.power.dtype)}, 0.0, {fell})"
         old = f"{scale} * ({name} + {fell} * {self.before[rule.total]})"
-        em.scope.add(f"{name} = {old} + tl.sum({terms}, {self.along})")
+        em.scope.add(f"{name} = {old} + tl.sum({terms}, 2)")
 
     def _weighted(self, terms: str, weight: str, rule: Rescaled) -> str:
         """Terms with factors; what is masked has none."""

@@ -22,13 +22,11 @@ PIPELINE_BYTES = 96 << 10
 
 
 def row_tiles(
-    nx: int, nr: int, itemsize: int, spec: DeviceSpec, light: bool, narrow: bool = False
+    nx: int, nr: int, itemsize: int, spec: DeviceSpec, light: bool
 ) -> tuple[TileConfig, ...]:
     """Whole rows; several short ones at once, as long as every multiprocessor has two programs.
     H200, us: one tensor that is only reduced (`light`), bf16 rows of 512 at 1024 and 2048 elements
-    85 and 74 (layer norm of rows of 768 that are looked up 28.1 and 27.4); rows of 32000 with 16
-    and 32 warps 691 and 614 (f32), 517 and 421 (bf16); rows of 8192 with a scale each (`narrow`),
-    32 and 64 elements of a thread 225 and 207.
+    85 and 74; rows of 32000 with 16 and 32 warps 691 and 614 (f32), 517 and 421 (bf16).
     """
     r = power(nr)
 
@@ -39,7 +37,7 @@ def row_tiles(
         warps = 32 if r >= 2 * ROW_LIMIT else warps_for(x * nr, each)
         return TileConfig((("x", x), ("r", r)), warps)
 
-    each = 16 if itemsize >= 4 else 64 if narrow else 32
+    each = 16 if itemsize >= 4 else 32
     few = 2048 if light and itemsize < 4 else 1024
     tiles = dict.fromkeys((tile(few, each), tile(1024, each // 2), tile(3072 - few, each)))
     return tuple(tiles)

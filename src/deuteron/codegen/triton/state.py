@@ -48,7 +48,7 @@ class TileState(Placing[str, Scope]):
         self.softmax_sums: frozenset[str] = frozenset()  # likewise: names of reductions
         self.policies: dict[Expr, str] = {}  # load -> eviction policy
         self.bound: set[Axis] = set()  # axes of reductions inside expressions
-        self.lane_elements, self.strided, self.terms = 1, False, 1  # see `tiling.Tiling`
+        self.lane_elements, self.terms = 1, 1  # see `tiling.Tiling`
         self.block = 0  # the most elements of a block along r, a power of two
         self.within: Expr | None = (
             None  # which terms of such a reduction there are, inside its loop

@@ -25,7 +25,6 @@ from deuteron.codegen.triton.access_statistics import (
     below,
     bytes_along,
     loads_along,
-    looked_up,
     read_along,
     row_loads,
     shared_along,
@@ -53,11 +52,8 @@ from deuteron.codegen.triton.row_tiles import (
     row_tiles,
 )
 from deuteron.ir.index import Axis, Index, product
-from deuteron.ir.operations import ITEMSIZE
 from deuteron.schedule.columns import TILE_COLUMNS, TILE_ELEMENTS
 from deuteron.schedule.cooperative import (
-    KEPT_REGISTERS,
-    MAX_KEPT_VALUES,
     MIN_COOPERATIVE_ROW,
     can_be_cluster,
     cooperative_registers,
@@ -102,10 +98,6 @@ ONE_WARP_PIPELINE_BYTES = 36 << 10
 # 15.5 us; behind a chain of eight norms, 12 values and 17 shared, limit 40, us: 2 rows for 128
 # threads 76, so 98, one row for 128, so 51, for 256 61, so 78.
 MAX_HELD_VALUES = 160
-# Rows of more elements that are `_narrowed` have as many threads as others.
-MAX_NARROWED_ROW = 8192
-# Elements of a column in one thread. H200, bf16: tiles of 64 x 128 elements for 256 threads.
-STRIDED_ELEMENTS_PER_THREAD = 4
 # Values that are held over a split's rows, as multiples of that: H200, bf16 rows of 16384, backward
 # of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
 # two) 2.0.
@@ -205,16 +197,13 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         each = min(elements_per_program(values, nr), steady_block(loops, r) or nr)
         programs = _cooperating_programs(loops, nr, values, each, wide, spec) if few else 0
         if programs:
-            tiling = _cooperative("rows", x, r, values, each, programs, spec, values == 1 or scans)
-            return _keeping_shared_values(loops, tiling, values)
+            return _cooperative("rows", x, r, values, each, programs, spec, values == 1 or scans)
     if across and not persistent:
         candidates = across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
         candidates = column_tiles(nx, nr, spec, limit)
     elif persistent:
-        narrow = nr <= MAX_NARROWED_ROW and _narrowed(loops)
-        light = (loads == 1 and not again) or looked_up(loops, r)
-        candidates = row_tiles(nx, nr, widest(loops), spec, light, narrow)
+        candidates = row_tiles(nx, nr, widest(loops), spec, loads == 1 and not again)
     elif columns:
         candidates = looped_column_tiles(nx, nr, tile_bytes(loops, x, r), spec, scans)
     else:
@@ -228,10 +217,7 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
             misaligned = None  # a block has whole vectors
     if not persistent and not columns:  # 16 bytes of memory come to one thread
         lane_elements = min(16 // widest(loops), least)
-    elif not persistent and least >= STRIDED_ELEMENTS_PER_THREAD * 16:
-        lane_elements = STRIDED_ELEMENTS_PER_THREAD
-    dims, strided = (("x", x), ("r", r)), columns and lane_elements > 1
-    return Tiling("rows", dims, candidates, persistent, misaligned, lane_elements, strided)
+    return Tiling("rows", (("x", x), ("r", r)), candidates, persistent, misaligned, lane_elements)
 
 
 def _rotated_rows(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
@@ -241,13 +227,6 @@ def _rotated_rows(loops: Loops, r: Sequence[Axis]) -> tuple[Index, int] | None:
     1065, rotated in blocks of 4096 1238 (in blocks of 16384, with spills, 2051)."""
     shared = loads_along(loops) > row_loads(loops)
     return None if shared and widest(loops) >= 4 else misaligned_rows(loops, r)
-
-
-def _narrowed(loops: Loops) -> bool:
-    """Whether rows are reduced once and stored in one byte an element."""
-    reductions = [p for p in loops.statements if isinstance(p, (Reduce, Scan))]
-    stored = [p for p in loops.statements if isinstance(p, Write) and p.level == "point"]
-    return len(reductions) == 1 and bool(stored) and all(ITEMSIZE[p.dtype] == 1 for p in stored)
 
 
 def _grouped(loops: Loops, spec: DeviceSpec) -> Tiling:
@@ -370,16 +349,6 @@ def _cooperative(
     )
 
 
-def _keeping_shared_values(loops: Loops, tiling: Tiling, held: int) -> Tiling:
-    """The same with what all rows share in registers, where there is room for it."""
-    tile, same = tiling.candidates[0], shared_along(loops)
-    values = (held + same) * tile.of("r") // (32 * tile.num_warps)
-    if not same or values > MAX_KEPT_VALUES:
-        return tiling
-    few = tuple(replace(b, registers=KEPT_REGISTERS) for b in tiling.candidates)
-    return replace(tiling, candidates=few, keeps_shared=True)
-
-
 # -- row splits ----------------------------------------------------------------------------------
 
 
@@ -430,9 +399,7 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
             programs = _cooperating_programs(loops, nr, held, each, True, spec)
         if programs:
             tiling = _cooperative("row_split", x, r, held, each, programs, spec, held == 1)
-            tiling = replace(tiling, misaligned=misaligned)
-            partial = cross_row_reductions(loops)
-            return tiling if partial else _keeping_shared_values(loops, tiling, held)
+            return replace(tiling, misaligned=misaligned)
     if not known or wide * held > HELD_LIMIT_FACTOR * ROW_LIMIT:
         block = min(4096, wide)
         lane_elements = min(16 // widest(loops), block)
@@ -449,9 +416,8 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
             deep //= 2
         stages = ONE_WARP_PIPELINE_BYTES // (bytes_along(loops, loops.parallel) * deep * wide)
         if stages >= 2 and deep * nr * held <= 32 * MAX_ONE_WARP_VALUES:
-            blocks = (("x", deep), ("r", wide))
-            most = max(4, min(6, stages)) if stages >= 3 else 2
-            configs += [TileConfig(blocks, 1, most), TileConfig(blocks, 1, min(3, stages))]
+            deepest = (max(4, min(6, stages)), 3) if stages >= 3 else (2,)
+            configs += [TileConfig((("x", deep), ("r", wide)), 1, n) for n in deepest]
     for elements, stages in ((few, 3), (few, 2), (2 * few, 3), (few, 1))[: 4 - len(configs)]:
         deep = min(power(rows), max(1, elements // wide))
         blocks = (("x", deep), ("r", wide))
