@@ -74,9 +74,8 @@ MIN_REGISTERS = 128
 # SiLU with its channel sums, 1.2 million rows of 24 (bf16), 2 splits: 121 us; memory allows 41.
 TILE_COLUMNS = 64
 MAX_TILE_PROGRAMS_PER_CORE = 16
-# Elements of a tile of such a program; a split has several tiles. H200, 19 kernels of 5 models, us:
-# tiles of 2048 elements for two warps, in pipelines of 2 where there is room, 1785; of 1024 1385.
-TILE_ELEMENTS = 1024
+# Elements of a tile of such a program; a split has several tiles.
+TILE_ELEMENTS = 2048
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def choose_row_split(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[
         else PROGRAMS_PER_CORE
     )
     if not reductions:
-        tiles = hint(space.rows) * min(row, TILE_COLUMNS) // (8 * TILE_ELEMENTS * spec.cores)
+        tiles = hint(space.rows) * min(row, TILE_COLUMNS) // (4 * TILE_ELEMENTS * spec.cores)
         each = max(
             PROGRAMS_PER_CORE,
             min(tiles, MAX_TILE_PROGRAMS_PER_CORE // -(-max(1, row) // TILE_COLUMNS)),
@@ -116,7 +115,6 @@ def choose_row_split(space: Space, reductions: bool, spec: DeviceSpec) -> tuple[
     if programs > 1 and elements_per_program(NORM_BACKWARD_VALUES, row) == MAX_ELEMENTS_PER_PROGRAM:
         each = 1  # a multiprocessor has registers for one of its programs
     most = spec.cores if spec.kind == "cpu" else each * cores_at_once(programs, spec) // programs
-    most = min(most, max(spec.cores, hint(space.rows) // MIN_SPLIT_ROWS))
     if spec.kind == "cuda" and row % ALIGNMENT_CLASSES and most > ALIGNMENT_CLASSES:
         most = aligned_split_count(hint(axis.extent), most, PARTIAL_RESULT_ROWS)
     return axis, most if axis.extent.value is None else max(1, min(most, axis.extent.value))
@@ -291,11 +289,12 @@ def _one_axis(
     whole, (axis, count) = Axis("rows", space.rows), row_split
     same: Map = {a: a.index for a in space.axes}
     joined = Space((whole,), space.reduced)
-    most = choose_row_split(joined, reductions, spec)
-    enough = count >= min(most[1], spec.cores) * MIN_BUSY_SHARE
+    most = choose_row_split(joined, reductions, spec)[1]
+    enough = count >= min(most, spec.cores) * MIN_BUSY_SHARE
     if space.rows.value is None or enough and not (beside and axis is not space.parallel[0]):
         return space, row_split, same
-    return joined, most, same | places(space.parallel, whole.index)
+    most = min(most, max(spec.cores, hint(space.rows) // MIN_SPLIT_ROWS))
+    return joined, (whole, most), same | places(space.parallel, whole.index)
 
 
 def _beside(group: Group, turned: bool, layouts: Mapping[str, Layout]) -> bool:

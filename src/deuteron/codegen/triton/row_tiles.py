@@ -43,13 +43,15 @@ def row_tiles(
     return tuple(tiles)
 
 
-def column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[TileConfig, ...]:
+def column_tiles(
+    nx: int, nr: int, itemsize: int, spec: DeviceSpec, limit: int
+) -> tuple[TileConfig, ...]:
     """Contiguous along x: at least 32 bytes of a row at once, few enough columns that there are
-    many programs; whole columns, at most `limit` elements. 8 warps at most, which wait for one
-    another, and 8192 elements where columns are short. H200, us, rows x columns of a program and
-    warps: 256 x 64 and 16, 256 x 32 and 8: 220 and 139 (cumulative sums), 11.9 and 9.0 (batch
-    statistics); 1024 x 16 and 16, 1024 x 8 and 8: 19.0 and 14.4, 23.1 and 15.8 (layer norm); 128 x
-    64 and 16 or 8: 10.7 and 7.2.
+    many programs; whole columns, at most `limit` elements, and few warps, which wait for one
+    another. H200, us, rows x columns of a program and warps, f32: 256 x 64 and 16, 256 x 32 and 8:
+    220 and 139 (cumulative sums); 1024 x 16 and 16, 1024 x 8 and 8: 19.0 and 14.4, 23.1 and 15.8
+    (layer norm); bf16: 1024 x 32 and 16, 1024 x 8 and 8: 34 and 52; statistics, 16 and 8 warps: 128
+    x 64 10.7 and 7.2, 256 x 64 11.9 and 8.3.
     """
     r = power(nr)
 
@@ -57,8 +59,8 @@ def column_tiles(nx: int, nr: int, spec: DeviceSpec, limit: int) -> tuple[TileCo
         x = min(max(x, MIN_TILE // r), power(nx))
         while x > 8 and nx < x * spec.cores:
             x //= 2
-        x = min(x, max(1, limit // r), max(8, 8192 // r))
-        return TileConfig((("x", x), ("r", r)), min(8, warps_for(x * r)))
+        x = min(x, max(1, limit // r), max(8, 8192 // r) if itemsize >= 4 else x)
+        return TileConfig((("x", x), ("r", r)), min(8 if x * r <= 16384 else 16, warps_for(x * r)))
 
     return tuple(dict.fromkeys((tile(64), tile(32), tile(128))))
 

@@ -20,7 +20,14 @@ from dataclasses import replace
 
 from deuteron.base.device import DeviceSpec
 from deuteron.base.scans import EXCHANGED_DTYPES
-from deuteron.codegen.loops import CrossRowReduce, Loops, Write, outermost_first, points_visited
+from deuteron.codegen.loops import (
+    CrossRowReduce,
+    Loops,
+    Write,
+    outermost_first,
+    points_visited,
+    roots_of,
+)
 from deuteron.codegen.triton.access_statistics import (
     below,
     bytes_along,
@@ -52,7 +59,7 @@ from deuteron.codegen.triton.row_tiles import (
     row_tiles,
 )
 from deuteron.ir.index import Axis, Index, product
-from deuteron.schedule.columns import TILE_COLUMNS, TILE_ELEMENTS
+from deuteron.schedule.columns import TILE_COLUMNS
 from deuteron.schedule.cooperative import (
     MIN_COOPERATIVE_ROW,
     can_be_cluster,
@@ -93,10 +100,9 @@ SPARE_BLOCK_SHARE, MAX_SPARE_BLOCK = 0.75, 4096
 MAX_ONE_WARP_BLOCK, MAX_ONE_WARP_ROW, MAX_ONE_WARP_VALUES = 2048, 256, 192
 ONE_WARP_PIPELINE_BYTES = 36 << 10
 # Values that a thread of a split holds at most, of rows, of sums of columns and of what all rows
-# share; with more the latter is read with each row again, and a tile has one row. H200, bf16,
-# backward of layer norm, 4096 rows of 768: with 9 values of a row and 2 rows for 128 threads (144)
-# 15.5 us; behind a chain of eight norms, 12 values and 17 shared, limit 40, us: 2 rows for 128
-# threads 76, so 98, one row for 128, so 51, for 256 61, so 78.
+# share; with more the latter is read with each row again. H200, bf16, backward of layer norm, 4096
+# rows of 768: with 9 values of a row and 2 rows for 128 threads (144) 15.5 us; behind a chain of
+# eight norms, 12 values and 17 shared, one row for 128 threads, limit 40: 51 us.
 MAX_HELD_VALUES = 160
 # Values that are held over a split's rows, as multiples of that: H200, bf16 rows of 16384, backward
 # of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
@@ -201,7 +207,7 @@ def _rows(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
     if across and not persistent:
         candidates = across_tiles(nx, nr, spec)
     elif persistent and (columns or across):
-        candidates = column_tiles(nx, nr, spec, limit)
+        candidates = column_tiles(nx, nr, widest(loops), spec, limit)
     elif persistent:
         candidates = row_tiles(nx, nr, widest(loops), spec, loads == 1 and not again)
     elif columns:
@@ -378,12 +384,15 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
             and count * -(-nr // first) > 8 * spec.cores
         ):
             first *= 2
-        for tall, width, stages in ((1, first, 1), (1, first, 2), (2, first, 1), (1, 2 * first, 1)):
+        for elements, width, stages in ((2048, first, 2), (2048, 2 * first, 2), (1024, first, 1)):
             wide = min(width, power(nr))
-            deep = min(power(rows), max(1, tall * TILE_ELEMENTS // wide))
+            deep, most = (min(power(rows), max(1, n // wide)) for n in (elements, 2048))
             configs.append(
-                TileConfig((("x", deep), ("r", wide)), warps_for(wide * deep, 16), stages)
+                TileConfig((("x", deep), ("r", wide)), warps_for(wide * most, 32), stages)
             )
+        at_once = -(-count * -(-nr // configs[0].of("r")) // spec.cores)
+        if not _pipelined(loops, configs[0], rows, at_once, spec):
+            configs.insert(0, configs.pop())
         tiling = Tiling("row_split", dims, tuple(dict.fromkeys(configs)), tiled=True)
         return _sharing_registers(tiling, shared_along(loops))
     known = product(a.extent for a in r).value is not None
@@ -424,24 +433,25 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         stages = stages if one or rows > deep else 1  # nothing follows the first block
         each = SERIAL_ELEMENTS_PER_THREAD if spare and deep == 1 else 16
         configs.append(TileConfig(blocks, warps_for(max(elements, wide), each), stages))
-    configs = [c if c.num_warps == 1 else _with_room(c, held) for c in configs]
     tiling = Tiling("row_split", dims, tuple(dict.fromkeys(configs)), True, misaligned)
     return _sharing_registers(tiling, held + shared_along(loops))
+
+
+def _pipelined(loops: Loops, blocks: TileConfig, rows: int, at_once: int, spec: DeviceSpec) -> bool:
+    """Whether blocks are better on their way to shared memory while others are summed: there are
+    several, room for those of so many programs, and no joined tensors. H200, 30 kernels of 8
+    models, us: 964 with pipelines of 2, 735 so; three joined gradients of norms (36 bytes a point)
+    382 and 174. Then tiles of 2048 elements, else of 1024: 19 kernels of 5 models 1785 and 1385,
+    gradients of GELU of 96 and 384 columns 16.1 and 18.3, 45 and 50, of attention's joined heads
+    40 and 12."""
+    joined = any(n.args for p in loops.statements for root in roots_of(p) for n in root.loads())
+    room = at_once * blocks.elements * bytes_along(loops) <= spec.shared
+    return room and not joined and rows > blocks.of("x")
 
 
 def _sharing_registers(tiling: Tiling, each: int) -> Tiling:
     """With a note where a thread has no registers for so many values of each element."""
     return replace(tiling, crowded=tiling.candidates[0].per_thread * each > MAX_HELD_VALUES)
-
-
-def _with_room(blocks: TileConfig, held: int) -> TileConfig:
-    """With fewer rows at once where a thread has no registers for so many values of each element,
-    then with more threads."""
-    while blocks.per_thread * held > MAX_HELD_VALUES and blocks.num_warps < 16:
-        x, r = blocks.of("x"), blocks.of("r")
-        sizes = (("x", max(1, x // 2)), ("r", r))
-        blocks = replace(blocks, sizes=sizes, num_warps=blocks.num_warps * (2 if x == 1 else 1))
-    return blocks
 
 
 def cross_row_reductions(loops: Loops) -> list[CrossRowReduce]:
