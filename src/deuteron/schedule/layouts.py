@@ -10,7 +10,7 @@ them. Where then a library's copy of it lies as it does itself, all read the cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from deuteron.base.record import Record
@@ -147,10 +147,9 @@ def order_of(layout: Layout) -> Order | None:
     return order if all(a is b for d, (a, b) in enumerate(dense) if d in order) else None
 
 
-def in_order(layout: Layout, order: Iterable[int]) -> Layout:
+def in_order(layout: Layout, order: Order) -> Layout:
     """The same tensor with its dimensions in another order, without holes."""
-    inner = tuple(order)
-    every = (*(d for d in range(len(layout.shape)) if d not in inner), *inner)
+    every = (*(d for d in range(len(layout.shape)) if d not in order), *order)
     dense = contiguous_strides(tuple(layout.shape[d] for d in every))
     return replace(layout, strides=tuple(dense[every.index(d)] for d in range(len(every))))
 

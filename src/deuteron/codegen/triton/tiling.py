@@ -387,9 +387,8 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         for elements, width, stages in ((2048, first, 2), (2048, 2 * first, 2), (1024, first, 1)):
             wide = min(width, power(nr))
             deep, most = (min(power(rows), max(1, n // wide)) for n in (elements, 2048))
-            configs.append(
-                TileConfig((("x", deep), ("r", wide)), warps_for(wide * most, 32), stages)
-            )
+            warps = warps_for(wide * most, 32)
+            configs.append(TileConfig((("x", deep), ("r", wide)), warps, stages))
         at_once = -(-count * -(-nr // configs[0].of("r")) // spec.cores)
         if not _pipelined(loops, configs[0], rows, at_once, spec):
             configs.insert(0, configs.pop())
@@ -445,8 +444,8 @@ def _pipelined(loops: Loops, blocks: TileConfig, rows: int, at_once: int, spec: 
     gradients of GELU of 96 and 384 columns 16.1 and 18.3, 45 and 50, of attention's joined heads
     40 and 12."""
     joined = any(n.args for p in loops.statements for root in roots_of(p) for n in root.loads())
-    room = at_once * blocks.elements * bytes_along(loops) <= spec.shared
-    return room and not joined and rows > blocks.of("x")
+    held = at_once * blocks.elements * bytes_along(loops)
+    return held <= spec.shared and rows > blocks.of("x") and not joined
 
 
 def _sharing_registers(tiling: Tiling, each: int) -> Tiling:
