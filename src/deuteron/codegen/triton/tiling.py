@@ -29,7 +29,6 @@ from deuteron.codegen.loops import (
     roots_of,
 )
 from deuteron.codegen.triton.access_statistics import (
-    below,
     bytes_along,
     loads_along,
     read_along,
@@ -108,21 +107,10 @@ MAX_HELD_VALUES = 160
 # of RMS norm (two tensors read, one column sum) 1.1 times a copy's time, of layer norm (two and
 # two) 2.0.
 HELD_LIMIT_FACTOR = 3
-# Rows of more elements come from the L2 in part when they are read again: large blocks, at most so
-# many bytes, of which three are on their way. H200, layer norm of 131072, bf16, blocks of 8192 and
-# 4096: 1.49 and 1.59 times a copy's time.
-MIN_L2_ROW, STAGE_BYTES = 49152, 48 << 10
 # Reductions of a row whose results cooperating programs exchange.
 MAX_EXCHANGED = 6
 # Columns that a program reads at once at least: 32 bytes of half numbers.
 MIN_COLUMNS = 16
-
-
-# Rows of a split up to which its programs are short: then fewer, wider ones are better, down to 8
-# per multiprocessor. H200, two column sums of 2048 x 768 (f32), 264 splits of 8 rows, us: tiles of
-# 64, 128, 256 columns (3168, 1584, 792 programs) 13.5, 13.2, 8.0.
-MAX_SHORT_SPLIT = 32
-MAX_TILE_COLUMNS = 256
 
 Axes = tuple[Axis, ...]
 
@@ -281,8 +269,6 @@ def _long_rows(loops: Loops, nx: int, nr: int, spec: DeviceSpec) -> tuple[TileCo
         stages = 3 if itemsize >= 4 else 1
         return tuple(dict.fromkeys((tile(4096, 8, stages), tile(2048, 8), tile(8192, 16, stages))))
     pipeline = tile(4096, 8, 3 if moved <= 4 else 2)
-    if nr > MIN_L2_ROW:
-        pipeline = tile(min(8192, max(1024, below(STAGE_BYTES // bytes_along(loops)))), 8, 3)
     if any(isinstance(p, Scan) for p in loops.statements):
         return tuple(dict.fromkeys((tile(2048, 4, 3), tile(4096, 8, 3), tile(4096, 8))))
     whole = tile(16384, 16)
@@ -377,15 +363,8 @@ def _row_split(loops: Loops, spec: DeviceSpec, cooperative: bool) -> Tiling:
         for p in loops.statements
     ):
         configs = []
-        first = TILE_COLUMNS
-        while (
-            rows <= MAX_SHORT_SPLIT
-            and first < MAX_TILE_COLUMNS
-            and count * -(-nr // first) > 8 * spec.cores
-        ):
-            first *= 2
-        for elements, width, stages in ((2048, first, 2), (2048, 2 * first, 2), (1024, first, 1)):
-            wide = min(width, power(nr))
+        for elements, columns, stages in ((2048, 1, 2), (2048, 2, 2), (1024, 1, 1)):
+            wide = min(columns * TILE_COLUMNS, power(nr))
             deep, most = (min(power(rows), max(1, n // wide)) for n in (elements, 2048))
             warps = warps_for(wide * most, 32)
             configs.append(TileConfig((("x", deep), ("r", wide)), warps, stages))
