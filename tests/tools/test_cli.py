@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import deuteron
 from deuteron.base.device import demand
-from deuteron.base.errors import DeuteronError
+from deuteron.base.errors import DeuteronError, OptionError
 from deuteron.tools.cli import app, main
 from deuteron.tools.demo import verdict
 from deuteron.tools.demo_programs import PROGRAMS, sentences
@@ -101,9 +101,14 @@ def test_report_and_why(tmp_path: Path) -> None:
     )
     words = [f"{tmp_path}/m.py:Model", "--input", "float32[96,64]"]
     out = tmp_path / "out.html"
-    done = CliRunner().invoke(app, ["report", *words, "--out", str(out), "--device", "cpu"])
+    given = ["report", *words, "--out", str(out), "--device", "cpu", "--option"]
+    for wrong in ("fusion", "fusoin=0", "fusion=no way"):
+        failed = CliRunner().invoke(app, [*given, wrong])
+        assert isinstance(failed.exception, OptionError) and not out.exists()
+    done = CliRunner().invoke(app, [*given, "fusion=0"])
     assert done.exit_code == 0 and "out.html" in done.output and "measured" in done.output
     assert out.is_file() and out.with_suffix(".json").is_file()
+    assert all(p["merges"] == 0 for p in json.loads(out.with_suffix(".json").read_text())["parts"])
     why = CliRunner().invoke(app, ["explain", *words, "--why", "0", "1"])
     assert "1 is the library call" in why.output
     wrong = CliRunner().invoke(app, ["explain", *words, "--why", "0", "7"])

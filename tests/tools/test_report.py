@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from deuteron.base.device import named_gpu
 from deuteron.base.errors import OptionError
 from deuteron.tools.explain_text import rows_of
 from deuteron.tools.findings import findings, reasons
+from deuteron.tools.measuring import others_of
+from deuteron.tools.report_data import raise_limits
 from deuteron.tools.report_file import ReportError, load, write
 from dev import ROOT
 from tests.tools.browser import dom, needs_browser, screenshot
@@ -298,3 +301,38 @@ def test_two_thousand_kernels_open_fast(made: Path, tmp_path: Path) -> None:
     ready = re.search(r'data-ready="(\d+)"', page)
     assert ready is not None and page.count('class="row') > 2000
     assert int(ready[1]) < 3000, "ms; alone on a machine about 300"
+
+
+def step(us: float, limit_us: float, memory_us: float, unit: str = "f32") -> dict[str, Any]:
+    limit = "memory" if memory_us >= limit_us else "compute"
+    return {
+        "device": "cpu", "unit": unit, "limit": limit, "limit_us": limit_us, "us": us,
+        "memory_us": memory_us, "measured_us": us, "lost_us": max(0.0, us - limit_us), "share": 1.0,
+    }  # fmt: skip
+
+
+def test_limits_are_those_of_the_fastest_step() -> None:
+    """Figures that a step outruns are too low for all of its unit; memory is left alone."""
+    fast, slow, other = step(10, 15, 1), step(30, 24, 18), step(9, 6, 1, "bf16")
+    cached, part = step(2, 8, 8), {"limit_us": 53.0}
+    part["steps"] = [fast, slow, other, cached]  # type: ignore[assignment]
+    assert raise_limits([part]) == {"cpu": {"f32": 1.5}}
+    assert [s["limit_us"] for s in part["steps"]] == [10, 18, 6, 8]  # type: ignore[attr-defined]
+    assert (slow["limit"], slow["lost_us"], slow["share"]) == ("memory", 12, 0.6)
+    assert part["limit_us"] == 42.0
+
+
+def test_other_programs_are_noticed() -> None:
+    """One that computes on another core, and none."""
+    found: dict[str, Any] = {}
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core: this process would not run beside another")
+    with others_of(found), subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        time.sleep(2)
+        busy.kill()
+    assert found["others"] > 0.5
+
+
+def test_without_a_backward_it_is_inference() -> None:
+    told = deuteron.explain(nn.Linear(8, 8), torch.randn(4, 8), backward=False)
+    assert [p["phase"] for p in told.data["parts"]] == ["inference"]

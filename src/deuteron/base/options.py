@@ -181,6 +181,17 @@ class Options:
         return min(16, cores)
 
 
+def option_of(text: str) -> tuple[str, Any]:
+    """``name=value`` of a command line, as the option and its value; raises `OptionError`."""
+    name, equals, value = text.partition("=")
+    if not equals or name not in {f.name for f in fields(Options)}:
+        raise OptionError(
+            f"no option {text!r}",
+            hint="as in --option guard=measure; " + _nearest(name, Options.describe()),
+        )
+    return name, _parse(name, value, f"--option {name}")
+
+
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a program that is started: ours, with some changes."""
     return {**os.environ, **changes}

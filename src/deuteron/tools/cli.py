@@ -36,6 +36,7 @@ EXTRAS = {
 }
 NAMED = typer.Argument(metavar="FILE:FUNCTION", help="What to compile, as model.py:Model.")
 SHAPES = typer.Option("--input", help="An argument, as float32[8,128]; again for each.")
+OPTIONS = typer.Option("--option", help="An option, as guard=measure; again for each.")
 DEVICE = typer.Option(help="cpu, cuda, or auto: a GPU when there is one.")
 
 
@@ -76,17 +77,24 @@ def options(
 
 
 def explained(
-    target: str, shapes: list[str] | None, device: str, backward: bool | None, measure: bool
+    target: str,
+    shapes: list[str] | None,
+    device: str,
+    backward: bool | None,
+    measure: bool,
+    options: list[str] | None,
 ) -> Explanation:
     """The explanation of a function of a file; on standard error, what is being done."""
     from rich.console import Console
 
+    from deuteron.base.options import option_of
     from deuteron.tools.explain import explain
     from deuteron.tools.target import chosen_device, target_of
 
     with Console(stderr=True).status(f"reading {target}") as status:
         with usage():
             named = target_of(target, shapes or [], chosen_device(device), bool(backward))
+        chosen = dict(map(option_of, options or ()))
 
         def progress(what: str) -> None:
             status.update(f"{what} {target}")
@@ -94,7 +102,7 @@ def explained(
         try:
             return explain(
                 named.function, *named.args, backward=backward, measure=measure, name=target,
-                progress=progress,
+                progress=progress, options=chosen,
             )  # fmt: skip
         except Exception as error:
             if (failure := named.eager_failure()) is not None:
@@ -110,8 +118,10 @@ def explain(
     shape: Annotated[list[str] | None, SHAPES] = None,
     device: Annotated[str, DEVICE] = "cpu",
     backward: Annotated[
-        bool | None, typer.Option(help="The backward too; default: where there is one.")
+        bool | None,
+        typer.Option(help="The backward too; default: where there is one; without it, inference."),
     ] = None,
+    option: Annotated[list[str] | None, OPTIONS] = None,
     measure: Annotated[bool, typer.Option(help="Time every kernel, and eager beside it.")] = False,
     full: Annotated[bool, typer.Option(help="Every kernel and every decision.")] = False,
     why: Annotated[
@@ -126,7 +136,7 @@ def explain(
     or a tuple); without that, the function is called with none. A module made by FUNCTION (a class
     or a function that returns an nn.Module) is explained in its stead.
     """
-    told = explained(target, shape, device, backward, measure)
+    told = explained(target, shape, device, backward, measure, option)
     if why is not None:
         try:
             print(told.why(*why))
@@ -142,8 +152,10 @@ def report(
     shape: Annotated[list[str] | None, SHAPES] = None,
     device: Annotated[str, DEVICE] = "auto",
     backward: Annotated[
-        bool | None, typer.Option(help="The backward too; default: where there is one.")
+        bool | None,
+        typer.Option(help="The backward too; default: where there is one; without it, inference."),
     ] = None,
+    option: Annotated[list[str] | None, OPTIONS] = None,
     measure: Annotated[
         bool, typer.Option(help="Time every kernel; without it, what the cost model predicts.")
     ] = True,
@@ -160,7 +172,7 @@ def report(
 
     html_path(out)
     before = load(against) if against is not None else None
-    told = explained(target, shape, device, backward, measure)
+    told = explained(target, shape, device, backward, measure, option)
     html, data = write(told.data, out, before)
     print(told.headline)
     print(f"{html} (and {data.name})")

@@ -25,7 +25,7 @@ from deuteron.base.observing import observed_by
 from deuteron.base.record import Record
 from deuteron.base.text import one_line
 from deuteron.tools import explain_text
-from deuteron.tools.measuring import distinct, interleaved, peak_bytes
+from deuteron.tools.measuring import distinct, interleaved, others_of, peak_bytes
 from deuteron.tools.observe import Observations
 from deuteron.tools.report_data import (
     GraphBreak,
@@ -160,10 +160,10 @@ def explain(
 ) -> Explanation:
     """Compiles ``fn(*args, **kwargs)`` anew, runs it once and tells what was compiled, and why so.
 
-    `backward`: compile the backward too; None: when some output requires grad. `measure`: run it
-    some ten times more, and eager beside it, and tell the times of every kernel. A compiled module
-    is explained by what it was compiled from. `name`: what the report calls it; `progress` is told
-    what is being done.
+    `backward`: compile the backward too; None: when some output requires grad; False: inference.
+    `measure`: run it some ten times more, and eager beside it, and tell the times of every kernel.
+    A compiled module is explained by what it was compiled from. `name`: what the report calls it;
+    `progress` is told what is being done.
     """
     fn = getattr(fn, "_orig_mod", fn)
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)
@@ -184,15 +184,16 @@ def explain(
             if measure:
                 graphs = settled(lambda: run(compiled, fn, args, kwargs, backward), seen, graphs)
         if measure:
-            progress("timing each kernel")
-            seen.policy.on = True
-            begin = perf_counter()
-            for k in range(MOST_CALLS):
-                if k < LEAST_CALLS or perf_counter() - begin < SECONDS:
-                    run(compiled, fn, args, kwargs, backward)
-            seen.policy.on = False
-            progress("timing calls")
-            times = timed(compiled, fn, args, kwargs, backward)
+            with others_of(times):
+                progress("timing each kernel")
+                seen.policy.on = True
+                begin = perf_counter()
+                for k in range(MOST_CALLS):
+                    if k < LEAST_CALLS or perf_counter() - begin < SECONDS:
+                        run(compiled, fn, args, kwargs, backward)
+                seen.policy.on = False
+                progress("timing calls")
+                times |= timed(compiled, fn, args, kwargs, backward)
     title = name or getattr(fn, "__name__", type(fn).__name__)
     # Dynamo keeps the last 64.
     known = {id(m) for m in begun[0]}
@@ -222,8 +223,10 @@ def settled(call: Callable[[], Any], seen: Observations, graphs: list[Record]) -
 
 
 def run(call: Any, fn: Any, args: Any, kwargs: Any, backward: bool | None) -> Any:
-    """One call, with its backward where there is one (or was asked for: else `ValueError`)."""
-    out = call(*args, **kwargs)
+    """One call, with its backward where there is one (or was asked for: else `ValueError`). With
+    `backward` False it is inference: nothing is kept for a backward."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and backward is not False):
+        out = call(*args, **kwargs)
     roots = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     leaves = [t for t in inputs_of(fn, args, kwargs) if t.requires_grad and t.is_leaf]
     if backward and not (roots and leaves):

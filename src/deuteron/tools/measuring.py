@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 import random
 import shutil
 import tempfile
@@ -33,6 +34,30 @@ def synchronize(device: str) -> None:
     """Waits until the device has done what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def others_of(found: dict[str, Any]) -> Iterator[None]:
+    """Puts into ``found["others"]`` how many cores other programs kept busy meanwhile; None where
+    the system does not tell (`/proc/stat`)."""
+    begin, busy, own = time.perf_counter(), busy_s(), time.process_time()
+    yield
+    wall, end = time.perf_counter() - begin, busy_s()
+    found["others"] = (
+        None if busy is None or end is None
+        else max(0.0, (end - busy - time.process_time() + own) / wall)
+    )  # fmt: skip
+
+
+def busy_s() -> float | None:
+    """Seconds that the cores of this process have worked since the system started, together."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    own = {f"cpu{k}" for k in os.sched_getaffinity(0)}
+    rows = [list(map(int, line.split()[1:9])) for line in lines if line.split()[0] in own]
+    return sum(sum(r) - r[3] - r[4] for r in rows) / os.sysconf("SC_CLK_TCK")  # not idle, waiting
 
 
 def distinct(function: Callable[..., Any], name: str) -> Callable[..., Any]:

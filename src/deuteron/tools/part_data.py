@@ -225,6 +225,7 @@ class PartData:
             **common,
             "ops": ops,
             "places": list(dict.fromkeys(o["place"] for o in ops if o["place"] >= 0)),
+            "memory_us": memory,
             "limit_us": limit,
             "limit": "memory" if memory >= compute else "compute",
             "measured_us": measured,

@@ -60,7 +60,7 @@ class Frame(TypedDict):
 
 class Totals(TypedDict):
     """Sums over all parts. `call_us`, `eager_us`, `peak_bytes`: of whole calls, None where nothing
-    was measured."""
+    was measured. `others`: cores that other programs kept busy while steps and calls were timed."""
 
     operations: int
     kernels: int
@@ -74,6 +74,7 @@ class Totals(TypedDict):
     call_us: float | None
     eager_us: float | None
     peak_bytes: int | None
+    others: float | None
     compile_s: float
     graph_breaks: int
     recompilations: int
@@ -105,10 +106,12 @@ def report_data(
     call_us: float | None = None,
     eager_us: float | None = None,
     peak_bytes: int | None = None,
+    others: float | None = None,
 ) -> Report:
     """All that is known of what was compiled."""
     sources: dict[str, str] = {}
     parts = [PartData(g, p, sources).data() for g, p in seen.parts]
+    raised = raise_limits(parts)
     relate(parts)
     # what a part repeats is counted there
     once = [p for p in parts if p["phase"] != "chunk"]
@@ -125,6 +128,7 @@ def report_data(
         "call_us": call_us,
         "eager_us": eager_us,
         "peak_bytes": peak_bytes,
+        "others": others,
         "compile_s": sum(f["seconds"] for f in frames),
         "graph_breaks": len(breaks),
         "recompilations": sum(bool(f["recompiled"]) for f in frames),
@@ -132,7 +136,7 @@ def report_data(
     }
     names = {s["device"] for p in parts for s in p["steps"]} or {"cpu"}
     spec = seen.parts[0][1].context.spec if seen.parts else device_spec
-    devices = {n: spec(n).to_dict() for n in sorted(names)}
+    devices = {n: spec(n).to_dict() | {"raised": raised.get(n, {})} for n in sorted(names)}
     return {
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
@@ -148,6 +152,26 @@ def report_data(
         "fallbacks": [dict(e) for r in records for e in r.of("fallback")],
         "findings": findings(parts, devices),
     }
+
+
+def raise_limits(parts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """A step that computes faster than the figures of its device allow shows that they are too low:
+    all limits of that unit are then those of the fastest step. By how much, for each device and
+    unit. (Of memory nothing is concluded: what lies in a cache is faster.)"""
+    raised: dict[str, dict[str, float]] = {}
+    steps = [(p, s) for p in parts for s in p["steps"] if s["limit"] == "compute"]
+    for _, s in steps:
+        if s["measured_us"] and s["limit_us"] > s["measured_us"]:
+            units = raised.setdefault(s["device"], {})
+            units[s["unit"]] = max(units.get(s["unit"], 1.0), s["limit_us"] / s["measured_us"])
+    for p, s in steps:
+        by = raised.get(s["device"], {}).get(s["unit"], 1.0)
+        limit = max(s["memory_us"], s["limit_us"] / by)
+        p["limit_us"] -= s["limit_us"] - limit
+        s["limit"] = "compute" if limit > s["memory_us"] else "memory"
+        s["limit_us"], s["lost_us"] = limit, max(0.0, s["us"] - limit)
+        s["share"] = min(1.0, limit / s["us"]) if s["us"] > 0 else 1.0
+    return raised
 
 
 def summed(times: Iterable[float | None]) -> float | None:

@@ -39,6 +39,8 @@ SOURCES = {
 }
 # Steps, each timed at its best, together at most take this many times a call.
 EVEN = 1.1
+# Cores that other programs keep busy without being told.
+BUSY = 0.3
 # Operations that only attention has side by side.
 ATTENTION_CALLS = ("attention", "flash", "sdpa")
 Data = Mapping[str, Any]
@@ -72,6 +74,7 @@ def page(data: Mapping[str, Any], json_name: str, against: Data | None = None) -
         sources=SOURCES,
         disturbed=(data["totals"]["measured_us"] or 0.0)
         > EVEN * (data["totals"]["call_us"] or inf),
+        others=others if (others := data["totals"].get("others") or 0.0) > BUSY else 0.0,
         measured=data["totals"]["measured_us"] is not None,
         difference=changed,
         css=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
