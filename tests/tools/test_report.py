@@ -333,6 +333,15 @@ def test_other_programs_are_noticed() -> None:
     assert found["others"] > 0.5
 
 
+def test_library_calls_are_told_with_what_they_make() -> None:
+    q = torch.randn(1, 2, 64, 8)
+    told = deuteron.explain(F.scaled_dot_product_attention, q, q, q)
+    (part,) = told.data["parts"]
+    (call,) = [s for s in part["steps"] if s["kind"] == "library"]
+    (row,) = rows_of({**part, "steps": [{**call, "us": 1e6, "limit_us": 1e5, "share": 0.1}]})
+    assert "limit for f32[1, 2, 64, 8]" in " ".join(reasons(part, row, told.data["devices"]))
+
+
 def test_without_a_backward_it_is_inference() -> None:
     told = deuteron.explain(nn.Linear(8, 8), torch.randn(4, 8), backward=False)
     assert [p["phase"] for p in told.data["parts"]] == ["inference"]

@@ -76,8 +76,11 @@ def reasons(part: Data, row: Row, devices: Mapping[str, Data]) -> Iterator[str]:
             f"{time_text(us)}, where starting one costs {time_text(start)}. {larger}"
         )
     elif s["kind"] == "library":
-        shape = f" on {s['product']['shape']}" if s["product"] else ""
-        yield f"The library reaches {reached}{shape}{', '.join(smaller(s, device))}."
+        made = (part["tensors"][n]["layout"].partition("]")[0] for n in s["writes"][:1])
+        what = (
+            f" on {s['product']['shape']}" if s["product"] else "".join(f" for {n}]" for n in made)
+        )
+        yield f"The library reaches {reached}{what}{', '.join(smaller(s, device))}."
     else:
         yield (
             f"{it} reaches {reached}: {amount(s['bytes'], 'B')} and {amount(s['flops'], 'FLOP')} "

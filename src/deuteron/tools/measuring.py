@@ -141,16 +141,18 @@ def interleaved(
 ) -> list[list[float]]:
     """Per function its seconds per call, one number a round. A round times all functions, in
     another order each, so that a change in the machine's speed meets all of them. Rounds begin for
-    about `seconds`, at least so many; where that is none, single calls of so long are enough."""
+    about `seconds`, at least so many; where that is none, single calls of so long are enough, else
+    there is one."""
     guesses = [seconds_per_call(c, 1, device) for c in calls]
     if not least and sum(guesses) > seconds:
         return [[g] for g in guesses]
     batches = [max(1, round(BATCH_S[device] / max(g, 1e-7))) for g in guesses]
     times: list[list[float]] = [[] for _ in calls]
-    begin, order = time.perf_counter(), random.Random(0)
+    order = random.Random(0)
     with collector_off():
+        begin = time.perf_counter()
         for done in range(MOST_ROUNDS):
-            if done >= least and time.perf_counter() - begin > seconds:
+            if done >= max(1, least) and time.perf_counter() - begin > seconds:
                 break
             for k in order.sample(range(len(calls)), len(calls)):
                 times[k].append(seconds_per_call(calls[k], batches[k], device))

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from deuteron.tools.advice import advice
 from deuteron.tools.chains import is_chain
 from deuteron.tools.report_diff import difference
-from deuteron.tools.words import amount, time_text
+from deuteron.tools.words import amount, counted, time_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 SECTIONS = (
@@ -125,8 +125,9 @@ def cards(data: Data) -> list[dict[str, Any]]:
         made.append(card("peak memory", amount(peak, "B"), "planned, largest part", "memory"))
     refused = t["refusals"]
     top = ", ".join(f"{k} {n}" for k, n in list(refused.items())[:2])
+    frames = counted(len(data["frames"]), "function")
     made += [
-        card("compile", f"{t['compile_s']:.1f} s", f"{len(data['frames'])} functions", "dynamo"),
+        card("compile", f"{t['compile_s']:.1f} s", frames, "dynamo"),
         card("not fused", str(sum(refused.values())), top or "nothing", "refusals"),
         card("graph breaks", str(t["graph_breaks"]), "", "dynamo", t["graph_breaks"] > 0),
         card("recompilations", str(t["recompilations"]), "", "dynamo", t["recompilations"] > 0),

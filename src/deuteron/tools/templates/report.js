@@ -55,10 +55,11 @@ function rowOf(s) {
   const number = (text) => el("td", { class: "n" }, text);
   row.append(
     el("td", { title: s.where }, el("div", { class: "clamp" }, el("span", { class: "dot " + s.kind, title: s.kind }), s.where || "—")),
-    el("td", { title: s.what }, s.what), el("td", { class: "mono", title: s.name }, s.name),
-    number(amount(s.bytes, "B")), number(amount(s.flops, "")), number(us(s.limit_us)),
+    el("td", { title: s.what }, s.what), number(us(s.lost_us)),
     number(us(s.us) + (s.measured_us === null ? " *" : "")),
-    el("td", { class: "n" }, bar(s.share), Math.round(100 * s.share) + " %"), number(us(s.lost_us)));
+    el("td", { class: "n" }, bar(s.share), Math.round(100 * s.share) + " %"), number(us(s.limit_us)),
+    number(amount(s.bytes, "B")), number(amount(s.flops, "")),
+    el("td", { class: "mono", title: s.name }, s.name));
   return row;
 }
 function fill() {
