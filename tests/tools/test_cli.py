@@ -259,6 +259,10 @@ def one(batch):
 
 def inputs():
     return {RETURNED}
+
+class Named(nn.Module):
+    def forward(self, **batch):
+        return batch["ids"]
 """
 
 
@@ -279,6 +283,8 @@ def test_inputs_by_name(tmp_path: Path) -> None:
         target("Model", "'ids': torch.ones(2), 'labels': torch.ones(2)")
     with pytest.raises(UsageError, match="inputs\\(\\) returns scale: missing a required argument"):
         target("Model", "'scale': 3.0")
+    with pytest.raises(UsageError, match="takes nothing by position \\(\\*\\*batch\\)"):
+        target("Named", "'ids': torch.ones(2)")
 
 
 def row(backend: str, **facts: Any) -> dict[str, Any]:

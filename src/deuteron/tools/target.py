@@ -127,6 +127,13 @@ def positional(function: Any, made: Any) -> tuple[Any, ...]:
         return tuple(made)
     known = signature(getattr(function, "forward", function))
     names = list(known.parameters) if known is not None else []
+    kinds = [p.kind for p in known.parameters.values()] if known is not None else []
+    by_name = bool(kinds) and min(kinds) > inspect.Parameter.VAR_POSITIONAL
+    if isinstance(made, Mapping) and by_name and not made.keys() <= {*names}:
+        raise UsageError(
+            f"inputs() returns a dictionary ({', '.join(map(str, made))}), and the function takes "
+            f"nothing by position {known}: write one of positional parameters around it"
+        )
     if known is None or not isinstance(made, Mapping) or not made or not made.keys() <= {*names}:
         return (made,)
     try:
