@@ -104,6 +104,18 @@ EXPERTS: Block = (
         ("y", "{h} * {p} + {c}.sum(0)"),
     ],
 )
+TOKENS: Block = (
+    {"x": "ABC", "w": "BB", "g": "B"},
+    [
+        ("t", "{x}.transpose(1, 2)"),
+        ("s", "{t}.sin() + {t}.mean(1, keepdim=True)"),
+        ("n", "F.layer_norm({s}, {s}.shape[-1:], {g}, {g})"),
+        ("r", "{s} + {n} @ {w}"),
+        ("m", "F.layer_norm({r}, {r}.shape[-1:], {g})"),
+        ("y", "{r} + F.gelu({m} @ {w})"),
+        ("z", "{y}.mT.unflatten(-1, (1, -1))"),
+    ],
+)
 OPTIMIZER: Block = (
     {"x": "AB", "g": "AB", "m": "AB", "v": "AB"},
     [
@@ -123,7 +135,7 @@ QUANTISE: Block = (
     ],
 )
 BLOCKS: list[Block] = [
-    ATTENTION, MLP, SWIGLU, ROPE, NORMS, CONVOLUTION, LOSS, EMBEDDING, EXPERTS, OPTIMIZER, QUANTISE,
+    ATTENTION, MLP, SWIGLU, ROPE, NORMS, CONVOLUTION, LOSS, EMBEDDING, EXPERTS, TOKENS, OPTIMIZER, QUANTISE,
 ]  # fmt: skip
 
 # One of a group takes the place of another.
