@@ -194,14 +194,3 @@ def test_columns_that_lie_side_by_side_are_pipelined() -> None:
     x = torch.empty(4096, 1 << 16, dtype=torch.bfloat16)
     (kernel,) = scheduled(lambda x: x.softmax(0), x, device="H200", check=False).kernels
     assert generate(kernel, spec_of("H200")).configs[0].num_stages > 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "width"), [(4096, 2048, 256), (65536, 768, 64), (2048, 100, 64)]
-)
-def test_short_column_sums_have_few_programs(rows: int, columns: int, width: int) -> None:
-    x, y = torch.randn(rows, columns), torch.randn(rows, columns)
-    plan = scheduled(lambda x, y: ((x * y).sum(0), y.sum(0)), x, y, device="H200", check=False)
-    kernel = plan.kernels[0]
-    first = generate(kernel, spec_of("H200")).configs[0]
-    assert next(v for k, v in first.constexprs if k.startswith("RBLOCK")) == width

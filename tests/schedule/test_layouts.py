@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,3 +98,17 @@ def test_memory_that_others_see_stays() -> None:
         plan = planned(f, mine, a)
         wanted = f(theirs, a)
     assert close(plan, wanted) and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_copy_that_is_written_is_not_the_tensor_itself(dynamic: bool) -> None:
+    """Where it is written depends on what it is a copy of."""
+
+    def f(x: Tensor) -> Tensor:
+        y = x.detach().argmin(-2)
+        y[y % y.shape[0]] = 3
+        return y // y.abs().max().clamp(min=1)
+
+    x = torch.randn(11, 7).t().contiguous().t()
+    compiled = torch.compile(f, backend="deuteron", dynamic=dynamic, options={"verify": True})
+    assert torch.equal(compiled(x), f(x))

@@ -37,12 +37,18 @@ SWEEPS = 3
 
 def free_tensors(program: Program, computes: Mapping[str, Compute]) -> set[str]:
     """Those that only kernels read, and that have memory of their own."""
-    owner = memory_of(program)
-    fixed = {o.tensor for o in program.outputs} | {*owner, *owner.values()}
+    fixed = {o.tensor for o in program.outputs} | written_again(program)
     for d in program.defs:
         if isinstance(d, Extern):
-            fixed.update((*tensors_read(d), *d.mutates))
+            fixed.update(tensors_read(d))
     return {n for n, c in computes.items() if n not in fixed and c.index is None}
+
+
+def written_again(program: Program) -> set[str]:
+    """Tensors whose memory others write, or are."""
+    owner = memory_of(program)
+    calls = (d for d in program.defs if isinstance(d, Extern))
+    return {*owner, *owner.values(), *(n for d in calls for n in d.mutates)}
 
 
 def lie_alike(
@@ -84,8 +90,9 @@ def without_copies(
     """Computations with these layouts, of which those that a library's copy lies like are that
     copy."""
     free, name = free_tensors(program, computes), dict[str, str]()
+    moving = free | written_again(program)
     for c in computes.values():
-        e, plain = c.body, c.target is None and c.index is None and c.name not in free
+        e, plain = c.body, c.target is None and c.index is None and c.name not in moving
         if plain and e.op == "load" and not e.args and e.attr[1] == c.store_index:
             if e.attr[0] in free and layouts[e.attr[0]] == layouts[c.name]:
                 name.setdefault(e.attr[0], c.name)
